@@ -1,0 +1,249 @@
+"""What every script needs: flags, one-line errors, the base directory, and the ranks and devices of a run.
+
+torch_xla is imported inside functions only: importing this module touches neither the XLA runtime, nor the network,
+nor the disk.
+"""
+import argparse
+import glob
+import os
+import sys
+import threading
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+DEVICE_TYPES = ("auto", "tpu", "xla", "cuda", "cpu")
+
+# -----------------------------------------------------------------------------
+# Errors, flags, printing
+
+
+class BadInput(Exception):
+    """The user can mend this: the message is one line with what is wrong, the value, and what to do. Exit status 2."""
+
+
+def run_script(main):
+    """Runs `main()` and ends the process: status main returns (None: 0), or 2 with one line on stderr for BadInput."""
+    try:
+        sys.exit(main())
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    pass
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse with two habits of this project: `--help` shows every default, and `--batch-size` means `--batch_size`."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, formatter_class=_HelpFormatter, allow_abbrev=False, **kwargs)
+
+    def parse_known_args(self, args=None, namespace=None):
+        normalised = []
+        for arg in sys.argv[1:] if args is None else args:
+            if arg.startswith("--") and len(arg) > 2:
+                name, equals, value = arg.partition("=")
+                arg = name.replace("-", "_").replace("__", "--", 1) + equals + value
+            normalised.append(arg)
+        return super().parse_known_args(normalised, namespace)
+
+
+def print0(*values, rank=None, **kwargs):
+    """Prints on rank 0 only. `rank` defaults to the rank of the calling process or thread."""
+    if (get_dist_info()[0] if rank is None else rank) == 0:
+        print(*values, flush=True, **kwargs)
+
+
+def print_banner():
+    print0(r"""
+                             _           _
+   _ __   __ _ _ __   ___ __| |__   __ _| |_
+  | '_ \ / _` | '_ \ / _ \ / _| '_ \ / _` | __|
+  | | | | (_| | | | | (_) | (__| | | | (_| | |_    C++ code models on TPUs
+  |_| |_|\__,_|_| |_|\___/\___|_| |_|\__,_|\__|    with PyTorch/XLA
+""")
+
+
+def get_base_dir():
+    """Path under which everything lies that is not code: `$NANOCHAT_BASE_DIR`, else `~/.cache/nanochat`."""
+    return Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache" / "nanochat")
+
+
+def require_writable_dir(path):
+    """Creates directory `path` if need be and returns it as a Path. Raises BadInput if it cannot be written to."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".write_test_{os.getpid()}_{threading.get_ident()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise BadInput(f"cannot write to {path} ({error.strerror}): set NANOCHAT_BASE_DIR to a writable directory") from None
+    return path
+
+
+# -----------------------------------------------------------------------------
+# Devices
+
+
+def count_tpu_chips(pci_devices="/sys/bus/pci/devices"):
+    """Number of TPU chips on this machine's PCI bus, found without starting any runtime."""
+    chips = 0
+    for vendor_path in glob.glob(f"{pci_devices}/*/vendor"):
+        if Path(vendor_path).read_text().strip() == "0x1ae0":  # Google
+            device_id = Path(vendor_path).with_name("device").read_text().strip()
+            # v2 and v3, v4, v5p, v5e, v6e; other Google devices (gVNIC, 0x0042) are not TPUs
+            chips += device_id in ("0x0027", "0x005e", "0x0062", "0x0063", "0x006f")
+    return chips
+
+
+def resolve_device_type(requested="auto", pci_devices="/sys/bus/pci/devices"):
+    """Turns `--device_type` into one of "tpu", "xla", "cuda", "cpu" and says so; raises BadInput if it is not there.
+
+    On a machine with TPU chips `auto` is the TPU, and a PJRT_DEVICE that says otherwise is an error: a run that trains
+    on the host's CPU by accident costs as much as one that trains on the TPU.
+    """
+    chips = count_tpu_chips(pci_devices)
+    pjrt_device = os.environ.get("PJRT_DEVICE", "")
+    if requested not in DEVICE_TYPES:
+        raise BadInput(f"--device_type={requested} is unknown: choose one of {', '.join(DEVICE_TYPES)}")
+    if requested == "auto":
+        if chips:
+            if pjrt_device and pjrt_device != "TPU":
+                raise BadInput(f"this machine has {chips} TPU chips but PJRT_DEVICE={pjrt_device}: unset PJRT_DEVICE, "
+                               "or ask for the CPU with --device_type=xla")
+            return "tpu"
+        if torch.cuda.is_available():
+            return "cuda"
+        print("no TPU and no GPU here: running on XLA CPU devices (as many as CPU_NUM_DEVICES says)", flush=True)
+        return "xla"
+    if requested == "tpu" and not chips:
+        raise BadInput("--device_type=tpu, but this machine has no TPU chips: use --device_type=xla to run on the CPU")
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device_type=cuda, but PyTorch sees no GPU: use --device_type=xla to run on the CPU")
+    return requested
+
+
+def prepare_xla_environment(device_type):
+    """Sets what torch_xla reads from the environment. Must run before torch_xla is imported, in the parent process."""
+    if device_type == "tpu":
+        os.environ["PJRT_DEVICE"] = "TPU"
+    elif device_type == "xla":
+        os.environ["PJRT_DEVICE"] = "CPU"
+        devices = os.environ.setdefault("CPU_NUM_DEVICES", "1")
+        if not devices.isdigit() or int(devices) < 1:
+            raise BadInput(f"CPU_NUM_DEVICES={devices} is not a number of devices: set it to 1, 2, 4 …")
+        # Several CPU devices are threads of one process. Their collectives block the threads that run them, so the
+        # pool must hold them all, and the client must run programs in the order in which they were given to it.
+        os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"
+        os.environ["XLA_THREAD_POOL_SIZE"] = str(max(int(devices) * 2, os.cpu_count() or 1))
+
+
+# -----------------------------------------------------------------------------
+# Ranks
+
+
+@dataclass(frozen=True)
+class Dist:
+    """Where this rank runs."""
+    device_type: str  # "tpu", "xla", "cuda" or "cpu"
+    device: torch.device
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_xla(self):
+        return self.device_type in ("tpu", "xla")
+
+
+_this_thread = threading.local()  # ranks on CPU XLA devices are threads of one process
+
+
+def get_dist_info():
+    """(rank, local_rank, world_size) of the calling rank; (0, 0, 1) before compute_init."""
+    dist = getattr(_this_thread, "dist", None)
+    return (dist.rank, dist.local_rank, dist.world_size) if dist else (0, 0, 1)
+
+
+def compute_init(device_type):
+    """Starts the runtime for this rank and returns its Dist. `device_type` as resolve_device_type gave it."""
+    if device_type in ("tpu", "xla"):
+        import torch_xla
+        import torch_xla.runtime as xr
+        dist = Dist(device_type, torch_xla.device(), xr.global_ordinal(), xr.local_ordinal(), xr.world_size())
+    elif device_type == "cuda":
+        local_rank, world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        torch.cuda.set_device(local_rank)
+        torch.set_float32_matmul_precision("high")
+        device = torch.device("cuda", local_rank)
+        if world_size > 1:
+            torch.distributed.init_process_group("nccl", device_id=device)
+        dist = Dist("cuda", device, int(os.environ.get("RANK", 0)), local_rank, world_size)
+    else:
+        dist = Dist("cpu", torch.device("cpu"))
+    _this_thread.dist = dist
+    return dist
+
+
+def compute_cleanup(dist):
+    """Ends what compute_init began."""
+    if dist.device_type == "cuda" and dist.world_size > 1:
+        torch.distributed.destroy_process_group()
+    _this_thread.dist = None
+
+
+def xla_all_reduce_gradients(gradients, dist):
+    """Sums every tensor of the list over all ranks, in place: one all-reduce for the whole list.
+
+    The caller divides: torch_xla ignores a scale when there is one rank.
+    """
+    if dist.world_size == 1:
+        return
+    if dist.is_xla:
+        import torch_xla.core.xla_model as xm
+        xm.all_reduce(xm.REDUCE_SUM, gradients)
+    else:
+        for gradient in gradients:
+            torch.distributed.all_reduce(gradient)
+
+
+_trace_lock = threading.Lock()
+
+
+@contextmanager
+def xla_program(dist, name):
+    """What is computed inside the block becomes one XLA program, dispatched when the block ends.
+
+    On other devices nothing happens. Two ranks that are threads of one process and compile at the same time would get
+    two executables, whose all-reduces never meet: the first runs of each program are therefore traced and
+    compiled one rank after the other. Before a rank takes the lock, it waits for its programs in flight, because these
+    may need a rank that waits for the lock.
+    """
+    if not dist.is_xla:
+        yield
+        return
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    runs = _this_thread.__dict__.setdefault("program_runs", {})
+    runs[name] = runs.get(name, 0) + 1
+    one_at_a_time = dist.device_type == "xla" and dist.world_size > 1 and runs[name] <= 2
+    if one_at_a_time:
+        xm.wait_device_ops()
+    with _trace_lock if one_at_a_time else nullcontext():
+        yield
+        torch_xla.sync()
+
+
+def synchronize(dist):
+    """Waits until the device has finished all that was dispatched to it."""
+    if dist.is_xla:
+        import torch_xla.core.xla_model as xm
+        xm.wait_device_ops()
+    elif dist.device_type == "cuda":
+        torch.cuda.synchronize()
