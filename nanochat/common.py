@@ -38,7 +38,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with two habits of this project: `--help` shows every default, and `--batch-size` means `--batch_size`."""
+    """argparse with two habits: `--help` shows every default, and `--batch-size` means `--batch_size`."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, formatter_class=_HelpFormatter, allow_abbrev=False, **kwargs)
@@ -83,7 +83,8 @@ def require_writable_dir(path):
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
-        raise BadInput(f"cannot write to {path} ({error.strerror}): set NANOCHAT_BASE_DIR to a writable directory") from None
+        raise BadInput(f"cannot write to {path} ({error.strerror}): "
+                       "set NANOCHAT_BASE_DIR to a writable directory") from None
     return path
 
 
@@ -97,8 +98,8 @@ def count_tpu_chips(pci_devices="/sys/bus/pci/devices"):
     for vendor_path in glob.glob(f"{pci_devices}/*/vendor"):
         if Path(vendor_path).read_text().strip() == "0x1ae0":  # Google
             device_id = Path(vendor_path).with_name("device").read_text().strip()
-            # v2 and v3, v4, v5p, v5e, v6e; other Google devices (gVNIC, 0x0042) are not TPUs
-            chips += device_id in ("0x0027", "0x005e", "0x0062", "0x0063", "0x006f")
+            # The ids that torch_xla knows; other Google devices (gVNIC, 0x0042) are not TPUs.
+            chips += device_id in ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
     return chips
 
 
