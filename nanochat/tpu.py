@@ -1,0 +1,123 @@
+"""What is known about accelerators: peaks for MFU, memory, prices, and what accelerator strings mean.
+
+Everything here is looked up, nothing is asked of a runtime or of the network.
+"""
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from nanochat.common import BadInput, count_tpu_chips
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class TpuType:
+    """One generation of TPU; all figures are per chip. A price that is not known is None."""
+    name: str
+    accelerator_prefix: str  # of the accelerator strings that create such VMs
+    peak_flops: float  # dense bf16 FLOP/s
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    torus_dims: int  # 2: flat slices, 3: cubic ones
+    cores_per_chip: int  # the number in an accelerator string counts cores on v4 and v5p, chips on v5e and v6e
+    max_chips_per_host: int  # of a slice that is one host
+    runtime_version: str  # of the VM image
+    usd_per_chip_hour: float | None = None  # on demand
+    usd_per_chip_hour_spot: float | None = None
+
+
+# Figures from Google's "TPU versions" pages. Prices float: they are those of PRICES_DATE, on demand from the public
+# list, spot as paid for v5litepod-8 in us-west4 (listed: 0.21 to 0.60 by region) and for v6e-4 in asia-northeast1
+# (listed: 0.65 to 1.89). Scripts that print a cost have a flag that overrides them.
+PRICES_DATE = "2026-11"
+TPU_TYPES = {tpu.name: tpu for tpu in (
+    TpuType("v4", "v4", 275e12, 32 * GIB, 1200e9, 3, 2, 4, "tpu-ubuntu2204-base"),
+    TpuType("v5e", "v5litepod", 197e12, 16 * GIB, 819e9, 2, 1, 8, "v2-alpha-tpuv5-lite", 1.20, 0.255),
+    TpuType("v5p", "v5p", 459e12, 95 * GIB, 2765e9, 3, 2, 4, "v2-alpha-tpuv5"),
+    TpuType("v6e", "v6e", 918e12, 32 * GIB, 1640e9, 2, 1, 8, "v2-alpha-tpuv6e", 2.70, 0.425),
+)}
+_PCI_DEVICE_TO_TYPE = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}
+_CHIPS_PER_HOST_OF_A_POD = 4  # every slice of more than one host, of every type
+
+# Dense bf16 FLOP/s from NVIDIA's data sheets, by words of the name that torch.cuda.get_device_name gives; the
+# first that fits counts, so the special cases stand before the general one.
+_GPU_PEAK_FLOPS = (
+    ("B200", 2250e12),
+    ("H200 NVL", 836e12), ("H200", 989e12), ("GH200", 989e12),
+    ("H100 NVL", 835e12), ("H100 PCIE", 756e12), ("H100", 989e12),
+    ("A100", 312e12), ("A10G", 70e12), ("A10", 125e12), ("A40", 150e12), ("A6000", 155e12),
+    ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12),
+    ("RTX 5090", 209.5e12), ("RTX 4090", 165e12), ("RTX 3090", 71e12),
+)
+
+
+class Slice(NamedTuple):
+    """What an accelerator string stands for."""
+    tpu: TpuType
+    chips: int
+    hosts: int
+    topology: str  # "2x4": chips along each dimension of the torus
+
+
+def parse_accelerator(accelerator):
+    """Slice that an accelerator string such as "v5litepod-8", "v6e-4" or "v4-32" stands for; BadInput if none."""
+    prefix, _, count = accelerator.partition("-")
+    tpu = next((tpu for tpu in TPU_TYPES.values() if tpu.accelerator_prefix == prefix), None)
+    if tpu is None or not re.fullmatch("[1-9][0-9]*", count):
+        known = ", ".join(f"{tpu.accelerator_prefix}-N" for tpu in TPU_TYPES.values())
+        raise BadInput(f"accelerator {accelerator!r} is unknown: give one of {known}")
+    chips, odd_core = divmod(int(count), tpu.cores_per_chip)
+    is_power_of_two = chips and chips & (chips - 1) == 0
+    if odd_core or not is_power_of_two or (chips < 4 and tpu.torus_dims == 3) or chips == 2:
+        raise BadInput(f"accelerator {accelerator!r} does not exist: sizes are "
+                       f"{'1, 4, 8, 16, 32 …' if tpu.torus_dims == 2 else '8, 16, 32, 64 …'}")
+    hosts = 1 if chips <= tpu.max_chips_per_host else chips // _CHIPS_PER_HOST_OF_A_POD
+    return Slice(tpu, chips, hosts, _topology(chips, tpu.torus_dims))
+
+
+def _topology(chips, torus_dims):
+    """The most even box of `chips` chips, a power of two, with the longest side last: 8 is 2x4, or 2x2x2."""
+    if torus_dims == 3 and chips == 4:
+        return "2x2x1"
+    log2_chips = chips.bit_length() - 1
+    return "x".join(str(2 ** ((log2_chips + i) // torus_dims)) for i in range(torus_dims))
+
+
+def detect_accelerator(pci_devices="/sys/bus/pci/devices"):
+    """Accelerator string of this machine, or None if it has no TPU or one that is not in the table.
+
+    TPU_ACCELERATOR_TYPE says it where it is set. The PCI bus knows the chips of this host only: a worker of a larger
+    slice is taken for a slice of one host.
+    """
+    if os.environ.get("TPU_ACCELERATOR_TYPE"):
+        return os.environ["TPU_ACCELERATOR_TYPE"]
+    chips = count_tpu_chips(pci_devices)
+    device_ids = {path.read_text().strip() for path in Path(pci_devices).glob("*/device")}
+    for device_id in _PCI_DEVICE_TO_TYPE.keys() & device_ids:
+        tpu = TPU_TYPES[_PCI_DEVICE_TO_TYPE[device_id]]
+        return f"{tpu.accelerator_prefix}-{chips * tpu.cores_per_chip}"
+    return None
+
+
+def peak_flops(device_name):
+    """Dense bf16 FLOP/s of one chip, for MFU: of an accelerator string, or of a GPU as torch.cuda.get_device_name
+    calls it. None if it is not in the tables."""
+    prefix = device_name.partition("-")[0]
+    for tpu in TPU_TYPES.values():
+        if prefix in (tpu.name, tpu.accelerator_prefix):
+            return tpu.peak_flops
+    for part, flops in _GPU_PEAK_FLOPS:
+        if re.search(rf"\b{part}\b", device_name.upper()):
+            return flops
+    return None
+
+
+def usd_per_hour(accelerator, spot, usd_per_chip_hour=None):
+    """Price of a slice in USD per hour, from the table unless `usd_per_chip_hour` is given; None if not known."""
+    tpu, chips, _, _ = parse_accelerator(accelerator)
+    if usd_per_chip_hour is None:
+        usd_per_chip_hour = tpu.usd_per_chip_hour_spot if spot else tpu.usd_per_chip_hour
+    return None if usd_per_chip_hour is None else usd_per_chip_hour * chips
