@@ -1,0 +1,256 @@
+"""What a run says about itself, on rank 0: metrics.jsonl, one console line, WandB; and the arithmetic behind it.
+
+metrics.jsonl has one JSON object per line with `step` (optimizer steps completed) and `time` (Unix time, s). Names with
+a place of their own in the console line: loss (mean over the global batch, nats), lr_multiplier, step_ms,
+tokens_per_s, mfu (0 to 1), tokens (seen so far), time_left_s. Anything else is printed by its name.
+"""
+import json
+import os
+import queue
+import secrets
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+METRICS_FILE = "metrics.jsonl"
+_WANDB_QUEUE_RECORDS = 1000
+_WANDB_FINISH_TIMEOUT_S = 60
+
+# -----------------------------------------------------------------------------
+# Records
+
+
+class MetricsLogger:
+    """Writes records; rank 0 only. `log` waits for the disk's cache at most: never for the disk, nor for WandB."""
+
+    def __init__(self, run_dir, run, config, *, total_steps=None, resume_step=None, wandb_project="nanochat-tpu",
+                 wandb_id=None, console=print):
+        """
+        run: the run's name; WandB is used unless it is "dummy". config: a JSON object for WandB.
+        resume_step: the step of the checkpoint that the run goes on from; later records are taken out of the file.
+            None: a new run; the file of an older one is kept as metrics.jsonl.aside.
+        wandb_id: `wandb_id` of the run that goes on, from the checkpoint's meta.
+        console: called with each line, and with the one warning about WandB there may be.
+        """
+        self.path = Path(run_dir) / METRICS_FILE
+        self.wandb_id = wandb_id or secrets.token_hex(4)
+        self._total_steps, self._resume_step, self._console = total_steps, resume_step, console
+        self._names_at_resume = _rewind(self.path, resume_step)
+        self._file = open(self.path, "a")
+        self._wandb = None
+        if run != "dummy":
+            self._wandb = _Wandb(console, project=wandb_project, name=run, id=self.wandb_id, config=config,
+                                 dir=str(run_dir))
+
+    def log(self, step, record):
+        """Records {name: number} for `step`."""
+        if step == self._resume_step:  # an evaluation of this step may have been done before the interruption
+            record = {name: value for name, value in record.items() if name not in self._names_at_resume}
+            if not record:
+                return
+        record = {"step": step, "time": round(time.time(), 3), **record}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        self._console(format_line(record, self._total_steps))
+        if self._wandb:
+            self._wandb.log(record)
+
+    def close(self):
+        """Ends the record; WandB is given a minute to take what it has not yet taken."""
+        self._file.close()
+        if self._wandb:
+            self._wandb.finish(_WANDB_FINISH_TIMEOUT_S)
+
+
+def _rewind(path, resume_step):
+    """Takes records after `resume_step` out of the file, in one replacement, and half a line at its end.
+
+    Returns the names that records of `resume_step` itself have.
+    """
+    if not path.exists():
+        return set()
+    if resume_step is None:
+        path.replace(path.with_suffix(".jsonl.aside"))
+        return set()
+    kept, names = [], set()
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # what a crash left of a line
+        if record["step"] <= resume_step:
+            kept.append(line)
+        if record["step"] == resume_step:
+            names |= record.keys()
+    rewound = path.with_suffix(".jsonl.tmp")
+    with open(rewound, "w") as file:
+        file.writelines(line + "\n" for line in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    rewound.replace(path)
+    return names
+
+
+_CONSOLE_FORMATS = {
+    "loss": lambda value: f"loss {value:.4f}",
+    "lr_multiplier": lambda value: f"lr {value:.3f}",
+    "step_ms": lambda value: f"{value:,.0f} ms",
+    "tokens_per_s": lambda value: f"{value:,.0f} tok/s",
+    "mfu": lambda value: f"mfu {100 * value:.1f}%",
+    "tokens": lambda value: f"{format_count(value)} tokens",
+    "time_left_s": lambda value: f"{format_duration(value)} left",
+}
+
+
+def format_line(record, total_steps=None):
+    """The console line of a record: `step 00100/01000 | loss 3.2101 | …`."""
+    step = f"step {record['step']:05d}" + (f"/{total_steps:05d}" if total_steps else "")
+    parts = [step] + [form(record[name]) for name, form in _CONSOLE_FORMATS.items() if record.get(name) is not None]
+    for name, value in record.items():
+        if name not in _CONSOLE_FORMATS and name not in ("step", "time"):
+            parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    return " | ".join(parts)
+
+
+def format_count(count):
+    """1234567 as "1.23M"."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= 0.9995 * size:  # 999,999 is 1M
+            return f"{count / size:.3g}{unit}"
+    return str(count)
+
+
+def format_duration(seconds):
+    """3725 as "1h02m", 125 as "2m05s"."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+# -----------------------------------------------------------------------------
+# WandB
+
+
+class _Wandb:
+    """WandB behind a bounded queue, all of it in one daemon thread: whatever it does, the run only ever sees one
+    warning."""
+
+    def __init__(self, report, **init_arguments):
+        self._report = report
+        self._queue = queue.Queue(_WANDB_QUEUE_RECORDS)
+        self._warned = False
+        self._thread = threading.Thread(target=self._work, args=(init_arguments,), name="wandb", daemon=True)
+        self._thread.start()
+
+    def log(self, record):
+        try:
+            if self._thread.is_alive():
+                self._queue.put_nowait(record)
+        except queue.Full:
+            self._warn("does not keep up: records are left out there")
+
+    def finish(self, timeout_s):
+        self.log(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._warn(f"did not finish within {timeout_s} s")
+
+    def _work(self, init_arguments):
+        try:
+            import wandb
+            # A console that asks for a login would wait for a person; a server that is silent must not keep the
+            # process from ending.
+            settings = wandb.Settings(console="off", silent=True, login_timeout=1, init_timeout=_WANDB_FINISH_TIMEOUT_S,
+                                      finish_timeout=_WANDB_FINISH_TIMEOUT_S)
+            run = wandb.init(resume="allow", settings=settings, **init_arguments)
+            while (record := self._queue.get()) is not None:
+                run.log(record, step=record["step"])
+            run.finish()
+        except BaseException as error:  # wandb also raises KeyboardInterrupt and SystemExit
+            self._warn(f"failed ({type(error).__name__}: {' '.join(str(error).split())})")
+
+    def _warn(self, what):
+        if not self._warned:
+            self._warned = True
+            self._report(f"warning: WandB {what}. The run goes on; {METRICS_FILE} has every record.")
+
+
+# -----------------------------------------------------------------------------
+# FLOPs
+
+
+def matrix_parameters(config):
+    """Number of parameters of a GPTConfig's model that take part in matrix products: all but the embedding."""
+    width, kv_width = config.n_embd, config.n_kv_head * config.head_dim
+    layer = 2 * width * width + 2 * kv_width * width + 8 * width * width  # q and o, k and v, MLP
+    return config.n_layer * layer + config.vocab_size * width
+
+
+def flops_per_token(config, seq_len):
+    """Useful FLOPs of forward and backward per token; what is recomputed does not count.
+
+    6 per matrix parameter: a multiplication and an addition, once forward and twice backward (Kaplan et al. 2020,
+    arXiv 2001.08361). Attention adds 12 × width per position looked at (PaLM, arXiv 2204.02311, appendix B), but here
+    only for positions that the causal mask and the layer's window let through: on average (T + 1) / 2 without window.
+    """
+    positions = sum(_mean_positions(seq_len, window or seq_len) for window in config.windows())
+    return 6 * matrix_parameters(config) + 12 * config.n_embd * positions
+
+
+def _mean_positions(seq_len, window):
+    """How many positions a token sees on average: the mean of min(t, window) for t = 1 … seq_len."""
+    window = min(window, seq_len)
+    return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+
+
+def mfu(tokens_per_s, flops_per_token, peak_flops_per_chip, chips):
+    """Model FLOPs utilisation, 0 to 1; None where the peak is not known."""
+    return None if peak_flops_per_chip is None else tokens_per_s * flops_per_token / (peak_flops_per_chip * chips)
+
+
+# -----------------------------------------------------------------------------
+# Time and money
+
+
+class Goodput:
+    """Where the wall time of a run went: every second counts for one name, the innermost open span's, or "other".
+
+        goodput = Goodput(meta["seconds"])  # goes on where the run was interrupted
+        with goodput.span("train"): …
+    """
+
+    def __init__(self, seconds=None):
+        self._seconds = dict(seconds or {})
+        self._name, self._since = "other", time.monotonic()
+
+    @contextmanager
+    def span(self, name):
+        outer = self._name
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def seconds(self):
+        """{name: seconds} up to now, for the checkpoint's meta."""
+        self._switch(self._name)
+        return dict(self._seconds)
+
+    def fraction(self, useful="train"):
+        """Share of the time that went into `useful`, 0 to 1."""
+        seconds = self.seconds()
+        return seconds.get(useful, 0.0) / max(sum(seconds.values()), 1e-9)
+
+    def _switch(self, name):
+        now = time.monotonic()
+        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + now - self._since
+        self._name, self._since = name, now
+
+
+def cost_usd(seconds, usd_per_hour):
+    """What `seconds` cost; None where the price is not known."""
+    return None if usd_per_hour is None else seconds / 3600 * usd_per_hour
