@@ -215,27 +215,49 @@ def xla_all_reduce_gradients(gradients, dist):
 
 
 _trace_lock = threading.Lock()
+_thread_barriers = {}
+BARRIER_TIMEOUT_S = 900
+
+
+def thread_barrier(dist):
+    """Waits for the other ranks where ranks are threads of this process (several XLA devices on a CPU).
+
+    Elsewhere it does nothing: there a rank that is early waits inside the all-reduce. On a CPU the all-reduce gives up
+    after some 15 s, so a rank that saves a checkpoint must not be waited for in it.
+    """
+    if dist.device_type == "xla" and dist.world_size > 1:
+        with _trace_lock:
+            barrier = _thread_barriers.setdefault(dist.world_size, threading.Barrier(dist.world_size))
+        try:
+            barrier.wait(BARRIER_TIMEOUT_S)
+        except threading.BrokenBarrierError:
+            raise TimeoutError(f"rank {dist.rank} waited {BARRIER_TIMEOUT_S} s for the other ranks") from None
 
 
 @contextmanager
-def xla_program(dist, name):
+def xla_program(dist, name, collective=False):
     """What is computed inside the block becomes one XLA program, dispatched when the block ends.
 
-    On other devices nothing happens. Two ranks that are threads of one process and compile at the same time would get
-    two executables, whose all-reduces never meet: the first runs of each program are therefore traced and
-    compiled one rank after the other. Before a rank takes the lock, it waits for its programs in flight, because these
-    may need a rank that waits for the lock.
+    `collective`: it contains an all-reduce. On other devices nothing happens.
+
+    Two ranks that are threads of one process and compile at the same time would get two executables, whose
+    all-reduces never meet: the first runs of each program are therefore traced and compiled one rank after the other.
+    Before a rank takes the lock, it waits for its programs in flight, because these may need a rank that waits for the
+    lock.
     """
     if not dist.is_xla:
         yield
         return
     import torch_xla
     import torch_xla.core.xla_model as xm
+    ranks_are_threads = dist.device_type == "xla" and dist.world_size > 1
     runs = _this_thread.__dict__.setdefault("program_runs", {})
     runs[name] = runs.get(name, 0) + 1
-    one_at_a_time = dist.device_type == "xla" and dist.world_size > 1 and runs[name] <= 2
-    if one_at_a_time:
+    one_at_a_time = ranks_are_threads and runs[name] <= 2
+    if ranks_are_threads and (collective or one_at_a_time):
         xm.wait_device_ops()
+        if collective:
+            thread_barrier(dist)
     with _trace_lock if one_at_a_time else nullcontext():
         yield
         torch_xla.sync()
@@ -248,3 +270,12 @@ def synchronize(dist):
         xm.wait_device_ops()
     elif dist.device_type == "cuda":
         torch.cuda.synchronize()
+
+
+def compilations():
+    """How many XLA programs this process has compiled; 0 where XLA is not in use."""
+    if "torch_xla" not in sys.modules:
+        return 0
+    import torch_xla.debug.metrics as met
+    data = met.metric_data("CompileTime")
+    return data[0] if data else 0

@@ -111,6 +111,12 @@ class GPT(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
+    @classmethod
+    def on_meta(cls, config):
+        """A GPT without memory, to count its parameters."""
+        with torch.device("meta"):
+            return cls(config)
+
     @torch.no_grad()
     def init_weights(self, seed=0):
         """Every rank gets the same weights from the same seed, without a broadcast: drawn by a CPU generator."""

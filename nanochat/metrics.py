@@ -43,8 +43,8 @@ class MetricsLogger:
             self._wandb = _Wandb(console, project=wandb_project, name=run, id=self.wandb_id, config=config,
                                  dir=str(run_dir))
 
-    def log(self, step, record):
-        """Records {name: number} for `step`."""
+    def log(self, step, record, quiet=False):
+        """Records {name: number} for `step`; `quiet`: without a line on the console."""
         if step == self._resume_step:  # an evaluation of this step may have been done before the interruption
             record = {name: value for name, value in record.items() if name not in self._names_at_resume}
             if not record:
@@ -52,7 +52,8 @@ class MetricsLogger:
         record = {"step": step, "time": round(time.time(), 3), **record}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        self._console(format_line(record, self._total_steps))
+        if not quiet:
+            self._console(format_line(record, self._total_steps))
         if self._wandb:
             self._wandb.log(record)
 

@@ -1,0 +1,179 @@
+"""Muon for the matrices, AdamW for the rest, and the schedules of both.
+
+All that changes from step to step (learning rates, momentum, bias corrections) reaches the device as one small tensor:
+no number is baked into the compiled program, so no schedule can make it compile again.
+"""
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+ADAM_BETAS = (0.8, 0.95)
+ADAM_EPS = 1e-10
+MUON_BETA2 = 0.95
+REFERENCE_WIDTH = 768  # the width at which the learning rates of AdamW and the weight decay were tuned
+REFERENCE_BATCH_TOKENS = 2**19  # the batch at which all learning rates were tuned
+
+
+def _flag(default, help):
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Each field is a flag of base_train. Learning rates are those of a batch of 2^19 tokens (see batch_lr_scale)."""
+    matrix_lr: float = _flag(0.02, "Muon's learning rate, for the matrices of the layers")
+    embedding_lr: float = _flag(0.3, "AdamW's, for the embedding, at width 768")
+    unembedding_lr: float = _flag(0.004, "AdamW's, for the head, at width 768")
+    scalar_lr: float = _flag(0.5, "AdamW's, for the scales of the residual stream")
+    weight_decay: float = _flag(0.2, "of the matrices, at width 768")
+    warmup_steps: int = _flag(40, "steps in which the learning rates rise")
+    warmdown_ratio: float = _flag(0.5, "share of the run in which the learning rates fall")
+    final_lr_frac: float = _flag(0.05, "what is left of the learning rates at the end")
+
+
+# -----------------------------------------------------------------------------
+# Schedules. Steps count from 0.
+
+
+def lr_multiplier(step, num_iterations, config):
+    """Warm-up, flat, then linear to `final_lr_frac` (the trapezoid of arXiv 2405.18392)."""
+    warmup = min(config.warmup_steps, num_iterations)
+    warmdown = round(config.warmdown_ratio * num_iterations)
+    if step < warmup:
+        return (step + 1) / warmup
+    if step <= num_iterations - warmdown:
+        return 1.0
+    progress = (num_iterations - step) / warmdown
+    return progress + (1 - progress) * config.final_lr_frac
+
+
+def muon_momentum(step):
+    """0.85 rising to 0.95 over the first 300 steps: early gradients go out of date sooner (modded-nanogpt)."""
+    return 0.85 + 0.10 * min(step / 300, 1)
+
+
+def batch_lr_scale(total_batch_size):
+    """Learning rates scale with the square root of the batch (arXiv 2006.08517), measured against 2^19 tokens."""
+    return math.sqrt(total_batch_size / REFERENCE_BATCH_TOKENS)
+
+
+def width_lr_scale(width):
+    """AdamW learning rates scale with (width / 768)^-0.5 (nanochat)."""
+    return (width / REFERENCE_WIDTH) ** -0.5
+
+
+def width_weight_decay_scale(width):
+    """The best weight decay falls about with 1 / width² (nanochat's measurements, tuned at width 768)."""
+    return (REFERENCE_WIDTH / width) ** 2
+
+
+# -----------------------------------------------------------------------------
+# Muon's parts
+
+
+def newton_schulz(matrices, dtype, steps=5):
+    """Orthogonalises every matrix of a stack (L, m, n): all singular values go to about 1 (Muon, Jordan et al. 2024).
+
+    The quintic iteration X <- aX + (bA + cA²)X with A = XXᵀ; baddbmm rather than addmm, which torch_xla runs on the
+    host. Returns a stack of the same shape in `dtype`.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrices.to(dtype)
+    transposed = x.size(-2) > x.size(-1)
+    if transposed:
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # the largest singular value is at most 1
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if transposed else x
+
+
+def normalise_neurons(update, second_moment, beta2):
+    """Divides each neuron (row) of the update by the running root mean square of its updates, keeping the update's
+    norm (NorMuon, arXiv 2510.05491). `second_moment` (L, m, 1) is updated in place."""
+    update = update.float()
+    mean_square = update.square().mean(dim=-1, keepdim=True)
+    second_moment.lerp_(mean_square, 1 - beta2)
+    norm_before = update.norm(dim=(-2, -1), keepdim=True)
+    update = update * second_moment.clamp(min=1e-10).rsqrt()
+    return update * (norm_before / update.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-10))
+
+
+def cautious_weight_decay(weights, update):
+    """The part of the weights that decay shrinks: only where the update pushes the same way (arXiv 2510.12402)."""
+    return weights * (weights * update > 0)
+
+
+# -----------------------------------------------------------------------------
+# The optimizer
+
+
+class MuonAdamW:
+    """Updates a GPT in place from the `.grad` of its parameters, and sets these to zero.
+
+    All state exists from the start, so the first step is the same program as the last.
+    """
+
+    def __init__(self, model, config, total_batch_size, num_iterations, dtype=torch.float32):
+        """`dtype`: in what Muon orthogonalises (bfloat16 where that is fast)."""
+        self.config, self.num_iterations, self.dtype = config, num_iterations, dtype
+        scale, width = batch_lr_scale(total_batch_size), model.config.n_embd
+        adam_scale = scale * width_lr_scale(width)
+        self.parameters = dict(model.named_parameters())
+        self.adam_lrs = {
+            "wte": config.embedding_lr * adam_scale,
+            "lm_head": config.unembedding_lr * adam_scale,
+            "resid_scale": config.scalar_lr * 0.01 * scale,  # it multiplies the residual stream once per layer
+            "x0_scale": config.scalar_lr * scale,
+        }
+        self.matrix_lr = config.matrix_lr * scale
+        self.weight_decay = config.weight_decay * width_weight_decay_scale(width)
+        self.state = {}
+        for name, p in self.parameters.items():
+            p.grad = torch.zeros_like(p)
+            self.state[f"{name}.momentum"] = torch.zeros_like(p)
+            self.state[f"{name}.second_moment"] = torch.zeros_like(p if name in self.adam_lrs else p[:, :, :1])
+
+    def scheduled(self, step):
+        """What changes at `step`, as a CPU tensor (4,): learning-rate multiplier, Muon's momentum, Adam's two bias
+        corrections."""
+        beta1, beta2 = ADAM_BETAS
+        return torch.tensor([lr_multiplier(step, self.num_iterations, self.config), muon_momentum(step),
+                             1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)], dtype=torch.float32)
+
+    @torch.no_grad()
+    def step(self, scheduled):
+        """One update. `scheduled`: what `scheduled(step)` gave, on the parameters' device."""
+        lr_multiplier, momentum, bias1, bias2 = scheduled.unbind()
+        for name, p in self.parameters.items():
+            first, second = self.state[f"{name}.momentum"], self.state[f"{name}.second_moment"]
+            if name in self.adam_lrs:
+                self._adamw(p, first, second, self.adam_lrs[name] * lr_multiplier, bias1, bias2)
+            else:
+                self._muon(p, first, second, self.matrix_lr * lr_multiplier, momentum)
+            p.grad.zero_()
+
+    def _adamw(self, p, exp_avg, exp_avg_sq, lr, bias1, bias2):
+        """Adam (arXiv 1412.6980); these groups have no weight decay."""
+        beta1, beta2 = ADAM_BETAS
+        exp_avg.lerp_(p.grad, 1 - beta1)
+        exp_avg_sq.lerp_(p.grad.square(), 1 - beta2)
+        p.sub_(lr * (exp_avg / bias1) / ((exp_avg_sq / bias2).sqrt() + ADAM_EPS))
+
+    def _muon(self, p, buffer, second_moment, lr, momentum):
+        buffer.copy_(momentum * buffer + (1 - momentum) * p.grad)
+        nesterov = momentum * buffer + (1 - momentum) * p.grad
+        update = normalise_neurons(newton_schulz(nesterov, self.dtype), second_moment, MUON_BETA2)
+        update = update * max(1.0, p.size(-2) / p.size(-1)) ** 0.5  # the same root-mean-square for every shape
+        p.sub_(lr * (update + self.weight_decay * cautious_weight_decay(p, update)))
+
+    def state_dict(self):
+        """Name -> tensor; load with load_state_dict."""
+        return dict(self.state)
+
+    @torch.no_grad()
+    def load_state_dict(self, state):
+        for name, tensor in self.state.items():
+            tensor.copy_(state[name])

@@ -1,0 +1,488 @@
+"""Pre-trains a GPT, on every chip of a TPU VM or on whatever is there:
+
+    python3 -m scripts.base_train --depth=16 --num_iterations=50000 --device_batch_size=8 --max_seq_len=1024 --run=NAME
+
+On a laptop, the same program over two XLA devices of its CPU:
+
+    CPU_NUM_DEVICES=2 python3 -m scripts.base_train --depth=4 --num_iterations=100 --device_batch_size=4 \
+        --max_seq_len=256 --total_batch_size=4096 --device_type=xla
+
+On GPUs: torchrun --nproc_per_node=8 -m scripts.base_train … A run of a name that has a checkpoint goes on from it.
+No line at module level touches the XLA runtime: xmp.spawn starts a process for each chip, and they start theirs.
+"""
+import math
+import os
+import sys
+import tempfile
+import time
+import traceback
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+from nanochat import checkpoint, metrics, tpu
+from nanochat.common import (
+    DEVICE_TYPES,
+    ArgumentParser,
+    BadInput,
+    compilations,
+    compute_cleanup,
+    compute_init,
+    count_tpu_chips,
+    get_base_dir,
+    prepare_xla_environment,
+    print0,
+    print_banner,
+    require_writable_dir,
+    resolve_device_type,
+    run_script,
+    thread_barrier,
+    xla_all_reduce_gradients,
+    xla_program,
+)
+from nanochat.dataloader import NUM_LANES, DataLoader, SyntheticLoader
+from nanochat.dataset import fingerprint, list_shards
+from nanochat.gpt import GPT, GPTConfig, config_for_depth
+from nanochat.kernels import get_kernels
+from nanochat.loss_eval import bits_per_byte
+from nanochat.optim import MuonAdamW, OptimConfig, lr_multiplier
+from nanochat.tokenizer import load_tokenizer
+
+ASSUMED_MFU = 0.3  # for the estimate in the plan
+SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass ", "int main(int argc, char** argv) {\n")
+
+
+def parse_args(argv=None):
+    parser = ArgumentParser(prog="python3 -m scripts.base_train", description=__doc__)
+    add = parser.add_argument_group("run").add_argument
+    add("--run", default="dummy", help="name of the run, of its checkpoints' folder and in WandB; dummy: no WandB")
+    add("--device_type", default="auto", help="one of " + ", ".join(DEVICE_TYPES))
+    add("--resume", default="auto", choices=["auto", "never"],
+        help="auto: continue the run of this name if it has a checkpoint; never: move the old run aside")
+    add("--seed", type=int, default=0, help="of the weights and of the data order")
+    add("--no_compile", action="store_true", help="no torch.compile (on CUDA; XLA and cpu have none anyway)")
+    add("--wandb_project", default="nanochat", help="WandB project")
+    add = parser.add_argument_group("data").add_argument
+    add("--data_dir", help="folder of parquet shards for training; default: $NANOCHAT_BASE_DIR/parquet/base_data_v3")
+    add("--val_dir", help="folder of parquet shards for validation; default: $NANOCHAT_BASE_DIR/parquet/val")
+    add("--tokenizer_dir", help="default: $NANOCHAT_BASE_DIR/tokenizer if it is there, else the one that is shipped")
+    add("--tokenizer_threads", type=int, default=2, help="threads that tokenize ahead, per rank")
+    add("--synthetic_data", action="store_true", help="random tokens: tries a machine without data")
+    add = parser.add_argument_group("model (everything follows from the depth)").add_argument
+    add("--depth", type=int, default=16, help="number of layers")
+    add("--max_seq_len", type=int, default=1024, help="positions a row")
+    add("--model_dim", type=int, default=-1, help="width; -1: 64 × depth, rounded up to whole heads of 128")
+    add("--num_heads", type=int, default=-1, help="attention heads; -1: width / 128")
+    add("--num_kv_heads", type=int, default=-1, help="key and value heads (grouped-query attention); -1: num_heads")
+    add("--window_pattern", default="L", help="attention windows, a letter a layer, repeated: L all, S half of them")
+    add("--softcap", type=float, default=15.0, help="bound of the logits; 0: none")
+    add("--kernel", default="auto", help="attention and loss: auto, current, chunked, flash (TPU), cce (CUDA)")
+    add("--compute_dtype", default="auto", choices=["auto", "bfloat16", "float32"],
+        help="of activations and products; auto: bfloat16 on tpu and cuda, float32 on a CPU")
+    add("--activation_checkpointing", action="store_true", help="compute activations again in the backward pass")
+    add = parser.add_argument_group("batch and horizon (the first of these that is set counts)").add_argument
+    add("--num_iterations", type=int, default=-1, help="optimizer steps")
+    add("--target_flops", type=float, default=-1.0, help="train until this many FLOPs are spent")
+    add("--target_param_data_ratio", type=float, default=20.0, help="train on this many tokens a matrix parameter")
+    add("--device_batch_size", type=int, default=8, help="rows in a micro-step on one device")
+    add("--total_batch_size", type=int, default=-1, help="tokens in an optimizer step; -1: from the depth")
+    add = parser.add_argument_group("optimizer").add_argument
+    for field in fields(OptimConfig):
+        add(f"--{field.name}", type=field.type, default=field.default, help=field.metadata["help"])
+    add = parser.add_argument_group("evaluation, samples, checkpoints, logs").add_argument
+    add("--eval_every", type=int, default=250, help="steps between evaluations, also at the end; -1: never")
+    add("--eval_tokens", type=int, default=10 * 2**20, help="tokens of an evaluation, whatever the world size")
+    add("--sample_every", type=int, default=1000, help="steps between samples, also at the end; -1: never")
+    add("--save_every", type=int, default=1000, help="steps between checkpoints, also at the end; -1: never")
+    add("--keep_checkpoints", type=int, default=3, help="how many checkpoints stay on disk")
+    add("--log_every", type=int, default=10, help="steps between lines of the log")
+    return parser.parse_args(argv)
+
+
+# -----------------------------------------------------------------------------
+# The plan: what follows from the flags and the number of devices
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: GPTConfig
+    world_size: int
+    rows_per_step: int
+    total_batch_size: int  # tokens
+    grad_accum_steps: int
+    num_iterations: int
+    flops_per_token: float
+    matrix_params: int  # with the head; what the horizon is measured in
+    parameters: dict  # group -> number
+
+
+def make_plan(args, vocab_size, world_size):
+    """Raises BadInput for what does not fit together."""
+    for name in ("depth", "max_seq_len", "device_batch_size", "log_every", "keep_checkpoints", "tokenizer_threads"):
+        if getattr(args, name) < 1:
+            raise BadInput(f"--{name}={getattr(args, name)} must be at least 1")
+    config = config_for_depth(
+        args.depth, vocab_size=vocab_size, max_seq_len=args.max_seq_len, window_pattern=args.window_pattern,
+        softcap=args.softcap, n_embd=max(args.model_dim, 0), n_head=max(args.num_heads, 0),
+        n_kv_head=max(args.num_kv_heads, 0))
+    shapes = {name: p.numel() for name, p in GPT.on_meta(config).named_parameters()}
+    parameters = {
+        "matrices": sum(n for name, n in shapes.items() if name.startswith(("attn", "mlp"))),
+        "embedding": shapes["wte"], "head": shapes["lm_head"],
+        "scalars": shapes["resid_scale"] + shapes["x0_scale"],
+    }
+    matrix_params = parameters["matrices"] + parameters["head"]
+    flops_per_token = metrics.flops_per_token(config, args.max_seq_len)
+    if NUM_LANES % world_size:
+        raise BadInput(f"{world_size} devices do not divide the {NUM_LANES} lanes of the data: use 1, 2, 4, 8, 16, 32 "
+                       f"or 64 devices")
+    micro = args.device_batch_size * args.max_seq_len * world_size
+    total = args.total_batch_size
+    if total == -1:
+        total = micro * max(1, round(default_batch_tokens(args.target_param_data_ratio * matrix_params) / micro))
+    if total < 1 or total % micro:
+        nearest = sorted({max(total // micro, 1) * micro, (total // micro + 1) * micro})
+        raise BadInput(f"--total_batch_size={total} tokens does not divide by {micro} = device_batch_size "
+                       f"{args.device_batch_size} × max_seq_len {args.max_seq_len} × {world_size} devices: "
+                       f"use {' or '.join(map(str, nearest))}")
+    if args.num_iterations > 0:
+        num_iterations = args.num_iterations
+    elif args.target_flops > 0:
+        num_iterations = round(args.target_flops / (flops_per_token * total))
+    else:
+        num_iterations = round(args.target_param_data_ratio * matrix_params / total)
+    if num_iterations < 1:
+        raise BadInput("the horizon is less than one step: set --num_iterations, --target_flops or "
+                       "--target_param_data_ratio")
+    return Plan(config, world_size, total // args.max_seq_len, total, total // micro, num_iterations, flops_per_token,
+                matrix_params, parameters)
+
+
+def default_batch_tokens(horizon_tokens):
+    """The best batch grows with horizon^0.383 (arXiv 2505.13738); anchored at 2^19 tokens for depth 16 and 20 tokens a
+    parameter; a power of two."""
+    return 2 ** round(19 + 0.383 * math.log2(horizon_tokens / (20 * 268.4e6)))
+
+
+def compute_dtype(args, device_type):
+    if args.compute_dtype == "auto":
+        return torch.bfloat16 if device_type in ("tpu", "cuda") else torch.float32
+    return getattr(torch, args.compute_dtype)
+
+
+def optim_config(args):
+    return OptimConfig(**{field.name: getattr(args, field.name) for field in fields(OptimConfig)})
+
+
+def print_plan(trainer):
+    args, plan, dist, model, tokenizer = trainer.args, trainer.plan, trainer.dist, trainer.model, trainer.tokenizer
+    config = plan.config
+    accelerator = tpu.detect_accelerator() if dist.device_type == "tpu" else None
+    micro = f"{args.device_batch_size} rows × {args.max_seq_len} × {plan.world_size} devices"
+    lines = {
+        "devices": f"{plan.world_size} × {accelerator or dist.device_type}, kernel {model.kernels.name}, "
+                   f"{str(model.compute_dtype).removeprefix('torch.')} compute",
+        "model": f"depth {config.n_layer}, width {config.n_embd}, {config.n_head} heads of {config.head_dim} "
+                 f"({config.n_kv_head} for keys and values), windows {config.window_pattern}, "
+                 f"vocabulary {config.vocab_size:,}",
+        "parameters": f"{sum(plan.parameters.values()):,} = "
+                      + " + ".join(f"{n:,} {group}" for group, n in plan.parameters.items()),
+        "batch": f"{plan.total_batch_size:,} tokens = {micro} × {plan.grad_accum_steps} micro-steps",
+        "horizon": f"{plan.num_iterations:,} steps, {plan.num_iterations * plan.total_batch_size:,} tokens "
+                   f"({plan.num_iterations * plan.total_batch_size / plan.matrix_params:.1f} a matrix parameter)",
+        "compute": f"{plan.flops_per_token:.3e} FLOPs a token, "
+                   f"{plan.flops_per_token * plan.num_iterations * plan.total_batch_size:.3e} in all",
+        "tokenizer": f"{tokenizer.n_vocab:,} tokens, sha256 {tokenizer.sha256[:12]}",
+    }
+    peak = peak_flops(dist)
+    if peak:
+        hours = (plan.flops_per_token * plan.num_iterations * plan.total_batch_size
+                 / (peak * plan.world_size * ASSUMED_MFU) / 3600)
+        price = tpu.usd_per_hour(accelerator, spot=True) if accelerator else None
+        cost = f", {hours * price:.0f} USD on spot" if price else ""
+        lines["estimate"] = f"{hours:.1f} h{cost}, if {ASSUMED_MFU:.0%} of the peak is reached"
+    for name, text in lines.items():
+        print0(f"{name:>11}  {text}")
+
+
+def peak_flops(dist):
+    """bf16 FLOP/s of one device, or None where it is not known."""
+    if dist.device_type == "tpu":
+        accelerator = tpu.detect_accelerator()
+        return tpu.peak_flops(accelerator) if accelerator else None
+    return tpu.peak_flops(torch.cuda.get_device_name()) if dist.device_type == "cuda" else None
+
+
+# -----------------------------------------------------------------------------
+# The two programs of a step
+
+
+def micro_step(model, rows, loss_sum, scale):
+    """Forward and backward of rows (B, T + 1): adds to the gradients, and `scale` × the mean loss to `loss_sum`."""
+    loss = model(rows[:, :-1], rows[:, 1:]).mean() * scale
+    loss.backward()
+    loss_sum += loss.detach()
+
+
+def update(optimizer, scheduled, loss_sum, dist):
+    """Sums gradients and loss over the ranks and updates the weights; returns the loss, and sets the sums to zero."""
+    xla_all_reduce_gradients([p.grad for p in optimizer.parameters.values()] + [loss_sum], dist)
+    optimizer.step(scheduled)
+    loss = loss_sum.clone()
+    loss_sum.zero_()
+    return loss
+
+
+# -----------------------------------------------------------------------------
+# A run, in every rank
+
+
+class Trainer:
+    """One rank's part of a run."""
+
+    def __init__(self, args, device_type, checkpoint_path):
+        self.args = args
+        self.dist = compute_init(device_type)
+        self.tokenizer = load_tokenizer(args.tokenizer_dir)
+        self.plan = make_plan(args, self.tokenizer.n_vocab, self.dist.world_size)
+        self.run_dir = get_run_dir(args)
+        self.goodput = metrics.Goodput()
+        restored = checkpoint.load(checkpoint_path) if checkpoint_path else None
+        self.start_step = self.step = restored.step if restored else 0
+        self.build_model(restored)
+        self.loader = self.open_loader(restored.lane_states if restored else None)
+        self.lanes = None  # where the lanes stand after the last batch that was trained on
+        self.logger = None
+        if self.dist.rank == 0:
+            print_banner()
+            print_plan(self)
+            print0(f"resuming from {checkpoint_path}" if restored else f"a new run, in {self.run_dir}")
+            self.goodput = metrics.Goodput(restored.meta["seconds"] if restored else None)
+            self.logger = metrics.MetricsLogger(
+                self.run_dir, args.run, vars(args), total_steps=self.plan.num_iterations,
+                resume_step=self.step if restored else None, wandb_project=args.wandb_project,
+                wandb_id=restored.meta["wandb_id"] if restored else None)
+
+    def build_model(self, restored):
+        args, dist = self.args, self.dist
+        dtype = compute_dtype(args, dist.device_type)
+        self.model = GPT(self.plan.config, get_kernels(args.kernel, dist.device_type), dtype,
+                         args.activation_checkpointing)
+        if restored:
+            self.model.load_state_dict(restored.model_state)
+        else:
+            self.model.init_weights(args.seed)
+        self.model.to(dist.device)
+        self.optimizer = MuonAdamW(self.model, optim_config(args), self.plan.total_batch_size,
+                                   self.plan.num_iterations, dtype)
+        if restored:
+            self.optimizer.load_state_dict(restored.optimizer_state)
+        self.loss_sum = torch.zeros((), device=dist.device)
+        with xla_program(dist, "initialise"):
+            pass  # what was put on the device so far becomes plain buffers, the inputs of the programs of a step
+        use_compile = dist.device_type == "cuda" and not args.no_compile
+        self.compiled_model = torch.compile(self.model, dynamic=False) if use_compile else self.model
+
+    def open_loader(self, lane_states=None, validation=False):
+        args, dist = self.args, self.dist
+        common = dict(batch_size=args.device_batch_size, seq_len=args.max_seq_len, rank=dist.rank,
+                      world_size=dist.world_size, seed=args.seed + validation, state=lane_states)
+        if args.synthetic_data:
+            return SyntheticLoader(self.tokenizer.n_vocab, **common)
+        shards = list_shards(args.val_dir, "val") if validation else list_shards(args.data_dir)
+        return DataLoader(shards, self.tokenizer, threads=args.tokenizer_threads, **common)
+
+    def run(self):
+        args, plan = self.args, self.plan
+        losses, window_start, window_steps = [], time.monotonic(), 0
+        while True:
+            is_last = self.step == plan.num_iterations
+            if is_due(self.step, args.save_every, is_last) and self.step > self.start_step:
+                self.save()
+            if is_due(self.step, args.eval_every, is_last):
+                self.evaluate()
+            if is_due(self.step, args.sample_every, is_last) and self.step > 0:
+                self.sample()
+            if is_last:
+                break
+            if not losses:
+                window_start, window_steps = time.monotonic(), 0
+                self.data_wait_s = 0.0
+            with self.goodput.span("train" if self.step > self.start_step + 1 else "compile"):
+                losses.append(self.train_step())
+            self.step += 1
+            window_steps += 1
+            if self.step % args.log_every == 0 or self.step in (self.start_step + 1, plan.num_iterations):
+                self.log(losses, window_start)
+                losses = []
+        if self.logger:
+            self.logger.close()
+        self.loader.close()
+
+    def train_step(self):
+        """One optimizer step; returns its loss, a scalar that is still on the device."""
+        dist, plan = self.dist, self.plan
+        for _ in range(plan.grad_accum_steps):
+            asked = time.monotonic()
+            batch = next(self.loader)
+            self.data_wait_s += time.monotonic() - asked
+            with xla_program(dist, "micro_step"):
+                micro_step(self.compiled_model, batch.rows.to(dist.device), self.loss_sum,
+                           1 / (plan.grad_accum_steps * plan.world_size))
+        self.lanes = batch
+        with xla_program(dist, "update", collective=True):
+            return update(self.optimizer, self.optimizer.scheduled(self.step).to(dist.device), self.loss_sum, dist)
+
+    def log(self, losses, window_start):
+        """Fetches the losses of the steps since the last line, which waits for the device, and logs them."""
+        with self.goodput.span("train" if self.step > self.start_step + 1 else "compile"):
+            losses = [loss.item() for loss in losses]
+        if not self.logger:
+            return
+        plan, first_step = self.plan, self.step - len(losses)
+        for step, loss in enumerate(losses[:-1], first_step + 1):
+            self.logger.log(step, {"loss": loss}, quiet=True)
+        elapsed = time.monotonic() - window_start
+        tokens_per_s = len(losses) * plan.total_batch_size / elapsed
+        seconds = self.goodput.seconds()
+        self.logger.log(self.step, {
+            "loss": losses[-1],
+            "lr_multiplier": lr_multiplier(self.step - 1, plan.num_iterations, self.optimizer.config),
+            "step_ms": 1000 * elapsed / len(losses),
+            "tokens_per_s": tokens_per_s,
+            "mfu": metrics.mfu(tokens_per_s, plan.flops_per_token, peak_flops(self.dist), plan.world_size),
+            "tokens": self.step * plan.total_batch_size,
+            "time_left_s": (plan.num_iterations - self.step) * elapsed / len(losses),
+            "data_wait": self.data_wait_s / elapsed,
+            "epoch": self.loader.stats.epoch,
+            "compilations": compilations(),
+            "goodput": self.goodput.fraction(),
+            "seconds": sum(seconds.values()),
+        })
+
+    def evaluate(self):
+        rows = max(self.args.eval_tokens // self.args.max_seq_len, 1)
+        with self.goodput.span("evaluate"), self.open_loader(validation=True) as loader:
+            bpb, num_bytes = bits_per_byte(self.compiled_model, loader, rows, self.tokenizer.token_bytes(), self.dist)
+        if self.logger:
+            self.logger.log(self.step, {"val_bpb": bpb, "val_bytes": num_bytes})
+
+    def sample(self):
+        """Every rank samples, so that none waits for another; rank 0 shows it."""
+        with self.goodput.span("sample"), torch.no_grad():
+            for prompt in SAMPLE_PROMPTS:
+                text = self.engine.complete(prompt, max_tokens=48, seed=self.step)
+                print0(f"--- sample at step {self.step}\n{prompt}{text}\n---")
+
+    def save(self):
+        """Every rank hands over the state of its lanes; rank 0 writes the checkpoint."""
+        with self.goodput.span("save"):
+            checkpoint.save_lane_states(self.run_dir, self.step, self.lanes.state)
+            if self.dist.rank == 0:
+                meta = {"config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
+                        "data_fingerprint": self.loader.fingerprint, "flags": vars(self.args),
+                        "wandb_id": self.logger.wandb_id, "seconds": self.goodput.seconds()}
+                path = checkpoint.save(
+                    self.run_dir, self.step, self.model.state_dict(), self.optimizer.state_dict(), meta,
+                    num_lanes=NUM_LANES, keep=self.args.keep_checkpoints)
+                print0(f"saved {path}")
+            thread_barrier(self.dist)
+
+
+def is_due(step, every, is_last):
+    return every > 0 and (is_last or step % every == 0)
+
+
+# -----------------------------------------------------------------------------
+# The parent process
+
+
+def get_run_dir(args):
+    return get_base_dir() / "checkpoints" / args.run
+
+
+def expected_world_size(device_type):
+    """World size as far as it can be known before a runtime is started."""
+    if device_type == "tpu":
+        accelerator = tpu.detect_accelerator()
+        return tpu.parse_accelerator(accelerator).chips if accelerator else count_tpu_chips()
+    return {"xla": int(os.environ.get("CPU_NUM_DEVICES", 1)), "cuda": int(os.environ.get("WORLD_SIZE", 1))}.get(
+        device_type, 1)
+
+
+def check(args, device_type):
+    """Refuses what can be refused before a device is touched. Returns the plan and the checkpoint to go on from."""
+    if Path(args.run).name != args.run or args.run in ("", ".", ".."):
+        raise BadInput(f"--run={args.run} is not a plain name: it becomes a folder's")
+    tokenizer = load_tokenizer(args.tokenizer_dir)
+    plan = make_plan(args, tokenizer.n_vocab, expected_world_size(device_type))
+    get_kernels(args.kernel, device_type)
+    data_fingerprint = None
+    if not args.synthetic_data:
+        data_fingerprint = fingerprint(list_shards(args.data_dir))
+        if args.eval_every > 0:
+            fingerprint(list_shards(args.val_dir, "val"))
+    run_dir = require_writable_dir(get_run_dir(args))
+    if int(os.environ.get("RANK", 0)) == 0:
+        checkpoint.clean_partial(run_dir)
+        if args.resume == "never":
+            checkpoint.set_aside_after(run_dir, -1)
+    model = GPT.on_meta(plan.config)
+    optimizer = MuonAdamW(model, optim_config(args), plan.total_batch_size, plan.num_iterations)
+    if args.save_every > 0:
+        checkpoint.check_disk_space(run_dir, checkpoint.state_bytes(model.state_dict(), optimizer.state_dict()))
+    path = checkpoint.latest_good(run_dir, report=lambda message: print(f"warning: {message}", flush=True))
+    if path:
+        checkpoint.require_match(path, checkpoint.load_meta(path), config=asdict(plan.config),
+                                 tokenizer_sha256=tokenizer.sha256, data_fingerprint=data_fingerprint)
+    return plan, path
+
+
+def train(args, device_type, checkpoint_path):
+    trainer = Trainer(args, device_type, checkpoint_path)
+    trainer.run()
+    compute_cleanup(trainer.dist)
+
+
+def _mp_fn(index, args, device_type, checkpoint_path, status_path):
+    """Runs in every spawned rank. A rank that fails ends its process at once: the others wait for it in the all-reduce
+    and would wait for ever."""
+    try:
+        train(args, device_type, checkpoint_path)
+    except BaseException as error:
+        if isinstance(error, BadInput):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        status = 2 if isinstance(error, BadInput) else 1
+        Path(status_path).write_text(str(status))
+        os._exit(status)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    device_type = resolve_device_type(args.device_type)
+    prepare_xla_environment(device_type)
+    plan, checkpoint_path = check(args, device_type)
+    if checkpoint_path and checkpoint.load_meta(checkpoint_path)["step"] >= plan.num_iterations:
+        print(f"run {args.run} has reached step {plan.num_iterations} ({checkpoint_path}): nothing left to do. "
+              "Raise --num_iterations, choose another --run, or start over with --resume=never")
+        return 0
+    if device_type not in ("tpu", "xla"):
+        return train(args, device_type, checkpoint_path)
+    import torch_xla.distributed.xla_multiprocessing as xmp
+    with tempfile.TemporaryDirectory() as scratch:
+        status_path = Path(scratch) / "status"
+        try:
+            xmp.spawn(_mp_fn, args=(args, device_type, checkpoint_path, str(status_path)), nprocs=None)
+        except BrokenProcessPool:
+            return int(status_path.read_text()) if status_path.exists() else 1
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)
