@@ -1,0 +1,255 @@
+"""Where C and C++ text comes from: directories, git checkouts, tarballs, and the headers of installed packages.
+
+A Source lists what to read and knows a project's name and version; `iter_files` reads it as a stream, without
+unpacking anything to disk. Debian packages become Sources in debian.py.
+"""
+import bz2
+import gzip
+import hashlib
+import importlib.metadata
+import importlib.util
+import lzma
+import os
+import re
+import subprocess
+import tarfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from nanochat.common import BadInput
+
+TARBALL = re.compile(r"\.(?:tar\.|t)(gz|bz2|xz|lzma|zst)$|\.tar$")
+LICENCE_FILE = re.compile(r"(?:licen[cs]e|copying)[^/]*|debian/copyright", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A directory with the files to read in it, or the archives that together make one package."""
+    name: str
+    version: str = ""
+    licence: str = ""  # where it is known beforehand; otherwise licence_finder looks for it among the files
+    directory: str = ""
+    files: tuple[str, ...] = ()
+    archives: tuple[str, ...] = ()
+    nbytes: int = 0  # on disk
+    fingerprint: str = ""  # of names, sizes and times: changes when the files change
+
+    @property
+    def label(self):
+        """What the column `source` holds: apt's own notation."""
+        return f"{self.name}={self.version}" if self.version else self.name
+
+    @property
+    def project(self):
+        """The name without a trailing version: llvm-toolchain-14 and llvm-toolchain-15 are one project."""
+        return re.sub(r"(?:[-_]v?\d[\w.+~-]*|(?<=[a-z+])\d+\.[\d.]+)$", "", self.name)
+
+
+def _fingerprint(paths):
+    digest, nbytes = hashlib.blake2b(digest_size=16), 0
+    for path in paths:
+        stat = os.stat(path)
+        digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(errors="surrogateescape"))
+        nbytes += stat.st_size
+    return nbytes, digest.hexdigest()
+
+
+def directory_source(name, directory, files, **fields):
+    nbytes, fingerprint = _fingerprint(os.path.join(directory, file) for file in files)
+    return Source(name, directory=str(directory), files=tuple(files), nbytes=nbytes, fingerprint=fingerprint, **fields)
+
+
+def archive_source(name, archives, **fields):
+    nbytes, fingerprint = _fingerprint(archives)
+    return Source(name, archives=tuple(map(str, archives)), nbytes=nbytes, fingerprint=fingerprint, **fields)
+
+
+def open_source(path):
+    """Source for one directory, git checkout or tarball. Raises BadInput if `path` is none of these."""
+    path = Path(path)
+    if path.is_dir():
+        files, version = (_git_files(path) if (path / ".git").exists() else None) or (_walk(path), "")
+        return directory_source(path.resolve().name, path, files, version=version)
+    if path.is_file() and TARBALL.search(path.name):
+        return archive_source(TARBALL.sub("", path.name), [path])
+    raise BadInput(f"{path} is not a directory, a git checkout or a tarball (.tar, .tar.gz, .bz2, .xz, .zst): "
+                   "check --source")
+
+
+def open_projects(directory):
+    """A Source for every subdirectory and every tarball of `directory`."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise BadInput(f"--projects_dir={directory} is not a directory")
+    sources = [open_source(path) for path in sorted(directory.iterdir())
+               if not path.name.startswith(".") and (path.is_dir() or TARBALL.search(path.name))]
+    if not sources:
+        raise BadInput(f"--projects_dir={directory} has neither subdirectories nor tarballs")
+    return sources
+
+
+def installed_headers():
+    """Sources for the C++ headers that pyarrow and torch installed: one per top-level include directory.
+
+    torch's generated headers (30 of its 36 MB, near-identical) are left out.
+    """
+    sources = []
+    for package in ("pyarrow", "torch"):
+        spec = importlib.util.find_spec(package)
+        include = Path(spec.submodule_search_locations[0], "include") if spec else None
+        if include is None or not include.is_dir():
+            raise BadInput(f"--installed_headers: this Python has no {package} with headers; pip install {package}")
+        metadata = importlib.metadata.metadata(package)
+        licence = metadata.get("License-Expression") or metadata.get("License") or "unknown"
+        by_directory = {}
+        for file in _walk(include):
+            if not re.search(r"^ATen/ops/|/generated/|^ATen/RegistrationDeclarations\.h$", file):
+                by_directory.setdefault(file.split("/")[0] if "/" in file else "", []).append(file)
+        for top, files in by_directory.items():
+            sources.append(directory_source(f"{package}/{top}".rstrip("/"), include, files,
+                                            version=metadata["Version"], licence=licence))
+    return sources
+
+
+def _walk(directory):
+    """Regular files below `directory`, relative, in a fixed order, without symbolic links and hidden directories."""
+    files = []
+    for parent, directories, names in os.walk(directory):
+        directories[:] = sorted(name for name in directories if not name.startswith("."))
+        files += [path for path in (os.path.join(parent, name) for name in sorted(names)) if _is_regular(path)]
+    return [os.path.relpath(path, directory) for path in files]
+
+
+def _is_regular(path):
+    return os.path.isfile(path) and not os.path.islink(path)
+
+
+def _git_files(directory):
+    """(tracked files, short hash of HEAD), or None if git cannot tell."""
+    git = ["git", "-c", "safe.directory=*", "-C", str(directory)]
+    try:
+        listing = subprocess.run([*git, "ls-files", "-z"], capture_output=True, check=True, timeout=600).stdout
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    files = sorted(os.fsdecode(name) for name in listing.split(b"\0") if name)
+    return [file for file in files if _is_regular(directory / file)], head.stdout.strip()
+
+
+# -----------------------------------------------------------------------------
+# Reading
+
+
+def iter_files(source):
+    """Yields (path, nbytes, read) for every regular file; `read()` returns its bytes, and only until the next file."""
+    for file in source.files:
+        path = Path(source.directory, file)
+        yield file, path.stat().st_size, path.read_bytes
+    for archive in source.archives:
+        try:
+            with open(archive, "rb") as raw:
+                if archive.endswith(".diff.gz"):
+                    yield from _iter_debian_diff(raw)
+                else:
+                    component = re.search(r"\.orig-([\w-]+)\.tar|\.(debian)\.tar", archive)
+                    prefix = f"{component[1] or component[2]}/" if component else ""
+                    yield from _iter_tar(archive, raw, prefix)
+        except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+            raise BadInput(f"{archive} is truncated or corrupt ({error}): delete it and fetch it again") from None
+
+
+def _iter_tar(name, raw, prefix, nested=False):
+    """Files of a tarball read as a stream. Paths lose their first directory (NAME-VERSION/) and gain `prefix`.
+
+    Some source packages wrap the real tarball: one in the outermost directory is read as if it were unpacked there.
+    """
+    with _decompressed(name, raw) as stream, tarfile.open(fileobj=stream, mode="r|", bufsize=1 << 18) as tar:
+        for member in tar:
+            if not member.isfile():
+                continue
+            path = member.name.removeprefix("./").split("/", 1)[-1]
+            if not nested and "/" not in path and TARBALL.search(path):
+                yield from _iter_tar(path, tar.extractfile(member), prefix, nested=True)
+            else:
+                yield prefix + path, member.size, lambda member=member: tar.extractfile(member).read()
+
+
+def _decompressed(name, raw):
+    match = TARBALL.search(name)
+    kind = match[1]
+    if kind == "gz":
+        return gzip.open(raw)
+    if kind == "bz2":
+        return bz2.open(raw)
+    if kind in ("xz", "lzma"):
+        return lzma.open(raw)
+    if kind == "zst":
+        return pa.CompressedInputStream(pa.PythonFile(raw), "zstd")
+    return raw
+
+
+def _iter_debian_diff(raw):
+    """debian/copyright out of the diff that carries debian/ in source packages of format 1.0."""
+    copyright_lines, inside = [], False
+    for line in gzip.open(raw):
+        if line.startswith(b"+++ "):
+            inside = line.split()[1].split(b"/", 1)[-1] == b"debian/copyright"
+        elif inside and line.startswith(b"+"):
+            copyright_lines.append(line[1:])
+    text = b"".join(copyright_lines)
+    yield "debian/copyright", len(text), lambda: text
+
+
+# -----------------------------------------------------------------------------
+# Licences
+
+# What licence texts say. The phrase that comes first in a text counts; of two at the same place, the first here.
+# Names as Debian spells them.
+_LICENCE_PHRASES = [(name, re.compile(phrase, re.IGNORECASE)) for name, phrase in [
+    ("AGPL-3", r"GNU AFFERO GENERAL PUBLIC"),
+    ("LGPL-3", r"GNU LESSER GENERAL PUBLIC LICENSE(?s:.{0,120}?)version 3"),
+    ("LGPL-2.1", r"GNU LESSER GENERAL PUBLIC LICENSE"),
+    ("LGPL-2", r"GNU LIBRARY GENERAL PUBLIC LICENSE"),
+    ("GPL-3", r"GNU GENERAL PUBLIC LICENSE(?s:.{0,120}?)version 3"),
+    ("GPL-2", r"GNU GENERAL PUBLIC LICENSE"),
+    ("Apache-2.0", r"Apache License"),
+    ("MPL-2.0", r"Mozilla Public License"),
+    ("BSL-1.0", r"Boost Software License"),
+    ("Expat", r"Permission is hereby granted, free of charge"),
+    ("BSD-3-clause", r"Redistribution and use in source and binary(?s:.{0,1200}?)(?:Neither the name|be used to endorse)"),
+    ("BSD-2-clause", r"Redistribution and use in source and binary"),
+    ("Zlib", r"without any express or implied\s+warranty(?s:.{0,600}?)altered source versions"),
+    ("public-domain", r"public domain|free and unencumbered"),
+]]
+
+
+def licence_finder(source):
+    """Returns a function from a file's path to the short name of its licence ("unknown" if there is none).
+
+    Uses what is known of the source, else the first of a top-level LICENSE or COPYING and debian/copyright.
+    """
+    rules = [(re.compile(""), source.licence or "unknown")]
+    if not source.licence:
+        for path, _, read in iter_files(source):
+            if LICENCE_FILE.fullmatch(path):
+                rules += _licence_rules(read().decode("utf-8", "replace"))
+                break
+    return lambda path: next(name for pattern, name in reversed(rules) if pattern.match(path))
+
+
+def _licence_rules(text):
+    """[(path pattern, short name)] of a licence text; the last match counts, as in Debian's machine-readable format."""
+    rules = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        fields = dict(re.findall(r"^(Files|License):[ \t]*(.*(?:\n[ \t].*)*)", paragraph, re.MULTILINE))
+        if "Files" in fields and fields.get("License", "").strip():
+            globs = [re.escape(glob).replace(r"\*", ".*").replace(r"\?", ".") for glob in fields["Files"].split()]
+            rules.append((re.compile(f"(?:{'|'.join(globs)})$"), fields["License"].splitlines()[0].strip()))
+    found = [(match.start(), order, name) for order, (name, phrase) in enumerate(_LICENCE_PHRASES)
+             if (match := phrase.search(text))]
+    if not rules and found:
+        rules = [(re.compile(""), min(found)[2])]
+    return rules

@@ -1,0 +1,307 @@
+"""Makes a corpus of C and C++: parquet shards for training and, from other projects, for validation.
+
+    python -m scripts.prepare_data --installed_headers
+    python -m scripts.prepare_data --debian_source=fmtlib,abseil,re2 --source=~/src/my_project,foo-1.2.tar.xz
+
+Kill it at any time; the same command goes on where it was and ends with the same bytes.
+"""
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict
+from multiprocessing.connection import wait
+from pathlib import Path
+from threading import Thread
+
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from nanochat import corpus
+from nanochat.common import ArgumentParser, BadInput, get_base_dir, require_writable_dir, run_script
+from nanochat.debian import check_names, debian_sources
+from nanochat.sources import installed_headers, open_projects, open_source
+
+TRAIN_DIR, VAL_DIR, MANIFEST = "base_data_v3", "val", "manifest.json"
+
+
+def parse_args(argv):
+    parser = ArgumentParser(description=__doc__)
+
+    def names(text):
+        return [name.strip() for name in text.split(",") if name.strip()]
+
+    group = parser.add_argument_group("sources (any mix)")
+    group.add_argument("--source", type=names, default=[], help="directories, git checkouts and tarballs, with commas "
+                       "between them; each is one project")
+    group.add_argument("--projects_dir", type=str, help="every subdirectory and tarball of this directory is a project")
+    group.add_argument("--debian_source", type=names, default=[], help="source packages of Debian or Ubuntu, by name")
+    group.add_argument("--installed_headers", action="store_true", help="headers of the installed pyarrow and torch")
+    group = parser.add_argument_group("what becomes of them")
+    group.add_argument("--max_file_bytes", type=int, default=1_000_000, help="longer files are dropped")
+    group.add_argument("--val_fraction", type=float, default=0.05, help="share of bytes for validation, in whole projects")
+    group.add_argument("--val_projects", type=names, default=[], help="validate on these projects and no others")
+    group.add_argument("--eval_only", action="store_true", help="an evaluation corpus: all goes to val/")
+    group.add_argument("--shard_bytes", type=int, default=100_000_000, help="text in one shard")
+    group.add_argument("--seed", type=int, default=1337)
+    group = parser.add_argument_group("where and how")
+    group.add_argument("--out_dir", type=Path, help=f"gets {TRAIN_DIR}/, {VAL_DIR}/ and {MANIFEST}; "
+                       "None: $NANOCHAT_BASE_DIR/parquet")
+    group.add_argument("--cache_dir", type=Path, help="keeps downloads; None: $NANOCHAT_BASE_DIR/downloads")
+    group.add_argument("--workers", type=int, default=-1, help="processes; -1: one per core, 8 at most")
+    args = parser.parse_args(argv)
+    if not 0 < args.val_fraction < 1:
+        raise BadInput(f"--val_fraction={args.val_fraction} is not between 0 and 1")
+    for flag in ("max_file_bytes", "shard_bytes"):
+        if getattr(args, flag) < 1:
+            raise BadInput(f"--{flag}={getattr(args, flag)} is not a positive number of bytes")
+    if not 0 <= args.seed < 2**63:
+        raise BadInput(f"--seed={args.seed} is not between 0 and 2^63")
+    if args.eval_only and args.val_projects:
+        raise BadInput("--val_projects and --eval_only exclude each other: an evaluation corpus has no training part")
+    args.out_dir = args.out_dir or get_base_dir() / "parquet"
+    args.cache_dir = args.cache_dir or get_base_dir() / "downloads"
+    args.workers = min(os.cpu_count(), 8) if args.workers == -1 else args.workers
+    return args
+
+
+class Progress:
+    """A tqdm bar on a terminal; plain lines, at most one in ten seconds, in a log file."""
+
+    def __init__(self, label, total_bytes):
+        self.label, self.total, self.done = label, total_bytes, 0
+        self.started = self.printed = time.monotonic()
+        self.bar = tqdm(total=total_bytes, desc=label, unit="B", unit_scale=True) if sys.stderr.isatty() else None
+
+    def update(self, nbytes):
+        self.done += nbytes
+        if self.bar:
+            self.bar.update(nbytes)
+        elif time.monotonic() - self.printed > 10:
+            self._print()
+
+    def _print(self):
+        self.printed = time.monotonic()
+        print(tqdm.format_meter(self.done, self.total, self.printed - self.started, ncols=0, prefix=self.label, unit="B",
+                                unit_scale=True), flush=True)
+
+    def close(self):
+        if self.bar:
+            self.bar.close()
+        else:
+            self._print()
+
+
+# -----------------------------------------------------------------------------
+# Worker processes
+
+
+def _end_with_parent():
+    """A parent that is killed would leave its workers waiting for work for ever."""
+    def watch():
+        wait([multiprocessing.parent_process().sentinel])
+        os._exit(1)
+    Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def worker_pool(workers):
+    """Yields run(function, list of argument tuples, done): calls them all; done(i, result) hears of each that ends."""
+    if workers == 1:
+        def run(function, calls, done):
+            for i, arguments in enumerate(calls):
+                done(i, function(*arguments))
+        yield run
+        return
+    # spawn: by now this process has threads (apt's downloads, pyarrow, tqdm), which fork would break
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent) as pool:
+        def run(function, calls, done):
+            futures = {pool.submit(function, *arguments): i for i, arguments in enumerate(calls)}
+            try:
+                for future in as_completed(futures):
+                    done(futures[future], future.result())
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        yield run
+
+
+# -----------------------------------------------------------------------------
+# The steps
+
+
+def find_sources(args):
+    """All Sources, in an order that does not depend on the order of the flags."""
+    check_names(args.debian_source, eval_only=args.eval_only)
+    sources = [open_source(Path(path).expanduser()) for path in args.source]
+    if args.projects_dir:
+        sources += open_projects(args.projects_dir)
+    if args.installed_headers:
+        sources += installed_headers()
+    if args.debian_source:
+        sources += debian_sources(args.debian_source, require_writable_dir(args.cache_dir / "debian"), Progress)
+    if not sources:
+        raise BadInput("no sources: name some with --source, --projects_dir, --debian_source or --installed_headers")
+    return sorted(sources, key=lambda source: (source.label, source.directory, source.archives))
+
+
+def require_disk(directory, nbytes, what):
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        raise BadInput(f"{what} needs about {nbytes / 1e6:.0f} MB in {directory}, which has {free / 1e6:.0f} MB free: "
+                       "free some space or choose another --out_dir")
+
+
+def scan_all(sources, args, work_dir, run):
+    """Scans every source; returns their directories of runs and their statistics, in the order of `sources`."""
+    directories = [None] * len(sources)
+    largest_first = sorted(range(len(sources)), key=lambda i: -sources[i].nbytes)
+    bar = Progress(f"reading {len(sources)} sources", sum(source.nbytes for source in sources))
+
+    def done(i, directory):
+        directories[largest_first[i]] = directory
+        bar.update(sources[largest_first[i]].nbytes)
+
+    run(corpus.scan, [(sources[i], work_dir / "scans", args.seed, args.max_file_bytes) for i in largest_first], done)
+    bar.close()
+    return directories, [json.loads((directory / "stats.json").read_text()) for directory in directories]
+
+
+def split_projects(sources, stats, args):
+    """The projects that validate. Raises BadInput if a side would be empty."""
+    bytes_by_project = Counter()
+    for source, stat in zip(sources, stats, strict=True):
+        if stat["documents"]:
+            bytes_by_project[source.project] += stat["bytes"]
+    if not bytes_by_project:
+        dropped = sum((Counter(stat["dropped"]) for stat in stats), Counter())
+        raise BadInput(f"no C or C++ file is left of {sum(stat['files'] for stat in stats)} (dropped: {dict(dropped)}): "
+                       "check the sources")
+    if args.eval_only:
+        return set(bytes_by_project)
+    if len(bytes_by_project) == 1:
+        raise BadInput(f"all files are of one project ({next(iter(bytes_by_project))}), and a project cannot be on both "
+                       "sides of the train/validation split: add another, or name the directory above several with "
+                       "--projects_dir")
+    if unknown := set(args.val_projects) - set(bytes_by_project):
+        raise BadInput(f"--val_projects: no project is called {', '.join(sorted(unknown))}; "
+                       f"there are {', '.join(sorted(bytes_by_project))}")
+    if set(args.val_projects) == set(bytes_by_project):
+        raise BadInput("--val_projects names every project: leave one to train on, or say --eval_only")
+    return set(args.val_projects) or corpus.choose_validation(bytes_by_project, args.val_fraction, args.seed)
+
+
+def build(sources, args, work_dir, staging):
+    """Makes shards and manifest in `staging`, from which `publish` moves them."""
+    with worker_pool(args.workers) as run:
+        directories, stats = scan_all(sources, args, work_dir, run)
+        val_projects = split_projects(sources, stats, args)
+        validates = [source.project in val_projects for source in sources]
+
+        # Of several copies the first is kept. Validation comes first: it stays whole, and training loses the copies.
+        order = sorted(range(len(sources)), key=lambda i: not validates[i])
+        runs = [(i, path) for i in order for path in sorted(directories[i].glob("run_*.parquet"))]
+        index = corpus.load_index([path for _, path in runs])
+        exact, near = corpus.find_duplicates(index)
+        source_of = corpus.np.array([i for i, _ in runs])[index.run]
+        for i, stat in enumerate(stats):
+            stat["dropped"]["exact_duplicate"] = int(exact[source_of == i].sum())
+            stat["dropped"]["near_duplicate"] = int(near[source_of == i].sum())
+
+        kept, is_val = ~exact & ~near, corpus.np.array(validates)[source_of]
+        sides = {VAL_DIR: kept & is_val} if args.eval_only else {TRAIN_DIR: kept & ~is_val, VAL_DIR: kept & is_val}
+        if not all(side.any() for side in sides.values()):
+            raise BadInput("every training document is a copy of a validation document: add sources")
+        calls = []
+        for name, side in sides.items():
+            (staging / name).mkdir(parents=True, exist_ok=True)
+            calls += [(staging / name / f"shard_{number:05d}.parquet", pieces)
+                      for number, pieces in enumerate(corpus.plan_shards(index, side, args.shard_bytes))]
+        nbytes = int(index.nbytes[kept].sum())
+        require_disk(staging, nbytes // 3, "writing the shards")
+        bar = Progress(f"writing {len(calls)} shards", nbytes)
+        index.signature = None  # the largest part by far, and not needed any more
+        run(corpus.write_shard, calls, lambda i, size: bar.update(nbytes // len(calls)))
+        bar.close()
+
+    manifest = {
+        "flags": {"seed": args.seed, "max_file_bytes": args.max_file_bytes, "val_fraction": args.val_fraction,
+                  "val_projects": args.val_projects, "eval_only": args.eval_only, "shard_bytes": args.shard_bytes},
+        "totals": {name: {"documents": int(side.sum()), "bytes": int(index.nbytes[side].sum()),
+                          "shards": len(list((staging / name).iterdir()))} for name, side in sides.items()},
+        "dropped": dict(sum((Counter(stat["dropped"]) for stat in stats), Counter())),
+        "sources": [{"name": source.name, "version": source.version, "project": source.project,
+                     "side": VAL_DIR if val else TRAIN_DIR, **stat}
+                    for source, val, stat in zip(sources, validates, stats, strict=True)],
+    }
+    return manifest
+
+
+def publish(staging, out_dir):
+    """Moves a finished corpus to where training looks for it, the manifest last; goes on if it was killed half-way."""
+    for name in (TRAIN_DIR, VAL_DIR, MANIFEST):
+        if (staging / name).exists():
+            os.replace(staging / name, out_dir / name)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    out_dir = require_writable_dir(args.out_dir)
+    try:
+        with FileLock(out_dir / ".prepare_data.lock", timeout=0):
+            return prepare(args, out_dir)
+    except Timeout:
+        raise BadInput(f"another prepare_data writes to {out_dir}: wait for it, or choose another --out_dir") from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise BadInput(f"the disk is full ({error}): free some space and run the same command again, which goes on "
+                       "where this one ended") from None
+
+
+def prepare(args, out_dir):
+    sources = find_sources(args)
+    flags = [args.seed, args.max_file_bytes, args.val_fraction, args.val_projects, args.eval_only, args.shard_bytes]
+    identity = json.dumps([corpus.RECIPE, flags, [asdict(source) for source in sources]])
+    identity = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+    work_dir = out_dir / ".work"
+    staging = work_dir / identity
+
+    if not (staging / MANIFEST).exists():
+        if (out_dir / MANIFEST).exists() and json.loads((out_dir / MANIFEST).read_text())["identity"] == identity:
+            print(f"{out_dir} already holds this corpus")
+            return
+        for name in (TRAIN_DIR, VAL_DIR):
+            if (out_dir / name).exists() and any((out_dir / name).iterdir()):
+                raise BadInput(f"{out_dir / name} holds other data: move it away, or choose another --out_dir")
+        staging.mkdir(parents=True, exist_ok=True)
+        compressed = any(source.archives for source in sources)
+        require_disk(staging, sum(source.nbytes for source in sources) * (1.5 if compressed else 0.6), "the corpus")
+        manifest = build(sources, args, work_dir, staging)
+        (staging / ".manifest.partial").write_text(json.dumps({"identity": identity, **manifest}, indent=1))
+        os.replace(staging / ".manifest.partial", staging / MANIFEST)
+    publish(staging, out_dir)
+    shutil.rmtree(work_dir)
+    report(json.loads((out_dir / MANIFEST).read_text()), out_dir)
+
+
+def report(manifest, out_dir):
+    files = sum(source["files"] for source in manifest["sources"])
+    print(f"{files} files of {len(manifest['sources'])} sources; dropped: "
+          + ", ".join(f"{count} {reason}" for reason, count in sorted(manifest["dropped"].items(), key=lambda x: -x[1])))
+    for name, total in manifest["totals"].items():
+        sources = sum(source["side"] == name for source in manifest["sources"])
+        print(f"{out_dir / name}: {total['documents']} documents of {sources} sources, {total['bytes'] / 1e6:.1f} MB, "
+              f"{total['shards']} shards")
+    print(f"licences, versions and counts: {out_dir / MANIFEST}")
+
+
+if __name__ == "__main__":
+    run_script(main)
