@@ -307,12 +307,13 @@ def require_match(path, meta, *, config, tokenizer_sha256, data_fingerprint):
                            f"{value[:12]} here: {advice}")
 
 
-def load_model(path, device="cpu", *, tokenizer_dir=None, kernels=None, compute_dtype=torch.float32):
-    """(model, tokenizer, meta) of the checkpoint at `path`, the model on `device` and ready for evaluation.
+def load_model(path, dist, *, tokenizer_dir=None, kernel="auto"):
+    """(model, tokenizer, meta) of the checkpoint at `path`, the model on the Dist's device and ready for evaluation.
 
     Raises BadInput if the weights are damaged or the tokenizer is not the one it was trained with.
     """
     from nanochat.gpt import GPT, GPTConfig
+    from nanochat.kernels import get_kernels
     from nanochat.tokenizer import load_tokenizer
     meta = load_meta(path)
     problem = find_problem(path, (MODEL, META))
@@ -322,9 +323,10 @@ def load_model(path, device="cpu", *, tokenizer_dir=None, kernels=None, compute_
     if tokenizer.sha256 != meta["tokenizer_sha256"]:
         raise BadInput(f"{path} was trained with another tokenizer (sha256 {meta['tokenizer_sha256'][:12]} there, "
                        f"{tokenizer.sha256[:12]} here): give its directory with --tokenizer_dir")
-    model = GPT(GPTConfig(**meta["config"]), kernels, compute_dtype)
+    dtype = torch.bfloat16 if dist.device_type in ("tpu", "cuda") else torch.float32
+    model = GPT(GPTConfig(**meta["config"]), get_kernels(kernel, dist.device_type), dtype)
     model.load_state_dict(load_file(Path(path) / MODEL), assign=True)
-    return model.to(device).eval().requires_grad_(False), tokenizer, meta
+    return model.to(dist.device).eval().requires_grad_(False), tokenizer, meta
 
 
 def rng_state():
