@@ -146,7 +146,10 @@ def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
     for moment in range(6):
         process = context.Process(target=_save_for_ever, args=(tmp_path,))
         process.start()
-        time.sleep(0.1 + 0.017 * moment)
+        give_up = time.monotonic() + 60
+        while checkpoint.latest(tmp_path) is None and time.monotonic() < give_up:
+            time.sleep(0.001)
+        time.sleep(0.007 * moment)
         process.kill()
         process.join()
         for path in checkpoint.list_checkpoints(tmp_path):
