@@ -1,0 +1,72 @@
+# shellcheck shell=bash disable=SC2034
+# All that knows gcloud and TPU types; sourced by lib.sh. Another way to make VMs would be another file like this one.
+
+calc() { awk "BEGIN { printf \"%.2f\", $1 }"; }
+
+# facts TYPE: sets CHIPS, HOSTS, VERSION and USD per hour. The prices are those of nanochat/tpu.py, and float:
+# --usd_per_hour overrides.
+facts() {
+  local chip_usd=""
+  CHIPS=${1##*-} VERSION=""
+  case $1 in
+    v5litepod-*) VERSION=v2-alpha-tpuv5-lite chip_usd=0.255; [ -z "$ON_DEMAND" ] || chip_usd=1.20 ;;
+    v6e-*) VERSION=v2-alpha-tpuv6e chip_usd=0.425; [ -z "$ON_DEMAND" ] || chip_usd=2.70 ;;
+    v5p-*) VERSION=v2-alpha-tpuv5 CHIPS=$((CHIPS / 2)) ;;  # v4 and v5p names count TensorCores, two to a chip
+    v4-*) VERSION=tpu-ubuntu2204-base CHIPS=$((CHIPS / 2)) ;;
+    *) die 2 "unknown TPU type $1: v5litepod-N, v6e-N, v5p-N or v4-N" ;;
+  esac
+  HOSTS=1
+  case $1 in
+    v4-* | v5p-*) [ "$CHIPS" -le 4 ] || HOSTS=$((CHIPS / 4)) ;;
+    *) [ "$CHIPS" -le 8 ] || HOSTS=$((CHIPS / 4)) ;;
+  esac
+  USD=$USD_PER_HOUR
+  [ -n "$USD" ] || [ -z "$chip_usd" ] || USD=$(calc "$CHIPS * $chip_usd")
+}
+
+# tpu ZONE VERB ARGS: gcloud, with its stderr kept for why().
+tpu() {
+  local zone=$1 verb=$2
+  shift 2
+  CLOUDSDK_CORE_HTTP_TIMEOUT=60 gcloud compute tpus tpu-vm "$verb" "$@" --zone="$zone" --quiet \
+    ${PROJECT:+--project="$PROJECT"} 2>"$TMP/gcloud"
+}
+
+# why: every gcloud failure exits 1; only its text tells not_found, auth, quota, stockout and other apart.
+why() {
+  case $(tr '\n' ' ' <"$TMP/gcloud") in
+    *NOT_FOUND*) echo not_found ;;
+    *UNAUTHENTICATED* | *eauthenticat* | *invalid_grant* | *"auth login"* | *PERMISSION_DENIED*) echo auth ;;
+    *[Qq]uota*) echo quota ;;
+    *"no more capacity"* | *RESOURCE_EXHAUSTED* | *'"code": 8'* | *"code: 8"*) echo stockout ;;
+    *) echo other ;;
+  esac
+}
+
+# lookup NAME: VM_STATE becomes absent (NOT_FOUND in every zone), unknown (VM_ERROR says why), or what the API says.
+lookup() {
+  local zone out format='value[separator="|"](state,health,id,createTime,acceleratorType,'
+  format+='networkEndpoints[].accessConfig.externalIp.list(),schedulingConfig.spot)'
+  [ -n "$ZONES" ] || die 2 "--zones is not set: give the flag or write deploy/config.env"
+  VM_STATE=absent VM_HEALTH="" VM_ZONE="" VM_ID="" VM_CREATED="" VM_IPS="" VM_SPOT="" VM_ERROR=""
+  for zone in $(printf %s "$ZONES" | tr , ' '); do
+    if out=$(tpu "$zone" describe "$1" --format="$format"); then
+      IFS='|' read -r VM_STATE VM_HEALTH VM_ID VM_CREATED TYPE VM_IPS VM_SPOT <<<"$out"
+      VM_ZONE=$zone
+      return
+    fi
+    case $(why) in
+      not_found) ;;
+      auth) VM_STATE=unknown VM_ERROR="credentials refused: gcloud auth login" ;;
+      *) VM_STATE=unknown VM_ERROR="$zone: $(grep -v '^$' "$TMP/gcloud" | head -n 1)" ;;
+    esac
+  done
+}
+
+# need NAME [STATE]: lookup, and exit unless the VM is there (and in that state).
+need() {
+  lookup "$1"
+  [ "$VM_STATE" != absent ] || die 3 "no VM $1 in $ZONES"
+  [ "$VM_STATE" != unknown ] || die 4 "cannot tell whether $1 is there: $VM_ERROR"
+  [ "$VM_STATE" = "${2:-$VM_STATE}" ] || die 1 "$1 is $VM_STATE, not $2"
+}

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Installs on a VM what training needs, and proves that torch_xla sees its chips. Safe to run again.
+#
+#   deploy/setup.sh HOST       HOST: an IP, an ssh host, a list of them (a,b), or the VM's name
+#
+# Python 3.11 with venv where it is missing (v6e images), the packages that pyproject.toml pins in ~/nanochat.d/venv,
+# and ~/.tpu_env from .tpu_env.example (mode 600). The WandB key comes from $WANDB_API_KEY or a file; it travels over
+# stdin and is never on a command line.
+#
+#   --type TYPE                how many chips to expect, for example v6e-4 (asked of gcloud if HOST is a VM's name)
+#   --wandb_key_file FILE      the key, if it is not in $WANDB_API_KEY
+#   --wandb_project NAME       put into ~/.tpu_env
+#   --worker N|all             which VM of a pod (default all)
+#   --dry_run                  say what would be done
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+TYPE=""
+parse "" "$@"
+resolve ${ARGS[@]+"${ARGS[@]}"}
+
+key=${WANDB_API_KEY:-}
+[ -z "$WANDB_KEY_FILE" ] || key=$(head -n 1 "$WANDB_KEY_FILE") || die 2 "cannot read --wandb_key_file $WANDB_KEY_FILE"
+chips=0
+if [ -n "$TYPE" ]; then facts "$TYPE"; chips=$((CHIPS / HOSTS)); fi
+
+script <<'END'
+project=$1 files=$D/setup venv=$D/venv
+mkdir -p "$files"; tar -xf - -C "$files"
+sudo=$([ "$(id -u)" = 0 ] || echo "sudo -n")
+if ! python3.11 -c 'import venv, ensurepip' 2>/dev/null; then
+  echo "installing Python 3.11"
+  export DEBIAN_FRONTEND=noninteractive
+  $sudo apt-get -q -o DPkg::Lock::Timeout=300 update >"$files/apt.log" 2>&1 &&
+    $sudo apt-get -q -y -o DPkg::Lock::Timeout=300 install python3.11 python3.11-venv >>"$files/apt.log" 2>&1 ||
+    { tail -n 3 "$files/apt.log" >&2; echo "cannot install Python 3.11" >&2; exit 1; }
+fi
+python3.11 -c 'import sys, tomllib
+project = tomllib.load(open(sys.argv[1], "rb"))["project"]
+print(*project["dependencies"],
+      *project["optional-dependencies"]["tpu"], sep="\n")' "$files/pyproject.toml" >"$files/pins"
+if cmp -s "$files/pins" "$venv/pins"; then
+  echo "packages are as pinned"
+else
+  echo "installing $(wc -l <"$files/pins") pinned packages"
+  [ -x "$venv/bin/python" ] || python3.11 -m venv "$venv"
+  "$venv/bin/python" -m pip install -q --disable-pip-version-check --progress-bar off -r "$files/pins"
+  cp "$files/pins" "$venv/pins"  # last: an installation that broke off is done again
+fi
+umask 077
+[ -f ~/.tpu_env ] || cp "$files/.tpu_env.example" ~/.tpu_env
+chmod 600 ~/.tpu_env
+[ -z "$project" ] || { grep -v '^export WANDB_PROJECT=' ~/.tpu_env >~/.tpu_env.next || true
+  printf 'export WANDB_PROJECT=%q\n' "$project" >>~/.tpu_env.next; mv ~/.tpu_env.next ~/.tpu_env; }
+END
+INSTALL=$SCRIPT
+
+script <<'END'
+umask 077
+IFS= read -r key
+grep -v '^export WANDB_API_KEY=' ~/.tpu_env >~/.tpu_env.next || true
+printf 'export WANDB_API_KEY=%q\n' "$key" >>~/.tpu_env.next  # a builtin: no process has the key among its arguments
+mv ~/.tpu_env.next ~/.tpu_env
+echo "WandB key stored in ~/.tpu_env"
+END
+STORE_KEY=$SCRIPT
+
+script <<'END'
+running && { echo "a run holds the TPU: its chips are not counted"; exit 0; }
+load_env
+[ "${PJRT_DEVICE:-}" = TPU ] || { echo "PJRT_DEVICE is not TPU in ~/.tpu_env" >&2; exit 1; }
+count='import torch_xla.runtime as xr; print(xr.addressable_runtime_device_count())'
+seen=$(timeout 300 "$D/venv/bin/python" -c "$count" 2>"$D/setup/devices.log" | tail -n 1) || seen=0
+if [ "$seen" = 0 ] || { [ "$1" != 0 ] && [ "$seen" != "$1" ]; }; then
+  tail -n 3 "$D/setup/devices.log" >&2
+  echo "torch_xla sees $seen chips, $1 expected: see the README's table (/dev/vfio busy, lock file, unhealthy)" >&2
+  exit 1
+fi
+echo "$seen" >"$D/chips"
+echo "$(hostname): torch_xla sees $seen chips; ready"
+END
+COUNT=$SCRIPT
+
+install() { tar -cf - -C "$ROOT" pyproject.toml .tpu_env.example | vm "$1" "$INSTALL" "$WANDB_PROJECT"; }
+store_key() { printf '%s\n' "$key" | vm "$1" "$STORE_KEY"; }
+setup() {
+  retry install "$1" || return
+  if [ -n "$key" ]; then retry store_key "$1" || return; fi
+  retry vm "$1" "$COUNT" "$chips"
+}
+each setup

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Stops the run on a VM: SIGTERM, upon which it saves a checkpoint, and waits until it has.
+#
+#   deploy/stop_run.sh HOST    HOST: an IP, an ssh host, a list of them (a,b), or the VM's name
+#
+#   --wait_s N                 how long to wait for the checkpoint (default 120)
+#   --kill                     after that, kill -9 what is left of the run
+#   --worker N|all             which VM of a pod (default all)
+#   --dry_run                  say what would be done
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+WAIT_S=120 KILL=""
+parse "KILL" "$@"
+resolve ${ARGS[@]+"${ARGS[@]}"}
+
+script <<'END'
+wait_s=$1 kill=$2 run=$(current)
+load_env
+running || { echo "nothing is running"; exit 0; }
+if ! stop_run "$wait_s"; then
+  [ -n "$kill" ] || { echo "run $run has not ended after $wait_s s; --kill ends it, without a checkpoint" >&2; exit 1; }
+  kill -KILL -- "-$(tr -d ' ' <"$D/runs/pgid")"
+  ended 10 || { echo "cannot kill run $run" >&2; exit 1; }
+fi
+echo "run $run ended with status $(cat "$D/runs/$run.exit" 2>/dev/null || echo killed);" \
+  "newest checkpoint: $(ls -1d "$BASE/checkpoints/$run"/step_* 2>/dev/null | tail -n 1 | grep . || echo none)"
+END
+stop() { retry vm "$1" "$SCRIPT" "$WAIT_S" "$KILL"; }
+each stop

@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# Starts a run on a VM, detached from ssh, and returns when its first log line is there, or its error.
+#
+#   deploy/train.sh HOST -- --run=d16 --depth=16 --device_batch_size=8
+#   deploy/train.sh HOST --again               the last command line once more (it resumes)
+#
+# What follows -- goes to python -m scripts.base_train (--module runs another). One run at a time: a second is refused
+# (status 6). Checked first: code, packages, .tpu_env, PJRT_DEVICE=TPU, the number of chips, disk, data, tokenizer. On a
+# pod the run is started on every VM or on none. On the VM, ~/nanochat.d/runs/ keeps RUN.log, RUN.exit and RUN.command.
+#
+#   --min_free_gb N            refuse with less disk than this (default 20)
+#   --wait_s N                 return after this long at most (default 600); the run goes on
+#   --module MODULE            default scripts.base_train
+#   --dry_run                  say what would be done
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+MIN_FREE_GB=20 MODULE=scripts.base_train AGAIN=""
+parse "AGAIN MIN_FREE_GB= MODULE=" "$@"
+resolve ${ARGS[@]+"${ARGS[@]}"}
+[ -n "$AGAIN" ] || [ ${#FLAGS[@]} -gt 0 ] || die 2 "no flags for the run: train.sh HOST -- --run=NAME …, or --again"
+
+
+script <<'END'
+again=$1 min_free_gb=$2 module=$3; shift 3
+fail() { echo "$1" >&2; exit "${2:-1}"; }
+code=$(cd -P ~/nanochat 2>/dev/null && pwd) || fail "no code on this VM: push.sh first"
+[ -x "$D/venv/bin/python" ] && [ -f ~/.tpu_env ] || fail "packages or ~/.tpu_env are missing: setup.sh first"
+running && fail "a run is going: $(current), process $(cat "$D/runs/pid"); stop_run.sh ends it" 6
+load_env
+run=dummy own_data="" device="" previous=""
+if [ -n "$again" ]; then
+  run=$(current)
+  [ -f "$D/runs/$run.flags" ] || fail "no run was started here: give its flags after --"
+  eval "set -- $(cat "$D/runs/$run.flags")"
+fi
+for flag in "$@"; do
+  [ "$previous" != --run ] || run=$flag
+  case $flag in
+    --run=*) run=${flag#*=} ;;
+    --device[_-]type*) device=1 ;;
+    --data[_-]dir* | --synthetic[_-]data*) own_data=1 ;;
+  esac
+  previous=$flag
+done
+case $run in *[!A-Za-z0-9._-]* | "" | -*) fail "--run=$run: letters, digits, dot, dash and underscore only" 2 ;; esac
+
+if [ -z "$device" ]; then  # unless another device was asked for, in so many words
+  [ "${PJRT_DEVICE:-}" = TPU ] || fail "PJRT_DEVICE is '${PJRT_DEVICE:-}' in ~/.tpu_env: it would train on the CPU"
+  chips=$(shopt -s nullglob; set -- /dev/accel[0-9]* /dev/vfio/[0-9]*; echo $#)
+  [ "$chips" -gt 0 ] || fail "no TPU chips in /dev: make the VM again"
+  [ ! -f "$D/chips" ] || [ "$chips" = "$(cat "$D/chips")" ] || fail "$chips chips in /dev, setup saw $(cat "$D/chips")"
+  device=--device_type=tpu
+else
+  device=""
+fi
+mkdir -p "$BASE"
+free_gb=$(($(df -Pk "$BASE" | awk 'NR == 2 { print $4 }') / 1000000))
+[ "$free_gb" -ge "$min_free_gb" ] || fail "$free_gb GB free for $BASE, less than --min_free_gb $min_free_gb"
+[ -n "$own_data" ] || [ -n "$(find -L "$BASE/parquet/base_data_v3" -name '*.parquet' -print -quit 2>/dev/null)" ] ||
+  fail "no parquet shards in $BASE/parquet/base_data_v3: data.sh first, or --data_dir, or --synthetic_data"
+[ -n "$(find -L "$code/tokenizer" "$BASE/tokenizer" -size +100k -print -quit 2>/dev/null)" ] ||
+  fail "no tokenizer: push.sh"
+
+printf '%q ' "$@" >"$D/runs/$run.flags"
+{ printf '# %s, code %s\n' "$(date -u +%FT%TZ)" "$(cat "$code/COMMIT" 2>/dev/null)"
+  printf 'set -a; . ~/.tpu_env; set +a\ncd %q\necho $$ >%q\n' "$code" "$D/runs/pid"
+  printf 'exec %q -u -m %q' "$D/venv/bin/python" "$module"; printf ' %q' "$@" $device; echo; } >"$D/runs/$run.command"
+echo "$run" >"$D/runs/current"
+tail -n 1 "$D/runs/$run.command"
+END
+CHECK=$SCRIPT
+
+script <<'END'
+run=$D/runs/$(current)
+rm -f "$D/runs/pid" "$run.exit"
+echo "=== $(head -n 1 "$run.command")" >>"$run.log"
+wc -c <"$run.log" >"$D/runs/offset"
+setsid -f flock -w 5 "$D/run.lock" bash -c 'ps -o pgid= -p $$ >"${1%/*}/pgid"; bash "$1.command"; echo $? >"$1.exit"' \
+  bash "$run" </dev/null >>"$run.log" 2>&1
+for _ in $(seq 50); do [ -s "$D/runs/pid" ] && exit 0; sleep 0.2; done
+echo "did not start: $(tail -n 1 "$run.log")" >&2; exit 1
+END
+START=$SCRIPT
+
+script <<'END'
+run=$D/runs/$(current) pid=$(cat "$D/runs/pid")
+timeout "$1" tail -s 0.3 -F --pid="$pid" -c "+$(($(cat "$D/runs/offset") + 1))" "$run.log" 2>/dev/null |
+  sed -u '/^step /q' || true
+if kill -0 "$pid" 2>/dev/null; then
+  echo "the run goes on by itself: logs.sh and status.sh show it, stop_run.sh ends it"
+else
+  ended 30; echo "the run ended with status $(cat "$run.exit")"; exit "$(cat "$run.exit")"
+fi
+END
+FOLLOW=$SCRIPT
+
+check() { retry vm "$1" "$CHECK" "$AGAIN" "$MIN_FREE_GB" "$MODULE" ${FLAGS[@]+"${FLAGS[@]}"}; }
+start() { vm "$1" "$START"; }
+stop() { vm "$1" 'stop_run 60'; }
+alive() { [ -n "$DRY_RUN" ] || vm "$1" 'running'; }
+each check || exit
+each start || { status=$?; say "not started everywhere: stopping it"; each stop || true; exit $status; }
+status=0
+retry vm 0 "$FOLLOW" "$WAIT_S" || status=$?
+if [ ${#TARGETS[@]} -gt 1 ] && { [ $status != 0 ] || ! each alive; }; then
+  say "not running everywhere: stopping it"
+  each stop || true
+  exit $((status ? status : 1))
+fi
+exit $status

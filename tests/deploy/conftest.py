@@ -1,0 +1,96 @@
+"""Fixtures: a laptop (scripts, ssh keys, gcloud's settings) and the VMs and clouds it talks to, all on loopback."""
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.standin import NAMESPACE, StandIn
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def missing():
+    if os.geteuid() != 0:
+        return "namespaces and sshd need root"
+    for program in ("unshare", "setsid", "flock", "/usr/sbin/sshd", "ssh", "gcloud"):
+        if not shutil.which(program):
+            return f"{program} is not installed"
+    if subprocess.run([*NAMESPACE, "mount", "-t", "tmpfs", "x", "/mnt"], capture_output=True).returncode:
+        return "this machine does not allow namespaces"
+    return None
+
+
+def pytest_collection_modifyitems(items):
+    here = [item for item in items if Path(__file__).parent in item.path.parents and "laptop" in item.fixturenames]
+    reason = missing() if here else None
+    for item in here if reason else ():
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+class Laptop:
+    """The person's machine: `run("push.sh", HOST)` is what they type."""
+
+    def __init__(self, root):
+        self.root, self.home = root, root / "laptop"
+        (self.home / ".ssh").mkdir(parents=True)
+        (self.home / "bin").mkdir()
+        key = self.home / ".ssh/google_compute_engine"
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+        self.public_key = key.with_suffix(".pub").read_text()
+        # ssh takes the home directory from the password file, not from $HOME
+        (self.home / ".ssh/config").write_text(f"Host *\n  UserKnownHostsFile {self.home}/.ssh/known_hosts\n")
+        (self.home / "bin/ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {self.home}/.ssh/config "$@"\n')
+        (self.home / "bin/ssh").chmod(0o755)
+        self.env = {"PATH": f"{self.home}/bin:{os.environ['PATH']}", "HOME": str(self.home), "TMPDIR": str(root),
+                    "LANG": "C.UTF-8", "NANOCHAT_DEPLOY_CONFIG": str(self.home / "config.env")}
+        self.vms = []
+
+    def vm(self, name="vm", **options):
+        self.vms.append(StandIn(self.root / f"{name}{len(self.vms)}", name, self.public_key, **options))
+        return self.vms[-1]
+
+    def start(self, script, *args, env=None, root=ROOT):
+        return subprocess.Popen([root / "deploy" / script, *map(str, args)], env={**self.env, **(env or {})}, text=True,
+                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def run(self, script, *args, status=0, env=None, root=ROOT, timeout_s=60):
+        """Runs a script, asserts its exit status and returns all that it printed."""
+        process = self.start(script, *args, env=env, root=root)
+        try:
+            output = process.communicate(timeout=timeout_s)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        assert process.returncode == status, f"{script} ended with {process.returncode}, not {status}:\n{output}"
+        return output
+
+
+@pytest.fixture
+def laptop(tmp_path):
+    laptop = Laptop(tmp_path)
+    yield laptop
+    for vm in laptop.vms:
+        vm.erase()
+
+
+@pytest.fixture
+def vm(laptop):
+    """A VM on which setup.sh and data.sh have been, with 8 chips."""
+    vm = laptop.vm()
+    shard = vm.home / ".cache/nanochat/parquet/base_data_v3/shard_00000.parquet"
+    shard.parent.mkdir(parents=True)
+    shard.write_bytes(b"PAR1")
+    (vm.home / ".tpu_env").write_text((ROOT / ".tpu_env.example").read_text())
+    return vm
+
+
+def eventually(condition, timeout_s=20):
+    """Waits until `condition()` is true and returns its value."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.05)
+    return value

@@ -1,0 +1,78 @@
+"""Stands where a VM's venv/bin/python stands: behaves like base_train towards the scripts, without training.
+
+It also answers setup.sh's count of chips. Flags of its own: --step_s, --crash_at=STEP (every time), --bad_input.
+"""
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def count_chips():
+    print(os.environ.get("FAKE_CHIPS", "8"))
+
+
+def newest(directory):
+    return max(directory.glob("step_*"), default=None)
+
+
+def train(flags):
+    if "bad_input" in flags:
+        print("error: --bad_input=1 is bad: leave it out", file=sys.stderr)
+        return 2
+    run, steps = flags.get("run", "dummy"), int(flags.get("num_iterations", 5))
+    mirror = Path(flags["checkpoint_mirror"]) if "checkpoint_mirror" in flags else None
+    base = Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache/nanochat")
+    run_dir = base / "checkpoints" / run
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if mirror and not newest(run_dir) and newest(mirror):
+        shutil.copytree(newest(mirror), run_dir / newest(mirror).name)
+        shutil.copy(mirror / "metrics.jsonl", run_dir / "metrics.jsonl")
+    first = int(newest(run_dir).name[5:]) if newest(run_dir) else 0
+    stop = []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+
+    def save(step):
+        part = run_dir / f"part_{step:06d}"
+        part.mkdir(exist_ok=True)
+        (part / "model.safetensors").write_text(f"weights of step {step}")
+        part.rename(run_dir / f"step_{step:06d}")
+        if mirror:
+            mirror.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(run_dir / f"step_{step:06d}", mirror / f"step_{step:06d}", dirs_exist_ok=True)
+            shutil.copy(run_dir / "metrics.jsonl", mirror / "metrics.jsonl")
+
+    kept = run_dir / "metrics.jsonl"
+    records = kept.read_text().splitlines() if kept.exists() else []
+    kept.write_text("".join(line + "\n" for line in records if json.loads(line)["step"] <= first))
+    print(f"plan: run {run}, {steps} steps, from step {first}, PJRT_DEVICE={os.environ.get('PJRT_DEVICE')}", flush=True)
+    for step in range(first + 1, steps + 1):
+        time.sleep(float(flags.get("step_s", 0.05)))
+        if step == int(flags.get("crash_at", -1)):
+            raise RuntimeError(f"crash at step {step}, as asked")
+        record = {"step": step, "time": time.time(), "loss": 5 / step, "tokens_per_s": 175000.0, "mfu": 0.312,
+                  "time_left_s": 3661.0}
+        with open(kept, "a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(f"step {step:05d}/{steps:05d} | loss {5 / step:.4f}", flush=True)
+        if step == steps or step % int(flags.get("save_every", 1000)) == 0:
+            save(step)
+        if stop:
+            if not (run_dir / f"step_{step:06d}").exists():
+                save(step)
+            print("preempted: state saved", flush=True)
+            return 75
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "-c":
+        count_chips()
+    elif sys.argv[1:3] == ["-m", "pip"]:
+        print("pip", *sys.argv[3:])
+    else:
+        assert sys.argv[1:4] == ["-u", "-m", "scripts.base_train"], sys.argv
+        sys.exit(train(dict(flag[2:].split("=", 1) for flag in sys.argv[4:])))

@@ -1,0 +1,157 @@
+"""A stand-in for a TPU VM: its own home, hostname, /dev and processes, around a real sshd on loopback."""
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+_numbers = itertools.count(2)
+_NET = 1 + os.getpid() % 250  # processes that test at the same time use networks of their own
+
+NAMESPACE = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc",
+             "--propagation", "private"]
+BOOT = """
+set -e
+mount --bind {root}/passwd /etc/passwd
+hostname {name}
+mkdir {root}/olddev && mount --rbind /dev {root}/olddev
+mount -t tmpfs tmpfs /dev
+mkdir /dev/pts /dev/shm /dev/vfio
+for d in pts shm; do mount --rbind {root}/olddev/$d /dev/$d; done
+for d in null zero full random urandom tty ptmx; do touch /dev/$d; mount --bind {root}/olddev/$d /dev/$d; done
+ln -s /proc/self/fd /dev/fd; ln -s fd/0 /dev/stdin; ln -s fd/1 /dev/stdout; ln -s fd/2 /dev/stderr
+for i in $(seq {chips}); do touch /dev/vfio/$((i - 1)); done
+mount -t tmpfs tmpfs /run && mkdir /run/sshd
+{disk}
+exec /usr/sbin/sshd -D -e -f {root}/sshd_config
+"""
+
+
+class StandIn:
+    """One VM. `home` is its home directory, `python` the program behind its venv; kill() is a preemption."""
+
+    def __init__(self, root, name, authorized_key, *, chips=8, env=None, disk_mb=None, set_up=True, python=None):
+        self.root, self.name = Path(root), name
+        self.ip = f"127.{_NET}.0.{next(_numbers)}"
+        self.home = self.root / "home"
+        self.home.mkdir(parents=True)
+        (self.root / "authorized_keys").write_text(authorized_key)
+        (self.root / "passwd").write_text("\n".join(
+            f"root:x:0:0:root:{self.home}:/bin/bash" if line.startswith("root:") else line
+            for line in Path("/etc/passwd").read_text().splitlines()) + "\n")
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.root / "host_key"], check=True)
+        self._make_programs(python or f'exec {sys.executable} {HERE}/fake_trainer.py "$@"', set_up)
+        variables = {"PATH": f"{self.root}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+                     "FAKE_CHIPS": str(chips), **(env or {})}
+        (self.root / "sshd_config").write_text(textwrap.dedent(f"""\
+            ListenAddress {self.ip}:22
+            HostKey {self.root}/host_key
+            AuthorizedKeysFile {self.root}/authorized_keys
+            PidFile none
+            UsePAM no
+            StrictModes no
+            PermitRootLogin yes
+            PasswordAuthentication no
+            ForceCommand {self.root}/bin/session
+            SetEnv {" ".join(f'"{name}={value}"' for name, value in variables.items())}
+            """))
+        disk = f"mount -t tmpfs -o size={disk_mb}m tmpfs {self.home}" if disk_mb else ""
+        self._log = open(self.root / "log", "w")
+        self.process = subprocess.Popen(
+            [*NAMESPACE, "bash", "-c", BOOT.format(root=self.root, name=name, chips=chips, disk=disk)],
+            stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True)
+        deadline = time.monotonic() + 20
+        while not self._answers():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise RuntimeError(f"stand-in VM did not start: {(self.root / 'log').read_text()}")
+            time.sleep(0.02)
+
+    def _make_programs(self, python, set_up):
+        """bin/: what an image brings; a venv as setup.sh leaves it, if `set_up`, so that nothing is installed."""
+        programs = {
+            "python3.11": f'exec {sys.executable} "$@"',
+            # A session that finds ~/drop_connection takes some of its input, and then the connection is cut.
+            "session": 'if [ -f ~/drop_connection ]; then head -c 20000 >/dev/null; rm ~/drop_connection;'
+                       ' kill -9 $PPID; exit; fi\nexec bash -c "$SSH_ORIGINAL_COMMAND"',
+        }
+        (self.root / "bin").mkdir()
+        for name, text in programs.items():
+            self._program(self.root / "bin" / name, text)
+        self._program(self.root / "venv_python", python)
+        if set_up:
+            self._program(self.home / "nanochat.d/venv/bin/python", python)
+            try:
+                import tomllib
+            except ModuleNotFoundError:  # Python 3.10
+                return
+            project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["project"]
+            pins = project["dependencies"] + project["optional-dependencies"]["tpu"]
+            (self.home / "nanochat.d/venv/pins").write_text("\n".join(pins) + "\n")
+
+    @staticmethod
+    def _program(path, text):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+
+    def _answers(self):
+        try:
+            with socket.create_connection((self.ip, 22), timeout=1) as connection:
+                return connection.recv(4) == b"SSH-"
+        except OSError:
+            return False
+
+    def pids(self):
+        """Pids, as seen from here, of every process in the VM."""
+        init = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout.strip()
+        namespace = os.readlink(f"/proc/{init}/ns/pid")
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                if os.readlink(f"/proc/{pid}/ns/pid") == namespace:
+                    found.append(int(pid))
+            except OSError:
+                pass
+        return found
+
+    def freeze(self):
+        for pid in self.pids():
+            os.kill(pid, signal.SIGSTOP)
+
+    def command_lines(self):
+        lines = []
+        for pid in self.pids():
+            try:
+                lines.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            except OSError:
+                pass
+        return lines
+
+    def shell(self, command):
+        """What a command prints inside, with the VM's own disk and processes."""
+        return subprocess.check_output(["nsenter", "-t", str(self.pids()[0]), "-p", "-m", "bash", "-c", command], text=True,
+                                       env={**os.environ, "HOME": str(self.home)})
+
+    def run_dir(self, run="dummy"):
+        return self.home / ".cache/nanochat/checkpoints" / run
+
+    def metrics(self, run="dummy"):
+        return [json.loads(line) for line in (self.run_dir(run) / "metrics.jsonl").read_text().splitlines()]
+
+    def kill(self):
+        """The preemption: every process is gone at once, and so is the disk."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._log.close()
+
+    def erase(self):
+        self.kill()
+        shutil.rmtree(self.home, ignore_errors=True)

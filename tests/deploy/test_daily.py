@@ -1,0 +1,222 @@
+"""The scripts of every day, against a real sshd: push, setup, train, logs, stop_run."""
+import os
+import signal
+import subprocess
+
+import pytest
+
+from tests.deploy.conftest import ROOT, eventually
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A small copy of the repository that a test may change."""
+    root = tmp_path / "checkout"
+    root.mkdir()
+    for name in ("deploy", "nanochat", "scripts", "pyproject.toml", ".tpu_env.example"):
+        subprocess.run(["cp", "-r", ROOT / name, root / name], check=True)
+    (root / "tokenizer").mkdir()
+    (root / "tokenizer/tokenizer.tiktoken").write_bytes(os.urandom(200_000))
+    subprocess.run("git init -q && git add -A && git -c user.name=a -c user.email=a@b commit -qm a",
+                   shell=True, cwd=root, check=True)
+    return root
+
+
+def test_push_with_nothing_but_an_ip(laptop, checkout):
+    vm = laptop.vm(set_up=False)
+    for name in ("nanochat/__pycache__/x.pyc", "nanochat/big.parquet", "scripts/nohup.out", "scripts/run.log",
+                 ".tpu_env", "tokenizer/data.jsonl", "data/shard_00000.parquet"):
+        path = checkout / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("must not travel")
+    output = laptop.run("push.sh", vm.ip, root=checkout)
+    code = (vm.home / "nanochat").resolve()
+    pushed = {str(path.relative_to(code)): path for path in code.rglob("*") if path.is_file()}
+    assert {"nanochat/common.py", "pyproject.toml", "tokenizer/tokenizer.tiktoken"} <= set(pushed)
+    assert not [name for name, path in pushed.items() if b"must not travel" in path.read_bytes()]
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=checkout, text=True).strip()
+    assert (vm.home / "nanochat/COMMIT").read_text().startswith(commit)
+    assert "kB packed" in output and "~/nanochat is now" in output
+
+
+def test_push_again_replaces_the_code_and_keeps_what_was_beside_it(laptop, checkout):
+    vm = laptop.vm()
+    (vm.home / "nanochat").mkdir()
+    (vm.home / "nanochat/mine.txt").write_text("a clone made by hand")
+    laptop.run("push.sh", vm.ip, root=checkout)
+    assert (vm.home / "nanochat.before_push/mine.txt").exists()
+    (checkout / "nanochat/common.py").write_text("changed = True\n")
+    laptop.run("push.sh", vm.ip, root=checkout)
+    assert (vm.home / "nanochat/nanochat/common.py").read_text() == "changed = True\n"
+    assert "-dirty-" in (vm.home / "nanochat/COMMIT").read_text()
+    assert "packages are as pinned" in laptop.run("setup.sh", vm.ip)
+    assert (vm.home / "nanochat/.tpu_env").read_text() == (ROOT / ".tpu_env.example").read_text()
+
+
+def test_push_over_a_lost_connection_tries_again(laptop, checkout):
+    vm = laptop.vm()
+    (vm.home / "drop_connection").touch()
+    output = laptop.run("push.sh", vm.ip, root=checkout)
+    assert "no connection (attempt 1 of 4)" in output
+    assert (vm.home / "nanochat/nanochat/common.py").exists()
+
+
+def test_push_onto_a_full_disk_leaves_the_old_code_whole(laptop, checkout):
+    vm = laptop.vm(disk_mb=2, set_up=False)
+    laptop.run("push.sh", vm.ip, root=checkout)
+    (checkout / "tokenizer/more").write_bytes(os.urandom(3_000_000))
+    (checkout / "nanochat/common.py").write_text("changed = True\n")
+    output = laptop.run("push.sh", vm.ip, root=checkout, status=1)
+    assert "is the disk full?" in output
+    seen = vm.shell("ls ~/nanochat.d/releases; cat ~/nanochat/nanochat/common.py")
+    releases, _, code = seen.partition("\n")
+    assert "part" not in releases and code == (ROOT / "nanochat/common.py").read_text()
+
+
+def test_push_refuses_more_than_50_mb_and_names_the_largest(laptop, checkout):
+    with open(checkout / "tokenizer/huge.bin", "wb") as file:
+        file.write(os.urandom(51_000_000))
+    assert "tokenizer/huge.bin" in laptop.run("push.sh", "127.0.0.1", root=checkout, status=2)
+
+
+def test_a_changed_host_key_of_a_bare_ip_is_explained(laptop, checkout):
+    vm = laptop.vm()
+    laptop.run("push.sh", vm.ip, root=checkout)
+    subprocess.run(f"sed -i 's/ .*/ /; s#$#{open(laptop.home / '.ssh/google_compute_engine.pub').read().strip()}#' "
+                   f"{laptop.home}/.ssh/known_hosts; rm -f {laptop.home}/.ssh/nc-*", shell=True, check=True)
+    assert f"ssh-keygen -R {vm.ip}" in laptop.run("push.sh", vm.ip, root=checkout, status=1)
+
+
+def test_setup_installs_what_is_missing_once(laptop):
+    vm = laptop.vm(set_up=False)
+    (vm.root / "bin/python3.11").write_text(
+        f"""#!/bin/bash
+case "$*" in
+  "-m venv"*) mkdir -p "$3/bin"; cp {vm.root}/venv_python "$3/bin/python" ;;
+  *) exec {os.sys.executable} "$@" ;;
+esac
+""")
+    output = laptop.run("setup.sh", vm.ip, "--type=v5litepod-8", "--wandb_project=cpp")
+    assert "torch==2.9.1" in (vm.home / "nanochat.d/venv/pins").read_text()
+    assert "libtpu==0.0.21" in (vm.home / "nanochat.d/venv/pins").read_text()
+    assert "pip install" in output and "torch_xla sees 8 chips; ready" in output
+    assert "export WANDB_PROJECT=cpp" in (vm.home / ".tpu_env").read_text()
+    assert (vm.home / ".tpu_env").stat().st_mode & 0o777 == 0o600
+    (vm.home / ".tpu_env").write_text((vm.home / ".tpu_env").read_text() + "export MINE=1\n")
+    output = laptop.run("setup.sh", vm.ip)
+    assert "packages are as pinned" in output and "pip" not in output
+    assert "export MINE=1" in (vm.home / ".tpu_env").read_text()
+
+
+def test_setup_fails_when_chips_are_missing(laptop):
+    vm = laptop.vm(chips=4)
+    assert "sees 4 chips, 8 expected" in laptop.run("setup.sh", vm.ip, "--type=v5litepod-8", status=1)
+
+
+def test_the_wandb_key_is_in_no_process_list_no_log_and_no_tarball(laptop, checkout):
+    """Every command line of the whole machine is watched while setup, push and train run."""
+    key = "deadbeef" * 5
+    vm = laptop.vm()
+    watch = f"while sleep 0.01; do cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '; done >{vm.root}/seen"
+    watcher = subprocess.Popen(["bash", "-c", watch], start_new_session=True)
+    try:
+        env = {"WANDB_API_KEY": key}
+        (checkout / ".tpu_env").write_text(f"export WANDB_API_KEY={key}\n")
+        output = laptop.run("push.sh", vm.ip, root=checkout, env=env) + laptop.run("setup.sh", vm.ip, env=env)
+        output += laptop.run("train.sh", vm.ip, "--min_free_gb=0", "--", "--run=a", "--synthetic_data=1", "--step_s=0",
+                             env=env)
+    finally:
+        os.killpg(watcher.pid, signal.SIGKILL)
+        watcher.wait()
+    assert f"export WANDB_API_KEY={key}" in (vm.home / ".tpu_env").read_text()
+    assert (vm.home / ".tpu_env").stat().st_mode & 0o777 == 0o600
+    assert key not in output
+    assert "flock" in (vm.root / "seen").read_text(errors="replace")
+    assert key not in (vm.root / "seen").read_text(errors="replace")
+    found = subprocess.run(["grep", "-rl", key, vm.home], capture_output=True, text=True).stdout.split()
+    assert set(found) == {str(vm.home / ".tpu_env")}
+
+
+def train(laptop, vm, *flags, **options):
+    return laptop.run("train.sh", vm.ip, "--min_free_gb=0", "--", *flags, **options)
+
+
+def test_train_starts_detached_and_returns_at_the_first_log_line(laptop, vm):
+    laptop.run("push.sh", vm.ip)
+    output = train(laptop, vm, "--run=d16", "--num_iterations=1000", "--text=two words; $(touch /tmp/no)")
+    assert "scripts.base_train --run=d16" in output and "step 00001/01000" in output
+    assert "step 00100" not in output
+    assert "refuse" not in output and "a run is going: d16" in train(laptop, vm, "--run=other", status=6)
+    assert "--device_type=tpu" in (vm.home / "nanochat.d/runs/d16.command").read_text()
+    assert "code " in (vm.home / "nanochat.d/runs/d16.log").read_text().splitlines()[0]
+
+    following = laptop.start("logs.sh", vm.ip)
+    eventually(lambda: "step" in following.stdout.readline())
+    stopped = laptop.run("stop_run.sh", vm.ip)
+    assert "run d16 ended with status 75" in stopped and "checkpoints/d16/step_0" in stopped
+    rest = following.communicate(timeout=20)[0]
+    assert following.returncode == 75 and "preempted: state saved" in rest
+    assert "nothing is running" in laptop.run("stop_run.sh", vm.ip)
+
+    saved = vm.metrics("d16")[-1]["step"]
+    output = laptop.run("train.sh", vm.ip, "--again", "--min_free_gb=0")
+    assert f"from step {saved}" in output
+    laptop.run("stop_run.sh", vm.ip)
+    assert [record["step"] for record in vm.metrics("d16")] == list(range(1, vm.metrics("d16")[-1]["step"] + 1))
+
+
+def test_two_starts_at_once_give_one_run(laptop, vm):
+    laptop.run("push.sh", vm.ip)
+    flags = ["--min_free_gb=0", "--", "--run=a", "--num_iterations=1000"]
+    both = [laptop.start("train.sh", vm.ip, *flags) for _ in range(2)]
+    for process in both:
+        process.communicate(timeout=30)
+    assert sum("fake_trainer" in line and "base_train" in line for line in vm.command_lines()) == 1
+    assert 0 in [process.returncode for process in both]
+
+
+@pytest.mark.parametrize("broken, message", [
+    ("rm -r nanochat", "push.sh first"),
+    ("rm .tpu_env", "setup.sh first"),
+    ("sed -i s/=TPU/=CPU/ .tpu_env", "PJRT_DEVICE is 'CPU'"),
+    ("echo 4 >nanochat.d/chips", "8 chips in /dev, setup saw 4"),
+    ("rm -r .cache", "data.sh first"),
+])
+def test_train_refuses_what_cannot_work(laptop, vm, broken, message):
+    laptop.run("push.sh", vm.ip)
+    subprocess.run(broken, shell=True, cwd=vm.home, check=True)
+    assert message in train(laptop, vm, "--run=a", status=1)
+
+
+def test_train_refuses_a_machine_without_chips_and_a_full_disk(laptop, vm):
+    laptop.run("push.sh", vm.ip)
+    assert "less than --min_free_gb" in laptop.run("train.sh", vm.ip, "--min_free_gb=999999", "--", "--run=a", status=1)
+    assert "only" in train(laptop, vm, "--run=../a", status=2)
+    without = laptop.vm(chips=0)
+    laptop.run("push.sh", without.ip)
+    (without.home / ".tpu_env").write_text("export PJRT_DEVICE=TPU\n")
+    assert "no TPU chips" in train(laptop, without, "--run=a", status=1)
+
+
+def test_train_prints_the_error_of_a_run_that_ends_at_once(laptop, vm):
+    laptop.run("push.sh", vm.ip)
+    assert "error: --bad_input=1 is bad" in train(laptop, vm, "--run=a", "--bad_input=1", status=2)
+    output = train(laptop, vm, "--run=a", "--crash_at=1", status=1)
+    assert "RuntimeError: crash at step 1" in output and "status 1" in output
+
+
+def test_stop_run_kills_what_does_not_stop_only_when_told_to(laptop, vm):
+    laptop.run("push.sh", vm.ip)
+    train(laptop, vm, "--run=a", "--num_iterations=100000")
+    trainer = int((vm.home / "nanochat.d/runs/pid").read_text())
+    vm.shell(f"kill -STOP {trainer}")
+    assert "--kill ends it" in laptop.run("stop_run.sh", vm.ip, "--wait_s=1", status=1)
+    assert "ended with status" in laptop.run("stop_run.sh", vm.ip, "--wait_s=1", "--kill")
+    assert not [line for line in vm.command_lines() if "fake_trainer" in line]
+
+
+@pytest.mark.parametrize("script", ["push.sh", "setup.sh", "stop_run.sh"])
+def test_dry_run_changes_nothing(laptop, vm, script):
+    before = sorted(vm.home.rglob("*"))
+    assert "+ ssh" in laptop.run(script, vm.ip, "--dry_run")
+    assert sorted(vm.home.rglob("*")) == before
