@@ -47,15 +47,15 @@ parse() {
   done
 }
 
+# is_vm HOST: whether it is the name of a VM, and not an IP or something that ssh knows.
+is_vm() { case $1 in *[.:@,]*) return 1 ;; esac; [ "$(ssh -G "$1" | sed -n 's/^hostname //p')" = "$1" ]; }
+
 # resolve HOST: TARGETS (ssh destinations) and ALIASES (names in known_hosts) of IPs or ssh hosts (a,b,c) or of a VM.
 resolve() {
   local ip n=0
   TARGETS=() ALIASES=() VM_ID="" VM_IPS=${1:-}
   [ $# = 1 ] || die 2 "one HOST is needed: an IP, an ssh host or the VM's name; $(basename "$0") --help"
-  case $1 in
-    *[.:@,]*) ;;
-    *) if [ "$(ssh -G "$1" | sed -n 's/^hostname //p')" = "$1" ]; then need "$1" READY; fi ;;
-  esac
+  ! is_vm "$1" || need "$1" READY
   for ip in $(printf %s "$VM_IPS" | tr , ' '); do
     if [ "$WORKER" = all ] || [ "$WORKER" = $n ]; then
       case $ip in *@*) TARGETS+=("$ip") ;; *) TARGETS+=("${SSH_USER:+$SSH_USER@}$ip") ;; esac

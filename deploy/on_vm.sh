@@ -14,3 +14,25 @@ load_env() {
   set +a
   BASE=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
 }
+
+# probe: what there is to know about the newest run, as NAME=value lines. state is none, running, ended or killed.
+probe() {
+  local dir log newest state=none
+  load_env
+  log=$D/runs/$(current).log dir=$BASE/checkpoints/$(current)
+  newest=$(find "$dir" -maxdepth 1 -name 'step_*' | sort | tail -n 1) || true
+  [ ! -f "$log" ] || state=killed
+  [ ! -f "${log%.log}.exit" ] || state=ended
+  ! running || state=running
+  echo "state=$state"
+  echo "run=$(current)"
+  echo "exit=$(cat "${log%.log}.exit" 2>/dev/null)"
+  echo "code=$(cat ~/nanochat/COMMIT 2>/dev/null)"
+  echo "steps=$(tail -c 100000 "$log" 2>/dev/null | grep -o '^step [0-9]*/[0-9]*' | tail -n 1 | tr -d 'step ')"
+  echo "record=$(tail -n 100 "$dir/metrics.jsonl" 2>/dev/null | grep '"tokens_per_s"' | tail -n 1)"
+  echo "disk=$(($(df -Pk "$HOME" | awk 'NR == 2 { print $4 }') / 1000000))"
+  echo "checkpoint=${newest##*/}"
+  echo "checkpoint_age=$((($(date +%s) - $(stat -c %Y "${newest:-/}")) / 60))"
+  echo "error=$(tail -c +"$(cat "$D/runs/offset" 2>/dev/null || echo 1)" "$log" 2>/dev/null |
+    grep -E 'rror[: ]|Traceback|No space left|Killed|RESOURCE_EXHAUSTED' | tail -n 1 | cut -c 1-200)"
+} 2>/dev/null

@@ -20,7 +20,7 @@ resolve ${ARGS[@]+"${ARGS[@]}"}
 
 
 script <<'END'
-again=$1 min_free_gb=$2 module=$3; shift 3
+next=$D/runs/start.$1 again=$2 min_free_gb=$3 module=$4; shift 4
 fail() { echo "$1" >&2; exit "${2:-1}"; }
 code=$(cd -P ~/nanochat 2>/dev/null && pwd) || fail "no code on this VM: push.sh first"
 [ -x "$D/venv/bin/python" ] && [ -f ~/.tpu_env ] || fail "packages or ~/.tpu_env are missing: setup.sh first"
@@ -60,24 +60,29 @@ free_gb=$(($(df -Pk "$BASE" | awk 'NR == 2 { print $4 }') / 1000000))
 [ -n "$(find -L "$code/tokenizer" "$BASE/tokenizer" -size +100k -print -quit 2>/dev/null)" ] ||
   fail "no tokenizer: push.sh"
 
-printf '%q ' "$@" >"$D/runs/$run.flags"
+find "$D/runs" -maxdepth 1 -name 'start.*' -mmin +60 -exec rm -r {} +
+mkdir -p "$next"
+echo "$run" >"$next/run"
+printf '%q ' "$@" >"$next/flags"
 { printf '# %s, code %s\n' "$(date -u +%FT%TZ)" "$(cat "$code/COMMIT" 2>/dev/null)"
   printf 'set -a; . ~/.tpu_env; set +a\ncd %q\necho $$ >%q\n' "$code" "$D/runs/pid"
-  printf 'exec %q -u -m %q' "$D/venv/bin/python" "$module"; printf ' %q' "$@" $device; echo; } >"$D/runs/$run.command"
-echo "$run" >"$D/runs/current"
-tail -n 1 "$D/runs/$run.command"
+  printf 'exec %q -u -m %q' "$D/venv/bin/python" "$module"; printf ' %q' "$@" $device; echo; } >"$next/command"
+tail -n 1 "$next/command"
 END
 CHECK=$SCRIPT
 
 script <<'END'
-run=$D/runs/$(current)
-rm -f "$D/runs/pid" "$run.exit"
-echo "=== $(head -n 1 "$run.command")" >>"$run.log"
-wc -c <"$run.log" >"$D/runs/offset"
-setsid -f flock -w 5 "$D/run.lock" bash -c 'ps -o pgid= -p $$ >"${1%/*}/pgid"; bash "$1.command"; echo $? >"$1.exit"' \
-  bash "$run" </dev/null >>"$run.log" 2>&1
-for _ in $(seq 50); do [ -s "$D/runs/pid" ] && exit 0; sleep 0.2; done
-echo "did not start: $(tail -n 1 "$run.log")" >&2; exit 1
+cd "$D/runs"
+setsid -f flock -w 3 "$D/run.lock" bash -c '
+  run=$(cat "$1/run")
+  mv "$1/flags" "$run.flags"; mv "$1/command" "$run.command"
+  rm -f pid "$run.exit"
+  echo "$run" >current; ps -o pgid= -p $$ >pgid
+  echo "=== $(head -n 1 "$run.command")" >>"$run.log"; wc -c <"$run.log" >offset
+  echo "$1" >token; rm -r "$1"
+  bash "$run.command" >>"$run.log" 2>&1; echo $? >"$run.exit"' bash "start.$1" </dev/null >/dev/null 2>&1
+for _ in $(seq 25); do [ ! -d "start.$1" ] && [ -s pid ] && exit 0; sleep 0.2; done
+rm -r "start.$1"; echo "a run is going: $(current)" >&2; exit 6
 END
 START=$SCRIPT
 
@@ -88,14 +93,22 @@ timeout "$1" tail -s 0.3 -F --pid="$pid" -c "+$(($(cat "$D/runs/offset") + 1))" 
 if kill -0 "$pid" 2>/dev/null; then
   echo "the run goes on by itself: logs.sh and status.sh show it, stop_run.sh ends it"
 else
-  ended 30; echo "the run ended with status $(cat "$run.exit")"; exit "$(cat "$run.exit")"
+  ended 30
+  echo "the run ended with status $(cat "$run.exit"): $(tail -n 1 "$run.log")"
+  exit "$(cat "$run.exit")"
 fi
 END
 FOLLOW=$SCRIPT
 
-check() { retry vm "$1" "$CHECK" "$AGAIN" "$MIN_FREE_GB" "$MODULE" ${FLAGS[@]+"${FLAGS[@]}"}; }
-start() { vm "$1" "$START"; }
-stop() { vm "$1" 'stop_run 60'; }
+script <<'END'
+[ "$(cat "$D/runs/token")" != "start.$1" ] || stop_run 60  # what this command started, nothing else
+END
+STOP=$SCRIPT
+
+token=$$.$RANDOM
+check() { retry vm "$1" "$CHECK" "$token" "$AGAIN" "$MIN_FREE_GB" "$MODULE" ${FLAGS[@]+"${FLAGS[@]}"}; }
+start() { vm "$1" "$START" "$token"; }
+stop() { vm "$1" "$STOP" "$token"; }
 alive() { [ -n "$DRY_RUN" ] || vm "$1" 'running'; }
 each check || exit
 each start || { status=$?; say "not started everywhere: stopping it"; each stop || true; exit $status; }

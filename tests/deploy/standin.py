@@ -136,8 +136,8 @@ class StandIn:
 
     def shell(self, command):
         """What a command prints inside, with the VM's own disk and processes."""
-        return subprocess.check_output(["nsenter", "-t", str(self.pids()[0]), "-p", "-m", "bash", "-c", command], text=True,
-                                       env={**os.environ, "HOME": str(self.home)})
+        inside = ["nsenter", "-t", str(self.pids()[0]), "-p", "-m", "bash", "-c", command]
+        return subprocess.check_output(inside, text=True, env={**os.environ, "HOME": str(self.home)})
 
     def run_dir(self, run="dummy"):
         return self.home / ".cache/nanochat/checkpoints" / run
