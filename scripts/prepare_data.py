@@ -21,6 +21,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
 
+import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
@@ -46,7 +47,7 @@ def parse_args(argv):
     group.add_argument("--installed_headers", action="store_true", help="headers of the installed pyarrow and torch")
     group = parser.add_argument_group("what becomes of them")
     group.add_argument("--max_file_bytes", type=int, default=1_000_000, help="longer files are dropped")
-    group.add_argument("--val_fraction", type=float, default=0.05, help="share of bytes for validation, in whole projects")
+    group.add_argument("--val_fraction", type=float, default=0.05, help="share of the bytes, in whole projects")
     group.add_argument("--val_projects", type=names, default=[], help="validate on these projects and no others")
     group.add_argument("--eval_only", action="store_true", help="an evaluation corpus: all goes to val/")
     group.add_argument("--shard_bytes", type=int, default=100_000_000, help="text in one shard")
@@ -84,13 +85,13 @@ class Progress:
         self.done += nbytes
         if self.bar:
             self.bar.update(nbytes)
-        elif time.monotonic() - self.printed > 10:
+        elif self.done < self.total and time.monotonic() - self.printed > 10:
             self._print()
 
     def _print(self):
         self.printed = time.monotonic()
-        print(tqdm.format_meter(self.done, self.total, self.printed - self.started, ncols=0, prefix=self.label, unit="B",
-                                unit_scale=True), flush=True)
+        print(tqdm.format_meter(self.done, self.total, self.printed - self.started, ncols=0, prefix=self.label,
+                                unit="B", unit_scale=True), flush=True)
 
     def close(self):
         if self.bar:
@@ -182,13 +183,13 @@ def split_projects(sources, stats, args):
             bytes_by_project[source.project] += stat["bytes"]
     if not bytes_by_project:
         dropped = sum((Counter(stat["dropped"]) for stat in stats), Counter())
-        raise BadInput(f"no C or C++ file is left of {sum(stat['files'] for stat in stats)} (dropped: {dict(dropped)}): "
-                       "check the sources")
+        raise BadInput(f"no C or C++ file is left of {sum(stat['files'] for stat in stats)} (dropped: "
+                       f"{counts(dropped)}): check the sources")
     if args.eval_only:
         return set(bytes_by_project)
     if len(bytes_by_project) == 1:
-        raise BadInput(f"all files are of one project ({next(iter(bytes_by_project))}), and a project cannot be on both "
-                       "sides of the train/validation split: add another, or name the directory above several with "
+        raise BadInput(f"all files are of one project ({next(iter(bytes_by_project))}), which cannot be on both sides "
+                       "of the train/validation split: add another source, or name a directory of several with "
                        "--projects_dir")
     if unknown := set(args.val_projects) - set(bytes_by_project):
         raise BadInput(f"--val_projects: no project is called {', '.join(sorted(unknown))}; "
@@ -200,6 +201,8 @@ def split_projects(sources, stats, args):
 
 def build(sources, args, work_dir, staging):
     """Makes shards and manifest in `staging`, from which `publish` moves them."""
+    for leftover in work_dir.rglob("*.partial"):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     with worker_pool(args.workers) as run:
         directories, stats = scan_all(sources, args, work_dir, run)
         val_projects = split_projects(sources, stats, args)
@@ -210,12 +213,12 @@ def build(sources, args, work_dir, staging):
         runs = [(i, path) for i in order for path in sorted(directories[i].glob("run_*.parquet"))]
         index = corpus.load_index([path for _, path in runs])
         exact, near = corpus.find_duplicates(index)
-        source_of = corpus.np.array([i for i, _ in runs])[index.run]
+        source_of = np.array([i for i, _ in runs])[index.run]
         for i, stat in enumerate(stats):
             stat["dropped"]["exact_duplicate"] = int(exact[source_of == i].sum())
             stat["dropped"]["near_duplicate"] = int(near[source_of == i].sum())
 
-        kept, is_val = ~exact & ~near, corpus.np.array(validates)[source_of]
+        kept, is_val = ~exact & ~near, np.array(validates)[source_of]
         sides = {VAL_DIR: kept & is_val} if args.eval_only else {TRAIN_DIR: kept & ~is_val, VAL_DIR: kept & is_val}
         if not all(side.any() for side in sides.values()):
             raise BadInput("every training document is a copy of a validation document: add sources")
@@ -228,12 +231,13 @@ def build(sources, args, work_dir, staging):
         require_disk(staging, nbytes // 3, "writing the shards")
         bar = Progress(f"writing {len(calls)} shards", nbytes)
         index.signature = None  # the largest part by far, and not needed any more
-        run(corpus.write_shard, calls, lambda i, size: bar.update(nbytes // len(calls)))
+        run(corpus.write_shard, calls, lambda *_: bar.update(nbytes // len(calls)))
         bar.close()
 
     manifest = {
         "flags": {"seed": args.seed, "max_file_bytes": args.max_file_bytes, "val_fraction": args.val_fraction,
                   "val_projects": args.val_projects, "eval_only": args.eval_only, "shard_bytes": args.shard_bytes},
+        "val_projects": sorted(val_projects),
         "totals": {name: {"documents": int(side.sum()), "bytes": int(index.nbytes[side].sum()),
                           "shards": len(list((staging / name).iterdir()))} for name, side in sides.items()},
         "dropped": dict(sum((Counter(stat["dropped"]) for stat in stats), Counter())),
@@ -282,8 +286,7 @@ def prepare(args, out_dir):
             if (out_dir / name).exists() and any((out_dir / name).iterdir()):
                 raise BadInput(f"{out_dir / name} holds other data: move it away, or choose another --out_dir")
         staging.mkdir(parents=True, exist_ok=True)
-        compressed = any(source.archives for source in sources)
-        require_disk(staging, sum(source.nbytes for source in sources) * (1.5 if compressed else 0.6), "the corpus")
+        require_disk(staging, sum(source.nbytes for source in sources), "the corpus")
         manifest = build(sources, args, work_dir, staging)
         (staging / ".manifest.partial").write_text(json.dumps({"identity": identity, **manifest}, indent=1))
         os.replace(staging / ".manifest.partial", staging / MANIFEST)
@@ -292,15 +295,18 @@ def prepare(args, out_dir):
     report(json.loads((out_dir / MANIFEST).read_text()), out_dir)
 
 
+def counts(dropped):
+    return ", ".join(f"{count} {reason}" for reason, count in Counter(dropped).most_common() if count)
+
+
 def report(manifest, out_dir):
-    files = sum(source["files"] for source in manifest["sources"])
-    print(f"{files} files of {len(manifest['sources'])} sources; dropped: "
-          + ", ".join(f"{count} {reason}" for reason, count in sorted(manifest["dropped"].items(), key=lambda x: -x[1])))
+    print(f"read {sum(source['files'] for source in manifest['sources'])} files of {len(manifest['sources'])} sources; "
+          f"dropped {counts(manifest['dropped'])}")
     for name, total in manifest["totals"].items():
-        sources = sum(source["side"] == name for source in manifest["sources"])
-        print(f"{out_dir / name}: {total['documents']} documents of {sources} sources, {total['bytes'] / 1e6:.1f} MB, "
+        print(f"{out_dir / name}: {total['documents']} documents, {total['bytes'] / 1e6:.1f} MB of text, "
               f"{total['shards']} shards")
-    print(f"licences, versions and counts: {out_dir / MANIFEST}")
+    print(f"projects that validate: {', '.join(manifest['val_projects'])}")
+    print(f"versions, licences and counts: {out_dir / MANIFEST}")
 
 
 if __name__ == "__main__":
