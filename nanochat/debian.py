@@ -37,15 +37,15 @@ def debian_sources(names, cache_dir, progress):
     """
     names = sorted(set(names))
     cache_dir = Path(cache_dir)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(cache_dir / ".lock", timeout=DOWNLOAD_TIMEOUT_S):
-            missing = [name for name in names if not (cache_dir / name).is_dir()]
-            if missing:
+    missing = [name for name in names if not (cache_dir / name).is_dir()]
+    if missing:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(cache_dir / ".lock", timeout=0):
                 _download(missing, cache_dir, progress)
-    except Timeout:
-        raise BadInput(f"another process has been downloading into {cache_dir} for {DOWNLOAD_TIMEOUT_S} s: "
-                       "wait for it, or choose another --cache_dir") from None
+        except Timeout:
+            raise BadInput(f"another process downloads into {cache_dir}: wait for it or choose another --cache_dir"
+                           ) from None
     return [_package_source(cache_dir / name) for name in names]
 
 
@@ -69,7 +69,8 @@ def _download(names, cache_dir, progress):
 
     def download(name):
         partial = cache_dir / f".{name}.partial"
-        partial.mkdir(exist_ok=True)  # apt goes on where a download was cut off
+        shutil.rmtree(partial, ignore_errors=True)  # may hold parts of an older version
+        partial.mkdir()
         _apt(["source", "--download-only", "--only-source", name], options, cwd=partial, timeout_s=DOWNLOAD_TIMEOUT_S)
         partial.rename(cache_dir / name)
         return sum(path.stat().st_size for path in (cache_dir / name).iterdir())

@@ -233,19 +233,22 @@ def build(sources, args, work_dir, staging):
         index.signature = None  # the largest part by far, and not needed any more
         run(corpus.write_shard, calls, lambda *_: bar.update(nbytes // len(calls)))
         bar.close()
+    return make_manifest(args, sources, stats, val_projects, {
+        name: {"documents": int(side.sum()), "bytes": int(index.nbytes[side].sum()),
+               "shards": sum(path.parent.name == name for path, _ in calls)} for name, side in sides.items()})
 
-    manifest = {
-        "flags": {"seed": args.seed, "max_file_bytes": args.max_file_bytes, "val_fraction": args.val_fraction,
-                  "val_projects": args.val_projects, "eval_only": args.eval_only, "shard_bytes": args.shard_bytes},
+
+def make_manifest(args, sources, stats, val_projects, totals):
+    flags = ("seed", "max_file_bytes", "val_fraction", "val_projects", "eval_only", "shard_bytes")
+    return {
+        "flags": {flag: getattr(args, flag) for flag in flags},
         "val_projects": sorted(val_projects),
-        "totals": {name: {"documents": int(side.sum()), "bytes": int(index.nbytes[side].sum()),
-                          "shards": len(list((staging / name).iterdir()))} for name, side in sides.items()},
+        "totals": totals,
         "dropped": dict(sum((Counter(stat["dropped"]) for stat in stats), Counter())),
         "sources": [{"name": source.name, "version": source.version, "project": source.project,
-                     "side": VAL_DIR if val else TRAIN_DIR, **stat}
-                    for source, val, stat in zip(sources, validates, stats, strict=True)],
+                     "side": VAL_DIR if source.project in val_projects else TRAIN_DIR, **stat}
+                    for source, stat in zip(sources, stats, strict=True)],
     }
-    return manifest
 
 
 def publish(staging, out_dir):
