@@ -82,7 +82,6 @@ def open_source(path):
 
 def open_projects(directory):
     """A Source for every subdirectory and every tarball of `directory`."""
-    directory = Path(directory)
     if not directory.is_dir():
         raise BadInput(f"--projects_dir={directory} is not a directory")
     sources = [open_source(path) for path in sorted(directory.iterdir())

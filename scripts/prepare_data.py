@@ -51,7 +51,7 @@ def parse_args(argv):
     group.add_argument("--val_projects", type=names, default=[], help="validate on these projects and no others")
     group.add_argument("--eval_only", action="store_true", help="an evaluation corpus: all goes to val/")
     group.add_argument("--shard_bytes", type=int, default=100_000_000, help="text in one shard")
-    group.add_argument("--seed", type=int, default=1337)
+    group.add_argument("--seed", type=int, default=1337, help="of the split and the order of documents")
     group = parser.add_argument_group("where and how")
     group.add_argument("--out_dir", type=Path, help=f"gets {TRAIN_DIR}/, {VAL_DIR}/ and {MANIFEST}; "
                        "None: $NANOCHAT_BASE_DIR/parquet")
@@ -63,6 +63,8 @@ def parse_args(argv):
     for flag in ("max_file_bytes", "shard_bytes"):
         if getattr(args, flag) < 1:
             raise BadInput(f"--{flag}={getattr(args, flag)} is not a positive number of bytes")
+    if args.workers < 1 and args.workers != -1:
+        raise BadInput(f"--workers={args.workers} is not a number of processes, nor -1 for one per core")
     if not 0 <= args.seed < 2**63:
         raise BadInput(f"--seed={args.seed} is not between 0 and 2^63")
     if args.eval_only and args.val_projects:
@@ -143,7 +145,7 @@ def find_sources(args):
     check_names(args.debian_source, eval_only=args.eval_only)
     sources = [open_source(Path(path).expanduser()) for path in args.source]
     if args.projects_dir:
-        sources += open_projects(args.projects_dir)
+        sources += open_projects(Path(args.projects_dir).expanduser())
     if args.installed_headers:
         sources += installed_headers()
     if args.debian_source:

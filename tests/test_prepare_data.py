@@ -444,6 +444,7 @@ def test_real_package_from_the_distribution(tmp_path):
     (["--debian_source=no such"], "is not the name of a source package"),
     (["--source={one}", "--eval_only", "--val_projects=one"], "exclude each other"),
     (["--source={one}", "--shard_bytes=0"], "not a positive number"),
+    (["--source={one}", "--workers=0"], "not a number of processes"),
 ])
 def test_bad_input_is_one_line(tmp_path, flags, message):
     paths = {name: make_project(tmp_path / "in", name, seed=seed)
