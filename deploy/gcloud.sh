@@ -24,17 +24,19 @@ facts() {
   [ -n "$USD" ] || [ -z "$chip_usd" ] || USD=$(calc "$CHIPS * $chip_usd")
 }
 
-# tpu ZONE VERB ARGS: gcloud, with its stderr kept for why().
+# tpu ZONE VERB ARGS: gcloud, with its stderr kept for why() and complaint().
+GCLOUD_ERR=$TMP/gcloud
 tpu() {
   local zone=$1 verb=$2
   shift 2
   CLOUDSDK_CORE_HTTP_TIMEOUT=60 gcloud compute tpus tpu-vm "$verb" "$@" --zone="$zone" --quiet \
-    ${PROJECT:+--project="$PROJECT"} 2>"$TMP/gcloud"
+    ${PROJECT:+--project="$PROJECT"} 2>"$GCLOUD_ERR"
 }
+complaint() { grep -v '^$' "$GCLOUD_ERR" | head -n 1; }
 
 # why: every gcloud failure exits 1; only its text tells not_found, auth, quota, stockout and other apart.
 why() {
-  case $(tr '\n' ' ' <"$TMP/gcloud") in
+  case $(tr '\n' ' ' <"$GCLOUD_ERR") in
     *NOT_FOUND*) echo not_found ;;
     *UNAUTHENTICATED* | *eauthenticat* | *invalid_grant* | *"auth login"* | *PERMISSION_DENIED*) echo auth ;;
     *[Qq]uota*) echo quota ;;
@@ -58,7 +60,7 @@ lookup() {
     case $(why) in
       not_found) ;;
       auth) VM_STATE=unknown VM_ERROR="credentials refused: gcloud auth login" ;;
-      *) VM_STATE=unknown VM_ERROR="$zone: $(grep -v '^$' "$TMP/gcloud" | head -n 1)" ;;
+      *) VM_STATE=unknown VM_ERROR="$zone: $(complaint)" ;;
     esac
   done
 }

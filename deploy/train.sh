@@ -4,23 +4,22 @@
 #   deploy/train.sh HOST -- --run=d16 --depth=16 --device_batch_size=8
 #   deploy/train.sh HOST --again               the last command line once more (it resumes)
 #
-# What follows -- goes to python -m scripts.base_train (--module runs another). One run at a time: a second is refused
-# (status 6). Checked first: code, packages, .tpu_env, PJRT_DEVICE=TPU, the number of chips, disk, data, tokenizer. On a
-# pod the run is started on every VM or on none. On the VM, ~/nanochat.d/runs/ keeps RUN.log, RUN.exit and RUN.command.
+# What follows -- goes to python -m scripts.base_train. One run at a time: a second is refused (status 6). Checked
+# first: code, packages, .tpu_env, PJRT_DEVICE=TPU, number of chips, disk, data, tokenizer. On a pod the run is started
+# on every VM or on none. On the VM, ~/nanochat.d/runs/ keeps RUN.log, RUN.exit and RUN.command.
 #
 #   --min_free_gb N            refuse with less disk than this (default 20)
 #   --wait_s N                 return after this long at most (default 600); the run goes on
-#   --module MODULE            default scripts.base_train
 #   --dry_run                  say what would be done
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-MIN_FREE_GB=20 MODULE=scripts.base_train AGAIN=""
-parse "AGAIN MIN_FREE_GB= MODULE=" "$@"
+MIN_FREE_GB=20 AGAIN=""
+parse "AGAIN MIN_FREE_GB=" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
 [ -n "$AGAIN" ] || [ ${#FLAGS[@]} -gt 0 ] || die 2 "no flags for the run: train.sh HOST -- --run=NAME …, or --again"
 
 
 script <<'END'
-next=$D/runs/start.$1 again=$2 min_free_gb=$3 module=$4; shift 4
+next=$D/runs/start.$1 again=$2 min_free_gb=$3; shift 3
 fail() { echo "$1" >&2; exit "${2:-1}"; }
 code=$(cd -P ~/nanochat 2>/dev/null && pwd) || fail "no code on this VM: push.sh first"
 [ -x "$D/venv/bin/python" ] && [ -f ~/.tpu_env ] || fail "packages or ~/.tpu_env are missing: setup.sh first"
@@ -28,9 +27,8 @@ running && fail "a run is going: $(current), process $(cat "$D/runs/pid"); stop_
 load_env
 run=dummy own_data="" device="" previous=""
 if [ -n "$again" ]; then
-  run=$(current)
-  [ -f "$D/runs/$run.flags" ] || fail "no run was started here: give its flags after --"
-  eval "set -- $(cat "$D/runs/$run.flags")"
+  [ -f "$D/runs/$(current).flags" ] || fail "no run was started here: give its flags after --"
+  eval "set -- $(cat "$D/runs/$(current).flags")"
 fi
 for flag in "$@"; do
   [ "$previous" != --run ] || run=$flag
@@ -66,7 +64,7 @@ echo "$run" >"$next/run"
 printf '%q ' "$@" >"$next/flags"
 { printf '# %s, code %s\n' "$(date -u +%FT%TZ)" "$(cat "$code/COMMIT" 2>/dev/null)"
   printf 'set -a; . ~/.tpu_env; set +a\ncd %q\necho $$ >%q\n' "$code" "$D/runs/pid"
-  printf 'exec %q -u -m %q' "$D/venv/bin/python" "$module"; printf ' %q' "$@" $device; echo; } >"$next/command"
+  printf 'exec %q -u -m scripts.base_train' "$D/venv/bin/python"; printf ' %q' "$@" $device; echo; } >"$next/command"
 tail -n 1 "$next/command"
 END
 CHECK=$SCRIPT
@@ -106,7 +104,7 @@ END
 STOP=$SCRIPT
 
 token=$$.$RANDOM
-check() { retry vm "$1" "$CHECK" "$token" "$AGAIN" "$MIN_FREE_GB" "$MODULE" ${FLAGS[@]+"${FLAGS[@]}"}; }
+check() { retry vm "$1" "$CHECK" "$token" "$AGAIN" "$MIN_FREE_GB" ${FLAGS[@]+"${FLAGS[@]}"}; }
 start() { vm "$1" "$START" "$token"; }
 stop() { vm "$1" "$STOP" "$token"; }
 alive() { [ -n "$DRY_RUN" ] || vm "$1" 'running'; }

@@ -21,7 +21,7 @@ BOOT = """
 set -e
 mount --bind {root}/passwd /etc/passwd
 hostname {name}
-mkdir {root}/olddev && mount --rbind /dev {root}/olddev
+mkdir -p {root}/olddev && mount --rbind /dev {root}/olddev
 mount -t tmpfs tmpfs /dev
 mkdir /dev/pts /dev/shm /dev/vfio
 for d in pts shm; do mount --rbind {root}/olddev/$d /dev/$d; done
@@ -62,11 +62,14 @@ class StandIn:
             ForceCommand {self.root}/bin/session
             SetEnv {" ".join(f'"{name}={value}"' for name, value in variables.items())}
             """))
-        disk = f"mount -t tmpfs -o size={disk_mb}m tmpfs {self.home}" if disk_mb else ""
+        self._boot = BOOT.format(root=self.root, name=name, chips=chips, disk=(
+            f"mount -t tmpfs -o size={disk_mb}m tmpfs {self.home}" if disk_mb else ""))
+        self.boot()
+
+    def boot(self):
         self._log = open(self.root / "log", "w")
-        self.process = subprocess.Popen(
-            [*NAMESPACE, "bash", "-c", BOOT.format(root=self.root, name=name, chips=chips, disk=disk)],
-            stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True)
+        self.process = subprocess.Popen([*NAMESPACE, "bash", "-c", self._boot], start_new_session=True,
+                                        stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log)
         deadline = time.monotonic() + 20
         while not self._answers():
             if time.monotonic() > deadline or self.process.poll() is not None:

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Brings a run home: metrics, log, and the newest checkpoint (or all), into checkpoints/RUN here.
+#
+#   deploy/fetch.sh HOST [RUN]     RUN: default the newest on the VM
+#
+# A checkpoint that is here already is not copied again; one that breaks off leaves nothing under its name.
+#
+#   --to DIR                   default: checkpoints/ beside deploy/
+#   --all                      every checkpoint, not the newest only
+#   --no_checkpoints           metrics and log only
+#   --dry_run                  say what would be done
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+TO=$ROOT/checkpoints ALL="" NO_CHECKPOINTS="" WORKER=0
+parse "TO= ALL NO_CHECKPOINTS" "$@"
+RUN=${ARGS[1]:-}
+resolve ${ARGS[0]:+"${ARGS[0]}"}
+run_on_vm() { retry vm 0 'current'; }
+RUN=${RUN:-$(run_on_vm)}
+[ -n "$RUN$DRY_RUN" ] || die 1 "no run was started on this VM: fetch.sh HOST RUN"
+
+script <<'END'
+load_env
+cd "$BASE/checkpoints/$1" 2>/dev/null || { echo "no run $1 in $BASE/checkpoints" >&2; exit 1; }
+find . -maxdepth 1 -name 'step_*' | sort | sed 's/^..//' | { [ -n "$2" ] && cat || tail -n 1; }
+END
+LIST=$SCRIPT
+
+script <<'END'
+load_env
+cd "$BASE/checkpoints/$1"
+cp "$D/runs/$1.log" run.log 2>/dev/null || true
+shift
+for name in "$@"; do [ ! -e "$name" ] || echo "$name"; done | tar -cf - -T -
+END
+SEND=$SCRIPT
+
+# get NAMES: into a folder beside, then each to its place
+get() {
+  rm -rf "$TO/$RUN/incoming"
+  mkdir -p "$TO/$RUN/incoming"
+  vm 0 "$SEND" "$RUN" "$@" | tar -xf - -C "$TO/$RUN/incoming" || return
+  for name in "$@"; do
+    [ ! -e "$TO/$RUN/incoming/$name" ] || mv "$TO/$RUN/incoming/$name" "$TO/$RUN/"
+  done
+  rm -rf "$TO/$RUN/incoming"
+}
+
+steps=$(retry vm 0 "$LIST" "$RUN" "$ALL")
+[ -z "$DRY_RUN" ] || exit 0
+retry get metrics.jsonl run.log
+[ -z "$NO_CHECKPOINTS" ] || steps=""
+for step in $steps; do
+  if [ -d "$TO/$RUN/$step" ]; then say "$step is here"; continue; fi
+  say "$step …"
+  retry get "$step"
+done
+say "run $RUN is in $TO/$RUN"

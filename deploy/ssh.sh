@@ -1,0 +1,80 @@
+# shellcheck shell=bash disable=SC2034
+# From HOST to commands that run there; sourced by lib.sh.
+ON_VM=$(cat "$HERE/on_vm.sh")
+
+# is_vm HOST: whether it is the name of a VM, and not an IP or something that ssh knows.
+is_vm() { case $1 in *[.:@,]*) return 1 ;; esac; [ "$(ssh -G "$1" | sed -n 's/^hostname //p')" = "$1" ]; }
+
+# resolve HOST: aims at IPs or ssh hosts (a,b,c), or at a VM.
+resolve() {
+  [ $# = 1 ] || die 2 "one HOST is needed: an IP, an ssh host or the VM's name; $(basename "$0") --help"
+  VM_ID="" VM_IPS=$1
+  ! is_vm "$1" || need "$1" READY
+  aim
+}
+# aim: TARGETS (ssh destinations) and ALIASES (names in known_hosts) of VM_IPS.
+aim() {
+  local ip n=0
+  TARGETS=() ALIASES=()
+  for ip in $(printf %s "$VM_IPS" | tr , ' '); do
+    if [ "$WORKER" = all ] || [ "$WORKER" = $n ]; then
+      case $ip in *@*) TARGETS+=("$ip") ;; *) TARGETS+=("${SSH_USER:+$SSH_USER@}$ip") ;; esac
+      ALIASES+=("${VM_ID:+tpu-$VM_ID-$n}")  # the VM's id, not its IP: a VM made again has another host key
+    fi
+    n=$((n + 1))
+  done
+  [ ${#TARGETS[@]} -gt 0 ] || die 2 "--worker $WORKER: there are $n"
+}
+
+# script <<'END' puts that text into SCRIPT; vm I SCRIPT ARGS runs a bash script on host I, whose stdin is ours.
+script() { IFS= read -r -d '' SCRIPT || true; }
+vm() {
+  local i=$1 script=$2 host=${TARGETS[$1]} alias=${ALIASES[$1]} options status=0
+  shift 2
+  options=(-o BatchMode=yes -o "ConnectTimeout=$SSH_TIMEOUT_S" -o "ServerAliveInterval=$((SSH_TIMEOUT_S / 2))"
+    -o ServerAliveCountMax=3 -o LogLevel=ERROR -E "$TMP/ssh$i"
+    -o StrictHostKeyChecking=accept-new -o ControlMaster=auto -o ControlPersist=60
+    -o "ControlPath=$HOME/.ssh/nc-$(echo "$alias$host" | cksum | cut -d' ' -f1)")
+  [ -z "$alias" ] || options+=(-o "HostKeyAlias=$alias")
+  [ ! -f "$SSH_KEY" ] || options+=(-i "$SSH_KEY")
+  if [ -n "$DRY_RUN" ]; then say "+ ssh $host bash -c SCRIPT bash $(quote "$@") where SCRIPT is" "$script"; return; fi
+  [ -d "$HOME/.ssh" ] || (umask 077 && mkdir -p "$HOME/.ssh")
+  rm -f "$TMP/ssh$i"
+  ssh "${options[@]}" "$host" "bash -c $(quote "$ON_VM
+$script" bash "$@")" || status=$?
+  if [ $status = 255 ]; then
+    case $(cat "$TMP/ssh$i") in
+      *"IDENTIFICATION HAS CHANGED"*) status=1; say "$host has another host key than before." \
+        "If the VM was made again or its IP given to another: ssh-keygen -R ${host#*@}" ;;
+      *"Permission denied"*) status=1; say "$host does not accept the key: set --ssh_user, --ssh_key" ;;
+      *) say "$host: $(tail -n 1 "$TMP/ssh$i")" ;;
+    esac
+  fi
+  return $status
+}
+
+# retry COMMAND: again, up to four times, on 255 (connection lost). Only for what may run twice.
+retry() {
+  local n status
+  for n in 1 2 3 4; do
+    status=0
+    "$@" || status=$?
+    [ $status = 255 ] && [ $n -lt 4 ] || return $status
+    say "no connection (attempt $n of 4); again in $((n * 2)) s"
+    sleep $((n * 2))
+  done
+}
+
+# each COMMAND: COMMAND I for every host I, all at once; says which worker failed.
+each() {
+  local i pids=() status=0
+  if [ ${#TARGETS[@]} = 1 ]; then "$@" 0; return; fi
+  for i in "${!TARGETS[@]}"; do
+    "$@" "$i" > >(sed "s/^/[worker $i] /") 2>&1 </dev/null &
+    pids+=($!)
+  done
+  for i in "${!TARGETS[@]}"; do
+    wait "${pids[i]}" || { status=$?; say "worker $i (${TARGETS[i]}) failed with status $status"; }
+  done
+  return $status
+}

@@ -1,0 +1,118 @@
+"""Creating, listing, stopping, starting and deleting VMs: the real gcloud against our own small cloud."""
+import subprocess
+
+import pytest
+
+from tests.deploy.cloud import Cloud
+from tests.deploy.conftest import eventually
+
+ZONES = "--zones=us-a,us-b"
+QUICK = ["--poll_s=0.1", "--backoff_s=0"]
+
+
+@pytest.fixture
+def cloud(laptop):
+    cloud = Cloud()
+    laptop.env.update(cloud.env(laptop.home / "gcloud"))
+    yield cloud
+    cloud.close()
+
+
+def test_create_makes_a_spot_vm_once(laptop, cloud):
+    output = laptop.run("create.sh", "nano", ZONES, "--type=v6e-4", *QUICK)
+    node = cloud.node("nano", "us-a")
+    assert "1.70 USD an hour" in output and "is ready in us-a" in output
+    assert node["acceleratorType"] == "v6e-4" and node["runtimeVersion"] == "v2-alpha-tpuv6e"
+    assert node["schedulingConfig"]["spot"] is True
+    assert laptop.public_key.strip() in node["metadata"]["ssh-keys"]
+    assert "is there already: READY HEALTHY" in laptop.run("create.sh", "nano", "--zones=us-b,us-a", *QUICK, status=6)
+    assert len(cloud.nodes) == 1
+
+
+def test_create_goes_on_to_the_next_zone_after_a_stockout_and_drops_zones_without_quota(laptop, cloud):
+    cloud.faults = {"us-a": ["quota"], "us-b": ["stockout"]}
+    output = laptop.run("create.sh", "nano", ZONES, *QUICK)
+    assert "us-a: no quota" in output and "us-b: no capacity" in output and "is ready in us-b" in output
+    assert sum("POST" in request and "us-a" in request for request in cloud.requests) == 1
+
+
+@pytest.mark.slow
+def test_create_gives_up_with_status_5(laptop, cloud):
+    cloud.faults = {"us-a": ["stockout"] * 9, "us-b": ["quota"]}
+    assert "after 2 rounds" in laptop.run("create.sh", "nano", ZONES, *QUICK, "--rounds=2", status=5)
+    cloud.faults = {"us-a": ["quota"]}
+    assert "no quota in any" in laptop.run("create.sh", "nano", "--zones=us-a", *QUICK, status=5)
+    assert not cloud.nodes
+
+
+@pytest.mark.parametrize("fault", ["unhealthy", pytest.param("stuck", marks=pytest.mark.slow)])
+def test_create_deletes_a_vm_that_does_not_become_healthy(laptop, cloud, fault):
+    cloud.faults = {"us-a": [fault]}
+    output = laptop.run("create.sh", "nano", ZONES, *QUICK, "--wait_s=4")
+    assert "not ready and healthy after 4 s" in output and "is ready in us-b" in output
+    assert eventually(lambda: not cloud.node("nano", "us-a")) and cloud.node("nano", "us-b")
+
+
+def test_expired_credentials_are_never_taken_for_an_absent_vm(laptop, cloud):
+    laptop.run("create.sh", "nano", ZONES, *QUICK)
+    cloud.broken = (401, "UNAUTHENTICATED", "Request had invalid authentication credentials.")
+    for script in ("create.sh", "delete.sh"):
+        assert "gcloud auth login" in laptop.run(script, "nano", "--zones=us-a", status=4)
+    assert "unknown (credentials refused" in laptop.run("status.sh", "nano", "--zones=us-a", status=1)
+    laptop.run("list.sh", "--zones=us-a", status=4)
+    assert not [request for request in cloud.requests if request.startswith("DELETE")]
+
+
+def test_delete_asks_unless_told_yes_and_takes_a_vanished_vm_for_deleted(laptop, cloud):
+    laptop.run("create.sh", "nano", ZONES, *QUICK)
+    assert "not deleted" in laptop.run("delete.sh", "nano", ZONES, status=1)
+    assert cloud.node("nano")
+    assert "delete nano" in laptop.run("delete.sh", "nano", ZONES, "--yes", "--dry_run")
+    cloud.vanishing = True
+    assert "nano is deleted" in laptop.run("delete.sh", "nano", ZONES, "--yes")
+    laptop.run("delete.sh", "nano", ZONES, "--yes", status=3)
+
+
+@pytest.mark.slow
+def test_stop_and_start_are_for_vms_on_demand(laptop, cloud):
+    laptop.run("create.sh", "spot", "--zones=us-a", *QUICK)
+    assert "spot VM" in laptop.run("stop.sh", "spot", "--zones=us-a", status=2)
+    ips = iter(["192.0.2.7", "192.0.2.8"])
+    cloud.boot = lambda node, index: next(ips)
+    assert "9.60 USD" in laptop.run("create.sh", "steady", "--zones=us-a", "--on_demand", *QUICK)
+    listed = laptop.run("list.sh", "--zones=us-a")
+    assert "192.0.2.7" in listed and "on demand" in listed and "together: 11.64 USD" in listed
+    laptop.run("stop.sh", "steady", "--zones=us-a")
+    assert "together: 2.04 USD" in laptop.run("list.sh", "--zones=us-a")
+    assert "192.0.2.8" in laptop.run("start.sh", "steady", "--zones=us-a", *QUICK[:1])
+    cloud.node("spot")["state"] = "PREEMPTED"
+    assert "PREEMPTED and cannot be started" in laptop.run("start.sh", "spot", "--zones=us-a", status=1)
+
+
+def test_a_vm_is_reached_by_its_name_and_made_again_under_another_key(laptop, cloud):
+    """The second VM has the IP of the first, and another host key."""
+    vm = laptop.vm("nano")
+    cloud.boot = lambda node, index: vm.ip
+    laptop.run("create.sh", "nano", "--zones=us-a", *QUICK)
+    output = laptop.run("push.sh", "nano", "--zones=us-a")
+    assert "~/nanochat is now" in output
+    status = laptop.run("status.sh", "nano", "--zones=us-a")
+    assert "READY HEALTHY  v5litepod-8 spot  us-a" in status and "no run yet" in status and "USD at 2.04" in status
+    laptop.run("delete.sh", "nano", "--zones=us-a", "--yes")
+    vm.kill()
+    subprocess.run(["rm", vm.root / "host_key", vm.root / "host_key.pub"], check=True)
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", vm.root / "host_key"], check=True)
+    vm.boot()
+    laptop.run("create.sh", "nano", "--zones=us-a", *QUICK)
+    assert "~/nanochat is now" in laptop.run("push.sh", "nano", "--zones=us-a")
+
+
+def test_facts_are_those_of_the_library(laptop):
+    from nanochat.tpu import parse_accelerator
+    for name in ("v5litepod-1", "v5litepod-8", "v5litepod-16", "v6e-4", "v6e-8", "v4-32", "v5p-8"):
+        tpu = parse_accelerator(name)
+        script = f'. deploy/lib.sh; facts {name}; echo "$CHIPS $HOSTS $VERSION ${{USD:-none}}"'
+        facts = subprocess.check_output(["bash", "-c", script], text=True).split()
+        spot = tpu.tpu.usd_per_chip_hour_spot
+        assert facts == [str(tpu.chips), str(tpu.hosts), tpu.tpu.runtime_version,
+                         f"{tpu.chips * spot:.2f}" if spot else "none"]
