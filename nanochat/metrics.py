@@ -2,7 +2,7 @@
 
 metrics.jsonl has one JSON object per line with `step` (optimizer steps completed) and `time` (Unix time, s). Names with
 a place of their own in the console line: loss (mean over the global batch, nats), lr_multiplier, step_ms,
-tokens_per_s, mfu (0 to 1), tokens (seen so far), time_left_s. Anything else is printed by its name.
+tokens_per_s, mfu (0 to 1), tokens (seen so far), time_left_s, val_bpb. The rest is for the file.
 """
 import json
 import os
@@ -101,6 +101,7 @@ _CONSOLE_FORMATS = {
     "mfu": lambda value: f"mfu {100 * value:.1f}%",
     "tokens": lambda value: f"{format_count(value)} tokens",
     "time_left_s": lambda value: f"{format_duration(value)} left",
+    "val_bpb": lambda value: f"validation {value:.4f} bits per byte",
 }
 
 
@@ -108,9 +109,6 @@ def format_line(record, total_steps=None):
     """The console line of a record: `step 00100/01000 | loss 3.2101 | …`."""
     step = f"step {record['step']:05d}" + (f"/{total_steps:05d}" if total_steps else "")
     parts = [step] + [form(record[name]) for name, form in _CONSOLE_FORMATS.items() if record.get(name) is not None]
-    for name, value in record.items():
-        if name not in _CONSOLE_FORMATS and name not in ("step", "time"):
-            parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
     return " | ".join(parts)
 
 

@@ -12,8 +12,10 @@ No line at module level touches the XLA runtime: xmp.spawn starts a process for 
 """
 import math
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from concurrent.futures.process import BrokenProcessPool
@@ -43,7 +45,8 @@ from nanochat.common import (
     xla_program,
 )
 from nanochat.dataloader import NUM_LANES, DataLoader, SyntheticLoader
-from nanochat.dataset import fingerprint, list_shards
+from nanochat.dataset import fingerprint, list_shards, open_shards
+from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig, config_for_depth
 from nanochat.kernels import get_kernels
 from nanochat.loss_eval import bits_per_byte
@@ -242,18 +245,19 @@ def update(optimizer, scheduled, loss_sum, dist):
 class Trainer:
     """One rank's part of a run."""
 
-    def __init__(self, args, device_type, checkpoint_path):
-        self.args = args
-        self.dist = compute_init(device_type)
+    def __init__(self, args, dist, checkpoint_path=None):
+        self.args, self.dist = args, dist
         self.tokenizer = load_tokenizer(args.tokenizer_dir)
         self.plan = make_plan(args, self.tokenizer.n_vocab, self.dist.world_size)
-        self.run_dir = get_run_dir(args)
+        self.run_dir = require_writable_dir(get_run_dir(args))
         self.goodput = metrics.Goodput()
         restored = checkpoint.load(checkpoint_path) if checkpoint_path else None
         self.start_step = self.step = restored.step if restored else 0
         self.build_model(restored)
         self.loader = self.open_loader(restored.lane_states if restored else None)
-        self.lanes = None  # where the lanes stand after the last batch that was trained on
+        self.engine = Engine(self.model, self.tokenizer, self.dist)
+        self.last_batch = None  # knows where the lanes stand after it
+        self.data_wait_s = 0.0  # since the last line of the log
         self.logger = None
         if self.dist.rank == 0:
             print_banner()
@@ -296,7 +300,7 @@ class Trainer:
 
     def run(self):
         args, plan = self.args, self.plan
-        losses, window_start, window_steps = [], time.monotonic(), 0
+        losses = []  # of the steps since the last line of the log, still on the device
         while True:
             is_last = self.step == plan.num_iterations
             if is_due(self.step, args.save_every, is_last) and self.step > self.start_step:
@@ -308,12 +312,10 @@ class Trainer:
             if is_last:
                 break
             if not losses:
-                window_start, window_steps = time.monotonic(), 0
-                self.data_wait_s = 0.0
+                window_start, self.data_wait_s = time.monotonic(), 0.0
             with self.goodput.span("train" if self.step > self.start_step + 1 else "compile"):
                 losses.append(self.train_step())
             self.step += 1
-            window_steps += 1
             if self.step % args.log_every == 0 or self.step in (self.start_step + 1, plan.num_iterations):
                 self.log(losses, window_start)
                 losses = []
@@ -331,7 +333,7 @@ class Trainer:
             with xla_program(dist, "micro_step"):
                 micro_step(self.compiled_model, batch.rows.to(dist.device), self.loss_sum,
                            1 / (plan.grad_accum_steps * plan.world_size))
-        self.lanes = batch
+        self.last_batch = batch
         with xla_program(dist, "update", collective=True):
             return update(self.optimizer, self.optimizer.scheduled(self.step).to(dist.device), self.loss_sum, dist)
 
@@ -356,7 +358,7 @@ class Trainer:
             "tokens": self.step * plan.total_batch_size,
             "time_left_s": (plan.num_iterations - self.step) * elapsed / len(losses),
             "data_wait": self.data_wait_s / elapsed,
-            "epoch": self.loader.stats.epoch,
+            "epoch": self.loader.stats["epoch"],
             "compilations": compilations(),
             "goodput": self.goodput.fraction(),
             "seconds": sum(seconds.values()),
@@ -373,13 +375,13 @@ class Trainer:
         """Every rank samples, so that none waits for another; rank 0 shows it."""
         with self.goodput.span("sample"), torch.no_grad():
             for prompt in SAMPLE_PROMPTS:
-                text = self.engine.complete(prompt, max_tokens=48, seed=self.step)
+                text = self.engine.complete(prompt, max_tokens=min(48, self.args.max_seq_len // 2), seed=self.step)
                 print0(f"--- sample at step {self.step}\n{prompt}{text}\n---")
 
     def save(self):
         """Every rank hands over the state of its lanes; rank 0 writes the checkpoint."""
         with self.goodput.span("save"):
-            checkpoint.save_lane_states(self.run_dir, self.step, self.lanes.state)
+            checkpoint.save_lane_states(self.run_dir, self.step, self.last_batch.state)
             if self.dist.rank == 0:
                 meta = {"config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
                         "data_fingerprint": self.loader.fingerprint, "flags": vars(self.args),
@@ -413,7 +415,10 @@ def expected_world_size(device_type):
 
 
 def check(args, device_type):
-    """Refuses what can be refused before a device is touched. Returns the plan and the checkpoint to go on from."""
+    """Refuses what can be refused before a device is touched.
+
+    Returns whether the run is finished already, and the path of the checkpoint that it goes on from, or None.
+    """
     if Path(args.run).name != args.run or args.run in ("", ".", ".."):
         raise BadInput(f"--run={args.run} is not a plain name: it becomes a folder's")
     tokenizer = load_tokenizer(args.tokenizer_dir)
@@ -421,14 +426,13 @@ def check(args, device_type):
     get_kernels(args.kernel, device_type)
     data_fingerprint = None
     if not args.synthetic_data:
-        data_fingerprint = fingerprint(list_shards(args.data_dir))
+        data_fingerprint = fingerprint(open_shards(list_shards(args.data_dir)))
         if args.eval_every > 0:
-            fingerprint(list_shards(args.val_dir, "val"))
+            open_shards(list_shards(args.val_dir, "val"))
     run_dir = require_writable_dir(get_run_dir(args))
-    if int(os.environ.get("RANK", 0)) == 0:
-        checkpoint.clean_partial(run_dir)
-        if args.resume == "never":
-            checkpoint.set_aside_after(run_dir, -1)
+    checkpoint.clean_partial(run_dir)
+    if args.resume == "never":
+        checkpoint.set_aside_after(run_dir, -1)
     model = GPT.on_meta(plan.config)
     optimizer = MuonAdamW(model, optim_config(args), plan.total_batch_size, plan.num_iterations)
     if args.save_every > 0:
@@ -437,29 +441,49 @@ def check(args, device_type):
     if path:
         checkpoint.require_match(path, checkpoint.load_meta(path), config=asdict(plan.config),
                                  tokenizer_sha256=tokenizer.sha256, data_fingerprint=data_fingerprint)
-    return plan, path
+        if checkpoint.load_meta(path)["step"] >= plan.num_iterations:
+            print(f"run {args.run} has reached step {plan.num_iterations} ({path}): nothing left to do. Raise "
+                  "--num_iterations, choose another --run, or start over with --resume=never")
+            return True, path
+    return False, path
 
 
-def train(args, device_type, checkpoint_path):
-    trainer = Trainer(args, device_type, checkpoint_path)
-    trainer.run()
-    compute_cleanup(trainer.dist)
+def train(args, device_type, checkpoint_path=None):
+    """What every rank runs. Without a parent process that did it (CUDA, cpu), rank 0 does the checks."""
+    dist = compute_init(device_type)
+    if not dist.is_xla:
+        found = [check(args, device_type) if dist.rank == 0 else None]
+        if dist.world_size > 1:
+            torch.distributed.broadcast_object_list(found)
+        is_finished, checkpoint_path = found[0]
+        if is_finished:
+            return
+    Trainer(args, dist, checkpoint_path).run()
+    compute_cleanup(dist)
 
 
 def _mp_fn(index, args, device_type, checkpoint_path, status_path):
-    """Runs in every spawned rank. A rank that fails ends its process at once: the others wait for it in the all-reduce
-    and would wait for ever."""
+    """Runs in every spawned process. A rank that fails ends its process at once: the others wait for it in the
+    all-reduce and would wait for ever."""
+    parent = os.getppid()
+
+    def end_with_parent():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         train(args, device_type, checkpoint_path)
     except BaseException as error:
-        if isinstance(error, BadInput):
+        status = 2 if isinstance(error, BadInput) else 1
+        if status == 2:
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             traceback.print_exc()
+        Path(status_path).write_text(str(status))
         sys.stdout.flush()
         sys.stderr.flush()
-        status = 2 if isinstance(error, BadInput) else 1
-        Path(status_path).write_text(str(status))
         os._exit(status)
 
 
@@ -467,13 +491,12 @@ def main(argv=None):
     args = parse_args(argv)
     device_type = resolve_device_type(args.device_type)
     prepare_xla_environment(device_type)
-    plan, checkpoint_path = check(args, device_type)
-    if checkpoint_path and checkpoint.load_meta(checkpoint_path)["step"] >= plan.num_iterations:
-        print(f"run {args.run} has reached step {plan.num_iterations} ({checkpoint_path}): nothing left to do. "
-              "Raise --num_iterations, choose another --run, or start over with --resume=never")
-        return 0
     if device_type not in ("tpu", "xla"):
-        return train(args, device_type, checkpoint_path)
+        return train(args, device_type)
+    is_finished, checkpoint_path = check(args, device_type)
+    if is_finished:
+        return 0
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the pool of processes would wait for them; they end with us
     import torch_xla.distributed.xla_multiprocessing as xmp
     with tempfile.TemporaryDirectory() as scratch:
         status_path = Path(scratch) / "status"

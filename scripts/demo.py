@@ -1,0 +1,88 @@
+"""Trains a small model on this machine, from text to completion, and says where everything lies: `make demo`.
+
+The program is the one that trains on a TPU: xmp.spawn, here over two XLA devices of the CPU. About five minutes on two
+cores; everything goes to $NANOCHAT_BASE_DIR/demo (default ~/.cache/nanochat/demo), and a second demo starts anew.
+"""
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from nanochat.common import ArgumentParser, BadInput, get_base_dir, run_script
+from nanochat.dataset import list_shards, open_shards, read_pieces
+from nanochat.metrics import METRICS_FILE
+from nanochat.tokenizer import load_tokenizer
+
+# The defaults are for runs of thousands of steps; a hundred small batches take larger ones.
+LEARNING_RATES = ("--matrix_lr=0.2", "--embedding_lr=2", "--unembedding_lr=0.1")
+PROMPT = "#include <vector>\n\nnamespace "
+
+
+def parse_args(argv):
+    parser = ArgumentParser(prog="python3 -m scripts.demo", description=__doc__)
+    parser.add_argument("--num_iterations", type=int, default=100, help="optimizer steps")
+    parser.add_argument("--devices", type=int, default=2, help="XLA devices on this CPU")
+    return parser.parse_args(argv)
+
+
+def run(step, module, *flags, env):
+    """Runs a script of this project as a person would, and shows the command."""
+    command = [sys.executable, "-m", module, *flags]
+    print(f"\n=== {step}\n$ {shlex.join(['python3', *command[1:]])}", flush=True)
+    status = subprocess.run(command, env=env, stdin=subprocess.DEVNULL).returncode
+    if status:
+        raise BadInput(f"{module} ended with status {status}: see above")
+
+
+def unigram_bits_per_byte(data_dir):
+    """Bits per byte of the validation text for a model that knows how often each of its tokens occurs, and no more."""
+    tokenizer, counts = load_tokenizer(), 0
+    token_bytes = tokenizer.token_bytes().numpy()
+    for shard in open_shards(list_shards(data_dir)):
+        for row_group, rows in enumerate(shard.row_group_rows):
+            document = 0
+            while document < rows:
+                pieces, document = read_pieces(shard, row_group, document, rows)
+                for piece in pieces:
+                    counts = counts + np.bincount(tokenizer.encode_to_numpy(piece.text), minlength=tokenizer.n_vocab)
+    seen = counts[counts > 0]
+    return float(-(seen * np.log2(seen / seen.sum())).sum() / (counts * token_bytes).sum())
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    started = time.monotonic()
+    base_dir = get_base_dir() / "demo"
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base_dir), "CPU_NUM_DEVICES": str(args.devices)}
+    run("1. a corpus: the C++ headers that are installed here", "scripts.prepare_data", "--installed_headers",
+        "--val_projects=torch/c10", env=env)
+    run("2. training", "scripts.base_train", "--run=dummy", "--resume=never", "--device_type=xla", "--depth=4",
+        f"--num_iterations={args.num_iterations}", "--max_seq_len=256", "--device_batch_size=2",
+        f"--total_batch_size={512 * args.devices}", "--warmup_steps=10", *LEARNING_RATES,
+        "--eval_every=1000", "--eval_tokens=16384", "--save_every=1000", "--sample_every=-1", "--log_every=10", env=env)
+    run("3. a completion", "scripts.generate", "--checkpoint=dummy", "--device_type=xla", f"--prompt={PROMPT}",
+        "--echo", "--max_tokens=100", "--temperature=0.6", env=env)
+
+    run_dir = base_dir / "checkpoints" / "dummy"
+    records = [json.loads(line) for line in (run_dir / METRICS_FILE).read_text().splitlines()]
+    bpb = [record["val_bpb"] for record in records if "val_bpb" in record]
+    unigram = unigram_bits_per_byte(base_dir / "parquet" / "val")
+    print(f"""
+=== done in {time.monotonic() - started:.0f} s
+validation   {bpb[0]:.3f} bits per byte before, {bpb[-1]:.3f} after {records[-1]['step']} steps;
+             knowing only how often each token occurs there gives {unigram:.3f}
+corpus       {base_dir / 'parquet'}
+checkpoint   {run_dir}/step_{records[-1]['step']:06d}
+metrics      {run_dir / METRICS_FILE}
+
+Next, on a TPU VM (v5litepod-8 or v6e-4), with data and code on it (README.md, "On a TPU"):
+  nohup python3 -m scripts.base_train --depth=16 --num_iterations=50000 --device_batch_size=8 --max_seq_len=1024 \\
+      --kernel=current --no_compile --run=NAME > NAME.log 2>&1 &""")
+
+
+if __name__ == "__main__":
+    run_script(main)
