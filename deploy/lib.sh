@@ -13,7 +13,8 @@ export -n WANDB_API_KEY 2>/dev/null || true  # a secret: no child process needs 
 SETTINGS="PROJECT= ZONES= NAME= TYPE= BUCKET= SSH_USER= SSH_KEY= WANDB_PROJECT= WANDB_KEY_FILE= ON_DEMAND USD_PER_HOUR="
 SETTINGS="$SETTINGS WORKER= WAIT_S= POLL_S= DRY_RUN"
 PROJECT="" ZONES="" NAME="" TYPE=v5litepod-8 BUCKET="" SSH_USER="" SSH_KEY=$HOME/.ssh/google_compute_engine
-WANDB_PROJECT="" WANDB_KEY_FILE="" ON_DEMAND="" USD_PER_HOUR="" WORKER=all WAIT_S=600 POLL_S=10 DRY_RUN="" SSH_TIMEOUT_S=20
+WANDB_PROJECT="" WANDB_KEY_FILE="" ON_DEMAND="" USD_PER_HOUR="" WORKER=all WAIT_S=600 POLL_S=10 SSH_TIMEOUT_S=20
+DRY_RUN=""
 
 say() { printf '%s\n' "$*" >&2; }
 die() { local code=$1; shift; say "error: $*"; exit "$code"; }

@@ -4,7 +4,7 @@
 note() { # to the journal, and to the webhook, whose address may be a secret: it goes over stdin
   echo "$(date -u +%FT%TZ) $*" | tee -a "$STATE/journal"
   [ -n "$WEBHOOK" ] || return 0
-  printf 'url = "%s"\ndata = "{\\"text\\": \\"%s\\"}"\n' "$WEBHOOK" "$(echo "$NAME: $*" | tr -d '"\134' | tr '\n' ' ')" |
+  printf 'url = "%s"\ndata = "{\\"text\\": \\"%s\\"}"\n' "$WEBHOOK" "$(echo "$NAME: $*" | tr -d '"\134')" |
     curl -s -m 10 -H 'Content-Type: application/json' -o /dev/null -K - || true
 }
 
@@ -28,7 +28,7 @@ limit() {
   return $status
 }
 
-# tick: adds what the VM has cost since the last tick to a file, sets LEFT_S, and ends everything in time for the budget.
+# tick: adds what the VM has cost since the last tick to a file, sets LEFT_S, and ends it all in time for the budget.
 tick() {
   local now start last spent
   now=$(date +%s)

@@ -11,7 +11,7 @@
 #   --max_usd N, --max_hours N   never exceeded: the run is stopped and fetched and the VM deleted in time
 #   --margin_s N               what is kept of the budget for that (default 600)
 #   --poll_s N                 how often to look (default 60)
-#   --patience N               polls in a row that a VM may be sick or silent before it is made again (default 5)
+#   --patience N               how often in a row a VM may be sick or silent before it is made again (default 5)
 #   --keep_vm                  do not delete the VM at the end; it goes on costing
 #   --to DIR                   where fetch.sh puts the run (default checkpoints/ beside deploy/)
 #   --state DIR                journal and spending (default ~/.local/state/nanochat/NAME); kept over restarts
@@ -41,6 +41,7 @@ mkdir -p "$STATE"
 echo $$ >"$STATE/pid"
 . "$HERE/money.sh"
 
+trouble() { troubles=$((troubles + 1)); note "$1 ($troubles of $PATIENCE)"; }
 make() { # pauses grow while there is no capacity
   local status=0
   call create --rounds=1 || status=$?
@@ -56,22 +57,20 @@ prepare() { # all of it may be done twice
   for script in setup push ${BUCKET:+data}; do
     VM_STATE=READY
     tick
-    limit "$LEFT_S" call "$script" || { silent=$((silent + 1)); note "$script failed: $(tail -n 1 "$STATE/$script.log")"; return; }
+    limit "$LEFT_S" call "$script" || { trouble "$script failed: $(tail -n 1 "$STATE/$script.log")"; return; }
   done
   go
 }
 go() {
   local status=0
   limit "$LEFT_S" call train --wait_s="$MARGIN_S" -- "${FLAGS[@]}" || status=$?
-  case $status in
-    0) note "run started: $(grep '^step' "$STATE/train.log" | tail -n 1)" ;;
-    *) note "the run did not start (status $status): $(tail -n 1 "$STATE/train.log")"; silent=$((silent + 1)) ;;
-  esac
+  [ $status != 0 ] || { note "run started: $(grep '^step' "$STATE/train.log" | tail -n 1)"; return; }
+  trouble "the run did not start (status $status): $(tail -n 1 "$STATE/train.log")"
 }
 again() { # again WHY: this VM is no good
   note "$1: making the VM again"
   call delete --yes || note "not deleted: $(tail -n 1 "$STATE/delete.log")"
-  silent=0 pending=0
+  troubles=0 pending=0
 }
 give_up() {
   note "giving up: $1"
@@ -83,14 +82,13 @@ give_up() {
 look() { # what the run on a healthy VM does
   field() { sed -n "s/^$1=//p" "$STATE/probe"; }
   if ! (WORKER=0 && aim && vm 0 probe) >"$STATE/probe" 2>"$STATE/probe.log"; then
-    silent=$((silent + 1))
-    note "no answer from the VM ($silent of $PATIENCE): $(tail -n 1 "$STATE/probe.log")"
+    trouble "no answer from the VM: $(tail -n 1 "$STATE/probe.log")"
     return
   fi
   local state step
   state=$(field state)$(field exit | sed 's/^/ /') step=$(field steps)
   case $state in
-    running*) silent=0; echo "$(date -u +%FT%TZ) running, step $step" ;;
+    running*) troubles=0; echo "$(date -u +%FT%TZ) running, step $step" ;;
     none) prepare ;;
     "ended 0") note "finished: step $step"; call fetch "${FETCH[@]}" && end 0; note "could not fetch it; again soon" ;;
     "ended 2") give_up "the run does not accept its flags" ;;
@@ -102,7 +100,7 @@ look() { # what the run on a healthy VM does
   esac
 }
 
-misses=0 silent=0 pending=0 crashes=0 crash_step=x VM_STATE=absent
+misses=0 troubles=0 pending=0 crashes=0 crash_step=x VM_STATE=absent
 note "watching $NAME: $TYPE in $ZONES, ${USD:-?} USD an hour, at most ${MAX_USD:-any} USD and ${MAX_HOURS:-any} hours"
 while :; do
   lookup "$NAME"
@@ -111,11 +109,11 @@ while :; do
   case $VM_STATE in
     unknown) note "cannot tell what $NAME is doing, and wait: $VM_ERROR" ;;
     absent) make ;;
-    READY) if [ "$VM_HEALTH" = HEALTHY ]; then look; else silent=$((silent + 1)); note "sick: $VM_HEALTH"; fi ;;
+    READY) if [ "$VM_HEALTH" = HEALTHY ]; then look; else trouble "sick: $VM_HEALTH"; fi ;;
     CREATING | STARTING | RESTARTING | REPAIRING)
       pending=$((pending + 1)); [ $pending -lt $((PATIENCE * 3)) ] || again "$VM_STATE for $pending polls" ;;
     *) again "$VM_STATE" ;;
   esac
-  [ $silent -lt "$PATIENCE" ] || again "sick or silent $silent times"
+  [ $troubles -lt "$PATIENCE" ] || again "trouble $troubles times in a row"
   sleep "$POLL_S"
 done

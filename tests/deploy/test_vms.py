@@ -45,7 +45,8 @@ def test_create_gives_up_with_status_5(laptop, cloud):
     assert not cloud.nodes
 
 
-@pytest.mark.parametrize("fault", ["unhealthy", pytest.param("stuck", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["unhealthy", "stuck"])
 def test_create_deletes_a_vm_that_does_not_become_healthy(laptop, cloud, fault):
     cloud.faults = {"us-a": [fault]}
     output = laptop.run("create.sh", "nano", ZONES, *QUICK, "--wait_s=4")
@@ -63,6 +64,7 @@ def test_expired_credentials_are_never_taken_for_an_absent_vm(laptop, cloud):
     assert not [request for request in cloud.requests if request.startswith("DELETE")]
 
 
+@pytest.mark.slow
 def test_delete_asks_unless_told_yes_and_takes_a_vanished_vm_for_deleted(laptop, cloud):
     laptop.run("create.sh", "nano", ZONES, *QUICK)
     assert "not deleted" in laptop.run("delete.sh", "nano", ZONES, status=1)

@@ -8,8 +8,6 @@ import pytest
 from tests.deploy.cloud import Cloud
 from tests.deploy.conftest import eventually
 
-MIRROR = "--checkpoint_mirror="
-
 
 class World:
     """A cloud that boots stand-in VMs, and one watch.sh at a time."""
@@ -34,9 +32,10 @@ class World:
 
     def watch(self, *flags, run=("--num_iterations=40",), **settings):
         """Starts watch.sh; data_dir is named so that no data is asked for."""
-        own = [f"--{name}={value}" for name, value in settings.items()]
-        return self.laptop.start("watch.sh", "nano", f"--state={self.state}", f"--to={self.laptop.root / 'results'}", *own,
-                                 *flags, "--", "--run=d16", "--data_dir=x", "--save_every=5", MIRROR + str(self.mirror), *run)
+        settings = {"state": self.state, "to": self.laptop.root / "results", **settings}
+        settings = [f"--{name}={value}" for name, value in settings.items()]
+        run = ["--run=d16", "--data_dir=x", "--save_every=5", f"--checkpoint_mirror={self.mirror}", *run]
+        return self.laptop.start("watch.sh", "nano", *settings, *flags, "--", *run)
 
     def journal(self):
         path = self.state / "journal"
@@ -74,6 +73,7 @@ def test_a_preempted_vm_is_made_again_and_the_run_finishes_with_every_step_once(
     assert world.steps() == list(range(1, 41))
 
 
+@pytest.mark.slow
 def test_expired_credentials_and_a_not_found_race_make_no_second_vm(world):
     watch = world.watch(run=("--num_iterations=60", "--step_s=0.2"))
     world.wait("run started")
@@ -86,15 +86,16 @@ def test_expired_credentials_and_a_not_found_race_make_no_second_vm(world):
     assert len(world.booted) == 1 and world.steps() == list(range(1, 61))
 
 
+@pytest.mark.slow
 def test_a_frozen_vm_is_made_again(world):
     with open(world.laptop.home / "config.env", "a") as config:
         config.write("SSH_TIMEOUT_S=2\n")
     watch = world.watch(patience=2, run=("--num_iterations=60", "--step_s=0.2"))
     world.wait("run started")
     world.vm.freeze()
-    world.wait("sick or silent 2 times")
+    world.wait("trouble 2 times in a row")
     world.end(watch, 0)
-    assert "no answer from the VM (1 of 2)" in world.journal()
+    assert "(1 of 2)" in world.journal()
     assert len(world.booted) == 2 and world.steps() == list(range(1, 61))
 
 
@@ -108,6 +109,7 @@ def test_an_unhealthy_vm_is_made_again(world):
     assert len(world.booted) == 2 and world.steps() == list(range(1, 61))
 
 
+@pytest.mark.slow
 def test_a_crash_loop_ends_with_the_tail_of_the_log_and_a_message(world):
     messages = []
 
@@ -132,11 +134,13 @@ def test_a_crash_loop_ends_with_the_tail_of_the_log_and_a_message(world):
     assert not world.cloud.nodes
 
 
+@pytest.mark.slow
 def test_wrong_flags_of_the_run_are_not_tried_again(world):
     assert "does not accept its flags" in world.end(world.watch(run=("--bad_input=1",)), 1)
     assert len(world.booted) == 1 and not world.cloud.nodes
 
 
+@pytest.mark.slow
 def test_the_budget_ends_the_run_with_a_checkpoint_and_deletes_the_vm(world):
     watch = world.watch("--keep_vm", margin_s=30, max_usd=1, usd_per_hour=60, run=("--num_iterations=10000",))
     output = world.end(watch, 7)
