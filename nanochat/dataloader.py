@@ -29,28 +29,27 @@ document is begun in it; and only where there is none, a document is cropped, th
 **State.** A lane's state names documents and holds no tokens: where to read on, which documents were read and not yet
 begun, where in a document the next row begins. They are read and tokenized again on restoring.
 
-**Threads.** Workers read and tokenize one chunk ahead for every lane; a packer makes batches ahead from those.
+**Threads.** Workers read and tokenize one chunk ahead for every lane; `next()` packs rows from those, which takes about
+a hundredth of the time (microseconds for a row).
 """
 import math
 import queue
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from nanochat.common import BadInput
-from nanochat.dataset import fingerprint, open_shards, read_pieces
+from nanochat.dataset import Units, fingerprint, open_shards, read_pieces
 
 NUM_LANES = 64
-READ_AHEAD_BYTES = 128 << 20  # text that all lanes of a rank hold together
+READ_AHEAD_BYTES = 256 << 20  # text that all lanes of a rank hold together
 CHUNK_BYTES = 256 << 10  # text that a worker tokenizes at a time
 BUFFER_DOCUMENTS, BUFFER_TOKENS = 32, 1 << 17  # what a lane chooses from, at most (but two rows at least)
 PATIENCE_ROWS = 256  # how long a document may wait for a row with room for it
-BATCHES_AHEAD = 4
 TIMEOUT_S = 300
 
 
@@ -58,83 +57,69 @@ class Piece(NamedTuple):
     """The tokens of a document, or of a piece of one that is too long to be read at once."""
     ref: tuple  # (unit, document, piece), counted within the lane, the unit, and the document
     is_last: bool
-    tokens: np.ndarray  # int32; those of a first piece begin with BOS
+    tokens: np.ndarray  # those of a first piece begin with BOS
 
 
 class LaneState(NamedTuple):
     """Where a lane stands between two rows."""
-    rows: int  # made so far
-    next: tuple  # ref of the piece to read next
-    buffer: tuple  # Pieces of documents that were read and not begun, oldest first
-    pending: tuple | None  # (Piece, offset): what the next row begins with
-    waited: int  # rows since the oldest document became the oldest
-    tokens: int  # in rows so far, repeated ones not counted
-    dropped: int
-    documents: int
-
-    def to_json(self):
-        pending = self.pending and [*self.pending[0].ref, self.pending[1]]
-        return {**self._asdict(), "next": list(self.next), "buffer": [list(piece.ref) for piece in self.buffer],
-                "pending": pending}
-
-
-NEW_LANE = LaneState(0, (0, 0, 0), (), None, 0, 0, 0, 0)
+    rows: int = 0  # made so far
+    next: tuple = (0, 0, 0)  # ref of the piece to take next
+    buffer: tuple = ()  # refs of documents that were taken and not begun
+    pending: tuple | None = None  # ref of a piece and an offset in its tokens: what the next row begins with
+    waited: int = 0  # rows that the oldest short document has waited
+    tokens: int = 0  # in rows so far, repeated ones not counted
+    dropped: int = 0
+    documents: int = 0  # begun so far
 
 
 @dataclass(frozen=True)
 class Batch:
     rows: torch.Tensor  # int32 (batch_size, seq_len + 1)
-    lanes: dict = field(repr=False)  # lane -> LaneState
+    lanes: dict = field(repr=False)  # lane -> LaneState after this batch, of this rank's lanes
     run: dict = field(repr=False)  # what the states are valid for
 
     @property
     def state(self):
         """{lane: JSON value} of this rank's lanes, as of after this batch."""
-        return {lane: {"run": self.run, **state.to_json()} for lane, state in self.lanes.items()}
+        return {lane: {"run": self.run, **state._asdict()} for lane, state in self.lanes.items()}
 
 
 # -----------------------------------------------------------------------------
-# Which documents a lane reads
-
-
-class Units:
-    """The units of the data, and which of them each lane reads one after the other."""
-
-    def __init__(self, shards, num_lanes, seed):
-        self.num_lanes, self.seed = num_lanes, seed
-        row_groups = [(shard, row_group, rows) for shard in shards
-                      for row_group, rows in enumerate(shard.row_group_rows) if rows]
-        # Reaching a slice costs decoding the row group up to it: no more slices than it takes to give each lane one.
-        slices = -(-num_lanes // len(row_groups))
-        self.units = []  # (shard, row group, first document, document after the last)
-        for shard, row_group, rows in row_groups:
-            cuts = np.linspace(0, rows, min(slices, rows) + 1).astype(int).tolist()
-            self.units += [(shard, row_group, first, stop) for first, stop in zip(cuts[:-1], cuts[1:], strict=True)]
-        self._order = lru_cache(maxsize=4)(self._order_of_epoch)
-
-    def _order_of_epoch(self, epoch):
-        # Raw bits, because NumPy promises that these stay the same from version to version.
-        bits = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(len(self.units))
-        return np.argsort(bits, kind="stable")
-
-    def get(self, lane, number):
-        """The unit that `lane` reads after `number` others."""
-        epoch, place = divmod(number * self.num_lanes + lane, len(self.units))
-        return self.units[self._order(epoch)[place]]
+# Reading and tokenizing
 
 
 class Source:
-    """A lane's endless stream of pieces. One worker at a time calls `tokenize_chunk`."""
+    """A lane's endless stream of Pieces, tokenized one chunk ahead by whichever worker takes it from `wanted`."""
 
-    def __init__(self, lane, units, tokenizer, read_bytes, saved):
-        """`saved`: the LaneState's JSON value; what it names comes first, then what it had not read."""
-        self.lane, self.units, self.tokenizer, self.read_bytes = lane, units, tokenizer, read_bytes
-        self.next = tuple(saved["next"])
-        self.again = {(unit, document, piece) for unit, document, piece in saved["buffer"]}
-        if saved["pending"]:
-            self.again.add(tuple(saved["pending"][:3]))
-        self.place = "waiting for a worker"
+    def __init__(self, lane, units, tokenizer, read_bytes, state, wanted):
+        """What `state` names comes first, and then what it had not taken."""
+        self.lane, self.units, self.tokenizer, self.read_bytes, self.wanted = lane, units, tokenizer, read_bytes, wanted
+        self.next, self.again = tuple(state.next), set(map(tuple, state.buffer))
+        if state.pending:
+            self.again.add(tuple(state.pending[:3]))
+        self.dtype = np.uint16 if tokenizer.n_vocab <= 1 << 16 else np.uint32
+        self.place = "no worker has come to it"
         self._texts = self._read(*min({self.next} | self.again))
+        self._chunks = queue.SimpleQueue()  # at most one list of Pieces, or the error that came instead
+        wanted.put(self)
+
+    def fetch(self):
+        """The next chunk: a list of Pieces. Waits for it, and asks for the one after it."""
+        try:
+            chunk = self._chunks.get(timeout=TIMEOUT_S)
+        except queue.Empty:
+            raise TimeoutError(f"waited {TIMEOUT_S} s for text of lane {self.lane} ({self.place})") from None
+        if isinstance(chunk, Exception):
+            raise chunk
+        self.wanted.put(self)
+        return chunk
+
+    def work(self):
+        """Makes the next chunk. Workers call it, one at a time for each source."""
+        try:
+            self._chunks.put(self._tokenize_chunk())
+        except Exception as error:
+            self._chunks.put(error)
 
     def _read(self, number, document, piece):
         while True:
@@ -149,8 +134,7 @@ class Source:
                     piece = pieces[-1].index + 1
             number, document = number + 1, 0
 
-    def tokenize_chunk(self):
-        """The next Pieces, of CHUNK_BYTES of text or a little more."""
+    def _tokenize_chunk(self):
         chunk, n_bytes = [], 0
         while n_bytes < CHUNK_BYTES:
             ref, text = next(self._texts)
@@ -159,7 +143,7 @@ class Source:
             n_bytes += len(text.text)
             ids = self.tokenizer.encode_to_numpy(text.text)
             is_first = ref[2] == 0
-            tokens = np.empty(len(ids) + is_first, dtype=np.int32)
+            tokens = np.empty(len(ids) + is_first, dtype=self.dtype)
             tokens[:is_first] = self.tokenizer.bos_id
             tokens[is_first:] = ids
             chunk.append(Piece(ref, text.is_last, tokens))
@@ -170,64 +154,53 @@ class Source:
 # Packing
 
 
-def smallest_cover(lengths, space):
-    """Indices of those `lengths` whose sum is the least that reaches `space`, and that sum; None if no sum does.
-
-    Bit i of an integer says whether a sum of i can be had. Earlier ones are preferred among equals.
-    """
-    reach, mask = [1], (1 << space + max(lengths, default=0)) - 1
-    for length in lengths:
-        reach.append((reach[-1] | reach[-1] << length) & mask)
-        if reach[-1] >> space & 1:
-            break
-    over = reach[-1] >> space
-    if not over:
-        return None
-    total = left = space + (over & -over).bit_length() - 1
-    chosen = []
-    for i in range(len(reach) - 2, -1, -1):
-        if not reach[i] >> left & 1:  # not without this one
-            chosen.append(i)
-            left -= lengths[i]
-    return chosen, total
-
-
 class Lane:
-    """Makes rows. `fetch()` returns the next chunk, a list of Pieces, waiting for it if need be."""
+    """Makes the rows of a lane from the chunks that `fetch()` returns."""
 
-    def __init__(self, row_tokens, saved, fetch):
-        """`saved` is a state's to_json()."""
-        self.row_tokens, self.fetch = row_tokens, fetch
-        self.incoming, self.buffer, self.pending = deque(), [], None
-        self.rows, self.waited, self.tokens, self.dropped, self.documents = (
-            saved[name] for name in ("rows", "waited", "tokens", "dropped", "documents"))
-        self._to_restore = saved
+    def __init__(self, row_tokens, state, fetch):
+        self.row_tokens, self.fetch, self.to_restore = row_tokens, fetch, state
+        self.rows, self.next, _, _, self.waited, self.tokens, self.dropped, self.documents = state
+        self.incoming, self.pending = deque(), None
+        self.short, self.long, self.buffered_tokens = [], [], 0  # documents not begun, oldest first
+        self.buffer = None  # their refs, while they stay the same
 
     def state(self):
-        return LaneState(self.rows, self.next, tuple(self.buffer), self.pending, self.waited, self.tokens, self.dropped,
+        if self.buffer is None:
+            self.buffer = tuple(piece.ref for pieces in (self.short, self.long) for piece in pieces)
+        pending = self.pending and (*self.pending[0].ref, self.pending[1])
+        return LaneState(self.rows, self.next, self.buffer, pending, self.waited, self.tokens, self.dropped,
                          self.documents)
 
-    def restore(self):
-        """Fetches again the documents that the saved state names."""
-        saved = self._to_restore
-        for _ in range(len(saved["buffer"]) + bool(saved["pending"])):
+    def _restore(self, state):
+        for _ in range(len(state.buffer) + bool(state.pending)):
             piece = self._take()
-            if saved["pending"] and piece.ref == tuple(saved["pending"][:3]):
-                self.pending = piece, saved["pending"][3]
+            if state.pending and piece.ref == tuple(state.pending[:3]):
+                self.pending = piece, state.pending[3]
             else:
-                self.buffer.append(piece)
-        self.next = tuple(saved["next"])
+                self._keep(piece)
+        self.next = tuple(state.next)
 
     def fill(self, row):
-        """Writes the next row into `row` (seq_len + 1)."""
-        oldest = self.buffer[0].ref if self.buffer else None
+        """Writes the next row into `row`, an array of seq_len + 1."""
+        if self.to_restore:
+            self._restore(self.to_restore)
+            self.to_restore = None
+        first_short = self.short[0] if self.short else None
         self.tokens += len(row) - bool(self.pending)
         filled = self._continue(row, 0)
         while filled < len(row):
             self._refill()
-            filled = self._add_documents(row, filled)
+            for piece in self._choose(len(row) - filled):
+                self.documents += 1
+                self.buffered_tokens -= len(piece.tokens)
+                self.buffer = None
+                self.pending = piece, 0
+                filled = self._continue(row, filled)
+                if self.pending and not self._is_long(piece):  # cropped
+                    self.dropped += len(piece.tokens) - self.pending[1] - 1
+                    self.pending = None
         self.rows += 1
-        self.waited = self.waited + 1 if self.buffer and self.buffer[0].ref == oldest else 0
+        self.waited = self.waited + 1 if self.short and self.short[0] is first_short else 0
 
     def _peek(self):
         while not self.incoming:
@@ -241,54 +214,38 @@ class Lane:
         self.next = (unit, document + 1, 0) if piece.is_last else (unit, document, index + 1)
         return piece
 
-    def _refill(self):
-        n_tokens = sum(len(piece.tokens) for piece in self.buffer)
-        two_rows = 2 * self.row_tokens
-        while n_tokens < two_rows or (len(self.buffer) < BUFFER_DOCUMENTS and n_tokens < BUFFER_TOKENS):
-            if self._peek().ref[2]:
-                return  # the newest document is not read to its end: that happens once it is begun
-            self.buffer.append(self._take())
-            n_tokens += len(self.buffer[-1].tokens)
-
     def _is_long(self, piece):
         return len(piece.tokens) > self.row_tokens or not piece.is_last
 
-    def _add_documents(self, row, filled):
-        for i in (chosen := self._choose(len(row) - filled)):
-            piece = self.buffer[i]
-            self.documents += 1
-            if self._is_long(piece):
-                self.pending = piece, 0
-                filled = self._continue(row, filled)
-            else:
-                part = piece.tokens[:len(row) - filled]
-                self.dropped += len(piece.tokens) - len(part)
-                row[filled:filled + len(part)] = part
-                filled += len(part)
-        for i in sorted(chosen, reverse=True):
-            del self.buffer[i]
-        return filled
+    def _keep(self, piece):
+        (self.long if self._is_long(piece) else self.short).append(piece)
+        self.buffered_tokens += len(piece.tokens)
+        self.buffer = None
+
+    def _refill(self):
+        two_rows = 2 * self.row_tokens
+        while self.buffered_tokens < two_rows or (self.buffered_tokens < BUFFER_TOKENS
+                                                  and len(self.short) + len(self.long) < BUFFER_DOCUMENTS):
+            if self._peek().ref[2]:
+                return  # more of a document whose first piece is in the buffer: taken once that is begun
+            self._keep(self._take())
 
     def _choose(self, space):
-        """Indices of the buffered documents that go into the `space` left in a row, in this order.
-
-        All are short and go in whole but the last, which may be a long one, or is cropped.
-        """
-        oldest = self.buffer[0]
-        if self._is_long(oldest):
-            return [0]
-        chosen = [0] if len(oldest.tokens) <= space else []
-        space -= len(chosen) * len(oldest.tokens)
-        if not space:
-            return chosen
-        short = [i for i in range(len(chosen), len(self.buffer)) if not self._is_long(self.buffer[i])]
-        cover = smallest_cover([len(self.buffer[i].tokens) for i in short], space)
-        if cover is None or cover[1] > space and self.waited < PATIENCE_ROWS:
-            for i, piece in enumerate(self.buffer):
-                if self._is_long(piece):
-                    return chosen + [i]
-        # Of a least sum the longest document is longer than the excess.
-        return chosen + sorted((short[i] for i in cover[0]), key=lambda i: len(self.buffer[i].tokens))
+        """Takes from the buffer what comes next into a row with `space` left. What does not fit is the last."""
+        if self.long and not (self.short and self.short[0].ref < self.long[0].ref):
+            return [self.long.pop(0)]
+        lengths = [len(piece.tokens) for piece in self.short]
+        chosen = [0] if lengths[0] <= space else []  # the oldest goes first
+        space -= sum(lengths[:len(chosen)])
+        others = lengths[len(chosen):]
+        cover = smallest_cover(others, space, space)
+        if cover is None:
+            if self.long and (self.waited < PATIENCE_ROWS or sum(others) < space):
+                return [self.short.pop(i) for i in chosen] + [self.long.pop(0)]
+            cover = smallest_cover(others, space, space + self.row_tokens)
+        chosen += [i + len(chosen) for i in cover]
+        # If the sum is too large, then by less than the longest: without that one it would be a smaller cover.
+        return sorted((self.short.pop(i) for i in sorted(chosen, reverse=True)), key=lambda piece: len(piece.tokens))
 
     def _continue(self, row, filled):
         """Writes more of the pending document, if there is one, and returns how far the row is filled."""
@@ -305,6 +262,32 @@ class Lane:
             else:
                 self.pending = self._take(), 0
         return filled
+
+
+def smallest_cover(lengths, space, limit):
+    """Indices of those `lengths` whose sum is the least from `space` to `limit`; None if there is no such sum.
+
+    Bit i of an integer says whether a sum of i can be had. Of two ways the one with earlier indices is taken.
+    """
+    reach, used, mask, exact = [1], [], (1 << limit + 1) - 1, 1 << space
+    for i, length in enumerate(lengths):
+        if reach[-1] & exact:
+            break
+        if length <= limit:
+            reach.append(reach[-1] | reach[-1] << length & mask)
+            used.append(i)
+    over = reach.pop() >> space
+    if not over:
+        return None
+    left = space + (over & -over).bit_length() - 1
+    indices = []
+    while left:
+        without = reach.pop()
+        i = used.pop()
+        if not without >> left & 1:
+            indices.append(i)
+            left -= lengths[i]
+    return indices
 
 
 # -----------------------------------------------------------------------------
@@ -326,23 +309,18 @@ class DataLoader:
         self.run = {"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": self.fingerprint,
                     "tokenizer": tokenizer.sha256}
         state = _check_state(state, self.run, world_size)
-        self._next_row = rank + sum(saved["rows"] for saved in state.values())
+        self._next_row = rank + sum(lane.rows for lane in state.values())
         self._n_documents = sum(sum(shard.row_group_rows) for shard in shards)
-        units = Units(shards, num_lanes, seed)
-        self._wanted = queue.SimpleQueue()  # lanes whose next chunk a worker shall make; None ends the worker
-        self._sources, self._chunks, self._lanes = {}, {}, {}
-        own_lanes = range(rank, num_lanes, world_size)
+        self._wanted = queue.SimpleQueue()  # sources whose next chunk is wanted; None ends a worker
+        units, own_lanes = Units(shards, num_lanes, seed), range(rank, num_lanes, world_size)
+        self._lanes = {}
         for lane in own_lanes:
-            self._sources[lane] = Source(lane, units, tokenizer, READ_AHEAD_BYTES // len(own_lanes), state[lane])
-            self._chunks[lane] = queue.SimpleQueue()  # at most one list of Pieces, or the error that came instead
-            self._lanes[lane] = Lane(seq_len + 1, state[lane], lambda lane=lane: self._fetch(lane))
-            self._wanted.put(lane)
-        self._condition = threading.Condition()  # guards the next three
-        self._ready, self._error, self._closed = deque(), None, False
-        self._doing = "starting"
-        self._last = None
-        self._threads = [threading.Thread(target=self._work, name=f"tokenize-{i}", daemon=True) for i in range(threads)]
-        self._threads.append(threading.Thread(target=self._pack, name="pack", daemon=True))
+            source = Source(lane, units, tokenizer, READ_AHEAD_BYTES // len(own_lanes), state[lane], self._wanted)
+            self._lanes[lane] = Lane(seq_len + 1, state[lane], source.fetch)
+        self._states = {lane: state[lane] for lane in own_lanes}
+        self._error = None
+        self._threads = [threading.Thread(target=_work, args=[self._wanted], name=f"tokenize-{i}", daemon=True)
+                         for i in range(threads)]
         for thread in self._threads:
             thread.start()
 
@@ -350,22 +328,24 @@ class DataLoader:
         return self
 
     def __next__(self):
-        with self._condition:
-            if not self._condition.wait_for(lambda: self._ready or self._error or self._closed, TIMEOUT_S):
-                raise TimeoutError(f"waited {TIMEOUT_S} s for a batch; the loader is {self._doing}")
-            if self._closed:
-                raise RuntimeError("the loader is closed")
-            if not self._ready:
-                raise self._error
-            self._last = self._ready.popleft()
-            self._condition.notify_all()
-        return self._last
+        if self._error:
+            raise self._error
+        rows = np.empty((self.batch_size, self.seq_len + 1), dtype=np.int32)
+        try:
+            for row in rows:
+                number = self._next_row % self.run["num_lanes"]
+                self._lanes[number].fill(row)
+                self._states[number] = self._lanes[number].state()
+                self._next_row += self.world_size
+        except BaseException as error:
+            self._error = error  # a lane stopped in the middle of a row
+            raise
+        return Batch(torch.from_numpy(rows), dict(self._states), self.run)
 
     @property
     def stats(self):
-        """Of this rank's lanes up to the last batch, since the run began."""
-        lanes = self._last.lanes if self._last else {}
-        counts = {name: sum(getattr(state, name) for state in lanes.values())
+        """Of this rank's lanes, since the run began and up to the last batch."""
+        counts = {name: sum(getattr(state, name) for state in self._states.values())
                   for name in ("rows", "tokens", "dropped", "documents")}
         counts["dropped_share"] = counts["dropped"] / max(1, counts["tokens"] + counts["dropped"])
         counts["epoch"] = counts["documents"] * self.world_size / self._n_documents
@@ -373,11 +353,12 @@ class DataLoader:
 
     def close(self):
         """Ends the threads. Safe to call twice."""
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
-        for chunks in self._chunks.values():
-            chunks.put(_Closed())
+        self._error = RuntimeError("the loader is closed")
+        while not self._wanted.empty():
+            try:
+                self._wanted.get_nowait()
+            except queue.Empty:
+                break
         for _ in self._threads:
             self._wanted.put(None)
         for thread in self._threads:
@@ -389,48 +370,10 @@ class DataLoader:
     def __exit__(self, *_):
         self.close()
 
-    def _work(self):
-        while (lane := self._wanted.get()) is not None and not self._closed:
-            try:
-                self._chunks[lane].put(self._sources[lane].tokenize_chunk())
-            except Exception as error:
-                self._chunks[lane].put(error)
 
-    def _fetch(self, lane):
-        self._doing = f"tokenizing for lane {lane}: {self._sources[lane].place}"
-        chunk = self._chunks[lane].get()
-        if isinstance(chunk, Exception):
-            raise chunk
-        self._wanted.put(lane)
-        return chunk
-
-    def _pack(self):
-        try:
-            for lane in self._lanes.values():
-                lane.restore()
-            states = {number: lane.state() for number, lane in self._lanes.items()}
-            while not self._closed:
-                rows = np.empty((self.batch_size, self.seq_len + 1), dtype=np.int32)
-                for row in rows:
-                    number = self._next_row % self.run["num_lanes"]
-                    self._lanes[number].fill(row)
-                    states[number] = self._lanes[number].state()
-                    self._next_row += self.world_size
-                batch = Batch(torch.from_numpy(rows), dict(states), self.run)
-                with self._condition:
-                    self._condition.wait_for(lambda: self._closed or len(self._ready) < BATCHES_AHEAD)
-                    self._ready.append(batch)
-                    self._condition.notify_all()
-        except _Closed:
-            pass
-        except Exception as error:
-            with self._condition:
-                self._error = error
-                self._condition.notify_all()
-
-
-class _Closed(Exception):
-    """Ends the packer."""
+def _work(wanted):
+    while (source := wanted.get()) is not None:
+        source.work()
 
 
 class SyntheticLoader:
@@ -443,8 +386,8 @@ class SyntheticLoader:
         self.run = {"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": self.fingerprint,
                     "tokenizer": f"{n_vocab} random tokens"}
         state = _check_state(state, self.run, world_size)
-        self._next_row = rank + sum(saved["rows"] for saved in state.values())
-        self._rows = {lane: state[lane]["rows"] for lane in range(rank, num_lanes, world_size)}
+        self._next_row = rank + sum(lane.rows for lane in state.values())
+        self._rows = {lane: state[lane].rows for lane in range(rank, num_lanes, world_size)}
 
     def __iter__(self):
         return self
@@ -455,7 +398,7 @@ class SyntheticLoader:
             row[:] = np.random.default_rng([self.run["seed"], self._next_row]).integers(self.n_vocab, size=len(row))
             self._rows[self._next_row % self.run["num_lanes"]] += 1
             self._next_row += self.world_size
-        states = {lane: NEW_LANE._replace(rows=n, tokens=n * self.seq_len) for lane, n in self._rows.items()}
+        states = {lane: LaneState(rows=n, tokens=n * self.seq_len) for lane, n in self._rows.items()}
         return Batch(torch.from_numpy(rows), states, self.run)
 
     @property
@@ -475,30 +418,31 @@ class SyntheticLoader:
 
 
 def _check_state(state, run, world_size):
-    """The saved states of all lanes, {int: JSON value}; new ones if `state` is None. BadInput if they do not fit."""
+    """The LaneStates of all lanes: those of the saved `state`, or new ones. BadInput if it does not fit the run."""
     num_lanes = run["num_lanes"]
     if num_lanes % world_size:
         raise BadInput(f"{num_lanes} lanes cannot be shared by {world_size} ranks: "
                        f"use {_divisors_near(num_lanes, world_size)} ranks")
     if state is None:
-        return dict.fromkeys(range(num_lanes), NEW_LANE.to_json())
-    state = {int(lane): saved for lane, saved in state.items()}
-    for saved in state.values():
-        for name, value in saved["run"].items():
-            if value != run.get(name):
-                raise BadInput(f"the saved place in the data is for {name} {value}, but this run has {run.get(name)}: "
+        return dict.fromkeys(range(num_lanes), LaneState())
+    lanes = {}
+    for lane, saved in state.items():
+        saved = dict(saved)
+        for name, value in saved.pop("run").items():
+            if value != run[name]:
+                raise BadInput(f"the saved place in the data is for {name} {value}, but this run has {run[name]}: "
                                "resume with what the run began with")
-    missing = sorted(set(range(num_lanes)) - state.keys())
-    if missing:
+        lanes[int(lane)] = LaneState(**saved)
+    if missing := sorted(set(range(num_lanes)) - lanes.keys()):
         raise BadInput(f"the saved place in the data lacks lanes {', '.join(map(str, missing))}: "
                        "it takes the states that all ranks saved")
-    n_rows = sum(saved["rows"] for saved in state.values())
-    if any(state[lane]["rows"] != -(-(n_rows - lane) // num_lanes) for lane in state):
+    n_rows = sum(lane.rows for lane in lanes.values())
+    if any(lane.rows != -(-(n_rows - number) // num_lanes) for number, lane in lanes.items()):
         raise BadInput("the saved lanes are of different steps: resume from another checkpoint")
     if n_rows % world_size:
         raise BadInput(f"{n_rows} rows were read so far, which {world_size} ranks cannot have done: "
                        f"use {_divisors_near(math.gcd(n_rows, num_lanes), world_size)} ranks")
-    return state
+    return lanes
 
 
 def _divisors_near(n, wanted):

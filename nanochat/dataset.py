@@ -10,8 +10,11 @@ more than the stretch of text that was asked for: shards come from anywhere and 
 """
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -29,13 +32,12 @@ class Shard:
     digest: str  # of name, size and footer
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A document's text, or a stretch of at most PIECE_BYTES of it if it is longer."""
     document: int  # row number within the row group
     index: int  # 0 for the document's first piece
     is_last: bool
-    text: bytes
+    text: str | bytes  # bytes if they are not UTF-8
 
 
 def list_shards(data_dir=None, split="train"):
@@ -109,9 +111,9 @@ def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 
                                            use_threads=False):
                 begin, row = row, row + len(batch)
                 for number in range(max(begin, document), min(row, stop)):
-                    skip = first_piece if number == document else 0
-                    for piece in _cut(number, _as_bytes(batch.column(0)[number - begin])):
-                        if piece.index >= skip:
+                    text = _buffer(batch.column(0)[number - begin])
+                    for piece in _cut(number, text) if text else ():
+                        if piece.index >= first_piece or number > document:
                             pieces.append(piece)
                             n_bytes += len(piece.text)
                             if n_bytes >= max_bytes:
@@ -128,11 +130,11 @@ def _rows_per_batch(row_group):
     return max(1, min(4096, READ_BATCH_BYTES * row_group.num_rows // max(1, row_group.total_byte_size)))
 
 
-def _as_bytes(scalar):
-    """Not through str: a column of strings may hold malformed UTF-8."""
+def _buffer(scalar):
+    """Not through as_py: a column of strings may hold malformed UTF-8."""
     if isinstance(scalar, pa.DictionaryScalar):
         scalar = scalar.value
-    return bytes(scalar.as_buffer() or b"")
+    return scalar.as_buffer()
 
 
 def _cut(document, text):
@@ -140,21 +142,58 @@ def _cut(document, text):
 
     A tokenizer's split pattern breaks there too, so that the tokens are those of the whole text.
     """
+    if len(text) <= PIECE_BYTES:
+        return [Piece(document, 0, True, _as_str(text))]
+    return _cut_long(document, bytes(text))
+
+
+def _cut_long(document, text):
     begin = index = 0
     while len(text) - begin > PIECE_BYTES:
-        end = begin + PIECE_BYTES
-        cut = end
-        while (cut := text.rfind(b"\n", begin, cut)) >= 0 and text[cut + 1:cut + 2].isspace():
+        last = end = begin + PIECE_BYTES
+        while (last := text.rfind(b"\n", begin, last)) >= 0 and text[last + 1:last + 2].isspace():
             pass
-        if cut < 0:
-            cut = end - 1  # one endless line
-            while cut > end - 4 and text[cut + 1] & 0xC0 == 0x80:  # not inside a UTF-8 character
-                cut -= 1
-        yield Piece(document, index, False, text[begin:cut + 1])
-        begin, index = cut + 1, index + 1
-    if text:
-        yield Piece(document, index, True, text[begin:])
+        if last < 0:  # one endless line
+            last = end - 1
+            while last > end - 4 and text[last + 1] & 0xC0 == 0x80:  # not inside a UTF-8 character
+                last -= 1
+        yield Piece(document, index, False, _as_str(text[begin:last + 1]))
+        begin, index = last + 1, index + 1
+    yield Piece(document, index, True, _as_str(text[begin:]))
+
+
+def _as_str(text):
+    try:
+        return str(text, "utf-8")
+    except UnicodeDecodeError:
+        return bytes(text)
 
 
 def _first_line(error):
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+class Units:
+    """The units of the data, and which of them each lane reads one after the other."""
+
+    def __init__(self, shards, num_lanes, seed):
+        self.num_lanes, self.seed = num_lanes, seed
+        row_groups = [(shard, row_group, rows) for shard in shards
+                      for row_group, rows in enumerate(shard.row_group_rows) if rows]
+        # Reaching a slice costs decoding the row group up to it: no more slices than it takes to give each lane one.
+        slices = -(-num_lanes // len(row_groups))
+        self.units = []  # (shard, row group, first document, document after the last)
+        for shard, row_group, rows in row_groups:
+            cuts = np.linspace(0, rows, min(slices, rows) + 1).astype(int).tolist()
+            self.units += [(shard, row_group, first, stop) for first, stop in zip(cuts[:-1], cuts[1:], strict=True)]
+        self._order = lru_cache(maxsize=4)(self._order_of_epoch)
+
+    def _order_of_epoch(self, epoch):
+        # Raw bits, because NumPy promises that these stay the same from version to version.
+        bits = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(len(self.units))
+        return np.argsort(bits, kind="stable")
+
+    def get(self, lane, number):
+        """The unit that `lane` reads after `number` others."""
+        epoch, place = divmod(number * self.num_lanes + lane, len(self.units))
+        return self.units[self._order(epoch)[place]]
