@@ -1,0 +1,198 @@
+"""Compares the tokenizer with OpenAI's cl100k_base and o200k_base: bytes per token, speed, and exact round trips.
+
+    python -m scripts.prepare_data --eval_only --debian_source=$(paste -sd, tokenizer/heldout.txt) --out_dir=heldout
+    python -m scripts.tok_eval --data_dir=heldout/val
+
+Packages whose names begin with o or z are in no training corpus. OpenAI's vocabularies are read from the npm package
+tiktoken, which is fetched when npm is installed; otherwise run `npm pack tiktoken` elsewhere and name the file that it
+makes with --npm_package.
+"""
+import functools
+import hashlib
+import json
+import os
+import re
+import subprocess
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import tiktoken
+
+from nanochat.common import ArgumentParser, BadInput, get_base_dir, require_writable_dir, run_script
+from nanochat.dataset import list_shards, open_shards
+from nanochat.tokenizer import load_tokenizer
+
+NPM_PACKAGE, NPM_TIMEOUT_S = "tiktoken@1.0.22", 120
+# Where tiktoken gets a vocabulary, and the sha256 that it wants to see (tiktoken_ext/openai_public.py)
+OPENAI_URL = "https://openaipublic.blob.core.windows.net/encodings/{}.tiktoken"
+OPENAI_SHA256 = {
+    "cl100k_base": "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+    "o200k_base": "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+}
+KINDS = ("C++ sources", "C++ headers", "C", "comments", "strings", "all")
+
+
+def parse_args(argv):
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--data_dir", type=Path, help="parquet shards; None: $NANOCHAT_BASE_DIR/parquet/val")
+    parser.add_argument("--tokenizer_dir", type=Path, help="None: the base directory's tokenizer, else the shipped one")
+    parser.add_argument("--npm_package", type=Path, help="what `npm pack tiktoken` made; None: fetch it")
+    parser.add_argument("--max_bytes_per_source", type=int, default=1_000_000, help="text of one project to compare on")
+    return parser.parse_args(argv)
+
+
+# -----------------------------------------------------------------------------
+# OpenAI's vocabularies
+
+
+def fetch_npm_package(directory):
+    """Path of the npm package tiktoken, fetched into `directory` unless it is there; None if it cannot be had."""
+    path = directory / f"{NPM_PACKAGE.replace('@', '-')}.tgz"
+    if path.exists():
+        return path
+    command = ["npm", "pack", NPM_PACKAGE, "--pack-destination", str(require_writable_dir(directory))]
+    print(f"fetching OpenAI's vocabularies: {' '.join(command)}", flush=True)
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=NPM_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        path.unlink(missing_ok=True)
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
+        print(f"npm cannot fetch them ({reason}), so cl100k_base and o200k_base are left out: run `npm pack tiktoken` "
+              "where it can, and name the file that it makes with --npm_package")
+        return None
+    return path
+
+
+def openai_encoding(package, name, cache_dir):
+    """tiktoken's own Encoding `name`, which finds the vocabulary from the npm package in its cache."""
+    try:
+        with tarfile.open(package) as archive:
+            lines = json.load(archive.extractfile(f"package/encoders/{name}.json"))["bpe_ranks"].splitlines()
+    except (OSError, tarfile.TarError, KeyError, ValueError) as error:
+        raise BadInput(f"{package} is not the npm package tiktoken ({error}): make it with npm pack tiktoken") from None
+    ranked = []
+    for line in lines:  # "!", the rank of the line's first token, and its tokens in base64
+        _, first, *tokens = line.split(" ")
+        ranked += (f"{token} {int(first) + i}\n" for i, token in enumerate(tokens))
+    vocabulary = "".join(ranked).encode()
+    if hashlib.sha256(vocabulary).hexdigest() != OPENAI_SHA256[name]:
+        raise BadInput(f"{package}: its {name} is not the vocabulary that OpenAI publishes: fetch {NPM_PACKAGE}")
+    (cache_dir / hashlib.sha1(OPENAI_URL.format(name).encode()).hexdigest()).write_bytes(vocabulary)
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(cache_dir)
+    return tiktoken.get_encoding(name)
+
+
+# -----------------------------------------------------------------------------
+# Texts
+
+
+def read_documents(shards, max_bytes_per_source):
+    """[(path, text)]: the first documents of every source."""
+    documents, nbytes = [], Counter()
+    for shard in shards:
+        with pq.ParquetFile(shard.path) as file:
+            columns = [name for name in ("text", "path", "source") if name in file.schema_arrow.names]
+            for batch in file.iter_batches(256, columns=columns, use_threads=False):
+                for row in batch.to_pylist():
+                    if row["text"] and nbytes[row.get("source")] < max_bytes_per_source:
+                        nbytes[row.get("source")] += len(row["text"])
+                        documents.append((row.get("path", ""), row["text"]))
+    return documents
+
+
+COMMENT = r"//[^\n]*|/\*.*?\*/"
+STRING = r'"(?:[^"\\\n]|\\.)*"'
+CHARACTER = r"'(?:[^'\\\n]|\\.)+'"  # '"' begins no string
+LEXEME = re.compile(rf"(?P<comment>{COMMENT})|(?P<string>{STRING})|{CHARACTER}", re.DOTALL)
+
+
+def by_kind(documents):
+    """{kind: texts}: by the suffix of the file's name, and what is in comments and in string literals."""
+    kinds = {"all": [text for _, text in documents]}
+    for path, text in documents:
+        suffix = Path(path).suffix.lower()
+        kind = "C++ headers" if suffix.startswith((".h", ".i", ".t")) else "C" if suffix == ".c" else "C++ sources"
+        kinds.setdefault(kind, []).append(text)
+        for match in LEXEME.finditer(text):
+            if match.lastgroup:
+                kinds.setdefault(match.lastgroup + "s", []).append(match[0])
+    # Comments and strings one by one would have no neighbours to be merged with.
+    return {kind: ["\n".join(texts)] if kind in ("comments", "strings") else texts for kind, texts in kinds.items()}
+
+
+# -----------------------------------------------------------------------------
+# The table
+
+
+@dataclass(frozen=True)
+class Entrant:
+    name: str
+    encode: Callable  # str to an array of ids
+    decode_bytes: Callable
+
+    def bytes_per_token(self, texts):
+        return count_bytes(texts) / sum(len(self.encode(text)) for text in texts)
+
+    def bytes_per_second(self, texts, repeats=3):
+        """Encoding speed of one core, the best of `repeats`."""
+        seconds = []
+        for _ in range(repeats):
+            started = time.thread_time()
+            for text in texts:
+                self.encode(text)
+            seconds.append(time.thread_time() - started)
+        return count_bytes(texts) / min(seconds)
+
+    def is_lossless(self, texts):
+        return all(self.decode_bytes(self.encode(text).tolist()) == text.encode() for text in texts)
+
+
+def count_bytes(texts):
+    return sum(len(text.encode()) for text in texts)
+
+
+def find_entrants(args):
+    """OpenAI's encodings, if they can be had, and at the end our tokenizer."""
+    tokenizer = load_tokenizer(args.tokenizer_dir)
+    print(f"ours: {tokenizer.n_vocab} tokens, sha256 {tokenizer.sha256}", flush=True)
+    package = args.npm_package or fetch_npm_package(get_base_dir() / "downloads")
+    entrants = []
+    with tempfile.TemporaryDirectory() as cache_dir:
+        for name in OPENAI_SHA256 if package else ():
+            encoding = openai_encoding(package, name, Path(cache_dir))
+            encode = functools.partial(encoding.encode_to_numpy, disallowed_special=())
+            entrants.append(Entrant(name, encode, encoding.decode_bytes))
+    return [*entrants, Entrant("ours", tokenizer.encode_to_numpy, tokenizer.decode_bytes)]
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    *others, ours = entrants = find_entrants(args)
+    documents = read_documents(open_shards(list_shards(args.data_dir, "val")), args.max_bytes_per_source)
+    kinds = by_kind(documents)
+
+    def row(*cells):
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+    gains = [f"more than {other.name}" for other in others]
+    row("bytes per token", "MB", *(entrant.name for entrant in entrants), *gains)
+    row(*["---"] * (2 + len(entrants) + len(others)))
+    for kind in KINDS:
+        if texts := kinds.get(kind):
+            values = [entrant.bytes_per_token(texts) for entrant in entrants]
+            row(kind, f"{count_bytes(texts) / 1e6:.1f}", *(f"{value:.3f}" for value in values),
+                *(f"{values[-1] / value - 1:+.1%}" for value in values[:-1]))
+    texts, blank = kinds["all"], [""] * len(others)
+    row("MB/s of one core", "", *(f"{entrant.bytes_per_second(texts) / 1e6:.1f}" for entrant in entrants), *blank)
+    row("every text comes back", "", *("yes" if entrant.is_lossless(texts) else "no" for entrant in entrants), *blank)
+    return 0 if ours.is_lossless(texts) else 1
+
+
+if __name__ == "__main__":
+    run_script(main)

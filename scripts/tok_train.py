@@ -1,0 +1,140 @@
+"""Trains the tokenizer: a byte-level BPE on the C++ of a corpus, with a split pattern made for C++.
+
+    python -m scripts.tok_train --data_dir=corpus/base_data_v3 --out_dir=my_tokenizer
+
+The same data and flags give the same bytes. tokenizer/README.md has the commands that made the shipped tokenizer.
+"""
+import hashlib
+import time
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import rustbpe
+from tqdm import tqdm
+
+from nanochat.common import ArgumentParser, BadInput, get_base_dir, require_writable_dir, run_script
+from nanochat.dataset import list_shards, open_shards
+from nanochat.tokenizer import SPECIAL_TOKENS, VOCABULARY_FILE, Tokenizer
+
+# The pieces that are never merged with their neighbours. dev/LOG.md has what each choice is worth. There is no
+# look-around, so that the pattern runs in linear time, and no piece is long, so that BPE on it is quick.
+PUNCTUATION = r"[!-/:-@\[-`{-~\x00-\x08\x0B\x0C\x0E-\x1F\x7F]"  # ASCII: neither letter, digit nor white space
+LOWER = r"[^\x00-`{-\x7F]"  # a to z, and all that is not ASCII
+PATTERN = "|".join((
+    # One part of a name in snake_case or CamelCase, or one or two digits, with what leads up to it: " int32", "::size",
+    # "->get", "_cast", "(x", " !Is", ".5", " 0xFF"
+    rf" ?{PUNCTUATION}{{0,2}}"
+    rf"(?:(?:[A-Z]{{0,32}}{LOWER}{{1,32}}|[A-Z]{{1,32}})[0-9]{{0,2}}|0[xX][0-9a-fA-F]{{1,2}}|[0-9]{{1,2}})",
+    # A run of operators and brackets, over the ends of lines and the indentation after them: " = {", ");\n    }\n"
+    rf"(?: ?{PUNCTUATION}|\r?\n[ \t]{{0,32}}){{1,64}}",
+    r"[ \t]{1,64}",
+    r"\r",
+))
+
+
+def parse_args(argv):
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--data_dir", type=Path, help="parquet shards with a column text, and best also source and "
+                        "licence; None: $NANOCHAT_BASE_DIR/parquet/base_data_v3")
+    parser.add_argument("--out_dir", type=Path, help="None: $NANOCHAT_BASE_DIR/tokenizer")
+    parser.add_argument("--vocab_size", type=int, default=65536, help="tokens, the special ones included")
+    parser.add_argument("--max_bytes", type=int, default=2_000_000_000, help="text to train on")
+    parser.add_argument("--max_bytes_per_source", type=int, default=40_000_000, help="so that no project dominates")
+    parser.add_argument("--pattern", type=str, default=PATTERN, help="regular expression of the pieces")
+    args = parser.parse_args(argv)
+    smallest = 256 + len(SPECIAL_TOKENS)
+    if args.vocab_size < smallest:
+        raise BadInput(f"--vocab_size={args.vocab_size} is less than {smallest}, the bytes and the special tokens")
+    args.out_dir = args.out_dir or get_base_dir() / "tokenizer"
+    return args
+
+
+class Usage:
+    """What was trained on, by source."""
+
+    def __init__(self):
+        self.nbytes, self.documents, self.licences = Counter(), Counter(), {}
+
+    def add(self, source, licence, nbytes):
+        self.nbytes[source] += nbytes
+        self.documents[source] += 1
+        self.licences.setdefault(source, Counter())[licence] += 1
+
+    def table(self):
+        """Tab-separated lines: source, documents, bytes, and the licences with their numbers of documents."""
+        lines = ["source\tdocuments\tbytes\tlicences\n"]
+        for source in sorted(self.nbytes):
+            licences = sorted(self.licences[source].items(), key=lambda item: (-item[1], item[0]))
+            listed = "; ".join(f"{licence} ({count})" for licence, count in licences)
+            lines.append(f"{source}\t{self.documents[source]}\t{self.nbytes[source]}\t{listed}\n")
+        return "".join(lines)
+
+
+def read_documents(shard):
+    """Yields (text, source, licence) of every document; "unknown" where a column is missing."""
+    try:
+        with pq.ParquetFile(shard.path) as file:
+            named = [name for name in ("source", "licence") if name in file.schema_arrow.names]
+            for batch in file.iter_batches(256, columns=["text", *named], use_threads=False):
+                texts = batch["text"].cast(pa.binary()).to_pylist()  # a column of strings may hold malformed UTF-8
+                sources, licences = (batch[name].to_pylist() if name in named else ["unknown"] * len(texts)
+                                     for name in ("source", "licence"))
+                yield from zip(texts, sources, licences, strict=True)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise BadInput(f"{shard.path} cannot be read ({reason}): copy or prepare the file again") from None
+
+
+def choose_texts(shards, args, usage):
+    """Yields the texts of the shards in their order, up to the limits of bytes in all and by source."""
+    total = 0
+    bar = tqdm(shards, desc="counting pieces", unit="shard", disable=None)  # None: only on a terminal
+    for shard in bar:
+        for text, source, licence in read_documents(shard):
+            if not text or usage.nbytes[source] + len(text) > args.max_bytes_per_source:
+                continue
+            if total + len(text) > args.max_bytes:
+                return
+            total += len(text)
+            usage.add(source, licence, len(text))
+            yield text.decode("utf-8", "replace")
+        if bar.disable:
+            print(f"counting pieces: {shard.path.name} read, {total / 1e6:.0f} MB so far", flush=True)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    out_dir = require_writable_dir(args.out_dir)
+    if (out_dir / VOCABULARY_FILE).exists():
+        raise BadInput(f"{out_dir} holds a tokenizer, which checkpoints may need: name another --out_dir")
+    shards = open_shards(list_shards(args.data_dir))
+
+    trainer, usage, started = rustbpe.Tokenizer(), Usage(), time.monotonic()
+    n_merged = args.vocab_size - len(SPECIAL_TOKENS)
+    texts = choose_texts(shards, args, usage)
+    try:
+        trainer.train_from_iterator(texts, n_merged, buffer_size=1024, pattern=args.pattern)
+    except ValueError as error:
+        raise BadInput(f"--pattern={args.pattern} is no regular expression ({error})") from None
+    ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
+    nbytes = sum(usage.nbytes.values())
+    if len(ranks) < n_merged:
+        raise BadInput(f"{nbytes / 1e6:.1f} MB of text make {len(ranks) + len(SPECIAL_TOKENS)} tokens, not "
+                       f"--vocab_size={args.vocab_size}: ask for fewer, or give more text")
+    tokenizer = Tokenizer(ranks, args.pattern, {name: n_merged + i for i, name in enumerate(SPECIAL_TOKENS)})
+    every_character = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
+    if tokenizer.decode(tokenizer.encode(every_character)) != every_character:
+        raise BadInput(f"--pattern={args.pattern} leaves out some characters: every one must be in a piece")
+
+    tokenizer.save(out_dir)
+    (out_dir / "sources.tsv").write_text(usage.table(), encoding="utf-8")
+    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(out_dir.iterdir())}
+    (out_dir / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
+    print(f"{out_dir}: {tokenizer.n_vocab} tokens from {nbytes / 1e6:.1f} MB of {len(usage.nbytes)} sources in "
+          f"{time.monotonic() - started:.0f} s; sha256 {tokenizer.sha256}")
+
+
+if __name__ == "__main__":
+    run_script(main)
