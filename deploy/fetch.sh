@@ -21,7 +21,7 @@ RUN=${RUN:-$(run_on_vm)}
 script <<'END'
 load_env
 cd "$BASE/checkpoints/$1" 2>/dev/null || { echo "no run $1 in $BASE/checkpoints" >&2; exit 1; }
-find . -maxdepth 1 -name 'step_*' | sort | sed 's/^..//' | { [ -n "$2" ] && cat || tail -n 1; }
+find . -maxdepth 1 -name 'step_??????' | sort | sed 's/^..//' | { [ -n "$2" ] && cat || tail -n 1; }
 END
 LIST=$SCRIPT
 

@@ -17,14 +17,15 @@ call() {
 
 # limit SECONDS COMMAND
 limit() {
-  local seconds=$1 pid killer status=0
+  local deadline=$((SECONDS + $1)) pid status=0
   shift
   "$@" &
   pid=$!
-  (sleep "$seconds" && kill $pid) >/dev/null 2>&1 &
-  killer=$!
+  while kill -0 $pid 2>/dev/null; do
+    [ $SECONDS -lt $deadline ] || { kill $pid; break; }
+    sleep 1
+  done
   wait $pid || status=$?
-  kill $killer 2>/dev/null || true
   return $status
 }
 

@@ -20,7 +20,7 @@ probe() {
   local dir log newest state=none
   load_env
   log=$D/runs/$(current).log dir=$BASE/checkpoints/$(current)
-  newest=$(find "$dir" -maxdepth 1 -name 'step_*' | sort | tail -n 1) || true
+  newest=$(find "$dir" -maxdepth 1 -name 'step_??????' | sort | tail -n 1) || true
   [ ! -f "$log" ] || state=killed
   [ ! -f "${log%.log}.exit" ] || state=ended
   ! running || state=running

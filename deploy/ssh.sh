@@ -67,7 +67,8 @@ retry() {
 
 # each COMMAND: COMMAND I for every host I, all at once; says which worker failed.
 each() {
-  local i pids=() status=0
+  local i pids status=0
+  pids=()
   if [ ${#TARGETS[@]} = 1 ]; then "$@" 0; return; fi
   for i in "${!TARGETS[@]}"; do
     "$@" "$i" > >(sed "s/^/[worker $i] /") 2>&1 </dev/null &

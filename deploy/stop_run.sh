@@ -22,7 +22,7 @@ if ! stop_run "$wait_s"; then
   ended 10 || { echo "cannot kill run $run" >&2; exit 1; }
 fi
 echo "run $run ended with status $(cat "$D/runs/$run.exit" 2>/dev/null || echo killed);" \
-  "newest checkpoint: $(ls -1d "$BASE/checkpoints/$run"/step_* 2>/dev/null | tail -n 1 | grep . || echo none)"
+  "newest checkpoint: $(ls -1d "$BASE/checkpoints/$run"/step_?????? 2>/dev/null | tail -n 1 | grep . || echo none)"
 END
 stop() { retry vm "$1" "$SCRIPT" "$WAIT_S" "$KILL"; }
 each stop

@@ -1,6 +1,7 @@
 """Fixtures: a laptop (scripts, ssh keys, gcloud's settings) and the VMs and clouds it talks to, all on loopback."""
 import os
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -46,15 +47,17 @@ class Laptop:
         (self.home / "bin/ssh").chmod(0o755)
         self.env = {"PATH": f"{self.home}/bin:{os.environ['PATH']}", "HOME": str(self.home), "TMPDIR": str(root),
                     "LANG": "C.UTF-8", "NANOCHAT_DEPLOY_CONFIG": str(self.home / "config.env")}
-        self.vms = []
+        self.vms, self.processes = [], []
 
     def vm(self, name="vm", **options):
         self.vms.append(StandIn(self.root / f"{name}{len(self.vms)}", name, self.public_key, **options))
         return self.vms[-1]
 
     def start(self, script, *args, env=None, root=ROOT):
-        return subprocess.Popen([root / "deploy" / script, *map(str, args)], env={**self.env, **(env or {})}, text=True,
-                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.processes.append(subprocess.Popen(
+            [root / "deploy" / script, *map(str, args)], env={**self.env, **(env or {})}, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True))
+        return self.processes[-1]
 
     def run(self, script, *args, status=0, env=None, root=ROOT, timeout_s=60):
         """Runs a script, asserts its exit status and returns all that it printed."""
@@ -72,6 +75,11 @@ class Laptop:
 def laptop(tmp_path):
     laptop = Laptop(tmp_path)
     yield laptop
+    for process in laptop.processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        process.stdout.close()
     for vm in laptop.vms:
         vm.erase()
 

@@ -215,10 +215,11 @@ def test_stop_run_kills_what_does_not_stop_only_when_told_to(laptop, vm):
     assert not [line for line in vm.command_lines() if "fake_trainer" in line]
 
 
-@pytest.mark.parametrize("script", ["push.sh", "setup.sh", "stop_run.sh"])
-def test_dry_run_changes_nothing(laptop, vm, script):
+@pytest.mark.parametrize("args", [["push.sh"], ["setup.sh"], ["stop_run.sh"], ["data.sh", "--bucket=gs://b"],
+                                  ["fetch.sh"], ["train.sh", "--", "--run=a"]])
+def test_dry_run_changes_nothing(laptop, vm, args):
     before = sorted(vm.home.rglob("*"))
-    assert "+ ssh" in laptop.run(script, vm.ip, "--dry_run")
+    assert "+ ssh" in laptop.run(args[0], vm.ip, "--dry_run", *args[1:])
     assert sorted(vm.home.rglob("*")) == before
 
 

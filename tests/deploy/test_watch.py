@@ -49,9 +49,10 @@ class World:
         assert process.returncode == status, output
         return output
 
-    def steps(self):
-        lines = (self.laptop.root / "results/d16/metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["step"] for line in lines]
+    def steps(self, run="d16"):
+        """The steps that have a loss in the metrics that were fetched."""
+        lines = (self.laptop.root / "results" / run / "metrics.jsonl").read_text().splitlines()
+        return [record["step"] for record in map(json.loads, lines) if "loss" in record]
 
 
 @pytest.fixture

@@ -1,0 +1,74 @@
+"""From nothing to a finished run: every script, the real gcloud, ssh and base_train; one VM is lost on the way."""
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.deploy.conftest import ROOT, eventually
+from tests.deploy.test_watch import World
+
+CHIPS = 4
+# The VM's Python: base_train on XLA CPU devices, as many as a v5litepod-4 has chips.
+PYTHON = f'export PJRT_DEVICE=CPU CPU_NUM_DEVICES={CHIPS}; exec {sys.executable} "$@"'
+# Until base_train has --checkpoint_mirror, the same from outside: fetch the newest before, copy what is new meanwhile.
+MIRRORED = f"""
+export PJRT_DEVICE=CPU CPU_NUM_DEVICES={CHIPS}
+all=$*
+case $all in *--checkpoint_mirror=*) ;; *) exec {sys.executable} "$@" ;; esac
+mirror=${{all##*--checkpoint_mirror=}}; mirror=${{mirror%% *}}
+here=~/.cache/nanochat/checkpoints/d1
+mkdir -p "$here" "$mirror"; cp -rn "$mirror/." "$here/"
+(while sleep 0.2; do
+  for step in "$here"/step_??????; do
+    [ ! -d "$step" ] || [ -d "$mirror/${{step##*/}}" ] || {{
+      cp -r "$step" "$mirror/part"; cp "$here/metrics.jsonl" "$mirror/"; mv "$mirror/part" "$mirror/${{step##*/}}"; }}
+  done
+done) >/dev/null 2>&1 9>&- &
+{sys.executable} "${{@/--checkpoint_mirror=*/--keep_checkpoints=3}}"
+status=$?; kill $!; exit $status
+"""
+
+
+@pytest.fixture
+def world(laptop):
+    world = World(laptop)
+    has_mirror = "--checkpoint_mirror" in (ROOT / "scripts/base_train.py").read_text()
+    world.vm_options = {"chips": CHIPS, "python": PYTHON if has_mirror else MIRRORED,
+                        "env": world.cloud.env(laptop.root / "vm_gcloud")}
+    yield world
+    world.cloud.close()
+
+
+@pytest.mark.slow
+def test_from_nothing_to_a_finished_run_over_a_preemption_and_a_stockout(world, tmp_path):
+    (world.laptop.home / "config.env").write_text(
+        "POLL_S=2 MIN_FREE_GB=0 ZONES=us-a,us-b TYPE=v5litepod-4 BUCKET=gs://b/nanochat\n")
+    for index in range(2):
+        texts = [f"int f{n}(int a) {{ return a + {n * index}; }}\n" * 20 for n in range(200)]
+        pq.write_table(pa.table({"text": texts}), tmp_path / "shard.parquet", row_group_size=50)
+        world.cloud.put("b", f"nanochat/parquet/base_data_v3/base_data_v3/shard_{index:05d}.parquet",
+                        (tmp_path / "shard.parquet").read_bytes())
+    flags = ["--run=d1", "--depth=1", "--max_seq_len=64", "--device_batch_size=1", "--total_batch_size=512",
+             "--num_iterations=24", "--device_type=xla", "--log_every=1", "--save_every=4", "--eval_every=-1",
+             "--sample_every=-1", f"--checkpoint_mirror={world.mirror}"]
+
+    assert "is ready in us-a" in world.laptop.run("create.sh", "nano", timeout_s=120)
+    assert "torch_xla sees 4 chips" in world.laptop.run("setup.sh", "nano", timeout_s=180)
+    assert "~/nanochat is now" in world.laptop.run("push.sh", "nano")
+    assert "complete" in world.laptop.run("data.sh", "nano", timeout_s=180)
+    assert "step 00001/00024" in world.laptop.run("train.sh", "nano", "--", *flags, timeout_s=300)
+    results = tmp_path / "results"
+    watch = world.laptop.start("watch.sh", "nano", f"--state={world.state}", f"--to={results}", "--", *flags)
+    eventually(lambda: (world.mirror / "step_000008").exists(), 300)
+    world.cloud.faults["us-a"] = ["stockout"]
+    world.cloud.node("nano")["state"] = "PREEMPTED"
+    world.vm.kill()
+    output = world.end(watch, 0, timeout_s=600)
+    print(output)
+    assert "PREEMPTED: making the VM again" in output and "VM made: nano is ready in us-b" in output
+    assert "finished: step 00024/00024" in output and not world.cloud.nodes
+    log = (results / "d1/run.log").read_text()
+    first = int(log.split("step 000")[1][:2])
+    assert first > 8, "the second VM resumed"
+    assert world.steps("d1") == list(range(1, 25))
