@@ -121,7 +121,7 @@ def resolve_device_type(requested="auto", pci_devices="/sys/bus/pci/devices"):
             return "tpu"
         if torch.cuda.is_available():
             return "cuda"
-        print("no TPU and no GPU here: running on XLA CPU devices (as many as CPU_NUM_DEVICES says)", flush=True)
+        print("no TPU and no GPU here: running on XLA CPU devices (as many as CPU_NUM_DEVICES says)", file=sys.stderr)
         return "xla"
     if requested == "tpu" and not chips:
         raise BadInput("--device_type=tpu, but this machine has no TPU chips: use --device_type=xla to run on the CPU")

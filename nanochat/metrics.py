@@ -57,11 +57,11 @@ class MetricsLogger:
         if self._wandb:
             self._wandb.log(record)
 
-    def close(self):
-        """Ends the record; WandB is given a minute to take what it has not yet taken."""
+    def close(self, timeout_s=_WANDB_FINISH_TIMEOUT_S):
+        """Ends the record; WandB is given `timeout_s` to take what it has not yet taken."""
         self._file.close()
         if self._wandb:
-            self._wandb.finish(_WANDB_FINISH_TIMEOUT_S)
+            self._wandb.finish(timeout_s)
 
 
 def _rewind(path, resume_step):

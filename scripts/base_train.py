@@ -10,21 +10,19 @@ On a laptop, the same program over two XLA devices of its CPU:
 On GPUs: torchrun --nproc_per_node=8 -m scripts.base_train … A run of a name that has a checkpoint goes on from it.
 No line at module level touches the XLA runtime: xmp.spawn starts a process for each chip, and they start theirs.
 """
-import math
 import os
-import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
-from nanochat import checkpoint, metrics, tpu
+from nanochat import checkpoint, metrics, preemption, tpu
 from nanochat.common import (
     DEVICE_TYPES,
     ArgumentParser,
@@ -47,12 +45,14 @@ from nanochat.common import (
 from nanochat.dataloader import NUM_LANES, DataLoader, SyntheticLoader
 from nanochat.dataset import fingerprint, list_shards, open_shards
 from nanochat.engine import Engine
-from nanochat.gpt import GPT, GPTConfig, config_for_depth
+from nanochat.gpt import GPT
 from nanochat.kernels import get_kernels
 from nanochat.loss_eval import bits_per_byte
 from nanochat.optim import MuonAdamW, OptimConfig, lr_multiplier
+from nanochat.plan import make_plan
 from nanochat.tokenizer import load_tokenizer
 
+STOP_FILE = ".stop"  # in the run's folder, see preemption.py
 ASSUMED_MFU = 0.3  # for the estimate in the plan
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass ", "int main(int argc, char** argv) {\n")
 
@@ -66,7 +66,7 @@ def parse_args(argv=None):
         help="auto: continue the run of this name if it has a checkpoint; never: move the old run aside")
     add("--seed", type=int, default=0, help="of the weights and of the data order")
     add("--no_compile", action="store_true", help="no torch.compile (on CUDA; XLA and cpu have none anyway)")
-    add("--wandb_project", default="nanochat", help="WandB project")
+    add("--wandb_project", default=os.environ.get("WANDB_PROJECT", "nanochat"), help="WandB project")
     add = parser.add_argument_group("data").add_argument
     add("--data_dir", help="folder of parquet shards for training; default: $NANOCHAT_BASE_DIR/parquet/base_data_v3")
     add("--val_dir", help="folder of parquet shards for validation; default: $NANOCHAT_BASE_DIR/parquet/val")
@@ -102,71 +102,6 @@ def parse_args(argv=None):
     add("--keep_checkpoints", type=int, default=3, help="how many checkpoints stay on disk")
     add("--log_every", type=int, default=10, help="steps between lines of the log")
     return parser.parse_args(argv)
-
-
-# -----------------------------------------------------------------------------
-# The plan: what follows from the flags and the number of devices
-
-
-@dataclass(frozen=True)
-class Plan:
-    config: GPTConfig
-    world_size: int
-    rows_per_step: int
-    total_batch_size: int  # tokens
-    grad_accum_steps: int
-    num_iterations: int
-    flops_per_token: float
-    matrix_params: int  # with the head; what the horizon is measured in
-    parameters: dict  # group -> number
-
-
-def make_plan(args, vocab_size, world_size):
-    """Raises BadInput for what does not fit together."""
-    for name in ("depth", "max_seq_len", "device_batch_size", "log_every", "keep_checkpoints", "tokenizer_threads"):
-        if getattr(args, name) < 1:
-            raise BadInput(f"--{name}={getattr(args, name)} must be at least 1")
-    config = config_for_depth(
-        args.depth, vocab_size=vocab_size, max_seq_len=args.max_seq_len, window_pattern=args.window_pattern,
-        softcap=args.softcap, n_embd=max(args.model_dim, 0), n_head=max(args.num_heads, 0),
-        n_kv_head=max(args.num_kv_heads, 0))
-    shapes = {name: p.numel() for name, p in GPT.on_meta(config).named_parameters()}
-    parameters = {
-        "matrices": sum(n for name, n in shapes.items() if name.startswith(("attn", "mlp"))),
-        "embedding": shapes["wte"], "head": shapes["lm_head"],
-        "scalars": shapes["resid_scale"] + shapes["x0_scale"],
-    }
-    matrix_params = parameters["matrices"] + parameters["head"]
-    flops_per_token = metrics.flops_per_token(config, args.max_seq_len)
-    if NUM_LANES % world_size:
-        raise BadInput(f"{world_size} devices do not divide the {NUM_LANES} lanes of the data: use 1, 2, 4, 8, 16, 32 "
-                       f"or 64 devices")
-    micro = args.device_batch_size * args.max_seq_len * world_size
-    total = args.total_batch_size
-    if total == -1:
-        total = micro * max(1, round(default_batch_tokens(args.target_param_data_ratio * matrix_params) / micro))
-    if total < 1 or total % micro:
-        nearest = sorted({max(total // micro, 1) * micro, (total // micro + 1) * micro})
-        raise BadInput(f"--total_batch_size={total} tokens does not divide by {micro} = device_batch_size "
-                       f"{args.device_batch_size} × max_seq_len {args.max_seq_len} × {world_size} devices: "
-                       f"use {' or '.join(map(str, nearest))}")
-    if args.num_iterations > 0:
-        num_iterations = args.num_iterations
-    elif args.target_flops > 0:
-        num_iterations = round(args.target_flops / (flops_per_token * total))
-    else:
-        num_iterations = round(args.target_param_data_ratio * matrix_params / total)
-    if num_iterations < 1:
-        raise BadInput("the horizon is less than one step: set --num_iterations, --target_flops or "
-                       "--target_param_data_ratio")
-    return Plan(config, world_size, total // args.max_seq_len, total, total // micro, num_iterations, flops_per_token,
-                matrix_params, parameters)
-
-
-def default_batch_tokens(horizon_tokens):
-    """The best batch grows with horizon^0.383 (arXiv 2505.13738); anchored at 2^19 tokens for depth 16 and 20 tokens a
-    parameter; a power of two."""
-    return 2 ** round(19 + 0.383 * math.log2(horizon_tokens / (20 * 268.4e6)))
 
 
 def compute_dtype(args, device_type):
@@ -258,6 +193,7 @@ class Trainer:
         self.engine = Engine(self.model, self.tokenizer, self.dist)
         self.last_batch = None  # knows where the lanes stand after it
         self.data_wait_s = 0.0  # since the last line of the log
+        self.stop_request = preemption.StopRequest(self.run_dir / STOP_FILE)
         self.logger = None
         if self.dist.rank == 0:
             print_banner()
@@ -299,12 +235,18 @@ class Trainer:
         return DataLoader(shards, self.tokenizer, threads=args.tokenizer_threads, **common)
 
     def run(self):
+        """Trains to the end and returns 0, or preemption.EXIT_STATUS if it was asked to stop and saved its state."""
         args, plan = self.args, self.plan
-        losses = []  # of the steps since the last line of the log, still on the device
+        losses, window_start = [], time.monotonic()  # since the last line of the log; losses are still on the device
         while True:
             is_last = self.step == plan.num_iterations
-            if is_due(self.step, args.save_every, is_last) and self.step > self.start_step:
+            is_stopped = not is_last and self.stop_request.must_stop_before(self.step, self.dist.rank)
+            if is_stopped and losses:
+                self.log(losses, window_start)
+            if self.step > self.start_step and (is_stopped or is_due(self.step, args.save_every, is_last)):
                 self.save()
+            if is_stopped:
+                break
             if is_due(self.step, args.eval_every, is_last):
                 self.evaluate()
             if is_due(self.step, args.sample_every, is_last) and self.step > 0:
@@ -319,9 +261,10 @@ class Trainer:
             if self.step % args.log_every == 0 or self.step in (self.start_step + 1, plan.num_iterations):
                 self.log(losses, window_start)
                 losses = []
-        if self.logger:
-            self.logger.close()
         self.loader.close()
+        if self.logger:
+            self.logger.close(timeout_s=5 if is_stopped else 60)
+        return preemption.EXIT_STATUS if is_stopped else 0
 
     def train_step(self):
         """One optimizer step; returns its loss, a scalar that is still on the device."""
@@ -414,6 +357,11 @@ def expected_world_size(device_type):
         device_type, 1)
 
 
+def hosts(device_type):
+    accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
+    return tpu.parse_accelerator(accelerator).hosts if accelerator else 1
+
+
 def check(args, device_type):
     """Refuses what can be refused before a device is touched.
 
@@ -431,6 +379,7 @@ def check(args, device_type):
             open_shards(list_shards(args.val_dir, "val"))
     run_dir = require_writable_dir(get_run_dir(args))
     checkpoint.clean_partial(run_dir)
+    preemption.StopRequest(run_dir / STOP_FILE, create=True)
     if args.resume == "never":
         checkpoint.set_aside_after(run_dir, -1)
     model = GPT.on_meta(plan.config)
@@ -457,9 +406,11 @@ def train(args, device_type, checkpoint_path=None):
             torch.distributed.broadcast_object_list(found)
         is_finished, checkpoint_path = found[0]
         if is_finished:
-            return
-    Trainer(args, dist, checkpoint_path).run()
+            return 0
+        preemption.stop_on_signals(preemption.StopRequest(get_run_dir(args) / STOP_FILE))
+    status = Trainer(args, dist, checkpoint_path).run()
     compute_cleanup(dist)
+    return status
 
 
 def _mp_fn(index, args, device_type, checkpoint_path, status_path):
@@ -474,7 +425,9 @@ def _mp_fn(index, args, device_type, checkpoint_path, status_path):
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
-        train(args, device_type, checkpoint_path)
+        status = train(args, device_type, checkpoint_path)
+        if status:
+            Path(status_path).write_text(str(status))
     except BaseException as error:
         status = 2 if isinstance(error, BadInput) else 1
         if status == 2:
@@ -496,7 +449,11 @@ def main(argv=None):
     is_finished, checkpoint_path = check(args, device_type)
     if is_finished:
         return 0
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the pool of processes would wait for them; they end with us
+    if hosts(device_type) == 1:  # hosts of a pod do not agree on a step: there a signal just ends the run
+        stop_request = preemption.StopRequest(get_run_dir(args) / STOP_FILE)
+        preemption.stop_on_signals(stop_request)
+        if device_type == "tpu":
+            preemption.stop_on_preemption_notice(stop_request)
     import torch_xla.distributed.xla_multiprocessing as xmp
     with tempfile.TemporaryDirectory() as scratch:
         status_path = Path(scratch) / "status"
@@ -504,7 +461,7 @@ def main(argv=None):
             xmp.spawn(_mp_fn, args=(args, device_type, checkpoint_path, str(status_path)), nprocs=None)
         except BrokenProcessPool:
             return int(status_path.read_text()) if status_path.exists() else 1
-    return 0
+        return int(status_path.read_text()) if status_path.exists() else 0
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ cores; everything goes to $NANOCHAT_BASE_DIR/demo (default ~/.cache/nanochat/dem
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -57,6 +58,7 @@ def main(argv=None):
     args = parse_args(argv)
     started = time.monotonic()
     base_dir = get_base_dir() / "demo"
+    shutil.rmtree(base_dir / "parquet", ignore_errors=True)  # of an older demo, perhaps with other packages
     env = {**os.environ, "NANOCHAT_BASE_DIR": str(base_dir), "CPU_NUM_DEVICES": str(args.devices)}
     run("1. a corpus: the C++ headers that are installed here", "scripts.prepare_data", "--installed_headers",
         "--val_projects=torch/c10", env=env)

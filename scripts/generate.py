@@ -8,7 +8,6 @@ The completion goes to standard output, everything else to standard error.
 """
 import sys
 import time
-from contextlib import redirect_stdout
 from pathlib import Path
 
 from nanochat.checkpoint import find_checkpoint, load_model
@@ -62,8 +61,7 @@ def read_prompt(args):
 
 def main(argv=None):
     args = parse_args(argv)
-    with redirect_stdout(sys.stderr):
-        device_type = resolve_device_type(args.device_type)
+    device_type = resolve_device_type(args.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(args.checkpoint)
     prompt = read_prompt(args)

@@ -1,0 +1,69 @@
+"""What follows from the flags of a run and the number of its devices: the model's shape, the batch, the horizon."""
+import math
+from dataclasses import dataclass
+
+from nanochat import metrics
+from nanochat.common import BadInput
+from nanochat.dataloader import NUM_LANES
+from nanochat.gpt import GPT, GPTConfig, config_for_depth
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: GPTConfig
+    world_size: int
+    rows_per_step: int
+    total_batch_size: int  # tokens
+    grad_accum_steps: int
+    num_iterations: int
+    flops_per_token: float
+    matrix_params: int  # with the head; what the horizon is measured in
+    parameters: dict  # group -> number
+
+
+def make_plan(args, vocab_size, world_size):
+    """Plan of base_train's flags (an argparse Namespace). Raises BadInput for what does not fit together."""
+    for name in ("depth", "max_seq_len", "device_batch_size", "log_every", "keep_checkpoints", "tokenizer_threads"):
+        if getattr(args, name) < 1:
+            raise BadInput(f"--{name}={getattr(args, name)} must be at least 1")
+    config = config_for_depth(
+        args.depth, vocab_size=vocab_size, max_seq_len=args.max_seq_len, window_pattern=args.window_pattern,
+        softcap=args.softcap, n_embd=max(args.model_dim, 0), n_head=max(args.num_heads, 0),
+        n_kv_head=max(args.num_kv_heads, 0))
+    shapes = {name: p.numel() for name, p in GPT.on_meta(config).named_parameters()}
+    parameters = {
+        "matrices": sum(n for name, n in shapes.items() if name.startswith(("attn", "mlp"))),
+        "embedding": shapes["wte"], "head": shapes["lm_head"],
+        "scalars": shapes["resid_scale"] + shapes["x0_scale"],
+    }
+    matrix_params = parameters["matrices"] + parameters["head"]
+    flops_per_token = metrics.flops_per_token(config, args.max_seq_len)
+    if NUM_LANES % world_size:
+        raise BadInput(f"{world_size} devices do not divide the {NUM_LANES} lanes of the data: use 1, 2, 4, 8, 16, 32 "
+                       f"or 64 devices")
+    micro = args.device_batch_size * args.max_seq_len * world_size
+    total = args.total_batch_size
+    if total == -1:
+        total = micro * max(1, round(default_batch_tokens(args.target_param_data_ratio * matrix_params) / micro))
+    if total < 1 or total % micro:
+        nearest = sorted({max(total // micro, 1) * micro, (total // micro + 1) * micro})
+        raise BadInput(f"--total_batch_size={total} tokens does not divide by {micro} = device_batch_size "
+                       f"{args.device_batch_size} × max_seq_len {args.max_seq_len} × {world_size} devices: "
+                       f"use {' or '.join(map(str, nearest))}")
+    if args.num_iterations > 0:
+        num_iterations = args.num_iterations
+    elif args.target_flops > 0:
+        num_iterations = round(args.target_flops / (flops_per_token * total))
+    else:
+        num_iterations = round(args.target_param_data_ratio * matrix_params / total)
+    if num_iterations < 1:
+        raise BadInput("the horizon is less than one step: set --num_iterations, --target_flops or "
+                       "--target_param_data_ratio")
+    return Plan(config, world_size, total // args.max_seq_len, total, total // micro, num_iterations, flops_per_token,
+                matrix_params, parameters)
+
+
+def default_batch_tokens(horizon_tokens):
+    """The best batch grows with horizon^0.383 (arXiv 2505.13738); anchored at 2^19 tokens for depth 16 and 20 tokens a
+    parameter; a power of two."""
+    return 2 ** round(19 + 0.383 * math.log2(horizon_tokens / (20 * 268.4e6)))
