@@ -54,7 +54,7 @@ from nanochat.tokenizer import load_tokenizer
 
 STOP_FILE = ".stop"  # in the run's folder, see preemption.py
 ASSUMED_MFU = 0.3  # for the estimate in the plan
-SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass ", "int main(int argc, char** argv) {\n")
+SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
 
 
 def parse_args(argv=None):

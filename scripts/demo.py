@@ -20,7 +20,7 @@ from nanochat.tokenizer import load_tokenizer
 
 # The defaults are for runs of thousands of steps; a hundred small batches take larger ones.
 LEARNING_RATES = ("--matrix_lr=0.2", "--embedding_lr=2", "--unembedding_lr=0.1")
-PROMPT = "#include <vector>\n\nnamespace "
+PROMPT = "#include <vector>\n\nnamespace"
 
 
 def parse_args(argv):
