@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What watch.sh knows of money and of telling; sourced by it.
+# What watch.sh knows of money, of telling and of calling the other scripts; sourced by it.
 
 note() { # to the journal, and to the webhook, whose address may be a secret: it goes over stdin
   echo "$(date -u +%FT%TZ) $*" | tee -a "$STATE/journal"
@@ -8,6 +8,12 @@ note() { # to the journal, and to the webhook, whose address may be a secret: it
     curl -s -m 10 -H 'Content-Type: application/json' -o /dev/null -K - || true
 }
 
+trouble() { troubles=$((troubles + 1)); note "$1 ($troubles of $PATIENCE)"; }
+
+PASS=(--type="$TYPE" ${ON_DEMAND:+--on_demand})
+for setting in ZONES PROJECT BUCKET SSH_USER SSH_KEY WANDB_PROJECT WANDB_KEY_FILE USD_PER_HOUR; do
+  [ -z "${!setting}" ] || PASS+=("--$(echo $setting | tr '[:upper:]' '[:lower:]')=${!setting}")
+done
 # call SCRIPT FLAGS: another of our scripts, with our settings; what it says goes to its own log.
 call() {
   local script=$1
@@ -33,7 +39,7 @@ limit() {
 tick() {
   local now start last spent
   now=$(date +%s)
-  read -r start last spent <"$STATE/spent" 2>/dev/null || start=$now last=$now spent=0
+  read -r start last spent 2>/dev/null <"$STATE/spent" || start=$now last=$now spent=0
   [ "$VM_STATE" = absent ] || spent=$(awk "BEGIN { print $spent + ${USD:-0} * ($now - $last) / 3600 }")
   echo "$start $now $spent" >"$STATE/spent"
   LEFT_S=$(awk -v usd="${MAX_USD:-1e6}" -v hours="${MAX_HOURS:-1e3}" "BEGIN {
@@ -58,4 +64,12 @@ end() {
   done
   rm -f "$STATE/pid"
   exit "$1"
+}
+
+give_up() {
+  note "giving up: $1"
+  call logs --tail=30 || true
+  tail -n 32 "$STATE/logs.log" | tee -a "$STATE/journal"
+  call fetch "${FETCH[@]}" || note "the run could not be fetched"
+  end 1
 }

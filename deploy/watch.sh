@@ -22,13 +22,11 @@ parse "MAX_USD= MAX_HOURS= MARGIN_S= PATIENCE= KEEP_VM STATE= TO=" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "which VM? watch.sh NAME … -- FLAGS"
 [ ${#FLAGS[@]} -gt 0 ] || die 2 "no flags for the run: watch.sh NAME … -- --run=NAME …"
-facts "$TYPE"
-type=$TYPE
+facts "$TYPE" && type=$TYPE
 [ -z "$MAX_USD" ] || [ -n "$USD" ] || die 2 "the price of $TYPE is not known: --usd_per_hour"
-PASS=(--type="$TYPE" ${ON_DEMAND:+--on_demand})
-for name in ZONES PROJECT BUCKET SSH_USER SSH_KEY WANDB_PROJECT WANDB_KEY_FILE USD_PER_HOUR; do
-  [ -z "${!name}" ] || PASS+=("--$(echo $name | tr '[:upper:]' '[:lower:]')=${!name}")
-done
+RUN=$(printf '%s\n' "${FLAGS[@]}" | awk -F= '$1 == "--run" { if (NF == 1) getline; print $NF }' | tail -n 1)
+RUN=${RUN:-dummy}
+. "$HERE/money.sh"
 FETCH=(--to="$TO")
 case " ${FLAGS[*]}" in
   *--checkpoint[_-]mirror*) FETCH+=(--no_checkpoints) ;;
@@ -39,9 +37,7 @@ STATE=${STATE:-$HOME/.local/state/nanochat/$NAME}
 mkdir -p "$STATE"
 ! kill -0 "$(cat "$STATE/pid" 2>/dev/null)" 2>/dev/null || die 6 "$NAME is watched by process $(cat "$STATE/pid")"
 echo $$ >"$STATE/pid"
-. "$HERE/money.sh"
 
-trouble() { troubles=$((troubles + 1)); note "$1 ($troubles of $PATIENCE)"; }
 make() { # pauses grow while there is no capacity
   local status=0
   call create --rounds=1 || status=$?
@@ -67,17 +63,10 @@ go() {
   [ $status != 0 ] || { note "run started: $(grep '^step' "$STATE/train.log" | tail -n 1)"; return; }
   trouble "the run did not start (status $status): $(tail -n 1 "$STATE/train.log")"
 }
-again() { # again WHY: this VM is no good
+again() { # again WHY: this VM is lost, or no good
   note "$1: making the VM again"
   call delete --yes || note "not deleted: $(tail -n 1 "$STATE/delete.log")"
   troubles=0 pending=0
-}
-give_up() {
-  note "giving up: $1"
-  call logs --tail=30 || true
-  tail -n 32 "$STATE/logs.log" | tee -a "$STATE/journal"
-  call fetch "${FETCH[@]}" || note "the run could not be fetched"
-  end 1
 }
 look() { # what the run on a healthy VM does
   field() { sed -n "s/^$1=//p" "$STATE/probe"; }
@@ -87,11 +76,17 @@ look() { # what the run on a healthy VM does
   fi
   local state step
   state=$(field state)$(field exit | sed 's/^/ /') step=$(field steps)
+  case "$(field run) $state" in
+    "$RUN "*) ;;
+    *" running"*) note "another run is going: $(field run)"; return ;;
+    *) state=none ;;
+  esac
   case $state in
-    running*) troubles=0; echo "$(date -u +%FT%TZ) running, step $step" ;;
+    running*) troubles=0 futile=0; echo "$(date -u +%FT%TZ) running, step $step" ;;
     none) prepare ;;
     "ended 0") note "finished: step $step"; call fetch "${FETCH[@]}" && end 0; note "could not fetch it; again soon" ;;
     "ended 2") give_up "the run does not accept its flags" ;;
+    "ended 75") note "the run was told to stop at step $step: starting it again"; go ;;
     *)
       if [ "$step" = "$crash_step" ]; then crashes=$((crashes + 1)); else crashes=1 crash_step=$step; fi
       note "the run $state at step ${step:-none} ($crashes of 3): $(field error)"
@@ -100,7 +95,7 @@ look() { # what the run on a healthy VM does
   esac
 }
 
-misses=0 troubles=0 pending=0 crashes=0 crash_step=x VM_STATE=absent
+misses=0 troubles=0 futile=0 pending=0 crashes=0 crash_step=x VM_STATE=absent
 note "watching $NAME: $TYPE in $ZONES, ${USD:-?} USD an hour, at most ${MAX_USD:-any} USD and ${MAX_HOURS:-any} hours"
 while :; do
   lookup "$NAME"
@@ -114,6 +109,10 @@ while :; do
       pending=$((pending + 1)); [ $pending -lt $((PATIENCE * 3)) ] || again "$VM_STATE for $pending polls" ;;
     *) again "$VM_STATE" ;;
   esac
-  [ $troubles -lt "$PATIENCE" ] || again "trouble $troubles times in a row"
+  if [ $troubles -ge "$PATIENCE" ]; then
+    futile=$((futile + 1))
+    [ $futile -lt 3 ] || give_up "three VMs, and the run did not start on any"
+    again "trouble $troubles times in a row"
+  fi
   sleep "$POLL_S"
 done

@@ -30,6 +30,7 @@ ln -s /proc/self/fd /dev/fd; ln -s fd/0 /dev/stdin; ln -s fd/1 /dev/stdout; ln -
 for i in $(seq {chips}); do touch /dev/vfio/$((i - 1)); done
 mount -t tmpfs tmpfs /run && mkdir /run/sshd
 {disk}
+exec 3<&0; (cat <&3 >/dev/null; kill -TERM 1) & exec 3<&-  # the VM vanishes with the process that tests
 exec /usr/sbin/sshd -D -e -f {root}/sshd_config
 """
 
@@ -69,7 +70,7 @@ class StandIn:
     def boot(self):
         self._log = open(self.root / "log", "w")
         self.process = subprocess.Popen([*NAMESPACE, "bash", "-c", self._boot], start_new_session=True,
-                                        stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log)
+                                        stdin=subprocess.PIPE, stdout=self._log, stderr=self._log)
         deadline = time.monotonic() + 20
         while not self._answers():
             if time.monotonic() > deadline or self.process.poll() is not None:
@@ -86,10 +87,10 @@ class StandIn:
         }
         (self.root / "bin").mkdir()
         for name, text in programs.items():
-            self._program(self.root / "bin" / name, text)
-        self._program(self.root / "venv_python", python)
+            self.program(self.root / "bin" / name, text)
+        self.program(self.root / "venv_python", python)
         if set_up:
-            self._program(self.home / "nanochat.d/venv/bin/python", python)
+            self.program(self.home / "nanochat.d/venv/bin/python", python)
             try:
                 import tomllib
             except ModuleNotFoundError:  # Python 3.10
@@ -99,7 +100,8 @@ class StandIn:
             (self.home / "nanochat.d/venv/pins").write_text("\n".join(pins) + "\n")
 
     @staticmethod
-    def _program(path, text):
+    def program(path, text):
+        """Puts a bash script at `path`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/bash\n{text}\n")
         path.chmod(0o755)
@@ -153,6 +155,7 @@ class StandIn:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+        self.process.stdin.close()
         self._log.close()
 
     def erase(self):

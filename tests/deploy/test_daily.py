@@ -108,6 +108,20 @@ esac
     assert "export MINE=1" in (vm.home / ".tpu_env").read_text()
 
 
+def test_setup_installs_python_3_11_where_the_image_lacks_it(laptop):
+    vm = laptop.vm()
+    real = (vm.root / "bin/python3.11").read_text()
+    (vm.root / "bin/real").write_text(real)
+    vm.program(vm.root / "bin/python3.11", "exit 127")
+    vm.program(vm.root / "bin/apt-get",
+               f'echo "$*" >>~/apt; case "$*" in *install*) cp {vm.root}/bin/real {vm.root}/bin/python3.11 ;; esac')
+    assert "installing Python 3.11" in laptop.run("setup.sh", vm.ip)
+    assert "install python3.11 python3.11-venv" in (vm.home / "apt").read_text()
+    vm.program(vm.root / "bin/python3.11", "exit 127")
+    vm.program(vm.root / "bin/apt-get", "echo E: no such package; exit 100")
+    assert "E: no such package" in laptop.run("setup.sh", vm.ip, status=1)
+
+
 def test_setup_fails_when_chips_are_missing(laptop):
     vm = laptop.vm(chips=4)
     assert "sees 4 chips, 8 expected" in laptop.run("setup.sh", vm.ip, "--type=v5litepod-8", status=1)
@@ -231,6 +245,10 @@ def test_status_shows_one_screen_for_a_running_and_for_a_crashed_run(laptop, vm)
     for part in ("d16 running", "of 2000", "175000 tokens/s", "MFU 31.2%", "1 h 01 min left", "GB free",
                  "checkpoint step_00000", "0 min old"):
         assert part in output, output
+    watching = laptop.start("status.sh", vm.ip, "--watch", "--poll_s=1")
+    for _ in range(2):
+        eventually(lambda: "d16 running" in watching.stdout.readline())
+    watching.kill()
     laptop.run("stop_run.sh", vm.ip)
     assert "ended with status 75" in laptop.run("status.sh", vm.ip)
     train(laptop, vm, "--run=d17", "--crash_at=20", "--num_iterations=30")

@@ -142,6 +142,19 @@ def test_wrong_flags_of_the_run_are_not_tried_again(world):
 
 
 @pytest.mark.slow
+def test_another_run_on_the_vm_is_neither_stopped_nor_taken_for_ours(world):
+    world.laptop.run("create.sh", "nano")
+    world.laptop.run("setup.sh", world.vm.ip)
+    world.laptop.run("push.sh", world.vm.ip)
+    world.laptop.run("train.sh", world.vm.ip, "--", "--run=old", "--data_dir=x", "--num_iterations=10000")
+    watch = world.watch()
+    world.wait("another run is going: old")
+    world.laptop.run("stop_run.sh", world.vm.ip)
+    world.end(watch, 0)
+    assert world.steps() == list(range(1, 41))
+
+
+@pytest.mark.slow
 def test_the_budget_ends_the_run_with_a_checkpoint_and_deletes_the_vm(world):
     watch = world.watch("--keep_vm", margin_s=30, max_usd=1, usd_per_hour=60, run=("--num_iterations=10000",))
     output = world.end(watch, 7)
