@@ -15,15 +15,16 @@ load_env() {
   BASE=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
 }
 
-# probe: what there is to know about the newest run, as NAME=value lines. state is none, running, ended or killed.
+# probe: what there is to know about the newest run, as NAME=value lines. state is none, running, ended, killed, or
+# orphans: the main process is gone, and others hold the TPU.
 probe() {
   local dir log newest state=none
   load_env
   log=$D/runs/$(current).log dir=$BASE/checkpoints/$(current)
   newest=$(find "$dir" -maxdepth 1 -name 'step_??????' | sort | tail -n 1) || true
-  [ ! -f "$log" ] || state=killed
-  [ ! -f "${log%.log}.exit" ] || state=ended
-  ! running || state=running
+  if running && kill -0 "$(cat "$D/runs/pid")"; then state=running; elif ! ended 5; then state=orphans; fi
+  [ $state != none ] || [ ! -f "$log" ] || state=killed
+  [ $state != killed ] || [ ! -f "${log%.log}.exit" ] || state=ended
   echo "state=$state"
   echo "run=$(current)"
   echo "exit=$(cat "${log%.log}.exit" 2>/dev/null)"

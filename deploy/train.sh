@@ -91,7 +91,7 @@ timeout "$1" tail -s 0.3 -F --pid="$pid" -c "+$(($(cat "$D/runs/offset") + 1))" 
 if kill -0 "$pid" 2>/dev/null; then
   echo "the run goes on by itself: logs.sh and status.sh show it, stop_run.sh ends it"
 else
-  ended 30
+  ended 30 || { echo "its main process is gone, others are left: stop_run.sh --kill ends them" >&2; exit 1; }
   echo "the run ended with status $(cat "$run.exit"): $(tail -n 1 "$run.log")"
   exit "$(cat "$run.exit")"
 fi

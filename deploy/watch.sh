@@ -84,6 +84,7 @@ look() { # what the run on a healthy VM does
   case $state in
     running*) troubles=0 futile=0; echo "$(date -u +%FT%TZ) running, step $step" ;;
     none) prepare ;;
+    orphans) note "processes are left of a run that ended"; call stop_run --kill --wait_s=1 || trouble "still there" ;;
     "ended 0") note "finished: step $step"; call fetch "${FETCH[@]}" && end 0; note "could not fetch it; again soon" ;;
     "ended 2") give_up "the run does not accept its flags" ;;
     "ended 75") note "the run was told to stop at step $step: starting it again"; go ;;

@@ -256,3 +256,12 @@ def test_status_shows_one_screen_for_a_running_and_for_a_crashed_run(laptop, vm)
     assert "RuntimeError: crash at step 20" in output and "status 1" in output
     vm.kill()
     assert "unreachable" in laptop.run("status.sh", vm.ip, status=1)
+
+
+def test_processes_left_of_a_run_are_seen_and_ended(laptop, vm):
+    laptop.run("push.sh", vm.ip)
+    vm.program(vm.home / "nanochat.d/venv/bin/python", "echo 'step 00001/00009'; sleep 1; sleep 300 & exit 3")
+    train(laptop, vm, "--run=a")
+    eventually(lambda: "a orphans" in laptop.run("status.sh", vm.ip), 40)
+    laptop.run("stop_run.sh", vm.ip, "--kill", "--wait_s=1")
+    assert "a ended with status 3" in laptop.run("status.sh", vm.ip)

@@ -60,7 +60,7 @@ def test_from_nothing_to_a_finished_run_over_a_preemption_and_a_stockout(world, 
     assert "step 00001/00024" in world.laptop.run("train.sh", "nano", "--", *flags, timeout_s=300)
     results = tmp_path / "results"
     watch = world.laptop.start("watch.sh", "nano", f"--state={world.state}", f"--to={results}", "--", *flags)
-    eventually(lambda: (world.mirror / "step_000008").exists(), 300)
+    eventually(lambda: list(world.mirror.rglob("step_000008")), 300)
     world.cloud.faults["us-a"] = ["stockout"]
     world.cloud.node("nano")["state"] = "PREEMPTED"
     world.vm.kill()
