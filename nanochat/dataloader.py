@@ -20,11 +20,11 @@ data, the seed and the step, and not on how many ranks share its rows.
 Every epoch has all units in an order of its own; the units of all epochs, one after the other, are dealt to the lanes
 in turn. So even one document keeps every lane busy, and an epoch has nothing twice.
 
-**Packing.** Each lane fills its rows from the documents that it holds ready, oldest first, each led by BOS. The oldest
-goes into the row if it fits; then others are looked for that fill the row to the last token (a subset sum, over bits
-of one integer: microseconds). A document longer than a row takes what is left of a row and goes on at the start of the
-next one, which repeats one token, so that every token is predicted once. If nothing fills a row exactly, a long
-document is begun in it; and only where there is none, a document is cropped, the one that loses least.
+**Packing.** Each lane fills its rows from documents that it holds ready, each led by BOS. The oldest goes first, if it
+fits; then others are looked for that fill the row to the last token (a subset sum, over the bits of an integer:
+microseconds). A document longer than a row takes what is left of a row and goes on at the start of the next one. That
+repeats one token, so that every token is predicted once. If nothing fills a row exactly, a long document is begun in
+it; only where there is none, a document is cropped, so that the least is lost.
 
 **State.** A lane's state names documents and holds no tokens: where to read on, which documents were read and not yet
 begun, where in a document the next row begins. They are read and tokenized again on restoring.
@@ -43,13 +43,15 @@ import numpy as np
 import torch
 
 from nanochat.common import BadInput
-from nanochat.dataset import Units, fingerprint, open_shards, read_pieces
+from nanochat.dataset import Units, fingerprint, open_shards
 
 NUM_LANES = 64
-READ_AHEAD_BYTES = 256 << 20  # text that all lanes of a rank hold together
-CHUNK_BYTES = 256 << 10  # text that a worker tokenizes at a time
-BUFFER_DOCUMENTS, BUFFER_TOKENS = 32, 1 << 17  # what a lane chooses from, at most (but two rows at least)
-PATIENCE_ROWS = 256  # how long a document may wait for a row with room for it
+READ_AHEAD_BYTES = 256 << 20  # text that all lanes of a rank hold together, at most
+CHUNK_BYTES, CHUNK_DOCUMENTS = 128 << 10, 256  # what a worker tokenizes at a time, at most (but one document at least)
+BUFFER_DOCUMENTS = 16  # that a lane chooses from, if there is a long one among them;
+BUFFER_SHORT_DOCUMENTS = 128  # without one it looks further, because what does not fit will be cropped,
+BUFFER_TOKENS = 1 << 17  # but not beyond this (it holds at least two rows)
+PATIENCE_ROWS = 256  # a short document that has waited for so long is not put off by another long one
 TIMEOUT_S = 300
 
 
@@ -123,10 +125,10 @@ class Source:
 
     def _read(self, number, document, piece):
         while True:
-            shard, row_group, first, stop = self.units.get(self.lane, number)
+            shard, row_group, first, stop = unit = self.units.get(self.lane, number)
             while first + document < stop:
                 self.place = f"{shard.path}, row group {row_group}"
-                pieces, document = read_pieces(shard, row_group, first + document, stop, piece, self.read_bytes)
+                pieces, document = self.units.read(unit, first + document, piece, self.read_bytes)
                 document, piece = document - first, 0
                 for text in pieces:
                     yield (number, text.document - first, text.index), text
@@ -136,7 +138,7 @@ class Source:
 
     def _tokenize_chunk(self):
         chunk, n_bytes = [], 0
-        while n_bytes < CHUNK_BYTES:
+        while n_bytes < CHUNK_BYTES and len(chunk) < CHUNK_DOCUMENTS:
             ref, text = next(self._texts)
             if ref < self.next and ref not in self.again:
                 continue
@@ -223,9 +225,11 @@ class Lane:
         self.buffer = None
 
     def _refill(self):
-        two_rows = 2 * self.row_tokens
-        while self.buffered_tokens < two_rows or (self.buffered_tokens < BUFFER_TOKENS
-                                                  and len(self.short) + len(self.long) < BUFFER_DOCUMENTS):
+        while True:
+            wanted = BUFFER_DOCUMENTS if self.long else BUFFER_SHORT_DOCUMENTS
+            if self.buffered_tokens >= 2 * self.row_tokens and (self.buffered_tokens >= BUFFER_TOKENS
+                                                                or len(self.short) + len(self.long) >= wanted):
+                return
             if self._peek().ref[2]:
                 return  # more of a document whose first piece is in the buffer: taken once that is begun
             self._keep(self._take())

@@ -187,6 +187,7 @@ class Units:
             cuts = np.linspace(0, rows, min(slices, rows) + 1).astype(int).tolist()
             self.units += [(shard, row_group, first, stop) for first, stop in zip(cuts[:-1], cuts[1:], strict=True)]
         self._order = lru_cache(maxsize=4)(self._order_of_epoch)
+        self._small = {}  # what was read of the first thousand small units: with little data, opening files is all work
 
     def _order_of_epoch(self, epoch):
         # Raw bits, because NumPy promises that these stay the same from version to version.
@@ -197,3 +198,14 @@ class Units:
         """The unit that `lane` reads after `number` others."""
         epoch, place = divmod(number * self.num_lanes + lane, len(self.units))
         return self.units[self._order(epoch)[place]]
+
+    def read(self, unit, document, first_piece, max_bytes):
+        """What read_pieces returns for the rest of a unit from `document` (counted in its row group) on."""
+        shard, row_group, _, stop = unit
+        key = shard.digest, row_group, document, first_piece
+        if key in self._small:
+            return self._small[key]
+        pieces, document = read_pieces(shard, row_group, document, stop, first_piece, max_bytes)
+        if len(self._small) < 1000 and sum(len(piece.text) for piece in pieces) < 1 << 16:
+            self._small[key] = pieces, document
+        return pieces, document

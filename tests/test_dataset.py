@@ -1,0 +1,154 @@
+"""What a person meets who has no data, other data or broken data; and that reading from any place gives the same."""
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat import dataset
+from nanochat.common import BadInput
+from nanochat.dataset import Units, fingerprint, list_shards, open_shards, read_pieces
+
+
+def write(path, texts, row_group_size=None, text_type=None, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = pa.array(texts, text_type or pa.string())
+    table = pa.table({"path": [f"{i}.cc" for i in range(len(texts))], "text": texts})
+    pq.write_table(table, path, row_group_size=row_group_size, compression="zstd", **options)
+    return path
+
+
+def read_all(shard):
+    """The text of every document that has some, by (row group, row)."""
+    found = {}
+    for row_group, rows in enumerate(shard.row_group_rows):
+        document = 0
+        while document < rows:
+            pieces, document = read_pieces(shard, row_group, document, rows, max_bytes=1 << 40)
+            for piece in pieces:
+                found.setdefault((row_group, piece.document), []).append(piece.text)
+    return {place: "".join(parts) for place, parts in found.items()}
+
+
+def test_shards_are_found_by_name_also_one_level_deeper(tmp_path, base_dir):
+    for name in ("shard_00001", "shard_00000", "shard_00002"):
+        write(tmp_path / "flat" / f"{name}.parquet", ["int x;"])
+        write(tmp_path / "deep" / "base_data_v3" / f"{name}.parquet", ["int x;"])
+        write(base_dir / "parquet" / "val" / f"{name}.parquet", ["int x;"])
+    names = [f"shard_0000{i}.parquet" for i in range(3)]
+    assert [path.name for path in list_shards(tmp_path / "flat")] == names
+    assert [path.name for path in list_shards(tmp_path / "deep")] == names
+    assert [path.name for path in list_shards(split="val")] == names
+
+
+def test_missing_data_is_one_clear_line(tmp_path, base_dir):
+    with pytest.raises(BadInput, match=r"no train data: .*base_data_v3 is not a directory"):
+        list_shards()
+    with pytest.raises(BadInput, match=r"has no \*\.parquet file"):
+        list_shards(tmp_path)
+
+
+def test_files_that_are_not_whole_parquet_files_are_named(tmp_path):
+    good = write(tmp_path / "good.parquet", ["int x;"] * 100).read_bytes()
+    for content in (b"", b"PAR1", good[:-10], good[:len(good) // 2], good[-100:], b"no parquet at all " * 10):
+        (tmp_path / "bad.parquet").write_bytes(content)
+        with pytest.raises(BadInput, match=r"bad\.parquet is not a whole parquet file") as error:
+            open_shards([tmp_path / "good.parquet", tmp_path / "bad.parquet"])
+        assert "\n" not in str(error.value)
+
+
+def test_files_without_text_are_named(tmp_path):
+    pq.write_table(pa.table({"content": ["int x;"]}), tmp_path / "other.parquet")
+    with pytest.raises(BadInput, match=r"other\.parquet has no column named text \(it has content\)"):
+        open_shards([tmp_path / "other.parquet"])
+    with pytest.raises(BadInput, match=r"numbers\.parquet: its column text holds int64"):
+        open_shards([write(tmp_path / "numbers.parquet", [1, 2], text_type=pa.int64())])
+    with pytest.raises(BadInput, match="every document is empty"):
+        open_shards([write(tmp_path / "empty.parquet", ["", None, ""]), write(tmp_path / "none.parquet", [])])
+
+
+@pytest.mark.parametrize("checksums, offset, damage", [
+    (False, 0, bytes(100)),  # the page's header
+    (True, 5000, b"?"),  # one byte: seen because the page was written with a checksum
+])
+def test_a_corrupt_row_group_is_named(tmp_path, checksums, offset, damage):
+    rng = np.random.default_rng(0)
+    texts = ["".join(map(chr, rng.integers(32, 127, size=1000))) for _ in range(30)]
+    path = write(tmp_path / "shard.parquet", texts, row_group_size=10, use_dictionary=False,
+                 write_page_checksum=checksums)
+    begin = pq.read_metadata(path).row_group(1).column(1).data_page_offset + offset
+    content = bytearray(path.read_bytes())
+    content[begin:begin + len(damage)] = damage
+    path.write_bytes(content)
+    shard, = open_shards([path])
+    assert len(read_pieces(shard, 0, 0, 10)[0]) == 10
+    with pytest.raises(BadInput, match=r"shard\.parquet: row group 1 cannot be read"):
+        read_pieces(shard, 1, 0, 10)
+    path.unlink()
+    with pytest.raises(BadInput, match=r"shard\.parquet: row group 2 cannot be read"):
+        read_pieces(shard, 2, 0, 10)
+
+
+def test_fingerprint_tells_whether_the_data_is_the_same(tmp_path):
+    def of(*names):
+        return fingerprint(open_shards([tmp_path / name for name in names]))
+    write(tmp_path / "a.parquet", ["int x;", "int y;"])
+    write(tmp_path / "copy/a.parquet", ["int x;", "int y;"])
+    write(tmp_path / "b.parquet", ["int x;", "int y;"])
+    write(tmp_path / "other/a.parquet", ["int x;", "int z;"])
+    assert of("a.parquet") == of("copy/a.parquet")
+    assert len({of("a.parquet"), of("b.parquet"), of("other/a.parquet"), of("a.parquet", "b.parquet")}) == 4
+
+
+@pytest.mark.parametrize("text_type", [
+    pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+def test_every_kind_of_text_column_is_read(tmp_path, text_type):
+    texts = ["int x;", "", None, "käse\r\n\t\0", "int x;", "日本語"]
+    if text_type == pa.binary():
+        texts = [text and text.encode() for text in texts]
+    shard, = open_shards([write(tmp_path / "a.parquet", texts, row_group_size=4, text_type=text_type)])
+    assert read_all(shard) == {(0, 0): "int x;", (0, 3): "käse\r\n\t\0", (1, 0): "int x;", (1, 1): "日本語"}
+
+
+def test_malformed_utf8_comes_back_as_bytes(tmp_path):
+    malformed = b"char *s = \"\xff\xfe\xe4\";"
+    table = pa.table({"text": pa.array([malformed, b"ok"], pa.binary()).view(pa.string())})
+    pq.write_table(table, tmp_path / "a.parquet")
+    shard, = open_shards([tmp_path / "a.parquet"])
+    assert [piece.text for piece in read_pieces(shard, 0, 0, 2)[0]] == [malformed, "ok"]
+
+
+def test_long_documents_are_cut_and_can_be_read_from_any_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset, "PIECE_BYTES", 100)
+    monkeypatch.setattr(dataset, "READ_BATCH_BYTES", 1000)
+    lines = "".join(f"void f{i}() {{\n    return;\n\n}}\n" for i in range(60))
+    texts = ["short", lines, "", "ß日" * 200, "x" * 100, "x" * 101, None, "\n" * 250]
+    shard, = open_shards([write(tmp_path / "a.parquet", texts)])
+    assert read_all(shard) == {(0, i): text for i, text in enumerate(texts) if text}
+    everything, _ = read_pieces(shard, 0, 0, len(texts))
+    assert all(len(piece.text.encode()) <= 100 for piece in everything)
+    in_lines = [piece.text for piece in everything if piece.document == 1]
+    assert all(text.endswith("\n") for text in in_lines) and all(text[0] in "v}" for text in in_lines)
+    for max_bytes in (1, 150, 1000):
+        pieces, document, index = [], 0, 0
+        while document < len(texts):
+            some, document = read_pieces(shard, 0, document, len(texts), index, max_bytes)
+            pieces += some
+            index = some[-1].index + 1 if some and not some[-1].is_last else 0
+        assert pieces == everything
+
+
+@pytest.mark.parametrize("rows", [[1], [7], [500], [30] * 3, [5, 0, 9, 1], [20] * 100])
+def test_an_epoch_has_every_document_once_in_an_order_of_its_own(rows):
+    shard = dataset.Shard(None, tuple(rows), "")
+    units = Units([shard], num_lanes=8, seed=1)
+    orders = []
+    for epoch in range(3):
+        numbers = range(epoch * len(units.units), (epoch + 1) * len(units.units))
+        order = [units.get(n % 8, n // 8) for n in numbers]
+        documents = sorted((row_group, i) for _, row_group, first, stop in order for i in range(first, stop))
+        assert documents == [(row_group, i) for row_group, n in enumerate(rows) for i in range(n)]
+        orders.append(order)
+    if len(units.units) > 4:
+        assert orders[0] != orders[1] != orders[2]
+        assert [Units([shard], 8, seed=2).get(n % 8, n // 8) for n in range(len(units.units))] != orders[0]
+    assert [Units([shard], 8, seed=1).get(n % 8, n // 8) for n in range(len(units.units))] == orders[0]
