@@ -32,6 +32,7 @@ SPECIAL_TOKENS = (
     "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
     "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>",
 )
+_VALID_THEN_MALFORMED = re.compile("([^\udc80-\udcff]*)([\udc80-\udcff]*)")  # as "surrogateescape" marks bytes
 
 
 class Tokenizer:
@@ -51,7 +52,7 @@ class Tokenizer:
         self._encoding = tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=mergeable_ranks,
                                            special_tokens=special_tokens)
         self._ranks, self.pattern, self._special_tokens = mergeable_ranks, pattern, dict(special_tokens)
-        self._byte_ids = np.array([mergeable_ranks[bytes([byte])] for byte in range(256)], dtype=np.uint32)
+        self._byte_ids = [mergeable_ranks[bytes([byte])] for byte in range(256)]
         self.n_vocab = n_ranks + len(special_tokens)
         self.bos_id = special_tokens["<|bos|>"]
 
@@ -77,14 +78,11 @@ class Tokenizer:
 
     def _encode_malformed(self, data):
         """Ids of bytes that are not UTF-8: one token for each malformed byte, and what is between them as usual."""
-        parts = re.split("([\udc80-\udcff]+)", data.decode("utf-8", "surrogateescape"))
-        for i, part in enumerate(parts):
-            if i % 2:
-                raw = np.frombuffer(part.encode("utf-8", "surrogateescape"), dtype=np.uint8)
-                parts[i] = self._byte_ids[raw]
-            else:
-                parts[i] = self._encoding.encode_to_numpy(part, disallowed_special=())
-        return np.concatenate(parts)
+        ids = []
+        for match in _VALID_THEN_MALFORMED.finditer(data.decode("utf-8", "surrogateescape")):
+            ids += self._encoding.encode_ordinary(match[1])
+            ids += (self._byte_ids[ord(escaped) - 0xDC00] for escaped in match[2])
+        return np.array(ids, dtype=np.uint32)
 
     def decode_bytes(self, ids):
         """The bytes that were encoded. Special tokens become their names."""
@@ -156,7 +154,7 @@ def check_tokenizer(tokenizer, vocab_size=None, sha256=None):
 def _load(directory, read):
     try:
         tokenizer = Tokenizer(*read(directory))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise BadInput(f"the tokenizer in {directory} cannot be loaded ({reason}): copy it again") from None
     _check_token_bytes(tokenizer, directory / TOKEN_BYTES_FILE)
@@ -193,7 +191,10 @@ class _TiktokenUnpickler(pickle.Unpickler):
 
 def _read_pickle(directory):
     with open(directory / PICKLE_FILE, "rb") as file:
-        state = _TiktokenUnpickler(file).load().state
+        try:
+            state = _TiktokenUnpickler(file).load().state
+        except Exception as error:  # a damaged pickle may raise anything
+            raise ValueError(f"{PICKLE_FILE} is not a pickled tiktoken.Encoding: {error}") from None
     return state["mergeable_ranks"], state["pat_str"], state["special_tokens"]
 
 
@@ -204,7 +205,7 @@ def _check_token_bytes(tokenizer, path):
     try:
         counts = torch.load(path, map_location="cpu", weights_only=True)
         agrees = counts.dim() == 1 and torch.equal(counts.long(), tokenizer.token_bytes().long())
-    except (OSError, RuntimeError, AttributeError, EOFError, pickle.UnpicklingError):
+    except Exception:  # so may a damaged tensor
         agrees = False
     if not agrees:
-        warnings.warn(f"{path} does not hold the bytes of this tokenizer's tokens: counted again", stacklevel=3)
+        warnings.warn(f"{path} does not hold the bytes of this tokenizer's tokens: counted again", stacklevel=4)

@@ -21,12 +21,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import tiktoken
 
 from nanochat.common import ArgumentParser, BadInput, get_base_dir, require_writable_dir, run_script
 from nanochat.dataset import list_shards, open_shards
 from nanochat.tokenizer import load_tokenizer
+from scripts.tok_train import read_documents
 
 NPM_PACKAGE, NPM_TIMEOUT_S = "tiktoken@1.0.22", 120
 # Where tiktoken gets a vocabulary, and the sha256 that it wants to see (tiktoken_ext/openai_public.py)
@@ -92,17 +92,14 @@ def openai_encoding(package, name, cache_dir):
 # Texts
 
 
-def read_documents(shards, max_bytes_per_source):
+def first_documents(shards, max_bytes_per_source):
     """[(path, text)]: the first documents of every source."""
     documents, nbytes = [], Counter()
     for shard in shards:
-        with pq.ParquetFile(shard.path) as file:
-            columns = [name for name in ("text", "path", "source") if name in file.schema_arrow.names]
-            for batch in file.iter_batches(256, columns=columns, use_threads=False):
-                for row in batch.to_pylist():
-                    if row["text"] and nbytes[row.get("source")] < max_bytes_per_source:
-                        nbytes[row.get("source")] += len(row["text"])
-                        documents.append((row.get("path", ""), row["text"]))
+        for text, path, source in read_documents(shard, "path", "source"):
+            if nbytes[source] < max_bytes_per_source:
+                nbytes[source] += len(text)
+                documents.append((path, text.decode("utf-8", "replace")))
     return documents
 
 
@@ -174,7 +171,7 @@ def find_entrants(args):
 def main(argv=None):
     args = parse_args(argv)
     *others, ours = entrants = find_entrants(args)
-    documents = read_documents(open_shards(list_shards(args.data_dir, "val")), args.max_bytes_per_source)
+    documents = first_documents(open_shards(list_shards(args.data_dir, "val")), args.max_bytes_per_source)
     kinds = by_kind(documents)
 
     def row(*cells):

@@ -72,16 +72,15 @@ class Usage:
         return "".join(lines)
 
 
-def read_documents(shard):
-    """Yields (text, source, licence) of every document; "unknown" where a column is missing."""
+def read_documents(shard, *columns):
+    """Yields (text as bytes, *values of `columns`) of every document with text; "unknown" if a column is missing."""
     try:
         with pq.ParquetFile(shard.path) as file:
-            named = [name for name in ("source", "licence") if name in file.schema_arrow.names]
-            for batch in file.iter_batches(256, columns=["text", *named], use_threads=False):
+            there = [name for name in columns if name in file.schema_arrow.names]
+            for batch in file.iter_batches(256, columns=["text", *there], use_threads=False):
                 texts = batch["text"].cast(pa.binary()).to_pylist()  # a column of strings may hold malformed UTF-8
-                sources, licences = (batch[name].to_pylist() if name in named else ["unknown"] * len(texts)
-                                     for name in ("source", "licence"))
-                yield from zip(texts, sources, licences, strict=True)
+                values = (batch[name].to_pylist() if name in there else ["unknown"] * len(texts) for name in columns)
+                yield from (document for document in zip(texts, *values, strict=True) if document[0])
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise BadInput(f"{shard.path} cannot be read ({reason}): copy or prepare the file again") from None
@@ -92,8 +91,8 @@ def choose_texts(shards, args, usage):
     total = 0
     bar = tqdm(shards, desc="counting pieces", unit="shard", disable=None)  # None: only on a terminal
     for shard in bar:
-        for text, source, licence in read_documents(shard):
-            if not text or usage.nbytes[source] + len(text) > args.max_bytes_per_source:
+        for text, source, licence in read_documents(shard, "source", "licence"):
+            if usage.nbytes[source] + len(text) > args.max_bytes_per_source:
                 continue
             if total + len(text) > args.max_bytes:
                 return
