@@ -2,10 +2,14 @@
 import math
 from dataclasses import dataclass
 
-from nanochat import metrics
+import torch
+
+from nanochat import metrics, tpu
 from nanochat.common import BadInput
 from nanochat.dataloader import NUM_LANES
 from nanochat.gpt import GPT, GPTConfig, config_for_depth
+
+ASSUMED_MFU = 0.3  # for the estimated time
 
 
 @dataclass(frozen=True)
@@ -67,3 +71,41 @@ def default_batch_tokens(horizon_tokens):
     """The best batch grows with horizon^0.383 (arXiv 2505.13738); anchored at 2^19 tokens for depth 16 and 20 tokens a
     parameter; a power of two."""
     return 2 ** round(19 + 0.383 * math.log2(horizon_tokens / (20 * 268.4e6)))
+
+
+def describe_plan(plan, args, dist, model, tokenizer):
+    """The plan as lines for a person."""
+    config = plan.config
+    accelerator = tpu.detect_accelerator() if dist.device_type == "tpu" else None
+    micro = f"{args.device_batch_size} rows × {args.max_seq_len} × {plan.world_size} devices"
+    lines = {
+        "devices": f"{plan.world_size} × {accelerator or dist.device_type}, kernel {model.kernels.name}, "
+                   f"{str(model.compute_dtype).removeprefix('torch.')} compute",
+        "model": f"depth {config.n_layer}, width {config.n_embd}, {config.n_head} heads of {config.head_dim} "
+                 f"({config.n_kv_head} for keys and values), windows {config.window_pattern}, "
+                 f"vocabulary {config.vocab_size:,}",
+        "parameters": f"{sum(plan.parameters.values()):,} = "
+                      + " + ".join(f"{n:,} {group}" for group, n in plan.parameters.items()),
+        "batch": f"{plan.total_batch_size:,} tokens = {micro} × {plan.grad_accum_steps} micro-steps",
+        "horizon": f"{plan.num_iterations:,} steps, {plan.num_iterations * plan.total_batch_size:,} tokens "
+                   f"({plan.num_iterations * plan.total_batch_size / plan.matrix_params:.1f} a matrix parameter)",
+        "compute": f"{plan.flops_per_token:.3e} FLOPs a token, "
+                   f"{plan.flops_per_token * plan.num_iterations * plan.total_batch_size:.3e} in all",
+        "tokenizer": f"{tokenizer.n_vocab:,} tokens, sha256 {tokenizer.sha256[:12]}",
+    }
+    peak = peak_flops(dist)
+    if peak:
+        hours = (plan.flops_per_token * plan.num_iterations * plan.total_batch_size
+                 / (peak * plan.world_size * ASSUMED_MFU) / 3600)
+        price = tpu.usd_per_hour(accelerator, spot=True) if accelerator else None
+        cost = f", {hours * price:.0f} USD on spot" if price else ""
+        lines["estimate"] = f"{hours:.1f} h{cost}, if {ASSUMED_MFU:.0%} of the peak is reached"
+    return [f"{name:>11}  {text}" for name, text in lines.items()]
+
+
+def peak_flops(dist):
+    """bf16 FLOP/s of one device, or None where it is not known."""
+    if dist.device_type == "tpu":
+        accelerator = tpu.detect_accelerator()
+        return tpu.peak_flops(accelerator) if accelerator else None
+    return tpu.peak_flops(torch.cuda.get_device_name()) if dist.device_type == "cuda" else None

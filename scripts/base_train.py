@@ -11,16 +11,19 @@ On GPUs: torchrun --nproc_per_node=8 -m scripts.base_train … A run of a name t
 No line at module level touches the XLA runtime: xmp.spawn starts a process for each chip, and they start theirs.
 """
 import os
+import socket
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
 from nanochat import checkpoint, metrics, preemption, tpu
 from nanochat.common import (
@@ -48,12 +51,12 @@ from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.kernels import get_kernels
 from nanochat.loss_eval import bits_per_byte
+from nanochat.mirror import Mirror
 from nanochat.optim import MuonAdamW, OptimConfig, lr_multiplier
-from nanochat.plan import make_plan
+from nanochat.plan import describe_plan, make_plan, peak_flops
 from nanochat.tokenizer import load_tokenizer
 
 STOP_FILE = ".stop"  # in the run's folder, see preemption.py
-ASSUMED_MFU = 0.3  # for the estimate in the plan
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
 
 
@@ -100,6 +103,7 @@ def parse_args(argv=None):
     add("--sample_every", type=int, default=1000, help="steps between samples, also at the end; -1: never")
     add("--save_every", type=int, default=1000, help="steps between checkpoints, also at the end; -1: never")
     add("--keep_checkpoints", type=int, default=3, help="how many checkpoints stay on disk")
+    add("--checkpoint_mirror", help="gs://… or a directory: copies of checkpoints, from which a new VM goes on")
     add("--log_every", type=int, default=10, help="steps between lines of the log")
     return parser.parse_args(argv)
 
@@ -112,45 +116,6 @@ def compute_dtype(args, device_type):
 
 def optim_config(args):
     return OptimConfig(**{field.name: getattr(args, field.name) for field in fields(OptimConfig)})
-
-
-def print_plan(trainer):
-    args, plan, dist, model, tokenizer = trainer.args, trainer.plan, trainer.dist, trainer.model, trainer.tokenizer
-    config = plan.config
-    accelerator = tpu.detect_accelerator() if dist.device_type == "tpu" else None
-    micro = f"{args.device_batch_size} rows × {args.max_seq_len} × {plan.world_size} devices"
-    lines = {
-        "devices": f"{plan.world_size} × {accelerator or dist.device_type}, kernel {model.kernels.name}, "
-                   f"{str(model.compute_dtype).removeprefix('torch.')} compute",
-        "model": f"depth {config.n_layer}, width {config.n_embd}, {config.n_head} heads of {config.head_dim} "
-                 f"({config.n_kv_head} for keys and values), windows {config.window_pattern}, "
-                 f"vocabulary {config.vocab_size:,}",
-        "parameters": f"{sum(plan.parameters.values()):,} = "
-                      + " + ".join(f"{n:,} {group}" for group, n in plan.parameters.items()),
-        "batch": f"{plan.total_batch_size:,} tokens = {micro} × {plan.grad_accum_steps} micro-steps",
-        "horizon": f"{plan.num_iterations:,} steps, {plan.num_iterations * plan.total_batch_size:,} tokens "
-                   f"({plan.num_iterations * plan.total_batch_size / plan.matrix_params:.1f} a matrix parameter)",
-        "compute": f"{plan.flops_per_token:.3e} FLOPs a token, "
-                   f"{plan.flops_per_token * plan.num_iterations * plan.total_batch_size:.3e} in all",
-        "tokenizer": f"{tokenizer.n_vocab:,} tokens, sha256 {tokenizer.sha256[:12]}",
-    }
-    peak = peak_flops(dist)
-    if peak:
-        hours = (plan.flops_per_token * plan.num_iterations * plan.total_batch_size
-                 / (peak * plan.world_size * ASSUMED_MFU) / 3600)
-        price = tpu.usd_per_hour(accelerator, spot=True) if accelerator else None
-        cost = f", {hours * price:.0f} USD on spot" if price else ""
-        lines["estimate"] = f"{hours:.1f} h{cost}, if {ASSUMED_MFU:.0%} of the peak is reached"
-    for name, text in lines.items():
-        print0(f"{name:>11}  {text}")
-
-
-def peak_flops(dist):
-    """bf16 FLOP/s of one device, or None where it is not known."""
-    if dist.device_type == "tpu":
-        accelerator = tpu.detect_accelerator()
-        return tpu.peak_flops(accelerator) if accelerator else None
-    return tpu.peak_flops(torch.cuda.get_device_name()) if dist.device_type == "cuda" else None
 
 
 # -----------------------------------------------------------------------------
@@ -194,10 +159,11 @@ class Trainer:
         self.last_batch = None  # knows where the lanes stand after it
         self.data_wait_s = 0.0  # since the last line of the log
         self.stop_request = preemption.StopRequest(self.run_dir / STOP_FILE)
-        self.logger = None
+        self.logger = self.mirror = None
         if self.dist.rank == 0:
+            self.mirror = open_mirror(args)
             print_banner()
-            print_plan(self)
+            print0("\n".join(describe_plan(self.plan, args, self.dist, self.model, self.tokenizer)))
             print0(f"resuming from {checkpoint_path}" if restored else f"a new run, in {self.run_dir}")
             self.goodput = metrics.Goodput(restored.meta["seconds"] if restored else None)
             self.logger = metrics.MetricsLogger(
@@ -262,6 +228,8 @@ class Trainer:
                 self.log(losses, window_start)
                 losses = []
         self.loader.close()
+        if self.mirror:
+            self.mirror.finish(timeout_s=15 if is_stopped else 600)  # a preempted VM is gone after 30 s
         if self.logger:
             self.logger.close(timeout_s=5 if is_stopped else 60)
         return preemption.EXIT_STATUS if is_stopped else 0
@@ -333,6 +301,8 @@ class Trainer:
                     self.run_dir, self.step, self.model.state_dict(), self.optimizer.state_dict(), meta,
                     num_lanes=NUM_LANES, keep=self.args.keep_checkpoints)
                 print0(f"saved {path}")
+                if self.mirror:
+                    self.mirror.upload(path)
             thread_barrier(self.dist)
 
 
@@ -345,7 +315,14 @@ def is_due(step, every, is_last):
 
 
 def get_run_dir(args):
+    """Where the run's checkpoints and metrics lie."""
+    if Path(args.run).name != args.run or args.run in ("", ".", ".."):
+        raise BadInput(f"--run={args.run} is not a plain name: it becomes a folder's")
     return get_base_dir() / "checkpoints" / args.run
+
+
+def open_mirror(args):
+    return Mirror(args.checkpoint_mirror, args.run, args.keep_checkpoints) if args.checkpoint_mirror else None
 
 
 def expected_world_size(device_type):
@@ -358,8 +335,23 @@ def expected_world_size(device_type):
 
 
 def hosts(device_type):
+    """How many hosts the slice has that this machine is of."""
     accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
     return tpu.parse_accelerator(accelerator).hosts if accelerator else 1
+
+
+@contextmanager
+def exclusive_use(run_dir):
+    """Raises BadInput if another process trains this run, or the directory cannot be written to."""
+    lock, holder = FileLock(require_writable_dir(run_dir) / ".lock"), run_dir / ".lock_holder"
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        raise BadInput(f"{run_dir} is in use by {holder.read_text()}: end that run first, or choose another --run") \
+            from None
+    with held:
+        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        yield
 
 
 def check(args, device_type):
@@ -367,8 +359,6 @@ def check(args, device_type):
 
     Returns whether the run is finished already, and the path of the checkpoint that it goes on from, or None.
     """
-    if Path(args.run).name != args.run or args.run in ("", ".", ".."):
-        raise BadInput(f"--run={args.run} is not a plain name: it becomes a folder's")
     tokenizer = load_tokenizer(args.tokenizer_dir)
     plan = make_plan(args, tokenizer.n_vocab, expected_world_size(device_type))
     get_kernels(args.kernel, device_type)
@@ -377,7 +367,7 @@ def check(args, device_type):
         data_fingerprint = fingerprint(open_shards(list_shards(args.data_dir)))
         if args.eval_every > 0:
             open_shards(list_shards(args.val_dir, "val"))
-    run_dir = require_writable_dir(get_run_dir(args))
+    run_dir = get_run_dir(args)
     checkpoint.clean_partial(run_dir)
     preemption.StopRequest(run_dir / STOP_FILE, create=True)
     if args.resume == "never":
@@ -386,6 +376,8 @@ def check(args, device_type):
     optimizer = MuonAdamW(model, optim_config(args), plan.total_batch_size, plan.num_iterations)
     if args.save_every > 0:
         checkpoint.check_disk_space(run_dir, checkpoint.state_bytes(model.state_dict(), optimizer.state_dict()))
+    if open_mirror(args) and args.resume == "auto" and not checkpoint.list_checkpoints(run_dir):
+        open_mirror(args).fetch(run_dir)
     path = checkpoint.latest_good(run_dir, report=lambda message: print(f"warning: {message}", flush=True))
     if path:
         checkpoint.require_match(path, checkpoint.load_meta(path), config=asdict(plan.config),
@@ -397,10 +389,18 @@ def check(args, device_type):
     return False, path
 
 
-def train(args, device_type, checkpoint_path=None):
-    """What every rank runs. Without a parent process that did it (CUDA, cpu), rank 0 does the checks."""
+def train(args, device_type, checkpoint_path):
+    """What every rank runs; returns the exit status."""
     dist = compute_init(device_type)
-    if not dist.is_xla:
+    status = Trainer(args, dist, checkpoint_path).run()
+    compute_cleanup(dist)
+    return status
+
+
+def train_without_parent(args, device_type):
+    """The same on CUDA and cpu, where rank 0 does what the parent of XLA's processes does."""
+    dist = compute_init(device_type)
+    with exclusive_use(get_run_dir(args)) if dist.rank == 0 else nullcontext():
         found = [check(args, device_type) if dist.rank == 0 else None]
         if dist.world_size > 1:
             torch.distributed.broadcast_object_list(found)
@@ -408,7 +408,7 @@ def train(args, device_type, checkpoint_path=None):
         if is_finished:
             return 0
         preemption.stop_on_signals(preemption.StopRequest(get_run_dir(args) / STOP_FILE))
-    status = Trainer(args, dist, checkpoint_path).run()
+        status = Trainer(args, dist, checkpoint_path).run()
     compute_cleanup(dist)
     return status
 
@@ -440,28 +440,35 @@ def _mp_fn(index, args, device_type, checkpoint_path, status_path):
         os._exit(status)
 
 
+def spawn(args, device_type, checkpoint_path):
+    """Runs train() in a process for each chip, or in a thread for each XLA device of a CPU; returns the exit status."""
+    import torch_xla.distributed.xla_multiprocessing as xmp
+    with tempfile.TemporaryDirectory() as scratch:
+        status_path = Path(scratch) / "status"
+        status_path.write_text("0")
+        try:
+            xmp.spawn(_mp_fn, args=(args, device_type, checkpoint_path, str(status_path)), nprocs=None)
+        except BrokenProcessPool:  # a rank ended its process; one that was killed could leave no status
+            return int(status_path.read_text()) or 1
+        return int(status_path.read_text())
+
+
 def main(argv=None):
     args = parse_args(argv)
     device_type = resolve_device_type(args.device_type)
     prepare_xla_environment(device_type)
     if device_type not in ("tpu", "xla"):
-        return train(args, device_type)
-    is_finished, checkpoint_path = check(args, device_type)
-    if is_finished:
-        return 0
-    if hosts(device_type) == 1:  # hosts of a pod do not agree on a step: there a signal just ends the run
-        stop_request = preemption.StopRequest(get_run_dir(args) / STOP_FILE)
-        preemption.stop_on_signals(stop_request)
-        if device_type == "tpu":
-            preemption.stop_on_preemption_notice(stop_request)
-    import torch_xla.distributed.xla_multiprocessing as xmp
-    with tempfile.TemporaryDirectory() as scratch:
-        status_path = Path(scratch) / "status"
-        try:
-            xmp.spawn(_mp_fn, args=(args, device_type, checkpoint_path, str(status_path)), nprocs=None)
-        except BrokenProcessPool:
-            return int(status_path.read_text()) if status_path.exists() else 1
-        return int(status_path.read_text()) if status_path.exists() else 0
+        return train_without_parent(args, device_type)
+    with exclusive_use(get_run_dir(args)):
+        is_finished, checkpoint_path = check(args, device_type)
+        if is_finished:
+            return 0
+        if hosts(device_type) == 1:  # the hosts of a pod do not agree on a step: there a signal just ends the run
+            stop_request = preemption.StopRequest(get_run_dir(args) / STOP_FILE)
+            preemption.stop_on_signals(stop_request)
+            if device_type == "tpu":
+                preemption.stop_on_preemption_notice(stop_request)
+        return spawn(args, device_type, checkpoint_path)
 
 
 if __name__ == "__main__":

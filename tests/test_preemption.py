@@ -2,6 +2,7 @@
 import http.server
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,8 +77,8 @@ def test_the_metadata_servers_notice_asks_for_a_stop(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def start(base_dir, byte_tokenizer_dir):
-    """Starts a run of 120 small steps over two XLA devices."""
+def start(tmp_path, byte_tokenizer_dir):
+    """Starts a run of 120 small steps over two XLA devices, its checkpoints mirrored in a directory."""
 
     def run(name):
         environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
@@ -85,7 +86,7 @@ def start(base_dir, byte_tokenizer_dir):
             [sys.executable, "-m", "scripts.base_train", f"--run={name}", "--device_type=xla", "--depth=2",
              "--model_dim=64", "--num_heads=2", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128",
              "--num_iterations=120", "--eval_every=-1", "--sample_every=-1", "--save_every=100", "--log_every=5",
-             "--synthetic_data", f"--tokenizer_dir={byte_tokenizer_dir}"],
+             "--synthetic_data", f"--checkpoint_mirror={tmp_path}/mirror", f"--tokenizer_dir={byte_tokenizer_dir}"],
             env={**environment, "CPU_NUM_DEVICES": "2", "WANDB_MODE": "disabled"}, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True)
 
@@ -100,6 +101,7 @@ def losses_of(base_dir, name):
 
 
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_bit_for_bit(start, base_dir):
+    """The second time on a new VM, whose disk is empty but for the data."""
     for number, after in ((signal.SIGTERM, "step 00020"), (signal.SIGINT, "step 00060")):
         run = start("test")
         for line in run.stdout:
@@ -111,6 +113,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_bit_for_bit(start, base_di
         assert f"{number.name}: the run stops" in output
         done = len(losses_of(base_dir, "test"))
         assert (base_dir / "checkpoints" / "test" / f"step_{done:06d}").is_dir()
+        shutil.rmtree(base_dir / "checkpoints" / "test")
     assert 60 <= done < 120
     for name in ("test", "whole"):
         process = start(name)
@@ -119,11 +122,14 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_bit_for_bit(start, base_di
     assert losses_of(base_dir, "test") == losses_of(base_dir, "whole")
 
 
-def test_no_rank_outlives_a_parent_that_is_killed(start):
+def test_a_run_is_trained_once_and_no_rank_outlives_a_parent_that_is_killed(start):
     run = start("test")
     for line in run.stdout:
         if line.startswith("step 00020"):
             break
+    second = start("test")
+    output = second.communicate(timeout=TIMEOUT_S)[0]
+    assert second.returncode == 2 and f"in use by process {run.pid} on " in output
     children = [int(pid) for pid in open(f"/proc/{run.pid}/task/{run.pid}/children").read().split()]
     assert children
     run.kill()
