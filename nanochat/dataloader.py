@@ -302,31 +302,34 @@ class DataLoader:
     """Endless iterator over this rank's batches. The module's docstring describes it.
 
     Raises BadInput for data, sizes or a state that cannot be used; what goes wrong in a background thread is raised by
-    `next()`. Close it, or use it as a context manager: its threads keep it alive.
+    `next()`. Close it, or use it as a context manager: else its threads wait until the process ends.
     """
 
     def __init__(self, shards, tokenizer, *, batch_size, seq_len, rank=0, world_size=1, seed=0, num_lanes=NUM_LANES,
                  threads=2, state=None):
         shards = open_shards(shards)
-        self.fingerprint = fingerprint(shards)
-        self.batch_size, self.seq_len, self.world_size = batch_size, seq_len, world_size
-        self.run = {"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": self.fingerprint,
-                    "tokenizer": tokenizer.sha256}
-        state = _check_state(state, self.run, world_size)
-        self._next_row = rank + sum(lane.rows for lane in state.values())
+        run = {"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": fingerprint(shards),
+               "tokenizer": tokenizer.sha256}
+        self._begin(run, batch_size, rank, world_size, state)
         self._n_documents = sum(sum(shard.row_group_rows) for shard in shards)
-        self._wanted = queue.SimpleQueue()  # sources whose next chunk is wanted; None ends a worker
-        units, own_lanes = Units(shards, num_lanes, seed), range(rank, num_lanes, world_size)
-        self._lanes = {}
-        for lane in own_lanes:
-            source = Source(lane, units, tokenizer, READ_AHEAD_BYTES // len(own_lanes), state[lane], self._wanted)
-            self._lanes[lane] = Lane(seq_len + 1, state[lane], source.fetch)
-        self._states = {lane: state[lane] for lane in own_lanes}
-        self._error = None
+        units = Units(shards, num_lanes, seed)
+        read_bytes = READ_AHEAD_BYTES // max(16, len(self._states))
+        for lane, lane_state in self._states.items():
+            source = Source(lane, units, tokenizer, read_bytes, lane_state, self._wanted)
+            self._lanes[lane] = Lane(seq_len + 1, lane_state, source.fetch)
         self._threads = [threading.Thread(target=_work, args=[self._wanted], name=f"tokenize-{i}", daemon=True)
                          for i in range(threads)]
         for thread in self._threads:
             thread.start()
+
+    def _begin(self, run, batch_size, rank, world_size, state):
+        states = _check_state(state, run, world_size)
+        self.run, self.fingerprint, self.seq_len = run, run["data"], run["seq_len"]
+        self.batch_size, self.world_size = batch_size, world_size
+        self._next_row = rank + sum(lane.rows for lane in states.values())
+        self._states = {lane: states[lane] for lane in range(rank, run["num_lanes"], world_size)}
+        self._lanes, self._n_documents, self._threads, self._error = {}, 1, [], None
+        self._wanted = queue.SimpleQueue()  # Sources whose next chunk is wanted; None ends a worker
 
     def __iter__(self):
         return self
@@ -380,45 +383,27 @@ def _work(wanted):
         source.work()
 
 
-class SyntheticLoader:
-    """Random tokens in the same shape, with the same attributes: to try a machine without data."""
-
-    fingerprint = "synthetic"
+class SyntheticLoader(DataLoader):
+    """Random tokens in the same shape: to try a machine without data."""
 
     def __init__(self, n_vocab, *, batch_size, seq_len, rank=0, world_size=1, seed=0, num_lanes=NUM_LANES, state=None):
-        self.n_vocab, self.batch_size, self.seq_len, self.world_size = n_vocab, batch_size, seq_len, world_size
-        self.run = {"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": self.fingerprint,
-                    "tokenizer": f"{n_vocab} random tokens"}
-        state = _check_state(state, self.run, world_size)
-        self._next_row = rank + sum(lane.rows for lane in state.values())
-        self._rows = {lane: state[lane].rows for lane in range(rank, num_lanes, world_size)}
+        run = {"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": "synthetic",
+               "tokenizer": f"{n_vocab} random tokens"}
+        self._begin(run, batch_size, rank, world_size, state)
+        self._lanes = {lane: RandomLane([seed, lane], n_vocab, lane_state) for lane, lane_state in self._states.items()}
 
-    def __iter__(self):
-        return self
 
-    def __next__(self):
-        rows = np.empty((self.batch_size, self.seq_len + 1), dtype=np.int32)
-        for row in rows:
-            row[:] = np.random.default_rng([self.run["seed"], self._next_row]).integers(self.n_vocab, size=len(row))
-            self._rows[self._next_row % self.run["num_lanes"]] += 1
-            self._next_row += self.world_size
-        states = {lane: LaneState(rows=n, tokens=n * self.seq_len) for lane, n in self._rows.items()}
-        return Batch(torch.from_numpy(rows), states, self.run)
+class RandomLane:
+    def __init__(self, seed, n_vocab, state):
+        self.seed, self.n_vocab, self.rows, self.tokens = seed, n_vocab, state.rows, state.tokens
 
-    @property
-    def stats(self):
-        n_rows = sum(self._rows.values())
-        return {"rows": n_rows, "tokens": n_rows * self.seq_len, "dropped": 0, "documents": 0, "dropped_share": 0.0,
-                "epoch": 0.0}
+    def fill(self, row):
+        row[:] = np.random.default_rng([*self.seed, self.rows]).integers(self.n_vocab, size=len(row))
+        self.rows += 1
+        self.tokens += len(row)
 
-    def close(self):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
+    def state(self):
+        return LaneState(rows=self.rows, tokens=self.tokens)
 
 
 def _check_state(state, run, world_size):

@@ -32,7 +32,7 @@ class Shard:
     digest: str  # of name, size and footer
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A document's text, or a stretch of at most PIECE_BYTES of it if it is longer."""
     document: int  # row number within the row group
     index: int  # 0 for the document's first piece
@@ -98,8 +98,8 @@ def fingerprint(shards):
 def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 20):
     """Reads from `document` of a row group on: to document `stop`, or until `max_bytes` are exceeded.
 
-    Returns a list of Pieces (none for an empty or null document; the first `first_piece` pieces of the first document
-    are left out) and the number of the document after the last piece: the same document if that was not its end.
+    Returns a list of TextPieces (none for an empty or null document, and without the first `first_piece` pieces of the
+    first document) and the number of the document after the last piece: the same document if that was not its end.
     Parquet has no way to a row but through those before it in the row group; they are decoded and forgotten.
     """
     pieces, n_bytes = [], 0
@@ -143,7 +143,7 @@ def _cut(document, text):
     A tokenizer's split pattern breaks there too, so that the tokens are those of the whole text.
     """
     if len(text) <= PIECE_BYTES:
-        return [Piece(document, 0, True, _as_str(text))]
+        return [TextPiece(document, 0, True, _as_str(text))]
     return _cut_long(document, bytes(text))
 
 
@@ -157,9 +157,9 @@ def _cut_long(document, text):
             last = end - 1
             while last > end - 4 and text[last + 1] & 0xC0 == 0x80:  # not inside a UTF-8 character
                 last -= 1
-        yield Piece(document, index, False, _as_str(text[begin:last + 1]))
+        yield TextPiece(document, index, False, _as_str(text[begin:last + 1]))
         begin, index = last + 1, index + 1
-    yield Piece(document, index, True, _as_str(text[begin:]))
+    yield TextPiece(document, index, True, _as_str(text[begin:]))
 
 
 def _as_str(text):

@@ -140,7 +140,7 @@ def wait_until_idle(tokenizer):
     before = -1
     while before != tokenizer.tokens:
         before = tokenizer.tokens
-        time.sleep(0.5)
+        time.sleep(0.2)
 
 
 def measure(seconds, tokenizer, advance):

@@ -16,6 +16,7 @@ from nanochat import dataloader, dataset
 from nanochat.common import BadInput
 from nanochat.dataloader import DataLoader, SyntheticLoader
 from nanochat.dataset import Units, open_shards, read_pieces
+from scripts import bench_loader
 
 
 class ByteTokenizer:
@@ -290,3 +291,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
     grown_mb = int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
                                   timeout=120).stdout)
     assert grown_mb < 600
+
+
+def test_the_benchmark_runs(shards, capsys):
+    bench_loader.main([f"--data_dir={shards[0].parent}", "--max_seq_len=128", "--seconds=0.1", "--rounds=1"])
+    report = capsys.readouterr().out
+    assert "median: " in report and "best fit, cropping the rest" in report
