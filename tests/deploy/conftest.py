@@ -86,8 +86,9 @@ def laptop(tmp_path):
 
 @pytest.fixture
 def vm(laptop):
-    """A VM on which setup.sh and data.sh have been, with 8 chips."""
+    """A VM with 8 chips on which setup.sh, push.sh and data.sh have been."""
     vm = laptop.vm()
+    vm.give_code()
     shard = vm.home / ".cache/nanochat/parquet/base_data_v3/shard_00000.parquet"
     shard.parent.mkdir(parents=True)
     shard.write_bytes(b"PAR1")

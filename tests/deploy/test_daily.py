@@ -156,7 +156,6 @@ def train(laptop, vm, *flags, **options):
 
 
 def test_train_starts_detached_and_returns_at_the_first_log_line(laptop, vm):
-    laptop.run("push.sh", vm.ip)
     output = train(laptop, vm, "--run=d16", "--num_iterations=1000", "--text=two words; $(touch /tmp/no)")
     assert "scripts.base_train --run=d16" in output and "step 00001/01000" in output
     assert "step 00100" not in output
@@ -180,7 +179,6 @@ def test_train_starts_detached_and_returns_at_the_first_log_line(laptop, vm):
 
 
 def test_two_starts_at_once_give_one_run(laptop, vm):
-    laptop.run("push.sh", vm.ip)
     flags = ["--min_free_gb=0", "--", "--run=a", "--num_iterations=1000"]
     both = [laptop.start("train.sh", vm.ip, *flags) for _ in range(2)]
     for process in both:
@@ -197,30 +195,26 @@ def test_two_starts_at_once_give_one_run(laptop, vm):
     ("rm -r .cache", "data.sh first"),
 ])
 def test_train_refuses_what_cannot_work(laptop, vm, broken, message):
-    laptop.run("push.sh", vm.ip)
     subprocess.run(broken, shell=True, cwd=vm.home, check=True)
     assert message in train(laptop, vm, "--run=a", status=1)
 
 
 def test_train_refuses_a_machine_without_chips_and_a_full_disk(laptop, vm):
-    laptop.run("push.sh", vm.ip)
     assert "less than --min_free_gb" in laptop.run("train.sh", vm.ip, "--min_free_gb=999999", "--", "--run=a", status=1)
     assert "only" in train(laptop, vm, "--run=../a", status=2)
     without = laptop.vm(chips=0)
-    laptop.run("push.sh", without.ip)
+    without.give_code()
     (without.home / ".tpu_env").write_text("export PJRT_DEVICE=TPU\n")
     assert "no TPU chips" in train(laptop, without, "--run=a", status=1)
 
 
 def test_train_prints_the_error_of_a_run_that_ends_at_once(laptop, vm):
-    laptop.run("push.sh", vm.ip)
     assert "error: --bad_input=1 is bad" in train(laptop, vm, "--run=a", "--bad_input=1", status=2)
     output = train(laptop, vm, "--run=a", "--crash_at=1", status=1)
     assert "status 1: RuntimeError: crash at step 1" in output
 
 
 def test_stop_run_kills_what_does_not_stop_only_when_told_to(laptop, vm):
-    laptop.run("push.sh", vm.ip)
     train(laptop, vm, "--run=a", "--num_iterations=100000")
     trainer = int((vm.home / "nanochat.d/runs/pid").read_text())
     vm.shell(f"kill -STOP {trainer}")
@@ -239,7 +233,6 @@ def test_dry_run_changes_nothing(laptop, vm, args):
 
 def test_status_shows_one_screen_for_a_running_and_for_a_crashed_run(laptop, vm):
     assert "no run yet" in laptop.run("status.sh", vm.ip)
-    laptop.run("push.sh", vm.ip)
     train(laptop, vm, "--run=d16", "--num_iterations=2000", "--step_s=0.2", "--save_every=1")
     output = laptop.run("status.sh", vm.ip)
     for part in ("d16 running", "of 2000", "175000 tokens/s", "MFU 31.2%", "1 h 01 min left", "GB free",
@@ -259,7 +252,6 @@ def test_status_shows_one_screen_for_a_running_and_for_a_crashed_run(laptop, vm)
 
 
 def test_processes_left_of_a_run_are_seen_and_ended(laptop, vm):
-    laptop.run("push.sh", vm.ip)
     vm.program(vm.home / "nanochat.d/venv/bin/python", "echo 'step 00001/00009'; sleep 1; sleep 300 & exit 3")
     train(laptop, vm, "--run=a")
     eventually(lambda: "a orphans" in laptop.run("status.sh", vm.ip), 40)

@@ -35,7 +35,6 @@ def test_data_puts_every_file_in_its_place_and_fetches_only_what_is_missing(lapt
 
 
 def test_fetch_brings_metrics_log_and_the_newest_checkpoint_home_once(laptop, vm):
-    laptop.run("push.sh", vm.ip)
     laptop.run("train.sh", vm.ip, "--min_free_gb=0", "--", "--run=d16", "--num_iterations=4", "--save_every=2")
     laptop.run("logs.sh", vm.ip)
     to = laptop.root / "home"

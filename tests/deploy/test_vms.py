@@ -18,6 +18,7 @@ def cloud(laptop):
     cloud.close()
 
 
+@pytest.mark.slow
 def test_create_makes_a_spot_vm_once(laptop, cloud):
     output = laptop.run("create.sh", "nano", ZONES, "--type=v6e-4", *QUICK)
     node = cloud.node("nano", "us-a")
