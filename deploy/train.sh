@@ -47,9 +47,7 @@ if [ -z "$device" ]; then  # unless another device was asked for, in so many wor
   [ "$chips" -gt 0 ] || fail "no TPU chips in /dev: make the VM again"
   [ ! -f "$D/chips" ] || [ "$chips" = "$(cat "$D/chips")" ] || fail "$chips chips in /dev, setup saw $(cat "$D/chips")"
   device=--device_type=tpu
-else
-  device=""
-fi
+else device=""; fi
 mkdir -p "$BASE"
 free_gb=$(($(df -Pk "$BASE" | awk 'NR == 2 { print $4 }') / 1000000))
 [ "$free_gb" -ge "$min_free_gb" ] || fail "$free_gb GB free for $BASE, less than --min_free_gb $min_free_gb"

@@ -31,7 +31,12 @@ def test_help_and_an_unknown_flag(verb):
     assert len(result.stdout.splitlines()) < 30
     result = run(script, "--no_such_flag")
     assert result.returncode == 2 and "unknown flag --no_such_flag" in result.stderr
-    assert len(script.read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("name", VERBS + LIBRARIES)
+def test_no_script_is_long(name):
+    lines = (DEPLOY / f"{name}.sh").read_text().splitlines()
+    assert len(lines) < 120 and max(map(len, lines)) <= 120
 
 
 @pytest.mark.parametrize("verb", VERBS)
