@@ -1,7 +1,7 @@
 """Where the parquet shards lie, how they are listed and checked, and how their text is read.
 
-A shard is a parquet file with a column `text`; other columns are never read. Nothing here keeps a file open or holds
-more than the stretch of text that was asked for: shards come from anywhere and may have row groups of a gigabyte.
+A shard is a parquet file with a column `text`; other columns are never read. Shards come from anywhere and may have row
+groups of a gigabyte: no file stays open, and no more text is held than was asked for (but little data is kept).
 
     paths = list_shards(data_dir)         # or list_shards(split="val"): the default places
     shards = open_shards(paths)           # checked: BadInput names the file and what is wrong with it
@@ -9,6 +9,7 @@ more than the stretch of text that was asked for: shards come from anywhere and 
     read_pieces(shards[0], 3, 0, 100)     # the text of documents 0 to 99 of row group 3, or the first megabytes of it
 """
 import hashlib
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,11 +24,13 @@ from nanochat.common import BadInput, get_base_dir
 DEFAULT_DIRS = {"train": "parquet/base_data_v3", "val": "parquet/val"}  # under the base directory
 PIECE_BYTES = 256 * 1024  # longer documents are read and tokenized piece by piece
 READ_BATCH_BYTES = 1 << 20  # how much text Arrow decodes at a time
+KEPT_BYTES = 64 << 20  # all data together; more than that is not kept
 
 
 @dataclass(frozen=True)
 class Shard:
     path: Path
+    n_bytes: int  # of the file
     row_group_rows: tuple[int, ...]  # documents in each row group
     digest: str  # of name, size and footer
 
@@ -87,7 +90,7 @@ def _open_shard(path):
         raise BadInput(f"{path}: its column text holds {text_type}, not strings: name other data")
     rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     digest = hashlib.sha256(f"{path.name} {size} ".encode() + footer).hexdigest()
-    return Shard(path, rows, digest)
+    return Shard(path, size, rows, digest)
 
 
 def fingerprint(shards):
@@ -187,7 +190,8 @@ class Units:
             cuts = np.linspace(0, rows, min(slices, rows) + 1).astype(int).tolist()
             self.units += [(shard, row_group, first, stop) for first, stop in zip(cuts[:-1], cuts[1:], strict=True)]
         self._order = lru_cache(maxsize=4)(self._order_of_epoch)
-        self._small = {}  # what was read of the first thousand small units: with little data, opening files is all work
+        # Little data is read again and again, in slices: it is kept.
+        self._kept, self._room = {}, KEPT_BYTES if sum(shard.n_bytes for shard in shards) < KEPT_BYTES else 0
 
     def _order_of_epoch(self, epoch):
         # Raw bits, because NumPy promises that these stay the same from version to version.
@@ -202,10 +206,18 @@ class Units:
     def read(self, unit, document, first_piece, max_bytes):
         """What read_pieces returns for the rest of a unit from `document` (counted in its row group) on."""
         shard, row_group, _, stop = unit
-        key = shard.digest, row_group, document, first_piece
-        if key in self._small:
-            return self._small[key]
-        pieces, document = read_pieces(shard, row_group, document, stop, first_piece, max_bytes)
-        if len(self._small) < 1000 and sum(len(piece.text) for piece in pieces) < 1 << 16:
-            self._small[key] = pieces, document
-        return pieces, document
+        pieces = self._keep(shard, row_group)
+        if pieces is None:
+            return read_pieces(shard, row_group, document, stop, first_piece, max_bytes)
+        return pieces[bisect_left(pieces, (document, first_piece)):bisect_left(pieces, (stop, 0))], stop
+
+    def _keep(self, shard, row_group):
+        """All TextPieces of a row group if there is room for them, else None."""
+        key = shard.digest, row_group
+        if key not in self._kept and self._room > 0:
+            rows = shard.row_group_rows[row_group]
+            pieces, end = read_pieces(shard, row_group, 0, rows, max_bytes=self._room)
+            self._room -= sum(len(piece.text) for piece in pieces)
+            if end == rows:
+                self._kept[key] = pieces
+        return self._kept.get(key)

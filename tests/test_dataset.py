@@ -139,7 +139,7 @@ def test_long_documents_are_cut_and_can_be_read_from_any_piece(tmp_path, monkeyp
 
 @pytest.mark.parametrize("rows", [[1], [7], [500], [30] * 3, [5, 0, 9, 1], [20] * 100])
 def test_an_epoch_has_every_document_once_in_an_order_of_its_own(rows):
-    shard = dataset.Shard(None, tuple(rows), "")
+    shard = dataset.Shard(None, 0, tuple(rows), "")
     units = Units([shard], num_lanes=8, seed=1)
     orders = []
     for epoch in range(3):
@@ -152,3 +152,19 @@ def test_an_epoch_has_every_document_once_in_an_order_of_its_own(rows):
         assert orders[0] != orders[1] != orders[2]
         assert [Units([shard], 8, seed=2).get(n % 8, n // 8) for n in range(len(units.units))] != orders[0]
     assert [Units([shard], 8, seed=1).get(n % 8, n // 8) for n in range(len(units.units))] == orders[0]
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 500, 1 << 20])
+def test_data_that_is_kept_reads_the_same(tmp_path, monkeypatch, kept_bytes):
+    monkeypatch.setattr(dataset, "PIECE_BYTES", 100)
+    monkeypatch.setattr(dataset, "KEPT_BYTES", 1 << 20)
+    shard, = open_shards([write(tmp_path / "a.parquet", ["x" * n for n in range(0, 400, 7)], row_group_size=10)])
+    units = Units([shard], num_lanes=16, seed=0)
+    units._room = kept_bytes
+    for _ in range(2):
+        for unit in units.units:
+            _, row_group, first, stop = unit
+            for start in range(first, stop):
+                expected = read_pieces(shard, row_group, start, stop, first_piece=2)
+                assert units.read(unit, start, 2, 1 << 20) == expected
+    assert bool(units._kept) == (kept_bytes > 0)
