@@ -141,9 +141,10 @@ def _buffer(scalar):
 
 
 def _cut(document, text):
-    """Cuts a long document where a line begins with something other than white space, if there is such a place.
+    """Cuts a long document where a line begins with a letter, which nearly every PIECE_BYTES of C++ have.
 
-    A tokenizer's split pattern breaks there too, so that the tokens are those of the whole text.
+    Split patterns break there too (they may join a newline to white space or punctuation that follows), so that the
+    tokens are those of the whole text.
     """
     if len(text) <= PIECE_BYTES:
         return [TextPiece(document, 0, True, _as_str(text))]
@@ -154,8 +155,10 @@ def _cut_long(document, text):
     begin = index = 0
     while len(text) - begin > PIECE_BYTES:
         last = end = begin + PIECE_BYTES
-        while (last := text.rfind(b"\n", begin, last)) >= 0 and text[last + 1:last + 2].isspace():
+        while (last := text.rfind(b"\n", begin, last)) >= 0 and not text[last + 1:last + 2].isalpha():
             pass
+        if last < 0:
+            last = text.rfind(b"\n", begin, end)
         if last < 0:  # one endless line
             last = end - 1
             while last > end - 4 and text[last + 1] & 0xC0 == 0x80:  # not inside a UTF-8 character
