@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from nanochat.common import compute_init, prepare_xla_environment, synchronize, thread_barrier
-from scripts.base_train import Trainer, parse_args
+from scripts.base_train import Trainer, check, exclusive_use, get_run_dir, parse_args
 
 
 def count(index, flags, out):
@@ -43,8 +43,10 @@ def count(index, flags, out):
 
 
 if __name__ == "__main__":
+    flags = ["--depth=2", "--model_dim=64", "--num_heads=2", "--max_seq_len=32", "--synthetic_data",
+             "--device_batch_size=2", "--total_batch_size=256", "--num_iterations=50", f"--tokenizer_dir={sys.argv[1]}"]
     prepare_xla_environment("xla")
-    import torch_xla.distributed.xla_multiprocessing as xmp
-    xmp.spawn(count, args=(["--depth=2", "--model_dim=64", "--num_heads=2", "--max_seq_len=32", "--synthetic_data",
-                            "--device_batch_size=2", "--total_batch_size=256", "--num_iterations=50",
-                            f"--tokenizer_dir={sys.argv[1]}"], sys.argv[2]), nprocs=None)
+    with exclusive_use(get_run_dir(parse_args(flags))):
+        check(parse_args(flags), "xla")
+        import torch_xla.distributed.xla_multiprocessing as xmp
+        xmp.spawn(count, args=(flags, sys.argv[2]), nprocs=None)
