@@ -29,13 +29,12 @@ it; only where there is none, a document is cropped, so that the least is lost.
 **State.** A lane's state names documents and holds no tokens: where to read on, which documents were read and not yet
 begun, where in a document the next row begins. They are read and tokenized again on restoring.
 
-**Threads.** Workers read and tokenize one chunk ahead for every lane; `next()` packs rows from those, which takes about
-a hundredth of the time (microseconds for a row).
+**Threads.** Workers read, tokenize and pack one block of rows ahead for every lane; `next()` copies rows from blocks.
+A worker does all of it, because rows are packed fastest where their tokens are still in the cache.
 """
 import math
 import queue
 import threading
-from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,7 +46,7 @@ from nanochat.dataset import Units, fingerprint, open_shards
 
 NUM_LANES = 64
 READ_AHEAD_BYTES = 256 << 20  # text that all lanes of a rank hold together, at most
-CHUNK_BYTES, CHUNK_DOCUMENTS = 128 << 10, 256  # what a worker tokenizes at a time, at most (but one document at least)
+BLOCK_TOKENS = 1 << 14  # tokens in the rows that a worker makes at a time (but one row at least)
 BUFFER_DOCUMENTS = 16  # that a lane chooses from, if there is a long one among them;
 BUFFER_SHORT_DOCUMENTS = 128  # without one it looks further, because what does not fit will be cropped,
 BUFFER_TOKENS = 1 << 17  # but not beyond this (it holds at least two rows)
@@ -87,86 +86,35 @@ class Batch:
 
 
 # -----------------------------------------------------------------------------
-# Reading and tokenizing
-
-
-class Source:
-    """A lane's endless stream of Pieces, tokenized one chunk ahead by whichever worker takes it from `wanted`."""
-
-    def __init__(self, lane, units, tokenizer, read_bytes, state, wanted):
-        """What `state` names comes first, and then what it had not taken."""
-        self.lane, self.units, self.tokenizer, self.read_bytes, self.wanted = lane, units, tokenizer, read_bytes, wanted
-        self.next, self.again = tuple(state.next), set(map(tuple, state.buffer))
-        if state.pending:
-            self.again.add(tuple(state.pending[:3]))
-        self.dtype = np.uint16 if tokenizer.n_vocab <= 1 << 16 else np.uint32
-        self.place = "no worker has come to it"
-        self._texts = self._read(*min({self.next} | self.again))
-        self._chunks = queue.SimpleQueue()  # at most one list of Pieces, or the error that came instead
-        wanted.put(self)
-
-    def fetch(self):
-        """The next chunk: a list of Pieces. Waits for it, and asks for the one after it."""
-        try:
-            chunk = self._chunks.get(timeout=TIMEOUT_S)
-        except queue.Empty:
-            raise TimeoutError(f"waited {TIMEOUT_S} s for text of lane {self.lane} ({self.place})") from None
-        if isinstance(chunk, Exception):
-            raise chunk
-        self.wanted.put(self)
-        return chunk
-
-    def work(self):
-        """Makes the next chunk. Workers call it, one at a time for each source."""
-        try:
-            self._chunks.put(self._tokenize_chunk())
-        except Exception as error:
-            self._chunks.put(error)
-
-    def _read(self, number, document, piece):
-        while True:
-            shard, row_group, first, stop = unit = self.units.get(self.lane, number)
-            while first + document < stop:
-                self.place = f"{shard.path}, row group {row_group}"
-                pieces, document = self.units.read(unit, first + document, piece, self.read_bytes)
-                document, piece = document - first, 0
-                for text in pieces:
-                    yield (number, text.document - first, text.index), text
-                if pieces and not pieces[-1].is_last:
-                    piece = pieces[-1].index + 1
-            number, document = number + 1, 0
-
-    def _tokenize_chunk(self):
-        chunk, n_bytes = [], 0
-        while n_bytes < CHUNK_BYTES and len(chunk) < CHUNK_DOCUMENTS:
-            ref, text = next(self._texts)
-            if ref < self.next and ref not in self.again:
-                continue
-            n_bytes += len(text.text)
-            ids = self.tokenizer.encode_to_numpy(text.text)
-            is_first = ref[2] == 0
-            tokens = np.empty(len(ids) + is_first, dtype=self.dtype)
-            tokens[:is_first] = self.tokenizer.bos_id
-            tokens[is_first:] = ids
-            chunk.append(Piece(ref, text.is_last, tokens))
-        return chunk
-
-
-# -----------------------------------------------------------------------------
-# Packing
+# A lane
 
 
 class Lane:
-    """Makes the rows of a lane from the chunks that `fetch()` returns."""
+    """A lane's endless rows, from parquet to packing. One thread at a time may use it."""
 
-    def __init__(self, row_tokens, state, fetch):
-        self.row_tokens, self.fetch, self.to_restore = row_tokens, fetch, state
+    def __init__(self, number, state, units, tokenizer, row_tokens, read_bytes):
+        self.number, self.units, self.tokenizer, self.read_bytes = number, units, tokenizer, read_bytes
+        self.row_tokens, self.place = row_tokens, "not begun"
         self.rows, self.next, _, _, self.waited, self.tokens, self.dropped, self.documents = state
-        self.incoming, self.pending = deque(), None
         self.short, self.long, self.buffered_tokens = [], [], 0  # documents not begun, oldest first
         self.buffer = None  # their refs, while they stay the same
+        self.pending = None  # (Piece, offset): what the next row begins with
+        self.to_restore = state
+        self._pieces = self._tokenize(state)
+        self._peeked = None
 
-    def state(self):
+    def make_rows(self, count):
+        """The next rows, int32 (count, row_tokens), and the LaneState after each of them."""
+        if self.to_restore:
+            self._restore(self.to_restore)
+            self.to_restore = None
+        rows, states = np.empty((count, self.row_tokens), dtype=np.int32), []
+        for row in rows:
+            self._fill(row)
+            states.append(self._state())
+        return rows, states
+
+    def _state(self):
         if self.buffer is None:
             self.buffer = tuple(piece.ref for pieces in (self.short, self.long) for piece in pieces)
         pending = self.pending and (*self.pending[0].ref, self.pending[1])
@@ -182,11 +130,51 @@ class Lane:
                 self._keep(piece)
         self.next = tuple(state.next)
 
-    def fill(self, row):
-        """Writes the next row into `row`, an array of seq_len + 1."""
-        if self.to_restore:
-            self._restore(self.to_restore)
-            self.to_restore = None
+    # Reading and tokenizing
+
+    def _tokenize(self, state):
+        """Yields Pieces: first those that `state` names, then all from `state.next` on."""
+        begin, again = tuple(state.next), set(map(tuple, state.buffer))
+        if state.pending:
+            again.add(tuple(state.pending[:3]))
+        dtype = np.uint16 if self.tokenizer.n_vocab <= 1 << 16 else np.uint32
+        for ref, text in self._read(*min({begin} | again)):
+            if ref >= begin or ref in again:
+                ids = self.tokenizer.encode_to_numpy(text.text)
+                is_first = ref[2] == 0
+                tokens = np.empty(len(ids) + is_first, dtype=dtype)
+                tokens[:is_first] = self.tokenizer.bos_id
+                tokens[is_first:] = ids
+                yield Piece(ref, text.is_last, tokens)
+
+    def _read(self, number, document, piece):
+        """Yields (ref, TextPiece) from there on."""
+        while True:
+            shard, row_group, first, stop = unit = self.units.get(self.number, number)
+            while first + document < stop:
+                self.place = f"{shard.path}, row group {row_group}"
+                texts, document = self.units.read(unit, first + document, piece, self.read_bytes)
+                document, piece = document - first, 0
+                for text in texts:
+                    yield (number, text.document - first, text.index), text
+                if texts and not texts[-1].is_last:
+                    piece = texts[-1].index + 1
+            number, document = number + 1, 0
+
+    def _peek(self):
+        if self._peeked is None:
+            self._peeked = next(self._pieces)
+        return self._peeked
+
+    def _take(self):
+        piece, self._peeked = self._peek(), None
+        unit, document, index = piece.ref
+        self.next = (unit, document + 1, 0) if piece.is_last else (unit, document, index + 1)
+        return piece
+
+    # Packing
+
+    def _fill(self, row):
         first_short = self.short[0] if self.short else None
         self.tokens += len(row) - bool(self.pending)
         filled = self._continue(row, 0)
@@ -203,18 +191,6 @@ class Lane:
                     self.pending = None
         self.rows += 1
         self.waited = self.waited + 1 if self.short and self.short[0] is first_short else 0
-
-    def _peek(self):
-        while not self.incoming:
-            self.incoming.extend(self.fetch())
-        return self.incoming[0]
-
-    def _take(self):
-        piece = self._peek()
-        self.incoming.popleft()
-        unit, document, index = piece.ref
-        self.next = (unit, document + 1, 0) if piece.is_last else (unit, document, index + 1)
-        return piece
 
     def _is_long(self, piece):
         return len(piece.tokens) > self.row_tokens or not piece.is_last
@@ -298,6 +274,43 @@ def smallest_cover(lengths, space, limit):
 # The loaders
 
 
+class RowQueue:
+    """The rows of a lane, made one block ahead by whichever worker takes this queue from `wanted`."""
+
+    def __init__(self, lane, block_rows, wanted):
+        self.lane, self.block_rows, self.wanted = lane, block_rows, wanted
+        self._blocks = queue.SimpleQueue()  # at most one (rows, states), or the error that came instead
+        self._block = iter(())
+        wanted.put(self)
+
+    def get(self):
+        """The next row, and the LaneState after it."""
+        for row_and_state in self._block:
+            return row_and_state
+        try:
+            block = self._blocks.get(timeout=TIMEOUT_S)
+        except queue.Empty:
+            what = f"rows of lane {self.lane.number} ({self.lane.place})"
+            raise TimeoutError(f"waited {TIMEOUT_S} s for {what}") from None
+        if isinstance(block, Exception):
+            raise block
+        self.wanted.put(self)
+        self._block = zip(*block, strict=True)
+        return next(self._block)
+
+    def work(self):
+        """Makes the next block. Workers call it, one at a time for each queue."""
+        try:
+            self._blocks.put(self.lane.make_rows(self.block_rows))
+        except Exception as error:
+            self._blocks.put(error)
+
+
+def _work(wanted):
+    while (rows := wanted.get()) is not None:
+        rows.work()
+
+
 class DataLoader:
     """Endless iterator over this rank's batches. The module's docstring describes it.
 
@@ -308,28 +321,28 @@ class DataLoader:
     def __init__(self, shards, tokenizer, *, batch_size, seq_len, rank=0, world_size=1, seed=0, num_lanes=NUM_LANES,
                  threads=2, state=None):
         shards = open_shards(shards)
-        run = {"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": fingerprint(shards),
-               "tokenizer": tokenizer.sha256}
-        self._begin(run, batch_size, rank, world_size, state)
-        self._n_documents = sum(sum(shard.row_group_rows) for shard in shards)
         units = Units(shards, num_lanes, seed)
-        read_bytes = READ_AHEAD_BYTES // max(16, len(self._states))
-        for lane, lane_state in self._states.items():
-            source = Source(lane, units, tokenizer, read_bytes, lane_state, self._wanted)
-            self._lanes[lane] = Lane(seq_len + 1, lane_state, source.fetch)
-        self._threads = [threading.Thread(target=_work, args=[self._wanted], name=f"tokenize-{i}", daemon=True)
-                         for i in range(threads)]
-        for thread in self._threads:
-            thread.start()
+        read_bytes = READ_AHEAD_BYTES // max(16, num_lanes // world_size)
+        self._n_documents = sum(sum(shard.row_group_rows) for shard in shards)
+        self._begin({"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": fingerprint(shards),
+                     "tokenizer": tokenizer.sha256}, batch_size, rank, world_size, threads, state,
+                    lambda *args: Lane(*args, units, tokenizer, seq_len + 1, read_bytes))
 
-    def _begin(self, run, batch_size, rank, world_size, state):
+    def _begin(self, run, batch_size, rank, world_size, threads, state, make_lane):
         states = _check_state(state, run, world_size)
         self.run, self.fingerprint, self.seq_len = run, run["data"], run["seq_len"]
         self.batch_size, self.world_size = batch_size, world_size
         self._next_row = rank + sum(lane.rows for lane in states.values())
         self._states = {lane: states[lane] for lane in range(rank, run["num_lanes"], world_size)}
-        self._lanes, self._n_documents, self._threads, self._error = {}, 1, [], None
-        self._wanted = queue.SimpleQueue()  # Sources whose next chunk is wanted; None ends a worker
+        self._wanted = queue.SimpleQueue()  # RowQueues whose next block is wanted; None ends a worker
+        block_rows = max(1, BLOCK_TOKENS // self.seq_len)
+        self._rows = {lane: RowQueue(make_lane(lane, lane_state), block_rows, self._wanted)
+                      for lane, lane_state in self._states.items()}
+        self._error = None
+        self._threads = [threading.Thread(target=_work, args=[self._wanted], name=f"tokenize-{i}", daemon=True)
+                         for i in range(threads)]
+        for thread in self._threads:
+            thread.start()
 
     def __iter__(self):
         return self
@@ -339,13 +352,12 @@ class DataLoader:
             raise self._error
         rows = np.empty((self.batch_size, self.seq_len + 1), dtype=np.int32)
         try:
-            for row in rows:
-                number = self._next_row % self.run["num_lanes"]
-                self._lanes[number].fill(row)
-                self._states[number] = self._lanes[number].state()
+            for i in range(self.batch_size):
+                lane = self._next_row % self.run["num_lanes"]
+                rows[i], self._states[lane] = self._rows[lane].get()
                 self._next_row += self.world_size
         except BaseException as error:
-            self._error = error  # a lane stopped in the middle of a row
+            self._error = error  # some rows of this batch are gone
             raise
         return Batch(torch.from_numpy(rows), dict(self._states), self.run)
 
@@ -378,32 +390,31 @@ class DataLoader:
         self.close()
 
 
-def _work(wanted):
-    while (source := wanted.get()) is not None:
-        source.work()
-
-
 class SyntheticLoader(DataLoader):
     """Random tokens in the same shape: to try a machine without data."""
 
-    def __init__(self, n_vocab, *, batch_size, seq_len, rank=0, world_size=1, seed=0, num_lanes=NUM_LANES, state=None):
-        run = {"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": "synthetic",
-               "tokenizer": f"{n_vocab} random tokens"}
-        self._begin(run, batch_size, rank, world_size, state)
-        self._lanes = {lane: RandomLane([seed, lane], n_vocab, lane_state) for lane, lane_state in self._states.items()}
+    def __init__(self, n_vocab, *, batch_size, seq_len, rank=0, world_size=1, seed=0, num_lanes=NUM_LANES, threads=1,
+                 state=None):
+        self._n_documents = 1
+        self._begin({"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": "synthetic",
+                     "tokenizer": f"{n_vocab} random tokens"}, batch_size, rank, world_size, threads, state,
+                    lambda *args: RandomLane(*args, n_vocab, seq_len + 1, seed))
 
 
 class RandomLane:
-    def __init__(self, seed, n_vocab, state):
-        self.seed, self.n_vocab, self.rows, self.tokens = seed, n_vocab, state.rows, state.tokens
+    place = "random tokens"
 
-    def fill(self, row):
-        row[:] = np.random.default_rng([*self.seed, self.rows]).integers(self.n_vocab, size=len(row))
-        self.rows += 1
-        self.tokens += len(row)
+    def __init__(self, number, state, n_vocab, row_tokens, seed):
+        self.number, self.state, self.n_vocab, self.row_tokens, self.seed = number, state, n_vocab, row_tokens, seed
 
-    def state(self):
-        return LaneState(rows=self.rows, tokens=self.tokens)
+    def make_rows(self, count):
+        rows, states = [], []
+        for _ in range(count):
+            rng = np.random.default_rng([self.seed, self.number, self.state.rows])
+            rows.append(rng.integers(self.n_vocab, size=self.row_tokens))
+            self.state = LaneState(rows=self.state.rows + 1, tokens=self.state.tokens + self.row_tokens)
+            states.append(self.state)
+        return rows, states
 
 
 def _check_state(state, run, world_size):

@@ -9,9 +9,7 @@ machine has other work.
 import resource
 import statistics
 import tempfile
-import threading
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +20,7 @@ import torch
 
 from nanochat.common import ArgumentParser, BadInput, run_script
 from nanochat.dataloader import DataLoader
-from nanochat.dataset import list_shards, open_shards, read_pieces
+from nanochat.dataset import list_shards
 from nanochat.tokenizer import load_tokenizer
 
 
@@ -38,18 +36,14 @@ def main(argv=None):
     add("--threads", type=int, default=2, help="threads that tokenize, in both measurements")
     add("--seconds", type=float, default=10.0, help="length of one measurement")
     add("--rounds", type=int, default=3, help="measurements of each kind")
-    add = parser.add_argument_group("packing").add_argument
-    add("--sample_mb", type=float, default=64.0, help="text that the packings are compared on, in MB")
     args = parser.parse_args(argv)
 
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = load_tokenizer(args.tokenizer_dir)
         paths = find_data(args.data_dir, scratch)
-        texts = sample_texts(paths, args.sample_mb * 1e6)
-        print(f"{len(paths)} shards; sample: {len(texts)} documents, {sum(map(len, texts)) / 1e6:.1f} MB; "
-              f"{args.threads} threads, {args.device_batch_size} rows of {args.max_seq_len}")
-        compare_speed(args, paths, tokenizer, texts)
-        compare_packings([len(tokenizer.encode_to_numpy(text)) for text in texts], args.max_seq_len)
+        print(f"{len(paths)} shards, {args.threads} threads, {args.device_batch_size} rows of {args.max_seq_len}")
+        lengths = compare_speed(args, paths, tokenizer)
+        compare_packings(lengths[:50_000], args.max_seq_len)
 
 
 def find_data(data_dir, scratch):
@@ -66,63 +60,43 @@ def find_data(data_dir, scratch):
     return [Path(scratch) / "headers.parquet"]
 
 
-def sample_texts(paths, max_bytes):
-    """Documents from row groups chosen at random."""
-    shards = open_shards(paths)
-    row_groups = [(shard, i) for shard in shards for i in range(len(shard.row_group_rows))]
-    texts, n_bytes = [], 0
-    for i in np.random.default_rng(0).permutation(len(row_groups)):
-        shard, row_group = row_groups[i]
-        pieces, _ = read_pieces(shard, row_group, 0, shard.row_group_rows[row_group])
-        texts += [piece.text for piece in pieces]
-        n_bytes = sum(map(len, texts))
-        if n_bytes >= max_bytes:
-            break
-    return texts
-
-
-class CountingTokenizer:
-    """The tokenizer, and how many tokens it has made."""
+class RecordingTokenizer:
+    """The tokenizer, and what it was given."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.bos_id, self.n_vocab, self.sha256 = tokenizer.bos_id, tokenizer.n_vocab, tokenizer.sha256
-        self.tokens, self._lock = 0, threading.Lock()
+        self.texts, self.lengths = [], []  # appending is safe in threads
 
     def encode_to_numpy(self, text):
         ids = self.tokenizer.encode_to_numpy(text)
-        with self._lock:
-            self.tokens += len(ids)
+        self.texts.append(text)
+        self.lengths.append(len(ids))
         return ids
 
 
-def compare_speed(args, paths, tokenizer, texts):
-    """Prints tokens per second with and without the loader, and the loader's memory."""
+def compare_speed(args, paths, tokenizer):
+    """Prints tokens per second with and without the loader, and its memory. Returns the lengths of the documents."""
     rss_before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    tokenizer = CountingTokenizer(tokenizer)
-    ratios = []
-    loader = DataLoader(paths, tokenizer, batch_size=args.device_batch_size, seq_len=args.max_seq_len,
+    recorder, ratios, lengths = RecordingTokenizer(tokenizer), [], []
+    loader = DataLoader(paths, recorder, batch_size=args.device_batch_size, seq_len=args.max_seq_len,
                         world_size=args.world_size, threads=args.threads)
-    parts = (texts[i:i + 16] for _ in range(10**9) for i in range(0, len(texts), 16))
+
+    def tokenize(texts):
+        for text in texts:
+            recorder.encode_to_numpy(text)
+
     with loader, ThreadPoolExecutor(args.threads) as pool:
-        running = deque()
-
-        def tokenize(part):
-            for text in part:
-                tokenizer.encode_to_numpy(text)
-
-        def tokenize_next_part():
-            while len(running) < 2 * args.threads:
-                running.append(pool.submit(tokenize, next(parts)))
-            running.popleft().result()
-
-        wait_until_idle(tokenizer)
+        next(loader)
+        wait_until_idle(recorder)
         print(f"{'':16}{'tokens/s':>12}{'per core-second':>17}")
         for _ in range(args.rounds):
-            with_loader = measure(args.seconds, tokenizer, lambda: next(loader))
-            wait_until_idle(tokenizer)
-            alone = measure(args.seconds, tokenizer, tokenize_next_part)
-            wait_until_idle(tokenizer)
+            *with_loader, texts = measure(lambda: read_for(args.seconds, loader), recorder)
+            wait_until_idle(recorder)
+            # The same texts again: a token costs more in one document than in another.
+            parts = [texts[i:i + 16] for i in range(0, len(texts), 16)]
+            *alone, _ = measure(lambda parts=parts: list(pool.map(tokenize, parts)), recorder)
+            lengths += recorder.lengths
             print(f"tokenizer alone {alone[0]:>12,.0f}{alone[1]:>17,.0f}")
             print(f"with the loader {with_loader[0]:>12,.0f}{with_loader[1]:>17,.0f}   "
                   f"{with_loader[0] / alone[0]:.1%} and {with_loader[1] / alone[1]:.1%} of the tokenizer's")
@@ -133,26 +107,33 @@ def compare_speed(args, paths, tokenizer, texts):
           f"{statistics.median(r[1] for r in ratios):.1%} per core-second")
     print(f"peak memory {peak_mb:,.0f} MB, {rss_before_mb:,.0f} MB of it before the loader was opened")
     print(f"the loader dropped {stats['dropped']:,} of {stats['tokens']:,} tokens ({stats['dropped_share']:.4%})")
+    return lengths
 
 
-def wait_until_idle(tokenizer):
+def read_for(seconds, loader):
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        next(loader)
+
+
+def measure(work, recorder):
+    """Does `work()` and returns tokens made per second and per second of CPU time, and the texts they were made from.
+
+    Counted where they are made: the first batches that the loader hands out were made before.
+    """
+    recorder.texts, recorder.lengths = [], []
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    work()
+    tokens, texts = sum(recorder.lengths), list(recorder.texts)
+    return tokens / (time.perf_counter() - begin), tokens / (time.process_time() - cpu_begin), texts
+
+
+def wait_until_idle(recorder):
     """The loader works ahead: waits until it has done so."""
     before = -1
-    while before != tokenizer.tokens:
-        before = tokenizer.tokens
+    while before != len(recorder.lengths):
+        before = len(recorder.lengths)
         time.sleep(0.2)
-
-
-def measure(seconds, tokenizer, advance):
-    """Tokens made per second and per second of CPU time while `advance()` is called again and again.
-
-    Counted where they are made: what the loader hands out at first was made before.
-    """
-    begin, cpu_begin, tokens_begin = time.perf_counter(), time.process_time(), tokenizer.tokens
-    while time.perf_counter() - begin < seconds:
-        advance()
-    tokens = tokenizer.tokens - tokens_begin
-    return tokens / (time.perf_counter() - begin), tokens / (time.process_time() - cpu_begin)
 
 
 def compare_packings(lengths, seq_len):

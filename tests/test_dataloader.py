@@ -49,7 +49,7 @@ def as_saved(state):
 def shards(tmp_path, monkeypatch):
     """Three shards, and documents of more than 500 bytes are read in pieces."""
     monkeypatch.setattr(dataset, "PIECE_BYTES", 500)
-    monkeypatch.setattr(dataloader, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(dataloader, "BLOCK_TOKENS", 500)
     texts = make_texts(600)
     return [write(tmp_path / f"shard_{i:05d}.parquet", texts[i * 200:(i + 1) * 200], row_group_size=67)
             for i in range(3)]
@@ -169,7 +169,8 @@ def test_nothing_but_short_documents_is_packed_nearly_without_loss(tmp_path):
     (["a" * n for n in range(100)], 34),  # three, for eight ranks
     (["a" * 127, "b" * 128, "c" * 129, "d" * 130], None),  # as long as a row, one token more, one less
 ], ids=["document", "token", "empty", "long", "row-group", "row-groups", "edges"])
-def test_little_data_keeps_every_rank_busy(tmp_path, texts, row_group_size):
+def test_little_data_keeps_every_rank_busy(tmp_path, monkeypatch, texts, row_group_size):
+    monkeypatch.setattr(dataloader, "BLOCK_TOKENS", 500)
     shards = [write(tmp_path / "a.parquet", texts, row_group_size)]
     for rank in range(8):
         with open_loader(shards, rank=rank, world_size=8) as loader:
@@ -241,7 +242,7 @@ def test_waiting_has_a_limit_and_says_for_what(shards, monkeypatch):
             return super().encode_to_numpy(text)
 
     with DataLoader(shards, Hangs(), batch_size=4, seq_len=128, num_lanes=8) as loader:
-        with pytest.raises(TimeoutError, match=r"waited 0.2 s for text of lane 0 \(.*shard_0000.\.parquet, row group"):
+        with pytest.raises(TimeoutError, match=r"waited 0.2 s for rows of lane 0 \(.*shard_0000.\.parquet, row group"):
             next(loader)
         release.set()
 
