@@ -314,15 +314,13 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto"):
     """
     from nanochat.gpt import GPT, GPTConfig
     from nanochat.kernels import get_kernels
-    from nanochat.tokenizer import load_tokenizer
+    from nanochat.tokenizer import check_tokenizer, load_tokenizer
     meta = load_meta(path)
     problem = find_problem(path, (MODEL, META))
     if problem:
         raise BadInput(f"checkpoint {path} is damaged ({problem}): use another one")
     tokenizer = load_tokenizer(tokenizer_dir)
-    if tokenizer.sha256 != meta["tokenizer_sha256"]:
-        raise BadInput(f"{path} was trained with another tokenizer (sha256 {meta['tokenizer_sha256'][:12]} there, "
-                       f"{tokenizer.sha256[:12]} here): give its directory with --tokenizer_dir")
+    check_tokenizer(tokenizer, meta["config"]["vocab_size"], meta["tokenizer_sha256"])
     dtype = torch.bfloat16 if dist.device_type in ("tpu", "cuda") else torch.float32
     model = GPT(GPTConfig(**meta["config"]), get_kernels(kernel, dist.device_type), dtype)
     model.load_state_dict(load_file(Path(path) / MODEL), assign=True)

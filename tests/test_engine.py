@@ -266,8 +266,9 @@ def test_bad_input_is_one_line_and_status_2(base_dir):
 
 
 def test_another_tokenizer_is_refused(tmp_path):
-    path = checkpoint.save(tmp_path, 1, make_model().state_dict(), {}, {"tokenizer_sha256": "0" * 64}, num_lanes=0)
-    with pytest.raises(BadInput, match="another tokenizer"):
+    meta = {"tokenizer_sha256": "0" * 64, "config": {"vocab_size": 65536}}
+    path = checkpoint.save(tmp_path, 1, make_model().state_dict(), {}, meta, num_lanes=0)
+    with pytest.raises(BadInput, match="is not the checkpoint's"):
         checkpoint.load_model(path, Dist("cpu", torch.device("cpu")))
 
 
