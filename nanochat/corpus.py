@@ -266,7 +266,8 @@ def write_shard(path, pieces):
 def _write_parquet(path, schema, row_groups, compression_level=None):
     with open(path, "wb") as file:
         with pq.ParquetWriter(file, schema, compression="zstd", compression_level=compression_level,
-                              use_dictionary=["source", "licence"], write_statistics=False) as writer:
+                              use_dictionary=["source", "licence"], write_statistics=False,
+                              write_page_checksum=True) as writer:  # the loader checks it
             for table in row_groups:
                 writer.write_table(table)
         file.flush()
