@@ -178,6 +178,7 @@ class Trainer:
                          args.activation_checkpointing)
         if restored:
             self.model.load_state_dict(restored.model_state)
+            checkpoint.restore_rng(restored.meta["rng"])
         else:
             self.model.init_weights(args.seed)
         self.model.to(dist.device)
@@ -296,7 +297,8 @@ class Trainer:
             if self.dist.rank == 0:
                 meta = {"config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
                         "data_fingerprint": self.loader.fingerprint, "flags": vars(self.args),
-                        "wandb_id": self.logger.wandb_id, "seconds": self.goodput.seconds()}
+                        "rng": checkpoint.rng_state(), "wandb_id": self.logger.wandb_id,
+                        "seconds": self.goodput.seconds()}
                 path = checkpoint.save(
                     self.run_dir, self.step, self.model.state_dict(), self.optimizer.state_dict(), meta,
                     num_lanes=NUM_LANES, keep=self.args.keep_checkpoints)

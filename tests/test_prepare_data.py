@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -417,13 +416,14 @@ def test_spdx_tag_of_a_file_counts_more_than_the_package(tmp_path):
 
 
 def test_real_package_from_the_distribution(tmp_path):
-    try:
-        socket.create_connection(("deb.debian.org", 80), timeout=3).close()
-    except OSError as error:
-        pytest.skip(f"deb.debian.org cannot be reached: {error}")
     if not Path("/etc/debian_version").exists():
         pytest.skip("not Debian or Ubuntu")
-    result = prepare(tmp_path / "out", "--debian_source=fmtlib", "--eval_only")
+    try:
+        result = prepare(tmp_path / "out", "--debian_source=fmtlib", "--eval_only")
+    except BadInput as error:
+        if "check the network" in str(error):
+            pytest.skip(str(error))
+        raise
     assert result["totals"]["val"]["documents"] > 50 and "unknown" not in result["sources"][0]["licences"]
 
 
