@@ -1,4 +1,4 @@
-"""Copies of checkpoints in a directory; tests/deploy does the same with a bucket and the real gcloud."""
+"""Copies of checkpoints in a directory, and what a bucket without gcloud says."""
 import shutil
 
 import pytest
