@@ -16,7 +16,6 @@ ASSUMED_MFU = 0.3  # for the estimated time
 class Plan:
     config: GPTConfig
     world_size: int
-    rows_per_step: int
     total_batch_size: int  # tokens
     grad_accum_steps: int
     num_iterations: int
@@ -63,7 +62,7 @@ def make_plan(args, vocab_size, world_size):
     if num_iterations < 1:
         raise BadInput("the horizon is less than one step: set --num_iterations, --target_flops or "
                        "--target_param_data_ratio")
-    return Plan(config, world_size, total // args.max_seq_len, total, total // micro, num_iterations, flops_per_token,
+    return Plan(config, world_size, total, total // micro, num_iterations, flops_per_token,
                 matrix_params, parameters)
 
 
