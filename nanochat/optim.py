@@ -92,13 +92,12 @@ def newton_schulz(matrices, dtype, steps=5):
 
 def normalise_neurons(update, second_moment, beta2):
     """Divides each neuron (row) of the update by the running root mean square of its updates, keeping the update's
-    norm (NorMuon, arXiv 2510.05491). `second_moment` (L, m, 1) is updated in place."""
+    norm (NorMuon, arXiv 2510.05491). Returns the update and the new `second_moment` (L, m, 1)."""
     update = update.float()
-    mean_square = update.square().mean(dim=-1, keepdim=True)
-    second_moment.lerp_(mean_square, 1 - beta2)
+    second_moment = second_moment.lerp(update.square().mean(dim=-1, keepdim=True), 1 - beta2)
     norm_before = update.norm(dim=(-2, -1), keepdim=True)
     update = update * second_moment.clamp(min=1e-10).rsqrt()
-    return update * (norm_before / update.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-10))
+    return update * (norm_before / update.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-10)), second_moment
 
 
 def cautious_weight_decay(weights, update):
@@ -144,30 +143,36 @@ class MuonAdamW:
                              1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)], dtype=torch.float32)
 
     @torch.no_grad()
-    def step(self, scheduled):
-        """One update. `scheduled`: what `scheduled(step)` gave, on the parameters' device."""
+    def step(self, scheduled, is_good):
+        """One update, or none at all where `is_good`, a boolean scalar, is false.
+
+        `scheduled`: what `scheduled(step)` gave. Both are on the parameters' device, so nothing waits for it.
+        """
         lr_multiplier, momentum, bias1, bias2 = scheduled.unbind()
         for name, p in self.parameters.items():
-            first, second = self.state[f"{name}.momentum"], self.state[f"{name}.second_moment"]
+            state = (p, self.state[f"{name}.momentum"], self.state[f"{name}.second_moment"])
             if name in self.adam_lrs:
-                self._adamw(p, first, second, self.adam_lrs[name] * lr_multiplier, bias1, bias2)
+                updated = self._adamw(*state, p.grad, self.adam_lrs[name] * lr_multiplier, bias1, bias2)
             else:
-                self._muon(p, first, second, self.matrix_lr * lr_multiplier, momentum)
+                updated = self._muon(*state, p.grad, self.matrix_lr * lr_multiplier, momentum)
+            for old, new in zip(state, updated, strict=True):
+                old.copy_(torch.where(is_good, new, old))
             p.grad.zero_()
 
-    def _adamw(self, p, exp_avg, exp_avg_sq, lr, bias1, bias2):
-        """Adam (arXiv 1412.6980); these groups have no weight decay."""
+    def _adamw(self, p, exp_avg, exp_avg_sq, grad, lr, bias1, bias2):
+        """Adam (arXiv 1412.6980); these groups have no weight decay. Returns p and its two averages, updated."""
         beta1, beta2 = ADAM_BETAS
-        exp_avg.lerp_(p.grad, 1 - beta1)
-        exp_avg_sq.lerp_(p.grad.square(), 1 - beta2)
-        p.sub_(lr * (exp_avg / bias1) / ((exp_avg_sq / bias2).sqrt() + ADAM_EPS))
+        exp_avg = exp_avg.lerp(grad, 1 - beta1)
+        exp_avg_sq = exp_avg_sq.lerp(grad.square(), 1 - beta2)
+        return p - lr * (exp_avg / bias1) / ((exp_avg_sq / bias2).sqrt() + ADAM_EPS), exp_avg, exp_avg_sq
 
-    def _muon(self, p, buffer, second_moment, lr, momentum):
-        buffer.copy_(momentum * buffer + (1 - momentum) * p.grad)
-        nesterov = momentum * buffer + (1 - momentum) * p.grad
-        update = normalise_neurons(newton_schulz(nesterov, self.dtype), second_moment, MUON_BETA2)
+    def _muon(self, p, buffer, second_moment, grad, lr, momentum):
+        """Muon with NorMuon's normalisation. Returns p, its momentum and its second moment, updated."""
+        buffer = momentum * buffer + (1 - momentum) * grad
+        nesterov = momentum * buffer + (1 - momentum) * grad
+        update, second_moment = normalise_neurons(newton_schulz(nesterov, self.dtype), second_moment, MUON_BETA2)
         update = update * max(1.0, p.size(-2) / p.size(-1)) ** 0.5  # the same root-mean-square for every shape
-        p.sub_(lr * (update + self.weight_decay * cautious_weight_decay(p, update)))
+        return p - lr * (update + self.weight_decay * cautious_weight_decay(p, update)), buffer, second_moment
 
     def state_dict(self):
         """Name -> tensor; load with load_state_dict."""

@@ -130,12 +130,16 @@ def micro_step(model, rows, loss_sum, scale):
 
 
 def update(optimizer, scheduled, loss_sum, dist):
-    """Sums gradients and loss over the ranks and updates the weights; returns the loss, and sets the sums to zero."""
-    xla_all_reduce_gradients([p.grad for p in optimizer.parameters.values()] + [loss_sum], dist)
-    optimizer.step(scheduled)
-    loss = loss_sum.clone()
+    """Sums gradients and loss over the ranks, updates the weights, and sets the sums to zero.
+
+    Returns (2,): the loss and the norm of the gradient. If either is not finite, the weights stay as they are.
+    """
+    gradients = [p.grad for p in optimizer.parameters.values()]
+    xla_all_reduce_gradients(gradients + [loss_sum], dist)
+    result = torch.stack([loss_sum, torch.stack([g.square().sum() for g in gradients]).sum().sqrt()])
+    optimizer.step(scheduled, is_good=result.isfinite().all())
     loss_sum.zero_()
-    return loss
+    return result
 
 
 # -----------------------------------------------------------------------------
@@ -204,7 +208,7 @@ class Trainer:
     def run(self):
         """Trains to the end and returns 0, or preemption.EXIT_STATUS if it was asked to stop and saved its state."""
         args, plan = self.args, self.plan
-        losses, window_start = [], time.monotonic()  # since the last line of the log; losses are still on the device
+        losses, window_start = [], time.monotonic()  # since the last line of the log; still on the device
         while True:
             is_last = self.step == plan.num_iterations
             is_stopped = not is_last and self.stop_request.must_stop_before(self.step, self.dist.rank)
@@ -236,7 +240,7 @@ class Trainer:
         return preemption.EXIT_STATUS if is_stopped else 0
 
     def train_step(self):
-        """One optimizer step; returns its loss, a scalar that is still on the device."""
+        """One optimizer step; returns its loss and gradient norm, (2,), still on the device."""
         dist, plan = self.dist, self.plan
         for _ in range(plan.grad_accum_steps):
             asked = time.monotonic()
@@ -252,7 +256,7 @@ class Trainer:
     def log(self, losses, window_start):
         """Fetches the losses of the steps since the last line, which waits for the device, and logs them."""
         with self.goodput.span("train" if self.step > self.start_step + 1 else "compile"):
-            losses = [loss.item() for loss in losses]
+            losses, gradient_norms = zip(*(loss.tolist() for loss in losses), strict=True)
         if not self.logger:
             return
         plan, first_step = self.plan, self.step - len(losses)
@@ -263,6 +267,7 @@ class Trainer:
         seconds = self.goodput.seconds()
         self.logger.log(self.step, {
             "loss": losses[-1],
+            "grad_norm": gradient_norms[-1],
             "lr_multiplier": lr_multiplier(self.step - 1, plan.num_iterations, self.optimizer.config),
             "step_ms": 1000 * elapsed / len(losses),
             "tokens_per_s": tokens_per_s,

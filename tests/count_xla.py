@@ -30,7 +30,7 @@ def count(index, flags, out):
         trainer.step += 1
         if trainer.step in (1, 50) or trainer.step % 10 == 0:
             for loss in pending:
-                loss.item()
+                loss.tolist()
             pending = []
     trainer.loader.close()
     synchronize(trainer.dist)

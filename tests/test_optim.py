@@ -21,6 +21,8 @@ from nanochat.optim import (
     width_weight_decay_scale,
 )
 
+GOOD = torch.tensor(True)
+
 
 def tiny_model(device_type="cpu"):
     config = config_for_depth(2, vocab_size=50, max_seq_len=8, n_embd=32, n_head=2)
@@ -55,7 +57,7 @@ def test_newton_schulz_brings_every_singular_value_near_one(shape):
 def test_normalised_neurons_have_equal_size_and_the_same_norm_together():
     update = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 2, 8)[:, None]
     second_moment = torch.zeros(2, 8, 1)
-    result = normalise_neurons(update, second_moment, beta2=0.9)
+    result, second_moment = normalise_neurons(update, second_moment, beta2=0.9)
     torch.testing.assert_close(result.norm(dim=(-2, -1)), update.norm(dim=(-2, -1)))
     rows = result.norm(dim=-1)
     torch.testing.assert_close(rows, rows[:, :1].expand_as(rows))
@@ -78,7 +80,7 @@ def test_adam_group_equals_pytorchs_adam():
         expected.grad = gradient.clone()
         model.wte.grad.copy_(gradient)
         reference.step()
-        optimizer.step(optimizer.scheduled(step))
+        optimizer.step(optimizer.scheduled(step), GOOD)
         assert model.wte.grad.abs().max() == 0
     torch.testing.assert_close(model.wte, expected)
 
@@ -90,7 +92,7 @@ def test_a_few_steps_overfit_a_batch():
     for step in range(60):
         loss = model(ids[:, :-1], ids[:, 1:]).mean()
         loss.backward()
-        optimizer.step(optimizer.scheduled(step))
+        optimizer.step(optimizer.scheduled(step), GOOD)
     assert loss.item() < 0.3 * math.log(50)
 
 
@@ -100,7 +102,7 @@ def test_state_restored_into_another_optimizer_goes_on_bit_for_bit():
     def steps(model, optimizer, begin, end):
         for step in range(begin, end):
             model(ids[:, :-1], ids[:, 1:]).mean().backward()
-            optimizer.step(optimizer.scheduled(step))
+            optimizer.step(optimizer.scheduled(step), GOOD)
 
     whole = tiny_model()
     steps(whole, MuonAdamW(whole, OptimConfig(), 2**15, 10), 0, 6)
@@ -116,6 +118,18 @@ def test_state_restored_into_another_optimizer_goes_on_bit_for_bit():
         assert torch.equal(expected, found)
 
 
+def test_a_step_that_is_not_good_changes_nothing():
+    model = tiny_model()
+    optimizer = MuonAdamW(model, OptimConfig(), 2**19, 60)
+    before = [tensor.clone() for tensor in (*model.parameters(), *optimizer.state.values())]
+    for p in model.parameters():
+        p.grad.fill_(math.nan)
+    optimizer.step(optimizer.scheduled(0), torch.tensor(False))
+    for expected, found in zip(before, (*model.parameters(), *optimizer.state.values()), strict=True):
+        assert torch.equal(expected, found)
+    assert all(p.grad.abs().max() == 0 for p in model.parameters())
+
+
 def test_a_changing_learning_rate_compiles_nothing_on_xla():
     device = torch_xla.device()
     model = tiny_model("xla").to(device)
@@ -127,7 +141,7 @@ def test_a_changing_learning_rate_compiles_nothing_on_xla():
         for p in model.parameters():
             p.grad += 1
         torch_xla.sync()
-        optimizer.step(optimizer.scheduled(step).to(device))
+        optimizer.step(optimizer.scheduled(step).to(device), GOOD.to(device))
         torch_xla.sync()
         compilations.append(met.metric_data("CompileTime")[0])
     assert compilations[1] == compilations[-1]
