@@ -11,19 +11,16 @@ On GPUs: torchrun --nproc_per_node=8 -m scripts.base_train … A run of a name t
 No line at module level touches the XLA runtime: xmp.spawn starts a process for each chip, and they start theirs.
 """
 import os
-import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 
 from nanochat import checkpoint, metrics, preemption, tpu
 from nanochat.common import (
@@ -50,6 +47,7 @@ from nanochat.dataset import fingerprint, list_shards, open_shards
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.kernels import get_kernels
+from nanochat.launch import begin_as_rank, exclusive_use
 from nanochat.loss_eval import bits_per_byte
 from nanochat.mirror import Mirror
 from nanochat.optim import MuonAdamW, OptimConfig, lr_multiplier
@@ -347,20 +345,6 @@ def hosts(device_type):
     return tpu.parse_accelerator(accelerator).hosts if accelerator else 1
 
 
-@contextmanager
-def exclusive_use(run_dir):
-    """Raises BadInput if another process trains this run, or the directory cannot be written to."""
-    lock, holder = FileLock(require_writable_dir(run_dir) / ".lock"), run_dir / ".lock_holder"
-    try:
-        held = lock.acquire(timeout=0)
-    except Timeout:
-        raise BadInput(f"{run_dir} is in use by {holder.read_text()}: end that run first, or choose another --run") \
-            from None
-    with held:
-        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
-        yield
-
-
 def check(args, device_type):
     """Refuses what can be refused before a device is touched.
 
@@ -423,14 +407,7 @@ def train_without_parent(args, device_type):
 def _mp_fn(index, args, device_type, checkpoint_path, status_path):
     """Runs in every spawned process. A rank that fails ends its process at once: the others wait for it in the
     all-reduce and would wait for ever."""
-    parent = os.getppid()
-
-    def end_with_parent():
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    begin_as_rank(get_run_dir(args))
     try:
         status = train(args, device_type, checkpoint_path)
         if status:

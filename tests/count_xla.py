@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from nanochat.common import compute_init, prepare_xla_environment, synchronize, thread_barrier
-from scripts.base_train import Trainer, check, exclusive_use, get_run_dir, parse_args
+from nanochat.launch import exclusive_use
+from scripts.base_train import Trainer, check, get_run_dir, parse_args
 
 
 def count(index, flags, out):

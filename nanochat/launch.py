@@ -1,0 +1,65 @@
+"""The processes of a run: one parent at a time on a run's directory, and no rank that outlives its parent."""
+import fcntl
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+from filelock import FileLock, Timeout
+
+from nanochat.common import BadInput, require_writable_dir
+
+RANKS_LOCK = ".ranks.lock"
+ORPHANS_TIMEOUT_S = 30
+
+
+@contextmanager
+def exclusive_use(run_dir):
+    """Raises BadInput if another process trains this run, or the directory cannot be written to.
+
+    The lock goes with the process that holds it, however that ends; the ranks of one that was killed may live a moment
+    longer, and are waited for: they must not write a checkpoint any more.
+    """
+    lock, holder = FileLock(require_writable_dir(run_dir) / ".lock"), run_dir / ".lock_holder"
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        raise BadInput(f"{run_dir} is in use by {holder.read_text()}: end that run first, or choose another --run") \
+            from None
+    with held:
+        _wait_for_orphans(run_dir)
+        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+
+
+def _wait_for_orphans(run_dir):
+    deadline = time.monotonic() + ORPHANS_TIMEOUT_S
+    with open(run_dir / RANKS_LOCK, "w") as file:
+        while True:
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing the file lets go of it
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BadInput(f"ranks of an earlier process still hold {file.name} after {ORPHANS_TIMEOUT_S} s: "
+                                   "end them (fuser shows which)") from None
+            time.sleep(0.1)
+
+
+_held_as_rank = []
+
+
+def begin_as_rank(run_dir):
+    """Every spawned process calls this first: it ends with its parent, and holds the run's directory until then."""
+    parent = multiprocessing.parent_process().pid
+    file = open(run_dir / RANKS_LOCK)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    _held_as_rank.append(file)
+
+    def end_with_parent():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
