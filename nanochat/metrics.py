@@ -2,7 +2,8 @@
 
 metrics.jsonl has one JSON object per line with `step` (optimizer steps completed) and `time` (Unix time, s). Names with
 a place of their own in the console line: loss (mean over the global batch, nats), lr_multiplier, step_ms,
-tokens_per_s, mfu (0 to 1), tokens (seen so far), time_left_s, val_bpb. The rest is for the file.
+tokens_per_s, mfu (0 to 1), tokens (seen so far), time_left_s, val_bpb, recompiled (a text for each program that was
+compiled again). The rest is for the file; observe.py says where most of it comes from.
 """
 import json
 import os
@@ -12,6 +13,8 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+
+from nanochat.common import compile_seconds
 
 METRICS_FILE = "metrics.jsonl"
 _WANDB_QUEUE_RECORDS = 1000
@@ -44,7 +47,7 @@ class MetricsLogger:
                                  dir=str(run_dir))
 
     def log(self, step, record, quiet=False):
-        """Records {name: number} for `step`; `quiet`: without a line on the console."""
+        """Records {name: number or list of texts} for `step`; `quiet`: without a line on the console."""
         if step == self._resume_step:  # an evaluation of this step may have been done before the interruption
             record = {name: value for name, value in record.items() if name not in self._names_at_resume}
             if not record:
@@ -102,6 +105,7 @@ _CONSOLE_FORMATS = {
     "tokens": lambda value: f"{format_count(value)} tokens",
     "time_left_s": lambda value: f"{format_duration(value)} left",
     "val_bpb": lambda value: f"validation {value:.4f} bits per byte",
+    "recompiled": lambda value: f"compiled again: {value[0]}" + (f" (and {len(value) - 1} more)" if value[1:] else ""),
 }
 
 
@@ -219,11 +223,15 @@ class Goodput:
 
         goodput = Goodput(meta["seconds"])  # goes on where the run was interrupted
         with goodput.span("train"): …
+
+    What compiling took inside a span counts as "compile" instead.
     """
 
-    def __init__(self, seconds=None):
+    def __init__(self, seconds=None, compile_seconds=compile_seconds):
+        """compile_seconds: called for the seconds that this process has spent compiling so far."""
         self._seconds = dict(seconds or {})
         self._name, self._since = "other", time.monotonic()
+        self._compile_seconds, self._compiled = compile_seconds, compile_seconds()
 
     @contextmanager
     def span(self, name):
@@ -245,9 +253,12 @@ class Goodput:
         return seconds.get(useful, 0.0) / max(sum(seconds.values()), 1e-9)
 
     def _switch(self, name):
-        now = time.monotonic()
-        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + now - self._since
-        self._name, self._since = name, now
+        now, compiled = time.monotonic(), self._compile_seconds()
+        compiling = min(compiled - self._compiled, now - self._since)
+        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + now - self._since - compiling
+        if compiling:
+            self._seconds["compile"] = self._seconds.get("compile", 0.0) + compiling
+        self._name, self._since, self._compiled = name, now, compiled
 
 
 def cost_usd(seconds, usd_per_hour):

@@ -28,6 +28,7 @@ from nanochat.common import (
     ArgumentParser,
     BadInput,
     compilations,
+    compile_seconds,
     compute_cleanup,
     compute_init,
     count_tpu_chips,
@@ -50,6 +51,7 @@ from nanochat.kernels import get_kernels
 from nanochat.launch import begin_as_rank, exclusive_use
 from nanochat.loss_eval import bits_per_byte
 from nanochat.mirror import Mirror
+from nanochat.observe import Observer
 from nanochat.optim import MuonAdamW, OptimConfig, lr_multiplier
 from nanochat.plan import describe_plan, make_plan, peak_flops
 from nanochat.tokenizer import load_tokenizer
@@ -152,14 +154,14 @@ class Trainer:
         self.tokenizer = load_tokenizer(args.tokenizer_dir)
         self.plan = make_plan(args, self.tokenizer.n_vocab, self.dist.world_size)
         self.run_dir = require_writable_dir(get_run_dir(args))
-        self.goodput = metrics.Goodput()
         restored = checkpoint.load(checkpoint_path) if checkpoint_path else None
+        self.goodput = metrics.Goodput(restored.meta["seconds"] if restored else None)
         self.start_step = self.step = restored.step if restored else 0
+        self.observer = Observer(dist)
+        self.loader = self.open_loader(restored.lane_states if restored else None)  # reads while the model is made
         self.build_model(restored)
-        self.loader = self.open_loader(restored.lane_states if restored else None)
         self.engine = Engine(self.model, self.tokenizer, self.dist)
         self.last_batch = None  # knows where the lanes stand after it
-        self.data_wait_s = 0.0  # since the last line of the log
         self.stop_request = preemption.StopRequest(self.run_dir / STOP_FILE)
         self.logger = self.mirror = None
         if self.dist.rank == 0:
@@ -167,7 +169,6 @@ class Trainer:
             print_banner()
             print0("\n".join(describe_plan(self.plan, args, self.dist, self.model, self.tokenizer)))
             print0(f"resuming from {checkpoint_path}" if restored else f"a new run, in {self.run_dir}")
-            self.goodput = metrics.Goodput(restored.meta["seconds"] if restored else None)
             self.logger = metrics.MetricsLogger(
                 self.run_dir, args.run, vars(args), total_steps=self.plan.num_iterations,
                 resume_step=self.step if restored else None, wandb_project=args.wandb_project,
@@ -223,12 +224,15 @@ class Trainer:
             if is_last:
                 break
             if not losses:
-                window_start, self.data_wait_s = time.monotonic(), 0.0
-            with self.goodput.span("train" if self.step > self.start_step + 1 else "compile"):
+                window_start = time.monotonic()
+                self.observer.begin_window()
+            with self.goodput.span("train"):
                 losses.append(self.train_step())
             self.step += 1
             if self.step % args.log_every == 0 or self.step in (self.start_step + 1, plan.num_iterations):
                 self.log(losses, window_start)
+                if self.step == self.start_step + 1:
+                    print0(f"compiled {compilations()} programs in {compile_seconds():.1f} s")
                 losses = []
         self.loader.close()
         if self.mirror:
@@ -240,20 +244,21 @@ class Trainer:
     def train_step(self):
         """One optimizer step; returns its loss and gradient norm, (2,), still on the device."""
         dist, plan = self.dist, self.plan
+        self.observer.begin_step()
         for _ in range(plan.grad_accum_steps):
-            asked = time.monotonic()
-            batch = next(self.loader)
-            self.data_wait_s += time.monotonic() - asked
-            with xla_program(dist, "micro_step"):
-                micro_step(self.compiled_model, batch.rows.to(dist.device), self.loss_sum,
-                           1 / (plan.grad_accum_steps * plan.world_size))
+            with self.observer.data_wait():
+                batch = next(self.loader)
+            rows = batch.rows.to(dist.device)
+            with self.observer.program("micro_step", rows=rows):
+                micro_step(self.compiled_model, rows, self.loss_sum, 1 / (plan.grad_accum_steps * plan.world_size))
         self.last_batch = batch
-        with xla_program(dist, "update", collective=True):
-            return update(self.optimizer, self.optimizer.scheduled(self.step).to(dist.device), self.loss_sum, dist)
+        scheduled = self.optimizer.scheduled(self.step).to(dist.device)
+        with self.observer.program("update", collective=True, scheduled=scheduled):
+            return update(self.optimizer, scheduled, self.loss_sum, dist)
 
     def log(self, losses, window_start):
         """Fetches the losses of the steps since the last line, which waits for the device, and logs them."""
-        with self.goodput.span("train" if self.step > self.start_step + 1 else "compile"):
+        with self.goodput.span("train"):
             losses, gradient_norms = zip(*(loss.tolist() for loss in losses), strict=True)
         if not self.logger:
             return
@@ -272,11 +277,10 @@ class Trainer:
             "mfu": metrics.mfu(tokens_per_s, plan.flops_per_token, peak_flops(self.dist), plan.world_size),
             "tokens": self.step * plan.total_batch_size,
             "time_left_s": (plan.num_iterations - self.step) * elapsed / len(losses),
-            "data_wait": self.data_wait_s / elapsed,
             "epoch": self.loader.stats["epoch"],
-            "compilations": compilations(),
             "goodput": self.goodput.fraction(),
             "seconds": sum(seconds.values()),
+            **self.observer.record(elapsed),
         })
 
     def evaluate(self):

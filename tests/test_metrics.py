@@ -198,6 +198,18 @@ def test_goodput_counts_every_second_once_for_the_innermost_span(clock):
     assert goodput.fraction() == pytest.approx(0.75)
 
 
+def test_what_compiling_took_is_not_counted_as_training(clock):
+    compiled_s = 7.0  # before this run began
+    goodput = Goodput(compile_seconds=lambda: compiled_s)
+    with goodput.span("train"):
+        clock[0] += 10
+        compiled_s += 4
+        with goodput.span("evaluate"):
+            clock[0] += 3
+            compiled_s += 3
+    assert goodput.seconds() == {"other": 0, "train": 6, "evaluate": 0, "compile": 7}
+
+
 def test_goodput_goes_on_where_the_run_was_interrupted_and_survives_an_error(clock):
     goodput = Goodput({"train": 5.0})
     with pytest.raises(KeyError), goodput.span("train"):
