@@ -33,6 +33,7 @@ begun, where in a document the next row begins. They are read and tokenized agai
 A worker does all of it, because rows are packed fastest where their tokens are still in the cache.
 """
 import math
+import operator
 import queue
 import threading
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class Piece(NamedTuple):
     """The tokens of a document, or of a piece of one that is too long to be read at once."""
     ref: tuple  # (unit, document, piece), counted within the lane, the unit, and the document
     is_last: bool
-    tokens: np.ndarray  # those of a first piece begin with BOS
+    tokens: memoryview  # uint32; those of a first piece begin with BOS
 
 
 class LaneState(NamedTuple):
@@ -88,6 +89,8 @@ class Batch:
 # -----------------------------------------------------------------------------
 # A lane
 
+_REF = operator.attrgetter("ref")
+
 
 class Lane:
     """A lane's endless rows, from parquet to packing. One thread at a time may use it."""
@@ -97,6 +100,7 @@ class Lane:
         self.row_tokens, self.place = row_tokens, "not begun"
         self.rows, self.next, _, _, self.waited, self.tokens, self.dropped, self.documents = state
         self.short, self.long, self.buffered_tokens = [], [], 0  # documents not begun, oldest first
+        self.short_lengths = []  # tokens of each
         self.buffer = None  # their refs, while they stay the same
         self.pending = None  # (Piece, offset): what the next row begins with
         self.to_restore = state
@@ -108,15 +112,15 @@ class Lane:
         if self.to_restore:
             self._restore(self.to_restore)
             self.to_restore = None
-        rows, states = np.empty((count, self.row_tokens), dtype=np.int32), []
-        for row in rows:
-            self._fill(row)
+        parts, states = [], []  # stretches of documents; joined at once, because NumPy costs a microsecond each time
+        for _ in range(count):
+            self._fill(parts)
             states.append(self._state())
-        return rows, states
+        return np.frombuffer(b"".join(parts), np.int32).reshape(count, self.row_tokens), states
 
     def _state(self):
         if self.buffer is None:
-            self.buffer = tuple(piece.ref for pieces in (self.short, self.long) for piece in pieces)
+            self.buffer = tuple(map(_REF, self.short + self.long))
         pending = self.pending and (*self.pending[0].ref, self.pending[1])
         return LaneState(self.rows, self.next, self.buffer, pending, self.waited, self.tokens, self.dropped,
                          self.documents)
@@ -137,15 +141,11 @@ class Lane:
         begin, again = tuple(state.next), set(map(tuple, state.buffer))
         if state.pending:
             again.add(tuple(state.pending[:3]))
-        dtype = np.uint16 if self.tokenizer.n_vocab <= 1 << 16 else np.uint32
+        bos = np.uint32(self.tokenizer.bos_id).tobytes()
         for ref, text in self._read(*min({begin} | again)):
             if ref >= begin or ref in again:
                 ids = self.tokenizer.encode_to_numpy(text.text)
-                is_first = ref[2] == 0
-                tokens = np.empty(len(ids) + is_first, dtype=dtype)
-                tokens[:is_first] = self.tokenizer.bos_id
-                tokens[is_first:] = ids
-                yield Piece(ref, text.is_last, tokens)
+                yield Piece(ref, text.is_last, ids.data if ref[2] else memoryview(bos + ids.data).cast("I"))
 
     def _read(self, number, document, piece):
         """Yields (ref, TextPiece) from there on."""
@@ -174,21 +174,22 @@ class Lane:
 
     # Packing
 
-    def _fill(self, row):
+    def _fill(self, parts):
+        """Appends to `parts` what makes up the next row."""
         first_short = self.short[0] if self.short else None
-        self.tokens += len(row) - bool(self.pending)
-        filled = self._continue(row, 0)
-        while filled < len(row):
+        self.tokens += self.row_tokens - bool(self.pending)
+        space = self._continue(parts, self.row_tokens)
+        while space:
             self._refill()
-            for piece in self._choose(len(row) - filled):
+            for piece in self._choose(space):
                 self.documents += 1
                 self.buffered_tokens -= len(piece.tokens)
-                self.buffer = None
                 self.pending = piece, 0
-                filled = self._continue(row, filled)
+                space = self._continue(parts, space)
                 if self.pending and not self._is_long(piece):  # cropped
                     self.dropped += len(piece.tokens) - self.pending[1] - 1
                     self.pending = None
+            self.buffer = None
         self.rows += 1
         self.waited = self.waited + 1 if self.short and self.short[0] is first_short else 0
 
@@ -196,7 +197,11 @@ class Lane:
         return len(piece.tokens) > self.row_tokens or not piece.is_last
 
     def _keep(self, piece):
-        (self.long if self._is_long(piece) else self.short).append(piece)
+        if self._is_long(piece):
+            self.long.append(piece)
+        else:
+            self.short.append(piece)
+            self.short_lengths.append(len(piece.tokens))
         self.buffered_tokens += len(piece.tokens)
         self.buffer = None
 
@@ -214,34 +219,39 @@ class Lane:
         """Takes from the buffer what comes next into a row with `space` left. What does not fit is the last."""
         if self.long and not (self.short and self.short[0].ref < self.long[0].ref):
             return [self.long.pop(0)]
-        lengths = [len(piece.tokens) for piece in self.short]
+        lengths = self.short_lengths
         chosen = [0] if lengths[0] <= space else []  # the oldest goes first
         space -= sum(lengths[:len(chosen)])
         others = lengths[len(chosen):]
         cover = smallest_cover(others, space, space)
         if cover is None:
             if self.long and (self.waited < PATIENCE_ROWS or sum(others) < space):
-                return [self.short.pop(i) for i in chosen] + [self.long.pop(0)]
+                return self._pop_short(chosen) + [self.long.pop(0)]
             cover = smallest_cover(others, space, space + self.row_tokens)
         chosen += [i + len(chosen) for i in cover]
         # If the sum is too large, then by less than the longest: without that one it would be a smaller cover.
-        return sorted((self.short.pop(i) for i in sorted(chosen, reverse=True)), key=lambda piece: len(piece.tokens))
+        return sorted(self._pop_short(sorted(chosen, reverse=True)), key=lambda piece: len(piece.tokens))
 
-    def _continue(self, row, filled):
-        """Writes more of the pending document, if there is one, and returns how far the row is filled."""
-        while self.pending and filled < len(row):
+    def _pop_short(self, indices):
+        for i in indices:
+            del self.short_lengths[i]
+        return [self.short.pop(i) for i in indices]
+
+    def _continue(self, parts, space):
+        """Appends more of the pending document, if there is one, to a row with `space` left; returns what is left."""
+        while self.pending and space:
             piece, offset = self.pending
-            part = piece.tokens[offset:offset + len(row) - filled]
-            row[filled:filled + len(part)] = part
-            filled += len(part)
+            part = piece.tokens[offset:offset + space]
+            parts.append(part)
+            space -= len(part)
             offset += len(part)
             if offset == len(piece.tokens) and piece.is_last:
                 self.pending = None
-            elif filled == len(row):
+            elif not space:
                 self.pending = piece, offset - 1  # the last token of this row is the first of the next
             else:
                 self.pending = self._take(), 0
-        return filled
+        return space
 
 
 def smallest_cover(lengths, space, limit):
@@ -249,20 +259,21 @@ def smallest_cover(lengths, space, limit):
 
     Bit i of an integer says whether a sum of i can be had. Of two ways the one with earlier indices is taken.
     """
-    reach, used, mask, exact = [1], [], (1 << limit + 1) - 1, 1 << space
+    reach, before, used, mask, exact = 1, [], [], (1 << limit + 1) - 1, 1 << space
     for i, length in enumerate(lengths):
-        if reach[-1] & exact:
-            break
         if length <= limit:
-            reach.append(reach[-1] | reach[-1] << length & mask)
+            before.append(reach)
             used.append(i)
-    over = reach.pop() >> space
+            reach |= reach << length & mask
+            if reach >= exact and reach & exact:
+                break
+    over = reach >> space
     if not over:
         return None
     left = space + (over & -over).bit_length() - 1
     indices = []
     while left:
-        without = reach.pop()
+        without = before.pop()
         i = used.pop()
         if not without >> left & 1:
             indices.append(i)

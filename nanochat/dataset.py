@@ -113,9 +113,8 @@ def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 
             for batch in file.iter_batches(_rows_per_batch(file.metadata.row_group(row_group)), [row_group], ["text"],
                                            use_threads=False):
                 begin, row = row, row + len(batch)
-                for number in range(max(begin, document), min(row, stop)):
-                    text = _buffer(batch.column(0)[number - begin])
-                    for piece in _cut(number, text) if text else ():
+                for number, text in _texts(batch.column(0), begin, max(begin, document), min(row, stop)):
+                    for piece in _cut(number, text):
                         if piece.index >= first_piece or number > document:
                             pieces.append(piece)
                             n_bytes += len(piece.text)
@@ -133,11 +132,20 @@ def _rows_per_batch(row_group):
     return max(1, min(4096, READ_BATCH_BYTES * row_group.num_rows // max(1, row_group.total_byte_size)))
 
 
-def _buffer(scalar):
-    """Not through as_py: a column of strings may hold malformed UTF-8."""
-    if isinstance(scalar, pa.DictionaryScalar):
-        scalar = scalar.value
-    return scalar.as_buffer()
+def _texts(column, begin, document, stop):
+    """Yields (number, memoryview of the text) of documents with text; `begin` is the number of the column's first.
+
+    Not through as_py: a column of strings may hold malformed UTF-8. Not a scalar for each: that takes twice as long.
+    """
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    column = column.cast(pa.large_binary())  # copies the offsets only
+    _, offsets, data = column.buffers()  # a null is as long as an empty text
+    ends = np.frombuffer(offsets, np.int64)[column.offset:][document - begin:stop - begin + 1].tolist()
+    data = memoryview(data)
+    for number, first, end in zip(range(document, stop), ends, ends[1:], strict=False):
+        if first < end:
+            yield number, data[first:end]
 
 
 def _cut(document, text):
