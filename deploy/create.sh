@@ -12,6 +12,7 @@
 #   --backoff_s N              pause after a round, doubled each time, give or take a half (default 60)
 #   --wait_s N                 for one VM to become ready (default 900)
 #   --project ID               default: gcloud's own
+#   --ssh_user, --ssh_key      who may log in (default: your name; ~/.ssh/google_compute_engine, made if it is missing)
 #   --dry_run                  say what would be done
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 ROUNDS=3 BACKOFF_S=60 WAIT_S=900
@@ -19,14 +20,17 @@ parse "ROUNDS= BACKOFF_S=" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "which name? create.sh NAME, or NAME in deploy/config.env"
 facts "$TYPE"
-type=$TYPE
 lookup "$NAME"
 [ "$VM_STATE" != unknown ] || die 4 "cannot tell whether $NAME is there: $VM_ERROR"
 [ "$VM_STATE" = absent ] || die 6 "$NAME is there already: $VM_STATE $VM_HEALTH in $VM_ZONE"
-say "$NAME: $type, $CHIPS chips, $([ -n "$ON_DEMAND" ] && echo on demand || echo spot), ${USD:-unknown} USD an hour"
+say "$NAME: $TYPE, $CHIPS chips, $([ -n "$ON_DEMAND" ] && echo on demand || echo spot), ${USD:-unknown} USD an hour"
 
-flags=(--accelerator-type="$type" --version="$VERSION")
+flags=(--accelerator-type="$TYPE" --version="$VERSION")
 [ -n "$ON_DEMAND" ] || flags+=(--spot)
+if [ ! -f "$SSH_KEY.pub" ] && [ ! -f "$SSH_KEY" ] && [ -z "$DRY_RUN" ]; then
+  say "making the ssh key $SSH_KEY, without a passphrase"
+  (umask 077 && mkdir -p "$(dirname "$SSH_KEY")" && ssh-keygen -q -t ed25519 -N "" -f "$SSH_KEY")
+fi
 if [ -f "$SSH_KEY.pub" ]; then
   echo "${SSH_USER:-$(id -un)}:$(cat "$SSH_KEY.pub")" >"$TMP/keys"
   flags+=(--metadata-from-file="ssh-keys=$TMP/keys")
@@ -56,7 +60,9 @@ try() {
   trap - INT TERM
   [ -n "$REASON" ] || return 0
   ZONES=$zone lookup "$NAME"
-  [ "$VM_STATE" = absent ] || tpu "$zone" delete "$NAME" --async >/dev/null || say "not deleted in $zone: $(why)"
+  # Another zone is tried only when this one holds nothing: two VMs would cost twice, and only one would be seen.
+  [ "$VM_STATE" = absent ] || tpu "$zone" delete "$NAME" --async >/dev/null || [ "$(why)" = not_found ] ||
+    die 1 "$NAME may be left in $zone, and cost: delete.sh $NAME; $(complaint)"
   return 1
 }
 
@@ -73,7 +79,7 @@ while :; do
     fi
     case $REASON in
       quota) say "$zone: no quota: $(GCLOUD_ERR=$TMP/create complaint)"; continue ;;
-      auth) die 4 "credentials refused: gcloud auth login" ;;
+      auth) die 4 "credentials refused (gcloud auth login): $(GCLOUD_ERR=$TMP/create complaint)" ;;
       stockout) say "$zone: no capacity" ;;
       other) say "$zone: $(GCLOUD_ERR=$TMP/create complaint)" ;;
       *) say "$zone: $REASON" ;;
@@ -82,10 +88,10 @@ while :; do
   done
   [ -z "$DRY_RUN" ] || exit 0
   zones=$left
-  [ -n "$zones" ] || die 5 "no quota in any of $ZONES for $type: ask for it in the console, or give other --zones"
+  [ -n "$zones" ] || die 5 "no quota in any of $ZONES for $TYPE: ask for it in the console, or give other --zones"
   [ $round -lt "$ROUNDS" ] || die 5 "no VM in$zones after $ROUNDS rounds"
-  pause=$((BACKOFF_S * (1 << (round - 1)) * (50 + RANDOM % 100) / 100))
+  pause=$(backoff "$BACKOFF_S" $round)
   say "round $round of $ROUNDS without success; again in $pause s"
-  sleep $pause
+  sleep "$pause"
   round=$((round + 1))
 done

@@ -12,11 +12,11 @@ NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "which VM? delete.sh NAME"
 need "$NAME"
 if [ -z "$YES$DRY_RUN" ]; then
-  printf 'Delete %s (%s, %s in %s) and its disk? Type its name: ' "$NAME" "$TYPE" "$VM_STATE" "$VM_ZONE" >&2
+  printf 'Delete %s (%s, %s in %s) and its disk? Type its name: ' "$NAME" "$VM_TYPE" "$VM_STATE" "$VM_ZONE" >&2
   read -r answer || answer=""
   [ "$answer" = "$NAME" ] || die 1 "not deleted"
 fi
-run tpu "$VM_ZONE" delete "$NAME" >/dev/null || case $(why) in
+change delete || case $(why) in
   not_found) ;;  # gone between the two questions
   auth) die 4 "credentials refused, $NAME is NOT deleted: gcloud auth login" ;;
   *) die 1 "$NAME is NOT deleted: $(complaint)" ;;

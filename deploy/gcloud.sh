@@ -9,6 +9,7 @@ facts() {
   local chip_usd=""
   CHIPS=${1##*-} VERSION=""
   case $1 in
+    *-*[!0-9]* | *-) die 2 "unknown TPU type $1: v5litepod-N, v6e-N, v5p-N or v4-N" ;;
     v5litepod-*) VERSION=v2-alpha-tpuv5-lite chip_usd=0.255; [ -z "$ON_DEMAND" ] || chip_usd=1.20 ;;
     v6e-*) VERSION=v2-alpha-tpuv6e chip_usd=0.425; [ -z "$ON_DEMAND" ] || chip_usd=2.70 ;;
     v5p-*) VERSION=v2-alpha-tpuv5 CHIPS=$((CHIPS / 2)) ;;  # v4 and v5p names count TensorCores, two to a chip
@@ -32,6 +33,10 @@ tpu() {
   CLOUDSDK_CORE_HTTP_TIMEOUT=60 gcloud compute tpus tpu-vm "$verb" "$@" --zone="$zone" --quiet \
     ${PROJECT:+--project="$PROJECT"} 2>"$GCLOUD_ERR"
 }
+change() { # change VERB: of the VM that was looked up
+  say "+ gcloud compute tpus tpu-vm $1 $NAME --zone=$VM_ZONE"
+  [ -n "$DRY_RUN" ] || tpu "$VM_ZONE" "$1" "$NAME" >/dev/null
+}
 complaint() { grep -v '^$' "$GCLOUD_ERR" | head -n 1; }
 
 # why: every gcloud failure exits 1; only its text tells not_found, auth, quota, stockout and other apart.
@@ -50,16 +55,16 @@ lookup() {
   local zone out format='value[separator="|"](state,health,id,createTime,acceleratorType,'
   format+='networkEndpoints[].accessConfig.externalIp.list(),schedulingConfig.spot)'
   [ -n "$ZONES" ] || die 2 "--zones is not set: give the flag or write deploy/config.env"
-  VM_STATE=absent VM_HEALTH="" VM_ZONE="" VM_ID="" VM_CREATED="" VM_IPS="" VM_SPOT="" VM_ERROR=""
+  VM_STATE=absent VM_HEALTH="" VM_ZONE="" VM_ID="" VM_CREATED="" VM_TYPE="" VM_IPS="" VM_SPOT="" VM_ERROR=""
   for zone in $(printf %s "$ZONES" | tr , ' '); do
     if out=$(tpu "$zone" describe "$1" --format="$format"); then
-      IFS='|' read -r VM_STATE VM_HEALTH VM_ID VM_CREATED TYPE VM_IPS VM_SPOT <<<"$out"
+      IFS='|' read -r VM_STATE VM_HEALTH VM_ID VM_CREATED VM_TYPE VM_IPS VM_SPOT <<<"$out"
       VM_ZONE=$zone
       return
     fi
     case $(why) in
       not_found) ;;
-      auth) VM_STATE=unknown VM_ERROR="credentials refused: gcloud auth login" ;;
+      auth) VM_STATE=unknown VM_ERROR="credentials refused (gcloud auth login): $(complaint)" ;;
       *) VM_STATE=unknown VM_ERROR="$zone: $(complaint)" ;;
     esac
   done

@@ -8,6 +8,7 @@ set -euo pipefail
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) && ROOT=${HERE%/*}
 TMP=$(mktemp -d) && trap 'rm -rf "$TMP"' EXIT
 export -n WANDB_API_KEY 2>/dev/null || true  # a secret: no child process needs it in its environment
+export COPYFILE_DISABLE=1  # macOS: tar adds no ._ files
 
 # Settings: these defaults, then config.env, then flags; a name with "=" takes a value.
 SETTINGS="PROJECT= ZONES= NAME= TYPE= BUCKET= SSH_USER= SSH_KEY= WANDB_PROJECT= WANDB_KEY_FILE= ON_DEMAND USD_PER_HOUR="
@@ -19,7 +20,8 @@ DRY_RUN=""
 say() { printf '%s\n' "$*" >&2; }
 die() { local code=$1; shift; say "error: $*"; exit "$code"; }
 quote() { local a; for a in "$@"; do printf "'%s' " "$(printf %s "$a" | sed "s/'/'\\\\''/g")"; done; }
-run() { say "+ $*"; [ -n "$DRY_RUN" ] || "$@"; }
+# backoff SECONDS ROUND: twice as much in every round, give or take a half, so that many who wait do not ask at once.
+backoff() { echo $(($1 * (1 << ($2 - 1)) * (50 + RANDOM % 100) / 100)); }
 
 # parse "MORE= SETTINGS" "$@": flags (--a_b=1, --a-b 1) into variables, words into ARGS, what follows -- into FLAGS.
 parse() {
@@ -44,6 +46,15 @@ parse() {
       *) ARGS+=("$1") ;;
     esac
     shift
+  done
+  for name in $spec; do  # a slip in what limits time or money must not be read as 0 or as no limit
+    name=${name%=}
+    case $name in
+      POLL_S | MAX_* | USD_*)
+        case ${!name} in .* | *. | *.*.* | *[!0-9.]*) die 2 "$name is not a number: ${!name}" ;; esac ;;
+      *_S | *_GB | ROUNDS | PATIENCE)
+        case ${!name:-x} in *[!0-9]*) die 2 "$name is not a whole number: ${!name}" ;; esac ;;
+    esac
   done
 }
 

@@ -34,6 +34,7 @@ probe() {
   echo "disk=$(($(df -Pk "$HOME" | awk 'NR == 2 { print $4 }') / 1000000))"
   echo "checkpoint=${newest##*/}"
   echo "checkpoint_age=$((($(date +%s) - $(stat -c %Y "${newest:-/}")) / 60))"
+  echo "log_age_s=$(($(date +%s) - $(stat -c %Y "$log" || date +%s)))"
   echo "error=$(tail -c +"$(cat "$D/runs/offset" 2>/dev/null || echo 1)" "$log" 2>/dev/null |
     grep -E 'rror[: ]|Traceback|No space left|Killed|RESOURCE_EXHAUSTED' | tail -n 1 | cut -c 1-200)"
 } 2>/dev/null

@@ -23,7 +23,7 @@ pack() { # code.tgz: named files only, so that data, logs, caches and secrets ca
   find $found -type f ! -path '*/__pycache__/*' ! -path '*/.*/*' ! -path '*/wandb/*' ! -name '*.py[co]' \
     ! -name '*.log' ! -name 'nohup.out' ! -name '*.parquet' ! -name '*.jsonl' ! -name '*.safetensors' ! -name '*.html' \
     ! -name '*.part' ! -name '.DS_Store' ! -name '.tpu_env' ! -name '*.env' | LC_ALL=C sort >"$TMP/files"
-  COPYFILE_DISABLE=1 tar -cf - -T "$TMP/files" | gzip -n >"$TMP/code.tgz"
+  tar -cf - -T "$TMP/files" | gzip -n >"$TMP/code.tgz"
 }
 
 pack

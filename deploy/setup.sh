@@ -12,6 +12,7 @@
 #   --wandb_project NAME       put into ~/.tpu_env
 #   --worker N|all             which VM of a pod (default all)
 #   --dry_run                  say what would be done
+{ set +x; } 2>/dev/null  # bash -x would print the key
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 TYPE=""
 parse "" "$@"
@@ -19,7 +20,7 @@ resolve ${ARGS[@]+"${ARGS[@]}"}
 
 key=${WANDB_API_KEY:-}
 [ -z "$WANDB_KEY_FILE" ] || key=$(head -n 1 "$WANDB_KEY_FILE") || die 2 "cannot read --wandb_key_file $WANDB_KEY_FILE"
-chips=0
+chips=0 TYPE=${VM_TYPE:-$TYPE}
 if [ -n "$TYPE" ]; then facts "$TYPE"; chips=$((CHIPS / HOSTS)); fi
 
 script <<'END'

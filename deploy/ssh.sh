@@ -8,7 +8,7 @@ is_vm() { case $1 in *[.:@,]*) return 1 ;; esac; [ "$(ssh -G "$1" | sed -n 's/^h
 # resolve HOST: aims at IPs or ssh hosts (a,b,c), or at a VM.
 resolve() {
   [ $# = 1 ] || die 2 "one HOST is needed: an IP, an ssh host or the VM's name; $(basename "$0") --help"
-  VM_ID="" VM_IPS=$1
+  VM_ID="" VM_TYPE="" VM_IPS=$1
   ! is_vm "$1" || need "$1" READY
   aim
 }

@@ -12,7 +12,7 @@ NAME=${ARGS[0]:-$NAME}
 need "$NAME"
 case $VM_STATE in
   READY | STARTING) ;;
-  STOPPED) run tpu "$VM_ZONE" start "$NAME" >/dev/null || die 1 "$NAME is NOT started: $(complaint)" ;;
+  STOPPED) change start || die 1 "$NAME is NOT started: $(complaint)" ;;
   *) die 1 "$NAME is $VM_STATE and cannot be started: delete.sh $NAME, then create.sh $NAME" ;;
 esac
 [ -z "$DRY_RUN" ] || exit 0
@@ -21,5 +21,5 @@ while lookup "$NAME"; [ "$VM_STATE $VM_HEALTH" != "READY HEALTHY" ]; do
   [ $SECONDS -lt $deadline ] || die 1 "$NAME is $VM_STATE $VM_HEALTH after $WAIT_S s"
   sleep "$POLL_S"
 done
-facts "$TYPE"
+facts "$VM_TYPE"
 say "$NAME is ready in $VM_ZONE: $VM_IPS, ${USD:-unknown} USD an hour until it is stopped"

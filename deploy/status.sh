@@ -22,9 +22,9 @@ vm_line() { # what gcloud knows; only for a VM's name
   [ "$VM_STATE" != unknown ] || printf ' (%s)' "$VM_ERROR"
   case $VM_STATE in absent | unknown) echo; return 1 ;; esac
   ON_DEMAND=$([ "$VM_SPOT" = True ] || echo 1)
-  facts "$TYPE"
+  facts "$VM_TYPE"
   hours=$(calc "($(date +%s) - $(seconds "$VM_CREATED")) / 3600")
-  printf ' %s  %s%s  %s  %s' "$VM_HEALTH" "$TYPE" "${VM_SPOT:+ spot}" "$VM_ZONE" "$VM_IPS"
+  printf ' %s  %s%s  %s  %s' "$VM_HEALTH" "$VM_TYPE" "${VM_SPOT:+ spot}" "$VM_ZONE" "$VM_IPS"
   printf '  %s h  %s USD at %s an hour\n' "$hours" "$([ -z "$USD" ] || calc "$hours * $USD")" "${USD:-?}"
   [ "$VM_STATE" = READY ]
 }

@@ -11,5 +11,5 @@ NAME=${ARGS[0]:-$NAME}
 need "$NAME"
 [ "$VM_STATE" != STOPPED ] || { say "$NAME is stopped already"; exit 0; }
 [ "$VM_SPOT" != True ] || die 2 "$NAME is a spot VM, which cannot be started again: delete.sh $NAME"
-run tpu "$VM_ZONE" stop "$NAME" >/dev/null || die 1 "$NAME is NOT stopped: $(complaint)"
+change stop || die 1 "$NAME is NOT stopped: $(complaint)"
 [ -n "$DRY_RUN" ] || say "$NAME is stopped"

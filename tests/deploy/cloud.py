@@ -29,6 +29,7 @@ class Cloud:
         self.faults = {}  # zone: what happens to the next creations there: stockout, quota, unhealthy, stuck
         self.broken = None  # (code, status, message) that answers every request
         self.vanishing = False  # whether a node is gone just before it is to be deleted
+        self.undeletable = 0  # how many deletions fail
         self.hidden = 0  # how many questions about a node that is there are answered NOT_FOUND
         self.hosts = {"v5litepod-16": 4, "v4-32": 4}
         self._ids, self._lock = 1000, threading.RLock()
@@ -108,6 +109,9 @@ class Cloud:
         if name not in self.nodes:
             raise Failure(404, "NOT_FOUND", f"Resource '{name}' was not found")
         node = self.nodes[name]
+        if method == "DELETE" and self.undeletable:
+            self.undeletable -= 1
+            raise Failure(400, "FAILED_PRECONDITION", "The node is busy")
         if method == "DELETE":
             self.shut_down(node["id"])
             del self.nodes[name]

@@ -45,6 +45,8 @@ class Laptop:
         (self.home / ".ssh/config").write_text(f"Host *\n  UserKnownHostsFile {self.home}/.ssh/known_hosts\n")
         (self.home / "bin/ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {self.home}/.ssh/config "$@"\n')
         (self.home / "bin/ssh").chmod(0o755)
+        if os.environ.get("BASH32"):  # for all that is tested: make test BASH32=/opt/bash-3.2/bin/bash
+            (self.home / "bin/bash").symlink_to(os.environ["BASH32"])
         self.env = {"PATH": f"{self.home}/bin:{os.environ['PATH']}", "HOME": str(self.home), "TMPDIR": str(root),
                     "LANG": "C.UTF-8", "NANOCHAT_DEPLOY_CONFIG": str(self.home / "config.env")}
         self.vms, self.processes = [], []

@@ -1,6 +1,7 @@
 """Stands where a VM's venv/bin/python stands: behaves like base_train towards the scripts, without training.
 
-It also answers setup.sh's count of chips. Flags of its own: --step_s, --crash_at=STEP (every time), --bad_input.
+It also answers setup.sh's count of chips. Flags of its own: --step_s, --crash_at=STEP (every time),
+--hang_at=STEP (once), --bad_input.
 """
 import json
 import os
@@ -53,6 +54,10 @@ def train(flags):
         time.sleep(float(flags.get("step_s", 0.05)))
         if step == int(flags.get("crash_at", -1)):
             raise RuntimeError(f"crash at step {step}, as asked")
+        if step == int(flags.get("hang_at", -1)) and not (run_dir / "hung").exists():
+            (run_dir / "hung").touch()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(10000)
         record = {"step": step, "time": time.time(), "loss": 5 / step, "tokens_per_s": 175000.0, "mfu": 0.312,
                   "time_left_s": 3661.0}
         with open(kept, "a") as file:

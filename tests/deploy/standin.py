@@ -138,14 +138,19 @@ class StandIn:
         for pid in self.pids():
             os.kill(pid, signal.SIGSTOP)
 
-    def command_lines(self):
-        lines = []
+    def processes(self):
+        """Command lines by pid (as seen from here)."""
+        lines = {}
         for pid in self.pids():
             try:
-                lines.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                lines[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 pass
         return lines
+
+    def trainers(self):
+        """Pids of the processes that train."""
+        return [pid for pid, line in self.processes().items() if "fake_trainer.py -u -m scripts.base_train" in line]
 
     def shell(self, command):
         """What a command prints inside, with the VM's own disk and processes."""
@@ -165,6 +170,13 @@ class StandIn:
         self.process.wait()
         self.process.stdin.close()
         self._log.close()
+
+    def restart_with_another_ip(self):
+        self.kill()
+        old, self.ip = self.ip, f"127.{_NET}.0.{next(_numbers)}"
+        config = self.root / "sshd_config"
+        config.write_text(config.read_text().replace(f"{old}:", f"{self.ip}:"))
+        self.boot()
 
     def erase(self):
         self.kill()

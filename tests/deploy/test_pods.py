@@ -1,6 +1,7 @@
 """Slices of several VMs: everywhere or nowhere, and which worker failed."""
 import pytest
 
+from tests.deploy.cloud import Cloud
 from tests.deploy.conftest import ROOT
 
 
@@ -13,10 +14,6 @@ def pod(laptop):
     return vms
 
 
-def running(vm):
-    return [line for line in vm.command_lines() if "scripts.base_train" in line and "fake_trainer" in line]
-
-
 def test_every_worker_is_set_up_and_trains_and_stops(laptop, pod):
     hosts = pod[0].all
     output = laptop.run("push.sh", hosts, "--worker=all") + laptop.run("setup.sh", hosts)
@@ -25,12 +22,12 @@ def test_every_worker_is_set_up_and_trains_and_stops(laptop, pod):
         assert f"[worker {index}] w{index}: torch_xla sees 4 chips" in output
     train = ["train.sh", hosts, "--min_free_gb=0", "--", "--run=a", "--synthetic_data=1", "--num_iterations=10000"]
     laptop.run(*train)
-    assert all(running(vm) for vm in pod)
+    assert all(vm.trainers() for vm in pod)
     assert "worker 1" in laptop.run(*train, status=6)
     assert "step" in laptop.run("status.sh", pod[1].ip)
     output = laptop.run("stop_run.sh", hosts)
     assert "[worker 2] run a ended with status 75" in output
-    assert not any(running(vm) for vm in pod)
+    assert not any(vm.trainers() for vm in pod)
 
 
 def test_a_worker_that_cannot_start_keeps_all_from_starting(laptop, pod):
@@ -39,7 +36,7 @@ def test_a_worker_that_cannot_start_keeps_all_from_starting(laptop, pod):
     train = ["train.sh", pod[0].all, "--min_free_gb=0", "--", "--run=a", "--synthetic_data=1", "--num_iterations=10000"]
     output = laptop.run(*train, status=1)
     assert "[worker 1] packages or ~/.tpu_env are missing" in output and f"worker 1 ({pod[1].ip}) failed" in output
-    assert not any(running(vm) for vm in pod)
+    assert not any(vm.trainers() for vm in pod)
 
 
 def test_a_worker_that_fails_at_once_stops_the_others(laptop, pod):
@@ -47,10 +44,25 @@ def test_a_worker_that_fails_at_once_stops_the_others(laptop, pod):
     (pod[2].home / "nanochat.d/venv/bin/python").write_text("#!/bin/sh\nexit 1\n")
     train = ["train.sh", pod[0].all, "--min_free_gb=0", "--", "--run=a", "--synthetic_data=1", "--num_iterations=10000"]
     assert "not running everywhere: stopping it" in laptop.run(*train, status=1)
-    assert not any(running(vm) for vm in pod)
+    assert not any(vm.trainers() for vm in pod)
 
 
 def test_one_worker_alone(laptop, pod):
     laptop.run("push.sh", pod[0].all, "--worker=1")
     assert [(vm.home / "nanochat").exists() for vm in pod] == [False, True, False]
     assert "there are 3" in laptop.run("push.sh", pod[0].all, "--worker=3", status=2)
+
+
+def test_a_pod_is_reached_by_its_name_wherever_its_vms_are_now(laptop, pod):
+    cloud = Cloud(boot=lambda node, index: pod[index].ip)
+    cloud.hosts["v5litepod-16"] = 2
+    laptop.env.update(cloud.env(laptop.home / "gcloud"))
+    zones = ["--zones=us-a", "--poll_s=0.1"]
+    laptop.run("create.sh", "pod", "--type=v5litepod-16", *zones)
+    laptop.run("push.sh", "pod", *zones)
+    assert "[worker 1] w1: torch_xla sees 4 chips" in laptop.run("setup.sh", "pod", *zones)
+    assert [(vm.home / "nanochat").exists() for vm in pod] == [True, True, False]
+    pod[1].restart_with_another_ip()
+    cloud.node("pod")["networkEndpoints"][1]["accessConfig"]["externalIp"] = pod[1].ip
+    assert "[worker 1] w1: ~/nanochat is now" in laptop.run("push.sh", "pod", *zones)
+    cloud.close()

@@ -1,4 +1,5 @@
 """What every script promises, without any machine: help, clear refusals, portability, size."""
+import importlib.util
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ import pytest
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 VERBS = ["create", "setup", "push", "data", "train", "status", "logs", "stop_run", "fetch", "watch", "stop", "start",
          "delete", "list"]
-LIBRARIES = ["lib", "gcloud", "ssh", "on_vm", "money"]
+LIBRARIES = ["lib", "gcloud", "ssh", "on_vm", "money", "repair"]
 
 
 def run(*args):
@@ -45,6 +46,7 @@ def test_help_names_every_flag_of_its_own(verb):
     own = re.search(r'^parse "([^"]*)"', text, re.MULTILINE)[1].replace("=", "").split()
     shown = run(DEPLOY / f"{verb}.sh", "--help").stdout
     assert not [name for name in own if f"--{name.lower()}" not in shown]
+    assert "--dry_run" in shown or verb in ("status", "logs", "list")  # which change nothing
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("status", "list")])
@@ -55,15 +57,19 @@ def test_a_missing_name_is_wrong_use(verb):
 
 def test_nothing_that_bash_3_2_or_the_tools_of_macos_lack():
     """What runs on the laptop; the scripts between <<'END' and END run on the VM."""
-    newer = re.compile(r"mapfile|readarray|declare -A|local -n|\$\{[^}]*(,,|\^\^)|&>>|\|&|\[\[ -v|%\(|coproc|"
-                       r"sed -i|sed -r|grep -P|readlink -f|stat -c|\btac\b|date -Is|mktemp --|xargs -r|flock|setsid")
+    newer = re.compile(
+        r"mapfile|readarray|(declare|local|typeset) -[Ang]|\$\{[^}]*(,,|\^\^|@[A-Z]\}| -[0-9])|\w\[-[0-9]|&>>|\|&|;;?&|"
+        r"\[\[ -v|%\(|coproc|wait -|EPOCH|BASHPID|globstar|lastpipe|inherit_errexit|exec \{|read -\w*[Ni]|\{\d+\.\.|"
+        r"\$\([^()]*\bcase\b|"  # it takes the pattern's ) for the end of $(
+        r"sed -[irzu]|sed --|grep -\w*P|readlink -f|realpath|stat -|\btac\b|date -I|date --|mktemp --|xargs -r|flock|"
+        r"setsid|\btimeout |head -n -|tail -s|-printf|cp -t|sort -\w*[Vz]|base64 -w|\bnproc\b")
     for path in DEPLOY.glob("*.sh"):
         if path.stem != "on_vm":
             here = re.sub(r"<<'END'.*?^END$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
             here = re.sub(r"^#.*$", "", here, flags=re.MULTILINE)
             assert not newer.findall(here), path.name
-            empty = re.findall(r'(?<!\+)"\$\{(?:FLAGS|ARGS)\[@\]\}"', here)  # unbound in bash 3.2 if there is none
-            assert not empty or path.stem in ("status", "watch"), path.name  # these have made sure that there is one
+            empty = re.findall(r'(?<!\+)"\$\{(?:FLAGS|ARGS)\[@\]\}"', here)  # unbound in bash 3.2 if there is none;
+            assert not empty or path.stem in ("status", "watch", "repair"), path.name  # these made sure that there is
 
 
 def test_shellcheck_finds_nothing():
@@ -73,3 +79,43 @@ def test_shellcheck_finds_nothing():
         pytest.skip("shellcheck is not installed")
     result = run(program, *sorted(DEPLOY.glob("*.sh")))
     assert result.returncode == 0, result.stdout
+
+
+def test_the_example_of_tpu_env_has_every_variable_that_is_read_each_with_a_comment_and_no_other():
+    root = DEPLOY.parent
+    read = set()
+    for folder in ("nanochat", "scripts"):
+        for path in (root / folder).glob("*.py"):
+            read |= set(re.findall(r'environ(?:\.get\(|\.setdefault\(|\[)"(\w+)"(?!\] =)', path.read_text()))
+    for path in DEPLOY.glob("*.sh"):
+        on_vm = path.read_text() if path.stem == "on_vm" else "".join(
+            re.findall(r"<<'END'(.*?)^END$", path.read_text(), re.DOTALL | re.MULTILINE))
+        read |= set(re.findall(r"\$\{([A-Z][A-Z_]+):-", on_vm))
+    read -= {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # torchrun sets them
+    for package, name in (("wandb", "WANDB_API_KEY"), ("wandb", "WANDB_MODE"), ("libtpu", "LIBTPU_INIT_ARGS")):
+        if spec := importlib.util.find_spec(package):
+            files = [*Path(spec.origin).parent.glob("env.py"), *Path(spec.origin).parent.glob("libtpu.so")]
+            assert any(name.encode() in path.read_bytes() for path in files), f"{package} does not read {name}"
+        read.add(name)
+    blocks = (root / ".tpu_env.example").read_text().split("\n\n")
+    found = [name for block in blocks for name in re.findall(r"^#?export (\w+)=", block, re.MULTILINE)]
+    assert sorted(found) == sorted(read)
+    assert all(re.match(r"# \S", block) for block in blocks)
+
+
+def test_the_systemd_unit_is_one(tmp_path):
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("systemd-analyze is not installed")
+    (tmp_path / "nanochat").symlink_to(DEPLOY.parent)
+    result = subprocess.run(["systemd-analyze", "--user", "verify", DEPLOY / "watch.service"], capture_output=True,
+                            text=True, env={**os.environ, "HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)})
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("flags", [["--max_usd=50$"], ["--max_usd=5,5"], ["--max_usd=-1"], ["--max_hours=."],
+                                   ["--max_usd=5", "--margin_s=10m"], ["--max_usd=5", "--patience=1.5"],
+                                   [], ["--max_usd="],
+                                   ["--max_usd=5", "--type=v6e-x"], ["--max_usd=5", "--type=v5p-8"]])
+def test_watch_does_not_start_without_a_budget_that_is_a_number(flags):
+    result = run(DEPLOY / "watch.sh", "nano", "--zones=a", *flags, "--", "--run=a")
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr

@@ -4,7 +4,7 @@ import subprocess
 import pytest
 
 from tests.deploy.cloud import Cloud
-from tests.deploy.conftest import eventually
+from tests.deploy.conftest import ROOT, eventually
 
 ZONES = "--zones=us-a,us-b"
 QUICK = ["--poll_s=0.1", "--backoff_s=0"]
@@ -19,13 +19,15 @@ def cloud(laptop):
 
 
 @pytest.mark.slow
-def test_create_makes_a_spot_vm_once(laptop, cloud):
+def test_create_makes_a_spot_vm_once_and_an_ssh_key_if_there_is_none(laptop, cloud):
+    key = laptop.home / ".ssh/google_compute_engine.pub"
+    subprocess.run(["rm", key, key.with_suffix("")], check=True)
     output = laptop.run("create.sh", "nano", ZONES, "--type=v6e-4", *QUICK)
     node = cloud.node("nano", "us-a")
     assert "1.70 USD an hour" in output and "is ready in us-a" in output
     assert node["acceleratorType"] == "v6e-4" and node["runtimeVersion"] == "v2-alpha-tpuv6e"
     assert node["schedulingConfig"]["spot"] is True
-    assert laptop.public_key.strip() in node["metadata"]["ssh-keys"]
+    assert key.read_text().strip() in node["metadata"]["ssh-keys"]
     assert "is there already: READY HEALTHY" in laptop.run("create.sh", "nano", "--zones=us-b,us-a", *QUICK, status=6)
     assert len(cloud.nodes) == 1
 
@@ -53,6 +55,21 @@ def test_create_deletes_a_vm_that_does_not_become_healthy(laptop, cloud, fault):
     output = laptop.run("create.sh", "nano", ZONES, *QUICK, "--wait_s=4")
     assert "not ready and healthy after 4 s" in output and "is ready in us-b" in output
     assert eventually(lambda: not cloud.node("nano", "us-a")) and cloud.node("nano", "us-b")
+
+
+def test_create_tries_no_other_zone_while_one_may_hold_a_vm(laptop, cloud):
+    cloud.faults, cloud.undeletable = {"us-a": ["stuck"]}, 9
+    output = laptop.run("create.sh", "nano", ZONES, *QUICK, "--wait_s=2", status=1)
+    assert "nano may be left in us-a, and cost" in output
+    assert not cloud.node("nano", "us-b")
+
+
+def test_pauses_grow_and_differ():
+    for round_ in (1, 2, 3):
+        script = f". deploy/lib.sh; for _ in $(seq 100); do backoff 60 {round_}; done"
+        pauses = [int(line) for line in subprocess.check_output(["bash", "-c", script], cwd=ROOT).split()]
+        middle = 60 * 2 ** (round_ - 1)
+        assert min(pauses) >= middle / 2 and max(pauses) <= middle * 1.5 and len(set(pauses)) > 10
 
 
 def test_expired_credentials_are_never_taken_for_an_absent_vm(laptop, cloud):

@@ -1,12 +1,16 @@
 """The babysitter: real gcloud, ssh and scripts against a small cloud whose VMs are preempted, sick, frozen, full."""
 import http.server
 import json
+import os
+import signal
+import subprocess
 import threading
+import time
 
 import pytest
 
 from tests.deploy.cloud import Cloud
-from tests.deploy.conftest import eventually
+from tests.deploy.conftest import ROOT, eventually
 
 
 class World:
@@ -30,12 +34,12 @@ class World:
     def vm(self):
         return list(self.booted.values())[-1]
 
-    def watch(self, *flags, run=("--num_iterations=40",), **settings):
+    def watch(self, *flags, run=("--num_iterations=40",), env=None, **settings):
         """Starts watch.sh; data_dir is named so that no data is asked for."""
-        settings = {"state": self.state, "to": self.laptop.root / "results", **settings}
+        settings = {"max_hours": 1, "margin_s": 30, "state": self.state, "to": self.laptop.root / "results", **settings}
         settings = [f"--{name}={value}" for name, value in settings.items()]
         run = ["--run=d16", "--data_dir=x", "--save_every=5", f"--checkpoint_mirror={self.mirror}", *run]
-        return self.laptop.start("watch.sh", "nano", *settings, *flags, "--", *run)
+        return self.laptop.start("watch.sh", "nano", *settings, *flags, "--", *run, env=env)
 
     def journal(self):
         path = self.state / "journal"
@@ -63,7 +67,8 @@ def world(laptop):
 
 
 def test_a_preempted_vm_is_made_again_and_the_run_finishes_with_every_step_once(world):
-    watch = world.watch(run=("--num_iterations=40", "--step_s=0.2"))
+    key = "deadbeef" * 5
+    watch = world.watch(run=("--num_iterations=40", "--step_s=0.2"), env={"WANDB_API_KEY": key})
     world.wait("run started")
     eventually(lambda: (world.mirror / "step_000010").exists())
     world.cloud.node("nano")["state"] = "PREEMPTED"
@@ -72,6 +77,8 @@ def test_a_preempted_vm_is_made_again_and_the_run_finishes_with_every_step_once(
     assert "PREEMPTED: making the VM again" in output and "finished: step 00040/00040" in output
     assert len(world.booted) == 2 and not world.cloud.nodes
     assert world.steps() == list(range(1, 41))
+    assert key in (world.vm.home / ".tpu_env").read_text()
+    assert subprocess.run(["grep", "-r", key, world.state], capture_output=True).returncode == 1 and key not in output
 
 
 @pytest.mark.slow
@@ -171,3 +178,85 @@ def test_it_waits_for_capacity_and_a_second_watcher_is_refused(world):
     world.wait("no VM: error: no VM in us-a")
     assert "is watched by process" in world.end(world.watch(), 6)
     world.end(watch, 0)
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_or_is_killed_is_started_again_on_the_same_vm(world):
+    watch = world.watch(stall_s=4, run=("--num_iterations=60", "--step_s=0.2", "--hang_at=12"))
+    world.wait("run started")
+    world.wait("the run hangs: no line in its log for")
+    eventually(lambda: (world.mirror / "step_000020").exists(), 60)
+    os.kill(world.vm.trainers()[0], signal.SIGKILL)
+    world.end(watch, 0)
+    assert "ended 137 at step" in world.journal() and "of 3)" in world.journal()
+    assert len(world.booted) == 1 and world.steps() == list(range(1, 61))
+
+
+@pytest.mark.slow
+def test_it_gives_up_after_three_vms_that_never_train(world):
+    world.vm_options = {"chips": 4}
+    output = world.end(world.watch(patience=1), 1, timeout_s=200)
+    assert "sees 4 chips, 8 expected" in output and "giving up: three VMs" in output
+    assert len(world.booted) == 3 and not world.cloud.nodes
+
+
+@pytest.mark.slow
+def test_what_is_wrongly_set_costs_no_second_try(world):
+    output = world.end(world.watch(wandb_key_file="/no/such/file"), 1)
+    assert "giving up: error: cannot read --wandb_key_file" in output
+    assert len(world.booted) == 1 and not world.cloud.nodes
+
+
+@pytest.mark.slow
+def test_a_vm_of_another_price_than_the_budget_was_made_for_is_refused(world):
+    world.laptop.run("create.sh", "nano", "--on_demand")
+    assert "is there as v5litepod-8, spot: False" in world.end(world.watch(), 2)
+    assert "is there as v5litepod-8" in world.end(world.watch("--on_demand", "--type=v5litepod-4"), 2)
+    world.cloud.node("nano")["state"] = "STOPPED"
+    assert "somebody stopped nano" in world.end(world.watch("--on_demand"), 1)
+    assert world.cloud.node("nano")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counted_at, was, spent", [
+    (-3600, "READY", 60.5),  # nobody counted for an hour, in which the VM was there
+    (10**6, "READY", 0.5),  # the clock was set back
+    (-3600, "absent", 60.5),  # it is there now: it may have been there all the time
+])
+def test_what_was_spent_is_counted_over_restarts_and_changes_of_the_clock(world, counted_at, was, spent):
+    world.laptop.run("create.sh", "nano")
+    world.state.mkdir()
+    (world.state / "spent").write_text(f"{int(time.time()) + counted_at} 100 0.5 {was}\n")
+    world.cloud.undeletable = 2
+    assert "VM NOT DELETED, IT MAY STILL COST" in world.end(world.watch(max_usd=0.2, margin_s=1, usd_per_hour=60), 7)
+    assert float((world.state / "spent").read_text().split()[2]) == pytest.approx(spent, abs=0.5)
+    assert not world.cloud.nodes
+
+
+@pytest.mark.slow
+def test_a_vm_in_the_making_when_the_budget_ends_is_deleted(world):
+    world.cloud.faults["us-a"] = ["stuck"]
+    world.end(world.watch(max_hours=0.006, margin_s=12), 7)
+    assert "POST" in " ".join(world.cloud.requests) and not world.cloud.nodes
+
+
+@pytest.mark.slow
+def test_told_to_stop_it_leaves_the_run_alone_says_what_goes_on_costing_and_takes_it_up_again(world):
+    watch = world.watch(run=("--num_iterations=100", "--step_s=0.2"))
+    world.wait("run started")
+    watch.terminate()
+    assert "told to stop. nano (READY) is left as it is, at 2.04 USD an hour" in world.end(watch, 143)
+    before = len(world.vm.metrics("d16"))
+    eventually(lambda: len(world.vm.metrics("d16")) > before)
+    (world.state / "pid").write_text("1\n")  # as after a reboot: the number of a process that is no watch.sh
+    world.end(world.watch(run=("--num_iterations=100", "--step_s=0.2")), 0)
+    assert len(world.booted) == 1 and world.journal().count("run started") == 1
+    assert world.steps() == list(range(1, 101))
+
+
+def test_a_failure_of_its_own_is_said_and_ends_with_a_status_that_systemd_starts_again(tmp_path):
+    script = f"""NAME=nano STATE={tmp_path} WEBHOOK= USD=2; . deploy/lib.sh; NAME=nano VM_STATE=READY; . deploy/money.sh
+                 echo $$ >{tmp_path}/pid; trap on_exit EXIT; false"""
+    result = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 70 and "watch.sh failed with status 1. nano (READY) is left as it is" in result.stdout
+    assert "70" not in (ROOT / "deploy/watch.service").read_text()
