@@ -13,6 +13,10 @@ from nanochat.common import BadInput, count_tpu_chips
 GIB = 2**30
 
 
+def _gib(number):
+    return int(number * GIB)
+
+
 @dataclass(frozen=True)
 class TpuType:
     """One generation of TPU; all figures are per chip. A price that is not known is None."""
@@ -20,7 +24,10 @@ class TpuType:
     accelerator_prefix: str  # of the accelerator strings that create such VMs
     peak_flops: float  # dense bf16 FLOP/s
     hbm_bytes: int
+    usable_hbm_bytes: int  # what the compiler leaves to programs
     hbm_bytes_per_s: float
+    ici_bytes_per_s: float  # between chips, all links, both directions
+    flops_per_cycle: int  # bf16, of the matrix units: with peak_flops the clock that the compiler's cycles count
     torus_dims: int  # 2: flat slices, 3: cubic ones
     cores_per_chip: int  # the number in an accelerator string counts cores on v4 and v5p, chips on v5e and v6e
     max_chips_per_host: int  # of a slice that is one host
@@ -29,15 +36,19 @@ class TpuType:
     usd_per_chip_hour_spot: float | None = None
 
 
-# Figures from Google's "TPU versions" pages. Prices float: they are those of PRICES_DATE, on demand from the public
-# list, spot as paid for v5litepod-8 in us-west4 (listed: 0.21 to 0.60 by region) and for v6e-4 in asia-northeast1
-# (listed: 0.65 to 1.89). Scripts that print a cost have a flag that overrides them.
+# Figures from Google's "TPU versions" pages; usable HBM from the out-of-memory reports of libtpu 0.0.21. Matrix units:
+# 4 of 128 × 128 in each core of v4, v5e and v5p, 4 of 256 × 256 on v6e. Prices float: they are those
+# of PRICES_DATE, on demand from the public list, spot as paid for v5litepod-8 in us-west4 (listed: 0.21 to 0.60 by
+# region) and for v6e-4 in asia-northeast1 (listed: 0.65 to 1.89). Scripts that print a cost have a flag that overrides
+# them.
 PRICES_DATE = "2026-11"
 TPU_TYPES = {tpu.name: tpu for tpu in (
-    TpuType("v4", "v4", 275e12, 32 * GIB, 1200e9, 3, 2, 4, "tpu-ubuntu2204-base"),
-    TpuType("v5e", "v5litepod", 197e12, 16 * GIB, 819e9, 2, 1, 8, "v2-alpha-tpuv5-lite", 1.20, 0.255),
-    TpuType("v5p", "v5p", 459e12, 95 * GIB, 2765e9, 3, 2, 4, "v2-alpha-tpuv5"),
-    TpuType("v6e", "v6e", 918e12, 32 * GIB, 1640e9, 2, 1, 8, "v2-alpha-tpuv6e", 2.70, 0.425),
+    TpuType("v4", "v4", 275e12, 32 * GIB, _gib(30.75), 1200e9, 600e9, 2**18, 3, 2, 4, "tpu-ubuntu2204-base"),
+    TpuType("v5e", "v5litepod", 197e12, 16 * GIB, _gib(15.75), 819e9, 400e9, 2**17, 2, 1, 8, "v2-alpha-tpuv5-lite",
+            1.20, 0.255),
+    TpuType("v5p", "v5p", 459e12, 95 * GIB, _gib(95.74), 2765e9, 1200e9, 2**18, 3, 2, 4, "v2-alpha-tpuv5"),
+    TpuType("v6e", "v6e", 918e12, 32 * GIB, _gib(31.25), 1640e9, 800e9, 2**19, 2, 1, 8, "v2-alpha-tpuv6e",
+            2.70, 0.425),
 )}
 _PCI_DEVICE_TO_TYPE = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}
 _CHIPS_PER_HOST_OF_A_POD = 4  # every slice of more than one host, of every type

@@ -1,0 +1,82 @@
+"""The process in which the TPU compiler runs, started by nanochat.aot: libtpu takes the place of every other XLA client
+here, and neither PyTorch nor a TPU is needed."""
+import functools
+import json
+import re
+import time
+from pathlib import Path
+
+
+def compile_folder(folder):
+    """Compiles `folder`/traced.pb as `folder`/request.json says. Writes compiled.json (the fields of
+    aot.CompiledProgram) and optimised.hlo, which is empty if the program does not fit into the chip's memory."""
+    import numpy as np
+    from jax.errors import JaxRuntimeError
+    from jax.experimental import topologies
+    from jaxlib import xla_client
+
+    folder = Path(folder)
+    request = json.loads((folder / "request.json").read_text())
+    devices = topologies.get_topology_desc(
+        platform="tpu", topology_name=request["topology"], **request["topology_options"]).devices
+    options = xla_client.CompileOptions()
+    options.num_replicas = len(devices)
+    options.device_assignment = xla_client.DeviceAssignment.create(np.arange(len(devices)).reshape(-1, 1))
+    module = _load(folder / "traced.pb", set(request["donated"]))
+    started = time.monotonic()
+    try:
+        executable = devices[0].client.compile(
+            module, executable_devices=xla_client.DeviceList(tuple(devices)), compile_options=options)
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _write(folder, "", seconds=time.monotonic() - started, out_of_memory=str(error))
+        return
+    seconds = time.monotonic() - started
+    memory = executable.get_compiled_memory_stats()
+    costs = executable.cost_analysis()
+    _write(folder, executable.hlo_modules()[0].to_string(), seconds=seconds,
+           argument_bytes=memory.argument_size_in_bytes, output_bytes=memory.output_size_in_bytes,
+           alias_bytes=memory.alias_size_in_bytes, temp_bytes=memory.temp_size_in_bytes,
+           code_bytes=memory.generated_code_size_in_bytes,
+           costs={key: costs[key] for key in ("flops", "bytes accessed", "transcendentals") if key in costs})
+
+
+def _write(folder, hlo_text, **fields):
+    (folder / "optimised.hlo").write_text(hlo_text)
+    (folder / "compiled.json").write_text(json.dumps(fields))
+
+
+def _load(path, donated):
+    """The module as MLIR bytecode, in which the arguments `donated` are marked and every operation's name begins with
+    the line of this repository that it comes from: only names survive the compiler."""
+    from jax._src.interpreters import mlir
+    from jaxlib import xla_client
+    from jaxlib.mlir import ir
+
+    text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(path.read_bytes()))
+    with mlir.make_ir_context():
+        module = ir.Module.parse(_with_source_lines(text))
+        main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get([
+            ir.DictAttr.get({"jax.buffer_donor": ir.BoolAttr.get(True)} if index in donated else {})
+            for index in range(len(main.type.inputs))])
+        return mlir.module_to_bytecode(module)
+
+
+def _with_source_lines(text):
+    """MLIR text whose named locations `"aten__mm"(call stack)` read `"nanochat/gpt.py:166 aten__mm"(call stack)`."""
+    repository = re.escape(str(Path(__file__).resolve().parent.parent))
+    ours = re.compile(rf'"{repository}/((?:nanochat|scripts)/(?!aot|tpu_preflight)[^"]*)":(\d+)')
+    locations = dict(re.findall(r"^(#loc\d+) = loc\((.*)\)$", text, re.MULTILINE))
+
+    @functools.cache
+    def line(location):
+        """Innermost line of ours. A location is a file's line, `"name"(location)` or `callsite(callee at caller)`."""
+        found = ours.match(location)
+        if found:
+            return f"{found[1]}:{found[2]} "
+        return next(filter(None, (line(locations[name]) for name in re.findall(r"#loc\d+", location))), "")
+
+    return re.sub(r'^(#loc\d+ = loc\(")([^"]*"\((#loc\d+)\)\))$',
+                  lambda match: match[1] + line(locations[match[3]]) + match[2], text, flags=re.MULTILINE)
