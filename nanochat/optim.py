@@ -135,12 +135,13 @@ class MuonAdamW:
             self.state[f"{name}.momentum"] = torch.zeros_like(p)
             self.state[f"{name}.second_moment"] = torch.zeros_like(p if name in self.adam_lrs else p[:, :, :1])
 
-    def scheduled(self, step):
+    def scheduled(self, step, batch_growth=1.0):
         """What changes at `step`, as a CPU tensor (4,): learning-rate multiplier, Muon's momentum, Adam's two bias
-        corrections."""
+        corrections. `batch_growth`: the step's batch over the `total_batch_size` of the run."""
         beta1, beta2 = ADAM_BETAS
-        return torch.tensor([lr_multiplier(step, self.num_iterations, self.config), muon_momentum(step),
-                             1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)], dtype=torch.float32)
+        multiplier = lr_multiplier(step, self.num_iterations, self.config) * math.sqrt(batch_growth)
+        return torch.tensor([multiplier, muon_momentum(step), 1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)],
+                            dtype=torch.float32)
 
     @torch.no_grad()
     def step(self, scheduled, is_good):

@@ -52,7 +52,7 @@ from nanochat.launch import begin_as_rank, exclusive_use
 from nanochat.loss_eval import bits_per_byte
 from nanochat.mirror import Mirror
 from nanochat.observe import Observer
-from nanochat.optim import MuonAdamW, OptimConfig, lr_multiplier
+from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.plan import describe_plan, make_plan, peak_flops
 from nanochat.tokenizer import load_tokenizer
 
@@ -94,6 +94,8 @@ def parse_args(argv=None):
     add("--target_param_data_ratio", type=float, default=20.0, help="train on this many tokens a matrix parameter")
     add("--device_batch_size", type=int, default=8, help="rows in a micro-step on one device")
     add("--total_batch_size", type=int, default=-1, help="tokens in an optimizer step; -1: from the depth")
+    add("--batch_ramp", default="", help="STEP:FACTOR,…: from that step on the batch is FACTOR × total_batch_size, in "
+        "whole micro-steps, and the learning rates are √FACTOR as high")
     add = parser.add_argument_group("optimizer").add_argument
     for field in fields(OptimConfig):
         add(f"--{field.name}", type=field.type, default=field.default, help=field.metadata["help"])
@@ -123,7 +125,10 @@ def optim_config(args):
 
 
 def micro_step(model, rows, loss_sum, scale):
-    """Forward and backward of rows (B, T + 1): adds to the gradients, and `scale` × the mean loss to `loss_sum`."""
+    """Forward and backward of rows (B, T + 1): adds to the gradients, and `scale` × the mean loss to `loss_sum`.
+
+    `scale` is a tensor (): a Python number would be part of the program, and another one would compile it again.
+    """
     loss = model(rows[:, :-1], rows[:, 1:]).mean() * scale
     loss.backward()
     loss_sum += loss.detach()
@@ -152,9 +157,9 @@ class Trainer:
     def __init__(self, args, dist, checkpoint_path=None):
         self.args, self.dist = args, dist
         self.tokenizer = load_tokenizer(args.tokenizer_dir)
-        self.plan = make_plan(args, self.tokenizer.n_vocab, self.dist.world_size)
         self.run_dir = require_writable_dir(get_run_dir(args))
         restored = checkpoint.load(checkpoint_path) if checkpoint_path else None
+        self.plan = make_plan(args, self.tokenizer.n_vocab, self.dist.world_size, restored and restored.meta)
         self.goodput = metrics.Goodput(restored.meta["seconds"] if restored else None)
         self.start_step = self.step = restored.step if restored else 0
         self.observer = Observer(dist)
@@ -190,6 +195,8 @@ class Trainer:
         if restored:
             self.optimizer.load_state_dict(restored.optimizer_state)
         self.loss_sum = torch.zeros((), device=dist.device)
+        self.loss_scales = {n: torch.tensor(1 / (n * dist.world_size)).to(dist.device)
+                            for n in {self.plan.accum_steps(step) for step, _ in self.plan.batch_schedule}}
         with xla_program(dist, "initialise"):
             pass  # what was put on the device so far becomes plain buffers, the inputs of the programs of a step
         use_compile = dist.device_type == "cuda" and not args.no_compile
@@ -245,16 +252,20 @@ class Trainer:
         """One optimizer step; returns its loss and gradient norm, (2,), still on the device."""
         dist, plan = self.dist, self.plan
         self.observer.begin_step()
-        for _ in range(plan.grad_accum_steps):
+        scale = self.loss_scales[plan.accum_steps(self.step)]
+        for _ in range(plan.accum_steps(self.step)):
             with self.observer.data_wait():
                 batch = next(self.loader)
             rows = batch.rows.to(dist.device)
-            with self.observer.program("micro_step", rows=rows):
-                micro_step(self.compiled_model, rows, self.loss_sum, 1 / (plan.grad_accum_steps * plan.world_size))
+            with self.observer.program("micro_step", rows=rows, scale=scale):
+                micro_step(self.compiled_model, rows, self.loss_sum, scale)
         self.last_batch = batch
-        scheduled = self.optimizer.scheduled(self.step).to(dist.device)
+        scheduled = self.optimizer.scheduled(self.step, self.batch_growth(self.step)).to(dist.device)
         with self.observer.program("update", collective=True, scheduled=scheduled):
             return update(self.optimizer, scheduled, self.loss_sum, dist)
+
+    def batch_growth(self, step):
+        return self.plan.batch_tokens(step) / self.plan.total_batch_size
 
     def log(self, losses, window_start):
         """Fetches the losses of the steps since the last line, which waits for the device, and logs them."""
@@ -266,17 +277,17 @@ class Trainer:
         for step, loss in enumerate(losses[:-1], first_step + 1):
             self.logger.log(step, {"loss": loss}, quiet=True)
         elapsed = time.monotonic() - window_start
-        tokens_per_s = len(losses) * plan.total_batch_size / elapsed
+        tokens_per_s = plan.tokens(first_step, self.step) / elapsed
         seconds = self.goodput.seconds()
         self.logger.log(self.step, {
             "loss": losses[-1],
             "grad_norm": gradient_norms[-1],
-            "lr_multiplier": lr_multiplier(self.step - 1, plan.num_iterations, self.optimizer.config),
+            "lr_multiplier": self.optimizer.scheduled(self.step - 1, self.batch_growth(self.step - 1))[0].item(),
             "step_ms": 1000 * elapsed / len(losses),
             "tokens_per_s": tokens_per_s,
             "mfu": metrics.mfu(tokens_per_s, plan.flops_per_token, peak_flops(self.dist), plan.world_size),
-            "tokens": self.step * plan.total_batch_size,
-            "time_left_s": (plan.num_iterations - self.step) * elapsed / len(losses),
+            "tokens": self.loader.stats["rows"] * plan.world_size * self.args.max_seq_len,
+            "time_left_s": plan.tokens(self.step, plan.num_iterations) / tokens_per_s,
             "epoch": self.loader.stats["epoch"],
             "goodput": self.goodput.fraction(),
             "seconds": sum(seconds.values()),
@@ -304,6 +315,7 @@ class Trainer:
             if self.dist.rank == 0:
                 meta = {"config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
                         "data_fingerprint": self.loader.fingerprint, "flags": vars(self.args),
+                        "batch_schedule": self.plan.batch_schedule,
                         "rng": checkpoint.rng_state(), "wandb_id": self.logger.wandb_id,
                         "seconds": self.goodput.seconds()}
                 path = checkpoint.save(
@@ -375,9 +387,11 @@ def check(args, device_type):
         open_mirror(args).fetch(run_dir)
     path = checkpoint.latest_good(run_dir, report=lambda message: print(f"warning: {message}", flush=True))
     if path:
-        checkpoint.require_match(path, checkpoint.load_meta(path), config=asdict(plan.config),
-                                 tokenizer_sha256=tokenizer.sha256, data_fingerprint=data_fingerprint)
-        if checkpoint.load_meta(path)["step"] >= plan.num_iterations:
+        meta = checkpoint.load_meta(path)
+        checkpoint.require_match(path, meta, config=asdict(plan.config), tokenizer_sha256=tokenizer.sha256,
+                                 data_fingerprint=data_fingerprint)
+        plan = make_plan(args, tokenizer.n_vocab, plan.world_size, meta)
+        if meta["step"] >= plan.num_iterations:
             print(f"run {args.run} has reached step {plan.num_iterations} ({path}): nothing left to do. Raise "
                   "--num_iterations, choose another --run, or start over with --resume=never")
             return True, path

@@ -44,6 +44,7 @@ class Contender:
         self.model = GPT(config, get_kernels("current", dist.device_type)).init_weights().to(dist.device)
         self.optimizer = MuonAdamW(self.model, OptimConfig(), 2**19, 1000)
         self.loss_sum = torch.zeros((), device=dist.device)
+        self.scale = torch.ones((), device=dist.device)
         self.generator = torch.Generator().manual_seed(0)
         self.step = 0
         with xla_program(dist, "initialise"):
@@ -56,7 +57,7 @@ class Contender:
             shape = (args.device_batch_size, args.max_seq_len + 1)
             rows = torch.randint(args.vocab_size, shape, generator=self.generator, dtype=torch.int32)
             with xla_program(self.dist, "micro_step"):
-                micro_step(self.model, rows.to(self.dist.device), self.loss_sum, 1.0)
+                micro_step(self.model, rows.to(self.dist.device), self.loss_sum, self.scale)
             with xla_program(self.dist, "update"):
                 scheduled = self.optimizer.scheduled(self.step).to(self.dist.device)
                 loss = update(self.optimizer, scheduled, self.loss_sum, self.dist)

@@ -84,6 +84,27 @@ def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train):
     assert "nothing left to do" in finished.stdout
 
 
+def test_a_batch_that_grows_keeps_its_programs_its_data_and_its_bits(train):
+    ramp = "--batch_ramp=2:1.4,4:2"  # on two devices 4 micro-steps, then 5.6 rounded to 6, then 8
+    whole = train(ramp, run="whole", devices=2)
+    assert "512 tokens = 2 rows × 32 × 2 devices × 4 micro-steps, 768 from step 2 on (6 micro-steps), " \
+           "1,024 from step 4 on (8 micro-steps)" in whole.stdout
+    assert {record["step"]: record["tokens"] for record in whole.records if "tokens" in record} == \
+           {1: 512, 2: 1024, 4: 2560, 6: 4608}
+    assert len({record["compilations"] for record in whole.records if "compilations" in record}) == 1
+    train(ramp, "--save_every=3", run="parts", devices=2)
+    run_dir = get_base_dir() / "checkpoints" / "parts"
+    checkpoint.set_aside_after(run_dir, 3)
+    resumed = train(ramp, "--save_every=3", run="parts", devices=2)
+    assert "resuming from" in resumed.stdout
+    assert resumed.losses == whole.losses and resumed.bpb == whole.bpb
+    # One device alone would round 11.2 micro-steps to 11; the checkpoint has the batches the run began with.
+    checkpoint.set_aside_after(run_dir, 3)
+    on_one = train(ramp, "--save_every=3", run="parts", devices=1)
+    assert on_one.losses == pytest.approx(whole.losses, rel=2e-6)
+    assert on_one.records[-2]["tokens"] == 4608
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_fifty_steps_compile_twice_fall_back_never_and_fetch_only_to_log(devices, byte_tokenizer_dir, tmp_path):
     """Read from torch_xla's own counters, by a program that spawns the ranks as base_train does."""
@@ -132,6 +153,9 @@ def test_evaluating_and_completing_a_checkpoint(train, byte_tokenizer_dir, corpu
     (["--run=a/b"], "--run=a/b"),
     (["--num_kv_heads=3"], "--num_kv_heads=3"),
     (["--depth=0"], "--depth=0"),
+    (["--batch_ramp=100"], "--batch_ramp=100: 100 is not STEP:FACTOR"),
+    (["--batch_ramp=200:1.5,100:2"], "100:2 is not STEP:FACTOR with rising steps"),
+    (["--batch_ramp=100:0"], "100:0 is not STEP:FACTOR"),
 ])
 def test_bad_flags_are_refused_with_the_value_and_what_to_do(tiny, flags, words):
     with pytest.raises(BadInput, match=words) as refusal:
@@ -209,6 +233,24 @@ def test_the_horizon_is_the_first_of_three_flags():
     assert by_flops.num_iterations == round(1e18 / (by_flops.flops_per_token * by_flops.total_batch_size))
     by_ratio = plan_of("--target_param_data_ratio=10", "--total_batch_size=524288")
     assert by_ratio.num_iterations == round(10 * (201_326_592 + 67_108_864) / 524288)
+
+
+def test_the_horizon_in_tokens_counts_the_batches_that_grow():
+    ramp = plan_of("--target_param_data_ratio=10", "--total_batch_size=524288", "--batch_ramp=1000:1.5,2000:2")
+    assert ramp.batch_schedule == ((0, 524288), (1000, 786432), (2000, 1048576))
+    assert [ramp.accum_steps(step) for step in (0, 999, 1000, 1999, 2000)] == [8, 8, 12, 12, 16]
+    tokens = 10 * (201_326_592 + 67_108_864)
+    assert ramp.num_iterations == 2000 + round((tokens - 1000 * (524288 + 786432)) / 1048576)
+    assert ramp.tokens(0, ramp.num_iterations) == pytest.approx(tokens, abs=1048576 / 2)
+    assert ramp.tokens(999, 1001) == 524288 + 786432 and ramp.tokens(2500, 2501) == 1048576
+
+
+def test_a_schedule_that_more_devices_cannot_divide_is_refused():
+    flags = ["--total_batch_size=131072", "--batch_ramp=10:1.25"]
+    begun = plan_of(*flags, "--device_batch_size=4")
+    meta = {"flags": vars(parse_args(flags)), "batch_schedule": begun.batch_schedule}
+    with pytest.raises(BadInput, match="131,072, 163,840 tokens.*do not all divide by 131072"):
+        make_plan(parse_args([*flags, "--device_batch_size=8"]), 65536, 16, meta)
 
 
 def test_dashes_in_flags_are_accepted():

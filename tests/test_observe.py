@@ -56,6 +56,16 @@ def test_a_program_that_is_compiled_again_is_reported_once_with_the_shapes(make_
     assert output.count("compiled again: micro_step: rows is int32 (2, 17)") == 1
 
 
+def test_a_growing_batch_compiles_nothing_and_raises_the_learning_rate_with_its_root(make_trainer):
+    trainer = make_trainer("--total_batch_size=64", "--batch_ramp=4:2,6:3.3", "--warmup_steps=1", "--warmdown_ratio=0",
+                           width=112)  # one micro-step, whose loss is scaled by 1, then two, then three
+    assert trainer.run() == 0
+    logged = [record for record in records(trainer.args) if "tokens" in record]
+    assert len({record["compilations"] for record in logged}) == 1
+    assert [record["lr_multiplier"] ** 2 for record in logged] == pytest.approx([1, 1, 1, 2, 3])
+    assert [record["tokens"] for record in logged] == [64, 128, 256, 512, 896]
+
+
 def test_the_log_says_where_the_hosts_time_goes_and_what_compiling_took(make_trainer, capsys):
     compiled_before = compile_seconds()
     trainer = make_trainer(width=80)
