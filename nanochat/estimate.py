@@ -165,7 +165,7 @@ def report_run(reports, plan, tpu_slice):
         "step_s": step_s,
         "tokens_per_s": tokens_per_s,
         "mfu": tokens_per_s * plan.flops_per_token / (tpu_slice.tpu.peak_flops * tpu_slice.chips),
-        "hours": plan.num_iterations * step_s / 3600,
+        "hours": plan.tokens(0, plan.num_iterations) / tokens_per_s / 3600,
         "shares": {report.name: report.runs_per_step * report.seconds / step_s for report in reports
                    if report.runs_per_step},
     }

@@ -80,13 +80,15 @@ class Programs:
         self.optimizer = MuonAdamW(self.model, base_train.optim_config(train_args), plan.total_batch_size,
                                    plan.num_iterations, dtype)
         self.loss_sum = torch.zeros((), device=self.dist.device)
+        self.loss_scale = aot.placeholder((), torch.float32)
         aot.make_placeholders()  # what was set to zero so far
 
     def state(self):
         """name -> tensor: all that stays on the chip between programs."""
         parameters = dict(self.model.named_parameters())
         return parameters | {f"{name}.grad": p.grad for name, p in parameters.items()} \
-            | dict(self.model.named_buffers()) | self.optimizer.state | {"loss_sum": self.loss_sum}
+            | dict(self.model.named_buffers()) | self.optimizer.state \
+            | {"loss_sum": self.loss_sum, "loss_scale": self.loss_scale}
 
     def resident_bytes(self):
         return {name: tensor.numel() * tensor.element_size() for name, tensor in self.state().items()}
@@ -110,12 +112,11 @@ class Programs:
 
         from nanochat.common import xla_program
         from scripts.base_train import micro_step
-        args, plan = self.args, self.plan
+        args = self.args
         rows = torch.zeros(args.device_batch_size, args.max_seq_len + 1, dtype=torch.int32)
         for _ in range(2):
             with xla_program(self.dist, "micro_step"):
-                micro_step(self.model, rows.to(self.dist.device), self.loss_sum,
-                           1 / (plan.grad_accum_steps * plan.world_size))
+                micro_step(self.model, rows.to(self.dist.device), self.loss_sum, self.loss_scale)
 
     def _update(self):
         from nanochat.common import xla_program
