@@ -7,7 +7,8 @@
             loader.stats               # rows, tokens, dropped, documents, epoch, dropped_share up to this batch
 
     DataLoader(shards, tokenizer, *, batch_size, seq_len, rank=0, world_size=1, seed=0, num_lanes=64, threads=2,
-               state=None)             # state: the lane states of *all* ranks in one dict, of any world size
+               state=None,             # the lane states of *all* ranks in one dict, of any world size
+               skip_bad=False)         # leave out what cannot be decoded, instead of raising BadInput
     SyntheticLoader(n_vocab, *, the same from batch_size on)   # random tokens, without data
     loader.fingerprint                 # of the data; both loaders have it
 
@@ -130,8 +131,11 @@ class Lane:
             piece = self._take()
             if state.pending and piece.ref == tuple(state.pending[:3]):
                 self.pending = piece, state.pending[3]
-            else:
+            elif list(piece.ref) in map(list, state.buffer):
                 self._keep(piece)
+            else:  # skipped since then
+                raise BadInput(f"a document that the saved place in the data names cannot be read any more (lane "
+                               f"{self.number}): restore the data, or begin a new run")
         self.next = tuple(state.next)
 
     # Reading and tokenizing
@@ -330,9 +334,9 @@ class DataLoader:
     """
 
     def __init__(self, shards, tokenizer, *, batch_size, seq_len, rank=0, world_size=1, seed=0, num_lanes=NUM_LANES,
-                 threads=2, state=None):
-        shards = open_shards(shards)
-        units = Units(shards, num_lanes, seed)
+                 threads=2, state=None, skip_bad=False):
+        shards = open_shards(shards, skip_bad)
+        units = Units(shards, num_lanes, seed, skip_bad)
         read_bytes = READ_AHEAD_BYTES // max(16, num_lanes // world_size)
         self._n_documents = sum(sum(shard.row_group_rows) for shard in shards)
         self._begin({"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": fingerprint(shards),

@@ -27,6 +27,14 @@ READ_BATCH_BYTES = 1 << 20  # how much text Arrow decodes at a time
 KEPT_BYTES = 64 << 20  # all data together; more than that is not kept
 
 
+class CorruptRowGroup(BadInput):
+    """A row group that cannot be decoded; `pieces` are the TextPieces before the damage, as of read_pieces."""
+
+    def __init__(self, message, pieces):
+        super().__init__(message)
+        self.pieces = pieces
+
+
 @dataclass(frozen=True)
 class Shard:
     path: Path
@@ -57,14 +65,24 @@ def list_shards(data_dir=None, split="train"):
     return sorted(paths, key=lambda path: (path.name, path))
 
 
-def open_shards(paths):
-    """Reads the footers of `paths` and returns a list of Shards. Raises BadInput unless there is some text in them."""
-    shards = [_open_shard(Path(path)) for path in paths]
+def open_shards(paths, skip_bad=False):
+    """Reads the footers of `paths` and returns a list of Shards. Raises BadInput unless there is some text in them.
+
+    `skip_bad`: a file that is no whole parquet file with text is reported and left out, and not an error.
+    """
+    shards = []
+    for path in paths:
+        try:
+            shards.append(_open_shard(Path(path)))
+        except BadInput as error:
+            if not skip_bad:
+                raise
+            _report_skipped(error)
     for shard in shards:
         for row_group, rows in enumerate(shard.row_group_rows):
             document = 0
             while document < rows:
-                pieces, document = read_pieces(shard, row_group, document, rows)
+                pieces, document = _read_or_skip(skip_bad, shard, row_group, document, rows)
                 if pieces:
                     return shards
     raise BadInput(f"no text in {', '.join(map(str, paths[:3]))}{' …' if len(paths) > 3 else ''}: "
@@ -104,6 +122,7 @@ def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 
     Returns a list of TextPieces (none for an empty or null document, and without the first `first_piece` pieces of the
     first document) and the number of the document after the last piece: the same document if that was not its end.
     Parquet has no way to a row but through those before it in the row group; they are decoded and forgotten.
+    Raises CorruptRowGroup if it cannot be decoded, and BadInput if the file cannot be read at all.
     """
     pieces, n_bytes = [], 0
     try:
@@ -124,8 +143,35 @@ def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 
                     return pieces, stop
         raise pa.ArrowInvalid(f"it ends after {row} of {shard.row_group_rows[row_group]} documents")
     except (pa.ArrowException, OSError) as error:
-        raise BadInput(f"{shard.path}: row group {row_group} cannot be read ({_first_line(error)}): "
-                       "copy or prepare the file again") from None
+        message = f"{shard.path}: row group {row_group} cannot be read ({_first_line(error)}): "
+        if getattr(error, "errno", None):  # the file or its disk is gone; it may be there at the next start
+            raise BadInput(message + "make it readable again") from None
+        raise CorruptRowGroup(message + "copy or prepare the file again, or use --skip_bad_shards", pieces) from None
+
+
+def _read_or_skip(skip_bad, shard, row_group, document, stop, *args, **kwargs):
+    """What read_pieces returns; with `skip_bad` a row group ends before the first batch that cannot be decoded.
+
+    Wherever reading begins and however much is asked for, it is the same batch: so every run leaves out the same.
+    """
+    try:
+        return read_pieces(shard, row_group, document, stop, *args, **kwargs)
+    except CorruptRowGroup as error:
+        if not skip_bad:
+            raise
+        _report_skipped(error)
+        return error.pieces, stop
+
+
+_skipped = set()
+
+
+def _report_skipped(error):
+    """Says it once in a process. Whichever rank meets it: perhaps rank 0 never does."""
+    message = str(error).rsplit(": ", 1)[0]
+    if message not in _skipped:
+        _skipped.add(message)
+        print(f"warning: skipped what cannot be read: {message}", flush=True)
 
 
 def _rows_per_batch(row_group):
@@ -190,8 +236,8 @@ def _first_line(error):
 class Units:
     """The units of the data, and which of them each lane reads one after the other."""
 
-    def __init__(self, shards, num_lanes, seed):
-        self.num_lanes, self.seed = num_lanes, seed
+    def __init__(self, shards, num_lanes, seed, skip_bad=False):
+        self.num_lanes, self.seed, self.skip_bad = num_lanes, seed, skip_bad
         row_groups = [(shard, row_group, rows) for shard in shards
                       for row_group, rows in enumerate(shard.row_group_rows) if rows]
         # Reaching a slice costs decoding the row group up to it: no more slices than it takes to give each lane one.
@@ -219,7 +265,7 @@ class Units:
         shard, row_group, _, stop = unit
         pieces = self._keep(shard, row_group)
         if pieces is None:
-            return read_pieces(shard, row_group, document, stop, first_piece, max_bytes)
+            return _read_or_skip(self.skip_bad, shard, row_group, document, stop, first_piece, max_bytes)
         return pieces[bisect_left(pieces, (document, first_piece)):bisect_left(pieces, (stop, 0))], stop
 
     def _keep(self, shard, row_group):
@@ -227,7 +273,7 @@ class Units:
         key = shard.digest, row_group
         if key not in self._kept and self._room > 0:
             rows = shard.row_group_rows[row_group]
-            pieces, end = read_pieces(shard, row_group, 0, rows, max_bytes=self._room)
+            pieces, end = _read_or_skip(self.skip_bad, shard, row_group, 0, rows, max_bytes=self._room)
             self._room -= sum(len(piece.text) for piece in pieces)
             if end == rows:
                 self._kept[key] = pieces

@@ -75,6 +75,7 @@ def parse_args(argv=None):
     add("--val_dir", help="folder of parquet shards for validation; default: $NANOCHAT_BASE_DIR/parquet/val")
     add("--tokenizer_dir", help="default: $NANOCHAT_BASE_DIR/tokenizer if it is there, else the one that is shipped")
     add("--tokenizer_threads", type=int, default=2, help="threads that tokenize ahead, per rank")
+    add("--skip_bad_shards", action="store_true", help="leave out what cannot be read of a corrupt shard")
     add("--synthetic_data", action="store_true", help="random tokens: tries a machine without data")
     add = parser.add_argument_group("model (everything follows from the depth)").add_argument
     add("--depth", type=int, default=16, help="number of layers")
@@ -209,7 +210,8 @@ class Trainer:
         if args.synthetic_data:
             return SyntheticLoader(self.tokenizer.n_vocab, **common)
         shards = list_shards(args.val_dir, "val") if validation else list_shards(args.data_dir)
-        return DataLoader(shards, self.tokenizer, threads=args.tokenizer_threads, **common)
+        return DataLoader(shards, self.tokenizer, threads=args.tokenizer_threads, skip_bad=args.skip_bad_shards,
+                          **common)
 
     def run(self):
         """Trains to the end and returns 0, or preemption.EXIT_STATUS if it was asked to stop and saved its state."""
@@ -371,9 +373,9 @@ def check(args, device_type):
     get_kernels(args.kernel, device_type)
     data_fingerprint = None
     if not args.synthetic_data:
-        data_fingerprint = fingerprint(open_shards(list_shards(args.data_dir)))
+        data_fingerprint = fingerprint(open_shards(list_shards(args.data_dir), args.skip_bad_shards))
         if args.eval_every > 0:
-            open_shards(list_shards(args.val_dir, "val"))
+            open_shards(list_shards(args.val_dir, "val"), args.skip_bad_shards)
     run_dir = get_run_dir(args)
     checkpoint.clean_partial(run_dir)
     preemption.StopRequest(run_dir / STOP_FILE, create=True)

@@ -17,6 +17,7 @@ from nanochat.common import BadInput
 from nanochat.dataloader import DataLoader, SyntheticLoader
 from nanochat.dataset import Units, open_shards, read_pieces
 from scripts import bench_loader
+from tests.test_dataset import damage, write_pages
 
 
 class ByteTokenizer:
@@ -107,6 +108,35 @@ def test_it_is_restored_exactly_after_every_step_on_any_number_of_ranks(shards):
             in_the_middle_of["piece"] += bool(lane["pending"] and lane["pending"][2])
             in_the_middle_of["buffer"] += len(lane["buffer"]) > 1
     assert min(in_the_middle_of[what] for what in ("document", "piece", "buffer")) > 10
+
+
+def test_what_is_skipped_of_a_corrupt_shard_is_the_same_for_any_number_of_ranks_and_after_restoring(tmp_path,
+                                                                                                    monkeypatch):
+    monkeypatch.setattr(dataset, "READ_BATCH_BYTES", 2000)
+    monkeypatch.setattr(dataset, "PIECE_BYTES", 500)
+    monkeypatch.setattr(dataloader, "BLOCK_TOKENS", 500)
+    path = write_pages(tmp_path / "a.parquet", make_texts(300), 100)
+    expected = [rows for rows, _ in read_steps([path], 30, world_size=1)]
+    damage(path, 1, 3_000, b"??")
+    with pytest.raises(BadInput, match=r"a\.parquet: row group 1 cannot be read"):
+        list(read_steps([path], 30, world_size=1))
+    steps = list(read_steps([path], 30, world_size=1, skip_bad=True))
+    assert not all(torch.equal(rows, whole) for (rows, _), whole in zip(steps, expected, strict=True))
+    for world_size in (2, 4, 8):
+        monkeypatch.setattr(dataset, "KEPT_BYTES", 0)  # what is kept in memory is read at once
+        again = read_steps([path], 30, world_size, skip_bad=True)
+        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(steps, again, strict=True))
+    for k, world_size in zip(range(0, 28, 3), itertools.cycle((1, 2, 4, 8)), strict=False):
+        resumed = read_steps([path], 2, world_size, state=steps[k][1], skip_bad=True)
+        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(steps[k + 1:k + 3], resumed, strict=True))
+
+
+def test_a_place_in_the_data_that_is_corrupt_by_now_is_refused(tmp_path):
+    path = write_pages(tmp_path / "a.parquet", make_texts(300), 100)
+    state = list(read_steps([path], 4, world_size=1))[-1][1]
+    damage(path, 0, 300, b"??")
+    with pytest.raises(BadInput, match="a document that the saved place in the data names cannot be read any more"):
+        list(read_steps([path], 30, world_size=1, state=state, skip_bad=True))
 
 
 def lane_text(shards, lane, state, seed=0, num_lanes=8):

@@ -32,6 +32,17 @@ def read_all(shard):
     return {place: "".join(parts) for place, parts in found.items()}
 
 
+def damage(path, row_group, offset, content):
+    """Overwrites bytes of the text of a row group, `offset` bytes after it begins in the file."""
+    columns = pq.read_metadata(path).row_group(row_group)
+    text, = (columns.column(i) for i in range(columns.num_columns) if columns.column(i).path_in_schema == "text")
+    data = bytearray(path.read_bytes())
+    begin = (text.dictionary_page_offset or text.data_page_offset) + offset
+    assert offset + len(content) < text.total_compressed_size and data[begin:begin + len(content)] != content
+    data[begin:begin + len(content)] = content
+    path.write_bytes(data)
+
+
 def test_shards_are_found_by_name_also_one_level_deeper(tmp_path, base_dir):
     for name in ("shard_00001", "shard_00000", "shard_00002"):
         write(tmp_path / "flat" / f"{name}.parquet", ["int x;"])
@@ -69,19 +80,16 @@ def test_files_without_text_are_named(tmp_path):
         open_shards([write(tmp_path / "empty.parquet", ["", None, ""]), write(tmp_path / "none.parquet", [])])
 
 
-@pytest.mark.parametrize("checksums, offset, damage", [
+@pytest.mark.parametrize("checksums, offset, content", [
     (False, 0, bytes(100)),  # the page's header
     (True, 5000, b"?"),  # one byte: seen because the page was written with a checksum
 ])
-def test_a_corrupt_row_group_is_named(tmp_path, checksums, offset, damage):
+def test_a_corrupt_row_group_is_named(tmp_path, checksums, offset, content):
     rng = np.random.default_rng(0)
     texts = ["".join(map(chr, rng.integers(32, 127, size=1000))) for _ in range(30)]
     path = write(tmp_path / "shard.parquet", texts, row_group_size=10, use_dictionary=False,
                  write_page_checksum=checksums)
-    begin = pq.read_metadata(path).row_group(1).column(1).data_page_offset + offset
-    content = bytearray(path.read_bytes())
-    content[begin:begin + len(damage)] = damage
-    path.write_bytes(content)
+    damage(path, 1, offset, content)
     shard, = open_shards([path])
     assert len(read_pieces(shard, 0, 0, 10)[0]) == 10
     with pytest.raises(BadInput, match=r"shard\.parquet: row group 1 cannot be read"):
@@ -89,6 +97,50 @@ def test_a_corrupt_row_group_is_named(tmp_path, checksums, offset, damage):
     path.unlink()
     with pytest.raises(BadInput, match=r"shard\.parquet: row group 2 cannot be read"):
         read_pieces(shard, 2, 0, 10)
+
+
+def write_pages(path, texts, row_group_size):
+    """A file with some documents a page, as the pages of large row groups have many."""
+    return write(path, texts, row_group_size, use_dictionary=False, write_page_checksum=True, data_page_size=500,
+                 write_batch_size=1, write_statistics=False)  # pages begin with statistics that nobody reads
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+def test_what_can_be_read_of_a_corrupt_shard_is_read_and_the_rest_left_out(tmp_path, monkeypatch, capsys, kept_bytes):
+    monkeypatch.setattr(dataset, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(dataset, "READ_BATCH_BYTES", 1000)
+    texts = [f"{i}:" + np.random.default_rng(i).bytes(50).hex() for i in range(90)]
+    paths = [write_pages(tmp_path / f"{i}.parquet", texts[i * 45:(i + 1) * 45], 15) for i in range(2)]
+    (tmp_path / "2.parquet").write_bytes(paths[0].read_bytes()[:-10])
+    damage(paths[1], 1, 900, b"?")  # in the second page
+    shards = open_shards([*paths, tmp_path / "2.parquet"], skip_bad=True)
+    units = Units(shards, num_lanes=4, seed=0, skip_bad=True)
+
+    def rest(unit, max_bytes, document, index=0):
+        """Of a unit, read in portions of max_bytes."""
+        pieces = []
+        while document < unit[3]:
+            some, document = units.read(unit, document, index, max_bytes)
+            pieces += some
+            index = some[-1].index + 1 if some and not some[-1].is_last else 0
+        return pieces
+
+    found = []
+    for unit in units.units:
+        everything = rest(unit, 1 << 20, unit[2])
+        assert rest(unit, 1, unit[2]) == rest(unit, 300, unit[2]) == everything
+        for document in range(unit[2], unit[3]):
+            assert rest(unit, 1 << 20, document) == [piece for piece in everything if piece.document >= document]
+        found += [piece.text for piece in everything]
+    whole = sum(text in found for text in texts[60:75])  # before the damage, in its row group
+    assert 0 < whole < 14 and sorted(found) == sorted(texts[:60 + whole] + texts[75:])
+    warnings = capsys.readouterr().out.splitlines()
+    assert len(warnings) == 2
+    assert "2.parquet is not a whole parquet file" in warnings[0] and "1.parquet: row group 1 cannot" in warnings[1]
+    with pytest.raises(BadInput, match="1.parquet: row group 1 cannot be read"):
+        units = Units(shards, num_lanes=4, seed=0)
+        for unit in units.units:
+            rest(unit, 1 << 20, unit[2])
 
 
 def test_fingerprint_tells_whether_the_data_is_the_same(tmp_path):
