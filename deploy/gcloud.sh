@@ -25,12 +25,13 @@ facts() {
   [ -n "$USD" ] || [ -z "$chip_usd" ] || USD=$(calc "$CHIPS * $chip_usd")
 }
 
-# tpu ZONE VERB ARGS: gcloud, with its stderr kept for why() and complaint().
+# tpu ZONE VERB ARGS: gcloud, with its stderr kept for why() and complaint(). It asks five times when nobody answers, so
+# a dead network costs two minutes.
 GCLOUD_ERR=$TMP/gcloud
 tpu() {
   local zone=$1 verb=$2
   shift 2
-  CLOUDSDK_CORE_HTTP_TIMEOUT=60 gcloud compute tpus tpu-vm "$verb" "$@" --zone="$zone" --quiet \
+  CLOUDSDK_CORE_HTTP_TIMEOUT=20 gcloud compute tpus tpu-vm "$verb" "$@" --zone="$zone" --quiet \
     ${PROJECT:+--project="$PROJECT"} 2>"$GCLOUD_ERR"
 }
 change() { # change VERB: of the VM that was looked up

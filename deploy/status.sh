@@ -38,7 +38,8 @@ run_lines() {
       split(steps, of, "/")
       if (step == "") { print "  step   none yet: compiling takes minutes"; exit }
       printf "  step   %d%s   loss %.4f", step, of[2] ? " of " of[2] + 0 : "", loss
-      printf "   %d tokens/s   MFU %.1f%%", speed, 100 * mfu
+      printf "   %d tokens/s", speed
+      if (mfu != "") printf "   MFU %.1f%%", 100 * mfu
       if (left != "") printf "   %d h %02d min left", left / 3600, left % 3600 / 60
       print "" }'
   echo "  disk   $(field disk) GB free   checkpoint $(field checkpoint | grep . || echo none yet)$(

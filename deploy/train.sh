@@ -17,7 +17,6 @@ parse "AGAIN MIN_FREE_GB=" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
 [ -n "$AGAIN" ] || [ ${#FLAGS[@]} -gt 0 ] || die 2 "no flags for the run: train.sh HOST -- --run=NAME …, or --again"
 
-
 script <<'END'
 next=$D/runs/start.$1 again=$2 min_free_gb=$3; shift 3
 fail() { echo "$1" >&2; exit "${2:-1}"; }

@@ -55,9 +55,9 @@ class Laptop:
         self.vms.append(StandIn(self.root / f"{name}{len(self.vms)}", name, self.public_key, **options))
         return self.vms[-1]
 
-    def start(self, script, *args, env=None, root=ROOT):
+    def start(self, script, *args, env=None, root=ROOT, under=()):
         self.processes.append(subprocess.Popen(
-            [root / "deploy" / script, *map(str, args)], env={**self.env, **(env or {})}, text=True,
+            [*under, root / "deploy" / script, *map(str, args)], env={**self.env, **(env or {})}, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True))
         return self.processes[-1]
 

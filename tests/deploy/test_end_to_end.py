@@ -43,6 +43,8 @@ def test_from_nothing_to_a_finished_run_over_a_preemption_and_a_stockout(world, 
     watch = world.laptop.start("watch.sh", "nano", f"--state={world.state}", f"--to={results}", "--max_usd=50",
                                 "--", *flags)
     eventually(lambda: list(world.mirror.rglob("step_000008")), 300)
+    status = world.laptop.run("status.sh", "nano")
+    assert "d1 running" in status and "of 24   loss " in status and "tokens/s" in status and "min left" in status
     world.cloud.faults["us-a"] = ["stockout"]
     world.cloud.node("nano")["state"] = "PREEMPTED"
     world.vm.kill()

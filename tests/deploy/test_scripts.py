@@ -112,6 +112,20 @@ def test_the_systemd_unit_is_one(tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
+def test_skypilot_accepts_its_task_and_no_slip_in_it(tmp_path):
+    if not (sky := shutil.which("sky")):
+        pytest.skip("the sky of `pip install 'skypilot[gcp]==0.14.1'` is not in PATH")
+    text = (DEPLOY / "skypilot.yaml").read_text()
+    for name, content in (("good", text), ("bad", text.replace("job_recovery:", "recovery:"))):
+        (tmp_path / name).write_text(content)
+    script = "import sky, sys; task = sky.Task.from_yaml(sys.argv[1]); task.validate(); print(task.resources)"
+    env = {**os.environ, "HOME": str(tmp_path)}
+    good, bad = (subprocess.run([Path(sky).with_name("python"), "-c", script, tmp_path / name], capture_output=True,
+                                text=True, env=env, cwd=DEPLOY.parent) for name in ("good", "bad"))
+    assert good.returncode == 0 and "GCP([Spot], {'tpu-v5litepod-8': 1}" in good.stdout, good.stderr
+    assert bad.returncode != 0 and "recovery" in bad.stderr
+
+
 @pytest.mark.parametrize("flags", [["--max_usd=50$"], ["--max_usd=5,5"], ["--max_usd=-1"], ["--max_hours=."],
                                    ["--max_usd=5", "--margin_s=10m"], ["--max_usd=5", "--patience=1.5"],
                                    [], ["--max_usd="],

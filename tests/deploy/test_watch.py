@@ -18,7 +18,7 @@ class World:
 
     def __init__(self, laptop):
         self.laptop, self.booted = laptop, {}
-        self.cloud = Cloud(self.boot, lambda node: self.booted[node].kill() if node in self.booted else None)
+        self.cloud = Cloud(self.boot, lambda node: [vm.kill() for key, vm in self.booted.items() if key[0] == node])
         laptop.env.update(self.cloud.env(laptop.home / "gcloud"))
         (laptop.home / "config.env").write_text("POLL_S=1 MIN_FREE_GB=0 ZONES=us-a BACKOFF_S=1\n")
         self.mirror = laptop.root / "mirror"
@@ -26,20 +26,20 @@ class World:
         self.vm_options = {}
 
     def boot(self, node, index):
-        if node not in self.booted:
-            self.booted[node] = self.laptop.vm("nano", **self.vm_options)
-        return self.booted[node].ip
+        if (node, index) not in self.booted:
+            self.booted[node, index] = self.laptop.vm("nano", **self.vm_options)
+        return self.booted[node, index].ip
 
     @property
     def vm(self):
         return list(self.booted.values())[-1]
 
-    def watch(self, *flags, run=("--num_iterations=40",), env=None, **settings):
+    def watch(self, *flags, run=("--num_iterations=40",), env=None, under=(), **settings):
         """Starts watch.sh; data_dir is named so that no data is asked for."""
         settings = {"max_hours": 1, "margin_s": 30, "state": self.state, "to": self.laptop.root / "results", **settings}
         settings = [f"--{name}={value}" for name, value in settings.items()]
         run = ["--run=d16", "--data_dir=x", "--save_every=5", f"--checkpoint_mirror={self.mirror}", *run]
-        return self.laptop.start("watch.sh", "nano", *settings, *flags, "--", *run, env=env)
+        return self.laptop.start("watch.sh", "nano", *settings, *flags, "--", *run, env=env, under=under)
 
     def journal(self):
         path = self.state / "journal"
@@ -193,6 +193,20 @@ def test_a_run_that_hangs_or_is_killed_is_started_again_on_the_same_vm(world):
 
 
 @pytest.mark.slow
+def test_a_pod_that_lost_the_run_on_one_vm_is_started_again_on_all(world):
+    world.cloud.hosts["v5litepod-16"], world.vm_options = 2, {"chips": 4}
+    watch = world.watch("--type=v5litepod-16", run=("--num_iterations=100", "--step_s=0.2"))
+    world.wait("run started")
+    first, second = world.booted.values()
+    other = second.trainers()
+    os.kill(first.trainers()[0], signal.SIGKILL)
+    eventually(lambda: world.journal().count("run started") == 2, 60)
+    assert len(first.trainers()) == 1 and second.trainers() not in ([], other)
+    world.end(watch, 0)
+    assert len(world.booted) == 2 and world.steps() == list(range(1, 101))
+
+
+@pytest.mark.slow
 def test_it_gives_up_after_three_vms_that_never_train(world):
     world.vm_options = {"chips": 4}
     output = world.end(world.watch(patience=1), 1, timeout_s=200)
@@ -242,8 +256,9 @@ def test_a_vm_in_the_making_when_the_budget_ends_is_deleted(world):
 
 @pytest.mark.slow
 def test_told_to_stop_it_leaves_the_run_alone_says_what_goes_on_costing_and_takes_it_up_again(world):
-    watch = world.watch(run=("--num_iterations=100", "--step_s=0.2"))
+    watch = world.watch(run=("--num_iterations=100", "--step_s=0.2"), under=["nohup"])
     world.wait("run started")
+    watch.send_signal(signal.SIGHUP)  # the person logs out
     watch.terminate()
     assert "told to stop. nano (READY) is left as it is, at 2.04 USD an hour" in world.end(watch, 143)
     before = len(world.vm.metrics("d16"))
