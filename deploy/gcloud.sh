@@ -38,7 +38,7 @@ change() { # change VERB: of the VM that was looked up
   say "+ gcloud compute tpus tpu-vm $1 $NAME --zone=$VM_ZONE"
   [ -n "$DRY_RUN" ] || tpu "$VM_ZONE" "$1" "$NAME" >/dev/null
 }
-complaint() { grep -v '^$' "$GCLOUD_ERR" | head -n 1; }
+complaint() { grep -v '^$' "$GCLOUD_ERR" | head -n 1 | grep . || echo "gcloud failed and did not say why"; }
 
 # why: every gcloud failure exits 1; only its text tells not_found, auth, quota, stockout and other apart.
 why() {

@@ -66,7 +66,7 @@ give_up() {
   note "giving up: $1"
   if [ "$VM_STATE" = READY ]; then
     call 60 logs --tail=30 || true
-    tail -n 32 "$STATE/logs.log" | tee -a "$STATE/journal"
+    tail -n 32 "$STATE/logs.log" | tee -a "$STATE/journal" || true
     call "$LEFT_S" fetch "${FETCH[@]}" || note "the run could not be fetched"
   fi
   end 1

@@ -56,6 +56,7 @@ look() { # what the run on a healthy VM does
     trouble "no answer from the VM: $(last_line probe)"
     return
   fi
+  [ -n "$(field state)" ] || { note "the VM's answer could not be kept: is the disk of $STATE full?"; return; }
   state=$(field state)$(field exit | sed 's/^/ /') step=$(field steps)
   case "$(field run) $state" in
     "$RUN "*) ;;
@@ -66,7 +67,7 @@ look() { # what the run on a healthy VM does
     running*)
       troubles=0 futile=0
       if [ "$(field log_age_s)" -ge "$STALL_S" ]; then crashed "hangs: no line in its log for $(field log_age_s) s,"
-      else echo "$(date -u +%FT%TZ) running, step $step"; fi ;;
+      else echo "$(date -u +%FT%TZ) running, step $step" || true; fi ;;
     none) prepare ;;
     orphans*)
       note "processes are left of a run that ended"

@@ -82,6 +82,13 @@ def test_expired_credentials_are_never_taken_for_an_absent_vm(laptop, cloud):
     assert not [request for request in cloud.requests if request.startswith("DELETE")]
 
 
+def test_a_gcloud_that_dies_silently_tells_nothing_about_the_vm(laptop):
+    (laptop.home / "bin/gcloud").write_text("#!/bin/sh\nexit 137\n")
+    (laptop.home / "bin/gcloud").chmod(0o755)
+    output = laptop.run("delete.sh", "nano", "--zones=us-a", "--yes", status=4)
+    assert "cannot tell whether nano is there: us-a: gcloud failed and did not say why" in output
+
+
 @pytest.mark.slow
 def test_delete_asks_unless_told_yes_and_takes_a_vanished_vm_for_deleted(laptop, cloud):
     laptop.run("create.sh", "nano", ZONES, *QUICK)
