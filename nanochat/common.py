@@ -289,6 +289,26 @@ def synchronize(dist):
         torch.cuda.synchronize()
 
 
+@contextmanager
+def device_trace(dist, folder):
+    """Records what host and device do in the block, and waits for the device at its end.
+
+    Leaves files in `folder` for TensorBoard: xprof's from XLA, torch.profiler's from cuda and cpu.
+    """
+    if not dist.is_xla:
+        with torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder))):
+            yield
+            synchronize(dist)
+        return
+    import torch_xla.debug.profiler as xp
+    xp.start_trace(folder)
+    try:
+        yield
+        synchronize(dist)
+    finally:
+        xp.stop_trace()
+
+
 def compilations():
     """How many XLA programs this process has compiled; 0 where XLA is not in use."""
     return _compile_time()[0]

@@ -2,10 +2,12 @@
 
 Nothing here waits for the device.
 """
+import re
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
-from nanochat.common import compilations, compile_seconds, device_memory, xla_program
+from nanochat.common import BadInput, compilations, compile_seconds, device_memory, device_trace, xla_program
+from nanochat.compile_cache import describe_use
 
 WARM_UP_STEPS = 2  # of a process; every program of a step should have been compiled by then
 
@@ -55,6 +57,11 @@ class Observer:
         return record
 
 
+def describe_compiling(dist):
+    """What starting cost in compilation, in words."""
+    return f"compiled {compilations()} programs in {compile_seconds():.1f} s{describe_use(dist.device_type)}"
+
+
 def describe(inputs):
     """{name: "int32 (8, 1025)"} of {name: tensor}."""
     return {name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
@@ -65,3 +72,45 @@ def difference(now, first):
     """The inputs that are not what they were the first time, in words."""
     changed = [f"{name} is {shape} and was {first[name]}" for name, shape in now.items() if shape != first[name]]
     return ", ".join(changed) or "its inputs are as before, so a number or a branch inside it has changed"
+
+
+# -----------------------------------------------------------------------------
+# --profile_steps
+
+
+class Profile:
+    """A trace of some of a run's steps; on rank 0 only. A run that goes on in the middle of them traces the rest."""
+
+    def __init__(self, steps, folder, dist):
+        """steps: what parse_profile_steps gave."""
+        self._begin, self._end = steps if dist.rank == 0 else (0, 0)
+        self._folder, self._dist, self._trace = folder, dist, None
+
+    def before_step(self, step):
+        if self._begin <= step < self._end and self._trace is None:
+            self._trace = ExitStack()
+            self._trace.enter_context(device_trace(self._dist, self._folder))
+
+    def after_step(self, step):
+        """`step`: the number of steps completed."""
+        if step >= self._end:
+            self.close()
+
+    def close(self):
+        """Writes the files, if a trace is being recorded."""
+        if self._trace:
+            self._trace.close()
+            self._trace = None
+            print(f"wrote a trace: tensorboard --logdir={self._folder}", flush=True)
+
+
+def parse_profile_steps(text, num_iterations):
+    """(10, 13) of "10:13": the steps after the 10th up to the 13th. (0, 0) of "". BadInput if it is something else."""
+    if not text:
+        return 0, 0
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    begin, end = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not begin < end <= num_iterations:
+        raise BadInput(f"--profile_steps={text} is not BEGIN:END with BEGIN < END, END at most the run's "
+                       f"{num_iterations} steps: give for example 10:13")
+    return begin, end

@@ -22,13 +22,11 @@ from pathlib import Path
 
 import torch
 
-from nanochat import checkpoint, metrics, preemption, tpu
+from nanochat import checkpoint, compile_cache, metrics, preemption, tpu
 from nanochat.common import (
     DEVICE_TYPES,
     ArgumentParser,
     BadInput,
-    compilations,
-    compile_seconds,
     compute_cleanup,
     compute_init,
     count_tpu_chips,
@@ -51,7 +49,7 @@ from nanochat.kernels import get_kernels
 from nanochat.launch import begin_as_rank, exclusive_use
 from nanochat.loss_eval import bits_per_byte
 from nanochat.mirror import Mirror
-from nanochat.observe import Observer
+from nanochat.observe import Observer, Profile, describe_compiling, parse_profile_steps
 from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.plan import describe_plan, make_plan, peak_flops
 from nanochat.tokenizer import load_tokenizer
@@ -108,6 +106,8 @@ def parse_args(argv=None):
     add("--keep_checkpoints", type=int, default=3, help="how many checkpoints stay on disk")
     add("--checkpoint_mirror", help="gs://… or a directory: copies of checkpoints, from which a new VM goes on")
     add("--log_every", type=int, default=10, help="steps between lines of the log")
+    add("--profile_steps", default="", help="BEGIN:END, such as 10:13: a trace of the steps after BEGIN up to END, for "
+        "TensorBoard, in the run's folder")
     return parser.parse_args(argv)
 
 
@@ -164,6 +164,8 @@ class Trainer:
         self.goodput = metrics.Goodput(restored.meta["seconds"] if restored else None)
         self.start_step = self.step = restored.step if restored else 0
         self.observer = Observer(dist)
+        self.profile = Profile(parse_profile_steps(args.profile_steps, self.plan.num_iterations),
+                               self.run_dir / "profile", dist)
         self.loader = self.open_loader(restored.lane_states if restored else None)  # reads while the model is made
         self.build_model(restored)
         self.engine = Engine(self.model, self.tokenizer, self.dist)
@@ -235,14 +237,15 @@ class Trainer:
             if not losses:
                 window_start = time.monotonic()
                 self.observer.begin_window()
+            self.profile.before_step(self.step)
             with self.goodput.span("train"):
                 losses.append(self.train_step())
             self.step += 1
+            self.profile.after_step(self.step)
             if self.step % args.log_every == 0 or self.step in (self.start_step + 1, plan.num_iterations):
                 self.log(losses, window_start)
-                if self.step == self.start_step + 1:
-                    print0(f"compiled {compilations()} programs in {compile_seconds():.1f} s")
                 losses = []
+        self.profile.close()
         self.loader.close()
         if self.mirror:
             self.mirror.finish(timeout_s=15 if is_stopped else 600)  # a preempted VM is gone after 30 s
@@ -295,6 +298,8 @@ class Trainer:
             "seconds": sum(seconds.values()),
             **self.observer.record(elapsed),
         })
+        if first_step == self.start_step and self.dist.is_xla:
+            print0(describe_compiling(self.dist))
 
     def evaluate(self):
         rows = max(self.args.eval_tokens // self.args.max_seq_len, 1)
@@ -370,6 +375,7 @@ def check(args, device_type):
     """
     tokenizer = load_tokenizer(args.tokenizer_dir)
     plan = make_plan(args, tokenizer.n_vocab, expected_world_size(device_type))
+    parse_profile_steps(args.profile_steps, plan.num_iterations)
     get_kernels(args.kernel, device_type)
     data_fingerprint = None
     if not args.synthetic_data:
@@ -403,6 +409,8 @@ def check(args, device_type):
 def train(args, device_type, checkpoint_path):
     """What every rank runs; returns the exit status."""
     dist = compute_init(device_type)
+    if device_type == "tpu":  # where a rank is a process
+        compile_cache.use_folder_of(dist.rank)
     status = Trainer(args, dist, checkpoint_path).run()
     compute_cleanup(dist)
     return status
@@ -472,6 +480,7 @@ def main(argv=None):
             preemption.stop_on_signals(stop_request)
             if device_type == "tpu":
                 preemption.stop_on_preemption_notice(stop_request)
+        compile_cache.prepare(device_type)
         return spawn(args, device_type, checkpoint_path)
 
 

@@ -86,12 +86,13 @@ def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train):
 
 def test_a_batch_that_grows_keeps_its_programs_its_data_and_its_bits(train):
     ramp = "--batch_ramp=2:1.4,4:2"  # on two devices 4 micro-steps, then 5.6 rounded to 6, then 8
-    whole = train(ramp, run="whole", devices=2)
+    whole = train(ramp, "--profile_steps=3:5", run="whole", devices=2)
     assert "512 tokens = 2 rows × 32 × 2 devices × 4 micro-steps, 768 from step 2 on (6 micro-steps), " \
            "1,024 from step 4 on (8 micro-steps)" in whole.stdout
     assert {record["step"]: record["tokens"] for record in whole.records if "tokens" in record} == \
            {1: 512, 2: 1024, 4: 2560, 6: 4608}
     assert len({record["compilations"] for record in whole.records if "compilations" in record}) == 1
+    assert len(list(get_base_dir().glob("checkpoints/whole/profile/plugins/profile/*/*.xplane.pb"))) == 1
     train(ramp, "--save_every=3", run="parts", devices=2)
     run_dir = get_base_dir() / "checkpoints" / "parts"
     checkpoint.set_aside_after(run_dir, 3)
@@ -155,6 +156,9 @@ def test_evaluating_and_completing_a_checkpoint(train, byte_tokenizer_dir, corpu
     (["--depth=0"], "--depth=0"),
     (["--batch_ramp=100"], "--batch_ramp=100: 100 is not STEP:FACTOR"),
     (["--batch_ramp=200:1.5,100:2"], "100:2 is not STEP:FACTOR with rising steps"),
+    (["--profile_steps=3"], "--profile_steps=3 is not BEGIN:END"),
+    (["--profile_steps=3:3"], "--profile_steps=3:3 is not"),
+    (["--profile_steps=3:7"], "END at most the run's 6 steps"),
     (["--batch_ramp=100:0"], "100:0 is not STEP:FACTOR"),
 ])
 def test_bad_flags_are_refused_with_the_value_and_what_to_do(tiny, flags, words):

@@ -3,8 +3,10 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
-from nanochat.common import compile_seconds, compute_cleanup, compute_init
+from nanochat.common import Dist, compile_seconds, compute_cleanup, compute_init
+from nanochat.observe import Profile
 from scripts.base_train import Trainer, check, get_run_dir, parse_args
 
 
@@ -82,3 +84,25 @@ def test_the_log_says_where_the_hosts_time_goes_and_what_compiling_took(make_tra
     compiled = f"compiled {logged[0]['compilations']} programs in {logged[0]['compile_s']:.1f} s"
     assert capsys.readouterr().out.count(compiled) == 1
     assert trainer.goodput.seconds()["compile"] == pytest.approx(logged[0]["compile_s"] - compiled_before)
+
+
+def test_a_trace_of_some_steps_lies_in_the_runs_folder(make_trainer, capsys):
+    trainer = make_trainer("--profile_steps=3:5", width=48)
+    assert trainer.run() == 0
+    [trace] = (trainer.run_dir / "profile").glob("plugins/profile/*/*.xplane.pb")
+    assert trace.stat().st_size > 0
+    told = [line[:10] for line in capsys.readouterr().out.splitlines()]
+    assert told.index("step 00004") < told.index("wrote a tr") < told.index("step 00006")
+
+
+def test_without_xla_the_trace_is_torchs_and_only_rank_0_makes_one(tmp_path):
+    for rank in (0, 1):
+        profile = Profile((2, 4), tmp_path / str(rank), Dist("cpu", torch.device("cpu"), rank=rank, world_size=2))
+        for step in range(5):
+            profile.before_step(step)
+            torch.ones(100).cumsum(0)
+            profile.after_step(step + 1)
+    [trace] = tmp_path.rglob("*.pt.trace.json")
+    assert trace.parent == tmp_path / "0"
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names.count("aten::cumsum") == 2  # steps 2 and 3
