@@ -13,15 +13,17 @@ superseded checkpoint is renamed to `step_000100.aside` and deleted once a new o
 
 In a run, the parent calls, before it spawns the ranks and once only, so that all ranks agree:
     clean_partial(run_dir); check_disk_space(run_dir, bytes); path = latest_good(run_dir)
-then every rank calls `load(path)`; and to save, every rank calls `save_lane_states(…)` and rank 0 then `save(…)`.
-`save` takes tensors of any device; given CPU tensors that nobody changes, it may run in a thread of its own.
+then every rank calls `load(path)`; and to save, every rank calls `save_lane_states(…)` and rank 0 `Saver.save(…)`,
+which returns once the state is in host memory.
 """
 import base64
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -29,12 +31,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from nanochat.common import BadInput, get_base_dir
 
 MODEL, OPTIMIZER, LANES, META, SUMS = (
     "model.safetensors", "optimizer.safetensors", "lanes.json", "meta.json", "SHA256SUMS")
+LANES_TIMEOUT_S = 300  # for the ranks to hand over the states of their lanes
+RETRY_S = 15  # a full disk is tried again after so long
+SAVE_TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True)
@@ -51,42 +57,67 @@ class Checkpoint:
 # Saving
 
 
-def save_lane_states(run_dir, step, lane_states):
-    """Hands the states of this rank's lanes, {lane: JSON value}, to the checkpoint of `step` that rank 0 saves."""
+def save_lane_states(run_dir, step, lane_states, report=print):
+    """Hands the states of this rank's lanes, {lane: JSON value}, to the checkpoint of `step` that rank 0 saves.
+
+    While the disk is full, this goes on in a thread, for as long as rank 0 waits for it.
+    """
     if not lane_states:
         return
-    partial = _partial_dir(run_dir, step)
-    partial.mkdir(parents=True, exist_ok=True)
-    path = partial / f"lanes_from_{min(lane_states)}.json"
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(lane_states))
-    unfinished.rename(path)
+    path = _partial_dir(run_dir, step) / f"lanes_from_{min(lane_states)}.json"
+    content = json.dumps(lane_states)
+
+    def write():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(content)
+        unfinished.rename(path)
+
+    def write_later():
+        deadline = time.monotonic() + LANES_TIMEOUT_S
+        while time.monotonic() < deadline:
+            time.sleep(RETRY_S)
+            try:
+                return write()
+            except OSError as error:
+                if not _is_disk_full(error):
+                    report(f"warning: {path} was not written: {error}")
+                    return
+
+    try:
+        write()
+    except OSError as error:
+        if not _is_disk_full(error):
+            raise
+        threading.Thread(target=write_later, name="lanes", daemon=True).start()
 
 
-def save(run_dir, step, model_state, optimizer_state, meta, *, num_lanes, keep=None, timeout_s=300):
-    """Saves a checkpoint and returns its path; rank 0 only. It is safe on disk when this returns.
+def save(run_dir, step, model_state, optimizer_state, meta, *, num_lanes, keep=None, keep_every=-1,
+         timeout_s=LANES_TIMEOUT_S, before_rename=lambda: None):
+    """Saves a checkpoint and returns its path; rank 0 only. It is safe on disk, and was read back, when this returns.
 
     model_state, optimizer_state: {name: tensor}; meta: a JSON object, to which `step` is added.
     num_lanes: how many lane states to wait for from all ranks together, for at most `timeout_s` (then TimeoutError).
-    keep: afterwards only this many of the newest checkpoints are left (None: all).
+    keep: afterwards only this many of the newest checkpoints are left (None: all), and those of every step that
+        `keep_every` divides.
+    before_rename: called when the checkpoint is written, before it has its name.
+    Raises OSError (ENOSPC) if the disk is full also without the old checkpoints.
     """
     final, partial = Path(run_dir) / f"step_{step:06d}", _partial_dir(run_dir, step)
     if final.is_dir():
         if find_problem(final) is None:
             return final  # this very state: a run repeats its steps bit for bit
         set_aside(final)
+    _make_room(run_dir, state_bytes(model_state, optimizer_state), keep_every)
     partial.mkdir(parents=True, exist_ok=True)
-    _make_room(run_dir, state_bytes(model_state, optimizer_state))
     try:
-        _save_tensors(model_state, partial / MODEL)
-        _save_tensors(optimizer_state, partial / OPTIMIZER)
-        lane_states = _collect_lane_states(partial, num_lanes, timeout_s)
-        (partial / LANES).write_text(json.dumps(lane_states))
-        (partial / META).write_text(json.dumps({"step": step, **meta}, indent=1))
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(_save_tensors, (model_state, optimizer_state), (partial / MODEL, partial / OPTIMIZER)))
+        _write_text(partial / META, json.dumps({"step": step, **meta}, indent=1))
+        _merge_lane_states(partial, num_lanes, timeout_s)
         sums = _sha256_of_files([partial / name for name in (MODEL, OPTIMIZER, LANES, META)])
-        (partial / SUMS).write_text("".join(f"{digest}  {path.name}\n" for path, digest in sums.items()))
-        for name in (MODEL, OPTIMIZER, LANES, META, SUMS):
-            _sync_to_disk(partial / name)
+        _write_text(partial / SUMS, "".join(f"{digest}  {path.name}\n" for path, digest in sums.items()))
+        before_rename()
     except BaseException:
         for name in (MODEL, OPTIMIZER):  # a full disk is given back at once; the directory may still be in use
             (partial / name).unlink(missing_ok=True)
@@ -94,7 +125,7 @@ def save(run_dir, step, model_state, optimizer_state, meta, *, num_lanes, keep=N
     _sync_to_disk(partial)
     partial.rename(final)
     _sync_to_disk(run_dir)
-    _prune(run_dir, step, keep)
+    _prune(run_dir, step, keep, keep_every)
     return final
 
 
@@ -103,11 +134,35 @@ def _partial_dir(run_dir, step):
 
 
 def _save_tensors(state, path):
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, path)
+    """Writes {name: tensor} and reads it back."""
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    try:
+        save_file(state, path)
+    except SafetensorError as error:  # it has the number of an OSError in its text only
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]), str(error), str(path)) from None if number else error
+    _sync_to_disk(path)
+    found = load_file(path)
+    for name, tensor in state.items():
+        if not torch.equal(_bytes_of(tensor), _bytes_of(found[name])):
+            raise OSError(errno.EIO, f"{name} was read back with other bytes than were written", str(path))
 
 
-def _collect_lane_states(partial, num_lanes, timeout_s):
-    """Merges what every rank's save_lane_states wrote, and deletes those files."""
+def _bytes_of(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _write_text(path, text):
+    path.write_text(text)
+    _sync_to_disk(path)
+    if path.read_text() != text:
+        raise OSError(errno.EIO, "other text was read back than was written", str(path))
+
+
+def _merge_lane_states(partial, num_lanes, timeout_s):
+    """Merges what every rank's save_lane_states wrote into one file, and deletes theirs."""
+    if (partial / LANES).exists():  # by an earlier attempt, which found the disk full later
+        return
     deadline = time.monotonic() + timeout_s
     while True:
         merged, files = {}, list(partial.glob("lanes_from_*.json"))
@@ -120,9 +175,11 @@ def _collect_lane_states(partial, num_lanes, timeout_s):
             raise TimeoutError(f"waited {timeout_s:.0f} s for the ranks that own lanes {', '.join(map(str, missing))} "
                                f"to write their loader state to {partial}")
         time.sleep(0.02)
+    unfinished = partial / f"{LANES}.unfinished"
+    _write_text(unfinished, json.dumps(dict(sorted(merged.items()))))
+    unfinished.rename(partial / LANES)
     for file in files:
         file.unlink()
-    return dict(sorted(merged.items()))
 
 
 def _sync_to_disk(path):
@@ -133,12 +190,17 @@ def _sync_to_disk(path):
         os.close(descriptor)
 
 
-def _prune(run_dir, step, keep):
+def _prune(run_dir, step, keep, keep_every):
     outdated = [path for path in Path(run_dir).glob("step_*.aside") if _step_of(path) <= step]
     if keep is not None:
-        outdated += list_checkpoints(run_dir)[:-max(keep, 1)]
+        outdated += [path for path in list_checkpoints(run_dir)[:-max(keep, 1)] if not _stays(path.name, keep_every)]
     for path in outdated:
         _delete(path)
+
+
+def _stays(name, keep_every):
+    """Whether the checkpoint of this name is kept for good."""
+    return keep_every > 0 and _step_of(Path(name)) % keep_every == 0
 
 
 def _delete(path):
@@ -146,6 +208,66 @@ def _delete(path):
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed)
+
+
+class Saver:
+    """Saves checkpoints in the background, one at a time; rank 0 only.
+
+    While the disk is full, the run goes on, and the save is tried again every RETRY_S with the state it was begun with,
+    until a newer one takes its place. Any other error is raised by the next call of a method. Weights that are not
+    finite are not saved.
+    """
+
+    def __init__(self, run_dir, *, num_lanes, keep, keep_every=-1, before_rename=lambda: None,
+                 on_saved=lambda path: None, report=print):
+        """on_saved: called with the path of each checkpoint, in the background. The rest as in `save`."""
+        self._save = dict(num_lanes=num_lanes, keep=keep, keep_every=keep_every, before_rename=before_rename)
+        self._run_dir, self._on_saved, self._report = Path(run_dir), on_saved, report
+        self._error, self._thread = None, None
+        self._superseded = threading.Event()
+
+    def save(self, step, model_state, optimizer_state, meta):
+        """Copies the state to host memory and returns; a save that is being written is waited for before."""
+        self._superseded.set()
+        self.finish()
+        self._superseded.clear()
+        model_state, optimizer_state = (
+            {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}  # the next step reuses it
+            for state in (model_state, optimizer_state))
+        self._thread = threading.Thread(target=self._work, args=(step, model_state, optimizer_state, meta),
+                                        name="save", daemon=True)
+        self._thread.start()
+
+    def check(self):
+        """Raises what went wrong in the background, if anything did."""
+        if self._error:
+            raise self._error
+
+    def finish(self, timeout_s=SAVE_TIMEOUT_S):
+        """Waits until the last state is safe; TimeoutError if that takes longer than `timeout_s`."""
+        if self._thread:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the last checkpoint in {self._run_dir} is not safe on disk after {timeout_s} s")
+        self.check()
+
+    def _work(self, step, *state):
+        started = time.monotonic()
+        if not all(tensor.isfinite().all() for tensor in state[0].values()):
+            return self._report(f"warning: step {step} is not saved: its weights are not finite")
+        while True:
+            try:
+                path = save(self._run_dir, step, *state, **self._save)
+                self._report(f"saved {path} (in {time.monotonic() - started:.1f} s)")
+                return self._on_saved(path)
+            except BaseException as error:
+                if not _is_disk_full(error):
+                    self._error = error
+                    return
+                self._report(f"warning: the disk is full ({error}): step {step} is not saved; the run goes on, trying "
+                             f"again every {RETRY_S} s")
+            if self._superseded.wait(RETRY_S):
+                return shutil.rmtree(_partial_dir(self._run_dir, step), ignore_errors=True)
 
 
 # -----------------------------------------------------------------------------
@@ -169,12 +291,21 @@ def check_disk_space(run_dir, checkpoint_bytes):
                        f"{(own + free) / 1e9:.2f} GB are free: free some, or set NANOCHAT_BASE_DIR to a larger disk")
 
 
-def _make_room(run_dir, needed_bytes):
-    """On a disk too full for `keep` checkpoints the oldest go first; the newest stays whatever happens."""
-    for path in list_checkpoints(run_dir)[:-1]:
-        if shutil.disk_usage(run_dir).free >= needed_bytes:
+def _make_room(run_dir, needed_bytes, keep_every):
+    """On a disk too full for `keep` checkpoints the oldest go first; the newest stays whatever happens, and so do those
+    that are kept for good. OSError (ENOSPC) if that is not enough."""
+    for path in [path for path in list_checkpoints(run_dir)[:-1] if not _stays(path.name, keep_every)] + [None]:
+        free = shutil.disk_usage(run_dir).free
+        if free >= needed_bytes:
             return
-        _delete(path)
+        if path:
+            _delete(path)
+    raise OSError(errno.ENOSPC, f"a checkpoint takes {needed_bytes / 1e9:.3f} GB and {free / 1e9:.3f} GB are free",
+                  str(run_dir))
+
+
+def _is_disk_full(error):
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 # -----------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""The processes of a run: one parent at a time on a run's directory, and no rank that outlives its parent."""
+"""The processes of a run: how many there are, one parent at a time on a run's directory, no rank without its parent."""
+import faulthandler
 import fcntl
 import multiprocessing
 import os
+import signal
 import socket
 import threading
 import time
@@ -9,7 +11,8 @@ from contextlib import contextmanager
 
 from filelock import FileLock, Timeout
 
-from nanochat.common import BadInput, require_writable_dir
+from nanochat import tpu
+from nanochat.common import BadInput, count_tpu_chips, require_writable_dir
 
 RANKS_LOCK = ".ranks.lock"
 ORPHANS_TIMEOUT_S = 30
@@ -52,6 +55,7 @@ _held_as_rank = []
 
 def begin_as_rank(run_dir):
     """Every spawned process calls this first: it ends with its parent, and holds the run's directory until then."""
+    faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads, also while one holds the GIL
     parent = multiprocessing.parent_process().pid
     file = open(run_dir / RANKS_LOCK)
     fcntl.flock(file, fcntl.LOCK_SH)
@@ -63,3 +67,18 @@ def begin_as_rank(run_dir):
         os._exit(1)
 
     threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
+
+
+def expected_world_size(device_type):
+    """World size as far as it can be known before a runtime is started."""
+    if device_type == "tpu":
+        accelerator = tpu.detect_accelerator()
+        return tpu.parse_accelerator(accelerator).chips if accelerator else count_tpu_chips()
+    return {"xla": int(os.environ.get("CPU_NUM_DEVICES", 1)), "cuda": int(os.environ.get("WORLD_SIZE", 1))}.get(
+        device_type, 1)
+
+
+def hosts(device_type):
+    """How many hosts the slice has that this machine is of."""
+    accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
+    return tpu.parse_accelerator(accelerator).hosts if accelerator else 1

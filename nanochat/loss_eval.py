@@ -8,7 +8,7 @@ from nanochat.kernels import IGNORE_INDEX
 
 
 @torch.no_grad()
-def bits_per_byte(model, loader, num_rows, token_bytes, dist):
+def bits_per_byte(model, loader, num_rows, token_bytes, dist, is_cut_short=lambda: False):
     """(bits per byte, bytes) over rows 0 … `num_rows` - 1 of `loader`: the same text for every world size.
 
     bits per byte = sum of the tokens' losses / (ln 2 × sum of the tokens' bytes). Special tokens stand for no text and
@@ -17,11 +17,14 @@ def bits_per_byte(model, loader, num_rows, token_bytes, dist):
     model: called as model(ids, targets) -> losses, in nats
     loader: a fresh DataLoader of this rank
     token_bytes: int32 (vocabulary,), on the CPU
+    is_cut_short: asked before each batch; once it says yes, on all ranks before the same batch, None is returned
     """
     nats = torch.zeros((), device=dist.device)
     num_bytes = 0
     row_number = torch.arange(loader.batch_size) * dist.world_size + dist.rank  # of this rank's rows in a batch
     for _ in range(math.ceil(num_rows / (loader.batch_size * dist.world_size))):
+        if is_cut_short():
+            return None
         rows = torch.as_tensor(next(loader).rows)  # (B, T + 1)
         targets = rows[:, 1:].clone()
         sizes = token_bytes[targets]

@@ -1,11 +1,15 @@
 """What a run says about itself, on rank 0: metrics.jsonl, one console line, WandB; and the arithmetic behind it.
 
 metrics.jsonl has one JSON object per line with `step` (optimizer steps completed) and `time` (Unix time, s). Names with
-a place of their own in the console line: loss (mean over the global batch, nats), lr_multiplier, step_ms,
-tokens_per_s, mfu (0 to 1), tokens (seen so far), time_left_s, val_bpb, recompiled (a text for each program that was
-compiled again). The rest is for the file; observe.py says where most of it comes from.
+a place of their own in the console line: loss (mean over the global batch, nats; null if it was not finite),
+lr_multiplier, step_ms, tokens_per_s, mfu (0 to 1), tokens (seen so far), time_left_s, val_bpb, recompiled (a text for
+each program that was compiled again). The rest is for the file: bad_steps (updates skipped so far), interruptions (how
+often the run was resumed), seconds (since the run began) and where they went: seconds_train, _compile, _load, _save,
+_evaluate, _sample, _lost (see Goodput), _other; and what observe.py measures.
 """
+import errno
 import json
+import math
 import os
 import queue
 import secrets
@@ -40,7 +44,8 @@ class MetricsLogger:
         self.wandb_id = wandb_id or secrets.token_hex(4)
         self._total_steps, self._resume_step, self._console = total_steps, resume_step, console
         self._names_at_resume = _rewind(self.path, resume_step)
-        self._file = open(self.path, "a")
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._unwritten, self._is_disk_full = b"", False
         self._wandb = None
         if run != "dummy":
             self._wandb = _Wandb(console, project=wandb_project, name=run, id=self.wandb_id, config=config,
@@ -52,17 +57,33 @@ class MetricsLogger:
             record = {name: value for name, value in record.items() if name not in self._names_at_resume}
             if not record:
                 return
+        record = {name: None if isinstance(value, float) and not math.isfinite(value) else value
+                  for name, value in record.items()}  # JSON has no NaN
         record = {"step": step, "time": round(time.time(), 3), **record}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._unwritten += json.dumps(record).encode() + b"\n"
+        try:
+            self.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            if not self._is_disk_full:
+                self._console(f"warning: {self.path}: {error.strerror}: records wait in memory")
+            self._is_disk_full = True
         if not quiet:
             self._console(format_line(record, self._total_steps))
         if self._wandb:
             self._wandb.log(record)
 
+    def flush(self):
+        """Writes the records that wait; OSError if the disk is full."""
+        while self._unwritten:
+            self._unwritten = self._unwritten[os.write(self._file, self._unwritten):]
+        self._is_disk_full = False
+
     def close(self, timeout_s=_WANDB_FINISH_TIMEOUT_S):
         """Ends the record; WandB is given `timeout_s` to take what it has not yet taken."""
-        self._file.close()
+        self.flush()
+        os.close(self._file)
         if self._wandb:
             self._wandb.finish(timeout_s)
 
@@ -221,15 +242,20 @@ def mfu(tokens_per_s, flops_per_token, peak_flops_per_chip, chips):
 class Goodput:
     """Where the wall time of a run went: every second counts for one name, the innermost open span's, or "other".
 
-        goodput = Goodput(meta["seconds"])  # goes on where the run was interrupted
+        goodput = Goodput(meta["seconds"], meta["time"])  # goes on where the run was interrupted
         with goodput.span("train"): …
 
-    What compiling took inside a span counts as "compile" instead.
+    What compiling took inside a span counts as "compile" instead. What lies between the saved state and the new
+    process's clock was "lost": work after the checkpoint that must be done again, and the time in which nothing ran. So
+    the seconds add up to the time since the run began.
     """
 
-    def __init__(self, seconds=None, compile_seconds=compile_seconds):
-        """compile_seconds: called for the seconds that this process has spent compiling so far."""
+    def __init__(self, seconds=None, saved_at=None, compile_seconds=compile_seconds):
+        """seconds, saved_at: what `seconds()` said when the state was saved, and the Unix time of that moment.
+        compile_seconds: called for the seconds that this process has spent compiling so far."""
         self._seconds = dict(seconds or {})
+        if saved_at:
+            self._seconds["lost"] = self._seconds.get("lost", 0.0) + max(time.time() - saved_at, 0.0)
         self._name, self._since = "other", time.monotonic()
         self._compile_seconds, self._compiled = compile_seconds, compile_seconds()
 

@@ -1,86 +1,186 @@
-"""Must we stop? Signals and the metadata server ask for it, and all ranks of a host stop before the same step.
+"""Must we stop, or save? All ranks of a host learn of it before the same step, and the device is not asked.
 
-Spawned ranks cannot install signal handlers (their function runs in a thread), so the parent process takes the signal.
-Parent and ranks share one small memory-mapped file. A rank notes there which step it is about to begin; rank 0 answers
-a request with a step that no rank has reached, and every rank stops there. Nothing of this touches the device, so it
-costs a step nothing.
+Signals and Google Cloud's metadata server ask for a stop, rank 0's clock for a save. Ranks differ in how far they are
+and in what they see first, so they agree through one small memory-mapped file. Each rank looks there at fixed points of
+its program, its ticks: before each step and within evaluations. Rank 0 publishes a request; from then on every rank
+answers with the number of its tick, and when the last one has answered, all do what was asked at the tick after the
+highest of these. A rank that has answered waits for those that are behind it, but not for one that is ahead or beside
+it and has not seen the request yet: that one may itself be waiting for this rank's gradients. Without a request a tick
+writes one number to memory and reads two.
 """
+import fcntl
 import os
 import signal
 import threading
 import time
 import urllib.request
+from contextlib import contextmanager
 
 import numpy as np
 
 EXIT_STATUS = 75  # EX_TEMPFAIL: the state is saved, start me again
+STOP, SAVE = 1, 2  # kinds of request
+AGREE_TIMEOUT_S = 900
 MAX_RANKS = 256
-_REQUESTED, _STOP_STEP, _STEPS = 0, 1, 2  # places in the file; the steps of all ranks come last
-# Rank 0 reads all steps and then writes the answer: how many steps another rank may begin between the two.
-_MARGIN_STEPS = 3
+_NEVER = 2**62
+# Places in the file; requests are numbered from 1. Per rank: the tick it is at, the request that it answered last and
+# with which tick, the request whose outcome it has read.
+_STOP_ASKED, _NUMBER, _KIND, _AGREED_NUMBER, _AGREED_TICK, _TICK = range(6)
+_ANSWERED, _ANSWER, _READ, _END = (_TICK + i * MAX_RANKS for i in range(1, 5))
 
 
-class StopRequest:
-    """One request to stop, shared by the processes that open the same file."""
+class Requests:
+    """What the processes of one host that open the same file ask of the ranks. `create`: by one process, before the
+    others open it. Ranks give their rank and the number of ranks."""
 
-    def __init__(self, path, create=False):
-        """`create`: by one process, before the others open it."""
+    def __init__(self, path, rank=None, world_size=0, create=False):
         if create:
-            np.zeros(_STEPS + MAX_RANKS, np.int64).tofile(path)
-        self._shared = np.memmap(path, np.int64, "r+")
+            np.zeros(_END, np.int64).tofile(path)
+        self.is_stopping = False  # once a poll has returned STOP
+        self._file = open(path, "r+b")
+        self._shared = np.memmap(self._file, np.int64, "r+")
+        self._rank, self._world_size = rank, world_size
+        self._tick, self._number, self._kind, self._due_tick = 0, 0, 0, 0
 
-    def ask(self):
-        """Asks all ranks to stop soon. Safe in a signal handler."""
-        self._shared[_REQUESTED] = 1
+    def ask_to_stop(self):
+        """Asks all ranks to stop soon."""
+        self._shared[_STOP_ASKED] = 1
 
-    def must_stop_before(self, step, rank):
-        """Whether this rank stops now instead of beginning `step`; each rank asks before each of its steps."""
+    def poll(self, wants_save=False):
+        """What all ranks do now: STOP, SAVE or 0. Every rank calls this equally often, at the same points.
+
+        wants_save: on rank 0, that all are to save. TimeoutError if the other ranks do not come to their next tick.
+        """
         shared = self._shared
-        shared[_STEPS + rank] = step + 1  # from 1, because 0 is a rank that has not come so far
-        if rank == 0 and shared[_REQUESTED] and not shared[_STOP_STEP]:
-            shared[_STOP_STEP] = shared[_STEPS:].max() + _MARGIN_STEPS
-        stop_step = int(shared[_STOP_STEP]) - 1
-        if stop_step >= 0 and step > stop_step:
-            raise RuntimeError(f"rank {rank} is at step {step}, but all ranks were to stop before step {stop_step}")
-        return step == stop_step
+        self._tick += 1
+        shared[_TICK + self._rank] = self._tick
+        if self._rank == 0 and (wants_save or shared[_STOP_ASKED]) and not self.is_stopping:
+            self._publish(STOP if shared[_STOP_ASKED] else SAVE)
+        if not self._due_tick and shared[_NUMBER] > self._number:
+            self._agree(int(shared[_NUMBER]))
+        if self._tick != self._due_tick:
+            return 0
+        self._due_tick = 0
+        self.is_stopping = self._kind == STOP
+        return self._kind
+
+    def finish(self):
+        """Says that this rank comes to no further tick: what is asked from now on is too late."""
+        with self._lock():
+            for place, value in ((_ANSWERED, _NEVER), (_ANSWER, _NEVER), (_READ, _NEVER)):
+                self._shared[place + self._rank] = value
+
+    def _publish(self, kind):
+        shared = self._shared
+        if not self._due_tick and (self._of_ranks(_READ) >= shared[_NUMBER]).all():  # none is under way
+            shared[_KIND] = kind
+            shared[_NUMBER] += 1
+
+    def _agree(self, number):
+        """Answers request `number`. Returns when it is known at which tick it is due, or this rank must go on."""
+        shared, deadline = self._shared, time.monotonic() + AGREE_TIMEOUT_S
+        while True:
+            with self._lock():
+                if shared[_AGREED_NUMBER] < number:
+                    shared[_ANSWER + self._rank], shared[_ANSWERED + self._rank] = self._tick, number
+                missing = self._of_ranks(_ANSWERED) < number
+                if shared[_AGREED_NUMBER] < number and not missing.any():
+                    shared[_AGREED_TICK], shared[_AGREED_NUMBER] = self._of_ranks(_ANSWER).max() + 1, number
+                if shared[_AGREED_NUMBER] == number:
+                    self._number, self._kind = number, int(shared[_KIND])
+                    self._due_tick = int(shared[_AGREED_TICK])
+                    shared[_READ + self._rank] = number
+                    return
+            if (self._of_ranks(_TICK)[missing] >= self._tick).any():
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self._rank} waited {AGREE_TIMEOUT_S} s for ranks "
+                                   f"{np.flatnonzero(missing).tolist()} to agree on when to stop or save")
+            time.sleep(0.002)
+
+    def _of_ranks(self, place):
+        return self._shared[place:place + self._world_size]
+
+    @contextmanager
+    def _lock(self):
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-def stop_on_signals(stop_request, report=print):
-    """SIGTERM and SIGINT ask for a stop; a second SIGINT ends the process at once. Call in the main thread."""
+# -----------------------------------------------------------------------------
+# Who asks
 
-    def handle(number, _frame):
-        if number == signal.SIGINT and stop_request.asked_by_signal:
-            os._exit(130)
-        stop_request.asked_by_signal = True
-        stop_request.ask()
-        report(f"{signal.Signals(number).name}: the run stops after a few steps and saves a checkpoint"
-               + (" (again: it ends at once)" if number == signal.SIGINT else ""))
-
-    stop_request.asked_by_signal = False
-    signal.signal(signal.SIGTERM, handle)
-    signal.signal(signal.SIGINT, handle)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def stop_on_preemption_notice(stop_request, report=print, poll_s=1.0):
-    """Watches Google Cloud's metadata server in the background, and asks for a stop once the VM is to be preempted.
+def stop_on_signals(requests, report=print):
+    """SIGTERM and SIGINT ask for a stop; a second SIGINT ends the process at once. Call in the main thread.
 
-    The server answers TRUE at instance/preempted for the 30 s at most that are left. $GCE_METADATA_HOST is where it is,
-    as in Google's own libraries. A server that cannot be reached is asked again.
+    Processes started from now on inherit that the two are blocked: a signal to the whole group, as Ctrl-C sends it, is
+    the parent's business.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    for number in _SIGNALS:  # the wake-up file descriptor does the work, whatever the main thread is waiting for
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+    def work():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        is_asked = False
+        while True:
+            for number in os.read(read_end, 64):
+                if number not in _SIGNALS:
+                    continue
+                if number == signal.SIGINT and is_asked:
+                    os._exit(130)
+                is_asked = True
+                requests.ask_to_stop()
+                report(f"{signal.Signals(number).name}: the run stops after a few steps and saves a checkpoint"
+                       + (" (again: it ends at once)" if number == signal.SIGINT else ""))
+
+    threading.Thread(target=work, name="signals", daemon=True).start()
+
+
+def stop_on_signal_to_rank(requests):
+    """SIGTERM to a process that inherited it as blocked asks for a stop as well."""
+    def work():
+        signal.sigwait({signal.SIGTERM})
+        requests.ask_to_stop()
+
+    threading.Thread(target=work, name="signals", daemon=True).start()
+
+
+def stop_on_preemption_notice(requests, report=print, poll_s=1.0):
+    """Watches Google Cloud's metadata server in the background, and asks for a stop once the VM is to go.
+
+    For the 30 s at most that are left, instance/preempted is TRUE, and before maintenance that the VM does not live
+    through, instance/maintenance-event is TERMINATE_ON_HOST_MAINTENANCE (the other values: NONE, and
+    MIGRATE_ON_HOST_MAINTENANCE, which TPU VMs do not know). $GCE_METADATA_HOST is where the server is, as in Google's
+    own libraries. One that cannot be reached is asked again.
     """
     host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
-    request = urllib.request.Request(f"http://{host}/computeMetadata/v1/instance/preempted",
-                                     headers={"Metadata-Flavor": "Google"})
+
+    def ask(key):
+        request = urllib.request.Request(f"http://{host}/computeMetadata/v1/instance/{key}",
+                                         headers={"Metadata-Flavor": "Google"})
+        try:
+            with urllib.request.urlopen(request, timeout=5) as answer:
+                return answer.read().strip().decode(errors="replace")
+        except OSError:  # URLError is one
+            return ""
 
     def watch():
         while True:
-            try:
-                with urllib.request.urlopen(request, timeout=5) as answer:
-                    if answer.read().strip() == b"TRUE":
-                        report("this VM is being preempted: the run stops after a few steps and saves a checkpoint")
-                        stop_request.ask()
-                        return
-            except OSError:  # URLError is one
-                pass
+            for key, what in (("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")):
+                if ask(key) == what:
+                    report(f"this VM is about to go (instance/{key} is {what}): the run stops after a few steps and "
+                           "saves a checkpoint")
+                    return requests.ask_to_stop()
             time.sleep(poll_s)
 
     threading.Thread(target=watch, name="preemption", daemon=True).start()

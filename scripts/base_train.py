@@ -22,14 +22,14 @@ from pathlib import Path
 
 import torch
 
-from nanochat import checkpoint, compile_cache, metrics, preemption, tpu
+from nanochat import checkpoint, compile_cache, metrics, preemption
+from nanochat.bad_steps import BadSteps
 from nanochat.common import (
     DEVICE_TYPES,
     ArgumentParser,
     BadInput,
     compute_cleanup,
     compute_init,
-    count_tpu_chips,
     get_base_dir,
     prepare_xla_environment,
     print0,
@@ -46,7 +46,7 @@ from nanochat.dataset import fingerprint, list_shards, open_shards
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.kernels import get_kernels
-from nanochat.launch import begin_as_rank, exclusive_use
+from nanochat.launch import begin_as_rank, exclusive_use, expected_world_size, hosts
 from nanochat.loss_eval import bits_per_byte
 from nanochat.mirror import Mirror
 from nanochat.observe import Observer, Profile, describe_compiling, parse_profile_steps
@@ -54,7 +54,7 @@ from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.plan import describe_plan, make_plan, peak_flops
 from nanochat.tokenizer import load_tokenizer
 
-STOP_FILE = ".stop"  # in the run's folder, see preemption.py
+REQUESTS_FILE, FINISHED_FILE = ".requests", ".finished"  # in the run's folder: see preemption.py; how far it came
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
 
 
@@ -103,9 +103,12 @@ def parse_args(argv=None):
     add("--eval_tokens", type=int, default=10 * 2**20, help="tokens of an evaluation, whatever the world size")
     add("--sample_every", type=int, default=1000, help="steps between samples, also at the end; -1: never")
     add("--save_every", type=int, default=1000, help="steps between checkpoints, also at the end; -1: never")
+    add("--save_every_minutes", type=float, default=-1.0, help="minutes between checkpoints; -1: no matter how many")
     add("--keep_checkpoints", type=int, default=3, help="how many checkpoints stay on disk")
+    add("--keep_every", type=int, default=-1, help="checkpoints of steps that this divides stay for good; -1: none")
     add("--checkpoint_mirror", help="gs://… or a directory: copies of checkpoints, from which a new VM goes on")
     add("--log_every", type=int, default=10, help="steps between lines of the log")
+    add("--max_bad_steps", type=int, default=10, help="stop after so many non-finite steps in a row; -1: never")
     add("--profile_steps", default="", help="BEGIN:END, such as 10:13: a trace of the steps after BEGIN up to END, for "
         "TensorBoard, in the run's folder")
     return parser.parse_args(argv)
@@ -160,18 +163,24 @@ class Trainer:
         self.tokenizer = load_tokenizer(args.tokenizer_dir)
         self.run_dir = require_writable_dir(get_run_dir(args))
         restored = checkpoint.load(checkpoint_path) if checkpoint_path else None
-        self.plan = make_plan(args, self.tokenizer.n_vocab, self.dist.world_size, restored and restored.meta)
-        self.goodput = metrics.Goodput(restored.meta["seconds"] if restored else None)
+        meta = restored.meta if restored else {}
+        self.plan = make_plan(args, self.tokenizer.n_vocab, self.dist.world_size, meta)
+        self.goodput = metrics.Goodput(meta.get("seconds"), meta.get("time"))
+        self.interruptions = meta.get("interruptions", 0) + 1 if restored else 0
         self.start_step = self.step = restored.step if restored else 0
         self.observer = Observer(dist)
         self.profile = Profile(parse_profile_steps(args.profile_steps, self.plan.num_iterations),
                                self.run_dir / "profile", dist)
-        self.loader = self.open_loader(restored.lane_states if restored else None)  # reads while the model is made
-        self.build_model(restored)
+        with self.goodput.span("load"):
+            self.loader = self.open_loader(restored.lane_states if restored else None)  # reads while the model is made
+            self.build_model(restored)
         self.engine = Engine(self.model, self.tokenizer, self.dist)
         self.last_batch = None  # knows where the lanes stand after it
-        self.stop_request = preemption.StopRequest(self.run_dir / STOP_FILE)
-        self.logger = self.mirror = None
+        self.pending, self.window_start = [], time.monotonic()  # what steps since the last line of the log returned
+        self.bad_steps = BadSteps(args.max_bad_steps, **meta.get("bad_steps", {}))
+        self.requests = preemption.Requests(self.run_dir / REQUESTS_FILE, dist.rank, dist.world_size)
+        self.saved_step, self.saved_at, self.save_is_asked = self.step, time.monotonic(), False
+        self.logger = self.mirror = self.saver = None
         if self.dist.rank == 0:
             self.mirror = open_mirror(args)
             print_banner()
@@ -180,7 +189,11 @@ class Trainer:
             self.logger = metrics.MetricsLogger(
                 self.run_dir, args.run, vars(args), total_steps=self.plan.num_iterations,
                 resume_step=self.step if restored else None, wandb_project=args.wandb_project,
-                wandb_id=restored.meta["wandb_id"] if restored else None)
+                wandb_id=meta.get("wandb_id"))
+            self.saver = checkpoint.Saver(
+                self.run_dir, num_lanes=NUM_LANES, keep=args.keep_checkpoints, keep_every=args.keep_every,
+                before_rename=self.logger.flush, on_saved=self.mirror.upload if self.mirror else lambda path: None,
+                report=print0)
 
     def build_model(self, restored):
         args, dist = self.args, self.dist
@@ -216,73 +229,110 @@ class Trainer:
                           **common)
 
     def run(self):
-        """Trains to the end and returns 0, or preemption.EXIT_STATUS if it was asked to stop and saved its state."""
+        """Trains to the end; returns the exit status: 0, preemption.EXIT_STATUS if it was asked to stop and its state
+        is saved, or 1 after too many bad steps."""
         args, plan = self.args, self.plan
-        losses, window_start = [], time.monotonic()  # since the last line of the log; still on the device
         while True:
             is_last = self.step == plan.num_iterations
-            is_stopped = not is_last and self.stop_request.must_stop_before(self.step, self.dist.rank)
-            if is_stopped and losses:
-                self.log(losses, window_start)
-            if self.step > self.start_step and (is_stopped or is_due(self.step, args.save_every, is_last)):
+            self.poll()
+            saves = self.save_is_asked or is_due(self.step, args.save_every, is_last)
+            evaluates = is_due(self.step, args.eval_every, is_last)
+            samples = is_due(self.step, args.sample_every, is_last) and self.step > 0
+            if saves or evaluates or samples or is_due(self.step, args.log_every, is_last) or \
+                    self.step == self.start_step + 1:
+                self.log()  # before the rest, whose time is no step's, and before a checkpoint that is past these steps
+            if self.bad_steps.are_too_many:
+                break
+            if saves and (is_last or self.requests.is_stopping or not self.bad_steps.in_a_row):
                 self.save()
-            if is_stopped:
-                break
-            if is_due(self.step, args.eval_every, is_last):
+            if evaluates and not self.requests.is_stopping:
                 self.evaluate()
-            if is_due(self.step, args.sample_every, is_last) and self.step > 0:
+            if samples and not self.requests.is_stopping:
                 self.sample()
-            if is_last:
+            if is_last or self.requests.is_stopping:
                 break
-            if not losses:
-                window_start = time.monotonic()
+            if not self.pending:
+                self.window_start = time.monotonic()
                 self.observer.begin_window()
             self.profile.before_step(self.step)
             with self.goodput.span("train"):
-                losses.append(self.train_step())
+                self.pending.append(self.train_step())
             self.step += 1
             self.profile.after_step(self.step)
-            if self.step % args.log_every == 0 or self.step in (self.start_step + 1, plan.num_iterations):
-                self.log(losses, window_start)
-                losses = []
         self.profile.close()
+        return self.finish()
+
+    def finish(self):
+        """Ends what runs in the background, and returns the exit status."""
+        is_stopped, is_bad = self.requests.is_stopping, self.bad_steps.are_too_many
+        self.requests.finish()
+        if is_bad:
+            path = self.bad_steps.write_first_batch(self.run_dir, self.dist.rank)
+            print0(f"error: {self.bad_steps.in_a_row} steps in a row had a loss or gradient that is not finite: the "
+                   f"run ends at step {self.step}; the batch of the first is in {path}")
+        elif is_stopped:
+            self.save()
         self.loader.close()
+        if self.saver:
+            self.saver.finish()
         if self.mirror:
             self.mirror.finish(timeout_s=15 if is_stopped else 600)  # a preempted VM is gone after 30 s
         if self.logger:
             self.logger.close(timeout_s=5 if is_stopped else 60)
-        return preemption.EXIT_STATUS if is_stopped else 0
+            if not is_bad and not is_stopped:
+                (self.run_dir / FINISHED_FILE).touch()
+        return 1 if is_bad else preemption.EXIT_STATUS if is_stopped else 0
+
+    def poll(self):
+        """Asks whether to stop or save; every rank calls it at the same points. Returns whether to stop."""
+        if self.saver:
+            self.saver.check()
+        minutes = (time.monotonic() - self.saved_at) / 60
+        if self.requests.poll(wants_save=0 < self.args.save_every_minutes <= minutes):
+            self.save_is_asked = True
+        return self.requests.is_stopping
 
     def train_step(self):
-        """One optimizer step; returns its loss and gradient norm, (2,), still on the device."""
-        dist, plan = self.dist, self.plan
+        """One optimizer step; returns its loss and gradient norm, (2,), still on the device, and the rows (B, T + 1) of
+        its micro-steps."""
+        dist, plan, all_rows = self.dist, self.plan, []
         self.observer.begin_step()
         scale = self.loss_scales[plan.accum_steps(self.step)]
         for _ in range(plan.accum_steps(self.step)):
             with self.observer.data_wait():
                 batch = next(self.loader)
+            all_rows.append(batch.rows)
             rows = batch.rows.to(dist.device)
             with self.observer.program("micro_step", rows=rows, scale=scale):
                 micro_step(self.compiled_model, rows, self.loss_sum, scale)
         self.last_batch = batch
         scheduled = self.optimizer.scheduled(self.step, self.batch_growth(self.step)).to(dist.device)
         with self.observer.program("update", collective=True, scheduled=scheduled):
-            return update(self.optimizer, scheduled, self.loss_sum, dist)
+            result = update(self.optimizer, scheduled, self.loss_sum, dist)
+        return result, all_rows
 
     def batch_growth(self, step):
         return self.plan.batch_tokens(step) / self.plan.total_batch_size
 
-    def log(self, losses, window_start):
-        """Fetches the losses of the steps since the last line, which waits for the device, and logs them."""
+    def log(self):
+        """Fetches the results of the steps since the last line, which waits for the device, and logs them."""
+        if not self.pending:
+            return
         with self.goodput.span("train"):
-            losses, gradient_norms = zip(*(loss.tolist() for loss in losses), strict=True)
+            results = [result.tolist() for result, _ in self.pending]
+        plan, first_step = self.plan, self.step - len(results) + 1
+        for step, (loss, gradient_norm) in enumerate(results, first_step):
+            if self.bad_steps.add(step, loss, gradient_norm, self.pending[step - first_step][1]):
+                print0(f"warning: step {step} is left out, its loss is {loss} and its gradient's norm {gradient_norm} "
+                       f"({self.bad_steps.in_a_row} in a row)")
+        self.pending = []
         if not self.logger:
             return
-        plan, first_step = self.plan, self.step - len(losses)
-        for step, loss in enumerate(losses[:-1], first_step + 1):
+        losses, gradient_norms = zip(*results, strict=True)
+        for step, loss in enumerate(losses[:-1], first_step):
             self.logger.log(step, {"loss": loss}, quiet=True)
-        elapsed = time.monotonic() - window_start
-        tokens_per_s = plan.tokens(first_step, self.step) / elapsed
+        elapsed = time.monotonic() - self.window_start
+        tokens_per_s = plan.tokens(first_step - 1, self.step) / elapsed
         seconds = self.goodput.seconds()
         self.logger.log(self.step, {
             "loss": losses[-1],
@@ -294,43 +344,50 @@ class Trainer:
             "tokens": self.loader.stats["rows"] * plan.world_size * self.args.max_seq_len,
             "time_left_s": plan.tokens(self.step, plan.num_iterations) / tokens_per_s,
             "epoch": self.loader.stats["epoch"],
+            "bad_steps": self.bad_steps.total,
+            "interruptions": self.interruptions,
             "goodput": self.goodput.fraction(),
             "seconds": sum(seconds.values()),
+            **{f"seconds_{name}": value for name, value in seconds.items()},
             **self.observer.record(elapsed),
         })
-        if first_step == self.start_step and self.dist.is_xla:
+        if first_step == self.start_step + 1 and self.dist.is_xla:
             print0(describe_compiling(self.dist))
 
     def evaluate(self):
+        """Bits per byte of the validation text; cut short if all are to stop: the run that goes on does it again."""
         rows = max(self.args.eval_tokens // self.args.max_seq_len, 1)
         with self.goodput.span("evaluate"), self.open_loader(validation=True) as loader:
-            bpb, num_bytes = bits_per_byte(self.compiled_model, loader, rows, self.tokenizer.token_bytes(), self.dist)
-        if self.logger:
-            self.logger.log(self.step, {"val_bpb": bpb, "val_bytes": num_bytes})
+            found = bits_per_byte(self.compiled_model, loader, rows, self.tokenizer.token_bytes(), self.dist, self.poll)
+        if self.logger and found:
+            self.logger.log(self.step, {"val_bpb": found[0], "val_bytes": found[1]})
 
     def sample(self):
         """Every rank samples, so that none waits for another; rank 0 shows it."""
         with self.goodput.span("sample"), torch.no_grad():
             for prompt in SAMPLE_PROMPTS:
+                if self.poll():
+                    return
                 text = self.engine.complete(prompt, max_tokens=min(48, self.args.max_seq_len // 2), seed=self.step)
                 print0(f"--- sample at step {self.step}\n{prompt}{text}\n---")
 
     def save(self):
-        """Every rank hands over the state of its lanes; rank 0 writes the checkpoint."""
+        """Every rank hands over the state of its lanes; rank 0 copies the rest and has it written in the background."""
+        self.save_is_asked, self.saved_at = False, time.monotonic()
+        if self.saved_step == self.step:
+            return
+        self.saved_step = self.step
         with self.goodput.span("save"):
             checkpoint.save_lane_states(self.run_dir, self.step, self.last_batch.state)
             if self.dist.rank == 0:
-                meta = {"config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
-                        "data_fingerprint": self.loader.fingerprint, "flags": vars(self.args),
-                        "batch_schedule": self.plan.batch_schedule,
-                        "rng": checkpoint.rng_state(), "wandb_id": self.logger.wandb_id,
-                        "seconds": self.goodput.seconds()}
-                path = checkpoint.save(
-                    self.run_dir, self.step, self.model.state_dict(), self.optimizer.state_dict(), meta,
-                    num_lanes=NUM_LANES, keep=self.args.keep_checkpoints)
-                print0(f"saved {path}")
-                if self.mirror:
-                    self.mirror.upload(path)
+                self.saver.save(self.step, self.model.state_dict(), self.optimizer.state_dict(), {
+                    "config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
+                    "data_fingerprint": self.loader.fingerprint, "flags": vars(self.args),
+                    "batch_schedule": self.plan.batch_schedule,
+                    "rng": checkpoint.rng_state(), "wandb_id": self.logger.wandb_id,
+                    "interruptions": self.interruptions,
+                    "bad_steps": {"total": self.bad_steps.total, "in_a_row": self.bad_steps.in_a_row},
+                    "time": time.time(), "seconds": self.goodput.seconds()})
             thread_barrier(self.dist)
 
 
@@ -353,21 +410,6 @@ def open_mirror(args):
     return Mirror(args.checkpoint_mirror, args.run, args.keep_checkpoints) if args.checkpoint_mirror else None
 
 
-def expected_world_size(device_type):
-    """World size as far as it can be known before a runtime is started."""
-    if device_type == "tpu":
-        accelerator = tpu.detect_accelerator()
-        return tpu.parse_accelerator(accelerator).chips if accelerator else count_tpu_chips()
-    return {"xla": int(os.environ.get("CPU_NUM_DEVICES", 1)), "cuda": int(os.environ.get("WORLD_SIZE", 1))}.get(
-        device_type, 1)
-
-
-def hosts(device_type):
-    """How many hosts the slice has that this machine is of."""
-    accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
-    return tpu.parse_accelerator(accelerator).hosts if accelerator else 1
-
-
 def check(args, device_type):
     """Refuses what can be refused before a device is touched.
 
@@ -384,7 +426,7 @@ def check(args, device_type):
             open_shards(list_shards(args.val_dir, "val"), args.skip_bad_shards)
     run_dir = get_run_dir(args)
     checkpoint.clean_partial(run_dir)
-    preemption.StopRequest(run_dir / STOP_FILE, create=True)
+    preemption.Requests(run_dir / REQUESTS_FILE, create=True)
     if args.resume == "never":
         checkpoint.set_aside_after(run_dir, -1)
     model = GPT.on_meta(plan.config)
@@ -399,10 +441,12 @@ def check(args, device_type):
         checkpoint.require_match(path, meta, config=asdict(plan.config), tokenizer_sha256=tokenizer.sha256,
                                  data_fingerprint=data_fingerprint)
         plan = make_plan(args, tokenizer.n_vocab, plan.world_size, meta)
-        if meta["step"] >= plan.num_iterations:
+        # what is not marked as finished may lack its last evaluation
+        if meta["step"] >= plan.num_iterations and (run_dir / FINISHED_FILE).exists():
             print(f"run {args.run} has reached step {plan.num_iterations} ({path}): nothing left to do. Raise "
                   "--num_iterations, choose another --run, or start over with --resume=never")
             return True, path
+    (run_dir / FINISHED_FILE).unlink(missing_ok=True)
     return False, path
 
 
@@ -426,7 +470,7 @@ def train_without_parent(args, device_type):
         is_finished, checkpoint_path = found[0]
         if is_finished:
             return 0
-        preemption.stop_on_signals(preemption.StopRequest(get_run_dir(args) / STOP_FILE))
+        preemption.stop_on_signals(preemption.Requests(get_run_dir(args) / REQUESTS_FILE))
         status = Trainer(args, dist, checkpoint_path).run()
     compute_cleanup(dist)
     return status
@@ -436,6 +480,8 @@ def _mp_fn(index, args, device_type, checkpoint_path, status_path):
     """Runs in every spawned process. A rank that fails ends its process at once: the others wait for it in the
     all-reduce and would wait for ever."""
     begin_as_rank(get_run_dir(args))
+    if hosts(device_type) == 1:
+        preemption.stop_on_signal_to_rank(preemption.Requests(get_run_dir(args) / REQUESTS_FILE))
     try:
         status = train(args, device_type, checkpoint_path)
         if status:
@@ -476,10 +522,10 @@ def main(argv=None):
         if is_finished:
             return 0
         if hosts(device_type) == 1:  # the hosts of a pod do not agree on a step: there a signal just ends the run
-            stop_request = preemption.StopRequest(get_run_dir(args) / STOP_FILE)
-            preemption.stop_on_signals(stop_request)
+            requests = preemption.Requests(get_run_dir(args) / REQUESTS_FILE)
+            preemption.stop_on_signals(requests)
             if device_type == "tpu":
-                preemption.stop_on_preemption_notice(stop_request)
+                preemption.stop_on_preemption_notice(requests)
         compile_cache.prepare(device_type)
         return spawn(args, device_type, checkpoint_path)
 

@@ -24,7 +24,7 @@ def count(index, flags, out):
     fetched_before = value("TransferFromDeviceTime")
     for _ in range(50):
         transfers = value("TransferFromDeviceTime")
-        pending.append(trainer.train_step())
+        pending.append(trainer.train_step()[0])
         compilations.append(value("CompileTime"))
         if trainer.dist.world_size == 1:  # with several ranks the counters are of all threads together
             between_logs += value("TransferFromDeviceTime") - transfers

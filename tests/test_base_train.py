@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -90,7 +91,7 @@ def test_a_batch_that_grows_keeps_its_programs_its_data_and_its_bits(train):
     assert "512 tokens = 2 rows × 32 × 2 devices × 4 micro-steps, 768 from step 2 on (6 micro-steps), " \
            "1,024 from step 4 on (8 micro-steps)" in whole.stdout
     assert {record["step"]: record["tokens"] for record in whole.records if "tokens" in record} == \
-           {1: 512, 2: 1024, 4: 2560, 6: 4608}
+           {1: 512, 2: 1024, 3: 1792, 4: 2560, 6: 4608}
     assert len({record["compilations"] for record in whole.records if "compilations" in record}) == 1
     assert len(list(get_base_dir().glob("checkpoints/whole/profile/plugins/profile/*/*.xplane.pb"))) == 1
     train(ramp, "--save_every=3", run="parts", devices=2)
@@ -104,6 +105,31 @@ def test_a_batch_that_grows_keeps_its_programs_its_data_and_its_bits(train):
     on_one = train(ramp, "--save_every=3", run="parts", devices=1)
     assert on_one.losses == pytest.approx(whole.losses, rel=2e-6)
     assert on_one.records[-2]["tokens"] == 4608
+
+
+def test_steps_that_are_not_finite_end_the_run_with_the_last_good_checkpoint_and_the_offending_batch(train):
+    train("--device_type=cpu", "--save_every=3", "--eval_every=-1")
+    run_dir = get_base_dir() / "checkpoints" / "test"
+    checkpoint.set_aside_after(run_dir, 3)
+    # the update of step 4 makes the embedding infinite, so the steps after it are bad
+    process = train("--save_every=1", "--embedding_lr=1e44", "--max_bad_steps=2", devices=2, status=1)
+    assert process.stdout.count("is left out") == 2 and "Traceback" not in process.stderr
+    assert "error: 2 steps in a row" in process.stdout and "step 4 is not saved" in process.stdout
+    assert [process.losses[step] is None for step in range(1, 7)] == [False] * 4 + [True] * 2
+    assert process.records[-1]["bad_steps"] == 2 and process.records[-1]["grad_norm"] is None
+    assert checkpoint.latest_good(run_dir).name == "step_000003"
+    rows = [np.load(run_dir / "bad_step_000005" / f"rank_{rank:03d}.npy") for rank in (0, 1)]
+    assert all(part.shape == (8, 33) and part.dtype == np.int32 for part in rows)
+
+
+def test_lines_of_the_log_count_no_evaluation_and_precede_every_checkpoint(train):
+    """Evaluations and checkpoints at steps that are no lines of the log by themselves."""
+    records = train("--log_every=4", "--eval_every=3", "--save_every=2").records
+    assert [record["step"] for record in records if "step_ms" in record] == [1, 2, 3, 4, 6]
+    last = records[-1] if "seconds" in records[-1] else records[-2]
+    spent = sum(value for name, value in last.items() if name.startswith("seconds_"))
+    assert spent == pytest.approx(last["seconds"]) and last["seconds_evaluate"] > 0
+    assert last["interruptions"] == last["bad_steps"] == 0
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -2,6 +2,7 @@ import json
 import multiprocessing
 import os
 import subprocess
+import sys
 import threading
 import time
 
@@ -21,9 +22,10 @@ def make_state(seed=0):
     return model, optimizer
 
 
-def save(run_dir, step, keep=None, seed=None):
+def save(run_dir, step, keep=None, seed=None, **kwargs):
     checkpoint.save_lane_states(run_dir, step, {0: {"row": step}, 1: {"row": step, "buffer": [1, 2, 3]}})
-    return checkpoint.save(run_dir, step, *make_state(step if seed is None else seed), META, num_lanes=2, keep=keep)
+    return checkpoint.save(run_dir, step, *make_state(step if seed is None else seed), META, num_lanes=2, keep=keep,
+                           **kwargs)
 
 
 def names(run_dir):
@@ -176,6 +178,121 @@ def test_an_error_while_saving_leaves_the_old_checkpoint_and_gives_the_space_bac
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step_000003"]
 
 
+# -----------------------------------------------------------------------------
+# In the background
+
+
+def begin_save(saver, run_dir, step, state=None):
+    checkpoint.save_lane_states(run_dir, step, {0: {}})
+    saver.save(step, *(state or make_state(step)), META)
+
+
+def test_the_state_is_saved_as_it_was_whatever_the_loop_does_to_it_meanwhile(tmp_path):
+    saved, slow = [], threading.Event()
+    saver = checkpoint.Saver(tmp_path, num_lanes=1, keep=2, before_rename=lambda: slow.wait(60), on_saved=saved.append)
+    state = make_state(1)
+    begin_save(saver, tmp_path, 1, state)
+    for part in state:
+        for tensor in part.values():
+            tensor.zero_()
+    assert checkpoint.latest(tmp_path) is None
+    slow.set()
+    begin_save(saver, tmp_path, 2)  # waits for the first
+    assert saved == [tmp_path / "step_000001"]
+    saver.finish()
+    assert [path.name for path in saved] == ["step_000001", "step_000002"]
+    assert all(torch.equal(tensor, make_state(1)[0][name])
+               for name, tensor in checkpoint.load(saved[0]).model_state.items())
+
+
+def test_an_error_in_the_background_is_raised_at_the_next_step_and_weights_that_are_not_finite_are_left(tmp_path):
+    said = []
+
+    def fail():
+        raise OSError(5, "Input/output error")
+
+    saver = checkpoint.Saver(tmp_path, num_lanes=1, keep=2, before_rename=fail, report=said.append)
+    begin_save(saver, tmp_path, 1, ({"w": torch.tensor([float("nan")])}, {}))
+    saver.finish()
+    assert said == ["warning: step 1 is not saved: its weights are not finite"]
+    begin_save(saver, tmp_path, 2)
+    with pytest.raises(OSError, match="Input/output error"):
+        saver.finish()
+    with pytest.raises(OSError, match="Input/output error"):
+        saver.check()
+    assert checkpoint.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", [checkpoint.MODEL, checkpoint.META])
+def test_what_does_not_read_back_as_it_was_written_gets_no_name(tmp_path, monkeypatch, name):
+    """The file is altered between writing and reading back, as by a bad disk."""
+    sync = checkpoint._sync_to_disk
+
+    def sync_and_alter(path):
+        sync(path)
+        if path.name == name:
+            flip_a_byte(path)
+
+    monkeypatch.setattr(checkpoint, "_sync_to_disk", sync_and_alter)
+    with pytest.raises(OSError, match="read back"):
+        save(tmp_path, 1)
+    assert checkpoint.latest(tmp_path) is None
+
+
+FULL_DISK = """
+import os, sys, threading, time
+from pathlib import Path
+import torch
+from nanochat import checkpoint
+checkpoint.RETRY_S = 0.1
+run_dir, state = Path(sys.argv[1]), ({"w": torch.ones(500_000)}, {})
+saver = checkpoint.Saver(run_dir, num_lanes=1, keep=2, report=lambda line: print(line, flush=True))
+def save(step):
+    checkpoint.save_lane_states(run_dir, step, {0: {"text": "x" * 300_000}})
+    saver.save(step, *state, {})
+def fill():
+    with open(run_dir / "ballast", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+save(1)
+saver.finish()
+fill()
+save(2)
+time.sleep(1)
+saver.check()
+assert [path.name for path in checkpoint.list_checkpoints(run_dir)] == ["step_000001"]
+save(3)  # takes the place of 2
+time.sleep(0.5)
+os.unlink(run_dir / "ballast")
+saver.finish(30)
+assert [path.name for path in checkpoint.list_checkpoints(run_dir)] == ["step_000001", "step_000003"]
+assert checkpoint.latest_good(run_dir).name == "step_000003"
+"""
+
+
+def test_a_full_disk_stops_no_run_and_the_newest_state_is_saved_once_there_is_room(tmp_path):
+    """On a file system of its own, of 6 MB, which a user namespace lets anyone mount. The states of the lanes do not
+    fit either."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = f"mount -t tmpfs -o size=6m tmpfs {disk} && exec {sys.executable} -c '{FULL_DISK}' {disk}"
+    process = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command],
+                             capture_output=True, text=True, timeout=120)
+    if "unshare" in process.stderr or "mount:" in process.stderr:
+        pytest.skip(f"no user namespaces here: {process.stderr.strip()}")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "warning: the disk is full" in process.stdout and "step 2 is not saved" in process.stdout
+
+
+def test_every_nth_checkpoint_is_kept_for_good(tmp_path):
+    for step in range(1, 8):
+        save(tmp_path, step, keep=2, keep_every=3)
+    assert names(tmp_path) == ["step_000003", "step_000006", "step_000007"]
+
+
 def test_too_little_disk_for_two_checkpoints_is_said_before_the_first_step(tmp_path):
     checkpoint.check_disk_space(tmp_path, checkpoint.state_bytes(*make_state()))
     with pytest.raises(BadInput, match="too little disk .* two checkpoints take 2000000.00 GB"):
@@ -186,9 +303,15 @@ def test_on_a_nearly_full_disk_the_oldest_make_room_and_the_newest_stays(tmp_pat
     for step in (1, 2, 3):
         save(tmp_path, step)
     usage = checkpoint.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage._replace(free=0))
+
+    def nearly_full(path):
+        return usage._replace(free=10**6 if len(checkpoint.list_checkpoints(tmp_path)) == 1 else 0)
+
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", nearly_full)
     save(tmp_path, 4)
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step_000003", "step_000004"]
+    with pytest.raises(OSError, match="0.000 GB are free"):
+        save(tmp_path, 5, keep_every=3)  # step 3 is kept for good
 
 
 def test_state_bytes_counts_every_tensor():

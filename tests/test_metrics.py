@@ -59,6 +59,40 @@ def test_a_new_run_of_an_old_name_keeps_the_old_file_aside(tmp_path):
     assert '"step": 5' in (tmp_path / "metrics.jsonl.aside").read_text()
 
 
+FULL_DISK = """
+import os, sys
+from nanochat.metrics import MetricsLogger
+said = []
+logger = MetricsLogger(sys.argv[1], "dummy", {}, console=said.append)
+logger.log(1, {"loss": 1.0}, quiet=True)
+ballast = os.open(sys.argv[1] + "/ballast", os.O_CREAT | os.O_WRONLY)
+try:
+    while True:
+        os.write(ballast, bytes(4096))
+except OSError:
+    pass
+for step in range(2, 500):
+    logger.log(step, {"loss": float("nan")}, quiet=True)
+assert len(said) == 1 and "records wait in memory" in said[0], said
+os.truncate(ballast, 0)
+logger.log(500, {"loss": 1.0}, quiet=True)
+logger.close()
+lines = open(sys.argv[1] + "/metrics.jsonl").read().splitlines()
+import json
+assert [json.loads(line)["step"] for line in lines] == list(range(1, 501))
+assert json.loads(lines[5])["loss"] is None
+"""
+
+
+def test_records_wait_while_the_disk_is_full_and_none_is_lost(tmp_path):
+    command = f"mount -t tmpfs -o size=64k tmpfs {tmp_path} && exec {sys.executable} -c '{FULL_DISK}' {tmp_path}"
+    process = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command],
+                             capture_output=True, text=True, timeout=120)
+    if "unshare" in process.stderr or "mount:" in process.stderr:
+        pytest.skip(f"no user namespaces here: {process.stderr.strip()}")
+    assert process.returncode == 0, process.stderr
+
+
 def test_the_console_line_has_every_figure_with_its_unit(tmp_path):
     lines = []
     start(tmp_path, total_steps=5000, console=lines.append).log(100, {
@@ -217,6 +251,11 @@ def test_goodput_goes_on_where_the_run_was_interrupted_and_survives_an_error(clo
         raise KeyError
     clock[0] += 1
     assert goodput.seconds() == {"train": 6, "other": 1}
+
+
+def test_from_the_saved_state_to_the_new_process_is_lost(clock, monkeypatch):
+    monkeypatch.setattr(metrics.time, "time", lambda: 1000.0)
+    assert Goodput({"train": 5.0, "lost": 1.0}, saved_at=940.0).seconds() == {"train": 5, "lost": 61, "other": 0}
 
 
 def test_cost():

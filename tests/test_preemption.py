@@ -12,55 +12,113 @@ import time
 import numpy as np
 import pytest
 
-from nanochat.preemption import EXIT_STATUS, StopRequest, stop_on_preemption_notice
+from nanochat import preemption
+from nanochat.preemption import EXIT_STATUS, SAVE, STOP, Requests, stop_on_preemption_notice
 
 TIMEOUT_S = 240
 
 
-def test_ranks_that_run_at_their_own_pace_stop_before_the_same_step(tmp_path):
-    path = tmp_path / "stop"
-    parent = StopRequest(path, create=True)
-    stopped_at, lock = {}, threading.Lock()
+def run_ranks(path, program, ranks=8):
+    """Runs program(rank, requests) -> anything in a thread a rank, and returns what they returned."""
+    results = {}
 
-    def rank_loop(rank):
-        request, random = StopRequest(path), np.random.default_rng(rank)
-        for step in range(1000):
-            if request.must_stop_before(step, rank):
-                with lock:
-                    stopped_at[rank] = step
-                return
-            barrier.wait(TIMEOUT_S)  # as in the all-reduce: no rank is a whole step ahead of another
-            time.sleep(random.uniform(0, 0.002))
+    def run(rank):
+        results[rank] = program(rank, Requests(path, rank, ranks))
 
-    barrier = threading.Barrier(8)
-    threads = [threading.Thread(target=rank_loop, args=(rank,), daemon=True) for rank in range(8)]
+    threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
-    time.sleep(0.1)
-    parent.ask()
     for thread in threads:
         thread.join(TIMEOUT_S)
-    assert len(stopped_at) == 8 and len(set(stopped_at.values())) == 1
+    assert len(results) == ranks
+    return results
 
 
-def test_a_rank_that_missed_the_step_says_so(tmp_path):
-    request = StopRequest(tmp_path / "stop", create=True)
-    request.ask()
-    assert not request.must_stop_before(5, rank=0)
-    with pytest.raises(RuntimeError, match="rank 1 is at step 99"):
-        request.must_stop_before(99, rank=1)
+def test_ranks_that_run_at_their_own_pace_save_and_stop_at_the_same_ticks(tmp_path):
+    """Without anything that keeps them in step: a rank may be hundreds of ticks ahead of another."""
+    path = tmp_path / "requests"
+    parent = Requests(path, create=True)
+
+    def program(rank, requests):
+        random, done = np.random.default_rng(rank), []
+        for tick in range(100_000):
+            if rank == 3 and tick == 300:
+                parent.ask_to_stop()
+            if kind := requests.poll(wants_save=random.random() < 0.02):
+                done.append((tick, kind))
+            if requests.is_stopping:
+                return done
+            time.sleep(random.uniform(0, 0.0005) * (rank + 1))
+
+    results = run_ranks(path, program)
+    assert all(done == results[0] for done in results.values())
+    kinds = [kind for _, kind in results[0]]
+    assert kinds[-1] == STOP and SAVE in kinds and kinds.count(STOP) == 1
 
 
-def test_the_metadata_servers_notice_asks_for_a_stop(tmp_path, monkeypatch):
-    answers = [b"FALSE", b"FALSE", b"TRUE"]
+def test_ranks_that_wait_for_each_others_gradients_do_not_wait_for_each_others_answers(tmp_path):
+    """After its tick each waits for what the others had dispatched four ticks ago, and every fifth time for all of it:
+    so a rank that has not seen the request yet may wait for one that has."""
+    path = tmp_path / "requests"
+    parent = Requests(path, create=True)
+    ticks = [0] * 4
 
+    def program(rank, requests):
+        random = np.random.default_rng(rank)
+        for tick in range(1, 100_000):
+            kind = requests.poll(wants_save=random.random() < 0.1)
+            if kind == STOP:
+                return tick
+            ticks[rank] = tick
+            deadline = time.monotonic() + 20
+            while min(ticks) < tick - 4 or (tick % 5 == 0 and min(ticks) < tick):
+                assert time.monotonic() < deadline, "a deadlock"
+                time.sleep(0.0001)
+            time.sleep(random.uniform(0, 0.001))
+            if rank == 2 and tick == 300:
+                parent.ask_to_stop()
+
+    assert len(set(run_ranks(path, program, ranks=4).values())) == 1
+
+
+def test_a_stop_that_comes_after_the_last_tick_of_one_rank_is_none(tmp_path):
+    path = tmp_path / "requests"
+    parent = Requests(path, create=True)
+
+    def program(rank, requests):
+        kinds = [requests.poll() for _ in range(5)]
+        if rank == 1:  # is done while the others have ticks to come
+            requests.finish()
+            parent.ask_to_stop()
+        else:
+            time.sleep(0.2)
+            kinds += [requests.poll()]
+        requests.finish()
+        return kinds
+
+    assert all(not any(kinds) for kinds in run_ranks(path, program, ranks=3).values())
+
+
+def test_a_rank_that_does_not_answer_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(preemption, "AGREE_TIMEOUT_S", 0.1)
+    Requests(tmp_path / "requests", create=True).ask_to_stop()
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\]"):
+        requests = Requests(tmp_path / "requests", 0, 3)
+        requests.poll()
+        requests.poll()
+
+
+@pytest.mark.parametrize("key, answers", [
+    ("preempted", ["FALSE", "FALSE", "TRUE"]),
+    ("maintenance-event", ["NONE", "MIGRATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE"])])
+def test_the_metadata_servers_notice_asks_for_a_stop(tmp_path, monkeypatch, key, answers):
     class Metadata(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            is_right = self.path == "/computeMetadata/v1/instance/preempted" and \
+            is_right = self.path.startswith("/computeMetadata/v1/instance/") and \
                 self.headers["Metadata-Flavor"] == "Google"
             self.send_response(200 if is_right else 404)
             self.end_headers()
-            self.wfile.write(answers.pop(0))
+            self.wfile.write(answers.pop(0).encode() if self.path.endswith(key) else b"NONE")
 
         def log_message(self, *_):
             pass
@@ -68,12 +126,14 @@ def test_the_metadata_servers_notice_asks_for_a_stop(tmp_path, monkeypatch):
     with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
-        request, told = StopRequest(tmp_path / "stop", create=True), threading.Event()
-        stop_on_preemption_notice(request, report=lambda message: told.set(), poll_s=0.01)
+        requests, told = Requests(tmp_path / "requests", 0, 1, create=True), threading.Event()
+        stop_on_preemption_notice(requests, report=lambda message: told.set(), poll_s=0.01)
         assert told.wait(30) and not answers
         server.shutdown()
-    step = next(step for step in range(10) if request.must_stop_before(step, rank=0))
-    assert step > 0
+    deadline = time.monotonic() + 30
+    while requests.poll() != STOP:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture
