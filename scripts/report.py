@@ -1,0 +1,272 @@
+"""Draws runs from their metrics.jsonl: one self-contained HTML file, the same pictures as PNGs, and a summary here.
+
+    python3 -m scripts.report RUN [RUN …]
+
+RUN is the name of a run, its directory, or a metrics.jsonl that was brought home. A panel is drawn if a run has its
+fields; broken lines are interruptions. Needs matplotlib: pip install '.[report]'
+"""
+import base64
+import html
+from pathlib import Path
+
+import numpy as np
+
+from nanochat.common import ArgumentParser, BadInput, require_writable_dir, run_script
+from nanochat.history import SECONDS, read_run
+from nanochat.metrics import format_count, format_duration
+
+COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
+KINDS = {"train": "#2ca02c", "compile": "#ff7f0e", "load": "#17becf", "save": "#9467bd", "evaluate": "#1f77b4",
+         "sample": "#e377c2", "other": "#7f7f7f", "lost": "#d62728"}  # where time goes, as it is stacked
+GIB = 2**30
+
+
+def main(argv=None):
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="name of a run, its directory, or its metrics.jsonl")
+    parser.add_argument("--out_dir", default="", help="where the report goes; empty: report/ in the first run's folder")
+    args = parser.parse_args(argv)
+    if len(args.runs) > len(COLOURS):
+        raise BadInput(f"{len(args.runs)} runs are too many for one picture: give at most {len(COLOURS)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise BadInput("there is no matplotlib: pip install '.[report]'") from None
+    runs = [read_run(name) for name in args.runs]
+    out_dir = require_writable_dir(args.out_dir or runs[0].directory / "report")
+    summary = summarise(runs)
+    print(format_table(summary))
+    pictures = draw(runs, out_dir)
+    (out_dir / "report.html").write_text(make_page(runs, summary, pictures), encoding="utf-8")
+    print(f"\n{out_dir / 'report.html'} and {len(pictures)} pictures: {', '.join(path.name for path in pictures)}")
+
+
+# -----------------------------------------------------------------------------
+# The summary
+
+
+def summarise(runs):
+    """Rows of the summary: (what, a text for each run). Rows that no run can fill are left out."""
+    rows = [("run", [run.name for run in runs])] + [
+        (what, [text(run) or "" for run in runs]) for what, text in (
+            ("steps", lambda run: f"{run.records[-1]['step']:,}"),
+            ("tokens", lambda run: of(run.last("tokens"), lambda tokens: format_count(int(tokens)))),
+            ("loss, last 20 steps", lambda run: of(run.series("loss")[1][-20:], lambda values: f"{values.mean():.4f}")),
+            ("validation, bits per byte", lambda run: of(run.last("val_bpb"), "{:.4f}".format)),
+            ("the best, at step", best_validation),
+            ("tokens/s, median", lambda run: of(run.median("tokens_per_s"), "{:,.0f}".format)),
+            ("MFU, median", lambda run: of(run.median("mfu"), "{:.1%}".format)),
+            ("waiting for data", lambda run: of(run.median("data_wait"), "{:.1%}".format)),
+            ("dispatching programs", lambda run: of(run.median("host_dispatch"), "{:.1%}".format)),
+            ("peak device memory", peak_memory),
+            ("wall time", lambda run: format_duration(run.records[-1]["time"] - run.records[0]["time"])),
+            ("interruptions", lambda run: str(len(run.interruptions()))),
+            ("goodput", lambda run: of(run.last("goodput"), "{:.1%}".format)),
+            ("the rest", losses_of_time),
+            ("steps skipped as not finite", lambda run: of(run.last("bad_steps"), "{:.0f}".format)))]
+    return [(what, texts) for what, texts in rows if any(texts)]
+
+
+def of(value, form):
+    """`value` as text; None for none."""
+    return None if value is None or np.size(value) == 0 else form(value)
+
+
+def best_validation(run):
+    steps, values = run.series("val_bpb")
+    return f"{values.min():.4f}, {steps[values.argmin()]:,}" if len(values) else None
+
+
+def peak_memory(run):
+    peaks = run.series("device_memory_peak_bytes")[1]
+    limit = run.last("device_memory_limit_bytes")
+    return f"{peaks.max() / GIB:.1f} GiB" + (f" of {limit / GIB:.1f}" if limit else "") if len(peaks) else None
+
+
+def losses_of_time(run):
+    seconds = run.seconds()
+    total = max(sum(seconds.values()), 1e-9)
+    kinds = sorted(seconds.keys() - {"train"}, key=seconds.get, reverse=True)
+    return ", ".join(f"{kind} {seconds[kind] / total:.1%}" for kind in kinds if seconds[kind] >= 0.0005 * total)
+
+
+def format_table(rows):
+    """The summary as text: one column for each run, as wide as it needs to be."""
+    widths = [max(len(row) for row in column)
+              for column in zip(*([what, *texts] for what, texts in rows), strict=True)]
+    return "\n".join("  ".join(text.ljust(width) for text, width in zip([what, *texts], widths, strict=True)).rstrip()
+                     for what, texts in rows)
+
+
+# -----------------------------------------------------------------------------
+# The pictures
+
+
+def draw(runs, out_dir):
+    """Writes the PNGs that there is something for, and returns their paths."""
+    pictures = [
+        ("loss", "Loss and validation", [
+            (lambda axes: draw_lines(axes, runs, "loss", "loss, nats a token", "tokens", smooth=True), "loss"),
+            (lambda axes: draw_lines(axes, runs, "loss", "loss, nats a token", "time", smooth=True), "loss"),
+            (lambda axes: draw_lines(axes, runs, "val_bpb", "validation, bits per byte", "tokens"), "val_bpb"),
+            (lambda axes: draw_lines(axes, runs, "val_bpb", "validation, bits per byte", "time"), "val_bpb")]),
+        ("throughput", "Throughput", [
+            (lambda axes: draw_lines(axes, runs, "tokens_per_s", "tokens a second", "time"), "tokens_per_s"),
+            (lambda axes: draw_lines(axes, runs, "mfu", "model FLOPs utilisation, %", "time", scale=100), "mfu"),
+            (lambda axes: draw_lines(axes, runs, "data_wait", "waiting for data, % of the time", "time", scale=100),
+             "data_wait"),
+            (lambda axes: draw_lines(axes, runs, "host_dispatch", "dispatching programs, % of the time", "time",
+                                     scale=100), "host_dispatch")]),
+        ("goodput", "Where the time went", [
+            (lambda axes, run=run: draw_goodput(axes, runs, run), None) for run in runs if run.seconds()] or [
+            (lambda axes: draw_lines(axes, runs, "goodput", "goodput, % of the time", "time", scale=100), "goodput")]),
+        ("memory", "Device memory", [
+            (lambda axes: draw_memory(axes, runs), "device_memory_bytes")]),
+        ("optimizer", "Learning rates and gradients", [
+            (lambda axes: draw_lines(axes, runs, "lr_multiplier", "learning rates, × those of the flags", "tokens"),
+             "lr_multiplier"),
+            (lambda axes: draw_lines(axes, runs, "grad_norm", "norm of the gradient", "tokens", is_log=True),
+             "grad_norm"),
+            (lambda axes: draw_lines(axes, runs, "bad_steps", "steps skipped as not finite", "tokens"), "bad_steps")])]
+    paths = []
+    for name, title, panels in pictures:
+        panels = [panel for panel, field in panels if field is None or any(len(run.series(field)[0]) for run in runs)]
+        if panels:
+            paths.append(save_figure(out_dir / f"{name}.png", title, panels))
+    return paths
+
+
+def save_figure(path, title, panels):
+    from matplotlib.figure import Figure
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(6.5 * columns, 3.8 * rows + 0.5), dpi=110, layout="constrained")
+    figure.suptitle(title, fontweight="bold")
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel, axes in zip(panels, grid, strict=False):
+        panel(axes)
+        axes.grid(alpha=0.3)
+    for axes in grid[len(panels):]:
+        axes.remove()
+    figure.savefig(path)
+    return path
+
+
+def draw_lines(axes, runs, name, label, over, scale=1, smooth=False, is_log=False):
+    """One line for each run, over tokens or over time; `smooth`: a running mean over the values themselves."""
+    unit_s = time_unit(axes, runs) if over == "time" else 1
+    for run, colour in zip(runs, COLOURS, strict=False):
+        steps, values = run.series(name)
+        if not len(steps):
+            continue
+        x = run.tokens(steps)
+        if over == "time":  # a line ends where the run was interrupted
+            breaks = np.searchsorted(steps, [record["step"] for record in run.interruptions()])
+            x, values = np.insert(run.elapsed_s(steps) / unit_s, breaks, np.nan), np.insert(values, breaks, np.nan)
+        marker = "o" if name == "val_bpb" or len(steps) == 1 else None
+        axes.plot(x, values * scale, color=colour, marker=marker, markersize=3, linewidth=1.2,
+                  alpha=0.3 if smooth else 1, label=None if smooth else run.name)
+        if smooth:
+            axes.plot(x, running_mean(values) * scale, color=colour, linewidth=1.6, label=run.name)
+        mark_interruptions(axes, run, colour, over, unit_s)
+    axes.set_ylabel(label)
+    if over == "tokens":
+        axes.set_xlabel("tokens")
+        axes.xaxis.set_major_formatter(lambda value, _: format_count(int(value)))
+    if is_log:
+        axes.set_yscale("log")
+    elif scale == 100 or name == "lr_multiplier":
+        axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small")
+
+
+def running_mean(values, decay=0.9):
+    """Exponential running mean, corrected for its beginning."""
+    means, mean, weight = [], 0.0, 0.0
+    for value in values:
+        if not np.isnan(value):
+            mean, weight = decay * mean + (1 - decay) * value, decay * weight + 1 - decay
+        means.append(value if np.isnan(value) else mean / weight)
+    return np.array(means)
+
+
+def time_unit(axes, runs):
+    """Labels the axis of time, and returns its unit in seconds."""
+    longest_s = max(run.records[-1]["time"] - run.records[0]["time"] for run in runs)
+    unit, unit_s = next((unit for unit in (("days", 86400), ("hours", 3600), ("minutes", 60))
+                         if longest_s > 3 * unit[1]), ("seconds", 1))
+    axes.set_xlabel(f"time since the first record, {unit}")
+    return unit_s
+
+
+def mark_interruptions(axes, run, colour, over, unit_s):
+    """A broken line where each process but the first went on, and in time a shade over what had stood still."""
+    for i, record in enumerate(run.interruptions()):
+        if over == "tokens":
+            x = run.tokens(record["step"])
+        else:
+            before = run.records[run.records.index(record) - 1]
+            begin, x = ((time - run.records[0]["time"]) / unit_s for time in (before["time"], record["time"]))
+            axes.axvspan(begin, x, color=colour, alpha=0.1, linewidth=0)
+        axes.axvline(x, color=colour, linestyle="--", linewidth=1, alpha=0.8,
+                     label=f"{run.name}: goes on after an interruption" if i == 0 else None)
+
+
+def draw_goodput(axes, runs, run):
+    """Of all the time until then, the share of each kind, stacked."""
+    unit_s = time_unit(axes, [run])
+    records = [record for record in run.records if SECONDS + "train" in record]
+    kinds = [kind for kind in (*KINDS, *sorted(run.seconds().keys() - KINDS)) if kind in run.seconds()]
+    seconds = np.array([[record.get(SECONDS + kind, 0.0) for record in records] for kind in kinds])
+    shares = 100 * seconds / np.maximum(seconds.sum(axis=0), 1e-9)
+    axes.stackplot([(record["time"] - run.records[0]["time"]) / unit_s for record in records], shares, alpha=0.8,
+                   labels=[f"{kind} {share:.1f}%" for kind, share in zip(kinds, shares[:, -1], strict=True)],
+                   colors=[KINDS.get(kind, "#bcbd22") for kind in kinds])
+    mark_interruptions(axes, run, "black", "time", unit_s)
+    axes.set(ylabel="share of the time until then, %", ylim=(0, 100), title=run.name if len(runs) > 1 else "")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def draw_memory(axes, runs):
+    unit_s = time_unit(axes, runs)
+    for run, colour in zip(runs, COLOURS, strict=False):
+        for name, style, what in (("device_memory_bytes", "-", "in use"), ("device_memory_peak_bytes", ":", "peak"),
+                                  ("device_memory_limit_bytes", "-.", "limit")):
+            steps, values = run.series(name)
+            if len(values):
+                axes.plot(run.elapsed_s(steps) / unit_s, values / GIB, style, color=colour, label=f"{run.name}: {what}")
+        mark_interruptions(axes, run, colour, "time", unit_s)
+    axes.set(ylabel="memory of one device, GiB", ylim=(0, None))
+    axes.legend(fontsize="small")
+
+
+# -----------------------------------------------------------------------------
+# The page
+
+
+def make_page(runs, summary, pictures):
+    """The report as one HTML document, its pictures in it."""
+    title = html.escape(" and ".join(run.name for run in runs))
+    (_, names), *rows = summary
+    table = "".join("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in (what, *texts)) + "</tr>\n"
+                    for what, texts in rows)
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("", *names))
+    images = "".join(f'<p><img alt="{path.stem}" src="data:image/png;base64,{encode(path)}"></p>\n'
+                     for path in pictures)
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>body {{ font: 15px sans-serif; margin: 2em auto; max-width: 1450px }} img {{ max-width: 100% }}
+td, th {{ text-align: left; padding: 0.2em 1.5em 0.2em 0 }} td:first-child {{ color: #555 }}</style></head>
+<body><h1>{title}</h1>
+<table><tr>{head}</tr>
+{table}</table>
+{images}</body></html>
+"""
+
+
+def encode(path):
+    return base64.b64encode(Path(path).read_bytes()).decode()
+
+
+if __name__ == "__main__":
+    run_script(main)
