@@ -33,6 +33,10 @@ class Plan:
         """Micro-steps of optimizer step `step`. No step needs programs of its own: the micro-batch stays."""
         return self.batch_tokens(step) * self.grad_accum_steps // self.total_batch_size
 
+    def batch_growth(self, step):
+        """The batch of optimizer step `step` over that of the first."""
+        return self.batch_tokens(step) / self.total_batch_size
+
     def tokens(self, begin, end):
         """Tokens of the steps from `begin` up to and without `end`."""
         ends = [first for first, _ in self.batch_schedule[1:]] + [end]

@@ -306,13 +306,10 @@ class Trainer:
             with self.observer.program("micro_step", rows=rows, scale=scale):
                 micro_step(self.compiled_model, rows, self.loss_sum, scale)
         self.last_batch = batch
-        scheduled = self.optimizer.scheduled(self.step, self.batch_growth(self.step)).to(dist.device)
+        scheduled = self.optimizer.scheduled(self.step, plan.batch_growth(self.step)).to(dist.device)
         with self.observer.program("update", collective=True, scheduled=scheduled):
             result = update(self.optimizer, scheduled, self.loss_sum, dist)
         return result, all_rows
-
-    def batch_growth(self, step):
-        return self.plan.batch_tokens(step) / self.plan.total_batch_size
 
     def log(self):
         """Fetches the results of the steps since the last line, which waits for the device, and logs them."""
@@ -337,7 +334,7 @@ class Trainer:
         self.logger.log(self.step, {
             "loss": losses[-1],
             "grad_norm": gradient_norms[-1],
-            "lr_multiplier": self.optimizer.scheduled(self.step - 1, self.batch_growth(self.step - 1))[0].item(),
+            "lr_multiplier": self.optimizer.scheduled(self.step - 1, plan.batch_growth(self.step - 1))[0].item(),
             "step_ms": 1000 * elapsed / len(losses),
             "tokens_per_s": tokens_per_s,
             "mfu": metrics.mfu(tokens_per_s, plan.flops_per_token, peak_flops(self.dist), plan.world_size),
