@@ -17,6 +17,8 @@ from nanochat.common import BadInput
 from nanochat.kernels import causal_mask, get_kernels, softcapped
 
 HEAD_DIM = 128  # the TPU's matrix unit is 128 (v5e) or 256 (v6e) wide
+NORM_EPS = torch.finfo(torch.float32).eps  # for every dtype
+LAYER_WEIGHTS = ("resid_scale", "x0_scale", "attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_out")
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class KVCache:
 
 
 def norm(x):
-    return F.rms_norm(x, (x.size(-1),))
+    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
 def rotary_tables(positions, head_dim, base=10000.0):
@@ -110,6 +112,8 @@ class GPT(nn.Module):
         cos, sin = rotary_tables(torch.arange(config.max_seq_len), config.head_dim)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+        windows = torch.tensor([window or config.max_seq_len for window in config.windows()], dtype=torch.int32)
+        self.register_buffer("windows", windows, persistent=False)
 
     @classmethod
     def on_meta(cls, config):
@@ -132,28 +136,27 @@ class GPT(nn.Module):
         self.x0_scale.fill_(0.1)
         return self
 
-    def layer_weights(self):
-        """One tuple of weights a layer. unbind's backward is one stack, where indexing would add up whole stacks."""
-        stacks = (self.resid_scale, self.x0_scale, self.attn_q, self.attn_k, self.attn_v, self.attn_o,
-                  self.mlp_in, self.mlp_out)
-        return list(zip(*(stack.unbind(0) for stack in stacks), strict=True))
-
     def hidden(self, ids, cache=None, positions=None):
         """Final hidden states (B, T, C) of ids (B, T).
 
         With a KVCache, `positions` (T,) says where the ids stand; their keys and values are written to the cache, and
         they see all that is in it at or before their own position.
         """
-        if positions is None:
-            cos, sin = self.cos[:ids.size(1)], self.sin[:ids.size(1)]
-        else:
-            cos, sin = self.cos[positions], self.sin[positions]
-        rotary = cos.to(self.compute_dtype), sin.to(self.compute_dtype)
-        x = x0 = norm(F.embedding(ids, self.wte).to(self.compute_dtype))  # (B, T, C)
-        for layer, (weights, window) in enumerate(zip(self.layer_weights(), self.config.windows(), strict=True)):
-            def block(x, x0, *weights, layer=layer, window=window):
+        x0 = norm(self.kernels.embedding(ids, self.wte, self.compute_dtype))  # (B, T, C)
+        stacks = [getattr(self, name) for name in LAYER_WEIGHTS]
+        windows = self.config.windows()
+        if self.kernels.run_layers and cache is None:
+            rotary = self.cos[:ids.size(1)], self.sin[:ids.size(1)]
+            return norm(self.kernels.run_layers(x0, stacks, self.windows if any(windows) else None, rotary,
+                                                self.activation_checkpointing))
+        positions = torch.arange(ids.size(1), device=ids.device) if positions is None else positions
+        rotary = self.cos[positions].to(self.compute_dtype), self.sin[positions].to(self.compute_dtype)
+        x = x0
+        # unbind's backward is one stack, where indexing would add up whole stacks
+        for layer, weights in enumerate(zip(*(stack.unbind(0) for stack in stacks), strict=True)):
+            def block(x, x0, *weights, layer=layer):
                 return self._block(x, x0, weights, rotary, lambda q, k, v: self._attend(
-                    q, k, v, window, cache, layer, positions))
+                    q, k, v, windows[layer], cache, layer, positions))
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = self.kernels.checkpoint(block, x, x0, *weights)
             else:
@@ -184,10 +187,13 @@ class GPT(nn.Module):
         """fp32 logits (…, V) of hidden states (…, C)."""
         return softcapped(F.linear(hidden, self.lm_head.to(hidden.dtype)).float(), self.config.softcap)
 
-    def forward(self, ids, targets=None):
-        """Logits (B, T, V) of ids (B, T); with targets (B, T), the loss of each token instead: (B, T), fp32, nats."""
+    def forward(self, ids, targets=None, reduction="none"):
+        """Logits (B, T, V) of ids (B, T); with targets (B, T), the losses of the tokens instead, fp32, nats: (B, T), or
+        their mean, a scalar, with reduction "mean"."""
         hidden = self.hidden(ids)
         if targets is None:
             return self.logits(hidden)
-        losses = self.kernels.cross_entropy(hidden.flatten(0, 1), self.lm_head, targets.flatten(), self.config.softcap)
-        return losses.view_as(targets)
+        arguments = hidden.flatten(0, 1), self.lm_head, targets.flatten(), self.config.softcap
+        if reduction == "mean":
+            return self.kernels.mean_cross_entropy(*arguments)
+        return self.kernels.cross_entropy(*arguments).view_as(targets)

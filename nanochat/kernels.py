@@ -1,15 +1,18 @@
-"""Which attention and which cross-entropy the model uses: chosen by name, with no XLA touched at import.
+"""Which attention, loss and loop over the layers the model uses: chosen by name, with no XLA touched at import.
 
-| name      | attention                       | cross-entropy                                | runs on      |
-|-----------|---------------------------------|----------------------------------------------|--------------|
-| `current` | PyTorch's                       | PyTorch's                                    | everywhere   |
-| `chunked` | PyTorch's                       | over chunks of rows: never all the logits    | everywhere   |
-| `flash`   | Pallas flash attention          | PyTorch's                                    | TPU with jax |
-| `cce`     | PyTorch's                       | cut cross-entropy, from its package          | CUDA         |
+| name      | layers   | attention           | cross-entropy                              | runs on           |
+|-----------|----------|---------------------|--------------------------------------------|-------------------|
+| `current` | unrolled | PyTorch's           | PyTorch's                                  | everywhere        |
+| `chunked` | a loop*  | PyTorch's           | over chunks of rows: never all the logits  | everywhere        |
+| `flash`   | a loop   | pallas_attention.py | over chunks of rows                        | TPU with jax      |
+| `cce`     | unrolled | PyTorch's           | cut cross-entropy, from its package        | CUDA              |
+
+* on XLA, see layer_stack.py. `auto` is `flash` on a TPU if jax is there, and else `current`.
 """
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +20,8 @@ import torch.nn.functional as F
 from nanochat.common import BadInput
 
 IGNORE_INDEX = -1  # a target with this value has loss 0
-CHUNK_ROWS = 1024  # rows of logits that `chunked` holds at a time: 1024 × 65,536 × 4 bytes = 256 MiB
+CHUNK_ROWS = 1024  # rows of logits that `chunked` holds at a time off XLA: 1024 × 65,536 × 4 bytes = 256 MiB
+XLA_CHUNK_ROWS = 8192  # and on XLA, in bf16: 8192 × 65,536 × 2 bytes = 1 GiB
 
 
 @dataclass(frozen=True)
@@ -27,18 +31,25 @@ class Kernels:
     attention(q, k, v, window): q (B, H, T, D), k and v (B, H_kv, T, D), causal, each position sees itself and the
         `window` - 1 positions before it (window 0: all of them) -> (B, H, T, D)
     cross_entropy(hidden, head, targets, softcap): hidden (N, C), head (V, C), targets (N,) -> losses (N,), fp32, nats
+    mean_cross_entropy: the mean of these losses, a scalar; all that training needs, where cross_entropy may have no
+        gradient
+    embedding(ids, table, dtype): ids (B, T), table (V, C) -> (B, T, C)
     checkpoint(function, *args): calls it, and again in the backward pass instead of keeping its activations
+    run_layers(x, stacks, windows, rotary, recompute): all layers at once, see layer_stack.py; None: one after the other
     """
     name: str
     attention: Callable
     cross_entropy: Callable
+    mean_cross_entropy: Callable
+    embedding: Callable
     checkpoint: Callable
+    run_layers: Callable | None = None
 
 
 def available_kernels(device_type):
-    """Names of the kernels that run on `device_type` on this machine, `current` first."""
+    """Names of the kernels that run on `device_type` on this machine."""
     names = ["current", "chunked"]
-    if device_type == "tpu" and importlib.util.find_spec("jax"):
+    if device_type in ("tpu", "xla") and importlib.util.find_spec("jax"):
         names.append("flash")
     if device_type == "cuda" and importlib.util.find_spec("cut_cross_entropy"):
         names.append("cce")
@@ -46,17 +57,27 @@ def available_kernels(device_type):
 
 
 def get_kernels(name, device_type):
-    """The Kernels called `name`; "auto" is `current`. Raises BadInput where `device_type` cannot run them."""
-    name = "current" if name == "auto" else name
+    """The Kernels called `name`. Raises BadInput where `device_type` cannot run them."""
     available = available_kernels(device_type)
+    if name == "auto":
+        name = "flash" if device_type == "tpu" and "flash" in available else "current"
     if name not in available:
         raise BadInput(f"--kernel={name} does not run here (device type {device_type}): "
                        f"choose {' or '.join(available)}")
-    attention = flash_attention if name == "flash" else sdpa_attention
+    if device_type in ("tpu", "xla") and name in ("chunked", "flash"):
+        from nanochat import xla_kernels
+        return xla_kernels.get_kernels(name, interpret=device_type == "xla")
     cross_entropy = {"chunked": chunked_cross_entropy, "cce": cut_cross_entropy}.get(name, full_cross_entropy)
-    if device_type in ("tpu", "xla"):
-        return Kernels(name, attention, cross_entropy, _xla_checkpoint)
-    return Kernels(name, attention, cross_entropy, _torch_checkpoint)
+    checkpoint = _xla_checkpoint if device_type in ("tpu", "xla") else _torch_checkpoint
+    return Kernels(name, sdpa_attention, cross_entropy, partial(_mean, cross_entropy), embedding, checkpoint)
+
+
+def embedding(ids, table, dtype):
+    return F.embedding(ids, table).to(dtype)
+
+
+def _mean(cross_entropy, *arguments):
+    return cross_entropy(*arguments).mean()
 
 
 # -----------------------------------------------------------------------------
@@ -77,23 +98,6 @@ def sdpa_attention(q, k, v, window):
     positions = torch.arange(q.size(2), device=q.device)
     mask = causal_mask(positions, positions, window)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-
-
-def flash_attention(q, k, v, window):
-    if window and window < q.size(2):
-        raise BadInput("--kernel=flash has no attention windows: use --window_pattern=L or --kernel=current")
-    _pin_mosaic_version()
-    from torch_xla.experimental.custom_kernel import flash_attention as pallas_flash_attention
-    groups = q.size(1) // k.size(1)
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return pallas_flash_attention(q, k, v, causal=True, sm_scale=q.size(-1) ** -0.5)
-
-
-def _pin_mosaic_version():
-    """jaxlib 0.7.1 writes Pallas kernels in Mosaic version 8, libtpu 0.0.21 reads 7 (pytorch/xla issue 9614)."""
-    import jax._src.tpu_custom_call as tpu_custom_call
-    tpu_custom_call.get_ir_version = lambda *args, **kwargs: 7
 
 
 # -----------------------------------------------------------------------------
@@ -121,15 +125,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, head, targets, softcap):
         head_cast, targets = head.to(hidden.dtype), targets.long()
-        losses, log_sums, previous = [], [], None
+        losses, log_sums = [], []
         for start in range(0, hidden.size(0), CHUNK_ROWS):
             chunk, chunk_targets = hidden[start:start + CHUNK_ROWS], targets[start:start + CHUNK_ROWS]
-            logits = softcapped(F.linear(_after(previous, chunk), head_cast).float(), softcap)
+            logits = softcapped(F.linear(chunk, head_cast).float(), softcap)
             log_sum = torch.logsumexp(logits, dim=-1)
             picked = logits.gather(1, chunk_targets.clamp(min=0)[:, None])[:, 0]
             losses.append(torch.where(chunk_targets == IGNORE_INDEX, 0.0, log_sum - picked))
             log_sums.append(log_sum)
-            previous = log_sum
         ctx.save_for_backward(hidden, head, targets, torch.cat(log_sums))
         ctx.softcap = softcap
         return torch.cat(losses)
@@ -143,7 +146,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_hidden, d_head = [], torch.zeros_like(head)
         for start in range(0, hidden.size(0), CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
-            chunk = _after(d_head if start else None, hidden[rows])
+            chunk = hidden[rows]
             logits = softcapped(F.linear(chunk, head_cast).float(), ctx.softcap)
             probabilities = torch.exp(logits - log_sums[rows, None])
             d_logits = (probabilities - (classes == targets[rows, None]).float()) * d_losses[rows, None]
@@ -153,16 +156,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             d_hidden.append(d_logits @ head_cast)
             d_head = d_head + (d_logits.t() @ chunk).float()
         return torch.cat(d_hidden), d_head.to(head.dtype), None, None
-
-
-def _after(previous, tensor):
-    """`tensor`, computed on only once `previous` is there: without it XLA runs all chunks at once, and holds them."""
-    if previous is None or tensor.device.type != "xla":
-        return tensor
-    import torch_xla.core.xla_model as xm
-    barriered = [tensor.clone(), previous.clone()]
-    xm.optimization_barrier_(barriered)
-    return barriered[0]
 
 
 def cut_cross_entropy(hidden, head, targets, softcap):

@@ -133,7 +133,7 @@ def micro_step(model, rows, loss_sum, scale):
 
     `scale` is a tensor (): a Python number would be part of the program, and another one would compile it again.
     """
-    loss = model(rows[:, :-1], rows[:, 1:]).mean() * scale
+    loss = model(rows[:, :-1], rows[:, 1:], reduction="mean") * scale
     loss.backward()
     loss_sum += loss.detach()
 

@@ -148,6 +148,15 @@ def test_fifty_steps_compile_twice_fall_back_never_and_fetch_only_to_log(devices
     assert counters["transfers"] == 50 * devices
 
 
+@pytest.mark.parametrize("kernel", ["chunked", "flash"])
+def test_every_kernel_trains_as_the_plain_one_does(train, kernel):
+    flags = ("--model_dim=128", "--num_heads=1", "--num_iterations=20", "--eval_every=20", "--warmup_steps=2")
+    plain = train(*flags, "--kernel=current", run="plain")
+    found = train(*flags, f"--kernel={kernel}", run=kernel)
+    assert plain.losses[20] < plain.losses[1] - 0.1
+    assert found.losses == pytest.approx(plain.losses, rel=1e-4) and found.bpb == pytest.approx(plain.bpb, rel=1e-4)
+
+
 def test_synthetic_data_needs_no_data(train):
     process = train("--synthetic_data", "--data_dir=/nowhere", "--val_dir=/nowhere", "--activation_checkpointing",
                     "--kernel=chunked", "--num_kv_heads=1", "--window_pattern=SL", "--sample_every=6")

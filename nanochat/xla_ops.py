@@ -1,0 +1,159 @@
+"""What PyTorch/XLA has no operation for: a loop inside the program, and a kernel written in JAX.
+
+Both are built once for each set of shapes and kept, so that in later steps tracing one costs a dictionary look-up.
+torch_xla and jax are imported inside the functions only.
+"""
+import os
+
+import torch
+
+_computations = {}  # what was built: key -> XLA computation
+
+
+def _shapes(tensors):
+    return tuple((tuple(t.shape), t.dtype) for t in tensors)
+
+
+def loop(body, carry, read, write, constants=(), reverse=False):
+    """Runs `body` once for each index of the stacks' first dimension, as one loop of the XLA program.
+
+    body(index, carry, read, write, constants) -> (carry, write): index is an int32 scalar, the rest tuples of tensors;
+        it sees slice `index` of each stack of `read` and `write`, and what it returns for `write` takes the place of
+        these slices. It must be one lasting object, and use no tensor but its arguments.
+    carry: tensors handed from one iteration to the next, of one shape. read, write: stacks, (n, …) each.
+    reverse: from the last index to the first.
+    Returns (carry, write) after the last iteration. There is no gradient.
+    """
+    import torch_xla
+    device = read[0].device
+    arguments = [torch.zeros((), dtype=torch.int32, device=device), *carry, *read, *write, *constants]
+    key = (body, reverse, device, len(carry), len(read), len(write), _shapes(arguments))
+    if key not in _computations:
+        _computations[key] = _build_loop(body, carry, read, write, constants, reverse)
+    computation, scalars = _computations[key]
+    results = torch_xla._XLAC._xla_user_computation("nanochat::loop", arguments + scalars, computation)
+    first_write = 1 + len(carry) + len(read)
+    return tuple(results[1:1 + len(carry)]), tuple(results[first_write:first_write + len(write)])
+
+
+def _build_loop(body, carry, read, write, constants, reverse):
+    import torch_xla
+    from torch_xla.core import xla_builder as xb
+    from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
+
+    def placeholders(tensors, dims=slice(None)):
+        return tuple(xb.create_placeholder_tensor(tuple(t.shape[dims]), t.dtype) for t in tensors)
+
+    per_layer = slice(1, None)
+    index = xb.create_placeholder_tensor((), torch.int32)
+    groups = placeholders(carry), placeholders(read, per_layer), placeholders(write, per_layer), placeholders(constants)
+    with torch.no_grad():
+        new_carry, new_write = body(index, *groups)
+    for name, old, new in (("carry", groups[0], new_carry), ("write", groups[2], new_write)):
+        assert _shapes(old) == _shapes(new), f"{name}: the loop's body turned {_shapes(old)} into {_shapes(new)}"
+    context = torch_xla._XLAC.lowering.LoweringContext("LoopBody")
+    context.set_name_string("loop_body")
+    context.build([*new_carry, *new_write])
+    body_computation = xb.computation_from_module_proto("loop_body", context.hlo())
+    arguments_of_body = {}  # parameter of the body -> place among the loop's arguments
+    for place, placeholder in enumerate((index, *(p for group in groups for p in group))):
+        if (parameter := context.tensor_parameter_id(placeholder)) != -1:
+            arguments_of_body[parameter] = place
+    # The numbers in the body's code are on the device already, as scalars: they become arguments too.
+    scalars = []
+    for parameter, tensor in context.device_parameter_id_tensor_mapping().items():
+        if parameter not in arguments_of_body:
+            assert tensor.dim() == 0, "the loop's body uses a tensor that is not one of its arguments"
+            arguments_of_body[parameter] = 1 + sum(map(len, groups)) + len(scalars)
+            scalars.append(tensor.to(read[0].device))
+    ends = [1 + len(carry), 1 + len(carry) + len(read), 1 + len(carry) + len(read) + len(write)]
+    length = (*read, *write)[0].shape[0]
+
+    def condition(index, *rest):
+        return index < xb.Op.scalar(index.builder(), length, dtype=xb.Type.S32)
+
+    def iterate(index, *rest):
+        def scalar(value):
+            return xb.Op.scalar(index.builder(), value, dtype=xb.Type.S32)
+
+        arguments = [index, *rest]
+        at = scalar(length - 1) - index if reverse else index
+        used = [dynamic_slice(argument, at) if ends[0] <= place < ends[2] else argument
+                for place, argument in enumerate(arguments)]
+        used[0] = at
+        result = xb.Op.call(body_computation, [used[arguments_of_body[i]] for i in range(len(arguments_of_body))])
+        arguments[0] = index + scalar(1)
+        for i in range(len(carry)):
+            arguments[1 + i] = result.get_tuple_element(i)
+        for i in range(len(write)):
+            new = result.get_tuple_element(len(carry) + i)
+            arguments[ends[1] + i] = dynamic_update_slice(arguments[ends[1] + i], new, at)
+        return tuple(arguments)
+
+    builder = xb.create_builder("loop")
+    index = torch.zeros((), dtype=torch.int32, device=torch_xla.device())
+    parameters = tuple(xb.mkparam(builder, i, xb.tensor_shape(t))
+                       for i, t in enumerate([index, *carry, *read, *write, *constants, *scalars]))
+    return xb.Op.mkwhile(parameters, condition, iterate).build("loop"), scalars
+
+
+def take(stack, index):
+    """stack[index]. index: int32 scalar."""
+    def build(stack, index):
+        from torch_xla.experimental.scan import dynamic_slice
+        return dynamic_slice(stack, index)
+
+    return _call("take", build, stack, index)
+
+
+def put(stack, index, value, use_from_memory=False):
+    """`stack` with `value` as its slice `index`.
+
+    use_from_memory: what uses the value takes it from the result. XLA is kept from handing it on as a tensor of its
+    own, which it would copy into the stack: so what computes the value writes it there.
+    """
+    def build(stack, index, value):
+        from torch_xla.experimental.scan import dynamic_update_slice
+        return dynamic_update_slice(stack, value, index)
+
+    result = _call("put", build, stack, index, value)
+    if use_from_memory:
+        import torch_xla.core.xla_model as xm
+        xm.optimization_barrier_([result])
+    return result
+
+
+def _call(name, build, *tensors):
+    import torch_xla
+    from torch_xla.core import xla_builder as xb
+    key = (name, _shapes(tensors))
+    if key not in _computations:
+        builder = xb.create_builder(name)
+        parameters = [xb.mkparam(builder, i, xb.tensor_shape(t)) for i, t in enumerate(tensors)]
+        _computations[key] = build(*parameters).build(name)
+    result = torch_xla._XLAC._xla_user_computation(f"nanochat::{name}", list(tensors), _computations[key])
+    return result[0] if isinstance(result, (list, tuple)) else result
+
+
+def jax_call(function, *tensors):
+    """Calls a JAX function (a lasting object) on XLA tensors, as part of the program; returns a list of tensors.
+
+    It is lowered for the device of the program, TPU or CPU, whatever JAX itself would run on.
+    """
+    import torch_xla
+    key = (function, _shapes(tensors))
+    if key not in _computations:
+        _computations[key] = _lower(function, tensors)
+    result = torch_xla._XLAC._xla_user_computation("nanochat::jax", list(tensors), _computations[key])
+    return list(result) if isinstance(result, (list, tuple)) else [result]
+
+
+def _lower(function, tensors):
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX only translates here: the chips belong to torch_xla
+    import jax
+    from torch_xla.core import xla_builder as xb
+    arguments = [jax.ShapeDtypeStruct(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors]
+    platform = "cpu" if function.keywords.get("interpret") else "tpu"
+    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,))
+    proto = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+    return xb.computation_from_module_proto(getattr(function, "__name__", "jax"), proto)
