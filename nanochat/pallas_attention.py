@@ -110,9 +110,10 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, d_out_ref, cos_ref, sin_ref, dq
         dv_ref[0] = dv_sum[...].astype(dtype)
 
 
-def _call(kernel, place, operands, results, scratch=0, interpret=False, **options):
+def _call(kernel, place, operands, results, products, scratch=0, interpret=False, **options):
     """Runs `kernel` for every row, key head, and query head of it. operands and results are (kind, array) each: a query
-    ("q") or key ("k") head of an array, or of layer place[0] of a stack ("q stack", "k stack"), or a "table"."""
+    ("q") or key ("k") head of an array, or of layer place[0] of a stack ("q stack", "k stack"), or a "table".
+    products: how many of queries × keys × 128 the kernel makes; blocks above the diagonal are left out."""
     _, batch, length, width = operands[0][1].shape
     kv_heads = operands[1][1].shape[3] // LANES
     group = width // LANES // kv_heads
@@ -125,6 +126,8 @@ def _call(kernel, place, operands, results, scratch=0, interpret=False, **option
             return pl.BlockSpec((1, 1, length, LANES), lambda b, h, g, place: (place[0], b, 0, head(h, g)))
         return pl.BlockSpec((1, length, LANES), lambda b, h, g, place: (b, 0, head(h, g)))
 
+    scores = batch * kv_heads * group * sum((end - start) * end for start, end in _blocks(length))
+    widths = [array.shape[-1] for _, array in operands] + [shape[-1] for _, shape in results]
     return pl.pallas_call(
         functools.partial(kernel, **options),
         out_shape=[jax.ShapeDtypeStruct(shape, operands[0][1].dtype) for _, shape in results],
@@ -132,6 +135,8 @@ def _call(kernel, place, operands, results, scratch=0, interpret=False, **option
             num_scalar_prefetch=1, grid=(batch, kv_heads, group),
             in_specs=[spec(kind) for kind, _ in operands], out_specs=[spec(kind) for kind, _ in results],
             scratch_shapes=[pltpu.VMEM((length, LANES), jnp.float32) for _ in range(scratch)]),
+        cost_estimate=pl.CostEstimate(flops=2 * products * scores * LANES, transcendentals=scores,
+                                      bytes_accessed=2 * batch * length * sum(widths)),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"),
                                              vmem_limit_bytes=VMEM_LIMIT_BYTES),
         interpret=interpret,
@@ -146,11 +151,11 @@ def forward(place, q, k, v, cos, sin, **options):
     in _rotate, fp32. options: eps, windowed, interpret.
     """
     operands = [("q stack", q), ("k stack", k), ("k stack", v), ("table", cos), ("table", sin)]
-    return _call(_forward_kernel, place, operands, [("q", q.shape[1:])], **options)
+    return _call(_forward_kernel, place, operands, [("q", q.shape[1:])], products=2, **options)
 
 
 def backward(place, q, k, v, d_y, cos, sin, **options):
     """Gradients of the layer's q, k and v from that of its output, d_y (B, T, H × 128). The rest as in `forward`."""
     operands = [("q stack", q), ("k stack", k), ("k stack", v), ("q", d_y), ("table", cos), ("table", sin)]
     results = [("q", q.shape[1:]), ("k", k.shape[1:]), ("k", v.shape[1:])]
-    return _call(_backward_kernel, place, operands, results, scratch=2, **options)
+    return _call(_backward_kernel, place, operands, results, products=5, scratch=2, **options)
