@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nanochat import hlo
 from nanochat.common import BadInput
 
 REPOSITORY = str(Path(__file__).resolve().parent.parent)
@@ -68,11 +69,46 @@ def lowering_for_tpu():
         Traced.lower = lower
 
 
+@contextmanager
+def named_backward_pass():
+    """Operations of the backward pass, which C++ calls, get the name of the line whose derivative they compute, as
+    tpu_compiler reads it. The graph is the same."""
+    import torch
+    import torch_xla
+    backward = torch.autograd.backward
+
+    def named_backward(tensors, *args, **kwargs):
+        seen, todo = set(), [tensor.grad_fn for tensor in ([tensors] if torch.is_tensor(tensors) else tensors)]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            todo += [function for function, _ in node.next_functions]
+            lines = re.findall(rf'File "{re.escape(REPOSITORY)}/(.*?)", line (\d+)',
+                               "".join(node.metadata.get("traceback_", [])))
+            if lines:
+                _run_in_scope(node, "{}_{} backward".format(*lines[-1]))
+        return backward(tensors, *args, **kwargs)
+
+    def _run_in_scope(node, name):
+        scopes = []
+        node.register_prehook(lambda *_: scopes.append(torch_xla._XLAC.profiler.scope_pusher(name)))
+        node.register_hook(lambda *_: scopes.clear())
+
+    torch.autograd.backward = named_backward
+    try:
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):  # nodes know the lines that made them
+            yield
+    finally:
+        torch.autograd.backward = backward
+
+
 @dataclass(frozen=True)
 class TracedProgram:
     name: str
-    hlo: bytes  # the HloModuleProto that torch_xla hands to the compiler
-    graph_hash: str  # of the graph before it became HLO: equal hashes are the same program
+    hlo_proto: bytes  # the HloModuleProto that torch_xla hands to the compiler
+    hlo_hash: str  # hlo.hash_of_program: equal for the same program, wherever it was traced
     instructions: int
     arguments: tuple  # the name of each, "" for constants that torch_xla passes as arguments
     donated: frozenset  # indices of the arguments whose memory an output may take
@@ -84,9 +120,9 @@ def pending_tensors():
 
     import torch
     import torch_xla
-    pending = {}
+    pending, device = {}, torch_xla.device()
     for tensor in gc.get_objects():
-        if issubclass(type(tensor), torch.Tensor) and tensor.device.type == "xla" \
+        if issubclass(type(tensor), torch.Tensor) and tensor.device == device \
                 and torch_xla._XLAC._check_tensor_need_materialization([tensor])[0]:
             pending.setdefault(torch_xla._XLAC._xla_get_tensor_id(tensor), tensor)
     return [pending[number] for number in sorted(pending)]
@@ -98,46 +134,40 @@ def make_placeholders(tensors=None):
         tensor.data = placeholder(tensor.shape, tensor.dtype)
 
 
-def graph_hash(tensors):
-    """Hash, in hexadecimal, of the graph that computes `tensors`. Shapes and operations count, values do not."""
-    import torch_xla
-    return torch_xla._XLAC._get_graph_hash(tensors).hex()
-
-
-def trace(name, function, state, at_sync=1):
-    """The TracedProgram that the `at_sync`-th torch_xla.sync() in or after `function()` would run.
+def trace(names, function, state):
+    """name -> TracedProgram of the programs that the torch_xla.sync()s in `function()` would run, in the order `names`;
+    of those with the same name the last.
 
     state: name -> tensor, for the names of the arguments. Those that are computed anew in place are donated, as
-    torch_xla does it: their new value may take the old one's memory. Nothing runs: what the program would compute is a
-    placeholder afterwards, so that function() never gets farther than that sync.
+    torch_xla does it: their new value may take the old one's memory. Nothing runs: what a program would compute is a
+    placeholder afterwards, so function() ends at the last of these syncs and cannot read a value before.
     """
     import torch_xla
     if pending_tensors():
-        raise RuntimeError(f"there is something left to compute before {name} is traced")
-    sync, programs = torch_xla.sync, []
-    names = _names_by_id(state)
+        raise RuntimeError(f"there is something left to compute before {names[0]} is traced")
+    sync, left, programs = torch_xla.sync, list(names), {}
+    state_names = _names_by_id(state)
 
     def capture_instead(*args, **kwargs):
-        nonlocal names
-        outputs = pending_tensors()
-        programs.append(_program(name, outputs, state, names))
+        nonlocal state_names
+        name, outputs = left.pop(0), pending_tensors()
+        if name not in left:
+            programs[name] = _program(name, outputs, state, state_names)
         make_placeholders(outputs)
         torch_xla._XLAC._set_all_reduce_token(str(torch_xla.device()), None)  # as sync() does
-        names = _names_by_id(state)
-        if len(programs) == at_sync:
+        state_names = _names_by_id(state)
+        if not left:
             raise _Traced
 
     torch_xla.sync = capture_instead
     try:
-        with lowering_for_tpu():
-            result = function()  # kept until the sync: what a function returns is computed too
-            torch_xla.sync()
-            del result
+        with lowering_for_tpu(), named_backward_pass():
+            function()
     except _Traced:
-        return programs[-1]
+        return programs
     finally:
         torch_xla.sync = sync
-    raise RuntimeError(f"{name} has fewer than {at_sync} syncs")
+    raise RuntimeError(f"these were not reached: {left}")
 
 
 class _Traced(BaseException):
@@ -155,15 +185,11 @@ def _program(name, outputs, state, names):
     updated = {key for key, tensor in state.items() if any(tensor is output for output in outputs)}
     argument_ids, _ = torch_xla_c._get_tensors_xla_device_data_node(outputs)
     arguments = tuple(names.get(number, "") for number in argument_ids)
+    text = torch_xla_c._get_xla_tensors_hlo(outputs)
     return TracedProgram(
-        name, torch_xla_c._get_xla_tensors_hlo_proto(outputs), graph_hash(outputs),
-        count_instructions(torch_xla_c._get_xla_tensors_hlo(outputs)), arguments,
+        name, torch_xla_c._get_xla_tensors_hlo_proto(outputs), hlo.hash_of_program(text),
+        hlo.parse(text).instruction_count(), arguments,
         frozenset(index for index, argument in enumerate(arguments) if argument in updated))
-
-
-def count_instructions(hlo_text):
-    """HLO instructions in a module's text, those inside fusions and loops included, each once."""
-    return len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", hlo_text, re.MULTILINE))
 
 
 # -----------------------------------------------------------------------------
@@ -200,7 +226,7 @@ def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2):
 
 def _compile_in_subprocess(program, tpu_slice, folder, timeout_s):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "traced.pb").write_bytes(program.hlo)
+    (folder / "traced.pb").write_bytes(program.hlo_proto)
     (folder / "request.json").write_text(json.dumps({
         "donated": sorted(program.donated), "topology": f"{tpu_slice.tpu.name}:{tpu_slice.topology}",
         "topology_options": _topology_options(tpu_slice)}))

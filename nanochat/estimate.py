@@ -20,7 +20,7 @@ class ProgramReport:
     compile_s: float
     traced_instructions: int
     compiled_instructions: int
-    graph_hash: str
+    hlo_hash: str
     peak_bytes: int  # of a chip's memory while it runs, with all that stays there
     temp_bytes: int
     argument_bytes: int
@@ -58,7 +58,7 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice):
     ops = module.ops()
     report = ProgramReport(
         traced.name, runs_per_step, compiled.seconds, traced.instructions, module.instruction_count(),
-        traced.graph_hash, peak, **memory)
+        traced.hlo_hash, peak, **memory)
     tpu = tpu_slice.tpu
     for op in ops:
         report.cycles += op.times * op.cycles
@@ -110,9 +110,9 @@ def top_operations(ops, module, tpu, count=10):
         cycles = op.cycles
         if op.instruction.custom_call_target == hlo.PALLAS_CALL:
             cycles = (pallas_flops(op.instruction, module) or 0) / tpu.flops_per_cycle
-        key = (op.instruction.source or op.instruction.opcode, op.instruction.opcode)
-        line = lines.setdefault(key, {"source": key[0], "opcode": key[1], "runs": 0, "cycles": 0, "hbm_bytes": 0.0,
-                                      "shape": op.instruction.shape_text, "estimated_s": 0.0})
+        key = (op.instruction.source or op.instruction.opcode, op.instruction.opcode, op.instruction.shape_text)
+        line = lines.setdefault(key, {"source": key[0], "opcode": key[1], "shape": key[2], "runs": 0, "cycles": 0,
+                                      "hbm_bytes": 0.0, "estimated_s": 0.0})
         line["runs"] += op.times
         line["cycles"] += op.times * cycles
         line["hbm_bytes"] += op.times * op.hbm_bytes

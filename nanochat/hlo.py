@@ -6,6 +6,7 @@ is a list of Op, each with how often it runs. What is counted:
 - bytes: operands and results. Where only a slice of an operand is read or written, the slice counts, as in XLA's
   HloCostAnalysis. `hbm_bytes` leaves out what the compiler placed in VMEM (memory space S(1) and the like).
 """
+import hashlib
 import math
 import re
 from dataclasses import dataclass, field
@@ -87,6 +88,7 @@ class Module:
     entry: str = ""
 
     def instruction_count(self):
+        """Those inside fusions and loops included, each once."""
         return sum(map(len, self.computations.values()))
 
     def operand_shapes(self, instruction):
@@ -275,6 +277,17 @@ def parse_shape(text):
     return [Array(found["dtype"], tuple(int(side.lstrip("<=")) for side in found["dims"].split(",") if side),
                   not re.search(r"S\([1-9]", found["layout"] or ""))
             for found in _ARRAY.finditer(text)]
+
+
+def hash_of_program(text):
+    """Hash of a module before it is optimised: the same for the same program, whatever the module's name, the source
+    lines and the way of printing."""
+    digest = hashlib.sha256()
+    for computation in parse(text).computations.values():
+        for i in computation.values():
+            attributes = re.sub(r", metadata=\{[^}]*\}", "", i.attributes).strip()
+            digest.update(repr((i.name, i.opcode, i.shape, i.operands, i.is_root, attributes)).encode())
+    return digest.hexdigest()[:32]
 
 
 # -----------------------------------------------------------------------------

@@ -75,8 +75,14 @@ def _with_source_lines(text):
         """Innermost line of ours. A location is a file's line, `"name"(location)` or `callsite(callee at caller)`."""
         found = ours.match(location)
         if found:
-            return f"{found[1]}:{found[2]} "
+            return f"{found[1]}:{found[2]}"
         return next(filter(None, (line(locations[name]) for name in re.findall(r"#loc\d+", location))), "")
 
-    return re.sub(r'^(#loc\d+ = loc\(")([^"]*"\((#loc\d+)\)\))$',
-                  lambda match: match[1] + line(locations[match[3]]) + match[2], text, flags=re.MULTILINE)
+    def with_line(match):
+        name, rest = match[2], match[3]
+        scopes = re.findall(r"([\w/]+\.py)_(\d+) backward", name)  # as aot.named_backward_pass() names them
+        source = line(rest) or (scopes and "{}:{}".format(*scopes[-1]))
+        parts = [source, "backward" if scopes else "", name.rsplit("/", 1)[-1]]
+        return match[1] + " ".join(filter(None, parts)) + rest
+
+    return re.sub(r'^(#loc\d+ = loc\(")([^"]*)("(?:\(#loc\d+\))?\))$', with_line, text, flags=re.MULTILINE)

@@ -56,7 +56,8 @@ def parse_args(argv=None):
 class Programs:
     """base_train's model, optimizer and batch as placeholders, and the programs traced on them."""
 
-    def __init__(self, train_args, plan, token_bytes):
+    def __init__(self, train_args, chips):
+        """`chips`: how many share the run. aot.prepare_environment() comes before."""
         import torch
         import torch_xla
 
@@ -64,9 +65,13 @@ class Programs:
         from nanochat.gpt import GPT
         from nanochat.kernels import get_kernels
         from nanochat.optim import MuonAdamW
+        from nanochat.plan import make_plan
+        from nanochat.tokenizer import load_tokenizer
         from scripts import base_train
 
-        self.args, self.plan, self.token_bytes = train_args, plan, token_bytes
+        tokenizer = load_tokenizer(train_args.tokenizer_dir)
+        self.args, self.token_bytes = train_args, tokenizer.token_bytes()
+        self.plan = plan = make_plan(train_args, tokenizer.n_vocab, chips)
         self.dist = Dist("tpu", torch_xla.device(), world_size=plan.world_size)
         dtype = base_train.compute_dtype(train_args, "tpu")
         with torch.device("meta"):
@@ -102,28 +107,26 @@ class Programs:
             groups[group] += size
         return groups
 
-    def trace(self, name):
-        return aot.trace(name, getattr(self, f"_{name}"), self.state(), at_sync=2)
+    def trace(self):
+        """name -> aot.TracedProgram. Everything runs twice: the first time may differ, as when a cache is filled."""
+        step = [*["micro_step"] * min(self.plan.grad_accum_steps, 2), "update"]
+        programs = aot.trace(2 * step, lambda: self._train(2 * step), self.state())
+        return programs | aot.trace(["evaluate", "evaluate"], self._evaluate, self.state())
 
-    # Each runs its program twice: the first run of a program may differ, as when a cache of kernels is filled.
-
-    def _micro_step(self):
+    def _train(self, names):
         import torch
 
         from nanochat.common import xla_program
-        from scripts.base_train import micro_step
-        args = self.args
+        from scripts.base_train import micro_step, update
+        args, device = self.args, self.dist.device
         rows = torch.zeros(args.device_batch_size, args.max_seq_len + 1, dtype=torch.int32)
-        for _ in range(2):
-            with xla_program(self.dist, "micro_step"):
-                micro_step(self.model, rows.to(self.dist.device), self.loss_sum, self.loss_scale)
-
-    def _update(self):
-        from nanochat.common import xla_program
-        from scripts.base_train import update
-        for step in range(2):
-            with xla_program(self.dist, "update", collective=True):
-                update(self.optimizer, self.optimizer.scheduled(step).to(self.dist.device), self.loss_sum, self.dist)
+        for name in names:
+            with xla_program(self.dist, name):
+                if name == "micro_step":
+                    micro_step(self.model, rows.to(device), self.loss_sum, self.loss_scale)
+                else:
+                    result = update(self.optimizer, self.optimizer.scheduled(1).to(device), self.loss_sum, self.dist)
+        return result
 
     def _evaluate(self):
         import torch
@@ -144,14 +147,11 @@ class Programs:
 
 def preflight(args, train_args, say=print):
     """Report of all of `args.programs` as a JSON object. `say` is called with lines on the progress."""
-    from nanochat.plan import make_plan
-    from nanochat.tokenizer import load_tokenizer
     tpu_slice = tpu.parse_accelerator(args.accelerator)
-    tokenizer = load_tokenizer(train_args.tokenizer_dir)
-    plan = make_plan(train_args, tokenizer.n_vocab, tpu_slice.chips)
     started = time.monotonic()
-    programs = Programs(train_args, plan, tokenizer.token_bytes())
-    traced = [programs.trace(name) for name in args.programs.split(",")]
+    programs = Programs(train_args, tpu_slice.chips)
+    plan = programs.plan
+    traced = [program for name, program in programs.trace().items() if name in args.programs.split(",")]
     trace_s = time.monotonic() - started
     say(f"traced {', '.join(program.name for program in traced)} in {trace_s:.0f} s; compiling for "
         f"{args.accelerator} ({tpu_slice.tpu.name} {tpu_slice.topology})")

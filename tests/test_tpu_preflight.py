@@ -2,10 +2,13 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+
+from nanochat import hlo
 
 pytestmark = pytest.mark.skipif(not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("jax")),
                                 reason="needs libtpu and jax: pip install '.[tpu]'")
@@ -52,3 +55,32 @@ def test_bad_flags_are_refused_in_one_line(preflight, tiny):
                            (["--accelerator=v6e-4", "--depth=0"], "--depth=0 must be at least 1")):
         process = preflight(*tiny, *flags, status=2)
         assert message in process.stderr and process.stderr.count("error:") == 1
+
+
+TRACE = """
+import json, sys
+from nanochat import aot
+aot.prepare_environment()
+from scripts import base_train, tpu_preflight
+programs = tpu_preflight.Programs(base_train.parse_args(sys.argv[1:]), chips=4).trace()
+print(json.dumps({name: (program.hlo_hash, sorted(program.donated)) for name, program in programs.items()}))
+"""
+
+
+def test_the_compiled_programs_are_those_that_base_train_runs(tiny, tmp_path):
+    """Their HLO and their donated arguments, as XLA gets them in a run on four CPU devices."""
+    flags = [*tiny, "--kernel=current", "--compute_dtype=bfloat16", "--synthetic_data", "--num_iterations=2",
+             "--eval_tokens=2048", "--eval_every=2", "--sample_every=-1", "--save_every=-1"]
+    traced = json.loads(subprocess.run([sys.executable, "-c", TRACE, *flags], check=True, timeout=300, text=True,
+                                       stdout=subprocess.PIPE).stdout.splitlines()[-1])
+    environment = os.environ | {"CPU_NUM_DEVICES": "4", "XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"}
+    del environment["PJRT_DEVICE"]
+    subprocess.run([sys.executable, "-m", "scripts.base_train", "--device_type=xla", *flags], check=True, timeout=300,
+                   env=environment)
+    trained = {}
+    for path in tmp_path.glob("*.before_optimizations.txt"):
+        donors = re.search(r"buffer_donor=\{(.*?) \}", path.read_text())
+        trained[hlo.hash_of_program(path.read_text())] = re.findall(r"\((\d+), ", donors[1] if donors else "")
+    assert sorted(traced) == ["evaluate", "micro_step", "update"]
+    for name, (hlo_hash, donated) in traced.items():
+        assert trained[hlo_hash] == [str(index) for index in donated], name
