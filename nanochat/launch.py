@@ -1,17 +1,18 @@
 """The processes of a run: how many there are, one parent at a time on a run's directory, no rank without its parent."""
-import faulthandler
 import fcntl
 import multiprocessing
 import os
-import signal
 import socket
+import sys
 import threading
 import time
+import traceback
 from contextlib import contextmanager
+from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from nanochat import tpu
+from nanochat import tpu, watchdog
 from nanochat.common import BadInput, count_tpu_chips, require_writable_dir
 
 RANKS_LOCK = ".ranks.lock"
@@ -55,7 +56,7 @@ _held_as_rank = []
 
 def begin_as_rank(run_dir):
     """Every spawned process calls this first: it ends with its parent, and holds the run's directory until then."""
-    faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads, also while one holds the GIL
+    watchdog.print_stacks_on_signal()
     parent = multiprocessing.parent_process().pid
     file = open(run_dir / RANKS_LOCK)
     fcntl.flock(file, fcntl.LOCK_SH)
@@ -82,3 +83,24 @@ def hosts(device_type):
     """How many hosts the slice has that this machine is of."""
     accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
     return tpu.parse_accelerator(accelerator).hosts if accelerator else 1
+
+
+def end_process_on_error(function, status_path):
+    """Calls function(), which returns an exit status, and writes it to the file if it is not 0.
+
+    A rank that fails ends its process at once: the others wait for it in the all-reduce and would wait for ever.
+    """
+    try:
+        status = function()
+        if status:
+            Path(status_path).write_text(str(status))
+    except BaseException as error:
+        status = 2 if isinstance(error, BadInput) else 1
+        if status == 2:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+        Path(status_path).write_text(str(status))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

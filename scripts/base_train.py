@@ -11,10 +11,9 @@ On GPUs: torchrun --nproc_per_node=8 -m scripts.base_train … A run of a name t
 No line at module level touches the XLA runtime: xmp.spawn starts a process for each chip, and they start theirs.
 """
 import os
-import sys
+import statistics
 import tempfile
 import time
-import traceback
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import asdict, fields
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from nanochat import checkpoint, compile_cache, metrics, preemption
+from nanochat import checkpoint, compile_cache, metrics, preemption, watchdog
 from nanochat.bad_steps import BadSteps
 from nanochat.common import (
     DEVICE_TYPES,
@@ -46,7 +45,7 @@ from nanochat.dataset import fingerprint, list_shards, open_shards
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.kernels import get_kernels
-from nanochat.launch import begin_as_rank, exclusive_use, expected_world_size, hosts
+from nanochat.launch import begin_as_rank, end_process_on_error, exclusive_use, expected_world_size, hosts
 from nanochat.loss_eval import bits_per_byte
 from nanochat.mirror import Mirror
 from nanochat.observe import Observer, Profile, describe_compiling, parse_profile_steps
@@ -54,7 +53,8 @@ from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.plan import describe_plan, make_plan, peak_flops
 from nanochat.tokenizer import load_tokenizer
 
-REQUESTS_FILE, FINISHED_FILE = ".requests", ".finished"  # in the run's folder: see preemption.py; how far it came
+# In the run's folder: see preemption.py and watchdog.py; the last is there once a run has come to its end.
+REQUESTS_FILE, HEARTBEATS_FILE, FINISHED_FILE = ".requests", ".heartbeats", ".finished"
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
 
 
@@ -108,6 +108,8 @@ def parse_args(argv=None):
     add("--keep_every", type=int, default=-1, help="checkpoints of steps that this divides stay for good; -1: none")
     add("--checkpoint_mirror", help="gs://… or a directory: copies of checkpoints, from which a new VM goes on")
     add("--log_every", type=int, default=10, help="steps between lines of the log")
+    add("--step_timeout_s", type=float, default=600.0, help="a step that takes longer, and 20 times the median, ends "
+        "the run; -1: never")
     add("--max_bad_steps", type=int, default=10, help="stop after so many non-finite steps in a row; -1: never")
     add("--profile_steps", default="", help="BEGIN:END, such as 10:13: a trace of the steps after BEGIN up to END, for "
         "TensorBoard, in the run's folder")
@@ -178,6 +180,7 @@ class Trainer:
         self.last_batch = None  # knows where the lanes stand after it
         self.pending, self.window_start = [], time.monotonic()  # what steps since the last line of the log returned
         self.bad_steps = BadSteps(args.max_bad_steps, **meta.get("bad_steps", {}))
+        self.heartbeats, self.step_seconds = watchdog.Heartbeats(self.run_dir / HEARTBEATS_FILE), []
         self.requests = preemption.Requests(self.run_dir / REQUESTS_FILE, dist.rank, dist.world_size)
         self.saved_step, self.saved_at, self.save_is_asked = self.step, time.monotonic(), False
         self.logger = self.mirror = self.saver = None
@@ -234,7 +237,7 @@ class Trainer:
         args, plan = self.args, self.plan
         while True:
             is_last = self.step == plan.num_iterations
-            self.poll()
+            self.poll("step")
             saves = self.save_is_asked or is_due(self.step, args.save_every, is_last)
             evaluates = is_due(self.step, args.eval_every, is_last)
             samples = is_due(self.step, args.sample_every, is_last) and self.step > 0
@@ -254,6 +257,7 @@ class Trainer:
             if not self.pending:
                 self.window_start = time.monotonic()
                 self.observer.begin_window()
+            self.beat("step")
             self.profile.before_step(self.step)
             with self.goodput.span("train"):
                 self.pending.append(self.train_step())
@@ -265,6 +269,7 @@ class Trainer:
     def finish(self):
         """Ends what runs in the background, and returns the exit status."""
         is_stopped, is_bad = self.requests.is_stopping, self.bad_steps.are_too_many
+        self.beat("end")
         self.requests.finish()
         if is_bad:
             path = self.bad_steps.write_first_batch(self.run_dir, self.dist.rank)
@@ -283,8 +288,17 @@ class Trainer:
                 (self.run_dir / FINISHED_FILE).touch()
         return 1 if is_bad else preemption.EXIT_STATUS if is_stopped else 0
 
-    def poll(self):
+    def beat(self, phase):
+        """Tells the watchdog that this rank is alive, and what it does next."""
+        if phase == "step" and self.step < self.start_step + 3:
+            phase = "compile"
+        step_s = statistics.median(self.step_seconds) if self.step_seconds else 0
+        self.heartbeats.beat(self.dist.rank, phase, self.step, watchdog.limit_s(
+            phase, self.args.step_timeout_s, step_s * self.args.log_every))  # one waits for the device for all of them
+
+    def poll(self, phase):
         """Asks whether to stop or save; every rank calls it at the same points. Returns whether to stop."""
+        self.beat(phase)
         if self.saver:
             self.saver.check()
         minutes = (time.monotonic() - self.saved_at) / 60
@@ -323,12 +337,13 @@ class Trainer:
                 print0(f"warning: step {step} is left out, its loss is {loss} and its gradient's norm {gradient_norm} "
                        f"({self.bad_steps.in_a_row} in a row)")
         self.pending = []
+        elapsed = time.monotonic() - self.window_start
+        self.step_seconds = [*self.step_seconds, elapsed / len(results)][-100:]
         if not self.logger:
             return
         losses, gradient_norms = zip(*results, strict=True)
         for step, loss in enumerate(losses[:-1], first_step):
             self.logger.log(step, {"loss": loss}, quiet=True)
-        elapsed = time.monotonic() - self.window_start
         tokens_per_s = plan.tokens(first_step - 1, self.step) / elapsed
         seconds = self.goodput.seconds()
         self.logger.log(self.step, {
@@ -355,7 +370,8 @@ class Trainer:
         """Bits per byte of the validation text; cut short if all are to stop: the run that goes on does it again."""
         rows = max(self.args.eval_tokens // self.args.max_seq_len, 1)
         with self.goodput.span("evaluate"), self.open_loader(validation=True) as loader:
-            found = bits_per_byte(self.compiled_model, loader, rows, self.tokenizer.token_bytes(), self.dist, self.poll)
+            found = bits_per_byte(self.compiled_model, loader, rows, self.tokenizer.token_bytes(), self.dist,
+                                  lambda: self.poll("evaluate"))
         if self.logger and found:
             self.logger.log(self.step, {"val_bpb": found[0], "val_bytes": found[1]})
 
@@ -363,13 +379,14 @@ class Trainer:
         """Every rank samples, so that none waits for another; rank 0 shows it."""
         with self.goodput.span("sample"), torch.no_grad():
             for prompt in SAMPLE_PROMPTS:
-                if self.poll():
+                if self.poll("sample"):
                     return
                 text = self.engine.complete(prompt, max_tokens=min(48, self.args.max_seq_len // 2), seed=self.step)
                 print0(f"--- sample at step {self.step}\n{prompt}{text}\n---")
 
     def save(self):
         """Every rank hands over the state of its lanes; rank 0 copies the rest and has it written in the background."""
+        self.beat("save")
         self.save_is_asked, self.saved_at = False, time.monotonic()
         if self.saved_step == self.step:
             return
@@ -424,6 +441,7 @@ def check(args, device_type):
     run_dir = get_run_dir(args)
     checkpoint.clean_partial(run_dir)
     preemption.Requests(run_dir / REQUESTS_FILE, create=True)
+    watchdog.Heartbeats(run_dir / HEARTBEATS_FILE, create=True)
     if args.resume == "never":
         checkpoint.set_aside_after(run_dir, -1)
     model = GPT.on_meta(plan.config)
@@ -468,42 +486,32 @@ def train_without_parent(args, device_type):
         if is_finished:
             return 0
         preemption.stop_on_signals(preemption.Requests(get_run_dir(args) / REQUESTS_FILE))
+        if dist.rank == 0:
+            watchdog.watch(watchdog.Heartbeats(get_run_dir(args) / HEARTBEATS_FILE))
         status = Trainer(args, dist, checkpoint_path).run()
     compute_cleanup(dist)
     return status
 
 
 def _mp_fn(index, args, device_type, checkpoint_path, status_path):
-    """Runs in every spawned process. A rank that fails ends its process at once: the others wait for it in the
-    all-reduce and would wait for ever."""
+    """Runs in every spawned process."""
     begin_as_rank(get_run_dir(args))
     if hosts(device_type) == 1:
         preemption.stop_on_signal_to_rank(preemption.Requests(get_run_dir(args) / REQUESTS_FILE))
-    try:
-        status = train(args, device_type, checkpoint_path)
-        if status:
-            Path(status_path).write_text(str(status))
-    except BaseException as error:
-        status = 2 if isinstance(error, BadInput) else 1
-        if status == 2:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exc()
-        Path(status_path).write_text(str(status))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    end_process_on_error(lambda: train(args, device_type, checkpoint_path), status_path)
 
 
 def spawn(args, device_type, checkpoint_path):
     """Runs train() in a process for each chip, or in a thread for each XLA device of a CPU; returns the exit status."""
     import torch_xla.distributed.xla_multiprocessing as xmp
+    has_reported = watchdog.watch(watchdog.Heartbeats(get_run_dir(args) / HEARTBEATS_FILE))
     with tempfile.TemporaryDirectory() as scratch:
         status_path = Path(scratch) / "status"
         status_path.write_text("0")
         try:
             xmp.spawn(_mp_fn, args=(args, device_type, checkpoint_path, str(status_path)), nprocs=None)
         except BrokenProcessPool:  # a rank ended its process; one that was killed could leave no status
+            has_reported.wait(timeout=10)
             return int(status_path.read_text()) or 1
         return int(status_path.read_text())
 

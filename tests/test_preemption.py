@@ -140,13 +140,14 @@ def test_the_metadata_servers_notice_asks_for_a_stop(tmp_path, monkeypatch, key,
 def start(tmp_path, byte_tokenizer_dir):
     """Starts a run of 120 small steps over two XLA devices, its checkpoints mirrored in a directory."""
 
-    def run(name):
+    def run(name, *flags):
         environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
         return subprocess.Popen(
             [sys.executable, "-m", "scripts.base_train", f"--run={name}", "--device_type=xla", "--depth=2",
              "--model_dim=64", "--num_heads=2", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128",
              "--num_iterations=120", "--eval_every=-1", "--sample_every=-1", "--save_every=100", "--log_every=5",
-             "--synthetic_data", f"--checkpoint_mirror={tmp_path}/mirror", f"--tokenizer_dir={byte_tokenizer_dir}"],
+             "--synthetic_data", f"--checkpoint_mirror={tmp_path}/mirror", f"--tokenizer_dir={byte_tokenizer_dir}",
+             *flags],
             env={**environment, "CPU_NUM_DEVICES": "2", "WANDB_MODE": "disabled"}, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True)
 
@@ -198,3 +199,20 @@ def test_a_run_is_trained_once_and_no_rank_outlives_a_parent_that_is_killed(star
     while any(os.path.exists(f"/proc/{pid}") for pid in children):
         assert time.monotonic() < deadline, "a rank is still there"
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number, reason", [
+    (signal.SIGKILL, "was ended by SIGKILL: the run ends"),
+    (signal.SIGSTOP, "has not come to the end of a step at step "),
+])
+def test_a_rank_that_is_killed_or_stands_still_ends_the_run_with_the_reason(start, number, reason):
+    run = start("test", "--step_timeout_s=10", "--num_iterations=100000")
+    for line in run.stdout:
+        if line.startswith("step 00020"):
+            break
+    children = [int(pid) for pid in open(f"/proc/{run.pid}/task/{run.pid}/children").read().split()]
+    ranks = next(pid for pid in children if b"spawn_main" in open(f"/proc/{pid}/cmdline", "rb").read())
+    os.kill(ranks, number)
+    output = run.communicate(timeout=TIMEOUT_S)[0]
+    assert run.returncode == 1 and reason in output, output
+    assert f"(process {ranks})" in output and not os.path.exists(f"/proc/{ranks}")
