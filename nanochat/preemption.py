@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.request
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 
 import numpy as np
 
@@ -127,6 +128,7 @@ def stop_on_signals(requests, report=print):
     for number in _SIGNALS:  # the wake-up file descriptor does the work, whatever the main thread is waiting for
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    resource_tracker.ensure_running()  # which would unblock them at the first process that multiprocessing starts
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
     def work():

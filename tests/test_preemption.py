@@ -136,6 +136,20 @@ def test_the_metadata_servers_notice_asks_for_a_stop(tmp_path, monkeypatch, key,
         time.sleep(0.01)
 
 
+def test_processes_of_a_run_leave_signals_to_the_group_to_their_parent(tmp_path):
+    code = """
+import signal, sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from nanochat.preemption import Requests, stop_on_signals
+stop_on_signals(Requests(sys.argv[1], create=True))
+with ProcessPoolExecutor(1, get_context("spawn")) as executor:
+    blocked = executor.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
+assert {signal.SIGINT, signal.SIGTERM} <= blocked, blocked
+"""
+    subprocess.run([sys.executable, "-c", code, tmp_path / "requests"], check=True, timeout=TIMEOUT_S)
+
+
 @pytest.fixture
 def start(tmp_path, byte_tokenizer_dir):
     """Starts a run of 120 small steps over two XLA devices, its checkpoints mirrored in a directory."""
