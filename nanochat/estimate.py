@@ -7,10 +7,6 @@ from dataclasses import asdict, dataclass, field
 
 from nanochat import hlo
 
-# Multiplications of matrices in flash attention's kernels: forward QKᵀ and PV; dK and dV QKᵀ, dO Vᵀ, PᵀdO and dSᵀQ;
-# dQ QKᵀ, dO Vᵀ and dS K. A kernel is known by its numbers of results and operands.
-_FORWARD, _D_KEY_VALUE, _D_QUERY = 2, 4, 3
-
 
 @dataclass
 class ProgramReport:
@@ -65,35 +61,22 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice):
         report.accessed_bytes += op.times * op.bytes
         report.hbm_bytes += op.times * op.hbm_bytes
         if op.instruction.custom_call_target == hlo.PALLAS_CALL:
-            flops = pallas_flops(op.instruction, module)
             report.pallas_calls += op.times
-            if flops is None:
+            report.pallas_flops += op.times * pallas_flops(op)
+            report.cycles += int(op.times * pallas_flops(op) / tpu.flops_per_cycle)
+            if not op.instruction.declared_cost:
                 report.pallas_uncounted.append(op.instruction.name)
-            else:
-                report.pallas_flops += op.times * flops
-                report.cycles += int(op.times * flops / tpu.flops_per_cycle)
     report.collectives = {name: list(found) for name, found in hlo.collectives(ops).items()}
     report.compute_s = report.cycles * tpu.flops_per_cycle / tpu.peak_flops
     report.hbm_s = report.hbm_bytes / tpu.hbm_bytes_per_s
     report.ici_s = sum(collective_s(name, total, tpu_slice) for name, (_, total) in report.collectives.items())
-    report.top_operations = top_operations(ops, module, tpu)
+    report.top_operations = top_operations(ops, tpu)
     return report
 
 
-def pallas_flops(instruction, module):
-    """FLOPs of a Pallas kernel: by their number of matrices if it is causal flash attention (half of each product is
-    needed), else as the kernel itself declares them; None if neither is known."""
-    operands = module.operand_shapes(instruction)
-    if len(operands) >= 3 and all(len(array.dims) == 4 for array in operands[:3]):
-        batch, heads, queries, head_dim = operands[0].dims
-        keys = operands[1].dims[2]
-        if len(operands) < 6:
-            products = _FORWARD
-        else:
-            products = _D_KEY_VALUE if len(instruction.shape) == 2 else _D_QUERY
-        return products * 2 * batch * heads * queries * keys * head_dim / 2
-    declared = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.attributes)
-    return float(declared[1]) if declared else None
+def pallas_flops(op):
+    """FLOPs of one run of a Pallas kernel, as it declares them; 0 if it does not."""
+    return (op.instruction.declared_cost or {"flops": 0})["flops"]
 
 
 def collective_s(name, num_bytes, tpu_slice):
@@ -103,13 +86,13 @@ def collective_s(name, num_bytes, tpu_slice):
     return rounds * (tpu_slice.chips - 1) / tpu_slice.chips * num_bytes / ring_bytes_per_s
 
 
-def top_operations(ops, module, tpu, count=10):
+def top_operations(ops, tpu, count=10):
     """The operations that take longest, as dicts; equal ones of one line, of several layers say, are added up."""
     lines = {}
     for op in ops:
         cycles = op.cycles
         if op.instruction.custom_call_target == hlo.PALLAS_CALL:
-            cycles = (pallas_flops(op.instruction, module) or 0) / tpu.flops_per_cycle
+            cycles = pallas_flops(op) / tpu.flops_per_cycle
         key = (op.instruction.source or op.instruction.opcode, op.instruction.opcode, op.instruction.shape_text)
         line = lines.setdefault(key, {"source": key[0], "opcode": key[1], "shape": key[2], "runs": 0, "cycles": 0,
                                       "hbm_bytes": 0.0, "estimated_s": 0.0})

@@ -2,11 +2,12 @@
 
 The compiler writes `estimated_cycles` on what it schedules, but its own sums count a loop's body once. Here a program
 is a list of Op, each with how often it runs. What is counted:
-- cycles: the compiler's estimate of each scheduled operation. Its Pallas kernels carry none.
+- cycles: the compiler's estimate of each scheduled operation. Pallas kernels carry none.
 - bytes: operands and results. Where only a slice of an operand is read or written, the slice counts, as in XLA's
   HloCostAnalysis. `hbm_bytes` leaves out what the compiler placed in VMEM (memory space S(1) and the like).
 """
 import hashlib
+import json
 import math
 import re
 from dataclasses import dataclass, field
@@ -56,6 +57,12 @@ class Instruction:
         return found[1] if found else ""
 
     @property
+    def declared_cost(self):
+        """What a Pallas kernel says of itself, {"flops", "bytes_accessed", …}, or None."""
+        found = re.search(r'"cost_estimate":(\{[^}]*\})', self.attributes)
+        return {key: int(value) for key, value in json.loads(found[1]).items()} if found else None
+
+    @property
     def cycles(self):
         found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
         return int(found[1]) if found else 0
@@ -67,9 +74,13 @@ class Instruction:
 
     @property
     def source(self):
-        """The line that it comes from and its name there, as tpu_compiler wrote it: "nanochat/gpt.py:166 aten__mm"."""
+        """The innermost line that it comes from and its name there: "nanochat/gpt.py:166 backward aten__mm"."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        if not found:
+            return ""
+        lines = re.findall(r"(?:nanochat|scripts)/\w+\.py:\d+", found[1])  # as tpu_compiler wrote them
+        parts = [*lines[-1:], "backward" if " backward " in found[1] else "", found[1].rsplit("/", 1)[-1].split()[-1]]
+        return " ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
@@ -90,13 +101,6 @@ class Module:
     def instruction_count(self):
         """Those inside fusions and loops included, each once."""
         return sum(map(len, self.computations.values()))
-
-    def operand_shapes(self, instruction):
-        """The first array of each operand of an instruction, where it is known."""
-        for computation in self.computations.values():
-            if computation.get(instruction.name) is instruction:
-                return [computation[name].shape[0] for name in instruction.operands if name in computation]
-        return []
 
     def ops(self):
         """A list of Op for all that is scheduled: the entry computation and, as often as they run, bodies of loops."""
@@ -152,6 +156,8 @@ class Module:
 
     def _touched(self, instruction, computation):
         opcode, shape = instruction.opcode, instruction.shape
+        if instruction.declared_cost:  # a kernel may take a slice of what it is given
+            return [Array("u8", (instruction.declared_cost["bytes_accessed"],), True)]
         operands = [computation[name].shape for name in instruction.operands if name in computation]
         if opcode.endswith("-start"):  # (source, destination, …) or the other way round: both are read or written once
             moved = sorted(shape, key=lambda array: array.bytes, reverse=True)
@@ -176,14 +182,9 @@ class Module:
         return None
 
     def _touched_by_fusion(self, fused, operands, shape):
-        users = {}
-        for instruction in fused.values():
-            for position, operand in enumerate(instruction.operands):
-                users.setdefault(operand, []).append((instruction, position))
-        parameters = {int(i.operands[0]): i for i in fused.values() if i.opcode == "parameter"}
         touched = []
         for number, arrays in enumerate(operands):
-            parts = self._parts_read(parameters[number], users, fused) if number in parameters else None
+            parts = self._parts_read(_parameter(fused, number), fused)
             if parts is None:
                 touched += arrays
             else:
@@ -193,30 +194,45 @@ class Module:
         if len(results) != len(shape):
             return touched + shape
         for result, array in zip(results, shape, strict=True):
-            while result.opcode in ("bitcast", "copy", "reshape") and result.operands[0] in fused:
-                result = fused[result.operands[0]]
-            if result.opcode == "dynamic-update-slice":
-                update = fused[result.operands[1]].shape[0]
-                array = Array(update.dtype, update.dims, array.in_hbm)
-            touched.append(array)
+            part = self._part_written(result, fused)
+            touched.append(Array(part.dtype, part.dims, array.in_hbm) if part else array)
         return touched
 
-    def _parts_read(self, instruction, users, fused):
-        """Arrays that are read of a fusion's parameter if all of its users take parts of it, else None."""
+    def _part_written(self, result, fused):
+        """The Array that a fusion writes into a larger one in place, else None."""
+        while result.opcode in ("bitcast", "copy", "reshape") and result.operands[0] in fused:
+            result = fused[result.operands[0]]
+        if result.opcode == "dynamic-update-slice":
+            return fused[result.operands[1]].shape[0]
+        if result.opcode == "fusion":
+            inner = self.computations[result.called("calls")]
+            return self._part_written(next(i for i in inner.values() if i.is_root), inner)
+        return None
+
+    def _parts_read(self, instruction, fused):
+        """Arrays that are read of `instruction`, a fusion's parameter, if all of its users take parts of it, else
+        None."""
         parts = []
-        for user, position in users.get(instruction.name, []):
-            if user.opcode == "bitcast":
-                below = self._parts_read(user, users, fused)
+        for user in fused.values():
+            for position in (number for number, name in enumerate(user.operands) if name == instruction.name):
+                below = None
+                if user.opcode == "bitcast":
+                    below = self._parts_read(user, fused)
+                elif user.opcode == "fusion":
+                    inner = self.computations[user.called("calls")]
+                    below = self._parts_read(_parameter(inner, position), inner)
+                elif position == 0 and user.opcode in ("dynamic-slice", "slice", "gather"):
+                    below = user.shape
+                elif position == 0 and user.opcode == "dynamic-update-slice":
+                    below = []  # written in place: counted with the results
                 if below is None:
                     return None
                 parts += below
-            elif user.opcode in ("dynamic-slice", "slice", "gather") and position == 0:
-                parts += user.shape
-            elif user.opcode == "dynamic-update-slice" and position == 0:
-                pass  # written in place: counted with the results
-            else:
-                return None
         return parts
+
+
+def _parameter(computation, number):
+    return next(i for i in computation.values() if i.opcode == "parameter" and int(i.operands[0]) == number)
 
 
 # -----------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def _load(path, donated):
 def _with_source_lines(text):
     """MLIR text whose named locations `"aten__mm"(call stack)` read `"nanochat/gpt.py:166 aten__mm"(call stack)`."""
     repository = re.escape(str(Path(__file__).resolve().parent.parent))
-    ours = re.compile(rf'"{repository}/((?:nanochat|scripts)/(?!aot|tpu_preflight)[^"]*)":(\d+)')
+    ours = re.compile(rf'"{repository}/((?:nanochat|scripts)/(?!aot|tpu_preflight|common)[^"]*)":(\d+)')
     locations = dict(re.findall(r"^(#loc\d+) = loc\((.*)\)$", text, re.MULTILINE))
 
     @functools.cache

@@ -196,6 +196,7 @@ def costs(args, plan, tpu_slice, reports):
 def out_of_memory(compiled, program, programs, train_args):
     """What the compiler says of a program that does not fit."""
     needed, buffers = estimate.large_buffers(compiled.out_of_memory)
+    needed += sum(programs.resident_bytes().values())  # the compiler's report is on temporaries
     config = programs.plan.config
     return {
         "needed_bytes": needed, "compile_s": compiled.seconds, "traced_instructions": program.instructions,

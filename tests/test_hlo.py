@@ -12,6 +12,12 @@ PROGRAM = '''HloModule IrToHlo.1, is_scheduled=true, entry_computation_layout={(
   ROOT %dynamic-slice.1 = f32[1,1024,1024]{2,1,0:T(8,128)S(1)} dynamic-slice(%param_0, %param_1), dynamic_slice_sizes={1,1024,1024}
 }
 
+%fused_outer (param_2: f32[8,1024,1024], param_3: s32[]) -> f32[1,1024,1024] {
+  %param_2 = f32[8,1024,1024]{2,1,0:T(8,128)} parameter(0)
+  %param_3 = s32[]{:T(128)} parameter(1)
+  ROOT %fusion.2 = f32[1,1024,1024]{2,1,0:T(8,128)S(1)} fusion(%param_2, %param_3), kind=kLoop, calls=%fused_slice
+}
+
 %inner_condition (p: (s32[])) -> pred[] {
   %p = (s32[]{:T(128)}) parameter(0)
   %get.1 = s32[]{:T(128)} get-tuple-element(%p), index=0
@@ -38,7 +44,7 @@ PROGRAM = '''HloModule IrToHlo.1, is_scheduled=true, entry_computation_layout={(
   %s = (s32[]{:T(128)}, f32[8,1024,1024]{2,1,0:T(8,128)}) parameter(0)
   %get.4 = s32[]{:T(128)} get-tuple-element(%s), index=0
   %get.5 = f32[8,1024,1024]{2,1,0:T(8,128)} get-tuple-element(%s), index=1
-  %fusion.1 = f32[1,1024,1024]{2,1,0:T(8,128)S(1)} fusion(%get.5, %get.4), kind=kLoop, calls=%fused_slice, metadata={op_name="nanochat/gpt.py:9 xla__select"}, backend_config={"window_config":{"estimated_cycles":"100"}}
+  %fusion.1 = f32[1,1024,1024]{2,1,0:T(8,128)S(1)} fusion(%get.5, %get.4), kind=kLoop, calls=%fused_outer, metadata={op_name="nanochat/gpt.py:9 xla__select"}, backend_config={"window_config":{"estimated_cycles":"100"}}
   %all-reduce.1 = f32[1,1024,1024]{2,1,0:T(8,128)S(1)} all-reduce(%fusion.1), replica_groups={}, to_apply=%add
   %tuple.2 = (s32[]{:T(128)}) tuple(%get.4)
   %while.1 = (s32[]{:T(128)}) while(%tuple.2), condition=%inner_condition, body=%inner_body
