@@ -181,7 +181,7 @@ def _rows_per_batch(row_group):
 def _texts(column, begin, document, stop):
     """Yields (number, memoryview of the text) of documents with text; `begin` is the number of the column's first.
 
-    Not through as_py: a column of strings may hold malformed UTF-8. Not a scalar for each: that takes twice as long.
+    Not through as_py: a column of strings may hold malformed UTF-8. Not a scalar for each: 8% of the time.
     """
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
