@@ -29,16 +29,17 @@ limit() {
 }
 
 # What was spent is kept over restarts of watch.sh: when it was counted last, the seconds and USD up to then, and
-# whether there was a VM.
+# whether there was a VM, which then may have cost while nobody counted.
 open_books() {
   COUNTED_AT=$(date +%s) ELAPSED_S=0 SPENT=0 WAS=absent
   [ ! -s "$STATE/spent" ] || read -r COUNTED_AT ELAPSED_S SPENT WAS <"$STATE/spent"
+  [ "$WAS" != absent ] || COUNTED_AT=$(date +%s)
   note "watching $NAME: $TYPE in $ZONES, ${USD:-?} USD an hour, at most ${MAX_USD:-any} USD and ${MAX_HOURS:-any}" \
-    "hours, of which $(calc "$SPENT") USD and $(calc "$ELAPSED_S / 3600") hours are spent"
+    "hours, of which $(spent) are spent"
 }
 
-# tick: adds the time since the last tick and what the VM has cost, sets LEFT_S, and ends it all in time for the budget.
-tick() {
+spent() { echo "$(calc "$SPENT") USD and $(calc "$ELAPSED_S / 3600") hours"; }
+count() { # adds the time since the last count, and what the VM has cost
   local now
   now=$(date +%s)
   [ "$now" -ge "$COUNTED_AT" ] || COUNTED_AT=$now  # the clock was set back: nothing that is spent becomes unspent
@@ -48,11 +49,16 @@ tick() {
   ELAPSED_S=$((ELAPSED_S + now - COUNTED_AT)) COUNTED_AT=$now WAS=$VM_STATE
   echo "$COUNTED_AT $ELAPSED_S $SPENT $WAS" >"$STATE/spent.next" || note "cannot write to $STATE: is the disk full?"
   [ ! -s "$STATE/spent.next" ] || mv "$STATE/spent.next" "$STATE/spent"
+}
+
+# tick: counts, sets LEFT_S, and ends it all in time for the budget.
+tick() {
+  count
   LEFT_S=$(awk -v usd="${MAX_USD:-1e6}" -v hours="${MAX_HOURS:-1e3}" "BEGIN {
     left = 3600 * hours - $ELAPSED_S; paid = (usd - $SPENT) * 3600 / ${USD:-0.01}
     print int((paid < left ? paid : left) - $MARGIN_S) }")
   [ "$LEFT_S" -le 0 ] || return 0
-  note "budget: $(calc "$SPENT") USD and $(calc "$ELAPSED_S / 3600") hours are spent, and the end needs its share"
+  note "budget: $(spent) are spent, and the end needs its share"
   if [ "$VM_STATE" = READY ]; then
     call $((MARGIN_S / 3)) stop_run || note "the run did not stop in time"
     call $((MARGIN_S / 3)) fetch "${FETCH[@]}" || note "the run could not be fetched"
@@ -75,6 +81,9 @@ end() {
     esac
     [ $gone = 2 ] || sleep "$POLL_S"
   done
+  [ -n "$KEEP_VM" ] || VM_STATE=absent
+  count
+  note "the end, after $(spent)"
   rm -f "$STATE/pid"
   [ "$1" != 0 ] || rm -f "$STATE/spent"  # the next run has a budget of its own
   exit "$1"

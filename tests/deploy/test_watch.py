@@ -163,21 +163,21 @@ def test_another_run_on_the_vm_is_neither_stopped_nor_taken_for_ours(world):
 
 @pytest.mark.slow
 def test_the_budget_ends_the_run_with_a_checkpoint_and_deletes_the_vm(world):
-    watch = world.watch("--keep_vm", margin_s=30, max_usd=1, usd_per_hour=60, run=("--num_iterations=10000",))
+    watch = world.watch("--keep_vm", margin_s=75, max_usd=2.5, usd_per_hour=60, run=("--num_iterations=10000",))
     output = world.end(watch, 7)
     assert "VM deleted" in output and not world.cloud.nodes
-    spent = float((world.state / "spent").read_text().split()[2])
-    assert 0.2 < spent < 1
+    spent, was = (world.state / "spent").read_text().split()[2:]
+    assert 0.2 < float(spent) < 2.5 and was == "absent"
     assert world.steps()[-1] == int(max(world.mirror.glob("step_*")).name[5:])
 
 
 @pytest.mark.slow
 def test_it_waits_for_capacity_and_a_second_watcher_is_refused(world):
     world.cloud.faults["us-a"] = ["stockout", "stockout"]
-    watch = world.watch(run=("--num_iterations=9",))
+    watch = world.watch("--keep_vm", run=("--num_iterations=9",))
     world.wait("no VM: error: no VM in us-a")
     assert "is watched by process" in world.end(world.watch(), 6)
-    world.end(watch, 0)
+    assert "nano is kept and costs 2.04 USD an hour" in world.end(watch, 0) and world.cloud.node("nano")
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_a_vm_of_another_price_than_the_budget_was_made_for_is_refused(world):
 @pytest.mark.parametrize("counted_at, was, spent", [
     (-3600, "READY", 60.5),  # nobody counted for an hour, in which the VM was there
     (10**6, "READY", 0.5),  # the clock was set back
-    (-3600, "absent", 60.5),  # it is there now: it may have been there all the time
+    (-3600, "absent", 0.5),  # there was none, and nobody counted
 ])
 def test_what_was_spent_is_counted_over_restarts_and_changes_of_the_clock(world, counted_at, was, spent):
     world.laptop.run("create.sh", "nano")
