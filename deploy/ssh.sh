@@ -3,7 +3,7 @@
 ON_VM=$(cat "$HERE/on_vm.sh")
 
 # is_vm HOST: whether it is the name of a VM, and not an IP or something that ssh knows.
-is_vm() { case $1 in *[.:@,]*) return 1 ;; esac; [ "$(ssh -G "$1" | sed -n 's/^hostname //p')" = "$1" ]; }
+is_vm() { case $1 in *[.:@,]*) return 1 ;; esac; [ "$(ssh -T -G "$1" | sed -n 's/^hostname //p')" = "$1" ]; }
 
 # resolve HOST: aims at IPs or ssh hosts (a,b,c), or at a VM.
 resolve() {

@@ -61,7 +61,7 @@ class Laptop:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True))
         return self.processes[-1]
 
-    def run(self, script, *args, status=0, env=None, root=ROOT, timeout_s=60):
+    def run(self, script, *args, status=0, env=None, root=ROOT, timeout_s=180):
         """Runs a script, asserts its exit status and returns all that it printed."""
         process = self.start(script, *args, env=env, root=root)
         try:

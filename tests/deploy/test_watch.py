@@ -45,10 +45,10 @@ class World:
         path = self.state / "journal"
         return path.read_text() if path.exists() else ""
 
-    def wait(self, text, timeout_s=90):
+    def wait(self, text, timeout_s=180):
         eventually(lambda: text in self.journal(), timeout_s)
 
-    def end(self, process, status, timeout_s=90):
+    def end(self, process, status, timeout_s=240):
         output = process.communicate(timeout=timeout_s)[0]
         assert process.returncode == status, output
         return output
@@ -209,7 +209,7 @@ def test_a_pod_that_lost_the_run_on_one_vm_is_started_again_on_all(world):
 @pytest.mark.slow
 def test_it_gives_up_after_three_vms_that_never_train(world):
     world.vm_options = {"chips": 4}
-    output = world.end(world.watch(patience=1), 1, timeout_s=200)
+    output = world.end(world.watch(patience=1), 1)
     assert "sees 4 chips, 8 expected" in output and "giving up: three VMs" in output
     assert len(world.booted) == 3 and not world.cloud.nodes
 
@@ -233,7 +233,7 @@ def test_a_vm_of_another_price_than_the_budget_was_made_for_is_refused(world):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counted_at, was, spent", [
-    (-3600, "READY", 60.5),  # nobody counted for an hour, in which the VM was there
+    (-3600, "READY", 6.5),  # nobody counted for an hour, in which the VM was there
     (10**6, "READY", 0.5),  # the clock was set back
     (-3600, "absent", 0.5),  # there was none, and nobody counted
 ])
@@ -242,16 +242,16 @@ def test_what_was_spent_is_counted_over_restarts_and_changes_of_the_clock(world,
     world.state.mkdir()
     (world.state / "spent").write_text(f"{int(time.time()) + counted_at} 100 0.5 {was}\n")
     world.cloud.undeletable = 2
-    assert "VM NOT DELETED, IT MAY STILL COST" in world.end(world.watch(max_usd=0.2, margin_s=1, usd_per_hour=60), 7)
-    assert float((world.state / "spent").read_text().split()[2]) == pytest.approx(spent, abs=0.5)
+    assert "VM NOT DELETED, IT MAY STILL COST" in world.end(world.watch(max_usd=0.2, margin_s=1, usd_per_hour=6), 7)
+    assert float((world.state / "spent").read_text().split()[2]) == pytest.approx(spent, abs=1)
     assert not world.cloud.nodes
 
 
 @pytest.mark.slow
 def test_a_vm_in_the_making_when_the_budget_ends_is_deleted(world):
     world.cloud.faults["us-a"] = ["stuck"]
-    world.end(world.watch(max_hours=0.006, margin_s=12), 7)
-    assert "POST" in " ".join(world.cloud.requests) and not world.cloud.nodes
+    world.end(world.watch(max_hours=0.02, margin_s=12), 7)
+    assert any(request.startswith("POST") for request in world.cloud.requests) and not world.cloud.nodes
 
 
 @pytest.mark.slow
