@@ -4,7 +4,7 @@ Autograd would unroll the layers: a program sixteen times as long, with gradient
 backward pass of a layer is written out by hand, as a second loop that runs from the last layer to the first and adds to
 the gradients in place, slice by slice. tests/test_layer_stack.py compares all of it with autograd through GPT.
 
-What the backward loop needs, the forward loop keeps in stacks: 10 widths per token and layer, or the layer's input
+What the backward loop needs, the forward loop keeps in stacks: 9 widths per token and layer, or the layer's input
 only, with `recompute`. Some are put into their stack and used from there, so that the matrix product that makes them
 writes them there directly, where XLA would rather copy. RMSNorm scales rows, which commutes with a product from the
 right: norm(x) W = s (x W), so no normalised copy of x is made.
@@ -40,7 +40,6 @@ class Saved(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     y: torch.Tensor  # attention's output
-    x_mid: torch.Tensor  # the residual stream after attention
     act: torch.Tensor  # the hidden units after ReLU²
 
 
@@ -94,7 +93,7 @@ class _LayerStack(torch.autograd.Function):
 
 def _empty(x, weights, slots_of_x, slots):
     width, kv_width, hidden = (weight.size(-2) for weight in (weights.attn_q, weights.attn_k, weights.mlp_in))
-    widths = Saved(x=width, q=width, k=kv_width, v=kv_width, y=width, x_mid=width, act=hidden)
+    widths = Saved(x=width, q=width, k=kv_width, v=kv_width, y=width, act=hidden)
     stacks = Saved(*(x.new_zeros(slots, *x.shape[:-1], width) for width in widths))
     return stacks._replace(x=x.new_zeros(slots_of_x, *x.shape))
 
@@ -159,13 +158,15 @@ def _layer(attention, x, index, saved, x0, weights, tables):
     act = F.relu(_reciprocal_rms(x_mid) * F.linear(x_mid, weights.mlp_in)).square().to(x.dtype)
     act = put(saved.act, index, act, use_from_memory=True)
     out = x_mid + F.linear(take(act, index), weights.mlp_out)
-    return out, Saved(saved.x, q, k, v, put(saved.y, index, y), put(saved.x_mid, index, x_mid), act)
+    return out, Saved(saved.x, q, k, v, put(saved.y, index, y), act)
 
 
 def _layer_backward(attention, x, index, d_out, saved, x0, weights, tables):
     """Gradients of the layer's input, of x0, and of its weights, in the order of LAYER_WEIGHTS."""
     dtype = d_out.dtype
-    y, x_mid, act = (take(stack, index) for stack in (saved.y, saved.x_mid, saved.act))
+    y, act = take(saved.y, index), take(saved.act, index)
+    x_in = _mixed(x, x0, weights)
+    x_mid = x_in + F.linear(y, weights.attn_o)
     act = F.relu(act)  # changes nothing, but a bare slice XLA copies before it multiplies by it
     scale = _reciprocal_rms(x_mid)
     d_h = (2 * scale * act.float().sqrt() * (d_out @ weights.mlp_out)).to(dtype)  # with the scale of norm(x_mid)
@@ -175,7 +176,6 @@ def _layer_backward(attention, x, index, d_out, saved, x0, weights, tables):
     d_attn_o = _outer(d_mid, y)
     d_y = d_mid @ weights.attn_o
     d_q, d_k, d_v = attention.backward(saved.q, saved.k, saved.v, index, weights.window, d_y, *tables)
-    x_in = _mixed(x, x0, weights)
     scale = _reciprocal_rms(x_in)
     normed = (scale * x_in).to(dtype)
     d_attn = [_outer(d, normed) for d in (d_q, d_k, d_v)]
