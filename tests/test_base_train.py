@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -162,6 +163,22 @@ def test_synthetic_data_needs_no_data(train):
                     "--kernel=chunked", "--num_kv_heads=1", "--window_pattern=SL", "--sample_every=6")
     assert sorted(process.losses) == [1, 2, 3, 4, 5, 6]
     assert "sample at step 6" in process.stdout
+
+
+def test_a_wandb_that_accepts_and_never_answers_holds_up_no_step(train):
+    """The rates are printed, and not asserted: the machine may be busy."""
+    def rate(process):
+        times = sorted(record["step_ms"] for record in process.records[3:] if "step_ms" in record)
+        return 1000 / times[len(times) // 2]
+
+    flags = ["--num_iterations=40", "--eval_every=-1", "--device_type=cpu", "--total_batch_size=64"]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        slow = train(*flags, run="silent", WANDB_MODE="online", WANDB_API_KEY="a" * 40,
+                     WANDB_BASE_URL=f"http://127.0.0.1:{silent.getsockname()[1]}")
+    without = train(*flags, run="dummy")
+    print(f"{rate(slow):.2f} steps/s with a silent WandB, {rate(without):.2f} without one")
+    assert slow.stdout.count("warning: WandB") == 1
+    assert slow.losses == without.losses and sorted(slow.losses) == list(range(1, 41))
 
 
 def test_evaluating_and_completing_a_checkpoint(train, byte_tokenizer_dir, corpus_dir):

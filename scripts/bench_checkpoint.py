@@ -1,0 +1,57 @@
+"""How long saving a checkpoint holds the training loop, and how long until the state is safe:
+
+    python3 -m scripts.bench_checkpoint --depth=16
+
+The state has the true sizes and random contents; nothing is trained. It lies in host memory, so what holds the loop
+here is a copy within memory; on a TPU it is the way from the device to the host.
+"""
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from nanochat import checkpoint
+from nanochat.common import ArgumentParser, get_base_dir, require_writable_dir, run_script
+from nanochat.dataloader import NUM_LANES
+from nanochat.gpt import GPT
+from nanochat.optim import MuonAdamW
+from nanochat.plan import make_plan
+from scripts.base_train import optim_config
+from scripts.base_train import parse_args as parse_training_args
+
+
+def make_state(depth):
+    """(weights, optimizer's state) of a model of this depth, {name: tensor}, with random contents."""
+    args = parse_training_args([f"--depth={depth}"])
+    plan = make_plan(args, 65536, 1)
+    model = GPT.on_meta(plan.config)
+    optimizer = MuonAdamW(model, optim_config(args), plan.total_batch_size, plan.num_iterations)
+    return tuple({name: torch.rand(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
+                 for state in (model.state_dict(), optimizer.state_dict()))
+
+
+def main(argv=None):
+    parser = ArgumentParser(prog="python3 -m scripts.bench_checkpoint", description=__doc__)
+    parser.add_argument("--depth", type=int, default=16, help="number of layers")
+    args = parser.parse_args(argv)
+    state = make_state(args.depth)
+    num_bytes = checkpoint.state_bytes(*state)
+    run_dir = Path(tempfile.mkdtemp(prefix="bench_checkpoint_", dir=require_writable_dir(get_base_dir())))
+    try:
+        saver = checkpoint.Saver(run_dir, num_lanes=NUM_LANES, keep=1)
+        started = time.monotonic()
+        checkpoint.save_lane_states(run_dir, 1, {lane: {} for lane in range(NUM_LANES)})
+        saver.save(1, *state, {})
+        held_s = time.monotonic() - started
+        saver.finish()
+        safe_s = time.monotonic() - started
+        print(f"{num_bytes:,} bytes: the loop was held for {held_s:.2f} s; written, synced, read back and renamed "
+              f"after {safe_s:.1f} s ({num_bytes / safe_s / 1e6:.0f} MB/s)")
+    finally:
+        shutil.rmtree(run_dir)
+
+
+if __name__ == "__main__":
+    run_script(main)
