@@ -3,6 +3,7 @@ import fcntl
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -83,6 +84,16 @@ def hosts(device_type):
     """How many hosts the slice has that this machine is of."""
     accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
     return tpu.parse_accelerator(accelerator).hosts if accelerator else 1
+
+
+def run_preflight(argv):
+    """Runs tpu_preflight with base_train's flags, in a process of its own, which does not touch the TPU; returns its
+    exit status: 0 if the programs of the run fit, 3 if they do not."""
+    accelerator = tpu.detect_accelerator()
+    if accelerator is None:
+        raise BadInput("--preflight: no known TPU here: set TPU_ACCELERATOR_TYPE, to v5litepod-8 for example")
+    return subprocess.run([sys.executable, "-m", "scripts.tpu_preflight", f"--accelerator={accelerator}",
+                           "--programs=micro_step,update", *argv]).returncode
 
 
 def end_process_on_error(function, status_path):

@@ -12,6 +12,7 @@ No line at module level touches the XLA runtime: xmp.spawn starts a process for 
 """
 import os
 import statistics
+import sys
 import tempfile
 import time
 from concurrent.futures.process import BrokenProcessPool
@@ -45,7 +46,14 @@ from nanochat.dataset import fingerprint, list_shards, open_shards
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.kernels import get_kernels
-from nanochat.launch import begin_as_rank, end_process_on_error, exclusive_use, expected_world_size, hosts
+from nanochat.launch import (
+    begin_as_rank,
+    end_process_on_error,
+    exclusive_use,
+    expected_world_size,
+    hosts,
+    run_preflight,
+)
 from nanochat.loss_eval import bits_per_byte
 from nanochat.mirror import Mirror
 from nanochat.observe import Observer, Profile, describe_compiling, parse_profile_steps
@@ -65,6 +73,8 @@ def parse_args(argv=None):
     add("--device_type", default="auto", help="one of " + ", ".join(DEVICE_TYPES))
     add("--resume", default="auto", choices=["auto", "never"],
         help="auto: continue the run of this name if it has a checkpoint; never: move the old run aside")
+    add("--preflight", action="store_true",
+        help="first compile the run's programs for this TPU, in a process of its own; exit with 3 if they do not fit")
     add("--seed", type=int, default=0, help="of the weights and of the data order")
     add("--no_compile", action="store_true", help="no torch.compile (on CUDA; XLA and cpu have none anyway)")
     add("--wandb_project", default=os.environ.get("WANDB_PROJECT", "nanochat"), help="WandB project")
@@ -519,6 +529,9 @@ def spawn(args, device_type, checkpoint_path):
 def main(argv=None):
     args = parse_args(argv)
     device_type = resolve_device_type(args.device_type)
+    status = run_preflight(sys.argv[1:] if argv is None else argv) if args.preflight else 0
+    if status:
+        return status
     prepare_xla_environment(device_type)
     if device_type not in ("tpu", "xla"):
         return train_without_parent(args, device_type)

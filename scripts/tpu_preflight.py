@@ -236,7 +236,7 @@ def advice(report, train_args):
         flags.append("--activation_checkpointing")
     if train_args.device_batch_size > 1:
         flags.append(f"--device_batch_size={train_args.device_batch_size // 2}")
-    return flags
+    return flags or ["a smaller model", "a TPU with more memory"]
 
 
 # -----------------------------------------------------------------------------

@@ -84,3 +84,33 @@ def test_the_compiled_programs_are_those_that_base_train_runs(tiny, tmp_path):
     assert sorted(traced) == ["evaluate", "micro_step", "update"]
     for name, (hlo_hash, donated) in traced.items():
         assert trained[hlo_hash] == [str(index) for index in donated], name
+
+
+def test_base_train_ends_with_3_before_it_trains_what_does_not_fit(base_dir, tiny):
+    """A model so wide that its weights and their state alone are 26 GB."""
+    process = subprocess.run(
+        [sys.executable, "-m", "scripts.base_train", "--preflight", "--device_type=xla", "--synthetic_data", *tiny,
+         "--model_dim=8192", "--num_heads=64", "--total_batch_size=128"],
+        capture_output=True, text=True, timeout=300, env=os.environ | {"TPU_ACCELERATOR_TYPE": "v5litepod-1"})
+    assert process.returncode == 3, process.stdout[-2000:] + process.stderr[-4000:]
+    assert "does not fit into 15.75 GiB" in process.stdout and not (base_dir / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accelerator, seq_len", [("v5litepod-8", 1024), ("v6e-4", 2048)])
+def test_both_chips_compile_every_kernel_at_depth_2(preflight, accelerator, seq_len):
+    for kernel in ("flash", "chunked", "current"):
+        report = preflight(f"--accelerator={accelerator}", "--depth=2", f"--max_seq_len={seq_len}",
+                           f"--kernel={kernel}", timeout_s=1800).report
+        micro = report["programs"]["micro_step"]
+        assert report["fits"] and not micro["pallas_uncounted"]
+        assert (micro["pallas_calls"] > 0) == (kernel == "flash")
+
+
+@pytest.mark.slow
+def test_running_out_of_memory_is_foreseen_and_the_culprits_are_named(preflight):
+    process = preflight("--accelerator=v5litepod-8", "--depth=16", "--device_batch_size=32", "--kernel=current",
+                        "--programs=micro_step", "--timeout_s=3600", status=3, timeout_s=3700)
+    largest = {buffer["what"] for buffer in process.report["out_of_memory"]["micro_step"]["largest"]}
+    assert {"logits", "attention scores"} <= largest
+    assert "--kernel=flash" in process.stdout
