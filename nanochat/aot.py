@@ -145,7 +145,7 @@ def trace(names, function, state):
     import torch_xla
     if pending_tensors():
         raise RuntimeError(f"there is something left to compute before {names[0]} is traced")
-    sync, left, programs = torch_xla.sync, list(names), {}
+    sync, left, programs, state = torch_xla.sync, list(names), {}, dict(state)
     state_names = _names_by_id(state)
 
     def capture_instead(*args, **kwargs):
@@ -154,6 +154,8 @@ def trace(names, function, state):
         if name not in left:
             programs[name] = _program(name, outputs, state, state_names)
         make_placeholders(outputs)
+        kept = {id(tensor) for tensor in state.values()}  # a running sum of function()'s own is donated too
+        state.update({f"computed{id(tensor)}": tensor for tensor in outputs if id(tensor) not in kept})
         torch_xla._XLAC._set_all_reduce_token(str(torch_xla.device()), None)  # as sync() does
         state_names = _names_by_id(state)
         if not left:
