@@ -221,7 +221,7 @@ class Cloud:
             _, description, content, _ = body.split(b"--" + boundary)
             name = json.loads(description.split(b"\n\n" if b"\n\n" in description else b"\r\n\r\n", 1)[1])["name"]
             content = re.split(rb"\r?\n\r?\n", content, maxsplit=1)[1]
-            self.put(bucket, name, re.sub(rb"\r?\n$", b"", content))
+            self.put(bucket, name, re.sub(rb"\r?\n\Z", b"", content))
             return {}, self.described(bucket, name)
         if method == "POST":  # a resumable upload begins
             key = str(len(self.uploads))
