@@ -50,10 +50,11 @@ def _gcloud_storage(*arguments, timeout_s):
 class Mirror:
     """The copies of one run. Uploads happen in a thread; what fails is reported and never stops the run."""
 
-    def __init__(self, url, run, keep, report=print):
-        """url: gs://… or a directory; keep: how many checkpoints stay there."""
+    def __init__(self, url, run, keep, keep_every=-1, report=print):
+        """url: gs://… or a directory; keep: how many checkpoints stay there, beside those whose step is a multiple of
+        `keep_every`."""
         self.place = f"{url.rstrip('/')}/{run}"
-        self._keep, self._report = keep, report
+        self._keep, self._keep_every, self._report = keep, keep_every, report
         self._wanted, self._idle = None, True  # guarded by the condition
         self._condition = threading.Condition()
         self._thread = None
@@ -88,7 +89,8 @@ class Mirror:
                 self._copy([path / checkpoint.SUMS], f"{self.place}/{path.name}")
                 self._copy([path.parent / METRICS_FILE], self.place)
                 for old in self._steps()[:-self._keep]:
-                    self._remove(f"{self.place}/{old}")
+                    if self._keep_every < 1 or int(old[5:]) % self._keep_every:
+                        self._remove(f"{self.place}/{old}")
                 self._report(f"copied {path.name} to {self.place} in {time.monotonic() - started:.0f} s")
             except (MirrorError, BadInput, OSError) as error:
                 self._report(f"warning: {path.name} is not in {self.place}: {error}")
@@ -142,8 +144,10 @@ class Mirror:
             partial.replace(Path(directory) / source.name)
 
     def _remove(self, place):
+        # The sums go first: half of a copy must not pass for a whole one.
         if self._is_bucket(place):
-            _gcloud_storage("rm", "-r", place, timeout_s=LIST_TIMEOUT_S)
+            _gcloud_storage("rm", f"{place}/{checkpoint.SUMS}", timeout_s=LIST_TIMEOUT_S)
+            _gcloud_storage("rm", f"{place}/*", timeout_s=LIST_TIMEOUT_S)
         else:
-            (Path(place) / checkpoint.SUMS).unlink()  # first: half of it must not pass for a whole copy
+            (Path(place) / checkpoint.SUMS).unlink()
             shutil.rmtree(place)

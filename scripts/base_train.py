@@ -431,7 +431,9 @@ def get_run_dir(args):
 
 
 def open_mirror(args):
-    return Mirror(args.checkpoint_mirror, args.run, args.keep_checkpoints) if args.checkpoint_mirror else None
+    if args.checkpoint_mirror:
+        return Mirror(args.checkpoint_mirror, args.run, args.keep_checkpoints, args.keep_every)
+    return None
 
 
 def check(args, device_type):

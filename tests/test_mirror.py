@@ -7,6 +7,7 @@ import torch
 from nanochat import checkpoint
 from nanochat.common import BadInput
 from nanochat.mirror import Mirror
+from tests.deploy.cloud import Cloud
 
 
 @pytest.fixture
@@ -34,6 +35,35 @@ def test_a_new_disk_gets_the_newest_checkpoint_and_the_metrics(run_dir, tmp_path
     assert path == run_dir / "step_000003" and checkpoint.find_problem(path) is None
     assert checkpoint.load(path).model_state["weight"][0] == 3
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_checkpoints_that_are_kept_for_good_stay_in_the_mirror(run_dir, tmp_path):
+    mirror = Mirror(str(tmp_path / "mirror"), "run", keep=1, keep_every=2)
+    for step in (1, 2, 3, 4, 5):
+        mirror.upload(save(run_dir, step))
+        mirror.finish(60)
+    assert sorted(int(path.name[5:]) for path in (tmp_path / "mirror" / "run").glob("step_*")) == [2, 4, 5]
+
+
+@pytest.mark.skipif(not shutil.which("gcloud"), reason="gcloud is not installed")
+def test_a_bucket_gets_checkpoints_and_gives_them_back_through_gcloud(run_dir, tmp_path, monkeypatch):
+    cloud, said = Cloud(), []
+    try:
+        for name, value in cloud.env(tmp_path / "gcloud").items():
+            monkeypatch.setenv(name, value)
+        mirror = Mirror("gs://b/x", "run", keep=1, report=said.append)
+        for step in (1, 2):
+            mirror.upload(save(run_dir, step))
+            mirror.finish(300)
+        assert len(said) == 2 and all("copied step_" in line for line in said), said
+        shutil.rmtree(run_dir)
+        path = mirror.fetch(run_dir)
+        assert path.name == "step_000002" and checkpoint.find_problem(path) is None
+        assert checkpoint.load(path).model_state["weight"][0] == 2
+        assert (run_dir / "metrics.jsonl").read_text() == '{"step": 1}\n'
+        assert mirror._steps() == ["step_000002"]
+    finally:
+        cloud.close()
 
 
 def test_half_and_damaged_copies_are_passed_over(run_dir, tmp_path):
