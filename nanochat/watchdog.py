@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -65,17 +66,18 @@ def print_stacks_on_signal():
     faulthandler.register(signal.SIGUSR1)
 
 
-def watch(heartbeats, report=lambda line: print(line, file=sys.stderr, flush=True)):
-    """Watches the processes that this process spawns from now on, in a thread.
+@contextmanager
+def watching(heartbeats, report=lambda line: print(line, file=sys.stderr, flush=True)):
+    """Watches the processes that this process spawns in the block, from a thread.
 
-    Once a process is killed or a rank is late, it says so, has every process print its stacks if one is late, and kills
-    them all. Returns an Event that is set once it has said so.
+    Once a process is killed or a rank is late, it says so, has every process print its stacks if one is late, kills
+    them all, and ends this process with status 1 unless the block ends first. Gives an Event, set once it has said so.
     """
-    children, has_reported = {}, threading.Event()  # a child's object keeps what became of it, whoever waited for it
+    children = {}  # a child's object keeps what became of it, whoever waited for it
+    has_reported, is_over = threading.Event(), threading.Event()
 
     def work():
-        while True:
-            time.sleep(POLL_S)
+        while not is_over.wait(POLL_S):
             children.update((child.pid, child) for child in multiprocessing.active_children())
             ended = {pid: child.exitcode for pid, child in children.items() if child.exitcode}
             if ended:
@@ -99,11 +101,14 @@ def watch(heartbeats, report=lambda line: print(line, file=sys.stderr, flush=Tru
         has_reported.set()
         for pid in alive():
             os.kill(pid, signal.SIGKILL)
-        time.sleep(MAIN_THREAD_S if children else 0)  # for the main thread to come back from spawning, and clean up
-        os._exit(1)
+        if not is_over.wait(MAIN_THREAD_S if children else 0):  # the main thread comes back from spawning and cleans up
+            os._exit(1)
 
     def alive():
         return [pid for pid, child in children.items() if child.exitcode is None]
 
     threading.Thread(target=work, name="watchdog", daemon=True).start()
-    return has_reported
+    try:
+        yield has_reported
+    finally:
+        is_over.set()

@@ -498,9 +498,9 @@ def train_without_parent(args, device_type):
         if is_finished:
             return 0
         preemption.stop_on_signals(preemption.Requests(get_run_dir(args) / REQUESTS_FILE))
-        if dist.rank == 0:
-            watchdog.watch(watchdog.Heartbeats(get_run_dir(args) / HEARTBEATS_FILE))
-        status = Trainer(args, dist, checkpoint_path).run()
+        heartbeats = watchdog.Heartbeats(get_run_dir(args) / HEARTBEATS_FILE)
+        with watchdog.watching(heartbeats) if dist.rank == 0 else nullcontext():
+            status = Trainer(args, dist, checkpoint_path).run()
     compute_cleanup(dist)
     return status
 
@@ -516,8 +516,8 @@ def _mp_fn(index, args, device_type, checkpoint_path, status_path):
 def spawn(args, device_type, checkpoint_path):
     """Runs train() in a process for each chip, or in a thread for each XLA device of a CPU; returns the exit status."""
     import torch_xla.distributed.xla_multiprocessing as xmp
-    has_reported = watchdog.watch(watchdog.Heartbeats(get_run_dir(args) / HEARTBEATS_FILE))
-    with tempfile.TemporaryDirectory() as scratch:
+    heartbeats = watchdog.Heartbeats(get_run_dir(args) / HEARTBEATS_FILE)
+    with watchdog.watching(heartbeats) as has_reported, tempfile.TemporaryDirectory() as scratch:
         status_path = Path(scratch) / "status"
         status_path.write_text("0")
         try:

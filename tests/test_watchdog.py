@@ -42,13 +42,13 @@ def get_stuck_here():
 
 
 def be_the_parent(path, fault):
-    has_reported = watchdog.watch(watchdog.Heartbeats(path, create=True))
-    try:
-        with ProcessPoolExecutor(RANKS, multiprocessing.get_context("spawn")) as executor:
-            list(executor.map(be_a_rank, range(RANKS), [path] * RANKS, [fault] * RANKS))
-    except BrokenProcessPool:
-        has_reported.wait(10)
-        sys.exit(1)
+    with watchdog.watching(watchdog.Heartbeats(path, create=True)) as has_reported:
+        try:
+            with ProcessPoolExecutor(RANKS, multiprocessing.get_context("spawn")) as executor:
+                list(executor.map(be_a_rank, range(RANKS), [path] * RANKS, [fault] * RANKS))
+        except BrokenProcessPool:
+            has_reported.wait(10)
+            sys.exit(1)
 
 
 @pytest.mark.parametrize("fault", ["killed", "error", "hangs"])
