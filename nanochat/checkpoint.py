@@ -108,8 +108,8 @@ def save(run_dir, step, model_state, optimizer_state, meta, *, num_lanes, keep=N
         if find_problem(final) is None:
             return final  # this very state: a run repeats its steps bit for bit
         set_aside(final)
-    _make_room(run_dir, state_bytes(model_state, optimizer_state), keep_every)
     partial.mkdir(parents=True, exist_ok=True)
+    _make_room(run_dir, state_bytes(model_state, optimizer_state), keep_every)
     try:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(_save_tensors, (model_state, optimizer_state), (partial / MODEL, partial / OPTIMIZER)))
