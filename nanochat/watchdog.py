@@ -17,7 +17,7 @@ import numpy as np
 
 MAX_RANKS = 256
 POLL_S = 0.25
-STACKS_S, MAIN_THREAD_S = 3, 20
+STACKS_S, MAIN_THREAD_S = 1, 20
 PHASES = ("step", "compile", "evaluate", "sample", "save", "end")
 SLOW_PHASE_TIMEOUT_S = 3600  # of every phase but an ordinary step
 STEP_FACTOR = 20  # a step that takes so many times the median is late
@@ -95,7 +95,7 @@ def watching(heartbeats, report=lambda line: print(line, file=sys.stderr, flush=
         faulthandler.dump_traceback(all_threads=True)
         for pid in alive():
             os.kill(pid, signal.SIGUSR1)
-        time.sleep(STACKS_S if children else 0)
+            time.sleep(STACKS_S)  # one after the other, or their lines mix
 
     def end():
         has_reported.set()
