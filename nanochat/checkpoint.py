@@ -14,7 +14,7 @@ superseded checkpoint is renamed to `step_000100.aside` and deleted once a new o
 In a run, the parent calls, before it spawns the ranks and once only, so that all ranks agree:
     clean_partial(run_dir); check_disk_space(run_dir, bytes); path = latest_good(run_dir)
 then every rank calls `load(path)`; and to save, every rank calls `save_lane_states(…)` and rank 0 `Saver.save(…)`,
-which returns once the state is in host memory.
+which writes in the background.
 """
 import base64
 import errno
@@ -227,13 +227,11 @@ class Saver:
         self._superseded = threading.Event()
 
     def save(self, step, model_state, optimizer_state, meta):
-        """Copies the state to host memory and returns; a save that is being written is waited for before."""
+        """Begins to save the state, which lies in host memory and which nobody changes any more (see
+        MuonAdamW.host_state); one that is being written is waited for before."""
         self._superseded.set()
         self.finish()
         self._superseded.clear()
-        model_state, optimizer_state = (
-            {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}  # the next step reuses it
-            for state in (model_state, optimizer_state))
         self._thread = threading.Thread(target=self._work, args=(step, model_state, optimizer_state, meta),
                                         name="save", daemon=True)
         self._thread.start()

@@ -215,6 +215,25 @@ def xla_all_reduce_gradients(gradients, dist):
             torch.distributed.all_reduce(gradient)
 
 
+def xla_reduce_scatter(tensor, dist):
+    """This rank's part, (n, …), of the sum of `tensor` (world_size × n, …) over all ranks. On XLA only."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    # Without the token of an earlier collective, which torch_xla would add to the tensor in a pass of its own.
+    torch_xla._XLAC._set_all_reduce_token(str(dist.device), None)
+    parts = tensor.unflatten(0, (dist.world_size, -1))  # cut so, that nothing has to be moved within it
+    return xm.reduce_scatter(xm.REDUCE_SUM, parts, 1.0, 0, dist.world_size, pin_layout=False)[0]
+
+
+def xla_all_gather(part, dist):
+    """The parts (n, …) of all ranks as one tensor (world_size × n, …). On XLA only."""
+    import torch_xla.core.xla_model as xm
+    # Layouts that are pinned would make it an all-reduce of padded tensors, another program on every rank. The group
+    # says how many ranks there are; the runtime would count those of this process when a program is only traced.
+    groups = [list(range(dist.world_size))]
+    return xm.all_gather(part[None], 0, groups=groups, pin_layout=False).flatten(0, 1)
+
+
 _trace_lock = threading.Lock()
 _thread_barriers = {}
 BARRIER_TIMEOUT_S = 900
@@ -265,7 +284,7 @@ def xla_program(dist, name, collective=False):
     counts[name] = counts.get(name, 0) + 1
     one_at_a_time = ranks_are_threads and counts[name] <= 2
     if ranks_are_threads and (collective or one_at_a_time):
-        xm.wait_device_ops()
+        xm.wait_device_ops(xm.xla_real_devices([dist.device]))  # waiting for all of them would hold them up
         if collective:
             thread_barrier(dist)
     with _trace_lock if one_at_a_time else nullcontext():

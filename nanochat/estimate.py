@@ -29,16 +29,18 @@ class ProgramReport:
     pallas_uncounted: list = field(default_factory=list)  # kernels whose FLOPs are not known
     accessed_bytes: float = 0.0  # in HBM and in VMEM
     hbm_bytes: float = 0.0
-    collectives: dict = field(default_factory=dict)  # name -> [how many, bytes]
+    collectives: dict = field(default_factory=dict)  # name -> [how many, bytes, of these beside other work]
     compute_s: float = 0.0
     hbm_s: float = 0.0
-    ici_s: float = 0.0
+    ici_s: float = 0.0  # of collectives that everything waits for
+    overlapped_ici_s: float = 0.0
     top_operations: list = field(default_factory=list)
 
     @property
     def seconds(self):
-        """Estimated time of a run: arithmetic and memory traffic overlap, collectives do not."""
-        return max(self.compute_s, self.hbm_s) + self.ici_s
+        """Estimated time of a run: arithmetic and memory traffic overlap, collectives only where the compiler cut them
+        into steps."""
+        return max(self.compute_s, self.hbm_s, self.overlapped_ici_s) + self.ici_s
 
 
 def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice):
@@ -66,10 +68,12 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice):
             report.cycles += int(op.times * pallas_flops(op) / tpu.flops_per_cycle)
             if not op.instruction.declared_cost:
                 report.pallas_uncounted.append(op.instruction.name)
-    report.collectives = {name: list(found) for name, found in hlo.collectives(ops).items()}
+    report.collectives = hlo.collectives(ops, tpu_slice.chips)
     report.compute_s = report.cycles * tpu.flops_per_cycle / tpu.peak_flops
     report.hbm_s = report.hbm_bytes / tpu.hbm_bytes_per_s
-    report.ici_s = sum(collective_s(name, total, tpu_slice) for name, (_, total) in report.collectives.items())
+    for name, (_, total, overlapped) in report.collectives.items():
+        report.ici_s += collective_s(name, total - overlapped, tpu_slice)
+        report.overlapped_ici_s += collective_s(name, overlapped, tpu_slice)
     report.top_operations = top_operations(ops, tpu)
     return report
 

@@ -4,7 +4,8 @@ softcapped logits, grouped-query attention and, where asked for, short attention
 The weights of all layers are stacked: `attn_q` is (layer, out, in). So Muon orthogonalises all layers in one batched
 product, gradients are a few large tensors for the all-reduce, and a scan over the layers needs no copy.
 
-Weights are fp32; activations and products have `compute_dtype`.
+Activations and products have `compute_dtype`. Weights are fp32; in training, where the kernels allow it, those in the
+model are copies in `compute_dtype` of fp32 ones that the optimizer keeps, which spares converting them in every step.
 """
 import math
 from dataclasses import dataclass
@@ -114,6 +115,12 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         windows = torch.tensor([window or config.max_seq_len for window in config.windows()], dtype=torch.int32)
         self.register_buffer("windows", windows, persistent=False)
+
+    @property
+    def weights_dtype(self):
+        """Of the weights in training. Autograd gives gradients, and sums of them, the dtype of the weights: where it
+        does that, they stay fp32."""
+        return self.compute_dtype if self.kernels.run_layers else torch.float32
 
     @classmethod
     def on_meta(cls, config):

@@ -5,6 +5,8 @@ is a list of Op, each with how often it runs. What is counted:
 - cycles: the compiler's estimate of each scheduled operation. Pallas kernels carry none.
 - bytes: operands and results. Where only a slice of an operand is read or written, the slice counts, as in XLA's
   HloCostAnalysis. `hbm_bytes` leaves out what the compiler placed in VMEM (memory space S(1) and the like).
+- collectives that run beside arithmetic: the compiler cuts such a one into steps, which it fuses with other work. It is
+  one Op, of the first step; the others carry its arrays along and do not touch them.
 """
 import hashlib
 import json
@@ -91,6 +93,7 @@ class Op:
     cycles: int
     bytes: float
     hbm_bytes: float
+    is_overlapped: bool = False  # a collective that runs while others do
 
 
 @dataclass
@@ -119,9 +122,12 @@ class Module:
                 for branch in self._branches(instruction):
                     yield from self._ops_of(branch, times)
             elif instruction.opcode not in _FREE and instruction.custom_call_target not in _FREE_CUSTOM_CALLS:
-                arrays = self._touched(instruction, computation)
-                yield Op(instruction, times, instruction.cycles, sum(array.bytes for array in arrays),
-                         sum(array.bytes for array in arrays if array.in_hbm))
+                yield _op(instruction, times, self._touched(instruction, computation))
+                if instruction.opcode == "fusion":
+                    fused = self.computations[instruction.called("calls")]
+                    for inner in fused.values():
+                        if inner.opcode in COLLECTIVES and _is_first_step(inner):
+                            yield _op(inner, times, [*fused[inner.operands[0]].shape, *inner.shape], is_overlapped=True)
 
     @staticmethod
     def _branches(instruction):
@@ -182,6 +188,9 @@ class Module:
         return None
 
     def _touched_by_fusion(self, fused, operands, shape):
+        root = next(instruction for instruction in fused.values() if instruction.is_root)
+        if root.custom_call_target in ("AsyncCollectiveStart", "AsyncCollectiveDone"):
+            return []
         touched = []
         for number, arrays in enumerate(operands):
             parts = self._parts_read(_parameter(fused, number), fused)
@@ -189,11 +198,12 @@ class Module:
                 touched += arrays
             else:
                 touched += [Array(part.dtype, part.dims, arrays[0].in_hbm) for part in parts]
-        root = next(instruction for instruction in fused.values() if instruction.is_root)
         results = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
         if len(results) != len(shape):
             return touched + shape
         for result, array in zip(results, shape, strict=True):
+            if result.opcode == "parameter" or result.opcode in COLLECTIVES:
+                continue  # carried along
             part = self._part_written(result, fused)
             touched.append(Array(part.dtype, part.dims, array.in_hbm) if part else array)
         return touched
@@ -225,10 +235,22 @@ class Module:
                     below = user.shape
                 elif position == 0 and user.opcode == "dynamic-update-slice":
                     below = []  # written in place: counted with the results
+                elif user.opcode in COLLECTIVES or user.opcode == "tuple" and user.is_root:
+                    below = []  # carried along
                 if below is None:
                     return None
                 parts += below
         return parts
+
+
+def _op(instruction, times, touched, is_overlapped=False):
+    return Op(instruction, times, instruction.cycles, sum(array.bytes for array in touched),
+              sum(array.bytes for array in touched if array.in_hbm), is_overlapped)
+
+
+def _is_first_step(collective):
+    """Whether it is the beginning of one that is cut into steps."""
+    return '"async_collective_fusion_config":{"flag_start":"-1"' in collective.attributes
 
 
 def _parameter(computation, number):
@@ -310,12 +332,18 @@ def hash_of_program(text):
 # Sums
 
 
-def collectives(ops):
-    """opcode -> (how many are run, bytes that they reduce or gather)."""
+def collectives(ops, chips):
+    """opcode -> [how many are run, bytes of the whole arrays that they reduce or gather, and how many of these bytes
+    move while other work goes on]. `chips`: how many take part."""
     found = {}
     for op in ops:
         kind = op.instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
-            count, total = found.get(kind, (0, 0))
-            found[kind] = count + op.times, total + op.times * sum(array.bytes for array in op.instruction.shape)
+            line = found.setdefault(kind, [0, 0, 0])
+            size = op.times * sum(array.bytes for array in op.instruction.shape)
+            if kind == "reduce-scatter":  # its result is a part
+                size *= chips
+            line[0] += op.times
+            line[1] += size
+            line[2] += size * op.is_overlapped
     return found

@@ -57,19 +57,19 @@ class Weights(NamedTuple):
 
 
 def run_layers(attention, x, weights, windows, rotary, recompute=False):
-    """x (B, T, C) after all layers. Adds to the `.grad` of `weights`, which must be there, in the backward pass.
+    """x (B, T, C) after all layers. In the backward pass it adds to the `main_grad` of `weights`.
 
     windows: int32 (layers,), or None where every layer sees all; rotary: fp32 cos and sin (T, head_dim / 2)
     """
-    return _LayerStack.apply(x, windows, attention.tables(*rotary), attention, recompute, *weights)
+    return _LayerStack.apply(x, windows, attention.tables(*rotary), attention, recompute, torch.is_grad_enabled(),
+                             *weights)
 
 
 class _LayerStack(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, x, windows, tables, attention, recompute, *weights):
+    def forward(ctx, x, windows, tables, attention, recompute, is_training, *weights):
         stacks = [weight.detach() for weight in weights] + ([windows] if windows is not None else [])
-        is_training = any(ctx.needs_input_grad)
         layers = weights[0].size(0)
         slots_of_x, slots = (layers if is_training else 1), (layers if is_training and not recompute else 1)
         saved = _empty(x, Weights(*weights), slots_of_x, slots)
@@ -85,10 +85,10 @@ class _LayerStack(torch.autograd.Function):
         stacks, tables, attention, weights = ctx.others
         (d_x, d_x0), gradients = loop(
             _BackwardBody(attention, len(saved)), (d_out, torch.zeros_like(d_out)), stacks,
-            [weight.grad for weight in weights], (x0, *saved, *tables), reverse=True)
+            [weight.main_grad for weight in weights], (x0, *saved, *tables), reverse=True)
         for weight, gradient in zip(weights, gradients, strict=True):
-            weight.grad.copy_(gradient)
-        return d_x + d_x0, *[None] * (4 + len(weights))
+            weight.main_grad.copy_(gradient)
+        return d_x + d_x0, *[None] * (5 + len(weights))
 
 
 def _empty(x, weights, slots_of_x, slots):

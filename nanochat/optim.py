@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nanochat.common import xla_all_gather, xla_all_reduce_gradients, xla_program, xla_reduce_scatter
+
 ADAM_BETAS = (0.8, 0.95)
 ADAM_EPS = 1e-10
 MUON_BETA2 = 0.95
@@ -109,18 +111,30 @@ def cautious_weight_decay(weights, update):
 # The optimizer
 
 
-class MuonAdamW:
-    """Updates a GPT in place from the `.grad` of its parameters, and sets these to zero.
+def add_main_grads(model):
+    """Gives every parameter the fp32 sum of its gradients, `main_grad`. Where the parameter is fp32 itself, that is its
+    `.grad`, too, to which autograd adds; to the others the backward passes of xla_kernels.py add."""
+    for p in model.parameters():
+        p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+        if p.dtype == torch.float32:
+            p.grad = p.main_grad
 
-    All state exists from the start, so the first step is the same program as the last.
+
+class MuonAdamW:
+    """Updates a GPT in place from the `main_grad` of its parameters.
+
+    All state exists from the start, so the first step is the same program as the last. The weights that are updated,
+    `masters`, are fp32 also where the model computes with copies of them in GPT.weights_dtype. With `is_sharded`, each
+    rank holds and updates only its part of masters and state: as many slices of their first dimension as any other, of
+    zeros where these do not suffice (ZeRO-1, arXiv 1910.02054). What is small is whole everywhere.
     """
 
-    def __init__(self, model, config, total_batch_size, num_iterations, dtype=torch.float32):
-        """`dtype`: in what Muon orthogonalises (bfloat16 where that is fast)."""
-        self.config, self.num_iterations, self.dtype = config, num_iterations, dtype
+    def __init__(self, model, config, total_batch_size, num_iterations, dtype=torch.float32, dist=None,
+                 is_sharded=False):
+        """`dtype`: in what Muon orthogonalises (bfloat16 where that is fast). `dist`: None where there is one rank."""
+        self.config, self.num_iterations, self.dtype, self.dist = config, num_iterations, dtype, dist
         scale, width = batch_lr_scale(total_batch_size), model.config.n_embd
         adam_scale = scale * width_lr_scale(width)
-        self.parameters = dict(model.named_parameters())
         self.adam_lrs = {
             "wte": config.embedding_lr * adam_scale,
             "lm_head": config.unembedding_lr * adam_scale,
@@ -129,11 +143,20 @@ class MuonAdamW:
         }
         self.matrix_lr = config.matrix_lr * scale
         self.weight_decay = config.weight_decay * width_weight_decay_scale(width)
-        self.state = {}
+        self.parameters = dict(model.named_parameters())
+        is_sharded = is_sharded and dist is not None and dist.world_size > 1
+        self.sharded = frozenset(name for name, p in self.parameters.items() if is_sharded and p.dim() > 1)
+        self.masters, self.state = {}, {}
         for name, p in self.parameters.items():
-            p.grad = torch.zeros_like(p)
-            self.state[f"{name}.momentum"] = torch.zeros_like(p)
-            self.state[f"{name}.second_moment"] = torch.zeros_like(p if name in self.adam_lrs else p[:, :, :1])
+            master = p
+            if name in self.sharded or model.weights_dtype != torch.float32:
+                master = self._part_of(name, p.detach()).clone()
+                p.data = p.detach().to(model.weights_dtype)
+            self.masters[name] = master
+            self.state[f"{name}.momentum"] = torch.zeros_like(master)
+            self.state[f"{name}.second_moment"] = torch.zeros_like(
+                master if name in self.adam_lrs else master[:, :, :1])
+        add_main_grads(model)
 
     def scheduled(self, step, batch_growth=1.0):
         """What changes at `step`, as a CPU tensor (4,): learning-rate multiplier, Muon's momentum, Adam's two bias
@@ -144,21 +167,32 @@ class MuonAdamW:
                             dtype=torch.float32)
 
     @torch.no_grad()
-    def step(self, scheduled, is_good):
-        """One update, or none at all where `is_good`, a boolean scalar, is false.
+    def update(self, scheduled, loss_sum):
+        """Sums gradients and `loss_sum` over the ranks, updates the weights, and sets the sums to zero.
 
-        `scheduled`: what `scheduled(step)` gave. Both are on the parameters' device, so nothing waits for it.
+        `scheduled`: what `scheduled(step)` gave, on the parameters' device. Returns (2,), there too: the loss and the
+        norm of the gradient. If either is not finite, weights and state stay as they are; nothing waits for that.
         """
+        gradients = self._sum_over_ranks(loss_sum)
+        result = torch.stack([loss_sum, self._norm(gradients)])
+        is_good = result.isfinite().all()
         lr_multiplier, momentum, bias1, bias2 = scheduled.unbind()
         for name, p in self.parameters.items():
-            state = (p, self.state[f"{name}.momentum"], self.state[f"{name}.second_moment"])
+            old = self.masters[name], self.state[f"{name}.momentum"], self.state[f"{name}.second_moment"]
             if name in self.adam_lrs:
-                updated = self._adamw(*state, p.grad, self.adam_lrs[name] * lr_multiplier, bias1, bias2)
+                new = self._adamw(*old, gradients[name], self.adam_lrs[name] * lr_multiplier, bias1, bias2)
             else:
-                updated = self._muon(*state, p.grad, self.matrix_lr * lr_multiplier, momentum)
-            for old, new in zip(state, updated, strict=True):
-                old.copy_(torch.where(is_good, new, old))
-            p.grad.zero_()
+                new = self._muon(*old, gradients[name], self.matrix_lr * lr_multiplier, momentum)
+            for old_tensor, new_tensor in zip(old, new, strict=True):
+                old_tensor.copy_(torch.where(is_good, new_tensor, old_tensor))
+            if self.masters[name] is not p:
+                p.copy_(self._gathered(name, self.masters[name].to(p.dtype)))
+        # XLA gives results, in the order in which they are made here, the memory of arguments of the same size, in the
+        # order in which a program uses these. In this order each gradient keeps its place; else they are all copied.
+        for p in reversed(list(self.parameters.values())):
+            p.main_grad.zero_()
+        loss_sum.zero_()
+        return result
 
     def _adamw(self, p, exp_avg, exp_avg_sq, grad, lr, bias1, bias2):
         """Adam (arXiv 1412.6980); these groups have no weight decay. Returns p and its two averages, updated."""
@@ -175,11 +209,61 @@ class MuonAdamW:
         update = update * max(1.0, p.size(-2) / p.size(-1)) ** 0.5  # the same root-mean-square for every shape
         return p - lr * (update + self.weight_decay * cautious_weight_decay(p, update)), buffer, second_moment
 
-    def state_dict(self):
-        """Name -> tensor; load with load_state_dict."""
-        return dict(self.state)
+    # The parts of the ranks
+
+    def _sum_over_ranks(self, loss_sum):
+        """{name: gradient}, or this rank's part of it, summed over the ranks; `loss_sum` is summed in place."""
+        gradients = {name: p.main_grad for name, p in self.parameters.items()}
+        if self.dist:
+            whole = [gradient for name, gradient in gradients.items() if name not in self.sharded]
+            xla_all_reduce_gradients([*whole, loss_sum], self.dist)
+        return {name: xla_reduce_scatter(self._padded(gradient), self.dist) if name in self.sharded else gradient
+                for name, gradient in gradients.items()}
+
+    def _norm(self, gradients):
+        squares = {name: gradient.square().sum() for name, gradient in gradients.items()}
+        if self.sharded:
+            parts = sum(square for name, square in squares.items() if name in self.sharded)
+            xla_all_reduce_gradients([parts], self.dist)
+            return (parts + sum(square for name, square in squares.items() if name not in self.sharded)).sqrt()
+        return torch.stack(list(squares.values())).sum().sqrt()
+
+    def _padded(self, tensor):
+        missing = -tensor.size(0) % self.dist.world_size
+        return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+    def _part_of(self, name, tensor):
+        """This rank's part of a tensor that belongs to parameter `name`."""
+        if name not in self.sharded:
+            return tensor
+        parts = self._padded(tensor).unflatten(0, (self.dist.world_size, -1))
+        return parts[self.dist.rank]
+
+    def _gathered(self, name, part):
+        """The inverse; every rank must call it."""
+        return xla_all_gather(part, self.dist)[:self.parameters[name].size(0)] if name in self.sharded else part
+
+    # Checkpoints
+
+    @torch.no_grad()
+    def host_state(self):
+        """({name: weight}, {name: state}), whole, fp32, in host memory, whatever the optimizer does afterwards.
+
+        Every rank must call it, where there are parts to gather; all but rank 0 get two empty dicts.
+        """
+        host = {}, {}
+        for found, tensors in zip(host, (self.masters, self.state), strict=True):
+            for name, tensor in tensors.items():
+                parameter = name.partition(".")[0]
+                if parameter in self.sharded:
+                    with xla_program(self.dist, f"gather {tuple(tensor.shape)}", collective=True):
+                        tensor = self._gathered(parameter, tensor)
+                if not self.dist or self.dist.rank == 0:
+                    found[name] = tensor.detach().to("cpu", copy=True)
+        return host
 
     @torch.no_grad()
     def load_state_dict(self, state):
+        """Takes the second of what host_state gave; the weights are taken from the model when this is made."""
         for name, tensor in self.state.items():
-            tensor.copy_(state[name])
+            tensor.copy_(self._part_of(name.partition(".")[0], state[name]))

@@ -1,7 +1,7 @@
 """The kernels of `chunked` and `flash` on XLA: layers as a loop, Pallas attention, cross-entropy that streams.
 
-Their backward passes add to `.grad` in place, which must be there: a gradient of a weight by itself, in memory and then
-read and added, would cost as much traffic as the weights do.
+Their backward passes add to the `main_grad` of the weights in place, which must be there (optim.add_main_grads): a
+gradient by itself, in memory and then read and added, would cost as much traffic as the weights do.
 """
 from dataclasses import dataclass
 from functools import cache, partial
@@ -110,7 +110,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         ids, = ctx.saved_tensors
-        ctx.table.grad.index_add_(0, ids.flatten().long(), d_out.flatten(0, 1).to(ctx.table.dtype))
+        ctx.table.main_grad.index_add_(0, ids.flatten().long(), d_out.flatten(0, 1).float())
         return None, None, None
 
 
@@ -176,7 +176,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden, head, targets, softcap):
         body = _GradientBody(softcap, hidden.size(0))
         chunks = _chunks(hidden, targets)
-        sums = torch.zeros((), device=hidden.device), torch.zeros_like(head)
+        sums = torch.zeros((), device=hidden.device), torch.zeros_like(head, dtype=torch.float32)
         constants = [head.to(hidden.dtype)]
         if len(chunks[0]) == 1:
             (loss, d_head), (d_hidden,) = body(None, sums, [chunk[0] for chunk in chunks], None, constants)
@@ -189,5 +189,5 @@ class _MeanCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_loss):
         d_hidden, d_head = ctx.saved_tensors
-        ctx.head.grad.add_(d_head * d_loss)
+        ctx.head.main_grad.add_(d_head * d_loss)
         return d_hidden * d_loss.to(d_hidden.dtype), None, None, None

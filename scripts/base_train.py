@@ -38,7 +38,6 @@ from nanochat.common import (
     resolve_device_type,
     run_script,
     thread_barrier,
-    xla_all_reduce_gradients,
     xla_program,
 )
 from nanochat.dataloader import NUM_LANES, DataLoader, SyntheticLoader
@@ -108,6 +107,8 @@ def parse_args(argv=None):
     add = parser.add_argument_group("optimizer").add_argument
     for field in fields(OptimConfig):
         add(f"--{field.name}", type=field.type, default=field.default, help=field.metadata["help"])
+    add("--shard_optimizer", default="auto", choices=["auto", "on", "off"],
+        help="each rank keeps and updates its part of the optimizer's state; auto: on XLA")
     add = parser.add_argument_group("evaluation, samples, checkpoints, logs").add_argument
     add("--eval_every", type=int, default=250, help="steps between evaluations, also at the end; -1: never")
     add("--eval_tokens", type=int, default=10 * 2**20, help="tokens of an evaluation, whatever the world size")
@@ -136,8 +137,16 @@ def optim_config(args):
     return OptimConfig(**{field.name: getattr(args, field.name) for field in fields(OptimConfig)})
 
 
+def is_sharded(args, device_type):
+    """Whether the ranks share the optimizer's state. Raises BadInput where they cannot."""
+    is_xla = device_type in ("tpu", "xla")
+    if args.shard_optimizer == "on" and not is_xla:
+        raise BadInput(f"--shard_optimizer=on, but this runs on {device_type}: it is for XLA devices, use auto")
+    return is_xla and args.shard_optimizer != "off"
+
+
 # -----------------------------------------------------------------------------
-# The two programs of a step
+# The first program of a step; the other is MuonAdamW.update
 
 
 def micro_step(model, rows, loss_sum, scale):
@@ -148,19 +157,6 @@ def micro_step(model, rows, loss_sum, scale):
     loss = model(rows[:, :-1], rows[:, 1:], reduction="mean") * scale
     loss.backward()
     loss_sum += loss.detach()
-
-
-def update(optimizer, scheduled, loss_sum, dist):
-    """Sums gradients and loss over the ranks, updates the weights, and sets the sums to zero.
-
-    Returns (2,): the loss and the norm of the gradient. If either is not finite, the weights stay as they are.
-    """
-    gradients = [p.grad for p in optimizer.parameters.values()]
-    xla_all_reduce_gradients(gradients + [loss_sum], dist)
-    result = torch.stack([loss_sum, torch.stack([g.square().sum() for g in gradients]).sum().sqrt()])
-    optimizer.step(scheduled, is_good=result.isfinite().all())
-    loss_sum.zero_()
-    return result
 
 
 # -----------------------------------------------------------------------------
@@ -220,7 +216,7 @@ class Trainer:
             self.model.init_weights(args.seed)
         self.model.to(dist.device)
         self.optimizer = MuonAdamW(self.model, optim_config(args), self.plan.total_batch_size,
-                                   self.plan.num_iterations, dtype)
+                                   self.plan.num_iterations, dtype, dist, is_sharded(args, dist.device_type))
         if restored:
             self.optimizer.load_state_dict(restored.optimizer_state)
         self.loss_sum = torch.zeros((), device=dist.device)
@@ -332,7 +328,7 @@ class Trainer:
         self.last_batch = batch
         scheduled = self.optimizer.scheduled(self.step, plan.batch_growth(self.step)).to(dist.device)
         with self.observer.program("update", collective=True, scheduled=scheduled):
-            result = update(self.optimizer, scheduled, self.loss_sum, dist)
+            result = self.optimizer.update(scheduled, self.loss_sum)
         return result, all_rows
 
     def log(self):
@@ -403,8 +399,9 @@ class Trainer:
         self.saved_step = self.step
         with self.goodput.span("save"):
             checkpoint.save_lane_states(self.run_dir, self.step, self.last_batch.state)
+            state = self.optimizer.host_state()
             if self.dist.rank == 0:
-                self.saver.save(self.step, self.model.state_dict(), self.optimizer.state_dict(), {
+                self.saver.save(self.step, *state, {
                     "config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
                     "data_fingerprint": self.loader.fingerprint, "flags": vars(self.args),
                     "batch_schedule": self.plan.batch_schedule,
@@ -445,6 +442,7 @@ def check(args, device_type):
     plan = make_plan(args, tokenizer.n_vocab, expected_world_size(device_type))
     parse_profile_steps(args.profile_steps, plan.num_iterations)
     get_kernels(args.kernel, device_type)
+    is_sharded(args, device_type)
     data_fingerprint = None
     if not args.synthetic_data:
         data_fingerprint = fingerprint(open_shards(list_shards(args.data_dir), args.skip_bad_shards))
@@ -459,7 +457,7 @@ def check(args, device_type):
     model = GPT.on_meta(plan.config)
     optimizer = MuonAdamW(model, optim_config(args), plan.total_batch_size, plan.num_iterations)
     if args.save_every > 0:
-        checkpoint.check_disk_space(run_dir, checkpoint.state_bytes(model.state_dict(), optimizer.state_dict()))
+        checkpoint.check_disk_space(run_dir, checkpoint.state_bytes(optimizer.masters, optimizer.state))
     if open_mirror(args) and args.resume == "auto" and not checkpoint.list_checkpoints(run_dir):
         open_mirror(args).fetch(run_dir)
     path = checkpoint.latest_good(run_dir, report=lambda message: print(f"warning: {message}", flush=True))

@@ -29,7 +29,7 @@ def make_state(depth):
     model = GPT.on_meta(plan.config)
     optimizer = MuonAdamW(model, optim_config(args), plan.total_batch_size, plan.num_iterations)
     return tuple({name: torch.rand(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
-                 for state in (model.state_dict(), optimizer.state_dict()))
+                 for state in (optimizer.masters, optimizer.state))
 
 
 def main(argv=None):
@@ -43,7 +43,8 @@ def main(argv=None):
         saver = checkpoint.Saver(run_dir, num_lanes=NUM_LANES, keep=1)
         started = time.monotonic()
         checkpoint.save_lane_states(run_dir, 1, {lane: {} for lane in range(NUM_LANES)})
-        saver.save(1, *state, {})
+        copies = ({name: tensor.clone() for name, tensor in part.items()} for part in state)  # as MuonAdamW.host_state
+        saver.save(1, *copies, {})
         held_s = time.monotonic() - started
         saver.finish()
         safe_s = time.monotonic() - started

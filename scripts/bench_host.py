@@ -14,7 +14,7 @@ from nanochat.common import ArgumentParser, compute_init, prepare_xla_environmen
 from nanochat.gpt import GPT, config_for_depth
 from nanochat.kernels import available_kernels, get_kernels
 from nanochat.optim import MuonAdamW, OptimConfig
-from scripts.base_train import micro_step, update
+from scripts.base_train import micro_step
 
 
 def parse_args(argv=None):
@@ -48,7 +48,7 @@ class Contender:
             total += run.host_s
         scheduled = self.optimizer.scheduled(step).to(self.dist.device)
         with xla_program(self.dist, f"update {self.kernel}") as run:
-            update(self.optimizer, scheduled, self.loss_sum, self.dist)
+            self.optimizer.update(scheduled, self.loss_sum)
         synchronize(self.dist)
         return total + run.host_s
 

@@ -22,7 +22,7 @@ from nanochat.common import (
 from nanochat.gpt import GPT, config_for_depth
 from nanochat.kernels import get_kernels
 from nanochat.optim import MuonAdamW, OptimConfig
-from scripts.base_train import micro_step, update
+from scripts.base_train import micro_step
 
 
 def parse_args(argv=None):
@@ -60,7 +60,7 @@ class Contender:
                 micro_step(self.model, rows.to(self.dist.device), self.loss_sum, self.scale)
             with xla_program(self.dist, "update"):
                 scheduled = self.optimizer.scheduled(self.step).to(self.dist.device)
-                loss = update(self.optimizer, scheduled, self.loss_sum, self.dist)
+                loss = self.optimizer.update(scheduled, self.loss_sum)
             self.step += 1
         synchronize(self.dist)
         self.last_loss = loss.item()

@@ -83,15 +83,17 @@ class Programs:
             for name, buffer in module._buffers.items():
                 module._buffers[name] = aot.placeholder(buffer.shape, buffer.dtype)
         self.optimizer = MuonAdamW(self.model, base_train.optim_config(train_args), plan.total_batch_size,
-                                   plan.num_iterations, dtype)
+                                   plan.num_iterations, dtype, self.dist,
+                                   base_train.is_sharded(train_args, "tpu"))
         self.loss_sum = torch.zeros((), device=self.dist.device)
         self.loss_scale = aot.placeholder((), torch.float32)
         aot.make_placeholders()  # what was set to zero so far
 
     def state(self):
         """name -> tensor: all that stays on the chip between programs."""
-        parameters = dict(self.model.named_parameters())
-        return parameters | {f"{name}.grad": p.grad for name, p in parameters.items()} \
+        parameters, masters = self.optimizer.parameters, self.optimizer.masters
+        return parameters | {f"{name}.main_grad": p.main_grad for name, p in parameters.items()} \
+            | {f"{name}.master": masters[name] for name, p in parameters.items() if masters[name] is not p} \
             | dict(self.model.named_buffers()) | self.optimizer.state \
             | {"loss_sum": self.loss_sum, "loss_scale": self.loss_scale}
 
@@ -102,8 +104,8 @@ class Programs:
         """Bytes of weights, gradients, optimizer state and the rest."""
         groups = dict.fromkeys(("weights", "gradients", "optimizer", "other"), 0)
         for name, size in self.resident_bytes().items():
-            group = "gradients" if name.endswith(".grad") else "weights" if name in self.optimizer.parameters \
-                else "optimizer" if name in self.optimizer.state else "other"
+            group = "gradients" if name.endswith(".main_grad") else "weights" if name in self.optimizer.parameters \
+                else "optimizer" if name in self.optimizer.state or name.endswith(".master") else "other"
             groups[group] += size
         return groups
 
@@ -117,7 +119,7 @@ class Programs:
         import torch
 
         from nanochat.common import xla_program
-        from scripts.base_train import micro_step, update
+        from scripts.base_train import micro_step
         args, device = self.args, self.dist.device
         rows = torch.zeros(args.device_batch_size, args.max_seq_len + 1, dtype=torch.int32)
         for name in names:
@@ -125,7 +127,7 @@ class Programs:
                 if name == "micro_step":
                     micro_step(self.model, rows.to(device), self.loss_sum, self.loss_scale)
                 else:
-                    result = update(self.optimizer, self.optimizer.scheduled(1).to(device), self.loss_sum, self.dist)
+                    result = self.optimizer.update(self.optimizer.scheduled(1).to(device), self.loss_sum)
         return result
 
     def _evaluate(self):
@@ -289,9 +291,12 @@ def describe(report, train_args):
                      f"{program['traced_instructions']:6} {program['compiled_instructions']:8} "
                      f"{program['compile_s']:7.0f}")
     for name, program in report["programs"].items():
-        for kind, (count, num_bytes) in program["collectives"].items():
-            lines.append(f"  {name}: {count} {kind}, {num_bytes / 1e6:.1f} MB a chip, "
-                         f"est. {1000 * program['ici_s']:.1f} ms")
+        for kind, (count, num_bytes, overlapped) in program["collectives"].items():
+            lines.append(f"  {name}: {count} {kind}, {num_bytes / 1e6:.1f} MB, {overlapped / 1e6:.1f} of them while "
+                         "other work goes on")
+        if program["collectives"]:
+            lines.append(f"  {name}: collectives est. {1000 * program['ici_s']:.1f} ms, and "
+                         f"{1000 * program['overlapped_ici_s']:.1f} ms while other work goes on")
         if program["pallas_calls"]:
             lines.append(f"  {name}: {program['pallas_calls']} Pallas kernels, {program['pallas_flops'] / 1e12:.2f} "
                          "TFLOP, in the cycles at the rate of the matrix units")

@@ -19,6 +19,7 @@ def count(index, flags, out):
         return data[0] if data else 0
 
     trainer = Trainer(parse_args(flags), compute_init("xla"))
+    thread_barrier(trainer.dist)  # each rank compiles its own way of putting its part of the state on its device
     before = value("CompileTime")
     compilations, between_logs, pending = [], 0, []
     fetched_before = value("TransferFromDeviceTime")

@@ -82,4 +82,42 @@ def test_of_a_stack_that_a_loop_takes_slices_of_the_slice_counts_and_vmem_does_n
 
 
 def test_collectives_in_loops_count_as_often_as_they_run():
-    assert hlo.collectives(hlo.parse(PROGRAM).ops()) == {"all-reduce": (8, 8 * 4 * 1024 * 1024)}
+    assert hlo.collectives(hlo.parse(PROGRAM).ops(), chips=8) == {"all-reduce": [8, 8 * 4 * 1024 * 1024, 0]}
+
+
+OVERLAPPED = '''HloModule IrToHlo.2, is_scheduled=true, entry_computation_layout={(bf16[1,8,128]{2,1,0})->bf16[2,8,128]{2,1,0}}
+
+%start (param_0: bf16[1,8,128]) -> (bf16[1,8,128], bf16[2,8,128], u32[]) {
+  %param_0 = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %all-gather.1 = bf16[2,8,128]{2,1,0:T(8,128)(2,1)} all-gather(%param_0), replica_groups={{0,1}}, dimensions={0}, backend_config={"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}
+  ROOT %custom-call.1 = (bf16[1,8,128]{2,1,0}, bf16[2,8,128]{2,1,0}, u32[]{:S(2)}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%step (param_1: bf16[1,8,128], param_2: bf16[2,8,128], param_3: u32[], param_4: f32[8,128]) -> (f32[8,128], bf16[1,8,128], bf16[2,8,128], u32[]) {
+  %param_1 = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %param_2 = bf16[2,8,128]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %param_3 = u32[]{:S(2)} parameter(2)
+  %param_4 = f32[8,128]{1,0:T(8,128)} parameter(3)
+  %add.1 = f32[8,128]{1,0:T(8,128)} add(%param_4, %param_4)
+  %all-gather.2 = bf16[2,8,128]{2,1,0:T(8,128)(2,1)} all-gather(%param_1), replica_groups={{0,1}}, dimensions={0}, backend_config={"async_collective_fusion_config":{"flag_start":"2","flag_end":"8"}}
+  ROOT %tuple.1 = (f32[8,128]{1,0}, bf16[1,8,128]{2,1,0}, bf16[2,8,128]{2,1,0}, bf16[2,8,128]{2,1,0}, u32[]{:S(2)}) tuple(%add.1, %param_1, %param_2, %all-gather.2, %param_3)
+}
+
+ENTRY %main (Arg_0: bf16[1,8,128], Arg_1: f32[8,128]) -> f32[8,128] {
+  %Arg_0 = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %Arg_1 = f32[8,128]{1,0:T(8,128)} parameter(1)
+  %fusion.1 = (bf16[1,8,128]{2,1,0}, bf16[2,8,128]{2,1,0}, u32[]{:S(2)}) fusion(%Arg_0), kind=kCustom, calls=%start
+  %get.1 = bf16[1,8,128]{2,1,0} get-tuple-element(%fusion.1), index=0
+  %get.2 = bf16[2,8,128]{2,1,0} get-tuple-element(%fusion.1), index=1
+  %get.3 = u32[]{:S(2)} get-tuple-element(%fusion.1), index=2
+  %fusion.2 = (f32[8,128]{1,0}, bf16[1,8,128]{2,1,0}, bf16[2,8,128]{2,1,0}, bf16[2,8,128]{2,1,0}, u32[]{:S(2)}) fusion(%get.1, %get.2, %get.3, %Arg_1), kind=kOutput, calls=%step
+  ROOT %get.4 = f32[8,128]{1,0} get-tuple-element(%fusion.2), index=0
+}
+'''
+
+
+def test_a_collective_in_steps_counts_once_and_as_running_beside_other_work():
+    ops = hlo.parse(OVERLAPPED).ops()
+    whole, part, added = 2 * 8 * 128 * 2, 8 * 128 * 2, 8 * 128 * 4
+    assert hlo.collectives(ops, chips=2) == {"all-gather": [1, whole, whole]}
+    assert sum(op.hbm_bytes for op in ops) == whole + part + 2 * added
