@@ -34,7 +34,6 @@ begun, where in a document the next row begins. They are read and tokenized agai
 A worker does all of it, because rows are packed fastest where their tokens are still in the cache.
 """
 import math
-import operator
 import queue
 import threading
 from dataclasses import dataclass, field
@@ -78,20 +77,17 @@ class LaneState(NamedTuple):
 @dataclass(frozen=True)
 class Batch:
     rows: torch.Tensor  # int32 (batch_size, seq_len + 1)
-    lanes: dict = field(repr=False)  # lane -> LaneState after this batch, of this rank's lanes
+    lanes: dict = field(repr=False)  # lane -> fields of the LaneState after this batch, of this rank's lanes
     run: dict = field(repr=False)  # what the states are valid for
 
     @property
     def state(self):
         """{lane: JSON value} of this rank's lanes, as of after this batch."""
-        return {lane: {"run": self.run, **state._asdict()} for lane, state in self.lanes.items()}
+        return {lane: {"run": self.run, **LaneState(*state)._asdict()} for lane, state in self.lanes.items()}
 
 
 # -----------------------------------------------------------------------------
 # A lane
-
-_REF = operator.attrgetter("ref")
-
 
 class Lane:
     """A lane's endless rows, from parquet to packing. One thread at a time may use it."""
@@ -102,14 +98,14 @@ class Lane:
         self.rows, self.next, _, _, self.waited, self.tokens, self.dropped, self.documents = state
         self.short, self.long, self.buffered_tokens = [], [], 0  # documents not begun, oldest first
         self.short_lengths = []  # tokens of each
-        self.buffer = None  # their refs, while they stay the same
+        self.refs, self.buffer = {}, None  # of all of them, as keys; and as a tuple while they stay the same
         self.pending = None  # (Piece, offset): what the next row begins with
         self.to_restore = state
         self._pieces = self._tokenize(state)
         self._peeked = None
 
     def make_rows(self, count):
-        """The next rows, int32 (count, row_tokens), and the LaneState after each of them."""
+        """The next rows, int32 (count, row_tokens), and the fields of the LaneState after each of them."""
         if self.to_restore:
             self._restore(self.to_restore)
             self.to_restore = None
@@ -121,10 +117,9 @@ class Lane:
 
     def _state(self):
         if self.buffer is None:
-            self.buffer = tuple(map(_REF, self.short + self.long))
+            self.buffer = tuple(self.refs)
         pending = self.pending and (*self.pending[0].ref, self.pending[1])
-        return LaneState(self.rows, self.next, self.buffer, pending, self.waited, self.tokens, self.dropped,
-                         self.documents)
+        return self.rows, self.next, self.buffer, pending, self.waited, self.tokens, self.dropped, self.documents
 
     def _restore(self, state):
         for _ in range(len(state.buffer) + bool(state.pending)):
@@ -188,6 +183,7 @@ class Lane:
             for piece in self._choose(space):
                 self.documents += 1
                 self.buffered_tokens -= len(piece.tokens)
+                del self.refs[piece.ref]
                 self.pending = piece, 0
                 space = self._continue(parts, space)
                 if self.pending and not self._is_long(piece):  # cropped
@@ -207,7 +203,7 @@ class Lane:
             self.short.append(piece)
             self.short_lengths.append(len(piece.tokens))
         self.buffered_tokens += len(piece.tokens)
-        self.buffer = None
+        self.refs[piece.ref] = self.buffer = None
 
     def _refill(self):
         while True:
@@ -299,7 +295,7 @@ class RowQueue:
         wanted.put(self)
 
     def get(self):
-        """The next row, and the LaneState after it."""
+        """The next row, and the fields of the LaneState after it."""
         for row_and_state in self._block:
             return row_and_state
         try:
@@ -379,7 +375,8 @@ class DataLoader:
     @property
     def stats(self):
         """Of this rank's lanes, since the run began and up to the last batch."""
-        counts = {name: sum(getattr(state, name) for state in self._states.values())
+        states = [LaneState(*state) for state in self._states.values()]
+        counts = {name: sum(getattr(state, name) for state in states)
                   for name in ("rows", "tokens", "dropped", "documents")}
         counts["dropped_share"] = counts["dropped"] / max(1, counts["tokens"] + counts["dropped"])
         counts["epoch"] = counts["documents"] * self.world_size / self._n_documents

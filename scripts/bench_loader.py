@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,10 @@ from nanochat.common import ArgumentParser, BadInput, run_script
 from nanochat.dataloader import DataLoader
 from nanochat.dataset import list_shards
 from nanochat.tokenizer import load_tokenizer
+
+# The tokenizer has its turn after so many: if the texts of a whole measurement were held for it, the loader could not
+# use their memory again and would have to wait for new pages from the kernel, which costs it 10 ns a token.
+DOCUMENTS_IN_TURN = 1000
 
 
 def main(argv=None):
@@ -66,13 +71,35 @@ class RecordingTokenizer:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.bos_id, self.n_vocab, self.sha256 = tokenizer.bos_id, tokenizer.n_vocab, tokenizer.sha256
-        self.texts, self.lengths = [], []  # appending is safe in threads
+        self.clear()
+
+    def clear(self):
+        self.texts, self.lengths, self.ended = [], [], time.perf_counter()  # appending is safe in threads
 
     def encode_to_numpy(self, text):
         ids = self.tokenizer.encode_to_numpy(text)
         self.texts.append(text)
         self.lengths.append(len(ids))
+        self.ended = time.perf_counter()
         return ids
+
+
+@dataclass
+class Speed:
+    """What tokens took where they were made: the first batches that the loader hands out were made before."""
+    tokens: int = 0
+    seconds: float = 0.0
+    core_seconds: float = 0.0
+
+    def measure(self, work, recorder):
+        """Adds what `work()` made, and returns the texts that it was made from."""
+        recorder.clear()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        work()
+        self.tokens += sum(recorder.lengths)
+        self.seconds += recorder.ended - begin
+        self.core_seconds += time.process_time() - cpu_begin
+        return recorder.texts
 
 
 def compare_speed(args, paths, tokenizer):
@@ -81,6 +108,11 @@ def compare_speed(args, paths, tokenizer):
     recorder, ratios, lengths = RecordingTokenizer(tokenizer), [], []
     loader = DataLoader(paths, recorder, batch_size=args.device_batch_size, seq_len=args.max_seq_len,
                         world_size=args.world_size, threads=args.threads)
+
+    def load():
+        while len(recorder.lengths) < DOCUMENTS_IN_TURN:
+            next(loader)
+        wait_until_idle(recorder)
 
     def tokenize(texts):
         for text in texts:
@@ -91,16 +123,21 @@ def compare_speed(args, paths, tokenizer):
         wait_until_idle(recorder)
         print(f"{'':16}{'tokens/s':>12}{'per core-second':>17}")
         for _ in range(args.rounds):
-            *with_loader, texts = measure(lambda: read_for(args.seconds, loader), recorder)
-            wait_until_idle(recorder)
-            # The same texts again: a token costs more in one document than in another.
-            parts = [texts[i:i + 16] for i in range(0, len(texts), 16)]
-            *alone, _ = measure(lambda parts=parts: list(pool.map(tokenize, parts)), recorder)
-            lengths += recorder.lengths
-            print(f"tokenizer alone {alone[0]:>12,.0f}{alone[1]:>17,.0f}")
-            print(f"with the loader {with_loader[0]:>12,.0f}{with_loader[1]:>17,.0f}   "
-                  f"{with_loader[0] / alone[0]:.1%} and {with_loader[1] / alone[1]:.1%} of the tokenizer's")
-            ratios.append((with_loader[0] / alone[0], with_loader[1] / alone[1]))
+            with_loader, alone = Speed(), Speed()
+            while with_loader.seconds < args.seconds:
+                texts = with_loader.measure(load, recorder)
+                lengths += recorder.lengths
+                # The same texts again: a token costs more in one document than in another.
+                parts = [texts[i:i + 16] for i in range(0, len(texts), 16)]
+                alone.measure(lambda parts=parts: list(pool.map(tokenize, parts)), recorder)
+                recorder.clear()
+                del texts, parts
+            ratios.append((with_loader.tokens / with_loader.seconds * alone.seconds / alone.tokens,
+                           alone.core_seconds / with_loader.core_seconds))
+            print(f"tokenizer alone {alone.tokens / alone.seconds:>12,.0f}{alone.tokens / alone.core_seconds:>17,.0f}")
+            print(f"with the loader {with_loader.tokens / with_loader.seconds:>12,.0f}"
+                  f"{with_loader.tokens / with_loader.core_seconds:>17,.0f}   "
+                  f"{ratios[-1][0]:.1%} and {ratios[-1][1]:.1%} of the tokenizer's")
         stats = loader.stats
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"median: {statistics.median(r[0] for r in ratios):.1%} of the tokenizer's speed, "
@@ -110,30 +147,12 @@ def compare_speed(args, paths, tokenizer):
     return lengths
 
 
-def read_for(seconds, loader):
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < seconds:
-        next(loader)
-
-
-def measure(work, recorder):
-    """Does `work()` and returns tokens made per second and per second of CPU time, and the texts they were made from.
-
-    Counted where they are made: the first batches that the loader hands out were made before.
-    """
-    recorder.texts, recorder.lengths = [], []
-    begin, cpu_begin = time.perf_counter(), time.process_time()
-    work()
-    tokens, texts = sum(recorder.lengths), list(recorder.texts)
-    return tokens / (time.perf_counter() - begin), tokens / (time.process_time() - cpu_begin), texts
-
-
 def wait_until_idle(recorder):
     """The loader works ahead: waits until it has done so."""
     before = -1
     while before != len(recorder.lengths):
         before = len(recorder.lengths)
-        time.sleep(0.2)
+        time.sleep(0.1)
 
 
 def compare_packings(lengths, seq_len):
