@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanochat import hlo
+from nanochat import hlo, tpu
 from nanochat.common import BadInput
 
 REPOSITORY = str(Path(__file__).resolve().parent.parent)
@@ -256,14 +256,10 @@ def _topology_options(tpu_slice):
 
 
 def _compiler_environment(tpu_slice):
-    """Environment in which libtpu compiles without a TPU, with the options that torch_xla would give it on one."""
+    """Environment in which libtpu compiles without a TPU, with the options that base_train and torch_xla give it."""
     torch_xla_flags = _TORCH_XLA_LIBTPU_FLAGS | (_TORCH_XLA_V5_FLAGS if tpu_slice.tpu.name in ("v5e", "v5p") else {})
-    flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
-    flags += [f"--{key}={value}" for key, value in torch_xla_flags.items()
-              if not any(flag.startswith(f"--{key}=") for flag in flags)]
-    tpu = tpu_slice.tpu
-    return os.environ | {
+    # The topology says all; with this variable libtpu looks for files that it has on a v6e only.
+    return {key: value for key, value in os.environ.items() if key != "TPU_ACCELERATOR_TYPE"} | {
         "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": f"{tpu.accelerator_prefix}-{tpu_slice.chips * tpu.cores_per_chip}",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu's lock file is for those that use a TPU
-        "LIBTPU_INIT_ARGS": " ".join(flags), "TF_CPP_MIN_LOG_LEVEL": "2"}
+        "LIBTPU_INIT_ARGS": tpu.libtpu_init_args(tpu_slice.tpu, torch_xla_flags), "TF_CPP_MIN_LOG_LEVEL": "2"}

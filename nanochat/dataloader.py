@@ -47,7 +47,7 @@ from nanochat.dataset import Units, fingerprint, open_shards
 
 NUM_LANES = 64
 READ_AHEAD_BYTES = 256 << 20  # text that all lanes of a rank hold together, at most
-BLOCK_TOKENS = 1 << 14  # tokens in the rows that a worker makes at a time (but one row at least)
+BLOCK_TOKENS = 1 << 15  # tokens in the rows that a worker makes at a time (but one row at least)
 BUFFER_DOCUMENTS = 16  # that a lane chooses from, if there is a long one among them;
 BUFFER_SHORT_DOCUMENTS = 128  # without one it looks further, because what does not fit will be cropped,
 BUFFER_TOKENS = 1 << 17  # but not beyond this (it holds at least two rows)

@@ -27,10 +27,12 @@ class Attention:
     tables(cos, sin) -> constants: what the others need of gpt.rotary_tables
     forward(q, k, v, index, window, *constants) -> y; window: int32 scalar, or None
     backward(q, k, v, index, window, d_y, *constants) -> gradients of the layer's q, k and v
+    row_major(x) -> x, which a TPU is to keep in memory in this order
     """
     tables: Any
     forward: Any
     backward: Any
+    row_major: Any = lambda x: x
 
 
 class Saved(NamedTuple):
@@ -40,7 +42,7 @@ class Saved(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     y: torch.Tensor  # attention's output
-    act: torch.Tensor  # the hidden units after ReLU²
+    h: torch.Tensor  # the hidden units after ReLU, before they are squared
 
 
 class Weights(NamedTuple):
@@ -93,7 +95,7 @@ class _LayerStack(torch.autograd.Function):
 
 def _empty(x, weights, slots_of_x, slots):
     width, kv_width, hidden = (weight.size(-2) for weight in (weights.attn_q, weights.attn_k, weights.mlp_in))
-    widths = Saved(x=width, q=width, k=kv_width, v=kv_width, y=width, act=hidden)
+    widths = Saved(x=width, q=width, k=kv_width, v=kv_width, y=width, h=hidden)
     stacks = Saved(*(x.new_zeros(slots, *x.shape[:-1], width) for width in widths))
     return stacks._replace(x=x.new_zeros(slots_of_x, *x.shape))
 
@@ -155,22 +157,22 @@ def _layer(attention, x, index, saved, x0, weights, tables):
                for stack, weight in zip(saved[1:4], weights[2:5], strict=True))
     y = attention.forward(q, k, v, index, weights.window, *tables)
     x_mid = x_in + F.linear(y, weights.attn_o)
-    act = F.relu(_reciprocal_rms(x_mid) * F.linear(x_mid, weights.mlp_in)).square().to(x.dtype)
-    act = put(saved.act, index, act, use_from_memory=True)
-    out = x_mid + F.linear(take(act, index), weights.mlp_out)
-    return out, Saved(saved.x, q, k, v, put(saved.y, index, y), act)
+    h = F.relu(_reciprocal_rms(x_mid) * F.linear(x_mid, weights.mlp_in)).to(x.dtype)
+    h = put(saved.h, index, h, use_from_memory=True)
+    out = x_mid + F.linear(take(h, index).square(), weights.mlp_out)
+    return out, Saved(saved.x, q, k, v, put(saved.y, index, y), h)
 
 
 def _layer_backward(attention, x, index, d_out, saved, x0, weights, tables):
     """Gradients of the layer's input, of x0, and of its weights, in the order of LAYER_WEIGHTS."""
     dtype = d_out.dtype
-    y, act = take(saved.y, index), take(saved.act, index)
+    y, h = take(saved.y, index), take(saved.h, index)
     x_in = _mixed(x, x0, weights)
     x_mid = x_in + F.linear(y, weights.attn_o)
-    act = F.relu(act)  # changes nothing, but a bare slice XLA copies before it multiplies by it
     scale = _reciprocal_rms(x_mid)
-    d_h = (2 * scale * act.float().sqrt() * (d_out @ weights.mlp_out)).to(dtype)  # with the scale of norm(x_mid)
-    d_mlp_out = _outer(d_out, act)
+    d_act = attention.row_major(d_out @ weights.mlp_out)  # v6e would copy it and h into the other order, and back
+    d_h = (2 * scale * h * d_act).to(dtype)  # with the scale of norm(x_mid)
+    d_mlp_out = _outer(d_out, h.square())
     d_mlp_in = _outer(d_h, x_mid)
     d_mid = d_out + _norm_backward(x_mid, scale, d_h @ weights.mlp_in)
     d_attn_o = _outer(d_mid, y)

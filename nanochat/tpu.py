@@ -34,6 +34,7 @@ class TpuType:
     runtime_version: str  # of the VM image
     usd_per_chip_hour: float | None = None  # on demand
     usd_per_chip_hour_spot: float | None = None
+    scoped_vmem_kib: int | None = None  # VMEM for the tiles of one operation, where another limit was found faster
 
 
 # Figures from Google's "TPU versions" pages; usable HBM from the out-of-memory reports of libtpu 0.0.21. Matrix units:
@@ -45,10 +46,10 @@ PRICES_DATE = "2026-11"
 TPU_TYPES = {tpu.name: tpu for tpu in (
     TpuType("v4", "v4", 275e12, 32 * GIB, _gib(30.75), 1200e9, 600e9, 2**18, 3, 2, 4, "tpu-ubuntu2204-base"),
     TpuType("v5e", "v5litepod", 197e12, 16 * GIB, _gib(15.75), 819e9, 400e9, 2**17, 2, 1, 8, "v2-alpha-tpuv5-lite",
-            1.20, 0.255),
+            1.20, 0.255, 32768),
     TpuType("v5p", "v5p", 459e12, 95 * GIB, _gib(95.74), 2765e9, 1200e9, 2**18, 3, 2, 4, "v2-alpha-tpuv5"),
     TpuType("v6e", "v6e", 918e12, 32 * GIB, _gib(31.25), 1640e9, 800e9, 2**19, 2, 1, 8, "v2-alpha-tpuv6e",
-            2.70, 0.425),
+            2.70, 0.425, 65536),
 )}
 _PCI_DEVICE_TO_TYPE = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}
 _CHIPS_PER_HOST_OF_A_POD = 4  # every slice of more than one host, of every type
@@ -63,6 +64,14 @@ _GPU_PEAK_FLOPS = (
     ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12),
     ("RTX 5090", 209.5e12), ("RTX 4090", 165e12), ("RTX 3090", 71e12),
 )
+
+
+def libtpu_init_args(tpu, others=()):
+    """$LIBTPU_INIT_ARGS with the options of a TpuType and `others`, {name: value}, that it does not set already."""
+    arguments = os.environ.get("LIBTPU_INIT_ARGS", "").split()
+    options = dict(others) | ({"xla_tpu_scoped_vmem_limit_kib": tpu.scoped_vmem_kib} if tpu.scoped_vmem_kib else {})
+    return " ".join(arguments + [f"--{name}={value}" for name, value in options.items()
+                                 if not any(argument.startswith(f"--{name}=") for argument in arguments)])
 
 
 class Slice(NamedTuple):

@@ -4,6 +4,7 @@ Both are built once for each set of shapes and kept, so that in later steps trac
 torch_xla and jax are imported inside the functions only.
 """
 import os
+from functools import partial
 
 import torch
 
@@ -146,6 +147,18 @@ def jax_call(function, *tensors):
         _computations[key] = _lower(function, tensors)
     result = torch_xla._XLAC._xla_user_computation("nanochat::jax", list(tensors), _computations[key])
     return list(result) if isinstance(result, (list, tuple)) else [result]
+
+
+def row_major(x):
+    """`x`, which the compiler is to keep in memory in this order. It chooses an order for each tensor, and may choose
+    one that suits one product and then copy it for others. Needs jax; TPU only."""
+    return jax_call(_row_major, x)[0]
+
+
+@partial
+def _row_major(x):
+    from jax.experimental.layout import Layout, with_layout_constraint
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def _lower(function, tensors):

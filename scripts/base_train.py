@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from nanochat import checkpoint, compile_cache, metrics, preemption, watchdog
+from nanochat import checkpoint, compile_cache, metrics, preemption, tpu, watchdog
 from nanochat.bad_steps import BadSteps
 from nanochat.common import (
     DEVICE_TYPES,
@@ -443,6 +443,9 @@ def check(args, device_type):
     parse_profile_steps(args.profile_steps, plan.num_iterations)
     get_kernels(args.kernel, device_type)
     is_sharded(args, device_type)
+    if args.save_every_minutes > 0 and hosts(device_type) > 1:
+        raise BadInput(f"--save_every_minutes={args.save_every_minutes:g}: the hosts of a pod agree on steps, not on "
+                       "the time: use --save_every")
     data_fingerprint = None
     if not args.synthetic_data:
         data_fingerprint = fingerprint(open_shards(list_shards(args.data_dir), args.skip_bad_shards))
@@ -533,6 +536,8 @@ def main(argv=None):
     if status:
         return status
     prepare_xla_environment(device_type)
+    if device_type == "tpu" and tpu.detect_accelerator():
+        os.environ["LIBTPU_INIT_ARGS"] = tpu.libtpu_init_args(tpu.parse_accelerator(tpu.detect_accelerator()).tpu)
     if device_type not in ("tpu", "xla"):
         return train_without_parent(args, device_type)
     with exclusive_use(get_run_dir(args)):

@@ -246,13 +246,14 @@ def advice(report, train_args):
 
 
 def find_batch(args, train_args, say=print):
-    """Largest power of two that fits as --device_batch_size, without and with --activation_checkpointing, as a dict."""
+    """Largest --device_batch_size that fits, of those reached by doubling and halving the given one, without and with
+    --activation_checkpointing, as a dict."""
     import argparse
     found, started, compiled = {}, time.monotonic(), 0
     for checkpointing in (False, True):
-        best, tried = None, {}
-        batch = 1
-        while best is None or batch > best:
+        best, too_large, tried = None, None, {}
+        batch = train_args.device_batch_size
+        while batch and batch not in tried:
             trial = argparse.Namespace(**vars(train_args) | {
                 "device_batch_size": batch, "activation_checkpointing": checkpointing, "total_batch_size": -1})
             report = preflight(argparse.Namespace(**vars(args) | {"programs": "micro_step", "dump_dir": None}), trial,
@@ -261,9 +262,11 @@ def find_batch(args, train_args, say=print):
             tried[batch] = report["peak_bytes"]
             say(f"--device_batch_size={batch}{' --activation_checkpointing' if checkpointing else ''}: "
                 + (f"fits, {report['peak_bytes'] / GIB:.2f} GiB" if report["fits"] else "does not fit"))
-            if not report["fits"]:
-                break
-            best, batch = batch, 2 * batch
+            if report["fits"]:
+                best = max(batch, best or 0)
+            else:
+                too_large = min(batch, too_large or batch)
+            batch = batch * 2 if too_large is None else batch // 2
         found["with" if checkpointing else "without"] = {"largest": best, "peak_bytes": tried}
     return found | {"compilations": compiled, "seconds": time.monotonic() - started}
 
@@ -342,7 +345,7 @@ def main(argv=None):
     say("\n".join(describe(report, train_args)))
     if args.find_batch:
         found = report["find_batch"]
-        say(f"largest --device_batch_size (powers of two): {found['without']['largest']}, with "
+        say(f"largest --device_batch_size (doubled or halved): {found['without']['largest']}, with "
             f"--activation_checkpointing {found['with']['largest']}; {found['compilations']} compilations, "
             f"{found['seconds']:.0f} s")
     if args.json == "-":

@@ -68,3 +68,12 @@ def test_prices_come_from_the_table_unless_given():
     assert tpu.usd_per_hour("v6e-4", spot=False) == pytest.approx(10.80)
     assert tpu.usd_per_hour("v4-8", spot=True) is None
     assert tpu.usd_per_hour("v4-8", spot=True, usd_per_chip_hour=1.0) == 4.0
+
+
+def test_libtpu_gets_the_options_of_its_chip_that_are_not_set_already(monkeypatch):
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    v5e, v4 = tpu.TPU_TYPES["v5e"], tpu.TPU_TYPES["v4"]
+    assert tpu.libtpu_init_args(v5e) == "--xla_tpu_scoped_vmem_limit_kib=32768"
+    assert tpu.libtpu_init_args(v4) == ""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=1 --a=2")
+    assert tpu.libtpu_init_args(v5e, {"b": 3}) == "--xla_tpu_scoped_vmem_limit_kib=1 --a=2 --b=3"

@@ -43,8 +43,8 @@ def test_a_tiny_run_is_compiled_for_four_chips_and_fits(preflight, tiny):
     update, micro = report["programs"]["update"], report["programs"]["micro_step"]
     weights, gradients = report["memory"]["weights"], report["memory"]["gradients"]
     assert report["memory"]["optimizer"] < weights  # a quarter of everything, which is more than three times as much
-    assert update["collectives"]["reduce-scatter"][1] == pytest.approx(gradients, rel=1e-3) and not micro["collectives"]
-    assert update["collectives"]["all-gather"][1] == pytest.approx(weights, rel=1e-3)
+    assert update["collectives"]["reduce-scatter"][1] > 0.99 * gradients and not micro["collectives"]
+    assert update["collectives"]["all-gather"][1] > 0.99 * weights
     assert update["alias_bytes"] >= gradients + report["memory"]["optimizer"] and micro["alias_bytes"] >= gradients
     assert micro["runs_per_step"] == 2 and report["estimate"]["tokens_per_s"] > 0
     assert any(line["source"].startswith("nanochat/gpt.py:") for line in micro["top_operations"])
@@ -95,6 +95,33 @@ def test_base_train_ends_with_3_before_it_trains_what_does_not_fit(base_dir, tin
         capture_output=True, text=True, timeout=300, env=os.environ | {"TPU_ACCELERATOR_TYPE": "v5litepod-1"})
     assert process.returncode == 3, process.stdout[-2000:] + process.stderr[-4000:]
     assert "does not fit into 15.75 GiB" in process.stdout and not (base_dir / "checkpoints").exists()
+
+
+MOSAIC_VERSIONS = """
+import base64, re
+from functools import partial
+import jax
+from jax._src.lib.mlir import ir
+from nanochat import pallas_attention
+from nanochat.kernels import get_kernels
+get_kernels("flash", "tpu")
+stack, table = jax.ShapeDtypeStruct((1, 1, 128, 128), "bfloat16"), jax.ShapeDtypeStruct((128, 128), "float32")
+place, row = jax.ShapeDtypeStruct((2,), "int32"), jax.ShapeDtypeStruct((1, 128, 128), "bfloat16")
+for kernel, arguments in ((pallas_attention.forward, [stack] * 3), (pallas_attention.backward, [stack] * 3 + [row])):
+    kernel = jax.jit(partial(kernel, eps=1e-6, windowed=False))
+    text = kernel.trace(place, *arguments, table, table).lower(lowering_platforms=("tpu",)).as_text()
+    with ir.Context() as context:
+        context.allow_unregistered_dialects = True
+        body = base64.b64decode(re.search(r'"body": "(.*?)"', text.replace(chr(92) + "22", '"'))[1])
+        print("version", ir.Module.parse(body).operation.attributes["stable_mosaic.version"])
+"""
+
+
+def test_kernels_are_written_in_the_version_of_mosaic_that_libtpu_reads():
+    """libtpu 0.0.21 on a chip refuses version 8, which jaxlib 0.7.1 writes unless it is told not to."""
+    process = subprocess.run([sys.executable, "-c", MOSAIC_VERSIONS], capture_output=True, text=True, timeout=300,
+                             env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert re.findall("version (.*)", process.stdout) == ["7 : i64"] * 2, process.stdout + process.stderr[-4000:]
 
 
 @pytest.mark.slow
