@@ -2,7 +2,7 @@
 softcapped logits, grouped-query attention and, where asked for, short attention windows.
 
 The weights of all layers are stacked: `attn_q` is (layer, out, in). So Muon orthogonalises all layers in one batched
-product, gradients are a few large tensors for the all-reduce, and a scan over the layers needs no copy.
+product, gradients are a few large tensors for the collectives, and a loop over the layers needs no copy.
 
 Activations and products have `compute_dtype`. Weights are fp32; in training, where the kernels allow it, those in the
 model are copies in `compute_dtype` of fp32 ones that the optimizer keeps, which spares converting them in every step.

@@ -86,6 +86,17 @@ def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train):
     assert "nothing left to do" in finished.stdout
 
 
+def test_an_optimizer_that_ranks_share_trains_as_one_that_each_keeps_whole(train):
+    """Three layers on two devices: one part is padded. A checkpoint of either goes on with the other."""
+    flags = ("--depth=3", "--model_dim=64", "--num_heads=2", "--eval_every=-1", "--save_every=3", "--warmup_steps=2")
+    shared = train(*flags, run="shared", devices=2)
+    whole = train(*flags, "--shard_optimizer=off", run="whole", devices=2)
+    assert whole.losses == pytest.approx(shared.losses, rel=2e-6) and len(set(whole.losses.values())) == 6
+    checkpoint.set_aside_after(get_base_dir() / "checkpoints" / "shared", 3)
+    resumed = train(*flags, "--shard_optimizer=off", run="shared", devices=2)
+    assert "resuming from" in resumed.stdout and resumed.losses == pytest.approx(whole.losses, rel=2e-6)
+
+
 def test_a_batch_that_grows_keeps_its_programs_its_data_and_its_bits(train):
     ramp = "--batch_ramp=2:1.4,4:2"  # on two devices 4 micro-steps, then 5.6 rounded to 6, then 8
     whole = train(ramp, "--profile_steps=3:5", run="whole", devices=2)
