@@ -19,7 +19,7 @@ MAX_RANKS = 256
 POLL_S = 0.25
 STACKS_S, MAIN_THREAD_S = 1, 20
 PHASES = ("step", "compile", "evaluate", "sample", "save", "end")
-SLOW_PHASE_TIMEOUT_S = 3600  # of every phase but an ordinary step
+SLOW_PHASE_TIMEOUT_S = 3600  # of every phase but an ordinary step, and of what comes before
 STEP_FACTOR = 20  # a step that takes so many times the median is late
 _PID, _PHASE, _STEP, _DEADLINE = range(4)  # the deadline is CLOCK_MONOTONIC's, which all processes share
 
@@ -40,12 +40,12 @@ class Heartbeats:
         """Numbers of the ranks that run in process `pid`."""
         return np.flatnonzero(self._shared[:, _PID] == pid).tolist()
 
-    def pids(self):
-        return sorted({int(pid) for pid in self._shared[:, _PID] if pid})
-
-    def late(self):
-        """What is wrong, in a line, if a rank is late; else None."""
-        for rank in np.flatnonzero(self._shared[:, _PID]):
+    def late(self, seconds):
+        """What is wrong, in a line, if a rank is late, or none has begun after so many seconds; else None."""
+        ranks = np.flatnonzero(self._shared[:, _PID])
+        if not len(ranks) and seconds > SLOW_PHASE_TIMEOUT_S:
+            return f"no rank has come to its first step after {seconds:.0f} s"
+        for rank in ranks:
             pid, phase, step, deadline = self._shared[rank]
             if deadline and time.monotonic() > deadline:
                 return (f"rank {rank} (process {int(pid)}) has not come to the end of a {PHASES[int(phase)]} at step "
@@ -74,7 +74,7 @@ def watching(heartbeats, report=lambda line: print(line, file=sys.stderr, flush=
     them all, and ends this process with status 1 unless the block ends first. Gives an Event, set once it has said so.
     """
     children = {}  # a child's object keeps what became of it, whoever waited for it
-    has_reported, is_over = threading.Event(), threading.Event()
+    has_reported, is_over, started = threading.Event(), threading.Event(), time.monotonic()
 
     def work():
         while not is_over.wait(POLL_S):
@@ -86,7 +86,7 @@ def watching(heartbeats, report=lambda line: print(line, file=sys.stderr, flush=
                     report(f"error: rank {', '.join(map(str, heartbeats.ranks_of(pid))) or '?'} (process {pid}) was "
                            f"ended by {signal.Signals(-ended[pid]).name}: the run ends")
                 return end()
-            if late := heartbeats.late():
+            if late := heartbeats.late(time.monotonic() - started):
                 report(f"error: {late}. The stacks of all processes follow, then the run ends")
                 print_all_stacks()
                 return end()

@@ -16,6 +16,9 @@ RANKS = 3
 
 def be_a_rank(rank, path, fault):
     watchdog.print_stacks_on_signal()
+    if fault == "never begins":
+        os.write(1, f"pid of {rank} is {os.getpid()}\n".encode())
+        get_stuck_here()
     heartbeats = watchdog.Heartbeats(path)
     heartbeats.beat(rank, "compile", 0, 60)
     os.write(1, f"pid of {rank} is {os.getpid()}\n".encode())  # at once, as others write, too
@@ -42,6 +45,8 @@ def get_stuck_here():
 
 
 def be_the_parent(path, fault):
+    if fault == "never begins":
+        watchdog.SLOW_PHASE_TIMEOUT_S = 10
     with watchdog.watching(watchdog.Heartbeats(path, create=True)) as has_reported:
         try:
             with ProcessPoolExecutor(RANKS, multiprocessing.get_context("spawn")) as executor:
@@ -51,7 +56,7 @@ def be_the_parent(path, fault):
             sys.exit(1)
 
 
-@pytest.mark.parametrize("fault", ["killed", "error", "hangs"])
+@pytest.mark.parametrize("fault", ["killed", "error", "hangs", "never begins"])
 def test_a_rank_that_dies_or_hangs_ends_all_of_them(tmp_path, fault):
     code = f"from tests.test_watchdog import be_the_parent; be_the_parent({str(tmp_path / 'beats')!r}, {fault!r})"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -67,6 +72,9 @@ def test_a_rank_that_dies_or_hangs_ends_all_of_them(tmp_path, fault):
         # the stuck rank, and the other two, and the parent
         assert "in get_stuck_here" in process.stderr
         assert process.stderr.count("in be_a_rank") == RANKS and "in be_the_parent" in process.stderr
+    elif fault == "never begins":
+        assert len(reasons) == 1 and "no rank has come to its first step after 10 s" in reasons[0]
+        assert process.stderr.count("in get_stuck_here") == RANKS
     else:
         assert reasons == []  # the rank has said why
 
