@@ -15,11 +15,11 @@ import torch
 from nanochat import checkpoint
 from nanochat.common import ArgumentParser, get_base_dir, require_writable_dir, run_script
 from nanochat.dataloader import NUM_LANES
+from nanochat.flags import optim_config
+from nanochat.flags import parse_args as parse_training_args
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW
 from nanochat.plan import make_plan
-from scripts.base_train import optim_config
-from scripts.base_train import parse_args as parse_training_args
 
 
 def make_state(depth):

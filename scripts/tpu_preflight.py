@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from nanochat import aot, estimate, tpu
+from nanochat import aot, estimate, flags, tpu
 from nanochat.common import ArgumentParser, BadInput, run_script
 from nanochat.tpu import GIB
 
@@ -39,8 +39,7 @@ def parse_args(argv=None):
     add("--timeout_s", type=int, default=1800, help="the most that one program may take to compile")
     add("--usd_per_chip_hour", type=float, help="price; default: the table in nanochat/tpu.py, spot and on demand")
     args, rest = parser.parse_known_args(argv)
-    from scripts import base_train
-    train_args = base_train.parse_args(rest)
+    train_args = flags.parse_args(rest)
     unknown = set(args.programs.split(",")) - set(PROGRAMS)
     if unknown:
         raise BadInput(f"--programs={args.programs} is unknown: choose among {','.join(PROGRAMS)}")
@@ -67,13 +66,12 @@ class Programs:
         from nanochat.optim import MuonAdamW
         from nanochat.plan import make_plan
         from nanochat.tokenizer import load_tokenizer
-        from scripts import base_train
 
         tokenizer = load_tokenizer(train_args.tokenizer_dir)
         self.args, self.token_bytes = train_args, tokenizer.token_bytes()
         self.plan = plan = make_plan(train_args, tokenizer.n_vocab, chips)
         self.dist = Dist("tpu", torch_xla.device(), world_size=plan.world_size)
-        dtype = base_train.compute_dtype(train_args, "tpu")
+        dtype = flags.compute_dtype(train_args, "tpu")
         with torch.device("meta"):
             self.model = GPT(plan.config, get_kernels(train_args.kernel, "tpu"), dtype,
                              train_args.activation_checkpointing)
@@ -82,9 +80,9 @@ class Programs:
                 module._parameters[name] = torch.nn.Parameter(aot.placeholder(p.shape, p.dtype))
             for name, buffer in module._buffers.items():
                 module._buffers[name] = aot.placeholder(buffer.shape, buffer.dtype)
-        self.optimizer = MuonAdamW(self.model, base_train.optim_config(train_args), plan.total_batch_size,
+        self.optimizer = MuonAdamW(self.model, flags.optim_config(train_args), plan.total_batch_size,
                                    plan.num_iterations, dtype, self.dist,
-                                   base_train.is_sharded(train_args, "tpu"))
+                                   flags.is_sharded(train_args, "tpu"))
         self.loss_sum = torch.zeros((), device=self.dist.device)
         self.loss_scale = aot.placeholder((), torch.float32)
         aot.make_placeholders()  # what was set to zero so far
@@ -229,16 +227,16 @@ def name_buffer(shape, config, train_args):
 def advice(report, train_args):
     """Flags that would make it fit, likely ones first."""
     found = {buffer["what"] for oom in report["out_of_memory"].values() for buffer in oom["largest"][:5]}
-    flags = []
+    suggestions = []
     if report["kernel"] == "current":
         if found & {"attention scores", "logits"}:
-            flags.append("--kernel=flash")
+            suggestions.append("--kernel=flash")
     if not train_args.activation_checkpointing and found & {"activations", "activations of all layers",
                                                             "attention scores", ""}:
-        flags.append("--activation_checkpointing")
+        suggestions.append("--activation_checkpointing")
     if train_args.device_batch_size > 1:
-        flags.append(f"--device_batch_size={train_args.device_batch_size // 2}")
-    return flags or ["a smaller model", "a TPU with more memory"]
+        suggestions.append(f"--device_batch_size={train_args.device_batch_size // 2}")
+    return suggestions or ["a smaller model", "a TPU with more memory"]
 
 
 # -----------------------------------------------------------------------------
