@@ -258,7 +258,7 @@ def _topology_options(tpu_slice):
 def _compiler_environment(tpu_slice):
     """Environment in which libtpu compiles without a TPU, with the options that base_train and torch_xla give it."""
     torch_xla_flags = _TORCH_XLA_LIBTPU_FLAGS | (_TORCH_XLA_V5_FLAGS if tpu_slice.tpu.name in ("v5e", "v5p") else {})
-    # The topology says all; with this variable libtpu looks for files that it has on a v6e only.
+    # The topology says all; with this variable libtpu would look for files that are only on a real v6e.
     return {key: value for key, value in os.environ.items() if key != "TPU_ACCELERATOR_TYPE"} | {
         "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu's lock file is for those that use a TPU

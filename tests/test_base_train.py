@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from nanochat import checkpoint
 from nanochat.common import BadInput, count_tpu_chips, get_base_dir, resolve_device_type
@@ -86,15 +87,21 @@ def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train):
     assert "nothing left to do" in finished.stdout
 
 
-def test_an_optimizer_that_ranks_share_trains_as_one_that_each_keeps_whole(train):
-    """Three layers on two devices: one part is padded. A checkpoint of either goes on with the other."""
-    flags = ("--depth=3", "--model_dim=64", "--num_heads=2", "--eval_every=-1", "--save_every=3", "--warmup_steps=2")
+@pytest.mark.parametrize("kernel, dtype, rel", [("current", "float32", 2e-6), ("chunked", "bfloat16", 2e-3)])
+def test_an_optimizer_that_ranks_share_trains_as_one_that_each_keeps_whole(train, kernel, dtype, rel):
+    """Three layers on two devices: one part is padded. A checkpoint of either goes on with the other, and has fp32
+    weights also where the model works with bf16 ones."""
+    flags = ("--depth=3", "--model_dim=64", "--num_heads=2", "--eval_every=-1", "--save_every=3", "--warmup_steps=2",
+             f"--kernel={kernel}", f"--compute_dtype={dtype}")
     shared = train(*flags, run="shared", devices=2)
     whole = train(*flags, "--shard_optimizer=off", run="whole", devices=2)
-    assert whole.losses == pytest.approx(shared.losses, rel=2e-6) and len(set(whole.losses.values())) == 6
-    checkpoint.set_aside_after(get_base_dir() / "checkpoints" / "shared", 3)
+    assert whole.losses == pytest.approx(shared.losses, rel=rel) and len(set(whole.losses.values())) == 6
+    run_dir = get_base_dir() / "checkpoints" / "shared"
+    weights = checkpoint.load(checkpoint.latest(run_dir)).model_state["mlp_in"]
+    assert weights.shape == (3, 256, 64) and not torch.equal(weights, weights.bfloat16().float())
+    checkpoint.set_aside_after(run_dir, 3)
     resumed = train(*flags, "--shard_optimizer=off", run="shared", devices=2)
-    assert "resuming from" in resumed.stdout and resumed.losses == pytest.approx(whole.losses, rel=2e-6)
+    assert "resuming from" in resumed.stdout and resumed.losses == pytest.approx(whole.losses, rel=rel)
 
 
 def test_a_batch_that_grows_keeps_its_programs_its_data_and_its_bits(train):
