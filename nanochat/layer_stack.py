@@ -2,7 +2,7 @@
 
 Autograd would unroll the layers: a program sixteen times as long, with gradients that are added up afterwards. Here the
 backward pass of a layer is written out by hand, as a second loop that runs from the last layer to the first and adds to
-the gradients in place, slice by slice. tests/test_layer_stack.py compares all of it with autograd through GPT.
+the gradients in place, slice by slice. tests/test_gpt.py compares all of it with autograd.
 
 What the backward loop needs, the forward loop keeps in stacks: 9 widths per token and layer, or the layer's input
 only, with `recompute`. Some are put into their stack and used from there, so that the matrix product that makes them
@@ -27,12 +27,12 @@ class Attention:
     tables(cos, sin) -> constants: what the others need of gpt.rotary_tables
     forward(q, k, v, index, window, *constants) -> y; window: int32 scalar, or None
     backward(q, k, v, index, window, d_y, *constants) -> gradients of the layer's q, k and v
-    row_major(x) -> x, which a TPU is to keep in memory in this order
+    matmul(x, weight) -> x @ weight, of (B, T, in) and (in, out), which a TPU is to keep in memory in this order
     """
     tables: Any
     forward: Any
     backward: Any
-    row_major: Any = lambda x: x
+    matmul: Any = torch.matmul
 
 
 class Saved(NamedTuple):
@@ -170,7 +170,7 @@ def _layer_backward(attention, x, index, d_out, saved, x0, weights, tables):
     x_in = _mixed(x, x0, weights)
     x_mid = x_in + F.linear(y, weights.attn_o)
     scale = _reciprocal_rms(x_mid)
-    d_act = attention.row_major(d_out @ weights.mlp_out)  # v6e would copy it and h into the other order, and back
+    d_act = attention.matmul(d_out, weights.mlp_out)  # v6e would copy it and h into another order, and back
     d_h = (2 * scale * h * d_act).to(dtype)  # with the scale of norm(x_mid)
     d_mlp_out = _outer(d_out, h.square())
     d_mlp_in = _outer(d_h, x_mid)

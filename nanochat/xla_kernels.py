@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from nanochat import kernels, layer_stack
 from nanochat.common import BadInput
 from nanochat.gpt import NORM_EPS, apply_rotary, norm
-from nanochat.xla_ops import jax_call, loop, row_major, take
+from nanochat.xla_ops import jax_call, loop, row_major_matmul, take
 
 
 def get_kernels(name, interpret):
@@ -80,7 +80,7 @@ def _pallas_attention(interpret):
     def backward(q, k, v, index, window, d_y, *tables):
         return call(pallas_attention.backward, index, window, q, k, v, d_y, *tables)
 
-    return layer_stack.Attention(tables, forward, backward, *([] if interpret else [row_major]))
+    return layer_stack.Attention(tables, forward, backward, *([] if interpret else [row_major_matmul]))
 
 
 @cache

@@ -149,16 +149,20 @@ def jax_call(function, *tensors):
     return list(result) if isinstance(result, (list, tuple)) else [result]
 
 
-def row_major(x):
-    """`x`, which the compiler is to keep in memory in this order. It chooses an order for each tensor, and may choose
-    one that suits one product and then copy it for others. Needs jax; TPU only."""
-    return jax_call(_row_major, x)[0]
+def row_major_matmul(x, weight):
+    """x @ weight, of (B, T, in) and (in, out), which the compiler is to keep in memory in this order: it would choose
+    one that suits this product, and then copy it for others. Needs jax; TPU only."""
+    return jax_call(_row_major_matmul, x, weight)[0]
 
 
 @partial
-def _row_major(x):
+def _row_major_matmul(x, weight):
+    # One product of three dimensions: PyTorch's is one of (B × T, in), whose order no constraint on its reshaped
+    # result reaches.
+    import jax
     from jax.experimental.layout import Layout, with_layout_constraint
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    product = jax.lax.dot_general(x, weight, (((2,), (0,)), ((), ())))
+    return with_layout_constraint(product, Layout(major_to_minor=(0, 1, 2)))
 
 
 def _lower(function, tensors):
