@@ -81,15 +81,31 @@ def newton_schulz(matrices, dtype, steps=5):
     host. Returns a stack of the same shape in `dtype`.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices.to(dtype)
-    transposed = x.size(-2) > x.size(-1)
-    if transposed:
-        x = x.mT
+    x = _wide(matrices.to(dtype))
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # the largest singular value is at most 1
     for _ in range(steps):
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if transposed else x
+    return x.mT if matrices.size(-2) > matrices.size(-1) else x
+
+
+def _wide(matrices):
+    """The matrices, or the transposed ones if these have fewer rows."""
+    return matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
+
+
+def newton_schulz_of_all(stacks, dtype):
+    """newton_schulz of each stack of matrices, {name: (L, m, n)}. Those of one shape, transposed or not, go through it
+    as one stack: a third of the products, which compiles in less time."""
+    groups = {}
+    for name, stack in stacks.items():
+        groups.setdefault(_wide(stack).shape[1:], []).append(name)
+    results = {}
+    for names in groups.values():
+        together = newton_schulz(torch.cat([_wide(stacks[name].to(dtype)) for name in names]), dtype)
+        for name, x in zip(names, together.split([stacks[name].size(0) for name in names]), strict=True):
+            results[name] = x.mT if stacks[name].size(-2) > stacks[name].size(-1) else x
+    return results
 
 
 def normalise_neurons(update, second_moment, beta2):
@@ -177,12 +193,16 @@ class MuonAdamW:
         result = torch.stack([loss_sum, self._norm(gradients)])
         is_good = result.isfinite().all()
         lr_multiplier, momentum, bias1, bias2 = scheduled.unbind()
+        averages = {name: momentum * self.state[f"{name}.momentum"] + (1 - momentum) * gradient
+                    for name, gradient in gradients.items() if name not in self.adam_lrs}
+        nesterov = {name: momentum * average + (1 - momentum) * gradients[name] for name, average in averages.items()}
+        directions = newton_schulz_of_all(nesterov, self.dtype)
         for name, p in self.parameters.items():
             old = self.masters[name], self.state[f"{name}.momentum"], self.state[f"{name}.second_moment"]
             if name in self.adam_lrs:
                 new = self._adamw(*old, gradients[name], self.adam_lrs[name] * lr_multiplier, bias1, bias2)
             else:
-                new = self._muon(*old, gradients[name], self.matrix_lr * lr_multiplier, momentum)
+                new = self._muon(old[0], averages[name], old[2], directions[name], self.matrix_lr * lr_multiplier)
             for old_tensor, new_tensor in zip(old, new, strict=True):
                 old_tensor.copy_(torch.where(is_good, new_tensor, old_tensor))
             if self.masters[name] is not p:
@@ -201,13 +221,12 @@ class MuonAdamW:
         exp_avg_sq = exp_avg_sq.lerp(grad.square(), 1 - beta2)
         return p - lr * (exp_avg / bias1) / ((exp_avg_sq / bias2).sqrt() + ADAM_EPS), exp_avg, exp_avg_sq
 
-    def _muon(self, p, buffer, second_moment, grad, lr, momentum):
-        """Muon with NorMuon's normalisation. Returns p, its momentum and its second moment, updated."""
-        buffer = momentum * buffer + (1 - momentum) * grad
-        nesterov = momentum * buffer + (1 - momentum) * grad
-        update, second_moment = normalise_neurons(newton_schulz(nesterov, self.dtype), second_moment, MUON_BETA2)
+    def _muon(self, p, average, second_moment, direction, lr):
+        """Muon with NorMuon's normalisation of the orthogonal `direction`. Returns p, its momentum and its second
+        moment, updated."""
+        update, second_moment = normalise_neurons(direction, second_moment, MUON_BETA2)
         update = update * max(1.0, p.size(-2) / p.size(-1)) ** 0.5  # the same root-mean-square for every shape
-        return p - lr * (update + self.weight_decay * cautious_weight_decay(p, update)), buffer, second_moment
+        return p - lr * (update + self.weight_decay * cautious_weight_decay(p, update)), average, second_moment
 
     # The parts of the ranks
 
