@@ -6,6 +6,8 @@ import re
 import time
 from pathlib import Path
 
+REPOSITORY = str(Path(__file__).resolve().parent.parent)
+
 
 def compile_folder(folder):
     """Compiles `folder`/traced.pb as `folder`/request.json says. Writes compiled.json (the fields of
@@ -54,7 +56,8 @@ def _load(path, donated):
     from jaxlib import xla_client
     from jaxlib.mlir import ir
 
-    text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(path.read_bytes()))
+    proto = _with_lines_in_loops(path.read_bytes())
+    text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(proto))
     with mlir.make_ir_context():
         module = ir.Module.parse(_with_source_lines(text))
         main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
@@ -64,10 +67,78 @@ def _load(path, donated):
         return mlir.module_to_bytecode(module)
 
 
+def _with_lines_in_loops(proto):
+    """The HloModuleProto, in which names outside its entry computation say their line, as aot.named_backward_pass() has
+    it. Their call stacks go: a loop's body was lowered as a module of its own, and its numbers of stacks mean others
+    here."""
+    def with_line(metadata):  # OpMetadata: name, file, line, stack_frame_id are 2, 3, 4, 15
+        fields = {number: value for number, value, _ in _fields(metadata)}
+        scopes, _, name = fields.get(2, b"").decode().rpartition("/")
+        path = fields.get(3, b"").decode()
+        if path.startswith(f"{REPOSITORY}/"):
+            scopes += f"/{path.removeprefix(f'{REPOSITORY}/')}_{fields.get(4, 0)}"
+        name = f"{scopes}/{name}".strip("/").encode()
+        others = b"".join(field for number, _, field in _fields(metadata) if number not in (2, 15))
+        return others + _varint(2 << 3 | 2) + _varint(len(name)) + name
+
+    def with_lines(computation):
+        if (5, entry) in (field[:2] for field in _fields(computation)):  # its id
+            return computation
+        return _rewritten(computation, 2, lambda instruction: _rewritten(instruction, 7, with_line))
+
+    entry = next(value for number, value, _ in _fields(proto) if number == 6)
+    return _rewritten(proto, 3, with_lines)
+
+
+def _rewritten(message, number, rewrite):
+    """The message with `rewrite` applied to the content of every field `number`."""
+    result = []
+    for found, value, field in _fields(message):
+        if found == number:
+            value = rewrite(value)
+            field = _varint(number << 3 | 2) + _varint(len(value)) + value
+        result.append(field)
+    return b"".join(result)
+
+
+def _fields(message):
+    """Yields (number, value, all its bytes) of each field of a protocol buffer; value: int, or bytes of other types."""
+    at = 0
+
+    def read_varint():
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while at < len(message):
+        begin = at
+        number, kind = divmod(read_varint(), 8)
+        if kind == 0:
+            value = read_varint()
+        else:
+            length = read_varint() if kind == 2 else {1: 8, 5: 4}[kind]
+            value = message[at:at + length]
+            at += length
+        yield number, value, message[begin:at]
+
+
+def _varint(value):
+    result = bytearray()
+    while value >= 0x80:
+        result.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*result, value])
+
+
 def _with_source_lines(text):
     """MLIR text whose named locations `"aten__mm"(call stack)` read `"nanochat/gpt.py:166 aten__mm"(call stack)`."""
-    repository = re.escape(str(Path(__file__).resolve().parent.parent))
-    ours = re.compile(rf'"{repository}/((?:nanochat|scripts)/(?!aot|tpu_preflight|common)[^"]*)":(\d+)')
+    ours = re.compile(rf'"{re.escape(REPOSITORY)}/((?:nanochat|scripts)/(?!aot|tpu_preflight|common)[^"]*)":(\d+)')
     locations = dict(re.findall(r"^(#loc\d+) = loc\((.*)\)$", text, re.MULTILINE))
 
     @functools.cache
@@ -80,9 +151,9 @@ def _with_source_lines(text):
 
     def with_line(match):
         name, rest = match[2], match[3]
-        scopes = re.findall(r"([\w/]+\.py)_(\d+) backward", name)  # as aot.named_backward_pass() names them
+        scopes = re.findall(r"((?:nanochat|scripts)/\w+\.py)_(\d+)( backward)?", name)
         source = line(rest) or (scopes and "{}:{}".format(*scopes[-1]))
-        parts = [source, "backward" if scopes else "", name.rsplit("/", 1)[-1]]
+        parts = [source, "backward" if any(scope[2] for scope in scopes) else "", name.rsplit("/", 1)[-1]]
         return match[1] + " ".join(filter(None, parts)) + rest
 
     return re.sub(r'^(#loc\d+ = loc\(")([^"]*)("(?:\(#loc\d+\))?\))$', with_line, text, flags=re.MULTILINE)

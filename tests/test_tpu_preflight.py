@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,31 @@ def test_base_train_ends_with_3_before_it_trains_what_does_not_fit(base_dir, tin
         capture_output=True, text=True, timeout=300, env=os.environ | {"TPU_ACCELERATOR_TYPE": "v5litepod-1"})
     assert process.returncode == 3, process.stdout[-2000:] + process.stderr[-4000:]
     assert "does not fit into 15.75 GiB" in process.stdout and not (base_dir / "checkpoints").exists()
+
+
+LINES_OF_PRODUCTS = """
+import re, sys
+from jaxlib import xla_client
+from nanochat import aot, tpu_compiler
+aot.prepare_environment()
+from scripts import base_train, tpu_preflight
+program = tpu_preflight.Programs(base_train.parse_args(sys.argv[1:]), chips=4).trace()["micro_step"]
+computation = xla_client.XlaComputation(tpu_compiler._with_lines_in_loops(program.hlo_proto))
+text = tpu_compiler._with_source_lines(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
+print(*sorted(set(re.findall('"([^"]*) aten__mm"', text))), sep=chr(10))
+"""
+
+
+def test_operations_are_named_by_the_line_that_they_come_from_also_in_loops(tiny):
+    """Checked on the matrix products, whose lines show what they are."""
+    flags = ["--kernel=chunked", *tiny]
+    output = subprocess.run([sys.executable, "-c", LINES_OF_PRODUCTS, *flags], check=True, timeout=300, text=True,
+                            stdout=subprocess.PIPE).stdout
+    names = re.findall(r"^(\S+\.py):(\d+)", output, re.MULTILINE)
+    assert len(names) > 10
+    for path, number in names:
+        line = Path(path).read_text().splitlines()[int(number) - 1]
+        assert re.search(r"linear\(|matmul\(| @ ", line), f"{path}:{number}: {line}"
 
 
 MOSAIC_VERSIONS = """
