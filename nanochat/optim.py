@@ -104,7 +104,7 @@ def newton_schulz_of_all(stacks, dtype):
     for names in groups.values():
         together = newton_schulz(torch.cat([_wide(stacks[name].to(dtype)) for name in names]), dtype)
         for name, x in zip(names, together.split([stacks[name].size(0) for name in names]), strict=True):
-            results[name] = x.mT if stacks[name].size(-2) > stacks[name].size(-1) else x
+            results[name] = x if x.shape == stacks[name].shape else x.mT
     return results
 
 

@@ -16,6 +16,7 @@ from nanochat.optim import (
     lr_multiplier,
     muon_momentum,
     newton_schulz,
+    newton_schulz_of_all,
     normalise_neurons,
     width_lr_scale,
     width_weight_decay_scale,
@@ -50,6 +51,16 @@ def test_newton_schulz_brings_every_singular_value_near_one(shape):
     assert values.min() > 0.4 and values.max() < 1.3
     one_by_one = torch.cat([newton_schulz(matrix[None], torch.float32) for matrix in stack])
     torch.testing.assert_close(newton_schulz(stack, torch.float32), one_by_one, atol=1e-4, rtol=1e-4)
+
+
+def test_matrices_of_one_shape_are_orthogonalised_together_as_each_alone():
+    generator, shapes = torch.Generator().manual_seed(0), {"a": (3, 16, 16), "tall": (2, 64, 16), "b": (1, 16, 16),
+                                                            "wide": (3, 16, 64)}
+    stacks = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    together = newton_schulz_of_all(stacks, torch.float32)
+    assert together.keys() == stacks.keys()
+    for name, stack in stacks.items():
+        torch.testing.assert_close(together[name], newton_schulz(stack, torch.float32), atol=1e-4, rtol=1e-4)
 
 
 def test_normalised_neurons_have_equal_size_and_the_same_norm_together():
