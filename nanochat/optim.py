@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nanochat.common import xla_all_gather, xla_all_reduce_gradients, xla_program, xla_reduce_scatter
+from nanochat.xla_ops import repeat
 
 ADAM_BETAS = (0.8, 0.95)
 ADAM_EPS = 1e-10
@@ -80,13 +81,20 @@ def newton_schulz(matrices, dtype, steps=5):
     The quintic iteration X <- aX + (bA + cA²)X with A = XXᵀ; baddbmm rather than addmm, which torch_xla runs on the
     host. Returns a stack of the same shape in `dtype`.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
     x = _wide(matrices.to(dtype))
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # the largest singular value is at most 1
-    for _ in range(steps):
-        gram = torch.bmm(x, x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if x.device.type == "xla":
+        x = repeat(_newton_schulz_step, x, steps)
+    else:
+        for _ in range(steps):
+            x = _newton_schulz_step(x)
     return x.mT if matrices.size(-2) > matrices.size(-1) else x
+
+
+def _newton_schulz_step(x):
+    a, b, c = 3.4445, -4.7750, 2.0315
+    gram = torch.bmm(x, x.mT)
+    return torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
 
 
 def _wide(matrices):

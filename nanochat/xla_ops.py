@@ -4,6 +4,8 @@ Both are built once for each set of shapes and kept, so that in later steps trac
 torch_xla and jax are imported inside the functions only.
 """
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -96,6 +98,20 @@ def _build_loop(body, carry, read, write, constants, reverse):
     parameters = tuple(xb.mkparam(builder, i, xb.tensor_shape(t))
                        for i, t in enumerate([index, *carry, *read, *write, *constants, *scalars]))
     return xb.Op.mkwhile(parameters, condition, iterate).build("loop"), scalars
+
+
+def repeat(function, x, times):
+    """function(… function(x)), `times` times, as one loop of the program. `function`: one lasting object, whose result is
+    like x in shape and dtype, and which uses no other tensor."""
+    return loop(_RepeatBody(function), (x,), (torch.empty(times, device=x.device),), ())[0][0]
+
+
+@dataclass(frozen=True)
+class _RepeatBody:
+    function: Callable
+
+    def __call__(self, index, carry, read, write, constants):
+        return (self.function(carry[0]),), ()
 
 
 def take(stack, index):
