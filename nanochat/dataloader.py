@@ -48,6 +48,7 @@ from nanochat.dataset import Units, fingerprint, open_shards
 NUM_LANES = 64
 READ_AHEAD_BYTES = 256 << 20  # text that all lanes of a rank hold together, at most
 BLOCK_TOKENS = 1 << 15  # tokens in the rows that a worker makes at a time (but one row at least)
+GROUP_CHARS = 1 << 20  # that a lane tokenizes together: the other work takes the core's cache from the tokenizer
 BUFFER_DOCUMENTS = 16  # that a lane chooses from, if there is a long one among them;
 BUFFER_SHORT_DOCUMENTS = 128  # without one it looks further, because what does not fit will be cropped,
 BUFFER_TOKENS = 1 << 17  # but not beyond this (it holds at least two rows)
@@ -140,22 +141,22 @@ class Lane:
         begin, again = tuple(state.next), set(map(tuple, state.buffer))
         if state.pending:
             again.add(tuple(state.pending[:3]))
-        bos = np.uint32(self.tokenizer.bos_id).tobytes()
-        for ref, text in self._read(*min({begin} | again)):
-            if ref >= begin or ref in again:
-                ids = self.tokenizer.encode_to_numpy(text.text)
-                yield Piece(ref, text.is_last, ids.data if ref[2] else memoryview(bos + ids.data).cast("I"))
+        for texts in self._read(*min({begin} | again)):
+            wanted = [(ref, text) for ref, text in texts if ref >= begin or ref in again]
+            for group in _groups(wanted):
+                documents = self.tokenizer.encode_documents([text.text for _, text in group])
+                for (ref, text), tokens in zip(group, documents, strict=True):
+                    yield Piece(ref, text.is_last, tokens[1:] if ref[2] else tokens)
 
     def _read(self, number, document, piece):
-        """Yields (ref, TextPiece) from there on."""
+        """Yields lists of (ref, TextPiece) from there on."""
         while True:
             shard, row_group, first, stop = unit = self.units.get(self.number, number)
             while first + document < stop:
                 self.place = f"{shard.path}, row group {row_group}"
                 texts, document = self.units.read(unit, first + document, piece, self.read_bytes)
                 document, piece = document - first, 0
-                for text in texts:
-                    yield (number, text.document - first, text.index), text
+                yield [((number, text.document - first, text.index), text) for text in texts]
                 if texts and not texts[-1].is_last:
                     piece = texts[-1].index + 1
             number, document = number + 1, 0
@@ -252,6 +253,19 @@ class Lane:
             else:
                 self.pending = self._take(), 0
         return space
+
+
+def _groups(texts):
+    """Cuts a list of (ref, TextPiece) where GROUP_CHARS are exceeded."""
+    group, n_chars = [], 0
+    for text in texts:
+        group.append(text)
+        n_chars += len(text[1].text)
+        if n_chars >= GROUP_CHARS:
+            yield group
+            group, n_chars = [], 0
+    if group:
+        yield group
 
 
 def smallest_cover(lengths, space, limit):

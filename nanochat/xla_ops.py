@@ -101,8 +101,8 @@ def _build_loop(body, carry, read, write, constants, reverse):
 
 
 def repeat(function, x, times):
-    """function(… function(x)), `times` times, as one loop of the program. `function`: one lasting object, whose result is
-    like x in shape and dtype, and which uses no other tensor."""
+    """function(… function(x)), `times` times, as one loop of the program. `function`: one lasting object, which uses no
+    other tensor; its result is like x in shape and dtype."""
     return loop(_RepeatBody(function), (x,), (torch.empty(times, device=x.device),), ())[0][0]
 
 

@@ -4,7 +4,7 @@
 
 Without --data_dir it reads the prepared training data, and if there is none, the C++ headers that PyTorch and pyarrow
 installed. Tokenizer and loader are measured in turns, and per second of CPU time too, which is what counts when the
-machine has other work.
+machine has other work. The tokenizer alone gets the same documents, one by one and in groups, as the loader has it.
 """
 import resource
 import statistics
@@ -74,14 +74,14 @@ class RecordingTokenizer:
         self.clear()
 
     def clear(self):
-        self.texts, self.lengths, self.ended = [], [], time.perf_counter()  # appending is safe in threads
+        self.groups, self.lengths, self.ended = [], [], time.perf_counter()  # appending is safe in threads
 
-    def encode_to_numpy(self, text):
-        ids = self.tokenizer.encode_to_numpy(text)
-        self.texts.append(text)
-        self.lengths.append(len(ids))
+    def encode_documents(self, texts):
+        documents = self.tokenizer.encode_documents(texts)
+        self.groups.append(texts)
+        self.lengths += map(len, documents)
         self.ended = time.perf_counter()
-        return ids
+        return documents
 
 
 @dataclass
@@ -91,57 +91,65 @@ class Speed:
     seconds: float = 0.0
     core_seconds: float = 0.0
 
-    def measure(self, work, recorder):
-        """Adds what `work()` made, and returns the texts that it was made from."""
-        recorder.clear()
-        begin, cpu_begin = time.perf_counter(), time.process_time()
-        work()
-        self.tokens += sum(recorder.lengths)
-        self.seconds += recorder.ended - begin
-        self.core_seconds += time.process_time() - cpu_begin
-        return recorder.texts
+    @property
+    def per_second(self):
+        return self.tokens / self.seconds
+
+    @property
+    def per_core_second(self):
+        return self.tokens / self.core_seconds
 
 
 def compare_speed(args, paths, tokenizer):
-    """Prints tokens per second with and without the loader, and its memory. Returns the lengths of the documents."""
+    """Prints tokens per second with and without the loader, and its memory. Returns the documents' lengths."""
     rss_before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    recorder, ratios, lengths = RecordingTokenizer(tokenizer), [], []
+    recorder, lengths = RecordingTokenizer(tokenizer), []
     loader = DataLoader(paths, recorder, batch_size=args.device_batch_size, seq_len=args.max_seq_len,
                         world_size=args.world_size, threads=args.threads)
+    ways = {"one by one": lambda texts: sum(1 + len(tokenizer.encode_to_numpy(text)) for text in texts),
+            "in groups": lambda texts: sum(map(len, tokenizer.encode_documents(texts)))}
+    ratios = {name: [] for name in ways}
 
-    def load():
+    def load(speed):
+        recorder.clear()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         while len(recorder.lengths) < DOCUMENTS_IN_TURN:
             next(loader)
         wait_until_idle(recorder)
+        speed.tokens += sum(recorder.lengths)
+        speed.seconds += recorder.ended - begin
+        speed.core_seconds += time.process_time() - cpu_begin
 
-    def tokenize(texts):
-        for text in texts:
-            recorder.encode_to_numpy(text)
+    def tokenize(speed, way, pool):
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        # The same texts again: a token costs more in one document than in another.
+        speed.tokens += sum(pool.map(way, recorder.groups))
+        speed.seconds += time.perf_counter() - begin
+        speed.core_seconds += time.process_time() - cpu_begin
 
     with loader, ThreadPoolExecutor(args.threads) as pool:
         next(loader)
         wait_until_idle(recorder)
-        print(f"{'':16}{'tokens/s':>12}{'per core-second':>17}")
+        print(f"{'':32}{'tokens/s':>12}{'per core-second':>17}")
         for _ in range(args.rounds):
-            with_loader, alone = Speed(), Speed()
+            with_loader, alone = Speed(), {name: Speed() for name in ways}
             while with_loader.seconds < args.seconds:
-                texts = with_loader.measure(load, recorder)
+                load(with_loader)
                 lengths += recorder.lengths
-                # The same texts again: a token costs more in one document than in another.
-                parts = [texts[i:i + 16] for i in range(0, len(texts), 16)]
-                alone.measure(lambda parts=parts: list(pool.map(tokenize, parts)), recorder)
+                for name, way in ways.items():
+                    tokenize(alone[name], way, pool)
                 recorder.clear()
-                del texts, parts
-            ratios.append((with_loader.tokens / with_loader.seconds * alone.seconds / alone.tokens,
-                           alone.core_seconds / with_loader.core_seconds))
-            print(f"tokenizer alone {alone.tokens / alone.seconds:>12,.0f}{alone.tokens / alone.core_seconds:>17,.0f}")
-            print(f"with the loader {with_loader.tokens / with_loader.seconds:>12,.0f}"
-                  f"{with_loader.tokens / with_loader.core_seconds:>17,.0f}   "
-                  f"{ratios[-1][0]:.1%} and {ratios[-1][1]:.1%} of the tokenizer's")
+            for name, speed in alone.items():
+                print(f"{'tokenizer alone, ' + name:32}{speed.per_second:>12,.0f}{speed.per_core_second:>17,.0f}")
+                ratios[name].append((with_loader.per_second / speed.per_second,
+                                     with_loader.per_core_second / speed.per_core_second))
+            print(f"{'with the loader':32}{with_loader.per_second:>12,.0f}{with_loader.per_core_second:>17,.0f}   "
+                  + "; ".join(f"{of[-1][0]:.1%} and {of[-1][1]:.1%}" for of in ratios.values()))
         stats = loader.stats
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"median: {statistics.median(r[0] for r in ratios):.1%} of the tokenizer's speed, "
-          f"{statistics.median(r[1] for r in ratios):.1%} per core-second")
+    for name, pairs in ratios.items():
+        speed, per_core = (statistics.median(column) for column in zip(*pairs, strict=True))
+        print(f"median: {speed:.1%} of the tokenizer's speed {name}, {per_core:.1%} per core-second")
     print(f"peak memory {peak_mb:,.0f} MB, {rss_before_mb:,.0f} MB of it before the loader was opened")
     print(f"the loader dropped {stats['dropped']:,} of {stats['tokens']:,} tokens ({stats['dropped_share']:.4%})")
     return lengths
@@ -155,11 +163,9 @@ def wait_until_idle(recorder):
         time.sleep(0.1)
 
 
-def compare_packings(lengths, seq_len):
+def compare_packings(documents, seq_len):
     """Prints what two other ways to fill rows do with documents of these lengths."""
-    row_tokens = seq_len + 1
-    documents = [length + 1 for length in lengths]  # and BOS
-    total = sum(documents)
+    row_tokens, total = seq_len + 1, sum(documents)
     print(f"\n{len(documents)} documents, {sum(n > row_tokens for n in documents) / len(documents):.0%} of them "
           f"longer than a row; with other packings:")
     print(f"best fit, cropping the rest  {best_fit_crop(documents, row_tokens) / total:8.2%} of the tokens dropped")

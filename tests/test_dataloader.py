@@ -27,6 +27,9 @@ class ByteTokenizer:
     def encode_to_numpy(self, text):
         return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8).astype(np.uint32)
 
+    def encode_documents(self, texts):
+        return [memoryview(np.append(np.uint32(self.bos_id), self.encode_to_numpy(text))) for text in texts]
+
 
 def write(path, texts, row_group_size=None):
     pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=row_group_size)

@@ -48,6 +48,17 @@ FRAGMENTS = [
 ]
 
 
+@pytest.mark.parametrize("texts", [
+    ["int x;\n", "", "a <= b", " \n", "\n}", "return 0;"],
+    ["int x;\n", "// é\n", b"caf\xe9 \xff", b"plain", "// <bos>", "x\ud800"],
+    ["one", "text with <|bos|> in it", "<|bos|>", "<|fim_prefix|>"],
+    [],
+])
+def test_documents_encoded_together_are_as_each_alone(shipped, texts):
+    documents = shipped.encode_documents(texts)
+    assert [ids.tolist() for ids in documents] == [[shipped.bos_id, *shipped.encode(text)] for text in texts]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_text_comes_back_exactly(shipped, seed):
     rng = random.Random(seed)
