@@ -7,7 +7,6 @@ import time
 from contextlib import ExitStack, contextmanager
 
 from nanochat.common import BadInput, compilations, compile_seconds, device_memory, device_trace, xla_program
-from nanochat.compile_cache import describe_use
 
 WARM_UP_STEPS = 2  # of a process; every program of a step should have been compiled by then
 
@@ -57,9 +56,9 @@ class Observer:
         return record
 
 
-def describe_compiling(dist):
+def describe_compiling():
     """What starting cost in compilation, in words."""
-    return f"compiled {compilations()} programs in {compile_seconds():.1f} s{describe_use(dist.device_type)}"
+    return f"compiled {compilations()} programs in {compile_seconds():.1f} s"
 
 
 def describe(inputs):

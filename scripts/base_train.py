@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from nanochat import checkpoint, compile_cache, metrics, preemption, tpu, watchdog
+from nanochat import checkpoint, metrics, preemption, tpu, watchdog
 from nanochat.bad_steps import BadSteps
 from nanochat.common import (
     BadInput,
@@ -289,7 +289,7 @@ class Trainer:
             **self.observer.record(elapsed),
         })
         if first_step == self.start_step + 1 and self.dist.is_xla:
-            print0(describe_compiling(self.dist))
+            print0(describe_compiling())
 
     def evaluate(self):
         """Bits per byte of the validation text; cut short if all are to stop: the run that goes on does it again."""
@@ -400,8 +400,6 @@ def check(args, device_type):
 def train(args, device_type, checkpoint_path):
     """What every rank runs; returns the exit status."""
     dist = compute_init(device_type)
-    if device_type == "tpu":  # where a rank is a process
-        compile_cache.use_folder_of(dist.rank)
     status = Trainer(args, dist, checkpoint_path).run()
     compute_cleanup(dist)
     return status
@@ -468,7 +466,6 @@ def main(argv=None):
             preemption.stop_on_signals(requests)
             if device_type == "tpu":
                 preemption.stop_on_preemption_notice(requests)
-        compile_cache.prepare(device_type)
         return spawn(args, device_type, checkpoint_path)
 
 

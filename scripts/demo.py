@@ -59,8 +59,7 @@ def main(argv=None):
     started = time.monotonic()
     base_dir = get_base_dir() / "demo"
     shutil.rmtree(base_dir / "parquet", ignore_errors=True)  # of an older demo, perhaps with other packages
-    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base_dir), "CPU_NUM_DEVICES": str(args.devices),
-           "NANOCHAT_COMPILE_CACHE": "off"}  # one run has nothing to load from it, and probing it takes seconds
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base_dir), "CPU_NUM_DEVICES": str(args.devices)}
     run("1. a corpus: the C++ headers that are installed here", "scripts.prepare_data", "--installed_headers",
         "--val_projects=torch/c10", env=env)
     run("2. training", "scripts.base_train", "--run=dummy", "--resume=never", "--device_type=xla", "--depth=4",

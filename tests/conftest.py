@@ -6,7 +6,6 @@ from pathlib import Path
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["CPU_NUM_DEVICES"] = "1"
 os.environ["WANDB_MODE"] = "offline"
-os.environ["NANOCHAT_COMPILE_CACHE"] = "off"  # a probe for every empty base directory would take seconds
 
 import pytest  # noqa: E402
 import torch_xla  # noqa: E402
