@@ -2,7 +2,6 @@
 
     python3 -m scripts.base_eval --checkpoint=RUN --data_dir=some/parquet --eval_tokens=1000000
 """
-from nanochat import checkpoint
 from nanochat.common import (
     DEVICE_TYPES,
     ArgumentParser,
@@ -12,9 +11,10 @@ from nanochat.common import (
     resolve_device_type,
     run_script,
 )
-from nanochat.dataloader import DataLoader
-from nanochat.dataset import list_shards
-from nanochat.loss_eval import bits_per_byte
+from nanochat.data.loader import DataLoader
+from nanochat.data.shards import list_shards
+from nanochat.run import checkpoint
+from nanochat.train.loss_eval import bits_per_byte
 
 
 def parse_args(argv=None):

@@ -22,8 +22,6 @@ from pathlib import Path
 
 import torch
 
-from nanochat import checkpoint, metrics, preemption, tpu, watchdog
-from nanochat.bad_steps import BadSteps
 from nanochat.common import (
     BadInput,
     compute_cleanup,
@@ -38,13 +36,20 @@ from nanochat.common import (
     thread_barrier,
     xla_program,
 )
-from nanochat.dataloader import NUM_LANES, DataLoader, SyntheticLoader
-from nanochat.dataset import fingerprint, list_shards, open_shards
-from nanochat.engine import Engine
-from nanochat.flags import compute_dtype, is_sharded, optim_config, parse_args
-from nanochat.gpt import GPT
-from nanochat.kernels import get_kernels
-from nanochat.launch import (
+from nanochat.data.loader import NUM_LANES, DataLoader, SyntheticLoader
+from nanochat.data.shards import fingerprint, list_shards, open_shards
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.device import tpu
+from nanochat.infer.engine import Engine
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.gpt import GPT
+from nanochat.model.optim import MuonAdamW
+from nanochat.record import metrics
+from nanochat.record.observe import Observer, Profile, describe_compiling, parse_profile_steps
+from nanochat.run import checkpoint, watchdog
+from nanochat.run import stopping as preemption
+from nanochat.run.mirror import Mirror
+from nanochat.run.processes import (
     begin_as_rank,
     end_process_on_error,
     exclusive_use,
@@ -52,12 +57,10 @@ from nanochat.launch import (
     hosts,
     run_preflight,
 )
-from nanochat.loss_eval import bits_per_byte
-from nanochat.mirror import Mirror
-from nanochat.observe import Observer, Profile, describe_compiling, parse_profile_steps
-from nanochat.optim import MuonAdamW
-from nanochat.plan import describe_plan, make_plan, peak_flops
-from nanochat.tokenizer import load_tokenizer
+from nanochat.train.flags import compute_dtype, is_sharded, optim_config, parse_args
+from nanochat.train.loss_eval import bits_per_byte
+from nanochat.train.nonfinite import BadSteps
+from nanochat.train.plan import describe_plan, make_plan, peak_flops
 
 # In the run's folder: see preemption.py and watchdog.py; the last is there once a run has come to its end.
 REQUESTS_FILE, HEARTBEATS_FILE, FINISHED_FILE = ".requests", ".heartbeats", ".finished"

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from nanochat import checkpoint
 from nanochat.common import ArgumentParser, get_base_dir, require_writable_dir, run_script
-from nanochat.dataloader import NUM_LANES
-from nanochat.flags import optim_config
-from nanochat.flags import parse_args as parse_training_args
-from nanochat.gpt import GPT
-from nanochat.optim import MuonAdamW
-from nanochat.plan import make_plan
+from nanochat.data.loader import NUM_LANES
+from nanochat.model.gpt import GPT
+from nanochat.model.optim import MuonAdamW
+from nanochat.run import checkpoint
+from nanochat.train.flags import optim_config
+from nanochat.train.flags import parse_args as parse_training_args
+from nanochat.train.plan import make_plan
 
 
 def make_state(depth):

@@ -11,9 +11,9 @@ import statistics
 import torch
 
 from nanochat.common import ArgumentParser, compute_init, prepare_xla_environment, run_script, synchronize, xla_program
-from nanochat.gpt import GPT, config_for_depth
-from nanochat.kernels import available_kernels, get_kernels
-from nanochat.optim import MuonAdamW, OptimConfig
+from nanochat.kernels.choose import available_kernels, get_kernels
+from nanochat.model.gpt import GPT, config_for_depth
+from nanochat.model.optim import MuonAdamW, OptimConfig
 from scripts.base_train import micro_step
 
 

@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 import torch
 
 from nanochat.common import ArgumentParser, BadInput, run_script
-from nanochat.dataloader import DataLoader
-from nanochat.dataset import list_shards
-from nanochat.tokenizer import load_tokenizer
+from nanochat.data.loader import DataLoader
+from nanochat.data.shards import list_shards
+from nanochat.data.tokenizer import load_tokenizer
 
 # The tokenizer has its turn after so many: if the texts of a whole measurement were held for it, the loader could not
 # use their memory again and would have to wait for new pages from the kernel, which costs it 10 ns a token.

@@ -19,9 +19,9 @@ from nanochat.common import (
     synchronize,
     xla_program,
 )
-from nanochat.gpt import GPT, config_for_depth
-from nanochat.kernels import get_kernels
-from nanochat.optim import MuonAdamW, OptimConfig
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.gpt import GPT, config_for_depth
+from nanochat.model.optim import MuonAdamW, OptimConfig
 from scripts.base_train import micro_step
 
 

@@ -14,9 +14,9 @@ import time
 import numpy as np
 
 from nanochat.common import ArgumentParser, BadInput, get_base_dir, run_script
-from nanochat.dataset import list_shards, open_shards, read_pieces
-from nanochat.metrics import METRICS_FILE
-from nanochat.tokenizer import load_tokenizer
+from nanochat.data.shards import list_shards, open_shards, read_pieces
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.record.metrics import METRICS_FILE
 
 # The defaults are for runs of thousands of steps; a hundred small batches take larger ones.
 LEARNING_RATES = ("--matrix_lr=0.2", "--embedding_lr=2", "--unembedding_lr=0.1")

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-from nanochat.checkpoint import find_checkpoint, load_model
 from nanochat.common import (
     DEVICE_TYPES,
     ArgumentParser,
@@ -21,7 +20,8 @@ from nanochat.common import (
     resolve_device_type,
     run_script,
 )
-from nanochat.engine import Engine
+from nanochat.infer.engine import Engine
+from nanochat.run.checkpoint import find_checkpoint, load_model
 
 
 def parse_args(argv=None):

@@ -25,10 +25,10 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from nanochat import corpus
 from nanochat.common import ArgumentParser, BadInput, get_base_dir, require_writable_dir, run_script
-from nanochat.debian import check_names, debian_sources
-from nanochat.sources import installed_headers, open_projects, open_source
+from nanochat.data import corpus
+from nanochat.data.debian import check_names, debian_sources
+from nanochat.data.sources import installed_headers, open_projects, open_source
 
 TRAIN_DIR, VAL_DIR, MANIFEST = "base_data_v3", "val", "manifest.json"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from nanochat.common import ArgumentParser, BadInput, require_writable_dir, run_script
-from nanochat.history import SECONDS, read_run
-from nanochat.metrics import format_count, format_duration
+from nanochat.record.history import SECONDS, read_run
+from nanochat.record.metrics import format_count, format_duration
 
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 KINDS = {"train": "#2ca02c", "compile": "#ff7f0e", "load": "#17becf", "save": "#9467bd", "evaluate": "#1f77b4",

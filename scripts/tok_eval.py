@@ -24,8 +24,8 @@ from pathlib import Path
 import tiktoken
 
 from nanochat.common import ArgumentParser, BadInput, get_base_dir, require_writable_dir, run_script
-from nanochat.dataset import list_shards, open_shards
-from nanochat.tokenizer import load_tokenizer
+from nanochat.data.shards import list_shards, open_shards
+from nanochat.data.tokenizer import load_tokenizer
 from scripts.tok_train import read_documents
 
 NPM_PACKAGE, NPM_TIMEOUT_S = "tiktoken@1.0.22", 120

@@ -15,8 +15,8 @@ import rustbpe
 from tqdm import tqdm
 
 from nanochat.common import ArgumentParser, BadInput, get_base_dir, require_writable_dir, run_script
-from nanochat.dataset import list_shards, open_shards
-from nanochat.tokenizer import SPECIAL_TOKENS, VOCABULARY_FILE, Tokenizer
+from nanochat.data.shards import list_shards, open_shards
+from nanochat.data.tokenizer import SPECIAL_TOKENS, VOCABULARY_FILE, Tokenizer
 
 # The pieces that are never merged with their neighbours. dev/LOG.md has what each choice is worth. There is no
 # look-around, so that the pattern runs in linear time, and no piece is long, so that BPE on it is quick.

@@ -8,10 +8,10 @@ newest start, or of all the run's time; the flags are those of its newest checkp
 import math
 from dataclasses import dataclass
 
-from nanochat.checkpoint import list_checkpoints, load_meta
 from nanochat.common import ArgumentParser, run_script
-from nanochat.history import read_run
-from nanochat.metrics import format_duration
+from nanochat.record.history import read_run
+from nanochat.record.metrics import format_duration
+from nanochat.run.checkpoint import list_checkpoints, load_meta
 
 DATA_WAIT = 0.05  # shares of the time from which on something is said
 HOST_BOUND = 0.80  # the host dispatches and fetches data nearly all the time, so the device waits for it

@@ -17,9 +17,12 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from nanochat import aot, estimate, flags, tpu
 from nanochat.common import ArgumentParser, BadInput, run_script
-from nanochat.tpu import GIB
+from nanochat.device import tpu
+from nanochat.device.tpu import GIB
+from nanochat.preflight import compile as aot
+from nanochat.preflight import estimate
+from nanochat.train import flags
 
 PROGRAMS = ("micro_step", "update", "evaluate")
 DOES_NOT_FIT = 3
@@ -61,11 +64,11 @@ class Programs:
         import torch_xla
 
         from nanochat.common import Dist
-        from nanochat.gpt import GPT
-        from nanochat.kernels import get_kernels
-        from nanochat.optim import MuonAdamW
-        from nanochat.plan import make_plan
-        from nanochat.tokenizer import load_tokenizer
+        from nanochat.data.tokenizer import load_tokenizer
+        from nanochat.kernels.choose import get_kernels
+        from nanochat.model.gpt import GPT
+        from nanochat.model.optim import MuonAdamW
+        from nanochat.train.plan import make_plan
 
         tokenizer = load_tokenizer(train_args.tokenizer_dir)
         self.args, self.token_bytes = train_args, tokenizer.token_bytes()
@@ -131,8 +134,8 @@ class Programs:
     def _evaluate(self):
         import torch
 
-        from nanochat.dataloader import SyntheticLoader
-        from nanochat.loss_eval import bits_per_byte
+        from nanochat.data.loader import SyntheticLoader
+        from nanochat.train.loss_eval import bits_per_byte
         args = self.args
         loader = SyntheticLoader(len(self.token_bytes), batch_size=args.device_batch_size, seq_len=args.max_seq_len,
                                  rank=0, world_size=self.plan.world_size, seed=0, state=None)

@@ -135,7 +135,7 @@ def test_a_vm_is_reached_by_its_name_and_made_again_under_another_key(laptop, cl
 
 
 def test_facts_are_those_of_the_library(laptop):
-    from nanochat.tpu import parse_accelerator
+    from nanochat.device.tpu import parse_accelerator
     for name in ("v5litepod-1", "v5litepod-8", "v5litepod-16", "v6e-4", "v6e-8", "v4-32", "v5p-8"):
         tpu = parse_accelerator(name)
         script = f'. deploy/lib.sh; facts {name}; echo "$CHIPS $HOSTS $VERSION ${{USD:-none}}"'

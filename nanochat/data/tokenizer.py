@@ -1,0 +1,233 @@
+"""The tokenizer: a lossless byte-level BPE in tiktoken's format, its special tokens, and the bytes of every token.
+
+A tokenizer directory holds `vocabulary.tiktoken` (base64 token and rank, one per line), `tokenizer.json` (split pattern
+and special tokens) and `token_bytes.pt`; or nanochat's own `tokenizer.pkl`. scripts/tok_train.py makes one.
+"""
+import base64
+import binascii
+import functools
+import hashlib
+import json
+import pickle
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import torch
+
+from nanochat.common import BadInput, get_base_dir
+
+SHIPPED_DIR = Path(__file__).resolve().parents[2] / "tokenizer"
+VOCABULARY_FILE, CONFIG_FILE, TOKEN_BYTES_FILE, PICKLE_FILE = (
+    "vocabulary.tiktoken", "tokenizer.json", "token_bytes.pt", "tokenizer.pkl")
+
+SPECIAL_TOKENS = (
+    "<|bos|>",  # before every document
+    "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",  # fill in the middle
+    "<|file_sep|>",  # between the files of one project
+    "<|pad|>",
+    # chat and tools, as in nanochat
+    "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
+    "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>",
+)
+_VALID_THEN_MALFORMED = re.compile("([^\udc80-\udcff]*)([\udc80-\udcff]*)")  # as "surrogateescape" marks bytes
+
+
+def _is_ascii(text):
+    return isinstance(text, str) and text.isascii()
+
+
+class Tokenizer:
+    """Encodes and decodes text. Safe to share between threads; encoding runs outside Python's lock."""
+
+    def __init__(self, mergeable_ranks, pattern, special_tokens):
+        """`mergeable_ranks` maps bytes to rank, `special_tokens` name to id. Raises ValueError if not lossless."""
+        n_ranks = len(mergeable_ranks)
+        if sorted(mergeable_ranks.values()) != list(range(n_ranks)):
+            raise ValueError("the ranks are not 0, 1, 2 …, each once")
+        if not all(bytes([byte]) in mergeable_ranks for byte in range(256)):
+            raise ValueError("some of the 256 single bytes are not tokens")
+        if sorted(special_tokens.values()) != list(range(n_ranks, n_ranks + len(special_tokens))):
+            raise ValueError("the special tokens do not follow the ranks, each with an id of its own")
+        if "<|bos|>" not in special_tokens:
+            raise ValueError("there is no <|bos|> among the special tokens")
+        self._encoding = tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=mergeable_ranks,
+                                           special_tokens=special_tokens)
+        self._ranks, self.pattern, self._special_tokens = mergeable_ranks, pattern, dict(special_tokens)
+        self._byte_ids = [mergeable_ranks[bytes([byte])] for byte in range(256)]
+        self.n_vocab = n_ranks + len(special_tokens)
+        self.bos_id = special_tokens["<|bos|>"]
+
+    def special(self, name):
+        """Id of the special token `name`, such as "<|fim_prefix|>". Raises BadInput if this tokenizer lacks it."""
+        if name not in self._special_tokens:
+            raise BadInput(f"this tokenizer has no special token {name}: it has {' '.join(self._special_tokens)}")
+        return self._special_tokens[name]
+
+    def encode(self, text):
+        """Ids of `text` (str or bytes), as a list. Text that looks like a special token is text like any other."""
+        return self.encode_to_numpy(text).tolist()
+
+    def encode_to_numpy(self, text):
+        """Ids of `text` (str or bytes), as a uint32 array: faster than a list of Python numbers."""
+        try:
+            return self._encoding.encode_to_numpy(str(text, "utf-8") if isinstance(text, bytes) else text,
+                                                  disallowed_special=())
+        except UnicodeEncodeError:  # a str with lone surrogates
+            return self._encode_malformed(text.encode("utf-8", "surrogatepass"))
+        except UnicodeDecodeError:
+            return self._encode_malformed(text)
+
+    def encode_documents(self, texts):
+        """Ids of each text (str or bytes), led by BOS, as memoryviews of uint32."""
+        together = iter(self._encode_together([text for text in texts if _is_ascii(text)]))
+        return [next(together) if _is_ascii(text) else self._encode_document(text) for text in texts]
+
+    def _encode_together(self, texts):
+        """encode_documents of ASCII in one call, joined by BOS, which takes less time than a call for each (but with
+        others among them all would have to be converted to UTF-8)."""
+        bos = "<|bos|>"
+        ids = self._encoding.encode_to_numpy(bos + bos.join(texts), allowed_special={bos}, disallowed_special=())
+        begins = np.flatnonzero(ids == self.bos_id).tolist()
+        if len(begins) > len(texts):  # the name is in a text, too, where it is text like any other
+            return map(self._encode_document, texts)
+        return [ids.data[begin:end] for begin, end in zip(begins, [*begins[1:], len(ids)], strict=False)]
+
+    def _encode_document(self, text):
+        return memoryview(np.uint32(self.bos_id).tobytes() + self.encode_to_numpy(text).data).cast("I")
+
+    def _encode_malformed(self, data):
+        """Ids of bytes that are not UTF-8: one token for each malformed byte, and what is between them as usual."""
+        ids = []
+        for match in _VALID_THEN_MALFORMED.finditer(data.decode("utf-8", "surrogateescape")):
+            ids += self._encoding.encode_ordinary(match[1])
+            ids += (self._byte_ids[ord(escaped) - 0xDC00] for escaped in match[2])
+        return np.array(ids, dtype=np.uint32)
+
+    def decode_bytes(self, ids):
+        """The bytes that were encoded. Special tokens become their names."""
+        return self._encoding.decode_bytes(ids)
+
+    def decode(self, ids):
+        """The text that was encoded; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def token_bytes(self):
+        """Bytes that each token stands for, as an int32 tensor (n_vocab,). Special tokens stand for none."""
+        counts = torch.zeros(self.n_vocab, dtype=torch.int32)
+        for token, rank in self._ranks.items():
+            counts[rank] = len(token)
+        return counts
+
+    @functools.cached_property
+    def sha256(self):
+        """Hash of the vocabulary, the pattern and the special tokens: equal if and only if all encode alike."""
+        return hashlib.sha256(self.config_json().encode() + self.vocabulary_lines()).hexdigest()
+
+    def vocabulary_lines(self):
+        """The content of `vocabulary.tiktoken`."""
+        by_rank = sorted(self._ranks.items(), key=lambda item: item[1])
+        return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in by_rank)
+
+    def config_json(self):
+        """The content of `tokenizer.json`."""
+        return json.dumps({"pattern": self.pattern, "special_tokens": self._special_tokens}, indent=2) + "\n"
+
+    def save(self, directory):
+        """Writes the three files of a tokenizer directory."""
+        directory = Path(directory)
+        (directory / VOCABULARY_FILE).write_bytes(self.vocabulary_lines())
+        (directory / CONFIG_FILE).write_text(self.config_json(), encoding="utf-8")
+        torch.save(self.token_bytes(), directory / TOKEN_BYTES_FILE)
+
+
+# -----------------------------------------------------------------------------
+# Loading
+
+
+def load_tokenizer(tokenizer_dir=None):
+    """The tokenizer in `tokenizer_dir`, else the one in the base directory, else the shipped one.
+
+    `gcloud storage cp -r` nests what it copies, so each place is also looked at one level deeper, in `tokenizer_65k/`.
+    Raises BadInput if there is none or it is damaged.
+    """
+    places = [Path(tokenizer_dir)] if tokenizer_dir else [get_base_dir() / "tokenizer", SHIPPED_DIR]
+    for place in places:
+        for directory in (place, place / "tokenizer_65k"):
+            if (directory / VOCABULARY_FILE).exists() or (directory / CONFIG_FILE).exists():
+                return _load(directory, _read_files)
+            if (directory / PICKLE_FILE).exists():
+                return _load(directory, _read_pickle)
+    raise BadInput(f"no tokenizer in {places[0]}: it needs {VOCABULARY_FILE} and {CONFIG_FILE}, or {PICKLE_FILE}")
+
+
+def check_tokenizer(tokenizer, vocab_size=None, sha256=None):
+    """Raises BadInput if the tokenizer is too large for a model of `vocab_size`, or is not the one with this hash."""
+    if vocab_size is not None and tokenizer.n_vocab > vocab_size:
+        raise BadInput(f"the tokenizer has {tokenizer.n_vocab} tokens but the model's vocabulary is {vocab_size}: "
+                       "give the tokenizer that the model was trained with by --tokenizer_dir")
+    if sha256 is not None and tokenizer.sha256 != sha256:
+        raise BadInput(f"the tokenizer (sha256 {tokenizer.sha256[:12]}…) is not the checkpoint's ({sha256[:12]}…): "
+                       "give the tokenizer that the model was trained with by --tokenizer_dir")
+
+
+def _load(directory, read):
+    try:
+        tokenizer = Tokenizer(*read(directory))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise BadInput(f"the tokenizer in {directory} cannot be loaded ({reason}): copy it again") from None
+    _check_token_bytes(tokenizer, directory / TOKEN_BYTES_FILE)
+    return tokenizer
+
+
+def _read_files(directory):
+    ranks = {}
+    for number, line in enumerate((directory / VOCABULARY_FILE).read_bytes().splitlines(), start=1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise ValueError(f"{VOCABULARY_FILE} line {number} is not a base64 token and a rank") from None
+    config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    return ranks, config["pattern"], config["special_tokens"]
+
+
+class _PickledEncoding:
+    """Stands in for tiktoken.Encoding while a pickle is read: keeps the state, and does nothing with it."""
+
+    def __setstate__(self, state):
+        self.state = state
+
+
+class _TiktokenUnpickler(pickle.Unpickler):
+    """Reading a pickle may call anything that the file names, so this one lets it name tiktoken's Encoding only."""
+
+    def find_class(self, module, name):
+        if (module, name) == ("tiktoken.core", "Encoding"):
+            return _PickledEncoding
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a tokenizer does not need")
+
+
+def _read_pickle(directory):
+    with open(directory / PICKLE_FILE, "rb") as file:
+        try:
+            state = _TiktokenUnpickler(file).load().state
+        except Exception as error:  # a damaged pickle may raise anything
+            raise ValueError(f"{PICKLE_FILE} is not a pickled tiktoken.Encoding: {error}") from None
+    return state["mergeable_ranks"], state["pat_str"], state["special_tokens"]
+
+
+def _check_token_bytes(tokenizer, path):
+    """Says so if the file does not hold what the tokenizer says: bits per byte is always counted with the latter."""
+    if not path.exists():
+        return
+    try:
+        counts = torch.load(path, map_location="cpu", weights_only=True)
+        agrees = counts.dim() == 1 and torch.equal(counts.long(), tokenizer.token_bytes().long())
+    except Exception:  # so may a damaged tensor
+        agrees = False
+    if not agrees:
+        warnings.warn(f"{path} does not hold the bytes of this tokenizer's tokens: counted again", stacklevel=4)

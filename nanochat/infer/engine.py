@@ -1,0 +1,149 @@
+"""Generation with a KV cache of static shape.
+
+XLA compiles two programs, whatever the text: one that reads the prompt, padded to a power of two, and one that takes a
+token for each sample at a position that is a tensor. Tokens are drawn on the host.
+"""
+import codecs
+
+import torch
+
+from nanochat.common import BadInput, xla_program
+from nanochat.model.gpt import KVCache
+
+MIN_PREFILL_LEN = 64
+
+
+class Engine:
+    def __init__(self, model, tokenizer, dist):
+        """model: a GPT on the device of `dist`."""
+        self.model, self.tokenizer, self.dist = model, tokenizer, dist
+
+    def complete(self, prompt, **options):
+        """The completion of `prompt`, without it; options as in completions."""
+        return self.completions(prompt, num_samples=1, **options)[0]
+
+    def completions(self, prompt, *, num_samples, max_tokens=-1, temperature=0.8, top_k=50, top_p=1.0, stop=(), seed=0,
+                    on_text=lambda sample, text: None):
+        """`num_samples` completions of `prompt` (str or bytes), without it.
+
+        A completion ends where the document does, before the first of the strings `stop`, or after `max_tokens` (-1:
+        256, or half of what the model sees if that is less). Of a prompt that leaves no room for them the last part
+        is read. Sample i is drawn with seed + i, so it does not depend on how many there are.
+
+        temperature 0 takes the likeliest token. top_k > 0: draws from the k likeliest only; top_p < 1: from the
+        likeliest that together have this probability. on_text(sample, text) is called with text as it comes.
+        """
+        context = self.model.config.max_seq_len
+        max_tokens = min(256, context // 2) if max_tokens == -1 else max_tokens
+        check_options(num_samples, max_tokens, temperature, top_k, top_p, context)
+        ids = [self.tokenizer.bos_id] + self.tokenizer.encode(prompt)
+        ids = ids[-(context - max_tokens):]
+        samples = [Sample(self.tokenizer, stop, lambda text, i=i: on_text(i, text)) for i in range(num_samples)]
+        generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
+        logits, cache = self.prefill(ids, num_samples)
+        for position in range(len(ids), len(ids) + max_tokens):
+            chosen = [choose_token(row, generator, temperature, top_k, top_p)
+                      for row, generator in zip(logits, generators, strict=True)]
+            for sample, token in zip(samples, chosen, strict=True):
+                sample.add(token)
+            if all(sample.ended for sample in samples) or position == len(ids) + max_tokens - 1:
+                break
+            logits = self.decode(chosen, position, cache)
+        for sample in samples:
+            sample.end()
+        return [sample.text for sample in samples]
+
+    @torch.no_grad()
+    def prefill(self, ids, num_samples):
+        """Logits (num_samples, V), on the CPU, of the token after `ids`, and the KVCache that holds them."""
+        config, device = self.model.config, self.dist.device
+        length = min(max(MIN_PREFILL_LEN, 1 << (len(ids) - 1).bit_length()), config.max_seq_len)
+        padded = torch.tensor([ids + [0] * (length - len(ids))]).to(device)
+        last = torch.tensor([len(ids) - 1]).to(device)
+        with xla_program(self.dist, f"prefill {length} {num_samples}"):
+            cache = KVCache(config, 1, config.max_seq_len, self.model.compute_dtype, device)
+            # What the padding writes into the cache stands after the prompt: each place is written again, by the
+            # token that belongs there, before any position looks at it.
+            hidden = self.model.hidden(padded, cache, torch.arange(length, device=device))  # (1, length, C)
+            logits = self.model.logits(hidden.index_select(1, last))[:, 0]  # (1, V)
+            cache.keys = [keys.repeat(num_samples, 1, 1, 1) for keys in cache.keys]
+            cache.values = [values.repeat(num_samples, 1, 1, 1) for values in cache.values]
+        return logits.cpu().expand(num_samples, -1), cache
+
+    @torch.no_grad()
+    def decode(self, ids, position, cache):
+        """Logits (num_samples, V), on the CPU, of the tokens after `ids`, one for each sample, which stand at
+        `position`."""
+        ids = torch.tensor(ids)[:, None].to(self.dist.device)
+        positions = torch.tensor([position]).to(self.dist.device)
+        with xla_program(self.dist, f"decode {len(ids)}"):
+            logits = self.model.logits(self.model.hidden(ids, cache, positions))[:, 0]
+        return logits.cpu()
+
+
+def check_options(num_samples, max_tokens, temperature, top_k, top_p, context):
+    """Raises BadInput for options that make no sense; `context`: how many tokens the model sees."""
+    if not 1 <= max_tokens < context:
+        raise BadInput(f"--max_tokens={max_tokens} must be from 1 to {context - 1}: the model sees {context} tokens")
+    if num_samples < 1:
+        raise BadInput(f"--num_samples={num_samples} must be at least 1")
+    if temperature < 0:
+        raise BadInput(f"--temperature={temperature} must not be negative")
+    if top_k < 0:
+        raise BadInput(f"--top_k={top_k} must not be negative; 0 draws from all tokens")
+    if not 0 < top_p <= 1:
+        raise BadInput(f"--top_p={top_p} must be above 0 and at most 1")
+
+
+def choose_token(logits, generator, temperature, top_k, top_p):
+    """Token id drawn from logits (V,)."""
+    if temperature == 0:
+        return int(logits.argmax())
+    logits, ids = logits.topk(min(top_k or len(logits), len(logits)))  # in falling order
+    probabilities = torch.softmax(logits.double() / temperature, dim=0)
+    likelier = probabilities.cumsum(0) - probabilities  # what the tokens before each one have together
+    probabilities[likelier >= top_p] = 0
+    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+class Sample:
+    """One completion as it grows."""
+
+    def __init__(self, tokenizer, stop, show):
+        """`show` is called with every piece of text that is sure to stay."""
+        self.text, self.ended = "", False
+        self._tokenizer, self._stop, self._show = tokenizer, [string for string in stop if string], show
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span tokens
+        self._num_shown = 0
+
+    def add(self, token):
+        """Takes the next token; after the end it is ignored."""
+        if self.ended:
+            return
+        if token == self._tokenizer.bos_id:  # the next document
+            self.end()
+            return
+        self.text += self._decoder.decode(self._tokenizer.decode_bytes([token]))
+        found = [self.text.find(string) for string in self._stop if string in self.text]
+        if found:
+            self.text = self.text[:min(found)]
+            self._decoder.reset()
+            self.end()
+        else:
+            self._show_up_to(len(self.text) - self._len_of_possible_stop())
+
+    def end(self):
+        if not self.ended:
+            self.ended = True
+            self.text += self._decoder.decode(b"", final=True)
+            self._show_up_to(len(self.text))
+
+    def _len_of_possible_stop(self):
+        """Length of the longest end of the text that is the beginning of a stop string."""
+        return max((length for string in self._stop for length in range(1, len(string))
+                    if self.text.endswith(string[:length])), default=0)
+
+    def _show_up_to(self, length):
+        if length > self._num_shown:
+            self._show(self.text[self._num_shown:length])
+            self._num_shown = length

@@ -1,0 +1,194 @@
+"""The kernels of `chunked` and `flash` on XLA: layers as a loop, Pallas attention, cross-entropy that streams.
+
+Their backward passes add to the `main_grad` of the weights in place, which must be there (optim.add_main_grads): a
+gradient by itself, in memory and then read and added, would cost as much traffic as the weights do.
+"""
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+
+from nanochat.common import BadInput
+from nanochat.device.xla_ops import jax_call, loop, row_major_matmul, take
+from nanochat.kernels import choose as kernels
+from nanochat.kernels import layer_loop as layer_stack
+from nanochat.model.gpt import NORM_EPS, apply_rotary, norm
+
+
+def get_kernels(name, interpret):
+    """Kernels `chunked` or `flash`. `interpret`: Pallas runs as plain XLA operations, for a CPU: right, but slow."""
+    attention = _pallas_attention(interpret) if name == "flash" else PYTORCH_ATTENTION
+    return kernels.Kernels(name, kernels.sdpa_attention, _cross_entropy, _MeanCrossEntropy.apply, _Embedding.apply,
+                           checkpoint=None, run_layers=partial(layer_stack.run_layers, attention))
+
+
+# -----------------------------------------------------------------------------
+# Attention, see layer_stack.Attention
+
+
+def _forward(q, k, v, window, cos, sin):
+    def heads(x):
+        return x.unflatten(-1, (-1, 2 * cos.size(1))).transpose(1, 2)  # (B, H, T, head_dim)
+
+    rotary = cos.to(q.dtype), sin.to(q.dtype)
+    q, k = (norm(apply_rotary(heads(x), *rotary)) for x in (q, k))
+    if window is None:
+        y = kernels.sdpa_attention(q, k, heads(v), 0)
+    else:
+        positions = torch.arange(q.size(2), device=q.device)
+        distance = positions[:, None] - positions[None, :]
+        y = F.scaled_dot_product_attention(q, k, heads(v), attn_mask=(distance >= 0) & (distance < window),
+                                           enable_gqa=q.size(1) != k.size(1))
+    return y.transpose(1, 2).flatten(2)
+
+
+def _forward_of_layer(q, k, v, index, window, *tables):
+    return _forward(*(take(stack, index) for stack in (q, k, v)), window, *tables)
+
+
+def _backward_of_layer(q, k, v, index, window, d_y, *tables):
+    with torch.enable_grad():
+        inputs = [take(stack, index).detach().requires_grad_() for stack in (q, k, v)]
+        return torch.autograd.grad(_forward(*inputs, window, *tables), inputs, d_y)
+
+
+PYTORCH_ATTENTION = layer_stack.Attention(lambda cos, sin: (cos, sin), _forward_of_layer, _backward_of_layer)
+
+
+@cache
+def _pallas_attention(interpret):
+    _pin_mosaic_version()
+    from nanochat.kernels import pallas_attention
+
+    def tables(cos, sin):
+        length, head_dim = cos.size(0), 2 * cos.size(1)
+        longest = pallas_attention.MAX_SEQ_LEN
+        if head_dim != pallas_attention.LANES or length > longest or length % 128 and not interpret:
+            raise BadInput(f"--kernel=flash has heads of 128 and sequences of up to {longest} in steps of 128, not "
+                           f"heads of {head_dim} and {length}: change --num_heads or --max_seq_len, or use "
+                           "--kernel=chunked")
+        return torch.cat([cos, cos], 1), torch.cat([sin, -sin], 1)
+
+    def call(function, index, window, *arrays):
+        options = dict(eps=NORM_EPS, windowed=window is not None, interpret=interpret)
+        place = torch.stack([index, torch.zeros_like(index) if window is None else window])
+        return jax_call(_with_options(function, **options), place, *arrays)
+
+    def forward(q, k, v, index, window, *tables):
+        return call(pallas_attention.forward, index, window, q, k, v, *tables)[0]
+
+    def backward(q, k, v, index, window, d_y, *tables):
+        return call(pallas_attention.backward, index, window, q, k, v, d_y, *tables)
+
+    return layer_stack.Attention(tables, forward, backward, *([] if interpret else [row_major_matmul]))
+
+
+@cache
+def _with_options(function, **options):
+    """One lasting object for each set of options."""
+    return partial(function, **options)
+
+
+def _pin_mosaic_version():
+    """jaxlib 0.7.1 writes Pallas kernels in Mosaic version 8, libtpu 0.0.21 reads 7 (pytorch/xla issue 9614)."""
+    import jax._src.tpu_custom_call as tpu_custom_call
+    tpu_custom_call.get_ir_version = lambda *args, **kwargs: 7
+
+
+# -----------------------------------------------------------------------------
+# Embedding and loss
+
+
+class _Embedding(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, ids, table, dtype):
+        ctx.save_for_backward(ids)
+        ctx.table = table
+        return F.embedding(ids, table).to(dtype)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        ids, = ctx.saved_tensors
+        ctx.table.main_grad.index_add_(0, ids.flatten().long(), d_out.flatten(0, 1).float())
+        return None, None, None
+
+
+def _chunks(hidden, targets):
+    """hidden (N, C) and targets (N,) as stacks of chunks of equal size."""
+    rows = hidden.size(0)
+    size = max(size for size in range(1, min(rows, kernels.XLA_CHUNK_ROWS) + 1) if rows % size == 0)
+    return hidden.view(-1, size, hidden.size(1)), targets.long().view(-1, size)
+
+
+def _losses(hidden, head, targets, softcap):
+    """Losses (N,) of hidden (N, C), and what their gradient needs: the capped logits (N, V), the softmax, and where the
+    targets are. A bounded softcap makes it safe to sum exponentials in fp32 without subtracting a maximum, which would
+    cost another pass over the logits."""
+    logits = kernels.softcapped(F.linear(hidden, head).float(), softcap).to(hidden.dtype).float()
+    largest = 0.0 if 0 < softcap <= 60 else logits.max(dim=-1, keepdim=True).values
+    exponentials = torch.exp(logits - largest)
+    total = exponentials.sum(dim=-1, keepdim=True)
+    is_target = torch.arange(head.size(0), device=head.device) == targets[:, None]
+    picked = torch.where(is_target, logits, 0.0).sum(dim=-1, keepdim=True)
+    losses = (torch.log(total) + largest - picked)[:, 0]
+    losses = torch.where(targets == kernels.IGNORE_INDEX, 0.0, losses)
+    return losses, logits, exponentials / total, is_target
+
+
+@dataclass(frozen=True)
+class _LossBody:
+    softcap: float
+
+    def __call__(self, index, carry, read, write, constants):
+        return (), (_losses(read[0], constants[0], read[1], self.softcap)[0],)
+
+
+def _cross_entropy(hidden, head, targets, softcap):
+    chunks = _chunks(hidden, targets)
+    losses = torch.zeros(chunks[1].shape, device=hidden.device)
+    _, (losses,) = loop(_LossBody(softcap), (), chunks, [losses], [head.to(hidden.dtype)])
+    return losses.flatten()
+
+
+@dataclass(frozen=True)
+class _GradientBody:
+    softcap: float
+    rows: int
+
+    def __call__(self, index, carry, read, write, constants):
+        (loss, d_head), (hidden, targets), (head,) = carry, read, constants
+        losses, logits, softmax, is_target = _losses(hidden, head, targets, self.softcap)
+        d_loss = torch.where(targets == kernels.IGNORE_INDEX, 0.0, 1 / self.rows)[:, None]
+        d_logits = (softmax - is_target.float()) * d_loss
+        if self.softcap:
+            d_logits = d_logits * (1 - (logits / self.softcap).square())
+        d_logits = d_logits.to(hidden.dtype)
+        d_head = d_head + (d_logits.t() @ hidden).float()
+        return (loss + losses.sum() / self.rows, d_head), (d_logits @ head,)
+
+
+class _MeanCrossEntropy(torch.autograd.Function):
+    """Mean loss over rows. Its gradients are computed in the forward pass, chunk by chunk, while the logits are there:
+    d logits = (softmax - one-hot) × (1 - (logits / softcap)²) / rows."""
+
+    @staticmethod
+    def forward(ctx, hidden, head, targets, softcap):
+        body = _GradientBody(softcap, hidden.size(0))
+        chunks = _chunks(hidden, targets)
+        sums = torch.zeros((), device=hidden.device), torch.zeros_like(head, dtype=torch.float32)
+        constants = [head.to(hidden.dtype)]
+        if len(chunks[0]) == 1:
+            (loss, d_head), (d_hidden,) = body(None, sums, [chunk[0] for chunk in chunks], None, constants)
+        else:
+            (loss, d_head), (d_hidden,) = loop(body, sums, chunks, [torch.zeros_like(chunks[0])], constants)
+        ctx.save_for_backward(d_hidden.view_as(hidden), d_head)
+        ctx.head = head
+        return loss
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        d_hidden, d_head = ctx.saved_tensors
+        ctx.head.main_grad.add_(d_head * d_loss)
+        return d_hidden * d_loss.to(d_hidden.dtype), None, None, None

@@ -1,0 +1,296 @@
+"""Muon for the matrices, AdamW for the rest, and the schedules of both.
+
+All that changes from step to step (learning rates, momentum, bias corrections) reaches the device as one small tensor:
+no number is baked into the compiled program, so no schedule can make it compile again.
+"""
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from nanochat.common import xla_all_gather, xla_all_reduce_gradients, xla_program, xla_reduce_scatter
+from nanochat.device.xla_ops import repeat
+
+ADAM_BETAS = (0.8, 0.95)
+ADAM_EPS = 1e-10
+MUON_BETA2 = 0.95
+REFERENCE_WIDTH = 768  # the width at which the learning rates of AdamW and the weight decay were tuned
+REFERENCE_BATCH_TOKENS = 2**19  # the batch at which all learning rates were tuned
+
+
+def _flag(default, help):
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Each field is a flag of base_train. Learning rates are those of a batch of 2^19 tokens (see batch_lr_scale)."""
+    matrix_lr: float = _flag(0.02, "Muon's learning rate, for the matrices of the layers")
+    embedding_lr: float = _flag(0.3, "AdamW's, for the embedding, at width 768")
+    unembedding_lr: float = _flag(0.004, "AdamW's, for the head, at width 768")
+    scalar_lr: float = _flag(0.5, "AdamW's, for the scales of the residual stream")
+    weight_decay: float = _flag(0.2, "of the matrices, at width 768")
+    warmup_steps: int = _flag(40, "steps in which the learning rates rise")
+    warmdown_ratio: float = _flag(0.5, "share of the run in which the learning rates fall")
+    final_lr_frac: float = _flag(0.05, "what is left of the learning rates at the end")
+
+
+# -----------------------------------------------------------------------------
+# Schedules. Steps count from 0.
+
+
+def lr_multiplier(step, num_iterations, config):
+    """Warm-up, flat, then linear to `final_lr_frac` (the trapezoid of arXiv 2405.18392)."""
+    warmup = min(config.warmup_steps, num_iterations)
+    warmdown = round(config.warmdown_ratio * num_iterations)
+    if step < warmup:
+        return (step + 1) / warmup
+    if step <= num_iterations - warmdown:
+        return 1.0
+    progress = (num_iterations - step) / warmdown
+    return progress + (1 - progress) * config.final_lr_frac
+
+
+def muon_momentum(step):
+    """0.85 rising to 0.95 over the first 300 steps: early gradients go out of date sooner (modded-nanogpt)."""
+    return 0.85 + 0.10 * min(step / 300, 1)
+
+
+def batch_lr_scale(total_batch_size):
+    """Learning rates scale with the square root of the batch (arXiv 2006.08517), measured against 2^19 tokens."""
+    return math.sqrt(total_batch_size / REFERENCE_BATCH_TOKENS)
+
+
+def width_lr_scale(width):
+    """AdamW learning rates scale with (width / 768)^-0.5 (nanochat)."""
+    return (width / REFERENCE_WIDTH) ** -0.5
+
+
+def width_weight_decay_scale(width):
+    """The best weight decay falls about with 1 / width² (nanochat's measurements, tuned at width 768)."""
+    return (REFERENCE_WIDTH / width) ** 2
+
+
+# -----------------------------------------------------------------------------
+# Muon's parts
+
+
+def newton_schulz(matrices, dtype, steps=5):
+    """Orthogonalises every matrix of a stack (L, m, n): all singular values go to about 1 (Muon, Jordan et al. 2024).
+
+    The quintic iteration X <- aX + (bA + cA²)X with A = XXᵀ; baddbmm rather than addmm, which torch_xla runs on the
+    host. Returns a stack of the same shape in `dtype`.
+    """
+    x = _wide(matrices.to(dtype))
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # the largest singular value is at most 1
+    if x.device.type == "xla":
+        x = repeat(_newton_schulz_step, x, steps)
+    else:
+        for _ in range(steps):
+            x = _newton_schulz_step(x)
+    return x.mT if matrices.size(-2) > matrices.size(-1) else x
+
+
+def _newton_schulz_step(x):
+    a, b, c = 3.4445, -4.7750, 2.0315
+    gram = torch.bmm(x, x.mT)
+    return torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+
+
+def _wide(matrices):
+    """The matrices, or the transposed ones if these have fewer rows."""
+    return matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
+
+
+def newton_schulz_of_all(stacks, dtype):
+    """newton_schulz of each stack of matrices, {name: (L, m, n)}. Those of one shape, transposed or not, go through it
+    as one stack: a third of the products, which compiles in less time."""
+    groups = {}
+    for name, stack in stacks.items():
+        groups.setdefault(_wide(stack).shape[1:], []).append(name)
+    results = {}
+    for names in groups.values():
+        together = newton_schulz(torch.cat([_wide(stacks[name].to(dtype)) for name in names]), dtype)
+        for name, x in zip(names, together.split([stacks[name].size(0) for name in names]), strict=True):
+            results[name] = x if x.shape == stacks[name].shape else x.mT
+    return results
+
+
+def normalise_neurons(update, second_moment, beta2):
+    """Divides each neuron (row) of the update by the running root mean square of its updates, keeping the update's
+    norm (NorMuon, arXiv 2510.05491). Returns the update and the new `second_moment` (L, m, 1)."""
+    update = update.float()
+    second_moment = second_moment.lerp(update.square().mean(dim=-1, keepdim=True), 1 - beta2)
+    norm_before = update.norm(dim=(-2, -1), keepdim=True)
+    update = update * second_moment.clamp(min=1e-10).rsqrt()
+    return update * (norm_before / update.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-10)), second_moment
+
+
+def cautious_weight_decay(weights, update):
+    """The part of the weights that decay shrinks: only where the update pushes the same way (arXiv 2510.12402)."""
+    return weights * (weights * update > 0)
+
+
+# -----------------------------------------------------------------------------
+# The optimizer
+
+
+def add_main_grads(model):
+    """Gives every parameter the fp32 sum of its gradients, `main_grad`. Where the parameter is fp32 itself, that is its
+    `.grad`, too, to which autograd adds; to the others the backward passes of xla_kernels.py add."""
+    for p in model.parameters():
+        p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+        if p.dtype == torch.float32:
+            p.grad = p.main_grad
+
+
+class MuonAdamW:
+    """Updates a GPT in place from the `main_grad` of its parameters.
+
+    All state exists from the start, so the first step is the same program as the last. The weights that are updated,
+    `masters`, are fp32 also where the model computes with copies of them in GPT.weights_dtype. With `is_sharded`, each
+    rank holds and updates only its part of masters and state: as many slices of their first dimension as any other, of
+    zeros where these do not suffice (ZeRO-1, arXiv 1910.02054). What is small is whole everywhere.
+    """
+
+    def __init__(self, model, config, total_batch_size, num_iterations, dtype=torch.float32, dist=None,
+                 is_sharded=False):
+        """`dtype`: in what Muon orthogonalises (bfloat16 where that is fast). `dist`: None where there is one rank."""
+        self.config, self.num_iterations, self.dtype, self.dist = config, num_iterations, dtype, dist
+        scale, width = batch_lr_scale(total_batch_size), model.config.n_embd
+        adam_scale = scale * width_lr_scale(width)
+        self.adam_lrs = {
+            "wte": config.embedding_lr * adam_scale,
+            "lm_head": config.unembedding_lr * adam_scale,
+            "resid_scale": config.scalar_lr * 0.01 * scale,  # it multiplies the residual stream once per layer
+            "x0_scale": config.scalar_lr * scale,
+        }
+        self.matrix_lr = config.matrix_lr * scale
+        self.weight_decay = config.weight_decay * width_weight_decay_scale(width)
+        self.parameters = dict(model.named_parameters())
+        is_sharded = is_sharded and dist is not None and dist.world_size > 1
+        self.sharded = frozenset(name for name, p in self.parameters.items() if is_sharded and p.dim() > 1)
+        self.masters, self.state = {}, {}
+        for name, p in self.parameters.items():
+            master = p
+            if name in self.sharded or model.weights_dtype != torch.float32:
+                master = self._part_of(name, p.detach()).clone()
+                p.data = p.detach().to(model.weights_dtype)
+            self.masters[name] = master
+            self.state[f"{name}.momentum"] = torch.zeros_like(master)
+            self.state[f"{name}.second_moment"] = torch.zeros_like(
+                master if name in self.adam_lrs else master[:, :, :1])
+        add_main_grads(model)
+
+    def scheduled(self, step, batch_growth=1.0):
+        """What changes at `step`, as a CPU tensor (4,): learning-rate multiplier, Muon's momentum, Adam's two bias
+        corrections. `batch_growth`: the step's batch over the `total_batch_size` of the run."""
+        beta1, beta2 = ADAM_BETAS
+        multiplier = lr_multiplier(step, self.num_iterations, self.config) * math.sqrt(batch_growth)
+        return torch.tensor([multiplier, muon_momentum(step), 1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)],
+                            dtype=torch.float32)
+
+    @torch.no_grad()
+    def update(self, scheduled, loss_sum):
+        """Sums gradients and `loss_sum` over the ranks, updates the weights, and sets the sums to zero.
+
+        `scheduled`: what `scheduled(step)` gave, on the parameters' device. Returns (2,), there too: the loss and the
+        norm of the gradient. If either is not finite, weights and state stay as they are; nothing waits for that.
+        """
+        gradients = self._sum_over_ranks(loss_sum)
+        result = torch.stack([loss_sum, self._norm(gradients)])
+        is_good = result.isfinite().all()
+        lr_multiplier, momentum, bias1, bias2 = scheduled.unbind()
+        averages = {name: momentum * self.state[f"{name}.momentum"] + (1 - momentum) * gradient
+                    for name, gradient in gradients.items() if name not in self.adam_lrs}
+        nesterov = {name: momentum * average + (1 - momentum) * gradients[name] for name, average in averages.items()}
+        directions = newton_schulz_of_all(nesterov, self.dtype)
+        for name, p in self.parameters.items():
+            old = self.masters[name], self.state[f"{name}.momentum"], self.state[f"{name}.second_moment"]
+            if name in self.adam_lrs:
+                new = self._adamw(*old, gradients[name], self.adam_lrs[name] * lr_multiplier, bias1, bias2)
+            else:
+                new = self._muon(old[0], averages[name], old[2], directions[name], self.matrix_lr * lr_multiplier)
+            for old_tensor, new_tensor in zip(old, new, strict=True):
+                old_tensor.copy_(torch.where(is_good, new_tensor, old_tensor))
+            if self.masters[name] is not p:
+                p.copy_(self._gathered(name, self.masters[name].to(p.dtype)))
+        # XLA gives results, in the order in which they are made here, the memory of arguments of the same size, in the
+        # order in which a program uses these. In this order each gradient keeps its place; else they are all copied.
+        for p in reversed(list(self.parameters.values())):
+            p.main_grad.zero_()
+        loss_sum.zero_()
+        return result
+
+    def _adamw(self, p, exp_avg, exp_avg_sq, grad, lr, bias1, bias2):
+        """Adam (arXiv 1412.6980); these groups have no weight decay. Returns p and its two averages, updated."""
+        beta1, beta2 = ADAM_BETAS
+        exp_avg = exp_avg.lerp(grad, 1 - beta1)
+        exp_avg_sq = exp_avg_sq.lerp(grad.square(), 1 - beta2)
+        return p - lr * (exp_avg / bias1) / ((exp_avg_sq / bias2).sqrt() + ADAM_EPS), exp_avg, exp_avg_sq
+
+    def _muon(self, p, average, second_moment, direction, lr):
+        """Muon with NorMuon's normalisation of the orthogonal `direction`. Returns p, its momentum and its second
+        moment, updated."""
+        update, second_moment = normalise_neurons(direction, second_moment, MUON_BETA2)
+        update = update * max(1.0, p.size(-2) / p.size(-1)) ** 0.5  # the same root-mean-square for every shape
+        return p - lr * (update + self.weight_decay * cautious_weight_decay(p, update)), average, second_moment
+
+    # The parts of the ranks
+
+    def _sum_over_ranks(self, loss_sum):
+        """{name: gradient}, or this rank's part of it, summed over the ranks; `loss_sum` is summed in place."""
+        gradients = {name: p.main_grad for name, p in self.parameters.items()}
+        if self.dist:
+            whole = [gradient for name, gradient in gradients.items() if name not in self.sharded]
+            xla_all_reduce_gradients([*whole, loss_sum], self.dist)
+        return {name: xla_reduce_scatter(self._padded(gradient), self.dist) if name in self.sharded else gradient
+                for name, gradient in gradients.items()}
+
+    def _norm(self, gradients):
+        squares = {name: gradient.square().sum() for name, gradient in gradients.items()}
+        if self.sharded:
+            parts = sum(square for name, square in squares.items() if name in self.sharded)
+            xla_all_reduce_gradients([parts], self.dist)
+            return (parts + sum(square for name, square in squares.items() if name not in self.sharded)).sqrt()
+        return torch.stack(list(squares.values())).sum().sqrt()
+
+    def _padded(self, tensor):
+        missing = -tensor.size(0) % self.dist.world_size
+        return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+    def _part_of(self, name, tensor):
+        """This rank's part of a tensor that belongs to parameter `name`."""
+        if name not in self.sharded:
+            return tensor
+        parts = self._padded(tensor).unflatten(0, (self.dist.world_size, -1))
+        return parts[self.dist.rank]
+
+    def _gathered(self, name, part):
+        """The inverse; every rank must call it."""
+        return xla_all_gather(part, self.dist)[:self.parameters[name].size(0)] if name in self.sharded else part
+
+    # Checkpoints
+
+    @torch.no_grad()
+    def host_state(self):
+        """({name: weight}, {name: state}), whole, fp32, in host memory, whatever the optimizer does afterwards.
+
+        Every rank must call it, where there are parts to gather; all but rank 0 get two empty dicts.
+        """
+        host = {}, {}
+        for found, tensors in zip(host, (self.masters, self.state), strict=True):
+            for name, tensor in tensors.items():
+                parameter = name.partition(".")[0]
+                if parameter in self.sharded:
+                    with xla_program(self.dist, f"gather {tuple(tensor.shape)}", collective=True):
+                        tensor = self._gathered(parameter, tensor)
+                if not self.dist or self.dist.rank == 0:
+                    found[name] = tensor.detach().to("cpu", copy=True)
+        return host
+
+    @torch.no_grad()
+    def load_state_dict(self, state):
+        """Takes the second of what host_state gave; the weights are taken from the model when this is made."""
+        for name, tensor in self.state.items():
+            tensor.copy_(self._part_of(name.partition(".")[0], state[name]))

@@ -1,0 +1,160 @@
+"""The process in which the TPU compiler runs, started by nanochat.aot: libtpu takes the place of every other XLA client
+here, and neither PyTorch nor a TPU is needed."""
+import functools
+import json
+import re
+import time
+from pathlib import Path
+
+REPOSITORY = str(Path(__file__).resolve().parents[2])
+
+
+def compile_folder(folder):
+    """Compiles `folder`/traced.pb as `folder`/request.json says. Writes compiled.json (the fields of
+    aot.CompiledProgram) and optimised.hlo, which is empty if the program does not fit into the chip's memory."""
+    import numpy as np
+    from jax.errors import JaxRuntimeError
+    from jax.experimental import topologies
+    from jaxlib import xla_client
+
+    folder = Path(folder)
+    request = json.loads((folder / "request.json").read_text())
+    devices = topologies.get_topology_desc(
+        platform="tpu", topology_name=request["topology"], **request["topology_options"]).devices
+    options = xla_client.CompileOptions()
+    options.num_replicas = len(devices)
+    options.device_assignment = xla_client.DeviceAssignment.create(np.arange(len(devices)).reshape(-1, 1))
+    module = _load(folder / "traced.pb", set(request["donated"]))
+    started = time.monotonic()
+    try:
+        executable = devices[0].client.compile(
+            module, executable_devices=xla_client.DeviceList(tuple(devices)), compile_options=options)
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _write(folder, "", seconds=time.monotonic() - started, out_of_memory=str(error))
+        return
+    seconds = time.monotonic() - started
+    memory = executable.get_compiled_memory_stats()
+    costs = executable.cost_analysis()
+    _write(folder, executable.hlo_modules()[0].to_string(), seconds=seconds,
+           argument_bytes=memory.argument_size_in_bytes, output_bytes=memory.output_size_in_bytes,
+           alias_bytes=memory.alias_size_in_bytes, temp_bytes=memory.temp_size_in_bytes,
+           code_bytes=memory.generated_code_size_in_bytes,
+           costs={key: costs[key] for key in ("flops", "bytes accessed", "transcendentals") if key in costs})
+
+
+def _write(folder, hlo_text, **fields):
+    (folder / "optimised.hlo").write_text(hlo_text)
+    (folder / "compiled.json").write_text(json.dumps(fields))
+
+
+def _load(path, donated):
+    """The module as MLIR bytecode, in which the arguments `donated` are marked and every operation's name begins with
+    the line of this repository that it comes from: only names survive the compiler."""
+    from jax._src.interpreters import mlir
+    from jaxlib import xla_client
+    from jaxlib.mlir import ir
+
+    proto = _with_lines_in_loops(path.read_bytes())
+    text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(proto))
+    with mlir.make_ir_context():
+        module = ir.Module.parse(_with_source_lines(text))
+        main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get([
+            ir.DictAttr.get({"jax.buffer_donor": ir.BoolAttr.get(True)} if index in donated else {})
+            for index in range(len(main.type.inputs))])
+        return mlir.module_to_bytecode(module)
+
+
+def _with_lines_in_loops(proto):
+    """The HloModuleProto, in which names outside its entry computation say their line, as aot.named_backward_pass() has
+    it. Their call stacks go: a loop's body was lowered as a module of its own, and its numbers of stacks mean others
+    here."""
+    def with_line(metadata):  # OpMetadata: name, file, line, stack_frame_id are 2, 3, 4, 15
+        fields = {number: value for number, value, _ in _fields(metadata)}
+        scopes, _, name = fields.get(2, b"").decode().rpartition("/")
+        path = fields.get(3, b"").decode()
+        if path.startswith(f"{REPOSITORY}/"):
+            scopes += f"/{path.removeprefix(f'{REPOSITORY}/')}_{fields.get(4, 0)}"
+        name = f"{scopes}/{name}".strip("/").encode()
+        others = b"".join(field for number, _, field in _fields(metadata) if number not in (2, 15))
+        return others + _varint(2 << 3 | 2) + _varint(len(name)) + name
+
+    def with_lines(computation):
+        if (5, entry) in (field[:2] for field in _fields(computation)):  # its id
+            return computation
+        return _rewritten(computation, 2, lambda instruction: _rewritten(instruction, 7, with_line))
+
+    entry = next(value for number, value, _ in _fields(proto) if number == 6)
+    return _rewritten(proto, 3, with_lines)
+
+
+def _rewritten(message, number, rewrite):
+    """The message with `rewrite` applied to the content of every field `number`."""
+    result = []
+    for found, value, field in _fields(message):
+        if found == number:
+            value = rewrite(value)
+            field = _varint(number << 3 | 2) + _varint(len(value)) + value
+        result.append(field)
+    return b"".join(result)
+
+
+def _fields(message):
+    """Yields (number, value, all its bytes) of each field of a protocol buffer; value: int, or bytes of other types."""
+    at = 0
+
+    def read_varint():
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while at < len(message):
+        begin = at
+        number, kind = divmod(read_varint(), 8)
+        if kind == 0:
+            value = read_varint()
+        else:
+            length = read_varint() if kind == 2 else {1: 8, 5: 4}[kind]
+            value = message[at:at + length]
+            at += length
+        yield number, value, message[begin:at]
+
+
+def _varint(value):
+    result = bytearray()
+    while value >= 0x80:
+        result.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*result, value])
+
+
+def _with_source_lines(text):
+    """MLIR text whose named locations `"aten__mm"(call stack)` read `"nanochat/gpt.py:166 aten__mm"(call stack)`."""
+    ours = re.compile(
+        rf'"{re.escape(REPOSITORY)}/((?:nanochat|scripts)/(?!preflight/|tpu_preflight|common)[^"]*)":(\d+)')
+    locations = dict(re.findall(r"^(#loc\d+) = loc\((.*)\)$", text, re.MULTILINE))
+
+    @functools.cache
+    def line(location):
+        """Innermost line of ours. A location is a file's line, `"name"(location)` or `callsite(callee at caller)`."""
+        found = ours.match(location)
+        if found:
+            return f"{found[1]}:{found[2]}"
+        return next(filter(None, (line(locations[name]) for name in re.findall(r"#loc\d+", location))), "")
+
+    def with_line(match):
+        name, rest = match[2], match[3]
+        scopes = re.findall(r"((?:nanochat|scripts)/[\w/]+\.py)_(\d+)( backward)?", name)
+        source = line(rest) or (scopes and "{}:{}".format(*scopes[-1]))
+        parts = [source, "backward" if any(scope[2] for scope in scopes) else "", name.rsplit("/", 1)[-1]]
+        return match[1] + " ".join(filter(None, parts)) + rest
+
+    return re.sub(r'^(#loc\d+ = loc\(")([^"]*)("(?:\(#loc\d+\))?\))$', with_line, text, flags=re.MULTILINE)

@@ -1,0 +1,349 @@
+"""Reading the optimised HLO text of the TPU compiler: what a program costs, loop bodies times their trip count.
+
+The compiler writes `estimated_cycles` on what it schedules, but its own sums count a loop's body once. Here a program
+is a list of Op, each with how often it runs. What is counted:
+- cycles: the compiler's estimate of each scheduled operation. Pallas kernels carry none.
+- bytes: operands and results. Where only a slice of an operand is read or written, the slice counts, as in XLA's
+  HloCostAnalysis. `hbm_bytes` leaves out what the compiler placed in VMEM (memory space S(1) and the like).
+- collectives that run beside arithmetic: the compiler cuts such a one into steps, which it fuses with other work. It is
+  one Op, of the first step; the others carry its arrays along and do not touch them.
+"""
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass, field
+
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f16": 16, "bf16": 16, "s32": 32,
+         "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64}
+_ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*[a-z0-9]*)\[(?P<dims>[\d,<=]*)\](?:\{(?P<layout>[^}]*)\})?")
+_INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.-]+) = (?P<rest>.*)", re.DOTALL)
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$", re.DOTALL)
+# They move nothing: the compiler gives them no code, or the memory of their operand.
+_FREE = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
+                   "partition-id", "replica-id", "copy-done", "slice-done", "async-done", "async-update",
+                   "all-reduce-done", "all-gather-done", "collective-permute-done", "domain", "add-dependency"})
+_FREE_CUSTOM_CALLS = frozenset({"ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound"})
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+PALLAS_CALL = "tpu_custom_call"
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array in a shape."""
+    dtype: str
+    dims: tuple
+    in_hbm: bool
+
+    @property
+    def bytes(self):
+        return math.prod(self.dims) * _BITS.get(self.dtype, 0) / 8
+
+
+@dataclass
+class Instruction:
+    name: str
+    opcode: str
+    shape: list  # of Array: one, or those of a tuple
+    operands: list  # names
+    attributes: str  # the text after the operands
+    is_root: bool
+
+    def called(self, key):
+        found = re.search(rf"\b{key}=%?([\w.-]+)", self.attributes)
+        return found and found[1]
+
+    @property
+    def custom_call_target(self):
+        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def declared_cost(self):
+        """What a Pallas kernel says of itself, {"flops", "bytes_accessed", …}, or None."""
+        found = re.search(r'"cost_estimate":(\{[^}]*\})', self.attributes)
+        return {key: int(value) for key, value in json.loads(found[1]).items()} if found else None
+
+    @property
+    def cycles(self):
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return int(found[1]) if found else 0
+
+    @property
+    def shape_text(self):
+        """Its results without layouts: "bf16[8,1024]", of a tuple all."""
+        return ", ".join(f"{array.dtype}[{','.join(map(str, array.dims))}]" for array in self.shape)
+
+    @property
+    def source(self):
+        """The innermost line that it comes from and its name there: "nanochat/gpt.py:166 backward aten__mm"."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        if not found:
+            return ""
+        lines = re.findall(r"(?:nanochat|scripts)/[\w/]+\.py:\d+", found[1])  # as tpu_compiler wrote them
+        parts = [*lines[-1:], "backward" if " backward " in found[1] else "", found[1].rsplit("/", 1)[-1].split()[-1]]
+        return " ".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class Op:
+    """An instruction that runs, `times` times, with the costs of one run."""
+    instruction: Instruction
+    times: int
+    cycles: int
+    bytes: float
+    hbm_bytes: float
+    is_overlapped: bool = False  # a collective that runs while others do
+
+
+@dataclass
+class Module:
+    computations: dict = field(default_factory=dict)  # name -> {name of instruction -> Instruction}
+    entry: str = ""
+
+    def instruction_count(self):
+        """Those inside fusions and loops included, each once."""
+        return sum(map(len, self.computations.values()))
+
+    def ops(self):
+        """A list of Op for all that is scheduled: the entry computation and, as often as they run, bodies of loops."""
+        return list(self._ops_of(self.entry, 1))
+
+    def _ops_of(self, name, times):
+        computation = self.computations[name]
+        for instruction in computation.values():
+            if instruction.opcode == "while":
+                trips = times * self.trip_count(instruction, computation)
+                yield from self._ops_of(instruction.called("condition"), trips)
+                yield from self._ops_of(instruction.called("body"), trips)
+            elif instruction.opcode == "call":
+                yield from self._ops_of(instruction.called("to_apply"), times)
+            elif instruction.opcode == "conditional":
+                for branch in self._branches(instruction):
+                    yield from self._ops_of(branch, times)
+            elif instruction.opcode not in _FREE and instruction.custom_call_target not in _FREE_CUSTOM_CALLS:
+                yield _op(instruction, times, self._touched(instruction, computation))
+                if instruction.opcode == "fusion":
+                    fused = self.computations[instruction.called("calls")]
+                    for inner in fused.values():
+                        if inner.opcode in COLLECTIVES and _is_first_step(inner):
+                            yield _op(inner, times, [*fused[inner.operands[0]].shape, *inner.shape], is_overlapped=True)
+
+    @staticmethod
+    def _branches(instruction):
+        listed = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
+        if listed:
+            return re.findall(r"[\w.-]+", listed[1])
+        return [instruction.called("true_computation"), instruction.called("false_computation")]
+
+    def trip_count(self, loop, computation):
+        """How often the body of a `while` runs: for (i = start; i < bound; i += 1), or the same downwards. The bound
+        is a constant of the condition, or of what the loop starts with; 1 if neither is found."""
+        condition = self.computations[loop.called("condition")]
+        bound = max(self._constants(condition.values()), default=0)
+        if bound > 0:
+            return bound
+        start = computation[loop.operands[0]]
+        return max(self._constants(computation[name] for name in start.operands if name in computation), default=1) or 1
+
+    def _constants(self, instructions):
+        """Values of integer constants among `instructions`, those inside the fusions that they call included."""
+        for instruction in instructions:
+            called = instruction.called("calls")
+            if called:
+                yield from self._constants(self.computations[called].values())
+            elif instruction.opcode == "copy":
+                pass
+            elif instruction.opcode == "constant" and instruction.shape[0].dtype in ("s32", "u32", "s64", "u64"):
+                if re.fullmatch(r"-?\d+", instruction.operands[0] if instruction.operands else ""):
+                    yield int(instruction.operands[0])
+
+    # What an instruction reads and writes, as arrays
+
+    def _touched(self, instruction, computation):
+        opcode, shape = instruction.opcode, instruction.shape
+        if instruction.declared_cost:  # a kernel may take a slice of what it is given
+            return [Array("u8", (instruction.declared_cost["bytes_accessed"],), True)]
+        operands = [computation[name].shape for name in instruction.operands if name in computation]
+        if opcode.endswith("-start"):  # (source, destination, …) or the other way round: both are read or written once
+            moved = sorted(shape, key=lambda array: array.bytes, reverse=True)
+            if opcode == "slice-start":  # ((source), slice, …)
+                return [Array(shape[0].dtype, shape[1].dims, shape[0].in_hbm), shape[1]]
+            return moved[:2]
+        if opcode == "fusion":
+            return self._touched_by_fusion(self.computations[instruction.called("calls")], operands, shape)
+        return self._touched_by_slicing(opcode, operands, shape) or [*sum(operands, []), *shape]
+
+    @staticmethod
+    def _touched_by_slicing(opcode, operands, shape):
+        """For what reads or writes a part of its first operand only; else None."""
+        if opcode in ("dynamic-slice", "slice", "gather"):
+            return [Array(shape[0].dtype, shape[0].dims, operands[0][0].in_hbm), *sum(operands[1:], []), *shape]
+        if opcode == "dynamic-update-slice":
+            update = operands[1][0]
+            return [update, Array(update.dtype, update.dims, shape[0].in_hbm)]
+        if opcode == "scatter":
+            updates = operands[2][0]
+            return [*operands[1], updates] + 2 * [Array(updates.dtype, updates.dims, shape[0].in_hbm)]
+        return None
+
+    def _touched_by_fusion(self, fused, operands, shape):
+        root = next(instruction for instruction in fused.values() if instruction.is_root)
+        if root.custom_call_target in ("AsyncCollectiveStart", "AsyncCollectiveDone"):
+            return []
+        touched = []
+        for number, arrays in enumerate(operands):
+            parts = self._parts_read(_parameter(fused, number), fused)
+            if parts is None:
+                touched += arrays
+            else:
+                touched += [Array(part.dtype, part.dims, arrays[0].in_hbm) for part in parts]
+        results = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        if len(results) != len(shape):
+            return touched + shape
+        for result, array in zip(results, shape, strict=True):
+            if result.opcode == "parameter" or result.opcode in COLLECTIVES:
+                continue  # carried along
+            part = self._part_written(result, fused)
+            touched.append(Array(part.dtype, part.dims, array.in_hbm) if part else array)
+        return touched
+
+    def _part_written(self, result, fused):
+        """The Array that a fusion writes into a larger one in place, else None."""
+        while result.opcode in ("bitcast", "copy", "reshape") and result.operands[0] in fused:
+            result = fused[result.operands[0]]
+        if result.opcode == "dynamic-update-slice":
+            return fused[result.operands[1]].shape[0]
+        if result.opcode == "fusion":
+            inner = self.computations[result.called("calls")]
+            return self._part_written(next(i for i in inner.values() if i.is_root), inner)
+        return None
+
+    def _parts_read(self, instruction, fused):
+        """Arrays that are read of `instruction`, a fusion's parameter, if all of its users take parts of it, else
+        None."""
+        parts = []
+        for user in fused.values():
+            for position in (number for number, name in enumerate(user.operands) if name == instruction.name):
+                below = None
+                if user.opcode == "bitcast":
+                    below = self._parts_read(user, fused)
+                elif user.opcode == "fusion":
+                    inner = self.computations[user.called("calls")]
+                    below = self._parts_read(_parameter(inner, position), inner)
+                elif position == 0 and user.opcode in ("dynamic-slice", "slice", "gather"):
+                    below = user.shape
+                elif position == 0 and user.opcode == "dynamic-update-slice":
+                    below = []  # written in place: counted with the results
+                elif user.opcode in COLLECTIVES or user.opcode == "tuple" and user.is_root:
+                    below = []  # carried along
+                if below is None:
+                    return None
+                parts += below
+        return parts
+
+
+def _op(instruction, times, touched, is_overlapped=False):
+    return Op(instruction, times, instruction.cycles, sum(array.bytes for array in touched),
+              sum(array.bytes for array in touched if array.in_hbm), is_overlapped)
+
+
+def _is_first_step(collective):
+    """Whether it is the beginning of one that is cut into steps."""
+    return '"async_collective_fusion_config":{"flag_start":"-1"' in collective.attributes
+
+
+def _parameter(computation, number):
+    return next(i for i in computation.values() if i.opcode == "parameter" and int(i.operands[0]) == number)
+
+
+# -----------------------------------------------------------------------------
+# Parsing
+
+
+def parse(text):
+    """Module of the text of an HLO module. Instructions may span lines, and lines inside them may begin with `}`."""
+    module, current, statement = Module(), None, []
+
+    def finish():
+        found = _INSTRUCTION.match("\n".join(statement)) if statement else None
+        if found:
+            instruction = _parse_instruction(found)
+            current[instruction.name] = instruction
+        statement.clear()
+
+    for line in text.splitlines():
+        header = _COMPUTATION.match(line)
+        if header:
+            finish()
+            current = module.computations[header["name"]] = {}
+            if header["entry"]:
+                module.entry = header["name"]
+        elif _INSTRUCTION.match(line) and current is not None:
+            finish()
+            statement = [line]
+        elif statement:
+            statement.append(line)
+    finish()
+    return module
+
+
+def _parse_instruction(found):
+    rest = re.sub(r"/\*.*?\*/", "", found["rest"])
+    shape_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    opcode, _, _ = rest[shape_end:].strip().partition("(")
+    operands_start = rest.index("(", shape_end)
+    operands_end = _closing(rest, operands_start)
+    inside = rest[operands_start + 1:operands_end]
+    operands = [inside] if opcode in ("constant", "parameter") else re.findall(r"%([\w.-]+)", inside)
+    return Instruction(found["name"], opcode, parse_shape(rest[:shape_end]), operands, rest[operands_end + 1:],
+                       bool(found["root"]))
+
+
+def _closing(text, start):
+    """Index of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    raise ValueError(f"unbalanced HLO: {text[:200]}")
+
+
+def parse_shape(text):
+    """The arrays of a shape, those of a tuple in order."""
+    return [Array(found["dtype"], tuple(int(side.lstrip("<=")) for side in found["dims"].split(",") if side),
+                  not re.search(r"S\([1-9]", found["layout"] or ""))
+            for found in _ARRAY.finditer(text)]
+
+
+def hash_of_program(text):
+    """Hash of a module before it is optimised: the same for the same program, whatever the module's name, the source
+    lines and the way of printing."""
+    digest = hashlib.sha256()
+    for computation in parse(text).computations.values():
+        for i in computation.values():
+            attributes = re.sub(r", metadata=\{[^}]*\}", "", i.attributes).strip()
+            digest.update(repr((i.name, i.opcode, i.shape, i.operands, i.is_root, attributes)).encode())
+    return digest.hexdigest()[:32]
+
+
+# -----------------------------------------------------------------------------
+# Sums
+
+
+def collectives(ops, chips):
+    """opcode -> [how many are run, bytes of the whole arrays that they reduce or gather, and how many of these bytes
+    move while other work goes on]. `chips`: how many take part."""
+    found = {}
+    for op in ops:
+        kind = op.instruction.opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            line = found.setdefault(kind, [0, 0, 0])
+            size = op.times * sum(array.bytes for array in op.instruction.shape)
+            if kind == "reduce-scatter":  # its result is a part
+                size *= chips
+            line[0] += op.times
+            line[1] += size
+            line[2] += size * op.is_overlapped
+    return found

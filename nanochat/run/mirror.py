@@ -1,0 +1,153 @@
+"""Copies of finished checkpoints elsewhere: in a bucket (gs://…, with gcloud storage) or a directory.
+
+    <mirror>/<run>/metrics.jsonl
+    <mirror>/<run>/step_000100/…     as in checkpoint.py
+
+A bucket has no rename, so SHA256SUMS goes last: a copy without it is not whole. A new VM, whose disk is empty, goes on
+from the newest whole copy.
+"""
+import re
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from nanochat.common import BadInput
+from nanochat.record.metrics import METRICS_FILE
+from nanochat.run import checkpoint
+
+ATTEMPTS, PAUSE_S = 4, 5
+COPY_TIMEOUT_S, LIST_TIMEOUT_S = 1800, 120
+FILES = (checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.LANES, checkpoint.META)
+
+
+class MirrorError(Exception):
+    """A copy failed, also when tried again."""
+
+
+def _gcloud_storage(*arguments, timeout_s):
+    """Standard output of `gcloud storage …`; MirrorError with its complaint once all attempts failed."""
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(PAUSE_S * 2**attempt)
+        try:
+            done = subprocess.run(["gcloud", "storage", *arguments], stdin=subprocess.DEVNULL, capture_output=True,
+                                  text=True, timeout=timeout_s)
+        except FileNotFoundError:
+            raise BadInput("--checkpoint_mirror=gs://… needs gcloud, which is not installed here") from None
+        except subprocess.TimeoutExpired:
+            complaint = f"no end after {timeout_s} s"
+            continue
+        if done.returncode == 0:
+            return done.stdout
+        complaint = next((line for line in done.stderr.splitlines() if "ERROR" in line), done.stderr.strip()[-200:])
+        if "matched no objects" in done.stderr:
+            return ""
+    raise MirrorError(f"gcloud storage {arguments[0]} failed {ATTEMPTS} times: {complaint}")
+
+
+class Mirror:
+    """The copies of one run. Uploads happen in a thread; what fails is reported and never stops the run."""
+
+    def __init__(self, url, run, keep, keep_every=-1, report=print):
+        """url: gs://… or a directory; keep: how many checkpoints stay there, beside those whose step is a multiple of
+        `keep_every`."""
+        self.place = f"{url.rstrip('/')}/{run}"
+        self._keep, self._keep_every, self._report = keep, keep_every, report
+        self._wanted, self._idle = None, True  # guarded by the condition
+        self._condition = threading.Condition()
+        self._thread = None
+
+    # -- in the background
+
+    def upload(self, path):
+        """Copies the checkpoint at `path` in the background; one that still waits for its turn gives way to it."""
+        with self._condition:
+            self._wanted = Path(path)
+            if not self._thread:
+                self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+                self._thread.start()
+            self._condition.notify_all()
+
+    def finish(self, timeout_s):
+        """Waits until everything is copied, for at most `timeout_s`."""
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._idle and not self._wanted, timeout_s):
+                self._report(f"warning: the newest checkpoint is not in {self.place} after {timeout_s} s")
+
+    def _work(self):
+        while True:
+            with self._condition:
+                self._idle = True
+                self._condition.notify_all()
+                self._condition.wait_for(lambda: self._wanted)
+                path, self._wanted, self._idle = self._wanted, None, False
+            try:
+                started = time.monotonic()
+                self._copy([path / name for name in FILES], f"{self.place}/{path.name}")
+                self._copy([path / checkpoint.SUMS], f"{self.place}/{path.name}")
+                self._copy([path.parent / METRICS_FILE], self.place)
+                for old in self._steps()[:-self._keep]:
+                    if self._keep_every < 1 or int(old[5:]) % self._keep_every:
+                        self._remove(f"{self.place}/{old}")
+                self._report(f"copied {path.name} to {self.place} in {time.monotonic() - started:.0f} s")
+            except (MirrorError, BadInput, OSError) as error:
+                self._report(f"warning: {path.name} is not in {self.place}: {error}")
+
+    # -- at the start
+
+    def fetch(self, run_dir):
+        """Fetches the newest whole checkpoint into `run_dir`, with the metrics, and returns its path; None if there is
+        none. Damaged copies are reported and passed over. Raises BadInput if the mirror cannot be asked."""
+        run_dir = Path(run_dir)
+        try:
+            for step in reversed(self._steps()):
+                partial = run_dir / f"{step}.tmp"
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                self._copy([f"{self.place}/{step}/{name}" for name in (*FILES, checkpoint.SUMS)], partial)
+                problem = checkpoint.find_problem(partial)
+                if problem is None:
+                    self._copy([f"{self.place}/{METRICS_FILE}"], run_dir)
+                    partial.rename(run_dir / step)
+                    return run_dir / step
+                shutil.rmtree(partial)
+                self._report(f"warning: {self.place}/{step} is damaged ({problem}): the one before it is used")
+        except (MirrorError, OSError) as error:
+            raise BadInput(f"--checkpoint_mirror: {self.place} cannot be read ({error}): mend that, or start without "
+                           "the flag") from None
+        return None
+
+    # -- a bucket or a directory
+
+    def _is_bucket(self, place):
+        return str(place).startswith("gs://")
+
+    def _steps(self):
+        """Names of the whole copies, oldest first."""
+        if self._is_bucket(self.place):
+            found = _gcloud_storage("ls", f"{self.place}/step_*/{checkpoint.SUMS}", timeout_s=LIST_TIMEOUT_S).split()
+        else:
+            found = [str(path) for path in Path(self.place).glob(f"step_*/{checkpoint.SUMS}")]
+        return sorted((match[1] for match in (re.search(r"/(step_\d+)/[^/]*$", path) for path in found) if match),
+                      key=lambda name: int(name[5:]))
+
+    def _copy(self, sources, directory):
+        if self._is_bucket(self.place):
+            _gcloud_storage("cp", *map(str, sources), f"{directory}/", timeout_s=COPY_TIMEOUT_S)
+            return
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        for source in map(Path, sources):
+            partial = Path(directory) / f"{source.name}.partial"
+            shutil.copyfile(source, partial)
+            partial.replace(Path(directory) / source.name)
+
+    def _remove(self, place):
+        # The sums go first: half of a copy must not pass for a whole one.
+        if self._is_bucket(place):
+            _gcloud_storage("rm", f"{place}/{checkpoint.SUMS}", timeout_s=LIST_TIMEOUT_S)
+            _gcloud_storage("rm", f"{place}/*", timeout_s=LIST_TIMEOUT_S)
+        else:
+            (Path(place) / checkpoint.SUMS).unlink()
+            shutil.rmtree(place)

@@ -1,0 +1,118 @@
+"""The processes of a run: how many there are, one parent at a time on a run's directory, no rank without its parent."""
+import fcntl
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from nanochat.common import BadInput, count_tpu_chips, require_writable_dir
+from nanochat.device import tpu
+from nanochat.run import watchdog
+
+RANKS_LOCK = ".ranks.lock"
+ORPHANS_TIMEOUT_S = 30
+
+
+@contextmanager
+def exclusive_use(run_dir):
+    """Raises BadInput if another process trains this run, or the directory cannot be written to.
+
+    The lock goes with the process that holds it, however that ends; the ranks of one that was killed may live a moment
+    longer, and are waited for: they must not write a checkpoint any more.
+    """
+    lock, holder = FileLock(require_writable_dir(run_dir) / ".lock"), run_dir / ".lock_holder"
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        raise BadInput(f"{run_dir} is in use by {holder.read_text()}: end that run first, or choose another --run") \
+            from None
+    with held:
+        _wait_for_orphans(run_dir)
+        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+
+
+def _wait_for_orphans(run_dir):
+    deadline = time.monotonic() + ORPHANS_TIMEOUT_S
+    with open(run_dir / RANKS_LOCK, "w") as file:
+        while True:
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing the file lets go of it
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BadInput(f"ranks of an earlier process still hold {file.name} after {ORPHANS_TIMEOUT_S} s: "
+                                   "end them (fuser shows which)") from None
+            time.sleep(0.1)
+
+
+_held_as_rank = []
+
+
+def begin_as_rank(run_dir):
+    """Every spawned process calls this first: it ends with its parent, and holds the run's directory until then."""
+    watchdog.print_stacks_on_signal()
+    parent = multiprocessing.parent_process().pid
+    file = open(run_dir / RANKS_LOCK)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    _held_as_rank.append(file)
+
+    def end_with_parent():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
+
+
+def expected_world_size(device_type):
+    """World size as far as it can be known before a runtime is started."""
+    if device_type == "tpu":
+        accelerator = tpu.detect_accelerator()
+        return tpu.parse_accelerator(accelerator).chips if accelerator else count_tpu_chips()
+    return {"xla": int(os.environ.get("CPU_NUM_DEVICES", 1)), "cuda": int(os.environ.get("WORLD_SIZE", 1))}.get(
+        device_type, 1)
+
+
+def hosts(device_type):
+    """How many hosts the slice has that this machine is of."""
+    accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
+    return tpu.parse_accelerator(accelerator).hosts if accelerator else 1
+
+
+def run_preflight(argv):
+    """Runs tpu_preflight with base_train's flags, in a process of its own, which does not touch the TPU; returns its
+    exit status: 0 if the programs of the run fit, 3 if they do not."""
+    accelerator = tpu.detect_accelerator()
+    if accelerator is None:
+        raise BadInput("--preflight: no known TPU here: set TPU_ACCELERATOR_TYPE, to v5litepod-8 for example")
+    return subprocess.run([sys.executable, "-m", "scripts.tpu_preflight", f"--accelerator={accelerator}",
+                           "--programs=micro_step,update", *argv]).returncode
+
+
+def end_process_on_error(function, status_path):
+    """Calls function(), which returns an exit status, and writes it to the file if it is not 0.
+
+    A rank that fails ends its process at once: the others wait for it in the all-reduce and would wait for ever.
+    """
+    try:
+        status = function()
+        if status:
+            Path(status_path).write_text(str(status))
+    except BaseException as error:
+        status = 2 if isinstance(error, BadInput) else 1
+        if status == 2:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+        Path(status_path).write_text(str(status))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

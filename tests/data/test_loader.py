@@ -1,0 +1,334 @@
+"""The rows are the same for any number of ranks, are restored exactly, are full, and hold every token once."""
+import itertools
+import json
+import subprocess
+import sys
+import threading
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from nanochat.common import BadInput
+from nanochat.data import loader as dataloader
+from nanochat.data import shards as dataset
+from nanochat.data.loader import DataLoader, SyntheticLoader
+from nanochat.data.shards import Units, open_shards, read_pieces
+from scripts import bench_loader
+from tests.data.test_shards import damage, write_pages
+
+
+class ByteTokenizer:
+    """One token for each byte."""
+    bos_id, n_vocab, sha256 = 256, 257, "bytes"
+
+    def encode_to_numpy(self, text):
+        return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8).astype(np.uint32)
+
+    def encode_documents(self, texts):
+        return [memoryview(np.append(np.uint32(self.bos_id), self.encode_to_numpy(text))) for text in texts]
+
+
+def write(path, texts, row_group_size=None):
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=row_group_size)
+    return path
+
+
+def make_texts(count, seed=0):
+    """Documents of a few bytes to some rows, each of them unlike all others, some empty."""
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(2000, rng.lognormal(4.5, 1.3, size=count)).astype(int)
+    return [None if i % 29 == 3 else "" if i % 29 == 7 else f"<{i}:" + rng.bytes(length // 2).hex() + ">"
+            for i, length in enumerate(lengths)]
+
+
+def as_saved(state):
+    """The state as a checkpoint gives it back."""
+    return {int(lane): saved for lane, saved in json.loads(json.dumps(state)).items()}
+
+
+@pytest.fixture
+def shards(tmp_path, monkeypatch):
+    """Three shards, and documents of more than 500 bytes are read in pieces."""
+    monkeypatch.setattr(dataset, "PIECE_BYTES", 500)
+    monkeypatch.setattr(dataloader, "BLOCK_TOKENS", 500)
+    texts = make_texts(600)
+    return [write(tmp_path / f"shard_{i:05d}.parquet", texts[i * 200:(i + 1) * 200], row_group_size=67)
+            for i in range(3)]
+
+
+def open_loader(shards, **options):
+    return DataLoader(shards, ByteTokenizer(), **{"batch_size": 4, "seq_len": 128, "num_lanes": 8, **options})
+
+
+def read_steps(shards, steps, world_size, rows_per_step=16, batch_size=None, loader=open_loader, **options):
+    """The rows of each global step in their order, and the state of all ranks after it."""
+    batch_size = batch_size or rows_per_step // world_size
+    loaders = [loader(shards, batch_size=batch_size, rank=rank, world_size=world_size, **options)
+               for rank in range(world_size)]
+    for _ in range(steps):
+        micro_steps = []
+        for _ in range(rows_per_step // (batch_size * world_size)):
+            batches = [next(loader) for loader in loaders]
+            micro_steps += [row for rows in zip(*(batch.rows for batch in batches), strict=True) for row in rows]
+        state = {lane: saved for batch in batches for lane, saved in batch.state.items()}
+        yield torch.stack(micro_steps), as_saved(state)
+    for loader in loaders:
+        loader.close()
+
+
+def open_synthetic(_, **options):
+    return SyntheticLoader(1000, **{"seq_len": 128, "num_lanes": 8, **options})
+
+
+@pytest.mark.parametrize("loader", [open_loader, open_synthetic])
+def test_a_step_has_the_same_tokens_for_any_number_of_ranks(shards, loader):
+    def run(world_size, batch_size, seed=0):
+        steps = read_steps(shards, 20, world_size, batch_size=batch_size, loader=loader, seed=seed)
+        return torch.stack([rows for rows, _ in steps])
+
+    reference = run(1, 16)
+    for world_size, batch_size in ((1, 2), (1, 1), (2, 8), (2, 4), (4, 4), (4, 1), (8, 2), (8, 1)):
+        assert torch.equal(run(world_size, batch_size), reference), (world_size, batch_size)
+    assert torch.equal(run(1, 16), reference)
+    assert not torch.equal(run(1, 16, seed=1), reference)
+    assert len(set(map(tuple, reference.flatten(0, 1).tolist()))) == reference.shape[0] * reference.shape[1]
+
+
+def test_it_is_restored_exactly_after_every_step_on_any_number_of_ranks(shards):
+    steps = list(read_steps(shards, 30, world_size=1))
+    in_the_middle_of = Counter()
+    for k, world_size in zip(range(len(steps) - 2), itertools.cycle((1, 2, 4, 8)), strict=False):
+        state = steps[k][1]
+        for (rows, after), (expected, expected_after) in zip(
+                read_steps(shards, 2, world_size, state=state), steps[k + 1:k + 3], strict=True):
+            assert torch.equal(rows, expected), f"restored after step {k} on {world_size} ranks"
+            assert after == expected_after
+        for lane in state.values():
+            in_the_middle_of["document"] += bool(lane["pending"])
+            in_the_middle_of["piece"] += bool(lane["pending"] and lane["pending"][2])
+            in_the_middle_of["buffer"] += len(lane["buffer"]) > 1
+    assert min(in_the_middle_of[what] for what in ("document", "piece", "buffer")) > 10
+
+
+def test_what_is_skipped_of_a_corrupt_shard_is_the_same_for_any_number_of_ranks_and_after_restoring(tmp_path,
+                                                                                                    monkeypatch):
+    monkeypatch.setattr(dataset, "READ_BATCH_BYTES", 2000)
+    monkeypatch.setattr(dataset, "PIECE_BYTES", 500)
+    monkeypatch.setattr(dataloader, "BLOCK_TOKENS", 500)
+    path = write_pages(tmp_path / "a.parquet", make_texts(300), 100)
+    expected = [rows for rows, _ in read_steps([path], 30, world_size=1)]
+    damage(path, 1, 3_000, b"??")
+    with pytest.raises(BadInput, match=r"a\.parquet: row group 1 cannot be read"):
+        list(read_steps([path], 30, world_size=1))
+    steps = list(read_steps([path], 30, world_size=1, skip_bad=True))
+    assert not all(torch.equal(rows, whole) for (rows, _), whole in zip(steps, expected, strict=True))
+    for world_size in (2, 4, 8):
+        monkeypatch.setattr(dataset, "KEPT_BYTES", 0)  # what is kept in memory is read at once
+        again = read_steps([path], 30, world_size, skip_bad=True)
+        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(steps, again, strict=True))
+    for k, world_size in zip(range(0, 28, 3), itertools.cycle((1, 2, 4, 8)), strict=False):
+        resumed = read_steps([path], 2, world_size, state=steps[k][1], skip_bad=True)
+        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(steps[k + 1:k + 3], resumed, strict=True))
+
+
+def test_a_place_in_the_data_that_is_corrupt_by_now_is_refused(tmp_path):
+    path = write_pages(tmp_path / "a.parquet", make_texts(300), 100)
+    state = list(read_steps([path], 4, world_size=1))[-1][1]
+    damage(path, 0, 300, b"??")
+    with pytest.raises(BadInput, match="a document that the saved place in the data names cannot be read any more"):
+        list(read_steps([path], 30, world_size=1, state=state, skip_bad=True))
+
+
+def lane_text(shards, lane, state, seed=0, num_lanes=8):
+    """What a lane read up to `state`: {ref of document: its bytes}, without those that wait in its buffer."""
+    units, documents = Units(open_shards(shards), num_lanes, seed), {}
+    for number in range(state["next"][0] + 1):
+        shard, row_group, first, stop = units.get(lane, number)
+        for piece in read_pieces(shard, row_group, first, stop)[0]:
+            ref = (number, piece.document - first, 0)
+            if ref < tuple(state["next"]) and list(ref) not in state["buffer"]:
+                documents[ref] = documents.get(ref, b"") + piece.text.encode()
+    return documents
+
+
+def test_every_token_of_every_document_appears_once_in_full_rows(shards):
+    num_lanes, bos, streams = 8, ByteTokenizer.bos_id, {lane: [] for lane in range(8)}
+    with open_loader(shards, batch_size=1) as loader:
+        state, stats = None, {"epoch": 0}
+        while stats["epoch"] < 1.5:
+            lane = stats.get("rows", 0) % num_lanes
+            batch, before = next(loader), state and state[lane]
+            state, stats = as_saved(batch.state), loader.stats
+            row = batch.rows[0].tolist()
+            assert len(row) == 129 and all(0 <= token <= bos for token in row)
+            goes_on = bool(before and before["pending"])
+            assert goes_on and row[0] == streams[lane][-1] or row[0] == bos
+            streams[lane] += row[goes_on:]
+    for lane, stream in streams.items():
+        expected = lane_text(shards, lane, state[lane])
+        if state[lane]["pending"]:  # its last document has begun
+            begun = tuple(state[lane]["pending"][:2]) + (0,)
+            ends = np.flatnonzero(np.array(stream) == bos)[-1]
+            assert expected.pop(begun).startswith(bytes(stream[ends + 1:]))
+            stream = stream[:ends]
+        found = Counter(bytes(map(int, part.split())) for part in " ".join(map(str, stream)).split(str(bos))[1:])
+        whole = Counter(expected.values())
+        cropped, missing = found - whole, whole - found
+        assert all(any(text.startswith(part) for text in missing) for part in cropped)
+        lost = sum(len(text) * n for text, n in missing.items()) - sum(len(part) * n for part, n in cropped.items())
+        assert lost == state[lane]["dropped"]
+    assert stats["dropped_share"] <= 0.01
+    assert stats["tokens"] == sum(map(len, streams.values()))
+
+
+def test_nothing_but_short_documents_is_packed_nearly_without_loss(tmp_path):
+    rng = np.random.default_rng(0)
+    texts = ["x" * n for n in rng.integers(1, 300, size=3000)]
+    with open_loader([write(tmp_path / "a.parquet", texts, 50)], seq_len=512) as loader:
+        while loader.stats["epoch"] < 1:
+            next(loader)
+        assert loader.stats["dropped_share"] <= 0.001
+
+
+@pytest.mark.parametrize("texts, row_group_size", [
+    (["int main() { return 0; }"], None),  # one document
+    (["x"], None),  # of one token
+    (["", None, "int x;", ""], 1),  # in one of four row groups
+    (["a" * 5000], None),  # of many rows
+    (["a" * n for n in range(100)], None),  # one row group
+    (["a" * n for n in range(100)], 34),  # three, for eight ranks
+    (["a" * 127, "b" * 128, "c" * 129, "d" * 130], None),  # as long as a row, one token more, one less
+], ids=["document", "token", "empty", "long", "row-group", "row-groups", "edges"])
+def test_little_data_keeps_every_rank_busy(tmp_path, monkeypatch, texts, row_group_size):
+    monkeypatch.setattr(dataloader, "BLOCK_TOKENS", 500)
+    shards = [write(tmp_path / "a.parquet", texts, row_group_size)]
+    for rank in range(8):
+        with open_loader(shards, rank=rank, world_size=8) as loader:
+            for batch in itertools.islice(loader, 5):
+                assert batch.rows.shape == (4, 129)
+    steps = list(read_steps(shards, 6, world_size=1))
+    for k in range(4):
+        rows, _ = next(read_steps(shards, 1, world_size=2, state=steps[k][1]))
+        assert torch.equal(rows, steps[k + 1][0])
+
+
+def test_batches_are_fresh_tensors(shards):
+    with open_loader(shards) as loader:
+        batches = [next(loader) for _ in range(10)]
+        copies = [batch.rows.clone() for batch in batches]
+        states = [json.dumps(batch.state) for batch in batches]
+        for _ in range(50):
+            next(loader).rows.zero_()
+    assert len({batch.rows.data_ptr() for batch in batches}) == 10
+    assert all(torch.equal(batch.rows, copy) for batch, copy in zip(batches, copies, strict=True))
+    assert [json.dumps(batch.state) for batch in batches] == states
+    assert batches[0].rows.dtype == torch.int32
+
+
+def test_what_does_not_fit_is_one_clear_line(shards, tmp_path):
+    (_, state), = read_steps(shards, 1, world_size=1)
+    cases = [
+        (dict(world_size=3), "8 lanes cannot be shared by 3 ranks: use 2 or 4 ranks"),
+        (dict(state=state, seed=1), "is for seed 0, but this run has 1"),
+        (dict(state=state, seq_len=64), "is for seq_len 128, but this run has 64"),
+        (dict(state=state, num_lanes=16), "is for num_lanes 8, but this run has 16"),
+        (dict(state={k: v for k, v in state.items() if k != 3}), "lacks lanes 3"),
+        (dict(state={**state, 2: {**state[2], "rows": 7}}), "of different steps"),
+    ]
+    for options, message in cases:
+        with pytest.raises(BadInput, match=message):
+            open_loader(shards, **options)
+    with pytest.raises(BadInput, match="is for data .*, but this run has "):
+        open_loader(shards[:2], state=state)
+    with open_loader(shards, batch_size=1) as loader:
+        odd = [next(loader) for _ in range(6)][-1].state
+    with pytest.raises(BadInput, match="6 rows were read so far, which 4 ranks cannot have done: use 2 ranks"):
+        open_loader(shards, world_size=4, state=odd)
+    with pytest.raises(BadInput, match="every document is empty"):
+        open_loader([write(tmp_path / "empty.parquet", ["", None])])
+
+
+def test_an_error_in_a_worker_comes_out_of_next_as_itself(shards):
+    class Fails(ByteTokenizer):
+        def encode_to_numpy(self, text):
+            if "<50:" in text:
+                raise ZeroDivisionError("document 50")
+            return super().encode_to_numpy(text)
+
+    with DataLoader(shards, Fails(), batch_size=4, seq_len=128, num_lanes=8) as loader:
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError, match="document 50"):
+                for _ in range(1000):
+                    next(loader)
+
+
+def test_waiting_has_a_limit_and_says_for_what(shards, monkeypatch):
+    monkeypatch.setattr(dataloader, "TIMEOUT_S", 0.2)
+    release = threading.Event()
+
+    class Hangs(ByteTokenizer):
+        def encode_to_numpy(self, text):
+            release.wait(10)
+            return super().encode_to_numpy(text)
+
+    with DataLoader(shards, Hangs(), batch_size=4, seq_len=128, num_lanes=8) as loader:
+        with pytest.raises(TimeoutError, match=r"waited 0.2 s for rows of lane 0 \(.*shard_0000.\.parquet, row group"):
+            next(loader)
+        release.set()
+
+
+def test_closing_ends_the_threads(shards):
+    before = threading.active_count()
+    with open_loader(shards, threads=3) as loader:
+        next(loader)
+        assert threading.active_count() == before + 3
+    assert threading.active_count() == before
+    loader.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(loader)
+
+
+def test_smallest_cover_against_all_subsets():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        lengths = rng.integers(1, 30, size=rng.integers(0, 8)).tolist()
+        space = int(rng.integers(1, 40))
+        limit = space + int(rng.integers(0, 20))
+        sums = [sum(subset) for n in range(len(lengths) + 1) for subset in itertools.combinations(lengths, n)]
+        best = min((total for total in sums if space <= total <= limit), default=None)
+        indices = dataloader.smallest_cover(lengths, space, limit)
+        assert (indices is None) == (best is None)
+        if indices is not None:
+            assert len(set(indices)) == len(indices) and sum(lengths[i] for i in indices) == best
+
+
+@pytest.mark.parametrize("texts, row_group_size", [
+    (["/* long */ " * 2_000_000], None),  # 22 MB, which every lane reads
+    (["int x; // short\n" * 100, "/* long */ " * 2_000_000] * 2 + ["int x; // short\n" * 100] * 1000, 500),
+], ids=["alone", "among-others"])
+def test_a_document_of_20_megabytes_takes_little_memory(tmp_path, texts, row_group_size):
+    path = write(tmp_path / "a.parquet", texts, row_group_size)
+    del texts
+    program = f"""
+import resource
+from nanochat.data.loader import DataLoader
+from tests.data.test_loader import ByteTokenizer
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with DataLoader([{str(path)!r}], ByteTokenizer(), batch_size=64, seq_len=1024) as loader:
+    for _ in range(20):
+        next(loader)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+    grown_mb = int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
+                                  timeout=120).stdout)
+    assert grown_mb < 600
+
+
+def test_the_benchmark_runs(shards, capsys):
+    bench_loader.main([f"--data_dir={shards[0].parent}", "--max_seq_len=128", "--seconds=0.1", "--rounds=1"])
+    report = capsys.readouterr().out
+    assert "median: " in report and "best fit, cropping the rest" in report

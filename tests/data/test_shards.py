@@ -1,0 +1,236 @@
+"""What a person meets who has no data, other data or broken data; and that reading from any place gives the same."""
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat.common import BadInput
+from nanochat.data import shards as dataset
+from nanochat.data.shards import Units, fingerprint, list_shards, open_shards, read_pieces
+from nanochat.data.tokenizer import load_tokenizer
+
+
+def write(path, texts, row_group_size=None, text_type=None, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = pa.array(texts, text_type or pa.string())
+    table = pa.table({"path": [f"{i}.cc" for i in range(len(texts))], "text": texts})
+    pq.write_table(table, path, row_group_size=row_group_size, compression="zstd", **options)
+    return path
+
+
+def read_all(shard):
+    """The text of every document that has some, by (row group, row)."""
+    found = {}
+    for row_group, rows in enumerate(shard.row_group_rows):
+        document = 0
+        while document < rows:
+            pieces, document = read_pieces(shard, row_group, document, rows, max_bytes=1 << 40)
+            for piece in pieces:
+                found.setdefault((row_group, piece.document), []).append(piece.text)
+    return {place: "".join(parts) for place, parts in found.items()}
+
+
+def damage(path, row_group, offset, content):
+    """Overwrites bytes of the text of a row group, `offset` bytes after it begins in the file."""
+    columns = pq.read_metadata(path).row_group(row_group)
+    text, = (columns.column(i) for i in range(columns.num_columns) if columns.column(i).path_in_schema == "text")
+    data = bytearray(path.read_bytes())
+    begin = (text.dictionary_page_offset or text.data_page_offset) + offset
+    assert offset + len(content) < text.total_compressed_size and data[begin:begin + len(content)] != content
+    data[begin:begin + len(content)] = content
+    path.write_bytes(data)
+
+
+def test_shards_are_found_by_name_also_one_level_deeper(tmp_path, base_dir):
+    for name in ("shard_00001", "shard_00000", "shard_00002"):
+        write(tmp_path / "flat" / f"{name}.parquet", ["int x;"])
+        write(tmp_path / "deep" / "base_data_v3" / f"{name}.parquet", ["int x;"])
+        write(base_dir / "parquet" / "val" / f"{name}.parquet", ["int x;"])
+    names = [f"shard_0000{i}.parquet" for i in range(3)]
+    assert [path.name for path in list_shards(tmp_path / "flat")] == names
+    assert [path.name for path in list_shards(tmp_path / "deep")] == names
+    assert [path.name for path in list_shards(split="val")] == names
+
+
+def test_missing_data_is_one_clear_line(tmp_path, base_dir):
+    with pytest.raises(BadInput, match=r"no train data: .*base_data_v3 is not a directory"):
+        list_shards()
+    with pytest.raises(BadInput, match=r"has no \*\.parquet file"):
+        list_shards(tmp_path)
+
+
+def test_files_that_are_not_whole_parquet_files_are_named(tmp_path):
+    good = write(tmp_path / "good.parquet", ["int x;"] * 100).read_bytes()
+    for content in (b"", b"PAR1", good[:-10], good[:len(good) // 2], good[-100:], b"no parquet at all " * 10):
+        (tmp_path / "bad.parquet").write_bytes(content)
+        with pytest.raises(BadInput, match=r"bad\.parquet is not a whole parquet file") as error:
+            open_shards([tmp_path / "good.parquet", tmp_path / "bad.parquet"])
+        assert "\n" not in str(error.value)
+
+
+def test_files_without_text_are_named(tmp_path):
+    pq.write_table(pa.table({"content": ["int x;"]}), tmp_path / "other.parquet")
+    with pytest.raises(BadInput, match=r"other\.parquet has no column named text \(it has content\)"):
+        open_shards([tmp_path / "other.parquet"])
+    with pytest.raises(BadInput, match=r"numbers\.parquet: its column text holds int64"):
+        open_shards([write(tmp_path / "numbers.parquet", [1, 2], text_type=pa.int64())])
+    with pytest.raises(BadInput, match="every document is empty"):
+        open_shards([write(tmp_path / "empty.parquet", ["", None, ""]), write(tmp_path / "none.parquet", [])])
+
+
+@pytest.mark.parametrize("checksums, offset, content", [
+    (False, 0, bytes(100)),  # the page's header
+    (True, 5000, b"?"),  # one byte: seen because the page was written with a checksum
+])
+def test_a_corrupt_row_group_is_named(tmp_path, checksums, offset, content):
+    rng = np.random.default_rng(0)
+    texts = ["".join(map(chr, rng.integers(32, 127, size=1000))) for _ in range(30)]
+    path = write(tmp_path / "shard.parquet", texts, row_group_size=10, use_dictionary=False,
+                 write_page_checksum=checksums)
+    damage(path, 1, offset, content)
+    shard, = open_shards([path])
+    assert len(read_pieces(shard, 0, 0, 10)[0]) == 10
+    with pytest.raises(BadInput, match=r"shard\.parquet: row group 1 cannot be read"):
+        read_pieces(shard, 1, 0, 10)
+    path.unlink()
+    with pytest.raises(BadInput, match=r"shard\.parquet: row group 2 cannot be read"):
+        read_pieces(shard, 2, 0, 10)
+
+
+def write_pages(path, texts, row_group_size):
+    """A file with some documents a page, as the pages of large row groups have many."""
+    return write(path, texts, row_group_size, use_dictionary=False, write_page_checksum=True, data_page_size=500,
+                 write_batch_size=1, write_statistics=False)  # pages begin with statistics that nobody reads
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+def test_what_can_be_read_of_a_corrupt_shard_is_read_and_the_rest_left_out(tmp_path, monkeypatch, capsys, kept_bytes):
+    monkeypatch.setattr(dataset, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(dataset, "READ_BATCH_BYTES", 1000)
+    texts = [f"{i}:" + np.random.default_rng(i).bytes(50).hex() for i in range(90)]
+    paths = [write_pages(tmp_path / f"{i}.parquet", texts[i * 45:(i + 1) * 45], 15) for i in range(2)]
+    (tmp_path / "2.parquet").write_bytes(paths[0].read_bytes()[:-10])
+    damage(paths[1], 1, 900, b"?")  # in the second page
+    shards = open_shards([*paths, tmp_path / "2.parquet"], skip_bad=True)
+    units = Units(shards, num_lanes=4, seed=0, skip_bad=True)
+
+    def rest(unit, max_bytes, document, index=0):
+        """Of a unit, read in portions of max_bytes."""
+        pieces = []
+        while document < unit[3]:
+            some, document = units.read(unit, document, index, max_bytes)
+            pieces += some
+            index = some[-1].index + 1 if some and not some[-1].is_last else 0
+        return pieces
+
+    found = []
+    for unit in units.units:
+        everything = rest(unit, 1 << 20, unit[2])
+        assert rest(unit, 1, unit[2]) == rest(unit, 300, unit[2]) == everything
+        for document in range(unit[2], unit[3]):
+            assert rest(unit, 1 << 20, document) == [piece for piece in everything if piece.document >= document]
+        found += [piece.text for piece in everything]
+    whole = sum(text in found for text in texts[60:75])  # before the damage, in its row group
+    assert 0 < whole < 14 and sorted(found) == sorted(texts[:60 + whole] + texts[75:])
+    warnings = capsys.readouterr().out.splitlines()
+    assert len(warnings) == 2
+    assert "2.parquet is not a whole parquet file" in warnings[0] and "1.parquet: row group 1 cannot" in warnings[1]
+    with pytest.raises(BadInput, match="1.parquet: row group 1 cannot be read"):
+        units = Units(shards, num_lanes=4, seed=0)
+        for unit in units.units:
+            rest(unit, 1 << 20, unit[2])
+
+
+def test_fingerprint_tells_whether_the_data_is_the_same(tmp_path):
+    def of(*names):
+        return fingerprint(open_shards([tmp_path / name for name in names]))
+    write(tmp_path / "a.parquet", ["int x;", "int y;"])
+    write(tmp_path / "copy/a.parquet", ["int x;", "int y;"])
+    write(tmp_path / "b.parquet", ["int x;", "int y;"])
+    write(tmp_path / "other/a.parquet", ["int x;", "int z;"])
+    assert of("a.parquet") == of("copy/a.parquet")
+    assert len({of("a.parquet"), of("b.parquet"), of("other/a.parquet"), of("a.parquet", "b.parquet")}) == 4
+
+
+@pytest.mark.parametrize("text_type", [
+    pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+def test_every_kind_of_text_column_is_read(tmp_path, text_type):
+    texts = ["int x;", "", None, "käse\r\n\t\0", "int x;", "日本語"]
+    if text_type == pa.binary():
+        texts = [text and text.encode() for text in texts]
+    shard, = open_shards([write(tmp_path / "a.parquet", texts, row_group_size=4, text_type=text_type)])
+    assert read_all(shard) == {(0, 0): "int x;", (0, 3): "käse\r\n\t\0", (1, 0): "int x;", (1, 1): "日本語"}
+
+
+def test_malformed_utf8_comes_back_as_bytes(tmp_path):
+    malformed = b"char *s = \"\xff\xfe\xe4\";"
+    table = pa.table({"text": pa.array([malformed, b"ok"], pa.binary()).view(pa.string())})
+    pq.write_table(table, tmp_path / "a.parquet")
+    shard, = open_shards([tmp_path / "a.parquet"])
+    assert [piece.text for piece in read_pieces(shard, 0, 0, 2)[0]] == [malformed, "ok"]
+
+
+def test_long_documents_are_cut_and_can_be_read_from_any_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset, "PIECE_BYTES", 100)
+    monkeypatch.setattr(dataset, "READ_BATCH_BYTES", 1000)
+    lines = "".join(f"void f{i}() {{\n    return;\n\n}}\n" for i in range(60))
+    texts = ["short", lines, "{1, 2},\n" * 30, "", "ß日" * 200, "x" * 100, "x" * 101, None, "\n" * 250]
+    shard, = open_shards([write(tmp_path / "a.parquet", texts)])
+    assert read_all(shard) == {(0, i): text for i, text in enumerate(texts) if text}
+    everything, _ = read_pieces(shard, 0, 0, len(texts))
+    assert all(len(piece.text.encode()) <= 100 for piece in everything)
+    in_lines = [piece.text for piece in everything if piece.document == 1]
+    assert len(in_lines) > 5 and all(text.startswith("void") for text in in_lines)
+    for max_bytes in (1, 150, 1000):
+        pieces, document, index = [], 0, 0
+        while document < len(texts):
+            some, document = read_pieces(shard, 0, document, len(texts), index, max_bytes)
+            pieces += some
+            index = some[-1].index + 1 if some and not some[-1].is_last else 0
+        assert pieces == everything
+
+
+@pytest.mark.parametrize("rows", [[1], [7], [500], [30] * 3, [5, 0, 9, 1], [20] * 100])
+def test_an_epoch_has_every_document_once_in_an_order_of_its_own(rows):
+    shard = dataset.Shard(None, 0, tuple(rows), "")
+    units = Units([shard], num_lanes=8, seed=1)
+    orders = []
+    for epoch in range(3):
+        numbers = range(epoch * len(units.units), (epoch + 1) * len(units.units))
+        order = [units.get(n % 8, n // 8) for n in numbers]
+        documents = sorted((row_group, i) for _, row_group, first, stop in order for i in range(first, stop))
+        assert documents == [(row_group, i) for row_group, n in enumerate(rows) for i in range(n)]
+        orders.append(order)
+    if len(units.units) > 4:
+        assert orders[0] != orders[1] != orders[2]
+        assert [Units([shard], 8, seed=2).get(n % 8, n // 8) for n in range(len(units.units))] != orders[0]
+    assert [Units([shard], 8, seed=1).get(n % 8, n // 8) for n in range(len(units.units))] == orders[0]
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 500, 1 << 20])
+def test_data_that_is_kept_reads_the_same(tmp_path, monkeypatch, kept_bytes):
+    monkeypatch.setattr(dataset, "PIECE_BYTES", 100)
+    monkeypatch.setattr(dataset, "KEPT_BYTES", 1 << 20)
+    shard, = open_shards([write(tmp_path / "a.parquet", ["x" * n for n in range(0, 400, 7)], row_group_size=10)])
+    units = Units([shard], num_lanes=16, seed=0)
+    units._room = kept_bytes
+    for _ in range(2):
+        for unit in units.units:
+            _, row_group, first, stop = unit
+            for start in range(first, stop):
+                expected = read_pieces(shard, row_group, start, stop, first_piece=2)
+                assert units.read(unit, start, 2, 1 << 20) == expected
+    assert bool(units._kept) == (kept_bytes > 0)
+
+
+def test_the_pieces_of_a_document_have_the_tokens_of_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset, "PIECE_BYTES", 25_000)
+    tokenizer = load_tokenizer()
+    text = "".join(path.read_text() for path in sorted(Path(pa.__file__).parent.rglob("include/arrow/*.h")))
+    shard, = open_shards([write(tmp_path / "a.parquet", [text])])
+    pieces, _ = read_pieces(shard, 0, 0, 1)
+    assert len(pieces) > 15
+    tokens = [token for piece in pieces for token in tokenizer.encode(piece.text)]
+    assert tokens == tokenizer.encode(text)

@@ -1,0 +1,79 @@
+import pytest
+
+from nanochat.common import BadInput
+from nanochat.device import tpu
+
+
+@pytest.mark.parametrize("accelerator, name, chips, hosts, topology", [
+    ("v5litepod-1", "v5e", 1, 1, "1x1"),
+    ("v5litepod-4", "v5e", 4, 1, "2x2"),
+    ("v5litepod-8", "v5e", 8, 1, "2x4"),
+    ("v5litepod-16", "v5e", 16, 4, "4x4"),
+    ("v5litepod-256", "v5e", 256, 64, "16x16"),
+    ("v6e-4", "v6e", 4, 1, "2x2"),
+    ("v6e-8", "v6e", 8, 1, "2x4"),
+    ("v4-8", "v4", 4, 1, "2x2x1"),
+    ("v4-32", "v4", 16, 4, "2x2x4"),
+    ("v4-64", "v4", 32, 8, "2x4x4"),
+    ("v5p-16", "v5p", 8, 2, "2x2x2"),
+    ("v5p-128", "v5p", 64, 16, "4x4x4"),
+])
+def test_accelerator_strings_mean_what_google_says(accelerator, name, chips, hosts, topology):
+    assert tpu.parse_accelerator(accelerator) == (tpu.TPU_TYPES[name], chips, hosts, topology)
+
+
+@pytest.mark.parametrize("accelerator", ["", "v5e", "v5litepod", "v5litepod-", "v5litepod-3", "v6e-2", "v6e-x", "v4-4",
+                                         "v4-9", "v9-8", "v6e-08", "v6e-0"])
+def test_accelerators_that_do_not_exist_are_refused(accelerator):
+    with pytest.raises(BadInput, match="accelerator"):
+        tpu.parse_accelerator(accelerator)
+
+
+def write_pci_devices(root, devices):
+    for index, (vendor, device) in enumerate(devices):
+        (root / str(index)).mkdir()
+        (root / str(index) / "vendor").write_text(vendor + "\n")
+        (root / str(index) / "device").write_text(device + "\n")
+
+
+@pytest.mark.parametrize("device_id, chips, accelerator", [
+    ("0x0063", 8, "v5litepod-8"), ("0x006f", 4, "v6e-4"), ("0x005e", 4, "v4-8"), ("0x0062", 4, "v5p-8"),
+    ("0x0027", 4, None)])
+def test_the_accelerator_is_detected_from_the_pci_bus(tmp_path, monkeypatch, device_id, chips, accelerator):
+    monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
+    network_card = ("0x1ae0", "0x0042")
+    write_pci_devices(tmp_path, [("0x8086", "0x1237"), network_card] + chips * [("0x1ae0", device_id)])
+    assert tpu.detect_accelerator(tmp_path) == accelerator
+
+
+def test_the_environment_knows_the_accelerator_better_than_the_bus(tmp_path, monkeypatch):
+    assert tpu.detect_accelerator(tmp_path) is None
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-16")
+    assert tpu.detect_accelerator(tmp_path) == "v5litepod-16"
+
+
+@pytest.mark.parametrize("device_name, flops", [
+    ("v5litepod-8", 197e12), ("v5e", 197e12), ("v6e-4", 918e12), ("v4-32", 275e12),
+    ("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
+    ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A10G", 70e12), ("NVIDIA L4", 121e12),
+    ("NVIDIA GeForce RTX 4090", 165e12), ("NVIDIA RTX A4000", None), ("cpu", None),
+])
+def test_peaks_of_tpus_and_gpus(device_name, flops):
+    assert tpu.peak_flops(device_name) == flops
+
+
+def test_prices_come_from_the_table_unless_given():
+    assert tpu.usd_per_hour("v5litepod-8", spot=True) == pytest.approx(2.04)
+    assert tpu.usd_per_hour("v6e-4", spot=True) == pytest.approx(1.70)
+    assert tpu.usd_per_hour("v6e-4", spot=False) == pytest.approx(10.80)
+    assert tpu.usd_per_hour("v4-8", spot=True) is None
+    assert tpu.usd_per_hour("v4-8", spot=True, usd_per_chip_hour=1.0) == 4.0
+
+
+def test_libtpu_gets_the_options_of_its_chip_that_are_not_set_already(monkeypatch):
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    v5e, v4 = tpu.TPU_TYPES["v5e"], tpu.TPU_TYPES["v4"]
+    assert tpu.libtpu_init_args(v5e) == "--xla_tpu_scoped_vmem_limit_kib=32768"
+    assert tpu.libtpu_init_args(v4) == ""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=1 --a=2")
+    assert tpu.libtpu_init_args(v5e, {"b": 3}) == "--xla_tpu_scoped_vmem_limit_kib=1 --a=2 --b=3"

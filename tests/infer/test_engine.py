@@ -1,0 +1,280 @@
+import io
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from nanochat.common import BadInput, Dist, compute_init
+from nanochat.data.tokenizer import Tokenizer, load_tokenizer
+from nanochat.infer.engine import Engine, Sample, choose_token
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.run import checkpoint
+from scripts.generate import main
+
+BYTES = Tokenizer({bytes([byte]): byte for byte in range(256)}, r"(?s).", {"<|bos|>": 256, "<|pad|>": 257})
+CONTEXT = 96
+PROMPT = "int main(int argc, char** argv) {"
+
+
+def make_model(device_type="cpu", device="cpu", vocab_size=BYTES.n_vocab):
+    """A model that has learnt nothing but is far from uniform, with windows and grouped queries."""
+    config = GPTConfig(vocab_size=vocab_size, max_seq_len=CONTEXT, n_layer=2, n_embd=64, n_head=4, n_kv_head=2,
+                       window_pattern="SL")
+    model = GPT(config, get_kernels("current", device_type)).init_weights(seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for matrix in (model.attn_o, model.mlp_out, model.lm_head):
+            matrix.normal_(0.0, 0.3, generator=generator)
+    return model.to(device)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads that wait for one another cost more than these tiny products, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def cpu_engine():
+    return Engine(make_model(), BYTES, Dist("cpu", torch.device("cpu")))
+
+
+@pytest.fixture(scope="module")
+def xla_engine():
+    dist = compute_init("xla")
+    return Engine(make_model("xla", dist.device), BYTES, dist)
+
+
+@pytest.fixture(params=["cpu", "xla"])
+def engine(request):
+    return request.getfixturevalue(f"{request.param}_engine")
+
+
+@torch.no_grad()
+def complete_without_cache(model, prompt, max_tokens, temperature, seed):
+    """The whole text through the eager model again for every token. Tokens, not text: no byte may hide."""
+    ids, generator = [BYTES.bos_id] + BYTES.encode(prompt), torch.Generator().manual_seed(seed)
+    for _ in range(max_tokens):
+        logits = model(torch.tensor([ids]))[0, -1]
+        ids.append(choose_token(logits, generator, temperature, top_k=50, top_p=0.95))
+    return ids[-max_tokens:]
+
+
+def complete_ids(engine, prompt, monkeypatch, **options):
+    """Token ids that the engine drew, from several samples: a list for each."""
+    drawn = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Sample, "add", lambda self, token: drawn.append(token))
+        engine.completions(prompt, **options)
+    return [drawn[i::options["num_samples"]] for i in range(options["num_samples"])]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_with_the_cache_every_token_is_the_one_drawn_without_it(engine, temperature, monkeypatch):
+    drawn = complete_ids(engine, PROMPT, monkeypatch, num_samples=2, max_tokens=50, temperature=temperature, top_p=0.95,
+                         seed=5)
+    model = make_model()
+    for i in range(2):
+        assert drawn[i] == complete_without_cache(model, PROMPT, 50, temperature, seed=5 + i)
+    assert len(set(drawn[0])) > 20 or temperature == 0
+
+
+def test_logits_with_the_cache_are_those_of_the_whole_text(engine):
+    ids = [BYTES.bos_id] + BYTES.encode("template <typename T> class vector { T* begin_; };" * 2)[:CONTEXT - 1]
+    expected = make_model()(torch.tensor([ids]))[0].detach()
+    logits, cache = engine.prefill(ids[:60], num_samples=2)
+    for position in range(60, len(ids)):
+        torch.testing.assert_close(logits, expected[position - 1].expand(2, -1), atol=1e-4, rtol=1e-4)
+        logits = engine.decode([ids[position]] * 2, position, cache)
+
+
+def test_xla_compiles_a_program_for_the_prompt_and_one_for_a_token_and_no_more(xla_engine):
+    import torch_xla.debug.metrics as met
+
+    def compilations():
+        return (met.metric_data("CompileTime") or [0])[0]
+
+    before = compilations()
+    xla_engine.completions(PROMPT, num_samples=3, max_tokens=20)  # 3: no other test has these shapes
+    assert compilations() - before == 2
+    xla_engine.completions("another prompt, shorter", num_samples=3, max_tokens=10, temperature=0, seed=9)
+    assert compilations() - before == 2
+    assert not met.executed_fallback_ops()
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(engine):
+    texts = [engine.completions(PROMPT, num_samples=2, max_tokens=20, seed=seed)[0] for seed in (3, 3, 4)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_sample_does_not_depend_on_how_many_there_are(cpu_engine):
+    many = cpu_engine.completions(PROMPT, num_samples=3, max_tokens=20, seed=7)
+    assert many == [cpu_engine.complete(PROMPT, max_tokens=20, seed=7 + i) for i in range(3)]
+
+
+def test_a_prompt_longer_than_the_model_sees_is_read_from_its_end(cpu_engine):
+    long, same_end = "x" * 500 + "y" * 100, "z" * 300 + "y" * 100
+    assert cpu_engine.complete(long, max_tokens=20) == cpu_engine.complete(same_end, max_tokens=20)
+    assert len(cpu_engine.complete(long, max_tokens=CONTEXT - 1).encode()) > 0
+
+
+def test_an_empty_prompt_begins_a_document(cpu_engine):
+    assert cpu_engine.complete("", max_tokens=10) == cpu_engine.complete(b"", max_tokens=10) != ""
+
+
+@pytest.mark.parametrize("option", [{"max_tokens": 0}, {"max_tokens": CONTEXT}, {"num_samples": 0},
+                                    {"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_senseless_options_are_refused_by_their_flag(cpu_engine, option):
+    with pytest.raises(BadInput, match=f"--{next(iter(option))}="):
+        cpu_engine.completions(PROMPT, **{"num_samples": 1, **option})
+
+
+# -----------------------------------------------------------------------------
+# Drawing tokens
+
+
+def draw(count, **options):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **options}
+    drawn = [choose_token(logits, generator, **options) for _ in range(count)]
+    return [drawn.count(token) / count for token in range(4)]
+
+
+def test_tokens_are_drawn_with_the_probabilities_of_the_model():
+    assert draw(4000) == pytest.approx([0.1, 0.4, 0.2, 0.3], abs=0.03)
+
+
+def test_temperature_sharpens_and_zero_takes_the_likeliest():
+    squares = [0.01 / 0.3, 0.16 / 0.3, 0.04 / 0.3, 0.09 / 0.3]
+    assert draw(4000, temperature=0.5) == pytest.approx(squares, abs=0.03)
+    assert draw(10, temperature=0) == [0, 1, 0, 0]
+
+
+def test_top_k_and_top_p_leave_out_the_unlikely():
+    assert draw(4000, top_k=2) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=0.03)
+    assert draw(4000, top_p=0.6) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=0.03)
+    assert draw(10, top_p=0.01) == draw(10, top_k=1) == [0, 1, 0, 0]
+    assert draw(4000, top_k=100) == pytest.approx([0.1, 0.4, 0.2, 0.3], abs=0.03)
+
+
+# -----------------------------------------------------------------------------
+# The text of a sample
+
+
+def feed(text, stop=()):
+    """(Text of the sample, pieces as they were shown) for a model that writes `text`, a byte a token."""
+    pieces = []
+    sample = Sample(BYTES, stop, pieces.append)
+    for token in text.encode():
+        sample.add(token)
+    sample.end()
+    return sample.text, pieces
+
+
+def test_text_is_shown_as_it_comes_and_characters_in_one_piece():
+    assert feed("a²b") == ("a²b", ["a", "²", "b"])
+
+
+def test_a_stop_string_ends_the_text_and_no_part_of_it_is_shown():
+    text, pieces = feed("return 0;\n}\nint main", stop=["\n}\n", "int"])
+    assert text == "".join(pieces) == "return 0;"
+
+
+def test_what_only_begins_like_a_stop_string_is_shown():
+    text, pieces = feed("a\n}b\n", stop=["\n}\n"])
+    assert text == "".join(pieces) == "a\n}b\n"
+    assert pieces[0] == "a" and pieces[1] == "\n}b"
+
+
+def test_the_next_document_ends_a_sample():
+    sample = Sample(BYTES, [], lambda text: None)
+    for token in (104, 105, BYTES.bos_id, 104):
+        sample.add(token)
+    assert sample.text == "hi" and sample.ended
+
+
+def test_half_a_character_at_the_end_becomes_a_replacement_character():
+    sample = Sample(BYTES, [], lambda text: None)
+    sample.add("²".encode()[0])
+    sample.end()
+    assert sample.text == "\ufffd"
+
+
+# -----------------------------------------------------------------------------
+# scripts/generate.py
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Base directory with a checkpoint of a run called `tiny`."""
+    base_dir, tokenizer = tmp_path_factory.mktemp("base"), load_tokenizer()
+    model = make_model(vocab_size=tokenizer.n_vocab)
+    meta = {"config": asdict(model.config), "tokenizer_sha256": tokenizer.sha256}
+    checkpoint.save(base_dir / "checkpoints" / "tiny", 20, model.state_dict(), {}, meta, num_lanes=0)
+    return base_dir
+
+
+@pytest.fixture
+def generate(trained, monkeypatch, capsys):
+    """Runs the script and returns what it printed to standard output and to standard error."""
+    def run(*flags, stdin=b""):
+        monkeypatch.setenv("NANOCHAT_BASE_DIR", str(trained))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        main([f"--prompt={PROMPT}" if flag == "--prompt" else flag for flag in flags])
+        return capsys.readouterr()
+    return run
+
+
+def test_the_script_completes_from_a_flag_a_file_and_standard_input_alike(generate, tmp_path):
+    (tmp_path / "half.cpp").write_text(PROMPT)
+    common = ("--device_type=cpu", "--max_tokens=12", "--seed=3")
+    outputs = [generate(*common, "--checkpoint=tiny", "--prompt"),
+               generate(*common, f"--prompt-file={tmp_path / 'half.cpp'}"),
+               generate(*common, stdin=PROMPT.encode())]
+    assert len({output.out for output in outputs}) == 1 and len(outputs[0].out) > 12
+    assert "step_000020: step 20" in outputs[0].err
+
+
+def test_the_script_prints_several_samples_through_xla(generate):
+    output = generate("--device_type=xla", "--prompt", "--num_samples=2", "--max_tokens=4", "--echo").out
+    assert output.count(PROMPT) == output.count("--- sample") == 2
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--checkpoint=missing"], "no checkpoint at missing"),
+    (["--prompt_file=missing.cpp"], "missing.cpp cannot be read"),
+    (["--prompt", "--prompt_file=half.cpp"], "both given"),
+    (["--prompt", "--top_p=7"], "--top_p=7.0 must be"),
+])
+def test_the_script_refuses_bad_input(generate, flags, message):
+    with pytest.raises(BadInput, match=message):
+        generate("--device_type=cpu", *flags)
+
+
+def test_bad_input_is_one_line_and_status_2(base_dir):
+    done = subprocess.run([sys.executable, "-m", "scripts.generate", "--device_type=cpu"], text=True, timeout=100,
+                          capture_output=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: there is no checkpoint in") and done.stderr.count("\n") == 1
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    meta = {"tokenizer_sha256": "0" * 64, "config": {"vocab_size": 65536}}
+    path = checkpoint.save(tmp_path, 1, make_model().state_dict(), {}, meta, num_lanes=0)
+    with pytest.raises(BadInput, match="is not the checkpoint's"):
+        checkpoint.load_model(path, Dist("cpu", torch.device("cpu")))
+
+
+def test_a_damaged_checkpoint_is_not_used(trained, tmp_path):
+    path = checkpoint.save(tmp_path, 1, make_model().state_dict(), {}, {"tokenizer_sha256": "0" * 64}, num_lanes=0)
+    with open(path / checkpoint.MODEL, "r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(BadInput, match="damaged .model.safetensors does not match its checksum"):
+        checkpoint.load_model(path, Dist("cpu", torch.device("cpu")))

@@ -1,0 +1,182 @@
+"""The model against an independent reference, finite differences, and itself on XLA."""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_xla
+
+from nanochat.common import BadInput
+from nanochat.kernels import choose as kernels
+from nanochat.kernels.choose import IGNORE_INDEX, get_kernels
+from nanochat.model.gpt import GPT, GPTConfig, KVCache, config_for_depth
+from nanochat.model.optim import add_main_grads
+
+TINY = dict(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=32, n_head=4, n_kv_head=4)
+
+
+def build(config, kernel="current", device_type="cpu", **kwargs):
+    """A model in which no weight is at a special value such as zero."""
+    model = GPT(config, get_kernels(kernel, device_type), **kwargs).init_weights(seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=generator)
+    return model
+
+
+def some_ids(config, batch=2, seed=3):
+    return torch.randint(config.vocab_size, (batch, config.max_seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+def reference_logits(model, ids):
+    """The same network, written token by token and head by head, in double precision."""
+    c, w = model.config, {name: p.double() for name, p in model.named_parameters()}
+
+    def rms(x):
+        return x / (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+
+    def rotate(x, t):  # x (head_dim,)
+        half = c.head_dim // 2
+        out = x.clone()
+        for i in range(half):
+            angle = t * 10000.0 ** (-2 * i / c.head_dim)
+            out[i] = x[i] * math.cos(angle) + x[i + half] * math.sin(angle)
+            out[i + half] = x[i + half] * math.cos(angle) - x[i] * math.sin(angle)
+        return out
+
+    rows = []
+    for row in ids:
+        x = x0 = rms(w["wte"][row])
+        for layer, window in enumerate(c.windows()):
+            x = w["resid_scale"][layer] * x + w["x0_scale"][layer] * x0
+            h = rms(x)
+            q, k, v = (h @ w[name][layer].T for name in ("attn_q", "attn_k", "attn_v"))
+            attended = torch.zeros_like(x)
+            for head in range(c.n_head):
+                mine = slice(head * c.head_dim, (head + 1) * c.head_dim)
+                kv_head = head // (c.n_head // c.n_kv_head)
+                shared = slice(kv_head * c.head_dim, (kv_head + 1) * c.head_dim)
+                for t in range(len(row)):
+                    first = max(0, t - window + 1) if window else 0
+                    query = rms(rotate(q[t, mine], t))
+                    scores = torch.stack([query @ rms(rotate(k[s, shared], s)) for s in range(first, t + 1)])
+                    attended[t, mine] = torch.softmax(scores / math.sqrt(c.head_dim), 0) @ v[first:t + 1, shared]
+            x = x + attended @ w["attn_o"][layer].T
+            x = x + F.relu(rms(x) @ w["mlp_in"][layer].T).square() @ w["mlp_out"][layer].T
+        logits = rms(x) @ w["lm_head"].T
+        rows.append(c.softcap * torch.tanh(logits / c.softcap))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"n_kv_head": 2}, {"n_kv_head": 1, "window_pattern": "SSL"}])
+def test_logits_equal_an_independent_reference(overrides):
+    config = GPTConfig(**{**TINY, **overrides})
+    model, ids = build(config), some_ids(config)
+    torch.testing.assert_close(model(ids).double(), reference_logits(model, ids).detach(), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ["current", "chunked"])
+def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
+    monkeypatch.setattr(kernels, "CHUNK_ROWS", 7)
+    config = GPTConfig(vocab_size=17, max_seq_len=6, n_layer=2, n_embd=8, n_head=2, n_kv_head=1, window_pattern="SL")
+    model = build(config, kernel, compute_dtype=torch.float64).double()
+    ids = some_ids(config)
+    # logits are taken to fp32 before the softmax, whatever the compute type: differences must be large enough to see
+    loss = lambda: model(ids[:, :-1], ids[:, 1:]).double().sum()  # noqa: E731
+    loss().backward()
+    generator = torch.Generator().manual_seed(4)
+    for name, p in model.named_parameters():
+        direction = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        step = 1e-3 / direction.norm()
+        with torch.no_grad():
+            p += step * direction
+            above = loss()
+            p -= 2 * step * direction
+            below = loss()
+            p += step * direction
+        numeric, analytic = ((above - below) / (2 * step)).item(), (p.grad * direction).sum().item()
+        assert numeric == pytest.approx(analytic, rel=0.02, abs=0.02 * direction.norm().item()), name
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+@pytest.mark.parametrize("kernel, device_type", [
+    ("current", "cpu"), ("chunked", "cpu"), ("current", "xla"), ("chunked", "xla"), ("flash", "xla")])
+@pytest.mark.parametrize("softcap", [15.0, 0.0])
+def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_checkpointing, device_type, softcap,
+                                                          monkeypatch):
+    monkeypatch.setattr(kernels, "CHUNK_ROWS", 5)
+    monkeypatch.setattr(kernels, "XLA_CHUNK_ROWS", 8 if activation_checkpointing else 100)
+    config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
+                       window_pattern="SL", softcap=softcap)
+    ids, targets = some_ids(config), some_ids(config, seed=5)
+    targets[0, 3] = IGNORE_INDEX
+    plain = build(config)
+    losses = plain(ids, targets)
+    losses.mean().backward()
+    assert losses[0, 3] == 0
+    model = build(config, kernel, device_type, activation_checkpointing=activation_checkpointing)
+    if device_type == "xla":
+        model, ids, targets = model.to(torch_xla.device()), ids.to(torch_xla.device()), targets.to(torch_xla.device())
+    add_main_grads(model)
+    mean = model(ids, targets, reduction="mean")
+    mean.backward()
+    with torch.no_grad():
+        found = model(ids, targets)
+    torch_xla.sync()  # one program, where each fetch below would else be one
+    assert mean.item() == pytest.approx(losses.mean().item(), rel=1e-5)
+    torch.testing.assert_close(found.cpu(), losses, atol=1e-5, rtol=1e-5)
+    for (name, p), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        atol = 1e-5 * expected.grad.abs().max()
+        torch.testing.assert_close(p.main_grad.cpu(), expected.grad, atol=atol, rtol=1e-3,
+                                   msg=lambda m, name=name: name + m)
+
+
+def test_cached_hidden_states_equal_uncached_ones():
+    config = GPTConfig(**{**TINY, "n_kv_head": 2, "window_pattern": "SL"})
+    model, ids = build(config), some_ids(config)
+    with torch.no_grad():
+        cache = KVCache(config, 2, config.max_seq_len, torch.float32, "cpu")
+        found = [model.hidden(ids[:, :5], cache, torch.arange(5))]
+        found += [model.hidden(ids[:, t:t + 1], cache, torch.tensor([t])) for t in range(5, config.max_seq_len)]
+        torch.testing.assert_close(torch.cat(found, dim=1), model.hidden(ids), atol=1e-5, rtol=1e-5)
+
+
+def test_bfloat16_compute_stays_near_float32():
+    config = GPTConfig(**TINY)
+    ids = some_ids(config)
+    exact, rounded = build(config)(ids), build(config, compute_dtype=torch.bfloat16)(ids)
+    assert rounded.dtype == torch.float32
+    assert (exact - rounded).abs().mean() < 0.05 * exact.abs().mean()
+
+
+def test_a_new_model_predicts_almost_uniformly():
+    config = config_for_depth(2, vocab_size=500, max_seq_len=16)
+    model = GPT(config).init_weights()
+    ids = some_ids(config)
+    assert model(ids, ids).mean().item() == pytest.approx(math.log(500), abs=0.01)
+
+
+def test_depth_sets_everything_and_depth_16_has_the_known_size():
+    config = config_for_depth(16)
+    assert (config.n_embd, config.n_head, config.head_dim) == (1024, 8, 128)
+    sizes = {name: p.numel() for name, p in GPT.on_meta(config).named_parameters()}
+    assert sizes["wte"] == sizes["lm_head"] == 65536 * 1024
+    assert sum(n for name, n in sizes.items() if name.startswith(("attn", "mlp"))) == 16 * 12 * 1024**2
+    assert config_for_depth(5).n_embd == 384  # 320 is not a multiple of 128
+    assert config_for_depth(4, n_embd=64, n_head=2).head_dim == 32
+
+
+@pytest.mark.parametrize("overrides, words", [
+    ({"window_pattern": "SXL"}, "--window_pattern=SXL"), ({"window_pattern": ""}, "--window_pattern="),
+    ({"n_kv_head": 3}, "--num_kv_heads=3"), ({"n_head": 5, "n_kv_head": 5}, "5 heads"),
+])
+def test_impossible_shapes_are_refused_with_the_value(overrides, words):
+    with pytest.raises(BadInput, match=words):
+        GPTConfig(**{**TINY, **overrides})
+
+
+@pytest.mark.parametrize("kernel, device_type", [("flash", "cpu"), ("cce", "cpu"), ("warp", "cpu")])
+def test_a_kernel_that_cannot_run_names_those_that_can(kernel, device_type):
+    with pytest.raises(BadInput, match=f"--kernel={kernel} .*choose current or chunked"):
+        get_kernels(kernel, device_type)

@@ -1,0 +1,171 @@
+"""Schedules, Muon's parts, and that the optimizer's program depends on no learning rate."""
+import math
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.debug.metrics as met
+
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.gpt import GPT, config_for_depth
+from nanochat.model.optim import (
+    MuonAdamW,
+    OptimConfig,
+    batch_lr_scale,
+    cautious_weight_decay,
+    lr_multiplier,
+    muon_momentum,
+    newton_schulz,
+    newton_schulz_of_all,
+    normalise_neurons,
+    width_lr_scale,
+    width_weight_decay_scale,
+)
+
+
+def tiny_model(device_type="cpu"):
+    config = config_for_depth(2, vocab_size=50, max_seq_len=8, n_embd=32, n_head=2)
+    return GPT(config, get_kernels("current", device_type)).init_weights()
+
+
+def test_learning_rate_rises_stays_and_falls():
+    config = OptimConfig(warmup_steps=10, warmdown_ratio=0.5, final_lr_frac=0.1)
+    multipliers = [lr_multiplier(step, 100, config) for step in range(100)]
+    assert multipliers[0] == pytest.approx(0.1) and multipliers[9] == 1.0
+    assert set(multipliers[9:51]) == {1.0}
+    assert all(a > b for a, b in zip(multipliers[50:], multipliers[51:], strict=False))
+    assert multipliers[99] == pytest.approx(0.1 + 0.9 / 50)
+
+
+def test_scales_are_one_where_the_rates_were_tuned():
+    assert batch_lr_scale(2**19) == width_lr_scale(768) == width_weight_decay_scale(768) == 1
+    assert batch_lr_scale(2**17) == 0.5
+    assert width_lr_scale(768 * 4) == 0.5 and width_weight_decay_scale(768 * 2) == 0.25
+    assert [muon_momentum(step) for step in (0, 300, 9999)] == pytest.approx([0.85, 0.95, 0.95])
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (3, 64, 16), (3, 16, 64)])
+def test_newton_schulz_brings_every_singular_value_near_one(shape):
+    stack = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(newton_schulz(stack, torch.float32))
+    assert values.min() > 0.4 and values.max() < 1.3
+    one_by_one = torch.cat([newton_schulz(matrix[None], torch.float32) for matrix in stack])
+    torch.testing.assert_close(newton_schulz(stack, torch.float32), one_by_one, atol=1e-4, rtol=1e-4)
+
+
+def test_matrices_of_one_shape_are_orthogonalised_together_as_each_alone():
+    generator, shapes = torch.Generator().manual_seed(0), {"a": (3, 16, 16), "tall": (2, 64, 16), "b": (1, 16, 16),
+                                                            "wide": (3, 16, 64)}
+    stacks = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    together = newton_schulz_of_all(stacks, torch.float32)
+    assert together.keys() == stacks.keys()
+    for name, stack in stacks.items():
+        torch.testing.assert_close(together[name], newton_schulz(stack, torch.float32), atol=1e-4, rtol=1e-4)
+
+
+def test_normalised_neurons_have_equal_size_and_the_same_norm_together():
+    update = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 2, 8)[:, None]
+    second_moment = torch.zeros(2, 8, 1)
+    result, second_moment = normalise_neurons(update, second_moment, beta2=0.9)
+    torch.testing.assert_close(result.norm(dim=(-2, -1)), update.norm(dim=(-2, -1)))
+    rows = result.norm(dim=-1)
+    torch.testing.assert_close(rows, rows[:, :1].expand_as(rows))
+    torch.testing.assert_close(second_moment, 0.1 * update.square().mean(-1, keepdim=True))
+
+
+def test_weights_decay_only_where_the_update_shrinks_them():
+    weights, update = torch.tensor([1.0, -1.0, 2.0, -2.0]), torch.tensor([0.5, 0.5, -0.5, -0.5])
+    assert cautious_weight_decay(weights, update).tolist() == [1.0, 0.0, 0.0, -2.0]
+
+
+def test_adam_group_equals_pytorchs_adam():
+    model = tiny_model()
+    optimizer = MuonAdamW(model, OptimConfig(warmup_steps=0, warmdown_ratio=0), 2**19, 100)
+    expected = model.wte.detach().clone().requires_grad_()
+    reference = torch.optim.Adam([expected], lr=optimizer.adam_lrs["wte"], betas=(0.8, 0.95), eps=1e-10)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(5):
+        gradient = torch.randn(expected.shape, generator=generator)
+        expected.grad = gradient.clone()
+        model.wte.main_grad.copy_(gradient)
+        reference.step()
+        optimizer.update(optimizer.scheduled(step), torch.zeros(()))
+        assert model.wte.main_grad.abs().max() == 0
+    torch.testing.assert_close(model.wte, expected)
+
+
+def test_a_few_steps_overfit_a_batch():
+    model = tiny_model()
+    optimizer = MuonAdamW(model, OptimConfig(warmup_steps=1), 2**19, 60)
+    ids = torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(1))
+    for step in range(60):
+        loss = model(ids[:, :-1], ids[:, 1:]).mean()
+        loss.backward()
+        optimizer.update(optimizer.scheduled(step), torch.zeros(()))
+    assert loss.item() < 0.3 * math.log(50)
+
+
+def test_state_restored_into_another_optimizer_goes_on_bit_for_bit():
+    ids = torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(1))
+
+    def steps(model, optimizer, begin, end):
+        for step in range(begin, end):
+            model(ids[:, :-1], ids[:, 1:]).mean().backward()
+            optimizer.update(optimizer.scheduled(step), torch.zeros(()))
+
+    whole = tiny_model()
+    steps(whole, MuonAdamW(whole, OptimConfig(), 2**15, 10), 0, 6)
+    first = tiny_model()
+    first_optimizer = MuonAdamW(first, OptimConfig(), 2**15, 10)
+    steps(first, first_optimizer, 0, 3)
+    second = tiny_model()
+    second.load_state_dict(first.state_dict())
+    second_optimizer = MuonAdamW(second, OptimConfig(), 2**15, 10)
+    second_optimizer.load_state_dict(first_optimizer.host_state()[1])
+    steps(second, second_optimizer, 3, 6)
+    for expected, found in zip(whole.parameters(), second.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_the_state_for_a_checkpoint_stays_as_it_was():
+    model = tiny_model()
+    optimizer = MuonAdamW(model, OptimConfig(), 2**19, 60)
+    state = optimizer.host_state()
+    before = [{name: tensor.clone() for name, tensor in part.items()} for part in state]
+    for p in model.parameters():
+        p.main_grad += 1
+    optimizer.update(optimizer.scheduled(0), torch.zeros(()))
+    assert before[0].keys() == dict(model.named_parameters()).keys()
+    for name, tensor in (before[0] | before[1]).items():
+        assert torch.equal(tensor, (state[0] | state[1])[name])
+    assert not torch.equal(model.wte, state[0]["wte"])
+
+
+def test_a_step_that_is_not_good_changes_nothing():
+    model = tiny_model()
+    optimizer = MuonAdamW(model, OptimConfig(), 2**19, 60)
+    before = [tensor.clone() for tensor in (*model.parameters(), *optimizer.state.values())]
+    model.wte.main_grad[0, 0] = math.nan
+    optimizer.update(optimizer.scheduled(0), torch.zeros(()))
+    for expected, found in zip(before, (*model.parameters(), *optimizer.state.values()), strict=True):
+        assert torch.equal(expected, found)
+    assert all(p.main_grad.abs().max() == 0 for p in model.parameters())
+
+
+def test_a_changing_learning_rate_compiles_nothing_on_xla():
+    device = torch_xla.device()
+    model = tiny_model("xla").to(device)
+    optimizer = MuonAdamW(model, OptimConfig(warmup_steps=3), 2**19, 12)
+    loss_sum = torch.zeros((), device=device)
+    torch_xla.sync()
+    met.clear_all()
+    compilations = []
+    for step in range(12):
+        for p in model.parameters():
+            p.main_grad += 1
+        torch_xla.sync()
+        optimizer.update(optimizer.scheduled(step).to(device), loss_sum)
+        torch_xla.sync()
+        compilations.append(met.metric_data("CompileTime")[0])
+    assert compilations[1] == compilations[-1]
+    assert met.executed_fallback_ops() == []

@@ -1,0 +1,123 @@
+# ruff: noqa: E501  the lines are as the compiler writes them
+"""What is read from the TPU compiler's text, on text as it writes it."""
+import pytest
+
+from nanochat.preflight import hlo
+
+PROGRAM = '''HloModule IrToHlo.1, is_scheduled=true, entry_computation_layout={(f32[8,1024,1024]{2,1,0:T(8,128)})->f32[]}
+
+%fused_slice (param_0: f32[8,1024,1024], param_1: s32[]) -> f32[1,1024,1024] {
+  %param_0 = f32[8,1024,1024]{2,1,0:T(8,128)} parameter(0)
+  %param_1 = s32[]{:T(128)} parameter(1)
+  ROOT %dynamic-slice.1 = f32[1,1024,1024]{2,1,0:T(8,128)S(1)} dynamic-slice(%param_0, %param_1), dynamic_slice_sizes={1,1024,1024}
+}
+
+%fused_outer (param_2: f32[8,1024,1024], param_3: s32[]) -> f32[1,1024,1024] {
+  %param_2 = f32[8,1024,1024]{2,1,0:T(8,128)} parameter(0)
+  %param_3 = s32[]{:T(128)} parameter(1)
+  ROOT %fusion.2 = f32[1,1024,1024]{2,1,0:T(8,128)S(1)} fusion(%param_2, %param_3), kind=kLoop, calls=%fused_slice
+}
+
+%inner_condition (p: (s32[])) -> pred[] {
+  %p = (s32[]{:T(128)}) parameter(0)
+  %get.1 = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %bound.1 = s32[]{:T(128)} constant(3)
+  ROOT %compare.1 = pred[]{:T(512)} compare(%get.1, %bound.1), direction=LT
+}
+
+%inner_body (q: (s32[])) -> (s32[]) {
+  %q = (s32[]{:T(128)}) parameter(0)
+  %get.2 = s32[]{:T(128)} get-tuple-element(%q), index=0
+  %twice = s32[]{:T(128)} add(%get.2, %get.2), backend_config={"window_config":{"estimated_cycles":"5"},
+}, metadata={op_name="nanochat/gpt.py:7 aten__add"}
+  ROOT %tuple.1 = (s32[]{:T(128)}) tuple(%twice)
+}
+
+%condition (r: (s32[], f32[8,1024,1024])) -> pred[] {
+  %r = (s32[]{:T(128)}, f32[8,1024,1024]{2,1,0:T(8,128)}) parameter(0)
+  %get.3 = s32[]{:T(128)} get-tuple-element(%r), index=0
+  %bound.2 = s32[]{:T(128)} constant(8)
+  ROOT %compare.2 = pred[]{:T(512)} compare(%get.3, %bound.2), direction=LT
+}
+
+%body (s: (s32[], f32[8,1024,1024])) -> (s32[], f32[8,1024,1024]) {
+  %s = (s32[]{:T(128)}, f32[8,1024,1024]{2,1,0:T(8,128)}) parameter(0)
+  %get.4 = s32[]{:T(128)} get-tuple-element(%s), index=0
+  %get.5 = f32[8,1024,1024]{2,1,0:T(8,128)} get-tuple-element(%s), index=1
+  %fusion.1 = f32[1,1024,1024]{2,1,0:T(8,128)S(1)} fusion(%get.5, %get.4), kind=kLoop, calls=%fused_outer, metadata={op_name="nanochat/gpt.py:9 xla__select"}, backend_config={"window_config":{"estimated_cycles":"100"}}
+  %all-reduce.1 = f32[1,1024,1024]{2,1,0:T(8,128)S(1)} all-reduce(%fusion.1), replica_groups={}, to_apply=%add
+  %tuple.2 = (s32[]{:T(128)}) tuple(%get.4)
+  %while.1 = (s32[]{:T(128)}) while(%tuple.2), condition=%inner_condition, body=%inner_body
+  ROOT %tuple.3 = (s32[]{:T(128)}, /*index=1*/f32[8,1024,1024]{2,1,0:T(8,128)}) tuple(%get.4, %get.5)
+}
+
+ENTRY %main (Arg_0: f32[8,1024,1024]) -> f32[] {
+  %Arg_0 = f32[8,1024,1024]{2,1,0:T(8,128)} parameter(0)
+  %zero = s32[]{:T(128)} constant(0)
+  %copy.1 = f32[8,1024,1024]{2,1,0:T(8,128)} copy(%Arg_0), backend_config={"window_config":{"estimated_cycles":"1000"}}
+  %tuple.4 = (s32[]{:T(128)}, f32[8,1024,1024]{2,1,0:T(8,128)}) tuple(%zero, %copy.1)
+  ROOT %while.2 = (s32[]{:T(128)}, f32[8,1024,1024]{2,1,0:T(8,128)}) while(%tuple.4), condition=%condition, body=%body
+}
+'''
+
+
+def test_bodies_of_loops_count_as_often_as_they_run_nested_ones_too():
+    ops = {op.instruction.name: op for op in hlo.parse(PROGRAM).ops()}
+    assert ops["copy.1"].times == 1 and ops["fusion.1"].times == 8 and ops["twice"].times == 24
+    assert sum(op.times * op.cycles for op in ops.values()) == 1000 + 8 * 100 + 24 * 5
+
+
+def test_an_instruction_may_span_lines_that_begin_with_a_brace():
+    ops = {op.instruction.name: op for op in hlo.parse(PROGRAM).ops()}
+    assert ops["twice"].instruction.source == "nanochat/gpt.py:7 aten__add"
+    assert ops["twice"].cycles == 5
+
+
+def test_of_a_stack_that_a_loop_takes_slices_of_the_slice_counts_and_vmem_does_not():
+    layer = 4 * 1024 * 1024
+    ops = {op.instruction.name: op for op in hlo.parse(PROGRAM).ops()}
+    assert ops["copy.1"].hbm_bytes == 2 * 8 * layer
+    assert ops["fusion.1"].bytes == pytest.approx(2 * layer + 4)  # read from HBM, written to VMEM; the index
+    assert ops["fusion.1"].hbm_bytes == pytest.approx(layer + 4)
+
+
+def test_collectives_in_loops_count_as_often_as_they_run():
+    assert hlo.collectives(hlo.parse(PROGRAM).ops(), chips=8) == {"all-reduce": [8, 8 * 4 * 1024 * 1024, 0]}
+
+
+OVERLAPPED = '''HloModule IrToHlo.2, is_scheduled=true, entry_computation_layout={(bf16[1,8,128]{2,1,0})->bf16[2,8,128]{2,1,0}}
+
+%start (param_0: bf16[1,8,128]) -> (bf16[1,8,128], bf16[2,8,128], u32[]) {
+  %param_0 = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %all-gather.1 = bf16[2,8,128]{2,1,0:T(8,128)(2,1)} all-gather(%param_0), replica_groups={{0,1}}, dimensions={0}, backend_config={"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}
+  ROOT %custom-call.1 = (bf16[1,8,128]{2,1,0}, bf16[2,8,128]{2,1,0}, u32[]{:S(2)}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%step (param_1: bf16[1,8,128], param_2: bf16[2,8,128], param_3: u32[], param_4: f32[8,128]) -> (f32[8,128], bf16[1,8,128], bf16[2,8,128], u32[]) {
+  %param_1 = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %param_2 = bf16[2,8,128]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %param_3 = u32[]{:S(2)} parameter(2)
+  %param_4 = f32[8,128]{1,0:T(8,128)} parameter(3)
+  %add.1 = f32[8,128]{1,0:T(8,128)} add(%param_4, %param_4)
+  %all-gather.2 = bf16[2,8,128]{2,1,0:T(8,128)(2,1)} all-gather(%param_1), replica_groups={{0,1}}, dimensions={0}, backend_config={"async_collective_fusion_config":{"flag_start":"2","flag_end":"8"}}
+  ROOT %tuple.1 = (f32[8,128]{1,0}, bf16[1,8,128]{2,1,0}, bf16[2,8,128]{2,1,0}, bf16[2,8,128]{2,1,0}, u32[]{:S(2)}) tuple(%add.1, %param_1, %param_2, %all-gather.2, %param_3)
+}
+
+ENTRY %main (Arg_0: bf16[1,8,128], Arg_1: f32[8,128]) -> f32[8,128] {
+  %Arg_0 = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %Arg_1 = f32[8,128]{1,0:T(8,128)} parameter(1)
+  %fusion.1 = (bf16[1,8,128]{2,1,0}, bf16[2,8,128]{2,1,0}, u32[]{:S(2)}) fusion(%Arg_0), kind=kCustom, calls=%start
+  %get.1 = bf16[1,8,128]{2,1,0} get-tuple-element(%fusion.1), index=0
+  %get.2 = bf16[2,8,128]{2,1,0} get-tuple-element(%fusion.1), index=1
+  %get.3 = u32[]{:S(2)} get-tuple-element(%fusion.1), index=2
+  %fusion.2 = (f32[8,128]{1,0}, bf16[1,8,128]{2,1,0}, bf16[2,8,128]{2,1,0}, bf16[2,8,128]{2,1,0}, u32[]{:S(2)}) fusion(%get.1, %get.2, %get.3, %Arg_1), kind=kOutput, calls=%step
+  ROOT %get.4 = f32[8,128]{1,0} get-tuple-element(%fusion.2), index=0
+}
+'''
+
+
+def test_a_collective_in_steps_counts_once_and_as_running_beside_other_work():
+    ops = hlo.parse(OVERLAPPED).ops()
+    whole, part, added = 2 * 8 * 128 * 2, 8 * 128 * 2, 8 * 128 * 4
+    assert hlo.collectives(ops, chips=2) == {"all-gather": [1, whole, whole]}
+    assert sum(op.hbm_bytes for op in ops) == whole + part + 2 * added

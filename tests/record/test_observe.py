@@ -1,0 +1,108 @@
+"""What a run sees of its own programs, read from what it logs; real programs, compiled by XLA for one CPU device."""
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanochat.common import Dist, compile_seconds, compute_cleanup, compute_init
+from nanochat.record.observe import Profile
+from scripts.base_train import Trainer, check, get_run_dir, parse_args
+
+
+@pytest.fixture
+def make_trainer(byte_tokenizer_dir):
+    """Makes a Trainer of a tiny model in this process; `width` sets its programs apart from those of other tests."""
+
+    def make(*flags, width):
+        args = parse_args([
+            "--device_type=xla", "--depth=2", f"--model_dim={width}", "--num_heads=2", "--max_seq_len=32",
+            "--synthetic_data", "--device_batch_size=2", "--total_batch_size=128", "--num_iterations=8",
+            "--eval_every=-1", "--sample_every=-1", "--save_every=-1", "--log_every=2",
+            f"--tokenizer_dir={byte_tokenizer_dir}", *flags])
+        get_run_dir(args).mkdir(parents=True)
+        check(args, "xla")
+        return Trainer(args, dist)
+
+    dist = compute_init("xla")
+    yield make
+    compute_cleanup(dist)
+
+
+def records(args):
+    return [json.loads(line) for line in (get_run_dir(args) / "metrics.jsonl").read_text().splitlines()]
+
+
+class NarrowAfter:
+    """A loader whose batches become narrower after `count` of them."""
+
+    def __init__(self, loader, count):
+        self.loader, self.left = loader, count
+
+    def __next__(self):
+        batch = next(self.loader)
+        self.left -= 1
+        return batch if self.left >= 0 else replace(batch, rows=batch.rows[:, :17])
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+
+def test_a_program_that_is_compiled_again_is_reported_once_with_the_shapes(make_trainer, capsys):
+    trainer = make_trainer(width=48)
+    trainer.loader = NarrowAfter(trainer.loader, count=9)  # two a step: in the middle of step 5
+    assert trainer.run() == 0
+    told = {record["step"]: record["recompiled"] for record in records(trainer.args) if "recompiled" in record}
+    assert told == {6: ["micro_step: rows is int32 (2, 17) and was int32 (2, 33)"]}
+    output = capsys.readouterr().out
+    assert output.count("compiled again: micro_step: rows is int32 (2, 17)") == 1
+
+
+def test_a_growing_batch_compiles_nothing_and_raises_the_learning_rate_with_its_root(make_trainer):
+    trainer = make_trainer("--total_batch_size=64", "--batch_ramp=4:2,6:3.3", "--warmup_steps=1", "--warmdown_ratio=0",
+                           width=112)  # one micro-step, whose loss is scaled by 1, then two, then three
+    assert trainer.run() == 0
+    logged = [record for record in records(trainer.args) if "tokens" in record]
+    assert len({record["compilations"] for record in logged}) == 1
+    assert [record["lr_multiplier"] ** 2 for record in logged] == pytest.approx([1, 1, 1, 2, 3])
+    assert [record["tokens"] for record in logged] == [64, 128, 256, 512, 896]
+
+
+def test_the_log_says_where_the_hosts_time_goes_and_what_compiling_took(make_trainer, capsys):
+    compiled_before = compile_seconds()
+    trainer = make_trainer(width=80)
+    assert trainer.run() == 0
+    logged = [record for record in records(trainer.args) if "step_ms" in record]
+    assert [record["step"] for record in logged] == [1, 2, 4, 6, 8]
+    for record in logged:
+        assert record["data_wait"] >= 0 and 0 <= record["host_dispatch"] <= 1
+        assert record["data_wait"] + record["host_dispatch"] <= 1
+        assert "recompiled" not in record and "device_memory_bytes" not in record  # XLA's CPU cannot tell
+    assert logged[-1]["host_dispatch"] > 0
+    assert len({record["compilations"] for record in logged}) == 1
+    assert len({record["compile_s"] for record in logged}) == 1
+    compiled = f"compiled {logged[0]['compilations']} programs in {logged[0]['compile_s']:.1f} s"
+    assert capsys.readouterr().out.count(compiled) == 1
+    assert trainer.goodput.seconds()["compile"] == pytest.approx(logged[0]["compile_s"] - compiled_before)
+
+
+def test_a_trace_of_some_steps_lies_in_the_runs_folder(make_trainer, capsys):
+    trainer = make_trainer("--profile_steps=3:5", width=48)
+    assert trainer.run() == 0
+    [trace] = (trainer.run_dir / "profile").glob("plugins/profile/*/*.xplane.pb")
+    assert trace.stat().st_size > 0
+    told = [line[:10] for line in capsys.readouterr().out.splitlines()]
+    assert told.index("step 00004") < told.index("wrote a tr") < told.index("step 00006")
+
+
+def test_without_xla_the_trace_is_torchs_and_only_rank_0_makes_one(tmp_path):
+    for rank in (0, 1):
+        profile = Profile((2, 4), tmp_path / str(rank), Dist("cpu", torch.device("cpu"), rank=rank, world_size=2))
+        for step in range(5):
+            profile.before_step(step)
+            torch.ones(100).cumsum(0)
+            profile.after_step(step + 1)
+    [trace] = tmp_path.rglob("*.pt.trace.json")
+    assert trace.parent == tmp_path / "0"
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names.count("aten::cumsum") == 2  # steps 2 and 3

@@ -1,0 +1,252 @@
+"""Does a run survive everything? Trains a small model twice over XLA CPU devices, once undisturbed and once with faults
+at random moments, and compares: all losses, evaluations and the final weights must be equal bit for bit.
+
+    python -m tests.run.chaos --seed=1 --interruptions=25
+
+The faults: SIGTERM and SIGKILL to the parent, to a rank's process and to the whole group; a full disk; the newest
+checkpoint truncated; a flipped byte in a shard (the run must refuse it, naming file and row group; then it is mended).
+The disturbed run writes to a small file system of its own, which a user namespace lets anyone mount.
+"""
+import argparse
+import collections
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+TIMEOUT_S = 300
+DISK_BYTES = 32 * 2**20
+
+
+def make_data(directory):
+    """Headers that pyarrow installs, in shards of small row groups, and a tokenizer of bytes."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+    texts = [path.read_text() for path in sorted(Path(pa.get_include()).glob("arrow/**/*.h"))[:60]]
+    for name, part in (("train/shard_00000", texts[:50]), ("val/shard_00000", texts[50:])):
+        (directory / name).parent.mkdir()
+        pq.write_table(pa.table({"text": part}), directory / f"{name}.parquet", row_group_size=8, compression="zstd",
+                       write_page_checksum=True)
+    (directory / "tokenizer").mkdir()
+    Tokenizer({bytes([byte]): byte for byte in range(256)}, r"[^\n]+|\n",
+              {name: 256 + i for i, name in enumerate(SPECIAL_TOKENS)}).save(directory / "tokenizer")
+
+
+class Life:
+    """One process of the run, from its start to its end."""
+
+    def __init__(self, base_dir, data, steps, devices):
+        environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "scripts.base_train", "--run=chaos", "--device_type=xla", "--depth=2",
+             "--model_dim=64", "--num_heads=2", "--max_seq_len=32", "--device_batch_size=2",
+             f"--total_batch_size={64 * devices}", f"--num_iterations={steps}", "--eval_every=50", "--eval_tokens=4096",
+             "--sample_every=-1", "--save_every=10", "--keep_checkpoints=3", "--log_every=5", "--warmup_steps=5",
+             f"--tokenizer_dir={data}/tokenizer", f"--data_dir={data}/train", f"--val_dir={data}/val"],
+            env={**environment, "NANOCHAT_BASE_DIR": str(base_dir), "CPU_NUM_DEVICES": str(devices),
+                 "WANDB_MODE": "disabled"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        self.lines, self._news = [], threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            with self._news:
+                self.lines.append(line.rstrip())
+                self._news.notify_all()
+
+    def wait_for(self, condition):
+        """Waits until condition(lines) holds or the process has ended; returns whether it holds."""
+        deadline = time.monotonic() + TIMEOUT_S
+        with self._news:
+            while not condition(self.lines):
+                if self.process.poll() is not None and not self._reader.is_alive():
+                    return False
+                if time.monotonic() > deadline:
+                    raise TimeoutError("no sign of life:\n" + "\n".join(self.lines[-40:]))
+                self._news.wait(0.2)
+        return True
+
+    def progress(self):
+        return sum(line.startswith("step ") for line in self.lines)
+
+    def rank_processes(self):
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def end(self, *expected):
+        """Waits for the end and checks the exit status."""
+        status = self.process.wait(TIMEOUT_S)
+        self._reader.join(10)
+        if status not in expected:
+            raise AssertionError(f"exit status {status}, not one of {expected}:\n" + "\n".join(self.lines[-60:]))
+        return status
+
+
+# -----------------------------------------------------------------------------
+# Faults. Each leaves the run's process ended, or (full disk) alive.
+
+
+def signal_to(number, target, expected):
+    def fault(life, **_):
+        if target == "parent":
+            os.kill(life.process.pid, number)
+        elif target == "rank":
+            os.kill(random.choice(life.rank_processes()), number)
+        else:
+            os.killpg(life.process.pid, number)
+        life.end(expected)
+    return fault
+
+
+def fill_disk(life, base_dir, **_):
+    """Until the run has complained and gone on. What it deletes to make room is filled, too."""
+    ballast, is_over = base_dir / "ballast", threading.Event()
+
+    def fill():
+        with open(ballast, "wb", buffering=0) as file:
+            while not is_over.wait(0.005):
+                try:
+                    while True:
+                        file.write(bytes(4096))
+                except OSError:
+                    pass
+
+    filler = threading.Thread(target=fill)
+    filler.start()
+    try:
+        complained = life.wait_for(lambda lines: any("the disk is full" in line for line in lines))
+        seen = life.progress()
+        assert complained and life.wait_for(lambda lines: life.progress() > seen), "a full disk ended the run:\n" + \
+            "\n".join(life.lines[-40:])
+    finally:
+        is_over.set()
+        filler.join()
+        ballast.unlink()
+
+
+def truncate_checkpoint(life, base_dir, **_):
+    os.killpg(life.process.pid, signal.SIGKILL)
+    life.end(-signal.SIGKILL)
+    checkpoints = sorted(path for path in (base_dir / "checkpoints/chaos").glob("step_*") if path.suffix == "")
+    if checkpoints:
+        os.truncate(checkpoints[-1] / "model.safetensors", 1000)
+
+
+def flip_byte(life, data, start, **_):
+    os.killpg(life.process.pid, signal.SIGKILL)
+    life.end(-signal.SIGKILL)
+    shard = data / "train/shard_00000.parquet"
+    whole = shard.read_bytes()
+    altered = bytearray(whole)
+    altered[random.randrange(100, len(whole) // 2)] ^= 1  # the footer is at the end
+    shard.write_bytes(altered)
+    refused = start()
+    refused.end(2)
+    assert any("shard_00000.parquet" in line and "row group" in line for line in refused.lines), refused.lines[-5:]
+    shard.write_bytes(whole)
+
+
+FAULTS = {
+    "SIGTERM to the parent": signal_to(signal.SIGTERM, "parent", 75),
+    "SIGTERM to a rank": signal_to(signal.SIGTERM, "rank", 75),
+    "SIGTERM to the group": signal_to(signal.SIGTERM, "group", 75),
+    "SIGKILL to the parent": signal_to(signal.SIGKILL, "parent", -signal.SIGKILL),
+    "SIGKILL to a rank": signal_to(signal.SIGKILL, "rank", 1),
+    "SIGKILL to the group": signal_to(signal.SIGKILL, "group", -signal.SIGKILL),
+    "full disk": fill_disk,
+    "checkpoint truncated": truncate_checkpoint,
+    "byte flipped in a shard": flip_byte,
+}
+
+# -----------------------------------------------------------------------------
+
+
+def result(base_dir):
+    """Of a finished run: [(step, loss)], [(step, bits per byte)], the weights' hash."""
+    run_dir = base_dir / "checkpoints/chaos"
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    newest = max(path for path in run_dir.glob("step_*") if path.suffix == "")
+    return ([(r["step"], r["loss"]) for r in records if "loss" in r],
+            [(r["step"], r["val_bpb"]) for r in records if "val_bpb" in r],
+            hashlib.sha256((newest / "model.safetensors").read_bytes()).hexdigest())
+
+
+def run(seed, interruptions, devices, directory, report=print):
+    """Returns {fault: how often it was survived}; AssertionError or TimeoutError if one was not."""
+    random.seed(seed)
+    data, quiet_dir, base_dir = directory / "data", directory / "quiet", directory / "chaos"
+    data.mkdir()
+    base_dir.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", base_dir], check=True)
+    make_data(data)
+    steps = 25 * (interruptions + 1)
+    Life(quiet_dir, data, steps, devices).end(0)
+    survived, faults = collections.Counter(), []
+
+    def start():
+        return Life(base_dir, data, steps, devices)
+
+    life = start()
+    for number in range(interruptions):
+        if not faults:  # every kind once before one comes again
+            faults = random.sample(sorted(FAULTS), len(FAULTS))
+        name, lines = faults.pop(), random.randint(1, 6)
+        if life.process.poll() is not None:
+            life = start()
+        seen = life.progress()
+        if not life.wait_for(lambda _, life=life, wanted=seen + lines: life.progress() >= wanted):
+            life.end(0)
+            report(f"the run was finished after {number} interruptions")
+            break
+        time.sleep(random.uniform(0, 0.5))
+        report(f"{number + 1}: {name}, at: {life.lines[-1]}")
+        FAULTS[name](life, base_dir=base_dir, data=data, start=start)
+        survived[name] += 1
+    if life.process.poll() is not None:
+        life = start()
+    life.end(0)
+    losses, evaluations, weights = result(base_dir)
+    expected_losses, expected_evaluations, expected_weights = result(quiet_dir)
+    assert [step for step, _ in losses] == list(range(1, steps + 1)), "steps are missing, or there twice"
+    assert losses == expected_losses, "other losses"
+    assert evaluations == expected_evaluations, "other evaluations"
+    assert weights == expected_weights, "other weights"
+    report(f"{steps} steps: all losses, evaluations and the final weights are equal bit for bit")
+    return survived
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--interruptions", type=int, default=25)
+    parser.add_argument("--devices", type=int, default=2)
+    args = parser.parse_args()
+    if "CHAOS_NAMESPACE" not in os.environ:
+        os.environ["CHAOS_NAMESPACE"] = "1"
+        os.execvp("unshare", ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-m",
+                              "tests.run.chaos", *sys.argv[1:]])
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            survived = run(args.seed, args.interruptions, args.devices, Path(directory),
+                           report=lambda line: print(line, flush=True))
+        finally:
+            subprocess.run(["umount", "--lazy", f"{directory}/chaos"], check=False)
+    for name in FAULTS:
+        print(f"{survived[name]:4} × {name}")
+    print(f"{sum(survived.values())} interruptions survived in {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The run that survives everything: see chaos.py."""
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def chaos(*flags, timeout_s):
+    environment = {name: value for name, value in os.environ.items() if name != "NANOCHAT_BASE_DIR"}
+    process = subprocess.run([sys.executable, "-m", "tests.run.chaos", *flags], capture_output=True, text=True,
+                             timeout=timeout_s, env=environment)
+    if "unshare" in process.stderr or "mount:" in process.stderr:
+        pytest.skip(f"no user namespaces here: {process.stderr.strip()}")
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
+    return process.stdout
+
+
+def test_three_random_faults_change_no_bit_of_a_run():
+    assert "3 interruptions survived" in chaos("--seed=3", "--interruptions=3", timeout_s=1500)
+
+
+@pytest.mark.slow
+def test_twenty_seven_random_faults_change_no_bit_of_a_run():
+    assert "27 interruptions survived" in chaos("--seed=1", "--interruptions=27", timeout_s=7200)

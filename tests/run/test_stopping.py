@@ -1,0 +1,232 @@
+"""Stopping: all ranks before the same step, with the state saved, and going on as if nothing had happened."""
+import http.server
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from nanochat.run import stopping as preemption
+from nanochat.run.stopping import EXIT_STATUS, SAVE, STOP, Requests, stop_on_preemption_notice
+
+TIMEOUT_S = 240
+
+
+def run_ranks(path, program, ranks=8):
+    """Runs program(rank, requests) -> anything in a thread a rank, and returns what they returned."""
+    results = {}
+
+    def run(rank):
+        results[rank] = program(rank, Requests(path, rank, ranks))
+
+    threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert len(results) == ranks
+    return results
+
+
+def test_ranks_that_run_at_their_own_pace_save_and_stop_at_the_same_ticks(tmp_path):
+    """Without anything that keeps them in step: a rank may be hundreds of ticks ahead of another."""
+    path = tmp_path / "requests"
+    parent = Requests(path, create=True)
+
+    def program(rank, requests):
+        random, done = np.random.default_rng(rank), []
+        for tick in range(100_000):
+            if rank == 3 and tick == 300:
+                parent.ask_to_stop()
+            if kind := requests.poll(wants_save=random.random() < 0.02):
+                done.append((tick, kind))
+            if requests.is_stopping:
+                return done
+            time.sleep(random.uniform(0, 0.0005) * (rank + 1))
+
+    results = run_ranks(path, program)
+    assert all(done == results[0] for done in results.values())
+    kinds = [kind for _, kind in results[0]]
+    assert kinds[-1] == STOP and SAVE in kinds and kinds.count(STOP) == 1
+
+
+def test_ranks_that_wait_for_each_others_gradients_do_not_wait_for_each_others_answers(tmp_path):
+    """After its tick each waits for what the others had dispatched four ticks ago, and every fifth time for all of it:
+    so a rank that has not seen the request yet may wait for one that has."""
+    path = tmp_path / "requests"
+    parent = Requests(path, create=True)
+    ticks = [0] * 4
+
+    def program(rank, requests):
+        random = np.random.default_rng(rank)
+        for tick in range(1, 100_000):
+            kind = requests.poll(wants_save=random.random() < 0.1)
+            if kind == STOP:
+                return tick
+            ticks[rank] = tick
+            deadline = time.monotonic() + 20
+            while min(ticks) < tick - 4 or (tick % 5 == 0 and min(ticks) < tick):
+                assert time.monotonic() < deadline, "a deadlock"
+                time.sleep(0.0001)
+            time.sleep(random.uniform(0, 0.001))
+            if rank == 2 and tick == 300:
+                parent.ask_to_stop()
+
+    assert len(set(run_ranks(path, program, ranks=4).values())) == 1
+
+
+def test_a_stop_that_comes_after_the_last_tick_of_one_rank_is_none(tmp_path):
+    path = tmp_path / "requests"
+    parent = Requests(path, create=True)
+
+    def program(rank, requests):
+        kinds = [requests.poll() for _ in range(5)]
+        if rank == 1:  # is done while the others have ticks to come
+            requests.finish()
+            parent.ask_to_stop()
+        else:
+            time.sleep(0.2)
+            kinds += [requests.poll()]
+        requests.finish()
+        return kinds
+
+    assert all(not any(kinds) for kinds in run_ranks(path, program, ranks=3).values())
+
+
+def test_a_rank_that_does_not_answer_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(preemption, "AGREE_TIMEOUT_S", 0.1)
+    Requests(tmp_path / "requests", create=True).ask_to_stop()
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\]"):
+        requests = Requests(tmp_path / "requests", 0, 3)
+        requests.poll()
+        requests.poll()
+
+
+@pytest.mark.parametrize("key, answers", [
+    ("preempted", ["FALSE", "FALSE", "TRUE"]),
+    ("maintenance-event", ["NONE", "MIGRATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE"])])
+def test_the_metadata_servers_notice_asks_for_a_stop(tmp_path, monkeypatch, key, answers):
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            is_right = self.path.startswith("/computeMetadata/v1/instance/") and \
+                self.headers["Metadata-Flavor"] == "Google"
+            self.send_response(200 if is_right else 404)
+            self.end_headers()
+            self.wfile.write(answers.pop(0).encode() if self.path.endswith(key) else b"NONE")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
+        requests, told = Requests(tmp_path / "requests", 0, 1, create=True), threading.Event()
+        stop_on_preemption_notice(requests, report=lambda message: told.set(), poll_s=0.01)
+        assert told.wait(30) and not answers
+        server.shutdown()
+    deadline = time.monotonic() + 30
+    while requests.poll() != STOP:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_processes_of_a_run_leave_signals_to_the_group_to_their_parent(tmp_path):
+    code = """
+import signal, sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from nanochat.run.stopping import Requests, stop_on_signals
+stop_on_signals(Requests(sys.argv[1], create=True))
+with ProcessPoolExecutor(1, get_context("spawn")) as executor:
+    blocked = executor.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
+assert {signal.SIGINT, signal.SIGTERM} <= blocked, blocked
+"""
+    subprocess.run([sys.executable, "-c", code, tmp_path / "requests"], check=True, timeout=TIMEOUT_S)
+
+
+@pytest.fixture
+def start(tmp_path, byte_tokenizer_dir):
+    """Starts a run of 120 small steps over two XLA devices, its checkpoints mirrored in a directory."""
+
+    def run(name, *flags):
+        environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "scripts.base_train", f"--run={name}", "--device_type=xla", "--depth=2",
+             "--model_dim=64", "--num_heads=2", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128",
+             "--num_iterations=120", "--eval_every=-1", "--sample_every=-1", "--save_every=100", "--log_every=5",
+             "--synthetic_data", f"--checkpoint_mirror={tmp_path}/mirror", f"--tokenizer_dir={byte_tokenizer_dir}",
+             *flags],
+            env={**environment, "CPU_NUM_DEVICES": "2", "WANDB_MODE": "disabled"}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True)
+
+    return run
+
+
+def losses_of(base_dir, name):
+    records = [json.loads(line) for line in (base_dir / "checkpoints" / name / "metrics.jsonl").open()]
+    steps = [record["step"] for record in records if "loss" in record]
+    assert steps == list(range(1, len(steps) + 1))  # each exactly once
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_bit_for_bit(start, base_dir):
+    """The second time on a new VM, whose disk is empty but for the data."""
+    for number, after in ((signal.SIGTERM, "step 00020"), (signal.SIGINT, "step 00060")):
+        run = start("test")
+        for line in run.stdout:
+            if line.startswith(after):
+                run.send_signal(number)
+                break
+        output = run.communicate(timeout=TIMEOUT_S)[0]
+        assert run.returncode == EXIT_STATUS, output
+        assert f"{number.name}: the run stops" in output
+        done = len(losses_of(base_dir, "test"))
+        assert (base_dir / "checkpoints" / "test" / f"step_{done:06d}").is_dir()
+        shutil.rmtree(base_dir / "checkpoints" / "test")
+    assert 60 <= done < 120
+    for name in ("test", "whole"):
+        process = start(name)
+        output = process.communicate(timeout=TIMEOUT_S)[0]
+        assert process.returncode == 0, output
+    assert losses_of(base_dir, "test") == losses_of(base_dir, "whole")
+
+
+def test_a_run_is_trained_once_and_no_rank_outlives_a_parent_that_is_killed(start):
+    run = start("test")
+    for line in run.stdout:
+        if line.startswith("step 00020"):
+            break
+    second = start("test")
+    output = second.communicate(timeout=TIMEOUT_S)[0]
+    assert second.returncode == 2 and f"in use by process {run.pid} on " in output
+    children = [int(pid) for pid in open(f"/proc/{run.pid}/task/{run.pid}/children").read().split()]
+    assert children
+    run.kill()
+    run.wait()
+    deadline = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{pid}") for pid in children):
+        assert time.monotonic() < deadline, "a rank is still there"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number, reason", [
+    (signal.SIGKILL, "was ended by SIGKILL: the run ends"),
+    (signal.SIGSTOP, "has not come to the end of a step at step "),
+])
+def test_a_rank_that_is_killed_or_stands_still_ends_the_run_with_the_reason(start, number, reason):
+    run = start("test", "--step_timeout_s=10", "--num_iterations=100000")
+    for line in run.stdout:
+        if line.startswith("step 00020"):
+            break
+    children = [int(pid) for pid in open(f"/proc/{run.pid}/task/{run.pid}/children").read().split()]
+    ranks = next(pid for pid in children if b"spawn_main" in open(f"/proc/{pid}/cmdline", "rb").read())
+    os.kill(ranks, number)
+    output = run.communicate(timeout=TIMEOUT_S)[0]
+    assert run.returncode == 1 and reason in output, output
+    assert f"(process {ranks})" in output and not os.path.exists(f"/proc/{ranks}")

@@ -1,0 +1,62 @@
+"""The report of real runs: one of them was cut off and went on."""
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from matplotlib import image
+
+from nanochat.common import BadInput
+from nanochat.record.history import read_run
+from nanochat.run import checkpoint
+from scripts.report import main
+from tests.scripts.test_base_train import tiny, train  # noqa: F401
+
+
+@pytest.fixture
+def interrupted(train, base_dir):  # noqa: F811
+    """Directory of a run of six steps, of which the last four were trained by a second process."""
+    train("--save_every=2")
+    run_dir = base_dir / "checkpoints" / "test"
+    checkpoint.set_aside_after(run_dir, 2)
+    train("--save_every=2")
+    return run_dir
+
+
+def test_a_report_has_the_runs_numbers_and_pictures_and_needs_nothing_else(interrupted, base_dir, capsys):
+    shutil.copytree(interrupted, base_dir / "checkpoints" / "copy")
+    main(["test", str(base_dir / "checkpoints" / "copy" / "metrics.jsonl")])
+    output = capsys.readouterr().out
+    records = [json.loads(line) for line in (interrupted / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    validation = {record["step"]: record["val_bpb"] for record in records if "val_bpb" in record}
+    best = min(validation, key=validation.get)
+    assert len(losses) == 6 and sorted(validation) == [0, 3, 6]
+    for what, value in (("run", "test"), ("steps", "6"), ("tokens", "3.07K"), ("interruptions", "1"),
+                        ("loss, last 20 steps", f"{np.mean(losses):.4f}"),
+                        ("validation, bits per byte", f"{validation[6]:.4f}"),
+                        ("the best, at step", f"{validation[best]:.4f}, {best}"),
+                        ("goodput", f"{records[-2].get('goodput', 0):.1%}")):
+        second = "copy" if what == "run" else value
+        assert re.search(rf"^{re.escape(what)}\s+{re.escape(value)}\s+{re.escape(second)}$", output, re.M), what
+    page = (interrupted / "report" / "report.html").read_text()
+    assert "http" not in page and page.count("<img ") == page.count('src="data:image/png;base64,') >= 4
+    for name in ("loss", "throughput", "goodput", "optimizer"):
+        pixels = image.imread(interrupted / "report" / f"{name}.png")
+        assert min(pixels.shape[:2]) > 300 and pixels.std() > 0.05  # something is on it
+    assert f"{validation[best]:.4f}, {best}" in page
+    with open(interrupted / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "los')  # what a crash left of a line
+    run = read_run(interrupted)
+    assert run.records[-1]["step"] == 6 and [record["step"] for record in run.interruptions()] == [3]
+    assert run.tokens([0, 1, 3, 6]).tolist() == [0, 512, 1536, 3072]
+    assert run.series("loss")[0].tolist() == [1, 2, 3, 4, 5, 6] and run.last("no_such_field") is None
+
+
+def test_what_is_not_a_run_is_said_in_one_line(tmp_path, base_dir):
+    with pytest.raises(BadInput, match="no run d99: .*d99 is not there"):
+        main(["d99"])
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(BadInput, match="has no records yet"):
+        main([str(tmp_path)])

@@ -1,0 +1,171 @@
+"""The preflight as a person runs it, with the real TPU compiler."""
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanochat.preflight import hlo
+
+pytestmark = pytest.mark.skipif(not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("jax")),
+                                reason="needs libtpu and jax: pip install '.[tpu]'")
+
+
+@pytest.fixture
+def preflight(tmp_path):
+    """Runs tpu_preflight and returns the process; `.report` is what it wrote as JSON."""
+
+    def run(*flags, status=0, timeout_s=300):
+        environment = {key: value for key, value in os.environ.items()
+                       if key not in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "LIBTPU_INIT_ARGS")}
+        path = tmp_path / "report.json"
+        process = subprocess.run([sys.executable, "-m", "scripts.tpu_preflight", f"--json={path}", *flags],
+                                 capture_output=True, text=True, timeout=timeout_s, env=environment)
+        assert process.returncode == status, process.stdout[-2000:] + process.stderr[-4000:]
+        process.report = json.loads(path.read_text()) if path.exists() else None
+        return process
+
+    return run
+
+
+@pytest.fixture
+def tiny(byte_tokenizer_dir):
+    return ["--depth=2", "--model_dim=128", "--num_heads=1", "--max_seq_len=128", "--device_batch_size=1",
+            "--total_batch_size=1024", "--num_iterations=10", f"--tokenizer_dir={byte_tokenizer_dir}"]
+
+
+def test_a_tiny_run_is_compiled_for_four_chips_and_fits(preflight, tiny):
+    report = preflight("--accelerator=v5litepod-4", "--kernel=current", *tiny).report
+    assert report["fits"] and sorted(report["programs"]) == ["evaluate", "micro_step", "update"]
+    update, micro = report["programs"]["update"], report["programs"]["micro_step"]
+    weights, gradients = report["memory"]["weights"], report["memory"]["gradients"]
+    assert report["memory"]["optimizer"] < weights  # a quarter of everything, which is more than three times as much
+    assert update["collectives"]["reduce-scatter"][1] > 0.99 * gradients and not micro["collectives"]
+    assert update["collectives"]["all-gather"][1] > 0.99 * weights
+    assert update["alias_bytes"] >= gradients + report["memory"]["optimizer"] and micro["alias_bytes"] >= gradients
+    assert micro["runs_per_step"] == 2 and report["estimate"]["tokens_per_s"] > 0
+    assert any(line["source"].startswith("nanochat/gpt.py:") for line in micro["top_operations"])
+
+
+def test_bad_flags_are_refused_in_one_line(preflight, tiny):
+    for flags, message in ((["--accelerator=v9-8"], "accelerator 'v9-8' is unknown"),
+                           (["--accelerator=v6e-4", "--programs=backward"], "--programs=backward is unknown"),
+                           (["--accelerator=v6e-4", "--depth=0"], "--depth=0 must be at least 1")):
+        process = preflight(*tiny, *flags, status=2)
+        assert message in process.stderr and process.stderr.count("error:") == 1
+
+
+TRACE = """
+import json, sys
+from nanochat.preflight import compile as aot
+aot.prepare_environment()
+from scripts import base_train, tpu_preflight
+programs = tpu_preflight.Programs(base_train.parse_args(sys.argv[1:]), chips=4).trace()
+print(json.dumps({name: (program.hlo_hash, sorted(program.donated)) for name, program in programs.items()}))
+"""
+
+
+def test_the_compiled_programs_are_those_that_base_train_runs(tiny, tmp_path):
+    """Their HLO and their donated arguments, as XLA gets them in a run on four CPU devices."""
+    flags = [*tiny, "--kernel=current", "--compute_dtype=bfloat16", "--synthetic_data", "--num_iterations=2",
+             "--eval_tokens=2048", "--eval_every=2", "--sample_every=-1", "--save_every=-1"]
+    traced = json.loads(subprocess.run([sys.executable, "-c", TRACE, *flags], check=True, timeout=300, text=True,
+                                       stdout=subprocess.PIPE).stdout.splitlines()[-1])
+    environment = os.environ | {"CPU_NUM_DEVICES": "4", "XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"}
+    del environment["PJRT_DEVICE"]
+    subprocess.run([sys.executable, "-m", "scripts.base_train", "--device_type=xla", *flags], check=True, timeout=300,
+                   env=environment)
+    trained = {}
+    for path in tmp_path.glob("*.before_optimizations.txt"):
+        donors = re.search(r"buffer_donor=\{(.*?) \}", path.read_text())
+        trained[hlo.hash_of_program(path.read_text())] = re.findall(r"\((\d+), ", donors[1] if donors else "")
+    assert sorted(traced) == ["evaluate", "micro_step", "update"]
+    for name, (hlo_hash, donated) in traced.items():
+        assert trained[hlo_hash] == [str(index) for index in donated], name
+
+
+def test_base_train_ends_with_3_before_it_trains_what_does_not_fit(base_dir, tiny):
+    """A model so wide that its weights and their state alone are 26 GB."""
+    process = subprocess.run(
+        [sys.executable, "-m", "scripts.base_train", "--preflight", "--device_type=xla", "--synthetic_data", *tiny,
+         "--model_dim=8192", "--num_heads=64", "--total_batch_size=128"],
+        capture_output=True, text=True, timeout=300, env=os.environ | {"TPU_ACCELERATOR_TYPE": "v5litepod-1"})
+    assert process.returncode == 3, process.stdout[-2000:] + process.stderr[-4000:]
+    assert "does not fit into 15.75 GiB" in process.stdout and not (base_dir / "checkpoints").exists()
+
+
+LINES_OF_PRODUCTS = """
+import re, sys
+from jaxlib import xla_client
+from nanochat.preflight import compile as aot
+from nanochat.preflight import compiler_process as tpu_compiler
+aot.prepare_environment()
+from scripts import base_train, tpu_preflight
+program = tpu_preflight.Programs(base_train.parse_args(sys.argv[1:]), chips=4).trace()["micro_step"]
+computation = xla_client.XlaComputation(tpu_compiler._with_lines_in_loops(program.hlo_proto))
+text = tpu_compiler._with_source_lines(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
+print(*sorted(set(re.findall('"([^"]*) aten__mm"', text))), sep=chr(10))
+"""
+
+
+def test_operations_are_named_by_the_line_that_they_come_from_also_in_loops(tiny):
+    """Checked on the matrix products, whose lines show what they are."""
+    flags = ["--kernel=chunked", *tiny]
+    output = subprocess.run([sys.executable, "-c", LINES_OF_PRODUCTS, *flags], check=True, timeout=300, text=True,
+                            stdout=subprocess.PIPE).stdout
+    names = re.findall(r"^(\S+\.py):(\d+)", output, re.MULTILINE)
+    assert len(names) > 10
+    for path, number in names:
+        line = Path(path).read_text().splitlines()[int(number) - 1]
+        assert re.search(r"linear\(|matmul\(| @ ", line), f"{path}:{number}: {line}"
+
+
+MOSAIC_VERSIONS = """
+import base64, re
+from functools import partial
+import jax
+from jax._src.lib.mlir import ir
+from nanochat.kernels import pallas_attention
+from nanochat.kernels.choose import get_kernels
+get_kernels("flash", "tpu")
+stack, table = jax.ShapeDtypeStruct((1, 1, 128, 128), "bfloat16"), jax.ShapeDtypeStruct((128, 128), "float32")
+place, row = jax.ShapeDtypeStruct((2,), "int32"), jax.ShapeDtypeStruct((1, 128, 128), "bfloat16")
+for kernel, arguments in ((pallas_attention.forward, [stack] * 3), (pallas_attention.backward, [stack] * 3 + [row])):
+    kernel = jax.jit(partial(kernel, eps=1e-6, windowed=False))
+    text = kernel.trace(place, *arguments, table, table).lower(lowering_platforms=("tpu",)).as_text()
+    with ir.Context() as context:
+        context.allow_unregistered_dialects = True
+        body = base64.b64decode(re.search(r'"body": "(.*?)"', text.replace(chr(92) + "22", '"'))[1])
+        print("version", ir.Module.parse(body).operation.attributes["stable_mosaic.version"])
+"""
+
+
+def test_kernels_are_written_in_the_version_of_mosaic_that_libtpu_reads():
+    """libtpu 0.0.21 on a chip refuses version 8, which jaxlib 0.7.1 writes unless it is told not to."""
+    process = subprocess.run([sys.executable, "-c", MOSAIC_VERSIONS], capture_output=True, text=True, timeout=300,
+                             env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert re.findall("version (.*)", process.stdout) == ["7 : i64"] * 2, process.stdout + process.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accelerator, seq_len", [("v5litepod-8", 1024), ("v6e-4", 2048)])
+def test_both_chips_compile_every_kernel_at_depth_2(preflight, accelerator, seq_len):
+    for kernel in ("flash", "chunked", "current"):
+        report = preflight(f"--accelerator={accelerator}", "--depth=2", f"--max_seq_len={seq_len}",
+                           f"--kernel={kernel}", timeout_s=1800).report
+        micro = report["programs"]["micro_step"]
+        assert report["fits"] and not micro["pallas_uncounted"]
+        assert (micro["pallas_calls"] > 0) == (kernel == "flash")
+
+
+@pytest.mark.slow
+def test_running_out_of_memory_is_foreseen_and_the_culprits_are_named(preflight):
+    process = preflight("--accelerator=v5litepod-8", "--depth=16", "--device_batch_size=32", "--kernel=current",
+                        "--programs=micro_step", "--timeout_s=3600", status=3, timeout_s=3700)
+    largest = {buffer["what"] for buffer in process.report["out_of_memory"]["micro_step"]["largest"]}
+    assert {"logits", "attention scores"} <= largest
+    assert "--kernel=flash" in process.stdout
