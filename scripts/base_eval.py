@@ -2,17 +2,10 @@
 
     python3 -m scripts.base_eval --checkpoint=RUN --data_dir=some/parquet --eval_tokens=1000000
 """
-from nanochat.common import (
-    DEVICE_TYPES,
-    ArgumentParser,
-    BadInput,
-    compute_init,
-    prepare_xla_environment,
-    resolve_device_type,
-    run_script,
-)
+from nanochat.common import ArgumentParser, BadInput, run_script
 from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards
+from nanochat.device.ranks import DEVICE_TYPES, compute_init, prepare_xla_environment, resolve_device_type
 from nanochat.run import checkpoint
 from nanochat.train.loss_eval import bits_per_byte
 

@@ -22,24 +22,21 @@ from pathlib import Path
 
 import torch
 
-from nanochat.common import (
-    BadInput,
-    compute_cleanup,
-    compute_init,
-    get_base_dir,
-    prepare_xla_environment,
-    print0,
-    print_banner,
-    require_writable_dir,
-    resolve_device_type,
-    run_script,
-    thread_barrier,
-    xla_program,
-)
+from nanochat.common import BadInput, get_base_dir, require_writable_dir, run_script
 from nanochat.data.loader import NUM_LANES, DataLoader, SyntheticLoader
 from nanochat.data.shards import fingerprint, list_shards, open_shards
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device import tpu
+from nanochat.device.collectives import thread_barrier
+from nanochat.device.programs import one_program
+from nanochat.device.ranks import (
+    compute_cleanup,
+    compute_init,
+    prepare_xla_environment,
+    print0,
+    print_banner,
+    resolve_device_type,
+)
 from nanochat.infer.engine import Engine
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT
@@ -144,7 +141,7 @@ class Trainer:
         self.loss_sum = torch.zeros((), device=dist.device)
         self.loss_scales = {n: torch.tensor(1 / (n * dist.world_size)).to(dist.device)
                             for n in {self.plan.accum_steps(step) for step, _ in self.plan.batch_schedule}}
-        with xla_program(dist, "initialise"):
+        with one_program(dist, "initialise"):
             pass  # what was put on the device so far becomes plain buffers, the inputs of the programs of a step
         use_compile = dist.device_type == "cuda" and not args.no_compile
         self.compiled_model = torch.compile(self.model, dynamic=False) if use_compile else self.model

@@ -10,7 +10,9 @@ import statistics
 
 import torch
 
-from nanochat.common import ArgumentParser, compute_init, prepare_xla_environment, run_script, synchronize, xla_program
+from nanochat.common import ArgumentParser, run_script
+from nanochat.device.programs import one_program, synchronize
+from nanochat.device.ranks import compute_init, prepare_xla_environment
 from nanochat.kernels.choose import available_kernels, get_kernels
 from nanochat.model.gpt import GPT, config_for_depth
 from nanochat.model.optim import MuonAdamW, OptimConfig
@@ -35,19 +37,19 @@ class Contender:
         self.loss_sum = torch.zeros((), device=dist.device)
         self.scale = torch.full((), 1 / args.micro_steps).to(dist.device)
         self.rows = torch.zeros(2, 17, dtype=torch.int32).to(dist.device)
-        with xla_program(dist, f"initialise {kernel}"):
+        with one_program(dist, f"initialise {kernel}"):
             pass
 
     def host_s(self, step):
         """Seconds that the host spent on one optimizer step; the device is idle before each program."""
         total = 0.0
         for _ in range(self.args.micro_steps):
-            with xla_program(self.dist, f"micro_step {self.kernel}") as run:
+            with one_program(self.dist, f"micro_step {self.kernel}") as run:
                 micro_step(self.model, self.rows, self.loss_sum, self.scale)
             synchronize(self.dist)
             total += run.host_s
         scheduled = self.optimizer.scheduled(step).to(self.dist.device)
-        with xla_program(self.dist, f"update {self.kernel}") as run:
+        with one_program(self.dist, f"update {self.kernel}") as run:
             self.optimizer.update(scheduled, self.loss_sum)
         synchronize(self.dist)
         return total + run.host_s

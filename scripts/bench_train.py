@@ -10,15 +10,9 @@ import time
 
 import torch
 
-from nanochat.common import (
-    ArgumentParser,
-    Dist,
-    compute_init,
-    prepare_xla_environment,
-    run_script,
-    synchronize,
-    xla_program,
-)
+from nanochat.common import ArgumentParser, run_script
+from nanochat.device.programs import one_program, synchronize
+from nanochat.device.ranks import Dist, compute_init, prepare_xla_environment
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, config_for_depth
 from nanochat.model.optim import MuonAdamW, OptimConfig
@@ -47,7 +41,7 @@ class Contender:
         self.scale = torch.ones((), device=dist.device)
         self.generator = torch.Generator().manual_seed(0)
         self.step = 0
-        with xla_program(dist, "initialise"):
+        with one_program(dist, "initialise"):
             pass
 
     def tokens_per_s(self, steps):
@@ -56,9 +50,9 @@ class Contender:
         for _ in range(steps):
             shape = (args.device_batch_size, args.max_seq_len + 1)
             rows = torch.randint(args.vocab_size, shape, generator=self.generator, dtype=torch.int32)
-            with xla_program(self.dist, "micro_step"):
+            with one_program(self.dist, "micro_step"):
                 micro_step(self.model, rows.to(self.dist.device), self.loss_sum, self.scale)
-            with xla_program(self.dist, "update"):
+            with one_program(self.dist, "update"):
                 scheduled = self.optimizer.scheduled(self.step).to(self.dist.device)
                 loss = self.optimizer.update(scheduled, self.loss_sum)
             self.step += 1

@@ -10,15 +10,13 @@ import sys
 import time
 from pathlib import Path
 
-from nanochat.common import (
+from nanochat.common import ArgumentParser, BadInput, run_script
+from nanochat.device.ranks import (
     DEVICE_TYPES,
-    ArgumentParser,
-    BadInput,
     compute_cleanup,
     compute_init,
     prepare_xla_environment,
     resolve_device_type,
-    run_script,
 )
 from nanochat.infer.engine import Engine
 from nanochat.run.checkpoint import find_checkpoint, load_model

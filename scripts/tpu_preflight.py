@@ -63,8 +63,8 @@ class Programs:
         import torch
         import torch_xla
 
-        from nanochat.common import Dist
         from nanochat.data.tokenizer import load_tokenizer
+        from nanochat.device.ranks import Dist
         from nanochat.kernels.choose import get_kernels
         from nanochat.model.gpt import GPT
         from nanochat.model.optim import MuonAdamW
@@ -119,12 +119,12 @@ class Programs:
     def _train(self, names):
         import torch
 
-        from nanochat.common import xla_program
+        from nanochat.device.programs import one_program
         from scripts.base_train import micro_step
         args, device = self.args, self.dist.device
         rows = torch.zeros(args.device_batch_size, args.max_seq_len + 1, dtype=torch.int32)
         for name in names:
-            with xla_program(self.dist, name):
+            with one_program(self.dist, name):
                 if name == "micro_step":
                     micro_step(self.model, rows.to(device), self.loss_sum, self.loss_scale)
                 else:

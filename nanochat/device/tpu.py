@@ -2,13 +2,14 @@
 
 Everything here is looked up, nothing is asked of a runtime or of the network.
 """
+import glob
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from nanochat.common import BadInput, count_tpu_chips
+from nanochat.common import BadInput
 
 GIB = 2**30
 
@@ -104,6 +105,17 @@ def _topology(chips, torus_dims):
         return "2x2x1"
     log2_chips = chips.bit_length() - 1
     return "x".join(str(2 ** ((log2_chips + i) // torus_dims)) for i in range(torus_dims))
+
+
+def count_tpu_chips(pci_devices="/sys/bus/pci/devices"):
+    """Number of TPU chips on this machine's PCI bus, found without starting any runtime."""
+    chips = 0
+    for vendor_path in glob.glob(f"{pci_devices}/*/vendor"):
+        if Path(vendor_path).read_text().strip() == "0x1ae0":  # Google
+            device_id = Path(vendor_path).with_name("device").read_text().strip()
+            # The ids that torch_xla knows; other Google devices (gVNIC, 0x0042) are not TPUs.
+            chips += device_id in ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+    return chips
 
 
 def detect_accelerator(pci_devices="/sys/bus/pci/devices"):

@@ -7,7 +7,8 @@ import codecs
 
 import torch
 
-from nanochat.common import BadInput, xla_program
+from nanochat.common import BadInput
+from nanochat.device.programs import one_program
 from nanochat.model.gpt import KVCache
 
 MIN_PREFILL_LEN = 64
@@ -60,7 +61,7 @@ class Engine:
         length = min(max(MIN_PREFILL_LEN, 1 << (len(ids) - 1).bit_length()), config.max_seq_len)
         padded = torch.tensor([ids + [0] * (length - len(ids))]).to(device)
         last = torch.tensor([len(ids) - 1]).to(device)
-        with xla_program(self.dist, f"prefill {length} {num_samples}"):
+        with one_program(self.dist, f"prefill {length} {num_samples}"):
             cache = KVCache(config, 1, config.max_seq_len, self.model.compute_dtype, device)
             # What the padding writes into the cache stands after the prompt: each place is written again, by the
             # token that belongs there, before any position looks at it.
@@ -76,7 +77,7 @@ class Engine:
         `position`."""
         ids = torch.tensor(ids)[:, None].to(self.dist.device)
         positions = torch.tensor([position]).to(self.dist.device)
-        with xla_program(self.dist, f"decode {len(ids)}"):
+        with one_program(self.dist, f"decode {len(ids)}"):
             logits = self.model.logits(self.model.hidden(ids, cache, positions))[:, 0]
         return logits.cpu()
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nanochat.common import xla_all_gather, xla_all_reduce_gradients, xla_program, xla_reduce_scatter
+from nanochat.device.collectives import all_gather, all_reduce_sum, reduce_scatter_sum
+from nanochat.device.programs import one_program
 from nanochat.device.xla_ops import repeat
 
 ADAM_BETAS = (0.8, 0.95)
@@ -243,15 +244,15 @@ class MuonAdamW:
         gradients = {name: p.main_grad for name, p in self.parameters.items()}
         if self.dist:
             whole = [gradient for name, gradient in gradients.items() if name not in self.sharded]
-            xla_all_reduce_gradients([*whole, loss_sum], self.dist)
-        return {name: xla_reduce_scatter(self._padded(gradient), self.dist) if name in self.sharded else gradient
+            all_reduce_sum([*whole, loss_sum], self.dist)
+        return {name: reduce_scatter_sum(self._padded(gradient), self.dist) if name in self.sharded else gradient
                 for name, gradient in gradients.items()}
 
     def _norm(self, gradients):
         squares = {name: gradient.square().sum() for name, gradient in gradients.items()}
         if self.sharded:
             parts = sum(square for name, square in squares.items() if name in self.sharded)
-            xla_all_reduce_gradients([parts], self.dist)
+            all_reduce_sum([parts], self.dist)
             return (parts + sum(square for name, square in squares.items() if name not in self.sharded)).sqrt()
         return torch.stack(list(squares.values())).sum().sqrt()
 
@@ -268,7 +269,7 @@ class MuonAdamW:
 
     def _gathered(self, name, part):
         """The inverse; every rank must call it."""
-        return xla_all_gather(part, self.dist)[:self.parameters[name].size(0)] if name in self.sharded else part
+        return all_gather(part, self.dist)[:self.parameters[name].size(0)] if name in self.sharded else part
 
     # Checkpoints
 
@@ -283,7 +284,7 @@ class MuonAdamW:
             for name, tensor in tensors.items():
                 parameter = name.partition(".")[0]
                 if parameter in self.sharded:
-                    with xla_program(self.dist, f"gather {tuple(tensor.shape)}", collective=True):
+                    with one_program(self.dist, f"gather {tuple(tensor.shape)}", collective=True):
                         tensor = self._gathered(parameter, tensor)
                 if not self.dist or self.dist.rank == 0:
                     found[name] = tensor.detach().to("cpu", copy=True)

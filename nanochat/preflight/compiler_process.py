@@ -139,7 +139,8 @@ def _varint(value):
 def _with_source_lines(text):
     """MLIR text whose named locations `"aten__mm"(call stack)` read `"nanochat/gpt.py:166 aten__mm"(call stack)`."""
     ours = re.compile(
-        rf'"{re.escape(REPOSITORY)}/((?:nanochat|scripts)/(?!preflight/|tpu_preflight|common)[^"]*)":(\d+)')
+        rf'"{re.escape(REPOSITORY)}/((?:nanochat|scripts)/(?!preflight/|tpu_preflight|device/(?!xla_ops))[^"]*)"'
+        r":(\d+)")
     locations = dict(re.findall(r"^(#loc\d+) = loc\((.*)\)$", text, re.MULTILINE))
 
     @functools.cache

@@ -18,7 +18,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from nanochat.common import compile_seconds
+from nanochat.device.programs import compile_seconds
 
 METRICS_FILE = "metrics.jsonl"
 _WANDB_QUEUE_RECORDS = 1000

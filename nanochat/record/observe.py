@@ -6,7 +6,8 @@ import re
 import time
 from contextlib import ExitStack, contextmanager
 
-from nanochat.common import BadInput, compilations, compile_seconds, device_memory, device_trace, xla_program
+from nanochat.common import BadInput
+from nanochat.device.programs import compilations, compile_seconds, device_memory, device_trace, one_program
 
 WARM_UP_STEPS = 2  # of a process; every program of a step should have been compiled by then
 
@@ -36,8 +37,8 @@ class Observer:
 
     @contextmanager
     def program(self, name, collective=False, **inputs):
-        """xla_program, watched. `inputs`: tensors whose shapes are named if this is compiled again."""
-        with xla_program(self.dist, name, collective) as run:
+        """one_program, watched. `inputs`: tensors whose shapes are named if this is compiled again."""
+        with one_program(self.dist, name, collective) as run:
             yield
         self._host_s += run.host_s
         if name not in self._first_inputs:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from nanochat.common import BadInput, count_tpu_chips, require_writable_dir
+from nanochat.common import BadInput, require_writable_dir
 from nanochat.device import tpu
+from nanochat.device.tpu import count_tpu_chips
 from nanochat.run import watchdog
 
 RANKS_LOCK = ".ranks.lock"

@@ -4,7 +4,8 @@ from dataclasses import fields
 
 import torch
 
-from nanochat.common import DEVICE_TYPES, ArgumentParser, BadInput
+from nanochat.common import ArgumentParser, BadInput
+from nanochat.device.ranks import DEVICE_TYPES
 from nanochat.model.optim import OptimConfig
 
 

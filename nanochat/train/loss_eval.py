@@ -3,7 +3,8 @@ import math
 
 import torch
 
-from nanochat.common import xla_all_reduce_gradients, xla_program
+from nanochat.device.collectives import all_reduce_sum
+from nanochat.device.programs import one_program
 from nanochat.kernels.choose import IGNORE_INDEX
 
 
@@ -32,11 +33,11 @@ def bits_per_byte(model, loader, num_rows, token_bytes, dist, is_cut_short=lambd
         targets[sizes == 0] = IGNORE_INDEX
         num_bytes += int(sizes.sum())
         row_number += loader.batch_size * dist.world_size
-        with xla_program(dist, "evaluate"):
+        with one_program(dist, "evaluate"):
             nats += model(rows[:, :-1].contiguous().to(dist.device), targets.to(dist.device)).sum()
     totals = [nats, torch.tensor(num_bytes, dtype=torch.int32).to(dist.device)]
-    with xla_program(dist, "evaluate_reduce", collective=True):
-        xla_all_reduce_gradients(totals, dist)
+    with one_program(dist, "evaluate_reduce", collective=True):
+        all_reduce_sum(totals, dist)
     nats, num_bytes = totals[0].item(), totals[1].item()
     if num_bytes == 0:
         return float("nan"), 0

@@ -6,8 +6,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nanochat.common import BadInput, Dist, compute_init
+from nanochat.common import BadInput
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
+from nanochat.device.ranks import Dist, compute_init
 from nanochat.infer.engine import Engine, Sample, choose_token
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanochat.common import Dist, compile_seconds, compute_cleanup, compute_init
+from nanochat.device.programs import compile_seconds
+from nanochat.device.ranks import Dist, compute_cleanup, compute_init
 from nanochat.record.observe import Profile
 from scripts.base_train import Trainer, check, get_run_dir, parse_args
 

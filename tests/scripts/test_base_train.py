@@ -12,7 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from nanochat.common import BadInput, count_tpu_chips, get_base_dir, resolve_device_type
+from nanochat.common import BadInput, get_base_dir
+from nanochat.device.ranks import resolve_device_type
+from nanochat.device.tpu import count_tpu_chips
 from nanochat.run import checkpoint
 from scripts.base_train import main, make_plan, parse_args
 

@@ -6,7 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from nanochat.common import compute_init, prepare_xla_environment, synchronize, thread_barrier
+from nanochat.device.collectives import thread_barrier
+from nanochat.device.programs import synchronize
+from nanochat.device.ranks import compute_init, prepare_xla_environment
 from nanochat.run.processes import exclusive_use
 from scripts.base_train import Trainer, check, get_run_dir, parse_args
 

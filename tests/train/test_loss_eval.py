@@ -4,10 +4,10 @@ import math
 import pytest
 import torch
 
-from nanochat.common import Dist
 from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards
 from nanochat.data.tokenizer import load_tokenizer
+from nanochat.device.ranks import Dist
 from nanochat.kernels.choose import IGNORE_INDEX
 from nanochat.train.loss_eval import bits_per_byte
 

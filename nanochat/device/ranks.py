@@ -1,0 +1,129 @@
+"""The ranks of a run and the devices that they run on.
+
+torch_xla is imported inside functions only: importing this module touches neither the XLA runtime, nor the network,
+nor the disk.
+"""
+import os
+import sys
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from nanochat.common import BadInput
+from nanochat.device.tpu import count_tpu_chips
+
+DEVICE_TYPES = ("auto", "tpu", "xla", "cuda", "cpu")
+
+
+def resolve_device_type(requested="auto", pci_devices="/sys/bus/pci/devices"):
+    """Turns `--device_type` into one of "tpu", "xla", "cuda", "cpu" and says so; raises BadInput if it is not there.
+
+    On a machine with TPU chips `auto` is the TPU, and a PJRT_DEVICE that says otherwise is an error: a run that trains
+    on the host's CPU by accident costs as much as one that trains on the TPU.
+    """
+    chips = count_tpu_chips(pci_devices)
+    pjrt_device = os.environ.get("PJRT_DEVICE", "")
+    if requested not in DEVICE_TYPES:
+        raise BadInput(f"--device_type={requested} is unknown: choose one of {', '.join(DEVICE_TYPES)}")
+    if requested == "auto":
+        if chips:
+            if pjrt_device and pjrt_device != "TPU":
+                raise BadInput(f"this machine has {chips} TPU chips but PJRT_DEVICE={pjrt_device}: unset PJRT_DEVICE, "
+                               "or ask for the CPU with --device_type=xla")
+            return "tpu"
+        if torch.cuda.is_available():
+            return "cuda"
+        print("no TPU and no GPU here: running on XLA CPU devices (as many as CPU_NUM_DEVICES says)", file=sys.stderr)
+        return "xla"
+    if requested == "tpu" and not chips:
+        raise BadInput("--device_type=tpu, but this machine has no TPU chips: use --device_type=xla to run on the CPU")
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device_type=cuda, but PyTorch sees no GPU: use --device_type=xla to run on the CPU")
+    return requested
+
+
+def prepare_xla_environment(device_type):
+    """Sets what torch_xla reads from the environment. Must run before torch_xla is imported, in the parent process."""
+    if device_type == "tpu":
+        os.environ["PJRT_DEVICE"] = "TPU"
+    elif device_type == "xla":
+        os.environ["PJRT_DEVICE"] = "CPU"
+        devices = os.environ.setdefault("CPU_NUM_DEVICES", "1")
+        if not devices.isdigit() or int(devices) < 1:
+            raise BadInput(f"CPU_NUM_DEVICES={devices} is not a number of devices: set it to 1, 2, 4 …")
+        # Several CPU devices are threads of one process. Their collectives block the threads that run them, so the
+        # pool must hold them all, and the client must run programs in the order in which they were given to it.
+        os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"
+        os.environ["XLA_THREAD_POOL_SIZE"] = str(max(int(devices) * 2, os.cpu_count() or 1))
+
+
+# -----------------------------------------------------------------------------
+# Ranks
+
+
+@dataclass(frozen=True)
+class Dist:
+    """Where this rank runs."""
+    device_type: str  # "tpu", "xla", "cuda" or "cpu"
+    device: torch.device
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    program_runs: dict = field(default_factory=dict, compare=False, repr=False)  # how often each was run, by name
+
+    @property
+    def is_xla(self):
+        return self.device_type in ("tpu", "xla")
+
+
+_this_thread = threading.local()  # ranks on CPU XLA devices are threads of one process
+
+
+def get_dist_info():
+    """(rank, local_rank, world_size) of the calling rank; (0, 0, 1) before compute_init."""
+    dist = getattr(_this_thread, "dist", None)
+    return (dist.rank, dist.local_rank, dist.world_size) if dist else (0, 0, 1)
+
+
+def compute_init(device_type):
+    """Starts the runtime for this rank and returns its Dist. `device_type` as resolve_device_type gave it."""
+    if device_type in ("tpu", "xla"):
+        import torch_xla
+        import torch_xla.runtime as xr
+        dist = Dist(device_type, torch_xla.device(), xr.global_ordinal(), xr.local_ordinal(), xr.world_size())
+    elif device_type == "cuda":
+        local_rank, world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        torch.cuda.set_device(local_rank)
+        torch.set_float32_matmul_precision("high")
+        device = torch.device("cuda", local_rank)
+        if world_size > 1:
+            torch.distributed.init_process_group("nccl", device_id=device)
+        dist = Dist("cuda", device, int(os.environ.get("RANK", 0)), local_rank, world_size)
+    else:
+        dist = Dist("cpu", torch.device("cpu"))
+    _this_thread.dist = dist
+    return dist
+
+
+def compute_cleanup(dist):
+    """Ends what compute_init began."""
+    if dist.device_type == "cuda" and dist.world_size > 1:
+        torch.distributed.destroy_process_group()
+    _this_thread.dist = None
+
+
+def print0(*values, rank=None, **kwargs):
+    """Prints on rank 0 only. `rank` defaults to the rank of the calling process or thread."""
+    if (get_dist_info()[0] if rank is None else rank) == 0:
+        print(*values, flush=True, **kwargs)
+
+
+def print_banner():
+    print0(r"""
+                             _           _
+   _ __   __ _ _ __   ___ __| |__   __ _| |_
+  | '_ \ / _` | '_ \ / _ \ / _| '_ \ / _` | __|
+  | | | | (_| | | | | (_) | (__| | | | (_| | |_    C++ code models on TPUs
+  |_| |_|\__,_|_| |_|\___/\___|_| |_|\__,_|\__|    with PyTorch/XLA
+""")
