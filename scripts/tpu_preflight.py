@@ -75,9 +75,8 @@ class Programs:
         self.plan = plan = make_plan(train_args, tokenizer.n_vocab, chips)
         self.dist = Dist("tpu", torch_xla.device(), world_size=plan.world_size)
         dtype = flags.compute_dtype(train_args, "tpu")
-        with torch.device("meta"):
-            self.model = GPT(plan.config, get_kernels(train_args.kernel, "tpu"), dtype,
-                             train_args.activation_checkpointing)
+        self.model = GPT.on_meta(plan.config, get_kernels(train_args.kernel, "tpu"), dtype,
+                                 train_args.activation_checkpointing)
         for module in self.model.modules():
             for name, p in module._parameters.items():
                 module._parameters[name] = torch.nn.Parameter(aot.placeholder(p.shape, p.dtype))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128
+HEAD_DIM = 128  # also the width of the TPU's vector registers
 MAX_SEQ_LEN = 4096
 QUERY_BLOCK = 256  # rows of scores at a time
 VMEM_LIMIT_BYTES = 96 * 2**20
@@ -26,7 +26,7 @@ def _dot(a, b, contract):
 
 
 def _swap_halves(x):
-    return pltpu.roll(x, LANES // 2, 1)
+    return pltpu.roll(x, HEAD_DIM // 2, 1)
 
 
 def _rotate(x, cos, sin):
@@ -66,25 +66,25 @@ def _blocks(length):
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _forward_kernel(place, q_ref, k_ref, v_ref, cos_ref, sin_ref, out_ref, *, eps, windowed):
+def _forward_kernel(layer_window, q_ref, k_ref, v_ref, cos_ref, sin_ref, out_ref, *, eps, windowed):
     tables = cos_ref[...], sin_ref[...]
     dtype = q_ref.dtype
-    q = (_rotated_norm(q_ref[0, 0], *tables, eps)[0] * LANES**-0.5).astype(dtype)
+    q = (_rotated_norm(q_ref[0, 0], *tables, eps)[0] * HEAD_DIM**-0.5).astype(dtype)
     k = _rotated_norm(k_ref[0, 0], *tables, eps)[0].astype(dtype)
     v = v_ref[0, 0]
     for start, end in _blocks(q.shape[0]):
-        weights = _weights(q[start:end], k[:end], start, place[1] if windowed else None)
+        weights = _weights(q[start:end], k[:end], start, layer_window[1] if windowed else None)
         out = _dot(weights.astype(dtype), v[:end], (1, 0)) / jnp.sum(weights, axis=1, keepdims=True)
         out_ref[0, start:end] = out.astype(dtype)
 
 
-def _backward_kernel(place, q_ref, k_ref, v_ref, d_out_ref, cos_ref, sin_ref, dq_ref, dk_ref, dv_ref,
+def _backward_kernel(layer_window, q_ref, k_ref, v_ref, d_out_ref, cos_ref, sin_ref, dq_ref, dk_ref, dv_ref,
                      dk_sum, dv_sum, *, eps, windowed):
     tables = cos_ref[...], sin_ref[...]
     dtype = q_ref.dtype
     q_normed, q_scale = _rotated_norm(q_ref[0, 0], *tables, eps)
     k_normed, k_scale = _rotated_norm(k_ref[0, 0], *tables, eps)
-    q, k, v = (q_normed * LANES**-0.5).astype(dtype), k_normed.astype(dtype), v_ref[0, 0]
+    q, k, v = (q_normed * HEAD_DIM**-0.5).astype(dtype), k_normed.astype(dtype), v_ref[0, 0]
 
     @pl.when(pl.program_id(2) == 0)  # the first of the query heads that share these keys
     def _():
@@ -94,13 +94,13 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, d_out_ref, cos_ref, sin_ref, dq
     dq = []
     for start, end in _blocks(q.shape[0]):
         d_out = d_out_ref[0, start:end]
-        weights = _weights(q[start:end], k[:end], start, place[1] if windowed else None)
+        weights = _weights(q[start:end], k[:end], start, layer_window[1] if windowed else None)
         probabilities = weights / jnp.sum(weights, axis=1, keepdims=True)
         dv_sum[:end] += _dot(probabilities.astype(dtype), d_out, (0, 0))
         d_probabilities = _dot(d_out, v[:end], (1, 1))
         mean = jnp.sum(probabilities * d_probabilities, axis=1, keepdims=True)
         d_scores = (probabilities * (d_probabilities - mean)).astype(dtype)
-        dq.append(_dot(d_scores, k[:end], (1, 0)) * LANES**-0.5)
+        dq.append(_dot(d_scores, k[:end], (1, 0)) * HEAD_DIM**-0.5)
         dk_sum[:end] += _dot(d_scores, q[start:end], (0, 0))
     dq_ref[0] = _d_rotated_norm(jnp.concatenate(dq), q_normed, q_scale, *tables).astype(dtype)
 
@@ -110,21 +110,22 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, d_out_ref, cos_ref, sin_ref, dq
         dv_ref[0] = dv_sum[...].astype(dtype)
 
 
-def _call(kernel, place, operands, results, products, scratch=0, interpret=False, **options):
+def _call(kernel, layer_window, operands, results, products, scratch=0, interpret=False, **options):
     """Runs `kernel` for every row, key head, and query head of it. operands and results are (kind, array) each: a query
-    ("q") or key ("k") head of an array, or of layer place[0] of a stack ("q stack", "k stack"), or a "table".
+    ("q") or key ("k") head of an array, or of layer layer_window[0] of a stack ("q stack", "k stack"), or a "table".
     products: how many of queries × keys × 128 the kernel makes; blocks above the diagonal are left out."""
     _, batch, length, width = operands[0][1].shape
-    kv_heads = operands[1][1].shape[3] // LANES
-    group = width // LANES // kv_heads
+    kv_heads = operands[1][1].shape[3] // HEAD_DIM
+    group = width // HEAD_DIM // kv_heads
 
     def spec(kind):
         if kind == "table":
-            return pl.BlockSpec((length, LANES), lambda *_: (0, 0))
+            return pl.BlockSpec((length, HEAD_DIM), lambda *_: (0, 0))
         head = (lambda h, g: h * group + g) if kind.startswith("q") else (lambda h, g: h)
         if kind.endswith("stack"):
-            return pl.BlockSpec((1, 1, length, LANES), lambda b, h, g, place: (place[0], b, 0, head(h, g)))
-        return pl.BlockSpec((1, length, LANES), lambda b, h, g, place: (b, 0, head(h, g)))
+            return pl.BlockSpec((1, 1, length, HEAD_DIM),
+                                lambda b, h, g, layer_window: (layer_window[0], b, 0, head(h, g)))
+        return pl.BlockSpec((1, length, HEAD_DIM), lambda b, h, g, layer_window: (b, 0, head(h, g)))
 
     scores = batch * kv_heads * group * sum((end - start) * end for start, end in _blocks(length))
     widths = [array.shape[-1] for _, array in operands] + [shape[-1] for _, shape in results]
@@ -134,28 +135,28 @@ def _call(kernel, place, operands, results, products, scratch=0, interpret=False
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(batch, kv_heads, group),
             in_specs=[spec(kind) for kind, _ in operands], out_specs=[spec(kind) for kind, _ in results],
-            scratch_shapes=[pltpu.VMEM((length, LANES), jnp.float32) for _ in range(scratch)]),
-        cost_estimate=pl.CostEstimate(flops=2 * products * scores * LANES, transcendentals=scores,
+            scratch_shapes=[pltpu.VMEM((length, HEAD_DIM), jnp.float32) for _ in range(scratch)]),
+        cost_estimate=pl.CostEstimate(flops=2 * products * scores * HEAD_DIM, transcendentals=scores,
                                       bytes_accessed=2 * batch * length * sum(widths)),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"),
                                              vmem_limit_bytes=VMEM_LIMIT_BYTES),
         interpret=interpret,
-    )(place, *(array for _, array in operands))
+    )(layer_window, *(array for _, array in operands))
 
 
-def forward(place, q, k, v, cos, sin, **options):
+def forward(layer_window, q, k, v, cos, sin, **options):
     """[attention's output, (B, T, H × 128)] of one layer.
 
-    place: int32 (2,), the layer and the window: a query sees itself and the window - 1 positions before it, if
+    layer_window: int32 (2,), the layer and the window: a query sees itself and the window - 1 positions before it, if
     `windowed`, else all before it. q: a stack (layers, B, T, H × 128); k, v: (layers, B, T, H_kv × 128); cos, sin: as
     in _rotate, fp32. options: eps, windowed, interpret.
     """
     operands = [("q stack", q), ("k stack", k), ("k stack", v), ("table", cos), ("table", sin)]
-    return _call(_forward_kernel, place, operands, [("q", q.shape[1:])], products=2, **options)
+    return _call(_forward_kernel, layer_window, operands, [("q", q.shape[1:])], products=2, **options)
 
 
-def backward(place, q, k, v, d_y, cos, sin, **options):
+def backward(layer_window, q, k, v, d_y, cos, sin, **options):
     """Gradients of the layer's q, k and v from that of its output, d_y (B, T, H × 128). The rest as in `forward`."""
     operands = [("q stack", q), ("k stack", k), ("k stack", v), ("q", d_y), ("table", cos), ("table", sin)]
     results = [("q", q.shape[1:]), ("k", k.shape[1:]), ("k", v.shape[1:])]
-    return _call(_backward_kernel, place, operands, results, products=5, scratch=2, **options)
+    return _call(_backward_kernel, layer_window, operands, results, products=5, scratch=2, **options)

@@ -1,7 +1,6 @@
 """The kernels of `chunked` and `flash` on XLA: layers as a loop, Pallas attention, cross-entropy that streams.
 
-Their backward passes add to the `main_grad` of the weights in place, which must be there (optim.add_main_grads): a
-gradient by itself, in memory and then read and added, would cost as much traffic as the weights do.
+Their backward passes add to the `main_grad` of the weights in place (see GPT.create_main_grads).
 """
 from dataclasses import dataclass
 from functools import cache, partial
@@ -11,49 +10,61 @@ import torch.nn.functional as F
 
 from nanochat.common import BadInput
 from nanochat.device.xla_ops import jax_call, loop, row_major_matmul, take
-from nanochat.kernels import choose as kernels
-from nanochat.kernels import layer_loop as layer_stack
-from nanochat.model.gpt import NORM_EPS, apply_rotary, norm
+from nanochat.kernels import plain
+from nanochat.kernels.gpt_layer import AttentionByHand, gpt_layer_for_loop
+from nanochat.kernels.layer_loop import run_layers
+from nanochat.model.layers import IGNORE_INDEX, NORM_EPS, Kernels, apply_rotary, norm, softcapped, split_heads
+
+CHUNK_TOKENS = 8192  # tokens whose logits are held at a time, in bf16: 8192 × 65,536 × 2 bytes = 1 GiB
 
 
 def get_kernels(name, interpret):
-    """Kernels `chunked` or `flash`. `interpret`: Pallas runs as plain XLA operations, for a CPU: right, but slow."""
+    """Returns the Kernels `chunked` or `flash`. interpret: Pallas kernels run as plain XLA operations, which a CPU can
+    do: the numbers are right, and it is slow."""
     attention = _pallas_attention(interpret) if name == "flash" else PYTORCH_ATTENTION
-    return kernels.Kernels(name, kernels.sdpa_attention, _cross_entropy, _MeanCrossEntropy.apply, _Embedding.apply,
-                           checkpoint=None, run_layers=partial(layer_stack.run_layers, attention))
+    layer = gpt_layer_for_loop(attention)
+
+    def run_all(x, stacks, windows, rotary, recompute):
+        tables = _pallas_tables(*rotary, interpret) if name == "flash" else rotary
+        return run_layers(layer, x, stacks, windows, tables, recompute)
+
+    return Kernels(name, plain.attention, _cross_entropy, _MeanCrossEntropy.apply, _Embedding.apply,
+                   recompute=None, run_layers=run_all)
 
 
 # -----------------------------------------------------------------------------
-# Attention, see layer_stack.Attention
+# Attention, see gpt_layer.AttentionByHand
 
 
-def _forward(q, k, v, window, cos, sin):
-    def heads(x):
-        return x.unflatten(-1, (-1, 2 * cos.size(1))).transpose(1, 2)  # (B, H, T, head_dim)
-
-    rotary = cos.to(q.dtype), sin.to(q.dtype)
-    q, k = (norm(apply_rotary(heads(x), *rotary)) for x in (q, k))
-    if window is None:
-        y = kernels.sdpa_attention(q, k, heads(v), 0)
-    else:
-        positions = torch.arange(q.size(2), device=q.device)
-        distance = positions[:, None] - positions[None, :]
-        y = F.scaled_dot_product_attention(q, k, heads(v), attn_mask=(distance >= 0) & (distance < window),
-                                           enable_gqa=q.size(1) != k.size(1))
-    return y.transpose(1, 2).flatten(2)
+def _attend(q, k, v, window, cos, sin):
+    """Attention's output (B, T, H × head_dim) from the products (B, T, heads × head_dim) of one layer."""
+    rotary, head_dim = (cos.to(q.dtype), sin.to(q.dtype)), 2 * cos.size(1)
+    q, k = (norm(apply_rotary(split_heads(x, head_dim), *rotary)) for x in (q, k))
+    return plain.attention(q, k, split_heads(v, head_dim), window).transpose(1, 2).flatten(2)
 
 
 def _forward_of_layer(q, k, v, index, window, *tables):
-    return _forward(*(take(stack, index) for stack in (q, k, v)), window, *tables)
+    return _attend(*(take(stack, index) for stack in (q, k, v)), window, *tables)
 
 
 def _backward_of_layer(q, k, v, index, window, d_y, *tables):
     with torch.enable_grad():
         inputs = [take(stack, index).detach().requires_grad_() for stack in (q, k, v)]
-        return torch.autograd.grad(_forward(*inputs, window, *tables), inputs, d_y)
+        return torch.autograd.grad(_attend(*inputs, window, *tables), inputs, d_y)
 
 
-PYTORCH_ATTENTION = layer_stack.Attention(lambda cos, sin: (cos, sin), _forward_of_layer, _backward_of_layer)
+PYTORCH_ATTENTION = AttentionByHand(_forward_of_layer, _backward_of_layer)
+
+
+def _pallas_tables(cos, sin, interpret):
+    """The rotary tables (T, 128) as the Pallas kernels take them. Raises BadInput for shapes that they cannot run."""
+    from nanochat.kernels import pallas_attention
+    length, head_dim, longest = cos.size(0), 2 * cos.size(1), pallas_attention.MAX_SEQ_LEN
+    if head_dim != pallas_attention.HEAD_DIM or length > longest or length % 128 and not interpret:
+        raise BadInput(f"--kernel=flash has heads of 128 and sequences of up to {longest} in steps of 128, not "
+                       f"heads of {head_dim} and {length}: change --num_heads or --max_seq_len, or use "
+                       "--kernel=chunked")
+    return torch.cat([cos, cos], 1), torch.cat([sin, -sin], 1)
 
 
 @cache
@@ -61,19 +72,10 @@ def _pallas_attention(interpret):
     _pin_mosaic_version()
     from nanochat.kernels import pallas_attention
 
-    def tables(cos, sin):
-        length, head_dim = cos.size(0), 2 * cos.size(1)
-        longest = pallas_attention.MAX_SEQ_LEN
-        if head_dim != pallas_attention.LANES or length > longest or length % 128 and not interpret:
-            raise BadInput(f"--kernel=flash has heads of 128 and sequences of up to {longest} in steps of 128, not "
-                           f"heads of {head_dim} and {length}: change --num_heads or --max_seq_len, or use "
-                           "--kernel=chunked")
-        return torch.cat([cos, cos], 1), torch.cat([sin, -sin], 1)
-
     def call(function, index, window, *arrays):
         options = dict(eps=NORM_EPS, windowed=window is not None, interpret=interpret)
-        place = torch.stack([index, torch.zeros_like(index) if window is None else window])
-        return jax_call(_with_options(function, **options), place, *arrays)
+        layer_window = torch.stack([index, torch.zeros_like(index) if window is None else window])
+        return jax_call(_with_options(function, **options), layer_window, *arrays)
 
     def forward(q, k, v, index, window, *tables):
         return call(pallas_attention.forward, index, window, q, k, v, *tables)[0]
@@ -81,12 +83,12 @@ def _pallas_attention(interpret):
     def backward(q, k, v, index, window, d_y, *tables):
         return call(pallas_attention.backward, index, window, q, k, v, d_y, *tables)
 
-    return layer_stack.Attention(tables, forward, backward, *([] if interpret else [row_major_matmul]))
+    return AttentionByHand(forward, backward, *([] if interpret else [row_major_matmul]))
 
 
 @cache
 def _with_options(function, **options):
-    """One lasting object for each set of options."""
+    """functools.partial, and the same object whenever the options are the same: programs are kept under it."""
     return partial(function, **options)
 
 
@@ -118,7 +120,7 @@ class _Embedding(torch.autograd.Function):
 def _chunks(hidden, targets):
     """hidden (N, C) and targets (N,) as stacks of chunks of equal size."""
     rows = hidden.size(0)
-    size = max(size for size in range(1, min(rows, kernels.XLA_CHUNK_ROWS) + 1) if rows % size == 0)
+    size = max(size for size in range(1, min(rows, CHUNK_TOKENS) + 1) if rows % size == 0)
     return hidden.view(-1, size, hidden.size(1)), targets.long().view(-1, size)
 
 
@@ -126,14 +128,14 @@ def _losses(hidden, head, targets, softcap):
     """Losses (N,) of hidden (N, C), and what their gradient needs: the capped logits (N, V), the softmax, and where the
     targets are. A bounded softcap makes it safe to sum exponentials in fp32 without subtracting a maximum, which would
     cost another pass over the logits."""
-    logits = kernels.softcapped(F.linear(hidden, head).float(), softcap).to(hidden.dtype).float()
+    logits = softcapped(F.linear(hidden, head).float(), softcap).to(hidden.dtype).float()
     largest = 0.0 if 0 < softcap <= 60 else logits.max(dim=-1, keepdim=True).values
     exponentials = torch.exp(logits - largest)
     total = exponentials.sum(dim=-1, keepdim=True)
     is_target = torch.arange(head.size(0), device=head.device) == targets[:, None]
     picked = torch.where(is_target, logits, 0.0).sum(dim=-1, keepdim=True)
     losses = (torch.log(total) + largest - picked)[:, 0]
-    losses = torch.where(targets == kernels.IGNORE_INDEX, 0.0, losses)
+    losses = torch.where(targets == IGNORE_INDEX, 0.0, losses)
     return losses, logits, exponentials / total, is_target
 
 
@@ -160,7 +162,7 @@ class _GradientBody:
     def __call__(self, index, carry, read, write, constants):
         (loss, d_head), (hidden, targets), (head,) = carry, read, constants
         losses, logits, softmax, is_target = _losses(hidden, head, targets, self.softcap)
-        d_loss = torch.where(targets == kernels.IGNORE_INDEX, 0.0, 1 / self.rows)[:, None]
+        d_loss = torch.where(targets == IGNORE_INDEX, 0.0, 1 / self.rows)[:, None]
         d_logits = (softmax - is_target.float()) * d_loss
         if self.softcap:
             d_logits = d_logits * (1 - (logits / self.softcap).square())

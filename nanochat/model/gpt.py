@@ -1,11 +1,8 @@
-"""The model and nothing else: a GPT with rotary positions, QK-norm, ReLU², parameterless RMSNorm, an untied head with
-softcapped logits, grouped-query attention and, where asked for, short attention windows.
+"""The GPT: rotary positions, QK-norm, ReLU², RMSNorm without parameters, an untied head with softcapped logits,
+grouped-query attention and, where asked for, short attention windows. It does not know on what it runs.
 
 The weights of all layers are stacked: `attn_q` is (layer, out, in). So Muon orthogonalises all layers in one batched
 product, gradients are a few large tensors for the collectives, and a loop over the layers needs no copy.
-
-Activations and products have `compute_dtype`. Weights are fp32; in training, where the kernels allow it, those in the
-model are copies in `compute_dtype` of fp32 ones that the optimizer keeps, which spares converting them in every step.
 """
 import math
 from dataclasses import dataclass
@@ -15,11 +12,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat.common import BadInput
-from nanochat.kernels.choose import causal_mask, get_kernels, softcapped
+from nanochat.model.layers import LayerWeights, causal_mask, gpt_layer, norm, rotary_tables, softcapped
 
 HEAD_DIM = 128  # the TPU's matrix unit is 128 (v5e) or 256 (v6e) wide
-NORM_EPS = torch.finfo(torch.float32).eps  # for every dtype
-LAYER_WEIGHTS = ("resid_scale", "x0_scale", "attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_out")
 
 
 @dataclass(frozen=True)
@@ -30,12 +25,13 @@ class GPTConfig:
     n_embd: int = 1024
     n_head: int = 8
     n_kv_head: int = 8
-    window_pattern: str = "L"  # one letter a layer, repeated: L sees all positions, S the last max_seq_len / 2
+    window_pattern: str = "L"  # one letter per layer, repeated: L sees all positions, S the last max_seq_len / 2
     softcap: float = 15.0
 
     def __post_init__(self):
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
-            raise BadInput(f"width {self.n_embd} does not divide into {self.n_head} heads of an even size")
+            raise BadInput(f"width {self.n_embd} does not divide into {self.n_head} heads of an even size: change "
+                           "--model_dim or --num_heads")
         if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
             raise BadInput(f"--num_kv_heads={self.n_kv_head} does not divide the {self.n_head} heads")
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
@@ -47,9 +43,9 @@ class GPTConfig:
         return self.n_embd // self.n_head
 
     def windows(self):
-        """Attention window of each layer, in positions; 0 is unlimited. The last layer always sees everything."""
+        """Attention window of each layer, in positions; None is unlimited. The last layer always sees everything."""
         pattern = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.n_layer - 1)] + ["L"]
-        return [0 if letter == "L" else max(self.max_seq_len // 2, 1) for letter in pattern]
+        return [None if letter == "L" else max(self.max_seq_len // 2, 1) for letter in pattern]
 
 
 def config_for_depth(depth, **overrides):
@@ -62,37 +58,29 @@ def config_for_depth(depth, **overrides):
 
 
 class KVCache:
-    """Keys and values of each layer, (B, H_kv, max_len, head_dim): of one shape for ever, so that XLA compiles once."""
+    """Keys and values of each layer, (B, H_kv, max_len, head_dim). The shape never changes, so XLA compiles once."""
 
     def __init__(self, config, batch_size, max_len, dtype, device):
         shape = (batch_size, config.n_kv_head, max_len, config.head_dim)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
 
-
-def norm(x):
-    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
-
-
-def rotary_tables(positions, head_dim, base=10000.0):
-    """cos and sin for `positions` (T,), each (T, head_dim / 2), fp32 (RoPE, arXiv 2104.09864)."""
-    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = positions[:, None].float() * frequencies[None, :].to(positions.device)
-    return angles.cos(), angles.sin()
-
-
-def apply_rotary(x, cos, sin):
-    """Rotates x (B, H, T, head_dim) by the tables (T, head_dim / 2)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+    def attend(self, layer, q, k, v, positions, window):
+        """Writes k and v of `layer` to `positions` (T,), and returns the attention of q (B, H, T, head_dim) to all that
+        the cache holds at or before each position."""
+        keys = self.keys[layer] = self.keys[layer].index_copy(2, positions, k)
+        values = self.values[layer] = self.values[layer].index_copy(2, positions, v)
+        mask = causal_mask(positions, torch.arange(keys.size(2), device=keys.device), window)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=q.size(1) != k.size(1))
 
 
 class GPT(nn.Module):
-    def __init__(self, config, kernels=None, compute_dtype=torch.float32, activation_checkpointing=False):
+
+    def __init__(self, config, kernels, compute_dtype=torch.float32, activation_checkpointing=False):
+        """kernels: layers.Kernels; compute_dtype: of activations and products; activation_checkpointing: the backward
+        pass computes the activations of the layers again instead of keeping them."""
         super().__init__()
-        self.config = config
-        self.kernels = kernels or get_kernels("current", "cpu")
-        self.compute_dtype = compute_dtype
+        self.config, self.kernels, self.compute_dtype = config, kernels, compute_dtype
         self.activation_checkpointing = activation_checkpointing
         layers, width, kv_width = config.n_layer, config.n_embd, config.n_kv_head * config.head_dim
 
@@ -106,7 +94,6 @@ class GPT(nn.Module):
         self.attn_o = parameter(layers, width, width)
         self.mlp_in = parameter(layers, 4 * width, width)
         self.mlp_out = parameter(layers, width, 4 * width)
-        # x of each layer's input = resid_scale × x + x0_scale × embedding (modded-nanogpt)
         self.resid_scale = parameter(layers)
         self.x0_scale = parameter(layers)
         self.lm_head = parameter(config.vocab_size, width)
@@ -116,21 +103,15 @@ class GPT(nn.Module):
         windows = torch.tensor([window or config.max_seq_len for window in config.windows()], dtype=torch.int32)
         self.register_buffer("windows", windows, persistent=False)
 
-    @property
-    def weights_dtype(self):
-        """Of the weights in training. Autograd gives gradients, and sums of them, the dtype of the weights: where it
-        does that, they stay fp32."""
-        return self.compute_dtype if self.kernels.run_layers else torch.float32
-
     @classmethod
-    def on_meta(cls, config):
-        """A GPT without memory, to count its parameters."""
+    def on_meta(cls, config, *args):
+        """A GPT without memory: its parameters have shapes only."""
         with torch.device("meta"):
-            return cls(config)
+            return cls(config, *args or [None])
 
     @torch.no_grad()
     def init_weights(self, seed=0):
-        """Every rank gets the same weights from the same seed, without a broadcast: drawn by a CPU generator."""
+        """Draws the weights with a CPU generator: every rank gets the same ones from a seed, without a broadcast."""
         generator = torch.Generator().manual_seed(seed)
         bound = (3 / self.config.n_embd) ** 0.5  # uniform with the standard deviation 1 / sqrt(width)
         self.wte.normal_(0.0, 1.0, generator=generator)
@@ -143,14 +124,36 @@ class GPT(nn.Module):
         self.x0_scale.fill_(0.1)
         return self
 
+    # Training
+
+    @property
+    def training_dtype(self):
+        """Dtype of the weights in training, which are copies of fp32 weights that the optimizer keeps. Autograd gives a
+        gradient, and the sum of gradients, the dtype of the weight: where autograd sums, the weights stay fp32."""
+        return self.compute_dtype if self.kernels and self.kernels.run_layers else torch.float32
+
+    def create_main_grads(self):
+        """Gives every weight `main_grad`, the fp32 sum of its gradients since the optimizer's last update.
+
+        There are two ways into that sum. Autograd adds to `p.grad`, which is the same tensor where the weight is fp32.
+        The backward passes of kernels/ that run as loops of the program add to `p.main_grad` themselves, in place:
+        a gradient by itself, written to memory, read and added, would cost as much traffic as the weights do.
+        """
+        for p in self.parameters():
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+            if p.dtype == torch.float32:
+                p.grad = p.main_grad
+
+    # Computing
+
     def hidden(self, ids, cache=None, positions=None):
         """Final hidden states (B, T, C) of ids (B, T).
 
-        With a KVCache, `positions` (T,) says where the ids stand; their keys and values are written to the cache, and
-        they see all that is in it at or before their own position.
+        With a KVCache, `positions` (T,) says where in the text the ids stand. Their keys and values are written to the
+        cache, and they see everything in it at or before their own position.
         """
         x0 = norm(self.kernels.embedding(ids, self.wte, self.compute_dtype))  # (B, T, C)
-        stacks = [getattr(self, name) for name in LAYER_WEIGHTS]
+        stacks = LayerWeights(*(getattr(self, name) for name in LayerWeights._fields))
         windows = self.config.windows()
         if self.kernels.run_layers and cache is None:
             rotary = self.cos[:ids.size(1)], self.sin[:ids.size(1)]
@@ -159,43 +162,28 @@ class GPT(nn.Module):
         positions = torch.arange(ids.size(1), device=ids.device) if positions is None else positions
         rotary = self.cos[positions].to(self.compute_dtype), self.sin[positions].to(self.compute_dtype)
         x = x0
-        # unbind's backward is one stack, where indexing would add up whole stacks
-        for layer, weights in enumerate(zip(*(stack.unbind(0) for stack in stacks), strict=True)):
-            def block(x, x0, *weights, layer=layer):
-                return self._block(x, x0, weights, rotary, lambda q, k, v: self._attend(
-                    q, k, v, windows[layer], cache, layer, positions))
+        # unbind's backward pass is one stack, where that of indexing would add up whole stacks
+        for index, weights in enumerate(zip(*(stack.unbind(0) for stack in stacks), strict=True)):
+            def attend(q, k, v, index=index):
+                if cache is None:
+                    return self.kernels.attention(q, k, v, windows[index])
+                return cache.attend(index, q, k, v, positions, windows[index])
+
+            def run_layer(x, x0, *weights, attend=attend):
+                return gpt_layer(x, x0, weights, rotary, attend)
+
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = self.kernels.checkpoint(block, x, x0, *weights)
+                x = self.kernels.recompute(run_layer, x, x0, *weights)
             else:
-                x = block(x, x0, *weights)
+                x = run_layer(x, x0, *weights)
         return norm(x)
-
-    def _block(self, x, x0, weights, rotary, attend):
-        resid_scale, x0_scale, attn_q, attn_k, attn_v, attn_o, mlp_in, mlp_out = (w.to(x.dtype) for w in weights)
-        B, T, _ = x.shape
-        x = resid_scale * x + x0_scale * x0
-        normed = norm(x)
-        q, k, v = (F.linear(normed, w).view(B, T, -1, self.config.head_dim).transpose(1, 2)  # (B, H, T, head_dim)
-                   for w in (attn_q, attn_k, attn_v))
-        q, k = norm(apply_rotary(q, *rotary)), norm(apply_rotary(k, *rotary))  # QK-norm
-        y = attend(q, k, v).transpose(1, 2).reshape(B, T, -1)
-        x = x + F.linear(y, attn_o)
-        return x + F.linear(F.relu(F.linear(norm(x), mlp_in)).square(), mlp_out)
-
-    def _attend(self, q, k, v, window, cache, layer, positions):
-        if cache is None:
-            return self.kernels.attention(q, k, v, window)
-        keys = cache.keys[layer] = cache.keys[layer].index_copy(2, positions, k)
-        values = cache.values[layer] = cache.values[layer].index_copy(2, positions, v)
-        mask = causal_mask(positions, torch.arange(keys.size(2), device=keys.device), window)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=q.size(1) != k.size(1))
 
     def logits(self, hidden):
         """fp32 logits (…, V) of hidden states (…, C)."""
         return softcapped(F.linear(hidden, self.lm_head.to(hidden.dtype)).float(), self.config.softcap)
 
     def forward(self, ids, targets=None, reduction="none"):
-        """Logits (B, T, V) of ids (B, T); with targets (B, T), the losses of the tokens instead, fp32, nats: (B, T), or
+        """Logits (B, T, V) of ids (B, T). With targets (B, T): the losses of the tokens instead, fp32, nats, (B, T), or
         their mean, a scalar, with reduction "mean"."""
         hidden = self.hidden(ids)
         if targets is None:

@@ -136,20 +136,11 @@ def cautious_weight_decay(weights, update):
 # The optimizer
 
 
-def add_main_grads(model):
-    """Gives every parameter the fp32 sum of its gradients, `main_grad`. Where the parameter is fp32 itself, that is its
-    `.grad`, too, to which autograd adds; to the others the backward passes of xla_kernels.py add."""
-    for p in model.parameters():
-        p.main_grad = torch.zeros_like(p, dtype=torch.float32)
-        if p.dtype == torch.float32:
-            p.grad = p.main_grad
-
-
 class MuonAdamW:
     """Updates a GPT in place from the `main_grad` of its parameters.
 
     All state exists from the start, so the first step is the same program as the last. The weights that are updated,
-    `masters`, are fp32 also where the model computes with copies of them in GPT.weights_dtype. With `is_sharded`, each
+    `masters`, are fp32 also where the model computes with copies of them in GPT.training_dtype. With `is_sharded`, each
     rank holds and updates only its part of masters and state: as many slices of their first dimension as any other, of
     zeros where these do not suffice (ZeRO-1, arXiv 1910.02054). What is small is whole everywhere.
     """
@@ -173,15 +164,14 @@ class MuonAdamW:
         self.sharded = frozenset(name for name, p in self.parameters.items() if is_sharded and p.dim() > 1)
         self.masters, self.state = {}, {}
         for name, p in self.parameters.items():
-            master = p
-            if name in self.sharded or model.weights_dtype != torch.float32:
-                master = self._part_of(name, p.detach()).clone()
-                p.data = p.detach().to(model.weights_dtype)
-            self.masters[name] = master
+            is_copy = name in self.sharded or model.training_dtype != torch.float32
+            self.masters[name] = master = self._part_of(name, p.detach()).clone() if is_copy else p
+            if is_copy:
+                p.data = p.detach().to(model.training_dtype)
             self.state[f"{name}.momentum"] = torch.zeros_like(master)
             self.state[f"{name}.second_moment"] = torch.zeros_like(
                 master if name in self.adam_lrs else master[:, :, :1])
-        add_main_grads(model)
+        model.create_main_grads()
 
     def scheduled(self, step, batch_growth=1.0):
         """What changes at `step`, as a CPU tensor (4,): learning-rate multiplier, Muon's momentum, Adam's two bias

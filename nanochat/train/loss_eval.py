@@ -5,7 +5,7 @@ import torch
 
 from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.programs import one_program
-from nanochat.kernels.choose import IGNORE_INDEX
+from nanochat.model.layers import IGNORE_INDEX
 
 
 @torch.no_grad()

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 import torch_xla
 
 from nanochat.common import BadInput
-from nanochat.kernels import choose as kernels
-from nanochat.kernels.choose import IGNORE_INDEX, get_kernels
+from nanochat.kernels import plain, xla
+from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig, KVCache, config_for_depth
-from nanochat.model.optim import add_main_grads
+from nanochat.model.layers import IGNORE_INDEX
 
 TINY = dict(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=32, n_head=4, n_kv_head=4)
 
@@ -78,7 +78,7 @@ def test_logits_equal_an_independent_reference(overrides):
 
 @pytest.mark.parametrize("kernel", ["current", "chunked"])
 def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
-    monkeypatch.setattr(kernels, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(plain, "CHUNK_TOKENS", 7)
     config = GPTConfig(vocab_size=17, max_seq_len=6, n_layer=2, n_embd=8, n_head=2, n_kv_head=1, window_pattern="SL")
     model = build(config, kernel, compute_dtype=torch.float64).double()
     ids = some_ids(config)
@@ -105,20 +105,20 @@ def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
 @pytest.mark.parametrize("softcap", [15.0, 0.0])
 def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_checkpointing, device_type, softcap,
                                                           monkeypatch):
-    monkeypatch.setattr(kernels, "CHUNK_ROWS", 5)
-    monkeypatch.setattr(kernels, "XLA_CHUNK_ROWS", 8 if activation_checkpointing else 100)
+    monkeypatch.setattr(plain, "CHUNK_TOKENS", 5)
+    monkeypatch.setattr(xla, "CHUNK_TOKENS", 8 if activation_checkpointing else 100)
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
                        window_pattern="SL", softcap=softcap)
     ids, targets = some_ids(config), some_ids(config, seed=5)
     targets[0, 3] = IGNORE_INDEX
-    plain = build(config)
-    losses = plain(ids, targets)
+    reference = build(config)
+    losses = reference(ids, targets)
     losses.mean().backward()
     assert losses[0, 3] == 0
     model = build(config, kernel, device_type, activation_checkpointing=activation_checkpointing)
     if device_type == "xla":
         model, ids, targets = model.to(torch_xla.device()), ids.to(torch_xla.device()), targets.to(torch_xla.device())
-    add_main_grads(model)
+    model.create_main_grads()
     mean = model(ids, targets, reduction="mean")
     mean.backward()
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
     torch_xla.sync()  # one program, where each fetch below would else be one
     assert mean.item() == pytest.approx(losses.mean().item(), rel=1e-5)
     torch.testing.assert_close(found.cpu(), losses, atol=1e-5, rtol=1e-5)
-    for (name, p), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+    for (name, p), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         atol = 1e-5 * expected.grad.abs().max()
         torch.testing.assert_close(p.main_grad.cpu(), expected.grad, atol=atol, rtol=1e-3,
                                    msg=lambda m, name=name: name + m)
@@ -152,7 +152,7 @@ def test_bfloat16_compute_stays_near_float32():
 
 def test_a_new_model_predicts_almost_uniformly():
     config = config_for_depth(2, vocab_size=500, max_seq_len=16)
-    model = GPT(config).init_weights()
+    model = GPT(config, get_kernels("current", "cpu")).init_weights()
     ids = some_ids(config)
     assert model(ids, ids).mean().item() == pytest.approx(math.log(500), abs=0.01)
 

@@ -6,7 +6,6 @@ import sys
 import time
 
 import pytest
-import torch
 
 from nanochat.model.gpt import GPT, GPTConfig
 from nanochat.record import metrics
@@ -176,8 +175,7 @@ def test_wandb_is_not_imported_for_a_run_called_dummy(tmp_path):
 
 def test_matrix_parameters_are_those_of_the_model():
     config = GPTConfig(vocab_size=96, max_seq_len=8, n_layer=3, n_embd=64, n_head=4, n_kv_head=2)
-    with torch.device("meta"):
-        model = GPT(config)
+    model = GPT.on_meta(config)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and name != "wte")
     assert metrics.matrix_parameters(config) == matrices
 

@@ -1,0 +1,127 @@
+"""The GPT's layer (layers.gpt_layer) for the loop over the layers, with a backward pass written by hand.
+
+What the backward pass needs, the forward pass keeps: 9 widths per token and layer. Some of it is put into its stack and
+used from there, so that the matrix product that makes it writes it there directly, where XLA would rather copy.
+RMSNorm scales rows, which commutes with a product from the right, norm(x) W = s (x W), so no normalised copy of x is
+made. tests/kernels/test_layer_loop.py compares all of it with autograd.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from nanochat.device.xla_ops import put, take
+from nanochat.kernels import plain
+from nanochat.kernels.layer_loop import Layer, LayerByHand
+from nanochat.model.layers import NORM_EPS, gpt_layer
+
+
+@dataclass(frozen=True)
+class AttentionByHand:
+    """Attention of layer `index` with its own backward pass. q, k and v are stacks of (B, T, heads × head_dim): the
+    products of attn_q, attn_k and attn_v, not yet rotated or normalised. The output y is (B, T, H × head_dim).
+
+    forward(q, k, v, index, window, *tables) -> y; window: int32 scalar, or None
+    backward(q, k, v, index, window, d_y, *tables) -> gradients of the layer's q, k and v
+    row_major_matmul(x, weight): x @ weight for (B, T, in) and (in, out), which a TPU is to keep in memory in this order
+    """
+    forward: Callable
+    backward: Callable
+    row_major_matmul: Callable = torch.matmul
+
+
+class Saved(NamedTuple):
+    """Stacks of (B, T, width) that are kept for the backward pass."""
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    y: torch.Tensor  # attention's output
+    h: torch.Tensor  # the hidden units after ReLU, before they are squared
+
+
+@cache
+def gpt_layer_for_loop(attention):
+    """The GPT's Layer with its backward pass by hand. attention: an AttentionByHand."""
+    by_hand = LayerByHand(_new_saved, partial(_forward, attention), partial(_backward, attention))
+    return Layer(plain_layer.forward, by_hand)
+
+
+def _plain(x, x0, weights, window, tables):
+    rotary = [table.to(x.dtype) for table in tables]
+    return gpt_layer(x, x0, weights, rotary, lambda q, k, v: plain.attention(q, k, v, window))
+
+
+plain_layer = Layer(_plain)  # its tables are cos and sin, (T, head_dim / 2), fp32
+
+
+def _new_saved(x, weights, slots):
+    width, kv_width, hidden = (weight.size(-2) for weight in (weights.attn_q, weights.attn_k, weights.mlp_in))
+    widths = Saved(q=width, k=kv_width, v=kv_width, y=width, h=hidden)
+    return Saved(*(x.new_zeros(slots, *x.shape[:-1], width) for width in widths))
+
+
+def _forward(attention, x, index, saved, x0, weights, window, tables):
+    saved = Saved(*saved)
+    x_in = _mixed(x, x0, weights)
+    scale = _reciprocal_rms(x_in)
+
+    def product(stack, weight):
+        return put(stack, index, (scale * F.linear(x_in, weight)).to(x.dtype), use_from_memory=True)
+
+    q, k, v = product(saved.q, weights.attn_q), product(saved.k, weights.attn_k), product(saved.v, weights.attn_v)
+    y = attention.forward(q, k, v, index, window, *tables)
+    x_mid = x_in + F.linear(y, weights.attn_o)
+    h = F.relu(_reciprocal_rms(x_mid) * F.linear(x_mid, weights.mlp_in)).to(x.dtype)
+    h = put(saved.h, index, h, use_from_memory=True)
+    out = x_mid + F.linear(take(h, index).square(), weights.mlp_out)
+    return out, Saved(q, k, v, put(saved.y, index, y), h)
+
+
+def _backward(attention, x, index, d_out, saved, x0, weights, window, tables):
+    saved, dtype = Saved(*saved), d_out.dtype
+    y, h = take(saved.y, index), take(saved.h, index)
+    x_in = _mixed(x, x0, weights)
+    x_mid = x_in + F.linear(y, weights.attn_o)
+    scale = _reciprocal_rms(x_mid)
+    # In an order of the compiler's choice, v6e would copy this product and h into another order, and back.
+    d_act = attention.row_major_matmul(d_out, weights.mlp_out)
+    d_h = (2 * scale * h * d_act).to(dtype)  # with the scale of norm(x_mid)
+    d_mlp_out = _gradient_of_weight(d_out, h.square())
+    d_mlp_in = _gradient_of_weight(d_h, x_mid)
+    d_mid = d_out + _norm_backward(x_mid, scale, d_h @ weights.mlp_in)
+    d_attn_o = _gradient_of_weight(d_mid, y)
+    d_y = d_mid @ weights.attn_o
+    d_q, d_k, d_v = attention.backward(saved.q, saved.k, saved.v, index, window, d_y, *tables)
+    scale = _reciprocal_rms(x_in)
+    normed = (scale * x_in).to(dtype)
+    d_attn_q, d_attn_k, d_attn_v = (_gradient_of_weight(d, normed) for d in (d_q, d_k, d_v))
+    d_normed = d_q @ weights.attn_q + d_k @ weights.attn_k + d_v @ weights.attn_v
+    d_in = d_mid + _norm_backward(x_in, scale, scale * d_normed)
+    d_resid_scale, d_x0_scale = ((d_in.float() * source.float()).sum() for source in (x, x0))
+    d_weights = type(weights)(resid_scale=d_resid_scale, x0_scale=d_x0_scale, attn_q=d_attn_q, attn_k=d_attn_k,
+                              attn_v=d_attn_v, attn_o=d_attn_o, mlp_in=d_mlp_in, mlp_out=d_mlp_out)
+    return weights.resid_scale * d_in, weights.x0_scale * d_in, d_weights
+
+
+def _mixed(x, x0, weights):
+    return weights.resid_scale * x + weights.x0_scale * x0
+
+
+def _reciprocal_rms(x):
+    """s = 1 / rms(x), fp32 (B, T, 1)."""
+    return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + NORM_EPS)
+
+
+def _gradient_of_weight(d_out, x):
+    """Gradient of a weight (out, in) from those of its product, (B, T, out), and its input, (B, T, in)."""
+    return d_out.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def _norm_backward(x, scale, scaled):
+    """Gradient of the input of norm(x) = s x, with s = 1 / rms(x), from `scaled`, s times the gradient of norm(x):
+    scaled - s² x mean(scaled x)."""
+    x, scaled, dtype = x.float(), scaled.float(), x.dtype
+    return (scaled - scale.square() * x * (scaled * x).mean(-1, keepdim=True)).to(dtype)

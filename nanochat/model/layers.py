@@ -1,0 +1,106 @@
+"""What the model and its kernels share: the parts of a layer, the weights of a layer, and the interface of kernels."""
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+NORM_EPS = torch.finfo(torch.float32).eps  # for every dtype
+IGNORE_INDEX = -1  # the loss of a target with this value is 0
+
+
+class LayerWeights(NamedTuple):
+    """The weights of a layer. The model holds each of them as one stack over all layers, (layers, …)."""
+    resid_scale: torch.Tensor  # (): the layer's input is resid_scale × x + x0_scale × embedding (modded-nanogpt)
+    x0_scale: torch.Tensor  # ()
+    attn_q: torch.Tensor  # (C, C)
+    attn_k: torch.Tensor  # (C_kv, C)
+    attn_v: torch.Tensor  # (C_kv, C)
+    attn_o: torch.Tensor  # (C, C)
+    mlp_in: torch.Tensor  # (4 C, C)
+    mlp_out: torch.Tensor  # (C, 4 C)
+
+
+MATRICES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_out")  # Muon updates these, AdamW the rest
+SCALES = ("resid_scale", "x0_scale")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The functions with which a GPT computes. nanochat/kernels/choose.py has the choices.
+
+    attention(q, k, v, window): causal attention of q (B, H, T, D) with k and v (B, H_kv, T, D) -> (B, H, T, D). A
+        position sees itself and the `window` - 1 positions before it, or all of them if the window is None
+    cross_entropy(hidden, head, targets, softcap): losses (N,), fp32, nats, of hidden (N, C), head (V, C) and targets
+        (N,); it may have no gradient
+    mean_cross_entropy: the mean of these losses, a scalar with a gradient, for training
+    embedding(ids, table, dtype): the rows of table (V, C) for ids (B, T) -> (B, T, C)
+    recompute(function, *args): function(*args), which is computed again in the backward pass instead of keeping its
+        activations
+    run_layers(x, stacks, windows, rotary, recompute): x (B, T, C) after all layers, whose weights are the LayerWeights
+        `stacks`; windows is int32 (layers,), or None where every layer sees all positions; rotary is cos and sin
+        (T, head_dim / 2). None where the model runs one layer after the other
+    """
+    name: str
+    attention: Callable
+    cross_entropy: Callable
+    mean_cross_entropy: Callable
+    embedding: Callable
+    recompute: Callable
+    run_layers: Callable | None = None
+
+
+# -----------------------------------------------------------------------------
+# The parts of a layer
+
+
+def norm(x):
+    """RMSNorm without parameters, over the last dimension."""
+    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+
+
+def rotary_tables(positions, head_dim, base=10000.0):
+    """Returns cos and sin for `positions` (T,), each (T, head_dim / 2), fp32 (RoPE, arXiv 2104.09864)."""
+    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angles = positions[:, None].float() * frequencies[None, :].to(positions.device)
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x, cos, sin):
+    """Rotates x (B, H, T, head_dim) by the tables (T, head_dim / 2)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+
+
+def split_heads(x, head_dim):
+    """Turns (B, T, H × head_dim) into (B, H, T, head_dim)."""
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def causal_mask(query_positions, key_positions, window):
+    """Returns a boolean mask (T_q, T_k) that is True where a query may look; `window` as in Kernels.attention."""
+    distance = query_positions[:, None] - key_positions[None, :]
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
+
+
+def softcapped(logits, softcap):
+    """softcap × tanh(logits / softcap), which keeps logits within ±softcap (Gemma 2, arXiv 2408.00118). 0: as is."""
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def gpt_layer(x, x0, weights, rotary, attend):
+    """One layer of the GPT: returns x (B, T, C) after attention and MLP.
+
+    x0: the embedding, which every layer adds; weights: LayerWeights, cast to the dtype of x here; rotary: cos and sin
+    (T, head_dim / 2) in the dtype of x; attend(q, k, v): attention as in Kernels, with this layer's window.
+    """
+    w = LayerWeights(*(weight.to(x.dtype) for weight in weights))
+    x = w.resid_scale * x + w.x0_scale * x0
+    normed = norm(x)
+    head_dim = 2 * rotary[0].size(-1)
+    q, k, v = (split_heads(F.linear(normed, weight), head_dim) for weight in (w.attn_q, w.attn_k, w.attn_v))
+    q, k = norm(apply_rotary(q, *rotary)), norm(apply_rotary(k, *rotary))  # QK-norm
+    x = x + F.linear(attend(q, k, v).transpose(1, 2).flatten(2), w.attn_o)
+    return x + F.linear(F.relu(F.linear(norm(x), w.mlp_in)).square(), w.mlp_out)
