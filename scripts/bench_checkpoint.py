@@ -17,6 +17,8 @@ from nanochat.data.loader import NUM_LANES
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW
 from nanochat.run import checkpoint
+from nanochat.run.checkpoint_files import state_bytes
+from nanochat.run.meta import Meta
 from nanochat.train.flags import optim_config
 from nanochat.train.flags import parse_args as parse_training_args
 from nanochat.train.plan import make_plan
@@ -37,14 +39,14 @@ def main(argv=None):
     parser.add_argument("--depth", type=int, default=16, help="number of layers")
     args = parser.parse_args(argv)
     state = make_state(args.depth)
-    num_bytes = checkpoint.state_bytes(*state)
+    num_bytes = state_bytes(*state)
     run_dir = Path(tempfile.mkdtemp(prefix="bench_checkpoint_", dir=require_writable_dir(get_base_dir())))
     try:
         saver = checkpoint.Saver(run_dir, num_lanes=NUM_LANES, keep=1)
         started = time.monotonic()
         checkpoint.save_lane_states(run_dir, 1, {lane: {} for lane in range(NUM_LANES)})
         copies = ({name: tensor.clone() for name, tensor in part.items()} for part in state)  # as MuonAdamW.host_state
-        saver.save(1, *copies, {})
+        saver.save(*copies, Meta(step=1, config={}, tokenizer_sha256="", data_fingerprint="", flags={}, rng=""))
         held_s = time.monotonic() - started
         saver.finish()
         safe_s = time.monotonic() - started

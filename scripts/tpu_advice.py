@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from nanochat.common import ArgumentParser, run_script
 from nanochat.record.history import read_run
 from nanochat.record.metrics import format_duration
-from nanochat.run.checkpoint import list_checkpoints, load_meta
+from nanochat.run.checkpoint_files import list_checkpoints
+from nanochat.run.meta import load_meta
 
 DATA_WAIT = 0.05  # shares of the time from which on something is said
 HOST_BOUND = 0.80  # the host dispatches and fetches data nearly all the time, so the device waits for it
@@ -45,7 +46,7 @@ def main(argv=None):
 def read_flags(run):
     """The flags that the run's newest checkpoint was trained with; {} if there is none."""
     checkpoints = list_checkpoints(run.directory)
-    return load_meta(checkpoints[-1]).get("flags", {}) if checkpoints else {}
+    return load_meta(checkpoints[-1]).flags if checkpoints else {}
 
 
 def describe(run):

@@ -11,21 +11,13 @@ import errno
 import json
 import math
 import os
-import queue
 import secrets
-import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
-from nanochat.device.programs import compile_seconds
+from nanochat.record import wandb_log
 
 METRICS_FILE = "metrics.jsonl"
-_WANDB_QUEUE_RECORDS = 1000
-_WANDB_FINISH_TIMEOUT_S = 60
-
-# -----------------------------------------------------------------------------
-# Records
 
 
 class MetricsLogger:
@@ -48,7 +40,7 @@ class MetricsLogger:
         self._unwritten, self._is_disk_full = b"", False
         self._wandb = None
         if run != "dummy":
-            self._wandb = _Wandb(console, project=wandb_project, name=run, id=self.wandb_id, config=config,
+            self._wandb = wandb_log.WandbLog(console, project=wandb_project, name=run, id=self.wandb_id, config=config,
                                  dir=str(run_dir))
 
     def log(self, step, record, quiet=False):
@@ -80,7 +72,7 @@ class MetricsLogger:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten):]
         self._is_disk_full = False
 
-    def close(self, timeout_s=_WANDB_FINISH_TIMEOUT_S):
+    def close(self, timeout_s=wandb_log.FINISH_TIMEOUT_S):
         """Ends the record; WandB is given `timeout_s` to take what it has not yet taken."""
         self.flush()
         os.close(self._file)
@@ -152,141 +144,3 @@ def format_duration(seconds):
     if hours:
         return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
-
-
-# -----------------------------------------------------------------------------
-# WandB
-
-
-class _Wandb:
-    """WandB behind a bounded queue, all of it in one daemon thread: whatever it does, the run only ever sees one
-    warning."""
-
-    def __init__(self, report, **init_arguments):
-        self._report = report
-        self._queue = queue.Queue(_WANDB_QUEUE_RECORDS)
-        self._warned = False
-        self._thread = threading.Thread(target=self._work, args=(init_arguments,), name="wandb", daemon=True)
-        self._thread.start()
-
-    def log(self, record):
-        try:
-            if self._thread.is_alive():
-                self._queue.put_nowait(record)
-        except queue.Full:
-            self._warn("does not keep up: records are left out there")
-
-    def finish(self, timeout_s):
-        self.log(None)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            self._warn(f"did not finish within {timeout_s} s")
-
-    def _work(self, init_arguments):
-        try:
-            import wandb
-            # A console that asks for a login would wait for a person; a server that is silent must not keep the
-            # process from ending.
-            settings = wandb.Settings(console="off", silent=True, login_timeout=1, init_timeout=_WANDB_FINISH_TIMEOUT_S,
-                                      finish_timeout=_WANDB_FINISH_TIMEOUT_S)
-            run = wandb.init(resume="allow", settings=settings, **init_arguments)
-            while (record := self._queue.get()) is not None:
-                run.log(record, step=record["step"])
-            run.finish()
-        except BaseException as error:  # wandb also raises KeyboardInterrupt and SystemExit
-            self._warn(f"failed ({type(error).__name__}: {' '.join(str(error).split())})")
-
-    def _warn(self, what):
-        if not self._warned:
-            self._warned = True
-            self._report(f"warning: WandB {what}. The run goes on; {METRICS_FILE} has every record.")
-
-
-# -----------------------------------------------------------------------------
-# FLOPs
-
-
-def matrix_parameters(config):
-    """Number of parameters of a GPTConfig's model that take part in matrix products: all but the embedding."""
-    width, kv_width = config.n_embd, config.n_kv_head * config.head_dim
-    layer = 2 * width * width + 2 * kv_width * width + 8 * width * width  # q and o, k and v, MLP
-    return config.n_layer * layer + config.vocab_size * width
-
-
-def flops_per_token(config, seq_len):
-    """Useful FLOPs of forward and backward per token; what is recomputed does not count.
-
-    6 per matrix parameter: a multiplication and an addition, once forward and twice backward (Kaplan et al. 2020,
-    arXiv 2001.08361). Attention adds 12 × width per position looked at (PaLM, arXiv 2204.02311, appendix B), but here
-    only for positions that the causal mask and the layer's window let through: on average (T + 1) / 2 without window.
-    """
-    positions = sum(_mean_positions(seq_len, window or seq_len) for window in config.windows())
-    return 6 * matrix_parameters(config) + 12 * config.n_embd * positions
-
-
-def _mean_positions(seq_len, window):
-    """How many positions a token sees on average: the mean of min(t, window) for t = 1 … seq_len."""
-    window = min(window, seq_len)
-    return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-
-
-def mfu(tokens_per_s, flops_per_token, peak_flops_per_chip, chips):
-    """Model FLOPs utilisation, 0 to 1; None where the peak is not known."""
-    return None if peak_flops_per_chip is None else tokens_per_s * flops_per_token / (peak_flops_per_chip * chips)
-
-
-# -----------------------------------------------------------------------------
-# Time and money
-
-
-class Goodput:
-    """Where the wall time of a run went: every second counts for one name, the innermost open span's, or "other".
-
-        goodput = Goodput(meta["seconds"], meta["time"])  # goes on where the run was interrupted
-        with goodput.span("train"): …
-
-    What compiling took inside a span counts as "compile" instead. What lies between the saved state and the new
-    process's clock was "lost": work after the checkpoint that must be done again, and the time in which nothing ran. So
-    the seconds add up to the time since the run began.
-    """
-
-    def __init__(self, seconds=None, saved_at=None, compile_seconds=compile_seconds):
-        """seconds, saved_at: what `seconds()` said when the state was saved, and the Unix time of that moment.
-        compile_seconds: called for the seconds that this process has spent compiling so far."""
-        self._seconds = dict(seconds or {})
-        if saved_at:
-            self._seconds["lost"] = self._seconds.get("lost", 0.0) + max(time.time() - saved_at, 0.0)
-        self._name, self._since = "other", time.monotonic()
-        self._compile_seconds, self._compiled = compile_seconds, compile_seconds()
-
-    @contextmanager
-    def span(self, name):
-        outer = self._name
-        self._switch(name)
-        try:
-            yield
-        finally:
-            self._switch(outer)
-
-    def seconds(self):
-        """{name: seconds} up to now, for the checkpoint's meta."""
-        self._switch(self._name)
-        return dict(self._seconds)
-
-    def fraction(self, useful="train"):
-        """Share of the time that went into `useful`, 0 to 1."""
-        seconds = self.seconds()
-        return seconds.get(useful, 0.0) / max(sum(seconds.values()), 1e-9)
-
-    def _switch(self, name):
-        now, compiled = time.monotonic(), self._compile_seconds()
-        compiling = min(compiled - self._compiled, now - self._since)
-        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + now - self._since - compiling
-        if compiling:
-            self._seconds["compile"] = self._seconds.get("compile", 0.0) + compiling
-        self._name, self._since, self._compiled = name, now, compiled
-
-
-def cost_usd(seconds, usd_per_hour):
-    """What `seconds` cost; None where the price is not known."""
-    return None if usd_per_hour is None else seconds / 3600 * usd_per_hour

@@ -15,11 +15,10 @@ from pathlib import Path
 
 from nanochat.common import BadInput
 from nanochat.record.metrics import METRICS_FILE
-from nanochat.run import checkpoint
+from nanochat.run.checkpoint_files import SUMMED_FILES, SUMS, find_problem
 
 ATTEMPTS, PAUSE_S = 4, 5
 COPY_TIMEOUT_S, LIST_TIMEOUT_S = 1800, 120
-FILES = (checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.LANES, checkpoint.META)
 
 
 class MirrorError(Exception):
@@ -47,13 +46,17 @@ def _gcloud_storage(*arguments, timeout_s):
     raise MirrorError(f"gcloud storage {arguments[0]} failed {ATTEMPTS} times: {complaint}")
 
 
+def _is_bucket(url):
+    return str(url).startswith("gs://")
+
+
 class Mirror:
     """The copies of one run. Uploads happen in a thread; what fails is reported and never stops the run."""
 
     def __init__(self, url, run, keep, keep_every=-1, report=print):
         """url: gs://… or a directory; keep: how many checkpoints stay there, beside those whose step is a multiple of
         `keep_every`."""
-        self.place = f"{url.rstrip('/')}/{run}"
+        self.url = f"{url.rstrip('/')}/{run}"
         self._keep, self._keep_every, self._report = keep, keep_every, report
         self._wanted, self._idle = None, True  # guarded by the condition
         self._condition = threading.Condition()
@@ -74,7 +77,7 @@ class Mirror:
         """Waits until everything is copied, for at most `timeout_s`."""
         with self._condition:
             if not self._condition.wait_for(lambda: self._idle and not self._wanted, timeout_s):
-                self._report(f"warning: the newest checkpoint is not in {self.place} after {timeout_s} s")
+                self._report(f"warning: the newest checkpoint is not in {self.url} after {timeout_s} s")
 
     def _work(self):
         while True:
@@ -85,15 +88,15 @@ class Mirror:
                 path, self._wanted, self._idle = self._wanted, None, False
             try:
                 started = time.monotonic()
-                self._copy([path / name for name in FILES], f"{self.place}/{path.name}")
-                self._copy([path / checkpoint.SUMS], f"{self.place}/{path.name}")
-                self._copy([path.parent / METRICS_FILE], self.place)
+                self._copy([path / name for name in SUMMED_FILES], f"{self.url}/{path.name}")
+                self._copy([path / SUMS], f"{self.url}/{path.name}")
+                self._copy([path.parent / METRICS_FILE], self.url)
                 for old in self._steps()[:-self._keep]:
                     if self._keep_every < 1 or int(old[5:]) % self._keep_every:
-                        self._remove(f"{self.place}/{old}")
-                self._report(f"copied {path.name} to {self.place} in {time.monotonic() - started:.0f} s")
+                        self._remove(f"{self.url}/{old}")
+                self._report(f"copied {path.name} to {self.url} in {time.monotonic() - started:.0f} s")
             except (MirrorError, BadInput, OSError) as error:
-                self._report(f"warning: {path.name} is not in {self.place}: {error}")
+                self._report(f"warning: {path.name} is not in {self.url}: {error}")
 
     # -- at the start
 
@@ -106,35 +109,32 @@ class Mirror:
                 partial = run_dir / f"{step}.tmp"
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
-                self._copy([f"{self.place}/{step}/{name}" for name in (*FILES, checkpoint.SUMS)], partial)
-                problem = checkpoint.find_problem(partial)
+                self._copy([f"{self.url}/{step}/{name}" for name in (*SUMMED_FILES, SUMS)], partial)
+                problem = find_problem(partial)
                 if problem is None:
-                    self._copy([f"{self.place}/{METRICS_FILE}"], run_dir)
+                    self._copy([f"{self.url}/{METRICS_FILE}"], run_dir)
                     partial.rename(run_dir / step)
                     return run_dir / step
                 shutil.rmtree(partial)
-                self._report(f"warning: {self.place}/{step} is damaged ({problem}): the one before it is used")
+                self._report(f"warning: {self.url}/{step} is damaged ({problem}): the one before it is used")
         except (MirrorError, OSError) as error:
-            raise BadInput(f"--checkpoint_mirror: {self.place} cannot be read ({error}): mend that, or start without "
+            raise BadInput(f"--checkpoint_mirror: {self.url} cannot be read ({error}): mend that, or start without "
                            "the flag") from None
         return None
 
     # -- a bucket or a directory
 
-    def _is_bucket(self, place):
-        return str(place).startswith("gs://")
-
     def _steps(self):
         """Names of the whole copies, oldest first."""
-        if self._is_bucket(self.place):
-            found = _gcloud_storage("ls", f"{self.place}/step_*/{checkpoint.SUMS}", timeout_s=LIST_TIMEOUT_S).split()
+        if _is_bucket(self.url):
+            found = _gcloud_storage("ls", f"{self.url}/step_*/{SUMS}", timeout_s=LIST_TIMEOUT_S).split()
         else:
-            found = [str(path) for path in Path(self.place).glob(f"step_*/{checkpoint.SUMS}")]
+            found = [str(path) for path in Path(self.url).glob(f"step_*/{SUMS}")]
         return sorted((match[1] for match in (re.search(r"/(step_\d+)/[^/]*$", path) for path in found) if match),
                       key=lambda name: int(name[5:]))
 
     def _copy(self, sources, directory):
-        if self._is_bucket(self.place):
+        if _is_bucket(self.url):
             _gcloud_storage("cp", *map(str, sources), f"{directory}/", timeout_s=COPY_TIMEOUT_S)
             return
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -143,11 +143,11 @@ class Mirror:
             shutil.copyfile(source, partial)
             partial.replace(Path(directory) / source.name)
 
-    def _remove(self, place):
+    def _remove(self, url):
         # The sums go first: half of a copy must not pass for a whole one.
-        if self._is_bucket(place):
-            _gcloud_storage("rm", f"{place}/{checkpoint.SUMS}", timeout_s=LIST_TIMEOUT_S)
-            _gcloud_storage("rm", f"{place}/*", timeout_s=LIST_TIMEOUT_S)
+        if _is_bucket(url):
+            _gcloud_storage("rm", f"{url}/{SUMS}", timeout_s=LIST_TIMEOUT_S)
+            _gcloud_storage("rm", f"{url}/*", timeout_s=LIST_TIMEOUT_S)
         else:
-            (Path(place) / checkpoint.SUMS).unlink()
-            shutil.rmtree(place)
+            (Path(url) / SUMS).unlink()
+            shutil.rmtree(url)

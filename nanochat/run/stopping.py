@@ -24,8 +24,8 @@ STOP, SAVE = 1, 2  # kinds of request
 AGREE_TIMEOUT_S = 900
 MAX_RANKS = 256
 _NEVER = 2**62
-# Places in the file; requests are numbered from 1. Per rank: the tick it is at, the request that it answered last and
-# with which tick, the request whose outcome it has read.
+# Offsets of the fields in the file, in numbers of 64 bits. Requests are numbered from 1. Each rank has four fields: the
+# tick it is at, the last request that it answered, the tick it answered with, the last request whose outcome it read.
 _STOP_ASKED, _NUMBER, _KIND, _AGREED_NUMBER, _AGREED_TICK, _TICK = range(6)
 _ANSWERED, _ANSWER, _READ, _END = (_TICK + i * MAX_RANKS for i in range(1, 5))
 
@@ -37,7 +37,7 @@ class Requests:
     def __init__(self, path, rank=None, world_size=0, create=False):
         if create:
             np.zeros(_END, np.int64).tofile(path)
-        self.is_stopping = False  # once a poll has returned STOP
+        self.is_stopping = False  # once agreed_action has returned STOP
         self._file = open(path, "r+b")
         self._shared = np.memmap(self._file, np.int64, "r+")
         self._rank, self._world_size = rank, world_size
@@ -47,10 +47,12 @@ class Requests:
         """Asks all ranks to stop soon."""
         self._shared[_STOP_ASKED] = 1
 
-    def poll(self, wants_save=False):
-        """What all ranks do now: STOP, SAVE or 0. Every rank calls this equally often, at the same points.
+    def agreed_action(self, wants_save=False):
+        """Returns what all ranks do at this tick: STOP, SAVE or 0. All get the same answer at the same tick, provided
+        that every rank calls it at the same points of its program.
 
-        wants_save: on rank 0, that all are to save. TimeoutError if the other ranks do not come to their next tick.
+        wants_save: whether rank 0 asks all ranks to save. Raises TimeoutError if the other ranks do not reach their
+        next tick.
         """
         shared = self._shared
         self._tick += 1
@@ -68,8 +70,8 @@ class Requests:
     def finish(self):
         """Says that this rank comes to no further tick: what is asked from now on is too late."""
         with self._lock():
-            for place, value in ((_ANSWERED, _NEVER), (_ANSWER, _NEVER), (_READ, _NEVER)):
-                self._shared[place + self._rank] = value
+            for field, value in ((_ANSWERED, _NEVER), (_ANSWER, _NEVER), (_READ, _NEVER)):
+                self._shared[field + self._rank] = value
 
     def _publish(self, kind):
         shared = self._shared
@@ -99,8 +101,8 @@ class Requests:
                                    f"{np.flatnonzero(missing).tolist()} to agree on when to stop or save")
             time.sleep(0.002)
 
-    def _of_ranks(self, place):
-        return self._shared[place:place + self._world_size]
+    def _of_ranks(self, field):
+        return self._shared[field:field + self._world_size]
 
     @contextmanager
     def _lock(self):

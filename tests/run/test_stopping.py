@@ -44,7 +44,7 @@ def test_ranks_that_run_at_their_own_pace_save_and_stop_at_the_same_ticks(tmp_pa
         for tick in range(100_000):
             if rank == 3 and tick == 300:
                 parent.ask_to_stop()
-            if kind := requests.poll(wants_save=random.random() < 0.02):
+            if kind := requests.agreed_action(wants_save=random.random() < 0.02):
                 done.append((tick, kind))
             if requests.is_stopping:
                 return done
@@ -66,7 +66,7 @@ def test_ranks_that_wait_for_each_others_gradients_do_not_wait_for_each_others_a
     def program(rank, requests):
         random = np.random.default_rng(rank)
         for tick in range(1, 100_000):
-            kind = requests.poll(wants_save=random.random() < 0.1)
+            kind = requests.agreed_action(wants_save=random.random() < 0.1)
             if kind == STOP:
                 return tick
             ticks[rank] = tick
@@ -86,13 +86,13 @@ def test_a_stop_that_comes_after_the_last_tick_of_one_rank_is_none(tmp_path):
     parent = Requests(path, create=True)
 
     def program(rank, requests):
-        kinds = [requests.poll() for _ in range(5)]
+        kinds = [requests.agreed_action() for _ in range(5)]
         if rank == 1:  # is done while the others have ticks to come
             requests.finish()
             parent.ask_to_stop()
         else:
             time.sleep(0.2)
-            kinds += [requests.poll()]
+            kinds += [requests.agreed_action()]
         requests.finish()
         return kinds
 
@@ -104,8 +104,8 @@ def test_a_rank_that_does_not_answer_is_named(tmp_path, monkeypatch):
     Requests(tmp_path / "requests", create=True).ask_to_stop()
     with pytest.raises(TimeoutError, match=r"ranks \[1, 2\]"):
         requests = Requests(tmp_path / "requests", 0, 3)
-        requests.poll()
-        requests.poll()
+        requests.agreed_action()
+        requests.agreed_action()
 
 
 @pytest.mark.parametrize("key, answers", [
@@ -131,7 +131,7 @@ def test_the_metadata_servers_notice_asks_for_a_stop(tmp_path, monkeypatch, key,
         assert told.wait(30) and not answers
         server.shutdown()
     deadline = time.monotonic() + 30
-    while requests.poll() != STOP:
+    while requests.agreed_action() != STOP:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -9,7 +9,7 @@ from matplotlib import image
 
 from nanochat.common import BadInput
 from nanochat.record.history import read_run
-from nanochat.run import checkpoint
+from nanochat.run import checkpoint_files
 from scripts.report import main
 from tests.scripts.test_base_train import tiny, train  # noqa: F401
 
@@ -19,7 +19,7 @@ def interrupted(train, base_dir):  # noqa: F811
     """Directory of a run of six steps, of which the last four were trained by a second process."""
     train("--save_every=2")
     run_dir = base_dir / "checkpoints" / "test"
-    checkpoint.set_aside_after(run_dir, 2)
+    checkpoint_files.set_aside_after(run_dir, 2)
     train("--save_every=2")
     return run_dir
 
