@@ -1,11 +1,19 @@
-"""What a run says about itself, on rank 0: metrics.jsonl, one console line, WandB; and the arithmetic behind it.
+"""The metrics of a run, which rank 0 writes to metrics.jsonl, to the console and to WandB.
 
-metrics.jsonl has one JSON object per line with `step` (optimizer steps completed) and `time` (Unix time, s). Names with
-a place of their own in the console line: loss (mean over the global batch, nats; null if it was not finite),
-lr_multiplier, step_ms, tokens_per_s, mfu (0 to 1), tokens (seen so far), time_left_s, val_bpb, recompiled (a text for
-each program that was compiled again). The rest is for the file: bad_steps (updates skipped so far), interruptions (how
-often the run was resumed), seconds (since the run began) and where they went: seconds_train, _compile, _load, _save,
-_evaluate, _sample, _lost (see Goodput), _other; and what observe.py measures.
+metrics.jsonl has one JSON object per line with `step` (optimizer steps completed) and `time` (Unix time, s).
+The console line shows these metrics, too:
+    loss            mean over the global batch, nats per token; null if it was not finite
+    lr_multiplier, step_ms, tokens_per_s, time_left_s
+    mfu             0 to 1
+    tokens          seen so far
+    val_bpb         bits per byte of the validation text
+    recompiled      a list of texts, one for each program that was compiled again
+Only the file has these:
+    grad_norm, epoch, goodput (0 to 1), val_bytes
+    bad_steps       updates skipped so far because they were not finite
+    interruptions   how often the run was resumed
+    seconds         since the run began; seconds_train, seconds_compile, … are its parts, see goodput.py
+    data_wait, host_dispatch, compilations, compile_s, device_memory_…: see observe.py
 """
 import errno
 import json
@@ -21,16 +29,16 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsLogger:
-    """Writes records; rank 0 only. `log` waits for the disk's cache at most: never for the disk, nor for WandB."""
+    """Writes the records of a run; rank 0 only. It never waits for the disk, only for its cache, nor for WandB."""
 
     def __init__(self, run_dir, run, config, *, total_steps=None, resume_step=None, wandb_project="nanochat-tpu",
                  wandb_id=None, console=print):
         """
         run: the run's name; WandB is used unless it is "dummy". config: a JSON object for WandB.
-        resume_step: the step of the checkpoint that the run goes on from; later records are taken out of the file.
-            None: a new run; the file of an older one is kept as metrics.jsonl.aside.
-        wandb_id: `wandb_id` of the run that goes on, from the checkpoint's meta.
-        console: called with each line, and with the one warning about WandB there may be.
+        resume_step: the step of the checkpoint that the run resumes from; later records are deleted from the file.
+            None means a new run; the file of an older run of this name is kept as metrics.jsonl.aside.
+        wandb_id: WandB's id of the run to resume, as in the checkpoint's Meta.
+        console: called with each line and each warning.
         """
         self.path = Path(run_dir) / METRICS_FILE
         self.wandb_id = wandb_id or secrets.token_hex(4)
@@ -41,11 +49,11 @@ class MetricsLogger:
         self._wandb = None
         if run != "dummy":
             self._wandb = wandb_log.WandbLog(console, project=wandb_project, name=run, id=self.wandb_id, config=config,
-                                 dir=str(run_dir))
+                                             dir=str(run_dir))
 
     def log(self, step, record, quiet=False):
-        """Records {name: number or list of texts} for `step`; `quiet`: without a line on the console."""
-        if step == self._resume_step:  # an evaluation of this step may have been done before the interruption
+        """Records {name: number or list of texts} for `step`, with a line on the console unless `quiet`."""
+        if step == self._resume_step:  # the file may have this step's evaluation already
             record = {name: value for name, value in record.items() if name not in self._names_at_resume}
             if not record:
                 return
@@ -67,13 +75,13 @@ class MetricsLogger:
             self._wandb.log(record)
 
     def flush(self):
-        """Writes the records that wait; OSError if the disk is full."""
+        """Writes the records that wait in memory. Raises OSError if the disk is full."""
         while self._unwritten:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten):]
         self._is_disk_full = False
 
     def close(self, timeout_s=wandb_log.FINISH_TIMEOUT_S):
-        """Ends the record; WandB is given `timeout_s` to take what it has not yet taken."""
+        """Closes the file, and waits at most `timeout_s` seconds until WandB has all records."""
         self.flush()
         os.close(self._file)
         if self._wandb:
@@ -81,9 +89,9 @@ class MetricsLogger:
 
 
 def _rewind(path, resume_step):
-    """Takes records after `resume_step` out of the file, in one replacement, and half a line at its end.
+    """Deletes from the file all records after `resume_step` and an incomplete last line; replaces the file atomically.
 
-    Returns the names that records of `resume_step` itself have.
+    Returns the names of the metrics that the file has for `resume_step` itself.
     """
     if not path.exists():
         return set()
@@ -95,7 +103,7 @@ def _rewind(path, resume_step):
         try:
             record = json.loads(line)
         except ValueError:
-            continue  # what a crash left of a line
+            continue  # a crash left an incomplete line
         if record["step"] <= resume_step:
             kept.append(line)
         if record["step"] == resume_step:
@@ -123,14 +131,14 @@ _CONSOLE_FORMATS = {
 
 
 def format_line(record, total_steps=None):
-    """The console line of a record: `step 00100/01000 | loss 3.2101 | …`."""
+    """Returns the console line of a record: `step 00100/01000 | loss 3.2101 | …`."""
     step = f"step {record['step']:05d}" + (f"/{total_steps:05d}" if total_steps else "")
     parts = [step] + [form(record[name]) for name, form in _CONSOLE_FORMATS.items() if record.get(name) is not None]
     return " | ".join(parts)
 
 
 def format_count(count):
-    """1234567 as "1.23M"."""
+    """Returns 1234567 as "1.23M"."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= 0.9995 * size:  # 999,999 is 1M
             return f"{count / size:.3g}{unit}"
@@ -138,7 +146,7 @@ def format_count(count):
 
 
 def format_duration(seconds):
-    """3725 as "1h02m", 125 as "2m05s"."""
+    """Returns 3725 as "1h02m" and 125 as "2m05s"."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -47,9 +47,9 @@ SAVE_TIMEOUT_S = 1800
 
 
 def save_lane_states(run_dir, step, lane_states, report=print):
-    """Hands the states of this rank's lanes, {lane: JSON value}, to the checkpoint of `step` that rank 0 saves.
+    """Adds the states of this rank's lanes, {lane: JSON value}, to the checkpoint of `step` that rank 0 saves.
 
-    While the disk is full, this goes on in a thread, for as long as rank 0 waits for it.
+    If the disk is full, a thread tries again for as long as rank 0 waits for the states.
     """
     if not lane_states:
         return
@@ -83,19 +83,20 @@ def save_lane_states(run_dir, step, lane_states, report=print):
 
 def save(run_dir, model_state, optimizer_state, meta, *, num_lanes, keep=None, keep_every=-1,
          timeout_s=LANES_TIMEOUT_S, before_rename=lambda: None):
-    """Saves a checkpoint and returns its path; rank 0 only. It is safe on disk, and was read back, when this returns.
+    """Saves the checkpoint of step `meta.step` and returns its path, once it is on disk and was read back. Rank 0 only.
 
-    model_state, optimizer_state: {name: tensor}; meta: a JSON object, to which `step` is added.
-    num_lanes: how many lane states to wait for from all ranks together, for at most `timeout_s` (then TimeoutError).
-    keep: afterwards only this many of the newest checkpoints are left (None: all), and those of every step that
-        `keep_every` divides.
-    before_rename: called when the checkpoint is written, before it has its name.
-    Raises OSError (ENOSPC) if the disk is full also without the old checkpoints.
+    model_state, optimizer_state: {name: tensor}. meta: a Meta.
+    num_lanes: the number of lane states to wait for, from all ranks together, for at most `timeout_s` seconds.
+    keep: how many of the newest checkpoints remain afterwards (None: all), besides those whose step is a multiple of
+        `keep_every`.
+    before_rename: called when the checkpoint is written and before it gets its final name.
+    Raises TimeoutError if lane states are missing, and OSError (ENOSPC) if the disk is full even without the old
+    checkpoints.
     """
     final, partial = final_dir(run_dir, meta.step), partial_dir(run_dir, meta.step)
     if final.is_dir():
         if find_problem(final) is None:
-            return final  # this very state: a run repeats its steps bit for bit
+            return final  # it holds the same state, because a resumed run repeats its steps bit for bit
         set_aside(final)
     partial.mkdir(parents=True, exist_ok=True)
     make_room(run_dir, state_bytes(model_state, optimizer_state), keep_every)
@@ -108,7 +109,7 @@ def save(run_dir, model_state, optimizer_state, meta, *, num_lanes, keep=None, k
         _write_text(partial / SUMS, "".join(f"{digest}  {path.name}\n" for path, digest in sums.items()))
         before_rename()
     except BaseException:
-        for name in (MODEL, OPTIMIZER):  # a full disk is given back at once; the directory may still be in use
+        for name in (MODEL, OPTIMIZER):  # frees the disk; ranks may still write to the directory
             (partial / name).unlink(missing_ok=True)
         raise
     sync_to_disk(partial)
@@ -123,7 +124,7 @@ def _save_tensors(state, path):
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     try:
         save_file(state, path)
-    except SafetensorError as error:  # it has the number of an OSError in its text only
+    except SafetensorError as error:  # only its text has the number of the OSError behind it
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]), str(error), str(path)) from None if number else error
     sync_to_disk(path)
@@ -145,8 +146,8 @@ def _write_text(path, text):
 
 
 def _merge_lane_states(partial, num_lanes, timeout_s):
-    """Merges what every rank's save_lane_states wrote into one file, and deletes theirs."""
-    if (partial / LANES).exists():  # by an earlier attempt, which found the disk full later
+    """Merges the files that the ranks' save_lane_states wrote into one, and deletes them."""
+    if (partial / LANES).exists():  # merged by an earlier attempt, after which the disk was full
         return
     deadline = time.monotonic() + timeout_s
     while True:
@@ -170,22 +171,25 @@ def _merge_lane_states(partial, num_lanes, timeout_s):
 class Saver:
     """Saves checkpoints in the background, one at a time; rank 0 only.
 
-    While the disk is full, the run goes on, and the save is tried again every RETRY_S with the state it was begun with,
-    until a newer one takes its place. Any other error is raised by the next call of a method. Weights that are not
-    finite are not saved.
+    If the disk is full, the run continues, and the Saver tries to save the same state again every RETRY_S until save
+    is called with a newer one. The next call of a method raises any other error. A state whose weights are not finite
+    is not saved.
     """
 
     def __init__(self, run_dir, *, num_lanes, keep, keep_every=-1, before_rename=lambda: None,
                  on_saved=lambda path: None, report=print):
-        """on_saved: called with the path of each checkpoint, in the background. The rest as in `save`."""
+        """on_saved: called with the path of each finished checkpoint, in the background. report: called with each
+        message. The other arguments are those of the function `save`."""
         self._save = dict(num_lanes=num_lanes, keep=keep, keep_every=keep_every, before_rename=before_rename)
         self._run_dir, self._on_saved, self._report = Path(run_dir), on_saved, report
         self._error, self._thread = None, None
         self._superseded = threading.Event()
 
     def save(self, model_state, optimizer_state, meta):
-        """Begins to save the state, which lies in host memory and which nobody changes any more (see
-        MuonAdamW.host_state); one that is being written is waited for before."""
+        """Waits for the checkpoint that is being written, and begins to save this one.
+
+        model_state, optimizer_state: {name: tensor} in host memory, never changed again (see MuonAdamW.host_state).
+        """
         self._superseded.set()
         self.finish()
         self._superseded.clear()
@@ -194,12 +198,12 @@ class Saver:
         self._thread.start()
 
     def check(self):
-        """Raises what went wrong in the background, if anything did."""
+        """Raises the error that ended saving in the background, if there was one."""
         if self._error:
             raise self._error
 
     def finish(self, timeout_s=SAVE_TIMEOUT_S):
-        """Waits until the last state is safe; TimeoutError if that takes longer than `timeout_s`."""
+        """Waits until the last checkpoint is on disk. Raises TimeoutError after `timeout_s` seconds."""
         if self._thread:
             self._thread.join(timeout_s)
             if self._thread.is_alive():

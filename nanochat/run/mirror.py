@@ -1,10 +1,10 @@
-"""Copies of finished checkpoints elsewhere: in a bucket (gs://…, with gcloud storage) or a directory.
+"""Copies finished checkpoints to a bucket (gs://…, with gcloud storage) or to another directory.
 
     <mirror>/<run>/metrics.jsonl
-    <mirror>/<run>/step_000100/…     as in checkpoint.py
+    <mirror>/<run>/step_000100/…     the files listed in checkpoint_files.py
 
-A bucket has no rename, so SHA256SUMS goes last: a copy without it is not whole. A new VM, whose disk is empty, goes on
-from the newest whole copy.
+A bucket cannot rename, so SHA256SUMS is copied last: a copy without it is incomplete. A new VM, whose disk is empty,
+resumes from the newest complete copy.
 """
 import re
 import shutil
@@ -22,11 +22,11 @@ COPY_TIMEOUT_S, LIST_TIMEOUT_S = 1800, 120
 
 
 class MirrorError(Exception):
-    """A copy failed, also when tried again."""
+    """Copying failed at every attempt."""
 
 
 def _gcloud_storage(*arguments, timeout_s):
-    """Standard output of `gcloud storage …`; MirrorError with its complaint once all attempts failed."""
+    """Returns the standard output of `gcloud storage …`. Raises MirrorError, with its message, if all attempts fail."""
     for attempt in range(ATTEMPTS):
         if attempt:
             time.sleep(PAUSE_S * 2**attempt)
@@ -36,14 +36,14 @@ def _gcloud_storage(*arguments, timeout_s):
         except FileNotFoundError:
             raise BadInput("--checkpoint_mirror=gs://… needs gcloud, which is not installed here") from None
         except subprocess.TimeoutExpired:
-            complaint = f"no end after {timeout_s} s"
+            problem = f"not finished after {timeout_s} s"
             continue
         if done.returncode == 0:
             return done.stdout
-        complaint = next((line for line in done.stderr.splitlines() if "ERROR" in line), done.stderr.strip()[-200:])
+        problem = next((line for line in done.stderr.splitlines() if "ERROR" in line), done.stderr.strip()[-200:])
         if "matched no objects" in done.stderr:
             return ""
-    raise MirrorError(f"gcloud storage {arguments[0]} failed {ATTEMPTS} times: {complaint}")
+    raise MirrorError(f"gcloud storage {arguments[0]} failed {ATTEMPTS} times: {problem}")
 
 
 def _is_bucket(url):
@@ -51,11 +51,14 @@ def _is_bucket(url):
 
 
 class Mirror:
-    """The copies of one run. Uploads happen in a thread; what fails is reported and never stops the run."""
+    """The copies of one run's checkpoints. A failed upload is reported and never stops the run."""
 
     def __init__(self, url, run, keep, keep_every=-1, report=print):
-        """url: gs://… or a directory; keep: how many checkpoints stay there, beside those whose step is a multiple of
-        `keep_every`."""
+        """
+        url: gs://… or a directory; the copies are in the folder `run` there.
+        keep: how many of the newest checkpoints stay, besides those whose step is a multiple of `keep_every`.
+        report: called with each message.
+        """
         self.url = f"{url.rstrip('/')}/{run}"
         self._keep, self._keep_every, self._report = keep, keep_every, report
         self._wanted, self._idle = None, True  # guarded by the condition
@@ -65,7 +68,8 @@ class Mirror:
     # -- in the background
 
     def upload(self, path):
-        """Copies the checkpoint at `path` in the background; one that still waits for its turn gives way to it."""
+        """Copies the checkpoint at `path` in the background. It replaces a checkpoint that is still waiting for its
+        turn."""
         with self._condition:
             self._wanted = Path(path)
             if not self._thread:
@@ -74,7 +78,7 @@ class Mirror:
             self._condition.notify_all()
 
     def finish(self, timeout_s):
-        """Waits until everything is copied, for at most `timeout_s`."""
+        """Waits until everything is copied, for at most `timeout_s` seconds; warns if that is too short."""
         with self._condition:
             if not self._condition.wait_for(lambda: self._idle and not self._wanted, timeout_s):
                 self._report(f"warning: the newest checkpoint is not in {self.url} after {timeout_s} s")
@@ -101,8 +105,11 @@ class Mirror:
     # -- at the start
 
     def fetch(self, run_dir):
-        """Fetches the newest whole checkpoint into `run_dir`, with the metrics, and returns its path; None if there is
-        none. Damaged copies are reported and passed over. Raises BadInput if the mirror cannot be asked."""
+        """Copies the newest complete checkpoint and the metrics into `run_dir`.
+
+        Returns the checkpoint's path, or None if there is none. Reports damaged copies and takes the one before.
+        Raises BadInput if the mirror cannot be read.
+        """
         run_dir = Path(run_dir)
         try:
             for step in reversed(self._steps()):
@@ -118,14 +125,14 @@ class Mirror:
                 shutil.rmtree(partial)
                 self._report(f"warning: {self.url}/{step} is damaged ({problem}): the one before it is used")
         except (MirrorError, OSError) as error:
-            raise BadInput(f"--checkpoint_mirror: {self.url} cannot be read ({error}): mend that, or start without "
+            raise BadInput(f"--checkpoint_mirror: {self.url} cannot be read ({error}): correct that, or start without "
                            "the flag") from None
         return None
 
     # -- a bucket or a directory
 
     def _steps(self):
-        """Names of the whole copies, oldest first."""
+        """Returns the names of the complete copies, oldest first."""
         if _is_bucket(self.url):
             found = _gcloud_storage("ls", f"{self.url}/step_*/{SUMS}", timeout_s=LIST_TIMEOUT_S).split()
         else:
@@ -144,7 +151,7 @@ class Mirror:
             partial.replace(Path(directory) / source.name)
 
     def _remove(self, url):
-        # The sums go first: half of a copy must not pass for a whole one.
+        # The checksums are deleted first, so that a copy that is half deleted does not pass for a complete one.
         if _is_bucket(url):
             _gcloud_storage("rm", f"{url}/{SUMS}", timeout_s=LIST_TIMEOUT_S)
             _gcloud_storage("rm", f"{url}/*", timeout_s=LIST_TIMEOUT_S)
