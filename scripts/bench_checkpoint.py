@@ -1,9 +1,9 @@
-"""How long saving a checkpoint holds the training loop, and how long until the state is safe:
+"""Measures how long saving a checkpoint holds up the training loop, and how long it takes until the state is on disk:
 
     python3 -m scripts.bench_checkpoint --depth=16
 
-The state has the true sizes and random contents; nothing is trained. It lies in host memory, so what holds the loop
-here is a copy within memory; on a TPU it is the way from the device to the host.
+The state has the true sizes and random contents; nothing is trained. The state is in host memory, so a copy within
+memory holds up the loop here; on a TPU it is the copy from the device to the host.
 """
 import shutil
 import tempfile
@@ -25,7 +25,7 @@ from nanochat.train.plan import make_plan
 
 
 def make_state(depth):
-    """(weights, optimizer's state) of a model of this depth, {name: tensor}, with random contents."""
+    """Returns random weights and a random optimizer's state of a model of this depth, each {name: tensor}."""
     args = parse_training_args([f"--depth={depth}"])
     plan = make_plan(args, 65536, 1)
     model = GPT.on_meta(plan.config)
@@ -50,8 +50,8 @@ def main(argv=None):
         held_s = time.monotonic() - started
         saver.finish()
         safe_s = time.monotonic() - started
-        print(f"{num_bytes:,} bytes: the loop was held for {held_s:.2f} s; written, synced, read back and renamed "
-              f"after {safe_s:.1f} s ({num_bytes / safe_s / 1e6:.0f} MB/s)")
+        print(f"{num_bytes:,} bytes: the loop was held up for {held_s:.2f} s; written, synced, read back and "
+              f"renamed after {safe_s:.1f} s ({num_bytes / safe_s / 1e6:.0f} MB/s)")
     finally:
         shutil.rmtree(run_dir)
 
