@@ -1,4 +1,4 @@
-"""The FLOPs that MFU counts, against the model and against counts made independently."""
+"""The FLOPs that MFU counts, compared with the model and with independent counts."""
 import pytest
 import torch
 
@@ -15,7 +15,7 @@ def test_matrix_parameters_are_those_of_the_model():
 
 
 def test_depth_16_has_the_published_flops():
-    # the useful work of one micro-batch of 8 × 1024 and of 8 × 2048 tokens, counted independently: 14.0 and 29.7 TFLOP
+    # A micro-batch of 8 × 1024 tokens takes 14.0 TFLOP, and one of 8 × 2048 tokens 29.7; both were counted elsewhere.
     assert flops.flops_per_token(GPTConfig(), 1024) * 8 * 1024 == pytest.approx(14.0e12, rel=0.005)
     assert flops.flops_per_token(GPTConfig(), 2048) * 8 * 2048 == pytest.approx(29.7e12, rel=0.005)
 

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, second by second."""
+"""Goodput counts every second of a run once."""
 import pytest
 
 from nanochat.record import goodput as goodput_module
@@ -25,7 +25,7 @@ def test_goodput_counts_every_second_once_for_the_innermost_span(clock):
     assert goodput.fraction() == pytest.approx(0.75)
 
 
-def test_what_compiling_took_is_not_counted_as_training(clock):
+def test_the_time_spent_compiling_is_not_counted_as_training(clock):
     compiled_s = 7.0  # before this run began
     goodput = Goodput(compile_seconds=lambda: compiled_s)
     with goodput.span("train"):
@@ -37,7 +37,7 @@ def test_what_compiling_took_is_not_counted_as_training(clock):
     assert goodput.seconds() == {"other": 0, "train": 6, "evaluate": 0, "compile": 7}
 
 
-def test_goodput_goes_on_where_the_run_was_interrupted_and_survives_an_error(clock):
+def test_goodput_resumes_from_saved_seconds_and_survives_an_error(clock):
     goodput = Goodput({"train": 5.0})
     with pytest.raises(KeyError), goodput.span("train"):
         clock[0] += 1
@@ -46,6 +46,6 @@ def test_goodput_goes_on_where_the_run_was_interrupted_and_survives_an_error(clo
     assert goodput.seconds() == {"train": 6, "other": 1}
 
 
-def test_from_the_saved_state_to_the_new_process_is_lost(clock, monkeypatch):
+def test_the_time_from_the_saved_state_to_the_new_process_is_lost(clock, monkeypatch):
     monkeypatch.setattr(goodput_module.time, "time", lambda: 1000.0)
     assert Goodput({"train": 5.0, "lost": 1.0}, saved_at=940.0).seconds() == {"train": 5, "lost": 61, "other": 0}

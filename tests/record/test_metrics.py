@@ -1,4 +1,4 @@
-"""metrics.jsonl and the console: every record once, whatever interrupts the run or fills the disk."""
+"""Every record is in metrics.jsonl once, even if the run is interrupted or the disk is full; and the console line."""
 import json
 import subprocess
 import sys
@@ -43,7 +43,7 @@ def test_after_resuming_no_step_and_no_half_line_appears_twice(tmp_path):
                      (6, "loss"), (7, "loss"), (8, "loss")]
 
 
-def test_an_evaluation_lost_with_the_interruption_is_recorded_after_resuming(tmp_path):
+def test_an_evaluation_that_the_interruption_lost_is_recorded_after_resuming(tmp_path):
     start(tmp_path).log(5, {"loss": 1.0})
     start(tmp_path, resume_step=5).log(5, {"val_bpb": 2.0})
     assert [record.get("val_bpb") for record in read(tmp_path)] == [None, 2.0]
@@ -97,6 +97,11 @@ def test_the_console_line_has_every_figure_with_its_unit(tmp_path):
         "mfu": 0.2, "tokens": 52_428_800})
     assert lines == ["step 00100/05000 | loss 3.2100 | lr 1.000 | 1,312 ms | 175,123 tok/s | mfu 20.0% | "
                      "52.4M tokens | 1h02m left"]
+
+
+def test_a_console_line_with_programs_that_were_compiled_again_tells_of_the_first():
+    record = {"step": 6, "recompiled": ["micro_step: rows is wider", "update: a number has changed"]}
+    assert metrics.format_line(record) == "step 00006 | compiled again: micro_step: rows is wider (and 1 more)"
 
 
 def test_an_unknown_peak_leaves_mfu_out_of_the_console_line():

@@ -1,4 +1,4 @@
-"""WandB, the real one, in a process of its own: it leaves threads and an exit handler behind."""
+"""The real WandB; each test runs it in another process, because it leaves threads and an exit handler behind."""
 import os
 import socket
 import subprocess

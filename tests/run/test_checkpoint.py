@@ -11,7 +11,7 @@ from nanochat.run import checkpoint, checkpoint_files
 from tests.run.states import flip_a_byte, make_meta, make_state, names, save
 
 
-def test_what_is_loaded_is_what_was_saved_bit_for_bit(tmp_path):
+def test_a_checkpoint_loads_as_it_was_saved_bit_for_bit(tmp_path):
     loaded = checkpoint.load(save(tmp_path, 100))
     model, optimizer = make_state(100)
     assert loaded.meta == make_meta(100)
@@ -35,7 +35,7 @@ def test_a_finished_checkpoint_holds_only_files_that_sha256sum_accepts(tmp_path)
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=path, check=True, capture_output=True)
 
 
-def test_lane_states_come_from_all_ranks_be_they_threads_that_write_late(tmp_path):
+def test_lane_states_come_from_all_ranks_even_if_they_write_late(tmp_path):
     def rank(first_lane):
         time.sleep(0.05 * first_lane)
         checkpoint.save_lane_states(tmp_path, 5, {lane: {"lane": lane} for lane in range(first_lane, 8, 4)})
@@ -91,7 +91,7 @@ def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
         checkpoint_files.set_aside_after(tmp_path, -1)
 
 
-def test_an_error_while_saving_leaves_the_old_checkpoint_and_gives_the_space_back(tmp_path, monkeypatch):
+def test_an_error_while_saving_leaves_the_old_checkpoint_and_frees_the_disk(tmp_path, monkeypatch):
     old = save(tmp_path, 1, keep=1)
 
     def disk_full(path):

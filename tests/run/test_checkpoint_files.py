@@ -36,7 +36,7 @@ def test_all_checkpoints_damaged_gives_none_and_deletes_nothing(tmp_path):
     assert names(tmp_path) == ["step_000001.aside", "step_000002.aside"]
 
 
-def test_what_was_set_aside_goes_once_the_run_has_passed_its_step(tmp_path):
+def test_a_checkpoint_set_aside_is_deleted_once_the_run_has_passed_its_step(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     checkpoint_files.set_aside_after(tmp_path, 1)
@@ -52,19 +52,19 @@ def test_keep_leaves_the_newest_and_sorts_by_number(tmp_path):
     assert checkpoint_files.latest(tmp_path).name == "step_1000001"
 
 
-def test_every_nth_checkpoint_is_kept_for_good(tmp_path):
+def test_checkpoints_at_multiples_of_keep_every_are_never_deleted(tmp_path):
     for step in range(1, 8):
         save(tmp_path, step, keep=2, keep_every=3)
     assert names(tmp_path) == ["step_000003", "step_000006", "step_000007"]
 
 
-def test_too_little_disk_for_two_checkpoints_is_said_before_the_first_step(tmp_path):
+def test_too_little_disk_for_two_checkpoints_is_bad_input(tmp_path):
     checkpoint_files.check_disk_space(tmp_path, checkpoint_files.state_bytes(*make_state()))
     with pytest.raises(BadInput, match="too little disk .* two checkpoints take 2000000.00 GB"):
         checkpoint_files.check_disk_space(tmp_path, 10**15)
 
 
-def test_on_a_nearly_full_disk_the_oldest_make_room_and_the_newest_stays(tmp_path, monkeypatch):
+def test_on_a_nearly_full_disk_the_oldest_are_deleted_and_the_newest_stays(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         save(tmp_path, step)
     usage = checkpoint_files.shutil.disk_usage(tmp_path)
@@ -76,7 +76,7 @@ def test_on_a_nearly_full_disk_the_oldest_make_room_and_the_newest_stays(tmp_pat
     save(tmp_path, 4)
     assert [path.name for path in checkpoint_files.list_checkpoints(tmp_path)] == ["step_000003", "step_000004"]
     with pytest.raises(OSError, match="0.000 GB are free"):
-        save(tmp_path, 5, keep_every=3)  # step 3 is kept for good
+        save(tmp_path, 5, keep_every=3)  # step 3 is never deleted
 
 
 def test_state_bytes_counts_every_tensor():

@@ -1,4 +1,4 @@
-"""meta.json: what is saved is restored, and what older versions saved, too."""
+"""meta.json is restored as it was saved, by this version or by an older one."""
 import json
 
 import pytest
@@ -27,7 +27,7 @@ VERSION_1 = """{
 }"""
 
 
-def test_what_is_saved_is_restored():
+def test_a_meta_is_restored_as_it_was_saved():
     meta = make_meta(7, wandb_id="abcd1234", time=1795257657.2, batch_schedule=((0, 512), (2, 768)), interruptions=2,
                      nonfinite_steps={"total": 3, "in_a_row": 1}, seconds={"train": 20.5, "other": 1.5})
     saved = json.loads(json.dumps(meta.to_json()))
@@ -67,7 +67,7 @@ def test_fields_that_the_first_checkpoints_lack_have_defaults(tmp_path):
     ("[4]", "is not a checkpoint"),
     (None, "is not a checkpoint .meta.json: .*No such file"),
 ])
-def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, content, message):
+def test_a_newer_version_and_a_damaged_file_are_refused_in_one_line(tmp_path, content, message):
     if content is not None:
         (tmp_path / META).write_text(content)
     with pytest.raises(BadInput, match=message) as error:
@@ -80,7 +80,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, content, message):
     ({"tokenizer_sha256": "cc" * 32}, "another tokenizer"),
     ({"data_fingerprint": "cc" * 32}, "another data"),
 ])
-def test_resuming_with_another_model_tokenizer_or_data_is_refused(tmp_path, change, message):
+def test_resuming_with_another_model_tokenizer_or_data_is_bad_input(tmp_path, change, message):
     meta = load_meta(save(tmp_path, 1))
     ours = dict(config=meta.config, tokenizer_sha256=meta.tokenizer_sha256, data_fingerprint=meta.data_fingerprint)
     require_match(tmp_path, meta, **ours)
@@ -88,7 +88,7 @@ def test_resuming_with_another_model_tokenizer_or_data_is_refused(tmp_path, chan
         require_match(tmp_path, meta, **{**ours, **change})
 
 
-def test_the_random_generator_goes_on_where_it_was():
+def test_the_random_generator_is_restored():
     state = json.loads(json.dumps(rng_state()))
     expected = torch.rand(3)
     restore_rng(state)

@@ -1,4 +1,4 @@
-"""Copies of checkpoints in a directory, and what a bucket without gcloud says."""
+"""Copies of checkpoints in a directory and, through gcloud, in a bucket."""
 import shutil
 
 import pytest
@@ -39,7 +39,7 @@ def test_a_new_disk_gets_the_newest_checkpoint_and_the_metrics(run_dir, tmp_path
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-def test_checkpoints_that_are_kept_for_good_stay_in_the_mirror(run_dir, tmp_path):
+def test_checkpoints_that_keep_every_keeps_stay_in_the_mirror(run_dir, tmp_path):
     mirror = Mirror(str(tmp_path / "mirror"), "run", keep=1, keep_every=2)
     for step in (1, 2, 3, 4, 5):
         mirror.upload(save(run_dir, step))
@@ -68,14 +68,14 @@ def test_a_bucket_gets_checkpoints_and_gives_them_back_through_gcloud(run_dir, t
         cloud.close()
 
 
-def test_half_and_damaged_copies_are_passed_over(run_dir, tmp_path):
+def test_incomplete_and_damaged_copies_are_not_used(run_dir, tmp_path):
     said = []
     mirror = Mirror(str(tmp_path / "mirror"), "run", keep=9, report=said.append)
     for step in (1, 2, 3):
         mirror.upload(save(run_dir, step))
         mirror.finish(60)
     copies = tmp_path / "mirror" / "run"
-    (copies / "step_000003" / checkpoint_files.SUMS).unlink()  # the upload broke off
+    (copies / "step_000003" / checkpoint_files.SUMS).unlink()  # the upload was interrupted
     damaged = copies / "step_000002" / checkpoint_files.MODEL
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     shutil.rmtree(run_dir)
@@ -84,7 +84,7 @@ def test_half_and_damaged_copies_are_passed_over(run_dir, tmp_path):
     assert [path.name for path in run_dir.glob("step_*")] == ["step_000001"]
 
 
-def test_an_empty_mirror_has_nothing_and_a_failing_one_only_warns(run_dir, tmp_path):
+def test_an_empty_mirror_gives_none_and_a_failing_one_only_warns(run_dir, tmp_path):
     assert Mirror(str(tmp_path / "mirror"), "run", keep=1).fetch(tmp_path / "new") is None
     (tmp_path / "file").write_text("")
     said = []

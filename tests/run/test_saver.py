@@ -16,7 +16,7 @@ def begin_save(saver, run_dir, step, state=None):
     saver.save(*(state or make_state(step)), make_meta(step))
 
 
-def test_the_loop_goes_on_while_the_state_is_written_and_a_second_save_waits_for_the_first(tmp_path):
+def test_a_save_returns_at_once_and_a_second_one_waits_for_the_first(tmp_path):
     saved, slow = [], threading.Event()
     saver = checkpoint.Saver(tmp_path, num_lanes=1, keep=2, before_rename=lambda: slow.wait(60), on_saved=saved.append)
     begin_save(saver, tmp_path, 1)
@@ -30,7 +30,7 @@ def test_the_loop_goes_on_while_the_state_is_written_and_a_second_save_waits_for
                for name, tensor in checkpoint.load(saved[0]).model_state.items())
 
 
-def test_an_error_in_the_background_is_raised_at_the_next_step_and_weights_that_are_not_finite_are_left(tmp_path):
+def test_the_next_call_raises_an_error_of_the_background_and_nonfinite_weights_are_not_saved(tmp_path):
     said = []
 
     def fail():
@@ -49,8 +49,8 @@ def test_an_error_in_the_background_is_raised_at_the_next_step_and_weights_that_
 
 
 @pytest.mark.parametrize("name", [checkpoint_files.MODEL, META])
-def test_what_does_not_read_back_as_it_was_written_gets_no_name(tmp_path, monkeypatch, name):
-    """The file is altered between writing and reading back, as by a bad disk."""
+def test_a_checkpoint_that_does_not_read_back_as_it_was_written_gets_no_final_name(tmp_path, monkeypatch, name):
+    """The file is changed between writing and reading back, as a bad disk might change it."""
     sync = checkpoint.sync_to_disk
 
     def sync_and_alter(path):
@@ -90,7 +90,7 @@ save(2)
 time.sleep(1)
 saver.check()
 assert [path.name for path in checkpoint_files.list_checkpoints(run_dir)] == ["step_000001"]
-save(3)  # takes the place of 2
+save(3)  # replaces 2, which is not saved yet
 time.sleep(0.5)
 os.unlink(run_dir / "ballast")
 saver.finish(30)
@@ -99,8 +99,8 @@ assert checkpoint_files.latest_good(run_dir).name == "step_000003"
 """
 
 
-def test_a_full_disk_stops_no_run_and_the_newest_state_is_saved_once_there_is_room(tmp_path):
-    """On a file system of its own, of 6 MB, which a user namespace lets anyone mount. The states of the lanes do not
+def test_a_full_disk_stops_no_run_and_the_newest_state_is_saved_once_there_is_space(tmp_path):
+    """The disk is a file system of 6 MB, which anybody may mount in a user namespace. The states of the lanes do not
     fit either."""
     disk = tmp_path / "disk"
     disk.mkdir()

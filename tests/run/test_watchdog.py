@@ -1,4 +1,4 @@
-"""Ranks that die or hang, as real processes of a real executor, as xmp.spawn has them."""
+"""Ranks that die or hang, as processes of an executor, which is how xmp.spawn starts them."""
 import multiprocessing
 import os
 import subprocess
@@ -21,8 +21,8 @@ def be_a_rank(rank, path, fault):
         get_stuck_here()
     heartbeats = watchdog.Heartbeats(path)
     heartbeats.beat(rank, "compile", 0, 60)
-    os.write(1, f"pid of {rank} is {os.getpid()}\n".encode())  # at once, as others write, too
-    while (heartbeats._shared[:RANKS, 0] == 0).any():  # until all ranks are there
+    os.write(1, f"pid of {rank} is {os.getpid()}\n".encode())  # in one write, so that the lines of the ranks do not mix
+    while (heartbeats._shared[:RANKS, 0] == 0).any():  # until all ranks have begun
         time.sleep(0.01)
     for step in range(10_000):
         heartbeats.beat(rank, "step", step, 1)
@@ -76,10 +76,10 @@ def test_a_rank_that_dies_or_hangs_ends_all_of_them(tmp_path, fault):
         assert len(reasons) == 1 and "no rank has come to its first step after 10 s" in reasons[0]
         assert process.stderr.count("in get_stuck_here") == RANKS
     else:
-        assert reasons == []  # the rank has said why
+        assert reasons == []  # the rank itself has reported its error
 
 
-def test_a_step_may_take_twenty_times_as_long_as_usual():
+def test_a_step_may_take_twenty_times_its_usual_time():
     assert watchdog.limit_s("step", 600, usual_s=13) == 600
     assert watchdog.limit_s("step", 600, usual_s=100) == 2000
     assert watchdog.limit_s("compile", 600, usual_s=0) == watchdog.SLOW_PHASE_TIMEOUT_S
