@@ -4,7 +4,7 @@ Signals and Google Cloud's metadata server ask for a stop; rank 0's clock asks f
 the same step, but they are not at the same step when the request comes. So they agree through a small memory-mapped
 file. Each rank reads it at fixed points of its program, its ticks: before each step and during evaluations. Rank 0
 publishes a request, and every rank that sees it answers with the number of its current tick. Once all have answered,
-the request is due at the tick after the highest answer, which no rank has reached yet.
+the request is due at the tick after the highest answer, which no rank has passed yet.
 
 A rank that has answered waits for ranks at lower ticks. It does not wait for a rank at the same or a higher tick that
 has not seen the request yet, because that rank may itself be waiting for this one's gradients. Without a request, a
@@ -29,7 +29,7 @@ _NEVER = 2**62
 # Offsets of the fields in the file, in numbers of 64 bits. Requests are numbered from 1. Each rank has four fields: the
 # tick it is at, the last request that it answered, the tick it answered with, the last request whose outcome it read.
 _STOP_ASKED, _NUMBER, _KIND, _AGREED_NUMBER, _AGREED_TICK, _TICK = range(6)
-_ANSWERED, _ANSWER, _READ, _END = (_TICK + i * MAX_RANKS for i in range(1, 5))
+_ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER, _END = (_TICK + i * MAX_RANKS for i in range(1, 5))
 
 
 class Requests:
@@ -56,8 +56,8 @@ class Requests:
         """Returns what all ranks do at this tick: STOP, SAVE or 0. All get the same answer at the same tick, provided
         that every rank calls it at the same points of its program.
 
-        wants_save: whether rank 0 asks all ranks to save. Raises TimeoutError if the other ranks do not reach their
-        next tick.
+        wants_save: on rank 0, whether to ask all ranks to save; it has no effect on other ranks. Raises TimeoutError if
+        another rank does not come to its next tick.
         """
         shared = self._shared
         self._tick += 1
@@ -75,12 +75,12 @@ class Requests:
     def finish(self):
         """Says that this rank has no further tick, so that requests from now on have no effect."""
         with self._lock():
-            for field, value in ((_ANSWERED, _NEVER), (_ANSWER, _NEVER), (_READ, _NEVER)):
-                self._shared[field + self._rank] = value
+            for field in (_ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER):
+                self._shared[field + self._rank] = _NEVER
 
     def _publish(self, kind):
         shared = self._shared
-        if not self._due_tick and (self._of_ranks(_READ) >= shared[_NUMBER]).all():  # the last request is done
+        if not self._due_tick and (self._of_ranks(_READ_NUMBER) >= shared[_NUMBER]).all():  # the last request is done
             shared[_KIND] = kind
             shared[_NUMBER] += 1
 
@@ -90,14 +90,14 @@ class Requests:
         while True:
             with self._lock():
                 if shared[_AGREED_NUMBER] < number:
-                    shared[_ANSWER + self._rank], shared[_ANSWERED + self._rank] = self._tick, number
-                missing = self._of_ranks(_ANSWERED) < number
+                    shared[_ANSWER_TICK + self._rank], shared[_ANSWERED_NUMBER + self._rank] = self._tick, number
+                missing = self._of_ranks(_ANSWERED_NUMBER) < number
                 if shared[_AGREED_NUMBER] < number and not missing.any():
-                    shared[_AGREED_TICK], shared[_AGREED_NUMBER] = self._of_ranks(_ANSWER).max() + 1, number
+                    shared[_AGREED_TICK], shared[_AGREED_NUMBER] = self._of_ranks(_ANSWER_TICK).max() + 1, number
                 if shared[_AGREED_NUMBER] == number:
                     self._number, self._kind = number, int(shared[_KIND])
                     self._due_tick = int(shared[_AGREED_TICK])
-                    shared[_READ + self._rank] = number
+                    shared[_READ_NUMBER + self._rank] = number
                     return
             if (self._of_ranks(_TICK)[missing] >= self._tick).any():
                 return

@@ -7,19 +7,14 @@ import sys
 from tests.record.test_metrics import read
 
 WANDB_RUN = """
-import sys, time
+import sys
 from nanochat.record import metrics, wandb_log
 wandb_log.FINISH_TIMEOUT_S = 2
 logger = metrics.MetricsLogger(sys.argv[1], sys.argv[2], {"depth": 4}, wandb_id="abcd1234")
-slowest_s = 0
 for step in range(1, 101):
-    start = time.perf_counter()
     logger.log(step, {"loss": 1 / step})
-    slowest_s = max(slowest_s, time.perf_counter() - start)
-    time.sleep(0.005)
-start = time.perf_counter()
+print(f"{logger._wandb._queue.qsize()} records wait for WandB")
 logger.close()
-print("slowest_log_s", slowest_s, "close_s", time.perf_counter() - start)
 """
 
 
@@ -30,29 +25,26 @@ def run_with_wandb(run_dir, run="trial", **environment):
                           env={**clean, "HOME": str(run_dir), **environment})
     assert done.returncode == 0, done.stdout
     assert len(read(run_dir)) == 100
-    words = done.stdout.split()
-    figures = {name: float(words[words.index(name) + 1]) for name in ("slowest_log_s", "close_s")}
-    return done.stdout, figures
+    return done.stdout
 
 
 def test_wandb_offline_receives_the_run_under_its_id(tmp_path):
-    output, _ = run_with_wandb(tmp_path, WANDB_MODE="offline")
+    output = run_with_wandb(tmp_path, WANDB_MODE="offline")
     assert "warning" not in output
     assert list(tmp_path.glob("wandb/offline-run-*-abcd1234/run-abcd1234.wandb"))
 
 
 def test_wandb_without_a_login_is_one_warning(tmp_path):
-    output, _ = run_with_wandb(tmp_path)
+    output = run_with_wandb(tmp_path)
     assert output.count("warning: WandB failed") == 1
 
 
-def test_a_wandb_server_that_never_answers_delays_no_step_and_the_end_by_seconds(tmp_path):
+def test_no_step_waits_for_a_wandb_server_that_never_answers_and_the_process_ends(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        output, figures = run_with_wandb(tmp_path, WANDB_BASE_URL=f"http://127.0.0.1:{silent.getsockname()[1]}",
-                                         WANDB_API_KEY="a" * 40)
+        output = run_with_wandb(tmp_path, WANDB_BASE_URL=f"http://127.0.0.1:{silent.getsockname()[1]}",
+                                WANDB_API_KEY="a" * 40)
     assert output.count("warning: WandB") == 1
-    assert figures["slowest_log_s"] < 0.2
-    assert figures["close_s"] < 4
+    assert "100 records wait for WandB" in output
 
 
 def test_wandb_is_not_imported_for_a_run_called_dummy(tmp_path):
