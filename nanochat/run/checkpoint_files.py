@@ -31,10 +31,12 @@ SUMMED_FILES = (MODEL, OPTIMIZER, LANES, META)
 
 
 def final_dir(run_dir, step):
+    """Returns the path of the finished checkpoint of `step`."""
     return Path(run_dir) / f"step_{step:06d}"
 
 
 def partial_dir(run_dir, step):
+    """Returns the path at which the checkpoint of `step` is written before it is finished."""
     return Path(run_dir) / f"step_{step:06d}.tmp"
 
 
@@ -173,6 +175,7 @@ def make_room(run_dir, needed_bytes, keep_every):
 
 
 def is_disk_full(error):
+    """Returns whether the exception says that the disk, or the user's quota, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -107,7 +107,7 @@ class Mirror:
     def fetch(self, run_dir):
         """Copies the newest complete checkpoint and the metrics into `run_dir`.
 
-        Returns the checkpoint's path, or None if there is none. Reports damaged copies and takes the one before.
+        Returns the checkpoint's path, or None if there is none. Reports damaged copies and tries the one before.
         Raises BadInput if the mirror cannot be read.
         """
         run_dir = Path(run_dir)

@@ -55,7 +55,7 @@ def _wait_for_orphans(run_dir):
             time.sleep(0.1)
 
 
-_held_as_rank = []
+_held_as_rank = []  # keeps the lock files open until the process ends
 
 
 def begin_as_rank(run_dir):
