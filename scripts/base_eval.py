@@ -6,7 +6,8 @@ from nanochat.common import ArgumentParser, BadInput, run_script
 from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards
 from nanochat.device.ranks import DEVICE_TYPES, compute_init, prepare_xla_environment, resolve_device_type
-from nanochat.run import checkpoint
+from nanochat.infer.load import find_checkpoint, load_model
+from nanochat.run.meta import load_meta
 from nanochat.train.loss_eval import bits_per_byte
 
 
@@ -29,8 +30,8 @@ def main(argv=None):
     args = parse_args(argv)
     device_type = resolve_device_type(args.device_type)
     prepare_xla_environment(device_type)
-    path = checkpoint.find_checkpoint(args.checkpoint)
-    trained_len = checkpoint.load_meta(path)["config"]["max_seq_len"]
+    path = find_checkpoint(args.checkpoint)
+    trained_len = load_meta(path).config["max_seq_len"]
     seq_len = trained_len if args.max_seq_len == -1 else args.max_seq_len
     if not 1 <= seq_len <= trained_len:
         raise BadInput(f"--max_seq_len={seq_len} must be from 1 to the model's {trained_len}")
@@ -39,10 +40,10 @@ def main(argv=None):
                        f"--device_batch_size={args.device_batch_size} at least 1")
     shards = list_shards(args.data_dir, "val")
     dist = compute_init(device_type)
-    model, tokenizer, meta = checkpoint.load_model(path, dist, tokenizer_dir=args.tokenizer_dir, kernel=args.kernel)
+    model, tokenizer, meta = load_model(path, dist, tokenizer_dir=args.tokenizer_dir, kernel=args.kernel)
     with DataLoader(shards, tokenizer, batch_size=args.device_batch_size, seq_len=seq_len, seed=args.seed) as loader:
         bpb, num_bytes = bits_per_byte(model, loader, args.eval_tokens // seq_len, tokenizer.token_bytes(), dist)
-    print(f"{path} (step {meta['step']}): {bpb:.4f} bits per byte over {num_bytes:,} bytes")
+    print(f"{path} (step {meta.step}): {bpb:.4f} bits per byte over {num_bytes:,} bytes")
 
 
 if __name__ == "__main__":

@@ -39,12 +39,15 @@ from nanochat.device.ranks import (
 )
 from nanochat.infer.engine import Engine
 from nanochat.kernels.choose import get_kernels
+from nanochat.model.flops import mfu
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW
-from nanochat.record import metrics
+from nanochat.record.goodput import Goodput
+from nanochat.record.metrics import MetricsLogger
 from nanochat.record.observe import Observer, Profile, describe_compiling, parse_profile_steps
-from nanochat.run import checkpoint, watchdog
+from nanochat.run import checkpoint, checkpoint_files, watchdog
 from nanochat.run import stopping as preemption
+from nanochat.run.meta import Meta, load_meta, require_match, restore_rng, rng_state
 from nanochat.run.mirror import Mirror
 from nanochat.run.processes import (
     begin_as_rank,
@@ -59,7 +62,7 @@ from nanochat.train.loss_eval import bits_per_byte
 from nanochat.train.nonfinite import BadSteps
 from nanochat.train.plan import describe_plan, make_plan, peak_flops
 
-# In the run's folder: see preemption.py and watchdog.py; the last is there once a run has come to its end.
+# In the run's folder: see stopping.py and watchdog.py; the last is there once a run has come to its end.
 REQUESTS_FILE, HEARTBEATS_FILE, FINISHED_FILE = ".requests", ".heartbeats", ".finished"
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
 
@@ -90,11 +93,11 @@ class Trainer:
         self.tokenizer = load_tokenizer(args.tokenizer_dir)
         self.run_dir = require_writable_dir(get_run_dir(args))
         restored = checkpoint.load(checkpoint_path) if checkpoint_path else None
-        meta = restored.meta if restored else {}
+        meta = restored.meta if restored else None
         self.plan = make_plan(args, self.tokenizer.n_vocab, self.dist.world_size, meta)
-        self.goodput = metrics.Goodput(meta.get("seconds"), meta.get("time"))
-        self.interruptions = meta.get("interruptions", 0) + 1 if restored else 0
-        self.start_step = self.step = restored.step if restored else 0
+        self.goodput = Goodput(meta.seconds, meta.time) if meta else Goodput()
+        self.interruptions = meta.interruptions + 1 if meta else 0
+        self.start_step = self.step = meta.step if meta else 0
         self.observer = Observer(dist)
         self.profile = Profile(parse_profile_steps(args.profile_steps, self.plan.num_iterations),
                                self.run_dir / "profile", dist)
@@ -104,7 +107,7 @@ class Trainer:
         self.engine = Engine(self.model, self.tokenizer, self.dist)
         self.last_batch = None  # knows where the lanes stand after it
         self.pending, self.window_start = [], time.monotonic()  # what steps since the last line of the log returned
-        self.bad_steps = BadSteps(args.max_bad_steps, **meta.get("bad_steps", {}))
+        self.bad_steps = BadSteps(args.max_bad_steps, **(meta.nonfinite_steps if meta else {}))
         self.heartbeats, self.step_seconds = watchdog.Heartbeats(self.run_dir / HEARTBEATS_FILE), []
         self.requests = preemption.Requests(self.run_dir / REQUESTS_FILE, dist.rank, dist.world_size)
         self.saved_step, self.saved_at, self.save_is_asked = self.step, time.monotonic(), False
@@ -114,10 +117,10 @@ class Trainer:
             print_banner()
             print0("\n".join(describe_plan(self.plan, args, self.dist, self.model, self.tokenizer)))
             print0(f"resuming from {checkpoint_path}" if restored else f"a new run, in {self.run_dir}")
-            self.logger = metrics.MetricsLogger(
+            self.logger = MetricsLogger(
                 self.run_dir, args.run, vars(args), total_steps=self.plan.num_iterations,
                 resume_step=self.step if restored else None, wandb_project=args.wandb_project,
-                wandb_id=meta.get("wandb_id"))
+                wandb_id=meta.wandb_id if meta else None)
             self.saver = checkpoint.Saver(
                 self.run_dir, num_lanes=NUM_LANES, keep=args.keep_checkpoints, keep_every=args.keep_every,
                 before_rename=self.logger.flush, on_saved=self.mirror.upload if self.mirror else lambda path: None,
@@ -130,7 +133,7 @@ class Trainer:
                          args.activation_checkpointing)
         if restored:
             self.model.load_state_dict(restored.model_state)
-            checkpoint.restore_rng(restored.meta["rng"])
+            restore_rng(restored.meta.rng)
         else:
             self.model.init_weights(args.seed)
         self.model.to(dist.device)
@@ -227,7 +230,7 @@ class Trainer:
         if self.saver:
             self.saver.check()
         minutes = (time.monotonic() - self.saved_at) / 60
-        if self.requests.poll(wants_save=0 < self.args.save_every_minutes <= minutes):
+        if self.requests.agreed_action(wants_save=0 < self.args.save_every_minutes <= minutes):
             self.save_is_asked = True
         return self.requests.is_stopping
 
@@ -277,7 +280,7 @@ class Trainer:
             "lr_multiplier": self.optimizer.scheduled(self.step - 1, plan.batch_growth(self.step - 1))[0].item(),
             "step_ms": 1000 * elapsed / len(losses),
             "tokens_per_s": tokens_per_s,
-            "mfu": metrics.mfu(tokens_per_s, plan.flops_per_token, peak_flops(self.dist), plan.world_size),
+            "mfu": mfu(tokens_per_s, plan.flops_per_token, peak_flops(self.dist), plan.world_size),
             "tokens": self.loader.stats["rows"] * plan.world_size * self.args.max_seq_len,
             "time_left_s": plan.tokens(self.step, plan.num_iterations) / tokens_per_s,
             "epoch": self.loader.stats["epoch"],
@@ -320,14 +323,13 @@ class Trainer:
             checkpoint.save_lane_states(self.run_dir, self.step, self.last_batch.state)
             state = self.optimizer.host_state()
             if self.dist.rank == 0:
-                self.saver.save(self.step, *state, {
-                    "config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
-                    "data_fingerprint": self.loader.fingerprint, "flags": vars(self.args),
-                    "batch_schedule": self.plan.batch_schedule,
-                    "rng": checkpoint.rng_state(), "wandb_id": self.logger.wandb_id,
-                    "interruptions": self.interruptions,
-                    "bad_steps": {"total": self.bad_steps.total, "in_a_row": self.bad_steps.in_a_row},
-                    "time": time.time(), "seconds": self.goodput.seconds()})
+                self.saver.save(*state, Meta(
+                    step=self.step, config=asdict(self.plan.config), tokenizer_sha256=self.tokenizer.sha256,
+                    data_fingerprint=self.loader.fingerprint, flags=vars(self.args),
+                    batch_schedule=self.plan.batch_schedule, rng=rng_state(), wandb_id=self.logger.wandb_id,
+                    interruptions=self.interruptions,
+                    nonfinite_steps={"total": self.bad_steps.total, "in_a_row": self.bad_steps.in_a_row},
+                    time=time.time(), seconds=self.goodput.seconds()))
             thread_barrier(self.dist)
 
 
@@ -371,25 +373,25 @@ def check(args, device_type):
         if args.eval_every > 0:
             open_shards(list_shards(args.val_dir, "val"), args.skip_bad_shards)
     run_dir = get_run_dir(args)
-    checkpoint.clean_partial(run_dir)
+    checkpoint_files.clean_partial(run_dir)
     preemption.Requests(run_dir / REQUESTS_FILE, create=True)
     watchdog.Heartbeats(run_dir / HEARTBEATS_FILE, create=True)
     if args.resume == "never":
-        checkpoint.set_aside_after(run_dir, -1)
+        checkpoint_files.set_aside_after(run_dir, -1)
     model = GPT.on_meta(plan.config)
     optimizer = MuonAdamW(model, optim_config(args), plan.total_batch_size, plan.num_iterations)
     if args.save_every > 0:
-        checkpoint.check_disk_space(run_dir, checkpoint.state_bytes(optimizer.masters, optimizer.state))
-    if open_mirror(args) and args.resume == "auto" and not checkpoint.list_checkpoints(run_dir):
+        checkpoint_files.check_disk_space(run_dir, checkpoint_files.state_bytes(optimizer.masters, optimizer.state))
+    if open_mirror(args) and args.resume == "auto" and not checkpoint_files.list_checkpoints(run_dir):
         open_mirror(args).fetch(run_dir)
-    path = checkpoint.latest_good(run_dir, report=lambda message: print(f"warning: {message}", flush=True))
+    path = checkpoint_files.latest_good(run_dir, report=lambda message: print(f"warning: {message}", flush=True))
     if path:
-        meta = checkpoint.load_meta(path)
-        checkpoint.require_match(path, meta, config=asdict(plan.config), tokenizer_sha256=tokenizer.sha256,
-                                 data_fingerprint=data_fingerprint)
+        meta = load_meta(path)
+        require_match(path, meta, config=asdict(plan.config), tokenizer_sha256=tokenizer.sha256,
+                      data_fingerprint=data_fingerprint)
         plan = make_plan(args, tokenizer.n_vocab, plan.world_size, meta)
         # what is not marked as finished may lack its last evaluation
-        if meta["step"] >= plan.num_iterations and (run_dir / FINISHED_FILE).exists():
+        if meta.step >= plan.num_iterations and (run_dir / FINISHED_FILE).exists():
             print(f"run {args.run} has reached step {plan.num_iterations} ({path}): nothing left to do. Raise "
                   "--num_iterations, choose another --run, or start over with --resume=never")
             return True, path

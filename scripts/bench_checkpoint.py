@@ -1,9 +1,9 @@
-"""How long saving a checkpoint holds the training loop, and how long until the state is safe:
+"""Measures how long saving a checkpoint holds up the training loop, and how long it takes until the state is on disk:
 
     python3 -m scripts.bench_checkpoint --depth=16
 
-The state has the true sizes and random contents; nothing is trained. It lies in host memory, so what holds the loop
-here is a copy within memory; on a TPU it is the way from the device to the host.
+The state has the true sizes and random contents; nothing is trained. The state is in host memory, so a copy within
+memory holds up the loop here; on a TPU it is the copy from the device to the host.
 """
 import shutil
 import tempfile
@@ -17,13 +17,15 @@ from nanochat.data.loader import NUM_LANES
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW
 from nanochat.run import checkpoint
+from nanochat.run.checkpoint_files import state_bytes
+from nanochat.run.meta import Meta
 from nanochat.train.flags import optim_config
 from nanochat.train.flags import parse_args as parse_training_args
 from nanochat.train.plan import make_plan
 
 
 def make_state(depth):
-    """(weights, optimizer's state) of a model of this depth, {name: tensor}, with random contents."""
+    """Returns random weights and a random optimizer's state of a model of this depth, each {name: tensor}."""
     args = parse_training_args([f"--depth={depth}"])
     plan = make_plan(args, 65536, 1)
     model = GPT.on_meta(plan.config)
@@ -37,19 +39,19 @@ def main(argv=None):
     parser.add_argument("--depth", type=int, default=16, help="number of layers")
     args = parser.parse_args(argv)
     state = make_state(args.depth)
-    num_bytes = checkpoint.state_bytes(*state)
+    num_bytes = state_bytes(*state)
     run_dir = Path(tempfile.mkdtemp(prefix="bench_checkpoint_", dir=require_writable_dir(get_base_dir())))
     try:
         saver = checkpoint.Saver(run_dir, num_lanes=NUM_LANES, keep=1)
         started = time.monotonic()
         checkpoint.save_lane_states(run_dir, 1, {lane: {} for lane in range(NUM_LANES)})
         copies = ({name: tensor.clone() for name, tensor in part.items()} for part in state)  # as MuonAdamW.host_state
-        saver.save(1, *copies, {})
+        saver.save(*copies, Meta(step=1, config={}, tokenizer_sha256="", data_fingerprint="", flags={}, rng=""))
         held_s = time.monotonic() - started
         saver.finish()
         safe_s = time.monotonic() - started
-        print(f"{num_bytes:,} bytes: the loop was held for {held_s:.2f} s; written, synced, read back and renamed "
-              f"after {safe_s:.1f} s ({num_bytes / safe_s / 1e6:.0f} MB/s)")
+        print(f"{num_bytes:,} bytes: the loop was held up for {held_s:.2f} s; written, synced, read back and "
+              f"renamed after {safe_s:.1f} s ({num_bytes / safe_s / 1e6:.0f} MB/s)")
     finally:
         shutil.rmtree(run_dir)
 

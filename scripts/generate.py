@@ -19,7 +19,7 @@ from nanochat.device.ranks import (
     resolve_device_type,
 )
 from nanochat.infer.engine import Engine
-from nanochat.run.checkpoint import find_checkpoint, load_model
+from nanochat.infer.load import find_checkpoint, load_model
 
 
 def parse_args(argv=None):
@@ -65,7 +65,7 @@ def main(argv=None):
     prompt = read_prompt(args)
     dist = compute_init(device_type)
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=args.tokenizer_dir)
-    print(f"{path}: step {meta['step']}, on {dist.device}", file=sys.stderr)
+    print(f"{path}: step {meta.step}, on {dist.device}", file=sys.stderr)
 
     def show(text):
         print(text, end="", flush=True)

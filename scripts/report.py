@@ -1,9 +1,9 @@
-"""Draws runs from their metrics.jsonl: one self-contained HTML file, the same pictures as PNGs, and a summary here.
+"""Draws the metrics of one or more runs: an HTML file without references, the same pictures as PNGs, a printed summary.
 
     python3 -m scripts.report RUN [RUN …]
 
-RUN is the name of a run, its directory, or a metrics.jsonl that was brought home. A panel is drawn if a run has its
-fields; broken lines are interruptions. Needs matplotlib: pip install '.[report]'
+RUN is the name of a run, its directory, or a copy of its metrics.jsonl. A panel is drawn if at least one run has its
+metric. Broken lines mark interruptions. It needs matplotlib: pip install '.[report]'
 """
 import base64
 import html
@@ -17,14 +17,14 @@ from nanochat.record.metrics import format_count, format_duration
 
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 KINDS = {"train": "#2ca02c", "compile": "#ff7f0e", "load": "#17becf", "save": "#9467bd", "evaluate": "#1f77b4",
-         "sample": "#e377c2", "other": "#7f7f7f", "lost": "#d62728"}  # where time goes, as it is stacked
+         "sample": "#e377c2", "other": "#7f7f7f", "lost": "#d62728"}  # Goodput's names in stacking order
 GIB = 2**30
 
 
 def main(argv=None):
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="name of a run, its directory, or its metrics.jsonl")
-    parser.add_argument("--out_dir", default="", help="where the report goes; empty: report/ in the first run's folder")
+    parser.add_argument("--out_dir", default="", help="the report's folder; default: report/ in the first run's")
     args = parser.parse_args(argv)
     if len(args.runs) > len(COLOURS):
         raise BadInput(f"{len(args.runs)} runs are too many for one picture: give at most {len(COLOURS)}")
@@ -46,9 +46,9 @@ def main(argv=None):
 
 
 def summarise(runs):
-    """Rows of the summary: (what, a text for each run). Rows that no run can fill are left out."""
+    """Returns the rows of the summary, (label, [a text for each run]), without those that are empty for all runs."""
     rows = [("run", [run.name for run in runs])] + [
-        (what, [text(run) or "" for run in runs]) for what, text in (
+        (label, [text(run) or "" for run in runs]) for label, text in (
             ("steps", lambda run: f"{run.records[-1]['step']:,}"),
             ("tokens", lambda run: of(run.last("tokens"), lambda tokens: format_count(int(tokens)))),
             ("loss, last 20 steps", lambda run: of(run.series("loss")[1][-20:], lambda values: f"{values.mean():.4f}")),
@@ -62,13 +62,13 @@ def summarise(runs):
             ("wall time", lambda run: format_duration(run.records[-1]["time"] - run.records[0]["time"])),
             ("interruptions", lambda run: str(len(run.interruptions()))),
             ("goodput", lambda run: of(run.last("goodput"), "{:.1%}".format)),
-            ("the rest", losses_of_time),
+            ("not training", time_not_training),
             ("steps skipped as not finite", lambda run: of(run.last("bad_steps"), "{:.0f}".format)))]
-    return [(what, texts) for what, texts in rows if any(texts)]
+    return [(label, texts) for label, texts in rows if any(texts)]
 
 
 def of(value, form):
-    """`value` as text; None for none."""
+    """Returns form(value), or None if the value is None or an empty array."""
     return None if value is None or np.size(value) == 0 else form(value)
 
 
@@ -83,7 +83,7 @@ def peak_memory(run):
     return f"{peaks.max() / GIB:.1f} GiB" + (f" of {limit / GIB:.1f}" if limit else "") if len(peaks) else None
 
 
-def losses_of_time(run):
+def time_not_training(run):
     seconds = run.seconds()
     total = max(sum(seconds.values()), 1e-9)
     kinds = sorted(seconds.keys() - {"train"}, key=seconds.get, reverse=True)
@@ -91,11 +91,11 @@ def losses_of_time(run):
 
 
 def format_table(rows):
-    """The summary as text: one column for each run, as wide as it needs to be."""
+    """Returns the summary as text, with one column for each run."""
     widths = [max(len(row) for row in column)
-              for column in zip(*([what, *texts] for what, texts in rows), strict=True)]
-    return "\n".join("  ".join(text.ljust(width) for text, width in zip([what, *texts], widths, strict=True)).rstrip()
-                     for what, texts in rows)
+              for column in zip(*([label, *texts] for label, texts in rows), strict=True)]
+    return "\n".join("  ".join(text.ljust(width) for text, width in zip([label, *texts], widths, strict=True)).rstrip()
+                     for label, texts in rows)
 
 
 # -----------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def format_table(rows):
 
 
 def draw(runs, out_dir):
-    """Writes the PNGs that there is something for, and returns their paths."""
+    """Writes the pictures that some run has metrics for, as PNGs, and returns their paths."""
     pictures = [
         ("loss", "Loss and validation", [
             (lambda axes: draw_lines(axes, runs, "loss", "loss, nats a token", "tokens", smooth=True), "loss"),
@@ -153,14 +153,18 @@ def save_figure(path, title, panels):
 
 
 def draw_lines(axes, runs, name, label, over, scale=1, smooth=False, is_log=False):
-    """One line for each run, over tokens or over time; `smooth`: a running mean over the values themselves."""
+    """Draws the metric `name` of each run over "tokens" or over "time".
+
+    label: of the vertical axis, in whose unit the values are after multiplication by `scale`.
+    smooth: draws a running mean as well.
+    """
     unit_s = time_unit(axes, runs) if over == "time" else 1
     for run, colour in zip(runs, COLOURS, strict=False):
         steps, values = run.series(name)
         if not len(steps):
             continue
         x = run.tokens(steps)
-        if over == "time":  # a line ends where the run was interrupted
+        if over == "time":  # a gap where the run was interrupted
             breaks = np.searchsorted(steps, [record["step"] for record in run.interruptions()])
             x, values = np.insert(run.elapsed_s(steps) / unit_s, breaks, np.nan), np.insert(values, breaks, np.nan)
         marker = "o" if name == "val_bpb" or len(steps) == 1 else None
@@ -181,7 +185,7 @@ def draw_lines(axes, runs, name, label, over, scale=1, smooth=False, is_log=Fals
 
 
 def running_mean(values, decay=0.9):
-    """Exponential running mean, corrected for its beginning."""
+    """Returns the exponential running mean of `values`, bias-corrected as in Adam (arXiv 1412.6980)."""
     means, mean, weight = [], 0.0, 0.0
     for value in values:
         if not np.isnan(value):
@@ -191,7 +195,7 @@ def running_mean(values, decay=0.9):
 
 
 def time_unit(axes, runs):
-    """Labels the axis of time, and returns its unit in seconds."""
+    """Labels the time axis and returns its unit in seconds."""
     longest_s = max(run.records[-1]["time"] - run.records[0]["time"] for run in runs)
     unit, unit_s = next((unit for unit in (("days", 86400), ("hours", 3600), ("minutes", 60))
                          if longest_s > 3 * unit[1]), ("seconds", 1))
@@ -200,7 +204,7 @@ def time_unit(axes, runs):
 
 
 def mark_interruptions(axes, run, colour, over, unit_s):
-    """A broken line where each process but the first went on, and in time a shade over what had stood still."""
+    """Draws a broken line where the run was resumed; over time, also a shade over the pause before it."""
     for i, record in enumerate(run.interruptions()):
         if over == "tokens":
             x = run.tokens(record["step"])
@@ -209,32 +213,33 @@ def mark_interruptions(axes, run, colour, over, unit_s):
             begin, x = ((time - run.records[0]["time"]) / unit_s for time in (before["time"], record["time"]))
             axes.axvspan(begin, x, color=colour, alpha=0.1, linewidth=0)
         axes.axvline(x, color=colour, linestyle="--", linewidth=1, alpha=0.8,
-                     label=f"{run.name}: goes on after an interruption" if i == 0 else None)
+                     label=f"{run.name}: resumed after an interruption" if i == 0 else None)
 
 
 def draw_goodput(axes, runs, run):
-    """Of all the time until then, the share of each kind, stacked."""
+    """Draws the fractions of Goodput's kinds in the wall time so far, stacked."""
     unit_s = time_unit(axes, [run])
     records = [record for record in run.records if SECONDS + "train" in record]
     kinds = [kind for kind in (*KINDS, *sorted(run.seconds().keys() - KINDS)) if kind in run.seconds()]
     seconds = np.array([[record.get(SECONDS + kind, 0.0) for record in records] for kind in kinds])
-    shares = 100 * seconds / np.maximum(seconds.sum(axis=0), 1e-9)
-    axes.stackplot([(record["time"] - run.records[0]["time"]) / unit_s for record in records], shares, alpha=0.8,
-                   labels=[f"{kind} {share:.1f}%" for kind, share in zip(kinds, shares[:, -1], strict=True)],
+    percentages = 100 * seconds / np.maximum(seconds.sum(axis=0), 1e-9)
+    axes.stackplot([(record["time"] - run.records[0]["time"]) / unit_s for record in records], percentages, alpha=0.8,
+                   labels=[f"{kind} {percent:.1f}%" for kind, percent in zip(kinds, percentages[:, -1], strict=True)],
                    colors=[KINDS.get(kind, "#bcbd22") for kind in kinds])
     mark_interruptions(axes, run, "black", "time", unit_s)
-    axes.set(ylabel="share of the time until then, %", ylim=(0, 100), title=run.name if len(runs) > 1 else "")
+    axes.set(ylabel="fraction of the time so far, %", ylim=(0, 100), title=run.name if len(runs) > 1 else "")
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def draw_memory(axes, runs):
     unit_s = time_unit(axes, runs)
     for run, colour in zip(runs, COLOURS, strict=False):
-        for name, style, what in (("device_memory_bytes", "-", "in use"), ("device_memory_peak_bytes", ":", "peak"),
+        for name, style, label in (("device_memory_bytes", "-", "in use"), ("device_memory_peak_bytes", ":", "peak"),
                                   ("device_memory_limit_bytes", "-.", "limit")):
             steps, values = run.series(name)
             if len(values):
-                axes.plot(run.elapsed_s(steps) / unit_s, values / GIB, style, color=colour, label=f"{run.name}: {what}")
+                axes.plot(run.elapsed_s(steps) / unit_s, values / GIB, style, color=colour,
+                          label=f"{run.name}: {label}")
         mark_interruptions(axes, run, colour, "time", unit_s)
     axes.set(ylabel="memory of one device, GiB", ylim=(0, None))
     axes.legend(fontsize="small")
@@ -245,11 +250,11 @@ def draw_memory(axes, runs):
 
 
 def make_page(runs, summary, pictures):
-    """The report as one HTML document, its pictures in it."""
+    """Returns the report as one HTML document that contains the pictures."""
     title = html.escape(" and ".join(run.name for run in runs))
     (_, names), *rows = summary
-    table = "".join("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in (what, *texts)) + "</tr>\n"
-                    for what, texts in rows)
+    table = "".join("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in (label, *texts)) + "</tr>\n"
+                    for label, texts in rows)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("", *names))
     images = "".join(f'<p><img alt="{path.stem}" src="data:image/png;base64,{encode(path)}"></p>\n'
                      for path in pictures)
@@ -265,6 +270,7 @@ td, th {{ text-align: left; padding: 0.2em 1.5em 0.2em 0 }} td:first-child {{ co
 
 
 def encode(path):
+    """Returns the file in base64."""
     return base64.b64encode(Path(path).read_bytes()).decode()
 
 

@@ -1,9 +1,9 @@
-"""What would make a run faster, read off its metrics.jsonl: the largest loss first, and nothing where nothing is wrong.
+"""Reads a run's metrics.jsonl and advises what would make the run faster, the largest loss of time first.
 
     python3 -m scripts.tpu_advice RUN
 
-RUN is the name of a run, its directory, or its metrics.jsonl. Shares are medians over the lines of the log since the
-newest start, or of all the run's time; the flags are those of its newest checkpoint.
+RUN is the name of a run, its directory, or its metrics.jsonl. The fractions of time are medians since the newest
+process started, or fractions of the whole wall time. The flags are read from the run's newest checkpoint.
 """
 import math
 from dataclasses import dataclass
@@ -11,19 +11,22 @@ from dataclasses import dataclass
 from nanochat.common import ArgumentParser, run_script
 from nanochat.record.history import read_run
 from nanochat.record.metrics import format_duration
-from nanochat.run.checkpoint import list_checkpoints, load_meta
+from nanochat.run.checkpoint_files import list_checkpoints
+from nanochat.run.meta import load_meta
 
-DATA_WAIT = 0.05  # shares of the time from which on something is said
-HOST_BOUND = 0.80  # the host dispatches and fetches data nearly all the time, so the device waits for it
-ASIDE = 0.05  # all that is not training: each kind of it
-MEMORY_FREE = 0.48  # of the device's memory: twice the batch takes less than twice as much
-MEMORY_TIGHT = 0.70  # up to here it may fit, because weights and optimizer do not grow with it
+# From these fractions of the time on, advice is given:
+DATA_WAIT = 0.05  # waiting for data
+HOST_BOUND = 0.80  # dispatching or waiting for data: nearly all the time, so the device waits for the host
+NOT_TRAINING = 0.05  # any one kind of work that is not training
+# Fractions of the device's memory up to which twice the batch
+MEMORY_FREE = 0.48  # fits, because it takes less than twice the memory
+MEMORY_TIGHT = 0.70  # may fit, because weights and optimizer do not grow with it
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Advice:
-    share: float  # of the run's time that is lost, as measured; 0 where the gain is not known
+    fraction: float  # of the run's time that is lost, as measured; 0 if the gain is not known
     text: str
 
 
@@ -43,13 +46,13 @@ def main(argv=None):
 
 
 def read_flags(run):
-    """The flags that the run's newest checkpoint was trained with; {} if there is none."""
+    """Returns the flags {name: value} of the run's newest checkpoint, or {} if there is none."""
     checkpoints = list_checkpoints(run.directory)
-    return load_meta(checkpoints[-1]).get("flags", {}) if checkpoints else {}
+    return load_meta(checkpoints[-1]).flags if checkpoints else {}
 
 
 def describe(run):
-    """One line of what was measured."""
+    """Returns one line with the main measurements."""
     facts = [f"run {run.name}: step {run.records[-1]['step']:,}"]
     for name, form in (("tokens_per_s", "{:,.0f} tokens/s"), ("mfu", "MFU {:.1%}"), ("data_wait", "data {:.0%}"),
                        ("host_dispatch", "dispatch {:.0%}")):
@@ -60,14 +63,14 @@ def describe(run):
 
 
 def advise(run, flags):
-    """All Advice, the largest share first."""
-    found = [*about_data(run, flags), *about_host(run, flags), *about_compiling(run), *about_time_aside(run, flags),
-             *about_memory(run, flags), *about_kernel(run, flags)]
-    return sorted(found, key=lambda advice: -advice.share)
+    """Returns all Advice, the largest fraction first."""
+    found = [*about_data(run, flags), *about_host(run, flags), *about_compiling(run),
+             *about_time_not_training(run, flags), *about_memory(run, flags), *about_kernel(run, flags)]
+    return sorted(found, key=lambda advice: -advice.fraction)
 
 
 def now(flags, name):
-    """The value of a flag in brackets, if it is known."""
+    """Returns the value of a flag in brackets, or "" if it is not known."""
     return f" (now {flags[name]})" if flags.get(name) is not None else ""
 
 
@@ -83,19 +86,19 @@ def about_host(run, flags):
     dispatch, wait = run.median("host_dispatch") or 0.0, run.median("data_wait") or 0.0
     if dispatch + wait < HOST_BOUND or wait > dispatch:
         return
-    means = []
+    remedies = []
     batch = flags.get("device_batch_size")
-    if batch and micro_rows(run, flags) > batch:
-        means.append(f"--device_batch_size={2 * batch} (now {batch}), if a step has several micro-steps and it fits")
+    if batch and rows_per_step(run, flags) > batch:
+        remedies.append(f"--device_batch_size={2 * batch} (now {batch}), if a step has several micro-steps and it fits")
     if flags.get("log_every", 10) < 10:
-        means.append(f"--log_every=10{now(flags, 'log_every')}: every line waits for the device")
-    means = "; ".join(means) or "a larger --total_batch_size with a larger --device_batch_size"
+        remedies.append(f"--log_every=10{now(flags, 'log_every')}: every line waits for the device")
+    remedies = "; ".join(remedies) or "a larger --total_batch_size with a larger --device_batch_size"
     yield Advice(dispatch / 2, f"The host is busy dispatching programs for {dispatch:.0%} of the time, so the device "
-                               f"waits for it: {means}")
+                               f"waits for it: {remedies}")
 
 
-def micro_rows(run, flags):
-    """Rows of a step, of all devices together; 0 if they are not known."""
+def rows_per_step(run, flags):
+    """Returns the rows of a step on all devices together, or 0 if they are not known."""
     steps, tokens = run.series("tokens")
     if len(steps) < 2 or not flags.get("max_seq_len"):
         return 0
@@ -107,15 +110,15 @@ def about_compiling(run):
     if not found:
         return
     seconds = recompiling_s(run)
-    share = seconds / max(run.records[-1]["time"] - run.records[0]["time"], 1e-9)
+    fraction = seconds / max(run.records[-1]["time"] - run.records[0]["time"], 1e-9)
     several = f" and {len(set(found)) - 3} more" if len(set(found)) > 3 else ""
-    yield Advice(share, f"Programs were compiled again {len(found)} times after the warm-up, for "
+    yield Advice(fraction, f"Programs were compiled again {len(found)} times after the warm-up, for "
                         f"{format_duration(seconds)}: keep these constant: "
                         + "; ".join(sorted(set(found))[:3]) + several)
 
 
 def recompiling_s(run):
-    """Seconds spent compiling in the windows of the log that tell of a program compiled again."""
+    """Returns the seconds spent compiling before those console lines that report a program compiled again."""
     before, seconds = None, 0.0
     for record in run.records:
         compiled = record.get("compile_s")
@@ -125,26 +128,27 @@ def recompiling_s(run):
     return seconds
 
 
-def about_time_aside(run, flags):
-    """What is done beside training: it can be done less often."""
+def about_time_not_training(run, flags):
+    """Yields Advice on evaluating, sampling, saving, interruptions and compiling."""
     seconds = run.seconds()
     total = max(sum(seconds.values()), 1e-9)
-    for kind, flag, what in (("evaluate", "eval_every", "evaluating"), ("sample", "sample_every", "sampling"),
+    for kind, flag, activity in (("evaluate", "eval_every", "evaluating"), ("sample", "sample_every", "sampling"),
                              ("save", "save_every", "saving")):
-        share = seconds.get(kind, 0.0) / total
-        if share > ASIDE:
-            often = flags.get(flag)
-            less = f"--{flag}={often * math.ceil(share / ASIDE)} (now {often})" if often else f"a larger --{flag}"
+        fraction = seconds.get(kind, 0.0) / total
+        if fraction > NOT_TRAINING:
+            every = flags.get(flag)
+            rarer = f"--{flag}={every * math.ceil(fraction / NOT_TRAINING)} (now {every})" if every else \
+                f"a larger --{flag}"
             fewer = f", or fewer --eval_tokens{now(flags, 'eval_tokens')}" if kind == "evaluate" else ""
-            yield Advice(share, f"{share:.0%} of the time goes into {what}: {less}{fewer}")
+            yield Advice(fraction, f"{fraction:.0%} of the time goes into {activity}: {rarer}{fewer}")
     lost, interruptions = seconds.get("lost", 0.0) / total, len(run.interruptions())
-    if lost > ASIDE and interruptions:
+    if lost > NOT_TRAINING and interruptions:
         times = f"{interruptions} interruption{'s' * (interruptions > 1)}"
         yield Advice(lost, f"{lost:.0%} of the time was lost to {times} (work done again, and nothing running): a "
-                           f"smaller --save_every{now(flags, 'save_every')}, or a VM that is back sooner "
+                           f"smaller --save_every{now(flags, 'save_every')}, or a VM that is replaced sooner "
                            "(deploy/watch.sh with more zones)")
     compiling = seconds.get("compile", 0.0) / total
-    if compiling > ASIDE and interruptions:
+    if compiling > NOT_TRAINING and interruptions:
         yield Advice(compiling, f"{compiling:.0%} of the time goes into compiling, at each of {interruptions + 1} "
                                 "starts: zones with fewer preemptions, or --on_demand (deploy/watch.sh)")
 
@@ -158,15 +162,15 @@ def about_memory(run, flags):
         yield Advice(0, f"{used}: try without --activation_checkpointing, which computes activations twice")
         return
     batch = flags.get("device_batch_size")
-    if batch and micro_rows(run, flags) <= batch:
-        return  # a step is one micro-step of one device: there is nothing to gather
+    if batch and rows_per_step(run, flags) <= batch:
+        return  # a step is one micro-step of one device, so a larger device batch would change the run
     larger = f"--device_batch_size={2 * batch} (now {batch})" if batch else "twice the --device_batch_size"
     if peak / limit <= MEMORY_FREE:
         yield Advice(0, f"{used}: {larger} fits, because it takes less than twice as much")
     else:
         same = "".join(f" --{name}={flags[name]}" for name in ("depth", "max_seq_len", "kernel") if name in flags)
-        yield Advice(0, f"{used}: {larger} may fit; what does, says python3 -m scripts.tpu_preflight "
-                        f"--accelerator=TYPE --find_batch{same}")
+        yield Advice(0, f"{used}: {larger} may fit; python3 -m scripts.tpu_preflight "
+                        f"--accelerator=TYPE --find_batch{same} finds out")
 
 
 def about_kernel(run, flags):

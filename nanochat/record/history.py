@@ -1,10 +1,8 @@
-"""A run's metrics.jsonl, read again: by scripts/report.py and scripts/tpu_advice.py.
+"""Reads a run's metrics.jsonl, for scripts/report.py and scripts/tpu_advice.py:
 
-    run = read_run("d16")         # a run's name, its directory, or the file
-    run.series("loss")            # (steps, values) of the records that have it
-    run.tokens(steps)             # tokens seen by these steps, and
-    run.elapsed_s(steps)          # the wall time since the first record
-    run.interruptions()           # the first record of each process but the first
+    run = read_run("d16")
+    steps, losses = run.series("loss")
+    tokens, seconds = run.tokens(steps), run.elapsed_s(steps)
 """
 import json
 from dataclasses import dataclass
@@ -15,28 +13,31 @@ import numpy as np
 from nanochat.common import BadInput, get_base_dir
 from nanochat.record.metrics import METRICS_FILE
 
-SECONDS = "seconds_"  # fields that say where the time went: seconds_train, seconds_compile, …
+SECONDS = "seconds_"  # the prefix of seconds_train, seconds_compile, …
 
 
 @dataclass(frozen=True)
 class Run:
     name: str
     directory: Path
-    records: list  # as the lines have them, in their order
+    records: list  # the file's JSON objects in their order
 
     def series(self, name):
-        """Arrays of the steps and the values of all records that have a number under `name`."""
+        """Returns two arrays: the steps and the values of `name`, of all records that have it."""
         found = [(record["step"], record[name]) for record in self.records if record.get(name) is not None]
         steps, values = zip(*found, strict=True) if found else ((), ())
         return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
 
     def last(self, name):
-        """The newest value of `name`, None if there is none."""
+        """Returns the newest value of `name`, or None if no record has it."""
         values = self.series(name)[1]
         return values[-1] if len(values) else None
 
     def median(self, name):
-        """Half of the log's lines since the newest start have less; None if none has it. The first line compiles."""
+        """Returns the median of `name` since the newest process started, or None if no record has it.
+
+        The first record of a process is left out, because its steps include compiling.
+        """
         interruptions = self.interruptions()
         start = interruptions[-1]["step"] if interruptions else self.records[0]["step"]
         steps, values = self.series(name)
@@ -44,12 +45,15 @@ class Run:
         return float(np.median(values[1:] if len(values) > 1 else values)) if len(values) else None
 
     def tokens(self, steps):
-        """Tokens seen by these steps, also by those whose record does not say."""
+        """Returns the tokens seen until each of these steps, interpolated where a record lacks them."""
         known_steps, tokens = self.series("tokens")
         return np.interp(steps, [0, *known_steps], [0, *tokens])
 
     def elapsed_s(self, steps):
-        """Wall time of these steps, s since the first record: losses between two lines of the log are written late."""
+        """Returns the wall time of each of these steps, in seconds since the first record.
+
+        It is interpolated, because the losses of all steps since the last console line are written at once.
+        """
         times = {}
         for record in self.records:
             if "tokens" in record or "val_bpb" in record:
@@ -57,7 +61,10 @@ class Run:
         return np.interp(steps, list(times), list(times.values())) if times else np.zeros(len(steps))
 
     def interruptions(self):
-        """The first record of each process that went on with the run: there the time spent compiling begins anew."""
+        """Returns the first record of each process but the first.
+
+        There `interruptions` grows or `compile_s`, the seconds that one process has spent compiling, shrinks.
+        """
         found, before = [], {}
         for record in self.records:
             for name, is_new in (("interruptions", lambda now, then: now > then),
@@ -70,13 +77,16 @@ class Run:
         return found
 
     def seconds(self):
-        """{kind: seconds} of where the time went, by the newest record; {} if it does not say."""
+        """Returns the newest {kind: seconds} of Goodput, or {} if no record has them."""
         newest = next((record for record in reversed(self.records) if SECONDS + "train" in record), {})
         return {name.removeprefix(SECONDS): value for name, value in newest.items() if name.startswith(SECONDS)}
 
 
 def read_run(name):
-    """The Run of a name under $NANOCHAT_BASE_DIR/checkpoints, of a directory or of a file. Raises BadInput."""
+    """Returns the Run of a name under $NANOCHAT_BASE_DIR/checkpoints, of a run's directory, or of a metrics.jsonl.
+
+    Raises BadInput if there is no such file or it has no records.
+    """
     path = Path(name)
     if not path.exists():
         path = get_base_dir() / "checkpoints" / name
@@ -89,7 +99,7 @@ def read_run(name):
         try:
             records.append(json.loads(line))
         except ValueError:
-            continue  # what a crash left of a line
+            continue  # a crash left an incomplete line
     records = [record for record in records if isinstance(record, dict) and {"step", "time"} <= record.keys()]
     if not records:
         raise BadInput(f"{path} has no records yet: wait for the first line of the log")

@@ -1,44 +1,44 @@
-"""What a run says about itself, on rank 0: metrics.jsonl, one console line, WandB; and the arithmetic behind it.
+"""The metrics of a run, which rank 0 writes to metrics.jsonl, to the console and to WandB.
 
-metrics.jsonl has one JSON object per line with `step` (optimizer steps completed) and `time` (Unix time, s). Names with
-a place of their own in the console line: loss (mean over the global batch, nats; null if it was not finite),
-lr_multiplier, step_ms, tokens_per_s, mfu (0 to 1), tokens (seen so far), time_left_s, val_bpb, recompiled (a text for
-each program that was compiled again). The rest is for the file: bad_steps (updates skipped so far), interruptions (how
-often the run was resumed), seconds (since the run began) and where they went: seconds_train, _compile, _load, _save,
-_evaluate, _sample, _lost (see Goodput), _other; and what observe.py measures.
+metrics.jsonl has one JSON object per line with `step` (optimizer steps completed) and `time` (Unix time, s).
+The console line shows these metrics, too:
+    loss            mean over the global batch, nats per token; null if it was not finite
+    lr_multiplier, step_ms, tokens_per_s, time_left_s
+    mfu             0 to 1
+    tokens          seen so far
+    val_bpb         bits per byte of the validation text
+    recompiled      a list of texts, one for each program that was compiled again
+Only the file has these:
+    grad_norm, epoch, goodput (0 to 1), val_bytes
+    bad_steps       updates skipped so far because they were not finite
+    interruptions   how often the run was resumed
+    seconds         since the run began; seconds_train, seconds_compile, … are its parts, see goodput.py
+    data_wait, host_dispatch, compilations, compile_s, device_memory_…: see observe.py
 """
 import errno
 import json
 import math
 import os
-import queue
 import secrets
-import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
-from nanochat.device.programs import compile_seconds
+from nanochat.record import wandb_log
 
 METRICS_FILE = "metrics.jsonl"
-_WANDB_QUEUE_RECORDS = 1000
-_WANDB_FINISH_TIMEOUT_S = 60
-
-# -----------------------------------------------------------------------------
-# Records
 
 
 class MetricsLogger:
-    """Writes records; rank 0 only. `log` waits for the disk's cache at most: never for the disk, nor for WandB."""
+    """Writes the records of a run; rank 0 only. It never waits for the disk, only for its cache, nor for WandB."""
 
     def __init__(self, run_dir, run, config, *, total_steps=None, resume_step=None, wandb_project="nanochat-tpu",
                  wandb_id=None, console=print):
         """
         run: the run's name; WandB is used unless it is "dummy". config: a JSON object for WandB.
-        resume_step: the step of the checkpoint that the run goes on from; later records are taken out of the file.
-            None: a new run; the file of an older one is kept as metrics.jsonl.aside.
-        wandb_id: `wandb_id` of the run that goes on, from the checkpoint's meta.
-        console: called with each line, and with the one warning about WandB there may be.
+        resume_step: the step of the checkpoint that the run resumes from; later records are deleted from the file.
+            None means a new run; the file of an older run of this name is kept as metrics.jsonl.aside.
+        wandb_id: WandB's id of the run to resume, as in the checkpoint's Meta.
+        console: called with each line and each warning.
         """
         self.path = Path(run_dir) / METRICS_FILE
         self.wandb_id = wandb_id or secrets.token_hex(4)
@@ -48,12 +48,12 @@ class MetricsLogger:
         self._unwritten, self._is_disk_full = b"", False
         self._wandb = None
         if run != "dummy":
-            self._wandb = _Wandb(console, project=wandb_project, name=run, id=self.wandb_id, config=config,
-                                 dir=str(run_dir))
+            self._wandb = wandb_log.WandbLog(console, project=wandb_project, name=run, id=self.wandb_id, config=config,
+                                             dir=str(run_dir))
 
     def log(self, step, record, quiet=False):
-        """Records {name: number or list of texts} for `step`; `quiet`: without a line on the console."""
-        if step == self._resume_step:  # an evaluation of this step may have been done before the interruption
+        """Records {name: number or list of texts} for `step`, with a line on the console unless `quiet`."""
+        if step == self._resume_step:  # the file may have this step's evaluation already
             record = {name: value for name, value in record.items() if name not in self._names_at_resume}
             if not record:
                 return
@@ -75,13 +75,13 @@ class MetricsLogger:
             self._wandb.log(record)
 
     def flush(self):
-        """Writes the records that wait; OSError if the disk is full."""
+        """Writes the records that wait in memory. Raises OSError if the disk is full."""
         while self._unwritten:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten):]
         self._is_disk_full = False
 
-    def close(self, timeout_s=_WANDB_FINISH_TIMEOUT_S):
-        """Ends the record; WandB is given `timeout_s` to take what it has not yet taken."""
+    def close(self, timeout_s=wandb_log.FINISH_TIMEOUT_S):
+        """Closes the file, and waits at most `timeout_s` seconds until WandB has all records."""
         self.flush()
         os.close(self._file)
         if self._wandb:
@@ -89,9 +89,9 @@ class MetricsLogger:
 
 
 def _rewind(path, resume_step):
-    """Takes records after `resume_step` out of the file, in one replacement, and half a line at its end.
+    """Deletes from the file all records after `resume_step` and an incomplete last line; replaces the file atomically.
 
-    Returns the names that records of `resume_step` itself have.
+    Returns the names of the metrics that the file has for `resume_step` itself.
     """
     if not path.exists():
         return set()
@@ -103,7 +103,7 @@ def _rewind(path, resume_step):
         try:
             record = json.loads(line)
         except ValueError:
-            continue  # what a crash left of a line
+            continue  # a crash left an incomplete line
         if record["step"] <= resume_step:
             kept.append(line)
         if record["step"] == resume_step:
@@ -131,14 +131,14 @@ _CONSOLE_FORMATS = {
 
 
 def format_line(record, total_steps=None):
-    """The console line of a record: `step 00100/01000 | loss 3.2101 | …`."""
+    """Returns the console line of a record: `step 00100/01000 | loss 3.2101 | …`."""
     step = f"step {record['step']:05d}" + (f"/{total_steps:05d}" if total_steps else "")
     parts = [step] + [form(record[name]) for name, form in _CONSOLE_FORMATS.items() if record.get(name) is not None]
     return " | ".join(parts)
 
 
 def format_count(count):
-    """1234567 as "1.23M"."""
+    """Returns 1234567 as "1.23M"."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= 0.9995 * size:  # 999,999 is 1M
             return f"{count / size:.3g}{unit}"
@@ -146,147 +146,9 @@ def format_count(count):
 
 
 def format_duration(seconds):
-    """3725 as "1h02m", 125 as "2m05s"."""
+    """Returns 3725 as "1h02m" and 125 as "2m05s"."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
-
-
-# -----------------------------------------------------------------------------
-# WandB
-
-
-class _Wandb:
-    """WandB behind a bounded queue, all of it in one daemon thread: whatever it does, the run only ever sees one
-    warning."""
-
-    def __init__(self, report, **init_arguments):
-        self._report = report
-        self._queue = queue.Queue(_WANDB_QUEUE_RECORDS)
-        self._warned = False
-        self._thread = threading.Thread(target=self._work, args=(init_arguments,), name="wandb", daemon=True)
-        self._thread.start()
-
-    def log(self, record):
-        try:
-            if self._thread.is_alive():
-                self._queue.put_nowait(record)
-        except queue.Full:
-            self._warn("does not keep up: records are left out there")
-
-    def finish(self, timeout_s):
-        self.log(None)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            self._warn(f"did not finish within {timeout_s} s")
-
-    def _work(self, init_arguments):
-        try:
-            import wandb
-            # A console that asks for a login would wait for a person; a server that is silent must not keep the
-            # process from ending.
-            settings = wandb.Settings(console="off", silent=True, login_timeout=1, init_timeout=_WANDB_FINISH_TIMEOUT_S,
-                                      finish_timeout=_WANDB_FINISH_TIMEOUT_S)
-            run = wandb.init(resume="allow", settings=settings, **init_arguments)
-            while (record := self._queue.get()) is not None:
-                run.log(record, step=record["step"])
-            run.finish()
-        except BaseException as error:  # wandb also raises KeyboardInterrupt and SystemExit
-            self._warn(f"failed ({type(error).__name__}: {' '.join(str(error).split())})")
-
-    def _warn(self, what):
-        if not self._warned:
-            self._warned = True
-            self._report(f"warning: WandB {what}. The run goes on; {METRICS_FILE} has every record.")
-
-
-# -----------------------------------------------------------------------------
-# FLOPs
-
-
-def matrix_parameters(config):
-    """Number of parameters of a GPTConfig's model that take part in matrix products: all but the embedding."""
-    width, kv_width = config.n_embd, config.n_kv_head * config.head_dim
-    layer = 2 * width * width + 2 * kv_width * width + 8 * width * width  # q and o, k and v, MLP
-    return config.n_layer * layer + config.vocab_size * width
-
-
-def flops_per_token(config, seq_len):
-    """Useful FLOPs of forward and backward per token; what is recomputed does not count.
-
-    6 per matrix parameter: a multiplication and an addition, once forward and twice backward (Kaplan et al. 2020,
-    arXiv 2001.08361). Attention adds 12 × width per position looked at (PaLM, arXiv 2204.02311, appendix B), but here
-    only for positions that the causal mask and the layer's window let through: on average (T + 1) / 2 without window.
-    """
-    positions = sum(_mean_positions(seq_len, window or seq_len) for window in config.windows())
-    return 6 * matrix_parameters(config) + 12 * config.n_embd * positions
-
-
-def _mean_positions(seq_len, window):
-    """How many positions a token sees on average: the mean of min(t, window) for t = 1 … seq_len."""
-    window = min(window, seq_len)
-    return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-
-
-def mfu(tokens_per_s, flops_per_token, peak_flops_per_chip, chips):
-    """Model FLOPs utilisation, 0 to 1; None where the peak is not known."""
-    return None if peak_flops_per_chip is None else tokens_per_s * flops_per_token / (peak_flops_per_chip * chips)
-
-
-# -----------------------------------------------------------------------------
-# Time and money
-
-
-class Goodput:
-    """Where the wall time of a run went: every second counts for one name, the innermost open span's, or "other".
-
-        goodput = Goodput(meta["seconds"], meta["time"])  # goes on where the run was interrupted
-        with goodput.span("train"): …
-
-    What compiling took inside a span counts as "compile" instead. What lies between the saved state and the new
-    process's clock was "lost": work after the checkpoint that must be done again, and the time in which nothing ran. So
-    the seconds add up to the time since the run began.
-    """
-
-    def __init__(self, seconds=None, saved_at=None, compile_seconds=compile_seconds):
-        """seconds, saved_at: what `seconds()` said when the state was saved, and the Unix time of that moment.
-        compile_seconds: called for the seconds that this process has spent compiling so far."""
-        self._seconds = dict(seconds or {})
-        if saved_at:
-            self._seconds["lost"] = self._seconds.get("lost", 0.0) + max(time.time() - saved_at, 0.0)
-        self._name, self._since = "other", time.monotonic()
-        self._compile_seconds, self._compiled = compile_seconds, compile_seconds()
-
-    @contextmanager
-    def span(self, name):
-        outer = self._name
-        self._switch(name)
-        try:
-            yield
-        finally:
-            self._switch(outer)
-
-    def seconds(self):
-        """{name: seconds} up to now, for the checkpoint's meta."""
-        self._switch(self._name)
-        return dict(self._seconds)
-
-    def fraction(self, useful="train"):
-        """Share of the time that went into `useful`, 0 to 1."""
-        seconds = self.seconds()
-        return seconds.get(useful, 0.0) / max(sum(seconds.values()), 1e-9)
-
-    def _switch(self, name):
-        now, compiled = time.monotonic(), self._compile_seconds()
-        compiling = min(compiled - self._compiled, now - self._since)
-        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + now - self._since - compiling
-        if compiling:
-            self._seconds["compile"] = self._seconds.get("compile", 0.0) + compiling
-        self._name, self._since, self._compiled = name, now, compiled
-
-
-def cost_usd(seconds, usd_per_hour):
-    """What `seconds` cost; None where the price is not known."""
-    return None if usd_per_hour is None else seconds / 3600 * usd_per_hour

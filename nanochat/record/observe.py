@@ -1,6 +1,6 @@
-"""What the training loop sees of its own programs: where the host's time goes, and what makes them compile again.
+"""Measures where the host's time goes in training, and finds which inputs make a program compile again.
 
-Nothing here waits for the device.
+Nothing here waits for the device, except for a trace to end.
 """
 import re
 import time
@@ -9,11 +9,11 @@ from contextlib import ExitStack, contextmanager
 from nanochat.common import BadInput
 from nanochat.device.programs import compilations, compile_seconds, device_memory, device_trace, one_program
 
-WARM_UP_STEPS = 2  # of a process; every program of a step should have been compiled by then
+WARM_UP_STEPS = 2  # of a process, in which every program of a step is compiled
 
 
 class Observer:
-    """Watches one rank's training steps, and says what it saw since the last line of the log."""
+    """Watches one rank's training steps in windows; a window is the steps between two console lines."""
 
     def __init__(self, dist):
         self.dist = dist
@@ -22,22 +22,27 @@ class Observer:
         self.begin_window()
 
     def begin_window(self):
+        """Forgets what was measured in the last window."""
         self._data_wait_s = self._host_s = 0.0
         self._recompiled = []
 
     def begin_step(self):
+        """Says that an optimizer step begins."""
         self._steps += 1
 
     @contextmanager
     def data_wait(self):
-        """Around what waits for data."""
+        """Counts the time inside the block as waiting for data."""
         begun = time.monotonic()
         yield
         self._data_wait_s += time.monotonic() - begun
 
     @contextmanager
     def program(self, name, collective=False, **inputs):
-        """one_program, watched. `inputs`: tensors whose shapes are named if this is compiled again."""
+        """Makes the block an XLA program, as one_program does, and watches it.
+
+        inputs: the program's input tensors, whose shapes are reported if it is compiled again.
+        """
         with one_program(self.dist, name, collective) as run:
             yield
         self._host_s += run.host_s
@@ -47,7 +52,11 @@ class Observer:
             self._recompiled.append(f"{name}: {difference(describe(inputs), self._first_inputs[name])}")
 
     def record(self, window_s):
-        """{name: value} for the log, of a window that took `window_s` seconds."""
+        """Returns the metrics of a window that took `window_s` seconds.
+
+        data_wait, host_dispatch: the fractions of the window that the host spent waiting for data, and tracing and
+            dispatching programs. compilations, compile_s: of this process so far. recompiled: see metrics.py.
+        """
         record = {"data_wait": self._data_wait_s / window_s, "compilations": compilations(),
                   "compile_s": compile_seconds(), **device_memory(self.dist)}
         if self.dist.is_xla:
@@ -58,18 +67,18 @@ class Observer:
 
 
 def describe_compiling():
-    """What starting cost in compilation, in words."""
+    """Returns a line about how many programs this process has compiled so far, and in which time."""
     return f"compiled {compilations()} programs in {compile_seconds():.1f} s"
 
 
 def describe(inputs):
-    """{name: "int32 (8, 1025)"} of {name: tensor}."""
+    """Returns {name: "int32 (8, 1025)"} of {name: tensor}."""
     return {name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
             for name, tensor in inputs.items()}
 
 
 def difference(now, first):
-    """The inputs that are not what they were the first time, in words."""
+    """Returns a text that names the inputs whose type or shape has changed since the first time."""
     changed = [f"{name} is {shape} and was {first[name]}" for name, shape in now.items() if shape != first[name]]
     return ", ".join(changed) or "its inputs are as before, so a number or a branch inside it has changed"
 
@@ -79,25 +88,26 @@ def difference(now, first):
 
 
 class Profile:
-    """A trace of some of a run's steps; on rank 0 only. A run that goes on in the middle of them traces the rest."""
+    """Traces some steps of a run, on rank 0 only. A run that resumes in the middle of them traces the rest."""
 
     def __init__(self, steps, folder, dist):
-        """steps: what parse_profile_steps gave."""
+        """steps: (begin, end) from parse_profile_steps. folder: where the trace is written."""
         self._begin, self._end = steps if dist.rank == 0 else (0, 0)
         self._folder, self._dist, self._trace = folder, dist, None
 
     def before_step(self, step):
+        """Begins the trace if it is due. step: the number of steps completed."""
         if self._begin <= step < self._end and self._trace is None:
             self._trace = ExitStack()
             self._trace.enter_context(device_trace(self._dist, self._folder))
 
     def after_step(self, step):
-        """`step`: the number of steps completed."""
+        """Ends the trace if it is due. step: the number of steps completed, this one included."""
         if step >= self._end:
             self.close()
 
     def close(self):
-        """Writes the files, if a trace is being recorded."""
+        """Ends the trace and writes its files, if one is being recorded."""
         if self._trace:
             self._trace.close()
             self._trace = None
@@ -105,7 +115,10 @@ class Profile:
 
 
 def parse_profile_steps(text, num_iterations):
-    """(10, 13) of "10:13": the steps after the 10th up to the 13th. (0, 0) of "". BadInput if it is something else."""
+    """Returns (10, 13) for "10:13", which means the steps after the 10th up to the 13th, and (0, 0) for "".
+
+    Raises BadInput for any other text, or if the run has fewer steps.
+    """
     if not text:
         return 0, 0
     match = re.fullmatch(r"(\d+):(\d+)", text)

@@ -1,10 +1,10 @@
-"""Copies of finished checkpoints elsewhere: in a bucket (gs://…, with gcloud storage) or a directory.
+"""Copies finished checkpoints to a bucket (gs://…, with gcloud storage) or to another directory.
 
     <mirror>/<run>/metrics.jsonl
-    <mirror>/<run>/step_000100/…     as in checkpoint.py
+    <mirror>/<run>/step_000100/…     the files listed in checkpoint_files.py
 
-A bucket has no rename, so SHA256SUMS goes last: a copy without it is not whole. A new VM, whose disk is empty, goes on
-from the newest whole copy.
+A bucket cannot rename, so SHA256SUMS is copied last: a copy without it is incomplete. A new VM, whose disk is empty,
+resumes from the newest complete copy.
 """
 import re
 import shutil
@@ -15,19 +15,18 @@ from pathlib import Path
 
 from nanochat.common import BadInput
 from nanochat.record.metrics import METRICS_FILE
-from nanochat.run import checkpoint
+from nanochat.run.checkpoint_files import SUMMED_FILES, SUMS, find_problem
 
 ATTEMPTS, PAUSE_S = 4, 5
 COPY_TIMEOUT_S, LIST_TIMEOUT_S = 1800, 120
-FILES = (checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.LANES, checkpoint.META)
 
 
 class MirrorError(Exception):
-    """A copy failed, also when tried again."""
+    """Copying failed at every attempt."""
 
 
 def _gcloud_storage(*arguments, timeout_s):
-    """Standard output of `gcloud storage …`; MirrorError with its complaint once all attempts failed."""
+    """Returns the standard output of `gcloud storage …`. Raises MirrorError, with its message, if all attempts fail."""
     for attempt in range(ATTEMPTS):
         if attempt:
             time.sleep(PAUSE_S * 2**attempt)
@@ -37,23 +36,30 @@ def _gcloud_storage(*arguments, timeout_s):
         except FileNotFoundError:
             raise BadInput("--checkpoint_mirror=gs://… needs gcloud, which is not installed here") from None
         except subprocess.TimeoutExpired:
-            complaint = f"no end after {timeout_s} s"
+            problem = f"not finished after {timeout_s} s"
             continue
         if done.returncode == 0:
             return done.stdout
-        complaint = next((line for line in done.stderr.splitlines() if "ERROR" in line), done.stderr.strip()[-200:])
+        problem = next((line for line in done.stderr.splitlines() if "ERROR" in line), done.stderr.strip()[-200:])
         if "matched no objects" in done.stderr:
             return ""
-    raise MirrorError(f"gcloud storage {arguments[0]} failed {ATTEMPTS} times: {complaint}")
+    raise MirrorError(f"gcloud storage {arguments[0]} failed {ATTEMPTS} times: {problem}")
+
+
+def _is_bucket(url):
+    return str(url).startswith("gs://")
 
 
 class Mirror:
-    """The copies of one run. Uploads happen in a thread; what fails is reported and never stops the run."""
+    """The copies of one run's checkpoints. A failed upload is reported and never stops the run."""
 
     def __init__(self, url, run, keep, keep_every=-1, report=print):
-        """url: gs://… or a directory; keep: how many checkpoints stay there, beside those whose step is a multiple of
-        `keep_every`."""
-        self.place = f"{url.rstrip('/')}/{run}"
+        """
+        url: gs://… or a directory; the copies are in the folder `run` there.
+        keep: how many of the newest checkpoints stay, besides those whose step is a multiple of `keep_every`.
+        report: called with each message.
+        """
+        self.url = f"{url.rstrip('/')}/{run}"
         self._keep, self._keep_every, self._report = keep, keep_every, report
         self._wanted, self._idle = None, True  # guarded by the condition
         self._condition = threading.Condition()
@@ -62,7 +68,8 @@ class Mirror:
     # -- in the background
 
     def upload(self, path):
-        """Copies the checkpoint at `path` in the background; one that still waits for its turn gives way to it."""
+        """Copies the checkpoint at `path` in the background. It replaces a checkpoint that is still waiting for its
+        turn."""
         with self._condition:
             self._wanted = Path(path)
             if not self._thread:
@@ -71,10 +78,10 @@ class Mirror:
             self._condition.notify_all()
 
     def finish(self, timeout_s):
-        """Waits until everything is copied, for at most `timeout_s`."""
+        """Waits until everything is copied, for at most `timeout_s` seconds; warns if that is too short."""
         with self._condition:
             if not self._condition.wait_for(lambda: self._idle and not self._wanted, timeout_s):
-                self._report(f"warning: the newest checkpoint is not in {self.place} after {timeout_s} s")
+                self._report(f"warning: the newest checkpoint is not in {self.url} after {timeout_s} s")
 
     def _work(self):
         while True:
@@ -85,56 +92,56 @@ class Mirror:
                 path, self._wanted, self._idle = self._wanted, None, False
             try:
                 started = time.monotonic()
-                self._copy([path / name for name in FILES], f"{self.place}/{path.name}")
-                self._copy([path / checkpoint.SUMS], f"{self.place}/{path.name}")
-                self._copy([path.parent / METRICS_FILE], self.place)
+                self._copy([path / name for name in SUMMED_FILES], f"{self.url}/{path.name}")
+                self._copy([path / SUMS], f"{self.url}/{path.name}")
+                self._copy([path.parent / METRICS_FILE], self.url)
                 for old in self._steps()[:-self._keep]:
                     if self._keep_every < 1 or int(old[5:]) % self._keep_every:
-                        self._remove(f"{self.place}/{old}")
-                self._report(f"copied {path.name} to {self.place} in {time.monotonic() - started:.0f} s")
+                        self._remove(f"{self.url}/{old}")
+                self._report(f"copied {path.name} to {self.url} in {time.monotonic() - started:.0f} s")
             except (MirrorError, BadInput, OSError) as error:
-                self._report(f"warning: {path.name} is not in {self.place}: {error}")
+                self._report(f"warning: {path.name} is not in {self.url}: {error}")
 
     # -- at the start
 
     def fetch(self, run_dir):
-        """Fetches the newest whole checkpoint into `run_dir`, with the metrics, and returns its path; None if there is
-        none. Damaged copies are reported and passed over. Raises BadInput if the mirror cannot be asked."""
+        """Copies the newest complete checkpoint and the metrics into `run_dir`.
+
+        Returns the checkpoint's path, or None if there is none. Reports damaged copies and tries the one before.
+        Raises BadInput if the mirror cannot be read.
+        """
         run_dir = Path(run_dir)
         try:
             for step in reversed(self._steps()):
                 partial = run_dir / f"{step}.tmp"
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
-                self._copy([f"{self.place}/{step}/{name}" for name in (*FILES, checkpoint.SUMS)], partial)
-                problem = checkpoint.find_problem(partial)
+                self._copy([f"{self.url}/{step}/{name}" for name in (*SUMMED_FILES, SUMS)], partial)
+                problem = find_problem(partial)
                 if problem is None:
-                    self._copy([f"{self.place}/{METRICS_FILE}"], run_dir)
+                    self._copy([f"{self.url}/{METRICS_FILE}"], run_dir)
                     partial.rename(run_dir / step)
                     return run_dir / step
                 shutil.rmtree(partial)
-                self._report(f"warning: {self.place}/{step} is damaged ({problem}): the one before it is used")
+                self._report(f"warning: {self.url}/{step} is damaged ({problem}): the one before it is used")
         except (MirrorError, OSError) as error:
-            raise BadInput(f"--checkpoint_mirror: {self.place} cannot be read ({error}): mend that, or start without "
+            raise BadInput(f"--checkpoint_mirror: {self.url} cannot be read ({error}): correct that, or start without "
                            "the flag") from None
         return None
 
     # -- a bucket or a directory
 
-    def _is_bucket(self, place):
-        return str(place).startswith("gs://")
-
     def _steps(self):
-        """Names of the whole copies, oldest first."""
-        if self._is_bucket(self.place):
-            found = _gcloud_storage("ls", f"{self.place}/step_*/{checkpoint.SUMS}", timeout_s=LIST_TIMEOUT_S).split()
+        """Returns the names of the complete copies, oldest first."""
+        if _is_bucket(self.url):
+            found = _gcloud_storage("ls", f"{self.url}/step_*/{SUMS}", timeout_s=LIST_TIMEOUT_S).split()
         else:
-            found = [str(path) for path in Path(self.place).glob(f"step_*/{checkpoint.SUMS}")]
+            found = [str(path) for path in Path(self.url).glob(f"step_*/{SUMS}")]
         return sorted((match[1] for match in (re.search(r"/(step_\d+)/[^/]*$", path) for path in found) if match),
                       key=lambda name: int(name[5:]))
 
     def _copy(self, sources, directory):
-        if self._is_bucket(self.place):
+        if _is_bucket(self.url):
             _gcloud_storage("cp", *map(str, sources), f"{directory}/", timeout_s=COPY_TIMEOUT_S)
             return
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -143,11 +150,11 @@ class Mirror:
             shutil.copyfile(source, partial)
             partial.replace(Path(directory) / source.name)
 
-    def _remove(self, place):
-        # The sums go first: half of a copy must not pass for a whole one.
-        if self._is_bucket(place):
-            _gcloud_storage("rm", f"{place}/{checkpoint.SUMS}", timeout_s=LIST_TIMEOUT_S)
-            _gcloud_storage("rm", f"{place}/*", timeout_s=LIST_TIMEOUT_S)
+    def _remove(self, url):
+        # The checksums are deleted first, so that a copy that is half deleted does not pass for a complete one.
+        if _is_bucket(url):
+            _gcloud_storage("rm", f"{url}/{SUMS}", timeout_s=LIST_TIMEOUT_S)
+            _gcloud_storage("rm", f"{url}/*", timeout_s=LIST_TIMEOUT_S)
         else:
-            (Path(place) / checkpoint.SUMS).unlink()
-            shutil.rmtree(place)
+            (Path(url) / SUMS).unlink()
+            shutil.rmtree(url)

@@ -1,4 +1,4 @@
-"""The processes of a run: how many there are, one parent at a time on a run's directory, no rank without its parent."""
+"""The processes of a run: how many ranks there are, how their parent locks the run's directory, how they end."""
 import fcntl
 import multiprocessing
 import os
@@ -24,10 +24,11 @@ ORPHANS_TIMEOUT_S = 30
 
 @contextmanager
 def exclusive_use(run_dir):
-    """Raises BadInput if another process trains this run, or the directory cannot be written to.
+    """Locks the run's directory for the block. Raises BadInput if another process trains this run, or if the directory
+    cannot be written to.
 
-    The lock goes with the process that holds it, however that ends; the ranks of one that was killed may live a moment
-    longer, and are waited for: they must not write a checkpoint any more.
+    The operating system frees the lock when its process ends, however that happens. The ranks of a killed process may
+    live a moment longer and could still write a checkpoint, so this waits until they have ended.
     """
     lock, holder = FileLock(require_writable_dir(run_dir) / ".lock"), run_dir / ".lock_holder"
     try:
@@ -46,7 +47,7 @@ def _wait_for_orphans(run_dir):
     with open(run_dir / RANKS_LOCK, "w") as file:
         while True:
             try:
-                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing the file lets go of it
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing the file unlocks it
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise BadInput(f"ranks of an earlier process still hold {file.name} after {ORPHANS_TIMEOUT_S} s: "
@@ -54,11 +55,12 @@ def _wait_for_orphans(run_dir):
             time.sleep(0.1)
 
 
-_held_as_rank = []
+_held_as_rank = []  # keeps the lock files open until the process ends
 
 
 def begin_as_rank(run_dir):
-    """Every spawned process calls this first: it ends with its parent, and holds the run's directory until then."""
+    """Makes this spawned process end with its parent, and lock the run's directory until then. Every spawned process
+    calls it first."""
     watchdog.print_stacks_on_signal()
     parent = multiprocessing.parent_process().pid
     file = open(run_dir / RANKS_LOCK)
@@ -74,7 +76,7 @@ def begin_as_rank(run_dir):
 
 
 def expected_world_size(device_type):
-    """World size as far as it can be known before a runtime is started."""
+    """Returns the world size that environment and hardware imply, before any runtime is started."""
     if device_type == "tpu":
         accelerator = tpu.detect_accelerator()
         return tpu.parse_accelerator(accelerator).chips if accelerator else count_tpu_chips()
@@ -83,14 +85,17 @@ def expected_world_size(device_type):
 
 
 def hosts(device_type):
-    """How many hosts the slice has that this machine is of."""
+    """Returns how many hosts this machine's TPU slice has; 1 on other devices."""
     accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
     return tpu.parse_accelerator(accelerator).hosts if accelerator else 1
 
 
 def run_preflight(argv):
-    """Runs tpu_preflight with base_train's flags, in a process of its own, which does not touch the TPU; returns its
-    exit status: 0 if the programs of the run fit, 3 if they do not."""
+    """Runs tpu_preflight with base_train's flags `argv`, in another process, which does not touch the TPU.
+
+    Returns its exit status: 0 if the run's programs fit into the device's memory, 3 if they do not. Raises BadInput if
+    there is no known TPU.
+    """
     accelerator = tpu.detect_accelerator()
     if accelerator is None:
         raise BadInput("--preflight: no known TPU here: set TPU_ACCELERATOR_TYPE, to v5litepod-8 for example")
@@ -99,9 +104,10 @@ def run_preflight(argv):
 
 
 def end_process_on_error(function, status_path):
-    """Calls function(), which returns an exit status, and writes it to the file if it is not 0.
+    """Calls function(), which returns an exit status, and writes the status to the file `status_path` unless it is 0.
 
-    A rank that fails ends its process at once: the others wait for it in the all-reduce and would wait for ever.
+    If function() raises an error, the whole process ends at once. Otherwise the other ranks would wait for ever for
+    this one in an all-reduce.
     """
     try:
         status = function()

@@ -1,12 +1,14 @@
-"""Must we stop, or save? All ranks of a host learn of it before the same step, and the device is not asked.
+"""Requests to stop or to save, on which all ranks of a host agree without asking the device.
 
-Signals and Google Cloud's metadata server ask for a stop, rank 0's clock for a save. Ranks differ in how far they are
-and in what they see first, so they agree through one small memory-mapped file. Each rank looks there at fixed points of
-its program, its ticks: before each step and within evaluations. Rank 0 publishes a request; from then on every rank
-answers with the number of its tick, and when the last one has answered, all do what was asked at the tick after the
-highest of these. A rank that has answered waits for those that are behind it, but not for one that is ahead or beside
-it and has not seen the request yet: that one may itself be waiting for this rank's gradients. Without a request a tick
-writes one number to memory and reads two.
+Signals and Google Cloud's metadata server ask for a stop; rank 0's clock asks for a save. All ranks must obey before
+the same step, but they are not at the same step when the request comes. So they agree through a small memory-mapped
+file. Each rank reads it at fixed points of its program, its ticks: before each step and during evaluations. Rank 0
+publishes a request, and every rank that sees it answers with the number of its current tick. Once all have answered,
+the request is due at the tick after the highest answer, which no rank has passed yet.
+
+A rank that has answered waits for ranks at lower ticks. It does not wait for a rank at the same or a higher tick that
+has not seen the request yet, because that rank may itself be waiting for this one's gradients. Without a request, a
+tick writes one number to memory and reads two.
 """
 import fcntl
 import os
@@ -24,20 +26,23 @@ STOP, SAVE = 1, 2  # kinds of request
 AGREE_TIMEOUT_S = 900
 MAX_RANKS = 256
 _NEVER = 2**62
-# Places in the file; requests are numbered from 1. Per rank: the tick it is at, the request that it answered last and
-# with which tick, the request whose outcome it has read.
+# Offsets of the fields in the file, in numbers of 64 bits. Requests are numbered from 1. Each rank has four fields: the
+# tick it is at, the last request that it answered, the tick it answered with, the last request whose outcome it read.
 _STOP_ASKED, _NUMBER, _KIND, _AGREED_NUMBER, _AGREED_TICK, _TICK = range(6)
-_ANSWERED, _ANSWER, _READ, _END = (_TICK + i * MAX_RANKS for i in range(1, 5))
+_ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER, _END = (_TICK + i * MAX_RANKS for i in range(1, 5))
 
 
 class Requests:
-    """What the processes of one host that open the same file ask of the ranks. `create`: by one process, before the
-    others open it. Ranks give their rank and the number of ranks."""
+    """The requests of one host's processes to its ranks, in a file that all of them open."""
 
     def __init__(self, path, rank=None, world_size=0, create=False):
+        """
+        rank, world_size: given by the ranks, and not by a process that only asks for a stop.
+        create: makes the file anew; one process does so before the others open it.
+        """
         if create:
             np.zeros(_END, np.int64).tofile(path)
-        self.is_stopping = False  # once a poll has returned STOP
+        self.is_stopping = False  # once agreed_action has returned STOP
         self._file = open(path, "r+b")
         self._shared = np.memmap(self._file, np.int64, "r+")
         self._rank, self._world_size = rank, world_size
@@ -47,10 +52,12 @@ class Requests:
         """Asks all ranks to stop soon."""
         self._shared[_STOP_ASKED] = 1
 
-    def poll(self, wants_save=False):
-        """What all ranks do now: STOP, SAVE or 0. Every rank calls this equally often, at the same points.
+    def agreed_action(self, wants_save=False):
+        """Returns what all ranks do at this tick: STOP, SAVE or 0. All get the same answer at the same tick, provided
+        that every rank calls it at the same points of its program.
 
-        wants_save: on rank 0, that all are to save. TimeoutError if the other ranks do not come to their next tick.
+        wants_save: on rank 0, whether to ask all ranks to save; it has no effect on other ranks. Raises TimeoutError if
+        another rank does not come to its next tick.
         """
         shared = self._shared
         self._tick += 1
@@ -66,31 +73,31 @@ class Requests:
         return self._kind
 
     def finish(self):
-        """Says that this rank comes to no further tick: what is asked from now on is too late."""
+        """Says that this rank has no further tick, so that requests from now on have no effect."""
         with self._lock():
-            for place, value in ((_ANSWERED, _NEVER), (_ANSWER, _NEVER), (_READ, _NEVER)):
-                self._shared[place + self._rank] = value
+            for field in (_ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER):
+                self._shared[field + self._rank] = _NEVER
 
     def _publish(self, kind):
         shared = self._shared
-        if not self._due_tick and (self._of_ranks(_READ) >= shared[_NUMBER]).all():  # none is under way
+        if not self._due_tick and (self._of_ranks(_READ_NUMBER) >= shared[_NUMBER]).all():  # the last request is done
             shared[_KIND] = kind
             shared[_NUMBER] += 1
 
     def _agree(self, number):
-        """Answers request `number`. Returns when it is known at which tick it is due, or this rank must go on."""
+        """Answers request `number`. Returns once its tick is known, or once waiting for it could be a deadlock."""
         shared, deadline = self._shared, time.monotonic() + AGREE_TIMEOUT_S
         while True:
             with self._lock():
                 if shared[_AGREED_NUMBER] < number:
-                    shared[_ANSWER + self._rank], shared[_ANSWERED + self._rank] = self._tick, number
-                missing = self._of_ranks(_ANSWERED) < number
+                    shared[_ANSWER_TICK + self._rank], shared[_ANSWERED_NUMBER + self._rank] = self._tick, number
+                missing = self._of_ranks(_ANSWERED_NUMBER) < number
                 if shared[_AGREED_NUMBER] < number and not missing.any():
-                    shared[_AGREED_TICK], shared[_AGREED_NUMBER] = self._of_ranks(_ANSWER).max() + 1, number
+                    shared[_AGREED_TICK], shared[_AGREED_NUMBER] = self._of_ranks(_ANSWER_TICK).max() + 1, number
                 if shared[_AGREED_NUMBER] == number:
                     self._number, self._kind = number, int(shared[_KIND])
                     self._due_tick = int(shared[_AGREED_TICK])
-                    shared[_READ + self._rank] = number
+                    shared[_READ_NUMBER + self._rank] = number
                     return
             if (self._of_ranks(_TICK)[missing] >= self._tick).any():
                 return
@@ -99,8 +106,8 @@ class Requests:
                                    f"{np.flatnonzero(missing).tolist()} to agree on when to stop or save")
             time.sleep(0.002)
 
-    def _of_ranks(self, place):
-        return self._shared[place:place + self._world_size]
+    def _of_ranks(self, field):
+        return self._shared[field:field + self._world_size]
 
     @contextmanager
     def _lock(self):
@@ -112,23 +119,23 @@ class Requests:
 
 
 # -----------------------------------------------------------------------------
-# Who asks
+# Signals and preemption notices
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def stop_on_signals(requests, report=print):
-    """SIGTERM and SIGINT ask for a stop; a second SIGINT ends the process at once. Call in the main thread.
+    """Makes SIGTERM and SIGINT ask for a stop, and a second SIGINT end the process at once. Call it in the main thread.
 
-    Processes started from now on inherit that the two are blocked: a signal to the whole group, as Ctrl-C sends it, is
-    the parent's business.
+    Both signals are blocked in this process's main thread and in processes started from now on: a signal to the whole
+    process group, such as Ctrl-C, is for the parent only.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    for number in _SIGNALS:  # the wake-up file descriptor does the work, whatever the main thread is waiting for
+    for number in _SIGNALS:  # this handler does nothing: a thread reads the pipe and acts, even while this one is busy
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    resource_tracker.ensure_running()  # which would unblock them at the first process that multiprocessing starts
+    resource_tracker.ensure_running()  # now, because starting it later would unblock the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
     def work():
@@ -149,7 +156,7 @@ def stop_on_signals(requests, report=print):
 
 
 def stop_on_signal_to_rank(requests):
-    """SIGTERM to a process that inherited it as blocked asks for a stop as well."""
+    """Makes SIGTERM to this process ask for a stop, too, although the process inherited it as blocked."""
     def work():
         signal.sigwait({signal.SIGTERM})
         requests.ask_to_stop()
@@ -158,12 +165,12 @@ def stop_on_signal_to_rank(requests):
 
 
 def stop_on_preemption_notice(requests, report=print, poll_s=1.0):
-    """Watches Google Cloud's metadata server in the background, and asks for a stop once the VM is to go.
+    """Watches Google Cloud's metadata server in the background, and asks for a stop before the VM is preempted.
 
-    For the 30 s at most that are left, instance/preempted is TRUE, and before maintenance that the VM does not live
-    through, instance/maintenance-event is TERMINATE_ON_HOST_MAINTENANCE (the other values: NONE, and
-    MIGRATE_ON_HOST_MAINTENANCE, which TPU VMs do not know). $GCE_METADATA_HOST is where the server is, as in Google's
-    own libraries. One that cannot be reached is asked again.
+    instance/preempted becomes TRUE at most 30 s before the VM ends. instance/maintenance-event becomes
+    TERMINATE_ON_HOST_MAINTENANCE before maintenance that ends the VM; its other values are NONE and, not on TPU VMs,
+    MIGRATE_ON_HOST_MAINTENANCE. $GCE_METADATA_HOST is the server's address, as in Google's own libraries. A server that
+    cannot be reached is asked again.
     """
     host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
 
@@ -180,7 +187,7 @@ def stop_on_preemption_notice(requests, report=print, poll_s=1.0):
         while True:
             for key, what in (("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")):
                 if ask(key) == what:
-                    report(f"this VM is about to go (instance/{key} is {what}): the run stops after a few steps and "
+                    report(f"this VM is about to end (instance/{key} is {what}): the run stops after a few steps and "
                            "saves a checkpoint")
                     return requests.ask_to_stop()
             time.sleep(poll_s)

@@ -1,7 +1,7 @@
-"""Who notices that a rank has died or hangs: the parent process, which also ends the run then, with status 1.
+"""The watchdog: the parent process notices that a rank has died or hangs, says why, and ends the run with status 1.
 
-Each rank notes in a small memory-mapped file that all share what it is doing and until when it will have finished that
-at the latest. The parent reads it four times a second. A rank needs neither the GIL nor a device to be found out.
+Each rank writes into a small memory-mapped file what it is doing and by when it must have finished that. The parent
+reads the file four times a second, so it also notices a rank that holds the GIL or waits for the device.
 """
 import faulthandler
 import math
@@ -19,29 +19,33 @@ MAX_RANKS = 256
 POLL_S = 0.25
 STACKS_S, MAIN_THREAD_S = 1, 20
 PHASES = ("step", "compile", "evaluate", "sample", "save", "end")
-SLOW_PHASE_TIMEOUT_S = 3600  # of every phase but an ordinary step, and of what comes before
-STEP_FACTOR = 20  # a step that takes so many times the median is late
-_PID, _PHASE, _STEP, _DEADLINE = range(4)  # the deadline is CLOCK_MONOTONIC's, which all processes share
+SLOW_PHASE_TIMEOUT_S = 3600  # of every phase but an ordinary step, and of everything before the first
+STEP_FACTOR = 20  # a step is late once it takes this many times the median
+_PID, _PHASE, _STEP, _DEADLINE = range(4)  # the deadline is a time of CLOCK_MONOTONIC, which all processes share
 
 
 class Heartbeats:
-    """What the ranks of a host are doing. `create`: by one process, before the others open the file."""
+    """The memory-mapped file in which the ranks of a host say what they are doing."""
 
     def __init__(self, path, create=False):
+        """create: makes the file anew; one process does so before the others open it."""
         if create:
             np.zeros((MAX_RANKS, 4)).tofile(path)
         self._shared = np.memmap(path, np.float64, "r+", shape=(MAX_RANKS, 4))
 
     def beat(self, rank, phase, step, limit_s):
-        """This rank begins something that takes `limit_s` seconds at most."""
+        """Says that this rank begins `phase`, one of PHASES, which must end within `limit_s` seconds."""
         self._shared[rank] = os.getpid(), PHASES.index(phase), step, time.monotonic() + limit_s
 
     def ranks_of(self, pid):
-        """Numbers of the ranks that run in process `pid`."""
+        """Returns the ranks that run in process `pid`."""
         return np.flatnonzero(self._shared[:, _PID] == pid).tolist()
 
     def late(self, seconds):
-        """What is wrong, in a line, if a rank is late, or none has begun after so many seconds; else None."""
+        """Returns one line about a rank that is over its limit, or about none having begun after `seconds`, or None.
+
+        seconds: since the ranks were spawned.
+        """
         ranks = np.flatnonzero(self._shared[:, _PID])
         if not len(ranks) and seconds > SLOW_PHASE_TIMEOUT_S:
             return f"no rank has come to its first step after {seconds:.0f} s"
@@ -54,26 +58,30 @@ class Heartbeats:
 
 
 def limit_s(phase, step_timeout_s, usual_s):
-    """How long a phase may take, in seconds. step_timeout_s: for an ordinary step, 0 or less: for ever; usual_s: what
-    the slowest of the ordinary steps take, which are those that wait for the device."""
+    """Returns how many seconds a phase may take.
+
+    step_timeout_s: the least limit of an ordinary step; 0 or less: no limit for any phase.
+    usual_s: the usual time of the slowest ordinary steps, which are those that wait for the device.
+    """
     if step_timeout_s <= 0:
         return math.inf
     return max(step_timeout_s, STEP_FACTOR * usual_s) if phase == "step" else SLOW_PHASE_TIMEOUT_S
 
 
 def print_stacks_on_signal():
-    """SIGUSR1 prints the stacks of all threads, also while one of them holds the GIL."""
+    """Makes SIGUSR1 print the stacks of all threads, even while one of them holds the GIL."""
     faulthandler.register(signal.SIGUSR1)
 
 
 @contextmanager
 def watching(heartbeats, report=lambda line: print(line, file=sys.stderr, flush=True)):
-    """Watches the processes that this process spawns in the block, from a thread.
+    """Watches, from a thread, the processes that this process spawns in the block.
 
-    Once a process is killed or a rank is late, it says so, has every process print its stacks if one is late, kills
-    them all, and ends this process with status 1 unless the block ends first. Gives an Event, set once it has said so.
+    Once a process is killed or a rank is late, the thread reports it, kills all processes (after they have printed
+    their stacks, if a rank is late), and ends this process with status 1 unless the block ends first. The context is
+    an Event that is set after the report.
     """
-    children = {}  # a child's object keeps what became of it, whoever waited for it
+    children = {}  # pid -> process; its object keeps the exit code, whoever waited for it
     has_reported, is_over, started = threading.Event(), threading.Event(), time.monotonic()
 
     def work():
@@ -81,7 +89,7 @@ def watching(heartbeats, report=lambda line: print(line, file=sys.stderr, flush=
             children.update((child.pid, child) for child in multiprocessing.active_children())
             ended = {pid: child.exitcode for pid, child in children.items() if child.exitcode}
             if ended:
-                # The executor that started them ends the others with SIGTERM, so that is no cause.
+                # SIGTERM is never the cause: the executor ends the other processes with it.
                 for pid in [pid for pid, code in ended.items() if code < 0 and code != -signal.SIGTERM]:
                     report(f"error: rank {', '.join(map(str, heartbeats.ranks_of(pid))) or '?'} (process {pid}) was "
                            f"ended by {signal.Signals(-ended[pid]).name}: the run ends")
@@ -95,13 +103,13 @@ def watching(heartbeats, report=lambda line: print(line, file=sys.stderr, flush=
         faulthandler.dump_traceback(all_threads=True)
         for pid in alive():
             os.kill(pid, signal.SIGUSR1)
-            time.sleep(STACKS_S)  # one after the other, or their lines mix
+            time.sleep(STACKS_S)  # one process after the other, or their lines would mix
 
     def end():
         has_reported.set()
         for pid in alive():
             os.kill(pid, signal.SIGKILL)
-        if not is_over.wait(MAIN_THREAD_S if children else 0):  # the main thread comes back from spawning and cleans up
+        if not is_over.wait(MAIN_THREAD_S if children else 0):  # so that the main thread can return and clean up
             os._exit(1)
 
     def alive():

@@ -8,8 +8,8 @@ import torch
 from nanochat.common import BadInput
 from nanochat.data.loader import NUM_LANES
 from nanochat.device import tpu
+from nanochat.model import flops
 from nanochat.model.gpt import GPT, GPTConfig, config_for_depth
-from nanochat.record import metrics
 
 ASSUMED_MFU = 0.3  # for the estimated time
 
@@ -65,7 +65,7 @@ def make_plan(args, vocab_size, world_size, meta=None):
         "scalars": shapes["resid_scale"] + shapes["x0_scale"],
     }
     matrix_params = parameters["matrices"] + parameters["head"]
-    flops_per_token = metrics.flops_per_token(config, args.max_seq_len)
+    flops_per_token = flops.flops_per_token(config, args.max_seq_len)
     if NUM_LANES % world_size:
         raise BadInput(f"{world_size} devices do not divide the {NUM_LANES} lanes of the data: use 1, 2, 4, 8, 16, 32 "
                        f"or 64 devices")
@@ -100,11 +100,11 @@ def make_plan(args, vocab_size, world_size, meta=None):
 
 def _saved_schedule(args, meta):
     """The batch schedule of a checkpoint's meta, or None if there is none or the flags ask for another."""
-    if not meta or "batch_schedule" not in meta:
+    if not meta or not meta.batch_schedule:
         return None
-    is_same = all(meta["flags"].get(name) == getattr(args, name)
+    is_same = all(meta.flags.get(name) == getattr(args, name)
                   for name in ("batch_ramp", "total_batch_size", "target_param_data_ratio"))
-    return tuple((step, tokens) for step, tokens in meta["batch_schedule"]) if is_same else None
+    return meta.batch_schedule if is_same else None
 
 
 def _batch_schedule(ramp, total, micro):

@@ -7,7 +7,7 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.run.checkpoint import list_checkpoints
+from nanochat.run.checkpoint_files import list_checkpoints
 from nanochat.run.stopping import EXIT_STATUS
 from tests.data.test_shards import damage
 from tests.scripts.test_base_train import TIMEOUT_S

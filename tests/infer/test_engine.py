@@ -10,10 +10,12 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.device.ranks import Dist, compute_init
 from nanochat.infer.engine import Engine, Sample, choose_token
+from nanochat.infer.load import load_model
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig
-from nanochat.run import checkpoint
+from nanochat.run import checkpoint, checkpoint_files
 from scripts.generate import main
+from tests.run.states import make_meta
 
 BYTES = Tokenizer({bytes([byte]): byte for byte in range(256)}, r"(?s).", {"<|bos|>": 256, "<|pad|>": 257})
 CONTEXT = 96
@@ -217,8 +219,8 @@ def trained(tmp_path_factory):
     """Base directory with a checkpoint of a run called `tiny`."""
     base_dir, tokenizer = tmp_path_factory.mktemp("base"), load_tokenizer()
     model = make_model(vocab_size=tokenizer.n_vocab)
-    meta = {"config": asdict(model.config), "tokenizer_sha256": tokenizer.sha256}
-    checkpoint.save(base_dir / "checkpoints" / "tiny", 20, model.state_dict(), {}, meta, num_lanes=0)
+    meta = make_meta(20, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
+    checkpoint.save(base_dir / "checkpoints" / "tiny", model.state_dict(), {}, meta, num_lanes=0)
     return base_dir
 
 
@@ -267,15 +269,15 @@ def test_bad_input_is_one_line_and_status_2(base_dir):
 
 
 def test_another_tokenizer_is_refused(tmp_path):
-    meta = {"tokenizer_sha256": "0" * 64, "config": {"vocab_size": 65536}}
-    path = checkpoint.save(tmp_path, 1, make_model().state_dict(), {}, meta, num_lanes=0)
+    meta = make_meta(tokenizer_sha256="0" * 64, config={"vocab_size": 65536})
+    path = checkpoint.save(tmp_path, make_model().state_dict(), {}, meta, num_lanes=0)
     with pytest.raises(BadInput, match="is not the checkpoint's"):
-        checkpoint.load_model(path, Dist("cpu", torch.device("cpu")))
+        load_model(path, Dist("cpu", torch.device("cpu")))
 
 
 def test_a_damaged_checkpoint_is_not_used(trained, tmp_path):
-    path = checkpoint.save(tmp_path, 1, make_model().state_dict(), {}, {"tokenizer_sha256": "0" * 64}, num_lanes=0)
-    with open(path / checkpoint.MODEL, "r+b") as file:
+    path = checkpoint.save(tmp_path, make_model().state_dict(), {}, make_meta(), num_lanes=0)
+    with open(path / checkpoint_files.MODEL, "r+b") as file:
         file.truncate(1000)
     with pytest.raises(BadInput, match="damaged .model.safetensors does not match its checksum"):
-        checkpoint.load_model(path, Dist("cpu", torch.device("cpu")))
+        load_model(path, Dist("cpu", torch.device("cpu")))

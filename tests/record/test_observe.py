@@ -1,4 +1,4 @@
-"""What a run sees of its own programs, read from what it logs; real programs, compiled by XLA for one CPU device."""
+"""What a run measures of its own programs, which XLA compiles for one CPU device."""
 import json
 from dataclasses import replace
 
@@ -7,12 +7,19 @@ import torch
 
 from nanochat.device.programs import compile_seconds
 from nanochat.device.ranks import Dist, compute_cleanup, compute_init
-from nanochat.record.observe import Profile
+from nanochat.record.observe import Observer, Profile
 from scripts.base_train import Trainer, check, get_run_dir, parse_args
 
 
 @pytest.fixture
-def make_trainer(byte_tokenizer_dir):
+def dist():
+    dist = compute_init("xla")
+    yield dist
+    compute_cleanup(dist)
+
+
+@pytest.fixture
+def make_trainer(dist, byte_tokenizer_dir):
     """Makes a Trainer of a tiny model in this process; `width` sets its programs apart from those of other tests."""
 
     def make(*flags, width):
@@ -25,13 +32,50 @@ def make_trainer(byte_tokenizer_dir):
         check(args, "xla")
         return Trainer(args, dist)
 
-    dist = compute_init("xla")
-    yield make
-    compute_cleanup(dist)
+    return make
 
 
 def records(args):
     return [json.loads(line) for line in (get_run_dir(args) / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_program(observer, rows):
+    """Runs a small program on `rows` as one optimizer step."""
+    observer.begin_step()
+    rows = rows.to(observer.dist.device)
+    with observer.program("micro_step", rows=rows):
+        return (rows * 3).sum()
+
+
+def test_a_program_that_is_compiled_again_is_reported_once_with_the_shapes(dist):
+    observer = Observer(dist)
+    reported = []
+    for width in (33, 33, 33, 33, 17, 17, 17):
+        observer.begin_window()
+        run_program(observer, torch.ones(2, width, dtype=torch.int32))
+        reported.append(observer.record(window_s=1.0).get("recompiled"))
+    assert reported == [None] * 4 + [["micro_step: rows is int32 (2, 17) and was int32 (2, 33)"]] + [None] * 2
+
+
+def test_a_program_that_is_compiled_again_with_the_same_shapes_is_reported(dist):
+    observer = Observer(dist)
+    for function in (torch.sin, torch.sin, torch.sin, torch.cos):
+        observer.begin_step()
+        rows = torch.ones(5, 7).to(dist.device)
+        with observer.program("micro_step", rows=rows):
+            function(rows)
+    [text] = observer.record(window_s=1.0)["recompiled"]
+    assert text == "micro_step: its inputs are as before, so a number or a branch inside it has changed"
+
+
+def test_a_growing_batch_compiles_nothing_and_raises_the_learning_rate_with_its_root(make_trainer):
+    trainer = make_trainer("--total_batch_size=64", "--batch_ramp=4:2,6:3.3", "--warmup_steps=1", "--warmdown_ratio=0",
+                           width=112)  # one micro-step, whose loss is scaled by 1, then two, then three
+    assert trainer.run() == 0
+    logged = [record for record in records(trainer.args) if "tokens" in record]
+    assert len({record["compilations"] for record in logged}) == 1
+    assert [record["lr_multiplier"] ** 2 for record in logged] == pytest.approx([1, 1, 1, 2, 3])
+    assert [record["tokens"] for record in logged] == [64, 128, 256, 512, 896]
 
 
 class NarrowAfter:
@@ -49,51 +93,43 @@ class NarrowAfter:
         return getattr(self.loader, name)
 
 
-def test_a_program_that_is_compiled_again_is_reported_once_with_the_shapes(make_trainer, capsys):
-    trainer = make_trainer(width=48)
-    trainer.loader = NarrowAfter(trainer.loader, count=9)  # two a step: in the middle of step 5
-    assert trainer.run() == 0
-    told = {record["step"]: record["recompiled"] for record in records(trainer.args) if "recompiled" in record}
-    assert told == {6: ["micro_step: rows is int32 (2, 17) and was int32 (2, 33)"]}
-    output = capsys.readouterr().out
-    assert output.count("compiled again: micro_step: rows is int32 (2, 17)") == 1
-
-
-def test_a_growing_batch_compiles_nothing_and_raises_the_learning_rate_with_its_root(make_trainer):
-    trainer = make_trainer("--total_batch_size=64", "--batch_ramp=4:2,6:3.3", "--warmup_steps=1", "--warmdown_ratio=0",
-                           width=112)  # one micro-step, whose loss is scaled by 1, then two, then three
-    assert trainer.run() == 0
-    logged = [record for record in records(trainer.args) if "tokens" in record]
-    assert len({record["compilations"] for record in logged}) == 1
-    assert [record["lr_multiplier"] ** 2 for record in logged] == pytest.approx([1, 1, 1, 2, 3])
-    assert [record["tokens"] for record in logged] == [64, 128, 256, 512, 896]
-
-
-def test_the_log_says_where_the_hosts_time_goes_and_what_compiling_took(make_trainer, capsys):
+def test_the_log_says_where_the_hosts_time_goes_and_what_was_compiled_and_why(make_trainer, capsys):
     compiled_before = compile_seconds()
     trainer = make_trainer(width=80)
+    trainer.loader = NarrowAfter(trainer.loader, count=13)  # two a step: in the middle of step 7
     assert trainer.run() == 0
     logged = [record for record in records(trainer.args) if "step_ms" in record]
     assert [record["step"] for record in logged] == [1, 2, 4, 6, 8]
     for record in logged:
         assert record["data_wait"] >= 0 and 0 <= record["host_dispatch"] <= 1
         assert record["data_wait"] + record["host_dispatch"] <= 1
-        assert "recompiled" not in record and "device_memory_bytes" not in record  # XLA's CPU cannot tell
-    assert logged[-1]["host_dispatch"] > 0
-    assert len({record["compilations"] for record in logged}) == 1
-    assert len({record["compile_s"] for record in logged}) == 1
-    compiled = f"compiled {logged[0]['compilations']} programs in {logged[0]['compile_s']:.1f} s"
-    assert capsys.readouterr().out.count(compiled) == 1
-    assert trainer.goodput.seconds()["compile"] == pytest.approx(logged[0]["compile_s"] - compiled_before)
+        assert "device_memory_bytes" not in record  # XLA's CPU cannot tell
+    assert {"loss", "grad_norm", "lr_multiplier", "tokens", "tokens_per_s", "goodput", "bad_steps", "interruptions",
+            "seconds_train", "compile_s"} <= logged[-1].keys()  # which report and tpu_advice read
+    *constant, last = logged
+    assert constant[-1]["host_dispatch"] > 0
+    assert len({record["compilations"] for record in constant}) == 1
+    assert len({record["compile_s"] for record in constant}) == 1
+    assert trainer.goodput.seconds()["compile"] == pytest.approx(last["compile_s"] - compiled_before)
+    output = capsys.readouterr().out
+    assert output.count(f"compiled {logged[0]['compilations']} programs in {logged[0]['compile_s']:.1f} s") == 1
+    assert [record["step"] for record in logged if "recompiled" in record] == [8]
+    assert last["recompiled"] == ["micro_step: rows is int32 (2, 17) and was int32 (2, 33)"]
+    assert output.count("compiled again: micro_step: rows is int32 (2, 17)") == 1
 
 
-def test_a_trace_of_some_steps_lies_in_the_runs_folder(make_trainer, capsys):
-    trainer = make_trainer("--profile_steps=3:5", width=48)
-    assert trainer.run() == 0
-    [trace] = (trainer.run_dir / "profile").glob("plugins/profile/*/*.xplane.pb")
+def test_only_the_steps_asked_for_are_traced(dist, tmp_path, capsys):
+    observer, profile = Observer(dist), Profile((3, 5), tmp_path, dist)
+    for step in range(8):
+        profile.before_step(step)
+        run_program(observer, torch.ones(3, 33))
+        profile.after_step(step + 1)
+        print(f"step {step + 1}")
+    profile.close()
+    [trace] = tmp_path.glob("plugins/profile/*/*.xplane.pb")
     assert trace.stat().st_size > 0
-    told = [line[:10] for line in capsys.readouterr().out.splitlines()]
-    assert told.index("step 00004") < told.index("wrote a tr") < told.index("step 00006")
+    said = [line[:13] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["step 1", "step 2", "step 3", "step 4", "wrote a trace", "step 5", "step 6", "step 7", "step 8"]
 
 
 def test_without_xla_the_trace_is_torchs_and_only_rank_0_makes_one(tmp_path):

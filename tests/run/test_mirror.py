@@ -1,11 +1,12 @@
-"""Copies of checkpoints in a directory, and what a bucket without gcloud says."""
+"""Copies of checkpoints in a directory and, through gcloud, in a bucket."""
 import shutil
 
 import pytest
 import torch
 
 from nanochat.common import BadInput
-from nanochat.run import checkpoint
+from nanochat.run import checkpoint, checkpoint_files
+from nanochat.run.meta import Meta
 from nanochat.run.mirror import Mirror
 from tests.deploy.cloud import Cloud
 
@@ -21,7 +22,8 @@ def run_dir(tmp_path):
 def save(run_dir, step):
     checkpoint.save_lane_states(run_dir, step, {0: {"rows": step}})
     state = {"weight": torch.full((100,), float(step))}
-    return checkpoint.save(run_dir, step, state, state, {"config": {}}, num_lanes=1)
+    meta = Meta(step=step, config={}, tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
+    return checkpoint.save(run_dir, state, state, meta, num_lanes=1)
 
 
 def test_a_new_disk_gets_the_newest_checkpoint_and_the_metrics(run_dir, tmp_path):
@@ -32,12 +34,12 @@ def test_a_new_disk_gets_the_newest_checkpoint_and_the_metrics(run_dir, tmp_path
     assert sorted(path.name for path in (tmp_path / "mirror" / "run").glob("step_*")) == ["step_000002", "step_000003"]
     shutil.rmtree(run_dir)
     path = Mirror(str(tmp_path / "mirror"), "run", keep=2).fetch(run_dir)
-    assert path == run_dir / "step_000003" and checkpoint.find_problem(path) is None
+    assert path == run_dir / "step_000003" and checkpoint_files.find_problem(path) is None
     assert checkpoint.load(path).model_state["weight"][0] == 3
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-def test_checkpoints_that_are_kept_for_good_stay_in_the_mirror(run_dir, tmp_path):
+def test_checkpoints_that_keep_every_keeps_stay_in_the_mirror(run_dir, tmp_path):
     mirror = Mirror(str(tmp_path / "mirror"), "run", keep=1, keep_every=2)
     for step in (1, 2, 3, 4, 5):
         mirror.upload(save(run_dir, step))
@@ -58,7 +60,7 @@ def test_a_bucket_gets_checkpoints_and_gives_them_back_through_gcloud(run_dir, t
         assert len(said) == 2 and all("copied step_" in line for line in said), said
         shutil.rmtree(run_dir)
         path = mirror.fetch(run_dir)
-        assert path.name == "step_000002" and checkpoint.find_problem(path) is None
+        assert path.name == "step_000002" and checkpoint_files.find_problem(path) is None
         assert checkpoint.load(path).model_state["weight"][0] == 2
         assert (run_dir / "metrics.jsonl").read_text() == '{"step": 1}\n'
         assert mirror._steps() == ["step_000002"]
@@ -66,15 +68,15 @@ def test_a_bucket_gets_checkpoints_and_gives_them_back_through_gcloud(run_dir, t
         cloud.close()
 
 
-def test_half_and_damaged_copies_are_passed_over(run_dir, tmp_path):
+def test_incomplete_and_damaged_copies_are_not_used(run_dir, tmp_path):
     said = []
     mirror = Mirror(str(tmp_path / "mirror"), "run", keep=9, report=said.append)
     for step in (1, 2, 3):
         mirror.upload(save(run_dir, step))
         mirror.finish(60)
     copies = tmp_path / "mirror" / "run"
-    (copies / "step_000003" / checkpoint.SUMS).unlink()  # the upload broke off
-    damaged = copies / "step_000002" / checkpoint.MODEL
+    (copies / "step_000003" / checkpoint_files.SUMS).unlink()  # the upload was interrupted
+    damaged = copies / "step_000002" / checkpoint_files.MODEL
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     shutil.rmtree(run_dir)
     assert mirror.fetch(run_dir).name == "step_000001"
@@ -82,7 +84,7 @@ def test_half_and_damaged_copies_are_passed_over(run_dir, tmp_path):
     assert [path.name for path in run_dir.glob("step_*")] == ["step_000001"]
 
 
-def test_an_empty_mirror_has_nothing_and_a_failing_one_only_warns(run_dir, tmp_path):
+def test_an_empty_mirror_gives_none_and_a_failing_one_only_warns(run_dir, tmp_path):
     assert Mirror(str(tmp_path / "mirror"), "run", keep=1).fetch(tmp_path / "new") is None
     (tmp_path / "file").write_text("")
     said = []

@@ -15,7 +15,8 @@ import torch
 from nanochat.common import BadInput, get_base_dir
 from nanochat.device.ranks import resolve_device_type
 from nanochat.device.tpu import count_tpu_chips
-from nanochat.run import checkpoint
+from nanochat.run import checkpoint, checkpoint_files
+from nanochat.run.meta import Meta
 from scripts.base_train import main, make_plan, parse_args
 
 TIMEOUT_S = 300
@@ -76,13 +77,14 @@ def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train):
     # The schedule depends on the horizon, so the first part is the same run with its checkpoints, cut off after step 4.
     train("--save_every=2", run="parts", devices=2)
     run_dir = get_base_dir() / "checkpoints" / "parts"
-    assert [path.name for path in checkpoint.list_checkpoints(run_dir)] == ["step_000002", "step_000004", "step_000006"]
-    checkpoint.set_aside_after(run_dir, 2)
+    saved = [path.name for path in checkpoint_files.list_checkpoints(run_dir)]
+    assert saved == ["step_000002", "step_000004", "step_000006"]
+    checkpoint_files.set_aside_after(run_dir, 2)
     resumed = train("--save_every=2", run="parts", devices=2)
     assert "resuming from" in resumed.stdout and "step_000002" in resumed.stdout
     assert resumed.losses == whole.losses and resumed.bpb == whole.bpb
     assert [record["step"] for record in resumed.records if "loss" in record] == [1, 2, 3, 4, 5, 6]
-    checkpoint.set_aside_after(run_dir, 2)
+    checkpoint_files.set_aside_after(run_dir, 2)
     on_one = train("--save_every=2", run="parts", devices=1)
     assert on_one.losses == pytest.approx(whole.losses, rel=2e-6)
     finished = train("--save_every=2", run="parts", devices=2)
@@ -99,9 +101,9 @@ def test_an_optimizer_that_ranks_share_trains_as_one_that_each_keeps_whole(train
     whole = train(*flags, "--shard_optimizer=off", run="whole", devices=2)
     assert whole.losses == pytest.approx(shared.losses, rel=rel) and len(set(whole.losses.values())) == 6
     run_dir = get_base_dir() / "checkpoints" / "shared"
-    weights = checkpoint.load(checkpoint.latest(run_dir)).model_state["mlp_in"]
+    weights = checkpoint.load(checkpoint_files.latest(run_dir)).model_state["mlp_in"]
     assert weights.shape == (3, 256, 64) and not torch.equal(weights, weights.bfloat16().float())
-    checkpoint.set_aside_after(run_dir, 3)
+    checkpoint_files.set_aside_after(run_dir, 3)
     resumed = train(*flags, "--shard_optimizer=off", run="shared", devices=2)
     assert "resuming from" in resumed.stdout and resumed.losses == pytest.approx(whole.losses, rel=rel)
 
@@ -117,12 +119,12 @@ def test_a_batch_that_grows_keeps_its_programs_its_data_and_its_bits(train):
     assert len(list(get_base_dir().glob("checkpoints/whole/profile/plugins/profile/*/*.xplane.pb"))) == 1
     train(ramp, "--save_every=3", run="parts", devices=2)
     run_dir = get_base_dir() / "checkpoints" / "parts"
-    checkpoint.set_aside_after(run_dir, 3)
+    checkpoint_files.set_aside_after(run_dir, 3)
     resumed = train(ramp, "--save_every=3", run="parts", devices=2)
     assert "resuming from" in resumed.stdout
     assert resumed.losses == whole.losses and resumed.bpb == whole.bpb
     # One device alone would round 11.2 micro-steps to 11; the checkpoint has the batches the run began with.
-    checkpoint.set_aside_after(run_dir, 3)
+    checkpoint_files.set_aside_after(run_dir, 3)
     on_one = train(ramp, "--save_every=3", run="parts", devices=1)
     assert on_one.losses == pytest.approx(whole.losses, rel=2e-6)
     assert on_one.records[-2]["tokens"] == 4608
@@ -131,14 +133,14 @@ def test_a_batch_that_grows_keeps_its_programs_its_data_and_its_bits(train):
 def test_steps_that_are_not_finite_end_the_run_with_the_last_good_checkpoint_and_the_offending_batch(train):
     train("--device_type=cpu", "--save_every=3", "--eval_every=-1")
     run_dir = get_base_dir() / "checkpoints" / "test"
-    checkpoint.set_aside_after(run_dir, 3)
+    checkpoint_files.set_aside_after(run_dir, 3)
     # the update of step 4 makes the embedding infinite, so the steps after it are bad
     process = train("--save_every=1", "--embedding_lr=1e44", "--max_bad_steps=2", devices=2, status=1)
     assert process.stdout.count("is left out") == 2 and "Traceback" not in process.stderr
     assert "error: 2 steps in a row" in process.stdout and "step 4 is not saved" in process.stdout
     assert [process.losses[step] is None for step in range(1, 7)] == [False] * 4 + [True] * 2
     assert process.records[-1]["bad_steps"] == 2 and process.records[-1]["grad_norm"] is None
-    assert checkpoint.latest_good(run_dir).name == "step_000003"
+    assert checkpoint_files.latest_good(run_dir).name == "step_000003"
     rows = [np.load(run_dir / "bad_step_000005" / f"rank_{rank:03d}.npy") for rank in (0, 1)]
     assert all(part.shape == (8, 33) and part.dtype == np.int32 for part in rows)
 
@@ -324,7 +326,8 @@ def test_the_horizon_in_tokens_counts_the_batches_that_grow():
 def test_a_schedule_that_more_devices_cannot_divide_is_refused():
     flags = ["--total_batch_size=131072", "--batch_ramp=10:1.25"]
     begun = plan_of(*flags, "--device_batch_size=4")
-    meta = {"flags": vars(parse_args(flags)), "batch_schedule": begun.batch_schedule}
+    meta = Meta(step=1, config={}, tokenizer_sha256="", data_fingerprint="", flags=vars(parse_args(flags)), rng="",
+                batch_schedule=begun.batch_schedule)
     with pytest.raises(BadInput, match="131,072, 163,840 tokens.*do not all divide by 131072"):
         make_plan(parse_args([*flags, "--device_batch_size=8"]), 65536, 16, meta)
 

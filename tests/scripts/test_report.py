@@ -1,7 +1,8 @@
-"""The report of real runs: one of them was cut off and went on."""
+"""The report of a run that was interrupted and resumed."""
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,22 +10,22 @@ from matplotlib import image
 
 from nanochat.common import BadInput
 from nanochat.record.history import read_run
-from nanochat.run import checkpoint
 from scripts.report import main
-from tests.scripts.test_base_train import tiny, train  # noqa: F401
+
+# metrics.jsonl of six steps of a tiny model, as base_train wrote it. A second process resumed from step 2.
+RECORDED = Path(__file__).parent / "interrupted_run.jsonl"
 
 
 @pytest.fixture
-def interrupted(train, base_dir):  # noqa: F811
-    """Directory of a run of six steps, of which the last four were trained by a second process."""
-    train("--save_every=2")
+def interrupted(base_dir):
+    """The directory of the recorded run."""
     run_dir = base_dir / "checkpoints" / "test"
-    checkpoint.set_aside_after(run_dir, 2)
-    train("--save_every=2")
+    run_dir.mkdir(parents=True)
+    shutil.copy(RECORDED, run_dir / "metrics.jsonl")
     return run_dir
 
 
-def test_a_report_has_the_runs_numbers_and_pictures_and_needs_nothing_else(interrupted, base_dir, capsys):
+def test_a_report_has_the_numbers_and_pictures_of_its_runs_and_refers_to_nothing_else(interrupted, base_dir, capsys):
     shutil.copytree(interrupted, base_dir / "checkpoints" / "copy")
     main(["test", str(base_dir / "checkpoints" / "copy" / "metrics.jsonl")])
     output = capsys.readouterr().out
@@ -47,14 +48,14 @@ def test_a_report_has_the_runs_numbers_and_pictures_and_needs_nothing_else(inter
         assert min(pixels.shape[:2]) > 300 and pixels.std() > 0.05  # something is on it
     assert f"{validation[best]:.4f}, {best}" in page
     with open(interrupted / "metrics.jsonl", "a") as file:
-        file.write('{"step": 7, "los')  # what a crash left of a line
+        file.write('{"step": 7, "los')  # a crash left an incomplete line
     run = read_run(interrupted)
     assert run.records[-1]["step"] == 6 and [record["step"] for record in run.interruptions()] == [3]
     assert run.tokens([0, 1, 3, 6]).tolist() == [0, 512, 1536, 3072]
     assert run.series("loss")[0].tolist() == [1, 2, 3, 4, 5, 6] and run.last("no_such_field") is None
 
 
-def test_what_is_not_a_run_is_said_in_one_line(tmp_path, base_dir):
+def test_a_run_that_does_not_exist_or_has_no_records_is_bad_input(tmp_path, base_dir):
     with pytest.raises(BadInput, match="no run d99: .*d99 is not there"):
         main(["d99"])
     (tmp_path / "metrics.jsonl").write_text("")

@@ -1,9 +1,10 @@
-"""Advice follows from what was measured, names flag and value, comes in order of what is lost, or not at all."""
+"""Each piece of advice names a measurement, a flag and its value; the largest loss of time comes first."""
 import json
 
 import pytest
 
 from scripts.tpu_advice import main
+from tests.run.states import make_meta
 
 # Written by base_train on two XLA devices of a CPU: the first line of a process, and two in the middle of it.
 RECORDED = [json.loads(line) for line in """\
@@ -26,14 +27,14 @@ FLAGS = {"depth": 2, "max_seq_len": 64, "kernel": "auto", "device_batch_size": 4
 
 @pytest.fixture
 def advise(tmp_path, capsys):
-    """What is said about the recorded lines with these values in the last two of them, in lines."""
+    """Returns the lines of advice for the recorded metrics, with the given values in the last two records."""
 
     def run(flags=FLAGS, **measured):
         records = [RECORDED[0], *({**record, **measured} for record in RECORDED[1:])]
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         if flags:
             (tmp_path / "step_000100").mkdir(exist_ok=True)
-            (tmp_path / "step_000100" / "meta.json").write_text(json.dumps({"step": 100, "flags": flags}))
+            (tmp_path / "step_000100" / "meta.json").write_text(json.dumps(make_meta(100, flags=flags).to_json()))
         main([str(tmp_path)])
         return capsys.readouterr().out.splitlines()[1:]
 

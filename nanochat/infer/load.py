@@ -1,0 +1,47 @@
+"""Finds and loads the model of a checkpoint, to complete text or to evaluate."""
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from nanochat.common import BadInput, get_base_dir
+from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.run.checkpoint_files import MODEL, find_problem, latest
+from nanochat.run.meta import META, load_meta
+
+
+def find_checkpoint(name=""):
+    """Returns the path of the checkpoint that `name` stands for.
+
+    name: the path of a checkpoint, the path or name of a run (its newest checkpoint), RUN/step_000100, or nothing (the
+        newest checkpoint of all runs). Raises BadInput if there is none.
+    """
+    checkpoints_dir = get_base_dir() / "checkpoints"
+    if not name:
+        newest = [path for path in map(latest, checkpoints_dir.glob("*")) if path]
+        if not newest:
+            raise BadInput(f"there is no checkpoint in {checkpoints_dir}: train one with python3 -m scripts.base_train")
+        return max(newest, key=lambda path: path.stat().st_mtime)
+    for path in (Path(name), checkpoints_dir / name):
+        if (path / META).is_file():
+            return path
+        if latest(path):
+            return latest(path)
+    raise BadInput(f"no checkpoint at {name}: give a run in {checkpoints_dir}, or the path of a step_… directory")
+
+
+def load_model(path, dist, *, tokenizer_dir=None, kernel="auto"):
+    """Returns (model, tokenizer, Meta) of the checkpoint at `path`; the model is on the device of `dist`, for
+    evaluation. Raises BadInput if the weights are damaged or the tokenizer is not the one it was trained with."""
+    meta = load_meta(path)
+    problem = find_problem(path, (MODEL, META))
+    if problem:
+        raise BadInput(f"checkpoint {path} is damaged ({problem}): use another one")
+    tokenizer = load_tokenizer(tokenizer_dir)
+    check_tokenizer(tokenizer, meta.config["vocab_size"], meta.tokenizer_sha256)
+    dtype = torch.bfloat16 if dist.device_type in ("tpu", "cuda") else torch.float32
+    model = GPT(GPTConfig(**meta.config), get_kernels(kernel, dist.device_type), dtype)
+    model.load_state_dict(load_file(Path(path) / MODEL), assign=True)
+    return model.to(dist.device).eval().requires_grad_(False), tokenizer, meta

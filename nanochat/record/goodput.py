@@ -1,0 +1,57 @@
+"""Goodput: how the wall time of a run divides into training, compiling, saving and the rest."""
+import time
+from contextlib import contextmanager
+
+from nanochat.device.programs import compile_seconds
+
+
+class Goodput:
+    """The seconds of a run's wall time by name. Each second counts once: for the innermost open span, or "other".
+
+        goodput = Goodput(meta.seconds, meta.time)  # of the checkpoint that the run resumes from
+        with goodput.span("train"):
+            ...
+
+    The seconds spent compiling inside a span count as "compile" instead. The seconds between the saved state and the
+    start of the new process count as "lost": steps after the checkpoint that must be trained again, and the time in
+    which no process ran. Therefore all seconds together are the time since the run began.
+    """
+
+    def __init__(self, seconds=None, saved_at=None, compile_seconds=compile_seconds):
+        """Resumes from `seconds`, the result of seconds() in a checkpoint, saved at the Unix time `saved_at`.
+
+        compile_seconds() returns how many seconds this process has spent compiling so far.
+        """
+        self._seconds = dict(seconds or {})
+        if saved_at:
+            self._seconds["lost"] = self._seconds.get("lost", 0.0) + max(time.time() - saved_at, 0.0)
+        self._name, self._since = "other", time.monotonic()
+        self._compile_seconds, self._compiled = compile_seconds, compile_seconds()
+
+    @contextmanager
+    def span(self, name):
+        """Counts the time inside the block for `name`."""
+        outer = self._name
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def seconds(self):
+        """Returns {name: seconds} up to now."""
+        self._switch(self._name)
+        return dict(self._seconds)
+
+    def fraction(self, useful="train"):
+        """Returns the fraction of the time that went into `useful`, 0 to 1."""
+        seconds = self.seconds()
+        return seconds.get(useful, 0.0) / max(sum(seconds.values()), 1e-9)
+
+    def _switch(self, name):
+        now, compiled = time.monotonic(), self._compile_seconds()
+        compiling = min(compiled - self._compiled, now - self._since)
+        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + now - self._since - compiling
+        if compiling:
+            self._seconds["compile"] = self._seconds.get("compile", 0.0) + compiling
+        self._name, self._since, self._compiled = name, now, compiled

@@ -1,0 +1,188 @@
+"""The directories and files of a run's checkpoints: which there are, whether they are whole, and whether more fit.
+
+    <base dir>/checkpoints/<run>/step_000100/
+        model.safetensors      the weights by name
+        optimizer.safetensors  the optimizer's state by name
+        lanes.json             the position of each lane in the data, with its buffered documents
+        meta.json              see meta.py
+        SHA256SUMS             the checksums of these files, which `sha256sum -c SHA256SUMS` checks as well
+
+step_000100.tmp is a checkpoint that is being written or deleted. step_000100.aside is a damaged or superseded one that
+no run resumes from; it is deleted once a new checkpoint of its step or a later one is in place.
+"""
+import errno
+import hashlib
+import os
+import re
+import shutil
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from nanochat.common import BadInput
+from nanochat.run.meta import META
+
+MODEL, OPTIMIZER, LANES, SUMS = "model.safetensors", "optimizer.safetensors", "lanes.json", "SHA256SUMS"
+SUMMED_FILES = (MODEL, OPTIMIZER, LANES, META)
+
+
+# -----------------------------------------------------------------------------
+# Finding and checking
+
+
+def final_dir(run_dir, step):
+    """Returns the path of the finished checkpoint of `step`."""
+    return Path(run_dir) / f"step_{step:06d}"
+
+
+def partial_dir(run_dir, step):
+    """Returns the path at which the checkpoint of `step` is written before it is finished."""
+    return Path(run_dir) / f"step_{step:06d}.tmp"
+
+
+def _step_of(path):
+    return int(re.match(r"step_(\d+)", path.name)[1])
+
+
+def list_checkpoints(run_dir):
+    """Returns the paths of the finished checkpoints of a run, oldest first."""
+    paths = [path for path in Path(run_dir).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(paths, key=_step_of)
+
+
+def latest(run_dir):
+    """Returns the path of the newest checkpoint, or None."""
+    return next(reversed(list_checkpoints(run_dir)), None)
+
+
+def latest_good(run_dir, report=warnings.warn):
+    """Returns the path of the newest undamaged checkpoint, or None. Sets damaged ones aside, and calls
+    `report(message)` for each."""
+    for path in reversed(list_checkpoints(run_dir)):
+        problem = find_problem(path)
+        if problem is None:
+            return path
+        report(f"checkpoint {path} is damaged ({problem}): set aside, the one before it is used")
+        set_aside(path)
+    return None
+
+
+def find_problem(path, names=SUMMED_FILES):
+    """Returns what is wrong with the files `names` of the checkpoint, in a few words, or None. Reads them whole."""
+    path = Path(path)
+    try:
+        lines = (path / SUMS).read_text(errors="replace").splitlines()
+        found = sha256_of_files([path / name for name in names])
+    except OSError as error:
+        return f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error)
+    expected = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    return next((f"{file.name} does not match its checksum" for file, digest in found.items()
+                 if expected.get(file.name) != digest), None)
+
+
+def sha256_of_files(paths):
+    """Returns {path: hex digest}. Hashing releases the GIL, so the files are read concurrently."""
+    def sha256(path):
+        digest, buffer = hashlib.sha256(), bytearray(2**22)
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor(len(paths)) as pool:
+        return dict(zip(paths, pool.map(sha256, paths), strict=True))
+
+
+# -----------------------------------------------------------------------------
+# Setting aside and deleting
+
+
+def set_aside(path):
+    """Renames a checkpoint to step_….aside, so that no run resumes from it."""
+    aside = Path(path).with_suffix(".aside")
+    shutil.rmtree(aside, ignore_errors=True)
+    Path(path).rename(aside)
+
+
+def set_aside_after(run_dir, step):
+    """Sets aside all checkpoints after `step`: for a run that returns to an earlier one, or (-1) that starts anew."""
+    for path in list_checkpoints(run_dir):
+        if _step_of(path) > step:
+            set_aside(path)
+
+
+def clean_partial(run_dir):
+    """Deletes what interrupted saves left. Call it only while no rank is saving."""
+    for path in Path(run_dir).glob("step_*.tmp"):
+        shutil.rmtree(path)
+
+
+def prune(run_dir, step, keep, keep_every):
+    """Deletes what the new checkpoint of `step` makes superfluous; `keep` and `keep_every` as in checkpoint.save."""
+    outdated = [path for path in Path(run_dir).glob("step_*.aside") if _step_of(path) <= step]
+    if keep is not None:
+        outdated += [path for path in list_checkpoints(run_dir)[:-max(keep, 1)] if not _is_kept(path, keep_every)]
+    for path in outdated:
+        _delete(path)
+
+
+def _is_kept(path, keep_every):
+    """Returns whether the checkpoint is never deleted."""
+    return keep_every > 0 and _step_of(path) % keep_every == 0
+
+
+def _delete(path):
+    doomed = path.with_suffix(".tmp")  # so that a directory that is half deleted never passes for a checkpoint
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+# -----------------------------------------------------------------------------
+# Disk space
+
+
+def state_bytes(*states):
+    """Returns the bytes of all tensors in the {name: tensor} dicts."""
+    return sum(tensor.numel() * tensor.element_size() for state in states for tensor in state.values())
+
+
+def check_disk_space(run_dir, checkpoint_bytes):
+    """Raises BadInput unless the disk has room for two checkpoints, including those that the run already has.
+
+    A run needs two because the new one must be in place before the last old one is deleted.
+    """
+    own = sum(file.stat().st_size for file in Path(run_dir).glob("step_*/*"))
+    free = shutil.disk_usage(run_dir).free
+    if own + free < 2 * checkpoint_bytes:
+        raise BadInput(f"too little disk in {run_dir}: two checkpoints take {2 * checkpoint_bytes / 1e9:.2f} GB and "
+                       f"{(own + free) / 1e9:.2f} GB are free: free some, or set NANOCHAT_BASE_DIR to a larger disk")
+
+
+def make_room(run_dir, needed_bytes, keep_every):
+    """Deletes the oldest checkpoints until `needed_bytes` are free; never the newest nor those kept by `keep_every`.
+
+    Raises OSError (ENOSPC) if that is not enough.
+    """
+    for path in [path for path in list_checkpoints(run_dir)[:-1] if not _is_kept(path, keep_every)] + [None]:
+        free = shutil.disk_usage(run_dir).free
+        if free >= needed_bytes:
+            return
+        if path:
+            _delete(path)
+    raise OSError(errno.ENOSPC, f"a checkpoint takes {needed_bytes / 1e9:.3f} GB and {free / 1e9:.3f} GB are free",
+                  str(run_dir))
+
+
+def is_disk_full(error):
+    """Returns whether the exception says that the disk, or the user's quota, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def sync_to_disk(path):
+    """Returns once the file's contents, or the directory's names, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

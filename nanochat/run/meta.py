@@ -1,0 +1,110 @@
+"""meta.json of a checkpoint: everything small that a run needs to resume.
+
+Meta.to_json says what is saved and Meta.from_json what is restored, in the same order. Whoever changes the meaning of
+a field, or adds one that older programs must not ignore, raises FORMAT_VERSION.
+"""
+import base64
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from nanochat.common import BadInput
+
+META = "meta.json"
+FORMAT_VERSION = 2  # version 1 is the same without the field format_version
+
+
+@dataclass(frozen=True)
+class Meta:
+    step: int  # optimizer steps completed
+    config: dict  # the fields of the model's GPTConfig
+    tokenizer_sha256: str
+    data_fingerprint: str
+    flags: dict  # of scripts/base_train.py, {name: value}
+    rng: str  # see rng_state
+    wandb_id: str | None = None
+    time: float | None = None  # Unix time of the save, s
+    batch_schedule: tuple = ()  # ((step, tokens), …) as in Plan; checkpoints of the first runs have none
+    interruptions: int = 0  # how often the run was resumed
+    nonfinite_steps: dict = field(default_factory=dict)  # {"total": …, "in_a_row": …}
+    seconds: dict = field(default_factory=dict)  # {name: seconds}, see Goodput
+
+    def to_json(self):
+        """Returns the JSON object that from_json reads."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "step": self.step,
+            "config": self.config,
+            "tokenizer_sha256": self.tokenizer_sha256,
+            "data_fingerprint": self.data_fingerprint,
+            "flags": self.flags,
+            "rng": self.rng,
+            "wandb_id": self.wandb_id,
+            "time": self.time,
+            "batch_schedule": self.batch_schedule,
+            "interruptions": self.interruptions,
+            "bad_steps": self.nonfinite_steps,
+            "seconds": self.seconds,
+        }
+
+    @classmethod
+    def from_json(cls, found):
+        """Returns the Meta of a JSON object of this or an older version. Raises KeyError if a field is missing."""
+        return cls(
+            step=found["step"],
+            config=found["config"],
+            tokenizer_sha256=found["tokenizer_sha256"],
+            data_fingerprint=found["data_fingerprint"],
+            flags=found["flags"],
+            rng=found["rng"],
+            wandb_id=found.get("wandb_id"),
+            time=found.get("time"),
+            batch_schedule=tuple((step, tokens) for step, tokens in found.get("batch_schedule", ())),
+            interruptions=found.get("interruptions", 0),
+            nonfinite_steps=found.get("bad_steps", {}),
+            seconds=found.get("seconds", {}),
+        )
+
+
+def load_meta(path):
+    """Returns the Meta of the checkpoint at `path`. Raises BadInput if it cannot be read or is of a newer version."""
+    try:
+        found = json.loads((Path(path) / META).read_text())
+        version = found.get("format_version", 1)
+        if version > FORMAT_VERSION:
+            raise BadInput(f"checkpoint {path} has format version {version} and this program reads versions up to "
+                           f"{FORMAT_VERSION}: update nanochat, or use another checkpoint")
+        return Meta.from_json(found)
+    except KeyError as error:
+        raise BadInput(f"{path} is not a checkpoint ({META} has no {error}): give a step_… directory") from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise BadInput(f"{path} is not a checkpoint ({META}: {error}): give a step_… directory") from None
+
+
+def require_match(path, meta, *, config, tokenizer_sha256, data_fingerprint):
+    """Raises BadInput if the checkpoint at `path` is of another architecture, tokenizer or data than these.
+
+    config: the model's config as a dict; None for anything that need not match.
+    """
+    advice = "resume with the flags it was trained with, or choose another --run"
+    for key, value in (config or {}).items():
+        if meta.config.get(key) != value:
+            raise BadInput(f"{path} is of another architecture: {key} is {meta.config.get(key)} there and {value} "
+                           f"here: {advice}")
+    for saved, value, noun in ((meta.tokenizer_sha256, tokenizer_sha256, "tokenizer"),
+                               (meta.data_fingerprint, data_fingerprint, "data")):
+        if value is not None and saved != value:
+            raise BadInput(f"{path} was trained with another {noun}: its fingerprint is {saved[:12]} there and "
+                           f"{value[:12]} here: {advice}")
+
+
+def rng_state():
+    """Returns the state of torch's default CPU generator as a string."""
+    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+
+
+def restore_rng(state):
+    """Sets torch's default CPU generator to a state that rng_state returned."""
+    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))

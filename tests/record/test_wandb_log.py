@@ -1,0 +1,53 @@
+"""The real WandB; each test runs it in another process, because it leaves threads and an exit handler behind."""
+import os
+import socket
+import subprocess
+import sys
+
+from tests.record.test_metrics import read
+
+WANDB_RUN = """
+import sys
+from nanochat.record import metrics, wandb_log
+wandb_log.FINISH_TIMEOUT_S = 2
+logger = metrics.MetricsLogger(sys.argv[1], sys.argv[2], {"depth": 4}, wandb_id="abcd1234")
+for step in range(1, 101):
+    logger.log(step, {"loss": 1 / step})
+print(f"{logger._wandb._queue.qsize()} records wait for WandB")
+logger.close()
+"""
+
+
+def run_with_wandb(run_dir, run="trial", **environment):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    done = subprocess.run([sys.executable, "-c", WANDB_RUN, str(run_dir), run], text=True, timeout=60,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                          env={**clean, "HOME": str(run_dir), **environment})
+    assert done.returncode == 0, done.stdout
+    assert len(read(run_dir)) == 100
+    return done.stdout
+
+
+def test_wandb_offline_receives_the_run_under_its_id(tmp_path):
+    output = run_with_wandb(tmp_path, WANDB_MODE="offline")
+    assert "warning" not in output
+    assert list(tmp_path.glob("wandb/offline-run-*-abcd1234/run-abcd1234.wandb"))
+
+
+def test_wandb_without_a_login_is_one_warning(tmp_path):
+    output = run_with_wandb(tmp_path)
+    assert output.count("warning: WandB failed") == 1
+
+
+def test_no_step_waits_for_a_wandb_server_that_never_answers_and_the_process_ends(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        output = run_with_wandb(tmp_path, WANDB_BASE_URL=f"http://127.0.0.1:{silent.getsockname()[1]}",
+                                WANDB_API_KEY="a" * 40)
+    assert output.count("warning: WandB") == 1
+    assert "100 records wait for WandB" in output
+
+
+def test_wandb_is_not_imported_for_a_run_called_dummy(tmp_path):
+    code = ("import sys; from nanochat.record.metrics import MetricsLogger; "
+            "MetricsLogger(sys.argv[1], 'dummy', {}).log(1, {}); assert 'wandb' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True)

@@ -1,0 +1,95 @@
+"""meta.json is restored as it was saved, by this version or by an older one."""
+import json
+
+import pytest
+import torch
+
+from nanochat.common import BadInput
+from nanochat.run.meta import FORMAT_VERSION, META, Meta, load_meta, require_match, restore_rng, rng_state
+from tests.run.states import make_meta, save
+
+# As a run of base_train wrote it before format_version, with fewer flags and a shorter state of the generator.
+VERSION_1 = """{
+ "step": 2,
+ "config": {"vocab_size": 270, "max_seq_len": 32, "n_layer": 2, "n_embd": 64, "n_head": 2, "n_kv_head": 2,
+  "window_pattern": "L", "softcap": 15.0},
+ "tokenizer_sha256": "bac1784d222182e732567be781cabb632fc139b6ac4994d7846ab9456a55048e",
+ "data_fingerprint": "synthetic",
+ "flags": {"run": "parts", "device_type": "xla", "data_dir": null, "synthetic_data": true, "depth": 2,
+  "batch_ramp": "2:1.4", "target_param_data_ratio": 20.0},
+ "batch_schedule": [[0, 512], [2, 768]],
+ "rng": "sGAnYrUu7QgBAAAAAQAAAA==",
+ "wandb_id": "9444b218",
+ "interruptions": 1,
+ "bad_steps": {"total": 3, "in_a_row": 1},
+ "time": 1795324630.6803794,
+ "seconds": {"other": 0.016204477999963274, "compile": 10.143464649, "train": 2.5060834309997517}
+}"""
+
+
+def test_a_meta_is_restored_as_it_was_saved():
+    meta = make_meta(7, wandb_id="abcd1234", time=1795257657.2, batch_schedule=((0, 512), (2, 768)), interruptions=2,
+                     nonfinite_steps={"total": 3, "in_a_row": 1}, seconds={"train": 20.5, "other": 1.5})
+    saved = json.loads(json.dumps(meta.to_json()))
+    assert Meta.from_json(saved) == meta
+    assert saved["format_version"] == FORMAT_VERSION and saved["bad_steps"] == {"total": 3, "in_a_row": 1}
+    assert Meta.from_json({**saved, "a_field_of_later": 1}) == meta
+
+
+def test_a_checkpoint_of_version_1_is_loaded(tmp_path):
+    (tmp_path / META).write_text(VERSION_1)
+    assert load_meta(tmp_path) == Meta(
+        step=2, config=dict(vocab_size=270, max_seq_len=32, n_layer=2, n_embd=64, n_head=2, n_kv_head=2,
+                            window_pattern="L", softcap=15.0),
+        tokenizer_sha256="bac1784d222182e732567be781cabb632fc139b6ac4994d7846ab9456a55048e",
+        data_fingerprint="synthetic",
+        flags=dict(run="parts", device_type="xla", data_dir=None, synthetic_data=True, depth=2, batch_ramp="2:1.4",
+                   target_param_data_ratio=20.0),
+        rng="sGAnYrUu7QgBAAAAAQAAAA==", wandb_id="9444b218", time=1795324630.6803794,
+        batch_schedule=((0, 512), (2, 768)), interruptions=1, nonfinite_steps={"total": 3, "in_a_row": 1},
+        seconds={"other": 0.016204477999963274, "compile": 10.143464649, "train": 2.5060834309997517})
+
+
+def test_fields_that_the_first_checkpoints_lack_have_defaults(tmp_path):
+    found = json.loads(VERSION_1)
+    for name in ("batch_schedule", "bad_steps", "interruptions", "seconds", "time", "wandb_id"):
+        del found[name]
+    (tmp_path / META).write_text(json.dumps(found))
+    meta = load_meta(tmp_path)
+    assert (meta.batch_schedule, meta.nonfinite_steps, meta.interruptions, meta.seconds) == ((), {}, 0, {})
+    assert meta.time is None and meta.wandb_id is None
+
+
+@pytest.mark.parametrize("content, message", [
+    ('{"format_version": 3, "step": 4}', "has format version 3 and this program reads versions up to 2: update"),
+    ('{"step": 4}', "is not a checkpoint .meta.json has no 'config'.: give a step_"),
+    ('{"step": 4', "is not a checkpoint .meta.json: Expecting ',' delimiter"),
+    ("[4]", "is not a checkpoint"),
+    (None, "is not a checkpoint .meta.json: .*No such file"),
+])
+def test_a_newer_version_and_a_damaged_file_are_refused_in_one_line(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / META).write_text(content)
+    with pytest.raises(BadInput, match=message) as error:
+        load_meta(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"config": {"n_layer": 3, "n_embd": 128}}, "another architecture: n_layer is 2 there and 3 here"),
+    ({"tokenizer_sha256": "cc" * 32}, "another tokenizer"),
+    ({"data_fingerprint": "cc" * 32}, "another data"),
+])
+def test_resuming_with_another_model_tokenizer_or_data_is_bad_input(tmp_path, change, message):
+    meta = load_meta(save(tmp_path, 1))
+    ours = dict(config=meta.config, tokenizer_sha256=meta.tokenizer_sha256, data_fingerprint=meta.data_fingerprint)
+    require_match(tmp_path, meta, **ours)
+    with pytest.raises(BadInput, match=message):
+        require_match(tmp_path, meta, **{**ours, **change})
+
+
+def test_the_random_generator_is_restored():
+    state = json.loads(json.dumps(rng_state()))
+    expected = torch.rand(3)
+    restore_rng(state)
+    assert torch.equal(torch.rand(3), expected)

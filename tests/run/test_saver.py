@@ -1,0 +1,113 @@
+"""Saving in the background, and on a full disk."""
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from nanochat.run import checkpoint, checkpoint_files
+from nanochat.run.meta import META
+from tests.run.states import flip_a_byte, make_meta, make_state, save
+
+
+def begin_save(saver, run_dir, step, state=None):
+    checkpoint.save_lane_states(run_dir, step, {0: {}})
+    saver.save(*(state or make_state(step)), make_meta(step))
+
+
+def test_a_save_returns_at_once_and_a_second_one_waits_for_the_first(tmp_path):
+    saved, slow = [], threading.Event()
+    saver = checkpoint.Saver(tmp_path, num_lanes=1, keep=2, before_rename=lambda: slow.wait(60), on_saved=saved.append)
+    begin_save(saver, tmp_path, 1)
+    assert checkpoint_files.latest(tmp_path) is None
+    slow.set()
+    begin_save(saver, tmp_path, 2)  # waits for the first
+    assert saved == [tmp_path / "step_000001"]
+    saver.finish()
+    assert [path.name for path in saved] == ["step_000001", "step_000002"]
+    assert all(torch.equal(tensor, make_state(1)[0][name])
+               for name, tensor in checkpoint.load(saved[0]).model_state.items())
+
+
+def test_the_next_call_raises_an_error_of_the_background_and_nonfinite_weights_are_not_saved(tmp_path):
+    said = []
+
+    def fail():
+        raise OSError(5, "Input/output error")
+
+    saver = checkpoint.Saver(tmp_path, num_lanes=1, keep=2, before_rename=fail, report=said.append)
+    begin_save(saver, tmp_path, 1, ({"w": torch.tensor([float("nan")])}, {}))
+    saver.finish()
+    assert said == ["warning: step 1 is not saved: its weights are not finite"]
+    begin_save(saver, tmp_path, 2)
+    with pytest.raises(OSError, match="Input/output error"):
+        saver.finish()
+    with pytest.raises(OSError, match="Input/output error"):
+        saver.check()
+    assert checkpoint_files.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", [checkpoint_files.MODEL, META])
+def test_a_checkpoint_that_does_not_read_back_as_it_was_written_gets_no_final_name(tmp_path, monkeypatch, name):
+    """The file is changed between writing and reading back, as a bad disk might change it."""
+    sync = checkpoint.sync_to_disk
+
+    def sync_and_alter(path):
+        sync(path)
+        if path.name == name:
+            flip_a_byte(path)
+
+    monkeypatch.setattr(checkpoint, "sync_to_disk", sync_and_alter)
+    with pytest.raises(OSError, match="read back"):
+        save(tmp_path, 1)
+    assert checkpoint_files.latest(tmp_path) is None
+
+
+FULL_DISK = """
+import os, sys, threading, time
+from pathlib import Path
+import torch
+from nanochat.run import checkpoint, checkpoint_files
+from tests.run.states import make_meta
+checkpoint.RETRY_S = 0.1
+run_dir, state = Path(sys.argv[1]), ({"w": torch.ones(500_000)}, {})
+saver = checkpoint.Saver(run_dir, num_lanes=1, keep=2, report=lambda line: print(line, flush=True))
+def save(step):
+    checkpoint.save_lane_states(run_dir, step, {0: {"text": "x" * 300_000}})
+    saver.save(*state, make_meta(step))
+def fill():
+    with open(run_dir / "ballast", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+save(1)
+saver.finish()
+fill()
+save(2)
+time.sleep(1)
+saver.check()
+assert [path.name for path in checkpoint_files.list_checkpoints(run_dir)] == ["step_000001"]
+save(3)  # replaces 2, which is not saved yet
+time.sleep(0.5)
+os.unlink(run_dir / "ballast")
+saver.finish(30)
+assert [path.name for path in checkpoint_files.list_checkpoints(run_dir)] == ["step_000001", "step_000003"]
+assert checkpoint_files.latest_good(run_dir).name == "step_000003"
+"""
+
+
+def test_a_full_disk_stops_no_run_and_the_newest_state_is_saved_once_there_is_space(tmp_path):
+    """The disk is a file system of 6 MB, which anybody may mount in a user namespace. The states of the lanes do not
+    fit either."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = f"mount -t tmpfs -o size=6m tmpfs {disk} && exec {sys.executable} -c '{FULL_DISK}' {disk}"
+    process = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command],
+                             capture_output=True, text=True, timeout=120)
+    if "unshare" in process.stderr or "mount:" in process.stderr:
+        pytest.skip(f"no user namespaces here: {process.stderr.strip()}")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "warning: the disk is full" in process.stdout and "step 2 is not saved" in process.stdout
