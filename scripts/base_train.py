@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 from nanochat.common import BadInput, get_base_dir, require_writable_dir, run_script
-from nanochat.data.loader import NUM_LANES, DataLoader, SyntheticLoader
+from nanochat.data.lanes import NUM_LANES
+from nanochat.data.loader import DataLoader, SyntheticLoader
 from nanochat.data.shards import fingerprint, list_shards, open_shards
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device import tpu

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from nanochat.common import ArgumentParser, get_base_dir, require_writable_dir, run_script
-from nanochat.data.loader import NUM_LANES
+from nanochat.data.lanes import NUM_LANES
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW
 from nanochat.run import checkpoint

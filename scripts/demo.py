@@ -44,10 +44,10 @@ def unigram_bits_per_byte(data_dir):
     tokenizer, counts = load_tokenizer(), 0
     token_bytes = tokenizer.token_bytes().numpy()
     for shard in open_shards(list_shards(data_dir)):
-        for row_group, rows in enumerate(shard.row_group_rows):
+        for row_group, n_documents in enumerate(shard.row_group_documents):
             document = 0
-            while document < rows:
-                pieces, document = read_pieces(shard, row_group, document, rows)
+            while document < n_documents:
+                pieces, document = read_pieces(shard, row_group, document, n_documents)
                 for piece in pieces:
                     counts = counts + np.bincount(tokenizer.encode_to_numpy(piece.text), minlength=tokenizer.n_vocab)
     seen = counts[counts > 0]

@@ -1,12 +1,14 @@
-"""Where the parquet shards lie, how they are listed and checked, and how their text is read.
+"""Lists parquet shards, checks them, and reads their text.
 
-A shard is a parquet file with a column `text`; other columns are never read. Shards come from anywhere and may have row
-groups of a gigabyte: no file stays open, and no more text is held than was asked for (but little data is kept).
+A shard is a parquet file with a column `text`; other columns are never read. Each of its rows is called a document
+here, because a row is something else: one sequence of the training batch. Shards may come from anywhere and have row
+groups of a gigabyte. So no file stays open, and no more text is held than the caller asks for; only if all shards
+together are small, their text stays in memory.
 
-    paths = list_shards(data_dir)         # or list_shards(split="val"): the default places
+    paths = list_shards(data_dir)         # or list_shards(split="val"), from the default directory
     shards = open_shards(paths)           # checked: BadInput names the file and what is wrong with it
-    fingerprint(shards)                   # changes when the data does
-    read_pieces(shards[0], 3, 0, 100)     # the text of documents 0 to 99 of row group 3, or the first megabytes of it
+    fingerprint(shards)                   # changes when the data changes
+    read_pieces(shards[0], 3, 0, 100)     # documents 0 to 99 of row group 3, or the first megabytes of their text
 """
 import hashlib
 from bisect import bisect_left
@@ -23,12 +25,12 @@ from nanochat.common import BadInput, get_base_dir
 
 DEFAULT_DIRS = {"train": "parquet/base_data_v3", "val": "parquet/val"}  # under the base directory
 PIECE_BYTES = 256 * 1024  # longer documents are read and tokenized piece by piece
-READ_BATCH_BYTES = 1 << 20  # how much text Arrow decodes at a time
-KEPT_BYTES = 64 << 20  # all data together; more than that is not kept
+READ_BATCH_BYTES = 1 << 20  # bytes of text that Arrow decodes at a time
+KEPT_BYTES = 64 << 20  # decoded text stays in memory if all shards together are smaller than this
 
 
 class CorruptRowGroup(BadInput):
-    """A row group that cannot be decoded; `pieces` are the TextPieces before the damage, as of read_pieces."""
+    """A row group cannot be decoded. `pieces` are the TextPieces that read_pieces found before the damage."""
 
     def __init__(self, message, pieces):
         super().__init__(message)
@@ -37,24 +39,26 @@ class CorruptRowGroup(BadInput):
 
 @dataclass(frozen=True)
 class Shard:
+    """A parquet file with text, as its footer describes it."""
     path: Path
-    n_bytes: int  # of the file
-    row_group_rows: tuple[int, ...]  # documents in each row group
-    digest: str  # of name, size and footer
+    n_bytes: int  # size of the file
+    row_group_documents: tuple[int, ...]  # number of documents in each row group
+    digest: str  # SHA-256 of name, size and footer
 
 
 class TextPiece(NamedTuple):
-    """A document's text, or a stretch of at most PIECE_BYTES of it if it is longer."""
-    document: int  # row number within the row group
-    index: int  # 0 for the document's first piece
+    """The text of a document; if it is longer than PIECE_BYTES, a part of the text of at most PIECE_BYTES."""
+    document: int  # number within the row group
+    index: int  # 0 for the first piece of a document
     is_last: bool
-    text: str | bytes  # bytes if they are not UTF-8
+    text: str | bytes  # bytes if the text is not valid UTF-8
 
 
 def list_shards(data_dir=None, split="train"):
-    """Paths of the parquet files in `data_dir`, sorted by name; without one, in the default place of `split`.
+    """Returns the paths of the parquet files in `data_dir`, or in the default directory of `split`, sorted by name.
 
-    If there are none, they are looked for one level deeper: a copy with `gcloud storage cp -r` nests the directory.
+    If there are none, those one level deeper are returned, because `gcloud storage cp -r` nests the directory that it
+    copies. Raises BadInput if there are none at all.
     """
     data_dir = Path(data_dir) if data_dir else get_base_dir() / DEFAULT_DIRS[split]
     paths = list(data_dir.glob("*.parquet")) or list(data_dir.glob("*/*.parquet"))
@@ -66,9 +70,10 @@ def list_shards(data_dir=None, split="train"):
 
 
 def open_shards(paths, skip_bad=False):
-    """Reads the footers of `paths` and returns a list of Shards. Raises BadInput unless there is some text in them.
+    """Reads the footers of the files `paths` and returns a list of Shards.
 
-    `skip_bad`: a file that is no whole parquet file with text is reported and left out, and not an error.
+    Raises BadInput for a file that is not a whole parquet file with a column of text (with `skip_bad`, prints a warning
+    and leaves it out instead), and if every document is empty.
     """
     shards = []
     for path in paths:
@@ -79,10 +84,10 @@ def open_shards(paths, skip_bad=False):
                 raise
             _report_skipped(error)
     for shard in shards:
-        for row_group, rows in enumerate(shard.row_group_rows):
+        for row_group, n_documents in enumerate(shard.row_group_documents):
             document = 0
-            while document < rows:
-                pieces, document = _read_or_skip(skip_bad, shard, row_group, document, rows)
+            while document < n_documents:
+                pieces, document = _read_or_skip(skip_bad, shard, row_group, document, n_documents)
                 if pieces:
                     return shards
     raise BadInput(f"no text in {', '.join(map(str, paths[:3]))}{' …' if len(paths) > 3 else ''}: "
@@ -106,53 +111,55 @@ def _open_shard(path):
     if not any(is_text(text_type) for is_text in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary,
                                                   pa.types.is_large_binary)):
         raise BadInput(f"{path}: its column text holds {text_type}, not strings: name other data")
-    rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
+    n_documents = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     digest = hashlib.sha256(f"{path.name} {size} ".encode() + footer).hexdigest()
-    return Shard(path, size, rows, digest)
+    return Shard(path, size, n_documents, digest)
 
 
 def fingerprint(shards):
-    """Hex string that changes when a shard is added, removed, renamed or written again. Reads nothing."""
+    """Returns a hex string that changes when a shard is added, removed, renamed or written again. Reads no file."""
     return hashlib.sha256("".join(shard.digest for shard in shards).encode()).hexdigest()[:16]
 
 
 def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 20):
-    """Reads from `document` of a row group on: to document `stop`, or until `max_bytes` are exceeded.
+    """Reads documents of a row group, from number `document` up to but not including `stop`, as a list of TextPieces.
 
-    Returns a list of TextPieces (none for an empty or null document, and without the first `first_piece` pieces of the
-    first document) and the number of the document after the last piece: the same document if that was not its end.
-    Parquet has no way to a row but through those before it in the row group; they are decoded and forgotten.
-    Raises CorruptRowGroup if it cannot be decoded, and BadInput if the file cannot be read at all.
+    The first `first_piece` pieces of the first document are left out, and an empty or null document has no piece.
+    Reading ends early once the pieces have `max_bytes`. Returns the pieces and the number of the document with which to
+    continue: that of the last piece if it does not end its document, else the next.
+
+    Parquet can reach a document only by decoding those before it in the row group, so this takes longer for later ones.
+    Raises CorruptRowGroup if the row group cannot be decoded, and BadInput if the file cannot be read at all.
     """
     pieces, n_bytes = [], 0
     try:
         # Buffered and without pre_buffer, Arrow holds one page at a time and not the whole column.
         with pq.ParquetFile(shard.path, buffer_size=READ_BATCH_BYTES, page_checksum_verification=True) as file:
-            row = 0
-            for batch in file.iter_batches(_rows_per_batch(file.metadata.row_group(row_group)), [row_group], ["text"],
-                                           use_threads=False):
-                begin, row = row, row + len(batch)
-                for number, text in _texts(batch.column(0), begin, max(begin, document), min(row, stop)):
+            begin = end = 0  # documents of the batch
+            batch_size = _documents_per_batch(file.metadata.row_group(row_group))
+            for batch in file.iter_batches(batch_size, [row_group], ["text"], use_threads=False):
+                begin, end = end, end + len(batch)
+                for number, text in _texts(batch.column(0), begin, max(begin, document), min(end, stop)):
                     for piece in _cut(number, text):
                         if piece.index >= first_piece or number > document:
                             pieces.append(piece)
                             n_bytes += len(piece.text)
                             if n_bytes >= max_bytes:
                                 return pieces, number + piece.is_last
-                if row >= stop:
+                if end >= stop:
                     return pieces, stop
-        raise pa.ArrowInvalid(f"it ends after {row} of {shard.row_group_rows[row_group]} documents")
+        raise pa.ArrowInvalid(f"it ends after {end} of {shard.row_group_documents[row_group]} documents")
     except (pa.ArrowException, OSError) as error:
         message = f"{shard.path}: row group {row_group} cannot be read ({_first_line(error)}): "
-        if getattr(error, "errno", None):  # the file or its disk is gone; it may be there at the next start
+        if getattr(error, "errno", None):  # the file or its disk is missing, perhaps not for ever
             raise BadInput(message + "make it readable again") from None
         raise CorruptRowGroup(message + "copy or prepare the file again, or use --skip_bad_shards", pieces) from None
 
 
 def _read_or_skip(skip_bad, shard, row_group, document, stop, *args, **kwargs):
-    """What read_pieces returns; with `skip_bad` a row group ends before the first batch that cannot be decoded.
+    """Returns the same as read_pieces; with `skip_bad` a row group ends before the first batch that is corrupt.
 
-    Wherever reading begins and however much is asked for, it is the same batch: so every run leaves out the same.
+    Batches are the same wherever reading begins and however much is asked for, so every run skips the same documents.
     """
     try:
         return read_pieces(shard, row_group, document, stop, *args, **kwargs)
@@ -167,25 +174,26 @@ _skipped = set()
 
 
 def _report_skipped(error):
-    """Says it once in a process. Whichever rank meets it: perhaps rank 0 never does."""
+    """Prints a warning, once in a process. Every rank does so, because rank 0 may never meet this error."""
     message = str(error).rsplit(": ", 1)[0]
     if message not in _skipped:
         _skipped.add(message)
         print(f"warning: skipped what cannot be read: {message}", flush=True)
 
 
-def _rows_per_batch(row_group):
+def _documents_per_batch(row_group):
     return max(1, min(4096, READ_BATCH_BYTES * row_group.num_rows // max(1, row_group.total_byte_size)))
 
 
 def _texts(column, begin, document, stop):
-    """Yields (number, memoryview of the text) of documents with text; `begin` is the number of the column's first.
+    """Yields (number, memoryview of the text) of the documents from `document` to `stop` that are not empty.
 
-    Not through as_py: a column of strings may hold malformed UTF-8. Not a scalar for each: 8% of the time.
+    `begin` is the number of the first document in the column. The buffers are read directly: as_py fails on malformed
+    UTF-8, which a column of strings may hold, and a pyarrow scalar for each document took 8% of the loader's time.
     """
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    column = column.cast(pa.large_binary())  # copies the offsets only
+    column = column.cast(pa.large_binary())  # copies only the offsets
     _, offsets, data = column.buffers()  # a null is as long as an empty text
     ends = np.frombuffer(offsets, np.int64)[column.offset:][document - begin:stop - begin + 1].tolist()
     data = memoryview(data)
@@ -195,10 +203,10 @@ def _texts(column, begin, document, stop):
 
 
 def _cut(document, text):
-    """Cuts a long document where a line begins with a letter, which nearly every PIECE_BYTES of C++ have.
+    """Returns the TextPieces of a document. A long one is cut where a line begins with a letter.
 
-    Split patterns break there too (they may join a newline to white space or punctuation that follows), so that the
-    tokens are those of the whole text.
+    Nearly every PIECE_BYTES of C++ have such a line. The split patterns of tokenizers break there too (elsewhere they
+    may join a newline with the white space or punctuation after it), so the pieces have the tokens of the whole text.
     """
     if len(text) <= PIECE_BYTES:
         return [TextPiece(document, 0, True, _as_str(text))]
@@ -215,7 +223,7 @@ def _cut_long(document, text):
             last = text.rfind(b"\n", begin, end)
         if last < 0:  # one endless line
             last = end - 1
-            while last > end - 4 and text[last + 1] & 0xC0 == 0x80:  # not inside a UTF-8 character
+            while last > end - 4 and text[last + 1] & 0xC0 == 0x80:  # never inside a UTF-8 character
                 last -= 1
         yield TextPiece(document, index, False, _as_str(text[begin:last + 1]))
         begin, index = last + 1, index + 1
@@ -234,34 +242,41 @@ def _first_line(error):
 
 
 class Units:
-    """The units of the data, and which of them each lane reads one after the other."""
+    """The units of the data, and the order in which each lane reads them.
+
+    A unit is a row group, or a slice of one if there are fewer row groups than lanes. Every epoch has all units, in a
+    random order of its own. The units of all epochs, one after the other, are dealt to the lanes in turn.
+    """
 
     def __init__(self, shards, num_lanes, seed, skip_bad=False):
         self.num_lanes, self.seed, self.skip_bad = num_lanes, seed, skip_bad
-        row_groups = [(shard, row_group, rows) for shard in shards
-                      for row_group, rows in enumerate(shard.row_group_rows) if rows]
-        # Reaching a slice costs decoding the row group up to it: no more slices than it takes to give each lane one.
+        row_groups = [(shard, row_group, n_documents) for shard in shards
+                      for row_group, n_documents in enumerate(shard.row_group_documents) if n_documents]
+        # To reach a slice, the row group must be decoded up to it: so only as many slices as give each lane a unit.
         slices = -(-num_lanes // len(row_groups))
         self.units = []  # (shard, row group, first document, document after the last)
-        for shard, row_group, rows in row_groups:
-            cuts = np.linspace(0, rows, min(slices, rows) + 1).astype(int).tolist()
+        for shard, row_group, n_documents in row_groups:
+            cuts = np.linspace(0, n_documents, min(slices, n_documents) + 1).astype(int).tolist()
             self.units += [(shard, row_group, first, stop) for first, stop in zip(cuts[:-1], cuts[1:], strict=True)]
         self._order = lru_cache(maxsize=4)(self._order_of_epoch)
-        # Little data is read again and again, in slices: it is kept.
+        # Small data is read again and again, in slices, so it stays in memory.
         self._kept, self._room = {}, KEPT_BYTES if sum(shard.n_bytes for shard in shards) < KEPT_BYTES else 0
 
     def _order_of_epoch(self, epoch):
-        # Raw bits, because NumPy promises that these stay the same from version to version.
+        # Raw bits, because NumPy guarantees only for these that they do not change from version to version.
         bits = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(len(self.units))
         return np.argsort(bits, kind="stable")
 
     def get(self, lane, number):
-        """The unit that `lane` reads after `number` others."""
-        epoch, place = divmod(number * self.num_lanes + lane, len(self.units))
-        return self.units[self._order(epoch)[place]]
+        """Returns the unit (shard, row group, first document, document after the last) that `lane` reads as `number`.
+
+        The numbers of a lane's units begin at 0.
+        """
+        epoch, index = divmod(number * self.num_lanes + lane, len(self.units))
+        return self.units[self._order(epoch)[index]]
 
     def read(self, unit, document, first_piece, max_bytes):
-        """What read_pieces returns for the rest of a unit from `document` (counted in its row group) on."""
+        """Returns the same as read_pieces, from `document` (its number in the row group) to the end of the unit."""
         shard, row_group, _, stop = unit
         pieces = self._keep(shard, row_group)
         if pieces is None:
@@ -269,12 +284,12 @@ class Units:
         return pieces[bisect_left(pieces, (document, first_piece)):bisect_left(pieces, (stop, 0))], stop
 
     def _keep(self, shard, row_group):
-        """All TextPieces of a row group if there is room for them, else None."""
+        """Returns all TextPieces of a row group and keeps them in memory, or None if there is no room for them."""
         key = shard.digest, row_group
         if key not in self._kept and self._room > 0:
-            rows = shard.row_group_rows[row_group]
-            pieces, end = _read_or_skip(self.skip_bad, shard, row_group, 0, rows, max_bytes=self._room)
+            stop = shard.row_group_documents[row_group]
+            pieces, end = _read_or_skip(self.skip_bad, shard, row_group, 0, stop, max_bytes=self._room)
             self._room -= sum(len(piece.text) for piece in pieces)
-            if end == rows:
+            if end == stop:
                 self._kept[key] = pieces
         return self._kept.get(key)

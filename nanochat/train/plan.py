@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from nanochat.common import BadInput
-from nanochat.data.loader import NUM_LANES
+from nanochat.data.lanes import NUM_LANES
 from nanochat.device import tpu
 from nanochat.model import flops
 from nanochat.model.gpt import GPT, GPTConfig, config_for_depth

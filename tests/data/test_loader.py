@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nanochat.common import BadInput
-from nanochat.data import loader as dataloader
-from nanochat.data import shards as dataset
+from nanochat.data import loader as loader_module
+from nanochat.data import shards as shards_module
 from nanochat.data.loader import DataLoader, SyntheticLoader
 from nanochat.data.shards import Units, open_shards, read_pieces
 from scripts import bench_loader
@@ -53,8 +53,8 @@ def as_saved(state):
 @pytest.fixture
 def shards(tmp_path, monkeypatch):
     """Three shards, and documents of more than 500 bytes are read in pieces."""
-    monkeypatch.setattr(dataset, "PIECE_BYTES", 500)
-    monkeypatch.setattr(dataloader, "BLOCK_TOKENS", 500)
+    monkeypatch.setattr(shards_module, "PIECE_BYTES", 500)
+    monkeypatch.setattr(loader_module, "BLOCK_TOKENS", 500)
     texts = make_texts(600)
     return [write(tmp_path / f"shard_{i:05d}.parquet", texts[i * 200:(i + 1) * 200], row_group_size=67)
             for i in range(3)]
@@ -116,9 +116,9 @@ def test_it_is_restored_exactly_after_every_step_on_any_number_of_ranks(shards):
 
 def test_what_is_skipped_of_a_corrupt_shard_is_the_same_for_any_number_of_ranks_and_after_restoring(tmp_path,
                                                                                                     monkeypatch):
-    monkeypatch.setattr(dataset, "READ_BATCH_BYTES", 2000)
-    monkeypatch.setattr(dataset, "PIECE_BYTES", 500)
-    monkeypatch.setattr(dataloader, "BLOCK_TOKENS", 500)
+    monkeypatch.setattr(shards_module, "READ_BATCH_BYTES", 2000)
+    monkeypatch.setattr(shards_module, "PIECE_BYTES", 500)
+    monkeypatch.setattr(loader_module, "BLOCK_TOKENS", 500)
     path = write_pages(tmp_path / "a.parquet", make_texts(300), 100)
     expected = [rows for rows, _ in read_steps([path], 30, world_size=1)]
     damage(path, 1, 3_000, b"??")
@@ -127,7 +127,7 @@ def test_what_is_skipped_of_a_corrupt_shard_is_the_same_for_any_number_of_ranks_
     steps = list(read_steps([path], 30, world_size=1, skip_bad=True))
     assert not all(torch.equal(rows, whole) for (rows, _), whole in zip(steps, expected, strict=True))
     for world_size in (2, 4, 8):
-        monkeypatch.setattr(dataset, "KEPT_BYTES", 0)  # what is kept in memory is read at once
+        monkeypatch.setattr(shards_module, "KEPT_BYTES", 0)  # what is kept in memory is read at once
         again = read_steps([path], 30, world_size, skip_bad=True)
         assert all(torch.equal(a, b) for (a, _), (b, _) in zip(steps, again, strict=True))
     for k, world_size in zip(range(0, 28, 3), itertools.cycle((1, 2, 4, 8)), strict=False):
@@ -204,7 +204,7 @@ def test_nothing_but_short_documents_is_packed_nearly_without_loss(tmp_path):
     (["a" * 127, "b" * 128, "c" * 129, "d" * 130], None),  # as long as a row, one token more, one less
 ], ids=["document", "token", "empty", "long", "row-group", "row-groups", "edges"])
 def test_little_data_keeps_every_rank_busy(tmp_path, monkeypatch, texts, row_group_size):
-    monkeypatch.setattr(dataloader, "BLOCK_TOKENS", 500)
+    monkeypatch.setattr(loader_module, "BLOCK_TOKENS", 500)
     shards = [write(tmp_path / "a.parquet", texts, row_group_size)]
     for rank in range(8):
         with open_loader(shards, rank=rank, world_size=8) as loader:
@@ -267,7 +267,7 @@ def test_an_error_in_a_worker_comes_out_of_next_as_itself(shards):
 
 
 def test_waiting_has_a_limit_and_says_for_what(shards, monkeypatch):
-    monkeypatch.setattr(dataloader, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(loader_module, "TIMEOUT_S", 0.2)
     release = threading.Event()
 
     class Hangs(ByteTokenizer):
@@ -300,7 +300,7 @@ def test_smallest_cover_against_all_subsets():
         limit = space + int(rng.integers(0, 20))
         sums = [sum(subset) for n in range(len(lengths) + 1) for subset in itertools.combinations(lengths, n)]
         best = min((total for total in sums if space <= total <= limit), default=None)
-        indices = dataloader.smallest_cover(lengths, space, limit)
+        indices = loader_module.smallest_cover(lengths, space, limit)
         assert (indices is None) == (best is None)
         if indices is not None:
             assert len(set(indices)) == len(indices) and sum(lengths[i] for i in indices) == best

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat.common import BadInput
-from nanochat.data import shards as dataset
+from nanochat.data import shards as shards_module
 from nanochat.data.shards import Units, fingerprint, list_shards, open_shards, read_pieces
 from nanochat.data.tokenizer import load_tokenizer
 
@@ -107,8 +107,8 @@ def write_pages(path, texts, row_group_size):
 
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
 def test_what_can_be_read_of_a_corrupt_shard_is_read_and_the_rest_left_out(tmp_path, monkeypatch, capsys, kept_bytes):
-    monkeypatch.setattr(dataset, "KEPT_BYTES", kept_bytes)
-    monkeypatch.setattr(dataset, "READ_BATCH_BYTES", 1000)
+    monkeypatch.setattr(shards_module, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(shards_module, "READ_BATCH_BYTES", 1000)
     texts = [f"{i}:" + np.random.default_rng(i).bytes(50).hex() for i in range(90)]
     paths = [write_pages(tmp_path / f"{i}.parquet", texts[i * 45:(i + 1) * 45], 15) for i in range(2)]
     (tmp_path / "2.parquet").write_bytes(paths[0].read_bytes()[:-10])
@@ -173,8 +173,8 @@ def test_malformed_utf8_comes_back_as_bytes(tmp_path):
 
 
 def test_long_documents_are_cut_and_can_be_read_from_any_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset, "PIECE_BYTES", 100)
-    monkeypatch.setattr(dataset, "READ_BATCH_BYTES", 1000)
+    monkeypatch.setattr(shards_module, "PIECE_BYTES", 100)
+    monkeypatch.setattr(shards_module, "READ_BATCH_BYTES", 1000)
     lines = "".join(f"void f{i}() {{\n    return;\n\n}}\n" for i in range(60))
     texts = ["short", lines, "{1, 2},\n" * 30, "", "ß日" * 200, "x" * 100, "x" * 101, None, "\n" * 250]
     shard, = open_shards([write(tmp_path / "a.parquet", texts)])
@@ -194,7 +194,7 @@ def test_long_documents_are_cut_and_can_be_read_from_any_piece(tmp_path, monkeyp
 
 @pytest.mark.parametrize("rows", [[1], [7], [500], [30] * 3, [5, 0, 9, 1], [20] * 100])
 def test_an_epoch_has_every_document_once_in_an_order_of_its_own(rows):
-    shard = dataset.Shard(None, 0, tuple(rows), "")
+    shard = shards_module.Shard(None, 0, tuple(rows), "")
     units = Units([shard], num_lanes=8, seed=1)
     orders = []
     for epoch in range(3):
@@ -211,8 +211,8 @@ def test_an_epoch_has_every_document_once_in_an_order_of_its_own(rows):
 
 @pytest.mark.parametrize("kept_bytes", [0, 500, 1 << 20])
 def test_data_that_is_kept_reads_the_same(tmp_path, monkeypatch, kept_bytes):
-    monkeypatch.setattr(dataset, "PIECE_BYTES", 100)
-    monkeypatch.setattr(dataset, "KEPT_BYTES", 1 << 20)
+    monkeypatch.setattr(shards_module, "PIECE_BYTES", 100)
+    monkeypatch.setattr(shards_module, "KEPT_BYTES", 1 << 20)
     shard, = open_shards([write(tmp_path / "a.parquet", ["x" * n for n in range(0, 400, 7)], row_group_size=10)])
     units = Units([shard], num_lanes=16, seed=0)
     units._room = kept_bytes
@@ -226,7 +226,7 @@ def test_data_that_is_kept_reads_the_same(tmp_path, monkeypatch, kept_bytes):
 
 
 def test_the_pieces_of_a_document_have_the_tokens_of_the_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset, "PIECE_BYTES", 25_000)
+    monkeypatch.setattr(shards_module, "PIECE_BYTES", 25_000)
     tokenizer = load_tokenizer()
     text = "".join(path.read_text() for path in sorted(Path(pa.__file__).parent.rglob("include/arrow/*.h")))
     shard, = open_shards([write(tmp_path / "a.parquet", [text])])

@@ -1,0 +1,317 @@
+"""A lane turns documents into full rows of tokens for training, without end. It can be restored to any row.
+
+    lane = Lane(3, LaneState(), units, tokenizer, row_tokens=1025, read_bytes=1 << 22)
+    rows, states = lane.make_rows(32)    # int32 (32, 1025), and the fields of the LaneState after each row
+    Lane(3, LaneState(*states[7]), …)    # its first row is rows[8]
+
+A row is one sequence of the training batch: T + 1 tokens. These statements always hold:
+
+- A lane's rows depend on the data, the tokenizer, the seed, the number of lanes and the length of a row, and on nothing
+  else: neither on the ranks, nor on the other lanes, nor on how many rows are made at a time.
+- A LaneState names documents and holds no tokens; a restored lane reads and tokenizes those documents again.
+- Every row is full, and every document begins with BOS. A document that continues in the next row repeats its last
+  token there, so that each token is predicted exactly once. Tokens that are left out are counted in `dropped`.
+
+docs/data.md explains the design.
+"""
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from nanochat.common import BadInput
+
+NUM_LANES = 64
+GROUP_CHARS = 1 << 20  # tokenized in one go: work in between would evict the tokenizer's tables from the core's cache
+BUFFER_DOCUMENTS = 16  # documents from which a lane chooses while one of them is longer than a row
+BUFFER_SHORT_DOCUMENTS = 128  # documents from which it chooses otherwise: more, as one that does not fit is cropped
+BUFFER_TOKENS = 1 << 17  # the buffer holds about this many tokens at most, but at least those of two rows
+PATIENCE_ROWS = 256  # a short document that has waited for this many rows goes before any further long one
+
+
+class Piece(NamedTuple):
+    """The tokens of a whole document, or of one piece of a document that is too long to be read at once."""
+    ref: tuple  # (unit, document, piece): their numbers within the lane, the unit and the document
+    is_last: bool
+    tokens: memoryview  # uint32; the first piece of a document begins with BOS
+
+
+class LaneState(NamedTuple):
+    """The position of a lane between two rows. Checkpoints hold it as JSON, by the names of these fields."""
+    rows: int = 0  # rows made so far
+    next: tuple = (0, 0, 0)  # ref of the next piece to read
+    buffer: tuple = ()  # refs of the documents that were read and are not yet in any row
+    pending: tuple | None = None  # (*ref, offset): the piece, and the token in it, with which the next row begins
+    waited: int = 0  # number of rows for which the oldest short document has been waiting
+    tokens: int = 0  # tokens in all rows so far; repeated tokens count once
+    dropped: int = 0  # tokens left out so far
+    documents: int = 0  # documents begun so far
+
+
+class Lane:
+    """Reads, tokenizes and packs the documents of one lane. Only one thread may use it at a time."""
+
+    def __init__(self, number, state, units, tokenizer, row_tokens, read_bytes):
+        self.number, self.units, self.tokenizer, self.read_bytes = number, units, tokenizer, read_bytes
+        self.row_tokens, self.reading = row_tokens, "nothing yet"  # `reading` names file and row group in messages
+        self.rows, self.next, _, _, self.waited, self.tokens, self.dropped, self.documents = state
+        self.short, self.long, self.buffered_tokens = [], [], 0  # the buffer: first pieces, oldest first
+        self.short_lengths = []  # number of tokens of each in `short`
+        self.refs, self.buffer = {}, None  # refs of the buffered documents: as keys, and as a tuple until they change
+        self.pending = None  # (Piece, offset): the piece and the token with which the next row begins
+        self.to_restore = state
+        self._pieces = self._tokenize(state)
+        self._peeked = None
+
+    def make_rows(self, count):
+        """Returns the next rows, int32 (count, row_tokens), and a list with the LaneState's fields after each row.
+
+        Raises BadInput for a row group that cannot be read, and for a state whose documents cannot be read any more.
+        """
+        if self.to_restore:
+            self._restore(self.to_restore)
+            self.to_restore = None
+        parts, states = [], []  # slices of documents, joined once at the end: each NumPy call costs a microsecond
+        for _ in range(count):
+            self._fill(parts)
+            states.append(self._state())
+        return np.frombuffer(b"".join(parts), np.int32).reshape(count, self.row_tokens), states
+
+    def _state(self):
+        if self.buffer is None:
+            self.buffer = tuple(self.refs)
+        pending = self.pending and (*self.pending[0].ref, self.pending[1])
+        return self.rows, self.next, self.buffer, pending, self.waited, self.tokens, self.dropped, self.documents
+
+    def _restore(self, state):
+        for _ in range(len(state.buffer) + bool(state.pending)):
+            piece = self._take()
+            if state.pending and piece.ref == tuple(state.pending[:3]):
+                self.pending = piece, state.pending[3]
+            elif list(piece.ref) in map(list, state.buffer):
+                self._keep(piece)
+            else:  # it was in a row group that is skipped by now
+                raise BadInput(f"a document that the saved position in the data names cannot be read any more (lane "
+                               f"{self.number}): restore the data, or begin a new run")
+        self.next = tuple(state.next)
+
+    # Reading and tokenizing
+
+    def _tokenize(self, state):
+        """Yields the Pieces that `state` names, then all Pieces from `state.next` on."""
+        begin, again = tuple(state.next), set(map(tuple, state.buffer))
+        if state.pending:
+            again.add(tuple(state.pending[:3]))
+        for texts in self._read(*min({begin} | again)):
+            wanted = [(ref, text) for ref, text in texts if ref >= begin or ref in again]
+            for group in _groups(wanted):
+                documents = self.tokenizer.encode_documents([text.text for _, text in group])
+                for (ref, text), tokens in zip(group, documents, strict=True):
+                    yield Piece(ref, text.is_last, tokens[1:] if ref[2] else tokens)
+
+    def _read(self, number, document, piece):
+        """Yields lists of (ref, TextPiece), beginning with this piece of this document of the lane's unit `number`."""
+        while True:
+            shard, row_group, first, stop = unit = self.units.get(self.number, number)
+            while first + document < stop:
+                self.reading = f"{shard.path}, row group {row_group}"
+                texts, document = self.units.read(unit, first + document, piece, self.read_bytes)
+                document, piece = document - first, 0
+                yield [((number, text.document - first, text.index), text) for text in texts]
+                if texts and not texts[-1].is_last:
+                    piece = texts[-1].index + 1
+            number, document = number + 1, 0
+
+    def _peek(self):
+        if self._peeked is None:
+            self._peeked = next(self._pieces)
+        return self._peeked
+
+    def _take(self):
+        piece, self._peeked = self._peek(), None
+        unit, document, index = piece.ref
+        self.next = (unit, document + 1, 0) if piece.is_last else (unit, document, index + 1)
+        return piece
+
+    # Packing
+
+    def _fill(self, parts):
+        """Appends the slices of documents that make up the next row to `parts`."""
+        first_short = self.short[0] if self.short else None
+        self.tokens += self.row_tokens - bool(self.pending)
+        space = self._continue(parts, self.row_tokens)
+        while space:
+            self._refill()
+            for piece in self._choose(space):
+                self.documents += 1
+                self.buffered_tokens -= len(piece.tokens)
+                del self.refs[piece.ref]
+                self.pending = piece, 0
+                space = self._continue(parts, space)
+                if self.pending and not self._is_long(piece):  # it did not fit: the rest of it is dropped
+                    self.dropped += len(piece.tokens) - self.pending[1] - 1
+                    self.pending = None
+            self.buffer = None
+        self.rows += 1
+        self.waited = self.waited + 1 if self.short and self.short[0] is first_short else 0
+
+    def _is_long(self, piece):
+        return len(piece.tokens) > self.row_tokens or not piece.is_last
+
+    def _keep(self, piece):
+        if self._is_long(piece):
+            self.long.append(piece)
+        else:
+            self.short.append(piece)
+            self.short_lengths.append(len(piece.tokens))
+        self.buffered_tokens += len(piece.tokens)
+        self.refs[piece.ref] = self.buffer = None
+
+    def _refill(self):
+        """Reads documents into the buffer until there are enough from which to choose."""
+        while True:
+            wanted = BUFFER_DOCUMENTS if self.long else BUFFER_SHORT_DOCUMENTS
+            if self.buffered_tokens >= 2 * self.row_tokens and (self.buffered_tokens >= BUFFER_TOKENS
+                                                                or len(self.short) + len(self.long) >= wanted):
+                return
+            if self._peek().ref[2]:
+                return  # the next piece belongs to a document in the buffer, and is read once that is begun
+            self._keep(self._take())
+
+    def _choose(self, space):
+        """Removes the Pieces that come next from the buffer and returns them, for a row with `space` tokens left.
+
+        All of them fit except perhaps the last.
+        """
+        if self.long and not (self.short and self.short[0].ref < self.long[0].ref):
+            return [self.long.pop(0)]
+        lengths = self.short_lengths
+        chosen = [0] if lengths[0] <= space else []  # the oldest goes first, so that none waits for ever
+        space -= sum(lengths[:len(chosen)])
+        others = lengths[len(chosen):]
+        cover = smallest_cover(others, space, space)
+        if cover is None:
+            if self.long and (self.waited < PATIENCE_ROWS or sum(others) < space):
+                return self._pop_short(chosen) + [self.long.pop(0)]
+            cover = smallest_cover(others, space, space + self.row_tokens)
+        chosen += [i + len(chosen) for i in cover]
+        # If the sum exceeds the space, then by less than the longest length: without it there would be a smaller cover.
+        return sorted(self._pop_short(sorted(chosen, reverse=True)), key=lambda piece: len(piece.tokens))
+
+    def _pop_short(self, indices):
+        for i in indices:
+            del self.short_lengths[i]
+        return [self.short.pop(i) for i in indices]
+
+    def _continue(self, parts, space):
+        """Appends as much of the pending document as fits into `space` tokens; returns the space left in the row."""
+        while self.pending and space:
+            piece, offset = self.pending
+            part = piece.tokens[offset:offset + space]
+            parts.append(part)
+            space -= len(part)
+            offset += len(part)
+            if offset == len(piece.tokens) and piece.is_last:
+                self.pending = None
+            elif not space:
+                self.pending = piece, offset - 1  # the last token of this row is the first of the next
+            else:
+                self.pending = self._take(), 0
+        return space
+
+
+def _groups(texts):
+    """Divides a list of (ref, TextPiece) into lists of about GROUP_CHARS characters."""
+    group, n_chars = [], 0
+    for text in texts:
+        group.append(text)
+        n_chars += len(text[1].text)
+        if n_chars >= GROUP_CHARS:
+            yield group
+            group, n_chars = [], 0
+    if group:
+        yield group
+
+
+def smallest_cover(lengths, space, limit):
+    """Returns the indices of the `lengths` with the smallest sum from `space` to `limit`, or None if there is none.
+
+    This is the subset sum problem, solved by dynamic programming over the bits of an integer: bit i of `reach` says
+    whether some of the lengths add up to i. If several subsets do, earlier indices are preferred.
+    """
+    reach, before, used, mask, exact = 1, [], [], (1 << limit + 1) - 1, 1 << space
+    for i, length in enumerate(lengths):
+        if length <= limit:
+            before.append(reach)
+            used.append(i)
+            reach |= reach << length & mask
+            if reach >= exact and reach & exact:
+                break
+    over = reach >> space
+    if not over:
+        return None
+    left = space + (over & -over).bit_length() - 1
+    indices = []
+    while left:
+        without = before.pop()
+        i = used.pop()
+        if not without >> left & 1:
+            indices.append(i)
+            left -= lengths[i]
+    return indices
+
+
+class RandomLane:
+    """Makes rows of random tokens, with the interface of a Lane."""
+    reading = "random tokens"
+
+    def __init__(self, number, state, n_vocab, row_tokens, seed):
+        self.number, self.state, self.n_vocab, self.row_tokens, self.seed = number, state, n_vocab, row_tokens, seed
+
+    def make_rows(self, count):
+        rows, states = [], []
+        for _ in range(count):
+            rng = np.random.default_rng([self.seed, self.number, self.state.rows])
+            rows.append(rng.integers(self.n_vocab, size=self.row_tokens))
+            self.state = LaneState(rows=self.state.rows + 1, tokens=self.state.tokens + self.row_tokens)
+            states.append(self.state)
+        return rows, states
+
+
+def check_lane_states(saved, run, world_size):
+    """Returns {lane: LaneState} for all lanes: the `saved` states, or new ones if `saved` is None.
+
+    `saved` is {lane: JSON value} of all lanes, as Batch.state gives it; `run` is a dict of the settings that must not
+    change during a run. Raises BadInput if the states do not fit the run or the number of ranks.
+    """
+    num_lanes = run["num_lanes"]
+    if num_lanes % world_size:
+        raise BadInput(f"{num_lanes} lanes cannot be divided among {world_size} ranks: "
+                       f"use {_divisors_near(num_lanes, world_size)} ranks")
+    if saved is None:
+        return dict.fromkeys(range(num_lanes), LaneState())
+    lanes = {}
+    for lane, fields in saved.items():
+        fields = dict(fields)
+        for name, value in fields.pop("run").items():
+            if value != run[name]:
+                raise BadInput(f"the saved position in the data is for {name} {value}, but this run has {run[name]}: "
+                               "resume with the data and the flags of the first start")
+        lanes[int(lane)] = LaneState(**fields)
+    if missing := sorted(set(range(num_lanes)) - lanes.keys()):
+        raise BadInput(f"the saved position in the data lacks lanes {', '.join(map(str, missing))}: "
+                       "the states that all ranks saved are needed")
+    n_rows = sum(lane.rows for lane in lanes.values())
+    if any(lane.rows != -(-(n_rows - number) // num_lanes) for number, lane in lanes.items()):
+        raise BadInput("the saved lanes are of different steps: resume from another checkpoint")
+    if n_rows % world_size:
+        raise BadInput(f"{n_rows} rows were read so far, which is not possible with {world_size} ranks: "
+                       f"use {_divisors_near(math.gcd(n_rows, num_lanes), world_size)} ranks")
+    return lanes
+
+
+def _divisors_near(n, wanted):
+    """Returns the divisors of n next to `wanted`, as text: "2 or 4"."""
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    below = [d for d in divisors if d < wanted][-1:]
+    return " or ".join(map(str, below + [d for d in divisors if d > wanted][:1]))
