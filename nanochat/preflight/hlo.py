@@ -14,6 +14,8 @@ import math
 import re
 from dataclasses import dataclass, field
 
+from nanochat.preflight.source_lines import IN_NAME
+
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f16": 16, "bf16": 16, "s32": 32,
          "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64}
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*[a-z0-9]*)\[(?P<dims>[\d,<=]*)\](?:\{(?P<layout>[^}]*)\})?")
@@ -80,7 +82,7 @@ class Instruction:
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         if not found:
             return ""
-        lines = re.findall(r"(?:nanochat|scripts)/[\w/]+\.py:\d+", found[1])  # as tpu_compiler wrote them
+        lines = [line[0] for line in IN_NAME.finditer(found[1])]
         parts = [*lines[-1:], "backward" if " backward " in found[1] else "", found[1].rsplit("/", 1)[-1].split()[-1]]
         return " ".join(filter(None, parts))
 
