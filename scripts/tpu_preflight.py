@@ -1,27 +1,28 @@
-"""Compiles the programs of a training run for a TPU, on a machine that has none, and says whether they fit and what
-they cost:
+"""Compiles the programs of a training run for a TPU, on a machine that has none, and reports whether they fit into a
+chip's memory and what they cost:
 
     python3 -m scripts.tpu_preflight --accelerator=v5litepod-8 --depth=16 --device_batch_size=8 --max_seq_len=1024
 
-Every flag of base_train is accepted (python3 -m scripts.base_train --help). The programs are traced by base_train's own
-functions and compiled by the real TPU compiler, libtpu. Memory is what the compiler allocated. Times are estimates: the
-compiler's cycles, with the bodies of loops times their trip count and Pallas kernels by their FLOPs at the rate of the
-matrix units; or the bytes that are moved over the bandwidth of HBM, if that is more.
+All flags of base_train are accepted too (python3 -m scripts.base_train --help). The programs are those that base_train
+runs, and libtpu, the real TPU compiler, compiles them. The memory is what the compiler allocated. The times are
+estimates: either the compiler's cycles, with the bodies of loops times their trip count and Pallas kernels by their
+FLOPs at the rate of the matrix units, or the memory traffic at the bandwidth of HBM, whichever takes longer.
 
-Exit status: 0 it fits, 3 it does not, 2 for bad flags, 1 for a failure.
+Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
 """
+import argparse
 import json
 import sys
-import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 from nanochat.common import ArgumentParser, BadInput, run_script
 from nanochat.device import tpu
 from nanochat.device.tpu import GIB
-from nanochat.preflight import compile as aot
-from nanochat.preflight import estimate
+from nanochat.preflight import trace as aot
+from nanochat.preflight.compile import require_packages
+from nanochat.preflight.report import Request, advice, find_batch, make_report
 from nanochat.train import flags
 
 PROGRAMS = ("micro_step", "update", "evaluate")
@@ -29,18 +30,21 @@ DOES_NOT_FIT = 3
 
 
 def parse_args(argv=None):
-    """(own flags, base_train's flags)"""
+    """Returns this script's own flags and those of base_train, as two namespaces."""
     parser = ArgumentParser(prog="python3 -m scripts.tpu_preflight", description=__doc__)
     add = parser.add_argument
-    add("--accelerator", required=True, help="v5litepod-8, v6e-4, v4-32 …")
-    add("--json", metavar="FILE", help="write everything to FILE too; -: to standard output, and nothing else there")
-    add("--programs", default=",".join(PROGRAMS), help="which to compile; without micro_step or update, no estimates")
+    add("--accelerator", required=True, help="the TPU to compile for: v5litepod-8, v6e-4, v4-32 …")
+    add("--json", metavar="FILE",
+        help="write the report to FILE too; -: write it to standard output, and nothing else there")
+    add("--programs", default=",".join(PROGRAMS),
+        help="the programs to compile; without micro_step or update there is no estimate of a step")
     add("--find_batch", action="store_true",
-        help="look for the largest --device_batch_size that fits, with and without --activation_checkpointing")
-    add("--dump_dir", metavar="DIR", help="keep what was traced (HLO protos) and the optimised HLO text here")
-    add("--jobs", type=int, default=2, help="compilers at a time")
-    add("--timeout_s", type=int, default=1800, help="the most that one program may take to compile")
-    add("--usd_per_chip_hour", type=float, help="price; default: the table in nanochat/tpu.py, spot and on demand")
+        help="search the largest --device_batch_size that fits, with and without --activation_checkpointing")
+    add("--dump_dir", metavar="DIR", help="keep the traced programs (HLO protos) and the optimised HLO text in DIR")
+    add("--jobs", type=int, default=2, help="the number of compilers that run concurrently")
+    add("--timeout_s", type=int, default=1800, help="the longest time that one program may take to compile")
+    add("--usd_per_chip_hour", type=float,
+        help="price of a chip; default: the prices in nanochat/device/tpu.py, on spot and on demand")
     args, rest = parser.parse_known_args(argv)
     train_args = flags.parse_args(rest)
     unknown = set(args.programs.split(",")) - set(PROGRAMS)
@@ -48,6 +52,7 @@ def parse_args(argv=None):
         raise BadInput(f"--programs={args.programs} is unknown: choose among {','.join(PROGRAMS)}")
     if args.jobs < 1 or args.timeout_s < 1:
         raise BadInput(f"--jobs={args.jobs} and --timeout_s={args.timeout_s} must be at least 1")
+    tpu.parse_accelerator(args.accelerator)  # raises BadInput if there is no such TPU
     return args, train_args
 
 
@@ -144,134 +149,6 @@ class Programs:
 
 
 # -----------------------------------------------------------------------------
-# The report
-
-
-def preflight(args, train_args, say=print):
-    """Report of all of `args.programs` as a JSON object. `say` is called with lines on the progress."""
-    tpu_slice = tpu.parse_accelerator(args.accelerator)
-    started = time.monotonic()
-    programs = Programs(train_args, tpu_slice.chips)
-    plan = programs.plan
-    traced = [program for name, program in programs.trace().items() if name in args.programs.split(",")]
-    trace_s = time.monotonic() - started
-    say(f"traced {', '.join(program.name for program in traced)} in {trace_s:.0f} s; compiling for "
-        f"{args.accelerator} ({tpu_slice.tpu.name} {tpu_slice.topology})")
-    runs = {"micro_step": plan.grad_accum_steps, "update": 1, "evaluate": 0}
-    report = {
-        "accelerator": args.accelerator, "chips": tpu_slice.chips, "hosts": tpu_slice.hosts,
-        "topology": tpu_slice.topology, "flags": vars(train_args), "kernel": programs.model.kernels.name,
-        "plan": {"total_batch_size": plan.total_batch_size, "grad_accum_steps": plan.grad_accum_steps,
-                 "num_iterations": plan.num_iterations, "flops_per_token": plan.flops_per_token,
-                 "parameters": sum(plan.parameters.values())},
-        "trace_s": trace_s, "usable_hbm_bytes": tpu_slice.tpu.usable_hbm_bytes,
-        "memory": programs.memory_groups(), "programs": {}, "out_of_memory": {},
-    }
-    with tempfile.TemporaryDirectory(prefix="tpu_preflight_") as scratch:
-        started, reports = time.monotonic(), []
-        for program, compiled in aot.compile_programs(traced, tpu_slice, args.dump_dir or scratch, args.timeout_s,
-                                                      args.jobs):
-            say(f"{program.name}: {compiled.seconds:.0f} s" + (", does not fit" if compiled.out_of_memory else ""))
-            if compiled.out_of_memory:
-                report["out_of_memory"][program.name] = out_of_memory(compiled, program, programs, train_args)
-                continue
-            reports.append(estimate.report_program(program, compiled, runs[program.name], programs.resident_bytes(),
-                                                   tpu_slice))
-            report["programs"][program.name] = estimate.as_json(reports[-1])
-        report["compile_wall_s"] = time.monotonic() - started
-    peak = max((program.peak_bytes for program in reports), default=0)
-    report["peak_bytes"] = peak or None
-    report["fits"] = not report["out_of_memory"] and peak <= tpu_slice.tpu.usable_hbm_bytes
-    if {"micro_step", "update"} <= report["programs"].keys():
-        report["estimate"] = estimate.report_run(reports, plan, tpu_slice) | costs(args, plan, tpu_slice, reports)
-    return report
-
-
-def costs(args, plan, tpu_slice, reports):
-    """USD of the run, on spot and on demand; None where the price is not known."""
-    hours = estimate.report_run(reports, plan, tpu_slice)["hours"]
-    prices = {name: tpu.usd_per_hour(args.accelerator, spot, args.usd_per_chip_hour)
-              for name, spot in (("usd_spot", True), ("usd_on_demand", False))}
-    return {name: None if price is None else price * hours for name, price in prices.items()}
-
-
-def out_of_memory(compiled, program, programs, train_args):
-    """What the compiler says of a program that does not fit."""
-    needed, buffers = estimate.large_buffers(compiled.out_of_memory)
-    needed += sum(programs.resident_bytes().values())  # the compiler's report is on temporaries
-    config = programs.plan.config
-    return {
-        "needed_bytes": needed, "compile_s": compiled.seconds, "traced_instructions": program.instructions,
-        "largest": [asdict(buffer) | {"what": name_buffer(buffer.shape, config, train_args)}
-                    for buffer in buffers[:10]],
-        "report": compiled.out_of_memory[:4000],
-    }
-
-
-def name_buffer(shape, config, train_args):
-    """What an array is, told by its shape: "logits", "attention scores", … or "" if it could be anything."""
-    dims = [int(side) for side in shape.partition("[")[2].rstrip("]").split(",") if side]
-    tokens, seq_len = train_args.device_batch_size * train_args.max_seq_len, train_args.max_seq_len
-    if config.vocab_size in dims and config.n_embd in dims:
-        return "embedding or head"
-    if config.vocab_size in dims:
-        return "logits"
-    if dims.count(seq_len) >= 2 and (config.n_head in dims or train_args.device_batch_size * config.n_head in dims):
-        return "attention scores"
-    size = 1
-    for side in dims:
-        size *= side
-    if size % tokens == 0:
-        return "activations of all layers" if dims[0] == config.n_layer else "activations"
-    return "stacked weights" if dims and dims[0] == config.n_layer else ""
-
-
-def advice(report, train_args):
-    """Flags that would make it fit, likely ones first."""
-    found = {buffer["what"] for oom in report["out_of_memory"].values() for buffer in oom["largest"][:5]}
-    suggestions = []
-    if report["kernel"] == "current":
-        if found & {"attention scores", "logits"}:
-            suggestions.append("--kernel=flash")
-    if not train_args.activation_checkpointing and found & {"activations", "activations of all layers",
-                                                            "attention scores", ""}:
-        suggestions.append("--activation_checkpointing")
-    if train_args.device_batch_size > 1:
-        suggestions.append(f"--device_batch_size={train_args.device_batch_size // 2}")
-    return suggestions or ["a smaller model", "a TPU with more memory"]
-
-
-# -----------------------------------------------------------------------------
-# The largest batch
-
-
-def find_batch(args, train_args, say=print):
-    """Largest --device_batch_size that fits, of those reached by doubling and halving the given one, without and with
-    --activation_checkpointing, as a dict."""
-    import argparse
-    found, started, compiled = {}, time.monotonic(), 0
-    for checkpointing in (False, True):
-        best, too_large, tried = None, None, {}
-        batch = train_args.device_batch_size
-        while batch and batch not in tried:
-            trial = argparse.Namespace(**vars(train_args) | {
-                "device_batch_size": batch, "activation_checkpointing": checkpointing, "total_batch_size": -1})
-            report = preflight(argparse.Namespace(**vars(args) | {"programs": "micro_step", "dump_dir": None}), trial,
-                               say=lambda line: None)
-            compiled += 1
-            tried[batch] = report["peak_bytes"]
-            say(f"--device_batch_size={batch}{' --activation_checkpointing' if checkpointing else ''}: "
-                + (f"fits, {report['peak_bytes'] / GIB:.2f} GiB" if report["fits"] else "does not fit"))
-            if report["fits"]:
-                best = max(batch, best or 0)
-            else:
-                too_large = min(batch, too_large or batch)
-            batch = batch * 2 if too_large is None else batch // 2
-        found["with" if checkpointing else "without"] = {"largest": best, "peak_bytes": tried}
-    return found | {"compilations": compiled, "seconds": time.monotonic() - started}
-
-
-# -----------------------------------------------------------------------------
 # For a person
 
 
@@ -279,8 +156,8 @@ def gib(num_bytes):
     return f"{num_bytes / GIB:.2f} GiB"
 
 
-def describe(report, train_args):
-    """The report as lines."""
+def describe(report):
+    """Returns the report as lines of text."""
     usable = report["usable_hbm_bytes"]
     lines = [f"memory of a chip ({gib(usable)} usable):"]
     lines += [f"  {gib(size):>10}  {name}" for name, size in report["memory"].items()]
@@ -302,7 +179,7 @@ def describe(report, train_args):
                          f"{1000 * program['overlapped_ici_s']:.1f} ms while other work goes on")
         if program["pallas_calls"]:
             lines.append(f"  {name}: {program['pallas_calls']} Pallas kernels, {program['pallas_flops'] / 1e12:.2f} "
-                         "TFLOP, in the cycles at the rate of the matrix units")
+                         "TFLOP, counted in the cycles at the rate of the matrix units")
         if program["pallas_uncounted"]:
             lines.append(f"  {name}: Pallas kernels of unknown cost, not counted: {program['pallas_uncounted']}")
     for name, program in report["programs"].items():
@@ -329,20 +206,36 @@ def describe(report, train_args):
     if report["fits"]:
         lines.append(f"fits: {gib(report['peak_bytes'])} of {gib(usable)} ({report['peak_bytes'] / usable:.0%})")
     else:
-        lines.append(f"does not fit into {gib(usable)}. Try {', or '.join(advice(report, train_args))}")
+        lines.append(f"does not fit into {gib(usable)}. Try {', or '.join(advice(report))}")
     return lines
+
+
+def preflight(train_args, request, say=print):
+    """Traces the programs of a run with base_train's flags and returns their report (preflight/report.py)."""
+    started = time.monotonic()
+    programs = Programs(train_args, tpu.parse_accelerator(request.accelerator).chips)
+    traced = programs.trace()
+    return make_report(programs, traced, time.monotonic() - started, vars(train_args), request, say)
 
 
 def main(argv=None):
     args, train_args = parse_args(argv)
-    aot.require_packages()
+    require_packages()
     aot.prepare_environment()
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if args.json == "-" else \
         (lambda line: print(line, flush=True))
-    report = preflight(args, train_args, say)
+    request = Request(args.accelerator, tuple(args.programs.split(",")), args.jobs, args.timeout_s, args.dump_dir,
+                      args.usd_per_chip_hour)
+    report = preflight(train_args, request, say)
     if args.find_batch:
-        report["find_batch"] = find_batch(args, train_args, say)
-    say("\n".join(describe(report, train_args)))
+        def try_batch(batch_size, activation_checkpointing):
+            trial = vars(train_args) | {"device_batch_size": batch_size, "total_batch_size": -1,
+                                        "activation_checkpointing": activation_checkpointing}
+            return preflight(argparse.Namespace(**trial), replace(request, programs=("micro_step",), dump_dir=None),
+                             say=lambda line: None)
+
+        report["find_batch"] = find_batch(try_batch, train_args.device_batch_size, say)
+    say("\n".join(describe(report)))
     if args.find_batch:
         found = report["find_batch"]
         say(f"largest --device_batch_size (doubled or halved): {found['without']['largest']}, with "

@@ -1,6 +1,6 @@
-"""What is known about accelerators: peaks for MFU, memory, prices, and what accelerator strings mean.
+"""Tables of accelerators: peak FLOP/s, memory, prices, and the meaning of accelerator strings such as "v5litepod-8".
 
-Everything here is looked up, nothing is asked of a runtime or of the network.
+Nothing here asks a runtime or the network.
 """
 import glob
 import os
@@ -20,29 +20,28 @@ def _gib(number):
 
 @dataclass(frozen=True)
 class TpuType:
-    """One generation of TPU; all figures are per chip. A price that is not known is None."""
+    """One generation of TPU. All figures are per chip; an unknown price is None."""
     name: str
     accelerator_prefix: str  # of the accelerator strings that create such VMs
     peak_flops: float  # dense bf16 FLOP/s
     hbm_bytes: int
-    usable_hbm_bytes: int  # what the compiler leaves to programs
+    usable_hbm_bytes: int  # the part that the compiler leaves to programs
     hbm_bytes_per_s: float
     ici_bytes_per_s: float  # between chips, all links, both directions
-    flops_per_cycle: int  # bf16, of the matrix units: with peak_flops the clock that the compiler's cycles count
+    flops_per_cycle: int  # bf16, of the matrix units; peak_flops over it is the clock of the compiler's cycles
     torus_dims: int  # 2: flat slices, 3: cubic ones
     cores_per_chip: int  # the number in an accelerator string counts cores on v4 and v5p, chips on v5e and v6e
     max_chips_per_host: int  # of a slice that is one host
     runtime_version: str  # of the VM image
     usd_per_chip_hour: float | None = None  # on demand
     usd_per_chip_hour_spot: float | None = None
-    scoped_vmem_kib: int | None = None  # VMEM for the tiles of one operation, where another limit was found faster
+    scoped_vmem_kib: int | None = None  # VMEM for the tiles of one operation, if libtpu is slower with its own
 
 
 # Figures from Google's "TPU versions" pages; usable HBM from the out-of-memory reports of libtpu 0.0.21. Matrix units:
-# 4 of 128 × 128 in each core of v4, v5e and v5p, 4 of 256 × 256 on v6e. Prices float: they are those
-# of PRICES_DATE, on demand from the public list, spot as paid for v5litepod-8 in us-west4 (listed: 0.21 to 0.60 by
-# region) and for v6e-4 in asia-northeast1 (listed: 0.65 to 1.89). Scripts that print a cost have a flag that overrides
-# them.
+# 4 of 128 × 128 in each core of v4, v5e and v5p, 4 of 256 × 256 on v6e. Prices change: these are of PRICES_DATE, on
+# demand from the public list, on spot as paid for v5litepod-8 in us-west4 (listed: 0.21 to 0.60 by region) and for
+# v6e-4 in asia-northeast1 (listed: 0.65 to 1.89). Scripts that print a cost have a flag that overrides them.
 PRICES_DATE = "2026-11"
 TPU_TYPES = {tpu.name: tpu for tpu in (
     TpuType("v4", "v4", 275e12, 32 * GIB, _gib(30.75), 1200e9, 600e9, 2**18, 3, 2, 4, "tpu-ubuntu2204-base"),
@@ -55,8 +54,8 @@ TPU_TYPES = {tpu.name: tpu for tpu in (
 _PCI_DEVICE_TO_TYPE = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}
 _CHIPS_PER_HOST_OF_A_POD = 4  # every slice of more than one host, of every type
 
-# Dense bf16 FLOP/s from NVIDIA's data sheets, by words of the name that torch.cuda.get_device_name gives; the
-# first that fits counts, so the special cases stand before the general one.
+# Dense bf16 FLOP/s from NVIDIA's data sheets, by words in the name that torch.cuda.get_device_name returns. The first
+# match counts, so special cases come before the general one.
 _GPU_PEAK_FLOPS = (
     ("B200", 2250e12),
     ("H200 NVL", 836e12), ("H200", 989e12), ("GH200", 989e12),
@@ -68,7 +67,10 @@ _GPU_PEAK_FLOPS = (
 
 
 def libtpu_init_args(tpu, others=()):
-    """$LIBTPU_INIT_ARGS with the options of a TpuType and `others`, {name: value}, that it does not set already."""
+    """Returns $LIBTPU_INIT_ARGS, extended by the options of a TpuType and by `others`, {name: value}.
+
+    An option that the variable already sets stays as it is.
+    """
     arguments = os.environ.get("LIBTPU_INIT_ARGS", "").split()
     options = dict(others) | ({"xla_tpu_scoped_vmem_limit_kib": tpu.scoped_vmem_kib} if tpu.scoped_vmem_kib else {})
     return " ".join(arguments + [f"--{name}={value}" for name, value in options.items()
@@ -76,7 +78,7 @@ def libtpu_init_args(tpu, others=()):
 
 
 class Slice(NamedTuple):
-    """What an accelerator string stands for."""
+    """The chips that an accelerator string stands for."""
     tpu: TpuType
     chips: int
     hosts: int
@@ -84,7 +86,8 @@ class Slice(NamedTuple):
 
 
 def parse_accelerator(accelerator):
-    """Slice that an accelerator string such as "v5litepod-8", "v6e-4" or "v4-32" stands for; BadInput if none."""
+    """Returns the Slice of an accelerator string such as "v5litepod-8", "v6e-4" or "v4-32". Raises BadInput if there is
+    none."""
     prefix, _, count = accelerator.partition("-")
     tpu = next((tpu for tpu in TPU_TYPES.values() if tpu.accelerator_prefix == prefix), None)
     if tpu is None or not re.fullmatch("[1-9][0-9]*", count):
@@ -100,7 +103,7 @@ def parse_accelerator(accelerator):
 
 
 def _topology(chips, torus_dims):
-    """The most even box of `chips` chips, a power of two, with the longest side last: 8 is 2x4, or 2x2x2."""
+    """Returns the most even box of `chips` chips, a power of two, with the longest side last: 8 is 2x4, or 2x2x2."""
     if torus_dims == 3 and chips == 4:
         return "2x2x1"
     log2_chips = chips.bit_length() - 1
@@ -108,7 +111,7 @@ def _topology(chips, torus_dims):
 
 
 def count_tpu_chips(pci_devices="/sys/bus/pci/devices"):
-    """Number of TPU chips on this machine's PCI bus, found without starting any runtime."""
+    """Returns the number of TPU chips on this machine's PCI bus, without starting a runtime."""
     chips = 0
     for vendor_path in glob.glob(f"{pci_devices}/*/vendor"):
         if Path(vendor_path).read_text().strip() == "0x1ae0":  # Google
@@ -119,10 +122,10 @@ def count_tpu_chips(pci_devices="/sys/bus/pci/devices"):
 
 
 def detect_accelerator(pci_devices="/sys/bus/pci/devices"):
-    """Accelerator string of this machine, or None if it has no TPU or one that is not in the table.
+    """Returns the accelerator string of this machine, or None if it has no TPU or an unknown one.
 
-    TPU_ACCELERATOR_TYPE says it where it is set. The PCI bus knows the chips of this host only: a worker of a larger
-    slice is taken for a slice of one host.
+    This is $TPU_ACCELERATOR_TYPE if that is set. Otherwise it follows from the PCI bus, which shows the chips of this
+    host only: a host of a larger slice looks like a slice of one host.
     """
     if os.environ.get("TPU_ACCELERATOR_TYPE"):
         return os.environ["TPU_ACCELERATOR_TYPE"]
@@ -135,8 +138,10 @@ def detect_accelerator(pci_devices="/sys/bus/pci/devices"):
 
 
 def peak_flops(device_name):
-    """Dense bf16 FLOP/s of one chip, for MFU: of an accelerator string, or of a GPU as torch.cuda.get_device_name
-    calls it. None if it is not in the tables."""
+    """Returns the dense bf16 FLOP/s of one chip, for MFU, or None if it is not in the tables.
+
+    device_name: an accelerator string, or the name that torch.cuda.get_device_name returns for a GPU.
+    """
     prefix = device_name.partition("-")[0]
     for tpu in TPU_TYPES.values():
         if prefix in (tpu.name, tpu.accelerator_prefix):
@@ -148,7 +153,8 @@ def peak_flops(device_name):
 
 
 def usd_per_hour(accelerator, spot, usd_per_chip_hour=None):
-    """Price of a slice in USD per hour, from the table unless `usd_per_chip_hour` is given; None if not known."""
+    """Returns the price of a slice in USD per hour, from the table unless `usd_per_chip_hour` is given. Returns None if
+    it is not known."""
     tpu, chips, _, _ = parse_accelerator(accelerator)
     if usd_per_chip_hour is None:
         usd_per_chip_hour = tpu.usd_per_chip_hour_spot if spot else tpu.usd_per_chip_hour

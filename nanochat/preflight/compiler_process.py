@@ -1,17 +1,22 @@
-"""The process in which the TPU compiler runs, started by nanochat.aot: libtpu takes the place of every other XLA client
-here, and neither PyTorch nor a TPU is needed."""
+"""Runs the TPU compiler, libtpu, in a process that compile.py starts for each program.
+
+libtpu tolerates no other XLA client beside it. This process needs neither PyTorch nor a TPU.
+"""
 import functools
 import json
 import re
 import time
 from pathlib import Path
 
-REPOSITORY = str(Path(__file__).resolve().parents[2])
+from nanochat.preflight.source_lines import IN_MLIR, IN_SCOPE, REPOSITORY
 
 
 def compile_folder(folder):
-    """Compiles `folder`/traced.pb as `folder`/request.json says. Writes compiled.json (the fields of
-    aot.CompiledProgram) and optimised.hlo, which is empty if the program does not fit into the chip's memory."""
+    """Compiles the program `folder`/traced.pb with the options in `folder`/request.json.
+
+    Writes `folder`/compiled.json, which has the fields of compile.CompiledProgram, and `folder`/optimised.hlo, which is
+    empty if the program does not fit into the chip's memory.
+    """
     import numpy as np
     from jax.errors import JaxRuntimeError
     from jax.experimental import topologies
@@ -50,16 +55,19 @@ def _write(folder, hlo_text, **fields):
 
 
 def _load(path, donated):
-    """The module as MLIR bytecode, in which the arguments `donated` are marked and every operation's name begins with
-    the line of this repository that it comes from: only names survive the compiler."""
+    """Reads a HloModuleProto and returns it as MLIR bytecode.
+
+    The arguments whose indices are in `donated` are marked. The name of each operation begins with the line of this
+    repository that it comes from, because the compiler keeps names only.
+    """
     from jax._src.interpreters import mlir
     from jaxlib import xla_client
     from jaxlib.mlir import ir
 
-    proto = _with_lines_in_loops(path.read_bytes())
+    proto = with_lines_in_loops(path.read_bytes())
     text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(proto))
     with mlir.make_ir_context():
-        module = ir.Module.parse(_with_source_lines(text))
+        module = ir.Module.parse(with_source_lines(text))
         main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
         main.attributes["arg_attrs"] = ir.ArrayAttr.get([
             ir.DictAttr.get({"jax.buffer_donor": ir.BoolAttr.get(True)} if index in donated else {})
@@ -67,11 +75,14 @@ def _load(path, donated):
         return mlir.module_to_bytecode(module)
 
 
-def _with_lines_in_loops(proto):
-    """The HloModuleProto, in which names outside its entry computation say their line, as aot.named_backward_pass() has
-    it. Their call stacks go: a loop's body was lowered as a module of its own, and its numbers of stacks mean others
-    here."""
-    def with_line(metadata):  # OpMetadata: name, file, line, stack_frame_id are 2, 3, 4, 15
+def with_lines_in_loops(proto):
+    """Returns the HloModuleProto with the line of each operation outside the entry computation added to its name, in
+    the spelling source_lines.IN_SCOPE.
+
+    The call stacks of these operations are removed. Loop bodies were lowered as modules of their own, so that their
+    numbers of call stacks denote other stacks in this module.
+    """
+    def with_line(metadata):  # of an OpMetadata, whose fields 2, 3, 4, 15 are name, file, line, stack_frame_id
         fields = {number: value for number, value, _ in _fields(metadata)}
         scopes, _, name = fields.get(2, b"").decode().rpartition("/")
         path = fields.get(3, b"").decode()
@@ -82,7 +93,7 @@ def _with_lines_in_loops(proto):
         return others + _varint(2 << 3 | 2) + _varint(len(name)) + name
 
     def with_lines(computation):
-        if (5, entry) in (field[:2] for field in _fields(computation)):  # its id
+        if (5, entry) in (field[:2] for field in _fields(computation)):  # field 5 is its id
             return computation
         return _rewritten(computation, 2, lambda instruction: _rewritten(instruction, 7, with_line))
 
@@ -91,7 +102,7 @@ def _with_lines_in_loops(proto):
 
 
 def _rewritten(message, number, rewrite):
-    """The message with `rewrite` applied to the content of every field `number`."""
+    """Returns a protocol buffer with `rewrite` applied to the content of every field `number`."""
     result = []
     for found, value, field in _fields(message):
         if found == number:
@@ -102,7 +113,8 @@ def _rewritten(message, number, rewrite):
 
 
 def _fields(message):
-    """Yields (number, value, all its bytes) of each field of a protocol buffer; value: int, or bytes of other types."""
+    """Yields (number, value, all its bytes) of each field of a protocol buffer. A value is an int, or bytes for every
+    other type."""
     at = 0
 
     def read_varint():
@@ -136,24 +148,23 @@ def _varint(value):
     return bytes([*result, value])
 
 
-def _with_source_lines(text):
-    """MLIR text whose named locations `"aten__mm"(call stack)` read `"nanochat/gpt.py:166 aten__mm"(call stack)`."""
-    ours = re.compile(
-        rf'"{re.escape(REPOSITORY)}/((?:nanochat|scripts)/(?!preflight/|tpu_preflight|device/(?!xla_ops))[^"]*)"'
-        r":(\d+)")
+def with_source_lines(text):
+    """Returns the MLIR text with each operation's source line in front of its name: the location
+    `"aten__mm"(call stack)` becomes `"nanochat/model/gpt.py:166 aten__mm"(call stack)`."""
     locations = dict(re.findall(r"^(#loc\d+) = loc\((.*)\)$", text, re.MULTILINE))
 
     @functools.cache
     def line(location):
-        """Innermost line of ours. A location is a file's line, `"name"(location)` or `callsite(callee at caller)`."""
-        found = ours.match(location)
+        """Returns the innermost line of this repository in a location, or "". A location is a line of a file,
+        `"name"(location)` or `callsite(callee at caller)`."""
+        found = IN_MLIR.match(location)
         if found:
             return f"{found[1]}:{found[2]}"
         return next(filter(None, (line(locations[name]) for name in re.findall(r"#loc\d+", location))), "")
 
     def with_line(match):
         name, rest = match[2], match[3]
-        scopes = re.findall(r"((?:nanochat|scripts)/[\w/]+\.py)_(\d+)( backward)?", name)
+        scopes = IN_SCOPE.findall(name)
         source = line(rest) or (scopes and "{}:{}".format(*scopes[-1]))
         parts = [source, "backward" if any(scope[2] for scope in scopes) else "", name.rsplit("/", 1)[-1]]
         return match[1] + " ".join(filter(None, parts)) + rest

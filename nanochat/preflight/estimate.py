@@ -1,6 +1,7 @@
-"""What a compiled program needs and takes on a TPU: memory for certain, time as an estimate.
+"""Derives from a compiled program the memory that it needs on a TPU, which is exact, and its time, an estimate.
 
-The compiler's cycles are its heuristic: they compare two programs well, and a program with a stopwatch badly.
+The cycles are the compiler's heuristic. They tell well which of two programs is faster, and poorly how many seconds
+either takes.
 """
 import re
 from dataclasses import asdict, dataclass, field
@@ -10,43 +11,43 @@ from nanochat.preflight import hlo
 
 @dataclass
 class ProgramReport:
-    """One program on one chip. Bytes, cycles and seconds are those of one run."""
+    """Memory and time of one program on one chip. Bytes, cycles and seconds are for one run of the program."""
     name: str
     runs_per_step: int
     compile_s: float
     traced_instructions: int
     compiled_instructions: int
     hlo_hash: str
-    peak_bytes: int  # of a chip's memory while it runs, with all that stays there
+    peak_bytes: int  # of device memory while it runs, with the tensors that stay there
     temp_bytes: int
     argument_bytes: int
     output_bytes: int
-    alias_bytes: int  # of the outputs, those in the memory of donated arguments
+    alias_bytes: int  # of the outputs that reuse the memory of donated arguments
     code_bytes: int
-    cycles: int = 0  # the kernels' included
+    cycles: int = 0  # with those of Pallas kernels
     pallas_calls: int = 0
     pallas_flops: float = 0.0
     pallas_uncounted: list = field(default_factory=list)  # kernels whose FLOPs are not known
     accessed_bytes: float = 0.0  # in HBM and in VMEM
     hbm_bytes: float = 0.0
-    collectives: dict = field(default_factory=dict)  # name -> [how many, bytes, of these beside other work]
+    collectives: dict = field(default_factory=dict)  # name -> [number, bytes, bytes moved concurrently with other work]
     compute_s: float = 0.0
     hbm_s: float = 0.0
-    ici_s: float = 0.0  # of collectives that everything waits for
+    ici_s: float = 0.0  # of collectives during which nothing else runs
     overlapped_ici_s: float = 0.0
     top_operations: list = field(default_factory=list)
 
     @property
     def seconds(self):
-        """Estimated time of a run: arithmetic and memory traffic overlap, collectives only where the compiler cut them
-        into steps."""
+        """The estimated time of one run. Arithmetic and memory traffic overlap; a collective overlaps with them only
+        if the compiler cut it into steps."""
         return max(self.compute_s, self.hbm_s, self.overlapped_ici_s) + self.ici_s
 
 
 def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice):
-    """ProgramReport of a TracedProgram and its CompiledProgram, which fits.
+    """Returns the ProgramReport of a TracedProgram and its CompiledProgram, which must fit.
 
-    resident_bytes: name -> bytes of the tensors that stay on the chip, whether this program uses them or not
+    resident_bytes: {name: bytes} of all tensors that stay on the chip, also of those that this program does not use.
     """
     unused = sum(size for name, size in resident_bytes.items() if name not in traced.arguments)
     memory = {name: getattr(compiled, name)
@@ -79,19 +80,25 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice):
 
 
 def pallas_flops(op):
-    """FLOPs of one run of a Pallas kernel, as it declares them; 0 if it does not."""
+    """Returns the FLOPs of one run of a Pallas kernel that the kernel itself declares, 0 if it declares none."""
     return (op.instruction.declared_cost or {"flops": 0})["flops"]
 
 
 def collective_s(name, num_bytes, tpu_slice):
-    """Estimated seconds of collectives on rings: every chip sends by one of the torus' dimensions, both ways."""
+    """Returns the estimated seconds of collectives over `num_bytes`.
+
+    Assumes rings: each chip sends along one dimension of the torus, in both directions.
+    """
     ring_bytes_per_s = tpu_slice.tpu.ici_bytes_per_s / (2 * tpu_slice.tpu.torus_dims)
     rounds = 2 if name == "all-reduce" else 1
     return rounds * (tpu_slice.chips - 1) / tpu_slice.chips * num_bytes / ring_bytes_per_s
 
 
 def top_operations(ops, tpu, count=10):
-    """The operations that take longest, as dicts; equal ones of one line, of several layers say, are added up."""
+    """Returns the `count` operations that take longest as JSON objects, the longest first.
+
+    Operations of the same source line, opcode and shape, such as those of several layers, are added up.
+    """
     lines = {}
     for op in ops:
         cycles = op.cycles
@@ -114,14 +121,15 @@ def top_operations(ops, tpu, count=10):
 
 @dataclass
 class Buffer:
-    """A large allocation in the compiler's out-of-memory report."""
+    """One large allocation in the compiler's out-of-memory report."""
     bytes: float
     shape: str
     source: str
 
 
 def large_buffers(out_of_memory):
-    """(bytes that the program would need, [Buffer, largest first]) of the compiler's out-of-memory report."""
+    """Reads the compiler's out-of-memory report. Returns the bytes that the program would need (0 if the report does
+    not say) and a list of Buffer, the largest first."""
     needed = re.search(r"Used ([\d.]+[KMG]) of", out_of_memory) \
         or re.search(r"Allocation \(size=(\d+)\)", out_of_memory)
     buffers = []
@@ -135,7 +143,7 @@ def large_buffers(out_of_memory):
 
 
 def parse_size(text):
-    """Bytes of "24.25G", "31.0K", "512B" or "17179869184"."""
+    """Returns the bytes that "24.25G", "31.0K", "512B" or "17179869184" stands for."""
     number, unit = re.fullmatch(r"([\d.]+)([BKMG]?)", text).groups()
     return int(float(number) * 1024 ** "BKMG".index(unit or "B"))
 
@@ -145,7 +153,10 @@ def parse_size(text):
 
 
 def report_run(reports, plan, tpu_slice):
-    """Estimated speed, and length of the run, as a dict: what is derived from the programs of a step."""
+    """Returns the estimated speed and duration of a run as a JSON object.
+
+    reports: the ProgramReports of the run's programs. plan: a Plan. tpu_slice: a tpu.Slice.
+    """
     step_s = sum(report.runs_per_step * report.seconds for report in reports)
     tokens_per_s = plan.total_batch_size / step_s
     return {
@@ -159,4 +170,5 @@ def report_run(reports, plan, tpu_slice):
 
 
 def as_json(report):
+    """Returns a ProgramReport as a JSON object."""
     return asdict(report) | {"estimated_s": report.seconds}

@@ -1,12 +1,12 @@
-"""Reading the optimised HLO text of the TPU compiler: what a program costs, loop bodies times their trip count.
+"""Reads the optimised HLO text of the TPU compiler and adds up the costs of a program.
 
-The compiler writes `estimated_cycles` on what it schedules, but its own sums count a loop's body once. Here a program
-is a list of Op, each with how often it runs. What is counted:
-- cycles: the compiler's estimate of each scheduled operation. Pallas kernels carry none.
-- bytes: operands and results. Where only a slice of an operand is read or written, the slice counts, as in XLA's
-  HloCostAnalysis. `hbm_bytes` leaves out what the compiler placed in VMEM (memory space S(1) and the like).
-- collectives that run beside arithmetic: the compiler cuts such a one into steps, which it fuses with other work. It is
-  one Op, of the first step; the others carry its arrays along and do not touch them.
+The compiler writes `estimated_cycles` on each operation that it schedules, but its own sums count a loop's body once.
+Here a program is a list of Op, each with the number of times that it runs. Three things are counted:
+- cycles: the compiler's estimate for each scheduled operation. It makes none for Pallas kernels.
+- bytes: operands and results. If an operation reads or writes only a slice of an array, the slice counts, as in XLA's
+  HloCostAnalysis. `hbm_bytes` leaves out arrays that the compiler placed in VMEM (memory space S(1) and others).
+- collectives. The compiler cuts one that runs concurrently with arithmetic into steps, which it fuses with other
+  operations. Such a collective is one Op, made of its first step; the other steps hand its arrays on untouched.
 """
 import hashlib
 import json
@@ -14,12 +14,14 @@ import math
 import re
 from dataclasses import dataclass, field
 
+from nanochat.preflight.source_lines import IN_NAME
+
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f16": 16, "bf16": 16, "s32": 32,
          "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64}
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*[a-z0-9]*)\[(?P<dims>[\d,<=]*)\](?:\{(?P<layout>[^}]*)\})?")
 _INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.-]+) = (?P<rest>.*)", re.DOTALL)
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$", re.DOTALL)
-# They move nothing: the compiler gives them no code, or the memory of their operand.
+# These move no data: the compiler makes no code for them, or lets them share the memory of their operand.
 _FREE = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
                    "partition-id", "replica-id", "copy-done", "slice-done", "async-done", "async-update",
                    "all-reduce-done", "all-gather-done", "collective-permute-done", "domain", "add-dependency"})
@@ -30,7 +32,7 @@ PALLAS_CALL = "tpu_custom_call"
 
 @dataclass(frozen=True)
 class Array:
-    """An array in a shape."""
+    """One array of a shape; a shape may be a tuple of several."""
     dtype: str
     dims: tuple
     in_hbm: bool
@@ -44,12 +46,13 @@ class Array:
 class Instruction:
     name: str
     opcode: str
-    shape: list  # of Array: one, or those of a tuple
+    shape: list  # of Array: one, or several if it is a tuple
     operands: list  # names
     attributes: str  # the text after the operands
     is_root: bool
 
     def called(self, key):
+        """Returns the name of the computation that the attribute `key` names, or None."""
         found = re.search(rf"\b{key}=%?([\w.-]+)", self.attributes)
         return found and found[1]
 
@@ -60,7 +63,7 @@ class Instruction:
 
     @property
     def declared_cost(self):
-        """What a Pallas kernel says of itself, {"flops", "bytes_accessed", …}, or None."""
+        """The cost that a Pallas kernel declares, {"flops": …, "bytes_accessed": …, …}, or None."""
         found = re.search(r'"cost_estimate":(\{[^}]*\})', self.attributes)
         return {key: int(value) for key, value in json.loads(found[1]).items()} if found else None
 
@@ -71,29 +74,29 @@ class Instruction:
 
     @property
     def shape_text(self):
-        """Its results without layouts: "bf16[8,1024]", of a tuple all."""
+        """The shapes of its results without layouts: "bf16[8,1024]", or several separated by commas."""
         return ", ".join(f"{array.dtype}[{','.join(map(str, array.dims))}]" for array in self.shape)
 
     @property
     def source(self):
-        """The innermost line that it comes from and its name there: "nanochat/gpt.py:166 backward aten__mm"."""
+        """Its innermost source line and its name: "nanochat/model/gpt.py:166 backward aten__mm"; "" if unknown."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         if not found:
             return ""
-        lines = re.findall(r"(?:nanochat|scripts)/[\w/]+\.py:\d+", found[1])  # as tpu_compiler wrote them
+        lines = [line[0] for line in IN_NAME.finditer(found[1])]
         parts = [*lines[-1:], "backward" if " backward " in found[1] else "", found[1].rsplit("/", 1)[-1].split()[-1]]
         return " ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
 class Op:
-    """An instruction that runs, `times` times, with the costs of one run."""
+    """An instruction that runs `times` times, with the costs of one time."""
     instruction: Instruction
     times: int
     cycles: int
     bytes: float
     hbm_bytes: float
-    is_overlapped: bool = False  # a collective that runs while others do
+    is_overlapped: bool = False  # whether it is a collective that runs concurrently with other operations
 
 
 @dataclass
@@ -102,11 +105,11 @@ class Module:
     entry: str = ""
 
     def instruction_count(self):
-        """Those inside fusions and loops included, each once."""
+        """Returns the number of instructions, including those inside fusions and loops, each counted once."""
         return sum(map(len, self.computations.values()))
 
     def ops(self):
-        """A list of Op for all that is scheduled: the entry computation and, as often as they run, bodies of loops."""
+        """Returns a list of Op of all scheduled instructions: those of the entry computation and of its loops."""
         return list(self._ops_of(self.entry, 1))
 
     def _ops_of(self, name, times):
@@ -137,8 +140,11 @@ class Module:
         return [instruction.called("true_computation"), instruction.called("false_computation")]
 
     def trip_count(self, loop, computation):
-        """How often the body of a `while` runs: for (i = start; i < bound; i += 1), or the same downwards. The bound
-        is a constant of the condition, or of what the loop starts with; 1 if neither is found."""
+        """Returns the number of times that the body of a `while` runs.
+
+        The loops here count up to a bound, or down from one. The bound is a constant in the condition or among the
+        initial values. Returns 1 if neither is found.
+        """
         condition = self.computations[loop.called("condition")]
         bound = max(self._constants(condition.values()), default=0)
         if bound > 0:
@@ -147,7 +153,7 @@ class Module:
         return max(self._constants(computation[name] for name in start.operands if name in computation), default=1) or 1
 
     def _constants(self, instructions):
-        """Values of integer constants among `instructions`, those inside the fusions that they call included."""
+        """Yields the integer constants among `instructions`, including those inside the fusions that they call."""
         for instruction in instructions:
             called = instruction.called("calls")
             if called:
@@ -158,14 +164,13 @@ class Module:
                 if re.fullmatch(r"-?\d+", instruction.operands[0] if instruction.operands else ""):
                     yield int(instruction.operands[0])
 
-    # What an instruction reads and writes, as arrays
-
     def _touched(self, instruction, computation):
+        """Returns the arrays that an instruction reads or writes, or the slices of them."""
         opcode, shape = instruction.opcode, instruction.shape
-        if instruction.declared_cost:  # a kernel may take a slice of what it is given
+        if instruction.declared_cost:  # a kernel may read only a slice of an operand
             return [Array("u8", (instruction.declared_cost["bytes_accessed"],), True)]
         operands = [computation[name].shape for name in instruction.operands if name in computation]
-        if opcode.endswith("-start"):  # (source, destination, …) or the other way round: both are read or written once
+        if opcode.endswith("-start"):  # (source, destination, …) in either order, each touched once
             moved = sorted(shape, key=lambda array: array.bytes, reverse=True)
             if opcode == "slice-start":  # ((source), slice, …)
                 return [Array(shape[0].dtype, shape[1].dims, shape[0].in_hbm), shape[1]]
@@ -176,7 +181,7 @@ class Module:
 
     @staticmethod
     def _touched_by_slicing(opcode, operands, shape):
-        """For what reads or writes a part of its first operand only; else None."""
+        """Returns the touched arrays of an opcode that reads or writes only a part of its first operand, else None."""
         if opcode in ("dynamic-slice", "slice", "gather"):
             return [Array(shape[0].dtype, shape[0].dims, operands[0][0].in_hbm), *sum(operands[1:], []), *shape]
         if opcode == "dynamic-update-slice":
@@ -203,13 +208,13 @@ class Module:
             return touched + shape
         for result, array in zip(results, shape, strict=True):
             if result.opcode == "parameter" or result.opcode in COLLECTIVES:
-                continue  # carried along
+                continue  # handed on untouched
             part = self._part_written(result, fused)
             touched.append(Array(part.dtype, part.dims, array.in_hbm) if part else array)
         return touched
 
     def _part_written(self, result, fused):
-        """The Array that a fusion writes into a larger one in place, else None."""
+        """Returns the Array that a fusion writes in place into a larger one, None if it writes all of its result."""
         while result.opcode in ("bitcast", "copy", "reshape") and result.operands[0] in fused:
             result = fused[result.operands[0]]
         if result.opcode == "dynamic-update-slice":
@@ -220,8 +225,8 @@ class Module:
         return None
 
     def _parts_read(self, instruction, fused):
-        """Arrays that are read of `instruction`, a fusion's parameter, if all of its users take parts of it, else
-        None."""
+        """Returns the parts that a fusion reads of its parameter `instruction`, as Arrays; None if it reads all of
+        it."""
         parts = []
         for user in fused.values():
             for position in (number for number, name in enumerate(user.operands) if name == instruction.name):
@@ -236,7 +241,7 @@ class Module:
                 elif position == 0 and user.opcode == "dynamic-update-slice":
                     below = []  # written in place: counted with the results
                 elif user.opcode in COLLECTIVES or user.opcode == "tuple" and user.is_root:
-                    below = []  # carried along
+                    below = []  # handed on untouched
                 if below is None:
                     return None
                 parts += below
@@ -249,7 +254,7 @@ def _op(instruction, times, touched, is_overlapped=False):
 
 
 def _is_first_step(collective):
-    """Whether it is the beginning of one that is cut into steps."""
+    """Returns whether this is the first step of a collective that the compiler has cut into steps."""
     return '"async_collective_fusion_config":{"flag_start":"-1"' in collective.attributes
 
 
@@ -262,7 +267,7 @@ def _parameter(computation, number):
 
 
 def parse(text):
-    """Module of the text of an HLO module. Instructions may span lines, and lines inside them may begin with `}`."""
+    """Returns the Module of an HLO text. An instruction may span lines, some of which may begin with `}`."""
     module, current, statement = Module(), None, []
 
     def finish():
@@ -301,7 +306,7 @@ def _parse_instruction(found):
 
 
 def _closing(text, start):
-    """Index of the parenthesis that closes the one at `start`."""
+    """Returns the index of the parenthesis that closes the one at `start`. Raises ValueError if none does."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match[0] == "(" else -1
@@ -311,15 +316,18 @@ def _closing(text, start):
 
 
 def parse_shape(text):
-    """The arrays of a shape, those of a tuple in order."""
+    """Returns the list of the Arrays in a shape's text, one or the several of a tuple."""
     return [Array(found["dtype"], tuple(int(side.lstrip("<=")) for side in found["dims"].split(",") if side),
                   not re.search(r"S\([1-9]", found["layout"] or ""))
             for found in _ARRAY.finditer(text)]
 
 
 def hash_of_program(text):
-    """Hash of a module before it is optimised: the same for the same program, whatever the module's name, the source
-    lines and the way of printing."""
+    """Returns a hash of a module that is not optimised yet.
+
+    It is equal for the same program, whatever the module's name, its source lines and the way of printing. Only Pallas
+    kernels contain paths of source files, so that their hash depends on the folder of the repository.
+    """
     digest = hashlib.sha256()
     for computation in parse(text).computations.values():
         for i in computation.values():
@@ -328,13 +336,12 @@ def hash_of_program(text):
     return digest.hexdigest()[:32]
 
 
-# -----------------------------------------------------------------------------
-# Sums
-
-
 def collectives(ops, chips):
-    """opcode -> [how many are run, bytes of the whole arrays that they reduce or gather, and how many of these bytes
-    move while other work goes on]. `chips`: how many take part."""
+    """Returns {opcode: [number of runs, bytes, overlapped bytes]} of the collectives among `ops`.
+
+    The bytes are those of the whole arrays that are reduced or gathered; the overlapped ones move concurrently with
+    other work. chips: the number of chips that take part.
+    """
     found = {}
     for op in ops:
         kind = op.instruction.opcode.removesuffix("-start")

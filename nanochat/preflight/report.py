@@ -1,0 +1,142 @@
+"""Makes the report of a preflight: whether the programs of a run fit into a chip's memory, and what the run costs.
+
+The report is a JSON object. scripts/tpu_preflight.py writes it to a file and describes it to a person.
+"""
+import math
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+
+from nanochat.device import tpu
+from nanochat.preflight import estimate
+from nanochat.preflight.compile import compile_programs
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which programs of a run to compile, for which TPU, and how."""
+    accelerator: str  # "v5litepod-8"
+    programs: tuple  # names; the estimate of a step needs "micro_step" and "update"
+    jobs: int = 2  # compilers that run concurrently
+    timeout_s: int = 1800  # for one program
+    dump_dir: str | None = None  # keeps the compilers' input and output
+    usd_per_chip_hour: float | None = None  # instead of the prices in device/tpu.py
+
+
+def make_report(programs, traced, trace_s, flags, request, say=print):
+    """Compiles the traced programs of a run that `request` names and returns the report, a JSON object.
+
+    programs: a Programs. traced: its {name: TracedProgram}; trace_s: the seconds that tracing took.
+    flags: {name: value} of all flags of the run.
+    say: is called with a line of text whenever there is progress.
+    """
+    tpu_slice, plan = tpu.parse_accelerator(request.accelerator), programs.plan
+    traced = [program for name, program in traced.items() if name in request.programs]
+    say(f"traced {', '.join(program.name for program in traced)} in {trace_s:.0f} s; compiling for "
+        f"{request.accelerator} ({tpu_slice.tpu.name} {tpu_slice.topology})")
+    report = {
+        "accelerator": request.accelerator, "chips": tpu_slice.chips, "hosts": tpu_slice.hosts,
+        "topology": tpu_slice.topology, "flags": flags, "kernel": programs.model.kernels.name,
+        "plan": {"total_batch_size": plan.total_batch_size, "grad_accum_steps": plan.grad_accum_steps,
+                 "num_iterations": plan.num_iterations, "flops_per_token": plan.flops_per_token,
+                 "parameters": sum(plan.parameters.values())},
+        "trace_s": trace_s, "usable_hbm_bytes": tpu_slice.tpu.usable_hbm_bytes,
+        "memory": programs.memory_groups(), "programs": {}, "out_of_memory": {},
+    }
+    runs_per_step = {"micro_step": plan.grad_accum_steps, "update": 1, "evaluate": 0}
+    resident_bytes, fitting, started = programs.resident_bytes(), [], time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tpu_preflight_") as scratch:
+        for program, compiled in compile_programs(traced, tpu_slice, request.dump_dir or scratch, request.timeout_s,
+                                                  request.jobs):
+            say(f"{program.name}: {compiled.seconds:.0f} s" + (", does not fit" if compiled.out_of_memory else ""))
+            if compiled.out_of_memory:
+                report["out_of_memory"][program.name] = explain_out_of_memory(
+                    program, compiled, sum(resident_bytes.values()), plan.config, flags)
+            else:
+                fitting.append(estimate.report_program(program, compiled, runs_per_step[program.name], resident_bytes,
+                                                       tpu_slice))
+                report["programs"][program.name] = estimate.as_json(fitting[-1])
+    report["compile_wall_s"] = time.monotonic() - started
+    peak = max((program.peak_bytes for program in fitting), default=0)
+    report["peak_bytes"] = peak or None
+    report["fits"] = not report["out_of_memory"] and peak <= tpu_slice.tpu.usable_hbm_bytes
+    if {"micro_step", "update"} <= report["programs"].keys():
+        run = estimate.report_run(fitting, plan, tpu_slice)
+        report["estimate"] = run | costs(run["hours"], request)
+    return report
+
+
+def costs(hours, request):
+    """Returns the price of `hours` on the requested TPU in USD, on spot and on demand; None where it is not known."""
+    prices = {name: tpu.usd_per_hour(request.accelerator, spot, request.usd_per_chip_hour)
+              for name, spot in (("usd_spot", True), ("usd_on_demand", False))}
+    return {name: None if price is None else price * hours for name, price in prices.items()}
+
+
+def explain_out_of_memory(program, compiled, resident_bytes, config, flags):
+    """Returns a JSON object about a program that does not fit: the bytes that it needs, and its largest buffers."""
+    needed, buffers = estimate.large_buffers(compiled.out_of_memory)
+    return {
+        "needed_bytes": needed + resident_bytes,  # the compiler's report covers temporaries only
+        "compile_s": compiled.seconds, "traced_instructions": program.instructions,
+        "largest": [asdict(buffer) | {"what": name_buffer(buffer.shape, config, flags["device_batch_size"],
+                                                          flags["max_seq_len"])} for buffer in buffers[:10]],
+        "report": compiled.out_of_memory[:4000],
+    }
+
+
+def name_buffer(shape, config, batch_size, seq_len):
+    """Guesses from its shape, "bf16[8192,65536]" for example, what an array of the model holds.
+
+    Returns "logits", "attention scores" and so on, or "" if it could be anything.
+    """
+    dims = [int(side) for side in shape.partition("[")[2].rstrip("]").split(",") if side]
+    if config.vocab_size in dims and config.n_embd in dims:
+        return "embedding or head"
+    if config.vocab_size in dims:
+        return "logits"
+    if dims.count(seq_len) >= 2 and (config.n_head in dims or batch_size * config.n_head in dims):
+        return "attention scores"
+    is_stack = bool(dims) and dims[0] == config.n_layer
+    if math.prod(dims) % (batch_size * seq_len) == 0:
+        return "activations of all layers" if is_stack else "activations"
+    return "stacked weights" if is_stack else ""
+
+
+def advice(report):
+    """Returns the flags that would make a run fit that does not, the most promising first."""
+    flags = report["flags"]
+    found = {buffer["what"] for oom in report["out_of_memory"].values() for buffer in oom["largest"][:5]}
+    suggestions = []
+    if report["kernel"] == "current" and found & {"attention scores", "logits"}:
+        suggestions.append("--kernel=flash")
+    if not flags["activation_checkpointing"] and found & {"activations", "activations of all layers",
+                                                          "attention scores", ""}:
+        suggestions.append("--activation_checkpointing")
+    if flags["device_batch_size"] > 1:
+        suggestions.append(f"--device_batch_size={flags['device_batch_size'] // 2}")
+    return suggestions or ["a smaller model", "a TPU with more memory"]
+
+
+def find_batch(try_batch, start, say=print):
+    """Searches the largest --device_batch_size that fits, without and with --activation_checkpointing.
+
+    try_batch: function of a batch size and of whether activations are recomputed; returns the report of such a run.
+    start: the first batch size, which is doubled while everything fits, and halved from then on.
+    Returns a JSON object with the largest batch size (None if there is none) and the peak memory of all that it tried.
+    """
+    found, started = {}, time.monotonic()
+    for checkpointing in (False, True):
+        largest, has_failed, peak_bytes, batch = None, False, {}, start
+        while batch and batch not in peak_bytes:
+            report = try_batch(batch, checkpointing)
+            peak_bytes[batch] = report["peak_bytes"]
+            say(f"--device_batch_size={batch}{' --activation_checkpointing' if checkpointing else ''}: "
+                + (f"fits, {report['peak_bytes'] / tpu.GIB:.2f} GiB" if report["fits"] else "does not fit"))
+            if report["fits"]:
+                largest = max(batch, largest or 0)
+            has_failed = has_failed or not report["fits"]
+            batch = batch // 2 if has_failed else batch * 2
+        found["with" if checkpointing else "without"] = {"largest": largest, "peak_bytes": peak_bytes}
+    compilations = sum(len(half["peak_bytes"]) for half in found.values())
+    return found | {"compilations": compilations, "seconds": time.monotonic() - started}

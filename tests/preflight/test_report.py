@@ -1,0 +1,50 @@
+"""What the report says beside the compiler's figures."""
+from types import SimpleNamespace
+
+import pytest
+
+from nanochat.preflight import report
+
+CONFIG = SimpleNamespace(vocab_size=65536, n_embd=1024, n_head=8, n_layer=16)
+
+
+@pytest.mark.parametrize("shape, what", [
+    ("f32[65536,1024]", "embedding or head"), ("bf16[4,512,65536]", "logits"),
+    ("f32[4,8,512,512]", "attention scores"), ("f32[32,512,512]", "attention scores"),
+    ("bf16[4,512,4096]", "activations"), ("bf16[16,4,512,1024]", "activations of all layers"),
+    ("bf16[16,3,100]", "stacked weights"), ("f32[7,3]", ""), ("f32[]", "")])
+def test_large_buffers_are_named_by_their_shape(shape, what):
+    assert report.name_buffer(shape, CONFIG, batch_size=4, seq_len=512) == what
+
+
+@pytest.mark.parametrize("kernel, checkpointing, batch_size, what, advice", [
+    ("current", False, 8, "logits", ["--kernel=flash", "--device_batch_size=4"]),
+    ("flash", False, 8, "activations", ["--activation_checkpointing", "--device_batch_size=4"]),
+    ("flash", True, 1, "activations", ["a smaller model", "a TPU with more memory"])])
+def test_the_advice_follows_from_what_is_large(kernel, checkpointing, batch_size, what, advice):
+    assert report.advice({
+        "kernel": kernel, "flags": {"activation_checkpointing": checkpointing, "device_batch_size": batch_size},
+        "out_of_memory": {"micro_step": {"largest": [{"what": what}]}}}) == advice
+
+
+@pytest.mark.parametrize("start", [1, 8, 64])
+def test_the_largest_batch_is_found_by_doubling_and_halving(start):
+    def try_batch(batch_size, activation_checkpointing):
+        fits = batch_size <= (40 if activation_checkpointing else 5)
+        return {"fits": fits, "peak_bytes": batch_size * 2**30 if fits else None}
+
+    found = report.find_batch(try_batch, start, say=lambda line: None)
+    assert found["without"]["largest"] == 4 and found["with"]["largest"] == 32
+    assert found["with"]["peak_bytes"][64] is None and found["with"]["peak_bytes"][32] == 2**35
+
+
+def test_no_batch_may_fit():
+    found = report.find_batch(lambda *_: {"fits": False, "peak_bytes": None}, 2, say=lambda line: None)
+    assert found["without"] == found["with"] == {"largest": None, "peak_bytes": {2: None, 1: None}}
+    assert found["compilations"] == 4
+
+
+def test_a_price_that_is_not_known_stays_out():
+    request = report.Request("v4-8", ("update",))
+    assert report.costs(10, request) == {"usd_spot": None, "usd_on_demand": None}
+    assert report.costs(10, report.Request("v4-8", ("update",), usd_per_chip_hour=0.5))["usd_spot"] == 20

@@ -1,0 +1,58 @@
+"""Source lines reach the preflight's table from every file of the model, wherever the file is in the repository."""
+import re
+import traceback
+
+import pytest
+
+from nanochat.common import BadInput
+from nanochat.device import tpu
+from nanochat.preflight import hlo
+from nanochat.preflight.compiler_process import with_source_lines
+from nanochat.preflight.source_lines import IN_TRACEBACK, REPOSITORY
+
+FOLDERS = ("train", "infer", "run", "kernels", "model", "record", "data")
+FILES = sorted(str(path.relative_to(REPOSITORY)) for path in [
+    *(path for folder in FOLDERS for path in (REPOSITORY / "nanochat" / folder).glob("*.py")),
+    REPOSITORY / "nanochat/device/xla_ops.py", *(REPOSITORY / "scripts").glob("base_*.py")])
+
+# A product of line 7, called from line 9, which libtpu's caller called; locations are as JAX prints them.
+MLIR = '''
+#loc1 = loc("{repository}/{path}":7:0)
+#loc2 = loc("{repository}/{path}":9:0)
+#loc3 = loc("{repository}/nanochat/preflight/trace.py":100:0)
+#loc4 = loc("/usr/lib/python3/site-packages/torch/nn/functional.py":5:0)
+#loc5 = loc(callsite(#loc2 at #loc3))
+#loc6 = loc(callsite(#loc1 at #loc5))
+#loc7 = loc(callsite(#loc4 at #loc6))
+#loc8 = loc("aten__mm"(#loc7))
+#loc9 = loc("{path}_12 backward/aten__mul"(#loc3))
+#loc10 = loc("aten__add"(#loc3))
+'''
+
+
+def source_in_the_table(name):
+    """The `source` of a compiled operation that has this name."""
+    module = hlo.parse('ENTRY %main (a: f32[8]) -> f32[8] {\n  %a = f32[8]{0} parameter(0)\n'
+                       f'  ROOT %sum = f32[8]{{0}} add(%a, %a), metadata={{op_name="{name}"}}\n}}\n')
+    return module.computations["main"]["sum"].source
+
+
+def test_the_files_that_compute_are_where_they_are_looked_for():
+    assert {path.split("/")[1] for path in FILES} >= {"kernels", "model", "train", "device"}
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_the_innermost_line_of_this_repository_names_an_operation(path):
+    names = re.findall(r'loc\("([^"]*)"\(', with_source_lines(MLIR.format(repository=REPOSITORY, path=path)))
+    assert names == [f"{path}:7 aten__mm", f"{path}:12 backward aten__mul", "aten__add"]
+    assert [source_in_the_table(name) for name in names] == names
+
+
+def test_lines_are_found_in_the_call_stacks_of_python():
+    try:
+        tpu.parse_accelerator("none")
+    except BadInput:
+        stack = traceback.format_exc()
+    (path, number), = IN_TRACEBACK.findall(stack)  # this file is not among those that compute
+    assert path == "nanochat/device/tpu.py"
+    assert "raise BadInput" in (REPOSITORY / path).read_text().splitlines()[int(number) - 1]
