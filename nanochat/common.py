@@ -3,6 +3,7 @@ import argparse
 import os
 import sys
 import threading
+from dataclasses import field, fields
 from pathlib import Path
 
 
@@ -37,6 +38,28 @@ class ArgumentParser(argparse.ArgumentParser):
                 arg = name.replace("-", "_").replace("__", "--", 1) + equals + value
             normalised.append(arg)
         return super().parse_known_args(normalised, namespace)
+
+
+def flag(default, help, choices=None):
+    """Returns a field for a data class of flags. Its type is that of the default: str for None, and a bool is False
+    unless the flag is given."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def add_flags(parser, title, data_class):
+    """Adds a group of flags to the parser: one for each field of `data_class` (see flag)."""
+    group = parser.add_argument_group(title)
+    for field_ in fields(data_class):
+        name, default, options = f"--{field_.name}", field_.default, dict(field_.metadata)
+        if isinstance(default, bool):
+            group.add_argument(name, action="store_true", help=options["help"])
+        else:
+            group.add_argument(name, type=str if default is None else type(default), default=default, **options)
+
+
+def from_flags(data_class, namespace):
+    """Returns the `data_class` with the values that the parser found."""
+    return data_class(**{field_.name: getattr(namespace, field_.name) for field_ in fields(data_class)})
 
 
 

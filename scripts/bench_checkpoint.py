@@ -19,17 +19,14 @@ from nanochat.model.optim import MuonAdamW
 from nanochat.run import checkpoint
 from nanochat.run.checkpoint_files import state_bytes
 from nanochat.run.meta import Meta
-from nanochat.train.flags import optim_config
-from nanochat.train.flags import parse_args as parse_training_args
+from nanochat.train.flags import parse_flags
 from nanochat.train.plan import make_plan
 
 
 def make_state(depth):
     """Returns random weights and a random optimizer's state of a model of this depth, each {name: tensor}."""
-    args = parse_training_args([f"--depth={depth}"])
-    plan = make_plan(args, 65536, 1)
-    model = GPT.on_meta(plan.config)
-    optimizer = MuonAdamW(model, optim_config(args), plan.total_batch_size, plan.num_iterations)
+    plan = make_plan(parse_flags([f"--depth={depth}"]), 65536, "cpu", 1)
+    optimizer = MuonAdamW(GPT.on_meta(plan.config), plan.optimizer, plan.total_batch_size, plan.num_iterations)
     return tuple({name: torch.rand(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
                  for state in (optimizer.masters, optimizer.state))
 

@@ -1,10 +1,10 @@
-"""What the host spends on an optimizer step, tracing and dispatching its programs, with each kernel, in one run:
+"""Measures the time that the host spends on an optimizer step, tracing and dispatching its programs, for each kernel:
 
     python3 -m scripts.bench_host --depth=16 --micro_steps=8
 
-The model is narrow, so that the device, an XLA device of this CPU, is done at once: what the host does depends on the
-number of operations and not on their size. Rounds go from kernel to kernel in turns, so that other work on the machine
-falls on all; a ratio is the median of the rounds' ratios.
+The model is narrow, so that the device, an XLA device of this CPU, finishes at once: the host's work depends on the
+number of operations and not on their size. Rounds alternate between the kernels, so that other work on the machine
+falls on all of them; a ratio is the median of the rounds' ratios.
 """
 import statistics
 
@@ -13,17 +13,17 @@ import torch
 from nanochat.common import ArgumentParser, run_script
 from nanochat.device.programs import one_program, synchronize
 from nanochat.device.ranks import compute_init, prepare_xla_environment
-from nanochat.kernels.choose import available_kernels, get_kernels
-from nanochat.model.gpt import GPT, config_for_depth
-from nanochat.model.optim import MuonAdamW, OptimConfig
-from scripts.base_train import micro_step
+from nanochat.kernels.choose import available_kernels
+from nanochat.train.flags import parse_flags
+from nanochat.train.plan import make_plan
+from nanochat.train.step import make_model, make_step
 
 
 def parse_args(argv=None):
     parser = ArgumentParser(prog="python3 -m scripts.bench_host", description=__doc__)
     add = parser.add_argument
     add("--depth", type=int, default=16, help="number of layers")
-    add("--micro_steps", type=int, default=8, help="in an optimizer step")
+    add("--micro_steps", type=int, default=8, help="micro-steps in an optimizer step")
     add("--rounds", type=int, default=7, help="optimizer steps measured with each kernel")
     return parser.parse_args(argv)
 
@@ -31,26 +31,26 @@ def parse_args(argv=None):
 class Contender:
     def __init__(self, args, dist, kernel):
         self.args, self.dist, self.kernel = args, dist, kernel
-        config = config_for_depth(args.depth, vocab_size=256, max_seq_len=16, n_embd=128)
-        self.model = GPT(config, get_kernels(kernel, "xla")).init_weights().to(dist.device)
-        self.optimizer = MuonAdamW(self.model, OptimConfig(), 2**19, 1000)
-        self.loss_sum = torch.zeros((), device=dist.device)
-        self.scale = torch.full((), 1 / args.micro_steps).to(dist.device)
-        self.rows = torch.zeros(2, 17, dtype=torch.int32).to(dist.device)
+        flags = parse_flags([f"--depth={args.depth}", "--model_dim=128", "--max_seq_len=16", "--device_batch_size=2",
+                             f"--total_batch_size={32 * args.micro_steps}", "--num_iterations=1000",
+                             f"--kernel={kernel}", "--shard_optimizer=off"])
+        plan = make_plan(flags, 256, "xla", 1)
+        self.training = make_step(plan, make_model(plan).init_weights().to(dist.device), dist)
+        self.batch = {"rows": torch.zeros(2, 17, dtype=torch.int32).to(dist.device)}
         with one_program(dist, f"initialise {kernel}"):
             pass
 
     def host_s(self, step):
-        """Seconds that the host spent on one optimizer step; the device is idle before each program."""
-        total = 0.0
+        """Returns the seconds that the host spent on one optimizer step; the device is idle before each program."""
+        training, total = self.training, 0.0
         for _ in range(self.args.micro_steps):
             with one_program(self.dist, f"micro_step {self.kernel}") as run:
-                micro_step(self.model, self.rows, self.loss_sum, self.scale)
+                training.micro_step(self.batch, training.loss_scales[self.args.micro_steps])
             synchronize(self.dist)
             total += run.host_s
-        scheduled = self.optimizer.scheduled(step).to(self.dist.device)
+        scheduled = training.optimizer.scheduled(step).to(self.dist.device)
         with one_program(self.dist, f"update {self.kernel}") as run:
-            self.optimizer.update(scheduled, self.loss_sum)
+            training.update(scheduled)
         synchronize(self.dist)
         return total + run.host_s
 
@@ -69,12 +69,11 @@ def main(argv=None):
         rounds.append([1000 * contender.host_s(number + 2) for contender in contenders])
         print(f"round {number + 1}: " + "   ".join(
             f"{contender.kernel} {ms:7.1f}" for contender, ms in zip(contenders, rounds[-1], strict=True)), flush=True)
-    plain = statistics.median(row[0] for row in rounds)
-    for place, contender in enumerate(contenders[1:], start=1):
-        median = statistics.median(row[place] for row in rounds)
-        ratio = statistics.median(row[0] / row[place] for row in rounds)
+    plain = statistics.median(times[0] for times in rounds)
+    for number, contender in enumerate(contenders[1:], start=1):
+        median = statistics.median(times[number] for times in rounds)
+        ratio = statistics.median(times[0] / times[number] for times in rounds)
         print(f"{contender.kernel}: {median:.1f} ms, {ratio:.1f} times less than the plain {plain:.1f} ms")
-
 
 
 if __name__ == "__main__":

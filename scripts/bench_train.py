@@ -11,12 +11,11 @@ import time
 import torch
 
 from nanochat.common import ArgumentParser, run_script
-from nanochat.device.programs import one_program, synchronize
+from nanochat.device.programs import synchronize
 from nanochat.device.ranks import Dist, compute_init, prepare_xla_environment
-from nanochat.kernels.choose import get_kernels
-from nanochat.model.gpt import GPT, config_for_depth
-from nanochat.model.optim import MuonAdamW, OptimConfig
-from scripts.base_train import micro_step
+from nanochat.train.flags import parse_flags
+from nanochat.train.plan import make_plan
+from nanochat.train.step import make_model, make_step
 
 
 def parse_args(argv=None):
@@ -24,7 +23,7 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--depth", type=int, default=4, help="number of layers")
     add("--vocab_size", type=int, default=65536, help="tokens in the vocabulary")
-    add("--max_seq_len", type=int, default=256, help="positions a row")
+    add("--max_seq_len", type=int, default=256, help="positions per row")
     add("--device_batch_size", type=int, default=4, help="rows in a micro-step")
     add("--steps", type=int, default=3, help="optimizer steps in a round")
     add("--rounds", type=int, default=5, help="rounds of each")
@@ -34,30 +33,29 @@ def parse_args(argv=None):
 class Contender:
     def __init__(self, args, dist):
         self.args, self.dist = args, dist
-        config = config_for_depth(args.depth, vocab_size=args.vocab_size, max_seq_len=args.max_seq_len)
-        self.model = GPT(config, get_kernels("current", dist.device_type)).init_weights().to(dist.device)
-        self.optimizer = MuonAdamW(self.model, OptimConfig(), 2**19, 1000)
-        self.loss_sum = torch.zeros((), device=dist.device)
-        self.scale = torch.ones((), device=dist.device)
+        tokens = args.device_batch_size * args.max_seq_len
+        flags = parse_flags([f"--depth={args.depth}", f"--max_seq_len={args.max_seq_len}", "--kernel=current",
+                             f"--device_batch_size={args.device_batch_size}", f"--total_batch_size={tokens}",
+                             "--num_iterations=1000"])
+        plan = make_plan(flags, args.vocab_size, dist.device_type, 1)
+        self.training = make_step(plan, make_model(plan).init_weights().to(dist.device), dist)
+        self.training.materialise()
         self.generator = torch.Generator().manual_seed(0)
         self.step = 0
-        with one_program(dist, "initialise"):
-            pass
+
+    def batches(self):
+        shape = (self.args.device_batch_size, self.args.max_seq_len + 1)
+        while True:
+            yield {"rows": torch.randint(self.args.vocab_size, shape, generator=self.generator, dtype=torch.int32)}
 
     def tokens_per_s(self, steps):
-        """Trains `steps` optimizer steps and waits for them."""
+        """Trains `steps` optimizer steps, waits for them, and returns their speed."""
         args, started = self.args, time.perf_counter()
         for _ in range(steps):
-            shape = (args.device_batch_size, args.max_seq_len + 1)
-            rows = torch.randint(args.vocab_size, shape, generator=self.generator, dtype=torch.int32)
-            with one_program(self.dist, "micro_step"):
-                micro_step(self.model, rows.to(self.dist.device), self.loss_sum, self.scale)
-            with one_program(self.dist, "update"):
-                scheduled = self.optimizer.scheduled(self.step).to(self.dist.device)
-                loss = self.optimizer.update(scheduled, self.loss_sum)
+            result = self.training.run(self.batches(), 1, self.training.optimizer.scheduled(self.step))
             self.step += 1
         synchronize(self.dist)
-        self.last_loss = loss.item()
+        self.last_loss = result[0].item()
         return steps * args.device_batch_size * args.max_seq_len / (time.perf_counter() - started)
 
 

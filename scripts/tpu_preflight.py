@@ -10,7 +10,6 @@ FLOPs at the rate of the matrix units, or the memory traffic at the bandwidth of
 
 Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
 """
-import argparse
 import json
 import sys
 import time
@@ -18,19 +17,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanochat.common import ArgumentParser, BadInput, run_script
+from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device import tpu
 from nanochat.device.tpu import GIB
-from nanochat.preflight import trace as aot
 from nanochat.preflight.compile import require_packages
 from nanochat.preflight.report import Request, advice, find_batch, make_report
-from nanochat.train import flags
+from nanochat.preflight.trace import prepare_environment
+from nanochat.train.flags import parse_flags
+from nanochat.train.plan import make_plan
 
 PROGRAMS = ("micro_step", "update", "evaluate")
 DOES_NOT_FIT = 3
 
 
 def parse_args(argv=None):
-    """Returns this script's own flags and those of base_train, as two namespaces."""
+    """Returns this script's own flags, as a namespace, and those of base_train, as Flags."""
     parser = ArgumentParser(prog="python3 -m scripts.tpu_preflight", description=__doc__)
     add = parser.add_argument
     add("--accelerator", required=True, help="the TPU to compile for: v5litepod-8, v6e-4, v4-32 …")
@@ -46,106 +47,55 @@ def parse_args(argv=None):
     add("--usd_per_chip_hour", type=float,
         help="price of a chip; default: the prices in nanochat/device/tpu.py, on spot and on demand")
     args, rest = parser.parse_known_args(argv)
-    train_args = flags.parse_args(rest)
+    train_flags = parse_flags(rest)
     unknown = set(args.programs.split(",")) - set(PROGRAMS)
     if unknown:
         raise BadInput(f"--programs={args.programs} is unknown: choose among {','.join(PROGRAMS)}")
     if args.jobs < 1 or args.timeout_s < 1:
         raise BadInput(f"--jobs={args.jobs} and --timeout_s={args.timeout_s} must be at least 1")
     tpu.parse_accelerator(args.accelerator)  # raises BadInput if there is no such TPU
-    return args, train_args
+    return args, train_flags
 
 
 # -----------------------------------------------------------------------------
-# The programs of a run, traced
+# The programs of a run
 
 
-class Programs:
-    """base_train's model, optimizer and batch as placeholders, and the programs traced on them."""
+def preflight(flags, request, say=print):
+    """Traces the programs of a run with base_train's Flags, compiles those that `request` names, and returns the report
+    (preflight/report.py)."""
+    started = time.monotonic()
+    programs, traced = trace_run(flags, tpu.parse_accelerator(request.accelerator).chips)
+    return make_report(programs, traced, time.monotonic() - started, flags.as_dict(), request, say)
 
-    def __init__(self, train_args, chips):
-        """`chips`: how many share the run. aot.prepare_environment() comes before."""
-        import torch
-        import torch_xla
 
-        from nanochat.data.tokenizer import load_tokenizer
-        from nanochat.device.ranks import Dist
-        from nanochat.kernels.choose import get_kernels
-        from nanochat.model.gpt import GPT
-        from nanochat.model.optim import MuonAdamW
-        from nanochat.train.plan import make_plan
+def trace_run(flags, chips):
+    """Returns the Programs of a run on `chips` TPU chips, and its {name: TracedProgram}.
 
-        tokenizer = load_tokenizer(train_args.tokenizer_dir)
-        self.args, self.token_bytes = train_args, tokenizer.token_bytes()
-        self.plan = plan = make_plan(train_args, tokenizer.n_vocab, chips)
-        self.dist = Dist("tpu", torch_xla.device(), world_size=plan.world_size)
-        dtype = flags.compute_dtype(train_args, "tpu")
-        self.model = GPT.on_meta(plan.config, get_kernels(train_args.kernel, "tpu"), dtype,
-                                 train_args.activation_checkpointing)
-        for module in self.model.modules():
-            for name, p in module._parameters.items():
-                module._parameters[name] = torch.nn.Parameter(aot.placeholder(p.shape, p.dtype))
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = aot.placeholder(buffer.shape, buffer.dtype)
-        self.optimizer = MuonAdamW(self.model, flags.optim_config(train_args), plan.total_batch_size,
-                                   plan.num_iterations, dtype, self.dist,
-                                   flags.is_sharded(train_args, "tpu"))
-        self.loss_sum = torch.zeros((), device=self.dist.device)
-        self.loss_scale = aot.placeholder((), torch.float32)
-        aot.make_placeholders()  # what was set to zero so far
+    Call prepare_environment() before.
+    """
+    import torch
+    import torch_xla
 
-    def state(self):
-        """name -> tensor: all that stays on the chip between programs."""
-        parameters, masters = self.optimizer.parameters, self.optimizer.masters
-        return parameters | {f"{name}.main_grad": p.main_grad for name, p in parameters.items()} \
-            | {f"{name}.master": masters[name] for name, p in parameters.items() if masters[name] is not p} \
-            | dict(self.model.named_buffers()) | self.optimizer.state \
-            | {"loss_sum": self.loss_sum, "loss_scale": self.loss_scale}
+    from nanochat.data.loader import SyntheticLoader
+    from nanochat.device.ranks import Dist
+    from nanochat.preflight.programs import Programs, fill_with_placeholders
+    from nanochat.train.loss_eval import bits_per_byte
+    from nanochat.train.step import make_model, make_step
+    tokenizer = load_tokenizer(flags.data.tokenizer_dir)
+    plan = make_plan(flags, tokenizer.n_vocab, "tpu", chips)
+    dist = Dist("tpu", torch_xla.device(), world_size=chips)
+    with torch.device("meta"):
+        model = make_model(plan)
+    training = make_step(plan, fill_with_placeholders(model), dist)
+    rows, length = plan.device_batch_size, plan.config.max_seq_len
 
-    def resident_bytes(self):
-        return {name: tensor.numel() * tensor.element_size() for name, tensor in self.state().items()}
+    def evaluate():
+        loader = SyntheticLoader(tokenizer.n_vocab, batch_size=rows, seq_len=length, world_size=chips)
+        bits_per_byte(training.model, loader, 2 * rows * chips, tokenizer.token_bytes(), dist)
 
-    def memory_groups(self):
-        """Bytes of weights, gradients, optimizer state and the rest."""
-        groups = dict.fromkeys(("weights", "gradients", "optimizer", "other"), 0)
-        for name, size in self.resident_bytes().items():
-            group = "gradients" if name.endswith(".main_grad") else "weights" if name in self.optimizer.parameters \
-                else "optimizer" if name in self.optimizer.state or name.endswith(".master") else "other"
-            groups[group] += size
-        return groups
-
-    def trace(self):
-        """name -> aot.TracedProgram. Everything runs twice: the first time may differ, as when a cache is filled."""
-        step = [*["micro_step"] * min(self.plan.grad_accum_steps, 2), "update"]
-        programs = aot.trace(2 * step, lambda: self._train(2 * step), self.state())
-        return programs | aot.trace(["evaluate", "evaluate"], self._evaluate, self.state())
-
-    def _train(self, names):
-        import torch
-
-        from nanochat.device.programs import one_program
-        from scripts.base_train import micro_step
-        args, device = self.args, self.dist.device
-        rows = torch.zeros(args.device_batch_size, args.max_seq_len + 1, dtype=torch.int32)
-        for name in names:
-            with one_program(self.dist, name):
-                if name == "micro_step":
-                    micro_step(self.model, rows.to(device), self.loss_sum, self.loss_scale)
-                else:
-                    result = self.optimizer.update(self.optimizer.scheduled(1).to(device), self.loss_sum)
-        return result
-
-    def _evaluate(self):
-        import torch
-
-        from nanochat.data.loader import SyntheticLoader
-        from nanochat.train.loss_eval import bits_per_byte
-        args = self.args
-        loader = SyntheticLoader(len(self.token_bytes), batch_size=args.device_batch_size, seq_len=args.max_seq_len,
-                                 rank=0, world_size=self.plan.world_size, seed=0, state=None)
-        with torch.no_grad():
-            bits_per_byte(self.model, loader, 2 * args.device_batch_size * self.plan.world_size, self.token_bytes,
-                          self.dist)
+    programs = Programs(plan, training)
+    return programs, programs.trace({"rows": torch.zeros(rows, length + 1, dtype=torch.int32)}, evaluate)
 
 
 # -----------------------------------------------------------------------------
@@ -210,31 +160,22 @@ def describe(report):
     return lines
 
 
-def preflight(train_args, request, say=print):
-    """Traces the programs of a run with base_train's flags and returns their report (preflight/report.py)."""
-    started = time.monotonic()
-    programs = Programs(train_args, tpu.parse_accelerator(request.accelerator).chips)
-    traced = programs.trace()
-    return make_report(programs, traced, time.monotonic() - started, vars(train_args), request, say)
-
-
 def main(argv=None):
-    args, train_args = parse_args(argv)
+    args, train_flags = parse_args(argv)
     require_packages()
-    aot.prepare_environment()
+    prepare_environment()
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if args.json == "-" else \
         (lambda line: print(line, flush=True))
     request = Request(args.accelerator, tuple(args.programs.split(",")), args.jobs, args.timeout_s, args.dump_dir,
                       args.usd_per_chip_hour)
-    report = preflight(train_args, request, say)
+    report = preflight(train_flags, request, say)
     if args.find_batch:
         def try_batch(batch_size, activation_checkpointing):
-            trial = vars(train_args) | {"device_batch_size": batch_size, "total_batch_size": -1,
-                                        "activation_checkpointing": activation_checkpointing}
-            return preflight(argparse.Namespace(**trial), replace(request, programs=("micro_step",), dump_dir=None),
-                             say=lambda line: None)
+            trial = train_flags.replace(device_batch_size=batch_size, total_batch_size=-1,
+                                        activation_checkpointing=activation_checkpointing)
+            return preflight(trial, replace(request, programs=("micro_step",), dump_dir=None), say=lambda line: None)
 
-        report["find_batch"] = find_batch(try_batch, train_args.device_batch_size, say)
+        report["find_batch"] = find_batch(try_batch, train_flags.batch.device_batch_size, say)
     say("\n".join(describe(report)))
     if args.find_batch:
         found = report["find_batch"]

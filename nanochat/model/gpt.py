@@ -104,10 +104,10 @@ class GPT(nn.Module):
         self.register_buffer("windows", windows, persistent=False)
 
     @classmethod
-    def on_meta(cls, config, *args):
-        """A GPT without memory: its parameters have shapes only."""
+    def on_meta(cls, config):
+        """A GPT without memory and kernels: its parameters have shapes only."""
         with torch.device("meta"):
-            return cls(config, *args or [None])
+            return cls(config, kernels=None)
 
     @torch.no_grad()
     def init_weights(self, seed=0):

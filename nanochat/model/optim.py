@@ -4,10 +4,11 @@ All that changes from step to step (learning rates, momentum, bias corrections) 
 no number is baked into the compiled program, so no schedule can make it compile again.
 """
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from nanochat.common import flag
 from nanochat.device.collectives import all_gather, all_reduce_sum, reduce_scatter_sum
 from nanochat.device.programs import one_program
 from nanochat.device.xla_ops import repeat
@@ -19,21 +20,17 @@ REFERENCE_WIDTH = 768  # the width at which the learning rates of AdamW and the 
 REFERENCE_BATCH_TOKENS = 2**19  # the batch at which all learning rates were tuned
 
 
-def _flag(default, help):
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class OptimConfig:
     """Each field is a flag of base_train. Learning rates are those of a batch of 2^19 tokens (see batch_lr_scale)."""
-    matrix_lr: float = _flag(0.02, "Muon's learning rate, for the matrices of the layers")
-    embedding_lr: float = _flag(0.3, "AdamW's, for the embedding, at width 768")
-    unembedding_lr: float = _flag(0.004, "AdamW's, for the head, at width 768")
-    scalar_lr: float = _flag(0.5, "AdamW's, for the scales of the residual stream")
-    weight_decay: float = _flag(0.2, "of the matrices, at width 768")
-    warmup_steps: int = _flag(40, "steps in which the learning rates rise")
-    warmdown_ratio: float = _flag(0.5, "share of the run in which the learning rates fall")
-    final_lr_frac: float = _flag(0.05, "what is left of the learning rates at the end")
+    matrix_lr: float = flag(0.02, "learning rate of Muon, for the matrices of the layers")
+    embedding_lr: float = flag(0.3, "learning rate of AdamW for the embedding, at width 768")
+    unembedding_lr: float = flag(0.004, "learning rate of AdamW for the head, at width 768")
+    scalar_lr: float = flag(0.5, "learning rate of AdamW for the scales of the residual stream")
+    weight_decay: float = flag(0.2, "weight decay of the matrices, at width 768")
+    warmup_steps: int = flag(40, "steps in which the learning rates rise")
+    warmdown_ratio: float = flag(0.5, "fraction of the run in which the learning rates fall")
+    final_lr_frac: float = flag(0.05, "fraction of the learning rates that is left at the end")
 
 
 # -----------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
         f"{request.accelerator} ({tpu_slice.tpu.name} {tpu_slice.topology})")
     report = {
         "accelerator": request.accelerator, "chips": tpu_slice.chips, "hosts": tpu_slice.hosts,
-        "topology": tpu_slice.topology, "flags": flags, "kernel": programs.model.kernels.name,
+        "topology": tpu_slice.topology, "flags": flags, "kernel": plan.kernel,
         "plan": {"total_batch_size": plan.total_batch_size, "grad_accum_steps": plan.grad_accum_steps,
                  "num_iterations": plan.num_iterations, "flops_per_token": plan.flops_per_token,
                  "parameters": sum(plan.parameters.values())},

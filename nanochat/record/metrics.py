@@ -2,13 +2,14 @@
 
 metrics.jsonl has one JSON object per line with `step` (optimizer steps completed) and `time` (Unix time, s).
 The console line shows these metrics, too:
-    loss            mean over the global batch, nats per token; null if it was not finite
+    mean_loss       mean of `loss` over the steps since the last line
     lr_multiplier, step_ms, tokens_per_s, time_left_s
     mfu             0 to 1
     tokens          seen so far
     val_bpb         bits per byte of the validation text
     recompiled      a list of texts, one for each program that was compiled again
 Only the file has these:
+    loss            of one step, every step: mean over the global batch, nats per token; null if it was not finite
     grad_norm, epoch, goodput (0 to 1), val_bytes
     bad_steps       updates skipped so far because they were not finite
     interruptions   how often the run was resumed
@@ -118,7 +119,7 @@ def _rewind(path, resume_step):
 
 
 _CONSOLE_FORMATS = {
-    "loss": lambda value: f"loss {value:.4f}",
+    "mean_loss": lambda value: f"loss {value:.4f}",
     "lr_multiplier": lambda value: f"lr {value:.3f}",
     "step_ms": lambda value: f"{value:,.0f} ms",
     "tokens_per_s": lambda value: f"{value:,.0f} tok/s",

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.common import BadInput
@@ -50,61 +51,24 @@ def _is_bucket(url):
     return str(url).startswith("gs://")
 
 
+@dataclass(frozen=True)
 class Mirror:
-    """The copies of one run's checkpoints. A failed upload is reported and never stops the run."""
+    """A folder of copies of one run's checkpoints, in a bucket or a directory."""
+    url: str  # of the folder of the run: gs://…/RUN or a path
+    keep: int  # how many of the newest checkpoints stay there
+    keep_every: int = -1  # checkpoints of steps that are multiples of this stay, too
 
-    def __init__(self, url, run, keep, keep_every=-1, report=print):
-        """
-        url: gs://… or a directory; the copies are in the folder `run` there.
-        keep: how many of the newest checkpoints stay, besides those whose step is a multiple of `keep_every`.
-        report: called with each message.
-        """
-        self.url = f"{url.rstrip('/')}/{run}"
-        self._keep, self._keep_every, self._report = keep, keep_every, report
-        self._wanted, self._idle = None, True  # guarded by the condition
-        self._condition = threading.Condition()
-        self._thread = None
+    def copy(self, path):
+        """Copies the checkpoint at `path` and its run's metrics there, and deletes old copies. Raises MirrorError,
+        BadInput or OSError."""
+        self._copy([path / name for name in SUMMED_FILES], f"{self.url}/{path.name}")
+        self._copy([path / SUMS], f"{self.url}/{path.name}")
+        self._copy([path.parent / METRICS_FILE], self.url)
+        for old in self._steps()[:-self.keep]:
+            if self.keep_every < 1 or int(old[5:]) % self.keep_every:
+                self._remove(f"{self.url}/{old}")
 
-    # -- in the background
-
-    def upload(self, path):
-        """Copies the checkpoint at `path` in the background. It replaces a checkpoint that is still waiting for its
-        turn."""
-        with self._condition:
-            self._wanted = Path(path)
-            if not self._thread:
-                self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
-                self._thread.start()
-            self._condition.notify_all()
-
-    def finish(self, timeout_s):
-        """Waits until everything is copied, for at most `timeout_s` seconds; warns if that is too short."""
-        with self._condition:
-            if not self._condition.wait_for(lambda: self._idle and not self._wanted, timeout_s):
-                self._report(f"warning: the newest checkpoint is not in {self.url} after {timeout_s} s")
-
-    def _work(self):
-        while True:
-            with self._condition:
-                self._idle = True
-                self._condition.notify_all()
-                self._condition.wait_for(lambda: self._wanted)
-                path, self._wanted, self._idle = self._wanted, None, False
-            try:
-                started = time.monotonic()
-                self._copy([path / name for name in SUMMED_FILES], f"{self.url}/{path.name}")
-                self._copy([path / SUMS], f"{self.url}/{path.name}")
-                self._copy([path.parent / METRICS_FILE], self.url)
-                for old in self._steps()[:-self._keep]:
-                    if self._keep_every < 1 or int(old[5:]) % self._keep_every:
-                        self._remove(f"{self.url}/{old}")
-                self._report(f"copied {path.name} to {self.url} in {time.monotonic() - started:.0f} s")
-            except (MirrorError, BadInput, OSError) as error:
-                self._report(f"warning: {path.name} is not in {self.url}: {error}")
-
-    # -- at the start
-
-    def fetch(self, run_dir):
+    def fetch(self, run_dir, report=print):
         """Copies the newest complete checkpoint and the metrics into `run_dir`.
 
         Returns the checkpoint's path, or None if there is none. Reports damaged copies and tries the one before.
@@ -123,13 +87,11 @@ class Mirror:
                     partial.rename(run_dir / step)
                     return run_dir / step
                 shutil.rmtree(partial)
-                self._report(f"warning: {self.url}/{step} is damaged ({problem}): the one before it is used")
+                report(f"warning: {self.url}/{step} is damaged ({problem}): the one before it is used")
         except (MirrorError, OSError) as error:
             raise BadInput(f"--checkpoint_mirror: {self.url} cannot be read ({error}): correct that, or start without "
                            "the flag") from None
         return None
-
-    # -- a bucket or a directory
 
     def _steps(self):
         """Returns the names of the complete copies, oldest first."""
@@ -158,3 +120,44 @@ class Mirror:
         else:
             (Path(url) / SUMS).unlink()
             shutil.rmtree(url)
+
+
+class Uploader:
+    """Copies checkpoints to a Mirror in the background. A failed copy is reported and never stops the run."""
+
+    def __init__(self, mirror, report=print):
+        """report: called with each message."""
+        self._mirror, self._report = mirror, report
+        self._wanted, self._idle = None, True  # guarded by the condition
+        self._condition = threading.Condition()
+        self._thread = None
+
+    def upload(self, path):
+        """Copies the checkpoint at `path` in the background. It replaces a checkpoint that is still waiting for its
+        turn."""
+        with self._condition:
+            self._wanted = Path(path)
+            if not self._thread:
+                self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+                self._thread.start()
+            self._condition.notify_all()
+
+    def finish(self, timeout_s):
+        """Waits until everything is copied, for at most `timeout_s` seconds; warns if that is too short."""
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._idle and not self._wanted, timeout_s):
+                self._report(f"warning: the newest checkpoint is not in {self._mirror.url} after {timeout_s} s")
+
+    def _work(self):
+        while True:
+            with self._condition:
+                self._idle = True
+                self._condition.notify_all()
+                self._condition.wait_for(lambda: self._wanted)
+                path, self._wanted, self._idle = self._wanted, None, False
+            try:
+                started = time.monotonic()
+                self._mirror.copy(path)
+                self._report(f"copied {path.name} to {self._mirror.url} in {time.monotonic() - started:.0f} s")
+            except (MirrorError, BadInput, OSError) as error:
+                self._report(f"warning: {path.name} is not in {self._mirror.url}: {error}")

@@ -3,7 +3,6 @@ import fcntl
 import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -88,19 +87,6 @@ def hosts(device_type):
     """Returns how many hosts this machine's TPU slice has; 1 on other devices."""
     accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
     return tpu.parse_accelerator(accelerator).hosts if accelerator else 1
-
-
-def run_preflight(argv):
-    """Runs tpu_preflight with base_train's flags `argv`, in another process, which does not touch the TPU.
-
-    Returns its exit status: 0 if the run's programs fit into the device's memory, 3 if they do not. Raises BadInput if
-    there is no known TPU.
-    """
-    accelerator = tpu.detect_accelerator()
-    if accelerator is None:
-        raise BadInput("--preflight: no known TPU here: set TPU_ACCELERATOR_TYPE, to v5litepod-8 for example")
-    return subprocess.run([sys.executable, "-m", "scripts.tpu_preflight", f"--accelerator={accelerator}",
-                           "--programs=micro_step,update", *argv]).returncode
 
 
 def end_process_on_error(function, status_path):

@@ -1,5 +1,5 @@
-"""Steps whose loss or gradient was not finite. The device skips their updates by itself; here they are counted, and
-after too many in a row the batch of the first is written out, to be looked at."""
+"""Steps whose loss or gradient was not finite. The optimizer skips them on the device; here they are counted, and after
+too many in a row the batch of the first is written to disk for inspection."""
 import math
 from pathlib import Path
 
@@ -7,17 +7,23 @@ import numpy as np
 import torch
 
 
-class BadSteps:
-    """The count of a run's bad steps; every rank counts, and all come to the same."""
+class NonfiniteSteps:
+    """Counts a run's non-finite steps. Every rank counts, and all come to the same numbers."""
 
     def __init__(self, limit, total=0, in_a_row=0):
-        """limit: how many in a row are too many (0 or less: never)."""
+        """limit: how many in a row are too many (0 or less: no limit); the rest: the counts of a resumed run."""
         self.limit, self.total, self.in_a_row = limit, total, in_a_row
         self._first_step = self._first_rows = None
 
+    def counts(self):
+        """Returns the counts for a checkpoint, as __init__ takes them."""
+        return {"total": self.total, "in_a_row": self.in_a_row}
+
     def add(self, step, loss, gradient_norm, rows):
-        """Takes note of step number `step` (from 1), with the rows (B, T + 1) of this rank's micro-steps; returns
-        whether it was bad."""
+        """Counts step number `step` (from 1) if it was non-finite, and returns whether it was.
+
+        rows: a list of int32 (B, T + 1), the rows of this rank's micro-steps.
+        """
         if math.isfinite(loss) and math.isfinite(gradient_norm):
             self.in_a_row, self._first_rows = 0, None
             return False
@@ -32,8 +38,8 @@ class BadSteps:
         return 0 < self.limit <= self.in_a_row
 
     def write_first_batch(self, run_dir, rank):
-        """Writes this rank's token rows of the first bad step of the row, int32 (rows, T + 1), and returns the path of
-        the directory that has those of all ranks."""
+        """Writes this rank's rows, int32 (rows, T + 1), of the first of the non-finite steps in a row. Returns the path
+        of the directory, which gets those of all ranks."""
         directory = Path(run_dir) / f"bad_step_{self._first_step:06d}"
         directory.mkdir(exist_ok=True)
         np.save(directory / f"rank_{rank:03d}.npy", torch.cat(self._first_rows).numpy())

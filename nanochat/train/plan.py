@@ -1,4 +1,4 @@
-"""What follows from the flags of a run and the number of its devices: the model's shape, the batch, the horizon."""
+"""The plan of a run: all that follows from its flags and the number of its devices, before anything is started."""
 import math
 import re
 from dataclasses import dataclass
@@ -8,8 +8,11 @@ import torch
 from nanochat.common import BadInput
 from nanochat.data.lanes import NUM_LANES
 from nanochat.device import tpu
+from nanochat.kernels.choose import get_kernels
 from nanochat.model import flops
 from nanochat.model.gpt import GPT, GPTConfig, config_for_depth
+from nanochat.model.layers import MATRICES, SCALES
+from nanochat.model.optim import OptimConfig
 
 ASSUMED_MFU = 0.3  # for the estimated time
 
@@ -17,21 +20,29 @@ ASSUMED_MFU = 0.3  # for the estimated time
 @dataclass(frozen=True)
 class Plan:
     config: GPTConfig
+    kernel: str  # see kernels/choose.py
+    dtype: torch.dtype  # of activations and products
+    activation_checkpointing: bool
+    use_compile: bool  # torch.compile
+    optimizer: OptimConfig
+    shard_optimizer: bool  # each rank keeps and updates a part of the optimizer's state
+    device_type: str
     world_size: int
-    total_batch_size: int  # tokens; of the first step
-    grad_accum_steps: int
+    device_batch_size: int  # rows in a micro-step on one device
+    total_batch_size: int  # tokens of the first optimizer step
+    grad_accum_steps: int  # micro-steps of the first optimizer step
     num_iterations: int
     flops_per_token: float
-    matrix_params: int  # with the head; what the horizon is measured in
+    matrix_params: int  # with the head; the unit of the horizon
     parameters: dict  # group -> number
-    batch_schedule: tuple  # ((step, tokens), …): how large the batch is from that step on; the first is step 0
+    batch_schedule: tuple  # ((step, tokens), …): the size of the batch from that step on; the first step is 0
 
     def batch_tokens(self, step):
         """Tokens of optimizer step `step`, counted from 0."""
         return next(tokens for first, tokens in reversed(self.batch_schedule) if first <= step)
 
-    def accum_steps(self, step):
-        """Micro-steps of optimizer step `step`. No step needs programs of its own: the micro-batch stays."""
+    def micro_steps(self, step):
+        """Micro-steps of optimizer step `step`. The micro-batch is always the same, and so are the programs."""
         return self.batch_tokens(step) * self.grad_accum_steps // self.total_batch_size
 
     def batch_growth(self, step):
@@ -45,70 +56,94 @@ class Plan:
                    for (first, tokens), last in zip(self.batch_schedule, ends, strict=True))
 
 
-def make_plan(args, vocab_size, world_size, meta=None):
-    """Plan of base_train's flags (an argparse Namespace). Raises BadInput for what does not fit together.
+def make_plan(flags, vocab_size, device_type, world_size, meta=None):
+    """Returns the Plan for base_train's Flags. Raises BadInput for flags that do not fit together.
 
-    meta: of the checkpoint that the run goes on from. Where the flags about the batch are the same, its schedule stays
-    as it is: on another number of devices it would be rounded differently, and the run would see other batches.
+    device_type: as resolve_device_type returns it. meta: the Meta of the checkpoint to resume from. If the flags about
+    the batch have not changed, the batch schedule is the checkpoint's: another number of devices would round it
+    differently, and the run would see other batches.
     """
-    for name in ("depth", "max_seq_len", "device_batch_size", "log_every", "keep_checkpoints", "tokenizer_threads"):
-        if getattr(args, name) < 1:
-            raise BadInput(f"--{name}={getattr(args, name)} must be at least 1")
+    batch, model, devices = flags.batch, flags.model, flags.devices
+    for name, value in (("depth", model.depth), ("max_seq_len", model.max_seq_len),
+                        ("device_batch_size", batch.device_batch_size), ("log_every", flags.record.log_every),
+                        ("keep_checkpoints", flags.record.keep_checkpoints),
+                        ("tokenizer_threads", flags.data.tokenizer_threads)):
+        if value < 1:
+            raise BadInput(f"--{name}={value} must be at least 1")
+    is_xla = device_type in ("tpu", "xla")
+    if devices.shard_optimizer == "on" and not is_xla:
+        raise BadInput(f"--shard_optimizer=on, but this runs on {device_type}: it is for XLA devices, use auto")
     config = config_for_depth(
-        args.depth, vocab_size=vocab_size, max_seq_len=args.max_seq_len, window_pattern=args.window_pattern,
-        softcap=args.softcap, n_embd=max(args.model_dim, 0), n_head=max(args.num_heads, 0),
-        n_kv_head=max(args.num_kv_heads, 0))
-    shapes = {name: p.numel() for name, p in GPT.on_meta(config).named_parameters()}
-    parameters = {
-        "matrices": sum(n for name, n in shapes.items() if name.startswith(("attn", "mlp"))),
-        "embedding": shapes["wte"], "head": shapes["lm_head"],
-        "scalars": shapes["resid_scale"] + shapes["x0_scale"],
-    }
+        model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=model.window_pattern,
+        softcap=model.softcap, n_embd=max(model.model_dim, 0), n_head=max(model.num_heads, 0),
+        n_kv_head=max(model.num_kv_heads, 0))
+    parameters = count_parameters(config)
     matrix_params = parameters["matrices"] + parameters["head"]
-    flops_per_token = flops.flops_per_token(config, args.max_seq_len)
-    if NUM_LANES % world_size:
-        raise BadInput(f"{world_size} devices do not divide the {NUM_LANES} lanes of the data: use 1, 2, 4, 8, 16, 32 "
-                       f"or 64 devices")
-    micro = args.device_batch_size * args.max_seq_len * world_size
-    saved = _saved_schedule(args, meta)
-    total = saved[0][1] if saved else args.total_batch_size
-    if total == -1:
-        total = micro * max(1, round(default_batch_tokens(args.target_param_data_ratio * matrix_params) / micro))
-    if total < 1 or total % micro:
-        nearest = sorted({max(total // micro, 1) * micro, (total // micro + 1) * micro})
-        raise BadInput(f"--total_batch_size={total} tokens does not divide by {micro} = device_batch_size "
-                       f"{args.device_batch_size} × max_seq_len {args.max_seq_len} × {world_size} devices: "
-                       f"use {' or '.join(map(str, nearest))}")
-    schedule = saved or _batch_schedule(args.batch_ramp, total, micro)
-    if any(tokens % micro for _, tokens in schedule):
-        raise BadInput(f"the run's batches ({', '.join(f'{tokens:,}' for _, tokens in schedule)} tokens) do not all "
-                       f"divide by {micro} = device_batch_size {args.device_batch_size} × max_seq_len "
-                       f"{args.max_seq_len} × {world_size} devices: use fewer devices, or a smaller "
-                       "--device_batch_size")
-    if args.num_iterations > 0:
-        num_iterations = args.num_iterations
-    elif args.target_flops > 0:
-        num_iterations = _steps_to_see(args.target_flops / flops_per_token, schedule)
+    flops_per_token = flops.flops_per_token(config, model.max_seq_len)
+    schedule = plan_batches(batch, model.max_seq_len, world_size, matrix_params, meta)
+    if batch.num_iterations > 0:
+        num_iterations = batch.num_iterations
+    elif batch.target_flops > 0:
+        num_iterations = _steps_to_see(batch.target_flops / flops_per_token, schedule)
     else:
-        num_iterations = _steps_to_see(args.target_param_data_ratio * matrix_params, schedule)
+        num_iterations = _steps_to_see(batch.target_param_data_ratio * matrix_params, schedule)
     if num_iterations < 1:
         raise BadInput("the horizon is less than one step: set --num_iterations, --target_flops or "
                        "--target_param_data_ratio")
-    return Plan(config, world_size, total, total // micro, num_iterations, flops_per_token,
-                matrix_params, parameters, schedule)
+    dtype = "bfloat16" if device_type in ("tpu", "cuda") else "float32"
+    total = schedule[0][1]
+    return Plan(
+        config=config, kernel=get_kernels(devices.kernel, device_type).name,
+        dtype=getattr(torch, dtype if devices.compute_dtype == "auto" else devices.compute_dtype),
+        activation_checkpointing=devices.activation_checkpointing,
+        use_compile=device_type == "cuda" and not devices.no_compile, optimizer=flags.optimizer,
+        shard_optimizer=is_xla and devices.shard_optimizer != "off", device_type=device_type, world_size=world_size,
+        device_batch_size=batch.device_batch_size, total_batch_size=total,
+        grad_accum_steps=total // (batch.device_batch_size * model.max_seq_len * world_size),
+        num_iterations=num_iterations, flops_per_token=flops_per_token, matrix_params=matrix_params,
+        parameters=parameters, batch_schedule=schedule)
 
 
-def _saved_schedule(args, meta):
-    """The batch schedule of a checkpoint's meta, or None if there is none or the flags ask for another."""
+def count_parameters(config):
+    """Returns the number of parameters of a GPTConfig's model in each group."""
+    sizes = {name: p.numel() for name, p in GPT.on_meta(config).named_parameters()}
+    return {"matrices": sum(sizes[name] for name in MATRICES), "embedding": sizes["wte"], "head": sizes["lm_head"],
+            "scalars": sum(sizes[name] for name in SCALES)}
+
+
+def plan_batches(batch, seq_len, world_size, matrix_params, meta=None):
+    """Returns the batch schedule ((step, tokens), …) for BatchFlags. Raises BadInput if it does not divide evenly."""
+    if NUM_LANES % world_size:
+        raise BadInput(f"{world_size} devices do not divide the {NUM_LANES} lanes of the data: use 1, 2, 4, 8, 16, 32 "
+                       f"or 64 devices")
+    micro = batch.device_batch_size * seq_len * world_size
+    product = f"{micro} = device_batch_size {batch.device_batch_size} × max_seq_len {seq_len} × {world_size} devices"
+    saved = _saved_schedule(batch, meta)
+    total = saved[0][1] if saved else batch.total_batch_size
+    if total == -1:
+        total = micro * max(1, round(default_batch_tokens(batch.target_param_data_ratio * matrix_params) / micro))
+    if total < 1 or total % micro:
+        nearest = sorted({max(total // micro, 1) * micro, (total // micro + 1) * micro})
+        raise BadInput(f"--total_batch_size={total} tokens does not divide by {product}: "
+                       f"use {' or '.join(map(str, nearest))}")
+    schedule = saved or _batch_schedule(batch.batch_ramp, total, micro)
+    if any(tokens % micro for _, tokens in schedule):
+        raise BadInput(f"the run's batches ({', '.join(f'{tokens:,}' for _, tokens in schedule)} tokens) do not all "
+                       f"divide by {product}: use fewer devices, or a smaller --device_batch_size")
+    return schedule
+
+
+def _saved_schedule(batch, meta):
+    """Returns the batch schedule of a checkpoint's Meta, or None if there is none or the flags ask for another."""
     if not meta or not meta.batch_schedule:
         return None
-    is_same = all(meta.flags.get(name) == getattr(args, name)
+    is_same = all(meta.flags.get(name) == getattr(batch, name)
                   for name in ("batch_ramp", "total_batch_size", "target_param_data_ratio"))
     return meta.batch_schedule if is_same else None
 
 
 def _batch_schedule(ramp, total, micro):
-    """((step, tokens), …) of --batch_ramp=STEP:FACTOR,…; each factor is of `total`, rounded to whole micro-steps."""
+    """Returns ((step, tokens), …) for --batch_ramp=STEP:FACTOR,…, in whole micro-steps; a factor multiplies `total`."""
     schedule = [(0, total)]
     for entry in filter(None, ramp.split(",")):
         match = re.fullmatch(r"(\d+):(\d+\.?\d*)", entry)
@@ -121,7 +156,7 @@ def _batch_schedule(ramp, total, micro):
 
 
 def _steps_to_see(tokens, schedule):
-    """In how many steps a batch schedule comes nearest to `tokens` tokens."""
+    """Returns the number of steps after which a batch schedule comes nearest to `tokens` tokens."""
     ends = [first for first, _ in schedule[1:]] + [math.inf]
     for (first, batch), end in zip(schedule, ends, strict=True):
         if first + round(tokens / batch) <= end:
@@ -135,17 +170,17 @@ def default_batch_tokens(horizon_tokens):
     return 2 ** round(19 + 0.383 * math.log2(horizon_tokens / (20 * 268.4e6)))
 
 
-def describe_plan(plan, args, dist, model, tokenizer):
-    """The plan as lines for a person."""
+def describe_plan(plan, tokenizer):
+    """Returns the plan as lines for a person."""
     config = plan.config
-    accelerator = tpu.detect_accelerator() if dist.device_type == "tpu" else None
-    micro = f"{args.device_batch_size} rows × {args.max_seq_len} × {plan.world_size} devices"
-    ramp = "".join(f", {tokens:,} from step {first:,} on ({plan.accum_steps(first)} micro-steps)"
+    accelerator = tpu.detect_accelerator() if plan.device_type == "tpu" else None
+    micro = f"{plan.device_batch_size} rows × {config.max_seq_len} × {plan.world_size} devices"
+    ramp = "".join(f", {tokens:,} from step {first:,} on ({plan.micro_steps(first)} micro-steps)"
                    for first, tokens in plan.batch_schedule[1:])
     tokens = plan.tokens(0, plan.num_iterations)
     lines = {
-        "devices": f"{plan.world_size} × {accelerator or dist.device_type}, kernel {model.kernels.name}, "
-                   f"{str(model.compute_dtype).removeprefix('torch.')} compute",
+        "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, "
+                   f"{str(plan.dtype).removeprefix('torch.')} compute",
         "model": f"depth {config.n_layer}, width {config.n_embd}, {config.n_head} heads of {config.head_dim} "
                  f"({config.n_kv_head} for keys and values), windows {config.window_pattern}, "
                  f"vocabulary {config.vocab_size:,}",
@@ -153,11 +188,11 @@ def describe_plan(plan, args, dist, model, tokenizer):
                       + " + ".join(f"{n:,} {group}" for group, n in plan.parameters.items()),
         "batch": f"{plan.total_batch_size:,} tokens = {micro} × {plan.grad_accum_steps} micro-steps{ramp}",
         "horizon": f"{plan.num_iterations:,} steps, {tokens:,} tokens "
-                   f"({tokens / plan.matrix_params:.1f} a matrix parameter)",
-        "compute": f"{plan.flops_per_token:.3e} FLOPs a token, {plan.flops_per_token * tokens:.3e} in all",
+                   f"({tokens / plan.matrix_params:.1f} per matrix parameter)",
+        "compute": f"{plan.flops_per_token:.3e} FLOPs per token, {plan.flops_per_token * tokens:.3e} in all",
         "tokenizer": f"{tokenizer.n_vocab:,} tokens, sha256 {tokenizer.sha256[:12]}",
     }
-    peak = peak_flops(dist)
+    peak = peak_flops(plan.device_type)
     if peak:
         hours = plan.flops_per_token * tokens / (peak * plan.world_size * ASSUMED_MFU) / 3600
         price = tpu.usd_per_hour(accelerator, spot=True) if accelerator else None
@@ -166,9 +201,9 @@ def describe_plan(plan, args, dist, model, tokenizer):
     return [f"{name:>11}  {text}" for name, text in lines.items()]
 
 
-def peak_flops(dist):
-    """bf16 FLOP/s of one device, or None where it is not known."""
-    if dist.device_type == "tpu":
+def peak_flops(device_type):
+    """Returns the bf16 FLOP/s of one device of this machine, or None if it is not known."""
+    if device_type == "tpu":
         accelerator = tpu.detect_accelerator()
         return tpu.peak_flops(accelerator) if accelerator else None
-    return tpu.peak_flops(torch.cuda.get_device_name()) if dist.device_type == "cuda" else None
+    return tpu.peak_flops(torch.cuda.get_device_name()) if device_type == "cuda" else None

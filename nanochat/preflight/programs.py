@@ -1,0 +1,54 @@
+"""The programs of a training run as the compiler gets them: a training step whose tensors are placeholders."""
+import torch
+
+from nanochat.preflight.trace import make_placeholders, placeholder, trace
+
+
+def fill_with_placeholders(model):
+    """Replaces the parameters and buffers of a model on the meta device by placeholders on the XLA device."""
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            module._parameters[name] = torch.nn.Parameter(placeholder(p.shape, p.dtype))
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = placeholder(buffer.shape, buffer.dtype)
+    return model
+
+
+class Programs:
+    """The programs of a run, and what stays in a chip's memory between them."""
+
+    def __init__(self, plan, training):
+        """plan: a Plan; training: its TrainingStep, whose model has gone through fill_with_placeholders."""
+        self.plan, self.training = plan, training
+        make_placeholders()  # what the optimizer has set to zero so far
+
+    def resident_bytes(self):
+        """Returns {name: bytes} of the tensors that stay on the chip."""
+        return {name: tensor.numel() * tensor.element_size() for name, tensor in self.training.state().items()}
+
+    def memory_groups(self):
+        """Returns the bytes of weights, gradients, optimizer state and the rest, as {name: bytes}."""
+        optimizer = self.training.optimizer
+        groups = dict.fromkeys(("weights", "gradients", "optimizer", "other"), 0)
+        for name, size in self.resident_bytes().items():
+            group = "gradients" if name.endswith(".main_grad") else "weights" if name in optimizer.parameters \
+                else "optimizer" if name in optimizer.state or name.endswith(".master") else "other"
+            groups[group] += size
+        return groups
+
+    def trace(self, batch, evaluate):
+        """Returns {name: TracedProgram} of micro_step, update and evaluate.
+
+        batch: {name: CPU tensor}, a micro-batch; evaluate(): runs an evaluation of two batches. Every program is traced
+        twice and the second one is taken: the first may differ, because caches are filled while it is traced.
+        """
+        micro_steps = min(self.plan.grad_accum_steps, 2)
+        self.training.loss_scales = {micro_steps: placeholder((), torch.float32)}
+        names = 2 * [*["micro_step"] * micro_steps, "update"]
+
+        def train():
+            for _ in range(2):
+                self.training.run(iter([batch] * micro_steps), micro_steps, self.training.optimizer.scheduled(1))
+
+        programs = trace(names, train, self.training.state())
+        return programs | trace(["evaluate", "evaluate"], evaluate, self.training.state())

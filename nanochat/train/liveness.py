@@ -1,0 +1,44 @@
+"""A rank's contact with the processes around it: it says that it is alive, and learns when all ranks stop or save."""
+import statistics
+
+from nanochat.run.stopping import SAVE, Requests
+from nanochat.run.watchdog import Heartbeats, limit_s
+
+COMPILING_STEPS = 3  # first steps of a process, which may compile
+
+
+class Liveness:
+    def __init__(self, run, dist, first_step):
+        """run: a Run; first_step: the step with which this process begins."""
+        self._rank, self._first_step, self._flags = dist.rank, first_step, run.flags.record
+        self._heartbeats = Heartbeats(run.heartbeats_file)
+        self._requests = Requests(run.requests_file, dist.rank, dist.world_size)
+        self._step_seconds = []  # of the last steps, on average over each console line
+
+    @property
+    def is_stopping(self):
+        """Whether all ranks have agreed to stop."""
+        return self._requests.is_stopping
+
+    def beat(self, phase, step):
+        """Tells the watchdog that this rank begins `phase` (watchdog.PHASES), and by when it will have ended."""
+        if phase == "step" and step < self._first_step + COMPILING_STEPS:
+            phase = "compile"
+        usual_s = statistics.median(self._step_seconds) if self._step_seconds else 0
+        # One step of each console line waits for the device to finish all of them.
+        self._heartbeats.beat(self._rank, phase, step, limit_s(
+            phase, self._flags.step_timeout_s, usual_s * self._flags.log_every))
+
+    def agree(self, phase, step, wants_save=False):
+        """Returns whether all ranks save now; whether they stop is in is_stopping. Every rank calls it at the same
+        points of its program. wants_save: rank 0's wish."""
+        self.beat(phase, step)
+        return self._requests.agreed_action(wants_save) == SAVE
+
+    def note_step_seconds(self, seconds):
+        self._step_seconds = [*self._step_seconds, seconds][-100:]
+
+    def finish(self, step):
+        """Says that this rank runs no further step."""
+        self.beat("end", step)
+        self._requests.finish()

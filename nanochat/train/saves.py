@@ -1,0 +1,56 @@
+"""The checkpoints of a running run: every rank hands over its part, rank 0 writes them in the background."""
+import time
+
+from nanochat.data.lanes import NUM_LANES
+from nanochat.device.collectives import thread_barrier
+from nanochat.device.ranks import print0
+from nanochat.run import checkpoint
+from nanochat.run.mirror import Uploader
+
+MIRROR_TIMEOUT_S, MIRROR_TIMEOUT_WHEN_STOPPED_S = 600, 15  # a preempted VM is gone after 30 s
+
+
+class Saves:
+    def __init__(self, run, dist, step, before_rename):
+        """run: a Run; step: the step of the newest checkpoint, or 0; before_rename: see checkpoint.save."""
+        self._run_dir, self._dist, self._every_minutes = run.directory, dist, run.flags.record.save_every_minutes
+        self._saved_step, self._saved_at = step, time.monotonic()
+        self._saver = self._uploader = None
+        if dist.rank == 0:
+            self._uploader = Uploader(run.mirror, report=print0) if run.mirror else None
+            self._saver = checkpoint.Saver(
+                run.directory, num_lanes=NUM_LANES, keep=run.flags.record.keep_checkpoints,
+                keep_every=run.flags.record.keep_every, before_rename=before_rename,
+                on_saved=self._uploader.upload if self._uploader else lambda path: None, report=print0)
+
+    def wants_save(self):
+        """Whether --save_every_minutes have passed since the last checkpoint, by this rank's clock."""
+        return 0 < self._every_minutes <= (time.monotonic() - self._saved_at) / 60
+
+    def check(self):
+        """Raises what went wrong with the last checkpoint in the background, if anything did."""
+        if self._saver:
+            self._saver.check()
+
+    def save(self, step, lane_states, optimizer, make_meta):
+        """Begins to save `step`, unless that is done already. Every rank must call it.
+
+        lane_states: of this rank's lanes; make_meta() returns the Meta, and is called on rank 0 only.
+        """
+        self._saved_at = time.monotonic()
+        if self._saved_step == step:
+            return
+        self._saved_step = step
+        checkpoint.save_lane_states(self._run_dir, step, lane_states)
+        state = optimizer.host_state()
+        if self._saver:
+            self._saver.save(*state, make_meta())
+        thread_barrier(self._dist)
+
+    def finish(self, is_stopping):
+        """Waits until the last checkpoint is on disk and in the mirror; is_stopping: there is little time for the
+        mirror."""
+        if self._saver:
+            self._saver.finish()
+        if self._uploader:
+            self._uploader.finish(MIRROR_TIMEOUT_WHEN_STOPPED_S if is_stopping else MIRROR_TIMEOUT_S)

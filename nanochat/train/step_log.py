@@ -1,0 +1,106 @@
+"""The record of the training steps: results are collected on the device, fetched together, and logged on rank 0."""
+import time
+from statistics import fmean
+
+from nanochat.device.ranks import print0
+from nanochat.model.flops import mfu
+from nanochat.record.metrics import MetricsLogger
+from nanochat.record.observe import describe_compiling
+from nanochat.train.plan import peak_flops
+
+
+class StepLog:
+    """The steps of a rank since the last console line; on rank 0 also metrics.jsonl, the console and WandB."""
+
+    def __init__(self, run, dist, training, nonfinite, first_step, meta=None):
+        """training: the TrainingStep; nonfinite: NonfiniteSteps; first_step: the step with which this process begins;
+        meta: the Meta of the checkpoint that the run resumes from."""
+        self._plan, self._dist, self._training, self._nonfinite = run.plan, dist, training, nonfinite
+        self._first_step, self._waiting, self._begun_at = first_step, [], time.monotonic()
+        self._logger = None
+        if dist.rank == 0:
+            flags = run.flags
+            self._logger = MetricsLogger(
+                run.directory, flags.run.run, flags.as_dict(), total_steps=self._plan.num_iterations,
+                resume_step=meta.step if meta else None, wandb_project=flags.run.wandb_project,
+                wandb_id=meta.wandb_id if meta else None)
+
+    def begin_step(self):
+        """Says that a step begins. The first one after a console line begins the time of the next line."""
+        if not self._waiting:
+            self._begun_at = time.monotonic()
+            self._training.observer.begin_window()
+
+    def add(self, result, rows):
+        """Adds a step. result: its loss and gradient norm, (2,), on the device; rows: a list of this rank's rows."""
+        self._waiting.append((result, rows))
+
+    def write(self, step, goodput, stats, interruptions):
+        """Fetches the results of the steps since the last line, which waits for the device, and logs them.
+
+        step: the last of these steps; stats: of the loader. Returns the seconds per step, None if there was no step.
+        """
+        if not self._waiting:
+            return None
+        with goodput.span("train"):
+            results = [result.tolist() for result, _ in self._waiting]
+        first = step - len(results) + 1
+        for number, (loss, gradient_norm), (_, rows) in zip(range(first, step + 1), results, self._waiting,
+                                                            strict=True):
+            if self._nonfinite.add(number, loss, gradient_norm, rows):
+                print0(f"warning: step {number} is left out, its loss is {loss} and its gradient's norm "
+                       f"{gradient_norm} ({self._nonfinite.in_a_row} in a row)")
+        self._waiting = []
+        elapsed_s = time.monotonic() - self._begun_at
+        if self._logger:
+            losses = [loss for loss, _ in results]
+            for number, loss in enumerate(losses[:-1], first):
+                self._logger.log(number, {"loss": loss}, quiet=True)
+            seconds = goodput.seconds()
+            self._logger.log(step, {
+                "loss": losses[-1],
+                "mean_loss": fmean(losses),
+                "grad_norm": results[-1][1],
+                **self._speed(first, step, elapsed_s),
+                "tokens": stats["rows"] * self._plan.world_size * self._plan.config.max_seq_len,
+                "epoch": stats["epoch"],
+                "bad_steps": self._nonfinite.total,
+                "interruptions": interruptions,
+                "goodput": goodput.fraction(),
+                "seconds": sum(seconds.values()),
+                **{f"seconds_{name}": value for name, value in seconds.items()},
+                **self._training.observer.record(elapsed_s),
+            })
+            if first == self._first_step + 1 and self._dist.is_xla:
+                print0(describe_compiling())
+        return elapsed_s / len(results)
+
+    def _speed(self, first, step, elapsed_s):
+        plan = self._plan
+        tokens_per_s = plan.tokens(first - 1, step) / elapsed_s
+        scheduled = self._training.optimizer.scheduled(step - 1, plan.batch_growth(step - 1))
+        return {"lr_multiplier": scheduled[0].item(),
+                "step_ms": 1000 * elapsed_s / (step - first + 1),
+                "tokens_per_s": tokens_per_s,
+                "mfu": mfu(tokens_per_s, plan.flops_per_token, peak_flops(plan.device_type), plan.world_size),
+                "time_left_s": plan.tokens(step, plan.num_iterations) / tokens_per_s}
+
+    def write_evaluation(self, step, bits_per_byte, num_bytes):
+        """Logs the result of an evaluation after `step` steps."""
+        if self._logger:
+            self._logger.log(step, {"val_bpb": bits_per_byte, "val_bytes": num_bytes})
+
+    @property
+    def wandb_id(self):
+        """WandB's id of the run, for the checkpoint; on rank 0."""
+        return self._logger.wandb_id
+
+    def flush(self):
+        """Writes the records that wait in memory for a full disk."""
+        if self._logger:
+            self._logger.flush()
+
+    def close(self, timeout_s):
+        """Closes the record; WandB has `timeout_s` seconds to take it."""
+        if self._logger:
+            self._logger.close(timeout_s)
