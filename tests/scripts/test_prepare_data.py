@@ -163,5 +163,6 @@ def test_full_disk_is_said_before_the_work(tmp_path, monkeypatch):
 def test_two_runs_do_not_write_to_one_directory(tmp_path):
     make_project(tmp_path / "in", "a")
     (tmp_path / "out").mkdir()
-    with FileLock(tmp_path / "out" / ".prepare_data.lock"), pytest.raises(BadInput, match="another prepare_data"):
+    lock = FileLock(tmp_path / "out" / ".prepare_data.lock")
+    with lock, pytest.raises(BadInput, match="another prepare_data is writing"):
         prepare(tmp_path / "out", f"--projects_dir={tmp_path / 'in'}")

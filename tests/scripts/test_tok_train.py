@@ -24,9 +24,9 @@ def train(data_dir, out_dir, *flags):
 
 
 def test_training_twice_gives_the_same_bytes(headers_dir, tmp_path):
-    train(headers_dir, tmp_path / "one")
+    train(headers_dir, tmp_path / "one", "--max_bytes=1000000")
     command = [sys.executable, "-m", "scripts.tok_train", f"--data-dir={headers_dir}", f"--out-dir={tmp_path / 'two'}",
-               "--vocab-size=1000"]
+               "--vocab-size=1000", "--max-bytes=1000000"]
     env = {"RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "1"}
     subprocess.run(command, check=True, timeout=120, env=env, cwd=SHIPPED_DIR.parent)
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
@@ -68,7 +68,7 @@ def test_any_parquet_with_a_column_text_will_do(tmp_path):
     (["--vocab_size=200"], "less than 270"),
     (["--max_bytes=5000", "--vocab_size=60000"], "give more text"),
     (["--pattern=[a-z]+"], "leaves out some characters"),
-    (["--pattern=[a-z"], "no regular expression"),
+    (["--pattern=[a-z"], "not a regular expression"),
 ])
 def test_flags_that_make_no_tokenizer_are_bad_input(headers_dir, tmp_path, flags, complaint):
     with pytest.raises(BadInput, match=complaint):
