@@ -87,7 +87,7 @@ class RecordingTokenizer:
 
 @dataclass
 class Speed:
-    """Tokens made, and the time for making them. Batches are not counted: the first ones were made before."""
+    """Tokens made, and the time for making them. Batches are not counted: some were made earlier."""
     tokens: int = 0
     seconds: float = 0.0
     core_seconds: float = 0.0

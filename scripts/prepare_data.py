@@ -1,4 +1,4 @@
-"""Makes a corpus of C and C++: parquet shards for training, and for validation shards of other projects.
+"""Makes a corpus of C and C++: parquet shards of some projects for training, and of others for validation.
 
     python -m scripts.prepare_data --installed_headers
     python -m scripts.prepare_data --debian_source=fmtlib,abseil,re2 --source=~/src/my_project,foo-1.2.tar.xz

@@ -21,7 +21,7 @@ from rensa import RMinHash
 
 from nanochat.data.sources import iter_files, licence_finder
 
-RECIPE = 1  # to be increased when a change to this file makes another corpus from the same sources
+RECIPE = 1  # to be increased when a change to this file makes another corpus from the same files
 SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".c++", ".h", ".hh", ".hpp", ".hxx", ".h++", ".inl", ".ipp", ".tcc", ".tpp",
             ".txx", ".ixx", ".cppm", ".cu", ".cuh")
 NUM_PERMUTATIONS, VALUES_PER_BAND = 128, 8  # 16 bands: pairs of similarity 0.8 are found with probability 0.95
@@ -187,7 +187,7 @@ def choose_validation(bytes_by_project, fraction, seed):
 
 @dataclass
 class Index:
-    """Describes all N documents in memory. Of several copies, the one that comes first in this order is kept."""
+    """Describes all N documents. Of several copies, the one that comes first in this order is kept."""
     runs: list[Path]
     run: np.ndarray  # (N,) index into runs
     document: np.ndarray  # (N,) number of the document in its run

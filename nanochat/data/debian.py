@@ -1,6 +1,6 @@
-"""Sources from source packages of Debian and Ubuntu.
+"""Makes Sources of the source packages of Debian and Ubuntu.
 
-apt-get downloads them, with a configuration of its own: that of the system is only read.
+apt-get downloads the packages, with a configuration of its own: that of the system is only read.
 """
 import os
 import re
