@@ -1,10 +1,10 @@
-"""How fast the loader is against the tokenizer alone, how much each packing drops, and how much memory it takes.
+"""Measures the loader: its speed compared with the tokenizer alone, its memory, and the tokens that packing drops.
 
     python3 -m scripts.bench_loader --data_dir=DIR
 
-Without --data_dir it reads the prepared training data, and if there is none, the C++ headers that PyTorch and pyarrow
-installed. Tokenizer and loader are measured in turns, and per second of CPU time too, which is what counts when the
-machine has other work. The tokenizer alone gets the same documents, one by one and in groups, as the loader has it.
+Without --data_dir it reads the prepared training data or, if there is none, the C++ headers that PyTorch and pyarrow
+install. Tokenizer and loader are measured in turns. Tokens per second of CPU time are to be compared when the machine
+has other work. The tokenizer alone gets the same documents as the loader: one by one, and in groups as the loader does.
 """
 import resource
 import statistics
@@ -24,23 +24,23 @@ from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards
 from nanochat.data.tokenizer import load_tokenizer
 
-# The tokenizer has its turn after so many: if the texts of a whole measurement were held for it, the loader could not
-# use their memory again and would have to wait for new pages from the kernel, which costs it 10 ns a token.
+# The tokenizer has its turn each time the loader has read this many documents. If the texts of a whole measurement were
+# held for it, the loader could not use their memory again, and new pages from the kernel would cost it 10 ns per token.
 DOCUMENTS_IN_TURN = 1000
 
 
 def main(argv=None):
     parser = ArgumentParser(description=__doc__)
-    add = parser.add_argument_group("what is read").add_argument
-    add("--data_dir", default="", help="directory of parquet shards with a column text; empty: see above")
+    add = parser.add_argument_group("data").add_argument
+    add("--data_dir", default="", help="directory of parquet shards with a column text; empty: as described above")
     add("--tokenizer_dir", default="", help="directory of the tokenizer; empty: the default one")
-    add = parser.add_argument_group("how").add_argument
+    add = parser.add_argument_group("measurement").add_argument
     add("--device_batch_size", type=int, default=8, help="rows in a batch")
-    add("--max_seq_len", type=int, default=1024, help="tokens in a row")
-    add("--world_size", type=int, default=1, help="ranks that share the lanes; this is rank 0 of them")
-    add("--threads", type=int, default=2, help="threads that tokenize, in both measurements")
+    add("--max_seq_len", type=int, default=1024, help="T, one less than the tokens in a row")
+    add("--world_size", type=int, default=1, help="number of ranks; rank 0 is measured")
+    add("--threads", type=int, default=2, help="threads that tokenize, with and without the loader")
     add("--seconds", type=float, default=10.0, help="length of one measurement")
-    add("--rounds", type=int, default=3, help="measurements of each kind")
+    add("--rounds", type=int, default=3, help="number of measurements")
     args = parser.parse_args(argv)
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -52,13 +52,14 @@ def main(argv=None):
 
 
 def find_data(data_dir, scratch):
+    """Returns the paths of the shards in `data_dir`, or as described above without it; `scratch` is for the headers."""
     try:
         return list_shards(data_dir)
     except BadInput:
         if data_dir:
             raise
     headers = [path for package in (torch, pa) for path in sorted(Path(package.__file__).parent.rglob("include/**/*.h"))
-               if "ops" not in path.parts]  # PyTorch's are generated, and near copies of each other
+               if "ops" not in path.parts]  # those of PyTorch are generated and nearly identical
     headers = [headers[i] for i in np.random.default_rng(0).permutation(len(headers))]
     table = pa.table({"text": [path.read_text("utf-8", "replace") for path in headers]})
     pq.write_table(table, Path(scratch) / "headers.parquet", row_group_size=64)
@@ -66,7 +67,7 @@ def find_data(data_dir, scratch):
 
 
 class RecordingTokenizer:
-    """The tokenizer, and what it was given."""
+    """A tokenizer that records the texts that it is called with, and the numbers of their tokens."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -74,7 +75,7 @@ class RecordingTokenizer:
         self.clear()
 
     def clear(self):
-        self.groups, self.lengths, self.ended = [], [], time.perf_counter()  # appending is safe in threads
+        self.groups, self.lengths, self.ended = [], [], time.perf_counter()  # threads may append concurrently
 
     def encode_documents(self, texts):
         documents = self.tokenizer.encode_documents(texts)
@@ -86,7 +87,7 @@ class RecordingTokenizer:
 
 @dataclass
 class Speed:
-    """What tokens took where they were made: the first batches that the loader hands out were made before."""
+    """Tokens made, and the time for making them. Batches are not counted: some were made earlier."""
     tokens: int = 0
     seconds: float = 0.0
     core_seconds: float = 0.0
@@ -101,7 +102,7 @@ class Speed:
 
 
 def compare_speed(args, paths, tokenizer):
-    """Prints tokens per second with and without the loader, and its memory. Returns the documents' lengths."""
+    """Prints tokens per second with and without the loader, and its memory. Returns the tokens of each document."""
     rss_before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     recorder, lengths = RecordingTokenizer(tokenizer), []
     loader = DataLoader(paths, recorder, batch_size=args.device_batch_size, seq_len=args.max_seq_len,
@@ -122,7 +123,7 @@ def compare_speed(args, paths, tokenizer):
 
     def tokenize(speed, way, pool):
         begin, cpu_begin = time.perf_counter(), time.process_time()
-        # The same texts again: a token costs more in one document than in another.
+        # The texts are the same, because a token takes longer in one document than in another.
         speed.tokens += sum(pool.map(way, recorder.groups))
         speed.seconds += time.perf_counter() - begin
         speed.core_seconds += time.process_time() - cpu_begin
@@ -156,7 +157,7 @@ def compare_speed(args, paths, tokenizer):
 
 
 def wait_until_idle(recorder):
-    """The loader works ahead: waits until it has done so."""
+    """Waits until the loader has made its next blocks, which it does ahead."""
     before = -1
     while before != len(recorder.lengths):
         before = len(recorder.lengths)
@@ -164,20 +165,23 @@ def wait_until_idle(recorder):
 
 
 def compare_packings(documents, seq_len):
-    """Prints what two other ways to fill rows do with documents of these lengths."""
+    """Prints what two other methods of packing do with documents of these lengths, in tokens."""
     row_tokens, total = seq_len + 1, sum(documents)
     print(f"\n{len(documents)} documents, {sum(n > row_tokens for n in documents) / len(documents):.0%} of them "
-          f"longer than a row; with other packings:")
+          f"longer than a row; with other methods of packing:")
     print(f"best fit, cropping the rest  {best_fit_crop(documents, row_tokens) / total:8.2%} of the tokens dropped")
     ends = np.cumsum(documents)
     split = sum(begin // row_tokens != (end - 1) // row_tokens and end - begin <= row_tokens
                 for begin, end in zip(np.concatenate([[0], ends[:-1]]), ends, strict=True))
     print(f"plain concatenation          {0:8.2%} dropped, but {split / len(documents):.1%} of the documents "
-          "are cut that would fit into a row")
+          "would fit into a row but are cut")
 
 
 def best_fit_crop(documents, row_tokens, buffer_size=1000):
-    """Tokens dropped if each row takes the largest of 1000 documents that fits, and in the end crops the shortest."""
+    """Returns the number of tokens dropped by best-fit packing.
+
+    Each row takes the longest document that fits, of `buffer_size`, and when none fits, crops the shortest.
+    """
     waiting, buffer, dropped = list(reversed(documents)), [], 0
     while waiting or buffer:
         space = row_tokens

@@ -1,9 +1,9 @@
-"""Makes a corpus of C and C++: parquet shards for training and, from other projects, for validation.
+"""Makes a corpus of C and C++: parquet shards of some projects for training, and of others for validation.
 
     python -m scripts.prepare_data --installed_headers
     python -m scripts.prepare_data --debian_source=fmtlib,abseil,re2 --source=~/src/my_project,foo-1.2.tar.xz
 
-Kill it at any time; the same command goes on where it was and ends with the same bytes.
+It may be killed at any time: the same command resumes and makes the same shards, byte for byte.
 """
 import errno
 import hashlib
@@ -39,24 +39,28 @@ def parse_args(argv):
     def names(text):
         return [name.strip() for name in text.split(",") if name.strip()]
 
-    group = parser.add_argument_group("sources (any mix)")
-    group.add_argument("--source", type=names, default=[], help="directories, git checkouts and tarballs, with commas "
-                       "between them; each is one project")
+    group = parser.add_argument_group("sources, in any combination")
+    group.add_argument("--source", type=names, default=[], help="directories, git checkouts and tarballs, separated "
+                       "by commas; each is one project")
     group.add_argument("--projects_dir", type=str, help="every subdirectory and tarball of this directory is a project")
-    group.add_argument("--debian_source", type=names, default=[], help="source packages of Debian or Ubuntu, by name")
-    group.add_argument("--installed_headers", action="store_true", help="headers of the installed pyarrow and torch")
-    group = parser.add_argument_group("what becomes of them")
+    group.add_argument("--debian_source", type=names, default=[], help="names of source packages of Debian or "
+                       "Ubuntu, separated by commas")
+    group.add_argument("--installed_headers", action="store_true", help="the headers that pyarrow and torch install")
+    group = parser.add_argument_group("the corpus")
     group.add_argument("--max_file_bytes", type=int, default=1_000_000, help="longer files are dropped")
-    group.add_argument("--val_fraction", type=float, default=0.05, help="share of the bytes, in whole projects")
-    group.add_argument("--val_projects", type=names, default=[], help="validate on these projects and no others")
-    group.add_argument("--eval_only", action="store_true", help="an evaluation corpus: all goes to val/")
-    group.add_argument("--shard_bytes", type=int, default=100_000_000, help="text in one shard")
-    group.add_argument("--seed", type=int, default=1337, help="of the split and the order of documents")
-    group = parser.add_argument_group("where and how")
-    group.add_argument("--out_dir", type=Path, help=f"gets {TRAIN_DIR}/, {VAL_DIR}/ and {MANIFEST}; "
+    group.add_argument("--val_fraction", type=float, default=0.05, help="fraction of the bytes that is held "
+                       "out for validation, in whole projects")
+    group.add_argument("--val_projects", type=names, default=[], help="hold out these projects instead, "
+                       "separated by commas")
+    group.add_argument("--eval_only", action="store_true", help=f"make an evaluation corpus: only {VAL_DIR}/")
+    group.add_argument("--shard_bytes", type=int, default=100_000_000, help="bytes of text in one shard")
+    group.add_argument("--seed", type=int, default=1337, help="seed of the split and of the order of documents")
+    group = parser.add_argument_group("directories and processes")
+    group.add_argument("--out_dir", type=Path, help=f"directory for {TRAIN_DIR}/, {VAL_DIR}/ and {MANIFEST}; "
                        "None: $NANOCHAT_BASE_DIR/parquet")
-    group.add_argument("--cache_dir", type=Path, help="keeps downloads; None: $NANOCHAT_BASE_DIR/downloads")
-    group.add_argument("--workers", type=int, default=-1, help="processes; -1: one per core, 8 at most")
+    group.add_argument("--cache_dir", type=Path, help="directory for downloads; None: "
+                       "$NANOCHAT_BASE_DIR/downloads")
+    group.add_argument("--workers", type=int, default=-1, help="number of processes; -1: one per core, 8 at most")
     args = parser.parse_args(argv)
     if not 0 < args.val_fraction < 1:
         raise BadInput(f"--val_fraction={args.val_fraction} is not between 0 and 1")
@@ -76,7 +80,7 @@ def parse_args(argv):
 
 
 class Progress:
-    """A tqdm bar on a terminal; plain lines, at most one in ten seconds, in a log file."""
+    """Shows progress: a tqdm bar on a terminal, otherwise plain lines, at most one in ten seconds."""
 
     def __init__(self, label, total_bytes):
         self.label, self.total, self.done = label, total_bytes, 0
@@ -107,7 +111,7 @@ class Progress:
 
 
 def _end_with_parent():
-    """A parent that is killed would leave its workers waiting for work for ever."""
+    """Ends this worker when its parent ends. Otherwise it would wait for work for ever if the parent is killed."""
     def watch():
         wait([multiprocessing.parent_process().sentinel])
         os._exit(1)
@@ -116,14 +120,17 @@ def _end_with_parent():
 
 @contextmanager
 def worker_pool(workers):
-    """Yields run(function, list of argument tuples, done): calls them all; done(i, result) hears of each that ends."""
+    """Yields a function run(function, calls, done), which calls `function` in `workers` processes.
+
+    `calls` is a list of tuples of arguments. done(i, result) is called when call number i has ended, in any order.
+    """
     if workers == 1:
         def run(function, calls, done):
             for i, arguments in enumerate(calls):
                 done(i, function(*arguments))
         yield run
         return
-    # spawn: by now this process has threads (apt's downloads, pyarrow, tqdm), which fork would break
+    # spawn, because this process has threads by now (apt's downloads, pyarrow, tqdm), and fork would break them
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent) as pool:
         def run(function, calls, done):
             futures = {pool.submit(function, *arguments): i for i, arguments in enumerate(calls)}
@@ -141,7 +148,7 @@ def worker_pool(workers):
 
 
 def find_sources(args):
-    """All Sources, in an order that does not depend on the order of the flags."""
+    """Returns all Sources, in an order that does not depend on the order of the flags."""
     check_names(args.debian_source, eval_only=args.eval_only)
     sources = [open_source(Path(path).expanduser()) for path in args.source]
     if args.projects_dir:
@@ -156,6 +163,7 @@ def find_sources(args):
 
 
 def require_disk(directory, nbytes, what):
+    """Raises BadInput unless `nbytes` are free in `directory`."""
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise BadInput(f"{what} needs about {nbytes / 1e6:.0f} MB in {directory}, which has {free / 1e6:.0f} MB free: "
@@ -163,7 +171,7 @@ def require_disk(directory, nbytes, what):
 
 
 def scan_all(sources, args, work_dir, run):
-    """Scans every source; returns their directories of runs and their statistics, in the order of `sources`."""
+    """Scans every source. Returns the directories of their runs and their statistics, in the order of `sources`."""
     directories = [None] * len(sources)
     largest_first = sorted(range(len(sources)), key=lambda i: -sources[i].nbytes)
     bar = Progress(f"reading {len(sources)} sources", sum(source.nbytes for source in sources))
@@ -178,7 +186,7 @@ def scan_all(sources, args, work_dir, run):
 
 
 def split_projects(sources, stats, args):
-    """The projects that validate. Raises BadInput if a side would be empty."""
+    """Returns the names of the projects that are held out for validation. Raises BadInput if a side would be empty."""
     bytes_by_project = Counter()
     for source, stat in zip(sources, stats, strict=True):
         if stat["documents"]:
@@ -190,19 +198,19 @@ def split_projects(sources, stats, args):
     if args.eval_only:
         return set(bytes_by_project)
     if len(bytes_by_project) == 1:
-        raise BadInput(f"all files are of one project ({next(iter(bytes_by_project))}), which cannot be on both sides "
-                       "of the train/validation split: add another source, or name a directory of several with "
+        raise BadInput(f"all files are of one project ({next(iter(bytes_by_project))}), which cannot be both for "
+                       "training and for validation: add another source, or name a directory of several with "
                        "--projects_dir")
     if unknown := set(args.val_projects) - set(bytes_by_project):
         raise BadInput(f"--val_projects: no project is called {', '.join(sorted(unknown))}; "
                        f"there are {', '.join(sorted(bytes_by_project))}")
     if set(args.val_projects) == set(bytes_by_project):
-        raise BadInput("--val_projects names every project: leave one to train on, or say --eval_only")
+        raise BadInput("--val_projects names every project: leave one to train on, or use --eval_only")
     return set(args.val_projects) or corpus.choose_validation(bytes_by_project, args.val_fraction, args.seed)
 
 
 def build(sources, args, work_dir, staging):
-    """Makes shards and manifest in `staging`, from which `publish` moves them."""
+    """Makes the shards in `staging` and returns the manifest, a dict."""
     for leftover in work_dir.rglob("*.partial"):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     with worker_pool(args.workers) as run:
@@ -210,7 +218,7 @@ def build(sources, args, work_dir, staging):
         val_projects = split_projects(sources, stats, args)
         validates = [source.project in val_projects for source in sources]
 
-        # Of several copies the first is kept. Validation comes first: it stays whole, and training loses the copies.
+        # Of several copies the first is kept. Validation comes first, so it stays whole and training loses the copies.
         order = sorted(range(len(sources)), key=lambda i: not validates[i])
         runs = [(i, path) for i in order for path in sorted(directories[i].glob("run_*.parquet"))]
         index = corpus.load_index([path for _, path in runs])
@@ -241,6 +249,7 @@ def build(sources, args, work_dir, staging):
 
 
 def make_manifest(args, sources, stats, val_projects, totals):
+    """Returns the manifest: flags, held-out projects, totals, and for each source its version, licences and counts."""
     flags = ("seed", "max_file_bytes", "val_fraction", "val_projects", "eval_only", "shard_bytes")
     return {
         "flags": {flag: getattr(args, flag) for flag in flags},
@@ -254,7 +263,7 @@ def make_manifest(args, sources, stats, val_projects, totals):
 
 
 def publish(staging, out_dir):
-    """Moves a finished corpus to where training looks for it, the manifest last; goes on if it was killed half-way."""
+    """Moves a finished corpus to the directories in which training looks for it. If killed, it can be called again."""
     for name in (TRAIN_DIR, VAL_DIR, MANIFEST):
         if (staging / name).exists():
             os.replace(staging / name, out_dir / name)
@@ -267,15 +276,17 @@ def main(argv=None):
         with FileLock(out_dir / ".prepare_data.lock", timeout=0):
             return prepare(args, out_dir)
     except Timeout:
-        raise BadInput(f"another prepare_data writes to {out_dir}: wait for it, or choose another --out_dir") from None
+        raise BadInput(f"another prepare_data is writing to {out_dir}: wait for it or choose another --out_dir"
+                       ) from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise BadInput(f"the disk is full ({error}): free some space and run the same command again, which goes on "
-                       "where this one ended") from None
+        raise BadInput(f"the disk is full ({error}): free some space and run the same command again, which "
+                       "resumes") from None
 
 
 def prepare(args, out_dir):
+    """Makes the corpus, or resumes making it; does nothing if `out_dir` already holds it."""
     sources = find_sources(args)
     flags = [args.seed, args.max_file_bytes, args.val_fraction, args.val_projects, args.eval_only, args.shard_bytes]
     identity = json.dumps([corpus.RECIPE, flags, [asdict(source) for source in sources]])
@@ -301,6 +312,7 @@ def prepare(args, out_dir):
 
 
 def counts(dropped):
+    """Returns the numbers of dropped files as text, such as "46 generated, 7 empty"."""
     return ", ".join(f"{count} {reason}" for reason, count in Counter(dropped).most_common() if count)
 
 
@@ -310,8 +322,8 @@ def report(manifest, out_dir):
     for name, total in manifest["totals"].items():
         print(f"{out_dir / name}: {total['documents']} documents, {total['bytes'] / 1e6:.1f} MB of text, "
               f"{total['shards']} shards")
-    print(f"projects that validate: {', '.join(manifest['val_projects'])}")
-    print(f"versions, licences and counts: {out_dir / MANIFEST}")
+    print(f"projects held out for validation: {', '.join(manifest['val_projects'])}")
+    print(f"versions, licences and numbers of files: {out_dir / MANIFEST}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Compares the tokenizer with OpenAI's cl100k_base and o200k_base: bytes per token, speed, and exact round trips.
+"""Compares a tokenizer with OpenAI's cl100k_base and o200k_base: bytes per token, speed, and exact round trips.
 
     python -m scripts.prepare_data --eval_only --debian_source=$(paste -sd, tokenizer/heldout.txt) --out_dir=heldout
     python -m scripts.tok_eval --data_dir=heldout/val
 
 Packages whose names begin with o or z are in no training corpus. OpenAI's vocabularies are read from the npm package
-tiktoken, which is fetched when npm is installed; otherwise run `npm pack tiktoken` elsewhere and name the file that it
-makes with --npm_package.
+tiktoken, which npm downloads. Without npm, run `npm pack tiktoken` on another machine, and give the path of the file
+that it makes with --npm_package. The exit status is 1 if a text does not come back exactly.
 """
 import functools
 import hashlib
@@ -29,7 +29,7 @@ from nanochat.data.tokenizer import load_tokenizer
 from scripts.tok_train import read_documents
 
 NPM_PACKAGE, NPM_TIMEOUT_S = "tiktoken@1.0.22", 120
-# Where tiktoken gets a vocabulary, and the sha256 that it wants to see (tiktoken_ext/openai_public.py)
+# tiktoken's address of a vocabulary, and the SHA-256 that it expects (tiktoken_ext/openai_public.py)
 OPENAI_URL = "https://openaipublic.blob.core.windows.net/encodings/{}.tiktoken"
 OPENAI_SHA256 = {
     "cl100k_base": "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
@@ -40,10 +40,13 @@ KINDS = ("C++ sources", "C++ headers", "C", "comments", "strings", "all")
 
 def parse_args(argv):
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--data_dir", type=Path, help="parquet shards; None: $NANOCHAT_BASE_DIR/parquet/val")
-    parser.add_argument("--tokenizer_dir", type=Path, help="None: the base directory's tokenizer, else the shipped one")
-    parser.add_argument("--npm_package", type=Path, help="what `npm pack tiktoken` made; None: fetch it")
-    parser.add_argument("--max_bytes_per_source", type=int, default=1_000_000, help="text of one project to compare on")
+    parser.add_argument("--data_dir", type=Path, help="directory of parquet shards; None: "
+                        "$NANOCHAT_BASE_DIR/parquet/val")
+    parser.add_argument("--tokenizer_dir", type=Path, help="directory of the tokenizer; None: the one in "
+                        "$NANOCHAT_BASE_DIR, else the shipped one")
+    parser.add_argument("--npm_package", type=Path, help="file made by `npm pack tiktoken`; None: download it")
+    parser.add_argument("--max_bytes_per_source", type=int, default=1_000_000, help="bytes of text of one "
+                        "source, at most")
     return parser.parse_args(argv)
 
 
@@ -52,37 +55,37 @@ def parse_args(argv):
 
 
 def fetch_npm_package(directory):
-    """Path of the npm package tiktoken, fetched into `directory` unless it is there; None if it cannot be had."""
+    """Returns the path of the npm package tiktoken in `directory`, downloaded if necessary; None if that fails."""
     path = directory / f"{NPM_PACKAGE.replace('@', '-')}.tgz"
     if path.exists():
         return path
     command = ["npm", "pack", NPM_PACKAGE, "--pack-destination", str(require_writable_dir(directory))]
-    print(f"fetching OpenAI's vocabularies: {' '.join(command)}", flush=True)
+    print(f"downloading OpenAI's vocabularies: {' '.join(command)}", flush=True)
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=NPM_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
         path.unlink(missing_ok=True)
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
-        print(f"npm cannot fetch them ({reason}), so cl100k_base and o200k_base are left out: run `npm pack tiktoken` "
-              "where it can, and name the file that it makes with --npm_package")
+        print(f"npm cannot download them ({reason}), so cl100k_base and o200k_base are left out: "
+              "run `npm pack tiktoken` on another machine, and give the path of its file with --npm_package")
         return None
     return path
 
 
 def openai_encoding(package, name, cache_dir):
-    """tiktoken's own Encoding `name`, which finds the vocabulary from the npm package in its cache."""
+    """Returns tiktoken's own Encoding `name`. The vocabulary of the npm package is put into its cache for this."""
     try:
         with tarfile.open(package) as archive:
             lines = json.load(archive.extractfile(f"package/encoders/{name}.json"))["bpe_ranks"].splitlines()
     except (OSError, tarfile.TarError, KeyError, ValueError) as error:
         raise BadInput(f"{package} is not the npm package tiktoken ({error}): make it with npm pack tiktoken") from None
     ranked = []
-    for line in lines:  # "!", the rank of the line's first token, and its tokens in base64
+    for line in lines:  # a line has "!", the rank of its first token, and its tokens in base64
         _, first, *tokens = line.split(" ")
         ranked += (f"{token} {int(first) + i}\n" for i, token in enumerate(tokens))
     vocabulary = "".join(ranked).encode()
     if hashlib.sha256(vocabulary).hexdigest() != OPENAI_SHA256[name]:
-        raise BadInput(f"{package}: its {name} is not the vocabulary that OpenAI publishes: fetch {NPM_PACKAGE}")
+        raise BadInput(f"{package}: its {name} is not the vocabulary that OpenAI publishes: use {NPM_PACKAGE}")
     (cache_dir / hashlib.sha1(OPENAI_URL.format(name).encode()).hexdigest()).write_bytes(vocabulary)
     os.environ["TIKTOKEN_CACHE_DIR"] = str(cache_dir)
     return tiktoken.get_encoding(name)
@@ -93,7 +96,7 @@ def openai_encoding(package, name, cache_dir):
 
 
 def first_documents(shards, max_bytes_per_source):
-    """[(path, text)]: the first documents of every source."""
+    """Returns [(path, text)] of the first documents of every source."""
     documents, nbytes = [], Counter()
     for shard in shards:
         for text, path, source in read_documents(shard, "path", "source"):
@@ -105,12 +108,12 @@ def first_documents(shards, max_bytes_per_source):
 
 COMMENT = r"//[^\n]*|/\*.*?\*/"
 STRING = r'"(?:[^"\\\n]|\\.)*"'
-CHARACTER = r"'(?:[^'\\\n]|\\.)+'"  # '"' begins no string
+CHARACTER = r"'(?:[^'\\\n]|\\.)+'"  # the character '"' does not begin a string
 LEXEME = re.compile(rf"(?P<comment>{COMMENT})|(?P<string>{STRING})|{CHARACTER}", re.DOTALL)
 
 
 def by_kind(documents):
-    """{kind: texts}: by the suffix of the file's name, and what is in comments and in string literals."""
+    """Returns {kind: texts}: files by the suffix of their names, and the comments and string literals in all files."""
     kinds = {"all": [text for _, text in documents]}
     for path, text in documents:
         suffix = Path(path).suffix.lower()
@@ -119,7 +122,7 @@ def by_kind(documents):
         for match in LEXEME.finditer(text):
             if match.lastgroup:
                 kinds.setdefault(match.lastgroup + "s", []).append(match[0])
-    # Comments and strings one by one would have no neighbours to be merged with.
+    # Comments and strings are joined, because a token may continue after the end of one.
     return {kind: ["\n".join(texts)] if kind in ("comments", "strings") else texts for kind, texts in kinds.items()}
 
 
@@ -129,15 +132,16 @@ def by_kind(documents):
 
 @dataclass(frozen=True)
 class Entrant:
+    """A tokenizer in the comparison."""
     name: str
-    encode: Callable  # str to an array of ids
-    decode_bytes: Callable
+    encode: Callable  # from str to an array of ids
+    decode_bytes: Callable  # from a list of ids to bytes
 
     def bytes_per_token(self, texts):
         return count_bytes(texts) / sum(len(self.encode(text)) for text in texts)
 
     def bytes_per_second(self, texts, repeats=3):
-        """Encoding speed of one core, the best of `repeats`."""
+        """Returns the speed of encoding on one core, the best of `repeats` measurements."""
         seconds = []
         for _ in range(repeats):
             started = time.thread_time()
@@ -155,7 +159,7 @@ def count_bytes(texts):
 
 
 def find_entrants(args):
-    """OpenAI's encodings, if they can be had, and at the end our tokenizer."""
+    """Returns Entrants for OpenAI's encodings, if they are available, and for our tokenizer, which is the last."""
     tokenizer = load_tokenizer(args.tokenizer_dir)
     print(f"ours: {tokenizer.n_vocab} tokens, sha256 {tokenizer.sha256}", flush=True)
     package = args.npm_package or fetch_npm_package(get_base_dir() / "downloads")
@@ -174,20 +178,22 @@ def main(argv=None):
     documents = first_documents(open_shards(list_shards(args.data_dir, "val")), args.max_bytes_per_source)
     kinds = by_kind(documents)
 
-    def row(*cells):
+    def print_cells(*cells):
         print(f"| {' | '.join(cells)} |", flush=True)
 
     gains = [f"more than {other.name}" for other in others]
-    row("bytes per token", "MB", *(entrant.name for entrant in entrants), *gains)
-    row(*["---"] * (2 + len(entrants) + len(others)))
+    print_cells("bytes per token", "MB", *(entrant.name for entrant in entrants), *gains)
+    print_cells(*["---"] * (2 + len(entrants) + len(others)))
     for kind in KINDS:
         if texts := kinds.get(kind):
             values = [entrant.bytes_per_token(texts) for entrant in entrants]
-            row(kind, f"{count_bytes(texts) / 1e6:.1f}", *(f"{value:.3f}" for value in values),
-                *(f"{values[-1] / value - 1:+.1%}" for value in values[:-1]))
+            print_cells(kind, f"{count_bytes(texts) / 1e6:.1f}", *(f"{value:.3f}" for value in values),
+                        *(f"{values[-1] / value - 1:+.1%}" for value in values[:-1]))
     texts, blank = kinds["all"], [""] * len(others)
-    row("MB/s of one core", "", *(f"{entrant.bytes_per_second(texts) / 1e6:.1f}" for entrant in entrants), *blank)
-    row("every text comes back", "", *("yes" if entrant.is_lossless(texts) else "no" for entrant in entrants), *blank)
+    speeds = [f"{entrant.bytes_per_second(texts) / 1e6:.1f}" for entrant in entrants]
+    print_cells("MB/s on one core", "", *speeds, *blank)
+    lossless = ["yes" if entrant.is_lossless(texts) else "no" for entrant in entrants]
+    print_cells("every text comes back", "", *lossless, *blank)
     return 0 if ours.is_lossless(texts) else 1
 
 

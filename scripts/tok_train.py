@@ -1,8 +1,8 @@
-"""Trains the tokenizer: a byte-level BPE on the C++ of a corpus, with a split pattern made for C++.
+"""Trains a tokenizer: a byte-level BPE on the C++ of a corpus, with a split pattern made for C++.
 
     python -m scripts.tok_train --data_dir=corpus/base_data_v3 --out_dir=my_tokenizer
 
-The same data and flags give the same bytes. tokenizer/README.md has the commands that made the shipped tokenizer.
+The same data and flags give the same files. tokenizer/README.md has the commands that made the shipped tokenizer.
 """
 import hashlib
 import time
@@ -18,16 +18,16 @@ from nanochat.common import ArgumentParser, BadInput, get_base_dir, require_writ
 from nanochat.data.shards import list_shards, open_shards
 from nanochat.data.tokenizer import SPECIAL_TOKENS, VOCABULARY_FILE, Tokenizer
 
-# The pieces that are never merged with their neighbours. dev/LOG.md has what each choice is worth. There is no
-# look-around, so that the pattern runs in linear time, and no piece is long, so that BPE on it is quick.
-PUNCTUATION = r"[!-/:-@\[-`{-~\x00-\x08\x0B\x0C\x0E-\x1F\x7F]"  # ASCII: neither letter, digit nor white space
-LOWER = r"[^\x00-`{-\x7F]"  # a to z, and all that is not ASCII
+# The split pattern: it cuts text into pieces, and no token crosses the border between two. There is no look-around, so
+# it runs in linear time, and no piece is long, so BPE on it is quick. dev/LOG.md says what each choice gains.
+PUNCTUATION = r"[!-/:-@\[-`{-~\x00-\x08\x0B\x0C\x0E-\x1F\x7F]"  # ASCII except letters, digits and white space
+LOWER = r"[^\x00-`{-\x7F]"  # a to z, and every character that is not ASCII
 PATTERN = "|".join((
-    # One part of a name in snake_case or CamelCase, or one or two digits, with what leads up to it: " int32", "::size",
-    # "->get", "_cast", "(x", " !Is", ".5", " 0xFF"
+    # One part of a name in snake_case or CamelCase, or one or two digits, with a space and punctuation before it:
+    # " int32", "::size", "->get", "_cast", "(x", " !Is", ".5", " 0xFF"
     rf" ?{PUNCTUATION}{{0,2}}"
     rf"(?:(?:[A-Z]{{0,32}}{LOWER}{{1,32}}|[A-Z]{{1,32}})[0-9]{{0,2}}|0[xX][0-9a-fA-F]{{1,2}}|[0-9]{{1,2}})",
-    # A run of operators and brackets, over the ends of lines and the indentation after them: " = {", ");\n    }\n"
+    # A sequence of operators and brackets, with newlines and the indentation after them: " = {", ");\n    }\n"
     rf"(?: ?{PUNCTUATION}|\r?\n[ \t]{{0,32}}){{1,64}}",
     r"[ \t]{1,64}",
     r"\r",
@@ -36,13 +36,14 @@ PATTERN = "|".join((
 
 def parse_args(argv):
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--data_dir", type=Path, help="parquet shards with a column text, and best also source and "
-                        "licence; None: $NANOCHAT_BASE_DIR/parquet/base_data_v3")
-    parser.add_argument("--out_dir", type=Path, help="None: $NANOCHAT_BASE_DIR/tokenizer")
-    parser.add_argument("--vocab_size", type=int, default=65536, help="tokens, the special ones included")
-    parser.add_argument("--max_bytes", type=int, default=2_000_000_000, help="text to train on")
-    parser.add_argument("--max_bytes_per_source", type=int, default=40_000_000, help="so that no project dominates")
-    parser.add_argument("--pattern", type=str, default=PATTERN, help="regular expression of the pieces")
+    parser.add_argument("--data_dir", type=Path, help="directory of parquet shards with a column text, and optionally "
+                        "source and licence; None: $NANOCHAT_BASE_DIR/parquet/base_data_v3")
+    parser.add_argument("--out_dir", type=Path, help="directory for the tokenizer; None: $NANOCHAT_BASE_DIR/tokenizer")
+    parser.add_argument("--vocab_size", type=int, default=65536, help="number of tokens, special tokens included")
+    parser.add_argument("--max_bytes", type=int, default=2_000_000_000, help="bytes of text to train on, at most")
+    parser.add_argument("--max_bytes_per_source", type=int, default=40_000_000, help="bytes of text of one source, at "
+                        "most, so that no project dominates")
+    parser.add_argument("--pattern", type=str, default=PATTERN, help="regular expression that splits text into pieces")
     args = parser.parse_args(argv)
     smallest = 256 + len(SPECIAL_TOKENS)
     if args.vocab_size < smallest:
@@ -52,7 +53,7 @@ def parse_args(argv):
 
 
 class Usage:
-    """What was trained on, by source."""
+    """Counts the text that the tokenizer is trained on, by source."""
 
     def __init__(self):
         self.nbytes, self.documents, self.licences = Counter(), Counter(), {}
@@ -63,7 +64,7 @@ class Usage:
         self.licences.setdefault(source, Counter())[licence] += 1
 
     def table(self):
-        """Tab-separated lines: source, documents, bytes, and the licences with their numbers of documents."""
+        """Returns tab-separated lines: source, documents, bytes, and the licences with their numbers of documents."""
         lines = ["source\tdocuments\tbytes\tlicences\n"]
         for source in sorted(self.nbytes):
             licences = sorted(self.licences[source].items(), key=lambda item: (-item[1], item[0]))
@@ -73,7 +74,10 @@ class Usage:
 
 
 def read_documents(shard, *columns):
-    """Yields (text as bytes, *values of `columns`) of every document with text; "unknown" if a column is missing."""
+    """Yields (text as bytes, *values of `columns`) of every document that is not empty.
+
+    The value of a missing column is "unknown". Raises BadInput if the shard cannot be read.
+    """
     try:
         with pq.ParquetFile(shard.path) as file:
             there = [name for name in columns if name in file.schema_arrow.names]
@@ -87,7 +91,7 @@ def read_documents(shard, *columns):
 
 
 def choose_texts(shards, args, usage):
-    """Yields the texts of the shards in their order, up to the limits of bytes in all and by source."""
+    """Yields the texts of the shards in their order, within the limits on bytes in total and per source."""
     total = 0
     bar = tqdm(shards, desc="counting pieces", unit="shard", disable=None)  # None: only on a terminal
     for shard in bar:
@@ -116,7 +120,7 @@ def main(argv=None):
     try:
         trainer.train_from_iterator(texts, n_merged, buffer_size=1024, pattern=args.pattern)
     except ValueError as error:
-        raise BadInput(f"--pattern={args.pattern} is no regular expression ({error})") from None
+        raise BadInput(f"--pattern={args.pattern} is not a regular expression ({error})") from None
     ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
     nbytes = sum(usage.nbytes.values())
     if len(ranks) < n_merged:
@@ -125,7 +129,7 @@ def main(argv=None):
     tokenizer = Tokenizer(ranks, args.pattern, {name: n_merged + i for i, name in enumerate(SPECIAL_TOKENS)})
     every_character = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
     if tokenizer.decode(tokenizer.encode(every_character)) != every_character:
-        raise BadInput(f"--pattern={args.pattern} leaves out some characters: every one must be in a piece")
+        raise BadInput(f"--pattern={args.pattern} leaves out some characters: every character must be in a piece")
 
     tokenizer.save(out_dir)
     (out_dir / "sources.tsv").write_text(usage.table(), encoding="utf-8")

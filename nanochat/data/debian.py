@@ -1,4 +1,7 @@
-"""Source packages of Debian and Ubuntu, downloaded by apt's own client without touching the system's configuration."""
+"""Makes Sources of the source packages of Debian and Ubuntu.
+
+apt-get downloads the packages, with a configuration of its own: that of the system is only read.
+"""
 import os
 import re
 import shutil
@@ -12,15 +15,15 @@ from filelock import FileLock, Timeout
 from nanochat.common import BadInput
 from nanochat.data.sources import TARBALL, archive_source
 
-RESERVED_INITIALS = "oz"  # these packages are kept for evaluation: no corpus to train on may hold them
+RESERVED_INITIALS = "oz"  # packages with these initials are reserved for evaluation and must not be trained on
 INDEX_MAX_AGE_S = 24 * 3600
 UPDATE_TIMEOUT_S = 600
-DOWNLOAD_TIMEOUT_S = 3600  # for one package
+DOWNLOAD_TIMEOUT_S = 3600  # per package
 PARALLEL_DOWNLOADS = 3
 
 
 def check_names(names, *, eval_only):
-    """Raises BadInput for a name that is malformed, or reserved for evaluation while `eval_only` is false."""
+    """Raises BadInput for a malformed name, and unless `eval_only` for a package that is reserved for evaluation."""
     for name in names:
         if not re.fullmatch(r"[a-z0-9][a-z0-9+.-]+(=[\w.+~:-]+)?", name):
             raise BadInput(f"--debian_source: {name!r} is not the name of a source package (NAME or NAME=VERSION)")
@@ -30,10 +33,11 @@ def check_names(names, *, eval_only):
 
 
 def debian_sources(names, cache_dir, progress):
-    """Sources for the packages `names` (NAME or NAME=VERSION), from `cache_dir` where they have been downloaded before.
+    """Returns Sources for the packages `names` (NAME or NAME=VERSION), and downloads those that are not in `cache_dir`.
 
-    A package in the cache is never looked up again: the same command gives the same versions. `progress(label, total)`
-    returns an object with `update(n)` and `close()`.
+    A package in the cache is never looked up again, so the same command gives the same versions. `progress(label,
+    total_bytes)` returns an object with `update(nbytes)` and `close()`. Raises BadInput if apt fails, or if another
+    process is downloading into `cache_dir`.
     """
     names = sorted(set(names))
     cache_dir = Path(cache_dir)
@@ -44,13 +48,13 @@ def debian_sources(names, cache_dir, progress):
             with FileLock(cache_dir / ".lock", timeout=0):
                 _download(missing, cache_dir, progress)
         except Timeout:
-            raise BadInput(f"another process downloads into {cache_dir}: wait for it or choose another --cache_dir"
+            raise BadInput(f"another process is downloading into {cache_dir}: wait for it or choose another --cache_dir"
                            ) from None
     return [_package_source(cache_dir / name) for name in names]
 
 
 def _package_source(directory):
-    """Source for one downloaded package; the archive that holds debian/copyright is read first."""
+    """Returns a Source for one downloaded package. Its archive with debian/copyright comes first."""
     description, = directory.glob("*.dsc")
     fields = dict(re.findall(r"^(Source|Version): (\S+)", description.read_text(), re.MULTILINE))
     archives = [path for path in directory.iterdir() if TARBALL.search(path.name) or path.name.endswith(".diff.gz")]
@@ -69,7 +73,7 @@ def _download(names, cache_dir, progress):
 
     def download(name):
         partial = cache_dir / f".{name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)  # may hold parts of an older version
+        shutil.rmtree(partial, ignore_errors=True)  # it may hold parts of an older version
         partial.mkdir()
         _apt(["source", "--download-only", "--only-source", name], options, cwd=partial, timeout_s=DOWNLOAD_TIMEOUT_S)
         partial.rename(cache_dir / name)
@@ -87,7 +91,10 @@ def _download(names, cache_dir, progress):
 
 
 def _private_apt(apt_dir):
-    """apt's options for lists of its own below `apt_dir`: the system's repositories, with deb turned into deb-src."""
+    """Returns options for apt-get by which it uses package lists below `apt_dir` instead of the system's.
+
+    They are of the system's repositories, with deb replaced by deb-src, and are updated when they are a day old.
+    """
     if not shutil.which("apt-get"):
         raise BadInput("--debian_source needs apt-get: run this on Debian or Ubuntu")
     query = ["apt-config", "shell", "list", "Dir::Etc::sourcelist/f", "parts", "Dir::Etc::sourceparts/d"]
@@ -101,7 +108,7 @@ def _private_apt(apt_dir):
     sources_dir, lists_dir, cache_dir = apt_dir / "sources.list.d", apt_dir / "lists", apt_dir / "cache"
     options = ["-o", "Dir::Etc::sourcelist=/dev/null", "-o", f"Dir::Etc::sourceparts={sources_dir}",
                "-o", f"Dir::State::Lists={lists_dir}", "-o", f"Dir::Cache={cache_dir}",
-               "-o", "Dir::Cache::pkgcache=", "-o", "Dir::Cache::srcpkgcache=",  # parallel clients would share them
+               "-o", "Dir::Cache::pkgcache=", "-o", "Dir::Cache::srcpkgcache=",  # concurrent clients would share them
                "-o", "APT::Sandbox::User=root",  # the user _apt cannot write into a private directory
                "-o", "Acquire::Retries=3", "-o", "Acquire::http::Timeout=60", "-o", "Acquire::https::Timeout=60"]
     stamp = apt_dir / "updated"
@@ -122,9 +129,10 @@ def _private_apt(apt_dir):
 
 
 def deb_to_deb_src(text):
-    """A .list or deb822 .sources file with its repositories of binaries made repositories of sources ("": it has none).
+    """Returns the text of a .list or .sources file with its binary repositories replaced by source repositories.
 
-    A file in deb822's form has fields; the one-line form may have a CD-ROM, which nobody has at hand.
+    It is "" if the file names none. A .sources file (deb822 format) has fields, a .list file has one line for each
+    repository. CD-ROMs are left out.
     """
     if re.search(r"^Types:", text, re.MULTILINE):
         return re.sub(r"^Types:.*", "Types: deb-src", text, flags=re.MULTILINE)
@@ -133,7 +141,7 @@ def deb_to_deb_src(text):
 
 
 def _apt(arguments, options, timeout_s, cwd=None):
-    """Runs apt-get and returns all it printed. Raises BadInput with apt's own complaint."""
+    """Runs apt-get and returns its output. Raises BadInput with apt's own error message if it fails."""
     try:
         run = subprocess.run(["apt-get", *options, *arguments], cwd=cwd, timeout=timeout_s, text=True,
                              env={**os.environ, "LC_ALL": "C"}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

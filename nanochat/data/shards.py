@@ -151,7 +151,7 @@ def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 
         raise pa.ArrowInvalid(f"it ends after {end} of {shard.row_group_documents[row_group]} documents")
     except (pa.ArrowException, OSError) as error:
         message = f"{shard.path}: row group {row_group} cannot be read ({_first_line(error)}): "
-        if getattr(error, "errno", None):  # the file or its disk is missing, perhaps not for ever
+        if getattr(error, "errno", None):  # the file or its disk is missing, perhaps only for a while
             raise BadInput(message + "make it readable again") from None
         raise CorruptRowGroup(message + "copy or prepare the file again, or use --skip_bad_shards", pieces) from None
 
@@ -268,9 +268,9 @@ class Units:
         return np.argsort(bits, kind="stable")
 
     def get(self, lane, number):
-        """Returns the unit (shard, row group, first document, document after the last) that `lane` reads as `number`.
+        """Returns a unit of `lane`: (shard, row group, first document, document after the last).
 
-        The numbers of a lane's units begin at 0.
+        A lane reads its units in the order of `number`, which begins at 0.
         """
         epoch, index = divmod(number * self.num_lanes + lane, len(self.units))
         return self.units[self._order(epoch)[index]]

@@ -1,7 +1,7 @@
-"""Where C and C++ text comes from: directories, git checkouts, tarballs, and the headers of installed packages.
+"""Sources of C and C++ text: directories, git checkouts, tarballs, and the headers of installed packages.
 
-A Source lists what to read and knows a project's name and version; `iter_files` reads it as a stream, without
-unpacking anything to disk. Debian packages become Sources in debian.py.
+A Source has the name and the version of a project, and lists its files or archives. `iter_files` reads it as a stream
+and unpacks nothing to disk; `licence_finder` tells the licence of each file. debian.py makes Sources of packages.
 """
 import bz2
 import gzip
@@ -28,19 +28,19 @@ LICENCE_FILE = re.compile(r"(?:licen[cs]e|copying)[^/]*|debian/copyright", re.IG
 
 @dataclass(frozen=True)
 class Source:
-    """A directory with the files to read in it, or the archives that together make one package."""
+    """A project to read: a directory with a list of files in it, or the archives that together make up a package."""
     name: str
     version: str = ""
-    licence: str = ""  # where it is known beforehand; otherwise licence_finder looks for it among the files
+    licence: str = ""  # if it is already known; otherwise licence_finder looks for it among the files
     directory: str = ""
     files: tuple[str, ...] = ()
     archives: tuple[str, ...] = ()
-    nbytes: int = 0  # on disk
-    fingerprint: str = ""  # of names, sizes and times: changes when the files change
+    nbytes: int = 0  # size of the files or archives on disk
+    fingerprint: str = ""  # hash of names, sizes and times of change
 
     @property
     def label(self):
-        """What the column `source` holds: apt's own notation."""
+        """The value for the column `source`: NAME=VERSION, as apt writes it, or NAME."""
         return f"{self.name}={self.version}" if self.version else self.name
 
     @property
@@ -50,6 +50,7 @@ class Source:
 
 
 def _fingerprint(paths):
+    """Returns (number of bytes of all files, hex hash that changes when one of them does)."""
     digest, nbytes = hashlib.blake2b(digest_size=16), 0
     for path in paths:
         stat = os.stat(path)
@@ -59,17 +60,19 @@ def _fingerprint(paths):
 
 
 def directory_source(name, directory, files, **fields):
+    """Returns a Source for `files`, paths relative to `directory`; `fields` are further fields of Source."""
     nbytes, fingerprint = _fingerprint(os.path.join(directory, file) for file in files)
     return Source(name, directory=str(directory), files=tuple(files), nbytes=nbytes, fingerprint=fingerprint, **fields)
 
 
 def archive_source(name, archives, **fields):
+    """Returns a Source for the paths `archives`; `fields` are further fields of Source."""
     nbytes, fingerprint = _fingerprint(archives)
     return Source(name, archives=tuple(map(str, archives)), nbytes=nbytes, fingerprint=fingerprint, **fields)
 
 
 def open_source(path):
-    """Source for one directory, git checkout or tarball. Raises BadInput if `path` is none of these."""
+    """Returns a Source for one directory, git checkout or tarball. Raises BadInput if `path` is none of these."""
     path = Path(path)
     if path.is_dir():
         files, version = (_git_files(path) if (path / ".git").exists() else None) or (_walk(path), "")
@@ -81,7 +84,10 @@ def open_source(path):
 
 
 def open_projects(directory):
-    """A Source for every subdirectory and every tarball of `directory`."""
+    """Returns a list of Sources, one for every subdirectory and every tarball of `directory`.
+
+    Raises BadInput if `directory` is not a directory or has neither.
+    """
     if not directory.is_dir():
         raise BadInput(f"--projects_dir={directory} is not a directory")
     sources = [open_source(path) for path in sorted(directory.iterdir())
@@ -92,9 +98,10 @@ def open_projects(directory):
 
 
 def installed_headers():
-    """Sources for the C++ headers that pyarrow and torch installed: one per top-level include directory.
+    """Returns Sources for the C++ headers that pyarrow and torch install, one per top-level include directory.
 
-    torch's generated headers (30 of its 36 MB, near-identical) are left out.
+    The generated headers of torch are left out: they are 30 of its 36 MB, and nearly identical. Raises BadInput if one
+    of the packages is not installed.
     """
     sources = []
     for package in ("pyarrow", "torch"):
@@ -115,7 +122,10 @@ def installed_headers():
 
 
 def _walk(directory):
-    """Regular files below `directory`, relative, in a fixed order, without symbolic links and hidden directories."""
+    """Returns the relative paths of all regular files below `directory`, in a fixed order.
+
+    Symbolic links and hidden directories are left out.
+    """
     files = []
     for parent, directories, names in os.walk(directory):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
@@ -128,7 +138,7 @@ def _is_regular(path):
 
 
 def _git_files(directory):
-    """(tracked files, short hash of HEAD), or None if git cannot tell."""
+    """Returns (relative paths of the tracked files, short hash of HEAD), or None if git fails."""
     git = ["git", "-c", "safe.directory=*", "-C", str(directory)]
     try:
         listing = subprocess.run([*git, "ls-files", "-z"], capture_output=True, check=True, timeout=600).stdout
@@ -144,9 +154,10 @@ def _git_files(directory):
 
 
 def iter_files(source):
-    """Yields (path, nbytes, read) for every regular file; `read()` returns its bytes, and only until the next file.
+    """Yields (path, nbytes, read) for every regular file of `source`.
 
-    Raises BadInput, and so does `read`, if an archive cannot be read to its end.
+    `read()` returns the bytes of the file; it must be called before the next file is asked for. Both raise BadInput if
+    an archive cannot be read to its end.
     """
     for file in source.files:
         path = Path(source.directory, file)
@@ -169,9 +180,9 @@ def _archive_errors(archive):
 
 
 def _iter_tar(archive, raw, prefix, nested_name=None):
-    """Files of a tarball read as a stream. Paths lose their first directory (NAME-VERSION/) and gain `prefix`.
+    """Yields the files of a tarball as iter_files does. In their paths `prefix` replaces the directory NAME-VERSION/.
 
-    Some source packages wrap the real tarball: one in the outermost directory is read as if it were unpacked there.
+    Some source packages contain the real tarball: one in the outermost directory is read as if it were unpacked there.
     """
     with _decompressed(nested_name or archive, raw) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
         for member in tar:
@@ -202,7 +213,7 @@ def _decompressed(name, raw):
 
 
 def _iter_debian_diff(raw):
-    """debian/copyright out of the diff that carries debian/ in source packages of format 1.0."""
+    """Yields debian/copyright, from the diff that contains debian/ in source packages of format 1.0."""
     copyright_lines, inside = [], False
     for line in gzip.open(raw):
         if line.startswith(b"+++ "):
@@ -216,8 +227,8 @@ def _iter_debian_diff(raw):
 # -----------------------------------------------------------------------------
 # Licences
 
-# What licence texts say. The phrase that comes first in a text counts; of two at the same place, the first here.
-# Names as Debian spells them.
+# Debian's short names of licences, and the phrases by which their texts are recognised. The phrase that comes first in
+# a text decides; of two that begin at the same character, the one that comes first in this list.
 _LICENCE_PHRASES = [(name, re.compile(phrase, re.IGNORECASE)) for name, phrase in [
     ("AGPL-3", r"GNU AFFERO GENERAL PUBLIC"),
     ("LGPL-3", r"GNU LESSER GENERAL PUBLIC LICENSE(?s:.{0,120}?)version 3"),
@@ -237,9 +248,10 @@ _LICENCE_PHRASES = [(name, re.compile(phrase, re.IGNORECASE)) for name, phrase i
 
 
 def licence_finder(source):
-    """Returns a function from a file's path to the short name of its licence ("unknown" if there is none).
+    """Returns a function that maps the path of a file to the short name of its licence, or to "unknown".
 
-    Uses what is known of the source, else the first of a top-level LICENSE or COPYING and debian/copyright.
+    The licence is that of the source if it is known. Otherwise it is read from the first file that is either a LICENSE
+    or COPYING at the top level or debian/copyright.
     """
     rules = [("*", source.licence or "unknown")]
     if not source.licence:
@@ -247,7 +259,7 @@ def licence_finder(source):
             if LICENCE_FILE.fullmatch(path):
                 rules += _licence_rules(read().decode("utf-8", "replace"))
                 break
-    # The last rule that matches counts. Most are plain paths: boost has 39,000, and 173 with wildcards.
+    # The last rule that matches applies. Plain paths are looked up: boost has 39,000, and 173 rules with wildcards.
     last_rule = {glob: order for order, (glob, _) in enumerate(rules)}
     wildcards = [(order, re.compile(re.escape(glob).replace(r"\*", ".*").replace(r"\?", "."), re.DOTALL))
                  for glob, order in last_rule.items() if "*" in glob or "?" in glob]
@@ -260,7 +272,7 @@ def licence_finder(source):
 
 
 def _licence_rules(text):
-    """[(path with wildcards, short name)] of a licence text, if need be in Debian's machine-readable format."""
+    """Returns [(path with wildcards, short name)] for a licence text or a machine-readable debian/copyright."""
     rules = []
     for paragraph in re.split(r"\n\s*\n", text):
         fields = dict(re.findall(r"^(Files|License):[ \t]*(.*(?:\n[ \t].*)*)", paragraph, re.MULTILINE))

@@ -1,7 +1,8 @@
-"""The tokenizer: a lossless byte-level BPE in tiktoken's format, its special tokens, and the bytes of every token.
+"""The tokenizer: a lossless byte-level BPE in tiktoken's format, with special tokens.
 
-A tokenizer directory holds `vocabulary.tiktoken` (base64 token and rank, one per line), `tokenizer.json` (split pattern
-and special tokens) and `token_bytes.pt`; or nanochat's own `tokenizer.pkl`. scripts/tok_train.py makes one.
+A tokenizer directory holds `vocabulary.tiktoken` (one line per token: base64 and rank), `tokenizer.json` (split pattern
+and special tokens) and `token_bytes.pt` (number of bytes of every token); or it holds the `tokenizer.pkl` of
+karpathy/nanochat. scripts/tok_train.py makes a tokenizer directory.
 """
 import base64
 import binascii
@@ -25,14 +26,14 @@ VOCABULARY_FILE, CONFIG_FILE, TOKEN_BYTES_FILE, PICKLE_FILE = (
 
 SPECIAL_TOKENS = (
     "<|bos|>",  # before every document
-    "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",  # fill in the middle
+    "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",  # for fill in the middle
     "<|file_sep|>",  # between the files of one project
     "<|pad|>",
-    # chat and tools, as in nanochat
+    # for chat and tools, as in karpathy/nanochat
     "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
     "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>",
 )
-_VALID_THEN_MALFORMED = re.compile("([^\udc80-\udcff]*)([\udc80-\udcff]*)")  # as "surrogateescape" marks bytes
+_VALID_THEN_MALFORMED = re.compile("([^\udc80-\udcff]*)([\udc80-\udcff]*)")  # malformed as "surrogateescape" marks it
 
 
 def _is_ascii(text):
@@ -40,10 +41,13 @@ def _is_ascii(text):
 
 
 class Tokenizer:
-    """Encodes and decodes text. Safe to share between threads; encoding runs outside Python's lock."""
+    """Encodes and decodes text. Threads may share it, and encode concurrently: encoding releases Python's lock."""
 
     def __init__(self, mergeable_ranks, pattern, special_tokens):
-        """`mergeable_ranks` maps bytes to rank, `special_tokens` name to id. Raises ValueError if not lossless."""
+        """Makes a tokenizer from {bytes: rank}, a regular expression that splits text, and {name: id}.
+
+        Raises ValueError if it would not be lossless or has no <|bos|>.
+        """
         n_ranks = len(mergeable_ranks)
         if sorted(mergeable_ranks.values()) != list(range(n_ranks)):
             raise ValueError("the ranks are not 0, 1, 2 …, each once")
@@ -61,17 +65,17 @@ class Tokenizer:
         self.bos_id = special_tokens["<|bos|>"]
 
     def special(self, name):
-        """Id of the special token `name`, such as "<|fim_prefix|>". Raises BadInput if this tokenizer lacks it."""
+        """Returns the id of the special token `name`, such as "<|fim_prefix|>". Raises BadInput if there is none."""
         if name not in self._special_tokens:
             raise BadInput(f"this tokenizer has no special token {name}: it has {' '.join(self._special_tokens)}")
         return self._special_tokens[name]
 
     def encode(self, text):
-        """Ids of `text` (str or bytes), as a list. Text that looks like a special token is text like any other."""
+        """Returns the ids of `text` (str or bytes) as a list. The name of a special token is text like any other."""
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text):
-        """Ids of `text` (str or bytes), as a uint32 array: faster than a list of Python numbers."""
+        """Returns the ids of `text` (str or bytes) as a uint32 array, which is faster than a list."""
         try:
             return self._encoding.encode_to_numpy(str(text, "utf-8") if isinstance(text, bytes) else text,
                                                   disallowed_special=())
@@ -81,17 +85,20 @@ class Tokenizer:
             return self._encode_malformed(text)
 
     def encode_documents(self, texts):
-        """Ids of each text (str or bytes), led by BOS, as memoryviews of uint32."""
+        """Returns a list with a memoryview of uint32 for each text (str or bytes): BOS and the ids of the text."""
         together = iter(self._encode_together([text for text in texts if _is_ascii(text)]))
         return [next(together) if _is_ascii(text) else self._encode_document(text) for text in texts]
 
     def _encode_together(self, texts):
-        """encode_documents of ASCII in one call, joined by BOS, which takes less time than a call for each (but with
-        others among them all would have to be converted to UTF-8)."""
+        """Returns the same as encode_documents, for texts in ASCII.
+
+        They are joined by BOS and encoded in one call, which takes less time than a call for each. With one text that
+        is not ASCII among them, all would have to be converted to UTF-8.
+        """
         bos = "<|bos|>"
         ids = self._encoding.encode_to_numpy(bos + bos.join(texts), allowed_special={bos}, disallowed_special=())
         begins = np.flatnonzero(ids == self.bos_id).tolist()
-        if len(begins) > len(texts):  # the name is in a text, too, where it is text like any other
+        if len(begins) > len(texts):  # a text contains the name of BOS, which is text like any other
             return map(self._encode_document, texts)
         return [ids.data[begin:end] for begin, end in zip(begins, [*begins[1:], len(ids)], strict=False)]
 
@@ -99,7 +106,7 @@ class Tokenizer:
         return memoryview(np.uint32(self.bos_id).tobytes() + self.encode_to_numpy(text).data).cast("I")
 
     def _encode_malformed(self, data):
-        """Ids of bytes that are not UTF-8: one token for each malformed byte, and what is between them as usual."""
+        """Returns the ids of bytes that are not UTF-8: one for each malformed byte, and the text between as usual."""
         ids = []
         for match in _VALID_THEN_MALFORMED.finditer(data.decode("utf-8", "surrogateescape")):
             ids += self._encoding.encode_ordinary(match[1])
@@ -107,15 +114,15 @@ class Tokenizer:
         return np.array(ids, dtype=np.uint32)
 
     def decode_bytes(self, ids):
-        """The bytes that were encoded. Special tokens become their names."""
+        """Returns the bytes that were encoded. Special tokens become their names."""
         return self._encoding.decode_bytes(ids)
 
     def decode(self, ids):
-        """The text that was encoded; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text that was encoded. Bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def token_bytes(self):
-        """Bytes that each token stands for, as an int32 tensor (n_vocab,). Special tokens stand for none."""
+        """Returns the number of bytes of each token, as an int32 tensor (n_vocab,). Special tokens have 0 bytes."""
         counts = torch.zeros(self.n_vocab, dtype=torch.int32)
         for token, rank in self._ranks.items():
             counts[rank] = len(token)
@@ -123,16 +130,16 @@ class Tokenizer:
 
     @functools.cached_property
     def sha256(self):
-        """Hash of the vocabulary, the pattern and the special tokens: equal if and only if all encode alike."""
+        """Hex SHA-256 of the vocabulary, the pattern and the special tokens."""
         return hashlib.sha256(self.config_json().encode() + self.vocabulary_lines()).hexdigest()
 
     def vocabulary_lines(self):
-        """The content of `vocabulary.tiktoken`."""
+        """Returns the content of `vocabulary.tiktoken`, as bytes."""
         by_rank = sorted(self._ranks.items(), key=lambda item: item[1])
         return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in by_rank)
 
     def config_json(self):
-        """The content of `tokenizer.json`."""
+        """Returns the content of `tokenizer.json`, as text."""
         return json.dumps({"pattern": self.pattern, "special_tokens": self._special_tokens}, indent=2) + "\n"
 
     def save(self, directory):
@@ -148,23 +155,23 @@ class Tokenizer:
 
 
 def load_tokenizer(tokenizer_dir=None):
-    """The tokenizer in `tokenizer_dir`, else the one in the base directory, else the shipped one.
+    """Returns the tokenizer in `tokenizer_dir`; without it, the one in the base directory, else the shipped one.
 
-    `gcloud storage cp -r` nests what it copies, so each place is also looked at one level deeper, in `tokenizer_65k/`.
-    Raises BadInput if there is none or it is damaged.
+    `gcloud storage cp -r` nests the directory that it copies, so each of these may have it in `tokenizer_65k/` instead.
+    Raises BadInput if there is no tokenizer or it is damaged.
     """
-    places = [Path(tokenizer_dir)] if tokenizer_dir else [get_base_dir() / "tokenizer", SHIPPED_DIR]
-    for place in places:
-        for directory in (place, place / "tokenizer_65k"):
+    parents = [Path(tokenizer_dir)] if tokenizer_dir else [get_base_dir() / "tokenizer", SHIPPED_DIR]
+    for parent in parents:
+        for directory in (parent, parent / "tokenizer_65k"):
             if (directory / VOCABULARY_FILE).exists() or (directory / CONFIG_FILE).exists():
                 return _load(directory, _read_files)
             if (directory / PICKLE_FILE).exists():
                 return _load(directory, _read_pickle)
-    raise BadInput(f"no tokenizer in {places[0]}: it needs {VOCABULARY_FILE} and {CONFIG_FILE}, or {PICKLE_FILE}")
+    raise BadInput(f"no tokenizer in {parents[0]}: it needs {VOCABULARY_FILE} and {CONFIG_FILE}, or {PICKLE_FILE}")
 
 
 def check_tokenizer(tokenizer, vocab_size=None, sha256=None):
-    """Raises BadInput if the tokenizer is too large for a model of `vocab_size`, or is not the one with this hash."""
+    """Raises BadInput if the tokenizer has more than `vocab_size` tokens, or another hash than `sha256`."""
     if vocab_size is not None and tokenizer.n_vocab > vocab_size:
         raise BadInput(f"the tokenizer has {tokenizer.n_vocab} tokens but the model's vocabulary is {vocab_size}: "
                        "give the tokenizer that the model was trained with by --tokenizer_dir")
@@ -196,14 +203,14 @@ def _read_files(directory):
 
 
 class _PickledEncoding:
-    """Stands in for tiktoken.Encoding while a pickle is read: keeps the state, and does nothing with it."""
+    """Replaces tiktoken.Encoding while a pickle is read: it keeps the state and does nothing with it."""
 
     def __setstate__(self, state):
         self.state = state
 
 
 class _TiktokenUnpickler(pickle.Unpickler):
-    """Reading a pickle may call anything that the file names, so this one lets it name tiktoken's Encoding only."""
+    """Unpickles tiktoken.Encoding and nothing else, because a pickle may call any function that it names."""
 
     def find_class(self, module, name):
         if (module, name) == ("tiktoken.core", "Encoding"):
@@ -221,13 +228,13 @@ def _read_pickle(directory):
 
 
 def _check_token_bytes(tokenizer, path):
-    """Says so if the file does not hold what the tokenizer says: bits per byte is always counted with the latter."""
+    """Warns if the file `path` disagrees with the tokenizer. Bits per byte is counted with tokenizer.token_bytes()."""
     if not path.exists():
         return
     try:
         counts = torch.load(path, map_location="cpu", weights_only=True)
         agrees = counts.dim() == 1 and torch.equal(counts.long(), tokenizer.token_bytes().long())
-    except Exception:  # so may a damaged tensor
+    except Exception:  # a damaged file may raise anything
         agrees = False
     if not agrees:
         warnings.warn(f"{path} does not hold the bytes of this tokenizer's tokens: counted again", stacklevel=4)

@@ -1,4 +1,4 @@
-"""The rows are the same for any number of ranks, are restored exactly, are full, and hold every token once."""
+"""The loader's rows are the same for any number of ranks, are restored exactly, are full, and hold every token once."""
 import itertools
 import json
 import subprocess
@@ -7,8 +7,6 @@ import threading
 from collections import Counter
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -18,35 +16,12 @@ from nanochat.data import shards as shards_module
 from nanochat.data.loader import DataLoader, SyntheticLoader
 from nanochat.data.shards import Units, open_shards, read_pieces
 from scripts import bench_loader
+from tests.data.documents import ByteTokenizer, make_texts, write
 from tests.data.test_shards import damage, write_pages
 
 
-class ByteTokenizer:
-    """One token for each byte."""
-    bos_id, n_vocab, sha256 = 256, 257, "bytes"
-
-    def encode_to_numpy(self, text):
-        return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8).astype(np.uint32)
-
-    def encode_documents(self, texts):
-        return [memoryview(np.append(np.uint32(self.bos_id), self.encode_to_numpy(text))) for text in texts]
-
-
-def write(path, texts, row_group_size=None):
-    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=row_group_size)
-    return path
-
-
-def make_texts(count, seed=0):
-    """Documents of a few bytes to some rows, each of them unlike all others, some empty."""
-    rng = np.random.default_rng(seed)
-    lengths = np.minimum(2000, rng.lognormal(4.5, 1.3, size=count)).astype(int)
-    return [None if i % 29 == 3 else "" if i % 29 == 7 else f"<{i}:" + rng.bytes(length // 2).hex() + ">"
-            for i, length in enumerate(lengths)]
-
-
 def as_saved(state):
-    """The state as a checkpoint gives it back."""
+    """Returns the state as it comes back from a checkpoint."""
     return {int(lane): saved for lane, saved in json.loads(json.dumps(state)).items()}
 
 
@@ -65,7 +40,7 @@ def open_loader(shards, **options):
 
 
 def read_steps(shards, steps, world_size, rows_per_step=16, batch_size=None, loader=open_loader, **options):
-    """The rows of each global step in their order, and the state of all ranks after it."""
+    """Yields the rows of each global step in their order, and the state of all ranks after it."""
     batch_size = batch_size or rows_per_step // world_size
     loaders = [loader(shards, batch_size=batch_size, rank=rank, world_size=world_size, **options)
                for rank in range(world_size)]
@@ -135,16 +110,16 @@ def test_what_is_skipped_of_a_corrupt_shard_is_the_same_for_any_number_of_ranks_
         assert all(torch.equal(a, b) for (a, _), (b, _) in zip(steps[k + 1:k + 3], resumed, strict=True))
 
 
-def test_a_place_in_the_data_that_is_corrupt_by_now_is_refused(tmp_path):
+def test_a_saved_position_whose_data_is_corrupt_by_now_is_refused(tmp_path):
     path = write_pages(tmp_path / "a.parquet", make_texts(300), 100)
     state = list(read_steps([path], 4, world_size=1))[-1][1]
     damage(path, 0, 300, b"??")
-    with pytest.raises(BadInput, match="a document that the saved place in the data names cannot be read any more"):
+    with pytest.raises(BadInput, match="a document that the saved position in the data names cannot be read any more"):
         list(read_steps([path], 30, world_size=1, state=state, skip_bad=True))
 
 
 def lane_text(shards, lane, state, seed=0, num_lanes=8):
-    """What a lane read up to `state`: {ref of document: its bytes}, without those that wait in its buffer."""
+    """Returns {ref: bytes} of the documents that a lane read up to `state`, without those that wait in its buffer."""
     units, documents = Units(open_shards(shards), num_lanes, seed), {}
     for number in range(state["next"][0] + 1):
         shard, row_group, first, stop = units.get(lane, number)
@@ -198,7 +173,7 @@ def test_nothing_but_short_documents_is_packed_nearly_without_loss(tmp_path):
     (["int main() { return 0; }"], None),  # one document
     (["x"], None),  # of one token
     (["", None, "int x;", ""], 1),  # in one of four row groups
-    (["a" * 5000], None),  # of many rows
+    (["a" * 5000], None),  # that fills many rows
     (["a" * n for n in range(100)], None),  # one row group
     (["a" * n for n in range(100)], 34),  # three, for eight ranks
     (["a" * 127, "b" * 128, "c" * 129, "d" * 130], None),  # as long as a row, one token more, one less
@@ -208,10 +183,10 @@ def test_little_data_keeps_every_rank_busy(tmp_path, monkeypatch, texts, row_gro
     shards = [write(tmp_path / "a.parquet", texts, row_group_size)]
     for rank in range(8):
         with open_loader(shards, rank=rank, world_size=8) as loader:
-            for batch in itertools.islice(loader, 5):
+            for batch in itertools.islice(loader, 2):
                 assert batch.rows.shape == (4, 129)
-    steps = list(read_steps(shards, 6, world_size=1))
-    for k in range(4):
+    steps = list(read_steps(shards, 4, world_size=1))
+    for k in range(2):
         rows, _ = next(read_steps(shards, 1, world_size=2, state=steps[k][1]))
         assert torch.equal(rows, steps[k + 1][0])
 
@@ -232,7 +207,7 @@ def test_batches_are_fresh_tensors(shards):
 def test_what_does_not_fit_is_one_clear_line(shards, tmp_path):
     (_, state), = read_steps(shards, 1, world_size=1)
     cases = [
-        (dict(world_size=3), "8 lanes cannot be shared by 3 ranks: use 2 or 4 ranks"),
+        (dict(world_size=3), "8 lanes cannot be divided among 3 ranks: use 2 or 4 ranks"),
         (dict(state=state, seed=1), "is for seed 0, but this run has 1"),
         (dict(state=state, seq_len=64), "is for seq_len 128, but this run has 64"),
         (dict(state=state, num_lanes=16), "is for num_lanes 8, but this run has 16"),
@@ -246,7 +221,7 @@ def test_what_does_not_fit_is_one_clear_line(shards, tmp_path):
         open_loader(shards[:2], state=state)
     with open_loader(shards, batch_size=1) as loader:
         odd = [next(loader) for _ in range(6)][-1].state
-    with pytest.raises(BadInput, match="6 rows were read so far, which 4 ranks cannot have done: use 2 ranks"):
+    with pytest.raises(BadInput, match="6 rows were read so far, which is not possible with 4 ranks: use 2 ranks"):
         open_loader(shards, world_size=4, state=odd)
     with pytest.raises(BadInput, match="every document is empty"):
         open_loader([write(tmp_path / "empty.parquet", ["", None])])
@@ -292,37 +267,22 @@ def test_closing_ends_the_threads(shards):
         next(loader)
 
 
-def test_smallest_cover_against_all_subsets():
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        lengths = rng.integers(1, 30, size=rng.integers(0, 8)).tolist()
-        space = int(rng.integers(1, 40))
-        limit = space + int(rng.integers(0, 20))
-        sums = [sum(subset) for n in range(len(lengths) + 1) for subset in itertools.combinations(lengths, n)]
-        best = min((total for total in sums if space <= total <= limit), default=None)
-        indices = loader_module.smallest_cover(lengths, space, limit)
-        assert (indices is None) == (best is None)
-        if indices is not None:
-            assert len(set(indices)) == len(indices) and sum(lengths[i] for i in indices) == best
-
-
-@pytest.mark.parametrize("texts, row_group_size", [
-    (["/* long */ " * 2_000_000], None),  # 22 MB, which every lane reads
-    (["int x; // short\n" * 100, "/* long */ " * 2_000_000] * 2 + ["int x; // short\n" * 100] * 1000, 500),
-], ids=["alone", "among-others"])
-def test_a_document_of_20_megabytes_takes_little_memory(tmp_path, texts, row_group_size):
-    path = write(tmp_path / "a.parquet", texts, row_group_size)
-    del texts
+def test_a_document_of_20_megabytes_takes_little_memory(tmp_path):
+    long, short = "/* long */ " * 2_000_000, "int x; // short\n" * 100  # every lane reads the long one, of 22 MB
+    paths = [str(write(tmp_path / "alone.parquet", [long])),
+             str(write(tmp_path / "among_others.parquet", [short, long] * 2 + [short] * 1000, 500))]
     program = f"""
 import resource
 from nanochat.data.loader import DataLoader
-from tests.data.test_loader import ByteTokenizer
+from tests.data.documents import ByteTokenizer
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-with DataLoader([{str(path)!r}], ByteTokenizer(), batch_size=64, seq_len=1024) as loader:
-    for _ in range(20):
-        next(loader)
+for path in {paths}:
+    with DataLoader([path], ByteTokenizer(), batch_size=64, seq_len=1024) as loader:
+        for _ in range(20):
+            next(loader)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
+    del long
     grown_mb = int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
                                   timeout=120).stdout)
     assert grown_mb < 600

@@ -1,4 +1,4 @@
-"""What a person meets who has no data, other data or broken data; and that reading from any place gives the same."""
+"""Missing, unsuitable and corrupt data give clear errors, and text is the same wherever reading begins."""
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +21,15 @@ def write(path, texts, row_group_size=None, text_type=None, **options):
 
 
 def read_all(shard):
-    """The text of every document that has some, by (row group, row)."""
+    """Returns {(row group, document): text} of all documents that are not empty."""
     found = {}
-    for row_group, rows in enumerate(shard.row_group_rows):
+    for row_group, n_documents in enumerate(shard.row_group_documents):
         document = 0
-        while document < rows:
-            pieces, document = read_pieces(shard, row_group, document, rows, max_bytes=1 << 40)
+        while document < n_documents:
+            pieces, document = read_pieces(shard, row_group, document, n_documents, max_bytes=1 << 40)
             for piece in pieces:
                 found.setdefault((row_group, piece.document), []).append(piece.text)
-    return {place: "".join(parts) for place, parts in found.items()}
+    return {key: "".join(parts) for key, parts in found.items()}
 
 
 def damage(path, row_group, offset, content):
@@ -100,9 +100,9 @@ def test_a_corrupt_row_group_is_named(tmp_path, checksums, offset, content):
 
 
 def write_pages(path, texts, row_group_size):
-    """A file with some documents a page, as the pages of large row groups have many."""
+    """Writes a file with several pages in each row group, as large row groups have."""
     return write(path, texts, row_group_size, use_dictionary=False, write_page_checksum=True, data_page_size=500,
-                 write_batch_size=1, write_statistics=False)  # pages begin with statistics that nobody reads
+                 write_batch_size=1, write_statistics=False)  # which would come first in each page, and are not read
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
@@ -117,7 +117,7 @@ def test_what_can_be_read_of_a_corrupt_shard_is_read_and_the_rest_left_out(tmp_p
     units = Units(shards, num_lanes=4, seed=0, skip_bad=True)
 
     def rest(unit, max_bytes, document, index=0):
-        """Of a unit, read in portions of max_bytes."""
+        """Reads the rest of a unit in portions of max_bytes."""
         pieces = []
         while document < unit[3]:
             some, document = units.read(unit, document, index, max_bytes)
@@ -192,16 +192,16 @@ def test_long_documents_are_cut_and_can_be_read_from_any_piece(tmp_path, monkeyp
         assert pieces == everything
 
 
-@pytest.mark.parametrize("rows", [[1], [7], [500], [30] * 3, [5, 0, 9, 1], [20] * 100])
-def test_an_epoch_has_every_document_once_in_an_order_of_its_own(rows):
-    shard = shards_module.Shard(None, 0, tuple(rows), "")
+@pytest.mark.parametrize("row_groups", [[1], [7], [500], [30] * 3, [5, 0, 9, 1], [20] * 100])
+def test_an_epoch_has_every_document_once_in_an_order_of_its_own(row_groups):
+    shard = shards_module.Shard(None, 0, tuple(row_groups), "")
     units = Units([shard], num_lanes=8, seed=1)
     orders = []
     for epoch in range(3):
         numbers = range(epoch * len(units.units), (epoch + 1) * len(units.units))
         order = [units.get(n % 8, n // 8) for n in numbers]
         documents = sorted((row_group, i) for _, row_group, first, stop in order for i in range(first, stop))
-        assert documents == [(row_group, i) for row_group, n in enumerate(rows) for i in range(n)]
+        assert documents == [(row_group, i) for row_group, n in enumerate(row_groups) for i in range(n)]
         orders.append(order)
     if len(units.units) > 4:
         assert orders[0] != orders[1] != orders[2]

@@ -1,0 +1,28 @@
+"""Made-up documents, and a tokenizer with one token for each byte: material for the tests of lanes and loader."""
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+class ByteTokenizer:
+    """One token for each byte."""
+    bos_id, n_vocab, sha256 = 256, 257, "bytes"
+
+    def encode_to_numpy(self, text):
+        return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8).astype(np.uint32)
+
+    def encode_documents(self, texts):
+        return [memoryview(np.append(np.uint32(self.bos_id), self.encode_to_numpy(text))) for text in texts]
+
+
+def write(path, texts, row_group_size=None):
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=row_group_size)
+    return path
+
+
+def make_texts(count, seed=0):
+    """Documents of a few bytes to some rows, each of them unlike all others, some empty."""
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(2000, rng.lognormal(4.5, 1.3, size=count)).astype(int)
+    return [None if i % 29 == 3 else "" if i % 29 == 7 else f"<{i}:" + rng.bytes(length // 2).hex() + ">"
+            for i, length in enumerate(lengths)]

@@ -1,0 +1,157 @@
+"""A tokenizer is found, comes back as it was saved, and is read without trusting its files."""
+import base64
+import pickle
+from pathlib import Path
+
+import pytest
+import tiktoken
+import torch
+
+from nanochat.common import BadInput
+from nanochat.data.tokenizer import SHIPPED_DIR, SPECIAL_TOKENS, Tokenizer, check_tokenizer, load_tokenizer
+from tests.data.headers import HEADERS
+
+
+def byte_tokenizer(special_tokens=SPECIAL_TOKENS):
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    return Tokenizer(ranks, r"[^\n]+|\n", {name: 256 + i for i, name in enumerate(special_tokens)})
+
+
+def save(directory, tokenizer=None):
+    directory.mkdir(parents=True, exist_ok=True)
+    (tokenizer or byte_tokenizer()).save(directory)
+    return directory
+
+
+def save_pickle(directory, content):
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.pkl").write_bytes(content)
+    return directory
+
+
+def nanochat_encoding():
+    return tiktoken.Encoding("rustbpe", pat_str=r"[^\n]+|\n", mergeable_ranks={bytes([i]): i for i in range(256)},
+                             special_tokens={"<|bos|>": 256, "<|user_start|>": 257})
+
+
+def test_the_flag_overrides_the_base_directory_which_overrides_the_shipped_one(tmp_path, base_dir):
+    assert load_tokenizer().n_vocab == 65536
+    save(base_dir / "tokenizer" / "tokenizer_65k")
+    assert load_tokenizer().n_vocab == 256 + len(SPECIAL_TOKENS)
+    save(base_dir / "tokenizer", byte_tokenizer(["<|bos|>", "<|pad|>"]))
+    assert load_tokenizer().n_vocab == 258
+    assert load_tokenizer(save(tmp_path / "flag", byte_tokenizer(["<|bos|>"]))).n_vocab == 257
+    assert load_tokenizer(save(tmp_path / "nested" / "tokenizer_65k").parent).n_vocab == 256 + len(SPECIAL_TOKENS)
+
+
+def test_a_saved_tokenizer_is_the_same_when_it_is_loaded(tmp_path):
+    shipped = load_tokenizer(SHIPPED_DIR)
+    again = load_tokenizer(save(tmp_path, shipped))
+    assert again.sha256 == shipped.sha256
+    assert again.sha256 != byte_tokenizer().sha256
+    assert again.encode(HEADERS[0]) == shipped.encode(HEADERS[0])
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_nanochats_own_pickle_loads(base_dir, protocol):
+    save_pickle(base_dir / "tokenizer", pickle.dumps(nanochat_encoding(), protocol))
+    tokenizer = load_tokenizer()
+    assert (tokenizer.n_vocab, tokenizer.bos_id) == (258, 256)
+    assert tokenizer.decode(tokenizer.encode("int x;\n")) == "int x;\n"
+    with pytest.raises(BadInput, match="fim_prefix"):
+        tokenizer.special("<|fim_prefix|>")
+
+
+class Malicious:
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def test_a_pickle_can_name_nothing_but_tiktokens_encoding(tmp_path):
+    marker = tmp_path / "ran"
+    for function, argument in ((Path.touch, marker), (eval, f"open({str(marker)!r}, 'w')"), (exec, "raise SystemExit"),
+                               (tiktoken.get_encoding, "gpt2"), (__import__, "antigravity")):
+        for content in (Malicious(function, argument), {"mergeable_ranks": Malicious(function, argument)}):
+            save_pickle(tmp_path / "tokenizer", pickle.dumps(content))
+            with pytest.raises(BadInput, match="cannot be loaded"):
+                load_tokenizer(tmp_path / "tokenizer")
+            assert not marker.exists()
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"garbage", pickle.dumps(nanochat_encoding())[:-40], pickle.dumps({"pat_str": "x"}), pickle.dumps(None),
+    pickle.dumps(nanochat_encoding(), 0),  # asks for copyreg
+    b"\x80\x04ctiktoken.core\nEncoding\n)\x81Vcl100k_base\nb.",  # a state by which tiktoken would ask the network
+    b"\x80\x04ctiktoken.core\nEncoding\n)\x81}(X\x0f\x00\x00\x00mergeable_ranksK\x01X\x07\x00\x00\x00pat_strK\x02ub.",
+])
+def test_a_pickle_that_holds_no_tokenizer_is_bad_input(tmp_path, content):
+    with pytest.raises(BadInput, match="cannot be loaded"):
+        load_tokenizer(save_pickle(tmp_path, content))
+
+
+def vocabulary(*lines):
+    singles = [b"%s %d" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
+    return b"\n".join([*singles, *lines])
+
+
+@pytest.mark.parametrize("name, content, complaint", [
+    ("vocabulary.tiktoken", b"", "single bytes"),
+    ("vocabulary.tiktoken", vocabulary(b"not-base64! 256"), "line 257"),
+    ("vocabulary.tiktoken", vocabulary(b"YWI= 300"), "ranks are not 0, 1, 2"),
+    ("vocabulary.tiktoken", vocabulary().replace(b"AA== 0", b"YWI= 0"), "single bytes"),
+    ("vocabulary.tiktoken", vocabulary(b"YWI= 256"), "special tokens do not follow"),
+    ("tokenizer.json", b"{", "Expecting property name"),
+    ("tokenizer.json", b"[]", "indices"),
+    ("tokenizer.json", b'{"pattern": "[a", "special_tokens": {"<|bos|>": 256}}', "Parsing error"),
+    ("tokenizer.json", b'{"pattern": 5, "special_tokens": {"<|bos|>": 256}}', "str"),
+    ("tokenizer.json", b'{"pattern": ".", "special_tokens": {"<|eos|>": 256}}', "no <|bos|>"),
+    ("tokenizer.json", b'{"pattern": ".", "special_tokens": {"<|bos|>": "256"}}', ""),
+    ("tokenizer.json", None, "No such file"),
+    ("vocabulary.tiktoken", None, "No such file"),
+])
+def test_a_damaged_tokenizer_is_bad_input_in_one_line(tmp_path, name, content, complaint):
+    save(tmp_path)
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInput) as error:
+        load_tokenizer(tmp_path)
+    assert complaint in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_directory_without_a_tokenizer_is_bad_input(tmp_path):
+    for directory in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(BadInput, match="no tokenizer in"):
+            load_tokenizer(directory)
+
+
+def test_token_bytes_are_counted_again_when_the_file_is_missing_or_wrong(tmp_path, recwarn):
+    path = save(tmp_path) / "token_bytes.pt"
+    expected = [1] * 256 + [0] * len(SPECIAL_TOKENS)
+    assert load_tokenizer(tmp_path).token_bytes().tolist() == expected
+    torch.save(torch.tensor(expected, dtype=torch.int64), path)  # 1-D, in another type
+    assert load_tokenizer(tmp_path).token_bytes().tolist() == expected
+    path.unlink()
+    assert load_tokenizer(tmp_path).token_bytes().tolist() == expected
+    assert not recwarn.list
+    marker = tmp_path / "ran"
+    for write in (lambda: torch.save(torch.ones(2, 3), path), lambda: torch.save(torch.ones(5), path),
+                  lambda: torch.save({"a": 1}, path), lambda: path.write_bytes(b"garbage"),
+                  lambda: torch.save(Malicious(Path.touch, marker), path)):
+        write()
+        with pytest.warns(UserWarning, match="counted again"):
+            assert load_tokenizer(tmp_path).token_bytes().tolist() == expected
+    assert not marker.exists()
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_bad_input():
+    tokenizer = byte_tokenizer()
+    check_tokenizer(tokenizer, vocab_size=tokenizer.n_vocab, sha256=tokenizer.sha256)
+    with pytest.raises(BadInput, match="270 tokens but the model's vocabulary is 256"):
+        check_tokenizer(tokenizer, vocab_size=256)
+    with pytest.raises(BadInput, match="is not the checkpoint's"):
+        check_tokenizer(tokenizer, sha256="0" * 64)

@@ -1,0 +1,88 @@
+"""scripts/tok_train.py: the same data makes the same tokenizer, and data or flags that make none are refused."""
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import rustbpe
+
+from nanochat.common import BadInput
+from nanochat.data.tokenizer import SHIPPED_DIR, Tokenizer, load_tokenizer
+from scripts import tok_train
+from tests.data.headers import HEADERS, write_headers
+
+
+@pytest.fixture(scope="session")
+def headers_dir(tmp_path_factory):
+    return write_headers(tmp_path_factory.mktemp("headers"))
+
+
+def train(data_dir, out_dir, *flags):
+    tok_train.main([f"--data_dir={data_dir}", f"--out_dir={out_dir}", "--vocab_size=1000", *flags])
+    return load_tokenizer(out_dir)
+
+
+def test_training_twice_gives_the_same_bytes(headers_dir, tmp_path):
+    train(headers_dir, tmp_path / "one", "--max_bytes=1000000")
+    command = [sys.executable, "-m", "scripts.tok_train", f"--data-dir={headers_dir}", f"--out-dir={tmp_path / 'two'}",
+               "--vocab-size=1000", "--max-bytes=1000000"]
+    env = {"RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "1"}
+    subprocess.run(command, check=True, timeout=120, env=env, cwd=SHIPPED_DIR.parent)
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert names == ["SHA256SUMS", "sources.tsv", "token_bytes.pt", "tokenizer.json", "vocabulary.tiktoken"]
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+
+
+def test_trainer_and_tiktoken_split_and_merge_alike(headers_dir):
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(iter(HEADERS[::2]), 3000, pattern=tok_train.PATTERN)
+    ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
+    tokenizer = Tokenizer(ranks, tok_train.PATTERN, {"<|bos|>": len(ranks)})
+    assert all(trainer.encode(text) == tokenizer.encode(text) for text in HEADERS[1:60:2])
+
+
+def test_no_source_gives_more_than_the_limit(headers_dir, tmp_path):
+    train(headers_dir, tmp_path / "out", "--max_bytes_per_source=200000")
+    header, *lines = [line.split("\t") for line in (tmp_path / "out" / "sources.tsv").read_text().splitlines()]
+    assert header == ["source", "documents", "bytes", "licences"]
+    assert [source for source, *_ in lines] == ["even=1.0", "odd=2.0"]
+    for _, documents, nbytes, licences in lines:
+        assert 150_000 < int(nbytes) <= 200_000
+        assert licences == f"Apache-2.0 ({documents})"
+    train(headers_dir, tmp_path / "less", "--max_bytes=100000")
+    sizes = [int(line.split("\t")[2]) for line in (tmp_path / "less" / "sources.tsv").read_text().splitlines()[1:]]
+    assert 50_000 < sum(sizes) <= 100_000
+
+
+def test_any_parquet_with_a_column_text_will_do(tmp_path):
+    texts = [text.encode() + b"\xff" for text in HEADERS] + [None, b""]
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"text": pa.array(texts, pa.binary())}), tmp_path / "data" / "a.parquet")
+    assert train(tmp_path / "data", tmp_path / "out").n_vocab == 1000
+    assert (tmp_path / "out" / "sources.tsv").read_text().splitlines()[1].startswith(f"unknown\t{len(HEADERS)}\t")
+
+
+@pytest.mark.parametrize("flags, complaint", [
+    (["--vocab_size=200"], "less than 270"),
+    (["--max_bytes=5000", "--vocab_size=60000"], "give more text"),
+    (["--pattern=[a-z]+"], "leaves out some characters"),
+    (["--pattern=[a-z"], "not a regular expression"),
+])
+def test_flags_that_make_no_tokenizer_are_bad_input(headers_dir, tmp_path, flags, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        train(headers_dir, tmp_path, *flags)
+    assert not (tmp_path / "vocabulary.tiktoken").exists()
+
+
+def test_a_tokenizer_is_not_overwritten_and_a_corrupt_shard_is_named(headers_dir, tmp_path, byte_tokenizer_dir):
+    with pytest.raises(BadInput, match="holds a tokenizer"):
+        train(headers_dir, byte_tokenizer_dir)
+    content = bytearray((headers_dir / "shard_00000.parquet").read_bytes())
+    middle = len(content) // 2
+    content[middle:middle + 400] = bytes(400)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "broken.parquet").write_bytes(content)
+    with pytest.raises(BadInput, match=r"broken\.parquet"):
+        train(tmp_path / "data", tmp_path / "other")
