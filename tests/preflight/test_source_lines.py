@@ -10,7 +10,7 @@ from nanochat.preflight import hlo
 from nanochat.preflight.compiler_process import with_source_lines
 from nanochat.preflight.source_lines import IN_TRACEBACK, REPOSITORY
 
-FOLDERS = ("train", "infer", "run", "kernels", "model", "record", "data")
+FOLDERS = ("train", "kernels", "model")
 FILES = sorted(str(path.relative_to(REPOSITORY)) for path in [
     *(path for folder in FOLDERS for path in (REPOSITORY / "nanochat" / folder).glob("*.py")),
     REPOSITORY / "nanochat/device/xla_ops.py", *(REPOSITORY / "scripts").glob("base_*.py")])
