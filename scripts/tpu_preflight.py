@@ -40,7 +40,7 @@ def parse_args(argv=None):
     add("--programs", default=",".join(PROGRAMS),
         help="the programs to compile; without micro_step or update there is no estimate of a step")
     add("--find_batch", action="store_true",
-        help="search the largest --device_batch_size that fits, with and without --activation_checkpointing")
+        help="search for the largest --device_batch_size that fits, with and without --activation_checkpointing")
     add("--dump_dir", metavar="DIR", help="keep the traced programs (HLO protos) and the optimised HLO text in DIR")
     add("--jobs", type=int, default=2, help="the number of compilers that run concurrently")
     add("--timeout_s", type=int, default=1800, help="the longest time that one program may take to compile")

@@ -119,7 +119,7 @@ def advice(report):
 
 
 def find_batch(try_batch, start, say=print):
-    """Searches the largest --device_batch_size that fits, without and with --activation_checkpointing.
+    """Searches for the largest --device_batch_size that fits, without and with --activation_checkpointing.
 
     try_batch: function of a batch size and of whether activations are recomputed; returns the report of such a run.
     start: the first batch size, which is doubled while everything fits, and halved from then on.

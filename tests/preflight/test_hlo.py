@@ -1,5 +1,5 @@
 # ruff: noqa: E501  the lines are as the compiler writes them
-"""What is read from the TPU compiler's text, on text as it writes it."""
+"""Checks what hlo.py reads, on short programs in the compiler's own notation."""
 import pytest
 
 from nanochat.preflight import hlo
@@ -29,7 +29,7 @@ PROGRAM = '''HloModule IrToHlo.1, is_scheduled=true, entry_computation_layout={(
   %q = (s32[]{:T(128)}) parameter(0)
   %get.2 = s32[]{:T(128)} get-tuple-element(%q), index=0
   %twice = s32[]{:T(128)} add(%get.2, %get.2), backend_config={"window_config":{"estimated_cycles":"5"},
-}, metadata={op_name="nanochat/gpt.py:7 aten__add"}
+}, metadata={op_name="nanochat/model/gpt.py:7 aten__add"}
   ROOT %tuple.1 = (s32[]{:T(128)}) tuple(%twice)
 }
 
@@ -44,7 +44,7 @@ PROGRAM = '''HloModule IrToHlo.1, is_scheduled=true, entry_computation_layout={(
   %s = (s32[]{:T(128)}, f32[8,1024,1024]{2,1,0:T(8,128)}) parameter(0)
   %get.4 = s32[]{:T(128)} get-tuple-element(%s), index=0
   %get.5 = f32[8,1024,1024]{2,1,0:T(8,128)} get-tuple-element(%s), index=1
-  %fusion.1 = f32[1,1024,1024]{2,1,0:T(8,128)S(1)} fusion(%get.5, %get.4), kind=kLoop, calls=%fused_outer, metadata={op_name="nanochat/gpt.py:9 xla__select"}, backend_config={"window_config":{"estimated_cycles":"100"}}
+  %fusion.1 = f32[1,1024,1024]{2,1,0:T(8,128)S(1)} fusion(%get.5, %get.4), kind=kLoop, calls=%fused_outer, metadata={op_name="nanochat/model/gpt.py:9 xla__select"}, backend_config={"window_config":{"estimated_cycles":"100"}}
   %all-reduce.1 = f32[1,1024,1024]{2,1,0:T(8,128)S(1)} all-reduce(%fusion.1), replica_groups={}, to_apply=%add
   %tuple.2 = (s32[]{:T(128)}) tuple(%get.4)
   %while.1 = (s32[]{:T(128)}) while(%tuple.2), condition=%inner_condition, body=%inner_body
@@ -69,7 +69,7 @@ def test_bodies_of_loops_count_as_often_as_they_run_nested_ones_too():
 
 def test_an_instruction_may_span_lines_that_begin_with_a_brace():
     ops = {op.instruction.name: op for op in hlo.parse(PROGRAM).ops()}
-    assert ops["twice"].instruction.source == "nanochat/gpt.py:7 aten__add"
+    assert ops["twice"].instruction.source == "nanochat/model/gpt.py:7 aten__add"
     assert ops["twice"].cycles == 5
 
 

@@ -1,4 +1,4 @@
-"""What the report says beside the compiler's figures."""
+"""Checks the parts of the report that need no compiler."""
 from types import SimpleNamespace
 
 import pytest

@@ -1,4 +1,4 @@
-"""Source lines reach the preflight's table from every file of the model, wherever the file is in the repository."""
+"""Checks that source lines of every file that computes reach the preflight's table of operations."""
 import re
 import traceback
 
@@ -10,12 +10,12 @@ from nanochat.preflight import hlo
 from nanochat.preflight.compiler_process import with_source_lines
 from nanochat.preflight.source_lines import IN_TRACEBACK, REPOSITORY
 
-FOLDERS = ("train", "infer", "run", "kernels", "model", "record", "data")
+FOLDERS = ("train", "kernels", "model")
 FILES = sorted(str(path.relative_to(REPOSITORY)) for path in [
     *(path for folder in FOLDERS for path in (REPOSITORY / "nanochat" / folder).glob("*.py")),
     REPOSITORY / "nanochat/device/xla_ops.py", *(REPOSITORY / "scripts").glob("base_*.py")])
 
-# A product of line 7, called from line 9, which libtpu's caller called; locations are as JAX prints them.
+# Locations as JAX prints them: a product in PyTorch, called by line 7, which line 9 called, which the tracer called.
 MLIR = '''
 #loc1 = loc("{repository}/{path}":7:0)
 #loc2 = loc("{repository}/{path}":9:0)
