@@ -14,7 +14,7 @@
 #   --project ID               default: gcloud's own
 #   --ssh_user, --ssh_key      who may log in (default: your name; ~/.ssh/google_compute_engine, made if it is missing)
 #   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 ROUNDS=3 BACKOFF_S=60 WAIT_S=900
 parse "ROUNDS= BACKOFF_S=" "$@"
 NAME=${ARGS[0]:-$NAME}

@@ -9,7 +9,7 @@
 #
 #   --worker N|all             which VM of a pod (default all)
 #   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 parse "" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
 case $BUCKET in gs://?*) ;; *) die 2 "--bucket=gs://… is needed, is: '$BUCKET'" ;; esac

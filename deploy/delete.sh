@@ -5,7 +5,7 @@
 #
 #   --yes                      do not ask
 #   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 YES=""
 parse "YES" "$@"
 NAME=${ARGS[0]:-$NAME}

@@ -9,7 +9,7 @@
 #   --all                      every checkpoint, not the newest only
 #   --no_checkpoints           metrics and log only
 #   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 TO=$ROOT/checkpoints ALL="" NO_CHECKPOINTS="" WORKER=0
 parse "TO= ALL NO_CHECKPOINTS" "$@"
 RUN=${ARGS[1]:-}

@@ -2,7 +2,7 @@
 # Lists the VMs in all --zones, with what each costs an hour.
 #
 #   deploy/list.sh --zones=us-west4-a,us-west4-b
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 parse "" "$@"
 [ -n "$ZONES" ] || die 2 "--zones is not set: give the flag or write deploy/config.env"
 format='value[separator="|"](name.basename(),state,health,acceleratorType,schedulingConfig.spot,'

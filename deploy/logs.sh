@@ -5,7 +5,7 @@
 #
 #   --tail N                   how much of what is already there (default 50)
 #   --worker N                 which VM of a pod (default 0)
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 TAIL=50 WORKER=0
 parse "TAIL=" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}

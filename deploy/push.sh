@@ -10,7 +10,7 @@
 #   --ssh_user, --ssh_key      who logs in (default: what ssh itself says; ~/.ssh/google_compute_engine if it is there)
 #   --worker N|all             which VM of a pod (default all)
 #   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 MAX_BYTES=50000000
 parse "" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}

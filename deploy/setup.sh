@@ -13,7 +13,7 @@
 #   --worker N|all             which VM of a pod (default all)
 #   --dry_run                  say what would be done
 { set +x; } 2>/dev/null  # bash -x would print the key
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 TYPE=""
 parse "" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}

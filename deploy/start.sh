@@ -5,7 +5,7 @@
 #
 #   --wait_s N                 how long to wait (default 600)
 #   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 parse "" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "which VM? start.sh NAME"

@@ -5,7 +5,7 @@
 #
 #   --watch                    again every --poll_s seconds (default 10), until Ctrl-C
 #   --worker N                 which VM of a pod (default 0)
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 WATCH="" WORKER=0
 parse "WATCH" "$@"
 [ ${#ARGS[@]} -gt 0 ] || ARGS=(${NAME:+"$NAME"})

@@ -4,7 +4,7 @@
 #   deploy/stop.sh NAME        stop_run.sh first, so that the run saves a checkpoint
 #
 #   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 parse "" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "which VM? stop.sh NAME"

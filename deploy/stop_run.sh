@@ -7,7 +7,7 @@
 #   --kill                     after that, kill -9 what is left of the run
 #   --worker N|all             which VM of a pod (default all)
 #   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 WAIT_S=120 KILL=""
 parse "KILL" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}

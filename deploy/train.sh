@@ -11,7 +11,7 @@
 #   --min_free_gb N            refuse with less disk than this (default 20)
 #   --wait_s N                 return after this long at most (default 600); the run goes on
 #   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 MIN_FREE_GB=20 AGAIN=""
 parse "AGAIN MIN_FREE_GB=" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}

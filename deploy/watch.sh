@@ -19,7 +19,7 @@
 #   --state DIR                journal and spending (default ~/.local/state/nanochat/NAME); kept over restarts
 #   --dry_run                  say what would be done
 #   WEBHOOK=URL in config.env  gets {"text": …} for everything in the journal
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 MAX_USD="" MAX_HOURS="" MARGIN_S=600 POLL_S=60 PATIENCE=5 STALL_S=1800
 KEEP_VM="" STATE="" WEBHOOK="" TO=$ROOT/checkpoints
 parse "MAX_USD= MAX_HOURS= MARGIN_S= PATIENCE= STALL_S= KEEP_VM STATE= TO=" "$@"
@@ -31,8 +31,8 @@ facts "$TYPE"
 [ -z "$MAX_USD" ] || [ -n "$USD" ] || die 2 "the price of $TYPE is not known: --usd_per_hour"
 RUN=$(printf '%s\n' "${FLAGS[@]}" | awk -F= '$1 == "--run" { if (NF == 1) getline; print $NF }' | tail -n 1)
 RUN=${RUN:-dummy}
-. "$HERE/money.sh"
-. "$HERE/repair.sh"
+. "$LIB/budget.sh"
+. "$LIB/repair.sh"
 FETCH=(--to="$TO")
 case " ${FLAGS[*]}" in
   *--checkpoint[_-]mirror*) FETCH+=(--no_checkpoints) ;;

@@ -12,7 +12,7 @@ import pytest
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 VERBS = ["create", "setup", "push", "data", "train", "status", "logs", "stop_run", "fetch", "watch", "stop", "start",
          "delete", "list"]
-LIBRARIES = ["lib", "gcloud", "ssh", "on_vm", "money", "repair"]
+LIBRARIES = ["lib/common", "lib/gcloud", "lib/ssh", "lib/on_vm", "lib/budget", "lib/repair"]
 
 
 def run(*args):
@@ -21,7 +21,7 @@ def run(*args):
 
 
 def test_every_script_is_a_verb_or_a_library():
-    assert {path.stem for path in DEPLOY.glob("*.sh")} == set(VERBS + LIBRARIES)
+    assert {str(path.relative_to(DEPLOY).with_suffix("")) for path in DEPLOY.rglob("*.sh")} == set(VERBS + LIBRARIES)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -63,7 +63,7 @@ def test_nothing_that_bash_3_2_or_the_tools_of_macos_lack():
         r"\$\([^()]*\bcase\b|"  # it takes the pattern's ) for the end of $(
         r"sed -[irzu]|sed --|grep -\w*P|readlink -f|realpath|stat -|\btac\b|date -I|date --|mktemp --|xargs -r|flock|"
         r"setsid|\btimeout |head -n -|tail -s|-printf|cp -t|sort -\w*[Vz]|base64 -w|\bnproc\b")
-    for path in DEPLOY.glob("*.sh"):
+    for path in DEPLOY.rglob("*.sh"):
         if path.stem != "on_vm":
             here = re.sub(r"<<'END'.*?^END$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
             here = re.sub(r"^#.*$", "", here, flags=re.MULTILINE)
@@ -77,7 +77,7 @@ def test_shellcheck_finds_nothing():
     program = str(shellcheck) if shellcheck.exists() else shutil.which("shellcheck")
     if not program:
         pytest.skip("shellcheck is not installed")
-    result = run(program, *sorted(DEPLOY.glob("*.sh")))
+    result = run(program, *sorted(DEPLOY.rglob("*.sh")))
     assert result.returncode == 0, result.stdout
 
 
@@ -87,7 +87,7 @@ def test_the_example_of_tpu_env_has_every_variable_that_is_read_each_with_a_comm
     for folder in ("nanochat", "scripts"):
         for path in (root / folder).rglob("*.py"):
             read |= set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"(?!\] =)', path.read_text()))
-    for path in DEPLOY.glob("*.sh"):
+    for path in DEPLOY.rglob("*.sh"):
         on_vm = path.read_text() if path.stem == "on_vm" else "".join(
             re.findall(r"<<'END'(.*?)^END$", path.read_text(), re.DOTALL | re.MULTILINE))
         read |= set(re.findall(r"\$\{([A-Z][A-Z_]+):-", on_vm))

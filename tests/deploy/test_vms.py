@@ -66,7 +66,7 @@ def test_create_tries_no_other_zone_while_one_may_hold_a_vm(laptop, cloud):
 
 def test_pauses_grow_and_differ():
     for round_ in (1, 2, 3):
-        script = f". deploy/lib.sh; for _ in $(seq 100); do backoff 60 {round_}; done"
+        script = f". deploy/lib/common.sh; for _ in $(seq 100); do backoff 60 {round_}; done"
         pauses = [int(line) for line in subprocess.check_output(["bash", "-c", script], cwd=ROOT).split()]
         middle = 60 * 2 ** (round_ - 1)
         assert min(pauses) >= middle / 2 and max(pauses) <= middle * 1.5 and len(set(pauses)) > 10
@@ -138,7 +138,7 @@ def test_facts_are_those_of_the_library(laptop):
     from nanochat.device.tpu import parse_accelerator
     for name in ("v5litepod-1", "v5litepod-8", "v5litepod-16", "v6e-4", "v6e-8", "v4-32", "v5p-8"):
         tpu = parse_accelerator(name)
-        script = f'. deploy/lib.sh; facts {name}; echo "$CHIPS $HOSTS $VERSION ${{USD:-none}}"'
+        script = f'. deploy/lib/common.sh; facts {name}; echo "$CHIPS $HOSTS $VERSION ${{USD:-none}}"'
         facts = subprocess.check_output(["bash", "-c", script], text=True).split()
         spot = tpu.tpu.usd_per_chip_hour_spot
         assert facts == [str(tpu.chips), str(tpu.hosts), tpu.tpu.runtime_version,

@@ -270,8 +270,8 @@ def test_told_to_stop_it_leaves_the_run_alone_says_what_goes_on_costing_and_take
 
 
 def test_a_failure_of_its_own_is_said_and_ends_with_a_status_that_systemd_starts_again(tmp_path):
-    script = f"""NAME=nano STATE={tmp_path} WEBHOOK= USD=2; . deploy/lib.sh; NAME=nano VM_STATE=READY; . deploy/money.sh
-                 echo $$ >{tmp_path}/pid; trap on_exit EXIT; false"""
+    script = f"""NAME=nano STATE={tmp_path} WEBHOOK= USD=2; . deploy/lib/common.sh; NAME=nano VM_STATE=READY
+                 . deploy/lib/budget.sh; echo $$ >{tmp_path}/pid; trap on_exit EXIT; false"""
     result = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 70 and "watch.sh failed with status 1. nano (READY) is left as it is" in result.stdout
     assert "70" not in (ROOT / "deploy/watch.service").read_text()

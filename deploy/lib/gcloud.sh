@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034
-# All that knows gcloud and TPU types; sourced by lib.sh. Another way to make VMs would be another file like this one.
+# All that knows gcloud and TPU types; sourced by common.sh. Another way to make VMs would be another such file.
 
 calc() { awk "BEGIN { printf \"%.2f\", $1 }"; }
 

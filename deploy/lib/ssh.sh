@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
-# From HOST to commands that run there; sourced by lib.sh.
-ON_VM=$(cat "$HERE/on_vm.sh")
+# From HOST to commands that run there; sourced by common.sh.
+ON_VM=$(cat "$LIB/on_vm.sh")
 
 # is_vm HOST: whether it is the name of a VM, and not an IP or something that ssh knows.
 is_vm() { case $1 in *[.:@,]*) return 1 ;; esac; [ "$(ssh -T -G "$1" | sed -n 's/^hostname //p')" = "$1" ]; }

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034
-# Runs on the VM (Linux) before every script that lib.sh sends there. ~/nanochat.d holds code releases, venv and runs.
+# Runs on the VM (Linux) before every script that ssh.sh sends there. ~/nanochat.d holds code releases, venv and runs.
 set -euo pipefail
 D=$HOME/nanochat.d
 mkdir -p "$D/runs"

@@ -5,7 +5,7 @@
 # 5 no capacity in any zone; 6 refused, because it exists or runs already; 7 budget reached.
 set -euo pipefail
 
-HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) && ROOT=${HERE%/*}
+LIB=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) HERE=${LIB%/*} ROOT=${LIB%/*/*}
 TMP=$(mktemp -d) && trap 'rm -rf "$TMP"' EXIT
 export -n WANDB_API_KEY 2>/dev/null || true  # a secret: no child process needs it in its environment
 export COPYFILE_DISABLE=1  # macOS: tar adds no ._ files
@@ -59,5 +59,5 @@ parse() {
   done
 }
 
-. "$HERE/gcloud.sh"
-. "$HERE/ssh.sh"
+. "$LIB/gcloud.sh"
+. "$LIB/ssh.sh"
