@@ -21,7 +21,7 @@ limit() {
   set +m
   while kill -0 $CHILD 2>/dev/null; do
     if [ $SECONDS -ge $deadline ]; then kill -- -$CHILD; sleep 3; kill -KILL -- -$CHILD; break; fi
-    sleep 1
+    sleep 0.2
   done 2>/dev/null
   wait $CHILD 2>/dev/null || status=$?
   CHILD=""

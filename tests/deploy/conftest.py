@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy import warm_gcloud
 from tests.deploy.standin import NAMESPACE, StandIn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +35,8 @@ def pytest_collection_modifyitems(items):
 class Laptop:
     """The person's machine: `run("push.sh", HOST)` is what they type."""
 
-    def __init__(self, root):
-        self.root, self.home = root, root / "laptop"
+    def __init__(self, root, gcloud):
+        self.root, self.home, self.gcloud = root, root / "laptop", gcloud
         (self.home / ".ssh").mkdir(parents=True)
         (self.home / "bin").mkdir()
         key = self.home / ".ssh/google_compute_engine"
@@ -47,8 +48,8 @@ class Laptop:
         (self.home / "bin/ssh").chmod(0o755)
         if os.environ.get("BASH32"):  # for all that is tested: make test BASH32=/opt/bash-3.2/bin/bash
             (self.home / "bin/bash").symlink_to(os.environ["BASH32"])
-        self.env = {"PATH": f"{self.home}/bin:{os.environ['PATH']}", "HOME": str(self.home), "TMPDIR": str(root),
-                    "LANG": "C.UTF-8", "NANOCHAT_DEPLOY_CONFIG": str(self.home / "config.env")}
+        self.env = {"PATH": f"{self.home}/bin:{gcloud.parent}:{os.environ['PATH']}", "HOME": str(self.home),
+                    "TMPDIR": str(root), "LANG": "C.UTF-8", "NANOCHAT_DEPLOY_CONFIG": str(self.home / "config.env")}
         self.vms, self.processes = [], []
 
     def vm(self, name="vm", **options):
@@ -73,9 +74,20 @@ class Laptop:
         return output
 
 
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory):
+    """The path of a gcloud that answers without having to be imported first."""
+    folder = tmp_path_factory.mktemp("gcloud")
+    server = warm_gcloud.start(folder)
+    yield folder / "gcloud"
+    server.stdin.close()
+    server.wait()
+    server.stdout.close()
+
+
 @pytest.fixture
-def laptop(tmp_path):
-    laptop = Laptop(tmp_path)
+def laptop(tmp_path, warm):
+    laptop = Laptop(tmp_path, warm)
     yield laptop
     for process in laptop.processes:
         if process.poll() is None:
@@ -84,6 +96,12 @@ def laptop(tmp_path):
         process.stdout.close()
     for vm in laptop.vms:
         vm.erase()
+
+
+@pytest.fixture
+def installed_gcloud(laptop):
+    """The laptop's gcloud is the installed program itself, a new process for every call."""
+    laptop.env["PATH"] = laptop.env["PATH"].replace(f"{laptop.gcloud.parent}:", "")
 
 
 @pytest.fixture

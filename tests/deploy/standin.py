@@ -13,7 +13,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 _numbers = itertools.count(2)
-_NET = 1 + os.getpid() % 250  # processes that test at the same time use networks of their own
+# Processes that test at the same time use networks of their own: those of one pytest-xdist run by their numbers.
+_NETWORK = f"127.{1 + os.getpid() % 250}.{os.environ.get('PYTEST_XDIST_WORKER', '0').removeprefix('gw')}"
 
 NAMESPACE = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc",
              "--propagation", "private"]
@@ -40,7 +41,7 @@ class StandIn:
 
     def __init__(self, root, name, authorized_key, *, chips=8, env=None, disk_mb=None, set_up=True, python=None):
         self.root, self.name = Path(root), name
-        self.ip = f"127.{_NET}.0.{next(_numbers)}"
+        self.ip = f"{_NETWORK}.{next(_numbers)}"
         self.home = self.root / "home"
         self.home.mkdir(parents=True)
         (self.root / "authorized_keys").write_text(authorized_key)
@@ -173,7 +174,7 @@ class StandIn:
 
     def restart_with_another_ip(self):
         self.kill()
-        old, self.ip = self.ip, f"127.{_NET}.0.{next(_numbers)}"
+        old, self.ip = self.ip, f"{_NETWORK}.{next(_numbers)}"
         config = self.root / "sshd_config"
         config.write_text(config.read_text().replace(f"{old}:", f"{self.ip}:"))
         self.boot()

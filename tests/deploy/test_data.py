@@ -13,6 +13,7 @@ def cloud():
 
 def test_data_puts_every_file_in_its_place_and_fetches_only_what_is_missing(laptop, cloud):
     vm = laptop.vm(env=cloud.env(laptop.root / "vm_gcloud"))
+    (vm.root / "bin/gcloud").symlink_to(laptop.gcloud)
     cloud.put("b", "x/parquet/base_data_v3/base_data_v3/shard_00000.parquet", b"0" * 1000)
     cloud.put("b", "x/parquet/base_data_v3/base_data_v3/shard_00001.parquet", b"1" * 2000)
     cloud.put("b", "x/parquet/val/shard_00000.parquet", b"v" * 500)

@@ -14,7 +14,7 @@ PYTHON = f'export PJRT_DEVICE=CPU CPU_NUM_DEVICES={CHIPS}; exec {sys.executable}
 
 
 @pytest.fixture
-def world(laptop):
+def world(laptop, installed_gcloud):
     world = World(laptop)
     world.vm_options = {"chips": CHIPS, "python": PYTHON, "env": world.cloud.env(laptop.root / "vm_gcloud")}
     yield world

@@ -20,7 +20,7 @@ class World:
         self.laptop, self.booted = laptop, {}
         self.cloud = Cloud(self.boot, lambda node: [vm.kill() for key, vm in self.booted.items() if key[0] == node])
         laptop.env.update(self.cloud.env(laptop.home / "gcloud"))
-        (laptop.home / "config.env").write_text("POLL_S=1 MIN_FREE_GB=0 ZONES=us-a BACKOFF_S=1\n")
+        (laptop.home / "config.env").write_text("POLL_S=0.2 MIN_FREE_GB=0 ZONES=us-a BACKOFF_S=1\n")
         self.mirror = laptop.root / "mirror"
         self.state = laptop.home / "state"
         self.vm_options = {}
@@ -68,7 +68,7 @@ def world(laptop):
 
 def test_a_preempted_vm_is_made_again_and_the_run_finishes_with_every_step_once(world):
     key = "deadbeef" * 5
-    watch = world.watch(run=("--num_iterations=40", "--step_s=0.2"), env={"WANDB_API_KEY": key})
+    watch = world.watch(run=("--num_iterations=40", "--step_s=0.1"), env={"WANDB_API_KEY": key})
     world.wait("run started")
     eventually(lambda: (world.mirror / "step_000010").exists())
     world.cloud.node("nano")["state"] = "PREEMPTED"
