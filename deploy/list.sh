@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Lists the VMs in all --zones, with what each costs an hour.
+# Lists the VMs in all zones, with the price of each per hour.
 #
 #   deploy/list.sh --zones=us-west4-a,us-west4-b
+#
+# Exit status 4: at least one zone gave no answer.
 . "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 parse "" "$@"
 [ -n "$ZONES" ] || die 2 "--zones is not set: give the flag or write deploy/config.env"

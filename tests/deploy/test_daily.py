@@ -1,4 +1,4 @@
-"""The scripts of every day, against a real sshd: push, setup, train, logs, stop_run."""
+"""The scripts of daily use, against a real sshd: push, setup, train, logs, status, stop_run."""
 import os
 import signal
 import subprocess
@@ -128,7 +128,7 @@ def test_setup_fails_when_chips_are_missing(laptop):
 
 
 def test_the_wandb_key_is_in_no_process_list_no_log_and_no_tarball(laptop, checkout):
-    """Every command line of the whole machine is watched while setup, push and train run."""
+    """All command lines of the whole machine are recorded while setup, push and train run."""
     key = "deadbeef" * 5
     vm = laptop.vm()
     watch = f"while sleep 0.01; do cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '; done >{vm.root}/seen"
@@ -168,7 +168,7 @@ def test_train_starts_detached_and_returns_at_the_first_log_line(laptop, vm):
     output = train(laptop, vm, "--run=d16", "--num_iterations=1000", "--text=two words; $(touch /tmp/no)")
     assert "scripts.base_train --run=d16" in output and "step 00001/01000" in output
     assert "step 00100" not in output
-    assert "refuse" not in output and "a run is going: d16" in train(laptop, vm, "--run=other", status=6)
+    assert "another run" not in output and "another run is running: d16" in train(laptop, vm, "--run=other", status=6)
     assert "--device_type=tpu" in (vm.home / "nanochat.d/runs/d16.command").read_text()
     assert "code " in (vm.home / "nanochat.d/runs/d16.log").read_text().splitlines()[0]
 

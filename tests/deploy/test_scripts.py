@@ -1,4 +1,4 @@
-"""What every script promises, without any machine: help, clear refusals, portability, size."""
+"""Checks of every script that need no VM: help, error messages, portability, length."""
 import importlib.util
 import os
 import re
@@ -56,7 +56,7 @@ def test_a_missing_name_is_wrong_use(verb):
 
 
 def test_nothing_that_bash_3_2_or_the_tools_of_macos_lack():
-    """What runs on the laptop; the scripts between <<'END' and END run on the VM."""
+    """Only the laptop's part of each script is checked; the text between <<'END' and END runs on the VM."""
     newer = re.compile(
         r"mapfile|readarray|(declare|local|typeset) -[Ang]|\$\{[^}]*(,,|\^\^|@[A-Z]\}| -[0-9])|\w\[-[0-9]|&>>|\|&|;;?&|"
         r"\[\[ -v|%\(|coproc|wait -|EPOCH|BASHPID|globstar|lastpipe|inherit_errexit|exec \{|read -\w*[Ni]|\{\d+\.\.|"

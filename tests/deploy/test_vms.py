@@ -1,4 +1,4 @@
-"""Creating, listing, stopping, starting and deleting VMs: the real gcloud against our own small cloud."""
+"""Creating, listing, stopping, starting and deleting VMs with the real gcloud, in an emulated cloud."""
 import subprocess
 
 import pytest
@@ -28,7 +28,7 @@ def test_create_makes_a_spot_vm_once_and_an_ssh_key_if_there_is_none(laptop, clo
     assert node["acceleratorType"] == "v6e-4" and node["runtimeVersion"] == "v2-alpha-tpuv6e"
     assert node["schedulingConfig"]["spot"] is True
     assert key.read_text().strip() in node["metadata"]["ssh-keys"]
-    assert "is there already: READY HEALTHY" in laptop.run("create.sh", "nano", "--zones=us-b,us-a", *QUICK, status=6)
+    assert "exists already: READY HEALTHY" in laptop.run("create.sh", "nano", "--zones=us-b,us-a", *QUICK, status=6)
     assert len(cloud.nodes) == 1
 
 
@@ -60,7 +60,7 @@ def test_create_deletes_a_vm_that_does_not_become_healthy(laptop, cloud, fault):
 def test_create_tries_no_other_zone_while_one_may_hold_a_vm(laptop, cloud, installed_gcloud):
     cloud.faults, cloud.undeletable = {"us-a": ["stuck"]}, 9
     output = laptop.run("create.sh", "nano", ZONES, *QUICK, "--wait_s=2", status=1)
-    assert "nano may be left in us-a, and cost" in output
+    assert "nano may still exist in us-a, and cost" in output
     assert not cloud.node("nano", "us-b")
 
 
@@ -86,7 +86,7 @@ def test_a_gcloud_that_dies_silently_tells_nothing_about_the_vm(laptop):
     (laptop.home / "bin/gcloud").write_text("#!/bin/sh\nexit 137\n")
     (laptop.home / "bin/gcloud").chmod(0o755)
     output = laptop.run("delete.sh", "nano", "--zones=us-a", "--yes", status=4)
-    assert "cannot tell whether nano is there: us-a: gcloud failed and did not say why" in output
+    assert "cannot tell whether nano exists: us-a: gcloud failed and did not say why" in output
 
 
 @pytest.mark.slow

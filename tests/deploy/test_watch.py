@@ -1,4 +1,4 @@
-"""The babysitter: real gcloud, ssh and scripts against a small cloud whose VMs are preempted, sick, frozen, full."""
+"""watch.sh with the real gcloud and ssh, in an emulated cloud whose VMs are preempted, unhealthy or frozen."""
 import http.server
 import json
 import os
@@ -14,7 +14,7 @@ from tests.deploy.conftest import ROOT, eventually
 
 
 class World:
-    """A cloud that boots stand-in VMs, and one watch.sh at a time."""
+    """An emulated cloud that boots stand-in VMs, and the watch.sh that is tested."""
 
     def __init__(self, laptop):
         self.laptop, self.booted = laptop, {}
@@ -35,7 +35,7 @@ class World:
         return list(self.booted.values())[-1]
 
     def watch(self, *flags, run=("--num_iterations=40",), env=None, under=(), **settings):
-        """Starts watch.sh; data_dir is named so that no data is asked for."""
+        """Starts watch.sh and returns its process. With --data_dir, train.sh does not look for parquet files."""
         settings = {"max_hours": 1, "margin_s": 30, "state": self.state, "to": self.laptop.root / "results", **settings}
         settings = [f"--{name}={value}" for name, value in settings.items()]
         run = ["--run=d16", "--data_dir=x", "--save_every=5", f"--checkpoint_mirror={self.mirror}", *run]
@@ -54,7 +54,7 @@ class World:
         return output
 
     def steps(self, run="d16"):
-        """The steps that have a loss in the metrics that were fetched."""
+        """Returns the steps that have a loss in the fetched metrics."""
         lines = (self.laptop.root / "results" / run / "metrics.jsonl").read_text().splitlines()
         return [record["step"] for record in map(json.loads, lines) if "loss" in record]
 
@@ -74,7 +74,7 @@ def test_a_preempted_vm_is_made_again_and_the_run_finishes_with_every_step_once(
     world.cloud.node("nano")["state"] = "PREEMPTED"
     world.vm.kill()
     output = world.end(watch, 0)
-    assert "PREEMPTED: making the VM again" in output and "finished: step 00040/00040" in output
+    assert "PREEMPTED: creating the VM again" in output and "finished: step 00040/00040" in output
     assert len(world.booted) == 2 and not world.cloud.nodes
     assert world.steps() == list(range(1, 41))
     assert key in (world.vm.home / ".tpu_env").read_text()
@@ -86,7 +86,7 @@ def test_expired_credentials_and_a_not_found_race_make_no_second_vm(world):
     watch = world.watch(run=("--num_iterations=60", "--step_s=0.2"))
     world.wait("run started")
     world.cloud.broken = (401, "UNAUTHENTICATED", "Request had invalid authentication credentials.")
-    world.wait("cannot tell what nano is doing")
+    world.wait("cannot tell the state of nano")
     world.cloud.broken = None
     world.cloud.hidden = 1  # the next question about the node is answered NOT_FOUND, though it is there
     world.end(watch, 0)
@@ -113,7 +113,7 @@ def test_an_unhealthy_vm_is_made_again(world):
     world.wait("run started")
     world.cloud.node("nano")["health"] = "UNHEALTHY_TENSORFLOW"
     world.end(watch, 0)
-    assert "sick: UNHEALTHY_TENSORFLOW" in world.journal()
+    assert "unhealthy: UNHEALTHY_TENSORFLOW" in world.journal()
     assert len(world.booted) == 2 and world.steps() == list(range(1, 61))
 
 
@@ -155,7 +155,7 @@ def test_another_run_on_the_vm_is_neither_stopped_nor_taken_for_ours(world):
     world.laptop.run("push.sh", world.vm.ip)
     world.laptop.run("train.sh", world.vm.ip, "--", "--run=old", "--data_dir=x", "--num_iterations=10000")
     watch = world.watch()
-    world.wait("another run is going: old")
+    world.wait("another run is running: old")
     world.laptop.run("stop_run.sh", world.vm.ip)
     world.end(watch, 0)
     assert world.steps() == list(range(1, 41))
@@ -210,7 +210,7 @@ def test_a_pod_that_lost_the_run_on_one_vm_is_started_again_on_all(world):
 def test_it_gives_up_after_three_vms_that_never_train(world):
     world.vm_options = {"chips": 4}
     output = world.end(world.watch(patience=1), 1)
-    assert "sees 4 chips, 8 expected" in output and "giving up: three VMs" in output
+    assert "sees 4 chips, 8 expected" in output and "giving up: the run did not start on any of three VMs" in output
     assert len(world.booted) == 3 and not world.cloud.nodes
 
 
@@ -224,8 +224,8 @@ def test_what_is_wrongly_set_costs_no_second_try(world):
 @pytest.mark.slow
 def test_a_vm_of_another_price_than_the_budget_was_made_for_is_refused(world):
     world.laptop.run("create.sh", "nano", "--on_demand")
-    assert "is there as v5litepod-8, spot: False" in world.end(world.watch(), 2)
-    assert "is there as v5litepod-8" in world.end(world.watch("--on_demand", "--type=v5litepod-4"), 2)
+    assert "exists as v5litepod-8, spot: False" in world.end(world.watch(), 2)
+    assert "exists as v5litepod-8" in world.end(world.watch("--on_demand", "--type=v5litepod-4"), 2)
     world.cloud.node("nano")["state"] = "STOPPED"
     assert "somebody stopped nano" in world.end(world.watch("--on_demand"), 1)
     assert world.cloud.node("nano")
@@ -242,7 +242,8 @@ def test_what_was_spent_is_counted_over_restarts_and_changes_of_the_clock(world,
     world.state.mkdir()
     (world.state / "spent").write_text(f"{int(time.time()) + counted_at} 100 0.5 {was}\n")
     world.cloud.undeletable = 2
-    assert "VM NOT DELETED, IT MAY STILL COST" in world.end(world.watch(max_usd=0.2, margin_s=1, usd_per_hour=6), 7)
+    output = world.end(world.watch(max_usd=0.2, margin_s=1, usd_per_hour=6), 7)
+    assert "VM NOT DELETED, IT MAY STILL COST MONEY" in output
     assert float((world.state / "spent").read_text().split()[2]) == pytest.approx(spent, abs=1)
     assert not world.cloud.nodes
 

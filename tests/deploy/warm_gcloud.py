@@ -1,7 +1,8 @@
-"""A gcloud that is imported once: every call is answered by a fork of one process, ten times faster than a new one.
+"""Starts gcloud faster: one process imports the installed SDK once, and a fork of it answers each call.
 
-`start(folder)` starts that process and writes `folder/gcloud`, which calls it as the real program is called: the same
-code of the installed SDK runs, with the caller's arguments, environment, folder and open files, and ends with it.
+`start(folder)` starts that process and writes the program `folder/gcloud`. It takes the place of the real one: the same
+code runs with the caller's arguments, environment, folder and open files, and ends when the caller is killed. Most of
+a call's time is the import: `describe` took 0.4 s instead of 1.3 s on a busy machine.
 """
 import importlib
 import json
@@ -27,7 +28,7 @@ sys.exit(int(server.recv(16) or 1))
 
 
 def start(folder):
-    """Returns the serving process, which answers at once; it ends when its standard input is closed."""
+    """Returns the process that answers; closing its standard input ends it."""
     sdk = Path(shutil.which("gcloud")).resolve().parents[1]
     bundled = sdk / "platform/bundledpythonunix/bin/python3"
     server = subprocess.Popen([bundled if bundled.exists() else "python3", __file__, sdk / "lib", folder / "socket"],
@@ -62,7 +63,7 @@ class NothingThere(BaseHTTPRequestHandler):
 
 
 def import_all(folder):
-    """Imports what a call imports. The call is made in a fork, so that no other state of it is left here."""
+    """Imports the modules that calls import. The calls run in a fork, so that they leave no other state here."""
     names = folder / "modules"
     if (child := os.fork()) == 0:
         nowhere = os.open(os.devnull, os.O_RDWR)
@@ -81,12 +82,12 @@ def import_all(folder):
     for name in names.read_text().splitlines():
         try:
             importlib.import_module(name)
-        except Exception:  # what cannot be imported beforehand, a call imports for itself
+        except Exception:  # then each call imports it for itself
             continue
 
 
 def answer(connection):
-    """One call, in a process of its own."""
+    """Answers one call in this process, and exits."""
     request, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     arguments, environment, folder = json.loads(request)
     for fd, file in enumerate(files):
@@ -95,7 +96,7 @@ def answer(connection):
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    # the caller was killed: the call ends too
+    # recv returns when the caller is killed
     threading.Thread(target=lambda: connection.recv(1) or os._exit(143), daemon=True).start()
     status = run(arguments)
     sys.stdout.flush()
