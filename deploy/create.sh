@@ -59,7 +59,7 @@ try() {
     if [ "$VM_STATE $VM_HEALTH" = "READY HEALTHY" ]; then REASON=""; break; fi
     case $VM_STATE in PREEMPTED | TERMINATED) REASON="preempted at once"; break ;; esac
   done
-  kill $creator 2>/dev/null || true  # gcloud waits with long pauses; lookup knew it earlier
+  kill $creator 2>/dev/null || true  # gcloud itself would notice only after a long pause
   wait $creator 2>/dev/null || true
   trap - INT TERM
   [ -n "$REASON" ] || return 0

@@ -14,7 +14,7 @@ script <<'END'
 run=$(current) pid=$(cat "$D/runs/pid" 2>/dev/null || echo 999999999)
 [ -n "$run" ] || { echo "no run was started on this VM" >&2; exit 1; }
 tail -s 0.5 -n "$1" -F --pid="$pid" "$D/runs/$run.log" 2>/dev/null
-ended 30 || { echo "run $run: others outlived its main process; stop_run.sh --kill ends them" >&2; exit 1; }
+ended 30 || { echo "run $run: its main process ended, others still run; stop_run.sh --kill ends them" >&2; exit 1; }
 status=$(cat "$D/runs/$run.exit" 2>/dev/null) || { echo "run $run was killed, or the VM restarted" >&2; exit 1; }
 echo "run $run ended with status $status" >&2
 exit "$status"

@@ -90,7 +90,7 @@ timeout "$1" tail -s 0.3 -F --pid="$pid" -c "+$(($(cat "$D/runs/offset") + 1))" 
 if kill -0 "$pid" 2>/dev/null; then
   echo "the run continues in the background: logs.sh and status.sh show it, stop_run.sh ends it"
 else
-  ended 30 || { echo "others outlived its main process: stop_run.sh --kill ends them" >&2; exit 1; }
+  ended 30 || { echo "its main process ended, others still run: stop_run.sh --kill ends them" >&2; exit 1; }
   echo "the run ended with status $(cat "$run.exit"): $(tail -n 1 "$run.log")"
   exit "$(cat "$run.exit")"
 fi

@@ -68,7 +68,7 @@ tick() {
   end 7
 }
 
-# end STATUS deletes the VM, however long that takes, unless --keep_vm was given, and exits.
+# end STATUS deletes the VM, however long that takes, unless --keep_vm was given, and exits with STATUS.
 end() {
   local status gone=0
   [ -z "$KEEP_VM" ] || { note "$NAME is kept and costs ${USD:-?} USD an hour: delete.sh $NAME"; gone=2; }

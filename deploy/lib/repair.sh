@@ -50,7 +50,7 @@ again() { # again WHY: deletes a lost or useless VM; the next look creates anoth
   call 600 delete --yes || note "not deleted: $(last_line delete)"
   troubles=0 pending=0
 }
-restart() { call 300 stop_run --kill || note "$(last_line stop_run)"; go; }  # on a pod some may still run
+restart() { call 300 stop_run --kill || note "$(last_line stop_run)"; go; }  # on a pod, some VMs may still run it
 crashed() { # crashed HOW: starts the run again, unless it ended three times without getting further
   local at
   at=$(printf %s "${step%%/*}" | sed 's/^0*//')

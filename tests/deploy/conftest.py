@@ -37,7 +37,7 @@ class Laptop:
     """The user's machine: `run("push.sh", HOST)` runs deploy/push.sh on it."""
 
     def __init__(self, root, gcloud):
-        self.root, self.home, self.gcloud = root, root / "laptop", gcloud
+        self.root, self.home, self.gcloud = root, root / "home", gcloud
         (self.home / ".ssh").mkdir(parents=True)
         (self.home / "bin").mkdir()
         key = self.home / ".ssh/google_compute_engine"
@@ -87,8 +87,8 @@ def warm(tmp_path_factory):
 
 
 @pytest.fixture
-def laptop(tmp_path, warm):
-    laptop = Laptop(tmp_path, warm)
+def laptop(tmp_path_factory, warm):
+    laptop = Laptop(tmp_path_factory.mktemp("laptop"), warm)  # short: the path of a socket has 107 bytes at most
     yield laptop
     for process in laptop.processes:
         if process.poll() is None:

@@ -39,7 +39,7 @@ def test_from_nothing_to_a_finished_run_over_a_preemption_and_a_stockout(world, 
     assert "~/nanochat is now" in world.laptop.run("push.sh", "nano")
     assert "complete" in world.laptop.run("data.sh", "nano", timeout_s=180)
     assert "step 00001/00024" in world.laptop.run("train.sh", "nano", "--", *flags, timeout_s=300)
-    results = tmp_path / "results"
+    results = world.laptop.root / "results"
     watch = world.laptop.start("watch.sh", "nano", f"--state={world.state}", f"--to={results}", "--max_usd=50",
                                 "--", *flags)
     eventually(lambda: list(world.mirror.rglob("step_000008")), 300)
