@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Stops an on-demand VM: its chips are released; its disk is kept and goes on costing money.
+# Stops an on-demand VM: its chips are released; its disk is kept and still costs money.
 #
 #   deploy/stop.sh NAME        run stop_run.sh first, so that the run saves a checkpoint
 #

@@ -4,17 +4,17 @@
 #   nohup deploy/watch.sh NAME --zones=us-west4-a,us-west4-b --bucket=gs://my-bucket/nanochat --max_usd=50 -- \
 #     --run=d16 --depth=16 --checkpoint_mirror=gs://my-bucket/nanochat/checkpoints >watch.log 2>&1 &
 #
-# The flags after -- are the run's. A new VM gets packages, code and data, and the run resumes from the mirror. A
-# run that ends with status 0 is fetched and the VM deleted. When the run ends three times without getting further, or a
-# setting is wrong, watch.sh gives up: it prints the end of the log, fetches the run and deletes the VM.
+# The flags after -- are the run's. A new VM gets packages, code and data, and the run resumes from the mirror. When the
+# run has ended with status 0, it is fetched and the VM is deleted. When it has ended three times without getting
+# further, or a setting is wrong, watch.sh gives up: it prints the end of the log, fetches the run and deletes the VM.
 #
 #   --max_usd N, --max_hours N   the budget; one of them is required. Before it is spent, the run is stopped and fetched
 #                                and the VM deleted
 #   --margin_s N               the part of the budget that is reserved for that, in seconds (default 600)
-#   --poll_s N                 seconds between two looks at the VM (default 60)
-#   --patience N               after how many failed looks in a row the VM is created again (default 5)
+#   --poll_s N                 seconds between two checks of the VM (default 60)
+#   --patience N               after how many failed checks in a row the VM is created again (default 5)
 #   --stall_s N                a run without a new log line for this long is started again (default 1800)
-#   --keep_vm                  do not delete the VM at the end; it goes on costing money
+#   --keep_vm                  do not delete the VM at the end; it still costs money
 #   --to DIR                   where fetch.sh puts the run (default: checkpoints/ beside deploy/)
 #   --state DIR                journal and spending, which outlive a restart (default ~/.local/state/nanochat/NAME)
 #   --dry_run                  only print what would be done
@@ -53,7 +53,7 @@ echo $$ >"$STATE/pid"
 
 probe_run() { WORKER=0 && aim && vm 0 probe; }
 field() { sed -n "s/^$1=//p" "$STATE/probe"; }
-look() { # looks at the run on a healthy VM and does what it needs
+look() { # checks the run on a healthy VM and acts on its state
   local state step
   if ! limit 120 probe_run >"$STATE/probe" 2>"$STATE/probe.log"; then
     trouble "no answer from the VM: $(last_line probe)"
@@ -78,7 +78,7 @@ look() { # looks at the run on a healthy VM and does what it needs
     "ended 0")
       note "finished: step $step"
       call "$LEFT_S" fetch "${FETCH[@]}" && end 0
-      note "the run could not be fetched; trying again, and the VM goes on costing money: $(last_line fetch)" ;;
+      note "the run could not be fetched; trying again, while the VM costs money: $(last_line fetch)" ;;
     "ended 2") give_up "the run does not accept its flags" ;;
     "ended 75") note "the run was told to stop at step $step: starting it again"; restart ;;
     *) crashed "$state" ;;

@@ -8,7 +8,7 @@ note() { # writes a line to the journal and the webhook; its address may be secr
     curl -s -m 10 -H 'Content-Type: application/json' -o /dev/null -K - || true
 }
 
-# trouble WHY counts a failed look at the VM.
+# trouble WHY counts a failed check of the VM.
 trouble() { troubles=$((troubles + 1)); note "$1 ($troubles of $PATIENCE)"; }
 
 # limit SECONDS COMMAND runs COMMAND in a process group of its own, and kills the group when the time is over.

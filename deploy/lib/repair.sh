@@ -45,7 +45,7 @@ go() { # starts the run
     *) trouble "the run did not start (status $status): $(last_line train)" ;;
   esac
 }
-again() { # again WHY: deletes a lost or useless VM; the next look creates another
+again() { # again WHY: deletes a lost or useless VM; the next check creates another
   note "$1: creating the VM again"
   call 600 delete --yes || note "not deleted: $(last_line delete)"
   troubles=0 pending=0

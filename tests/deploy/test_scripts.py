@@ -55,7 +55,7 @@ def test_a_missing_name_is_wrong_use(verb):
     assert result.returncode == 2 and result.stderr.startswith("error: ") and len(result.stderr.splitlines()) == 1
 
 
-def test_nothing_that_bash_3_2_or_the_tools_of_macos_lack():
+def test_scripts_use_nothing_that_bash_3_2_or_the_tools_of_macos_lack():
     """Only the laptop's part of each script is checked; the text between <<'END' and END runs on the VM."""
     newer = re.compile(
         r"mapfile|readarray|(declare|local|typeset) -[Ang]|\$\{[^}]*(,,|\^\^|@[A-Z]\}| -[0-9])|\w\[-[0-9]|&>>|\|&|;;?&|"
@@ -103,7 +103,7 @@ def test_the_example_of_tpu_env_has_every_variable_that_is_read_each_with_a_comm
     assert all(re.match(r"# \S", block) for block in blocks)
 
 
-def test_the_systemd_unit_is_one(tmp_path):
+def test_the_systemd_unit_is_valid(tmp_path):
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not installed")
     (tmp_path / "nanochat").symlink_to(DEPLOY.parent)
@@ -112,7 +112,7 @@ def test_the_systemd_unit_is_one(tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
-def test_skypilot_accepts_its_task_and_no_slip_in_it(tmp_path):
+def test_skypilot_accepts_the_task_and_refuses_a_misspelt_key(tmp_path):
     if not (sky := shutil.which("sky")):
         pytest.skip("the sky of `pip install 'skypilot[gcp]==0.14.1'` is not in PATH")
     text = (DEPLOY / "skypilot.yaml").read_text()

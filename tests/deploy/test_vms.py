@@ -32,7 +32,7 @@ def test_create_makes_a_spot_vm_once_and_an_ssh_key_if_there_is_none(laptop, clo
     assert len(cloud.nodes) == 1
 
 
-def test_create_goes_on_to_the_next_zone_after_a_stockout_and_drops_zones_without_quota(laptop, cloud):
+def test_create_tries_the_next_zone_after_a_stockout_and_drops_zones_without_quota(laptop, cloud):
     cloud.faults = {"us-a": ["quota"], "us-b": ["stockout"]}
     output = laptop.run("create.sh", "nano", ZONES, *QUICK)
     assert "us-a: no quota" in output and "us-b: no capacity" in output and "is ready in us-b" in output
@@ -72,7 +72,7 @@ def test_pauses_grow_and_differ():
         assert min(pauses) >= middle / 2 and max(pauses) <= middle * 1.5 and len(set(pauses)) > 10
 
 
-def test_expired_credentials_are_never_taken_for_an_absent_vm(laptop, cloud):
+def test_expired_credentials_never_mean_an_absent_vm(laptop, cloud):
     laptop.run("create.sh", "nano", ZONES, *QUICK)
     cloud.broken = (401, "UNAUTHENTICATED", "Request had invalid authentication credentials.")
     for script in ("create.sh", "delete.sh"):
@@ -90,7 +90,7 @@ def test_a_gcloud_that_dies_silently_tells_nothing_about_the_vm(laptop):
 
 
 @pytest.mark.slow
-def test_delete_asks_unless_told_yes_and_takes_a_vanished_vm_for_deleted(laptop, cloud):
+def test_delete_asks_without_yes_and_counts_a_vanished_vm_as_deleted(laptop, cloud):
     laptop.run("create.sh", "nano", ZONES, *QUICK)
     assert "not deleted" in laptop.run("delete.sh", "nano", ZONES, status=1)
     assert cloud.node("nano")
@@ -116,7 +116,7 @@ def test_stop_and_start_are_for_vms_on_demand(laptop, cloud):
     assert "PREEMPTED and cannot be started" in laptop.run("start.sh", "spot", "--zones=us-a", status=1)
 
 
-def test_a_vm_is_reached_by_its_name_and_made_again_under_another_key(laptop, cloud):
+def test_a_vm_is_reached_by_its_name_even_after_it_was_created_again(laptop, cloud):
     """The second VM has the IP of the first, and another host key."""
     vm = laptop.vm("nano")
     cloud.boot = lambda node, index: vm.ip
@@ -134,7 +134,7 @@ def test_a_vm_is_reached_by_its_name_and_made_again_under_another_key(laptop, cl
     assert "~/nanochat is now" in laptop.run("push.sh", "nano", "--zones=us-a")
 
 
-def test_facts_are_those_of_the_library(laptop):
+def test_facts_agree_with_the_table_of_tpus(laptop):
     from nanochat.device.tpu import parse_accelerator
     for name in ("v5litepod-1", "v5litepod-8", "v5litepod-16", "v6e-4", "v6e-8", "v4-32", "v5p-8"):
         tpu = parse_accelerator(name)

@@ -66,7 +66,7 @@ def world(laptop):
     world.cloud.close()
 
 
-def test_a_preempted_vm_is_made_again_and_the_run_finishes_with_every_step_once(world):
+def test_a_preempted_vm_is_created_again_and_the_run_finishes_with_every_step_once(world):
     key = "deadbeef" * 5
     watch = world.watch(run=("--num_iterations=40", "--step_s=0.1"), env={"WANDB_API_KEY": key})
     world.wait("run started")
@@ -95,7 +95,7 @@ def test_expired_credentials_and_a_not_found_race_make_no_second_vm(world):
 
 
 @pytest.mark.slow
-def test_a_frozen_vm_is_made_again(world):
+def test_a_frozen_vm_is_created_again(world):
     with open(world.laptop.home / "config.env", "a") as config:
         config.write("SSH_TIMEOUT_S=2\n")
     watch = world.watch(patience=2, run=("--num_iterations=60", "--step_s=0.2"))
@@ -108,7 +108,7 @@ def test_a_frozen_vm_is_made_again(world):
 
 
 @pytest.mark.slow
-def test_an_unhealthy_vm_is_made_again(world):
+def test_an_unhealthy_vm_is_created_again(world):
     watch = world.watch(patience=2, run=("--num_iterations=60", "--step_s=0.2"))
     world.wait("run started")
     world.cloud.node("nano")["health"] = "UNHEALTHY_TENSORFLOW"
@@ -118,7 +118,7 @@ def test_an_unhealthy_vm_is_made_again(world):
 
 
 @pytest.mark.slow
-def test_a_crash_loop_ends_with_the_tail_of_the_log_and_a_message(world):
+def test_a_crash_loop_ends_with_the_end_of_the_log_and_a_message(world):
     messages = []
 
     class Hook(http.server.BaseHTTPRequestHandler):
@@ -149,7 +149,7 @@ def test_wrong_flags_of_the_run_are_not_tried_again(world):
 
 
 @pytest.mark.slow
-def test_another_run_on_the_vm_is_neither_stopped_nor_taken_for_ours(world):
+def test_another_run_on_the_vm_is_neither_stopped_nor_mistaken_for_ours(world):
     world.laptop.run("create.sh", "nano")
     world.laptop.run("setup.sh", world.vm.ip)
     world.laptop.run("push.sh", world.vm.ip)
@@ -215,14 +215,14 @@ def test_it_gives_up_after_three_vms_that_never_train(world):
 
 
 @pytest.mark.slow
-def test_what_is_wrongly_set_costs_no_second_try(world):
+def test_a_wrong_setting_is_not_tried_again(world):
     output = world.end(world.watch(wandb_key_file="/no/such/file"), 1)
     assert "giving up: error: cannot read --wandb_key_file" in output
     assert len(world.booted) == 1 and not world.cloud.nodes
 
 
 @pytest.mark.slow
-def test_a_vm_of_another_price_than_the_budget_was_made_for_is_refused(world):
+def test_a_vm_of_another_type_or_price_is_refused(world):
     world.laptop.run("create.sh", "nano", "--on_demand")
     assert "exists as v5litepod-8, spot: False" in world.end(world.watch(), 2)
     assert "exists as v5litepod-8" in world.end(world.watch("--on_demand", "--type=v5litepod-4"), 2)
@@ -237,7 +237,7 @@ def test_a_vm_of_another_price_than_the_budget_was_made_for_is_refused(world):
     (10**6, "READY", 0.5),  # the clock was set back
     (-3600, "absent", 0.5),  # there was none, and nobody counted
 ])
-def test_what_was_spent_is_counted_over_restarts_and_changes_of_the_clock(world, counted_at, was, spent):
+def test_spending_is_counted_over_restarts_and_changes_of_the_clock(world, counted_at, was, spent):
     world.laptop.run("create.sh", "nano")
     world.state.mkdir()
     (world.state / "spent").write_text(f"{int(time.time()) + counted_at} 100 0.5 {was}\n")
@@ -249,14 +249,14 @@ def test_what_was_spent_is_counted_over_restarts_and_changes_of_the_clock(world,
 
 
 @pytest.mark.slow
-def test_a_vm_in_the_making_when_the_budget_ends_is_deleted(world):
+def test_a_vm_that_is_being_created_when_the_budget_ends_is_deleted(world):
     world.cloud.faults["us-a"] = ["stuck"]
     world.end(world.watch(max_hours=0.02, margin_s=12), 7)
     assert any(request.startswith("POST") for request in world.cloud.requests) and not world.cloud.nodes
 
 
 @pytest.mark.slow
-def test_told_to_stop_it_leaves_the_run_alone_says_what_goes_on_costing_and_takes_it_up_again(world):
+def test_when_stopped_it_leaves_the_run_alone_says_what_still_costs_money_and_resumes_later(world):
     watch = world.watch(run=("--num_iterations=100", "--step_s=0.2"), under=["nohup"])
     world.wait("run started")
     watch.send_signal(signal.SIGHUP)  # the person logs out
@@ -270,7 +270,7 @@ def test_told_to_stop_it_leaves_the_run_alone_says_what_goes_on_costing_and_take
     assert world.steps() == list(range(1, 101))
 
 
-def test_a_failure_of_its_own_is_said_and_ends_with_a_status_that_systemd_starts_again(tmp_path):
+def test_a_failure_of_watch_itself_is_reported_with_a_status_that_systemd_restarts(tmp_path):
     script = f"""NAME=nano STATE={tmp_path} WEBHOOK= USD=2; . deploy/lib/common.sh; NAME=nano VM_STATE=READY
                  . deploy/lib/budget.sh; echo $$ >{tmp_path}/pid; trap on_exit EXIT; false"""
     result = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
