@@ -36,7 +36,7 @@ open_books() {
   [ ! -s "$STATE/spent" ] || read -r COUNTED_AT ELAPSED_S SPENT WAS <"$STATE/spent"
   [ "$WAS" != absent ] || COUNTED_AT=$(date +%s)
   note "watching $NAME: $TYPE in $ZONES, ${USD:-?} USD an hour, at most ${MAX_USD:-any} USD and ${MAX_HOURS:-any}" \
-    "hours, and $(spent) of it are spent"
+    "hours; spent so far: $(spent)"
 }
 
 spent() { echo "$(calc "$SPENT") USD and $(calc "$ELAPSED_S / 3600") hours"; }
