@@ -14,7 +14,7 @@ test-slow: .venv/installed
 
 lint: .venv/installed
 	.venv/bin/ruff check .
-	if ls deploy/*.sh >/dev/null 2>&1; then .venv/bin/shellcheck -x deploy/*.sh; fi
+	if ls deploy/*.sh >/dev/null 2>&1; then .venv/bin/shellcheck -x deploy/*.sh deploy/lib/*.sh; fi
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \

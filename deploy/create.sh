@@ -3,32 +3,36 @@
 #
 #   deploy/create.sh NAME --zones=us-west4-a,us-west4-b --type=v5litepod-8
 #
-# The zones are tried in turn; one without capacity is tried again after a pause, one without quota is not. A VM that
-# does not become healthy in time is deleted. If a VM of this name is there already, nothing is made (status 6).
+# The zones are tried in the given order. A zone without capacity is tried again after a pause; a zone without quota is
+# not. A VM that does not become healthy in time is deleted. If a VM of this name exists, nothing is created.
 #
-#   --type TYPE                v5litepod-1/4/8 (default -8), v6e-1/4/8; v5litepod-16, v4-32 … are pods
-#   --on_demand                not a spot VM: about four times the price, and it stays
-#   --rounds N                 how often to go through the zones (default 3)
-#   --backoff_s N              pause after a round, doubled each time, give or take a half (default 60)
-#   --wait_s N                 for one VM to become ready (default 900)
-#   --project ID               default: gcloud's own
-#   --ssh_user, --ssh_key      who may log in (default: your name; ~/.ssh/google_compute_engine, made if it is missing)
-#   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+#   --zones A,B                the zones to try, and in which to look for a VM of this name
+#   --type TYPE                v5litepod-1/4/8 (default -8) or v6e-1/4/8; v5litepod-16, v4-32 … are pods (several VMs)
+#   --on_demand                not a spot VM: it costs about four times as much and is not preempted
+#   --rounds N                 how many times to try all zones (default 3)
+#   --backoff_s N              the pause after a round, doubled each time and varied by half at random (default 60)
+#   --wait_s N                 how long one VM may take to become healthy (default 900)
+#   --project ID               the Google Cloud project (default: gcloud's own)
+#   --ssh_user NAME            who may log in (default: your name here)
+#   --ssh_key FILE             with this key (default ~/.ssh/google_compute_engine, created if it is missing)
+#   --dry_run                  only print what would be done
+#
+# Exit status 5: no zone has capacity or quota; 6: the VM exists already; 4: gcloud could not say whether it exists.
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 ROUNDS=3 BACKOFF_S=60 WAIT_S=900
 parse "ROUNDS= BACKOFF_S=" "$@"
 NAME=${ARGS[0]:-$NAME}
-[ -n "$NAME" ] || die 2 "which name? create.sh NAME, or NAME in deploy/config.env"
+[ -n "$NAME" ] || die 2 "the VM has no name: create.sh NAME, or set NAME in deploy/config.env"
 facts "$TYPE"
 lookup "$NAME"
-[ "$VM_STATE" != unknown ] || die 4 "cannot tell whether $NAME is there: $VM_ERROR"
-[ "$VM_STATE" = absent ] || die 6 "$NAME is there already: $VM_STATE $VM_HEALTH in $VM_ZONE"
+[ "$VM_STATE" != unknown ] || die 4 "cannot tell whether $NAME exists: $VM_ERROR"
+[ "$VM_STATE" = absent ] || die 6 "$NAME exists already: $VM_STATE $VM_HEALTH in $VM_ZONE"
 say "$NAME: $TYPE, $CHIPS chips, $([ -n "$ON_DEMAND" ] && echo on demand || echo spot), ${USD:-unknown} USD an hour"
 
 flags=(--accelerator-type="$TYPE" --version="$VERSION")
 [ -n "$ON_DEMAND" ] || flags+=(--spot)
 if [ ! -f "$SSH_KEY.pub" ] && [ ! -f "$SSH_KEY" ] && [ -z "$DRY_RUN" ]; then
-  say "making the ssh key $SSH_KEY, without a passphrase"
+  say "creating the ssh key $SSH_KEY, without a passphrase"
   (umask 077 && mkdir -p "$(dirname "$SSH_KEY")" && ssh-keygen -q -t ed25519 -N "" -f "$SSH_KEY")
 fi
 if [ -f "$SSH_KEY.pub" ]; then
@@ -36,12 +40,12 @@ if [ -f "$SSH_KEY.pub" ]; then
   flags+=(--metadata-from-file="ssh-keys=$TMP/keys")
 fi
 
-# try ZONE: 0 when the VM is ready; otherwise 1, with REASON, and nothing is left in the zone.
+# try ZONE creates the VM there. It returns 0 when the VM is ready; otherwise it deletes the VM, sets REASON, returns 1.
 try() {
   local zone=$1 creator status="" deadline=$((SECONDS + WAIT_S))
   GCLOUD_ERR=$TMP/create tpu "$zone" create "$NAME" "${flags[@]}" >/dev/null &
   creator=$!
-  trap 'kill $creator; die 1 "interrupted: $NAME may still be made in $zone; delete.sh $NAME"' INT TERM
+  trap 'kill $creator; die 1 "interrupted: $NAME may still be created in $zone: delete.sh $NAME"' INT TERM
   REASON="not ready and healthy after $WAIT_S s"
   while [ $SECONDS -lt $deadline ]; do
     sleep "$POLL_S"
@@ -53,16 +57,16 @@ try() {
     ZONES=$zone lookup "$NAME"
     say "$NAME in $zone: $VM_STATE $VM_HEALTH$VM_ERROR"
     if [ "$VM_STATE $VM_HEALTH" = "READY HEALTHY" ]; then REASON=""; break; fi
-    case $VM_STATE in PREEMPTED | TERMINATED) REASON="taken away at once"; break ;; esac
+    case $VM_STATE in PREEMPTED | TERMINATED) REASON="preempted at once"; break ;; esac
   done
-  kill $creator 2>/dev/null || true  # gcloud's own waiting has long pauses
+  kill $creator 2>/dev/null || true  # gcloud itself would notice only after a long pause
   wait $creator 2>/dev/null || true
   trap - INT TERM
   [ -n "$REASON" ] || return 0
   ZONES=$zone lookup "$NAME"
-  # Another zone is tried only when this one holds nothing: two VMs would cost twice, and only one would be seen.
+  # The next zone is tried only when this one holds no VM: two VMs would cost twice, and only one would be found.
   [ "$VM_STATE" = absent ] || tpu "$zone" delete "$NAME" --async >/dev/null || [ "$(why)" = not_found ] ||
-    die 1 "$NAME may be left in $zone, and cost: delete.sh $NAME; $(complaint)"
+    die 1 "$NAME may still exist in $zone, and cost money: delete.sh $NAME; $(complaint)"
   return 1
 }
 
@@ -88,7 +92,7 @@ while :; do
   done
   [ -z "$DRY_RUN" ] || exit 0
   zones=$left
-  [ -n "$zones" ] || die 5 "no quota in any of $ZONES for $TYPE: ask for it in the console, or give other --zones"
+  [ -n "$zones" ] || die 5 "no quota in any of $ZONES for $TYPE: request it in the console, or give other --zones"
   [ $round -lt "$ROUNDS" ] || die 5 "no VM in$zones after $ROUNDS rounds"
   pause=$(backoff "$BACKOFF_S" $round)
   say "round $round of $ROUNDS without success; again in $pause s"

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Deletes a VM and its disk; what is not in a bucket or fetched is lost. Asks first.
+# Deletes a VM and its disk, after asking. Files that are neither in a bucket nor fetched are lost.
 #
 #   deploy/delete.sh NAME
 #
 #   --yes                      do not ask
-#   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+#   --dry_run                  only print what would be done
+#
+# Exit status 3: there is no such VM; 4: gcloud could not say, or refused the credentials.
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 YES=""
 parse "YES" "$@"
 NAME=${ARGS[0]:-$NAME}
-[ -n "$NAME" ] || die 2 "which VM? delete.sh NAME"
+[ -n "$NAME" ] || die 2 "the VM has no name: delete.sh NAME"
 need "$NAME"
 if [ -z "$YES$DRY_RUN" ]; then
   printf 'Delete %s (%s, %s in %s) and its disk? Type its name: ' "$NAME" "$VM_TYPE" "$VM_STATE" "$VM_ZONE" >&2
@@ -17,7 +19,7 @@ if [ -z "$YES$DRY_RUN" ]; then
   [ "$answer" = "$NAME" ] || die 1 "not deleted"
 fi
 change delete || case $(why) in
-  not_found) ;;  # gone between the two questions
+  not_found) ;;  # deleted by somebody else since it was looked up
   auth) die 4 "credentials refused, $NAME is NOT deleted: gcloud auth login" ;;
   *) die 1 "$NAME is NOT deleted: $(complaint)" ;;
 esac

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Brings a run home: metrics, log, and the newest checkpoint (or all), into checkpoints/RUN here.
+# Copies a run from a VM into checkpoints/RUN here: metrics, log and the newest checkpoint.
 #
-#   deploy/fetch.sh HOST [RUN]     RUN: default the newest on the VM
+#   deploy/fetch.sh HOST [RUN]     RUN: the newest run of the VM unless it is given
 #
-# A checkpoint that is here already is not copied again; one that breaks off leaves nothing under its name.
+# A checkpoint that is here already is not copied again. An interrupted copy leaves nothing under a checkpoint's name.
 #
-#   --to DIR                   default: checkpoints/ beside deploy/
-#   --all                      every checkpoint, not the newest only
-#   --no_checkpoints           metrics and log only
-#   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+#   --to DIR                   copy into DIR/RUN (default: checkpoints/ beside deploy/)
+#   --all                      every checkpoint, not only the newest
+#   --no_checkpoints           only metrics and log
+#   --dry_run                  only print what would be done
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 TO=$ROOT/checkpoints ALL="" NO_CHECKPOINTS="" WORKER=0
 parse "TO= ALL NO_CHECKPOINTS" "$@"
 RUN=${ARGS[1]:-}
 resolve ${ARGS[0]:+"${ARGS[0]}"}
 run_on_vm() { retry vm 0 'current'; }
 RUN=${RUN:-$(run_on_vm)}
-[ -n "$RUN$DRY_RUN" ] || die 1 "no run was started on this VM: fetch.sh HOST RUN"
+[ -n "$RUN$DRY_RUN" ] || die 1 "no run was started on this VM; name an older one: fetch.sh HOST RUN"
 
 script <<'END'
 load_env
@@ -34,7 +34,7 @@ for name in "$@"; do [ ! -e "$name" ] || echo "$name"; done | tar -cf - -T -
 END
 SEND=$SCRIPT
 
-# get NAMES: into a folder beside, then each to its place
+# get NAMES copies these files and folders into incoming/ and then renames each to its place.
 get() {
   rm -rf "$TO/$RUN/incoming"
   mkdir -p "$TO/$RUN/incoming"

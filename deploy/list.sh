@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Lists the VMs in all --zones, with what each costs an hour.
+# Lists the VMs in all zones, with the price of each per hour.
 #
 #   deploy/list.sh --zones=us-west4-a,us-west4-b
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+#
+# Exit status 4: at least one zone gave no answer.
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 parse "" "$@"
 [ -n "$ZONES" ] || die 2 "--zones is not set: give the flag or write deploy/config.env"
 format='value[separator="|"](name.basename(),state,health,acceleratorType,schedulingConfig.spot,'

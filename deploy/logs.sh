@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Follows the log of the newest run on a VM and ends when the run ends, with the run's exit status.
+# Follows the log of the newest run on a VM until the run ends, and exits with the run's exit status.
 #
-#   deploy/logs.sh HOST        Ctrl-C ends the following, not the run
+#   deploy/logs.sh HOST        Ctrl-C ends this command only; the run continues
 #
-#   --tail N                   how much of what is already there (default 50)
+#   --tail N                   how many of the existing lines to print first (default 50)
 #   --worker N                 which VM of a pod (default 0)
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 TAIL=50 WORKER=0
 parse "TAIL=" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
@@ -14,7 +14,7 @@ script <<'END'
 run=$(current) pid=$(cat "$D/runs/pid" 2>/dev/null || echo 999999999)
 [ -n "$run" ] || { echo "no run was started on this VM" >&2; exit 1; }
 tail -s 0.5 -n "$1" -F --pid="$pid" "$D/runs/$run.log" 2>/dev/null
-ended 30 || { echo "run $run: its main process is gone, others are left; stop_run.sh --kill ends them" >&2; exit 1; }
+ended 30 || { echo "run $run: its main process ended, others still run; stop_run.sh --kill ends them" >&2; exit 1; }
 status=$(cat "$D/runs/$run.exit" 2>/dev/null) || { echo "run $run was killed, or the VM restarted" >&2; exit 1; }
 echo "run $run ended with status $status" >&2
 exit "$status"

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# Installs on a VM what training needs, and proves that torch_xla sees its chips. Safe to run again.
+# Installs on a VM everything that training needs, and checks that torch_xla sees all chips. It is safe to run again.
 #
 #   deploy/setup.sh HOST       HOST: an IP, an ssh host, a list of them (a,b), or the VM's name
 #
-# Python 3.11 with venv where it is missing (v6e images), the packages that pyproject.toml pins in ~/nanochat.d/venv,
-# and ~/.tpu_env from .tpu_env.example (mode 600). The WandB key comes from $WANDB_API_KEY or a file; it travels over
-# stdin and is never on a command line.
+# It installs Python 3.11 with venv if it is missing (as on v6e images) and the packages that pyproject.toml pins, into
+# ~/nanochat.d/venv, and creates ~/.tpu_env from .tpu_env.example (mode 600). The WandB key is read from $WANDB_API_KEY
+# or a file and sent over stdin: it never appears on a command line.
 #
-#   --type TYPE                how many chips to expect, for example v6e-4 (asked of gcloud if HOST is a VM's name)
-#   --wandb_key_file FILE      the key, if it is not in $WANDB_API_KEY
-#   --wandb_project NAME       put into ~/.tpu_env
+#   --type TYPE                the VM's type, such as v6e-4, which says how many chips to expect (default: if HOST is a
+#                              VM's name, gcloud is asked; if not, any number is accepted)
+#   --wandb_key_file FILE      a file with the WandB key, if it is not in $WANDB_API_KEY
+#   --wandb_project NAME       the WandB project to write into ~/.tpu_env
 #   --worker N|all             which VM of a pod (default all)
-#   --dry_run                  say what would be done
+#   --dry_run                  only print what would be done
 { set +x; } 2>/dev/null  # bash -x would print the key
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 TYPE=""
 parse "" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
@@ -44,7 +45,7 @@ else
   echo "installing $(wc -l <"$files/pins") pinned packages"
   [ -x "$venv/bin/python" ] || python3.11 -m venv "$venv"
   "$venv/bin/python" -m pip install -q --disable-pip-version-check --progress-bar off -r "$files/pins"
-  cp "$files/pins" "$venv/pins"  # last: an installation that broke off is done again
+  cp "$files/pins" "$venv/pins"  # written last, so that an interrupted installation is repeated
 fi
 umask 077
 [ -f ~/.tpu_env ] || cp "$files/.tpu_env.example" ~/.tpu_env
@@ -58,21 +59,21 @@ script <<'END'
 umask 077
 IFS= read -r key
 grep -v '^export WANDB_API_KEY=' ~/.tpu_env >~/.tpu_env.next || true
-printf 'export WANDB_API_KEY=%q\n' "$key" >>~/.tpu_env.next  # a builtin: no process has the key among its arguments
+printf 'export WANDB_API_KEY=%q\n' "$key" >>~/.tpu_env.next  # a builtin: the key is no process's argument
 mv ~/.tpu_env.next ~/.tpu_env
 echo "WandB key stored in ~/.tpu_env"
 END
 STORE_KEY=$SCRIPT
 
 script <<'END'
-running && { echo "a run holds the TPU: its chips are not counted"; exit 0; }
+running && { echo "the chips are not counted, because a run is using them"; exit 0; }
 load_env
 [ "${PJRT_DEVICE:-}" = TPU ] || { echo "PJRT_DEVICE is not TPU in ~/.tpu_env" >&2; exit 1; }
 count='import torch_xla.runtime as xr; print(xr.addressable_runtime_device_count())'
 seen=$(timeout 300 "$D/venv/bin/python" -c "$count" 2>"$D/setup/devices.log" | tail -n 1) || seen=0
 if [ "$seen" = 0 ] || { [ "$1" != 0 ] && [ "$seen" != "$1" ]; }; then
   tail -n 3 "$D/setup/devices.log" >&2
-  echo "torch_xla sees $seen chips, $1 expected: see the README's table (/dev/vfio busy, lock file, unhealthy)" >&2
+  echo "torch_xla sees $seen chips, $1 expected: docs/troubleshooting.md lists the causes" >&2
   exit 1
 fi
 echo "$seen" >"$D/chips"

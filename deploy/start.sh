@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Starts a stopped on-demand VM, waits until it is ready and prints its IP, which is another than before.
+# Starts a stopped on-demand VM, waits until it is healthy and prints its new IP.
 #
 #   deploy/start.sh NAME
 #
 #   --wait_s N                 how long to wait (default 600)
-#   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+#   --dry_run                  only print what would be done
+#
+# Exit status 3: there is no such VM; 4: gcloud could not say whether it exists.
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 parse "" "$@"
 NAME=${ARGS[0]:-$NAME}
-[ -n "$NAME" ] || die 2 "which VM? start.sh NAME"
+[ -n "$NAME" ] || die 2 "the VM has no name: start.sh NAME"
 need "$NAME"
 case $VM_STATE in
   READY | STARTING) ;;

@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
-# One screen per VM: its state, price so far, run, step, loss, speed, time left, disk, checkpoint, last error.
+# Shows the state, price so far, run, step, loss, speed, time left, disk, checkpoint and last error of one or more VMs.
 #
-#   deploy/status.sh [HOST…]   HOST: an IP, an ssh host or a VM's name (default: NAME of config.env)
+#   deploy/status.sh [HOST…]   HOST: an IP, an ssh host or a VM's name (default: NAME of deploy/config.env)
 #
-#   --watch                    again every --poll_s seconds (default 10), until Ctrl-C
+#   --watch                    repeat every --poll_s seconds (default 10) until Ctrl-C
 #   --worker N                 which VM of a pod (default 0)
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+#
+# Exit status 1: a VM is not READY or cannot be reached.
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 WATCH="" WORKER=0
 parse "WATCH" "$@"
 [ ${#ARGS[@]} -gt 0 ] || ARGS=(${NAME:+"$NAME"})
-[ ${#ARGS[@]} -gt 0 ] || die 2 "which VM? status.sh HOST, or NAME in deploy/config.env"
+[ ${#ARGS[@]} -gt 0 ] || die 2 "no VM is named: status.sh HOST, or set NAME in deploy/config.env"
 
 field() { sed -n "s/^$1=//p" "$TMP/probe"; }
 number() { field record | sed -n "s/.*\"$1\": *\([-0-9.eE+]*\).*/\1/p"; }
 seconds() { date -u -d "$1" +%s 2>/dev/null || date -u -j -f %Y-%m-%dT%H:%M:%S "${1%%.*}" +%s; }  # GNU, BSD
 
-vm_line() { # what gcloud knows; only for a VM's name
+vm_line() { # prints what gcloud says of the VM of this name
   local hours=0
   lookup "$1"
   printf '%s  %s' "$1" "$VM_STATE"

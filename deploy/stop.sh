@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# Stops an on-demand VM: its chips are given back, its disk stays (and costs). A spot VM cannot be stopped: delete it.
+# Stops an on-demand VM: its chips are released; its disk is kept and still costs money.
 #
-#   deploy/stop.sh NAME        stop_run.sh first, so that the run saves a checkpoint
+#   deploy/stop.sh NAME        run stop_run.sh first, so that the run saves a checkpoint
 #
-#   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+# A spot VM cannot be started again after a stop; delete it instead.
+#
+#   --dry_run                  only print what would be done
+#
+# Exit status 3: there is no such VM; 4: gcloud could not say whether it exists.
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 parse "" "$@"
 NAME=${ARGS[0]:-$NAME}
-[ -n "$NAME" ] || die 2 "which VM? stop.sh NAME"
+[ -n "$NAME" ] || die 2 "the VM has no name: stop.sh NAME"
 need "$NAME"
 [ "$VM_STATE" != STOPPED ] || { say "$NAME is stopped already"; exit 0; }
 [ "$VM_SPOT" != True ] || die 2 "$NAME is a spot VM, which cannot be started again: delete.sh $NAME"

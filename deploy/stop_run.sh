@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Stops the run on a VM: SIGTERM, upon which it saves a checkpoint, and waits until it has.
+# Stops the run on a VM with SIGTERM and waits until it has saved a checkpoint and ended.
 #
 #   deploy/stop_run.sh HOST    HOST: an IP, an ssh host, a list of them (a,b), or the VM's name
 #
 #   --wait_s N                 how long to wait for the checkpoint (default 120)
-#   --kill                     after that, kill -9 what is left of the run
+#   --kill                     after that, end the run's remaining processes with kill -9
 #   --worker N|all             which VM of a pod (default all)
-#   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+#   --dry_run                  only print what would be done
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 WAIT_S=120 KILL=""
 parse "KILL" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
@@ -17,7 +17,7 @@ wait_s=$1 kill=$2 run=$(current)
 load_env
 running || { echo "nothing is running"; exit 0; }
 if ! stop_run "$wait_s"; then
-  [ -n "$kill" ] || { echo "run $run has not ended after $wait_s s; --kill ends it, without a checkpoint" >&2; exit 1; }
+  [ -n "$kill" ] || { echo "run $run has not ended after $wait_s s; --kill ends it without a checkpoint" >&2; exit 1; }
   kill -KILL -- "-$(tr -d ' ' <"$D/runs/pgid")"
   ended 10 || { echo "cannot kill run $run" >&2; exit 1; }
 fi

@@ -1,32 +1,34 @@
 #!/usr/bin/env bash
-# Starts a run on a VM, detached from ssh, and returns when its first log line is there, or its error.
+# Starts a run on a VM, detached from ssh, and returns as soon as the run has printed its first step or an error.
 #
 #   deploy/train.sh HOST -- --run=d16 --depth=16 --device_batch_size=8
-#   deploy/train.sh HOST --again               the last command line once more (it resumes)
+#   deploy/train.sh HOST --again               repeats the last command line; the run resumes
 #
-# What follows -- goes to python -m scripts.base_train. One run at a time: a second is refused (status 6). Checked
-# first: code, packages, .tpu_env, PJRT_DEVICE=TPU, number of chips, disk, data, tokenizer. On a pod the run is started
-# on every VM or on none. On the VM, ~/nanochat.d/runs/ keeps RUN.log, RUN.exit and RUN.command.
+# The flags after -- are those of python -m scripts.base_train. Before the start, these are checked: code, packages,
+# .tpu_env, PJRT_DEVICE=TPU, number of chips, disk, data and tokenizer. On a pod the run starts on every VM or on none.
+# The VM keeps RUN.log, RUN.exit and RUN.command in ~/nanochat.d/runs/.
 #
-#   --min_free_gb N            refuse with less disk than this (default 20)
-#   --wait_s N                 return after this long at most (default 600); the run goes on
-#   --dry_run                  say what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+#   --min_free_gb N            refuse to start with less free disk than this (default 20)
+#   --wait_s N                 return after this time at the latest (default 600); the run continues
+#   --dry_run                  only print what would be done
+#
+# Exit status 6: another run is running. If the run ends at once, its own exit status is returned.
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 MIN_FREE_GB=20 AGAIN=""
 parse "AGAIN MIN_FREE_GB=" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
-[ -n "$AGAIN" ] || [ ${#FLAGS[@]} -gt 0 ] || die 2 "no flags for the run: train.sh HOST -- --run=NAME …, or --again"
+[ -n "$AGAIN" ] || [ ${#FLAGS[@]} -gt 0 ] || die 2 "the run has no flags: train.sh HOST -- --run=NAME …, or --again"
 
 script <<'END'
 next=$D/runs/start.$1 again=$2 min_free_gb=$3; shift 3
 fail() { echo "$1" >&2; exit "${2:-1}"; }
 code=$(cd -P ~/nanochat 2>/dev/null && pwd) || fail "no code on this VM: push.sh first"
 [ -x "$D/venv/bin/python" ] && [ -f ~/.tpu_env ] || fail "packages or ~/.tpu_env are missing: setup.sh first"
-running && fail "a run is going: $(current), process $(cat "$D/runs/pid"); stop_run.sh ends it" 6
+running && fail "another run is running: $(current), process $(cat "$D/runs/pid"); stop_run.sh ends it" 6
 load_env
 run=dummy own_data="" device="" previous=""
 if [ -n "$again" ]; then
-  [ -f "$D/runs/$(current).flags" ] || fail "no run was started here: give its flags after --"
+  [ -f "$D/runs/$(current).flags" ] || fail "no run was started on this VM: give its flags after --"
   eval "set -- $(cat "$D/runs/$(current).flags")"
 fi
 for flag in "$@"; do
@@ -40,10 +42,10 @@ for flag in "$@"; do
 done
 case $run in *[!A-Za-z0-9._-]* | "" | -*) fail "--run=$run: letters, digits, dot, dash and underscore only" 2 ;; esac
 
-if [ -z "$device" ]; then  # unless another device was asked for, in so many words
+if [ -z "$device" ]; then  # unless the flags name a device
   [ "${PJRT_DEVICE:-}" = TPU ] || fail "PJRT_DEVICE is '${PJRT_DEVICE:-}' in ~/.tpu_env: it would train on the CPU"
   chips=$(shopt -s nullglob; set -- /dev/accel[0-9]* /dev/vfio/[0-9]*; echo $#)
-  [ "$chips" -gt 0 ] || fail "no TPU chips in /dev: make the VM again"
+  [ "$chips" -gt 0 ] || fail "no TPU chips in /dev: delete the VM and create it again"
   [ ! -f "$D/chips" ] || [ "$chips" = "$(cat "$D/chips")" ] || fail "$chips chips in /dev, setup saw $(cat "$D/chips")"
   device=--device_type=tpu
 else device=""; fi
@@ -77,7 +79,7 @@ setsid -f flock -w 3 "$D/run.lock" bash -c '
   echo "$1" >token; rm -r "$1"
   bash "$run.command" >>"$run.log" 2>&1; echo $? >"$run.exit"' bash "start.$1" </dev/null >/dev/null 2>&1
 for _ in $(seq 25); do [ ! -d "start.$1" ] && [ -s pid ] && exit 0; sleep 0.2; done
-rm -r "start.$1"; echo "a run is going: $(current)" >&2; exit 6
+rm -r "start.$1"; echo "another run is running: $(current)" >&2; exit 6
 END
 START=$SCRIPT
 
@@ -86,9 +88,9 @@ run=$D/runs/$(current) pid=$(cat "$D/runs/pid")
 timeout "$1" tail -s 0.3 -F --pid="$pid" -c "+$(($(cat "$D/runs/offset") + 1))" "$run.log" 2>/dev/null |
   sed -u '/^step /q' || true
 if kill -0 "$pid" 2>/dev/null; then
-  echo "the run goes on by itself: logs.sh and status.sh show it, stop_run.sh ends it"
+  echo "the run continues in the background: logs.sh and status.sh show it, stop_run.sh ends it"
 else
-  ended 30 || { echo "its main process is gone, others are left: stop_run.sh --kill ends them" >&2; exit 1; }
+  ended 30 || { echo "its main process ended, others still run: stop_run.sh --kill ends them" >&2; exit 1; }
   echo "the run ended with status $(cat "$run.exit"): $(tail -n 1 "$run.log")"
   exit "$(cat "$run.exit")"
 fi
@@ -96,7 +98,7 @@ END
 FOLLOW=$SCRIPT
 
 script <<'END'
-[ "$(cat "$D/runs/token")" != "start.$1" ] || stop_run 60  # what this command started, nothing else
+[ "$(cat "$D/runs/token")" != "start.$1" ] || stop_run 60  # only the run that this command started
 END
 STOP=$SCRIPT
 

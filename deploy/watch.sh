@@ -1,38 +1,41 @@
 #!/usr/bin/env bash
-# Keeps one run alive on one VM until it is finished: makes the VM, and makes it again when it is preempted or sick.
+# Keeps one run alive on one VM until it is finished, and creates the VM again when it is preempted or unhealthy.
 #
 #   nohup deploy/watch.sh NAME --zones=us-west4-a,us-west4-b --bucket=gs://my-bucket/nanochat --max_usd=50 -- \
 #     --run=d16 --depth=16 --checkpoint_mirror=gs://my-bucket/nanochat/checkpoints >watch.log 2>&1 &
 #
-# What follows -- are the run's flags. A new VM is set up, gets the code and the data, and the run resumes from the
-# mirror. Finished means: the run ended with status 0; then it is fetched and the VM deleted. Gives up, with the log's
-# tail, when the run ends three times and gets no further, or something is wrongly set. Status 0 finished, 1 given up,
-# 7 budget, 70 failed itself (only then, or when it is told to stop, a VM is left behind).
+# The flags after -- are the run's. A new VM gets packages, code and data, and the run resumes from the mirror. When the
+# run has ended with status 0, it is fetched and the VM is deleted. When it has ended three times without getting
+# further, or a setting is wrong, watch.sh gives up: it prints the end of the log, fetches the run and deletes the VM.
 #
-#   --max_usd N, --max_hours N   one is needed; never exceeded: run stopped and fetched, VM deleted in time
-#   --margin_s N               what is kept of the budget for that (default 600)
-#   --poll_s N                 how often to look (default 60)
-#   --patience N               how often in a row a VM may be sick or silent before it is made again (default 5)
-#   --stall_s N                a run whose log stands still for so long hangs, and is started again (default 1800)
-#   --keep_vm                  do not delete the VM at the end; it goes on costing
-#   --to DIR                   where fetch.sh puts the run (default checkpoints/ beside deploy/)
-#   --state DIR                journal and spending (default ~/.local/state/nanochat/NAME); kept over restarts
-#   --dry_run                  say what would be done
-#   WEBHOOK=URL in config.env  gets {"text": …} for everything in the journal
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+#   --max_usd N, --max_hours N   the budget; one of them is required. Before it is spent, the run is stopped and fetched
+#                                and the VM deleted
+#   --margin_s N               the part of the budget that is reserved for that, in seconds (default 600)
+#   --poll_s N                 seconds between two checks of the VM (default 60)
+#   --patience N               after how many failed checks in a row the VM is created again (default 5)
+#   --stall_s N                a run without a new log line for this long is started again (default 1800)
+#   --keep_vm                  do not delete the VM at the end; it still costs money
+#   --to DIR                   where fetch.sh puts the run (default: checkpoints/ beside deploy/)
+#   --state DIR                journal and spending, which outlive a restart (default ~/.local/state/nanochat/NAME)
+#   --dry_run                  only print what would be done
+#   WEBHOOK=URL in config.env  an address that gets every line of the journal as {"text": …}
+#
+# Exit status 0: finished; 1: given up; 2: wrong use; 6: watched already; 7: budget spent; 70: watch.sh itself failed;
+# 143: told to stop. A VM may remain, and cost money, after 2, 6, 70 and 143, and with --keep_vm except after 7.
+. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 MAX_USD="" MAX_HOURS="" MARGIN_S=600 POLL_S=60 PATIENCE=5 STALL_S=1800
 KEEP_VM="" STATE="" WEBHOOK="" TO=$ROOT/checkpoints
 parse "MAX_USD= MAX_HOURS= MARGIN_S= PATIENCE= STALL_S= KEEP_VM STATE= TO=" "$@"
 NAME=${ARGS[0]:-$NAME}
-[ -n "$NAME" ] || die 2 "which VM? watch.sh NAME … -- FLAGS"
-[ ${#FLAGS[@]} -gt 0 ] || die 2 "no flags for the run: watch.sh NAME … -- --run=NAME …"
-[ -n "$MAX_USD$MAX_HOURS" ] || die 2 "how much may it cost? --max_usd or --max_hours"
+[ -n "$NAME" ] || die 2 "the VM has no name: watch.sh NAME … -- FLAGS"
+[ ${#FLAGS[@]} -gt 0 ] || die 2 "the run has no flags: watch.sh NAME … -- --run=NAME …"
+[ -n "$MAX_USD$MAX_HOURS" ] || die 2 "the run has no budget: --max_usd or --max_hours"
 facts "$TYPE"
-[ -z "$MAX_USD" ] || [ -n "$USD" ] || die 2 "the price of $TYPE is not known: --usd_per_hour"
+[ -z "$MAX_USD" ] || [ -n "$USD" ] || die 2 "the price of $TYPE is not known: give --usd_per_hour"
 RUN=$(printf '%s\n' "${FLAGS[@]}" | awk -F= '$1 == "--run" { if (NF == 1) getline; print $NF }' | tail -n 1)
 RUN=${RUN:-dummy}
-. "$HERE/money.sh"
-. "$HERE/repair.sh"
+. "$LIB/budget.sh"
+. "$LIB/repair.sh"
 FETCH=(--to="$TO")
 case " ${FLAGS[*]}" in
   *--checkpoint[_-]mirror*) FETCH+=(--no_checkpoints) ;;
@@ -43,24 +46,24 @@ STATE=${STATE:-$HOME/.local/state/nanochat/$NAME}
 mkdir -p "$STATE"
 other=$(cat "$STATE/pid" 2>/dev/null || true)
 case "$other $(ps -o command= -p "${other:-0}" 2>/dev/null || true)" in
-  "$$ "*) ;;  # after a reboot the number may be another program's, or ours
+  "$$ "*) ;;  # after a reboot the number may belong to another program, or to us
   *watch.sh*) die 6 "$NAME is watched by process $other" ;;
 esac
 echo $$ >"$STATE/pid"
 
 probe_run() { WORKER=0 && aim && vm 0 probe; }
 field() { sed -n "s/^$1=//p" "$STATE/probe"; }
-look() { # what the run on a healthy VM does
+look() { # checks the run on a healthy VM and acts on its state
   local state step
   if ! limit 120 probe_run >"$STATE/probe" 2>"$STATE/probe.log"; then
     trouble "no answer from the VM: $(last_line probe)"
     return
   fi
-  [ -n "$(field state)" ] || { note "the VM's answer could not be kept: is the disk of $STATE full?"; return; }
+  [ -n "$(field state)" ] || { note "the VM's answer could not be stored: is the disk of $STATE full?"; return; }
   state=$(field state)$(field exit | sed 's/^/ /') step=$(field steps)
   case "$(field run) $state" in
     "$RUN "*) ;;
-    *" running"*) note "another run is going: $(field run)"; return ;;
+    *" running"*) note "another run is running: $(field run)"; return ;;
     *) state=none ;;
   esac
   case $state in
@@ -70,12 +73,12 @@ look() { # what the run on a healthy VM does
       else echo "$(date -u +%FT%TZ) running, step $step" || true; fi ;;
     none) prepare ;;
     orphans*)
-      note "processes are left of a run that ended"
-      call 300 stop_run --kill --wait_s=1 || trouble "still there" ;;
+      note "the run has ended, but some of its processes still run"
+      call 300 stop_run --kill --wait_s=1 || trouble "its processes could not be ended" ;;
     "ended 0")
       note "finished: step $step"
       call "$LEFT_S" fetch "${FETCH[@]}" && end 0
-      note "could not fetch it, and try again, which costs: $(last_line fetch)" ;;
+      note "the run could not be fetched; trying again, while the VM costs money: $(last_line fetch)" ;;
     "ended 2") give_up "the run does not accept its flags" ;;
     "ended 75") note "the run was told to stop at step $step: starting it again"; restart ;;
     *) crashed "$state" ;;
@@ -91,23 +94,23 @@ while :; do
   case $VM_STATE in
     absent | unknown) ;;
     *) [ "$VM_TYPE ${VM_SPOT:-False}" = "$TYPE $([ -n "$ON_DEMAND" ] && echo False || echo True)" ] || {
-         note "$NAME is there as $VM_TYPE, spot: ${VM_SPOT:-False}. Other --type or --on_demand, or another name"
+         note "$NAME exists as $VM_TYPE, spot: ${VM_SPOT:-False}. Give its --type and --on_demand, or another name"
          rm "$STATE/pid"; exit 2; } ;;
   esac
   tick
   case $VM_STATE in
-    unknown) note "cannot tell what $NAME is doing, and wait: $VM_ERROR" ;;
+    unknown) note "cannot tell the state of $NAME; waiting: $VM_ERROR" ;;
     absent) if [ "$hold" -gt 0 ]; then hold=$((hold - 1)); else make; fi ;;
     READY)
       pending=0
-      if [ "$VM_HEALTH" = HEALTHY ]; then look; else trouble "sick: $VM_HEALTH"; fi ;;
+      if [ "$VM_HEALTH" = HEALTHY ]; then look; else trouble "unhealthy: $VM_HEALTH"; fi ;;
     PREEMPTED | TERMINATED) again "$VM_STATE" ;;
     STOPPED) if [ -n "$ON_DEMAND" ]; then KEEP_VM=1; give_up "somebody stopped $NAME"; else again "$VM_STATE"; fi ;;
     *) pending=$((pending + 1)); [ $pending -lt $((PATIENCE * 3)) ] || again "$VM_STATE for $pending polls" ;;
   esac
   if [ $troubles -ge "$PATIENCE" ]; then
     futile=$((futile + 1))
-    [ $futile -lt 3 ] || give_up "three VMs, and the run did not start on any"
+    [ $futile -lt 3 ] || give_up "the run did not start on any of three VMs"
     again "trouble $troubles times in a row"
   fi
   sleep "$POLL_S"

@@ -1,6 +1,6 @@
-"""Our own small Google Cloud: the TPU API v2 and Cloud Storage, over http on loopback, for the real gcloud to talk to.
+"""An emulator of Google Cloud for the real gcloud: the TPU API v2 and Cloud Storage, over http on loopback.
 
-A test scripts what goes wrong: `cloud.faults["us-a"] = ["stockout", "quota"]` are the next creations in that zone.
+A test chooses the faults: `cloud.faults["us-a"] = ["stockout", "quota"]` lets the next two creations in us-a fail.
 """
 import base64
 import hashlib
@@ -21,16 +21,16 @@ class Failure(Exception):
 
 
 class Cloud:
-    """Nodes by full name, objects by (bucket, name). boot(node_id, index) makes a VM and returns its IP."""
+    """Keeps nodes by full name and objects by (bucket, name). boot(node_id, index) starts a VM and returns its IP."""
 
     def __init__(self, boot=lambda node, index: f"192.0.2.{index + 1}", shut_down=lambda node: None):
         self.boot, self.shut_down = boot, shut_down
         self.nodes, self.operations, self.objects, self.uploads, self.requests = {}, {}, {}, {}, []
-        self.faults = {}  # zone: what happens to the next creations there: stockout, quota, unhealthy, stuck
-        self.broken = None  # (code, status, message) that answers every request
-        self.vanishing = False  # whether a node is gone just before it is to be deleted
-        self.undeletable = 0  # how many deletions fail
-        self.hidden = 0  # how many questions about a node that is there are answered NOT_FOUND
+        self.faults = {}  # zone: the faults of its next creations: stockout, quota, unhealthy or stuck
+        self.broken = None  # (code, status, message): the answer to every request
+        self.vanishing = False  # whether a deletion finds that the node has just been deleted
+        self.undeletable = 0  # how many of the next deletions fail
+        self.hidden = 0  # how many of the next requests for an existing node are answered NOT_FOUND
         self.hosts = {"v5litepod-16": 4, "v4-32": 4}
         self._ids, self._lock = 1000, threading.RLock()
         cloud = self
@@ -69,7 +69,7 @@ class Cloud:
         self.server.server_close()
 
     def env(self, config_dir):
-        """What makes the real gcloud talk to this cloud, and to nothing else."""
+        """Returns the environment variables with which the real gcloud talks to this cloud and to nothing else."""
         return {"CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU": self.url, "CLOUDSDK_AUTH_ACCESS_TOKEN": "x",
                 "CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE": self.url + "storage/v1/", "CLOUDSDK_CONFIG": str(config_dir),
                 "CLOUDSDK_CORE_PROJECT": "p", "CLOUDSDK_CORE_CHECK_GCE_METADATA": "false",
@@ -144,7 +144,7 @@ class Cloud:
         return self.operation(parent, node)
 
     def grow(self, node):
-        """Every time it is looked at, a node comes one state further."""
+        """Advances a node by one state each time it is described."""
         if node["state"] == "CREATING" and node["fault"] != "stuck":
             node["state"] = "READY"
             self.connect(node)

@@ -1,4 +1,4 @@
-"""Fixtures: a laptop (scripts, ssh keys, gcloud's settings) and the VMs and clouds it talks to, all on loopback."""
+"""Fixtures: a laptop (scripts, ssh keys, gcloud's settings) and its VMs, all on loopback."""
 import os
 import shutil
 import signal
@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy import warm_gcloud
 from tests.deploy.standin import NAMESPACE, StandIn
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def missing():
+    """Returns why the tests with VMs cannot run here, or None."""
     if os.geteuid() != 0:
         return "namespaces and sshd need root"
     for program in ("unshare", "setsid", "flock", "/usr/sbin/sshd", "ssh", "gcloud"):
@@ -32,10 +34,10 @@ def pytest_collection_modifyitems(items):
 
 
 class Laptop:
-    """The person's machine: `run("push.sh", HOST)` is what they type."""
+    """The user's machine: `run("push.sh", HOST)` runs deploy/push.sh on it."""
 
-    def __init__(self, root):
-        self.root, self.home = root, root / "laptop"
+    def __init__(self, root, gcloud):
+        self.root, self.home, self.gcloud = root, root / "home", gcloud
         (self.home / ".ssh").mkdir(parents=True)
         (self.home / "bin").mkdir()
         key = self.home / ".ssh/google_compute_engine"
@@ -45,10 +47,10 @@ class Laptop:
         (self.home / ".ssh/config").write_text(f"Host *\n  UserKnownHostsFile {self.home}/.ssh/known_hosts\n")
         (self.home / "bin/ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {self.home}/.ssh/config "$@"\n')
         (self.home / "bin/ssh").chmod(0o755)
-        if os.environ.get("BASH32"):  # for all that is tested: make test BASH32=/opt/bash-3.2/bin/bash
+        if os.environ.get("BASH32"):  # runs every script in bash 3.2: make test BASH32=/opt/bash-3.2/bin/bash
             (self.home / "bin/bash").symlink_to(os.environ["BASH32"])
-        self.env = {"PATH": f"{self.home}/bin:{os.environ['PATH']}", "HOME": str(self.home), "TMPDIR": str(root),
-                    "LANG": "C.UTF-8", "NANOCHAT_DEPLOY_CONFIG": str(self.home / "config.env")}
+        self.env = {"PATH": f"{self.home}/bin:{gcloud.parent}:{os.environ['PATH']}", "HOME": str(self.home),
+                    "TMPDIR": str(root), "LANG": "C.UTF-8", "NANOCHAT_DEPLOY_CONFIG": str(self.home / "config.env")}
         self.vms, self.processes = [], []
 
     def vm(self, name="vm", **options):
@@ -62,7 +64,7 @@ class Laptop:
         return self.processes[-1]
 
     def run(self, script, *args, status=0, env=None, root=ROOT, timeout_s=180):
-        """Runs a script, asserts its exit status and returns all that it printed."""
+        """Runs a script, asserts its exit status and returns its output."""
         process = self.start(script, *args, env=env, root=root)
         try:
             output = process.communicate(timeout=timeout_s)[0]
@@ -73,9 +75,20 @@ class Laptop:
         return output
 
 
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory):
+    """The path of a gcloud that has been imported already; one serves all tests of this process."""
+    folder = tmp_path_factory.mktemp("gcloud")
+    server = warm_gcloud.start(folder)
+    yield folder / "gcloud"
+    server.stdin.close()
+    server.wait()
+    server.stdout.close()
+
+
 @pytest.fixture
-def laptop(tmp_path):
-    laptop = Laptop(tmp_path)
+def laptop(tmp_path_factory, warm):
+    laptop = Laptop(tmp_path_factory.mktemp("laptop"), warm)  # short: the path of a socket has 107 bytes at most
     yield laptop
     for process in laptop.processes:
         if process.poll() is None:
@@ -87,8 +100,14 @@ def laptop(tmp_path):
 
 
 @pytest.fixture
+def installed_gcloud(laptop):
+    """The laptop's gcloud is the installed program itself, a new process for every call."""
+    laptop.env["PATH"] = laptop.env["PATH"].replace(f"{laptop.gcloud.parent}:", "")
+
+
+@pytest.fixture
 def vm(laptop):
-    """A VM with 8 chips on which setup.sh, push.sh and data.sh have been."""
+    """A VM with 8 chips, as setup.sh, push.sh and data.sh leave it."""
     vm = laptop.vm()
     vm.give_code()
     shard = vm.home / ".cache/nanochat/parquet/base_data_v3/shard_00000.parquet"

@@ -1,7 +1,7 @@
-"""Stands where a VM's venv/bin/python stands: behaves like base_train towards the scripts, without training.
+"""Takes the place of a VM's venv/bin/python: the scripts see a base_train that does not train.
 
-It also answers setup.sh's count of chips. Flags of its own: --step_s, --crash_at=STEP (every time),
---hang_at=STEP (once), --bad_input.
+It also prints the number of chips for setup.sh. Its own flags are --step_s, --crash_at=STEP (every time),
+--hang_at=STEP (once) and --bad_input.
 """
 import json
 import os

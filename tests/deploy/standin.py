@@ -1,4 +1,4 @@
-"""A stand-in for a TPU VM: its own home, hostname, /dev and processes, around a real sshd on loopback."""
+"""A stand-in for a TPU VM: a real sshd on loopback with a home, hostname, /dev and processes of its own."""
 import itertools
 import json
 import os
@@ -13,7 +13,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 _numbers = itertools.count(2)
-_NET = 1 + os.getpid() % 250  # processes that test at the same time use networks of their own
+# Processes that test at the same time use networks of their own: those of one pytest-xdist run by their numbers.
+_NETWORK = f"127.{1 + os.getpid() % 250}.{os.environ.get('PYTEST_XDIST_WORKER', '0').removeprefix('gw')}"
 
 NAMESPACE = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc",
              "--propagation", "private"]
@@ -30,17 +31,17 @@ ln -s /proc/self/fd /dev/fd; ln -s fd/0 /dev/stdin; ln -s fd/1 /dev/stdout; ln -
 for i in $(seq {chips}); do touch /dev/vfio/$((i - 1)); done
 mount -t tmpfs tmpfs /run && mkdir /run/sshd
 {disk}
-exec 3<&0; (cat <&3 >/dev/null; kill -TERM 1) & exec 3<&-  # the VM vanishes with the process that tests
+exec 3<&0; (cat <&3 >/dev/null; kill -TERM 1) & exec 3<&-  # the VM ends with the test process
 exec /usr/sbin/sshd -D -e -f {root}/sshd_config
 """
 
 
 class StandIn:
-    """One VM. `home` is its home directory, `python` the program behind its venv; kill() is a preemption."""
+    """One VM. `home` is its home directory, `python` the program that its venv runs; kill() preempts it."""
 
     def __init__(self, root, name, authorized_key, *, chips=8, env=None, disk_mb=None, set_up=True, python=None):
         self.root, self.name = Path(root), name
-        self.ip = f"127.{_NET}.0.{next(_numbers)}"
+        self.ip = f"{_NETWORK}.{next(_numbers)}"
         self.home = self.root / "home"
         self.home.mkdir(parents=True)
         (self.root / "authorized_keys").write_text(authorized_key)
@@ -78,10 +79,10 @@ class StandIn:
             time.sleep(0.02)
 
     def _make_programs(self, python, set_up):
-        """bin/: what an image brings; a venv as setup.sh leaves it, if `set_up`, so that nothing is installed."""
+        """Makes the image's programs in bin/ and, if `set_up`, a venv as setup.sh leaves it."""
         programs = {
             "python3.11": f'exec {sys.executable} "$@"',
-            # A session that finds ~/drop_connection takes some of its input, and then the connection is cut.
+            # A session that finds ~/drop_connection reads some of its input and then drops the connection.
             "session": 'if [ -f ~/drop_connection ]; then head -c 20000 >/dev/null; rm ~/drop_connection;'
                        ' kill -9 $PPID; exit; fi\nexec bash -c "$SSH_ORIGINAL_COMMAND"',
         }
@@ -107,7 +108,7 @@ class StandIn:
         path.chmod(0o755)
 
     def give_code(self):
-        """What push.sh leaves, as far as train.sh looks."""
+        """Puts the parts of a pushed release there that train.sh checks."""
         release = self.home / "nanochat.d/releases/abc1234-00000000"
         (release / "tokenizer").mkdir(parents=True)
         (release / "tokenizer/vocabulary.tiktoken").write_bytes(bytes(200_000))
@@ -122,7 +123,7 @@ class StandIn:
             return False
 
     def pids(self):
-        """Pids, as seen from here, of every process in the VM."""
+        """Returns the pids, outside the VM, of all its processes."""
         init = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout.strip()
         namespace = os.readlink(f"/proc/{init}/ns/pid")
         found = []
@@ -139,7 +140,7 @@ class StandIn:
             os.kill(pid, signal.SIGSTOP)
 
     def processes(self):
-        """Command lines by pid (as seen from here)."""
+        """Returns the command line of each process, by its pid outside the VM."""
         lines = {}
         for pid in self.pids():
             try:
@@ -149,11 +150,11 @@ class StandIn:
         return lines
 
     def trainers(self):
-        """Pids of the processes that train."""
+        """Returns the pids, outside the VM, of the processes that train."""
         return [pid for pid, line in self.processes().items() if "fake_trainer.py -u -m scripts.base_train" in line]
 
     def shell(self, command):
-        """What a command prints inside, with the VM's own disk and processes."""
+        """Runs a command in the VM and returns its output."""
         inside = ["nsenter", "-t", str(self.pids()[0]), "-p", "-m", "bash", "-c", command]
         return subprocess.check_output(inside, text=True, env={**os.environ, "HOME": str(self.home)})
 
@@ -164,7 +165,7 @@ class StandIn:
         return [json.loads(line) for line in (self.run_dir(run) / "metrics.jsonl").read_text().splitlines()]
 
     def kill(self):
-        """The preemption: every process is gone at once, and so is the disk."""
+        """Ends every process at once; a disk in memory (`disk_mb`) is lost, too."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -173,7 +174,7 @@ class StandIn:
 
     def restart_with_another_ip(self):
         self.kill()
-        old, self.ip = self.ip, f"127.{_NET}.0.{next(_numbers)}"
+        old, self.ip = self.ip, f"{_NETWORK}.{next(_numbers)}"
         config = self.root / "sshd_config"
         config.write_text(config.read_text().replace(f"{old}:", f"{self.ip}:"))
         self.boot()

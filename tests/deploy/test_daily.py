@@ -1,4 +1,4 @@
-"""The scripts of every day, against a real sshd: push, setup, train, logs, stop_run."""
+"""The scripts of daily use, against a real sshd: push, setup, train, logs, status, stop_run."""
 import os
 import signal
 import subprocess
@@ -39,7 +39,7 @@ def test_push_with_nothing_but_an_ip(laptop, checkout):
     assert "kB packed" in output and "~/nanochat is now" in output
 
 
-def test_push_again_replaces_the_code_and_keeps_what_was_beside_it(laptop, checkout):
+def test_push_again_replaces_the_code_and_keeps_other_files(laptop, checkout):
     vm = laptop.vm()
     (vm.home / "nanochat").mkdir()
     (vm.home / "nanochat/mine.txt").write_text("a clone made by hand")
@@ -87,7 +87,7 @@ def test_a_changed_host_key_of_a_bare_ip_is_explained(laptop, checkout):
     assert f"ssh-keygen -R {vm.ip}" in laptop.run("push.sh", vm.ip, root=checkout, status=1)
 
 
-def test_setup_installs_what_is_missing_once(laptop):
+def test_setup_installs_missing_packages_once(laptop):
     vm = laptop.vm(set_up=False)
     (vm.root / "bin/python3.11").write_text(
         f"""#!/bin/bash
@@ -128,7 +128,7 @@ def test_setup_fails_when_chips_are_missing(laptop):
 
 
 def test_the_wandb_key_is_in_no_process_list_no_log_and_no_tarball(laptop, checkout):
-    """Every command line of the whole machine is watched while setup, push and train run."""
+    """All command lines of the whole machine are recorded while setup, push and train run."""
     key = "deadbeef" * 5
     vm = laptop.vm()
     watch = f"while sleep 0.01; do cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '; done >{vm.root}/seen"
@@ -168,7 +168,7 @@ def test_train_starts_detached_and_returns_at_the_first_log_line(laptop, vm):
     output = train(laptop, vm, "--run=d16", "--num_iterations=1000", "--text=two words; $(touch /tmp/no)")
     assert "scripts.base_train --run=d16" in output and "step 00001/01000" in output
     assert "step 00100" not in output
-    assert "refuse" not in output and "a run is going: d16" in train(laptop, vm, "--run=other", status=6)
+    assert "another run" not in output and "another run is running: d16" in train(laptop, vm, "--run=other", status=6)
     assert "--device_type=tpu" in (vm.home / "nanochat.d/runs/d16.command").read_text()
     assert "code " in (vm.home / "nanochat.d/runs/d16.log").read_text().splitlines()[0]
 
@@ -203,7 +203,7 @@ def test_two_starts_at_once_give_one_run(laptop, vm):
     ("echo 4 >nanochat.d/chips", "8 chips in /dev, setup saw 4"),
     ("rm -r .cache", "data.sh first"),
 ])
-def test_train_refuses_what_cannot_work(laptop, vm, broken, message):
+def test_train_refuses_a_vm_that_is_not_set_up(laptop, vm, broken, message):
     subprocess.run(broken, shell=True, cwd=vm.home, check=True)
     assert message in train(laptop, vm, "--run=a", status=1)
 
@@ -223,7 +223,7 @@ def test_train_prints_the_error_of_a_run_that_ends_at_once(laptop, vm):
     assert "status 1: RuntimeError: crash at step 1" in output
 
 
-def test_stop_run_kills_what_does_not_stop_only_when_told_to(laptop, vm):
+def test_stop_run_kills_a_run_that_does_not_stop_only_with_kill(laptop, vm):
     train(laptop, vm, "--run=a", "--num_iterations=100000")
     trainer = int((vm.home / "nanochat.d/runs/pid").read_text())
     vm.shell(f"kill -STOP {trainer}")

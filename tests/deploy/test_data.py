@@ -1,4 +1,4 @@
-"""Data from a bucket to the VM with the VM's own gcloud storage, and results home."""
+"""Copies of data from a bucket to the VM, with gcloud storage, and of results from the VM to the laptop."""
 import pytest
 
 from tests.deploy.cloud import Cloud
@@ -13,6 +13,7 @@ def cloud():
 
 def test_data_puts_every_file_in_its_place_and_fetches_only_what_is_missing(laptop, cloud):
     vm = laptop.vm(env=cloud.env(laptop.root / "vm_gcloud"))
+    (vm.root / "bin/gcloud").symlink_to(laptop.gcloud)
     cloud.put("b", "x/parquet/base_data_v3/base_data_v3/shard_00000.parquet", b"0" * 1000)
     cloud.put("b", "x/parquet/base_data_v3/base_data_v3/shard_00001.parquet", b"1" * 2000)
     cloud.put("b", "x/parquet/val/shard_00000.parquet", b"v" * 500)
@@ -30,7 +31,8 @@ def test_data_puts_every_file_in_its_place_and_fetches_only_what_is_missing(lapt
     output = laptop.run("data.sh", vm.ip, "--bucket=gs://b/x", timeout_s=120)
     assert "4 files, 1 missing" in output
     assert (base / "parquet/base_data_v3/shard_00001.parquet").read_bytes() == b"1" * 2000
-    assert "nothing of ours" in laptop.run("data.sh", vm.ip, "--bucket=gs://b/x/other", status=1)
+    output = laptop.run("data.sh", vm.ip, "--bucket=gs://b/x/other", status=1)
+    assert "has neither *.parquet files nor a tokenizer folder" in output
     assert "gs://" in laptop.run("data.sh", vm.ip, status=2)
 
 

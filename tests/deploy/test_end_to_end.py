@@ -1,4 +1,4 @@
-"""From nothing to a finished run: every script, the real gcloud, ssh and base_train; one VM is lost on the way."""
+"""From nothing to a finished run, with every script and the real gcloud, ssh and base_train; one VM is preempted."""
 import sys
 
 import pyarrow as pa
@@ -14,7 +14,7 @@ PYTHON = f'export PJRT_DEVICE=CPU CPU_NUM_DEVICES={CHIPS}; exec {sys.executable}
 
 
 @pytest.fixture
-def world(laptop):
+def world(laptop, installed_gcloud):
     world = World(laptop)
     world.vm_options = {"chips": CHIPS, "python": PYTHON, "env": world.cloud.env(laptop.root / "vm_gcloud")}
     yield world
@@ -39,7 +39,7 @@ def test_from_nothing_to_a_finished_run_over_a_preemption_and_a_stockout(world, 
     assert "~/nanochat is now" in world.laptop.run("push.sh", "nano")
     assert "complete" in world.laptop.run("data.sh", "nano", timeout_s=180)
     assert "step 00001/00024" in world.laptop.run("train.sh", "nano", "--", *flags, timeout_s=300)
-    results = tmp_path / "results"
+    results = world.laptop.root / "results"
     watch = world.laptop.start("watch.sh", "nano", f"--state={world.state}", f"--to={results}", "--max_usd=50",
                                 "--", *flags)
     eventually(lambda: list(world.mirror.rglob("step_000008")), 300)
@@ -50,7 +50,7 @@ def test_from_nothing_to_a_finished_run_over_a_preemption_and_a_stockout(world, 
     world.vm.kill()
     output = world.end(watch, 0, timeout_s=600)
     print(output)
-    assert "PREEMPTED: making the VM again" in output and "VM made: nano is ready in us-b" in output
+    assert "PREEMPTED: creating the VM again" in output and "VM created: nano is ready in us-b" in output
     assert "finished: step 00024/00024" in output and not world.cloud.nodes
     log = (results / "d1/run.log").read_text()
     first = int(log.split("step 000")[1][:2])

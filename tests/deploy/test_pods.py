@@ -1,4 +1,4 @@
-"""Slices of several VMs: everywhere or nowhere, and which worker failed."""
+"""Pods, which are several VMs: a run starts on all of them or on none, and errors name the worker."""
 import pytest
 
 from tests.deploy.cloud import Cloud
@@ -50,7 +50,7 @@ def test_a_worker_that_fails_at_once_stops_the_others(laptop, pod):
 def test_one_worker_alone(laptop, pod):
     laptop.run("push.sh", pod[0].all, "--worker=1")
     assert [(vm.home / "nanochat").exists() for vm in pod] == [False, True, False]
-    assert "there are 3" in laptop.run("push.sh", pod[0].all, "--worker=3", status=2)
+    assert "--worker 3 does not exist: there are 3" in laptop.run("push.sh", pod[0].all, "--worker=3", status=2)
 
 
 def test_a_pod_is_reached_by_its_name_wherever_its_vms_are_now(laptop, pod):

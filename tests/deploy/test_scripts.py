@@ -1,4 +1,4 @@
-"""What every script promises, without any machine: help, clear refusals, portability, size."""
+"""Checks of every script that need no VM: help, error messages, portability, length."""
 import importlib.util
 import os
 import re
@@ -12,7 +12,7 @@ import pytest
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 VERBS = ["create", "setup", "push", "data", "train", "status", "logs", "stop_run", "fetch", "watch", "stop", "start",
          "delete", "list"]
-LIBRARIES = ["lib", "gcloud", "ssh", "on_vm", "money", "repair"]
+LIBRARIES = ["lib/common", "lib/gcloud", "lib/ssh", "lib/on_vm", "lib/budget", "lib/repair"]
 
 
 def run(*args):
@@ -21,7 +21,7 @@ def run(*args):
 
 
 def test_every_script_is_a_verb_or_a_library():
-    assert {path.stem for path in DEPLOY.glob("*.sh")} == set(VERBS + LIBRARIES)
+    assert {str(path.relative_to(DEPLOY).with_suffix("")) for path in DEPLOY.rglob("*.sh")} == set(VERBS + LIBRARIES)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -55,15 +55,15 @@ def test_a_missing_name_is_wrong_use(verb):
     assert result.returncode == 2 and result.stderr.startswith("error: ") and len(result.stderr.splitlines()) == 1
 
 
-def test_nothing_that_bash_3_2_or_the_tools_of_macos_lack():
-    """What runs on the laptop; the scripts between <<'END' and END run on the VM."""
+def test_scripts_use_nothing_that_bash_3_2_or_the_tools_of_macos_lack():
+    """Only the laptop's part of each script is checked; the text between <<'END' and END runs on the VM."""
     newer = re.compile(
         r"mapfile|readarray|(declare|local|typeset) -[Ang]|\$\{[^}]*(,,|\^\^|@[A-Z]\}| -[0-9])|\w\[-[0-9]|&>>|\|&|;;?&|"
         r"\[\[ -v|%\(|coproc|wait -|EPOCH|BASHPID|globstar|lastpipe|inherit_errexit|exec \{|read -\w*[Ni]|\{\d+\.\.|"
         r"\$\([^()]*\bcase\b|"  # it takes the pattern's ) for the end of $(
         r"sed -[irzu]|sed --|grep -\w*P|readlink -f|realpath|stat -|\btac\b|date -I|date --|mktemp --|xargs -r|flock|"
         r"setsid|\btimeout |head -n -|tail -s|-printf|cp -t|sort -\w*[Vz]|base64 -w|\bnproc\b")
-    for path in DEPLOY.glob("*.sh"):
+    for path in DEPLOY.rglob("*.sh"):
         if path.stem != "on_vm":
             here = re.sub(r"<<'END'.*?^END$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
             here = re.sub(r"^#.*$", "", here, flags=re.MULTILINE)
@@ -77,7 +77,7 @@ def test_shellcheck_finds_nothing():
     program = str(shellcheck) if shellcheck.exists() else shutil.which("shellcheck")
     if not program:
         pytest.skip("shellcheck is not installed")
-    result = run(program, *sorted(DEPLOY.glob("*.sh")))
+    result = run(program, *sorted(DEPLOY.rglob("*.sh")))
     assert result.returncode == 0, result.stdout
 
 
@@ -87,7 +87,7 @@ def test_the_example_of_tpu_env_has_every_variable_that_is_read_each_with_a_comm
     for folder in ("nanochat", "scripts"):
         for path in (root / folder).rglob("*.py"):
             read |= set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"(?!\] =)', path.read_text()))
-    for path in DEPLOY.glob("*.sh"):
+    for path in DEPLOY.rglob("*.sh"):
         on_vm = path.read_text() if path.stem == "on_vm" else "".join(
             re.findall(r"<<'END'(.*?)^END$", path.read_text(), re.DOTALL | re.MULTILINE))
         read |= set(re.findall(r"\$\{([A-Z][A-Z_]+):-", on_vm))
@@ -103,7 +103,7 @@ def test_the_example_of_tpu_env_has_every_variable_that_is_read_each_with_a_comm
     assert all(re.match(r"# \S", block) for block in blocks)
 
 
-def test_the_systemd_unit_is_one(tmp_path):
+def test_the_systemd_unit_is_valid(tmp_path):
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not installed")
     (tmp_path / "nanochat").symlink_to(DEPLOY.parent)
@@ -112,7 +112,7 @@ def test_the_systemd_unit_is_one(tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
-def test_skypilot_accepts_its_task_and_no_slip_in_it(tmp_path):
+def test_skypilot_accepts_the_task_and_refuses_a_misspelt_key(tmp_path):
     if not (sky := shutil.which("sky")):
         pytest.skip("the sky of `pip install 'skypilot[gcp]==0.14.1'` is not in PATH")
     text = (DEPLOY / "skypilot.yaml").read_text()

@@ -1,4 +1,4 @@
-"""Creating, listing, stopping, starting and deleting VMs: the real gcloud against our own small cloud."""
+"""Creating, listing, stopping, starting and deleting VMs with the real gcloud, in an emulated cloud."""
 import subprocess
 
 import pytest
@@ -28,11 +28,11 @@ def test_create_makes_a_spot_vm_once_and_an_ssh_key_if_there_is_none(laptop, clo
     assert node["acceleratorType"] == "v6e-4" and node["runtimeVersion"] == "v2-alpha-tpuv6e"
     assert node["schedulingConfig"]["spot"] is True
     assert key.read_text().strip() in node["metadata"]["ssh-keys"]
-    assert "is there already: READY HEALTHY" in laptop.run("create.sh", "nano", "--zones=us-b,us-a", *QUICK, status=6)
+    assert "exists already: READY HEALTHY" in laptop.run("create.sh", "nano", "--zones=us-b,us-a", *QUICK, status=6)
     assert len(cloud.nodes) == 1
 
 
-def test_create_goes_on_to_the_next_zone_after_a_stockout_and_drops_zones_without_quota(laptop, cloud):
+def test_create_tries_the_next_zone_after_a_stockout_and_drops_zones_without_quota(laptop, cloud):
     cloud.faults = {"us-a": ["quota"], "us-b": ["stockout"]}
     output = laptop.run("create.sh", "nano", ZONES, *QUICK)
     assert "us-a: no quota" in output and "us-b: no capacity" in output and "is ready in us-b" in output
@@ -57,22 +57,22 @@ def test_create_deletes_a_vm_that_does_not_become_healthy(laptop, cloud, fault):
     assert eventually(lambda: not cloud.node("nano", "us-a")) and cloud.node("nano", "us-b")
 
 
-def test_create_tries_no_other_zone_while_one_may_hold_a_vm(laptop, cloud):
+def test_create_tries_no_other_zone_while_one_may_hold_a_vm(laptop, cloud, installed_gcloud):
     cloud.faults, cloud.undeletable = {"us-a": ["stuck"]}, 9
     output = laptop.run("create.sh", "nano", ZONES, *QUICK, "--wait_s=2", status=1)
-    assert "nano may be left in us-a, and cost" in output
+    assert "nano may still exist in us-a, and cost" in output
     assert not cloud.node("nano", "us-b")
 
 
 def test_pauses_grow_and_differ():
     for round_ in (1, 2, 3):
-        script = f". deploy/lib.sh; for _ in $(seq 100); do backoff 60 {round_}; done"
+        script = f". deploy/lib/common.sh; for _ in $(seq 100); do backoff 60 {round_}; done"
         pauses = [int(line) for line in subprocess.check_output(["bash", "-c", script], cwd=ROOT).split()]
         middle = 60 * 2 ** (round_ - 1)
         assert min(pauses) >= middle / 2 and max(pauses) <= middle * 1.5 and len(set(pauses)) > 10
 
 
-def test_expired_credentials_are_never_taken_for_an_absent_vm(laptop, cloud):
+def test_expired_credentials_never_mean_an_absent_vm(laptop, cloud):
     laptop.run("create.sh", "nano", ZONES, *QUICK)
     cloud.broken = (401, "UNAUTHENTICATED", "Request had invalid authentication credentials.")
     for script in ("create.sh", "delete.sh"):
@@ -86,11 +86,11 @@ def test_a_gcloud_that_dies_silently_tells_nothing_about_the_vm(laptop):
     (laptop.home / "bin/gcloud").write_text("#!/bin/sh\nexit 137\n")
     (laptop.home / "bin/gcloud").chmod(0o755)
     output = laptop.run("delete.sh", "nano", "--zones=us-a", "--yes", status=4)
-    assert "cannot tell whether nano is there: us-a: gcloud failed and did not say why" in output
+    assert "cannot tell whether nano exists: us-a: gcloud failed and did not say why" in output
 
 
 @pytest.mark.slow
-def test_delete_asks_unless_told_yes_and_takes_a_vanished_vm_for_deleted(laptop, cloud):
+def test_delete_asks_without_yes_and_counts_a_vanished_vm_as_deleted(laptop, cloud):
     laptop.run("create.sh", "nano", ZONES, *QUICK)
     assert "not deleted" in laptop.run("delete.sh", "nano", ZONES, status=1)
     assert cloud.node("nano")
@@ -116,7 +116,7 @@ def test_stop_and_start_are_for_vms_on_demand(laptop, cloud):
     assert "PREEMPTED and cannot be started" in laptop.run("start.sh", "spot", "--zones=us-a", status=1)
 
 
-def test_a_vm_is_reached_by_its_name_and_made_again_under_another_key(laptop, cloud):
+def test_a_vm_is_reached_by_its_name_even_after_it_was_created_again(laptop, cloud):
     """The second VM has the IP of the first, and another host key."""
     vm = laptop.vm("nano")
     cloud.boot = lambda node, index: vm.ip
@@ -134,11 +134,11 @@ def test_a_vm_is_reached_by_its_name_and_made_again_under_another_key(laptop, cl
     assert "~/nanochat is now" in laptop.run("push.sh", "nano", "--zones=us-a")
 
 
-def test_facts_are_those_of_the_library(laptop):
+def test_facts_agree_with_the_table_of_tpus(laptop):
     from nanochat.device.tpu import parse_accelerator
     for name in ("v5litepod-1", "v5litepod-8", "v5litepod-16", "v6e-4", "v6e-8", "v4-32", "v5p-8"):
         tpu = parse_accelerator(name)
-        script = f'. deploy/lib.sh; facts {name}; echo "$CHIPS $HOSTS $VERSION ${{USD:-none}}"'
+        script = f'. deploy/lib/common.sh; facts {name}; echo "$CHIPS $HOSTS $VERSION ${{USD:-none}}"'
         facts = subprocess.check_output(["bash", "-c", script], text=True).split()
         spot = tpu.tpu.usd_per_chip_hour_spot
         assert facts == [str(tpu.chips), str(tpu.hosts), tpu.tpu.runtime_version,

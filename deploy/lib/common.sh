@@ -1,30 +1,32 @@
 # shellcheck shell=bash disable=SC2034
-# What the scripts share: settings and flags here, gcloud in gcloud.sh, ssh in ssh.sh. Works in bash 3.2 (macOS).
+# Settings and flags of all scripts; it sources gcloud.sh and ssh.sh. It works in bash 3.2 (macOS).
 #
-# Exit status of every script: 0 done; 1 failed; 2 wrong use; 3 no such VM; 4 could not find out (credentials, network);
-# 5 no capacity in any zone; 6 refused, because it exists or runs already; 7 budget reached.
+# Exit status of every script: 0 done; 1 failed; 2 wrong use; 3 no such VM; 4 gcloud gave no answer (credentials,
+# network); 5 no capacity in any zone; 6 refused, because it exists or runs already; 7 budget spent.
 set -euo pipefail
 
-HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) && ROOT=${HERE%/*}
+LIB=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) HERE=${LIB%/*} ROOT=${LIB%/*/*}
 TMP=$(mktemp -d) && trap 'rm -rf "$TMP"' EXIT
 export -n WANDB_API_KEY 2>/dev/null || true  # a secret: no child process needs it in its environment
-export COPYFILE_DISABLE=1  # macOS: tar adds no ._ files
+export COPYFILE_DISABLE=1  # so that tar on macOS adds no ._ files
 
-# Settings: these defaults, then config.env, then flags; a name with "=" takes a value.
+# Settings have these defaults, which config.env overrides, which flags override. A name with "=" takes a value.
 SETTINGS="PROJECT= ZONES= NAME= TYPE= BUCKET= SSH_USER= SSH_KEY= WANDB_PROJECT= WANDB_KEY_FILE= ON_DEMAND USD_PER_HOUR="
 SETTINGS="$SETTINGS WORKER= WAIT_S= POLL_S= DRY_RUN"
 PROJECT="" ZONES="" NAME="" TYPE=v5litepod-8 BUCKET="" SSH_USER="" SSH_KEY=$HOME/.ssh/google_compute_engine
 WANDB_PROJECT="" WANDB_KEY_FILE="" ON_DEMAND="" USD_PER_HOUR="" WORKER=all WAIT_S=600 POLL_S=10 SSH_TIMEOUT_S=20
 DRY_RUN=""
 
-awk() { LC_ALL=C command awk "$@"; }  # a point in numbers, in every country
+awk() { LC_ALL=C command awk "$@"; }  # numbers have a decimal point in every locale
 say() { printf '%s\n' "$*" >&2; }
 die() { local code=$1; shift; say "error: $*"; exit "$code"; }
 quote() { local a; for a in "$@"; do printf "'%s' " "$(printf %s "$a" | sed "s/'/'\\\\''/g")"; done; }
-# backoff SECONDS ROUND: twice as much in every round, give or take a half, so that many who wait do not ask at once.
+# backoff SECONDS ROUND prints the pause after that round. It doubles every round and is varied by half at random, so
+# that several waiting scripts do not ask at the same time.
 backoff() { echo $(($1 * (1 << ($2 - 1)) * (50 + RANDOM % 100) / 100)); }
 
-# parse "MORE= SETTINGS" "$@": flags (--a_b=1, --a-b 1) into variables, words into ARGS, what follows -- into FLAGS.
+# parse "MORE= SETTINGS" "$@" sets a variable for each flag (--a_b=1 or --a-b 1), ARGS to the other words, and FLAGS to
+# all words after --.
 parse() {
   local spec=" $SETTINGS $1 " name value
   shift && ARGS=() FLAGS=()
@@ -41,14 +43,14 @@ parse() {
           *" $name= "*)
             case $1 in *=*) value=${1#*=} ;; *) [ $# -gt 1 ] || die 2 "$1 needs a value"; shift; value=$1 ;; esac ;;
           *" $name "*) value=1 ;;
-          *) die 2 "unknown flag $1; $(basename "$0") --help lists them" ;;
+          *) die 2 "unknown flag $1; $(basename "$0") --help lists the flags" ;;
         esac
         printf -v "$name" %s "$value" ;;
       *) ARGS+=("$1") ;;
     esac
     shift
   done
-  for name in $spec; do  # a slip in what limits time or money must not be read as 0 or as no limit
+  for name in $spec; do  # a mistyped limit of time or money must not be read as 0 or as no limit
     name=${name%=}
     case $name in
       POLL_S | MAX_* | USD_*)
@@ -59,5 +61,5 @@ parse() {
   done
 }
 
-. "$HERE/gcloud.sh"
-. "$HERE/ssh.sh"
+. "$LIB/gcloud.sh"
+. "$LIB/ssh.sh"

@@ -1,32 +1,32 @@
 # shellcheck shell=bash disable=SC2034
-# From HOST to commands that run there; sourced by lib.sh.
-ON_VM=$(cat "$HERE/on_vm.sh")
+# Runs commands on HOST, which may be several VMs; sourced by common.sh.
+ON_VM=$(cat "$LIB/on_vm.sh")
 
-# is_vm HOST: whether it is the name of a VM, and not an IP or something that ssh knows.
+# is_vm HOST returns 0 if HOST is the name of a VM, and not an IP or a host that ssh's configuration defines.
 is_vm() { case $1 in *[.:@,]*) return 1 ;; esac; [ "$(ssh -T -G "$1" | sed -n 's/^hostname //p')" = "$1" ]; }
 
-# resolve HOST: aims at IPs or ssh hosts (a,b,c), or at a VM.
+# resolve HOST sets TARGETS and ALIASES for a list of IPs or ssh hosts (a,b,c), or for the VM of this name.
 resolve() {
-  [ $# = 1 ] || die 2 "one HOST is needed: an IP, an ssh host or the VM's name; $(basename "$0") --help"
+  [ $# = 1 ] || die 2 "exactly one HOST is needed: an IP, an ssh host or the VM's name; $(basename "$0") --help"
   VM_ID="" VM_TYPE="" VM_IPS=$1
   ! is_vm "$1" || need "$1" READY
   aim
 }
-# aim: TARGETS (ssh destinations) and ALIASES (names in known_hosts) of VM_IPS.
+# aim sets TARGETS (ssh destinations) and ALIASES (names in known_hosts) from VM_IPS and WORKER.
 aim() {
   local ip n=0
   TARGETS=() ALIASES=()
   for ip in $(printf %s "$VM_IPS" | tr , ' '); do
     if [ "$WORKER" = all ] || [ "$WORKER" = $n ]; then
       case $ip in *@*) TARGETS+=("$ip") ;; *) TARGETS+=("${SSH_USER:+$SSH_USER@}$ip") ;; esac
-      ALIASES+=("${VM_ID:+tpu-$VM_ID-$n}")  # the VM's id, not its IP: a VM made again has another host key
+      ALIASES+=("${VM_ID:+tpu-$VM_ID-$n}")  # the VM's id, not its IP: a VM that is created again has another host key
     fi
     n=$((n + 1))
   done
-  [ ${#TARGETS[@]} -gt 0 ] || die 2 "--worker $WORKER: there are $n"
+  [ ${#TARGETS[@]} -gt 0 ] || die 2 "--worker $WORKER does not exist: there are $n"
 }
 
-# script <<'END' puts that text into SCRIPT; vm I SCRIPT ARGS runs a bash script on host I, whose stdin is ours.
+# script <<'END' puts the text up to END into SCRIPT. vm I SCRIPT ARGS runs a bash script on host I, with our stdin.
 script() { IFS= read -r -d '' SCRIPT || true; }
 vm() {
   local i=$1 script=$2 host=${TARGETS[$1]} alias=${ALIASES[$1]} options status=0
@@ -45,7 +45,7 @@ $script" bash "$@")" || status=$?
   if [ $status = 255 ]; then
     case $(cat "$TMP/ssh$i") in
       *"IDENTIFICATION HAS CHANGED"*) status=1; say "$host has another host key than before." \
-        "If the VM was made again or its IP given to another: ssh-keygen -R ${host#*@}" ;;
+        "If the VM was created again or its IP now belongs to another VM: ssh-keygen -R ${host#*@}" ;;
       *"Permission denied"*) status=1; say "$host does not accept the key: set --ssh_user, --ssh_key" ;;
       *) say "$host: $(tail -n 1 "$TMP/ssh$i")" ;;
     esac
@@ -53,7 +53,7 @@ $script" bash "$@")" || status=$?
   return $status
 }
 
-# retry COMMAND: again, up to four times, on 255 (connection lost). Only for what may run twice.
+# retry COMMAND runs COMMAND up to four times while it returns 255 (connection lost). It must be safe to run twice.
 retry() {
   local n status
   for n in 1 2 3 4; do
@@ -65,7 +65,7 @@ retry() {
   done
 }
 
-# each COMMAND: COMMAND I for every host I, all at once; says which worker failed.
+# each COMMAND runs COMMAND I for every host I, all concurrently, and says which workers failed.
 each() {
   local i pids status=0
   pids=()

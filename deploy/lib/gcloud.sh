@@ -1,10 +1,11 @@
 # shellcheck shell=bash disable=SC2034
-# All that knows gcloud and TPU types; sourced by lib.sh. Another way to make VMs would be another file like this one.
+# Everything about gcloud and TPU types; sourced by common.sh. Another way to create VMs would be another such file.
 
+# calc EXPRESSION prints its value with two decimals.
 calc() { awk "BEGIN { printf \"%.2f\", $1 }"; }
 
-# facts TYPE: sets CHIPS, HOSTS, VERSION and USD per hour. The prices are those of nanochat/tpu.py, and float:
-# --usd_per_hour overrides.
+# facts TYPE sets CHIPS, HOSTS, VERSION (of the runtime) and USD (per hour). The prices are those of
+# nanochat/device/tpu.py; they change, and --usd_per_hour overrides them.
 facts() {
   local chip_usd=""
   CHIPS=${1##*-} VERSION=""
@@ -12,7 +13,7 @@ facts() {
     *-*[!0-9]* | *-) die 2 "unknown TPU type $1: v5litepod-N, v6e-N, v5p-N or v4-N" ;;
     v5litepod-*) VERSION=v2-alpha-tpuv5-lite chip_usd=0.255; [ -z "$ON_DEMAND" ] || chip_usd=1.20 ;;
     v6e-*) VERSION=v2-alpha-tpuv6e chip_usd=0.425; [ -z "$ON_DEMAND" ] || chip_usd=2.70 ;;
-    v5p-*) VERSION=v2-alpha-tpuv5 CHIPS=$((CHIPS / 2)) ;;  # v4 and v5p names count TensorCores, two to a chip
+    v5p-*) VERSION=v2-alpha-tpuv5 CHIPS=$((CHIPS / 2)) ;;  # v4 and v5p names count TensorCores, two per chip
     v4-*) VERSION=tpu-ubuntu2204-base CHIPS=$((CHIPS / 2)) ;;
     *) die 2 "unknown TPU type $1: v5litepod-N, v6e-N, v5p-N or v4-N" ;;
   esac
@@ -25,8 +26,8 @@ facts() {
   [ -n "$USD" ] || [ -z "$chip_usd" ] || USD=$(calc "$CHIPS * $chip_usd")
 }
 
-# tpu ZONE VERB ARGS: gcloud, with its stderr kept for why() and complaint(). It asks five times when nobody answers, so
-# a dead network costs two minutes.
+# tpu ZONE VERB ARGS runs gcloud and keeps its stderr for why and complaint. gcloud asks five times when there is no
+# answer, so a dead network costs two minutes.
 GCLOUD_ERR=$TMP/gcloud
 tpu() {
   local zone=$1 verb=$2
@@ -34,13 +35,15 @@ tpu() {
   CLOUDSDK_CORE_HTTP_TIMEOUT=20 gcloud compute tpus tpu-vm "$verb" "$@" --zone="$zone" --quiet \
     ${PROJECT:+--project="$PROJECT"} 2>"$GCLOUD_ERR"
 }
-change() { # change VERB: of the VM that was looked up
+change() { # change VERB: deletes, starts or stops the VM that was looked up
   say "+ gcloud compute tpus tpu-vm $1 $NAME --zone=$VM_ZONE"
   [ -n "$DRY_RUN" ] || tpu "$VM_ZONE" "$1" "$NAME" >/dev/null
 }
+# complaint prints the first line of gcloud's error message.
 complaint() { grep -v '^$' "$GCLOUD_ERR" | head -n 1 | grep . || echo "gcloud failed and did not say why"; }
 
-# why: every gcloud failure exits 1; only its text tells not_found, auth, quota, stockout and other apart.
+# why prints the reason of gcloud's failure: not_found, auth, quota, stockout or other. Only the error message tells
+# them apart, because every failure exits with status 1.
 why() {
   case $(tr '\n' ' ' <"$GCLOUD_ERR") in
     *NOT_FOUND*) echo not_found ;;
@@ -51,7 +54,8 @@ why() {
   esac
 }
 
-# lookup NAME: VM_STATE becomes absent (NOT_FOUND in every zone), unknown (VM_ERROR says why), or what the API says.
+# lookup NAME sets VM_STATE to the state that the API reports, to absent (NOT_FOUND in every zone), or to unknown
+# (VM_ERROR says why), and the other VM_ variables if the VM exists.
 lookup() {
   local zone out format='value[separator="|"](state,health,id,createTime,acceleratorType,'
   format+='networkEndpoints[].accessConfig.externalIp.list(),schedulingConfig.spot)'
@@ -71,10 +75,10 @@ lookup() {
   done
 }
 
-# need NAME [STATE]: lookup, and exit unless the VM is there (and in that state).
+# need NAME [STATE] looks the VM up and exits unless it exists (and is in that state).
 need() {
   lookup "$1"
   [ "$VM_STATE" != absent ] || die 3 "no VM $1 in $ZONES"
-  [ "$VM_STATE" != unknown ] || die 4 "cannot tell whether $1 is there: $VM_ERROR"
+  [ "$VM_STATE" != unknown ] || die 4 "cannot tell whether $1 exists: $VM_ERROR"
   [ "$VM_STATE" = "${2:-$VM_STATE}" ] || die 1 "$1 is $VM_STATE, not $2"
 }

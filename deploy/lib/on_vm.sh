@@ -1,10 +1,12 @@
 # shellcheck shell=bash disable=SC2034
-# Runs on the VM (Linux) before every script that lib.sh sends there. ~/nanochat.d holds code releases, venv and runs.
+# Functions on the VM (Linux): ssh.sh sends them before every script. ~/nanochat.d holds code releases, venv and runs.
 set -euo pipefail
 D=$HOME/nanochat.d
 mkdir -p "$D/runs"
-running() { ! flock -n -s "$D/run.lock" true; }  # every process of a run holds the lock for as long as it lives
-ended() { flock -w "$1" -s "$D/run.lock" true; }
+running() { ! flock -n -s "$D/run.lock" true; }  # every process of a run holds the lock until it ends
+ended() { # ended SECONDS: waits for the end of all processes of the run
+  flock -w "$1" -s "$D/run.lock" true
+}
 current() { cat "$D/runs/current" 2>/dev/null || true; }
 stop_run() { kill -TERM "$(cat "$D/runs/pid")" 2>/dev/null || true; ended "$1"; }
 load_env() {
@@ -15,8 +17,8 @@ load_env() {
   BASE=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
 }
 
-# probe: what there is to know about the newest run, as NAME=value lines. state is none, running, ended, killed, or
-# orphans: the main process is gone, and others hold the TPU.
+# probe prints all that is known about the newest run, as NAME=value lines. state is none, running, ended, killed or
+# orphans (the main process has ended, but others still hold the TPU).
 probe() {
   local dir log newest state=none
   load_env

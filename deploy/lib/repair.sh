@@ -1,12 +1,12 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# What watch.sh does about a VM or a run that is not there, not well or not going on; sourced by it.
+# What watch.sh does when the VM or the run is missing, unhealthy or stuck; watch.sh sources this file.
 
 PASS=(--type="$TYPE" ${ON_DEMAND:+--on_demand})
 for setting in ZONES PROJECT BUCKET SSH_USER SSH_KEY WANDB_PROJECT WANDB_KEY_FILE USD_PER_HOUR; do
   [ -z "${!setting}" ] || PASS+=("--$(echo $setting | tr '[:upper:]' '[:lower:]')=${!setting}")
 done
 with_key() { export WANDB_API_KEY; exec "$@"; }
-# call SECONDS SCRIPT FLAGS: another of our scripts, with our settings; what it says goes to its own log.
+# call SECONDS SCRIPT FLAGS runs another script with our settings, limited in time. Its output goes to its own log.
 call() {
   local seconds=$1 script=$2
   shift 2
@@ -14,18 +14,18 @@ call() {
 }
 last_line() { tail -n 1 "$STATE/$1.log" 2>/dev/null || true; }
 
-make() { # pauses grow while there is no capacity
+make() { # creates the VM and starts the run; the pauses grow while there is no capacity
   local status=0
   call "$LEFT_S" create --rounds=1 || status=$?
   case $status in
-    0) note "VM made: $(last_line create)"; misses=0; prepare ;;
+    0) note "VM created: $(last_line create)"; misses=0; prepare ;;
     2) give_up "$(last_line create)" ;;
     5) misses=$((misses < 5 ? misses + 1 : 5)) hold=$(backoff 1 $misses)
        note "no VM: $(last_line create); again after $hold polls" ;;
     *) note "no VM (status $status): $(last_line create)" ;;
   esac
 }
-prepare() { # all of it may be done twice
+prepare() { # sets the VM up and starts the run; every part is safe to run twice
   local script status=0
   for script in setup push ${BUCKET:+data}; do
     VM_STATE=READY
@@ -36,7 +36,7 @@ prepare() { # all of it may be done twice
   done
   go
 }
-go() {
+go() { # starts the run
   local status=0
   call "$LEFT_S" train --wait_s="$MARGIN_S" -- "${FLAGS[@]}" || status=$?
   case $status in
@@ -45,20 +45,20 @@ go() {
     *) trouble "the run did not start (status $status): $(last_line train)" ;;
   esac
 }
-again() { # again WHY: this VM is lost, or no good
-  note "$1: making the VM again"
+again() { # again WHY: deletes a lost or useless VM; the next check creates another
+  note "$1: creating the VM again"
   call 600 delete --yes || note "not deleted: $(last_line delete)"
   troubles=0 pending=0
 }
-restart() { call 300 stop_run --kill || note "$(last_line stop_run)"; go; }  # on a pod some may be left
-crashed() { # crashed HOW
+restart() { call 300 stop_run --kill || note "$(last_line stop_run)"; go; }  # on a pod, some VMs may still run it
+crashed() { # crashed HOW: starts the run again, unless it ended three times without getting further
   local at
   at=$(printf %s "${step%%/*}" | sed 's/^0*//')
   at=${at:-0}
   if [ "$at" -gt "$furthest" ]; then furthest=$at crashes=0; fi
   crashes=$((crashes + 1))
   note "the run $1 at step ${step:-none} ($crashes of 3): $(field error)"
-  [ $crashes -lt 3 ] || give_up "it ended three times and came no further than step $furthest"
+  [ $crashes -lt 3 ] || give_up "it ended three times and got no further than step $furthest"
   restart
 }
 
