@@ -57,7 +57,7 @@ def code_spans(text):
 
 
 def commands(text):
-    """All simple commands of a document, each a list of words: of its sh blocks and of inline code that looks like one."""
+    """All simple commands of a document, each a list of words, from its sh blocks and from its inline code."""
     lines = [line for language, block in fenced_blocks(text) if language == "sh"
              for line in block.replace("\\\n", " ").splitlines()]
     lines += [span for span in code_spans(text) if re.match(r"(python3?|make|deploy/\w+\.sh|nohup) ", span)]
@@ -110,7 +110,8 @@ def parse(module, *arguments):
     """None if the module's main accepts these arguments, else the parser's complaint."""
     main, output = importlib.import_module(module).main, io.StringIO()
     command = [module, *arguments]
-    with (only_parsing(), contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()), mock.patch("sys.argv", command)):
+    with (only_parsing(), mock.patch("sys.argv", command), contextlib.redirect_stderr(output),
+          contextlib.redirect_stdout(io.StringIO())):
         try:
             main(list(arguments)) if main.__code__.co_argcount else main()
         except Parsed:
@@ -188,7 +189,7 @@ def top_folders():
 
 
 def exists(pattern):
-    """Whether a file or folder of the project matches; inside a package the leading nanochat/ may be missing."""
+    """Whether `pattern` is a file or folder of the project, or matches one."""
     return any(path == pattern or path.startswith(pattern.rstrip("/") + "/") or fnmatch.fnmatch(path, pattern)
                for path in files())
 
