@@ -3,8 +3,7 @@
     python3 -m scripts.report RUN [RUN …]
 
 RUN is the name of a run, its directory, or a metrics.jsonl that was brought home. A panel is drawn if a run has its
-fields; broken lines are interruptions. With --completion=FILE one more picture shows the loss beside that text, for
-example what scripts.generate printed. Needs matplotlib: pip install '.[report]'
+fields; broken lines are interruptions. Needs matplotlib: pip install '.[report]'
 """
 import base64
 import html
@@ -25,10 +24,10 @@ GIB = 2**30
 
 def main(argv=None):
     parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--completion", default="", metavar="FILE",
+                        help="also draw completion.png: the loss with the text of FILE beside it")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="name of a run, its directory, or its metrics.jsonl")
     parser.add_argument("--out_dir", default="", help="where the report goes; empty: report/ in the first run's folder")
-    parser.add_argument("--completion", default="", metavar="FILE",
-                        help="text to show beside the loss in completion.png; empty: no such picture")
     args = parser.parse_args(argv)
     if len(args.runs) > len(COLOURS):
         raise BadInput(f"{len(args.runs)} runs are too many for one picture: give at most {len(COLOURS)}")

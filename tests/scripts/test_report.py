@@ -54,6 +54,14 @@ def test_a_report_has_the_runs_numbers_and_pictures_and_needs_nothing_else(inter
     assert run.series("loss")[0].tolist() == [1, 2, 3, 4, 5, 6] and run.last("no_such_field") is None
 
 
+def test_what_is_not_a_run_is_said_in_one_line(tmp_path, base_dir):
+    with pytest.raises(BadInput, match="no run d99: .*d99 is not there"):
+        main(["d99"])
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(BadInput, match="has no records yet"):
+        main([str(tmp_path)])
+
+
 def test_a_completion_stands_beside_the_loss(tmp_path, capsys):
     records = [{"step": step, "time": float(step), "loss": 11 - step, "tokens": 100 * step} for step in range(1, 6)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -69,11 +77,3 @@ def test_a_completion_stands_beside_the_loss(tmp_path, capsys):
     assert 'alt="completion"' in (tmp_path / "report.html").read_text()
     with pytest.raises(BadInput, match="--completion=.*none.txt cannot be read"):
         main([str(tmp_path), f"--completion={tmp_path / 'none.txt'}"])
-
-
-def test_what_is_not_a_run_is_said_in_one_line(tmp_path, base_dir):
-    with pytest.raises(BadInput, match="no run d99: .*d99 is not there"):
-        main(["d99"])
-    (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(BadInput, match="has no records yet"):
-        main([str(tmp_path)])
