@@ -144,7 +144,7 @@ def draw(runs, out_dir):
 def draw_completion(runs, path, text):
     """Writes a picture of the loss over tokens with `text` beside it, and returns its path."""
     return save_figure(path, "Loss, and a completion", [
-        lambda axes: draw_lines(axes, runs, "loss", "loss, nats a token", "tokens", smooth=True),
+        lambda axes: draw_lines(axes, runs, "loss", "loss, nats per token", "tokens", smooth=True),
         lambda axes: draw_text(axes, text)])
 
 
