@@ -7,6 +7,7 @@ metric. Broken lines mark interruptions. It needs matplotlib: pip install '.[rep
 """
 import base64
 import html
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ GIB = 2**30
 
 def main(argv=None):
     parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--completion", default="", metavar="FILE",
+                        help="also draw completion.png: the loss with the text of FILE beside it")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="name of a run, its directory, or its metrics.jsonl")
     parser.add_argument("--out_dir", default="", help="the report's folder; default: report/ in the first run's")
     args = parser.parse_args(argv)
@@ -37,6 +40,8 @@ def main(argv=None):
     summary = summarise(runs)
     print(format_table(summary))
     pictures = draw(runs, out_dir)
+    if args.completion:
+        pictures.append(draw_completion(runs, out_dir / "completion.png", read_text(args.completion)))
     (out_dir / "report.html").write_text(make_page(runs, summary, pictures), encoding="utf-8")
     print(f"\n{out_dir / 'report.html'} and {len(pictures)} pictures: {', '.join(path.name for path in pictures)}")
 
@@ -134,6 +139,30 @@ def draw(runs, out_dir):
         if panels:
             paths.append(save_figure(out_dir / f"{name}.png", title, panels))
     return paths
+
+
+def draw_completion(runs, path, text):
+    """Writes a picture of the loss over tokens with `text` beside it, and returns its path."""
+    return save_figure(path, "Loss, and a completion", [
+        lambda axes: draw_lines(axes, runs, "loss", "loss, nats per token", "tokens", smooth=True),
+        lambda axes: draw_text(axes, text)])
+
+
+def draw_text(axes, text):
+    """Shows `text` as it is, in a fixed-width font, instead of a plot; long lines continue on the next line."""
+    lines = [part for line in text.expandtabs(4).splitlines() for part in textwrap.wrap(
+        line, 62, drop_whitespace=False, replace_whitespace=False) or [""]]
+    axes.axis("off")
+    axes.text(0.02, 0.97, "\n".join(lines), family="monospace", fontsize=10, va="top", parse_math=False,
+              transform=axes.transAxes)
+
+
+def read_text(path):
+    """The text of the file at `path`. Raises BadInput if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"--completion={path} cannot be read: {error}") from None
 
 
 def save_figure(path, title, panels):

@@ -61,3 +61,20 @@ def test_a_run_that_does_not_exist_or_has_no_records_is_bad_input(tmp_path, base
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(BadInput, match="has no records yet"):
         main([str(tmp_path)])
+
+
+def test_a_completion_stands_beside_the_loss(tmp_path, capsys):
+    records = [{"step": step, "time": float(step), "loss": 11 - step, "tokens": 100 * step} for step in range(1, 6)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    right_parts = []
+    for text in ("", "int main() {\n    return $1 + $2;\n}\n" + 30 * "long line "):
+        (tmp_path / "completion.txt").write_text(text)
+        main([str(tmp_path), f"--completion={tmp_path / 'completion.txt'}", f"--out_dir={tmp_path}"])
+        assert "completion.png" in capsys.readouterr().out
+        pixels = image.imread(tmp_path / "completion.png")[40:, :, :3]  # below the title
+        right_parts.append(pixels[:, pixels.shape[1] * 6 // 10:])
+        assert pixels[:, :pixels.shape[1] // 2].std() > 0.05  # the loss
+    assert right_parts[0].std() == 0 < right_parts[1].std()
+    assert 'alt="completion"' in (tmp_path / "report.html").read_text()
+    with pytest.raises(BadInput, match="--completion=.*none.txt cannot be read"):
+        main([str(tmp_path), f"--completion={tmp_path / 'none.txt'}"])

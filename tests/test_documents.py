@@ -1,0 +1,293 @@
+"""The documents say what is true: their commands parse, and the files, flags, targets and sections they name exist.
+
+Nothing that a document names is executed: of a command only the script's own argument parser runs.
+"""
+import argparse
+import contextlib
+import fnmatch
+import functools
+import importlib
+import io
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tokenizer/README.md",
+             *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+# Programs that are not of this project: their arguments are not checked.
+OTHER_PROGRAMS = {"$EDITOR", "cp", "diff", "export", "gcloud", "head", "source"}
+WRAPPERS = {"nohup", "python3", "torchrun"}
+
+
+class Parsed(BaseException):
+    """Raised in place of what a script does after it has parsed its arguments."""
+
+
+def stop_after_parsing(self, args=None, namespace=None, original=argparse.ArgumentParser.parse_args):
+    original(self, args, namespace)
+    raise Parsed
+
+
+@contextlib.contextmanager
+def only_parsing():
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", stop_after_parsing):
+        yield
+
+
+# -----------------------------------------------------------------------------
+# Reading a document
+
+
+def fenced_blocks(text):
+    """[(language, text)] of the fenced code blocks of a Markdown text."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def code_spans(text):
+    """The inline `code` of a Markdown text."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def commands(text):
+    """All simple commands of a document, each a list of words, from its sh blocks and from its inline code."""
+    lines = [line for language, block in fenced_blocks(text) if language == "sh"
+             for line in block.replace("\\\n", " ").splitlines()]
+    lines += [span for span in code_spans(text) if re.match(r"(python3?|make|deploy/\w+\.sh|nohup) ", span)]
+    return [command for line in lines for command in simple_commands(line)]
+
+
+def simple_commands(line):
+    """The commands of a line of shell, without what they are connected by, their redirections and their variables."""
+    lexer = shlex.shlex(re.sub(r"\d?>&\d", "", line), posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    found, words, is_file = [], [], False
+    for word in lexer:
+        if set(word) <= set("|&;"):
+            found, words = found + [words], []
+        elif set(word) <= set("<>"):
+            is_file = True
+        elif is_file or not words and re.match(r"\w+=", word):
+            is_file = False
+        else:
+            words.append(word)
+    return [command for command in [*found, words] if command]
+
+
+# -----------------------------------------------------------------------------
+# Checking: each function returns what is wrong in a line, or None
+
+
+def problem_of_command(words):
+    program = words[0]
+    if program == "make":
+        return next((f"no make target {word}" for word in words[1:] if "=" not in word and word not in make_targets()),
+                    None)
+    scripts = [i for i, word in enumerate(words) if re.fullmatch(r"(\./)?deploy/\w+\.sh", word)]
+    if scripts and words[:scripts[0]] in ([], ["nohup"]):
+        return problem_of_deploy(*words[scripts[0]:])
+    if "-m" in words and program in WRAPPERS:
+        return problem_of_module(*words[words.index("-m") + 1:])
+    return None if program in OTHER_PROGRAMS else f"{program} is a program that this test does not know"
+
+
+def problem_of_module(module, *arguments):
+    if not module.startswith(("scripts.", "tests.")):
+        return None if module == "pytest" else f"no module {module}"
+    if not (ROOT / f"{module.replace('.', '/')}.py").exists():
+        return f"no module {module}"
+    return parse(module, *arguments)
+
+
+def parse(module, *arguments):
+    """None if the module's main accepts these arguments, else the parser's complaint."""
+    main, output = importlib.import_module(module).main, io.StringIO()
+    command = [module, *arguments]
+    with (only_parsing(), mock.patch("sys.argv", command), contextlib.redirect_stderr(output),
+          contextlib.redirect_stdout(io.StringIO())):
+        try:
+            main(list(arguments)) if main.__code__.co_argcount else main()
+        except Parsed:
+            return None
+        except SystemExit as error:  # 0: the command is one for --help
+            return f"{shlex.join(command)}: {output.getvalue().strip().splitlines()[-1]}" if error.code else None
+    return f"{module} does not parse its arguments"
+
+
+@functools.cache
+def problem_of_deploy(script, *arguments):
+    """The script's own parser reads the arguments until it meets --help; base_train's reads what follows `--`."""
+    if not (ROOT / script).exists():
+        return f"no script {script}"
+    own = arguments[:arguments.index("--")] if "--" in arguments else arguments
+    result = run(ROOT / script, *own, "--help")
+    if result.returncode:
+        return f"{script}: {result.stderr.strip()}"
+    rest = arguments[len(own) + 1:]
+    return parse("scripts.base_train", *rest) if rest else None
+
+
+def run(*command):
+    env = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent"}
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, env=env, timeout=60)
+
+
+@functools.cache
+def make_targets():
+    return {target for line in re.findall(r"^\.PHONY:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            for target in line.split()}
+
+
+@functools.cache
+def known_flags():
+    """All flags of the scripts and of deploy/, as their --help says."""
+    texts = [(ROOT / "deploy" / "config.env.example").read_text().lower().replace("#", " --").replace("=", " ")]
+    texts += [run(path, "--help").stdout for path in sorted((ROOT / "deploy").glob("*.sh"))
+              if os.access(path, os.X_OK)]
+    for path in [*sorted((ROOT / "scripts").glob("[a-z]*.py")), ROOT / "tests/run/chaos.py"]:
+        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        output = io.StringIO()
+        with (contextlib.redirect_stdout(output), contextlib.suppress(SystemExit),
+              mock.patch("sys.argv", [path.name, "--help"])):
+            module.main(["--help"]) if module.main.__code__.co_argcount else module.main()
+        texts.append(output.getvalue())
+    return {flag for text in texts for flag in re.findall(r"--[a-z]\w*", text)}
+
+
+def problem_of_span(span):
+    """Whether inline code names a flag or a file of this project that is not there."""
+    if re.match(r"--[a-z]", span):
+        flags = re.findall(r"--[a-z][\w-]*", span)
+        return next((f"no flag {flag}" for flag in flags if flag.replace("-", "_").replace("__", "--", 1)
+                     not in known_flags() and not flag.startswith("--xla_")), None)
+    if re.match(rf"({'|'.join(top_folders())})/[^ ]*$", span):
+        return None if exists(span) else f"no file {span}"
+    if re.fullmatch(r"[\w.-]+\.(py|sh|md|toml|service|example)", span):
+        return None if any(Path(path).name == span for path in files()) else f"no file of the name {span}"
+    return None
+
+
+@functools.cache
+def files():
+    """Paths of all files of the project that are tracked, or new and not ignored."""
+    listed = run("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard")
+    if listed.returncode:  # no git checkout: a release on a VM, say
+        return [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file() and ".venv" not in path.parts]
+    return [path for path in listed.stdout.splitlines() if (ROOT / path).exists()]
+
+
+@functools.cache
+def top_folders():
+    return sorted({path.split("/")[0] for path in files() if "/" in path and not path.startswith(".")})
+
+
+def exists(pattern):
+    """Whether `pattern` is a file or folder of the project, or matches one."""
+    return any(path == pattern or path.startswith(pattern.rstrip("/") + "/") or fnmatch.fnmatch(path, pattern)
+               for path in files())
+
+
+def problem_of_link(document, target):
+    """Whether a link leads to no file, or to no section of it."""
+    if re.match(r"\w+:", target):
+        return None
+    name, _, anchor = target.partition("#")
+    path = (ROOT / document).parent / name if name else ROOT / document
+    if not path.exists():
+        return f"no file {target}"
+    return None if not anchor or anchor in anchors(path.read_text()) else f"no section {target}"
+
+
+def anchors(text):
+    """What GitHub makes of the headings of a Markdown text."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            for heading in re.findall(r"^#+ (.*?) *$", text, re.MULTILINE)}
+
+
+def links(text):
+    """The targets of all links and pictures of a Markdown text."""
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text))
+
+
+# -----------------------------------------------------------------------------
+# The tests
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_command_is_accepted_by_its_parser(document):
+    found = commands((ROOT / document).read_text())
+    problems = [f"{shlex.join(words)}: {problem}" for words in found if (problem := problem_of_command(words))]
+    assert not problems, "\n".join(problems)
+    assert found or document in ("CHANGELOG.md", "docs/design.md")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_flag_and_file_in_the_text_is_there(document):
+    problems = [problem for span in code_spans((ROOT / document).read_text()) if (problem := problem_of_span(span))]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, "dev/LOG.md"])
+def test_every_link_leads_somewhere(document):
+    problems = [problem for target in links((ROOT / document).read_text())
+                if (problem := problem_of_link(document, target))]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("document, heading", [("README.md", "## Where things are"), ("docs/design.md", "## Folders")])
+def test_the_folders_in_the_diagrams_are_those_of_the_library(document, heading):
+    text = (ROOT / document).read_text()
+    _, block = fenced_blocks(text[text.index(heading):])[0]
+    shown = re.findall(r"^ *([\w.]+)/? ", block, re.MULTILINE)
+    library = sorted({path.split("/")[1] for path in files()
+                      if re.fullmatch(r"nanochat/\w+(/.*)?\.py", path) and not path.endswith("nanochat/__init__.py")})
+    assert sorted(set(shown) - {"scripts", "nanochat", "deploy", "tokenizer", "tests", "docs"}) == library
+    assert shown == sorted(shown, key=shown.index)  # none twice
+
+
+def test_all_documents_are_reached_from_the_readme():
+    reached, new = set(), ["README.md"]
+    while new:
+        document = new.pop()
+        reached.add(document)
+        for target in links((ROOT / document).read_text()):
+            path = os.path.relpath((ROOT / document).parent / target.partition("#")[0], ROOT)
+            if path.endswith(".md") and path not in reached and (ROOT / path).exists():
+                new.append(path)
+    assert set(DOCUMENTS) <= reached
+
+
+@pytest.mark.parametrize("line, problem", [
+    ("python3 -m scripts.base_train --dept=16", "unrecognized arguments: --dept=16"),
+    ("CPU_NUM_DEVICES=2 python3 -m scripts.base_train --depth=x > log 2>&1 &", "--depth: invalid int value: 'x'"),
+    ("python3 -m scripts.tpu_preflight --accelerator=v6e-4 --no_such_flag", "unrecognized arguments: --no_such_flag"),
+    ("python3 -m scripts.tpu_preflight --depth=16", "required: --accelerator"),
+    ("head -3 a.cpp | python3 -m scripts.generate --chekpoint=RUN", "unrecognized arguments: --chekpoint=RUN"),
+    ("python3 -m scripts.tpu_advice", "required: RUN"),
+    ("python3 -m scripts.trian --depth=16", "no module scripts.trian"),
+    ("deploy/create.sh nano-1 --zons=a", "unknown flag --zons"),
+    ("nohup deploy/watch.sh nano-1 --max_usd=50 -- --dept=16 >watch.log 2>&1 &", "unrecognized arguments: --dept=16"),
+    ("deploy/launch.sh nano-1", "no script deploy/launch.sh"),
+    ("make demonstration", "no make target demonstration"),
+    ("frobnicate --all", "frobnicate is a program that this test does not know"),
+])
+def test_a_stale_command_is_found(line, problem):
+    (words,) = [words for words in simple_commands(line) if words[0] != "head"]
+    assert problem in problem_of_command(words)
+    assert words in commands(f"Text.\n\n```sh\n{line}   # a remark\n```\n")
+
+
+def test_stale_flags_files_and_links_are_found():
+    assert problem_of_span("--dept") == "no flag --dept" and problem_of_span("--depth=16") is None
+    assert problem_of_span("nanochat/common.py") is None
+    assert problem_of_span("nanochat/commom.py") == "no file nanochat/commom.py"
+    assert problem_of_span("no_such_module.py") == "no file of the name no_such_module.py"
+    assert problem_of_link("docs/data.md", "../README.md#start") is None
+    assert problem_of_link("docs/data.md", "README.md") == "no file README.md"
+    assert problem_of_link("README.md", "docs/data.md#no-such-section") == "no section docs/data.md#no-such-section"
