@@ -2,7 +2,7 @@
 
 metrics.jsonl has one JSON object per line with `step` (optimizer steps completed) and `time` (Unix time, s).
 The console line shows these metrics, too:
-    mean_loss       mean of `loss` over the steps since the last line
+    mean_loss       mean of the finite losses of the steps since the last line
     lr_multiplier, step_ms, tokens_per_s, time_left_s
     mfu             0 to 1
     tokens          seen so far

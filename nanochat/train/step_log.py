@@ -1,4 +1,5 @@
 """The record of the training steps: results are collected on the device, fetched together, and logged on rank 0."""
+import math
 import time
 from statistics import fmean
 
@@ -7,6 +8,12 @@ from nanochat.model.flops import mfu
 from nanochat.record.metrics import MetricsLogger
 from nanochat.record.observe import describe_compiling
 from nanochat.train.plan import peak_flops
+
+
+def mean_of_finite(values):
+    """Returns the mean of those values that are finite, or NaN if there is none."""
+    finite = list(filter(math.isfinite, values))
+    return fmean(finite) if finite else math.nan
 
 
 class StepLog:
@@ -59,7 +66,7 @@ class StepLog:
             seconds = goodput.seconds()
             self._logger.log(step, {
                 "loss": losses[-1],
-                "mean_loss": fmean(losses),
+                "mean_loss": mean_of_finite(losses),
                 "grad_norm": results[-1][1],
                 **self._speed(first, step, elapsed_s),
                 "tokens": stats["rows"] * self._plan.world_size * self._plan.config.max_seq_len,

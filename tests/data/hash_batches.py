@@ -10,6 +10,7 @@ import zlib
 
 from nanochat.common import run_script
 from nanochat.data import loader as dataloader
+from nanochat.train import trainer
 from scripts import base_train
 
 
@@ -24,7 +25,7 @@ class HashingLoader(dataloader.DataLoader):
         return batch
 
 
-base_train.DataLoader = HashingLoader  # validation is off
+trainer.DataLoader = HashingLoader  # validation is off
 
 if __name__ == "__main__":
     run_script(lambda: base_train.main(sys.argv[2:]))

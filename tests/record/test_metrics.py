@@ -94,8 +94,8 @@ def test_records_wait_while_the_disk_is_full_and_none_is_lost(tmp_path):
 def test_the_console_line_has_every_figure_with_its_unit(tmp_path):
     lines = []
     start(tmp_path, total_steps=5000, console=lines.append).log(100, {
-        "time_left_s": 3725, "loss": 3.21, "lr_multiplier": 1.0, "step_ms": 1312.2, "tokens_per_s": 175_123.4,
-        "mfu": 0.2, "tokens": 52_428_800})
+        "time_left_s": 3725, "loss": 2.9, "mean_loss": 3.21, "lr_multiplier": 1.0, "step_ms": 1312.2,
+        "tokens_per_s": 175_123.4, "mfu": 0.2, "tokens": 52_428_800})
     assert lines == ["step 00100/05000 | loss 3.2100 | lr 1.000 | 1,312 ms | 175,123 tok/s | mfu 20.0% | "
                      "52.4M tokens | 1h02m left"]
 

@@ -8,7 +8,9 @@ import torch
 from nanochat.device.programs import compile_seconds
 from nanochat.device.ranks import Dist, compute_cleanup, compute_init
 from nanochat.record.observe import Observer, Profile
-from scripts.base_train import Trainer, check, get_run_dir, parse_args
+from nanochat.train.flags import parse_flags
+from nanochat.train.prepare import prepare, run_directory
+from nanochat.train.trainer import Trainer
 
 
 @pytest.fixture
@@ -23,20 +25,19 @@ def make_trainer(dist, byte_tokenizer_dir):
     """Makes a Trainer of a tiny model in this process; `width` sets its programs apart from those of other tests."""
 
     def make(*flags, width):
-        args = parse_args([
+        flags = parse_flags([
             "--device_type=xla", "--depth=2", f"--model_dim={width}", "--num_heads=2", "--max_seq_len=32",
             "--synthetic_data", "--device_batch_size=2", "--total_batch_size=128", "--num_iterations=8",
             "--eval_every=-1", "--sample_every=-1", "--save_every=-1", "--log_every=2",
             f"--tokenizer_dir={byte_tokenizer_dir}", *flags])
-        get_run_dir(args).mkdir(parents=True)
-        check(args, "xla")
-        return Trainer(args, dist)
+        run_directory(flags).mkdir(parents=True)
+        return Trainer(prepare(flags, "xla"), dist)
 
     return make
 
 
-def records(args):
-    return [json.loads(line) for line in (get_run_dir(args) / "metrics.jsonl").read_text().splitlines()]
+def records(trainer):
+    return [json.loads(line) for line in (trainer.run.directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def run_program(observer, rows):
@@ -71,8 +72,8 @@ def test_a_program_that_is_compiled_again_with_the_same_shapes_is_reported(dist)
 def test_a_growing_batch_compiles_nothing_and_raises_the_learning_rate_with_its_root(make_trainer):
     trainer = make_trainer("--total_batch_size=64", "--batch_ramp=4:2,6:3.3", "--warmup_steps=1", "--warmdown_ratio=0",
                            width=112)  # one micro-step, whose loss is scaled by 1, then two, then three
-    assert trainer.run() == 0
-    logged = [record for record in records(trainer.args) if "tokens" in record]
+    assert trainer.train() == 0
+    logged = [record for record in records(trainer) if "tokens" in record]
     assert len({record["compilations"] for record in logged}) == 1
     assert [record["lr_multiplier"] ** 2 for record in logged] == pytest.approx([1, 1, 1, 2, 3])
     assert [record["tokens"] for record in logged] == [64, 128, 256, 512, 896]
@@ -96,16 +97,16 @@ class NarrowAfter:
 def test_the_log_says_where_the_hosts_time_goes_and_what_was_compiled_and_why(make_trainer, capsys):
     compiled_before = compile_seconds()
     trainer = make_trainer(width=80)
-    trainer.loader = NarrowAfter(trainer.loader, count=13)  # two a step: in the middle of step 7
-    assert trainer.run() == 0
-    logged = [record for record in records(trainer.args) if "step_ms" in record]
+    trainer.rows.loader = NarrowAfter(trainer.rows.loader, count=13)  # two a step: in the middle of step 7
+    assert trainer.train() == 0
+    logged = [record for record in records(trainer) if "step_ms" in record]
     assert [record["step"] for record in logged] == [1, 2, 4, 6, 8]
     for record in logged:
         assert record["data_wait"] >= 0 and 0 <= record["host_dispatch"] <= 1
         assert record["data_wait"] + record["host_dispatch"] <= 1
         assert "device_memory_bytes" not in record  # XLA's CPU cannot tell
-    assert {"loss", "grad_norm", "lr_multiplier", "tokens", "tokens_per_s", "goodput", "bad_steps", "interruptions",
-            "seconds_train", "compile_s"} <= logged[-1].keys()  # which report and tpu_advice read
+    assert {"loss", "mean_loss", "grad_norm", "lr_multiplier", "tokens", "tokens_per_s", "goodput", "bad_steps",
+            "interruptions", "seconds_train", "compile_s"} <= logged[-1].keys()  # which report and tpu_advice read
     *constant, last = logged
     assert constant[-1]["host_dispatch"] > 0
     assert len({record["compilations"] for record in constant}) == 1

@@ -17,7 +17,9 @@ from nanochat.device.ranks import resolve_device_type
 from nanochat.device.tpu import count_tpu_chips
 from nanochat.run import checkpoint, checkpoint_files
 from nanochat.run.meta import Meta
-from scripts.base_train import main, make_plan, parse_args
+from nanochat.train.flags import parse_flags
+from nanochat.train.plan import make_plan
+from scripts.base_train import main
 
 TIMEOUT_S = 300
 
@@ -293,7 +295,7 @@ def test_too_little_disk_for_two_checkpoints_is_said_before_the_first_step(base_
 
 
 def plan_of(*flags, world_size=8):
-    return make_plan(parse_args(flags), 65536, world_size)
+    return make_plan(parse_flags(flags), 65536, "cpu", world_size)
 
 
 def test_the_plan_of_the_mission():
@@ -316,7 +318,7 @@ def test_the_horizon_is_the_first_of_three_flags():
 def test_the_horizon_in_tokens_counts_the_batches_that_grow():
     ramp = plan_of("--target_param_data_ratio=10", "--total_batch_size=524288", "--batch_ramp=1000:1.5,2000:2")
     assert ramp.batch_schedule == ((0, 524288), (1000, 786432), (2000, 1048576))
-    assert [ramp.accum_steps(step) for step in (0, 999, 1000, 1999, 2000)] == [8, 8, 12, 12, 16]
+    assert [ramp.micro_steps(step) for step in (0, 999, 1000, 1999, 2000)] == [8, 8, 12, 12, 16]
     tokens = 10 * (201_326_592 + 67_108_864)
     assert ramp.num_iterations == 2000 + round((tokens - 1000 * (524288 + 786432)) / 1048576)
     assert ramp.tokens(0, ramp.num_iterations) == pytest.approx(tokens, abs=1048576 / 2)
@@ -326,14 +328,14 @@ def test_the_horizon_in_tokens_counts_the_batches_that_grow():
 def test_a_schedule_that_more_devices_cannot_divide_is_refused():
     flags = ["--total_batch_size=131072", "--batch_ramp=10:1.25"]
     begun = plan_of(*flags, "--device_batch_size=4")
-    meta = Meta(step=1, config={}, tokenizer_sha256="", data_fingerprint="", flags=vars(parse_args(flags)), rng="",
+    meta = Meta(step=1, config={}, tokenizer_sha256="", data_fingerprint="", flags=parse_flags(flags).as_dict(), rng="",
                 batch_schedule=begun.batch_schedule)
     with pytest.raises(BadInput, match="131,072, 163,840 tokens.*do not all divide by 131072"):
-        make_plan(parse_args([*flags, "--device_batch_size=8"]), 65536, 16, meta)
+        make_plan(parse_flags([*flags, "--device_batch_size=8"]), 65536, "cpu", 16, meta)
 
 
 def test_dashes_in_flags_are_accepted():
-    assert parse_args(["--max-seq-len=7", "--no-compile"]).max_seq_len == 7
+    assert parse_flags(["--max-seq-len=7", "--no-compile"]).model.max_seq_len == 7
 
 
 def test_a_world_size_that_does_not_divide_is_refused():

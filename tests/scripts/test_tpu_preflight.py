@@ -89,9 +89,9 @@ TRACE = """
 import json, sys
 from nanochat.preflight import trace
 trace.prepare_environment()
-from nanochat.train.flags import parse_args
+from nanochat.train.flags import parse_flags
 from scripts import tpu_preflight
-programs = tpu_preflight.Programs(parse_args(sys.argv[1:]), chips=4).trace()
+_, programs = tpu_preflight.trace_run(parse_flags(sys.argv[1:]), chips=4)
 print(json.dumps({name: (program.hlo_hash, sorted(program.donated)) for name, program in programs.items()}))
 """
 
@@ -140,9 +140,9 @@ from jaxlib import xla_client
 from nanochat.preflight import trace
 from nanochat.preflight.compiler_process import with_lines_in_loops, with_source_lines
 trace.prepare_environment()
-from nanochat.train.flags import parse_args
+from nanochat.train.flags import parse_flags
 from scripts import tpu_preflight
-program = tpu_preflight.Programs(parse_args(sys.argv[1:]), chips=4).trace()["micro_step"]
+program = tpu_preflight.trace_run(parse_flags(sys.argv[1:]), chips=4)[1]["micro_step"]
 computation = xla_client.XlaComputation(with_lines_in_loops(program.hlo_proto))
 text = with_source_lines(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
 print(*sorted(set(re.findall('"([^"]*) aten__mm"', text))), sep=chr(10))

@@ -8,7 +8,7 @@ from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
-from nanochat.kernels.choose import IGNORE_INDEX
+from nanochat.model.layers import IGNORE_INDEX
 from nanochat.train.loss_eval import bits_per_byte
 
 CPU = Dist("cpu", torch.device("cpu"))
