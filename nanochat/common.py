@@ -8,11 +8,13 @@ from pathlib import Path
 
 
 class BadInput(Exception):
-    """The user can mend this: the message is one line with what is wrong, the value, and what to do. Exit status 2."""
+    """An error that the user can correct. Its message is one line: what is wrong, the value, and what to do. The exit
+    status is 2."""
 
 
 def run_script(main):
-    """Runs `main()` and ends the process: status main returns (None: 0), or 2 with one line on stderr for BadInput."""
+    """Runs main() and ends the process with the status that it returns (None: 0). For BadInput, prints one line to
+    stderr and ends with status 2."""
     try:
         sys.exit(main())
     except BadInput as error:
@@ -25,7 +27,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with two habits: `--help` shows every default, and `--batch-size` means `--batch_size`."""
+    """An argparse parser whose `--help` shows every default, and which reads `--batch-size` as `--batch_size`."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, formatter_class=_HelpFormatter, allow_abbrev=False, **kwargs)
@@ -64,12 +66,12 @@ def from_flags(data_class, namespace):
 
 
 def get_base_dir():
-    """Path under which everything lies that is not code: `$NANOCHAT_BASE_DIR`, else `~/.cache/nanochat`."""
+    """Returns the folder of data, checkpoints and downloads: `$NANOCHAT_BASE_DIR`, else `~/.cache/nanochat`."""
     return Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache" / "nanochat")
 
 
 def require_writable_dir(path):
-    """Creates directory `path` if need be and returns it as a Path. Raises BadInput if it cannot be written to."""
+    """Creates the directory `path` if it does not exist, and returns it. Raises BadInput if it is not writable."""
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)

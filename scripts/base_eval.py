@@ -1,4 +1,4 @@
-"""Bits per byte of a checkpoint on any parquet with a `text` column:
+"""Prints the bits per byte of a checkpoint on any parquet files with a `text` column:
 
     python3 -m scripts.base_eval --checkpoint=RUN --data_dir=some/parquet --eval_tokens=1000000
 """
@@ -16,13 +16,13 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--checkpoint", default="", help="a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
     add("--data_dir", help="folder of parquet shards; default: $NANOCHAT_BASE_DIR/parquet/val")
-    add("--tokenizer_dir", help="default: $NANOCHAT_BASE_DIR/tokenizer if it is there, else the one that is shipped")
-    add("--eval_tokens", type=int, default=2**20, help="how much text")
-    add("--max_seq_len", type=int, default=-1, help="positions a row; -1: as the model was trained")
+    add("--tokenizer_dir", help="default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one")
+    add("--eval_tokens", type=int, default=2**20, help="tokens to evaluate")
+    add("--max_seq_len", type=int, default=-1, help="positions per row; -1: as in training")
     add("--device_batch_size", type=int, default=8, help="rows at a time")
     add("--device_type", default="auto", help="one of " + ", ".join(DEVICE_TYPES))
     add("--kernel", default="auto", help="attention and loss, as in base_train")
-    add("--seed", type=int, default=1, help="of the order of the data")
+    add("--seed", type=int, default=1, help="seed of the data order")
     return parser.parse_args(argv)
 
 

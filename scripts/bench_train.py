@@ -1,4 +1,4 @@
-"""Training speed through XLA against plain eager PyTorch, the same model and optimizer on this CPU, in one run:
+"""Measures the training speed of XLA against eager PyTorch, with the same model and optimizer on this CPU, in one run:
 
     python3 -m scripts.bench_train --depth=4
 

@@ -1,7 +1,8 @@
-"""Trains a small model on this machine, from text to completion, and says where everything lies: `make demo`.
+"""Makes a corpus, trains a small model and completes a file, on this machine: `make demo`.
 
-The program is the one that trains on a TPU: xmp.spawn, here over two XLA devices of the CPU. About five minutes on two
-cores; everything goes to $NANOCHAT_BASE_DIR/demo (default ~/.cache/nanochat/demo), and a second demo starts anew.
+The training program is the one for TPUs, here over two XLA devices of the CPU. It takes about five minutes on two
+cores. Everything is written to $NANOCHAT_BASE_DIR/demo (default ~/.cache/nanochat/demo). A second demo starts again
+from the beginning.
 """
 import json
 import os
@@ -18,7 +19,7 @@ from nanochat.data.shards import list_shards, open_shards, read_pieces
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.record.metrics import METRICS_FILE
 
-# The defaults are for runs of thousands of steps; a hundred small batches take larger ones.
+# The default learning rates are for thousands of steps; a hundred small batches need larger ones.
 LEARNING_RATES = ("--matrix_lr=0.2", "--embedding_lr=2", "--unembedding_lr=0.1")
 PROMPT = "#include <vector>\n\nnamespace"
 
@@ -31,7 +32,7 @@ def parse_args(argv):
 
 
 def run(step, module, *flags, env):
-    """Runs a script of this project as a person would, and shows the command."""
+    """Runs a script of this project in a process of its own, and prints the command."""
     command = [sys.executable, "-m", module, *flags]
     print(f"\n=== {step}\n$ {shlex.join(['python3', *command[1:]])}", flush=True)
     status = subprocess.run(command, env=env, stdin=subprocess.DEVNULL).returncode
@@ -40,7 +41,7 @@ def run(step, module, *flags, env):
 
 
 def unigram_bits_per_byte(data_dir):
-    """Bits per byte of the validation text for a model that knows how often each of its tokens occurs, and no more."""
+    """Returns the bits per byte of the validation text if only the frequency of each of its tokens is known."""
     tokenizer, counts = load_tokenizer(), 0
     token_bytes = tokenizer.token_bytes().numpy()
     for shard in open_shards(list_shards(data_dir)):
@@ -81,9 +82,8 @@ corpus       {base_dir / 'parquet'}
 checkpoint   {run_dir}/step_{records[-1]['step']:06d}
 metrics      {run_dir / METRICS_FILE}
 
-Next, on a TPU VM (v5litepod-8 or v6e-4), with data and code on it (README.md, "On a TPU"):
-  nohup python3 -m scripts.base_train --depth=16 --num_iterations=50000 --device_batch_size=8 --max_seq_len=1024 \\
-      --kernel=current --no_compile --run=NAME > NAME.log 2>&1 &""")
+Next, on a TPU VM (v5litepod-8 or v6e-4), with data and code on it (README.md, "Put it on a TPU"):
+  nohup python3 -m scripts.base_train --depth=16 --run=NAME > NAME.log 2>&1 &""")
 
 
 if __name__ == "__main__":

@@ -26,15 +26,15 @@ def parse_args(argv=None):
     parser = ArgumentParser(prog="python3 -m scripts.generate", description=__doc__)
     add = parser.add_argument_group("model").add_argument
     add("--checkpoint", default="", help="a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
-    add("--tokenizer_dir", help="default: $NANOCHAT_BASE_DIR/tokenizer if it is there, else the one that is shipped")
+    add("--tokenizer_dir", help="default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one")
     add("--device_type", default="auto", help="one of " + ", ".join(DEVICE_TYPES))
     add = parser.add_argument_group("prompt (without any: standard input)").add_argument
     add("--prompt", help="text to complete")
     add("--prompt_file", help="file whose text to complete")
     add("--echo", action="store_true", help="print the prompt before each completion")
     add = parser.add_argument_group("sampling").add_argument
-    add("--num_samples", type=int, default=1, help="how many completions")
-    add("--max_tokens", type=int, default=-1, help="tokens per completion; -1: 256, or half of what the model sees")
+    add("--num_samples", type=int, default=1, help="number of completions")
+    add("--max_tokens", type=int, default=-1, help="tokens per completion; -1: 256, at most half of the context")
     add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
     add("--top_k", type=int, default=50, help="draw from the k likeliest tokens; 0: from all")
     add("--top_p", type=float, default=1.0, help="draw from the likeliest tokens that have this probability together")
@@ -44,7 +44,7 @@ def parse_args(argv=None):
 
 
 def read_prompt(args):
-    """The prompt as bytes or str, from wherever the flags say."""
+    """Returns the prompt that the flags name, as bytes or str. Raises BadInput if it cannot be read."""
     if args.prompt is not None and args.prompt_file is not None:
         raise BadInput("--prompt and --prompt_file are both given: give one of them")
     if args.prompt is not None:
@@ -81,7 +81,7 @@ def main(argv=None):
         show(shown_prompt)
         texts = engine.completions(prompt, on_text=lambda sample, text: show(text), **options)
         show("\n")
-    else:  # they grow at the same time
+    else:  # they are generated together, so they are shown at the end
         texts = engine.completions(prompt, **options)
         for i, text in enumerate(texts):
             show(f"--- sample {i + 1} of {len(texts)}, seed {args.seed + i}\n{shown_prompt}{text}\n")

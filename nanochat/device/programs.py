@@ -1,4 +1,4 @@
-"""XLA programs: where one begins and ends, how many were compiled, what they take."""
+"""XLA programs: where one begins and ends, how many were compiled, and how long that took."""
 import sys
 import threading
 import time
@@ -14,22 +14,22 @@ _trace_lock = threading.Lock()
 
 @dataclass
 class ProgramRun:
-    """What is known of one run of an XLA program once it is dispatched."""
-    host_s: float = 0.0  # that the host spent tracing and dispatching it; what waits for the device does not count
-    is_compiled: bool = False  # had to be compiled first; what the host spent is then not told apart
+    """Measurements of one run of an XLA program, made when it is dispatched."""
+    host_s: float = 0.0  # seconds that the host spent tracing and dispatching it, without waiting for the device
+    is_compiled: bool = False  # it had to be compiled first; host_s is not known then
 
 
 @contextmanager
 def one_program(dist, name, collective=False):
-    """What is computed inside the block becomes one XLA program, dispatched when the block ends.
+    """Makes everything that is computed inside the block one XLA program, dispatched at the end of the block.
 
-    `collective`: it contains an all-reduce. On other devices nothing happens. Gives a ProgramRun, which is filled in
-    at the end.
+    name: of the program; collective: whether it contains a collective. Yields a ProgramRun, which is filled in at the
+    end. On other devices this does nothing.
 
-    Two ranks that are threads of one process and compile at the same time would get two executables, whose
-    all-reduces never meet: the first runs of each program are therefore traced and compiled one rank after the other.
-    Before a rank takes the lock, it waits for its programs in flight, because these may need a rank that waits for the
-    lock.
+    If two ranks are threads of one process and compile a program at the same time, they get two executables whose
+    all-reduces never meet. Therefore the first runs of each program are traced and compiled by one rank after the
+    other. Before a rank takes the lock for that, it waits for its programs in flight, because these may need a rank
+    that waits for the lock.
     """
     run = ProgramRun()
     if not dist.is_xla:
@@ -41,7 +41,7 @@ def one_program(dist, name, collective=False):
     runs = dist.program_runs[name] = dist.program_runs.get(name, 0) + 1
     one_at_a_time = ranks_are_threads and runs <= 2
     if ranks_are_threads and (collective or one_at_a_time):
-        xm.wait_device_ops(xm.xla_real_devices([dist.device]))  # waiting for all of them would hold them up
+        xm.wait_device_ops(xm.xla_real_devices([dist.device]))  # not for the devices of the other ranks
         if collective:
             thread_barrier(dist)
     with _trace_lock if one_at_a_time else nullcontext():
@@ -49,15 +49,15 @@ def one_program(dist, name, collective=False):
         yield run
         traced, cpu_begun = time.monotonic(), time.thread_time()
         torch_xla.sync()
-        # Tracing never waits for the device. sync() does where the device is busy, and then takes no CPU time; what
-        # runs on XLA's own threads holds up nobody here.
+        # Tracing never waits for the device. sync() waits if the device is busy, without using CPU time, so its CPU
+        # time is counted. XLA's own threads hold up nobody here.
         run.is_compiled = compilations() > compiled
         if not run.is_compiled:
             run.host_s = traced - begun + time.thread_time() - cpu_begun
 
 
 def synchronize(dist):
-    """Waits until the device has finished all that was dispatched to it."""
+    """Waits until the device has finished all programs that were dispatched to it."""
     if dist.is_xla:
         import torch_xla.core.xla_model as xm
         xm.wait_device_ops()
@@ -67,9 +67,9 @@ def synchronize(dist):
 
 @contextmanager
 def device_trace(dist, folder):
-    """Records what host and device do in the block, and waits for the device at its end.
+    """Records a trace of host and device inside the block, and waits for the device at its end.
 
-    Leaves files in `folder` for TensorBoard: xprof's from XLA, torch.profiler's from cuda and cpu.
+    Writes files for TensorBoard to `folder`: xprof's from XLA, torch.profiler's from cuda and cpu.
     """
     if not dist.is_xla:
         with torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder))):
@@ -86,17 +86,17 @@ def device_trace(dist, folder):
 
 
 def compilations():
-    """How many XLA programs this process has compiled; 0 where XLA is not in use."""
+    """Returns the number of XLA programs that this process has compiled; 0 if XLA is not in use."""
     return _compile_time()[0]
 
 
 def compile_seconds():
-    """Seconds that this process has spent compiling XLA programs; 0 where XLA is not in use."""
+    """Returns the seconds that this process has spent compiling XLA programs; 0 if XLA is not in use."""
     return _compile_time()[1] / 1e9
 
 
 def _compile_time():
-    """(programs, nanoseconds in all): torch_xla's own count."""
+    """Returns (number of programs, nanoseconds), by torch_xla's own count."""
     if "torch_xla" not in sys.modules:
         return 0, 0.0
     import torch_xla.debug.metrics as met
@@ -104,7 +104,10 @@ def _compile_time():
 
 
 def device_memory(dist):
-    """{name: bytes}: what is in use on a TPU, the most that ever was, and what there is. Empty on other devices."""
+    """Returns the bytes of a TPU's memory that are in use, that were at most, and that exist, as {metric: bytes}.
+
+    On other devices the dictionary is empty.
+    """
     if dist.device_type != "tpu":  # not implemented for XLA's CPU devices
         return {}
     import torch_xla.core.xla_model as xm

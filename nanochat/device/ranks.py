@@ -17,10 +17,11 @@ DEVICE_TYPES = ("auto", "tpu", "xla", "cuda", "cpu")
 
 
 def resolve_device_type(requested="auto", pci_devices="/sys/bus/pci/devices"):
-    """Turns `--device_type` into one of "tpu", "xla", "cuda", "cpu" and says so; raises BadInput if it is not there.
+    """Returns the device type for `--device_type`: "tpu", "xla", "cuda" or "cpu". Raises BadInput if there is no such
+    device.
 
-    On a machine with TPU chips `auto` is the TPU, and a PJRT_DEVICE that says otherwise is an error: a run that trains
-    on the host's CPU by accident costs as much as one that trains on the TPU.
+    On a machine with TPU chips, `auto` is the TPU, and another PJRT_DEVICE is an error: a run that trains on the host's
+    CPU by accident costs as much as one that trains on the TPU.
     """
     chips = count_tpu_chips(pci_devices)
     pjrt_device = os.environ.get("PJRT_DEVICE", "")
@@ -44,7 +45,7 @@ def resolve_device_type(requested="auto", pci_devices="/sys/bus/pci/devices"):
 
 
 def prepare_xla_environment(device_type):
-    """Sets what torch_xla reads from the environment. Must run before torch_xla is imported, in the parent process."""
+    """Sets the environment variables of torch_xla. Call it in the parent process, before torch_xla is imported."""
     if device_type == "tpu":
         os.environ["PJRT_DEVICE"] = "TPU"
     elif device_type == "xla":
@@ -52,8 +53,8 @@ def prepare_xla_environment(device_type):
         devices = os.environ.setdefault("CPU_NUM_DEVICES", "1")
         if not devices.isdigit() or int(devices) < 1:
             raise BadInput(f"CPU_NUM_DEVICES={devices} is not a number of devices: set it to 1, 2, 4 …")
-        # Several CPU devices are threads of one process. Their collectives block the threads that run them, so the
-        # pool must hold them all, and the client must run programs in the order in which they were given to it.
+        # Several CPU devices are threads of one process. A collective blocks the thread that runs it, so the pool must
+        # have a thread for each device, and the client must run programs in the order in which it gets them.
         os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"
         os.environ["XLA_THREAD_POOL_SIZE"] = str(max(int(devices) * 2, os.cpu_count() or 1))
 
@@ -64,13 +65,12 @@ def prepare_xla_environment(device_type):
 
 @dataclass(frozen=True)
 class Dist:
-    """Where this rank runs."""
+    """A rank, and the device that it runs on."""
     device_type: str  # "tpu", "xla", "cuda" or "cpu"
     device: torch.device
     rank: int = 0
-    local_rank: int = 0
     world_size: int = 1
-    program_runs: dict = field(default_factory=dict, compare=False, repr=False)  # how often each was run, by name
+    program_runs: dict = field(default_factory=dict, compare=False, repr=False)  # name of program -> number of runs
 
     @property
     def is_xla(self):
@@ -80,18 +80,12 @@ class Dist:
 _this_thread = threading.local()  # ranks on CPU XLA devices are threads of one process
 
 
-def get_dist_info():
-    """(rank, local_rank, world_size) of the calling rank; (0, 0, 1) before compute_init."""
-    dist = getattr(_this_thread, "dist", None)
-    return (dist.rank, dist.local_rank, dist.world_size) if dist else (0, 0, 1)
-
-
 def compute_init(device_type):
     """Starts the runtime for this rank and returns its Dist. `device_type` as resolve_device_type gave it."""
     if device_type in ("tpu", "xla"):
         import torch_xla
         import torch_xla.runtime as xr
-        dist = Dist(device_type, torch_xla.device(), xr.global_ordinal(), xr.local_ordinal(), xr.world_size())
+        dist = Dist(device_type, torch_xla.device(), xr.global_ordinal(), xr.world_size())
     elif device_type == "cuda":
         local_rank, world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         torch.cuda.set_device(local_rank)
@@ -99,7 +93,7 @@ def compute_init(device_type):
         device = torch.device("cuda", local_rank)
         if world_size > 1:
             torch.distributed.init_process_group("nccl", device_id=device)
-        dist = Dist("cuda", device, int(os.environ.get("RANK", 0)), local_rank, world_size)
+        dist = Dist("cuda", device, int(os.environ.get("RANK", 0)), world_size)
     else:
         dist = Dist("cpu", torch.device("cpu"))
     _this_thread.dist = dist
@@ -113,10 +107,11 @@ def compute_cleanup(dist):
     _this_thread.dist = None
 
 
-def print0(*values, rank=None, **kwargs):
-    """Prints on rank 0 only. `rank` defaults to the rank of the calling process or thread."""
-    if (get_dist_info()[0] if rank is None else rank) == 0:
-        print(*values, flush=True, **kwargs)
+def print0(*values):
+    """Prints on rank 0 only, and in processes without a rank."""
+    dist = getattr(_this_thread, "dist", None)
+    if dist is None or dist.rank == 0:
+        print(*values, flush=True)
 
 
 def print_banner():

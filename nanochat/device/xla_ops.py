@@ -1,6 +1,6 @@
-"""What PyTorch/XLA has no operation for: a loop inside the program, and a kernel written in JAX.
+"""Operations that PyTorch/XLA lacks: a loop inside the program, slices of a stack by index, a kernel written in JAX.
 
-Both are built once for each set of shapes and kept, so that in later steps tracing one costs a dictionary look-up.
+Each is built once for each set of shapes and kept, so that tracing it in later steps costs one dictionary look-up.
 torch_xla and jax are imported inside the functions only.
 """
 import os
@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-_computations = {}  # what was built: key -> XLA computation
+_computations = {}  # key -> XLA computation
 
 
 def _shapes(tensors):
@@ -20,10 +20,10 @@ def _shapes(tensors):
 def loop(body, carry, read, write, constants=(), reverse=False):
     """Runs `body` once for each index of the stacks' first dimension, as one loop of the XLA program.
 
-    body(index, carry, read, write, constants) -> (carry, write): index is an int32 scalar, the rest tuples of tensors;
-        it sees slice `index` of each stack of `read` and `write`, and what it returns for `write` takes the place of
-        these slices. It must be one lasting object, and use no tensor but its arguments.
-    carry: tensors handed from one iteration to the next, of one shape. read, write: stacks, (n, …) each.
+    body(index, carry, read, write, constants) -> (carry, write): index is an int32 scalar, the others are tuples of
+        tensors. Of `read` and `write` it gets slice `index` of each stack, and the slices of `write` that it returns
+        replace those. It must be the same object, or an equal one, at every call, and use no tensor but its arguments.
+    carry: tensors that go from one iteration to the next and keep their shapes. read, write: stacks, (n, …) each.
     reverse: from the last index to the first.
     Returns (carry, write) after the last iteration. There is no gradient.
     """
@@ -58,11 +58,11 @@ def _build_loop(body, carry, read, write, constants, reverse):
     context.set_name_string("loop_body")
     context.build([*new_carry, *new_write])
     body_computation = xb.computation_from_module_proto("loop_body", context.hlo())
-    arguments_of_body = {}  # parameter of the body -> place among the loop's arguments
-    for place, placeholder in enumerate((index, *(p for group in groups for p in group))):
+    arguments_of_body = {}  # parameter of the body -> its number among the loop's arguments
+    for number, placeholder in enumerate((index, *(p for group in groups for p in group))):
         if (parameter := context.tensor_parameter_id(placeholder)) != -1:
-            arguments_of_body[parameter] = place
-    # The numbers in the body's code are on the device already, as scalars: they become arguments too.
+            arguments_of_body[parameter] = number
+    # Numbers in the body's code are scalars on the device by now: they become arguments, too.
     scalars = []
     for parameter, tensor in context.device_parameter_id_tensor_mapping().items():
         if parameter not in arguments_of_body:
@@ -81,8 +81,8 @@ def _build_loop(body, carry, read, write, constants, reverse):
 
         arguments = [index, *rest]
         at = scalar(length - 1) - index if reverse else index
-        used = [dynamic_slice(argument, at) if ends[0] <= place < ends[2] else argument
-                for place, argument in enumerate(arguments)]
+        used = [dynamic_slice(argument, at) if ends[0] <= number < ends[2] else argument
+                for number, argument in enumerate(arguments)]
         used[0] = at
         result = xb.Op.call(body_computation, [used[arguments_of_body[i]] for i in range(len(arguments_of_body))])
         arguments[0] = index + scalar(1)
@@ -101,8 +101,10 @@ def _build_loop(body, carry, read, write, constants, reverse):
 
 
 def repeat(function, x, times):
-    """function(… function(x)), `times` times, as one loop of the program. `function`: one lasting object, which uses no
-    other tensor; its result is like x in shape and dtype."""
+    """Returns function(… function(x)), applied `times` times, as one loop of the program.
+
+    function: the same object at every call; it uses no other tensor, and its result has the shape and dtype of x.
+    """
     return loop(_RepeatBody(function), (x,), (torch.empty(times, device=x.device),), ())[0][0]
 
 
@@ -115,7 +117,7 @@ class _RepeatBody:
 
 
 def take(stack, index):
-    """stack[index]. index: int32 scalar."""
+    """Returns stack[index]. index: int32 scalar."""
     def build(stack, index):
         from torch_xla.experimental.scan import dynamic_slice
         return dynamic_slice(stack, index)
@@ -124,10 +126,10 @@ def take(stack, index):
 
 
 def put(stack, index, value, use_from_memory=False):
-    """`stack` with `value` as its slice `index`.
+    """Returns `stack` with `value` as its slice `index`.
 
-    use_from_memory: what uses the value takes it from the result. XLA is kept from handing it on as a tensor of its
-    own, which it would copy into the stack: so what computes the value writes it there.
+    use_from_memory: everything that uses the value must read it from the result. Otherwise XLA may keep the value as a
+    tensor of its own and copy it into the stack; so the operation that computes the value writes it there directly.
     """
     def build(stack, index, value):
         from torch_xla.experimental.scan import dynamic_update_slice
@@ -153,9 +155,10 @@ def _call(name, build, *tensors):
 
 
 def jax_call(function, *tensors):
-    """Calls a JAX function (a lasting object) on XLA tensors, as part of the program; returns a list of tensors.
+    """Calls a JAX function on XLA tensors, as part of the program, and returns a list of tensors.
 
-    It is lowered for the device of the program, TPU or CPU, whatever JAX itself would run on.
+    function: a functools.partial, the same object at every call. It is lowered for the TPU, whatever JAX itself would
+    run on, or for the CPU with the keyword interpret=True.
     """
     import torch_xla
     key = (function, _shapes(tensors))
@@ -166,15 +169,17 @@ def jax_call(function, *tensors):
 
 
 def row_major_matmul(x, weight):
-    """x @ weight, of (B, T, in) and (in, out), which the compiler is to keep in memory in this order: it would choose
-    one that suits this product, and then copy it for others. Needs jax; TPU only."""
+    """Returns x @ weight, (B, T, out), for (B, T, in) and (in, out), in this order in memory. Needs jax; TPU only.
+
+    Left alone, the compiler chooses an order that suits this product, and then copies it for the others.
+    """
     return jax_call(_row_major_matmul, x, weight)[0]
 
 
 @partial
 def _row_major_matmul(x, weight):
-    # One product of three dimensions: PyTorch's is one of (B × T, in), whose order no constraint on its reshaped
-    # result reaches.
+    # One product of three dimensions. PyTorch's product is of (B × T, in), and a constraint on its reshaped result does
+    # not reach the product.
     import jax
     from jax.experimental.layout import Layout, with_layout_constraint
     product = jax.lax.dot_general(x, weight, (((2,), (0,)), ((), ())))

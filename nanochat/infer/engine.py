@@ -1,7 +1,7 @@
-"""Generation with a KV cache of static shape.
+"""Completes text with a KV cache whose shape never changes.
 
-XLA compiles two programs, whatever the text: one that reads the prompt, padded to a power of two, and one that takes a
-token for each sample at a position that is a tensor. Tokens are drawn on the host.
+XLA compiles two programs, whatever the text: one reads the prompt, padded to a power of two; the other reads one token
+of each sample, at a position that is a tensor. The next tokens are drawn on the host.
 """
 import codecs
 
@@ -20,19 +20,20 @@ class Engine:
         self.model, self.tokenizer, self.dist = model, tokenizer, dist
 
     def complete(self, prompt, **options):
-        """The completion of `prompt`, without it; options as in completions."""
+        """Returns the completion of `prompt`, without the prompt; options as in completions."""
         return self.completions(prompt, num_samples=1, **options)[0]
 
     def completions(self, prompt, *, num_samples, max_tokens=-1, temperature=0.8, top_k=50, top_p=1.0, stop=(), seed=0,
                     on_text=lambda sample, text: None):
-        """`num_samples` completions of `prompt` (str or bytes), without it.
+        """Returns `num_samples` completions of `prompt` (str or bytes), without the prompt.
 
-        A completion ends where the document does, before the first of the strings `stop`, or after `max_tokens` (-1:
-        256, or half of what the model sees if that is less). Of a prompt that leaves no room for them the last part
-        is read. Sample i is drawn with seed + i, so it does not depend on how many there are.
+        A completion ends with the document, before the first of the strings `stop`, or after `max_tokens` tokens (-1:
+        256, or half of the model's context if that is less). If the prompt leaves no room for them, only its last part
+        is read. Sample i is drawn with seed + i, so it does not depend on the number of samples.
 
-        temperature 0 takes the likeliest token. top_k > 0: draws from the k likeliest only; top_p < 1: from the
-        likeliest that together have this probability. on_text(sample, text) is called with text as it comes.
+        temperature: 0 always takes the likeliest token. top_k > 0: draws from the k likeliest tokens only; top_p < 1:
+        draws from the likeliest tokens that have this probability together. on_text(sample, text): called with each
+        new piece of text. Raises BadInput for options that make no sense.
         """
         context = self.model.config.max_seq_len
         max_tokens = min(256, context // 2) if max_tokens == -1 else max_tokens
@@ -56,15 +57,15 @@ class Engine:
 
     @torch.no_grad()
     def prefill(self, ids, num_samples):
-        """Logits (num_samples, V), on the CPU, of the token after `ids`, and the KVCache that holds them."""
+        """Reads the prompt `ids`. Returns the next token's logits (num_samples, V), on the CPU, and the KVCache."""
         config, device = self.model.config, self.dist.device
         length = min(max(MIN_PREFILL_LEN, 1 << (len(ids) - 1).bit_length()), config.max_seq_len)
         padded = torch.tensor([ids + [0] * (length - len(ids))]).to(device)
         last = torch.tensor([len(ids) - 1]).to(device)
         with one_program(self.dist, f"prefill {length} {num_samples}"):
             cache = KVCache(config, 1, config.max_seq_len, self.model.compute_dtype, device)
-            # What the padding writes into the cache stands after the prompt: each place is written again, by the
-            # token that belongs there, before any position looks at it.
+            # The padding writes to cache positions after the prompt. The tokens that are generated there overwrite
+            # them before any position looks at them.
             hidden = self.model.hidden(padded, cache, torch.arange(length, device=device))  # (1, length, C)
             logits = self.model.logits(hidden.index_select(1, last))[:, 0]  # (1, V)
             cache.keys = [keys.repeat(num_samples, 1, 1, 1) for keys in cache.keys]
@@ -73,8 +74,8 @@ class Engine:
 
     @torch.no_grad()
     def decode(self, ids, position, cache):
-        """Logits (num_samples, V), on the CPU, of the tokens after `ids`, one for each sample, which stand at
-        `position`."""
+        """Reads one token of each sample, `ids`, at `position`. Returns the next tokens' logits (num_samples, V) on the
+        CPU."""
         ids = torch.tensor(ids)[:, None].to(self.dist.device)
         positions = torch.tensor([position]).to(self.dist.device)
         with one_program(self.dist, f"decode {len(ids)}"):
@@ -83,7 +84,7 @@ class Engine:
 
 
 def check_options(num_samples, max_tokens, temperature, top_k, top_p, context):
-    """Raises BadInput for options that make no sense; `context`: how many tokens the model sees."""
+    """Raises BadInput for options that make no sense. context: the number of tokens that the model sees."""
     if not 1 <= max_tokens < context:
         raise BadInput(f"--max_tokens={max_tokens} must be from 1 to {context - 1}: the model sees {context} tokens")
     if num_samples < 1:
@@ -97,28 +98,28 @@ def check_options(num_samples, max_tokens, temperature, top_k, top_p, context):
 
 
 def choose_token(logits, generator, temperature, top_k, top_p):
-    """Token id drawn from logits (V,)."""
+    """Returns the id of a token, drawn by its logits (V,)."""
     if temperature == 0:
         return int(logits.argmax())
-    logits, ids = logits.topk(min(top_k or len(logits), len(logits)))  # in falling order
+    logits, ids = logits.topk(min(top_k or len(logits), len(logits)))  # the likeliest first
     probabilities = torch.softmax(logits.double() / temperature, dim=0)
-    likelier = probabilities.cumsum(0) - probabilities  # what the tokens before each one have together
+    likelier = probabilities.cumsum(0) - probabilities  # the sum of the tokens before each one
     probabilities[likelier >= top_p] = 0
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
 
 
 class Sample:
-    """One completion as it grows."""
+    """A completion while it is generated."""
 
     def __init__(self, tokenizer, stop, show):
-        """`show` is called with every piece of text that is sure to stay."""
+        """show: called with each piece of text that no stop string can remove any more."""
         self.text, self.ended = "", False
         self._tokenizer, self._stop, self._show = tokenizer, [string for string in stop if string], show
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span tokens
         self._num_shown = 0
 
     def add(self, token):
-        """Takes the next token; after the end it is ignored."""
+        """Adds the next token; after the end, tokens are ignored."""
         if self.ended:
             return
         if token == self._tokenizer.bos_id:  # the next document
@@ -140,7 +141,7 @@ class Sample:
             self._show_up_to(len(self.text))
 
     def _len_of_possible_stop(self):
-        """Length of the longest end of the text that is the beginning of a stop string."""
+        """Returns the length of the longest end of the text that is the beginning of a stop string."""
         return max((length for string in self._stop for length in range(1, len(string))
                     if self.text.endswith(string[:length])), default=0)
 

@@ -1,11 +1,11 @@
-"""Causal attention for TPUs in Pallas: rotary positions and QK-norm, attention, and their gradients, in two kernels.
+"""Causal attention for TPUs, as two Pallas kernels: rotary positions, QK-norm and attention, and their gradients.
 
-The products of the matrices, (B, T, heads × 128), go in as they are, and come out so: a head is one column of blocks
-of 128 lanes, so nothing is transposed, and nothing of size T × T, no norm and no rotated copy ever reaches HBM. One
-program handles one head of one row: at T up to MAX_SEQ_LEN its keys, values and one block of scores fit into VMEM. So
-the softmax is computed in one piece, and because QK-norm bounds every score by √128 < 12, without subtracting the
-maximum: exp(12) × MAX_SEQ_LEN is far from the limit of fp32. The backward pass computes the scores again from q and k,
-and needs nothing else from the forward pass.
+Operands and results have the shape (B, T, heads × 128) of the matrix products, and a head is one column of blocks of
+128. So nothing is transposed, and nothing of size T × T, no norm and no rotated copy ever reaches HBM. One program
+computes one head of one sequence: for T up to MAX_SEQ_LEN its keys, values and one block of scores fit into VMEM. So
+the softmax is computed in one piece. It needs no maximum, because QK-norm bounds every score by √128 < 12, and
+exp(12) × MAX_SEQ_LEN is far from the limit of fp32. The backward pass computes the scores again from q and k, and needs
+nothing else from the forward pass.
 """
 import functools
 
@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 HEAD_DIM = 128  # also the width of the TPU's vector registers
 MAX_SEQ_LEN = 4096
-QUERY_BLOCK = 256  # rows of scores at a time
+QUERY_BLOCK = 256  # queries whose scores are computed at a time
 VMEM_LIMIT_BYTES = 96 * 2**20
 
 
@@ -53,8 +53,8 @@ def _d_rotated_norm(d_normed, normed, scale, cos, sin):
 def _weights(q, k, start, window):
     """exp(scores) of the queries from position `start` on with the keys before their end; 0 where they may not look."""
     scores = _dot(q, k, (1, 1))
-    rows = start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
-    distance = rows - jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    queries = start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+    distance = queries - jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     visible = distance >= 0
     if window is not None:
         visible &= distance < window
@@ -111,9 +111,12 @@ def _backward_kernel(layer_window, q_ref, k_ref, v_ref, d_out_ref, cos_ref, sin_
 
 
 def _call(kernel, layer_window, operands, results, products, scratch=0, interpret=False, **options):
-    """Runs `kernel` for every row, key head, and query head of it. operands and results are (kind, array) each: a query
-    ("q") or key ("k") head of an array, or of layer layer_window[0] of a stack ("q stack", "k stack"), or a "table".
-    products: how many of queries × keys × 128 the kernel makes; blocks above the diagonal are left out."""
+    """Runs `kernel` for every sequence, every key head, and every query head that shares it.
+
+    operands, results: (kind, array) each. The kernel gets one query head ("q") or key head ("k") of the array, or of
+    layer layer_window[0] of a stack ("q stack", "k stack"), or a whole "table". products: the number of products of
+    queries × keys × 128 in the kernel, for its declared cost; blocks above the diagonal are not computed.
+    """
     _, batch, length, width = operands[0][1].shape
     kv_heads = operands[1][1].shape[3] // HEAD_DIM
     group = width // HEAD_DIM // kv_heads

@@ -1,4 +1,4 @@
-"""The kernels of `chunked` and `flash` on XLA: layers as a loop, Pallas attention, cross-entropy that streams.
+"""The kernels `chunked` and `flash` on XLA: layers as a loop, Pallas attention, cross-entropy in chunks of tokens.
 
 Their backward passes add to the `main_grad` of the weights in place (see GPT.create_main_grads).
 """
@@ -118,16 +118,16 @@ class _Embedding(torch.autograd.Function):
 
 
 def _chunks(hidden, targets):
-    """hidden (N, C) and targets (N,) as stacks of chunks of equal size."""
-    rows = hidden.size(0)
-    size = max(size for size in range(1, min(rows, CHUNK_TOKENS) + 1) if rows % size == 0)
+    """Returns hidden (N, C) and targets (N,) as stacks of chunks of equal size, (N / size, size, …)."""
+    tokens = hidden.size(0)
+    size = max(size for size in range(1, min(tokens, CHUNK_TOKENS) + 1) if tokens % size == 0)
     return hidden.view(-1, size, hidden.size(1)), targets.long().view(-1, size)
 
 
 def _losses(hidden, head, targets, softcap):
-    """Losses (N,) of hidden (N, C), and what their gradient needs: the capped logits (N, V), the softmax, and where the
-    targets are. A bounded softcap makes it safe to sum exponentials in fp32 without subtracting a maximum, which would
-    cost another pass over the logits."""
+    """Returns the losses (N,) of hidden (N, C); and for their gradient the capped logits, the softmax and a mask of the
+    targets, (N, V) each. A bounded softcap makes it safe to sum exponentials in fp32 without subtracting a maximum,
+    which would cost another pass over the logits."""
     logits = softcapped(F.linear(hidden, head).float(), softcap).to(hidden.dtype).float()
     largest = 0.0 if 0 < softcap <= 60 else logits.max(dim=-1, keepdim=True).values
     exponentials = torch.exp(logits - largest)
@@ -157,23 +157,23 @@ def _cross_entropy(hidden, head, targets, softcap):
 @dataclass(frozen=True)
 class _GradientBody:
     softcap: float
-    rows: int
+    num_tokens: int
 
     def __call__(self, index, carry, read, write, constants):
         (loss, d_head), (hidden, targets), (head,) = carry, read, constants
         losses, logits, softmax, is_target = _losses(hidden, head, targets, self.softcap)
-        d_loss = torch.where(targets == IGNORE_INDEX, 0.0, 1 / self.rows)[:, None]
+        d_loss = torch.where(targets == IGNORE_INDEX, 0.0, 1 / self.num_tokens)[:, None]
         d_logits = (softmax - is_target.float()) * d_loss
         if self.softcap:
             d_logits = d_logits * (1 - (logits / self.softcap).square())
         d_logits = d_logits.to(hidden.dtype)
         d_head = d_head + (d_logits.t() @ hidden).float()
-        return (loss + losses.sum() / self.rows, d_head), (d_logits @ head,)
+        return (loss + losses.sum() / self.num_tokens, d_head), (d_logits @ head,)
 
 
 class _MeanCrossEntropy(torch.autograd.Function):
-    """Mean loss over rows. Its gradients are computed in the forward pass, chunk by chunk, while the logits are there:
-    d logits = (softmax - one-hot) × (1 - (logits / softcap)²) / rows."""
+    """The mean loss. Its gradients are computed in the forward pass, chunk by chunk, while the logits are in memory:
+    d logits = (softmax - one-hot) × (1 - (logits / softcap)²) / tokens."""
 
     @staticmethod
     def forward(ctx, hidden, head, targets, softcap):

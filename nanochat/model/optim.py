@@ -1,7 +1,7 @@
-"""Muon for the matrices, AdamW for the rest, and the schedules of both.
+"""The optimizer: Muon for the matrices, AdamW for the other weights, and the schedules of both.
 
-All that changes from step to step (learning rates, momentum, bias corrections) reaches the device as one small tensor:
-no number is baked into the compiled program, so no schedule can make it compile again.
+Everything that changes from step to step (learning rates, momentum, bias corrections) reaches the device as one small
+tensor. No such number is part of the compiled program, so no schedule makes it compile again.
 """
 import math
 from dataclasses import dataclass
@@ -96,13 +96,16 @@ def _newton_schulz_step(x):
 
 
 def _wide(matrices):
-    """The matrices, or the transposed ones if these have fewer rows."""
+    """Returns the matrices, transposed if they have more rows than columns."""
     return matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
 
 
 def newton_schulz_of_all(stacks, dtype):
-    """newton_schulz of each stack of matrices, {name: (L, m, n)}. Those of one shape, transposed or not, go through it
-    as one stack: a third of the products, which compiles in less time."""
+    """Returns newton_schulz of each stack of matrices, {name: (L, m, n)}.
+
+    Matrices of one shape, transposed or not, go through it as one stack: a third of the products, and a program that
+    compiles in two thirds of the time.
+    """
     groups = {}
     for name, stack in stacks.items():
         groups.setdefault(_wide(stack).shape[1:], []).append(name)
@@ -125,7 +128,7 @@ def normalise_neurons(update, second_moment, beta2):
 
 
 def cautious_weight_decay(weights, update):
-    """The part of the weights that decay shrinks: only where the update pushes the same way (arXiv 2510.12402)."""
+    """Returns the weights that decay, and 0 where the update does not shrink them, too (arXiv 2510.12402)."""
     return weights * (weights * update > 0)
 
 
@@ -136,15 +139,18 @@ def cautious_weight_decay(weights, update):
 class MuonAdamW:
     """Updates a GPT in place from the `main_grad` of its parameters.
 
-    All state exists from the start, so the first step is the same program as the last. The weights that are updated,
-    `masters`, are fp32 also where the model computes with copies of them in GPT.training_dtype. With `is_sharded`, each
-    rank holds and updates only its part of masters and state: as many slices of their first dimension as any other, of
-    zeros where these do not suffice (ZeRO-1, arXiv 1910.02054). What is small is whole everywhere.
+    All state exists from the start, so the first step is the same program as the last. `masters` are the weights that
+    are updated, in fp32; the model may compute with copies of them in GPT.training_dtype. With `is_sharded`, each rank
+    holds and updates only its part of masters and state (ZeRO-1, arXiv 1910.02054): the same number of slices of their
+    first dimension on each rank, padded with zeros. Tensors of one dimension are whole on every rank.
     """
 
     def __init__(self, model, config, total_batch_size, num_iterations, dtype=torch.float32, dist=None,
                  is_sharded=False):
-        """`dtype`: in what Muon orthogonalises (bfloat16 where that is fast). `dist`: None where there is one rank."""
+        """
+        config: OptimConfig; total_batch_size: tokens of the first step; dtype: that in which Muon orthogonalises.
+        dist: this rank's Dist, or None if there is one rank.
+        """
         self.config, self.num_iterations, self.dtype, self.dist = config, num_iterations, dtype, dist
         scale, width = batch_lr_scale(total_batch_size), model.config.n_embd
         adam_scale = scale * width_lr_scale(width)
@@ -171,8 +177,8 @@ class MuonAdamW:
         model.create_main_grads()
 
     def scheduled(self, step, batch_growth=1.0):
-        """What changes at `step`, as a CPU tensor (4,): learning-rate multiplier, Muon's momentum, Adam's two bias
-        corrections. `batch_growth`: the step's batch over the `total_batch_size` of the run."""
+        """Returns the numbers of `step` as a CPU tensor (4,): the multiplier of the learning rates, Muon's momentum and
+        Adam's two bias corrections. batch_growth: this step's batch over that of the first step."""
         beta1, beta2 = ADAM_BETAS
         multiplier = lr_multiplier(step, self.num_iterations, self.config) * math.sqrt(batch_growth)
         return torch.tensor([multiplier, muon_momentum(step), 1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)],
@@ -182,8 +188,9 @@ class MuonAdamW:
     def update(self, scheduled, loss_sum):
         """Sums gradients and `loss_sum` over the ranks, updates the weights, and sets the sums to zero.
 
-        `scheduled`: what `scheduled(step)` gave, on the parameters' device. Returns (2,), there too: the loss and the
-        norm of the gradient. If either is not finite, weights and state stay as they are; nothing waits for that.
+        scheduled: the result of scheduled(step), on the parameters' device. Returns a tensor (2,), there too: the loss
+        and the norm of the gradient. If one of them is not finite, weights and state stay as they are; the device
+        decides that, and the host does not wait for it.
         """
         gradients = self._sum_over_ranks(loss_sum)
         result = torch.stack([loss_sum, self._norm(gradients)])
@@ -203,8 +210,9 @@ class MuonAdamW:
                 old_tensor.copy_(torch.where(is_good, new_tensor, old_tensor))
             if self.masters[name] is not p:
                 p.copy_(self._gathered(name, self.masters[name].to(p.dtype)))
-        # XLA gives results, in the order in which they are made here, the memory of arguments of the same size, in the
-        # order in which a program uses these. In this order each gradient keeps its place; else they are all copied.
+        # XLA assigns the memory of arguments to results of the same size: the results in the order of these lines, the
+        # arguments in the order in which the program uses them. In reverse, each gradient stays where it is; otherwise
+        # they would all be copied.
         for p in reversed(list(self.parameters.values())):
             p.main_grad.zero_()
         loss_sum.zero_()
@@ -227,7 +235,8 @@ class MuonAdamW:
     # The parts of the ranks
 
     def _sum_over_ranks(self, loss_sum):
-        """{name: gradient}, or this rank's part of it, summed over the ranks; `loss_sum` is summed in place."""
+        """Sums over the ranks: loss_sum in place, and the gradients, which it returns as {name: gradient}; of a sharded
+        weight it returns this rank's part."""
         gradients = {name: p.main_grad for name, p in self.parameters.items()}
         if self.dist:
             whole = [gradient for name, gradient in gradients.items() if name not in self.sharded]
@@ -248,23 +257,23 @@ class MuonAdamW:
         return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
     def _part_of(self, name, tensor):
-        """This rank's part of a tensor that belongs to parameter `name`."""
+        """Returns this rank's part of a tensor that belongs to parameter `name`."""
         if name not in self.sharded:
             return tensor
         parts = self._padded(tensor).unflatten(0, (self.dist.world_size, -1))
         return parts[self.dist.rank]
 
     def _gathered(self, name, part):
-        """The inverse; every rank must call it."""
+        """Returns the whole tensor from the ranks' parts. Every rank must call it."""
         return all_gather(part, self.dist)[:self.parameters[name].size(0)] if name in self.sharded else part
 
     # Checkpoints
 
     @torch.no_grad()
     def host_state(self):
-        """({name: weight}, {name: state}), whole, fp32, in host memory, whatever the optimizer does afterwards.
+        """Returns ({name: weight}, {name: state}): whole fp32 copies in host memory, on rank 0, and empty on others.
 
-        Every rank must call it, where there are parts to gather; all but rank 0 get two empty dicts.
+        Every rank must call it, because the parts of the ranks are gathered.
         """
         host = {}, {}
         for found, tensors in zip(host, (self.masters, self.state), strict=True):
@@ -279,6 +288,6 @@ class MuonAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state):
-        """Takes the second of what host_state gave; the weights are taken from the model when this is made."""
+        """Restores the state, the second result of host_state. __init__ has taken the weights from the model."""
         for name, tensor in self.state.items():
             tensor.copy_(self._part_of(name.partition(".")[0], state[name]))

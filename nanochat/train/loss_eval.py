@@ -1,4 +1,4 @@
-"""Bits per byte: a loss that does not depend on the tokenizer, so that models with different ones can be compared."""
+"""Bits per byte: a loss that does not depend on the tokenizer, so models with different tokenizers can be compared."""
 import math
 
 import torch
@@ -10,15 +10,17 @@ from nanochat.model.layers import IGNORE_INDEX
 
 @torch.no_grad()
 def bits_per_byte(model, loader, num_rows, token_bytes, dist, is_cut_short=lambda: False):
-    """(bits per byte, bytes) over rows 0 … `num_rows` - 1 of `loader`: the same text for every world size.
+    """Returns (bits per byte, number of bytes) over rows 0 to `num_rows` - 1 of `loader`, the same text for every world
+    size.
 
-    bits per byte = sum of the tokens' losses / (ln 2 × sum of the tokens' bytes). Special tokens stand for no text and
+    Bits per byte = sum of the tokens' losses / (ln 2 × sum of the tokens' bytes). Special tokens stand for no text and
     count in neither sum.
 
     model: called as model(ids, targets) -> losses, in nats
-    loader: a fresh DataLoader of this rank
-    token_bytes: int32 (vocabulary,), on the CPU
-    is_cut_short: asked before each batch; once it says yes, on all ranks before the same batch, None is returned
+    loader: a new DataLoader of this rank
+    token_bytes: int32 (vocabulary,), on the CPU, the bytes of each token
+    is_cut_short(): called before each batch; once it returns True, on all ranks before the same batch, the evaluation
+        ends and the result is None
     """
     nats = torch.zeros((), device=dist.device)
     num_bytes = 0
