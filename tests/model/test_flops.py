@@ -29,7 +29,7 @@ def test_flops_agree_with_a_count_of_every_product_and_every_position_looked_at(
         forward += 2 * 64 * (64 + kv_width + kv_width + 64 + 4 * 64 + 4 * 64) * T
         for query in range(T):
             for key in range(T):
-                if key <= query and (window == 0 or query - key < window):
+                if key <= query and (window is None or query - key < window):
                     forward += 2 * (2 * 64)  # q·k and the weighting of v, all heads
     assert flops.flops_per_token(config, T) * T == pytest.approx(3 * forward)
 
