@@ -17,6 +17,9 @@ from nanochat.run.watchdog import Heartbeats
 from nanochat.train.flags import Flags
 from nanochat.train.plan import Plan, make_plan
 
+# In the run's folder: see stopping.py and watchdog.py; the last one exists once the run has come to its end.
+REQUESTS_FILE, HEARTBEATS_FILE, FINISHED_FILE = ".requests", ".heartbeats", ".finished"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -32,33 +35,21 @@ class Run:
 
     @property
     def requests_file(self):
-        return requests_file(self.directory)
+        return self.directory / REQUESTS_FILE
 
     @property
     def heartbeats_file(self):
-        return heartbeats_file(self.directory)
+        return self.directory / HEARTBEATS_FILE
 
     def mark_finished(self):
-        """Says in the run's folder that the run has come to its end."""
-        _finished_file(self.directory).touch()
+        """Marks the run as finished, in its folder."""
+        (self.directory / FINISHED_FILE).touch()
 
     def check_world_size(self, world_size):
         """Raises BadInput if the number of ranks is another than the plan's."""
         if world_size != self.plan.world_size:
             raise BadInput(f"the runtime has {world_size} devices and {self.plan.world_size} were expected: set "
                            "TPU_ACCELERATOR_TYPE to the type of this TPU, to v5litepod-8 for example")
-
-
-def requests_file(run_dir):
-    return run_dir / ".requests"  # see stopping.py
-
-
-def heartbeats_file(run_dir):
-    return run_dir / ".heartbeats"  # see watchdog.py
-
-
-def _finished_file(run_dir):
-    return run_dir / ".finished"
 
 
 def run_directory(flags):
@@ -88,8 +79,8 @@ def prepare(flags, device_type):
         mirror = Mirror(f"{record.checkpoint_mirror.rstrip('/')}/{flags.run.run}", record.keep_checkpoints,
                         record.keep_every)
     checkpoint_files.clean_partial(directory)
-    Requests(requests_file(directory), create=True)
-    Heartbeats(heartbeats_file(directory), create=True)
+    Requests(directory / REQUESTS_FILE, create=True)
+    Heartbeats(directory / HEARTBEATS_FILE, create=True)
     if flags.run.resume == "never":
         checkpoint_files.set_aside_after(directory, -1)
     if record.save_every > 0:
@@ -104,9 +95,9 @@ def prepare(flags, device_type):
                       data_fingerprint=data_fingerprint)
         plan = make_plan(flags, tokenizer.n_vocab, device_type, plan.world_size, meta)
         # A run without the mark may lack its last evaluation.
-        is_finished = meta.step >= plan.num_iterations and _finished_file(directory).exists()
+        is_finished = meta.step >= plan.num_iterations and (directory / FINISHED_FILE).exists()
     if not is_finished:
-        _finished_file(directory).unlink(missing_ok=True)
+        (directory / FINISHED_FILE).unlink(missing_ok=True)
     return Run(flags, plan, directory, path, is_finished, tokenizer, mirror, profile_steps)
 
 
