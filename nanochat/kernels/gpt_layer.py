@@ -2,8 +2,8 @@
 
 What the backward pass needs, the forward pass keeps: 9 widths per token and layer. Some of it is put into its stack and
 used from there, so that the matrix product that makes it writes it there directly, where XLA would rather copy.
-RMSNorm scales rows, which commutes with a product from the right, norm(x) W = s (x W), so no normalised copy of x is
-made. tests/kernels/test_layer_loop.py compares all of it with autograd.
+RMSNorm multiplies the vector of each token by a number s, and norm(x) W = s (x W), so no normalised copy of x is made.
+tests/kernels/test_layer_loop.py compares all of it with autograd.
 """
 from collections.abc import Callable
 from dataclasses import dataclass

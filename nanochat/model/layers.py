@@ -35,7 +35,7 @@ class Kernels:
     cross_entropy(hidden, head, targets, softcap): losses (N,), fp32, nats, of hidden (N, C), head (V, C) and targets
         (N,); it may have no gradient
     mean_cross_entropy: the mean of these losses, a scalar with a gradient, for training
-    embedding(ids, table, dtype): the rows of table (V, C) for ids (B, T) -> (B, T, C)
+    embedding(ids, table, dtype): the vectors in table (V, C) of ids (B, T) -> (B, T, C)
     recompute(function, *args): function(*args), which is computed again in the backward pass instead of keeping its
         activations
     run_layers(x, stacks, windows, rotary, recompute): x (B, T, C) after all layers, whose weights are the LayerWeights

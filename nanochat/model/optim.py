@@ -118,7 +118,7 @@ def newton_schulz_of_all(stacks, dtype):
 
 
 def normalise_neurons(update, second_moment, beta2):
-    """Divides each neuron (row) of the update by the running root mean square of its updates, keeping the update's
+    """Divides each neuron (output) of the update by the running root mean square of its updates, keeping the update's
     norm (NorMuon, arXiv 2510.05491). Returns the update and the new `second_moment` (L, m, 1)."""
     update = update.float()
     second_moment = second_moment.lerp(update.square().mean(dim=-1, keepdim=True), 1 - beta2)
