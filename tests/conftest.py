@@ -1,14 +1,23 @@
-"""Tests see no base directory, no WandB and no TPU but their own."""
+"""Tests see no base directory, no WandB and no TPU but their own. Fixtures that train a tiny model."""
+import functools
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+
+from tests.warm import CHEAP_COMPILATION, TIMEOUT_S, WarmRanks
 
 # Before anything imports torch_xla: one XLA device, on the CPU, in the process that runs the tests.
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["CPU_NUM_DEVICES"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+os.environ["XLA_FLAGS"] = CHEAP_COMPILATION
 
 import pytest  # noqa: E402
 import torch_xla  # noqa: E402
+
+from scripts import base_train  # noqa: E402
 
 torch_xla.device()  # PyTorch's autograd engine counts the devices at the first backward pass and never again
 
@@ -44,3 +53,74 @@ def corpus_dir(tmp_path_factory):
         (path / name).parent.mkdir(exist_ok=True)
         pq.write_table(pa.table({"text": part}), path / f"{name}.parquet", row_group_size=8, compression="zstd")
     return path
+
+
+# -----------------------------------------------------------------------------
+# Training
+
+
+def run_module(module, *flags, devices=1, **env):
+    """Runs a module in a process of its own, which has `devices` XLA devices, and returns the CompletedProcess."""
+    environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
+    environment["WANDB_MODE"] = "disabled"
+    return subprocess.run([sys.executable, "-m", module, *flags], capture_output=True, text=True, timeout=TIMEOUT_S,
+                          env={**environment, "CPU_NUM_DEVICES": str(devices), **env})
+
+
+@pytest.fixture(scope="session")
+def warm_ranks():
+    """Returns the WarmRanks with so many devices."""
+    started = {}
+    yield lambda devices: started.setdefault(devices, WarmRanks(devices))
+    for ranks in started.values():
+        ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny(byte_tokenizer_dir, corpus_dir):
+    """Flags of a run that takes seconds."""
+    return ["--device_type=xla", "--depth=2", "--model_dim=64", "--num_heads=2", "--max_seq_len=32",
+            "--device_batch_size=2", "--total_batch_size=512", "--num_iterations=6", "--eval_tokens=1024",
+            "--eval_every=3", "--sample_every=-1", "--save_every=-1", "--log_every=2",
+            f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", f"--val_dir={corpus_dir}/val"]
+
+
+def add_records(process, run_dir):
+    """Adds to a CompletedProcess what the run has recorded, and returns it: `.records` are all lines of metrics.jsonl,
+    `.losses` and `.bpb` (bits per byte) are by step."""
+    path = run_dir / "metrics.jsonl"
+    process.records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    process.losses = {record["step"]: record["loss"] for record in process.records if "loss" in record}
+    process.bpb = {record["step"]: record["val_bpb"] for record in process.records if "val_bpb" in record}
+    return process
+
+
+@pytest.fixture
+def train(base_dir, tiny, warm_ranks):
+    """Runs base_train on a tiny model, in a process that is warm or, if `new_process`, new. See add_records."""
+
+    def run(*flags, run="test", devices=1, status=0, new_process=False, **env):
+        flags = [f"--run={run}", *tiny, *flags]
+        if new_process:
+            process = run_module("scripts.base_train", *flags, devices=devices, **env)
+        else:
+            process = warm_ranks(devices).call(base_train.main, flags, WANDB_MODE="disabled", **env)
+        assert process.returncode == status, process.stdout[-2000:] + process.stderr[-4000:]
+        return add_records(process, base_dir / "checkpoints" / run)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def reference(tiny, warm_ranks, tmp_path_factory):
+    """Returns an uninterrupted run with these flags, like `train`. Tests share it: its directory is not theirs."""
+
+    @functools.cache
+    def run(*flags, devices=1):
+        base_dir = tmp_path_factory.mktemp("reference")
+        process = warm_ranks(devices).call(base_train.main, ["--run=reference", *tiny, *flags],
+                                           WANDB_MODE="disabled", NANOCHAT_BASE_DIR=str(base_dir))
+        assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+        return add_records(process, base_dir / "checkpoints" / "reference")
+
+    return run

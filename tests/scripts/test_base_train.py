@@ -1,6 +1,5 @@
 """The training script as a person runs it: processes of their own, real parquet, several XLA devices."""
 import json
-import os
 import re
 import socket
 import subprocess
@@ -19,41 +18,10 @@ from nanochat.run import checkpoint, checkpoint_files
 from nanochat.run.meta import Meta
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import make_plan
+from scripts import base_eval
 from scripts.base_train import main
-
-TIMEOUT_S = 300
-
-
-def run_module(module, *flags, devices=1, **env):
-    environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
-    environment["WANDB_MODE"] = "disabled"
-    return subprocess.run([sys.executable, "-m", module, *flags], capture_output=True, text=True, timeout=TIMEOUT_S,
-                          env={**environment, "CPU_NUM_DEVICES": str(devices), **env})
-
-
-@pytest.fixture
-def tiny(byte_tokenizer_dir, corpus_dir):
-    """Flags of a run that takes seconds."""
-    return ["--device_type=xla", "--depth=2", "--model_dim=64", "--num_heads=2", "--max_seq_len=32",
-            "--device_batch_size=2", "--total_batch_size=512", "--num_iterations=6", "--eval_tokens=4096",
-            "--eval_every=3", "--sample_every=-1", "--save_every=-1", "--log_every=2",
-            f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", f"--val_dir={corpus_dir}/val"]
-
-
-@pytest.fixture
-def train(base_dir, tiny):
-    """Runs base_train on a tiny model and returns the process; `.records` are its metrics."""
-
-    def run(*flags, run="test", devices=1, status=0, **env):
-        process = run_module("scripts.base_train", f"--run={run}", *tiny, *flags, devices=devices, **env)
-        assert process.returncode == status, process.stdout[-2000:] + process.stderr[-4000:]
-        path = base_dir / "checkpoints" / run / "metrics.jsonl"
-        process.records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        process.losses = {record["step"]: record["loss"] for record in process.records if "loss" in record}
-        process.bpb = {record["step"]: record["val_bpb"] for record in process.records if "val_bpb" in record}
-        return process
-
-    return run
+from tests.conftest import run_module
+from tests.warm import TIMEOUT_S
 
 
 def test_importing_the_script_leaves_the_xla_runtime_uninitialised():
@@ -62,8 +30,8 @@ def test_importing_the_script_leaves_the_xla_runtime_uninitialised():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT_S)
 
 
-def test_one_two_and_four_devices_give_the_same_losses(train):
-    by_devices = {devices: train(run=f"on{devices}", devices=devices) for devices in (1, 2, 4)}
+def test_one_two_and_four_devices_give_the_same_losses(reference):
+    by_devices = {devices: reference(devices=devices) for devices in (1, 2, 4)}
     one = by_devices[1]
     assert sorted(one.losses) == [1, 2, 3, 4, 5, 6] and sorted(one.bpb) == [0, 3, 6]
     assert one.bpb[6] < one.bpb[0]
@@ -74,8 +42,8 @@ def test_one_two_and_four_devices_give_the_same_losses(train):
                [r["val_bytes"] for r in one.records if "val_bytes" in r]
 
 
-def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train):
-    whole = train(run="whole", devices=2)
+def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train, reference):
+    whole = reference(devices=2)
     # The schedule depends on the horizon, so the first part is the same run with its checkpoints, cut off after step 4.
     train("--save_every=2", run="parts", devices=2)
     run_dir = get_base_dir() / "checkpoints" / "parts"
@@ -174,10 +142,9 @@ def test_fifty_steps_compile_twice_fall_back_never_and_fetch_only_to_log(devices
 
 
 @pytest.mark.parametrize("kernel", ["chunked", "flash"])
-def test_every_kernel_trains_as_the_plain_one_does(train, kernel):
+def test_every_kernel_trains_as_the_plain_one_does(reference, kernel):
     flags = ("--model_dim=128", "--num_heads=1", "--num_iterations=20", "--eval_every=20", "--warmup_steps=2")
-    plain = train(*flags, "--kernel=current", run="plain")
-    found = train(*flags, f"--kernel={kernel}", run=kernel)
+    plain, found = reference(*flags, "--kernel=current"), reference(*flags, f"--kernel={kernel}")
     assert plain.losses[20] < plain.losses[1] - 0.1
     assert found.losses == pytest.approx(plain.losses, rel=1e-4) and found.bpb == pytest.approx(plain.bpb, rel=1e-4)
 
@@ -197,7 +164,7 @@ def test_a_wandb_that_accepts_and_never_answers_holds_up_no_step(train):
 
     flags = ["--num_iterations=40", "--eval_every=-1", "--device_type=cpu", "--total_batch_size=64"]
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        slow = train(*flags, run="silent", WANDB_MODE="online", WANDB_API_KEY="a" * 40,
+        slow = train(*flags, run="silent", new_process=True, WANDB_MODE="online", WANDB_API_KEY="a" * 40,
                      WANDB_BASE_URL=f"http://127.0.0.1:{silent.getsockname()[1]}")
     without = train(*flags, run="dummy")
     print(f"{rate(slow):.2f} steps/s with a silent WandB, {rate(without):.2f} without one")
@@ -205,12 +172,11 @@ def test_a_wandb_that_accepts_and_never_answers_holds_up_no_step(train):
     assert slow.losses == without.losses and sorted(slow.losses) == list(range(1, 41))
 
 
-def test_evaluating_and_completing_a_checkpoint(train, byte_tokenizer_dir, corpus_dir):
+def test_evaluating_a_checkpoint_gives_what_the_run_found(train, byte_tokenizer_dir, corpus_dir, capsys):
     trained = train("--save_every=6", run="done")
-    evaluated = run_module("scripts.base_eval", "--checkpoint=done", f"--tokenizer_dir={byte_tokenizer_dir}",
-                           f"--data_dir={corpus_dir}/val", "--eval_tokens=4096", "--device_type=cpu")
-    assert evaluated.returncode == 0, evaluated.stderr
-    found = float(re.search(r"([\d.]+) bits per byte", evaluated.stdout)[1])
+    base_eval.main(["--checkpoint=done", f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/val",
+                    "--eval_tokens=1024", "--device_type=cpu"])
+    found = float(re.search(r"([\d.]+) bits per byte", capsys.readouterr().out)[1])
     assert found == pytest.approx(trained.bpb[6], abs=1e-4)  # the same text, on another backend
 
 
