@@ -10,8 +10,8 @@ device of its CPU, as the process has in which base_train trains (scripts/base_t
                     <-- exit status -------------------  thread of rank 0
 
 Two functions of base_train are replaced in that process, and nothing else: `spawn` hands the Run to threads that exist
-already, and `stop_on_signals`, which needs the main thread, does nothing. Tests of signals, of processes that are killed
-and of what a new process does must start one (tests/training.py, `run_module`).
+already, and `stop_on_signals`, which needs the main thread, does nothing. Tests of signals, of processes that are
+killed and of what a new process does must start one (`run_module` in conftest.py).
 """
 import os
 import queue
