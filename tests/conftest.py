@@ -22,6 +22,24 @@ from scripts import base_train  # noqa: E402
 torch_xla.device()  # PyTorch's autograd engine counts the devices at the first backward pass and never again
 
 
+# Where costly things are shared, or tests take long, in the order in which pytest-xdist is to begin them.
+GROUPS = ["warm ranks", "tests/scripts/test_tpu_preflight.py", "tests/run/test_chaos.py", "tests/run/test_stopping.py"]
+
+
+def pytest_collection_modifyitems(items):
+    """With pytest-xdist (make test), all tests that train in warm processes run in one process, and so do those of each
+    file, which may share fixtures. Those of deploy/ share next to nothing, and most of their time they wait."""
+    def group_of(item):
+        if "warm_ranks" in item.fixturenames:
+            return "warm ranks"
+        path = str(item.path.relative_to(item.config.rootpath))
+        return item.nodeid if path.startswith("tests/deploy/") else path
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    items.sort(key=lambda item: GROUPS.index(group_of(item)) if group_of(item) in GROUPS else len(GROUPS))
+
+
 @pytest.fixture(autouse=True)
 def base_dir(tmp_path, monkeypatch):
     """An empty $NANOCHAT_BASE_DIR for each test."""
@@ -59,11 +77,11 @@ def corpus_dir(tmp_path_factory):
 # Training
 
 
-def run_module(module, *flags, devices=1, **env):
-    """Runs a module in a process of its own, which has `devices` XLA devices, and returns the CompletedProcess."""
+def run_python(*arguments, devices=1, **env):
+    """Runs Python in a process of its own, which has `devices` XLA devices, and returns the CompletedProcess."""
     environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
     environment["WANDB_MODE"] = "disabled"
-    return subprocess.run([sys.executable, "-m", module, *flags], capture_output=True, text=True, timeout=TIMEOUT_S,
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S,
                           env={**environment, "CPU_NUM_DEVICES": str(devices), **env})
 
 
@@ -97,14 +115,17 @@ def add_records(process, run_dir):
 
 @pytest.fixture
 def train(base_dir, tiny, warm_ranks):
-    """Runs base_train on a tiny model, in a process that is warm or, if `new_process`, new. See add_records."""
+    """Runs base_train on a tiny model and returns the CompletedProcess, with what add_records adds.
 
-    def run(*flags, run="test", devices=1, status=0, new_process=False, **env):
+    The process is warm, or new if Python's first arguments for it are given: new_process=("-m", "scripts.base_train").
+    """
+
+    def run(*flags, run="test", devices=1, status=0, new_process=(), **env):
         flags = [f"--run={run}", *tiny, *flags]
         if new_process:
-            process = run_module("scripts.base_train", *flags, devices=devices, **env)
+            process = run_python(*new_process, *flags, devices=devices, **env)
         else:
-            process = warm_ranks(devices).call(base_train.main, flags, WANDB_MODE="disabled", **env)
+            process = warm_ranks(devices).call(base_train.main, flags, **env)
         assert process.returncode == status, process.stdout[-2000:] + process.stderr[-4000:]
         return add_records(process, base_dir / "checkpoints" / run)
 
@@ -119,7 +140,7 @@ def reference(tiny, warm_ranks, tmp_path_factory):
     def run(*flags, devices=1):
         base_dir = tmp_path_factory.mktemp("reference")
         process = warm_ranks(devices).call(base_train.main, ["--run=reference", *tiny, *flags],
-                                           WANDB_MODE="disabled", NANOCHAT_BASE_DIR=str(base_dir))
+                                           NANOCHAT_BASE_DIR=str(base_dir))
         assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
         return add_records(process, base_dir / "checkpoints" / "reference")
 

@@ -11,7 +11,7 @@ device of its CPU, as the process has in which base_train trains (scripts/base_t
 
 Two functions of base_train are replaced in that process, and nothing else: `spawn` hands the Run to threads that exist
 already, and `stop_on_signals`, which needs the main thread, does nothing. Tests of signals, of processes that are
-killed and of what a new process does must start one (`run_module` in conftest.py).
+killed and of what a new process does must start one (`run_python` in conftest.py).
 """
 import os
 import queue
@@ -46,15 +46,17 @@ class WarmRanks:
         self.devices, self._process = devices, None
 
     def call(self, function, argv, **environment):
-        """Calls function(argv), an importable function like base_train.main, in the warm process, with these
-        environment variables added to those of the test. Returns a subprocess.CompletedProcess with what a script with
-        that main function would print and its exit status. Raises TimeoutExpired after TIMEOUT_S.
+        """Calls function(argv), an importable function like base_train.main, in the warm process. Returns a
+        subprocess.CompletedProcess with what a script with that main function would print, and its exit status.
+
+        environment: variables that are added to those of the test; there is no WandB unless they say so.
+        Raises subprocess.TimeoutExpired after TIMEOUT_S.
         """
         if self._process is None:
             self._start()
         begin = [os.path.getsize(file.name) for file in self._output]
         try:
-            self._connection.send((function, argv, {**os.environ, **environment}))
+            self._connection.send((function, argv, {**os.environ, "WANDB_MODE": "disabled", **environment}))
             if not self._connection.poll(TIMEOUT_S):
                 self.stop()
                 raise subprocess.TimeoutExpired(argv, TIMEOUT_S, *self._read_output(begin))
@@ -96,10 +98,9 @@ def main():
     prepare_xla_environment("xla")
     connection = Connection(int(sys.argv[1]))
     inboxes = [queue.SimpleQueue() for _ in range(int(os.environ["CPU_NUM_DEVICES"]))]
-    # What xmp.spawn does in the process that it spawns. An error in one thread ends the process: the others would wait
-    # for that rank for ever.
-    ranks = partial(end_process_on_error, partial(serve, connection, inboxes), os.devnull)
-    pjrt._run_thread_per_device(0, 1, ranks, pjrt.initialize_multiprocess)
+    # This is what xmp.spawn does in the process that it spawns. An error in a script ends the process, too.
+    rank = partial(end_process_on_error, partial(serve, connection, inboxes), os.devnull)
+    pjrt._run_thread_per_device(0, 1, rank, pjrt.initialize_multiprocess)
 
 
 def serve(connection, inboxes):
@@ -108,15 +109,15 @@ def serve(connection, inboxes):
     rank = xr.global_ordinal()
     if rank > 0:
         while True:
-            run, statuses = inboxes[rank].get()
-            statuses.put(base_train.train(run))
+            train_as_rank(*inboxes[rank].get())
 
     def train_on_all_ranks(run):
         """Takes the place of base_train.spawn."""
         statuses = queue.SimpleQueue()
         for inbox in inboxes[1:]:
             inbox.put((run, statuses))
-        return max([base_train.train(run), *(statuses.get() for _ in inboxes[1:])])
+        train_as_rank(run, statuses)
+        return max(statuses.get() for _ in inboxes)
 
     base_train.spawn = train_on_all_ranks
     base_train.stop_on_signals = lambda requests: None
@@ -127,6 +128,12 @@ def serve(connection, inboxes):
         except EOFError:
             os._exit(0)
         connection.send(call_as_script(function, argv, environment))
+
+
+def train_as_rank(run, statuses):
+    """Trains, as base_train's ranks do, and puts the exit status into the queue. An error ends the process: the other
+    ranks would wait for this one for ever."""
+    end_process_on_error(lambda: statuses.put(base_train.train(run)), os.devnull)
 
 
 def call_as_script(function, argv, environment):

@@ -20,7 +20,7 @@ from nanochat.train.flags import parse_flags
 from nanochat.train.plan import make_plan
 from scripts import base_eval
 from scripts.base_train import main
-from tests.conftest import run_module
+from tests.conftest import run_python
 from tests.warm import TIMEOUT_S
 
 
@@ -129,7 +129,7 @@ def test_lines_of_the_log_count_no_evaluation_and_precede_every_checkpoint(train
 def test_fifty_steps_compile_twice_fall_back_never_and_fetch_only_to_log(devices, byte_tokenizer_dir, tmp_path):
     """Read from torch_xla's own counters, by a program that spawns the ranks as base_train does."""
     result = tmp_path / "counters.json"
-    process = run_module("tests.train.count_xla", str(byte_tokenizer_dir), str(result), devices=devices)
+    process = run_python("-m", "tests.train.count_xla", str(byte_tokenizer_dir), str(result), devices=devices)
     assert process.returncode == 0, process.stderr[-4000:]
     counters = json.loads(result.read_text())
     assert counters["fallbacks"] == []
@@ -143,7 +143,8 @@ def test_fifty_steps_compile_twice_fall_back_never_and_fetch_only_to_log(devices
 
 @pytest.mark.parametrize("kernel", ["chunked", "flash"])
 def test_every_kernel_trains_as_the_plain_one_does(reference, kernel):
-    flags = ("--model_dim=128", "--num_heads=1", "--num_iterations=20", "--eval_every=20", "--warmup_steps=2")
+    flags = ("--model_dim=128", "--num_heads=1", "--num_iterations=20", "--eval_every=20", "--warmup_steps=2",
+             "--eval_tokens=4096")
     plain, found = reference(*flags, "--kernel=current"), reference(*flags, f"--kernel={kernel}")
     assert plain.losses[20] < plain.losses[1] - 0.1
     assert found.losses == pytest.approx(plain.losses, rel=1e-4) and found.bpb == pytest.approx(plain.bpb, rel=1e-4)
@@ -162,9 +163,16 @@ def test_a_wandb_that_accepts_and_never_answers_holds_up_no_step(train):
         times = sorted(record["step_ms"] for record in process.records[3:] if "step_ms" in record)
         return 1000 / times[len(times) // 2]
 
+    program = """
+from nanochat.record import wandb_log
+wandb_log.FINISH_TIMEOUT_S = 5
+from nanochat.common import run_script
+from scripts.base_train import main
+run_script(main)
+"""
     flags = ["--num_iterations=40", "--eval_every=-1", "--device_type=cpu", "--total_batch_size=64"]
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        slow = train(*flags, run="silent", new_process=True, WANDB_MODE="online", WANDB_API_KEY="a" * 40,
+        slow = train(*flags, run="silent", new_process=("-c", program), WANDB_MODE="online", WANDB_API_KEY="a" * 40,
                      WANDB_BASE_URL=f"http://127.0.0.1:{silent.getsockname()[1]}")
     without = train(*flags, run="dummy")
     print(f"{rate(slow):.2f} steps/s with a silent WandB, {rate(without):.2f} without one")
