@@ -152,8 +152,8 @@ assert {signal.SIGINT, signal.SIGTERM} <= blocked, blocked
 
 @pytest.fixture
 def start(tmp_path, byte_tokenizer_dir):
-    """Starts a run of 120 small steps on two XLA devices, with a mirror in a directory. It is killed after TIMEOUT_S, so
-    that nobody waits for ever for a line of its output."""
+    """Starts a run of 120 small steps on two XLA devices, with a mirror in a directory. The run is killed after
+    TIMEOUT_S, so that nobody waits for ever for a line of its output."""
     timers = []
 
     def run(name, *flags):
