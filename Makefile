@@ -1,16 +1,22 @@
-# make demo: train a small model on this machine.  make test: run the tests.  Both install what they need into .venv.
+# make demo: train a small model on this machine.  make test: run the tests; make test-all: the slow ones too.
+# Each installs what it needs into .venv.
 PYTHON ?= python3
 .DELETE_ON_ERROR:
 
-.PHONY: demo test test-slow lint
+# Processes that run tests at the same time: one for each of 2 cores; of the slow tests, half wait.
+TEST_PROCESSES ?= 2
+TEST_ALL_PROCESSES ?= 3
+PYTEST = .venv/bin/python -m pytest --dist=loadgroup --no-loadscope-reorder
+
+.PHONY: demo test test-all lint
 demo: .venv/installed
 	.venv/bin/python -m scripts.demo
 
 test: .venv/installed
-	.venv/bin/python -m pytest
+	$(PYTEST) -n $(TEST_PROCESSES)
 
-test-slow: .venv/installed
-	.venv/bin/python -m pytest -m "slow or not slow"
+test-all: .venv/installed
+	$(PYTEST) -n $(TEST_ALL_PROCESSES) -m "slow or not slow"
 
 lint: .venv/installed
 	.venv/bin/ruff check .

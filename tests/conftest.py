@@ -1,16 +1,43 @@
-"""Tests see no base directory, no WandB and no TPU but their own."""
+"""Tests see no base directory, no WandB and no TPU but their own. Fixtures that train a tiny model."""
+import functools
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+
+from tests.warm import CHEAP_COMPILATION, TIMEOUT_S, WarmRanks
 
 # Before anything imports torch_xla: one XLA device, on the CPU, in the process that runs the tests.
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["CPU_NUM_DEVICES"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+os.environ["XLA_FLAGS"] = CHEAP_COMPILATION
 
 import pytest  # noqa: E402
 import torch_xla  # noqa: E402
 
+from scripts import base_train  # noqa: E402
+
 torch_xla.device()  # PyTorch's autograd engine counts the devices at the first backward pass and never again
+
+
+# Where costly things are shared, or tests take long, in the order in which pytest-xdist is to begin them.
+GROUPS = ["warm ranks", "tests/scripts/test_tpu_preflight.py", "tests/run/test_chaos.py", "tests/run/test_stopping.py"]
+
+
+def pytest_collection_modifyitems(items):
+    """With pytest-xdist (make test), all tests that train in warm processes run in one process, and so do those of each
+    file, which may share fixtures. Those of deploy/ share next to nothing, and most of their time they wait."""
+    def group_of(item):
+        if "warm_ranks" in item.fixturenames:
+            return "warm ranks"
+        path = str(item.path.relative_to(item.config.rootpath))
+        return item.nodeid if path.startswith("tests/deploy/") else path
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    items.sort(key=lambda item: GROUPS.index(group_of(item)) if group_of(item) in GROUPS else len(GROUPS))
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +71,77 @@ def corpus_dir(tmp_path_factory):
         (path / name).parent.mkdir(exist_ok=True)
         pq.write_table(pa.table({"text": part}), path / f"{name}.parquet", row_group_size=8, compression="zstd")
     return path
+
+
+# -----------------------------------------------------------------------------
+# Training
+
+
+def run_python(*arguments, devices=1, **env):
+    """Runs Python in a process of its own, which has `devices` XLA devices, and returns the CompletedProcess."""
+    environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
+    environment["WANDB_MODE"] = "disabled"
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S,
+                          env={**environment, "CPU_NUM_DEVICES": str(devices), **env})
+
+
+@pytest.fixture(scope="session")
+def warm_ranks():
+    """Returns the WarmRanks with so many devices."""
+    started = {}
+    yield lambda devices: started.setdefault(devices, WarmRanks(devices))
+    for ranks in started.values():
+        ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny(byte_tokenizer_dir, corpus_dir):
+    """Flags of a run that takes seconds."""
+    return ["--device_type=xla", "--depth=2", "--model_dim=64", "--num_heads=2", "--max_seq_len=32",
+            "--device_batch_size=2", "--total_batch_size=512", "--num_iterations=6", "--eval_tokens=1024",
+            "--eval_every=3", "--sample_every=-1", "--save_every=-1", "--log_every=2",
+            f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", f"--val_dir={corpus_dir}/val"]
+
+
+def add_records(process, run_dir):
+    """Adds to a CompletedProcess what the run has recorded, and returns it: `.records` are all lines of metrics.jsonl,
+    `.losses` and `.bpb` (bits per byte) are by step."""
+    path = run_dir / "metrics.jsonl"
+    process.records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    process.losses = {record["step"]: record["loss"] for record in process.records if "loss" in record}
+    process.bpb = {record["step"]: record["val_bpb"] for record in process.records if "val_bpb" in record}
+    return process
+
+
+@pytest.fixture
+def train(base_dir, tiny, warm_ranks):
+    """Runs base_train on a tiny model and returns the CompletedProcess, with what add_records adds.
+
+    The process is warm, or new if Python's first arguments for it are given: new_process=("-m", "scripts.base_train").
+    """
+
+    def run(*flags, run="test", devices=1, status=0, new_process=(), **env):
+        flags = [f"--run={run}", *tiny, *flags]
+        if new_process:
+            process = run_python(*new_process, *flags, devices=devices, **env)
+        else:
+            process = warm_ranks(devices).call(base_train.main, flags, **env)
+        assert process.returncode == status, process.stdout[-2000:] + process.stderr[-4000:]
+        return add_records(process, base_dir / "checkpoints" / run)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def reference(tiny, warm_ranks, tmp_path_factory):
+    """Returns an uninterrupted run with these flags, like `train`. Tests share it: its directory is not theirs."""
+
+    @functools.cache
+    def run(*flags, devices=1):
+        base_dir = tmp_path_factory.mktemp("reference")
+        process = warm_ranks(devices).call(base_train.main, ["--run=reference", *tiny, *flags],
+                                           NANOCHAT_BASE_DIR=str(base_dir))
+        assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+        return add_records(process, base_dir / "checkpoints" / "reference")
+
+    return run

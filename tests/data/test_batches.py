@@ -1,45 +1,52 @@
-"""Real runs see the same batches, whatever number of devices reads them, through stops, and past a corrupt shard."""
-import os
-import signal
-import subprocess
-import sys
+"""Runs see the same batches, whatever number of devices reads them, through stops, and past a corrupt shard."""
+import json
+import threading
+import time
 
 import pyarrow.parquet as pq
 import pytest
 
 from nanochat.run.checkpoint_files import list_checkpoints
-from nanochat.run.stopping import EXIT_STATUS
+from nanochat.run.stopping import EXIT_STATUS, Requests
+from nanochat.train.prepare import requests_file
+from tests.data import hash_batches
 from tests.data.test_shards import damage
-from tests.scripts.test_base_train import TIMEOUT_S
 
 STEPS, ROWS_PER_STEP = 120, 16
+STOP_TIMEOUT_S = 200
 
 
 @pytest.fixture
-def train(byte_tokenizer_dir, corpus_dir, tmp_path, base_dir):
-    """Runs base_train, sends it SIGTERM at step `stop_at`; returns exit status, output and newest checkpoint."""
+def train(byte_tokenizer_dir, corpus_dir, tmp_path, base_dir, warm_ranks):
+    """Runs hash_batches, asks it to stop once it has logged step `stop_at`, and returns exit status, output and the
+    step of the newest checkpoint. The hashes are in tmp_path / name."""
 
     def run(name, *flags, devices=2, stop_at=None, data_dir=corpus_dir / "train"):
-        environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.data.hash_batches", str(tmp_path / name), f"--run={name}",
-             "--device_type=xla", "--depth=1", "--model_dim=64", "--num_heads=2", "--max_seq_len=32",
+        run_dir = base_dir / "checkpoints" / name
+        if stop_at:
+            threading.Thread(target=stop_run, args=(run_dir, stop_at), daemon=True).start()
+        process = warm_ranks(devices).call(
+            hash_batches.main,
+            [f"--run={name}", "--device_type=xla", "--depth=1", "--model_dim=64", "--num_heads=2", "--max_seq_len=32",
              "--device_batch_size=4", f"--total_batch_size={ROWS_PER_STEP * 32}", f"--num_iterations={STEPS}",
              "--eval_every=-1", "--sample_every=-1", "--save_every=1000", "--log_every=2",
              f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={data_dir}", *flags],
-            env={**environment, "CPU_NUM_DEVICES": str(devices)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True)
-        begin = ""
-        for line in process.stdout if stop_at else ():
-            begin += line
-            if line.startswith(f"step {stop_at:05d}"):
-                process.send_signal(signal.SIGTERM)
-                break
-        output = begin + process.communicate(timeout=TIMEOUT_S)[0]
-        done = list_checkpoints(base_dir / "checkpoints" / name)
-        return process.returncode, output, int(done[-1].name.removeprefix("step_")) if done else 0
+            HASHES=str(tmp_path / name))
+        done = list_checkpoints(run_dir)
+        return (process.returncode, process.stdout + process.stderr,
+                int(done[-1].name.removeprefix("step_")) if done else 0)
 
     return run
+
+
+def stop_run(run_dir, step):
+    """Asks the run to stop, as its parent process does after SIGTERM, once it has logged this step."""
+    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + STOP_TIMEOUT_S
+    while time.monotonic() < deadline:
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        if any(json.loads(line)["step"] >= step for line in lines if line.endswith("\n")):
+            return Requests(requests_file(run_dir)).ask_to_stop()
+        time.sleep(0.01)
 
 
 def hashes(path):

@@ -1,4 +1,5 @@
 """Fixtures: a laptop (scripts, ssh keys, gcloud's settings) and its VMs, all on loopback."""
+import inspect
 import os
 import shutil
 import signal
@@ -121,6 +122,6 @@ def eventually(condition, timeout_s=20):
     """Waits until `condition()` is true and returns its value."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
-        assert time.monotonic() < deadline, "did not happen in time"
+        assert time.monotonic() < deadline, f"not true after {timeout_s} s: {inspect.getsource(condition).strip()}"
         time.sleep(0.05)
     return value

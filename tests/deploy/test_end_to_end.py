@@ -7,10 +7,11 @@ import pytest
 
 from tests.deploy.conftest import eventually
 from tests.deploy.test_watch import World
+from tests.warm import CHEAP_COMPILATION
 
 CHIPS = 4
 # The VM's Python: base_train on XLA CPU devices, as many as a v5litepod-4 has chips.
-PYTHON = f'export PJRT_DEVICE=CPU CPU_NUM_DEVICES={CHIPS}; exec {sys.executable} "$@"'
+PYTHON = f'export PJRT_DEVICE=CPU CPU_NUM_DEVICES={CHIPS} XLA_FLAGS="{CHEAP_COMPILATION}"; exec {sys.executable} "$@"'
 
 
 @pytest.fixture

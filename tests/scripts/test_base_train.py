@@ -1,59 +1,19 @@
-"""The training script as a person runs it: processes of their own, real parquet, several XLA devices."""
+"""Trainings as a person starts them: real parquet, several XLA devices; see warm.py for where they run."""
 import json
-import os
 import re
 import socket
 import subprocess
 import sys
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
-from nanochat.common import BadInput, get_base_dir
-from nanochat.device.ranks import resolve_device_type
-from nanochat.device.tpu import count_tpu_chips
+from nanochat.common import get_base_dir
 from nanochat.run import checkpoint, checkpoint_files
-from nanochat.run.meta import Meta
-from nanochat.train.flags import parse_flags
-from nanochat.train.plan import make_plan
-from scripts.base_train import main
-
-TIMEOUT_S = 300
-
-
-def run_module(module, *flags, devices=1, **env):
-    environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
-    environment["WANDB_MODE"] = "disabled"
-    return subprocess.run([sys.executable, "-m", module, *flags], capture_output=True, text=True, timeout=TIMEOUT_S,
-                          env={**environment, "CPU_NUM_DEVICES": str(devices), **env})
-
-
-@pytest.fixture
-def tiny(byte_tokenizer_dir, corpus_dir):
-    """Flags of a run that takes seconds."""
-    return ["--device_type=xla", "--depth=2", "--model_dim=64", "--num_heads=2", "--max_seq_len=32",
-            "--device_batch_size=2", "--total_batch_size=512", "--num_iterations=6", "--eval_tokens=4096",
-            "--eval_every=3", "--sample_every=-1", "--save_every=-1", "--log_every=2",
-            f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", f"--val_dir={corpus_dir}/val"]
-
-
-@pytest.fixture
-def train(base_dir, tiny):
-    """Runs base_train on a tiny model and returns the process; `.records` are its metrics."""
-
-    def run(*flags, run="test", devices=1, status=0, **env):
-        process = run_module("scripts.base_train", f"--run={run}", *tiny, *flags, devices=devices, **env)
-        assert process.returncode == status, process.stdout[-2000:] + process.stderr[-4000:]
-        path = base_dir / "checkpoints" / run / "metrics.jsonl"
-        process.records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        process.losses = {record["step"]: record["loss"] for record in process.records if "loss" in record}
-        process.bpb = {record["step"]: record["val_bpb"] for record in process.records if "val_bpb" in record}
-        return process
-
-    return run
+from scripts import base_eval
+from tests.conftest import run_python
+from tests.warm import TIMEOUT_S
 
 
 def test_importing_the_script_leaves_the_xla_runtime_uninitialised():
@@ -62,8 +22,8 @@ def test_importing_the_script_leaves_the_xla_runtime_uninitialised():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT_S)
 
 
-def test_one_two_and_four_devices_give_the_same_losses(train):
-    by_devices = {devices: train(run=f"on{devices}", devices=devices) for devices in (1, 2, 4)}
+def test_one_two_and_four_devices_give_the_same_losses(reference):
+    by_devices = {devices: reference(devices=devices) for devices in (1, 2, 4)}
     one = by_devices[1]
     assert sorted(one.losses) == [1, 2, 3, 4, 5, 6] and sorted(one.bpb) == [0, 3, 6]
     assert one.bpb[6] < one.bpb[0]
@@ -74,8 +34,8 @@ def test_one_two_and_four_devices_give_the_same_losses(train):
                [r["val_bytes"] for r in one.records if "val_bytes" in r]
 
 
-def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train):
-    whole = train(run="whole", devices=2)
+def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train, reference):
+    whole = reference(devices=2)
     # The schedule depends on the horizon, so the first part is the same run with its checkpoints, cut off after step 4.
     train("--save_every=2", run="parts", devices=2)
     run_dir = get_base_dir() / "checkpoints" / "parts"
@@ -161,7 +121,7 @@ def test_lines_of_the_log_count_no_evaluation_and_precede_every_checkpoint(train
 def test_fifty_steps_compile_twice_fall_back_never_and_fetch_only_to_log(devices, byte_tokenizer_dir, tmp_path):
     """Read from torch_xla's own counters, by a program that spawns the ranks as base_train does."""
     result = tmp_path / "counters.json"
-    process = run_module("tests.train.count_xla", str(byte_tokenizer_dir), str(result), devices=devices)
+    process = run_python("-m", "tests.train.count_xla", str(byte_tokenizer_dir), str(result), devices=devices)
     assert process.returncode == 0, process.stderr[-4000:]
     counters = json.loads(result.read_text())
     assert counters["fallbacks"] == []
@@ -174,10 +134,10 @@ def test_fifty_steps_compile_twice_fall_back_never_and_fetch_only_to_log(devices
 
 
 @pytest.mark.parametrize("kernel", ["chunked", "flash"])
-def test_every_kernel_trains_as_the_plain_one_does(train, kernel):
-    flags = ("--model_dim=128", "--num_heads=1", "--num_iterations=20", "--eval_every=20", "--warmup_steps=2")
-    plain = train(*flags, "--kernel=current", run="plain")
-    found = train(*flags, f"--kernel={kernel}", run=kernel)
+def test_every_kernel_trains_as_the_plain_one_does(reference, kernel):
+    flags = ("--model_dim=128", "--num_heads=1", "--num_iterations=20", "--eval_every=20", "--warmup_steps=2",
+             "--eval_tokens=4096")
+    plain, found = reference(*flags, "--kernel=current"), reference(*flags, f"--kernel={kernel}")
     assert plain.losses[20] < plain.losses[1] - 0.1
     assert found.losses == pytest.approx(plain.losses, rel=1e-4) and found.bpb == pytest.approx(plain.bpb, rel=1e-4)
 
@@ -195,9 +155,16 @@ def test_a_wandb_that_accepts_and_never_answers_holds_up_no_step(train):
         times = sorted(record["step_ms"] for record in process.records[3:] if "step_ms" in record)
         return 1000 / times[len(times) // 2]
 
+    program = """
+from nanochat.record import wandb_log
+wandb_log.FINISH_TIMEOUT_S = 5
+from nanochat.common import run_script
+from scripts.base_train import main
+run_script(main)
+"""
     flags = ["--num_iterations=40", "--eval_every=-1", "--device_type=cpu", "--total_batch_size=64"]
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        slow = train(*flags, run="silent", WANDB_MODE="online", WANDB_API_KEY="a" * 40,
+        slow = train(*flags, run="silent", new_process=("-c", program), WANDB_MODE="online", WANDB_API_KEY="a" * 40,
                      WANDB_BASE_URL=f"http://127.0.0.1:{silent.getsockname()[1]}")
     without = train(*flags, run="dummy")
     print(f"{rate(slow):.2f} steps/s with a silent WandB, {rate(without):.2f} without one")
@@ -205,160 +172,9 @@ def test_a_wandb_that_accepts_and_never_answers_holds_up_no_step(train):
     assert slow.losses == without.losses and sorted(slow.losses) == list(range(1, 41))
 
 
-def test_evaluating_and_completing_a_checkpoint(train, byte_tokenizer_dir, corpus_dir):
+def test_evaluating_a_checkpoint_gives_what_the_run_found(train, byte_tokenizer_dir, corpus_dir, capsys):
     trained = train("--save_every=6", run="done")
-    evaluated = run_module("scripts.base_eval", "--checkpoint=done", f"--tokenizer_dir={byte_tokenizer_dir}",
-                           f"--data_dir={corpus_dir}/val", "--eval_tokens=4096", "--device_type=cpu")
-    assert evaluated.returncode == 0, evaluated.stderr
-    found = float(re.search(r"([\d.]+) bits per byte", evaluated.stdout)[1])
+    base_eval.main(["--checkpoint=done", f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/val",
+                    "--eval_tokens=1024", "--device_type=cpu"])
+    found = float(re.search(r"([\d.]+) bits per byte", capsys.readouterr().out)[1])
     assert found == pytest.approx(trained.bpb[6], abs=1e-4)  # the same text, on another backend
-
-
-# -----------------------------------------------------------------------------
-# Bad input
-
-
-@pytest.mark.parametrize("flags, words", [
-    (["--total_batch_size=500"], "--total_batch_size=500 .* use 448 or 512"),
-    (["--kernel=warp"], "--kernel=warp .*choose current or chunked"),
-    (["--kernel=cce"], "--kernel=cce .*choose current or chunked"),
-    (["--window_pattern=Q"], "--window_pattern=Q"),
-    (["--device_type=gpu"], "--device_type=gpu .*auto, tpu, xla, cuda, cpu"),
-    (["--device_type=tpu"], "no TPU chips"),
-    (["--tokenizer_dir=/nowhere"], "no tokenizer in /nowhere"),
-    (["--data_dir=/nowhere"], "no train data: /nowhere"),
-    (["--run=a/b"], "--run=a/b"),
-    (["--num_kv_heads=3"], "--num_kv_heads=3"),
-    (["--depth=0"], "--depth=0"),
-    (["--batch_ramp=100"], "--batch_ramp=100: 100 is not STEP:FACTOR"),
-    (["--batch_ramp=200:1.5,100:2"], "100:2 is not STEP:FACTOR with rising steps"),
-    (["--profile_steps=3"], "--profile_steps=3 is not BEGIN:END"),
-    (["--profile_steps=3:3"], "--profile_steps=3:3 is not"),
-    (["--profile_steps=3:7"], "END at most the run's 6 steps"),
-    (["--batch_ramp=100:0"], "100:0 is not STEP:FACTOR"),
-])
-def test_bad_flags_are_refused_with_the_value_and_what_to_do(tiny, flags, words):
-    with pytest.raises(BadInput, match=words) as refusal:
-        main([*tiny, *flags])
-    assert "\n" not in str(refusal.value)
-
-
-def test_bad_data_names_the_file_and_its_row_group(train, tiny, tmp_path, corpus_dir):
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    whole = (corpus_dir / "train" / "shard_00000.parquet").read_bytes()
-    (broken / "shard_00000.parquet").write_bytes(whole[:len(whole) // 2])
-    process = train(f"--data_dir={broken}", status=2)
-    assert "shard_00000.parquet is not a whole parquet file" in process.stderr
-    assert process.stderr.count("\n") == 1 and "Traceback" not in process.stderr
-    pq.write_table(pa.table({"code": ["int x;"]}), broken / "shard_00000.parquet")
-    with pytest.raises(BadInput, match="no column named text"):
-        main([*tiny, f"--data_dir={broken}"])
-    damaged = bytearray(whole)
-    damaged[40:4000] = bytes(3960)  # in the pages of the first row group; the footer is whole
-    (broken / "shard_00000.parquet").write_bytes(damaged)
-    with pytest.raises(BadInput, match="shard_00000.parquet.* row group 0"):
-        main([*tiny, f"--data_dir={broken}"])
-
-
-def test_resuming_something_else_is_refused(train, tiny, corpus_dir):
-    train("--save_every=6")
-    for flags, words in [(["--depth=3"], "another architecture: n_layer is 2 there and 3 here"),
-                         ([f"--data_dir={corpus_dir}/val"], "another data")]:
-        with pytest.raises(BadInput, match=words):
-            main([*tiny, "--run=test", "--num_iterations=8", *flags])
-    restarted = train("--resume=never", "--depth=3")
-    assert sorted(restarted.losses) == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_base_directory_that_cannot_be_written_is_refused(tiny, monkeypatch):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", "/dev/null/base")
-    with pytest.raises(BadInput, match="cannot write to /dev/null/base"):
-        main(tiny)
-
-
-def test_too_little_disk_for_two_checkpoints_is_said_before_the_first_step(base_dir, byte_tokenizer_dir):
-    """On a file system of its own, of 3 MB, which a user namespace lets anyone mount."""
-    base_dir.mkdir()
-    command = (f"mount -t tmpfs -o size=3m tmpfs {base_dir} && exec {sys.executable} -m scripts.base_train "
-               f"--device_type=cpu --depth=4 --synthetic_data --tokenizer_dir={byte_tokenizer_dir} --max_seq_len=32 "
-               "--device_batch_size=2 --total_batch_size=64 --num_iterations=2")
-    process = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command],
-                             capture_output=True, text=True, timeout=TIMEOUT_S)
-    if "unshare" in process.stderr or "mount:" in process.stderr:
-        pytest.skip(f"no user namespaces here: {process.stderr.strip()}")
-    assert process.returncode == 2 and "too little disk" in process.stderr and "step 0" not in process.stdout
-
-
-# -----------------------------------------------------------------------------
-# The plan and the device
-
-
-def plan_of(*flags, world_size=8):
-    return make_plan(parse_flags(flags), 65536, "cpu", world_size)
-
-
-def test_the_plan_of_the_mission():
-    plan = plan_of("--depth=16", "--num_iterations=50000", "--device_batch_size=8", "--max_seq_len=1024",
-                   "--kernel=current", "--no_compile", "--run=NAME")
-    assert (plan.total_batch_size, plan.grad_accum_steps, plan.num_iterations) == (524288, 8, 50000)
-    assert sum(plan.parameters.values()) == 335_544_320 + 32
-    assert plan_of("--depth=16", world_size=4).grad_accum_steps == 16
-
-
-def test_the_horizon_is_the_first_of_three_flags():
-    both = ["--target_flops=1e18", "--target_param_data_ratio=10"]
-    assert plan_of("--num_iterations=7", *both).num_iterations == 7
-    by_flops = plan_of(*both)
-    assert by_flops.num_iterations == round(1e18 / (by_flops.flops_per_token * by_flops.total_batch_size))
-    by_ratio = plan_of("--target_param_data_ratio=10", "--total_batch_size=524288")
-    assert by_ratio.num_iterations == round(10 * (201_326_592 + 67_108_864) / 524288)
-
-
-def test_the_horizon_in_tokens_counts_the_batches_that_grow():
-    ramp = plan_of("--target_param_data_ratio=10", "--total_batch_size=524288", "--batch_ramp=1000:1.5,2000:2")
-    assert ramp.batch_schedule == ((0, 524288), (1000, 786432), (2000, 1048576))
-    assert [ramp.micro_steps(step) for step in (0, 999, 1000, 1999, 2000)] == [8, 8, 12, 12, 16]
-    tokens = 10 * (201_326_592 + 67_108_864)
-    assert ramp.num_iterations == 2000 + round((tokens - 1000 * (524288 + 786432)) / 1048576)
-    assert ramp.tokens(0, ramp.num_iterations) == pytest.approx(tokens, abs=1048576 / 2)
-    assert ramp.tokens(999, 1001) == 524288 + 786432 and ramp.tokens(2500, 2501) == 1048576
-
-
-def test_a_schedule_that_more_devices_cannot_divide_is_refused():
-    flags = ["--total_batch_size=131072", "--batch_ramp=10:1.25"]
-    begun = plan_of(*flags, "--device_batch_size=4")
-    meta = Meta(step=1, config={}, tokenizer_sha256="", data_fingerprint="", flags=parse_flags(flags).as_dict(), rng="",
-                batch_schedule=begun.batch_schedule)
-    with pytest.raises(BadInput, match="131,072, 163,840 tokens.*do not all divide by 131072"):
-        make_plan(parse_flags([*flags, "--device_batch_size=8"]), 65536, "cpu", 16, meta)
-
-
-def test_dashes_in_flags_are_accepted():
-    assert parse_flags(["--max-seq-len=7", "--no-compile"]).model.max_seq_len == 7
-
-
-def test_a_world_size_that_does_not_divide_is_refused():
-    with pytest.raises(BadInput, match="3 devices do not divide the 64 lanes"):
-        plan_of(world_size=3)
-
-
-@pytest.fixture
-def pci_with_tpus(tmp_path):
-    """A PCI bus as on a v5litepod-8 VM: eight TPU chips and a network card by Google."""
-    for i, device_id in enumerate(["0x0063"] * 8 + ["0x0042"]):
-        device = tmp_path / "pci" / str(i)
-        device.mkdir(parents=True)
-        (device / "vendor").write_text("0x1ae0\n")
-        (device / "device").write_text(device_id + "\n")
-    return tmp_path / "pci"
-
-
-def test_a_machine_with_tpus_trains_on_them(pci_with_tpus, monkeypatch):
-    assert count_tpu_chips(pci_with_tpus) == 8
-    monkeypatch.delenv("PJRT_DEVICE")
-    assert resolve_device_type("auto", pci_with_tpus) == "tpu"
-    assert resolve_device_type("xla", pci_with_tpus) == "xla"  # when told to
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    with pytest.raises(BadInput, match="8 TPU chips but PJRT_DEVICE=CPU"):
-        resolve_device_type("auto", pci_with_tpus)

@@ -24,7 +24,7 @@ def preflight(tmp_path_factory):
 
     def run(*flags, status=0, timeout_s=300):
         environment = {key: value for key, value in os.environ.items()
-                       if key not in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "LIBTPU_INIT_ARGS")}
+                       if key not in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "LIBTPU_INIT_ARGS", "XLA_FLAGS")}
         path = tmp_path_factory.mktemp("preflight") / "report.json"
         process = subprocess.run([sys.executable, "-m", "scripts.tpu_preflight", f"--json={path}", *flags],
                                  capture_output=True, text=True, timeout=timeout_s, env=environment)

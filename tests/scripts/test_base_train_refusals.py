@@ -1,0 +1,83 @@
+"""What base_train refuses before it trains, with one line that says what is wrong and what to do."""
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat.common import BadInput
+from scripts.base_train import main
+from tests.warm import TIMEOUT_S
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--total_batch_size=500"], "--total_batch_size=500 .* use 448 or 512"),
+    (["--kernel=warp"], "--kernel=warp .*choose current or chunked"),
+    (["--kernel=cce"], "--kernel=cce .*choose current or chunked"),
+    (["--window_pattern=Q"], "--window_pattern=Q"),
+    (["--device_type=gpu"], "--device_type=gpu .*auto, tpu, xla, cuda, cpu"),
+    (["--device_type=tpu"], "no TPU chips"),
+    (["--tokenizer_dir=/nowhere"], "no tokenizer in /nowhere"),
+    (["--data_dir=/nowhere"], "no train data: /nowhere"),
+    (["--run=a/b"], "--run=a/b"),
+    (["--num_kv_heads=3"], "--num_kv_heads=3"),
+    (["--depth=0"], "--depth=0"),
+    (["--batch_ramp=100"], "--batch_ramp=100: 100 is not STEP:FACTOR"),
+    (["--batch_ramp=200:1.5,100:2"], "100:2 is not STEP:FACTOR with rising steps"),
+    (["--profile_steps=3"], "--profile_steps=3 is not BEGIN:END"),
+    (["--profile_steps=3:3"], "--profile_steps=3:3 is not"),
+    (["--profile_steps=3:7"], "END at most the run's 6 steps"),
+    (["--batch_ramp=100:0"], "100:0 is not STEP:FACTOR"),
+])
+def test_bad_flags_are_refused_with_the_value_and_what_to_do(tiny, flags, words):
+    with pytest.raises(BadInput, match=words) as refusal:
+        main([*tiny, *flags])
+    assert "\n" not in str(refusal.value)
+
+
+def test_bad_data_names_the_file_and_its_row_group(train, tiny, tmp_path, corpus_dir):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    whole = (corpus_dir / "train" / "shard_00000.parquet").read_bytes()
+    (broken / "shard_00000.parquet").write_bytes(whole[:len(whole) // 2])
+    process = train(f"--data_dir={broken}", status=2)
+    assert "shard_00000.parquet is not a whole parquet file" in process.stderr
+    assert process.stderr.count("\n") == 1 and "Traceback" not in process.stderr
+    pq.write_table(pa.table({"code": ["int x;"]}), broken / "shard_00000.parquet")
+    with pytest.raises(BadInput, match="no column named text"):
+        main([*tiny, f"--data_dir={broken}"])
+    damaged = bytearray(whole)
+    damaged[40:4000] = bytes(3960)  # in the pages of the first row group; the footer is whole
+    (broken / "shard_00000.parquet").write_bytes(damaged)
+    with pytest.raises(BadInput, match="shard_00000.parquet.* row group 0"):
+        main([*tiny, f"--data_dir={broken}"])
+
+
+def test_resuming_something_else_is_refused(train, tiny, corpus_dir):
+    train("--save_every=6")
+    for flags, words in [(["--depth=3"], "another architecture: n_layer is 2 there and 3 here"),
+                         ([f"--data_dir={corpus_dir}/val"], "another data")]:
+        with pytest.raises(BadInput, match=words):
+            main([*tiny, "--run=test", "--num_iterations=8", *flags])
+    restarted = train("--resume=never", "--depth=3")
+    assert sorted(restarted.losses) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_base_directory_that_cannot_be_written_is_refused(tiny, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", "/dev/null/base")
+    with pytest.raises(BadInput, match="cannot write to /dev/null/base"):
+        main(tiny)
+
+
+def test_too_little_disk_for_two_checkpoints_is_said_before_the_first_step(base_dir, byte_tokenizer_dir):
+    """On a file system of its own, of 3 MB, which a user namespace lets anyone mount."""
+    base_dir.mkdir()
+    command = (f"mount -t tmpfs -o size=3m tmpfs {base_dir} && exec {sys.executable} -m scripts.base_train "
+               f"--device_type=cpu --depth=4 --synthetic_data --tokenizer_dir={byte_tokenizer_dir} --max_seq_len=32 "
+               "--device_batch_size=2 --total_batch_size=64 --num_iterations=2")
+    process = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command],
+                             capture_output=True, text=True, timeout=TIMEOUT_S)
+    if "unshare" in process.stderr or "mount:" in process.stderr:
+        pytest.skip(f"no user namespaces here: {process.stderr.strip()}")
+    assert process.returncode == 2 and "too little disk" in process.stderr and "step 0" not in process.stdout

@@ -1,0 +1,112 @@
+"""The order of the folders, read from the imports, and what a wheel of the project contains."""
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# As in docs/design.md: an import goes down this list, never up.
+FOLDERS = ["scripts", "train", "infer", "run", "kernels", "model", "record", "preflight", "data", "device", "common"]
+SOURCES = sorted(path.relative_to(ROOT) for folder in ("nanochat", "scripts") for path in (ROOT / folder).rglob("*.py"))
+MAX_LINES = 400
+
+
+def module_name(path):
+    """Returns the name of the module in this file: nanochat.data for nanochat/data/__init__.py."""
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in SOURCES}
+
+
+def folder_of(module):
+    """Returns the entry of FOLDERS that a module of this project belongs to."""
+    first, *rest = module.split(".")
+    return rest[0] if first == "nanochat" and rest else first
+
+
+def imports_of(path):
+    """Returns the names of the modules that a file imports, at its top or inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide what is imported"
+            # `from nanochat.run import checkpoint` imports a module, `from nanochat.common import flag` does not.
+            found |= {name if (name := f"{node.module}.{alias.name}") in MODULES else node.module
+                      for alias in node.names}
+    return found
+
+
+IMPORTS = {module: imports_of(path) for module, path in MODULES.items()}
+
+
+def test_imports_go_down_the_list_of_folders_and_never_up():
+    assert not IMPORTS["nanochat"]
+    order = {module: FOLDERS.index(folder_of(module)) for module in MODULES if module != "nanochat"}
+    upward = [f"{module} imports {name}" for module in order for name in IMPORTS[module] & order.keys()
+              if order[name] < order[module]]
+    assert not upward
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {module: names & MODULES.keys() for module, names in IMPORTS.items()}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_every_folder_is_in_the_list():
+    assert {folder_of(module) for module in MODULES if module != "nanochat"} == set(FOLDERS)
+
+
+def test_only_a_few_folders_know_torch_xla():
+    """The others are ordinary PyTorch. Of the scripts, one spawns the ranks and one traces their programs."""
+    users = {module for module, names in IMPORTS.items() if any(name.split(".")[0] == "torch_xla" for name in names)}
+    strangers = {module for module in users if folder_of(module) not in ("device", "kernels", "preflight")}
+    assert strangers <= {"scripts.base_train", "scripts.tpu_preflight"}
+
+
+def test_the_library_neither_runs_a_script_nor_reads_the_command_line():
+    texts = {path: (ROOT / path).read_text() for path in SOURCES if path.parts[0] == "nanochat"}
+    assert not [path for path, text in texts.items() if re.search(r"""["']-m["'],\s*["']scripts\.""", text)]
+    readers = [path for path, text in texts.items() if "sys.argv" in text]
+    assert readers == [Path("nanochat/common.py")]  # whose parser does
+
+
+def test_no_python_file_is_longer_than_400_lines():
+    lines = {path: len((ROOT / path).read_text().splitlines())
+             for path in [*SOURCES, *(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))]}
+    assert not {path: count for path, count in lines.items() if count > MAX_LINES}
+
+
+def test_what_is_installed_has_all_modules_and_works_outside_of_a_checkout(tmp_path):
+    """Builds the packages that a wheel contains. The shipped tokenizer is not among them: it is found in a checkout
+    only (nanochat/data/tokenizer.py, SHIPPED_DIR), so elsewhere there must be another."""
+    source, installed = tmp_path / "source", tmp_path / "installed"
+    for name in ("nanochat", "scripts"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    subprocess.run([sys.executable, "-c", "import setuptools; setuptools.setup()", "-q", "build_py",
+                    f"--build-lib={installed}"], cwd=source, check=True, timeout=100)
+    assert sorted(path.relative_to(installed) for path in installed.rglob("*.py")) == SOURCES
+    program = """
+import importlib, sys
+for module in sys.argv[1:]:
+    assert importlib.import_module(module).__file__.startswith(sys.path[0]), module
+from nanochat.common import BadInput
+from nanochat.data.tokenizer import load_tokenizer
+try:
+    load_tokenizer()
+except BadInput as error:
+    print(error)
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(installed)!r})\n{program}", *MODULES],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert process.returncode == 0, process.stderr
+    assert "no tokenizer" in process.stdout

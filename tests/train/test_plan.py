@@ -1,0 +1,56 @@
+"""The plan of a run: batches, horizon and schedules that follow from its flags."""
+import pytest
+
+from nanochat.common import BadInput
+from nanochat.run.meta import Meta
+from nanochat.train.flags import parse_flags
+from nanochat.train.plan import make_plan
+
+
+def plan_of(*flags, world_size=8):
+    return make_plan(parse_flags(flags), 65536, "cpu", world_size)
+
+
+def test_the_plan_of_the_mission():
+    plan = plan_of("--depth=16", "--num_iterations=50000", "--device_batch_size=8", "--max_seq_len=1024",
+                   "--kernel=current", "--no_compile", "--run=NAME")
+    assert (plan.total_batch_size, plan.grad_accum_steps, plan.num_iterations) == (524288, 8, 50000)
+    assert sum(plan.parameters.values()) == 335_544_320 + 32
+    assert plan_of("--depth=16", world_size=4).grad_accum_steps == 16
+
+
+def test_the_horizon_is_the_first_of_three_flags():
+    both = ["--target_flops=1e18", "--target_param_data_ratio=10"]
+    assert plan_of("--num_iterations=7", *both).num_iterations == 7
+    by_flops = plan_of(*both)
+    assert by_flops.num_iterations == round(1e18 / (by_flops.flops_per_token * by_flops.total_batch_size))
+    by_ratio = plan_of("--target_param_data_ratio=10", "--total_batch_size=524288")
+    assert by_ratio.num_iterations == round(10 * (201_326_592 + 67_108_864) / 524288)
+
+
+def test_the_horizon_in_tokens_counts_the_batches_that_grow():
+    ramp = plan_of("--target_param_data_ratio=10", "--total_batch_size=524288", "--batch_ramp=1000:1.5,2000:2")
+    assert ramp.batch_schedule == ((0, 524288), (1000, 786432), (2000, 1048576))
+    assert [ramp.micro_steps(step) for step in (0, 999, 1000, 1999, 2000)] == [8, 8, 12, 12, 16]
+    tokens = 10 * (201_326_592 + 67_108_864)
+    assert ramp.num_iterations == 2000 + round((tokens - 1000 * (524288 + 786432)) / 1048576)
+    assert ramp.tokens(0, ramp.num_iterations) == pytest.approx(tokens, abs=1048576 / 2)
+    assert ramp.tokens(999, 1001) == 524288 + 786432 and ramp.tokens(2500, 2501) == 1048576
+
+
+def test_a_schedule_that_more_devices_cannot_divide_is_refused():
+    flags = ["--total_batch_size=131072", "--batch_ramp=10:1.25"]
+    begun = plan_of(*flags, "--device_batch_size=4")
+    meta = Meta(step=1, config={}, tokenizer_sha256="", data_fingerprint="", flags=parse_flags(flags).as_dict(), rng="",
+                batch_schedule=begun.batch_schedule)
+    with pytest.raises(BadInput, match="131,072, 163,840 tokens.*do not all divide by 131072"):
+        make_plan(parse_flags([*flags, "--device_batch_size=8"]), 65536, "cpu", 16, meta)
+
+
+def test_dashes_in_flags_are_accepted():
+    assert parse_flags(["--max-seq-len=7", "--no-compile"]).model.max_seq_len == 7
+
+
+def test_a_world_size_that_does_not_divide_is_refused():
+    with pytest.raises(BadInput, match="3 devices do not divide the 64 lanes"):
+        plan_of(world_size=3)
