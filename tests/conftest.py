@@ -26,6 +26,7 @@ torch_xla.device()  # PyTorch's autograd engine counts the devices at the first 
 GROUPS = ["warm ranks", "tests/scripts/test_tpu_preflight.py", "tests/run/test_chaos.py", "tests/run/test_stopping.py"]
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     """With pytest-xdist (make test), all tests that train in warm processes run in one process, and so do those of each
     file, which may share fixtures. Those of deploy/ share next to nothing, and most of their time they wait."""
