@@ -6,7 +6,7 @@ PYTHON ?= python3
 # Processes that run tests at the same time: one for each of 2 cores; of the slow tests, half wait.
 TEST_PROCESSES ?= 2
 TEST_ALL_PROCESSES ?= 3
-PYTEST = .venv/bin/python -m pytest --dist=loadgroup --no-loadscope-reorder
+PYTEST = .venv/bin/python -m pytest --no-loadscope-reorder
 
 .PHONY: demo test test-all lint
 demo: .venv/installed

@@ -22,22 +22,37 @@ from scripts import base_train  # noqa: E402
 torch_xla.device()  # PyTorch's autograd engine counts the devices at the first backward pass and never again
 
 
-# Where costly things are shared, or tests take long, in the order in which pytest-xdist is to begin them.
-GROUPS = ["warm ranks", "tests/scripts/test_tpu_preflight.py", "tests/run/test_chaos.py", "tests/run/test_stopping.py"]
+# -----------------------------------------------------------------------------
+# Which process runs a test, with pytest-xdist (make test)
+
+WARM = {"tests/test_warm.py", "tests/data/test_batches.py", "tests/scripts/test_base_train.py",
+        "tests/scripts/test_base_train_refusals.py"}
+LONG = ["warm ranks", "tests/scripts/test_tpu_preflight.py", "tests/run/test_chaos.py", "tests/run/test_stopping.py"]
+
+
+def group_of(nodeid):
+    """Returns the name of the group that this test belongs to. One process runs all tests of a group: those that train
+    in warm processes, and those of each file, which may share fixtures. Tests of deploy/ share next to nothing."""
+    path = nodeid.partition("::")[0]
+    if path in WARM:
+        return "warm ranks"
+    return nodeid if path.startswith("tests/deploy/") else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return group_of(nodeid)
+
+    return Groups(config, log)
 
 
 def pytest_collection_modifyitems(items):
-    """With pytest-xdist (make test), all tests that train in warm processes run in one process, and so do those of each
-    file, which may share fixtures. Those of deploy/ share next to nothing, and most of their time they wait."""
-    def group_of(item):
-        if "warm_ranks" in item.fixturenames:
-            return "warm ranks"
-        path = str(item.path.relative_to(item.config.rootpath))
-        return item.nodeid if path.startswith("tests/deploy/") else path
-
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
-    items.sort(key=lambda item: GROUPS.index(group_of(item)) if group_of(item) in GROUPS else len(GROUPS))
+    """The groups that take longest come first: the others then fill the time until all end."""
+    items.sort(key=lambda item: LONG.index(group_of(item.nodeid)) if group_of(item.nodeid) in LONG else len(LONG))
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,9 @@
-"""Warm ranks: a process that runs many trainings, one after the other, so that tests do not pay for imports and for
-compiling the same programs again and again.
+"""Warm ranks: a process that runs many trainings, one after the other. So the tests import torch_xla once, and compile
+once what several of them train.
 
-A test calls `WarmRanks(devices).call(base_train.main, flags)`. The process that this starts has one thread for each XLA
-device of its CPU, as the process has in which base_train trains (scripts/base_train.py, `spawn`), and keeps them:
+A test calls `WarmRanks(devices).call(base_train.main, flags)`. The first call starts a process with a thread for each
+XLA device of its CPU, like the one in which base_train trains (scripts/base_train.py, `spawn`). Its threads wait for
+the next call:
 
     the test's process              the warm process
     WarmRanks.call  -- function, flags, environment -->  thread of rank 0: function(flags), until it has prepared a Run
@@ -81,8 +82,11 @@ class WarmRanks:
             [sys.executable, "-m", "tests.warm", str(theirs.fileno())], cwd=ROOT, env={**os.environ, **fixed},
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self._output[0], stderr=self._output[1])
         theirs.close()
-        assert self._connection.poll(TIMEOUT_S), "the warm process does not start"
-        self._connection.recv()
+        try:
+            assert self._connection.poll(TIMEOUT_S), "the warm process does not start"
+            self._connection.recv()
+        except EOFError:
+            raise RuntimeError("the warm process has ended:\n" + self._read_output([0, 0])[1]) from None
 
     def _read_output(self, begin):
         """Returns what the process has written to standard output and standard error after these positions."""
@@ -104,7 +108,8 @@ def main():
 
 
 def serve(connection, inboxes):
-    """Runs in the thread of every rank. Rank 0 obeys the test's process until that has ended, and the others rank 0."""
+    """Runs in the thread of every rank. Rank 0 serves the test's process until that has ended; the others train when
+    rank 0 tells them to, through their inboxes."""
     import torch_xla.runtime as xr
     rank = xr.global_ordinal()
     if rank > 0:

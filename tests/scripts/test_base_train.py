@@ -135,10 +135,12 @@ def test_fifty_steps_compile_twice_fall_back_never_and_fetch_only_to_log(devices
 
 @pytest.mark.parametrize("kernel", ["chunked", "flash"])
 def test_every_kernel_trains_as_the_plain_one_does(reference, kernel):
-    flags = ("--model_dim=128", "--num_heads=1", "--num_iterations=20", "--eval_every=20", "--warmup_steps=2",
+    """With few optimisations XLA adds long sums one number at a time: losses differ by 9e-5 after 20 steps, 3e-5 after
+    12, and with all optimisations by 4e-6 after 20."""
+    flags = ("--model_dim=128", "--num_heads=1", "--num_iterations=12", "--eval_every=12", "--warmup_steps=2",
              "--eval_tokens=4096")
     plain, found = reference(*flags, "--kernel=current"), reference(*flags, f"--kernel={kernel}")
-    assert plain.losses[20] < plain.losses[1] - 0.1
+    assert plain.losses[12] < plain.losses[1] - 0.1
     assert found.losses == pytest.approx(plain.losses, rel=1e-4) and found.bpb == pytest.approx(plain.bpb, rel=1e-4)
 
 
