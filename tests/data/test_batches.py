@@ -8,7 +8,7 @@ import pytest
 
 from nanochat.run.checkpoint_files import list_checkpoints
 from nanochat.run.stopping import EXIT_STATUS, Requests
-from nanochat.train.prepare import requests_file
+from nanochat.train.prepare import REQUESTS_FILE
 from tests.data import hash_batches
 from tests.data.test_shards import damage
 
@@ -45,7 +45,7 @@ def stop_run(run_dir, step):
     while time.monotonic() < deadline:
         lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
         if any(json.loads(line)["step"] >= step for line in lines if line.endswith("\n")):
-            return Requests(requests_file(run_dir)).ask_to_stop()
+            return Requests(run_dir / REQUESTS_FILE).ask_to_stop()
         time.sleep(0.01)
 
 
