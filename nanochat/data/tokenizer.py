@@ -167,7 +167,8 @@ def load_tokenizer(tokenizer_dir=None):
                 return _load(directory, _read_files)
             if (directory / PICKLE_FILE).exists():
                 return _load(directory, _read_pickle)
-    raise BadInput(f"no tokenizer in {parents[0]}: it needs {VOCABULARY_FILE} and {CONFIG_FILE}, or {PICKLE_FILE}")
+    raise BadInput(f"no tokenizer in {' or '.join(map(str, parents))}: it needs {VOCABULARY_FILE} and {CONFIG_FILE}, "
+                   f"or {PICKLE_FILE}")
 
 
 def check_tokenizer(tokenizer, vocab_size=None, sha256=None):

@@ -73,9 +73,9 @@ def load_meta(path):
     try:
         found = json.loads((Path(path) / META).read_text())
         version = found.get("format_version", 1)
-        if version > FORMAT_VERSION:
+        if not isinstance(version, int) or version > FORMAT_VERSION:
             raise BadInput(f"checkpoint {path} has format version {version} and this program reads versions up to "
-                           f"{FORMAT_VERSION}: update nanochat, or use another checkpoint")
+                           f"{FORMAT_VERSION}: update nanochat, or use another checkpoint or --run")
         return Meta.from_json(found)
     except KeyError as error:
         raise BadInput(f"{path} is not a checkpoint ({META} has no {error}): give a step_… directory") from None

@@ -38,8 +38,13 @@ class NonfiniteSteps:
         return 0 < self.limit <= self.in_a_row
 
     def write_first_batch(self, run_dir, rank):
-        """Writes this rank's rows, int32 (rows, T + 1), of the first of the non-finite steps in a row. Returns the path
-        of the directory, which gets those of all ranks."""
+        """Writes this rank's rows, int32 (rows, T + 1), of the first of the non-finite steps in a row.
+
+        Returns the path of the directory, which gets those of all ranks, or None if no step of this process was one: a
+        run may resume with a lower limit than its count.
+        """
+        if self._first_rows is None:
+            return None
         directory = Path(run_dir) / f"bad_step_{self._first_step:06d}"
         directory.mkdir(exist_ok=True)
         np.save(directory / f"rank_{rank:03d}.npy", torch.cat(self._first_rows).numpy())

@@ -160,7 +160,7 @@ class Trainer:
         if is_bad:
             path = self.nonfinite.write_first_batch(self.run.directory, self.dist.rank)
             print0(f"error: {self.nonfinite.in_a_row} steps in a row had a loss or gradient that is not finite: the "
-                   f"run ends at step {self.step}; the batch of the first is in {path}")
+                   f"run ends at step {self.step}" + (f"; the batch of the first is in {path}" if path else ""))
         elif is_stopped:
             self.save()
         self.rows.loader.close()
