@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ LIBRARIES = ["lib/common", "lib/gcloud", "lib/ssh", "lib/on_vm", "lib/budget", "
 
 def run(*args):
     env = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent"}
-    return subprocess.run([str(arg) for arg in args], capture_output=True, text=True, env=env, timeout=30)
+    return subprocess.run([str(arg) for arg in args], capture_output=True, text=True, env=env, timeout=300)
 
 
 def test_every_script_is_a_verb_or_a_library():
@@ -70,15 +69,6 @@ def test_scripts_use_nothing_that_bash_3_2_or_the_tools_of_macos_lack():
             assert not newer.findall(here), path.name
             empty = re.findall(r'(?<!\+)"\$\{(?:FLAGS|ARGS)\[@\]\}"', here)  # unbound in bash 3.2 if there is none;
             assert not empty or path.stem in ("status", "watch", "repair"), path.name  # these made sure that there is
-
-
-def test_shellcheck_finds_nothing():
-    shellcheck = Path(sys.executable).with_name("shellcheck")
-    program = str(shellcheck) if shellcheck.exists() else shutil.which("shellcheck")
-    if not program:
-        pytest.skip("shellcheck is not installed")
-    result = run(program, *sorted(DEPLOY.rglob("*.sh")))
-    assert result.returncode == 0, result.stdout
 
 
 def test_the_example_of_tpu_env_has_every_variable_that_is_read_each_with_a_comment_and_no_other():
