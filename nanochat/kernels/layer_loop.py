@@ -19,8 +19,8 @@ from nanochat.device.xla_ops import loop, put, take
 
 @dataclass(frozen=True)
 class LayerByHand:
-    """A layer with its own backward pass. `saved` is a tuple of stacks, (slots, B, T, width) each, of which the forward
-    pass fills slot `index` and the backward pass reads it.
+    """A layer with its own backward pass. `saved` is a tuple of stacks, (slots, B, T, width) each. The forward pass
+    writes to slot `index` of them, and the backward pass reads that slot.
 
     new_saved(x, weights, slots) -> saved: stacks of zeros; weights are stacks or the slices of a layer
     forward(x, index, saved, x0, weights, window, tables) -> (x after the layer, saved)
@@ -33,10 +33,10 @@ class LayerByHand:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer for run_layers. It must be one lasting object: its programs are kept under it.
+    """A layer for run_layers. Use the same object at every call: otherwise its loops are built again each time.
 
-    forward(x, x0, weights, window, tables) -> x (B, T, C) after the layer, differentiable. x0 is what the first layer
-        gets, weights is this layer's slice of each stack, in the dtype of x; window is an int32 scalar or None
+    forward(x, x0, weights, window, tables) -> x (B, T, C) after the layer, differentiable. x0 is the input of the first
+        layer, weights this layer's slice of each stack in the dtype of x, window an int32 scalar or None
     by_hand: the same layer with its own backward pass; None: the backward pass differentiates `forward`
     """
     forward: Callable
@@ -44,7 +44,7 @@ class Layer:
 
 
 def run_layers(layer, x, stacks, windows, tables, recompute=False):
-    """x (B, T, C) after all layers. Its backward pass adds to the `main_grad` of each of `stacks`.
+    """Returns x (B, T, C) after all layers. Its backward pass adds to the `main_grad` of each of `stacks`.
 
     stacks: a NamedTuple of weights, each (layers, …); windows: int32 (layers,), or None where every layer sees all
     positions; tables: further tensors, which have no gradient. recompute: the layers keep only their inputs, also

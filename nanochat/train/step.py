@@ -92,7 +92,7 @@ class TrainingStep:
 
 
 def next_token_loss(model, rows):
-    """The mean loss of rows (B, T + 1), in nats per token: each token is predicted from those before it."""
+    """Returns the mean loss of rows (B, T + 1) in nats per token: each token is predicted from those before it."""
     return model(rows[:, :-1], rows[:, 1:], reduction="mean")
 
 
