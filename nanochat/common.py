@@ -1,5 +1,7 @@
 """What every script needs: one-line errors, the flags' parser, the base directory."""
 import argparse
+import difflib
+import math
 import os
 import sys
 import threading
@@ -23,11 +25,15 @@ def run_script(main):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    pass
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, "", ()) else super()._get_help_string(action)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An argparse parser whose `--help` shows every default, and which reads `--batch-size` as `--batch_size`."""
+    """An argparse parser whose `--help` shows every default, and which reads `--batch-size` as `--batch_size`.
+
+    It raises BadInput where argparse would print the usage of the whole script.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, formatter_class=_HelpFormatter, allow_abbrev=False, **kwargs)
@@ -41,33 +47,82 @@ class ArgumentParser(argparse.ArgumentParser):
             normalised.append(arg)
         return super().parse_known_args(normalised, namespace)
 
+    def parse_args(self, args=None, namespace=None):
+        found, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            near = difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, 1)
+            self.error(f"{word} is not a flag: " + (f"did you mean {near[0]}?" if near else "--help lists all flags"))
+        return found
 
-def flag(default, help, choices=None):
-    """Returns a field for a data class of flags. Its type is that of the default: str for None, and a bool is False
-    unless the flag is given."""
-    return field(default=default, metadata={"help": help, "choices": choices})
-
-
-def add_flags(parser, title, data_class):
-    """Adds a group of flags to the parser: one for each field of `data_class` (see flag)."""
-    group = parser.add_argument_group(title)
-    for field_ in fields(data_class):
-        name, default, options = f"--{field_.name}", field_.default, dict(field_.metadata)
-        if isinstance(default, bool):
-            group.add_argument(name, action="store_true", help=options["help"])
-        else:
-            group.add_argument(name, type=str if default is None else type(default), default=default, **options)
+    def error(self, message):
+        raise BadInput(message.removeprefix("argument "))
 
 
-def from_flags(data_class, namespace):
-    """Returns the `data_class` with the values that the parser found."""
-    return data_class(**{field_.name: getattr(namespace, field_.name) for field_ in fields(data_class)})
+def flag(default, help, *, of=None, at_least=-math.inf, above=-math.inf, at_most=math.inf, below=math.inf, unset=None,
+         **options):
+    """Returns a field for a data class of flags (see read_flags).
 
+    Its type is `of`, a function of a text, or else that of the default: str for None; a bool is False unless the flag
+    is given. at_least, above, at_most, below: the range of a number, which must always be finite; `unset` is a number
+    outside of it that stands for "not given". options: those of argparse's add_argument, and `positional`, for an
+    argument without a name.
+    """
+    limits = (at_least, above, at_most, below, unset)
+    return field(default=default, metadata={"help": help, "of": of, "limits": limits, **options})
+
+
+def _reader(name, kind, at_least, above, at_most, below, unset):
+    """Returns the function that makes an int or a float (`kind`) of the text after --name=."""
+    limits = [f"{word} {limit}" for word, limit in (
+        ("of at least", at_least), ("above", above), ("of at most", at_most), ("below", below)) if math.isfinite(limit)]
+    wanted = f"{'a whole number' if kind is int else 'a number'} {' and '.join(limits)}".strip()
+    wanted += "" if unset is None else f", or {unset}"
+    if kind is int:
+        at_most = min(at_most, 2**63 - 1)  # what PyTorch, NumPy and parquet can hold
+
+    def read(text):
+        try:
+            number = kind(text)
+        except ValueError:
+            number = math.nan
+        if number != unset and not (math.isfinite(number) and at_least <= number <= at_most and above < number < below):
+            raise BadInput(f"--{name}={text} is not {wanted}")
+        return number
+    return read
+
+
+def _add_flag(group, name, default, options):
+    options = dict(options)
+    limits, kind = options.pop("limits"), options.pop("of") or (str if default is None else type(default))
+    option = name if options.pop("positional", False) else f"--{name}"
+    if kind is bool:
+        group.add_argument(option, action="store_true", help=options["help"])
+    else:
+        group.add_argument(option, default=default, **options,
+                           type=_reader(name, kind, *limits) if kind in (int, float) else kind)
+
+
+def read_flags(argv, description, titles):
+    """Returns an object of each data class in `titles`, {data class: title of its flags in --help}, whose fields are
+    made with flag(). argv: the arguments; None: those of this process. Raises BadInput."""
+    parser = ArgumentParser(prog=f"python3 -m scripts.{Path(sys.argv[0]).stem}", description=description)
+    for data_class, title in titles.items():
+        group = parser.add_argument_group(title)
+        for field_ in fields(data_class):
+            _add_flag(group, field_.name, field_.default, field_.metadata)
+    found = parser.parse_args(argv)
+    return tuple(data_class(**{field_.name: getattr(found, field_.name) for field_ in fields(data_class)})
+                 for data_class in titles)
+
+
+def expand_path(text):
+    """Returns the Path that a flag names; ~ is the home directory, which shells do not see in --flag=~/folder."""
+    return Path(text).expanduser()
 
 
 def get_base_dir():
     """Returns the folder of data, checkpoints and downloads: `$NANOCHAT_BASE_DIR`, else `~/.cache/nanochat`."""
-    return Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache" / "nanochat")
+    return expand_path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat")
 
 
 def require_writable_dir(path):

@@ -2,7 +2,10 @@
 
     python3 -m scripts.base_eval --checkpoint=RUN --data_dir=some/parquet --eval_tokens=1000000
 """
-from nanochat.common import ArgumentParser, BadInput, run_script
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards
 from nanochat.device.ranks import DEVICE_TYPES, compute_init, prepare_xla_environment, resolve_device_type
@@ -11,38 +14,37 @@ from nanochat.run.meta import load_meta
 from nanochat.train.loss_eval import bits_per_byte
 
 
-def parse_args(argv=None):
-    parser = ArgumentParser(prog="python3 -m scripts.base_eval", description=__doc__)
-    add = parser.add_argument
-    add("--checkpoint", default="", help="a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
-    add("--data_dir", help="folder of parquet shards; default: $NANOCHAT_BASE_DIR/parquet/val")
-    add("--tokenizer_dir", help="default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one")
-    add("--eval_tokens", type=int, default=2**20, help="tokens to evaluate")
-    add("--max_seq_len", type=int, default=-1, help="positions per row; -1: as in training")
-    add("--device_batch_size", type=int, default=8, help="rows at a time")
-    add("--device_type", default="auto", help="one of " + ", ".join(DEVICE_TYPES))
-    add("--kernel", default="auto", help="attention and loss, as in base_train")
-    add("--seed", type=int, default=1, help="seed of the data order")
-    return parser.parse_args(argv)
+@dataclass(frozen=True)
+class Flags:
+    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
+    data_dir: Path | None = flag(None, "folder of parquet shards; default: $NANOCHAT_BASE_DIR/parquet/val",
+                                 of=expand_path)
+    tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
+                                      of=expand_path)
+    eval_tokens: int = flag(2**20, "tokens to evaluate", at_least=1)
+    max_seq_len: int = flag(-1, "positions per row; -1: as in training", at_least=1, unset=-1)
+    device_batch_size: int = flag(8, "rows at a time", at_least=1)
+    device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
+    kernel: str = flag("auto", "attention and loss, as in base_train")
+    seed: int = flag(1, "seed of the data order", at_least=0)
 
 
 def main(argv=None):
-    args = parse_args(argv)
-    device_type = resolve_device_type(args.device_type)
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    device_type = resolve_device_type(flags.device_type)
     prepare_xla_environment(device_type)
-    path = find_checkpoint(args.checkpoint)
+    path = find_checkpoint(flags.checkpoint)
     trained_len = load_meta(path).config["max_seq_len"]
-    seq_len = trained_len if args.max_seq_len == -1 else args.max_seq_len
-    if not 1 <= seq_len <= trained_len:
-        raise BadInput(f"--max_seq_len={seq_len} must be from 1 to the model's {trained_len}")
-    if args.eval_tokens < seq_len or args.device_batch_size < 1:
-        raise BadInput(f"--eval_tokens={args.eval_tokens} must be at least one row of {seq_len}, and "
-                       f"--device_batch_size={args.device_batch_size} at least 1")
-    shards = list_shards(args.data_dir, "val")
+    seq_len = trained_len if flags.max_seq_len == -1 else flags.max_seq_len
+    if seq_len > trained_len:
+        raise BadInput(f"--max_seq_len={seq_len} is more than the {trained_len} positions of the model")
+    if flags.eval_tokens < seq_len:
+        raise BadInput(f"--eval_tokens={flags.eval_tokens} is less than one row of {seq_len}")
+    shards = list_shards(flags.data_dir, "val")
     dist = compute_init(device_type)
-    model, tokenizer, meta = load_model(path, dist, tokenizer_dir=args.tokenizer_dir, kernel=args.kernel)
-    with DataLoader(shards, tokenizer, batch_size=args.device_batch_size, seq_len=seq_len, seed=args.seed) as loader:
-        bpb, num_bytes = bits_per_byte(model, loader, args.eval_tokens // seq_len, tokenizer.token_bytes(), dist)
+    model, tokenizer, meta = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, kernel=flags.kernel)
+    with DataLoader(shards, tokenizer, batch_size=flags.device_batch_size, seq_len=seq_len, seed=flags.seed) as loader:
+        bpb, num_bytes = bits_per_byte(model, loader, flags.eval_tokens // seq_len, tokenizer.token_bytes(), dist)
     print(f"{path} (step {meta.step}): {bpb:.4f} bits per byte over {num_bytes:,} bytes")
 
 

@@ -8,11 +8,12 @@ memory holds up the loop here; on a TPU it is the copy from the device to the ho
 import shutil
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from nanochat.common import ArgumentParser, get_base_dir, require_writable_dir, run_script
+from nanochat.common import flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data.lanes import NUM_LANES
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW
@@ -21,6 +22,11 @@ from nanochat.run.checkpoint_files import state_bytes
 from nanochat.run.meta import Meta
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import make_plan
+
+
+@dataclass(frozen=True)
+class Flags:
+    depth: int = flag(16, "number of layers", at_least=1)
 
 
 def make_state(depth):
@@ -32,10 +38,8 @@ def make_state(depth):
 
 
 def main(argv=None):
-    parser = ArgumentParser(prog="python3 -m scripts.bench_checkpoint", description=__doc__)
-    parser.add_argument("--depth", type=int, default=16, help="number of layers")
-    args = parser.parse_args(argv)
-    state = make_state(args.depth)
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    state = make_state(flags.depth)
     num_bytes = state_bytes(*state)
     run_dir = Path(tempfile.mkdtemp(prefix="bench_checkpoint_", dir=require_writable_dir(get_base_dir())))
     try:

@@ -7,10 +7,11 @@ number of operations and not on their size. Rounds alternate between the kernels
 falls on all of them; a ratio is the median of the rounds' ratios.
 """
 import statistics
+from dataclasses import dataclass
 
 import torch
 
-from nanochat.common import ArgumentParser, run_script
+from nanochat.common import flag, read_flags, run_script
 from nanochat.device.programs import one_program, synchronize
 from nanochat.device.ranks import compute_init, prepare_xla_environment
 from nanochat.kernels.choose import available_kernels
@@ -19,20 +20,18 @@ from nanochat.train.plan import make_plan
 from nanochat.train.step import make_model, make_step
 
 
-def parse_args(argv=None):
-    parser = ArgumentParser(prog="python3 -m scripts.bench_host", description=__doc__)
-    add = parser.add_argument
-    add("--depth", type=int, default=16, help="number of layers")
-    add("--micro_steps", type=int, default=8, help="micro-steps in an optimizer step")
-    add("--rounds", type=int, default=7, help="optimizer steps measured with each kernel")
-    return parser.parse_args(argv)
+@dataclass(frozen=True)
+class Flags:
+    depth: int = flag(16, "number of layers", at_least=1)
+    micro_steps: int = flag(8, "micro-steps in an optimizer step", at_least=1)
+    rounds: int = flag(7, "optimizer steps measured with each kernel", at_least=1)
 
 
 class Contender:
-    def __init__(self, args, dist, kernel):
-        self.args, self.dist, self.kernel = args, dist, kernel
-        flags = parse_flags([f"--depth={args.depth}", "--model_dim=128", "--max_seq_len=16", "--device_batch_size=2",
-                             f"--total_batch_size={32 * args.micro_steps}", "--num_iterations=1000",
+    def __init__(self, depth, micro_steps, dist, kernel):
+        self.micro_steps, self.dist, self.kernel = micro_steps, dist, kernel
+        flags = parse_flags([f"--depth={depth}", "--model_dim=128", "--max_seq_len=16", "--device_batch_size=2",
+                             f"--total_batch_size={32 * micro_steps}", "--num_iterations=1000",
                              f"--kernel={kernel}", "--shard_optimizer=off"])
         plan = make_plan(flags, 256, "xla", 1)
         self.training = make_step(plan, make_model(plan).init_weights().to(dist.device), dist)
@@ -43,9 +42,9 @@ class Contender:
     def host_s(self, step):
         """Returns the seconds that the host spent on one optimizer step; the device is idle before each program."""
         training, total = self.training, 0.0
-        for _ in range(self.args.micro_steps):
+        for _ in range(self.micro_steps):
             with one_program(self.dist, f"micro_step {self.kernel}") as run:
-                training.micro_step(self.batch, training.loss_scales[self.args.micro_steps])
+                training.micro_step(self.batch, training.loss_scales[self.micro_steps])
             synchronize(self.dist)
             total += run.host_s
         scheduled = training.optimizer.scheduled(step).to(self.dist.device)
@@ -56,16 +55,16 @@ class Contender:
 
 
 def main(argv=None):
-    args = parse_args(argv)
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     prepare_xla_environment("xla")
     dist = compute_init("xla")
-    contenders = [Contender(args, dist, kernel) for kernel in available_kernels("xla")]
+    contenders = [Contender(flags.depth, flags.micro_steps, dist, kernel) for kernel in available_kernels("xla")]
     for contender in contenders:  # compilation
         contender.host_s(0)
         contender.host_s(1)
-    print(f"host time of an optimizer step of {args.micro_steps} micro-steps, depth {args.depth}, ms:")
+    print(f"host time of an optimizer step of {flags.micro_steps} micro-steps, depth {flags.depth}, ms:")
     rounds = []
-    for number in range(args.rounds):
+    for number in range(flags.rounds):
         rounds.append([1000 * contender.host_s(number + 2) for contender in contenders])
         print(f"round {number + 1}: " + "   ".join(
             f"{contender.kernel} {ms:7.1f}" for contender, ms in zip(contenders, rounds[-1], strict=True)), flush=True)

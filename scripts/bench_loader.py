@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from nanochat.common import ArgumentParser, BadInput, run_script
+from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards
 from nanochat.data.tokenizer import load_tokenizer
@@ -29,26 +29,27 @@ from nanochat.data.tokenizer import load_tokenizer
 DOCUMENTS_IN_TURN = 1000
 
 
-def main(argv=None):
-    parser = ArgumentParser(description=__doc__)
-    add = parser.add_argument_group("data").add_argument
-    add("--data_dir", default="", help="directory of parquet shards with a column text; empty: as described above")
-    add("--tokenizer_dir", default="", help="directory of the tokenizer; empty: the default one")
-    add = parser.add_argument_group("measurement").add_argument
-    add("--device_batch_size", type=int, default=8, help="rows in a batch")
-    add("--max_seq_len", type=int, default=1024, help="T, one less than the tokens in a row")
-    add("--world_size", type=int, default=1, help="number of ranks; rank 0 is measured")
-    add("--threads", type=int, default=2, help="threads that tokenize, with and without the loader")
-    add("--seconds", type=float, default=10.0, help="length of one measurement")
-    add("--rounds", type=int, default=3, help="number of measurements")
-    args = parser.parse_args(argv)
+@dataclass(frozen=True)
+class Flags:
+    data_dir: Path | None = flag(None, "directory of parquet shards with a column text; default: as described above",
+                                 of=expand_path)
+    tokenizer_dir: Path | None = flag(None, "directory of the tokenizer; default: that of training", of=expand_path)
+    device_batch_size: int = flag(8, "rows in a batch", at_least=1)
+    max_seq_len: int = flag(1024, "T, one less than the tokens in a row", at_least=1)
+    world_size: int = flag(1, "number of ranks; rank 0 is measured", at_least=1, at_most=64)
+    threads: int = flag(2, "threads that tokenize, with and without the loader", at_least=1, at_most=1000)
+    seconds: float = flag(10.0, "length of one measurement", above=0)
+    rounds: int = flag(3, "number of measurements", at_least=1)
 
+
+def main(argv=None):
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer = load_tokenizer(args.tokenizer_dir)
-        paths = find_data(args.data_dir, scratch)
-        print(f"{len(paths)} shards, {args.threads} threads, {args.device_batch_size} rows of {args.max_seq_len}")
-        lengths = compare_speed(args, paths, tokenizer)
-        compare_packings(lengths[:50_000], args.max_seq_len)
+        tokenizer = load_tokenizer(flags.tokenizer_dir)
+        paths = find_data(flags.data_dir, scratch)
+        print(f"{len(paths)} shards, {flags.threads} threads, {flags.device_batch_size} rows of {flags.max_seq_len}")
+        lengths = compare_speed(flags, paths, tokenizer)
+        compare_packings(lengths[:50_000], flags.max_seq_len)
 
 
 def find_data(data_dir, scratch):
@@ -101,12 +102,12 @@ class Speed:
         return self.tokens / self.core_seconds
 
 
-def compare_speed(args, paths, tokenizer):
+def compare_speed(flags, paths, tokenizer):
     """Prints tokens per second with and without the loader, and its memory. Returns the tokens of each document."""
     rss_before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     recorder, lengths = RecordingTokenizer(tokenizer), []
-    loader = DataLoader(paths, recorder, batch_size=args.device_batch_size, seq_len=args.max_seq_len,
-                        world_size=args.world_size, threads=args.threads)
+    loader = DataLoader(paths, recorder, batch_size=flags.device_batch_size, seq_len=flags.max_seq_len,
+                        world_size=flags.world_size, threads=flags.threads)
     ways = {"one by one": lambda texts: sum(1 + len(tokenizer.encode_to_numpy(text)) for text in texts),
             "in groups": lambda texts: sum(map(len, tokenizer.encode_documents(texts)))}
     ratios = {name: [] for name in ways}
@@ -128,13 +129,13 @@ def compare_speed(args, paths, tokenizer):
         speed.seconds += time.perf_counter() - begin
         speed.core_seconds += time.process_time() - cpu_begin
 
-    with loader, ThreadPoolExecutor(args.threads) as pool:
+    with loader, ThreadPoolExecutor(flags.threads) as pool:
         next(loader)
         wait_until_idle(recorder)
         print(f"{'':32}{'tokens/s':>12}{'per core-second':>17}")
-        for _ in range(args.rounds):
+        for _ in range(flags.rounds):
             with_loader, alone = Speed(), {name: Speed() for name in ways}
-            while with_loader.seconds < args.seconds:
+            while with_loader.seconds < flags.seconds:
                 load(with_loader)
                 lengths += recorder.lengths
                 for name, way in ways.items():

@@ -11,10 +11,11 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
-from nanochat.common import ArgumentParser, BadInput, get_base_dir, run_script
+from nanochat.common import BadInput, flag, get_base_dir, read_flags, run_script
 from nanochat.data.shards import list_shards, open_shards, read_pieces
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.record.metrics import METRICS_FILE
@@ -24,11 +25,10 @@ LEARNING_RATES = ("--matrix_lr=0.2", "--embedding_lr=2", "--unembedding_lr=0.1")
 PROMPT = "#include <vector>\n\nnamespace"
 
 
-def parse_args(argv):
-    parser = ArgumentParser(prog="python3 -m scripts.demo", description=__doc__)
-    parser.add_argument("--num_iterations", type=int, default=100, help="optimizer steps")
-    parser.add_argument("--devices", type=int, default=2, help="XLA devices on this CPU")
-    return parser.parse_args(argv)
+@dataclass(frozen=True)
+class Flags:
+    num_iterations: int = flag(100, "optimizer steps", at_least=1)
+    devices: int = flag(2, "XLA devices on this CPU", at_least=1, at_most=64)
 
 
 def run(step, module, *flags, env):
@@ -56,16 +56,16 @@ def unigram_bits_per_byte(data_dir):
 
 
 def main(argv=None):
-    args = parse_args(argv)
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     started = time.monotonic()
     base_dir = get_base_dir() / "demo"
     shutil.rmtree(base_dir / "parquet", ignore_errors=True)  # of an older demo, perhaps with other packages
-    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base_dir), "CPU_NUM_DEVICES": str(args.devices)}
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base_dir), "CPU_NUM_DEVICES": str(flags.devices)}
     run("1. a corpus: the C++ headers that are installed here", "scripts.prepare_data", "--installed_headers",
         "--val_projects=torch/c10", env=env)
     run("2. training", "scripts.base_train", "--run=dummy", "--resume=never", "--device_type=xla", "--depth=4",
-        f"--num_iterations={args.num_iterations}", "--max_seq_len=256", "--device_batch_size=2",
-        f"--total_batch_size={512 * args.devices}", "--warmup_steps=10", *LEARNING_RATES,
+        f"--num_iterations={flags.num_iterations}", "--max_seq_len=256", "--device_batch_size=2",
+        f"--total_batch_size={512 * flags.devices}", "--warmup_steps=10", *LEARNING_RATES,
         "--eval_every=1000", "--eval_tokens=16384", "--save_every=1000", "--sample_every=-1", "--log_every=10", env=env)
     run("3. a completion", "scripts.generate", "--checkpoint=dummy", "--device_type=xla", f"--prompt={PROMPT}",
         "--echo", "--max_tokens=100", "--temperature=0.6", env=env)

@@ -8,9 +8,10 @@ The completion goes to standard output, everything else to standard error.
 """
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nanochat.common import ArgumentParser, BadInput, run_script
+from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.device.ranks import (
     DEVICE_TYPES,
     compute_cleanup,
@@ -22,69 +23,73 @@ from nanochat.infer.engine import Engine
 from nanochat.infer.load import find_checkpoint, load_model
 
 
-def parse_args(argv=None):
-    parser = ArgumentParser(prog="python3 -m scripts.generate", description=__doc__)
-    add = parser.add_argument_group("model").add_argument
-    add("--checkpoint", default="", help="a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
-    add("--tokenizer_dir", help="default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one")
-    add("--device_type", default="auto", help="one of " + ", ".join(DEVICE_TYPES))
-    add = parser.add_argument_group("prompt (without any: standard input)").add_argument
-    add("--prompt", help="text to complete")
-    add("--prompt_file", help="file whose text to complete")
-    add("--echo", action="store_true", help="print the prompt before each completion")
-    add = parser.add_argument_group("sampling").add_argument
-    add("--num_samples", type=int, default=1, help="number of completions")
-    add("--max_tokens", type=int, default=-1, help="tokens per completion; -1: 256, at most half of the context")
-    add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    add("--top_k", type=int, default=50, help="draw from the k likeliest tokens; 0: from all")
-    add("--top_p", type=float, default=1.0, help="draw from the likeliest tokens that have this probability together")
-    add("--stop", action="append", default=[], help="text before which to stop, as in --stop=$'\\n}'; may be repeated")
-    add("--seed", type=int, default=0, help="the same seed gives the same text")
-    return parser.parse_args(argv)
+@dataclass(frozen=True)
+class ModelFlags:
+    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
+    tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
+                                      of=expand_path)
+    device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
 
 
-def read_prompt(args):
-    """Returns the prompt that the flags name, as bytes or str. Raises BadInput if it cannot be read."""
-    if args.prompt is not None and args.prompt_file is not None:
-        raise BadInput("--prompt and --prompt_file are both given: give one of them")
-    if args.prompt is not None:
-        return args.prompt
-    if args.prompt_file is None:
-        return sys.stdin.buffer.read()
-    try:
-        return Path(args.prompt_file).read_bytes()
-    except OSError as error:
-        raise BadInput(f"--prompt_file={args.prompt_file} cannot be read: {error.strerror}") from None
+@dataclass(frozen=True)
+class PromptFlags:
+    prompt: str | None = flag(None, "text to complete")
+    prompt_file: Path | None = flag(None, "file whose text to complete", of=expand_path)
+    echo: bool = flag(False, "print the prompt before each completion")
+
+    def read(self):
+        """Returns the prompt, as bytes or str. Raises BadInput if it cannot be read."""
+        if self.prompt is not None and self.prompt_file is not None:
+            raise BadInput("--prompt and --prompt_file are both given: give one of them")
+        if self.prompt is not None:
+            return self.prompt
+        if self.prompt_file is None:
+            return sys.stdin.buffer.read()
+        try:
+            return self.prompt_file.read_bytes()
+        except OSError as error:
+            raise BadInput(f"--prompt_file={self.prompt_file} cannot be read: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    num_samples: int = flag(1, "number of completions", at_least=1)
+    max_tokens: int = flag(-1, "tokens per completion; -1: 256, at most half of the context", at_least=1, unset=-1)
+    temperature: float = flag(0.8, "0: always the likeliest token", at_least=0)
+    top_k: int = flag(50, "draw from the k likeliest tokens; 0: from all", at_least=0)
+    top_p: float = flag(1.0, "draw from the likeliest tokens that have this probability together", above=0, at_most=1)
+    stop: list = flag(None, "text before which to stop, as in --stop=$'\\n}'; may be repeated", action="append")
+    seed: int = flag(0, "the same seed gives the same text", at_least=0)
 
 
 def main(argv=None):
-    args = parse_args(argv)
-    device_type = resolve_device_type(args.device_type)
+    of_model, of_prompt, sampling = read_flags(argv, __doc__, {
+        ModelFlags: "model", PromptFlags: "prompt (without any: standard input)", SamplingFlags: "sampling"})
+    device_type = resolve_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
-    path = find_checkpoint(args.checkpoint)
-    prompt = read_prompt(args)
+    path = find_checkpoint(of_model.checkpoint)
+    prompt = of_prompt.read()
     dist = compute_init(device_type)
-    model, tokenizer, meta = load_model(path, dist, tokenizer_dir=args.tokenizer_dir)
+    model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir)
     print(f"{path}: step {meta.step}, on {dist.device}", file=sys.stderr)
 
     def show(text):
         print(text, end="", flush=True)
 
     shown_prompt = ""
-    if args.echo:
+    if of_prompt.echo:
         shown_prompt = prompt if isinstance(prompt, str) else prompt.decode(errors="replace")
     start = time.monotonic()
-    options = dict(num_samples=args.num_samples, max_tokens=args.max_tokens, temperature=args.temperature,
-                   top_k=args.top_k, top_p=args.top_p, stop=args.stop, seed=args.seed)
+    options = asdict(sampling) | {"stop": sampling.stop or []}
     engine = Engine(model, tokenizer, dist)
-    if args.num_samples == 1:
+    if sampling.num_samples == 1:
         show(shown_prompt)
         texts = engine.completions(prompt, on_text=lambda sample, text: show(text), **options)
         show("\n")
     else:  # they are generated together, so they are shown at the end
         texts = engine.completions(prompt, **options)
         for i, text in enumerate(texts):
-            show(f"--- sample {i + 1} of {len(texts)}, seed {args.seed + i}\n{shown_prompt}{text}\n")
+            show(f"--- sample {i + 1} of {len(texts)}, seed {sampling.seed + i}\n{shown_prompt}{text}\n")
     num_tokens = sum(len(tokenizer.encode(text)) for text in texts)
     print(f"{num_tokens} tokens in {time.monotonic() - start:.1f} s, compilation included", file=sys.stderr)
     compute_cleanup(dist)

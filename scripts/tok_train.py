@@ -7,6 +7,7 @@ The same data and flags give the same files. tokenizer/README.md has the command
 import hashlib
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 import rustbpe
 from tqdm import tqdm
 
-from nanochat.common import ArgumentParser, BadInput, get_base_dir, require_writable_dir, run_script
+from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data.shards import list_shards, open_shards
 from nanochat.data.tokenizer import SPECIAL_TOKENS, VOCABULARY_FILE, Tokenizer
 
@@ -34,22 +35,18 @@ PATTERN = "|".join((
 ))
 
 
-def parse_args(argv):
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--data_dir", type=Path, help="directory of parquet shards with a column text, and optionally "
-                        "source and licence; None: $NANOCHAT_BASE_DIR/parquet/base_data_v3")
-    parser.add_argument("--out_dir", type=Path, help="directory for the tokenizer; None: $NANOCHAT_BASE_DIR/tokenizer")
-    parser.add_argument("--vocab_size", type=int, default=65536, help="number of tokens, special tokens included")
-    parser.add_argument("--max_bytes", type=int, default=2_000_000_000, help="bytes of text to train on, at most")
-    parser.add_argument("--max_bytes_per_source", type=int, default=40_000_000, help="bytes of text of one source, at "
-                        "most, so that no project dominates")
-    parser.add_argument("--pattern", type=str, default=PATTERN, help="regular expression that splits text into pieces")
-    args = parser.parse_args(argv)
-    smallest = 256 + len(SPECIAL_TOKENS)
-    if args.vocab_size < smallest:
-        raise BadInput(f"--vocab_size={args.vocab_size} is less than {smallest}, the bytes and the special tokens")
-    args.out_dir = args.out_dir or get_base_dir() / "tokenizer"
-    return args
+@dataclass(frozen=True)
+class Flags:
+    data_dir: Path | None = flag(None, "directory of parquet shards with a column text, and optionally source and "
+                                 "licence; default: $NANOCHAT_BASE_DIR/parquet/base_data_v3", of=expand_path)
+    out_dir: Path | None = flag(None, "directory for the tokenizer; default: $NANOCHAT_BASE_DIR/tokenizer",
+                                of=expand_path)
+    vocab_size: int = flag(65536, "number of tokens, special tokens included", at_least=256 + len(SPECIAL_TOKENS),
+                           at_most=2**24)
+    max_bytes: int = flag(2_000_000_000, "bytes of text to train on, at most", at_least=1)
+    max_bytes_per_source: int = flag(40_000_000, "bytes of text of one source, at most, so that no project dominates",
+                                     at_least=1)
+    pattern: str = flag(PATTERN, "regular expression that splits text into pieces")
 
 
 class Usage:
@@ -90,15 +87,15 @@ def read_documents(shard, *columns):
         raise BadInput(f"{shard.path} cannot be read ({reason}): copy or prepare the file again") from None
 
 
-def choose_texts(shards, args, usage):
+def choose_texts(shards, max_bytes, max_bytes_per_source, usage):
     """Yields the texts of the shards in their order, within the limits on bytes in total and per source."""
     total = 0
     bar = tqdm(shards, desc="counting pieces", unit="shard", disable=None)  # None: only on a terminal
     for shard in bar:
         for text, source, licence in read_documents(shard, "source", "licence"):
-            if usage.nbytes[source] + len(text) > args.max_bytes_per_source:
+            if usage.nbytes[source] + len(text) > max_bytes_per_source:
                 continue
-            if total + len(text) > args.max_bytes:
+            if total + len(text) > max_bytes:
                 return
             total += len(text)
             usage.add(source, licence, len(text))
@@ -108,28 +105,28 @@ def choose_texts(shards, args, usage):
 
 
 def main(argv=None):
-    args = parse_args(argv)
-    out_dir = require_writable_dir(args.out_dir)
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    out_dir = require_writable_dir(flags.out_dir or get_base_dir() / "tokenizer")
     if (out_dir / VOCABULARY_FILE).exists():
         raise BadInput(f"{out_dir} holds a tokenizer, which checkpoints may need: name another --out_dir")
-    shards = open_shards(list_shards(args.data_dir))
+    shards = open_shards(list_shards(flags.data_dir))
 
     trainer, usage, started = rustbpe.Tokenizer(), Usage(), time.monotonic()
-    n_merged = args.vocab_size - len(SPECIAL_TOKENS)
-    texts = choose_texts(shards, args, usage)
+    n_merged = flags.vocab_size - len(SPECIAL_TOKENS)
+    texts = choose_texts(shards, flags.max_bytes, flags.max_bytes_per_source, usage)
     try:
-        trainer.train_from_iterator(texts, n_merged, buffer_size=1024, pattern=args.pattern)
+        trainer.train_from_iterator(texts, n_merged, buffer_size=1024, pattern=flags.pattern)
     except ValueError as error:
-        raise BadInput(f"--pattern={args.pattern} is not a regular expression ({error})") from None
+        raise BadInput(f"--pattern={flags.pattern} is not a regular expression ({error})") from None
     ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
     nbytes = sum(usage.nbytes.values())
     if len(ranks) < n_merged:
         raise BadInput(f"{nbytes / 1e6:.1f} MB of text make {len(ranks) + len(SPECIAL_TOKENS)} tokens, not "
-                       f"--vocab_size={args.vocab_size}: ask for fewer, or give more text")
-    tokenizer = Tokenizer(ranks, args.pattern, {name: n_merged + i for i, name in enumerate(SPECIAL_TOKENS)})
+                       f"--vocab_size={flags.vocab_size}: ask for fewer, or give more text")
+    tokenizer = Tokenizer(ranks, flags.pattern, {name: n_merged + i for i, name in enumerate(SPECIAL_TOKENS)})
     every_character = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
     if tokenizer.decode(tokenizer.encode(every_character)) != every_character:
-        raise BadInput(f"--pattern={args.pattern} leaves out some characters: every character must be in a piece")
+        raise BadInput(f"--pattern={flags.pattern} leaves out some characters: every character must be in a piece")
 
     tokenizer.save(out_dir)
     (out_dir / "sources.tsv").write_text(usage.table(), encoding="utf-8")

@@ -13,48 +13,48 @@ Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failu
 import json
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nanochat.common import ArgumentParser, BadInput, run_script
+from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device import tpu
 from nanochat.device.tpu import GIB
 from nanochat.preflight.compile import require_packages
 from nanochat.preflight.report import Request, advice, find_batch, make_report
 from nanochat.preflight.trace import prepare_environment
-from nanochat.train.flags import parse_flags
+from nanochat.train.flags import TITLES, Flags
 from nanochat.train.plan import make_plan
 
 PROGRAMS = ("micro_step", "update", "evaluate")
 DOES_NOT_FIT = 3
 
 
-def parse_args(argv=None):
-    """Returns this script's own flags, as a namespace, and those of base_train, as Flags."""
-    parser = ArgumentParser(prog="python3 -m scripts.tpu_preflight", description=__doc__)
-    add = parser.add_argument
-    add("--accelerator", required=True, help="the TPU to compile for: v5litepod-8, v6e-4, v4-32 …")
-    add("--json", metavar="FILE",
-        help="write the report to FILE too; -: write it to standard output, and nothing else there")
-    add("--programs", default=",".join(PROGRAMS),
-        help="the programs to compile; without micro_step or update there is no estimate of a step")
-    add("--find_batch", action="store_true",
-        help="search for the largest --device_batch_size that fits, with and without --activation_checkpointing")
-    add("--dump_dir", metavar="DIR", help="keep the traced programs (HLO protos) and the optimised HLO text in DIR")
-    add("--jobs", type=int, default=2, help="the number of compilers that run concurrently")
-    add("--timeout_s", type=int, default=1800, help="the longest time that one program may take to compile")
-    add("--usd_per_chip_hour", type=float,
-        help="price of a chip; default: the prices in nanochat/device/tpu.py, on spot and on demand")
-    args, rest = parser.parse_known_args(argv)
-    train_flags = parse_flags(rest)
-    unknown = set(args.programs.split(",")) - set(PROGRAMS)
+@dataclass(frozen=True)
+class PreflightFlags:
+    accelerator: str = flag("", "the TPU to compile for: v5litepod-8, v6e-4, v4-32 …", required=True)
+    json: str | None = flag(None, "write the report to FILE too; -: write it to standard output, and nothing else "
+                            "there", metavar="FILE")
+    programs: str = flag(",".join(PROGRAMS), "the programs to compile; without micro_step or update there is no "
+                         "estimate of a step")
+    find_batch: bool = flag(False, "search for the largest --device_batch_size that fits, with and without "
+                            "--activation_checkpointing")
+    dump_dir: Path | None = flag(None, "keep the traced programs (HLO protos) and the optimised HLO text in DIR",
+                                 metavar="DIR", of=expand_path)
+    jobs: int = flag(2, "the number of compilers that run concurrently", at_least=1, at_most=1000)
+    timeout_s: int = flag(1800, "the longest time that one program may take to compile", at_least=1)
+    usd_per_chip_hour: float | None = flag(None, "price of a chip; default: the prices in nanochat/device/tpu.py, on "
+                                           "spot and on demand", of=float, at_least=0)
+
+
+def read_preflight_flags(argv=None):
+    """Returns the PreflightFlags of a command line and its Flags of base_train. Raises BadInput."""
+    own, *of_training = read_flags(argv, __doc__, {PreflightFlags: "preflight", **TITLES})
+    unknown = set(own.programs.split(",")) - set(PROGRAMS)
     if unknown:
-        raise BadInput(f"--programs={args.programs} is unknown: choose among {','.join(PROGRAMS)}")
-    if args.jobs < 1 or args.timeout_s < 1:
-        raise BadInput(f"--jobs={args.jobs} and --timeout_s={args.timeout_s} must be at least 1")
-    tpu.parse_accelerator(args.accelerator)  # raises BadInput if there is no such TPU
-    return args, train_flags
+        raise BadInput(f"--programs={own.programs} is unknown: choose among {','.join(PROGRAMS)}")
+    tpu.parse_accelerator(own.accelerator)  # raises BadInput if there is no such TPU
+    return own, Flags(*of_training)
 
 
 # -----------------------------------------------------------------------------
@@ -161,15 +161,15 @@ def describe(report):
 
 
 def main(argv=None):
-    args, train_flags = parse_args(argv)
+    own, train_flags = read_preflight_flags(argv)
     require_packages()
     prepare_environment()
-    say = (lambda line: print(line, file=sys.stderr, flush=True)) if args.json == "-" else \
+    say = (lambda line: print(line, file=sys.stderr, flush=True)) if own.json == "-" else \
         (lambda line: print(line, flush=True))
-    request = Request(args.accelerator, tuple(args.programs.split(",")), args.jobs, args.timeout_s, args.dump_dir,
-                      args.usd_per_chip_hour)
+    request = Request(own.accelerator, tuple(own.programs.split(",")), own.jobs, own.timeout_s, own.dump_dir,
+                      own.usd_per_chip_hour)
     report = preflight(train_flags, request, say)
-    if args.find_batch:
+    if own.find_batch:
         def try_batch(batch_size, activation_checkpointing):
             trial = train_flags.replace(device_batch_size=batch_size, total_batch_size=-1,
                                         activation_checkpointing=activation_checkpointing)
@@ -177,15 +177,15 @@ def main(argv=None):
 
         report["find_batch"] = find_batch(try_batch, train_flags.batch.device_batch_size, say)
     say("\n".join(describe(report)))
-    if args.find_batch:
+    if own.find_batch:
         found = report["find_batch"]
         say(f"largest --device_batch_size (doubled or halved): {found['without']['largest']}, with "
             f"--activation_checkpointing {found['with']['largest']}; {found['compilations']} compilations, "
             f"{found['seconds']:.0f} s")
-    if args.json == "-":
+    if own.json == "-":
         print(json.dumps(report, indent=1))
-    elif args.json:
-        Path(args.json).write_text(json.dumps(report, indent=1))
+    elif own.json:
+        Path(own.json).write_text(json.dumps(report, indent=1))
     return 0 if report["fits"] else DOES_NOT_FIT
 
 

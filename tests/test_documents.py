@@ -2,7 +2,6 @@
 
 Nothing that a document names is executed: of a command only the script's own argument parser runs.
 """
-import argparse
 import contextlib
 import fnmatch
 import functools
@@ -17,6 +16,8 @@ from unittest import mock
 
 import pytest
 
+from nanochat.common import ArgumentParser, BadInput
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tokenizer/README.md",
              *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -29,14 +30,14 @@ class Parsed(BaseException):
     """Raised in place of what a script does after it has parsed its arguments."""
 
 
-def stop_after_parsing(self, args=None, namespace=None, original=argparse.ArgumentParser.parse_args):
+def stop_after_parsing(self, args=None, namespace=None, original=ArgumentParser.parse_args):
     original(self, args, namespace)
     raise Parsed
 
 
 @contextlib.contextmanager
 def only_parsing():
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", stop_after_parsing):
+    with mock.patch.object(ArgumentParser, "parse_args", stop_after_parsing):
         yield
 
 
@@ -116,6 +117,8 @@ def parse(module, *arguments):
             return None
         except SystemExit as error:  # 0: the command is one for --help
             return f"{shlex.join(command)}: {output.getvalue().strip().splitlines()[-1]}" if error.code else None
+        except BadInput as error:
+            return f"{shlex.join(command)}: {error}"
     return f"{module} does not parse its arguments"
 
 
@@ -264,15 +267,15 @@ def test_all_documents_are_reached_from_the_readme():
 
 
 @pytest.mark.parametrize("line, problem", [
-    ("python3 -m scripts.base_train --dept=16", "unrecognized arguments: --dept=16"),
-    ("CPU_NUM_DEVICES=2 python3 -m scripts.base_train --depth=x > log 2>&1 &", "--depth: invalid int value: 'x'"),
-    ("python3 -m scripts.tpu_preflight --accelerator=v6e-4 --no_such_flag", "unrecognized arguments: --no_such_flag"),
+    ("python3 -m scripts.base_train --dept=16", "--dept=16 is not a flag"),
+    ("CPU_NUM_DEVICES=2 python3 -m scripts.base_train --depth=x > log 2>&1 &", "--depth=x is not a whole number"),
+    ("python3 -m scripts.tpu_preflight --accelerator=v6e-4 --no_such_flag", "--no_such_flag is not a flag"),
     ("python3 -m scripts.tpu_preflight --depth=16", "required: --accelerator"),
-    ("head -3 a.cpp | python3 -m scripts.generate --chekpoint=RUN", "unrecognized arguments: --chekpoint=RUN"),
+    ("head -3 a.cpp | python3 -m scripts.generate --chekpoint=RUN", "--chekpoint=RUN is not a flag"),
     ("python3 -m scripts.tpu_advice", "required: RUN"),
     ("python3 -m scripts.trian --depth=16", "no module scripts.trian"),
     ("deploy/create.sh nano-1 --zons=a", "unknown flag --zons"),
-    ("nohup deploy/watch.sh nano-1 --max_usd=50 -- --dept=16 >watch.log 2>&1 &", "unrecognized arguments: --dept=16"),
+    ("nohup deploy/watch.sh nano-1 --max_usd=50 -- --dept=16 >watch.log 2>&1 &", "--dept=16 is not a flag"),
     ("deploy/launch.sh nano-1", "no script deploy/launch.sh"),
     ("make demonstration", "no make target demonstration"),
     ("frobnicate --all", "frobnicate is a program that this test does not know"),

@@ -33,11 +33,12 @@ class Engine:
 
         temperature: 0 always takes the likeliest token. top_k > 0: draws from the k likeliest tokens only; top_p < 1:
         draws from the likeliest tokens that have this probability together. on_text(sample, text): called with each
-        new piece of text. Raises BadInput for options that make no sense.
+        new piece of text. Raises BadInput if `max_tokens` is the whole context.
         """
         context = self.model.config.max_seq_len
         max_tokens = min(256, context // 2) if max_tokens == -1 else max_tokens
-        check_options(num_samples, max_tokens, temperature, top_k, top_p, context)
+        if max_tokens >= context:
+            raise BadInput(f"--max_tokens={max_tokens} leaves no room for a prompt: the model sees {context} tokens")
         ids = [self.tokenizer.bos_id] + self.tokenizer.encode(prompt)
         ids = ids[-(context - max_tokens):]
         samples = [Sample(self.tokenizer, stop, lambda text, i=i: on_text(i, text)) for i in range(num_samples)]
@@ -81,20 +82,6 @@ class Engine:
         with one_program(self.dist, f"decode {len(ids)}"):
             logits = self.model.logits(self.model.hidden(ids, cache, positions))[:, 0]
         return logits.cpu()
-
-
-def check_options(num_samples, max_tokens, temperature, top_k, top_p, context):
-    """Raises BadInput for options that make no sense. context: the number of tokens that the model sees."""
-    if not 1 <= max_tokens < context:
-        raise BadInput(f"--max_tokens={max_tokens} must be from 1 to {context - 1}: the model sees {context} tokens")
-    if num_samples < 1:
-        raise BadInput(f"--num_samples={num_samples} must be at least 1")
-    if temperature < 0:
-        raise BadInput(f"--temperature={temperature} must not be negative")
-    if top_k < 0:
-        raise BadInput(f"--top_k={top_k} must not be negative; 0 draws from all tokens")
-    if not 0 < top_p <= 1:
-        raise BadInput(f"--top_p={top_p} must be above 0 and at most 1")
 
 
 def choose_token(logits, generator, temperature, top_k, top_p):

@@ -23,14 +23,14 @@ REFERENCE_BATCH_TOKENS = 2**19  # the batch at which all learning rates were tun
 @dataclass(frozen=True)
 class OptimConfig:
     """Each field is a flag of base_train. Learning rates are those of a batch of 2^19 tokens (see batch_lr_scale)."""
-    matrix_lr: float = flag(0.02, "learning rate of Muon, for the matrices of the layers")
-    embedding_lr: float = flag(0.3, "learning rate of AdamW for the embedding, at width 768")
-    unembedding_lr: float = flag(0.004, "learning rate of AdamW for the head, at width 768")
-    scalar_lr: float = flag(0.5, "learning rate of AdamW for the scales of the residual stream")
-    weight_decay: float = flag(0.2, "weight decay of the matrices, at width 768")
-    warmup_steps: int = flag(40, "steps in which the learning rates rise")
-    warmdown_ratio: float = flag(0.5, "fraction of the run in which the learning rates fall")
-    final_lr_frac: float = flag(0.05, "fraction of the learning rates that is left at the end")
+    matrix_lr: float = flag(0.02, "learning rate of Muon, for the matrices of the layers", at_least=0)
+    embedding_lr: float = flag(0.3, "learning rate of AdamW for the embedding, at width 768", at_least=0)
+    unembedding_lr: float = flag(0.004, "learning rate of AdamW for the head, at width 768", at_least=0)
+    scalar_lr: float = flag(0.5, "learning rate of AdamW for the scales of the residual stream", at_least=0)
+    weight_decay: float = flag(0.2, "weight decay of the matrices, at width 768", at_least=0)
+    warmup_steps: int = flag(40, "steps in which the learning rates rise", at_least=0)
+    warmdown_ratio: float = flag(0.5, "fraction of the run in which the learning rates fall", at_least=0, at_most=1)
+    final_lr_frac: float = flag(0.05, "fraction of the learning rates that is left at the end", at_least=0, at_most=1)
 
 
 # -----------------------------------------------------------------------------

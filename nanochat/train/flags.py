@@ -2,7 +2,7 @@
 import os
 from dataclasses import asdict, dataclass, field, fields, replace
 
-from nanochat.common import ArgumentParser, add_flags, flag, from_flags
+from nanochat.common import flag, read_flags
 from nanochat.device.ranks import DEVICE_TYPES
 from nanochat.model.optim import OptimConfig
 
@@ -14,7 +14,7 @@ class RunFlags:
                        "aside", choices=("auto", "never"))
     preflight: bool = flag(False, "first compile the run's programs for this TPU, in another process; exit with status "
                            "3 if they do not fit into its memory")
-    seed: int = flag(0, "seed of the weights and of the data order")
+    seed: int = flag(0, "seed of the weights and of the data order", at_least=0)
     wandb_project: str = flag(os.environ.get("WANDB_PROJECT", "nanochat"), "project in WandB")
 
 
@@ -36,49 +36,53 @@ class DataFlags:
                                 "$NANOCHAT_BASE_DIR/parquet/base_data_v3")
     val_dir: str | None = flag(None, "folder of parquet shards for validation; default: $NANOCHAT_BASE_DIR/parquet/val")
     tokenizer_dir: str | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one")
-    tokenizer_threads: int = flag(2, "threads per rank that tokenize ahead")
+    tokenizer_threads: int = flag(2, "threads per rank that tokenize ahead", at_least=1, at_most=1000)
     skip_bad_shards: bool = flag(False, "leave out the parts of corrupt shards that cannot be read")
     synthetic_data: bool = flag(False, "train on random tokens: tries a machine without data")
 
 
 @dataclass(frozen=True)
 class ModelFlags:
-    depth: int = flag(16, "number of layers")
-    max_seq_len: int = flag(1024, "positions per row")
-    model_dim: int = flag(-1, "width; -1: 64 × depth, rounded up to whole heads of 128")
-    num_heads: int = flag(-1, "attention heads; -1: width / 128")
-    num_kv_heads: int = flag(-1, "key and value heads (grouped-query attention); -1: num_heads")
+    depth: int = flag(16, "number of layers", at_least=1, at_most=10_000)
+    max_seq_len: int = flag(1024, "positions per row", at_least=1, at_most=2**20)
+    model_dim: int = flag(-1, "width; -1: 64 × depth, rounded up to whole heads of 128", at_least=1,
+                          at_most=2**16, unset=-1)
+    num_heads: int = flag(-1, "attention heads; -1: width / 128", at_least=1, at_most=2**10, unset=-1)
+    num_kv_heads: int = flag(-1, "key and value heads (grouped-query attention); -1: num_heads", at_least=1,
+                             at_most=2**10, unset=-1)
     window_pattern: str = flag("L", "attention windows, one letter per layer, repeated: L all positions, S half of "
                                "them")
-    softcap: float = flag(15.0, "bound of the logits; 0: none")
+    softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=0)
 
 
 @dataclass(frozen=True)
 class BatchFlags:
-    num_iterations: int = flag(-1, "optimizer steps")
-    target_flops: float = flag(-1.0, "train until this many FLOPs are spent")
-    target_param_data_ratio: float = flag(20.0, "train on this many tokens per matrix parameter")
-    device_batch_size: int = flag(8, "rows in a micro-step on one device")
-    total_batch_size: int = flag(-1, "tokens in an optimizer step; -1: from the depth")
+    num_iterations: int = flag(-1, "optimizer steps", at_least=1, unset=-1)
+    target_flops: float = flag(-1.0, "train until this many FLOPs are spent", above=0, unset=-1)
+    target_param_data_ratio: float = flag(20.0, "train on this many tokens per matrix parameter", above=0)
+    device_batch_size: int = flag(8, "rows in a micro-step on one device", at_least=1, at_most=2**20)
+    total_batch_size: int = flag(-1, "tokens in an optimizer step; -1: from the depth", at_least=1, unset=-1)
     batch_ramp: str = flag("", "STEP:FACTOR,…: from that step on the batch is FACTOR × total_batch_size, in whole "
                            "micro-steps, and the learning rates are √FACTOR as high")
 
 
 @dataclass(frozen=True)
 class RecordFlags:
-    eval_every: int = flag(250, "steps between evaluations, also at the end; -1: never")
-    eval_tokens: int = flag(10 * 2**20, "tokens of an evaluation, whatever the world size")
-    sample_every: int = flag(1000, "steps between samples, also at the end; -1: never")
-    save_every: int = flag(1000, "steps between checkpoints, also at the end; -1: never")
-    save_every_minutes: float = flag(-1.0, "minutes between checkpoints; -1: by steps only")
-    keep_checkpoints: int = flag(3, "number of newest checkpoints that stay on disk")
-    keep_every: int = flag(-1, "checkpoints of steps that are multiples of this stay for good; -1: none")
+    eval_every: int = flag(250, "steps between evaluations, also at the end; -1: never", at_least=1, unset=-1)
+    eval_tokens: int = flag(10 * 2**20, "tokens of an evaluation, whatever the world size", at_least=1)
+    sample_every: int = flag(1000, "steps between samples, also at the end; -1: never", at_least=1, unset=-1)
+    save_every: int = flag(1000, "steps between checkpoints, also at the end; -1: never", at_least=1, unset=-1)
+    save_every_minutes: float = flag(-1.0, "minutes between checkpoints; -1: by steps only", above=0, unset=-1)
+    keep_checkpoints: int = flag(3, "number of newest checkpoints that stay on disk", at_least=1)
+    keep_every: int = flag(-1, "checkpoints of steps that are multiples of this stay for good; -1: none", at_least=1,
+                           unset=-1)
     checkpoint_mirror: str | None = flag(None, "gs://… or a directory for copies of checkpoints, from which a new VM "
                                          "resumes")
-    log_every: int = flag(10, "steps between lines of the log")
+    log_every: int = flag(10, "steps between lines of the log", at_least=1)
     step_timeout_s: float = flag(600.0, "a step that takes longer than this and 20 times the median ends the run; -1: "
-                                 "never")
-    max_bad_steps: int = flag(10, "end the run after this many non-finite steps in a row; -1: never")
+                                 "never", above=0, unset=-1)
+    max_bad_steps: int = flag(10, "end the run after this many non-finite steps in a row; -1: never", at_least=1,
+                              unset=-1)
     profile_steps: str = flag("", "BEGIN:END, such as 10:13: record a trace of the steps after BEGIN up to END, for "
                               "TensorBoard, in the run's folder")
 
@@ -112,9 +116,5 @@ class Flags:
 
 def parse_flags(argv=None, description=None):
     """Returns the Flags on a command line. argv: the arguments, by default those of this process; description: the
-    beginning of --help."""
-    parser = ArgumentParser(prog="python3 -m scripts.base_train", description=description)
-    for data_class, title in TITLES.items():
-        add_flags(parser, title, data_class)
-    found = parser.parse_args(argv)
-    return Flags(*(from_flags(data_class, found) for data_class in TITLES))
+    beginning of --help. Raises BadInput."""
+    return Flags(*read_flags(argv, description, TITLES))

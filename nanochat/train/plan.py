@@ -64,12 +64,6 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     differently, and the run would see other batches.
     """
     batch, model, devices = flags.batch, flags.model, flags.devices
-    for name, value in (("depth", model.depth), ("max_seq_len", model.max_seq_len),
-                        ("device_batch_size", batch.device_batch_size), ("log_every", flags.record.log_every),
-                        ("keep_checkpoints", flags.record.keep_checkpoints),
-                        ("tokenizer_threads", flags.data.tokenizer_threads)):
-        if value < 1:
-            raise BadInput(f"--{name}={value} must be at least 1")
     is_xla = device_type in ("tpu", "xla")
     if devices.shard_optimizer == "on" and not is_xla:
         raise BadInput(f"--shard_optimizer=on, but this runs on {device_type}: it is for XLA devices, use auto")

@@ -8,7 +8,6 @@ The faults: SIGTERM and SIGKILL to the parent, to a rank's process and to the wh
 checkpoint truncated; a flipped byte in a shard (the run must refuse it, naming file and row group; then it is mended).
 The disturbed run writes to a small file system of its own, which a user namespace lets anyone mount.
 """
-import argparse
 import collections
 import hashlib
 import json
@@ -21,6 +20,8 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+
+from nanochat.common import ArgumentParser
 
 TIMEOUT_S = 300
 DISK_BYTES = 32 * 2**20
@@ -228,7 +229,7 @@ def run(seed, interruptions, devices, directory, report=print):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--interruptions", type=int, default=27)
     parser.add_argument("--devices", type=int, default=2)

@@ -125,13 +125,13 @@ def test_second_run_does_nothing_and_other_data_is_never_overwritten(tmp_path, c
     (["--source={one}"], "all files are of one project"),
     (["--source={one},{two}", "--val_projects=three"], "no project is called three"),
     (["--source={one},{two}", "--val_projects=one,two"], "names every project"),
-    (["--source={one},{two}", "--val_fraction=1.5"], "not between 0 and 1"),
+    (["--source={one},{two}", "--val_fraction=1.5"], "is not a number above 0 and below 1"),
     (["--source={one},{copy}", "--val_projects=one"], "is a copy of a validation document"),
     (["--source={nothing}"], "no C or C\\+\\+ file is left"),
     (["--debian_source=no such"], "is not the name of a source package"),
     (["--source={one}", "--eval_only", "--val_projects=one"], "exclude each other"),
-    (["--source={one}", "--shard_bytes=0"], "not a positive number"),
-    (["--source={one}", "--workers=0"], "not a number of processes"),
+    (["--source={one}", "--shard_bytes=0"], "is not a whole number of at least 1"),
+    (["--source={one}", "--workers=0"], "is not a whole number of at least 1 and of at most 1000, or -1"),
 ])
 def test_bad_input_is_one_line(tmp_path, flags, message):
     paths = {name: make_project(tmp_path / "in", name, seed=seed)

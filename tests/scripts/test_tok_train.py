@@ -65,7 +65,7 @@ def test_any_parquet_with_a_column_text_will_do(tmp_path):
 
 
 @pytest.mark.parametrize("flags, complaint", [
-    (["--vocab_size=200"], "less than 270"),
+    (["--vocab_size=200"], "not a whole number of at least 270"),
     (["--max_bytes=5000", "--vocab_size=60000"], "give more text"),
     (["--pattern=[a-z]+"], "leaves out some characters"),
     (["--pattern=[a-z"], "not a regular expression"),
