@@ -23,8 +23,15 @@ import torch
 from nanochat.common import BadInput, run_script
 from nanochat.device import tpu
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, resolve_device_type
-from nanochat.run.processes import begin_as_rank, end_process_on_error, exclusive_use, hosts
-from nanochat.run.stopping import Requests, stop_on_preemption_notice, stop_on_signal_to_rank, stop_on_signals
+from nanochat.run.mirror import MirrorError
+from nanochat.run.processes import begin_as_rank, end_process_on_error, exclusive_use, require_one_host
+from nanochat.run.stopping import (
+    EXIT_STATUS,
+    Requests,
+    stop_on_preemption_notice,
+    stop_on_signal_to_rank,
+    stop_on_signals,
+)
 from nanochat.run.watchdog import Heartbeats, watching
 from nanochat.train.flags import parse_flags
 from nanochat.train.prepare import prepare, run_directory
@@ -34,13 +41,19 @@ from nanochat.train.trainer import Trainer
 def main(argv=None):
     flags = parse_flags(argv, __doc__)
     device_type = resolve_device_type(flags.devices.device_type)
+    require_one_host(device_type)
     if flags.run.preflight:
         status = run_preflight(sys.argv[1:] if argv is None else argv)
         if status:
             return status
-    if device_type in ("tpu", "xla"):
-        return train_on_xla(flags, device_type)
-    return train_without_parent(flags, device_type)
+    train_here = train_on_xla if device_type in ("tpu", "xla") else train_without_parent
+    try:
+        return train_here(flags, device_type)
+    except MirrorError as error:  # an outage, before training began
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_STATUS
+    except KeyboardInterrupt:  # before training began, for example while waiting for the mirror
+        return 130
 
 
 def run_preflight(argv):
@@ -61,13 +74,12 @@ def train_on_xla(flags, device_type):
         os.environ["LIBTPU_INIT_ARGS"] = tpu.libtpu_init_args(tpu.parse_accelerator(accelerator).tpu)
     with exclusive_use(run_directory(flags)):
         run = prepare(flags, device_type)
-        if run.is_finished:
+        if run.finished_step:
             return say_finished(run)
-        if hosts(device_type) == 1:  # the hosts of a pod do not agree on a step: there a signal just ends the run
-            requests = Requests(run.requests_file)
-            stop_on_signals(requests)
-            if device_type == "tpu":
-                stop_on_preemption_notice(requests)
+        requests = Requests(run.requests_file)
+        stop_on_signals(requests)
+        if device_type == "tpu":
+            stop_on_preemption_notice(requests)
         return spawn(run)
 
 
@@ -88,8 +100,7 @@ def spawn(run):
 def _mp_fn(index, run, status_path):
     """Runs in every spawned process."""
     begin_as_rank(run.directory)
-    if hosts(run.plan.device_type) == 1:
-        stop_on_signal_to_rank(Requests(run.requests_file))
+    stop_on_signal_to_rank(Requests(run.requests_file))
     end_process_on_error(lambda: train(run), status_path)
 
 
@@ -109,7 +120,7 @@ def train_without_parent(flags, device_type):
         if dist.world_size > 1:
             torch.distributed.broadcast_object_list(found)
         run = found[0]
-        if run.is_finished:
+        if run.finished_step:
             return say_finished(run) if dist.rank == 0 else 0
         stop_on_signals(Requests(run.requests_file))
         with watching(Heartbeats(run.heartbeats_file)) if dist.rank == 0 else nullcontext():
@@ -120,7 +131,7 @@ def train_without_parent(flags, device_type):
 
 def say_finished(run):
     """Says that there is nothing to train, and returns the exit status for that."""
-    print(f"run {run.flags.run.run} has reached step {run.plan.num_iterations} ({run.checkpoint}): nothing left to do. "
+    print(f"run {run.flags.run.run} has reached step {run.finished_step} ({run.checkpoint}): nothing left to do. "
           "Raise --num_iterations, choose another --run, or start over with --resume=never")
     return 0
 

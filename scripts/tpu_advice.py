@@ -5,6 +5,7 @@
 RUN is the name of a run, its directory, or its metrics.jsonl. The fractions of time are medians since the newest
 process started, or fractions of the whole wall time. The flags are read from the run's newest checkpoint.
 """
+import json
 import math
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from nanochat.common import ArgumentParser, run_script
 from nanochat.record.history import read_run
 from nanochat.record.metrics import format_duration
 from nanochat.run.checkpoint_files import list_checkpoints
-from nanochat.run.meta import load_meta
+from nanochat.run.meta import META
 
 # From these fractions of the time on, advice is given:
 DATA_WAIT = 0.05  # waiting for data
@@ -46,9 +47,14 @@ def main(argv=None):
 
 
 def read_flags(run):
-    """Returns the flags {name: value} of the run's newest checkpoint, or {} if there is none."""
-    checkpoints = list_checkpoints(run.directory)
-    return load_meta(checkpoints[-1]).flags if checkpoints else {}
+    """Returns the flags {name: value} of the run's newest checkpoint whose meta.json can be read, whatever its format
+    version, or {} if there is none."""
+    for path in reversed(list_checkpoints(run.directory)):
+        try:
+            return dict(json.loads((path / META).read_text())["flags"])
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return {}
 
 
 def describe(run):
@@ -141,15 +147,15 @@ def about_time_not_training(run, flags):
                 f"a larger --{flag}"
             fewer = f", or fewer --eval_tokens{now(flags, 'eval_tokens')}" if kind == "evaluate" else ""
             yield Advice(fraction, f"{fraction:.0%} of the time goes into {activity}: {rarer}{fewer}")
-    lost, interruptions = seconds.get("lost", 0.0) / total, len(run.interruptions())
+    lost, interruptions = seconds.get("lost", 0.0) / total, int(run.last("interruptions") or 0)
     if lost > NOT_TRAINING and interruptions:
         times = f"{interruptions} interruption{'s' * (interruptions > 1)}"
         yield Advice(lost, f"{lost:.0%} of the time was lost to {times} (work done again, and nothing running): a "
                            f"smaller --save_every{now(flags, 'save_every')}, or a VM that is replaced sooner "
                            "(deploy/watch.sh with more zones)")
-    compiling = seconds.get("compile", 0.0) / total
+    compiling, starts = seconds.get("compile", 0.0) / total, len(run.interruptions()) + 1
     if compiling > NOT_TRAINING and interruptions:
-        yield Advice(compiling, f"{compiling:.0%} of the time goes into compiling, at each of {interruptions + 1} "
+        yield Advice(compiling, f"{compiling:.0%} of the time goes into compiling, at each of {starts} "
                                 "starts: zones with fewer preemptions, or --on_demand (deploy/watch.sh)")
 
 

@@ -56,14 +56,19 @@ def _backward_of_layer(q, k, v, index, window, d_y, *tables):
 PYTORCH_ATTENTION = AttentionByHand(_forward_of_layer, _backward_of_layer)
 
 
-def _pallas_tables(cos, sin, interpret):
-    """The rotary tables (T, 128) as the Pallas kernels take them. Raises BadInput for shapes that they cannot run."""
+def require_flash_shapes(head_dim, length, interpret):
+    """Raises BadInput if the Pallas kernels cannot run heads of `head_dim` and sequences of `length` positions."""
     from nanochat.kernels import pallas_attention
-    length, head_dim, longest = cos.size(0), 2 * cos.size(1), pallas_attention.MAX_SEQ_LEN
+    longest = pallas_attention.MAX_SEQ_LEN
     if head_dim != pallas_attention.HEAD_DIM or length > longest or length % 128 and not interpret:
         raise BadInput(f"--kernel=flash has heads of 128 and sequences of up to {longest} in steps of 128, not "
                        f"heads of {head_dim} and {length}: change --num_heads or --max_seq_len, or use "
                        "--kernel=chunked")
+
+
+def _pallas_tables(cos, sin, interpret):
+    """The rotary tables (T, 128) as the Pallas kernels take them. Raises BadInput for shapes that they cannot run."""
+    require_flash_shapes(2 * cos.size(1), cos.size(0), interpret)
     return torch.cat([cos, cos], 1), torch.cat([sin, -sin], 1)
 
 

@@ -38,7 +38,9 @@ class OptimConfig:
 
 
 def lr_multiplier(step, num_iterations, config):
-    """Warm-up, flat, then linear to `final_lr_frac` (the trapezoid of arXiv 2405.18392)."""
+    """Returns the factor of all learning rates, 0 to 1: warm-up, flat, then linear to `final_lr_frac` (the trapezoid of
+    arXiv 2405.18392), where it stays."""
+    step = min(step, num_iterations)
     warmup = min(config.warmup_steps, num_iterations)
     warmdown = round(config.warmdown_ratio * num_iterations)
     if step < warmup:

@@ -8,17 +8,19 @@ from nanochat.device.programs import compile_seconds
 class Goodput:
     """The seconds of a run's wall time by name. Each second counts once: for the innermost open span, or "other".
 
-        goodput = Goodput(meta.seconds, meta.time)  # of the checkpoint that the run resumes from
+        goodput = Goodput(meta.seconds, None if meta.is_pause else meta.time)  # resumes from a checkpoint
         with goodput.span("train"):
             ...
 
     The seconds spent compiling inside a span count as "compile" instead. The seconds between the saved state and the
     start of the new process count as "lost": steps after the checkpoint that must be trained again, and the time in
-    which no process ran. Therefore all seconds together are the time since the run began.
+    which no process ran. Therefore all seconds together are the time since the run began, without the pauses after it
+    was told to stop or had finished.
     """
 
     def __init__(self, seconds=None, saved_at=None, compile_seconds=compile_seconds):
-        """Resumes from `seconds`, the result of seconds() in a checkpoint, saved at the Unix time `saved_at`.
+        """Resumes from `seconds`, the result of seconds() in a checkpoint. saved_at: the Unix time since which time was
+        lost, or None.
 
         compile_seconds() returns how many seconds this process has spent compiling so far.
         """

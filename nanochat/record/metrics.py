@@ -8,6 +8,8 @@ The console line shows these metrics, too:
     tokens          seen so far
     val_bpb         bits per byte of the validation text
     recompiled      a list of texts, one for each program that was compiled again
+    mirror_behind_s with --checkpoint_mirror, for how many seconds it has lacked the newest checkpoint; shown from a
+                    minute on
 Only the file has these:
     loss            of one step, every step: mean over the global batch, nats per token; null if it was not finite
     grad_norm, epoch, goodput (0 to 1), val_bytes
@@ -27,6 +29,7 @@ from pathlib import Path
 from nanochat.record import wandb_log
 
 METRICS_FILE = "metrics.jsonl"
+MIRROR_BEHIND_S = 60  # the console line shows a mirror that is further behind
 
 
 class MetricsLogger:
@@ -135,6 +138,8 @@ def format_line(record, total_steps=None):
     """Returns the console line of a record: `step 00100/01000 | loss 3.2101 | …`."""
     step = f"step {record['step']:05d}" + (f"/{total_steps:05d}" if total_steps else "")
     parts = [step] + [form(record[name]) for name, form in _CONSOLE_FORMATS.items() if record.get(name) is not None]
+    if record.get("mirror_behind_s", 0) >= MIRROR_BEHIND_S:
+        parts.append(f"mirror behind by {format_duration(record['mirror_behind_s'])}")
     return " | ".join(parts)
 
 

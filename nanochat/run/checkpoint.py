@@ -57,7 +57,6 @@ def save_lane_states(run_dir, step, lane_states, report=print):
     content = json.dumps(lane_states)
 
     def write():
-        path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(content)
         unfinished.rename(path)
@@ -67,13 +66,15 @@ def save_lane_states(run_dir, step, lane_states, report=print):
         while time.monotonic() < deadline:
             time.sleep(RETRY_S)
             try:
-                return write()
+                if path.parent.is_dir():  # otherwise rank 0 waits for space, or has given this checkpoint up
+                    return write()
             except OSError as error:
                 if not is_disk_full(error):
                     report(f"warning: {path} was not written: {error}")
                     return
 
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write()
     except OSError as error:
         if not is_disk_full(error):
@@ -173,13 +174,15 @@ class Saver:
 
     If the disk is full, the run continues, and the Saver tries to save the same state again every RETRY_S until save
     is called with a newer one. The next call of a method raises any other error. A state whose weights are not finite
-    is not saved.
+    is not saved. `saved_step` is the step of the newest checkpoint on disk.
     """
 
-    def __init__(self, run_dir, *, num_lanes, keep, keep_every=-1, before_rename=lambda: None,
+    def __init__(self, run_dir, *, num_lanes, keep, saved_step=0, keep_every=-1, before_rename=lambda: None,
                  on_saved=lambda path: None, report=print):
-        """on_saved: called with the path of each finished checkpoint, in the background. report: called with each
-        message. The other arguments are those of the function `save`."""
+        """saved_step: that of the checkpoint that the run resumes from. on_saved: called with the path of each finished
+        checkpoint, in the background. report: called with each message. The other arguments are those of the function
+        `save`."""
+        self.saved_step = saved_step
         self._save = dict(num_lanes=num_lanes, keep=keep, keep_every=keep_every, before_rename=before_rename)
         self._run_dir, self._on_saved, self._report = Path(run_dir), on_saved, report
         self._error, self._thread = None, None
@@ -213,10 +216,12 @@ class Saver:
     def _work(self, model_state, optimizer_state, meta):
         started = time.monotonic()
         if not all(tensor.isfinite().all() for tensor in model_state.values()):
-            return self._report(f"warning: step {meta.step} is not saved: its weights are not finite")
+            self._report(f"warning: step {meta.step} is not saved: its weights are not finite")
+            return self._give_up(meta.step)
         while True:
             try:
                 path = save(self._run_dir, model_state, optimizer_state, meta, **self._save)
+                self.saved_step = meta.step
                 self._report(f"saved {path} (in {time.monotonic() - started:.1f} s)")
                 return self._on_saved(path)
             except BaseException as error:
@@ -226,7 +231,10 @@ class Saver:
                 self._report(f"warning: the disk is full ({error}): step {meta.step} is not saved; the run continues, "
                              f"trying again every {RETRY_S} s")
             if self._superseded.wait(RETRY_S):
-                return shutil.rmtree(partial_dir(self._run_dir, meta.step), ignore_errors=True)
+                return self._give_up(meta.step)
+
+    def _give_up(self, step):
+        shutil.rmtree(partial_dir(self._run_dir, step), ignore_errors=True)
 
 
 # -----------------------------------------------------------------------------

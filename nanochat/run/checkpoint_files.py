@@ -119,6 +119,9 @@ def clean_partial(run_dir):
 
 def prune(run_dir, step, keep, keep_every):
     """Deletes what the new checkpoint of `step` makes superfluous; `keep` and `keep_every` as in checkpoint.save."""
+    for path in Path(run_dir).glob("step_*.tmp"):  # saves that were given up because the disk was full
+        if _step_of(path) <= step:
+            shutil.rmtree(path, ignore_errors=True)
     outdated = [path for path in Path(run_dir).glob("step_*.aside") if _step_of(path) <= step]
     if keep is not None:
         outdated += [path for path in list_checkpoints(run_dir)[:-max(keep, 1)] if not _is_kept(path, keep_every)]

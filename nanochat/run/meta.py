@@ -30,6 +30,7 @@ class Meta:
     interruptions: int = 0  # how often the run was resumed
     nonfinite_steps: dict = field(default_factory=dict)  # {"total": …, "in_a_row": …}
     seconds: dict = field(default_factory=dict)  # {name: seconds}, see Goodput
+    is_pause: bool = False  # the run ended here, finished or told to stop: the time until it goes on is not lost
 
     def to_json(self):
         """Returns the JSON object that from_json reads."""
@@ -47,6 +48,7 @@ class Meta:
             "interruptions": self.interruptions,
             "bad_steps": self.nonfinite_steps,
             "seconds": self.seconds,
+            "is_pause": self.is_pause,
         }
 
     @classmethod
@@ -65,6 +67,7 @@ class Meta:
             interruptions=found.get("interruptions", 0),
             nonfinite_steps=found.get("bad_steps", {}),
             seconds=found.get("seconds", {}),
+            is_pause=found.get("is_pause", False),
         )
 
 

@@ -1,14 +1,21 @@
-"""Copies finished checkpoints to a bucket (gs://…, with gcloud storage) or to another directory.
+"""The mirror: copies of a run's checkpoints in a bucket (gs://…, with gcloud storage) or in another directory.
 
     <mirror>/<run>/metrics.jsonl
     <mirror>/<run>/step_000100/…     the files listed in checkpoint_files.py
 
-A bucket cannot rename, so SHA256SUMS is copied last: a copy without it is incomplete. A new VM, whose disk is empty,
-resumes from the newest complete copy.
+A bucket cannot rename a folder, so SHA256SUMS is copied last and deleted first: a copy without it is not whole, and no
+run resumes from it. A new VM, whose disk is empty, resumes from the newest whole copy. The copies of a run that was
+abandoned (--resume=never) have SHA256SUMS.aside instead; a newer run deletes them once it has come to their step.
+
+Every method raises BadInput if the mirror refuses for good, and MirrorError if the same may work later.
 """
+import errno
+import os
 import re
 import shutil
+import signal
 import subprocess
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -18,37 +25,32 @@ from nanochat.common import BadInput
 from nanochat.record.metrics import METRICS_FILE
 from nanochat.run.checkpoint_files import SUMMED_FILES, SUMS, find_problem
 
-ATTEMPTS, PAUSE_S = 4, 5
 COPY_TIMEOUT_S, LIST_TIMEOUT_S = 1800, 120
+TRY_TIMEOUT_S = 60  # for each attempt to reach the mirror at the start of a run
+OUTAGE_S, PAUSE_S = 600, 15  # how long a start waits for a mirror that cannot be reached; between its attempts
+# What gcloud's error line says when trying again does not help: no permission, no such bucket, not logged in, not a
+# bucket's name. Whatever else it says may be an outage.
+_REFUSALS = re.compile(
+    r"PERMISSION_DENIED|UNAUTHENTICATED|INVALID_ARGUMENT|HTTPError 40[0134]|does not have (permission|storage\.)|"
+    r"not found: 404|bucket does not exist|invalid bucket|InvalidUrl|active account|(valid|invalid) credentials|"
+    r"anonymous caller|reauthentication|invalid_grant|authentication scopes|billing", re.IGNORECASE)
+_UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+                errno.ENETUNREACH, errno.EAGAIN, errno.EBUSY}  # errors of a file system whose server does not answer
 
 
 class MirrorError(Exception):
-    """Copying failed at every attempt."""
+    """The mirror cannot be reached, and the same may work later."""
 
 
-def _gcloud_storage(*arguments, timeout_s):
-    """Returns the standard output of `gcloud storage …`. Raises MirrorError, with its message, if all attempts fail."""
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            time.sleep(PAUSE_S * 2**attempt)
-        try:
-            done = subprocess.run(["gcloud", "storage", *arguments], stdin=subprocess.DEVNULL, capture_output=True,
-                                  text=True, timeout=timeout_s)
-        except FileNotFoundError:
-            raise BadInput("--checkpoint_mirror=gs://… needs gcloud, which is not installed here") from None
-        except subprocess.TimeoutExpired:
-            problem = f"not finished after {timeout_s} s"
-            continue
-        if done.returncode == 0:
-            return done.stdout
-        problem = next((line for line in done.stderr.splitlines() if "ERROR" in line), done.stderr.strip()[-200:])
-        if "matched no objects" in done.stderr:
-            return ""
-    raise MirrorError(f"gcloud storage {arguments[0]} failed {ATTEMPTS} times: {problem}")
-
-
-def _is_bucket(url):
-    return str(url).startswith("gs://")
+def run_mirror(place, run, keep, keep_every):
+    """Returns the Mirror of a run for the value `place` of --checkpoint_mirror. Raises BadInput if that is neither
+    gs://BUCKET/… nor a path."""
+    if re.match(r"gs://[^/]", place):
+        return Mirror(f"{place.rstrip('/')}/{run}", keep, keep_every)
+    if not place or re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", place):
+        raise BadInput(f"--checkpoint_mirror={place} is neither gs://BUCKET/FOLDER nor a directory: correct it (a "
+                       "directory with a colon in its name is given as ./NAME)")
+    return Mirror(str(Path(place).expanduser().absolute() / run), keep, keep_every)
 
 
 @dataclass(frozen=True)
@@ -58,106 +60,207 @@ class Mirror:
     keep: int  # how many of the newest checkpoints stay there
     keep_every: int = -1  # checkpoints of steps that are multiples of this stay, too
 
+    def whole_copies(self):
+        """Returns the names of the whole copies, such as step_000100, oldest first."""
+        return [name for name, files in self._copies().items() if _is_whole(files)]
+
+    def try_to_write(self, scratch):
+        """Writes a small file to the mirror and deletes it. scratch: a directory on this machine's disk."""
+        name = f"write_test_{os.getpid()}"
+        source = Path(scratch) / f".{name}"
+        source.write_text("base_train writes this file when it starts, and deletes it\n")
+        try:
+            self._copy([source], self.url, name, timeout_s=TRY_TIMEOUT_S)
+            self._remove_files(f"{self.url}/{name}", timeout_s=TRY_TIMEOUT_S)
+        finally:
+            source.unlink()
+
     def copy(self, path):
-        """Copies the checkpoint at `path` and its run's metrics there, and deletes old copies. Raises MirrorError,
-        BadInput or OSError."""
+        """Copies the checkpoint at `path` and its run's metrics there."""
         self._copy([path / name for name in SUMMED_FILES], f"{self.url}/{path.name}")
-        self._copy([path / SUMS], f"{self.url}/{path.name}")
         self._copy([path.parent / METRICS_FILE], self.url)
-        for old in self._steps()[:-self.keep]:
-            if self.keep_every < 1 or int(old[5:]) % self.keep_every:
-                self._remove(f"{self.url}/{old}")
+        self._copy([path / SUMS], f"{self.url}/{path.name}")
+
+    def prune(self, newest):
+        """Deletes what the copy `newest`, a name, makes superfluous: older copies and incomplete ones. Copies of later
+        steps stay."""
+        copies = {name: files for name, files in self._copies().items() if int(name[5:]) <= int(newest[5:])}
+        whole = [name for name, files in copies.items() if _is_whole(files)]
+        kept = set(whole[-self.keep:])
+        if self.keep_every > 0:
+            kept |= {name for name in whole if int(name[5:]) % self.keep_every == 0}
+        for name in copies.keys() - kept:
+            if SUMS in copies[name]:
+                self._remove_files(f"{self.url}/{name}/{SUMS}")
+            self._remove_files(f"{self.url}/{name}/*")
+
+    def set_aside(self):
+        """Makes all copies ones from which no run resumes, for a run that starts over. The newest is the last: if this
+        is interrupted, the abandoned run is still whole."""
+        copies = self.whole_copies()
+        files = [(f"{self.url}/{name}", SUMS) for name in copies]
+        if copies:
+            files.append((self.url, METRICS_FILE))
+        for folder, file in files:
+            with tempfile.TemporaryDirectory() as scratch:
+                self._copy([f"{folder}/{file}"], scratch)
+                self._copy([Path(scratch) / file], folder, f"{file}.aside")
+            self._remove_files(f"{folder}/{file}")
 
     def fetch(self, run_dir, report=print):
-        """Copies the newest complete checkpoint and the metrics into `run_dir`.
-
-        Returns the checkpoint's path, or None if there is none. Reports damaged copies and tries the one before.
-        Raises BadInput if the mirror cannot be read.
-        """
+        """Copies the newest whole copy and the metrics into `run_dir`. Returns the checkpoint's path, or None if there
+        is none. Reports damaged copies and tries the one before."""
         run_dir = Path(run_dir)
-        try:
-            for step in reversed(self._steps()):
-                partial = run_dir / f"{step}.tmp"
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-                self._copy([f"{self.url}/{step}/{name}" for name in (*SUMMED_FILES, SUMS)], partial)
-                problem = find_problem(partial)
-                if problem is None:
-                    self._copy([f"{self.url}/{METRICS_FILE}"], run_dir)
-                    partial.rename(run_dir / step)
-                    return run_dir / step
-                shutil.rmtree(partial)
-                report(f"warning: {self.url}/{step} is damaged ({problem}): the one before it is used")
-        except (MirrorError, OSError) as error:
-            raise BadInput(f"--checkpoint_mirror: {self.url} cannot be read ({error}): correct that, or start without "
-                           "the flag") from None
+        for step in reversed(self.whole_copies()):
+            partial = run_dir / f"{step}.tmp"
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            self._copy([f"{self.url}/{step}/{name}" for name in (*SUMMED_FILES, SUMS)], partial)
+            problem = find_problem(partial)
+            if problem is None:
+                self._copy([f"{self.url}/{METRICS_FILE}"], run_dir)
+                partial.rename(run_dir / step)
+                return run_dir / step
+            shutil.rmtree(partial)
+            report(f"warning: {self.url}/{step} is damaged ({problem}): the one before it is used")
         return None
 
-    def _steps(self):
-        """Returns the names of the complete copies, oldest first."""
-        if _is_bucket(self.url):
-            found = _gcloud_storage("ls", f"{self.url}/step_*/{SUMS}", timeout_s=LIST_TIMEOUT_S).split()
-        else:
-            found = [str(path) for path in Path(self.url).glob(f"step_*/{SUMS}")]
-        return sorted((match[1] for match in (re.search(r"/(step_\d+)/[^/]*$", path) for path in found) if match),
-                      key=lambda name: int(name[5:]))
+    # What differs between a bucket and a directory
 
-    def _copy(self, sources, directory):
-        if _is_bucket(self.url):
-            _gcloud_storage("cp", *map(str, sources), f"{directory}/", timeout_s=COPY_TIMEOUT_S)
+    @property
+    def _is_bucket(self):
+        return self.url.startswith("gs://")
+
+    def _copies(self):
+        """Returns {name: names of its files} of all copies, whole or not, oldest first."""
+        if self._is_bucket:
+            paths = _gcloud_storage("ls", f"{self.url}/step_*/*", timeout_s=LIST_TIMEOUT_S).splitlines()
+        else:
+            paths = _within(LIST_TIMEOUT_S, lambda: [str(path) for path in Path(self.url).glob("step_*/*")])
+        found = {}
+        for match in (re.search(r"/(step_\d+)/([^/]+)$", path) for path in paths):
+            if match:
+                found.setdefault(match[1], set()).add(match[2])
+        return dict(sorted(found.items(), key=lambda item: int(item[0][5:])))
+
+    def _copy(self, sources, directory, name="", timeout_s=COPY_TIMEOUT_S):
+        """Copies files to a directory, under a new name if there is one. One of the two is in the mirror."""
+        if self._is_bucket:
+            _gcloud_storage("cp", *map(str, sources), f"{directory}/{name}", timeout_s=timeout_s)
             return
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        for source in map(Path, sources):
-            partial = Path(directory) / f"{source.name}.partial"
-            shutil.copyfile(source, partial)
-            partial.replace(Path(directory) / source.name)
 
-    def _remove(self, url):
-        # The checksums are deleted first, so that a copy that is half deleted does not pass for a complete one.
-        if _is_bucket(url):
-            _gcloud_storage("rm", f"{url}/{SUMS}", timeout_s=LIST_TIMEOUT_S)
-            _gcloud_storage("rm", f"{url}/*", timeout_s=LIST_TIMEOUT_S)
+        def copy():
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            for source in map(Path, sources):
+                target = Path(directory) / (name or source.name)
+                partial = target.with_name(f"{target.name}.partial")
+                shutil.copyfile(source, partial)
+                partial.replace(target)
+
+        _within(timeout_s, copy)
+
+    def _remove_files(self, pattern, timeout_s=LIST_TIMEOUT_S):
+        """Deletes the files of this URL, whose last part may be *; with *, in a directory, the folder goes, too."""
+        if self._is_bucket:
+            _gcloud_storage("rm", pattern, timeout_s=timeout_s)
+            return
+        if pattern.endswith("/*"):
+            _within(timeout_s, lambda: shutil.rmtree(pattern[:-2]))
         else:
-            (Path(url) / SUMS).unlink()
-            shutil.rmtree(url)
+            _within(timeout_s, Path(pattern).unlink)
 
 
-class Uploader:
-    """Copies checkpoints to a Mirror in the background. A failed copy is reported and never stops the run."""
+def _is_whole(files):
+    return {*SUMMED_FILES, SUMS} <= files
 
-    def __init__(self, mirror, report=print):
-        """report: called with each message."""
-        self._mirror, self._report = mirror, report
-        self._wanted, self._idle = None, True  # guarded by the condition
-        self._condition = threading.Condition()
-        self._thread = None
 
-    def upload(self, path):
-        """Copies the checkpoint at `path` in the background. It replaces a checkpoint that is still waiting for its
-        turn."""
-        with self._condition:
-            self._wanted = Path(path)
-            if not self._thread:
-                self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
-                self._thread.start()
-            self._condition.notify_all()
+# -----------------------------------------------------------------------------
+# Errors, and how long each thing may take
 
-    def finish(self, timeout_s):
-        """Waits until everything is copied, for at most `timeout_s` seconds; warns if that is too short."""
-        with self._condition:
-            if not self._condition.wait_for(lambda: self._idle and not self._wanted, timeout_s):
-                self._report(f"warning: the newest checkpoint is not in {self._mirror.url} after {timeout_s} s")
 
-    def _work(self):
-        while True:
-            with self._condition:
-                self._idle = True
-                self._condition.notify_all()
-                self._condition.wait_for(lambda: self._wanted)
-                path, self._wanted, self._idle = self._wanted, None, False
-            try:
-                started = time.monotonic()
-                self._mirror.copy(path)
-                self._report(f"copied {path.name} to {self._mirror.url} in {time.monotonic() - started:.0f} s")
-            except (MirrorError, BadInput, OSError) as error:
-                self._report(f"warning: {path.name} is not in {self._mirror.url}: {error}")
+def patiently(action, url, on_failure=lambda message: None, report=print):
+    """Returns action(). While that raises MirrorError, calls on_failure(its message), says so, and tries again, for
+    OUTAGE_S seconds; then raises a MirrorError."""
+    deadline = time.monotonic() + OUTAGE_S
+    while True:
+        try:
+            return action()
+        except MirrorError as error:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise MirrorError(f"--checkpoint_mirror: {url} has not been reached for {OUTAGE_S / 60:.0f} minutes "
+                                  f"({error}): start the same command again later, or without the flag") from None
+            on_failure(str(error))
+            report(f"warning: --checkpoint_mirror: {url} cannot be reached ({error}); waiting for it, for up to "
+                   f"{left_s / 60:.0f} more minutes")
+            time.sleep(PAUSE_S)
+
+
+_gcloud_processes = set()  # that run now
+
+
+def _gcloud_storage(*arguments, timeout_s):
+    """Returns the standard output of `gcloud storage …`; "" if there is nothing to list or to delete."""
+    try:  # in a session of its own: so its helpers can be ended with it, and Ctrl-C is for base_train alone
+        process = subprocess.Popen(
+            ["gcloud", "storage", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, errors="replace", start_new_session=True)
+    except OSError as error:
+        raise BadInput(f"--checkpoint_mirror=gs://… needs gcloud, which cannot be started here ({error.strerror}): "
+                       "install it, or give a directory") from None
+    _gcloud_processes.add(process)
+    try:
+        output, said = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise MirrorError(f"gcloud storage {arguments[0]} has not ended after {timeout_s} s") from None
+    finally:
+        _gcloud_processes.discard(process)
+        _kill(process)
+    if process.returncode == 0:
+        return output
+    if "matched no objects" in said and arguments[0] != "cp":
+        return ""
+    problem = next((line for line in reversed(said.splitlines()) if "ERROR" in line), said.strip()[-200:])
+    problem = problem.removeprefix("ERROR: ").removesuffix(".") or f"gcloud ended with status {process.returncode}"
+    if _REFUSALS.search(problem):
+        raise BadInput(f"--checkpoint_mirror: {problem}: correct the bucket, its permissions or the login, or start "
+                       "without the flag")
+    raise MirrorError(problem)
+
+
+def _kill(process):
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def end_transfers():
+    """Ends every gcloud that this process has started and that still runs."""
+    for process in list(_gcloud_processes):
+        _kill(process)
+
+
+def _within(timeout_s, function):
+    """Returns function(), which uses the mirror's file system. Raises MirrorError if its server does not answer within
+    `timeout_s` seconds, and BadInput for any other OSError."""
+    outcome = []
+
+    def work():
+        try:
+            outcome.append((function(), None))
+        except OSError as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=work, name="mirror-files", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not outcome:
+        raise MirrorError(f"the file system has not answered after {timeout_s} s")
+    result, error = outcome[0]
+    if error is None:
+        return result
+    problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    if error.errno in _UNREACHABLE:
+        raise MirrorError(problem)
+    raise BadInput(f"--checkpoint_mirror: {problem}: choose a directory that can be written to, or start without the "
+                   "flag")

@@ -13,6 +13,7 @@ tick writes one number to memory and reads two.
 import fcntl
 import os
 import signal
+import sys
 import threading
 import time
 import urllib.request
@@ -28,7 +29,8 @@ MAX_RANKS = 256
 _NEVER = 2**62
 # Offsets of the fields in the file, in numbers of 64 bits. Requests are numbered from 1. Each rank has four fields: the
 # tick it is at, the last request that it answered, the tick it answered with, the last request whose outcome it read.
-_STOP_ASKED, _NUMBER, _KIND, _AGREED_NUMBER, _AGREED_TICK, _TICK = range(6)
+# _STOP_ASKED counts how often a stop was asked for.
+_STOP_ASKED, _IS_PREEMPTED, _WAITS_FOR_MIRROR, _NUMBER, _KIND, _AGREED_NUMBER, _AGREED_TICK, _TICK = range(8)
 _ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER, _END = (_TICK + i * MAX_RANKS for i in range(1, 5))
 
 
@@ -48,9 +50,29 @@ class Requests:
         self._rank, self._world_size = rank, world_size
         self._tick, self._number, self._kind, self._due_tick = 0, 0, 0, 0
 
-    def ask_to_stop(self):
-        """Asks all ranks to stop soon."""
-        self._shared[_STOP_ASKED] = 1
+    def ask_to_stop(self, is_preempted=False):
+        """Asks all ranks to stop soon. is_preempted: because this machine is about to end."""
+        self._shared[_IS_PREEMPTED] |= is_preempted
+        self._shared[_STOP_ASKED] += 1
+
+    @property
+    def times_asked(self):
+        """How often a stop was asked for so far."""
+        return int(self._shared[_STOP_ASKED])
+
+    @property
+    def is_preempted(self):
+        """Whether a stop was asked for because this machine is about to end."""
+        return bool(self._shared[_IS_PREEMPTED])
+
+    @property
+    def waits_for_mirror(self):
+        """Whether the ranks are done, and the run only waits for its mirror: nothing is lost if it ends at once."""
+        return bool(self._shared[_WAITS_FOR_MIRROR])
+
+    def begin_to_wait_for_mirror(self):
+        """Makes waits_for_mirror true."""
+        self._shared[_WAITS_FOR_MIRROR] = 1
 
     def agreed_action(self, wants_save=False):
         """Returns what all ranks do at this tick: STOP, SAVE or 0. All get the same answer at the same tick, provided
@@ -125,7 +147,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def stop_on_signals(requests, report=print):
-    """Makes SIGTERM and SIGINT ask for a stop, and a second SIGINT end the process at once. Call it in the main thread.
+    """Makes SIGTERM and SIGINT ask for a stop. Call it in the main thread.
+
+    A second SIGINT ends the process at once. While the run waits for its mirror, a further signal of either kind ends
+    the wait only, and the exit status stays EXIT_STATUS. If the machine is about to end, SIGTERM does not end the wait.
 
     Both signals are blocked in this process's main thread and in processes started from now on: a signal to the whole
     process group, such as Ctrl-C, is for the parent only.
@@ -135,6 +160,8 @@ def stop_on_signals(requests, report=print):
     for number in _SIGNALS:  # this handler does nothing: a thread reads the pipe and acts, even while this one is busy
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    # If this process is killed, Python's resource tracker frees the semaphores of its pool. That needs no warning.
+    sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     resource_tracker.ensure_running()  # now, because starting it later would unblock the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
@@ -145,12 +172,17 @@ def stop_on_signals(requests, report=print):
             for number in os.read(read_end, 64):
                 if number not in _SIGNALS:
                     continue
-                if number == signal.SIGINT and is_asked:
+                again = ""
+                if requests.waits_for_mirror and not requests.is_preempted:
+                    what = "the run ends now, without waiting for its mirror"
+                elif number == signal.SIGINT and is_asked:
                     os._exit(130)
+                else:
+                    what = "the run stops after a few steps and saves a checkpoint"
+                    again = " (again: it ends at once)" if number == signal.SIGINT else ""
                 is_asked = True
                 requests.ask_to_stop()
-                report(f"{signal.Signals(number).name}: the run stops after a few steps and saves a checkpoint"
-                       + (" (again: it ends at once)" if number == signal.SIGINT else ""))
+                report(f"{signal.Signals(number).name}: {what}{again}")
 
     threading.Thread(target=work, name="signals", daemon=True).start()
 
@@ -189,7 +221,7 @@ def stop_on_preemption_notice(requests, report=print, poll_s=1.0):
                 if ask(key) == what:
                     report(f"this VM is about to end (instance/{key} is {what}): the run stops after a few steps and "
                            "saves a checkpoint")
-                    return requests.ask_to_stop()
+                    return requests.ask_to_stop(is_preempted=True)
             time.sleep(poll_s)
 
     threading.Thread(target=watch, name="preemption", daemon=True).start()

@@ -19,7 +19,8 @@ MAX_RANKS = 256
 POLL_S = 0.25
 STACKS_S, MAIN_THREAD_S = 1, 20
 PHASES = ("step", "compile", "evaluate", "sample", "save", "end")
-SLOW_PHASE_TIMEOUT_S = 3600  # of every phase but an ordinary step, and of everything before the first
+SLOW_PHASE_TIMEOUT_S = 3600  # of every phase but an ordinary step and the end, and of everything before the first
+END_TIMEOUT_S = 7200  # of the end: up to half an hour for the disk and another for the mirror
 STEP_FACTOR = 20  # a step is late once it takes this many times the median
 _PID, _PHASE, _STEP, _DEADLINE = range(4)  # the deadline is a time of CLOCK_MONOTONIC, which all processes share
 
@@ -65,7 +66,7 @@ def limit_s(phase, step_timeout_s, usual_s):
     """
     if step_timeout_s <= 0:
         return math.inf
-    return max(step_timeout_s, STEP_FACTOR * usual_s) if phase == "step" else SLOW_PHASE_TIMEOUT_S
+    return {"step": max(step_timeout_s, STEP_FACTOR * usual_s), "end": END_TIMEOUT_S}.get(phase, SLOW_PHASE_TIMEOUT_S)
 
 
 def print_stacks_on_signal():

@@ -20,6 +20,11 @@ class Liveness:
         """Whether all ranks have agreed to stop."""
         return self._requests.is_stopping
 
+    @property
+    def is_preempted(self):
+        """Whether this machine is about to end, by its metadata server's word."""
+        return self._requests.is_preempted
+
     def beat(self, phase, step):
         """Tells the watchdog that this rank begins `phase` (watchdog.PHASES), and by when it will have ended."""
         if phase == "step" and step < self._first_step + COMPILING_STEPS:
@@ -42,3 +47,12 @@ class Liveness:
         """Says that this rank runs no further step."""
         self.beat("end", step)
         self._requests.finish()
+
+    def begin_to_wait_for_mirror(self):
+        """Says that nothing is lost if the run ends from now on. Returns a function that says whether a stop was asked
+        for since then. On a machine that is about to end it was not: the system's SIGTERM is no reason to stop copying
+        before the machine does."""
+        requests = self._requests
+        requests.begin_to_wait_for_mirror()
+        times_asked = requests.times_asked
+        return lambda: requests.times_asked > times_asked and not requests.is_preempted

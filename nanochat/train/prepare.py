@@ -1,20 +1,22 @@
 """Prepares a run, in the parent process: everything is decided and checked before a device is touched."""
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.shards import fingerprint, list_shards, open_shards
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
+from nanochat.kernels.choose import require_shapes
 from nanochat.model.gpt import GPT
-from nanochat.model.optim import MuonAdamW
+from nanochat.model.optim import MuonAdamW, OptimConfig
 from nanochat.record.observe import parse_profile_steps
 from nanochat.run import checkpoint_files
 from nanochat.run.meta import load_meta, require_match
-from nanochat.run.mirror import Mirror
-from nanochat.run.processes import expected_world_size, hosts
+from nanochat.run.mirror import Mirror, patiently, run_mirror
+from nanochat.run.processes import expected_world_size
 from nanochat.run.stopping import Requests
+from nanochat.run.uploader import STATE_FILE, MirrorState
 from nanochat.run.watchdog import Heartbeats
-from nanochat.train.flags import Flags
+from nanochat.train.flags import BatchFlags, Flags
 from nanochat.train.plan import Plan, make_plan
 
 # In the run's folder: see stopping.py and watchdog.py; the last one exists once the run has come to its end.
@@ -28,7 +30,7 @@ class Run:
     plan: Plan
     directory: Path  # of checkpoints and metrics
     checkpoint: Path | None  # to resume from
-    is_finished: bool  # that checkpoint is the end of the run, so there is nothing left to do
+    finished_step: int | None  # if that checkpoint is the end of the run, so there is nothing left to do
     tokenizer: Tokenizer
     mirror: Mirror | None
     profile_steps: tuple  # (begin, end), see Profile
@@ -40,6 +42,17 @@ class Run:
     @property
     def heartbeats_file(self):
         return self.directory / HEARTBEATS_FILE
+
+    @property
+    def starts_over(self):
+        """Whether an older run of this name is moved aside."""
+        return self.flags.run.resume == "never"
+
+    def begin(self):
+        """Changes the run's folder when training begins: no start that is refused comes here. Rank 0 only."""
+        if self.starts_over:
+            checkpoint_files.set_aside_after(self.directory, -1)
+        (self.directory / FINISHED_FILE).unlink(missing_ok=True)
 
     def mark_finished(self):
         """Marks the run as finished, in its folder."""
@@ -61,7 +74,8 @@ def run_directory(flags):
 
 
 def prepare(flags, device_type):
-    """Returns the Run for base_train's Flags. Raises BadInput for anything that can be refused now.
+    """Returns the Run for base_train's Flags. Raises BadInput for anything that can be refused now, and MirrorError if
+    the mirror cannot be reached.
 
     device_type: as resolve_device_type returns it. Only one process may prepare a run at a time (exclusive_use): this
     deletes what interrupted saves have left, and may fetch a checkpoint from the mirror.
@@ -70,35 +84,81 @@ def prepare(flags, device_type):
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     plan = make_plan(flags, tokenizer.n_vocab, device_type, expected_world_size(device_type))
     profile_steps = parse_profile_steps(record.profile_steps, plan.num_iterations)
-    if record.save_every_minutes > 0 and hosts(device_type) > 1:
-        raise BadInput(f"--save_every_minutes={record.save_every_minutes:g}: the hosts of a pod agree on steps, not on "
-                       "the time: use --save_every")
+    require_shapes(plan.kernel, device_type, plan.config.head_dim, plan.config.max_seq_len)
     data_fingerprint = check_data(flags)
     mirror = None
-    if record.checkpoint_mirror:
-        mirror = Mirror(f"{record.checkpoint_mirror.rstrip('/')}/{flags.run.run}", record.keep_checkpoints,
-                        record.keep_every)
+    if record.checkpoint_mirror is not None:
+        mirror = run_mirror(record.checkpoint_mirror, flags.run.run, record.keep_checkpoints, record.keep_every)
+    mirror_state = reach(mirror, directory)
     checkpoint_files.clean_partial(directory)
     Requests(directory / REQUESTS_FILE, create=True)
     Heartbeats(directory / HEARTBEATS_FILE, create=True)
-    if flags.run.resume == "never":
-        checkpoint_files.set_aside_after(directory, -1)
     if record.save_every > 0:
         checkpoint_files.check_disk_space(directory, checkpoint_bytes(plan))
-    if mirror and flags.run.resume == "auto" and not checkpoint_files.list_checkpoints(directory):
-        mirror.fetch(directory)
-    path = checkpoint_files.latest_good(directory, report=lambda message: print(f"warning: {message}", flush=True))
-    is_finished = False
+    path = finished_step = None
+    if flags.run.resume == "auto":
+        path = newest_checkpoint(directory, mirror)
     if path:
         meta = load_meta(path)
         require_match(path, meta, config=asdict(plan.config), tokenizer_sha256=tokenizer.sha256,
                       data_fingerprint=data_fingerprint)
         plan = make_plan(flags, tokenizer.n_vocab, device_type, plan.world_size, meta)
+        if changes := changed_flags(meta.flags, flags):
+            print(f"changed since the checkpoint: {changes}", flush=True)
         # A run without the mark may lack its last evaluation.
-        is_finished = meta.step >= plan.num_iterations and (directory / FINISHED_FILE).exists()
-    if not is_finished:
-        (directory / FINISHED_FILE).unlink(missing_ok=True)
-    return Run(flags, plan, directory, path, is_finished, tokenizer, mirror, profile_steps)
+        if meta.step >= plan.num_iterations and (directory / FINISHED_FILE).exists():
+            finished_step = meta.step
+        elif meta.step > plan.num_iterations:
+            raise BadInput(f"{path} is past step {plan.num_iterations}, with which this run would end: raise "
+                           "--num_iterations (or the other horizon that you gave), or choose another --run")
+    if mirror and path:
+        mirror_state.saved(path.name)
+        mirror_state.write(directory)
+    return Run(flags, plan, directory, path, finished_step, tokenizer, mirror, profile_steps)
+
+
+def reach(mirror, directory):
+    """Tries to write to the mirror, and waits for one that cannot be reached. Returns its MirrorState, which is written
+    to the run's directory, or None without a mirror. Raises BadInput or MirrorError."""
+    if mirror is None:
+        (directory / STATE_FILE).unlink(missing_ok=True)
+        return None
+    state = MirrorState(mirror.url)
+
+    def try_it():
+        mirror.try_to_write(directory)
+        return mirror.whole_copies()
+
+    def note(error):
+        state.error = error
+        state.write(directory)
+
+    try:
+        copies = patiently(try_it, mirror.url, note)
+    except BadInput as error:
+        note(str(error))
+        raise
+    state.newest_copied, state.error = copies[-1] if copies else None, None
+    state.write(directory)
+    return state
+
+
+def newest_checkpoint(directory, mirror):
+    """Returns the path of the newest undamaged checkpoint of a run, or None. If its directory has none, fetches one
+    from the mirror. Raises BadInput or MirrorError."""
+    if mirror and not checkpoint_files.list_checkpoints(directory):
+        patiently(lambda: mirror.fetch(directory), mirror.url)
+    return checkpoint_files.latest_good(directory, report=lambda message: print(f"warning: {message}", flush=True))
+
+
+def changed_flags(saved, flags):
+    """Returns the flags of horizon, batch and optimizer that are not those of a checkpoint, {name: value}, as a text
+    such as "matrix_lr 0.02 -> 0.01, weight_decay 0.2 -> 0.1"; "" if there are none."""
+    names = [field.name for group in (BatchFlags, OptimConfig) for field in fields(group)
+             if field.name != "device_batch_size"]  # which changes no step
+    now = flags.as_dict()
+    return ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in names
+                     if name in saved and saved[name] != now[name])
 
 
 def check_data(flags):

@@ -5,9 +5,7 @@ from nanochat.data.lanes import NUM_LANES
 from nanochat.device.collectives import thread_barrier
 from nanochat.device.ranks import print0
 from nanochat.run import checkpoint
-from nanochat.run.mirror import Uploader
-
-MIRROR_TIMEOUT_S, MIRROR_TIMEOUT_WHEN_STOPPED_S = 600, 15  # a preempted VM is gone after 30 s
+from nanochat.run.uploader import Uploader
 
 
 class Saves:
@@ -16,12 +14,16 @@ class Saves:
         self._run_dir, self._dist, self._every_minutes = run.directory, dist, run.flags.record.save_every_minutes
         self._saved_step, self._saved_at = step, time.monotonic()
         self._saver = self._uploader = None
-        if dist.rank == 0:
-            self._uploader = Uploader(run.mirror, report=print0) if run.mirror else None
-            self._saver = checkpoint.Saver(
-                run.directory, num_lanes=NUM_LANES, keep=run.flags.record.keep_checkpoints,
-                keep_every=run.flags.record.keep_every, before_rename=before_rename,
-                on_saved=self._uploader.upload if self._uploader else lambda path: None, report=print0)
+        if dist.rank > 0:
+            return
+        if run.mirror:
+            self._uploader = Uploader(run.mirror, run.directory, run.starts_over, report=print0)
+            if run.checkpoint:
+                self._uploader.upload(run.checkpoint)
+        self._saver = checkpoint.Saver(
+            run.directory, num_lanes=NUM_LANES, keep=run.flags.record.keep_checkpoints, saved_step=step,
+            keep_every=run.flags.record.keep_every, before_rename=before_rename,
+            on_saved=self._uploader.upload if self._uploader else lambda path: None, report=print0)
 
     def wants_save(self):
         """Whether --save_every_minutes have passed since the last checkpoint, by this rank's clock."""
@@ -47,10 +49,17 @@ class Saves:
             self._saver.save(*state, make_meta())
         thread_barrier(self._dist)
 
-    def finish(self, is_stopping):
-        """Waits until the last checkpoint is on disk and in the mirror; is_stopping: there is little time for the
-        mirror."""
+    def mirror_behind_s(self):
+        """Returns for how many seconds the mirror has lacked the newest checkpoint, or None without a mirror."""
+        return self._uploader.behind_s() if self._uploader else None
+
+    def finish(self):
+        """Waits until the last checkpoint is on disk. Returns whether the last state that `save` was given is there."""
         if self._saver:
             self._saver.finish()
-        if self._uploader:
-            self._uploader.finish(MIRROR_TIMEOUT_WHEN_STOPPED_S if is_stopping else MIRROR_TIMEOUT_S)
+        return not self._saver or self._saver.saved_step == self._saved_step
+
+    def finish_mirror(self, is_told_to_end):
+        """Waits until the last checkpoint is in the mirror, see Uploader.finish. Returns whether the mirror lacks
+        nothing."""
+        return not self._uploader or self._uploader.finish(is_told_to_end)

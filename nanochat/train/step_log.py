@@ -42,10 +42,11 @@ class StepLog:
         """Adds a step. result: its loss and gradient norm, (2,), on the device; rows: a list of this rank's rows."""
         self._waiting.append((result, rows))
 
-    def write(self, step, goodput, stats, interruptions):
+    def write(self, step, goodput, stats, interruptions, mirror_behind_s=None):
         """Fetches the results of the steps since the last line, which waits for the device, and logs them.
 
-        step: the last of these steps; stats: of the loader. Returns the seconds per step, None if there was no step.
+        step: the last of these steps; stats: of the loader; mirror_behind_s: see Saves, on rank 0. Returns the seconds
+        per step, None if there was no step.
         """
         if not self._waiting:
             return None
@@ -73,6 +74,7 @@ class StepLog:
                 "epoch": stats["epoch"],
                 "bad_steps": self._nonfinite.total,
                 "interruptions": interruptions,
+                **({} if mirror_behind_s is None else {"mirror_behind_s": round(mirror_behind_s)}),
                 "goodput": goodput.fraction(),
                 "seconds": sum(seconds.values()),
                 **{f"seconds_{name}": value for name, value in seconds.items()},

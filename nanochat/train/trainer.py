@@ -36,6 +36,8 @@ class Trainer:
         with self.goodput.span("load"):
             self.rows = RowFeed(open_loader(run, dist, restored.lane_states if restored else None))
             self.training = restore_training(run, dist, restored)  # while the loader reads ahead
+        if dist.rank == 0:
+            run.begin()
         self.engine = Engine(self.training.model, run.tokenizer, dist)
         self.profile = Profile(run.profile_steps, run.directory / "profile", dist)
         self.liveness = Liveness(run, dist, self.step)
@@ -55,9 +57,9 @@ class Trainer:
             self.nonfinite = NonfiniteSteps(limit)
             self.goodput = Goodput()
         else:
-            self.step, self.interruptions = meta.step, meta.interruptions + 1
+            self.step, self.interruptions = meta.step, meta.interruptions + (not meta.is_pause)
             self.nonfinite = NonfiniteSteps(limit, **meta.nonfinite_steps)
-            self.goodput = Goodput(meta.seconds, meta.time)
+            self.goodput = Goodput(meta.seconds, None if meta.is_pause else meta.time)
             restore_rng(meta.rng)
 
     def meta(self):
@@ -69,13 +71,16 @@ class Trainer:
             rng=rng_state(),
             config=asdict(run.plan.config), tokenizer_sha256=run.tokenizer.sha256,
             data_fingerprint=self.rows.loader.fingerprint, flags=run.flags.as_dict(),
-            batch_schedule=run.plan.batch_schedule, wandb_id=self.log.wandb_id)
+            batch_schedule=run.plan.batch_schedule, wandb_id=self.log.wandb_id,
+            is_pause=self.step >= run.plan.num_iterations
+            or self.liveness.is_stopping and not self.liveness.is_preempted)
 
     def train(self):
         """Trains to the end.
 
         Returns the exit status: 0, stopping.EXIT_STATUS if the run was asked to stop and its state is saved, or 1 after
-        too many non-finite steps in a row.
+        too many non-finite steps in a row, or if the last state could not be saved. It is that of rank 0: other ranks
+        return 0.
         """
         first_step, record = self.step, self.run.flags.record
         while True:
@@ -122,7 +127,8 @@ class Trainer:
     def write_log(self):
         """Logs the steps since the last line. This comes before everything else between two steps: its time is no
         step's, and a checkpoint must not be past steps that are not in metrics.jsonl."""
-        seconds = self.log.write(self.step, self.goodput, self.rows.loader.stats, self.interruptions)
+        seconds = self.log.write(self.step, self.goodput, self.rows.loader.stats, self.interruptions,
+                                 self.saves.mirror_behind_s())
         if seconds is not None:
             self.liveness.note_step_seconds(seconds)
 
@@ -164,11 +170,22 @@ class Trainer:
         elif is_stopped:
             self.save()
         self.rows.loader.close()
-        self.saves.finish(is_stopped)
+        if self.dist.rank > 0:
+            return 0
+        is_saved = self.saves.finish()
+        is_told_to_end = self.liveness.begin_to_wait_for_mirror()
         self.log.close(timeout_s=5 if is_stopped else 60)
-        if self.dist.rank == 0 and not is_bad and not is_stopped:
+        is_mirrored = self.saves.finish_mirror(is_told_to_end)
+        if is_bad:
+            return 1
+        if not is_saved:
+            print0(f"error: the state of step {self.step} is not saved: the run ends with the checkpoint before it")
+            return 1
+        if is_stopped:
+            return stopping.EXIT_STATUS
+        if is_mirrored:  # otherwise the same command, started again, copies the last checkpoint
             self.run.mark_finished()
-        return 1 if is_bad else stopping.EXIT_STATUS if is_stopped else 0
+        return 0
 
 
 # -----------------------------------------------------------------------------
@@ -190,7 +207,7 @@ def events_due(record, step, first_step, num_iterations, save_is_asked, is_stopp
     record: the RecordFlags; first_step: the step with which this process began; save_is_asked: all ranks have agreed to
     save; is_stopping: all have agreed to stop, which includes a save.
     """
-    is_last = step == num_iterations
+    is_last = step >= num_iterations
 
     def is_due(every):
         return every > 0 and (is_last or step % every == 0)

@@ -105,6 +105,11 @@ def test_a_console_line_with_programs_that_were_compiled_again_tells_of_the_firs
     assert metrics.format_line(record) == "step 00006 | compiled again: micro_step: rows is wider (and 1 more)"
 
 
+def test_a_console_line_shows_a_mirror_that_is_behind_by_more_than_a_minute():
+    assert metrics.format_line({"step": 6, "mirror_behind_s": 725}) == "step 00006 | mirror behind by 12m05s"
+    assert metrics.format_line({"step": 6, "mirror_behind_s": 20}) == "step 00006"
+
+
 def test_an_unknown_peak_leaves_mfu_out_of_the_console_line():
     assert "mfu" not in metrics.format_line({"step": 1, "time": 0.0, "mfu": None})
 

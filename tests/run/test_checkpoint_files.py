@@ -45,6 +45,14 @@ def test_a_checkpoint_set_aside_is_deleted_once_the_run_has_passed_its_step(tmp_
     assert names(tmp_path) == ["step_000001", "step_000002", "step_000003.aside"]
 
 
+def test_what_is_left_of_a_save_that_was_given_up_is_deleted_once_the_run_has_passed_its_step(tmp_path):
+    for step in (1, 3):  # a rank may hand over its part of a later checkpoint already
+        (tmp_path / f"step_{step:06d}.tmp").mkdir()
+        (tmp_path / f"step_{step:06d}.tmp" / "lanes_from_0.unfinished").write_text("{}")
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["step_000002", "step_000003.tmp"]
+
+
 def test_keep_leaves_the_newest_and_sorts_by_number(tmp_path):
     for step in (999_999, 1_000_000, 1_000_001):
         save(tmp_path, step, keep=2)

@@ -29,7 +29,7 @@ VERSION_1 = """{
 
 def test_a_meta_is_restored_as_it_was_saved():
     meta = make_meta(7, wandb_id="abcd1234", time=1795257657.2, batch_schedule=((0, 512), (2, 768)), interruptions=2,
-                     nonfinite_steps={"total": 3, "in_a_row": 1}, seconds={"train": 20.5, "other": 1.5})
+                     nonfinite_steps={"total": 3, "in_a_row": 1}, seconds={"train": 20.5, "other": 1.5}, is_pause=True)
     saved = json.loads(json.dumps(meta.to_json()))
     assert Meta.from_json(saved) == meta
     assert saved["format_version"] == FORMAT_VERSION and saved["bad_steps"] == {"total": 3, "in_a_row": 1}
@@ -57,7 +57,7 @@ def test_fields_that_the_first_checkpoints_lack_have_defaults(tmp_path):
     (tmp_path / META).write_text(json.dumps(found))
     meta = load_meta(tmp_path)
     assert (meta.batch_schedule, meta.nonfinite_steps, meta.interruptions, meta.seconds) == ((), {}, 0, {})
-    assert meta.time is None and meta.wandb_id is None
+    assert meta.time is None and meta.wandb_id is None and meta.is_pause is False
 
 
 @pytest.mark.parametrize("content, message", [

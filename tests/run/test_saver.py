@@ -39,7 +39,8 @@ def test_the_next_call_raises_an_error_of_the_background_and_nonfinite_weights_a
     saver = checkpoint.Saver(tmp_path, num_lanes=1, keep=2, before_rename=fail, report=said.append)
     begin_save(saver, tmp_path, 1, ({"w": torch.tensor([float("nan")])}, {}))
     saver.finish()
-    assert said == ["warning: step 1 is not saved: its weights are not finite"]
+    assert said == ["warning: step 1 is not saved: its weights are not finite"] and saver.saved_step == 0
+    assert not list(tmp_path.glob("step_*"))
     begin_save(saver, tmp_path, 2)
     with pytest.raises(OSError, match="Input/output error"):
         saver.finish()
@@ -95,7 +96,8 @@ time.sleep(0.5)
 os.unlink(run_dir / "ballast")
 saver.finish(30)
 assert [path.name for path in checkpoint_files.list_checkpoints(run_dir)] == ["step_000001", "step_000003"]
-assert checkpoint_files.latest_good(run_dir).name == "step_000003"
+assert checkpoint_files.latest_good(run_dir).name == "step_000003" and saver.saved_step == 3
+assert not list(run_dir.glob("*.tmp")), "a checkpoint that was given up is still there"
 """
 
 

@@ -8,12 +8,18 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from nanochat.run import stopping
+from nanochat.run.meta import load_meta
 from nanochat.run.stopping import EXIT_STATUS, SAVE, STOP, Requests, stop_on_preemption_notice
+from nanochat.run.watchdog import Heartbeats
+from nanochat.train.flags import Flags
+from nanochat.train.liveness import Liveness
+from tests.run.conftest import OUTAGE
 
 TIMEOUT_S = 240
 
@@ -134,6 +140,7 @@ def test_a_notice_of_the_metadata_server_asks_for_a_stop(tmp_path, monkeypatch, 
     while requests.agreed_action() != STOP:
         assert time.monotonic() < deadline, "the request has no effect"
         time.sleep(0.01)
+    assert requests.is_preempted  # so the time until another VM goes on is lost
 
 
 def test_child_processes_leave_signals_to_the_process_group_to_their_parent(tmp_path):
@@ -148,6 +155,18 @@ with ProcessPoolExecutor(1, get_context("spawn")) as executor:
 assert {signal.SIGINT, signal.SIGTERM} <= blocked, blocked
 """
     subprocess.run([sys.executable, "-c", code, tmp_path / "requests"], check=True, timeout=TIMEOUT_S)
+
+
+def test_the_systems_sigterm_does_not_end_the_copying_on_a_machine_that_is_preempted(tmp_path):
+    run = SimpleNamespace(flags=Flags(), heartbeats_file=tmp_path / "beats", requests_file=tmp_path / "requests")
+    Heartbeats(run.heartbeats_file, create=True)
+    parent = Requests(run.requests_file, create=True)
+    for is_preempted in (False, True):
+        parent.ask_to_stop(is_preempted)
+        is_told_to_end = Liveness(run, SimpleNamespace(rank=0, world_size=1), 0).begin_to_wait_for_mirror()
+        assert parent.waits_for_mirror and not is_told_to_end()
+        parent.ask_to_stop()
+        assert is_told_to_end() == (not is_preempted)
 
 
 @pytest.fixture
@@ -222,6 +241,60 @@ def test_a_run_is_trained_by_one_process_and_no_rank_outlives_a_killed_parent(st
         time.sleep(0.1)
 
 
+def rank_process(run):
+    """Returns the id of the process in which the ranks of a run are threads."""
+    children = [int(pid) for pid in open(f"/proc/{run.pid}/task/{run.pid}/children").read().split()]
+    return next(pid for pid in children if b"spawn_main" in open(f"/proc/{pid}/cmdline", "rb").read())
+
+
+def read_until(run, words):
+    """Reads the run's output up to a line that has these words."""
+    assert any(words in line for line in run.stdout), f"the run has ended without: {words}"
+
+
+def test_a_stop_waits_for_the_mirror_until_it_has_the_checkpoint_or_a_second_signal_comes(start, base_dir, bucket):
+    def state():
+        return json.loads((base_dir / "checkpoints/test/mirror.json").read_text())
+
+    run = start("test", "--checkpoint_mirror=gs://b")
+    read_until(run, "step 00020")
+    bucket.broken = OUTAGE
+    run.send_signal(signal.SIGTERM)
+    read_until(run, "waiting until step_")
+    run.send_signal(signal.SIGTERM)
+    output = run.communicate(timeout=TIMEOUT_S)[0]
+    assert run.returncode == EXIT_STATUS and "without waiting for its mirror" in output, output
+    assert "is on this machine's disk only" in output and "leaked semaphore" not in output
+    stopped = state()
+    assert stopped["newest_saved"] and stopped["newest_copied"] is None and stopped["behind_since"]
+    assert load_meta(base_dir / "checkpoints/test" / stopped["newest_saved"]).is_pause
+    bucket.broken = None
+    run = start("test", "--checkpoint_mirror=gs://b")
+    read_until(run, f"copied {stopped['newest_saved']} to gs://b/test")
+    bucket.broken = OUTAGE
+    run.send_signal(signal.SIGINT)
+    read_until(run, "waiting until step_")
+    bucket.broken = None
+    output = run.communicate(timeout=TIMEOUT_S)[0]
+    assert run.returncode == EXIT_STATUS and "copied step_" in output, output
+    assert state()["newest_saved"] == state()["newest_copied"] > stopped["newest_saved"]
+    assert state()["behind_since"] is state()["error"] is None
+
+
+def test_ctrl_c_twice_ends_at_once_and_without_warnings_of_python(start):
+    run = start("test")
+    read_until(run, "step 00020")
+    ranks = rank_process(run)
+    os.kill(ranks, signal.SIGSTOP)  # so that they cannot save
+    run.send_signal(signal.SIGINT)
+    read_until(run, "again: it ends at once")
+    run.send_signal(signal.SIGINT)
+    assert run.wait(TIMEOUT_S) == 130
+    os.kill(ranks, signal.SIGCONT)
+    output = run.communicate(timeout=TIMEOUT_S)[0]
+    assert "leaked semaphore" not in output and "resource_tracker" not in output
+
+
 @pytest.mark.parametrize("number, reason", [
     (signal.SIGKILL, "was ended by SIGKILL: the run ends"),
     (signal.SIGSTOP, "has not come to the end of a step at step "),
@@ -231,8 +304,7 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_run_with_the_reason(start, numb
     for line in run.stdout:
         if line.startswith("step 00020"):
             break
-    children = [int(pid) for pid in open(f"/proc/{run.pid}/task/{run.pid}/children").read().split()]
-    ranks = next(pid for pid in children if b"spawn_main" in open(f"/proc/{pid}/cmdline", "rb").read())
+    ranks = rank_process(run)
     os.kill(ranks, number)
     output = run.communicate(timeout=TIMEOUT_S)[0]
     assert run.returncode == 1 and reason in output, output

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from nanochat.run import watchdog
+from nanochat.run.checkpoint import SAVE_TIMEOUT_S
+from nanochat.run.uploader import WAIT_S
 
 RANKS = 3
 
@@ -93,3 +95,8 @@ def test_a_step_may_take_twenty_times_its_usual_time():
     assert watchdog.limit_s("step", 600, usual_s=100) == 2000
     assert watchdog.limit_s("compile", 600, usual_s=0) == watchdog.SLOW_PHASE_TIMEOUT_S
     assert watchdog.limit_s("compile", -1, usual_s=0) == float("inf")
+
+
+def test_the_end_may_take_as_long_as_its_waits_for_the_disk_and_the_mirror():
+    """Ranks other than 0 come to the end at once and have nothing to do there."""
+    assert watchdog.limit_s("end", 600, usual_s=1) > SAVE_TIMEOUT_S + WAIT_S + 60

@@ -58,7 +58,7 @@ def test_where_nothing_is_wrong_nothing_is_advised(advise):
      ["20% of the time goes into evaluating", "--eval_every=100 (now 25)", "--eval_tokens (now 8192)"]),
     ({"seconds_train": 70.0, "seconds_save": 30.0}, ["30% of the time goes into saving: --save_every=360 (now 60)"]),
     ({"seconds_train": 70.0, "seconds_lost": 30.0, "interruptions": 2, "compile_s": 1.0},
-     ["30% of the time was lost to 1 interruption (", "smaller --save_every (now 60)"]),
+     ["30% of the time was lost to 2 interruptions (", "smaller --save_every (now 60)"]),
     ({"device_memory_peak_bytes": 7e9, "device_memory_limit_bytes": 16.9e9},
      ["peaks at 41% of 15.7 GiB", "--device_batch_size=8 (now 4) fits"]),
     ({"device_memory_peak_bytes": 9.3e9, "device_memory_limit_bytes": 16.9e9},
@@ -79,3 +79,14 @@ def test_the_largest_loss_comes_first_also_without_a_checkpoint(advise):
     assert "30% of the time goes into evaluating: a larger --eval_every" in said[0]
     assert {"data" in said[1], "sampling" in said[2]} == {True} and "Device memory" in said[3]
     assert said[4] == "(no checkpoint next to the metrics, so the values of its flags are not known)"
+
+
+def test_flags_are_read_from_a_checkpoint_of_any_format_and_a_damaged_one_is_passed_over(advise, tmp_path):
+    for step, meta in ((200, {**make_meta(200, flags=FLAGS).to_json(), "format_version": 99}), (300, None)):
+        (tmp_path / f"step_{step:06d}").mkdir()
+        (tmp_path / f"step_{step:06d}" / "meta.json").write_text(json.dumps(meta))
+    assert "--tokenizer_threads=4 (now 2)" in advise(flags=None, data_wait=0.3)[0]
+
+
+def test_processes_that_were_started_again_after_a_pause_are_no_interruptions(advise):
+    assert advise(seconds_train=90.0, seconds_compile=10.0, interruptions=0, compile_s=1.0)[0].startswith("nothing to")

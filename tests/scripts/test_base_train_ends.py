@@ -1,0 +1,89 @@
+"""How a run ends, what it leaves behind, and what the next start of the same run makes of that."""
+import os
+
+import pytest
+
+from nanochat.common import BadInput, get_base_dir
+from nanochat.run import checkpoint_files
+from nanochat.run.meta import load_meta
+from nanochat.run.mirror import Mirror
+from scripts import base_train
+
+
+@pytest.fixture
+def run_dir(base_dir):
+    return base_dir / "checkpoints" / "test"
+
+
+def steps_of(run_dir):
+    return [int(path.name[5:]) for path in checkpoint_files.list_checkpoints(run_dir)]
+
+
+def test_a_step_past_the_horizon_trains_nothing_and_deletes_nothing(train, tiny, run_dir):
+    train("--save_every=2", "--eval_every=-1")
+    again = train("--save_every=2", "--num_iterations=4")
+    assert "has reached step 6 (" in again.stdout and "changed since the checkpoint: num_iterations 6 -> 4" in \
+        again.stdout
+    (run_dir / ".finished").unlink()  # as if it had been interrupted on its way to a later step
+    with pytest.raises(BadInput, match="step_000006 is past step 4, with which this run would end: raise --num_iter"):
+        base_train.main([*tiny, "--run=test", "--save_every=2", "--num_iterations=4"])
+    assert steps_of(run_dir) == [2, 4, 6]
+    finished = train("--save_every=2")  # exactly at the horizon: it lacks its last evaluation
+    assert finished.bpb.keys() == {6} and (run_dir / ".finished").exists()
+
+
+def test_a_start_that_is_refused_changes_no_mark_and_moves_nothing_aside(train, tiny, run_dir):
+    train("--save_every=3", "--eval_every=-1")
+    before = sorted([*os.listdir(run_dir), "mirror.json"])  # which a mirror that refuses leaves behind
+    for flags, words in [(["--kernel=flash"], "--kernel=flash has heads of 128"),
+                         (["--checkpoint_mirror=s3://bucket/x"], "--checkpoint_mirror=s3://bucket/x is neither"),
+                         (["--checkpoint_mirror=/dev/null/x"], "--checkpoint_mirror: /dev/null/x/test: Not a dir"),
+                         (["--checkpoint_mirror="], "--checkpoint_mirror= is neither")]:
+        for start in (["--num_iterations=8"], ["--resume=never"]):
+            with pytest.raises(BadInput, match=words):
+                base_train.main([*tiny, "--run=test", *start, *flags])
+            assert sorted({*os.listdir(run_dir), "mirror.json"}) == before and ".finished" in before
+
+
+def test_a_run_whose_last_state_is_not_saved_ends_with_status_1(train, run_dir):
+    train("--num_iterations=4", "--save_every=3", "--eval_every=-1")
+    checkpoint_files.set_aside_after(run_dir, 3)
+    # the update of step 4 makes the embedding infinite, and its loss was still finite
+    process = train("--num_iterations=4", "--save_every=3", "--eval_every=-1", "--embedding_lr=1e44", status=1)
+    assert "changed since the checkpoint: embedding_lr 0.3 -> 1e+44\n" in process.stdout
+    assert "error: the state of step 4 is not saved: the run ends with the checkpoint before it" in process.stdout
+    assert not (run_dir / ".finished").exists() and steps_of(run_dir) == [3] and not list(run_dir.glob("*.tmp"))
+
+
+def test_the_pause_of_a_finished_run_is_no_interruption_and_a_lost_process_is_one(train, run_dir):
+    train("--save_every=4", "--eval_every=-1")
+    assert [load_meta(path).is_pause for path in checkpoint_files.list_checkpoints(run_dir)] == [False, True]
+    extended = train("--num_iterations=8", "--eval_every=-1").records[-1]
+    assert extended["interruptions"] == 0 and "seconds_lost" not in extended
+    checkpoint_files.set_aside_after(run_dir, 4)
+    resumed = train("--num_iterations=8", "--eval_every=-1").records[-1]
+    assert resumed["interruptions"] == 1 and resumed["seconds_lost"] > 0
+
+
+def test_a_run_that_starts_over_is_what_a_new_machine_gets_from_the_mirror(train, run_dir, tmp_path):
+    flags = ["--eval_every=-1", "--save_every=2", "--keep_checkpoints=1", f"--checkpoint_mirror={tmp_path}/mirror"]
+    mirror = Mirror(f"{tmp_path}/mirror/test", keep=1)
+    old = train(*flags)
+    assert mirror.whole_copies() == ["step_000006"]
+    train(*flags, "--resume=never", "--num_iterations=4", "--seed=1")
+    assert mirror.whole_copies() == ["step_000004"]
+    for path in sorted(run_dir.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    resumed = train(*flags, "--num_iterations=5", "--seed=1")
+    assert "resuming from" in resumed.stdout and "step_000004" in resumed.stdout
+    assert resumed.losses.keys() == {1, 2, 3, 4, 5} and resumed.losses[1] != old.losses[1]
+
+
+def test_a_tpu_with_several_hosts_is_refused_before_anything_else(monkeypatch):
+    monkeypatch.setattr(base_train, "resolve_device_type", lambda requested: "tpu")
+    for name, value, words in (("TPU_ACCELERATOR_TYPE", "v5litepod-16", "TPU type v5litepod-16 is a TPU with 4 hosts"),
+                               ("TPU_WORKER_HOSTNAMES", "10.0.0.1,10.0.0.2", "10.0.0.2 is a TPU with 2 hosts")):
+        with monkeypatch.context() as patch, pytest.raises(BadInput, match=words):
+            patch.setenv(name, value)
+            base_train.main(["--tokenizer_dir=/nowhere", "--preflight"])
+    assert not get_base_dir().exists()

@@ -1,0 +1,74 @@
+"""What happens between two steps, for any horizon, any flags and any moment at which a run is stopped and resumed."""
+from types import SimpleNamespace
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from nanochat.common import BadInput
+from nanochat.model.optim import OptimConfig, lr_multiplier
+from nanochat.run.meta import Meta
+from nanochat.train.flags import RecordFlags, parse_flags
+from nanochat.train.plan import make_plan
+from nanochat.train.trainer import events_due
+
+EVERY = st.one_of(st.just(-1), st.integers(1, 60))
+FRACTION = st.floats(0, 1)
+OPTIM = st.builds(OptimConfig, warmup_steps=st.integers(0, 100), warmdown_ratio=FRACTION, final_lr_frac=FRACTION)
+
+
+@given(st.integers(0, 500), st.integers(1, 300), OPTIM)
+@example(171, 10, OptimConfig())  # which was -30.35
+def test_no_learning_rate_is_negative_or_above_its_own(step, num_iterations, config):
+    assert 0 <= lr_multiplier(step, num_iterations, config) <= 1
+    assert lr_multiplier(num_iterations + step, num_iterations, config) == lr_multiplier(num_iterations, num_iterations,
+                                                                                       config)
+
+
+@given(record=st.builds(RecordFlags, save_every=EVERY, eval_every=EVERY, sample_every=EVERY, log_every=EVERY),
+       first_step=st.integers(0, 250), horizons=st.lists(st.integers(1, 200), min_size=1, max_size=4),
+       stop_after=st.integers(0, 120))
+@settings(max_examples=300)
+def test_every_process_ends_at_its_horizon_and_saves_what_it_has_trained(record, first_step, horizons, stop_after):
+    """Each horizon is that of another process, which resumes the one before; the last of them is not told to stop."""
+    saved = step = first_step
+    for number, horizon in enumerate(horizons):
+        begun_at = step = saved
+        for _ in range(1000):
+            is_stopping = number < len(horizons) - 1 and step == begun_at + stop_after
+            due = events_due(record, step, begun_at, horizon, save_is_asked=False, is_stopping=is_stopping)
+            assert due.log or not (due.save or due.evaluate or due.sample)
+            saved = step if due.save else saved
+            if due.end:
+                break
+            step += 1
+        assert due.end and step <= max(begun_at, horizon), "it trains past its horizon"
+        assert saved == step or record.save_every < 0
+        if not is_stopping:
+            assert step == max(begun_at, horizon)
+            assert due.evaluate == (record.eval_every > 0)
+
+
+@given(st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 2, 4, 8)), st.integers(1, 8), st.integers(1, 40),
+       st.one_of(st.just(-1), st.integers(1, 500)), st.one_of(st.just(-1), st.floats(1e9, 1e13)),
+       st.sampled_from(("", "2:1.4,4:2", "30:3")), st.integers(1, 600))
+@settings(max_examples=100, deadline=None)
+def test_a_plan_has_whole_steps_and_a_resumed_run_keeps_its_batches_and_its_end(
+        world_size, later_world_size, device_batch_size, batches, num_iterations, target_flops, ramp, step):
+    argv = ["--depth=1", "--model_dim=64", "--num_heads=1", "--max_seq_len=32",
+            f"--device_batch_size={device_batch_size}", f"--total_batch_size={batches * 256}",
+            f"--num_iterations={num_iterations}", f"--target_flops={target_flops}", f"--batch_ramp={ramp}"]
+    flags = parse_flags(argv)
+    try:
+        plan = make_plan(flags, 256, "cpu", world_size)
+        meta = SimpleNamespace(**vars(Meta(step, {}, "", "", flags.as_dict(), "", batch_schedule=plan.batch_schedule)))
+        later = make_plan(flags, 256, "cpu", later_world_size, meta)
+    except BadInput as error:
+        assert "\n" not in str(error)
+        return
+    assert plan.num_iterations >= 1 and (num_iterations < 0 or plan.num_iterations == num_iterations)
+    assert (later.num_iterations, later.batch_schedule) == (plan.num_iterations, plan.batch_schedule)
+    for one in (plan, later):
+        micro = one.device_batch_size * 32 * one.world_size
+        assert one.micro_steps(step) * micro == one.batch_tokens(step) > 0
+    assert plan.tokens(0, step) + plan.tokens(step, plan.num_iterations + step) == \
+        plan.tokens(0, plan.num_iterations + step)
