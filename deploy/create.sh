@@ -17,26 +17,29 @@
 #   --ssh_key FILE             with this key (default ~/.ssh/google_compute_engine, created if it is missing)
 #   --dry_run                  only print what would be done
 #
-# Exit status 5: no zone has capacity or quota; 6: the VM exists already; 4: gcloud could not say whether it exists.
-. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
+# Exit status 5: no zone has capacity or quota; 6: the VM exists already; 4: gcloud could not say whether it exists;
+# 2: also an error that no waiting mends, such as a zone that does not exist.
+me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
+. "$(dirname "$me")/lib/common.sh" || exit 2
 ROUNDS=3 BACKOFF_S=60 WAIT_S=900
 parse "ROUNDS= BACKOFF_S=" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "the VM has no name: create.sh NAME, or set NAME in deploy/config.env"
 facts "$TYPE"
 lookup "$NAME"
-[ "$VM_STATE" != unknown ] || die 4 "cannot tell whether $NAME exists: $VM_ERROR"
+[ "$VM_STATE" != unknown ] || cannot_tell "$NAME"
 [ "$VM_STATE" = absent ] || die 6 "$NAME exists already: $VM_STATE $VM_HEALTH in $VM_ZONE"
 say "$NAME: $TYPE, $CHIPS chips, $([ -n "$ON_DEMAND" ] && echo on demand || echo spot), ${USD:-unknown} USD an hour"
 
 flags=(--accelerator-type="$TYPE" --version="$VERSION")
 [ -n "$ON_DEMAND" ] || flags+=(--spot)
+[ -z "$INTERNAL_IPS" ] || flags+=(--internal-ips)
 if [ ! -f "$SSH_KEY.pub" ] && [ ! -f "$SSH_KEY" ] && [ -z "$DRY_RUN" ]; then
   say "creating the ssh key $SSH_KEY, without a passphrase"
   (umask 077 && mkdir -p "$(dirname "$SSH_KEY")" && ssh-keygen -q -t ed25519 -N "" -f "$SSH_KEY")
 fi
 if [ -f "$SSH_KEY.pub" ]; then
-  echo "${SSH_USER:-$(id -un)}:$(cat "$SSH_KEY.pub")" >"$TMP/keys"
+  echo "${SSH_USER:-$(id -un)}:$(tr -d '\r' <"$SSH_KEY.pub")" >"$TMP/keys"
   flags+=(--metadata-from-file="ssh-keys=$TMP/keys")
 fi
 
@@ -71,7 +74,7 @@ try() {
 }
 
 zones=$(printf %s "$ZONES" | tr , ' ')
-round=1
+round=1 refused=""
 while :; do
   left=""
   for zone in $zones; do
@@ -83,15 +86,17 @@ while :; do
     fi
     case $REASON in
       quota) say "$zone: no quota: $(GCLOUD_ERR=$TMP/create complaint)"; continue ;;
+      permanent) refused="$zone: $(GCLOUD_ERR=$TMP/create complaint)"; say "$refused"; continue ;;
       auth) die 4 "credentials refused (gcloud auth login): $(GCLOUD_ERR=$TMP/create complaint)" ;;
       stockout) say "$zone: no capacity" ;;
-      other) say "$zone: $(GCLOUD_ERR=$TMP/create complaint)" ;;
+      other | not_found) say "$zone: $(GCLOUD_ERR=$TMP/create complaint)" ;;
       *) say "$zone: $REASON" ;;
     esac
     left="$left $zone"
   done
   [ -z "$DRY_RUN" ] || exit 0
   zones=$left
+  [ -n "$zones" ] || [ -z "$refused" ] || die 2 "$refused"
   [ -n "$zones" ] || die 5 "no quota in any of $ZONES for $TYPE: request it in the console, or give other --zones"
   [ $round -lt "$ROUNDS" ] || die 5 "no VM in$zones after $ROUNDS rounds"
   pause=$(backoff "$BACKOFF_S" $round)

@@ -9,7 +9,8 @@
 #   --all                      every checkpoint, not only the newest
 #   --no_checkpoints           only metrics and log
 #   --dry_run                  only print what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
+me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
+. "$(dirname "$me")/lib/common.sh" || exit 2
 TO=$ROOT/checkpoints ALL="" NO_CHECKPOINTS="" WORKER=0
 parse "TO= ALL NO_CHECKPOINTS" "$@"
 RUN=${ARGS[1]:-}

@@ -1,25 +1,45 @@
 #!/usr/bin/env bash
-# Lists the VMs in all zones, with the price of each per hour.
+# Lists the VMs of the project in all zones, with the price of each per hour.
 #
-#   deploy/list.sh --zones=us-west4-a,us-west4-b
+#   deploy/list.sh
 #
-# Exit status 4: at least one zone gave no answer.
-. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
+# If gcloud refuses to list all zones at once, those of --zones are listed, and a line says that no others were.
+#
+#   --usd_per_hour N           the price of a VM, if the built-in table is wrong; in config.env: of one of type TYPE
+#   --project ID               the Google Cloud project (default: gcloud's own)
+#
+# Exit status 4: not every zone was looked at; 2: gcloud refused for a reason that no waiting mends.
+me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
+. "$(dirname "$me")/lib/common.sh" || exit 2
 parse "" "$@"
-[ -n "$ZONES" ] || die 2 "--zones is not set: give the flag or write deploy/config.env"
-format='value[separator="|"](name.basename(),state,health,acceleratorType,schedulingConfig.spot,'
-format+='networkEndpoints[].accessConfig.externalIp.list())'
-status=0 total=0
-for zone in $(printf %s "$ZONES" | tr , ' '); do
-  tpu "$zone" list --format="$format" >"$TMP/list" || { say "$zone: $(why): $(complaint)"; status=4; continue; }
-  while IFS='|' read -r name state health type spot ips; do
-    ON_DEMAND=$([ "$spot" = True ] || echo 1)
-    facts "$type"
-    case $state in STOPPED | PREEMPTED | TERMINATED) USD=0 ;; esac
-    total=$(calc "$total + ${USD:-0}")
-    printf '%-20s %-16s %-10s %-10s %-14s %-9s %-16s %s USD/h\n' "$name" "$zone" "$state" "$health" "$type" \
-      "${ON_DEMAND:-spot}" "$ips" "${USD:-?}" | sed 's/ 1  */ on demand /'
-  done <"$TMP/list"
-done
-echo "together: $total USD an hour"
+format='value[separator="|"](name.basename(),name.segment(-3),state,health,acceleratorType,schedulingConfig.spot,'
+format+='networkEndpoints[].accessConfig.externalIp.list(),networkEndpoints[].ipAddress.list())'
+status=0 total=0 unknown=""
+if ! tpu - list --format="$format" >"$TMP/list"; then
+  reason=$(why)
+  say "not all zones were looked at: $(complaint)"
+  status=4
+  if [ "$reason" = permanent ]; then
+    status=2
+    for zone in $(printf %s "$ZONES" | tr , ' '); do
+      if tpu "$zone" list --format="$format" >>"$TMP/list"; then
+        say "$zone was looked at"
+        status=4
+      else
+        say "$zone was not looked at: $(complaint)"
+      fi
+    done
+  fi
+  [ -s "$TMP/list" ] || exit $status
+fi
+while IFS='|' read -r name zone state health type spot external internal; do
+  facts_of_vm "$type" "$spot"
+  case $external in "" | *None*) external=$internal ;; esac
+  case $state in STOPPED | PREEMPTED | TERMINATED) USD=0 ;; esac
+  [ -n "$USD" ] || unknown=", and the VMs whose price is not known"
+  total=$(calc "$total + ${USD:-0}")
+  printf '%-20s %-16s %-10s %-10s %-14s %-9s %-16s %s USD/h\n' "$name" "$zone" "$state" "$health" "$type" \
+    "$([ "$spot" = True ] && echo spot || echo on demand)" "$external" "${USD:-?}"
+done <"$TMP/list"
+echo "together: $total USD an hour$unknown"
 exit $status

@@ -5,7 +5,8 @@
 #
 #   --tail N                   how many of the existing lines to print first (default 50)
 #   --worker N                 which VM of a pod (default 0)
-. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
+me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
+. "$(dirname "$me")/lib/common.sh" || exit 2
 TAIL=50 WORKER=0
 parse "TAIL=" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}

@@ -3,35 +3,69 @@
 #
 #   deploy/push.sh HOST        HOST: an IP, an ssh host, a list of them (a,b), or the VM's name
 #
-# Only nanochat/, scripts/, tokenizer/ and the build files are copied. The VM compares the tarball's checksum, unpacks
-# it beside the present code and switches to it in one rename: an interrupted push changes nothing, and a running run
-# keeps the code with which it was started.
+# Of nanochat/, scripts/, tokenizer/ and the build files, those are copied that git tracks, and new ones that git does
+# not ignore if they are *.py or a tokenizer's. Without git, only *.py, a tokenizer's and the build files are. No
+# symbolic link, no hidden file and no file with the name of a key or password file is copied; those left out are named.
+#
+# The VM compares the tarball's checksum, unpacks it beside the present code and switches to it in one rename: an
+# interrupted push changes nothing, and a running run keeps the code with which it was started.
 #
 #   --ssh_user NAME            who logs in (default: as ssh itself chooses)
 #   --ssh_key FILE             with this key (default ~/.ssh/google_compute_engine, if it exists)
 #   --worker N|all             which VM of a pod (default all)
 #   --dry_run                  only print what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
+me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
+. "$(dirname "$me")/lib/common.sh" || exit 2
 MAX_BYTES=50000000
 parse "" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
 
-pack() { # writes code.tgz, from a list of names: no data, log, cache or secret can get in by accident
-  local found
-  cd "$ROOT"
-  found=$(ls -d nanochat scripts tokenizer pyproject.toml Makefile README.md .tpu_env.example 2>/dev/null || true)
-  # shellcheck disable=SC2086  # a list of plain words
-  find $found -type f ! -path '*/__pycache__/*' ! -path '*/.*/*' ! -path '*/wandb/*' ! -name '*.py[co]' \
-    ! -name '*.log' ! -name 'nohup.out' ! -name '*.parquet' ! -name '*.jsonl' ! -name '*.safetensors' ! -name '*.html' \
-    ! -name '*.part' ! -name '.DS_Store' ! -name '.tpu_env' ! -name '*.env' | LC_ALL=C sort >"$TMP/files"
-  tar -cf - -T "$TMP/files" | gzip -n >"$TMP/code.tgz"
+cd "$ROOT"
+names=(nanochat scripts tokenizer pyproject.toml Makefile README.md .tpu_env.example)
+source='^(nanochat|scripts)/.*\.py$|^[^/]*$'
+source="$source|^tokenizer/(tokenizer_65k/)?(vocabulary\\.tiktoken|tokenizer\\.json|token_bytes\\.pt|tokenizer\\.pkl)$"
+noise='(^|/)__pycache__/|\.py[co]$|(^|/)\.DS_Store$'
+secret='/\.|/wandb/|\.env$|\.(pem|key|p12|pfx|jks|ppk|kdbx)$|/id_(rsa|dsa|ecdsa|ed25519)[^/.]*(\.pub)?$'
+secret="$secret|[[:cntrl:]]|/[^/]*(credential|secret|password|service[_-]?account)[^/]*\\.(json|ya?ml|txt|ini|cfg|csv)$"
+
+# Lists of files have one name a line, sorted; a line break in a name becomes the control character 1.
+list() { LC_ALL=C tr '\0\n' '\n\1' | LC_ALL=C sort; }
+# find goes through no symbolic link, and fails because some of the names may be missing.
+found() { { find "${names[@]}" "$@" -print0 2>/dev/null || true; } | list; }
+matching() { LC_ALL=C grep -E "$@" || true; }
+# No GIT_DIR or the like of the environment: they would name another repository.
+# shellcheck disable=SC2046  # a list of plain words
+repository() { (unset $(git rev-parse --local-env-vars); git -c core.fsmonitor=false "$@") 2>/dev/null; }
+tracked() { repository ls-files -z "$@" -- "${names[@]}" | list; }
+
+pack() { # writes files, left_out and code.tgz
+  found -type f >"$TMP/real"
+  found ! -type d >"$TMP/present"
+  tracked >"$TMP/wanted" || true
+  if grep -q '^nanochat/' "$TMP/wanted"; then
+    tracked --others --exclude-standard >"$TMP/new"
+    LC_ALL=C sort "$TMP/wanted" "$TMP/new" | LC_ALL=C comm -12 - "$TMP/present" >"$TMP/known"
+    matching "$source" <"$TMP/new" >>"$TMP/wanted"
+    commit=$(repository describe --always --dirty --exclude '*' || echo unversioned)
+  else
+    cp "$TMP/present" "$TMP/known"
+    matching "$source" <"$TMP/present" >"$TMP/wanted"
+    commit=unversioned
+  fi
+  LC_ALL=C sort "$TMP/wanted" | LC_ALL=C comm -12 - "$TMP/real" | matching -vi "$noise|$secret" >"$TMP/files"
+  LC_ALL=C comm -23 "$TMP/known" "$TMP/files" | matching -v "$noise" | LC_ALL=C sed 's/[[:cntrl:]]/?/g' >"$TMP/left_out"
+  grep -q '^nanochat/' "$TMP/files" || die 2 "no code to push: there is no nanochat/ with source files in $ROOT"
+  tr '\n' '\0' <"$TMP/files" | tar -cf - --null -T - | gzip -n >"$TMP/code.tgz"
 }
 
 pack
 bytes=$(($(wc -c <"$TMP/code.tgz")))
 sum=$( (sha256sum "$TMP/code.tgz" 2>/dev/null || shasum -a 256 "$TMP/code.tgz") | cut -d' ' -f1)
-commit=$(git -C "$ROOT" describe --always --dirty --exclude '*' 2>/dev/null || echo unversioned)
 say "code $commit: $(($(wc -l <"$TMP/files"))) files, $((bytes / 1000)) kB packed, sha256 ${sum%"${sum#????????????}"}"
+if [ -s "$TMP/left_out" ]; then
+  say "left out (no source files, links, or named like secrets): $(head -n 20 "$TMP/left_out" | tr '\n' ' ')" \
+    "$(tail -n +21 "$TMP/left_out" | wc -l | sed -n 's/ *\([1-9].*\)/and \1 more/p')"
+fi
 if [ $bytes -gt $MAX_BYTES ]; then
   tr '\n' '\0' <"$TMP/files" | xargs -0 du -k | sort -rn | head -n 3 >&2 || true
   die 2 "$bytes bytes of code, more than $MAX_BYTES: move the largest, listed above, out of these folders"

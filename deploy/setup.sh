@@ -3,9 +3,9 @@
 #
 #   deploy/setup.sh HOST       HOST: an IP, an ssh host, a list of them (a,b), or the VM's name
 #
-# It installs Python 3.11 with venv if it is missing (as on v6e images) and the packages that pyproject.toml pins, into
-# ~/nanochat.d/venv, and creates ~/.tpu_env from .tpu_env.example (mode 600). The WandB key is read from $WANDB_API_KEY
-# or a file and sent over stdin: it never appears on a command line.
+# It installs Python 3.11 with venv unless there is a 3.11 or 3.12 with venv, and the packages that pyproject.toml pins
+# into ~/nanochat.d/venv, and creates ~/.tpu_env from .tpu_env.example (mode 600). The WandB key is read from
+# $WANDB_API_KEY or a file and sent over stdin: it never appears on a command line.
 #
 #   --type TYPE                the VM's type, such as v6e-4, which says how many chips to expect (default: if HOST is a
 #                              VM's name, gcloud is asked; if not, any number is accepted)
@@ -14,13 +14,15 @@
 #   --worker N|all             which VM of a pod (default all)
 #   --dry_run                  only print what would be done
 { set +x; } 2>/dev/null  # bash -x would print the key
-. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
-TYPE=""
+me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
+. "$(dirname "$me")/lib/common.sh" || exit 2
 parse "" "$@"
+given TYPE || TYPE=""  # the type in config.env may be that of another VM
 resolve ${ARGS[@]+"${ARGS[@]}"}
 
 key=${WANDB_API_KEY:-}
 [ -z "$WANDB_KEY_FILE" ] || key=$(head -n 1 "$WANDB_KEY_FILE") || die 2 "cannot read --wandb_key_file $WANDB_KEY_FILE"
+key=${key//[[:space:]]/}  # a file from Windows ends its lines with CR LF
 chips=0 TYPE=${VM_TYPE:-$TYPE}
 if [ -n "$TYPE" ]; then facts "$TYPE"; chips=$((CHIPS / HOSTS)); fi
 
@@ -28,14 +30,24 @@ script <<'END'
 project=$1 files=$D/setup venv=$D/venv
 mkdir -p "$files"; tar -xf - -C "$files"
 sudo=$([ "$(id -u)" = 0 ] || echo "sudo -n")
-if ! python3.11 -c 'import venv, ensurepip' 2>/dev/null; then
+usable() { # prints the first of these programs that runs and has venv
+  for python in "$@"; do
+    if "$python" -c 'import venv, ensurepip'; then echo "$python"; return; fi
+  done 2>/dev/null
+  return 1
+}
+# The pins have wheels for Python 3.10 to 3.12. On 3.10, which has no jax 0.7, the kernels in Pallas are missing.
+if ! python=$(usable python3.11 python3.12); then
   echo "installing Python 3.11"
   export DEBIAN_FRONTEND=noninteractive
   $sudo apt-get -q -o DPkg::Lock::Timeout=300 update >"$files/apt.log" 2>&1 &&
-    $sudo apt-get -q -y -o DPkg::Lock::Timeout=300 install python3.11 python3.11-venv >>"$files/apt.log" 2>&1 ||
-    { tail -n 3 "$files/apt.log" >&2; echo "cannot install Python 3.11" >&2; exit 1; }
+    $sudo apt-get -q -y -o DPkg::Lock::Timeout=300 install python3.11 python3.11-venv >>"$files/apt.log" 2>&1 || true
+  python=$(usable python3.11 python3.10) ||
+    { tail -n 3 "$files/apt.log" >&2; echo "cannot install Python 3.11, and there is no 3.10 to 3.12" >&2; exit 1; }
 fi
-python3.11 -c 'import sys, tomllib
+"$python" -c 'import sys
+try: import tomllib
+except ImportError: from pip._vendor import tomli as tomllib
 project = tomllib.load(open(sys.argv[1], "rb"))["project"]
 print(*project["dependencies"],
       *project["optional-dependencies"]["tpu"], sep="\n")' "$files/pyproject.toml" >"$files/pins"
@@ -43,7 +55,7 @@ if cmp -s "$files/pins" "$venv/pins"; then
   echo "packages are as pinned"
 else
   echo "installing $(wc -l <"$files/pins") pinned packages"
-  [ -x "$venv/bin/python" ] || python3.11 -m venv "$venv"
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
   "$venv/bin/python" -m pip install -q --disable-pip-version-check --progress-bar off -r "$files/pins"
   cp "$files/pins" "$venv/pins"  # written last, so that an interrupted installation is repeated
 fi

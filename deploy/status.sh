@@ -6,8 +6,10 @@
 #   --watch                    repeat every --poll_s seconds (default 10) until Ctrl-C
 #   --worker N                 which VM of a pod (default 0)
 #
-# Exit status 1: a VM is not READY or cannot be reached.
-. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
+# Exit status 1: a VM is not READY or cannot be reached; 2: gcloud refused for a reason that no waiting mends; 3: there
+# is no such VM; 4: gcloud could not say whether there is one. Of several VMs, it is the highest.
+me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
+. "$(dirname "$me")/lib/common.sh" || exit 2
 WATCH="" WORKER=0
 parse "WATCH" "$@"
 [ ${#ARGS[@]} -gt 0 ] || ARGS=(${NAME:+"$NAME"})
@@ -22,13 +24,22 @@ vm_line() { # prints what gcloud says of the VM of this name
   lookup "$1"
   printf '%s  %s' "$1" "$VM_STATE"
   [ "$VM_STATE" != unknown ] || printf ' (%s)' "$VM_ERROR"
-  case $VM_STATE in absent | unknown) echo; return 1 ;; esac
-  ON_DEMAND=$([ "$VM_SPOT" = True ] || echo 1)
-  facts "$VM_TYPE"
+  case $VM_STATE in
+    absent) echo "; list.sh looks in all zones"; return 3 ;;
+    unknown) echo; [ -z "$VM_PERMANENT" ] || return 2; return 4 ;;
+  esac
+  facts_of_vm "$VM_TYPE" "$VM_SPOT"
   hours=$(calc "($(date +%s) - $(seconds "$VM_CREATED")) / 3600")
   printf ' %s  %s%s  %s  %s' "$VM_HEALTH" "$VM_TYPE" "${VM_SPOT:+ spot}" "$VM_ZONE" "$VM_IPS"
   printf '  %s h  %s USD at %s an hour\n' "$hours" "$([ -z "$USD" ] || calc "$hours * $USD")" "${USD:-?}"
   [ "$VM_STATE" = READY ]
+}
+
+mirror_trouble() { # prints what is wrong with the mirror, or nothing
+  local behind_s
+  behind_s=$(field mirror_behind_s)
+  [ "${behind_s:-0}" = 0 ] || printf '   BEHIND for %s min: %s' $((behind_s / 60)) \
+    "$(field mirror_error | grep . || echo the newest checkpoint is on the VM alone)"
 }
 
 run_lines() {
@@ -36,7 +47,7 @@ run_lines() {
   [ "$(field state)" != none ] || { echo "  no run yet, $(field disk) GB free"; return 0; }
   echo "  run    $(field run) $(field state)$(field exit | sed 's/./ with status &/')   code $(field code)"
   awk -v steps="$(field steps)" -v step="$(number step)" -v loss="$(number loss)" -v speed="$(number tokens_per_s)" \
-    -v mfu="$(number mfu)" -v left="$(number time_left_s)" 'BEGIN {
+    -v mfu="$(number mfu)" -v left="$([ "$(field state)" != running ] || number time_left_s)" 'BEGIN {
       split(steps, of, "/")
       if (step == "") { print "  step   none yet: compiling takes minutes"; exit }
       printf "  step   %d%s   loss %.4f", step, of[2] ? " of " of[2] + 0 : "", loss
@@ -46,14 +57,18 @@ run_lines() {
       print "" }'
   echo "  disk   $(field disk) GB free   checkpoint $(field checkpoint | grep . || echo none yet)$(
     [ -z "$(field checkpoint)" ] || echo ", $(field checkpoint_age) min old")"
+  [ -z "$(field mirror)" ] ||
+    echo "  mirror $(field mirrored | grep . || echo nothing yet) in $(field mirror)$(mirror_trouble)"
   [ -z "$(field error)" ] || echo "  error  $(field error)"
 }
 
 show() {
-  local host status=0
+  local host this status=0
   for host in "${ARGS[@]}"; do
-    if is_vm "$host"; then vm_line "$host" || { status=1; continue; }; else echo "$host"; fi
-    (resolve "$host" && run_lines) || status=1
+    this=0
+    if is_vm "$host"; then vm_line "$host" || this=$?; else echo "$host"; fi
+    [ $this != 0 ] || (resolve "$host" && run_lines) || this=$?
+    [ $this -le $status ] || status=$this
   done
   return $status
 }

@@ -7,7 +7,8 @@
 #   --kill                     after that, end the run's remaining processes with kill -9
 #   --worker N|all             which VM of a pod (default all)
 #   --dry_run                  only print what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
+me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
+. "$(dirname "$me")/lib/common.sh" || exit 2
 WAIT_S=120 KILL=""
 parse "KILL" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}

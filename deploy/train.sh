@@ -9,11 +9,12 @@
 # The VM keeps RUN.log, RUN.exit and RUN.command in ~/nanochat.d/runs/.
 #
 #   --min_free_gb N            refuse to start with less free disk than this (default 20)
-#   --wait_s N                 return after this time at the latest (default 600); the run continues
+#   --wait_s N                 return after this time (default 600); the run continues
 #   --dry_run                  only print what would be done
 #
 # Exit status 6: another run is running. If the run ends at once, its own exit status is returned.
-. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
+me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
+. "$(dirname "$me")/lib/common.sh" || exit 2
 MIN_FREE_GB=20 AGAIN=""
 parse "AGAIN MIN_FREE_GB=" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
@@ -40,7 +41,7 @@ for flag in "$@"; do
   esac
   previous=$flag
 done
-case $run in *[!A-Za-z0-9._-]* | "" | -*) fail "--run=$run: letters, digits, dot, dash and underscore only" 2 ;; esac
+case $run in *[!A-Za-z0-9._-]* | "" | . | .. | -*) fail "--run=$run: only letters, digits, . - and _" 2 ;; esac
 
 if [ -z "$device" ]; then  # unless the flags name a device
   [ "${PJRT_DEVICE:-}" = TPU ] || fail "PJRT_DEVICE is '${PJRT_DEVICE:-}' in ~/.tpu_env: it would train on the CPU"
@@ -109,8 +110,7 @@ stop() { vm "$1" "$STOP" "$token"; }
 alive() { [ -n "$DRY_RUN" ] || vm "$1" 'running'; }
 each check || exit
 each start || { status=$?; say "not started everywhere: stopping it"; each stop || true; exit $status; }
-status=0
-retry vm 0 "$FOLLOW" "$WAIT_S" || status=$?
+status=0; retry vm 0 "$FOLLOW" "$WAIT_S" || status=$?
 if [ ${#TARGETS[@]} -gt 1 ] && { [ $status != 0 ] || ! each alive; }; then
   say "not running everywhere: stopping it"
   each stop || true

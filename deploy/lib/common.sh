@@ -1,21 +1,24 @@
 # shellcheck shell=bash disable=SC2034
-# Settings and flags of all scripts; it sources gcloud.sh and ssh.sh. It works in bash 3.2 (macOS).
+# Settings and flags of all scripts; it sources gcloud.sh, errors.sh and ssh.sh. It works in bash 3.2 (macOS).
+# The first lines of every script follow the symbolic links that lead to it, and end it if this file is not found.
 #
-# Exit status of every script: 0 done; 1 failed; 2 wrong use; 3 no such VM; 4 gcloud gave no answer (credentials,
-# network); 5 no capacity in any zone; 6 refused, because it exists or runs already; 7 budget spent.
+# Exit status of every script: 0 done; 1 failed; 2 wrong use, or an error that no waiting mends; 3 no such VM;
+# 4 gcloud gave no answer (credentials, network); 5 no capacity in any zone; 6 refused, because it exists or runs
+# already; 7 budget spent.
 set -euo pipefail
 
-LIB=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) HERE=${LIB%/*} ROOT=${LIB%/*/*}
-TMP=$(mktemp -d) && trap 'rm -rf "$TMP"' EXIT
+# Physical paths: seen through a symbolic link, the parent of deploy/ is another folder than the checkout.
+LIB=$(CDPATH="" cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd -P) && HERE=${LIB%/*} && ROOT=${HERE%/*} || exit 1
+TMP=$(mktemp -d) && trap 'rm -rf "$TMP"' EXIT || exit 1
 export -n WANDB_API_KEY 2>/dev/null || true  # a secret: no child process needs it in its environment
 export COPYFILE_DISABLE=1  # so that tar on macOS adds no ._ files
 
 # Settings have these defaults, which config.env overrides, which flags override. A name with "=" takes a value.
 SETTINGS="PROJECT= ZONES= NAME= TYPE= BUCKET= SSH_USER= SSH_KEY= WANDB_PROJECT= WANDB_KEY_FILE= ON_DEMAND USD_PER_HOUR="
-SETTINGS="$SETTINGS WORKER= WAIT_S= POLL_S= DRY_RUN"
+SETTINGS="$SETTINGS WORKER= WAIT_S= POLL_S= DRY_RUN INTERNAL_IPS"
 PROJECT="" ZONES="" NAME="" TYPE=v5litepod-8 BUCKET="" SSH_USER="" SSH_KEY=$HOME/.ssh/google_compute_engine
 WANDB_PROJECT="" WANDB_KEY_FILE="" ON_DEMAND="" USD_PER_HOUR="" WORKER=all WAIT_S=600 POLL_S=10 SSH_TIMEOUT_S=20
-DRY_RUN=""
+DRY_RUN="" INTERNAL_IPS=""
 
 awk() { LC_ALL=C command awk "$@"; }  # numbers have a decimal point in every locale
 say() { printf '%s\n' "$*" >&2; }
@@ -25,13 +28,20 @@ quote() { local a; for a in "$@"; do printf "'%s' " "$(printf %s "$a" | sed "s/'
 # that several waiting scripts do not ask at the same time.
 backoff() { echo $(($1 * (1 << ($2 - 1)) * (50 + RANDOM % 100) / 100)); }
 
+# given NAME returns 0 if a flag has set this variable.
+given() { case $GIVEN in *" $1 "*) ;; *) return 1 ;; esac; }
+
 # parse "MORE= SETTINGS" "$@" sets a variable for each flag (--a_b=1 or --a-b 1), ARGS to the other words, and FLAGS to
 # all words after --.
 parse() {
-  local spec=" $SETTINGS $1 " name value
-  shift && ARGS=() FLAGS=()
-  # shellcheck source=/dev/null
-  if [ -f "${NANOCHAT_DEPLOY_CONFIG:=$HERE/config.env}" ]; then . "$NANOCHAT_DEPLOY_CONFIG"; fi
+  local spec=" $SETTINGS $1 " name value config_type
+  shift && ARGS=() FLAGS=() GIVEN=" "
+  if [ -f "${NANOCHAT_DEPLOY_CONFIG:=$HERE/config.env}" ]; then
+    LC_ALL=C tr -d '\r' <"$NANOCHAT_DEPLOY_CONFIG" >"$TMP/config.env"  # an editor of Windows ends lines with CR LF
+    # shellcheck source=/dev/null
+    . "$TMP/config.env"
+  fi
+  config_type=$TYPE
   while [ $# -gt 0 ]; do
     case $1 in
       -h | --help) sed -n -e 1d -e '/^#/!q' -e 's/^# \{0,1\}//p' "$0"; exit 0 ;;
@@ -45,11 +55,14 @@ parse() {
           *" $name "*) value=1 ;;
           *) die 2 "unknown flag $1; $(basename "$0") --help lists the flags" ;;
         esac
+        GIVEN="$GIVEN$name "
         printf -v "$name" %s "$value" ;;
       *) ARGS+=("$1") ;;
     esac
     shift
   done
+  # The price in config.env is that of the type there, and not of another type.
+  [ "$TYPE" = "$config_type" ] || given USD_PER_HOUR || USD_PER_HOUR=""
   for name in $spec; do  # a mistyped limit of time or money must not be read as 0 or as no limit
     name=${name%=}
     case $name in
@@ -61,5 +74,4 @@ parse() {
   done
 }
 
-. "$LIB/gcloud.sh"
-. "$LIB/ssh.sh"
+. "$LIB/gcloud.sh" && . "$LIB/errors.sh" && . "$LIB/ssh.sh" || exit 1

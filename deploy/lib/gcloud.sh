@@ -39,46 +39,51 @@ change() { # change VERB: deletes, starts or stops the VM that was looked up
   say "+ gcloud compute tpus tpu-vm $1 $NAME --zone=$VM_ZONE"
   [ -n "$DRY_RUN" ] || tpu "$VM_ZONE" "$1" "$NAME" >/dev/null
 }
-# complaint prints the first line of gcloud's error message.
-complaint() { grep -v '^$' "$GCLOUD_ERR" | head -n 1 | grep . || echo "gcloud failed and did not say why"; }
-
-# why prints the reason of gcloud's failure: not_found, auth, quota, stockout or other. Only the error message tells
-# them apart, because every failure exits with status 1.
-why() {
-  case $(tr '\n' ' ' <"$GCLOUD_ERR") in
-    *NOT_FOUND*) echo not_found ;;
-    *UNAUTHENTICATED* | *eauthenticat* | *invalid_grant* | *"auth login"* | *PERMISSION_DENIED*) echo auth ;;
-    *[Qq]uota*) echo quota ;;
-    *"no more capacity"* | *RESOURCE_EXHAUSTED* | *'"code": 8'* | *"code: 8"*) echo stockout ;;
-    *) echo other ;;
-  esac
-}
-
 # lookup NAME sets VM_STATE to the state that the API reports, to absent (NOT_FOUND in every zone), or to unknown
-# (VM_ERROR says why), and the other VM_ variables if the VM exists.
+# (VM_ERROR says why; VM_PERMANENT is 1 if no waiting mends that), and the other VM_ variables if the VM exists.
 lookup() {
-  local zone out format='value[separator="|"](state,health,id,createTime,acceleratorType,'
-  format+='networkEndpoints[].accessConfig.externalIp.list(),schedulingConfig.spot)'
+  local zone out reason external internal format='value[separator="|"](state,health,id,createTime,acceleratorType,'
+  format+='networkEndpoints[].accessConfig.externalIp.list(),networkEndpoints[].ipAddress.list(),schedulingConfig.spot)'
   [ -n "$ZONES" ] || die 2 "--zones is not set: give the flag or write deploy/config.env"
   VM_STATE=absent VM_HEALTH="" VM_ZONE="" VM_ID="" VM_CREATED="" VM_TYPE="" VM_IPS="" VM_SPOT="" VM_ERROR=""
+  VM_PERMANENT=""
   for zone in $(printf %s "$ZONES" | tr , ' '); do
     if out=$(tpu "$zone" describe "$1" --format="$format"); then
-      IFS='|' read -r VM_STATE VM_HEALTH VM_ID VM_CREATED VM_TYPE VM_IPS VM_SPOT <<<"$out"
-      VM_ZONE=$zone
+      IFS='|' read -r VM_STATE VM_HEALTH VM_ID VM_CREATED VM_TYPE external internal VM_SPOT <<<"$out"
+      VM_ZONE=$zone VM_IPS=$external VM_ERROR="" VM_PERMANENT=""
+      case $external in *None*) VM_IPS="" ;; esac
+      [ -z "$INTERNAL_IPS" ] || VM_IPS=$internal
       return
     fi
-    case $(why) in
-      not_found) ;;
-      auth) VM_STATE=unknown VM_ERROR="credentials refused (gcloud auth login): $(complaint)" ;;
-      *) VM_STATE=unknown VM_ERROR="$zone: $(complaint)" ;;
+    reason=$(why)
+    [ "$reason" != not_found ] || continue
+    VM_STATE=unknown
+    [ -z "$VM_PERMANENT" ] || continue
+    case $reason in
+      auth) VM_ERROR="credentials refused (gcloud auth login): $(complaint)" ;;
+      permanent) VM_PERMANENT=1 VM_ERROR="$zone: $(complaint)" ;;
+      *) VM_ERROR="$zone: $(complaint)" ;;
     esac
   done
 }
 
+# facts_of_vm TYPE SPOT sets what facts sets, for a VM that exists, whose type facts may not know: then the price is
+# empty. The price in config.env is only that of TYPE.
+facts_of_vm() {
+  local ON_DEMAND="" USD_PER_HOUR=$USD_PER_HOUR
+  [ "$2" = True ] || ON_DEMAND=1
+  given USD_PER_HOUR || [ "$1" = "$TYPE" ] || USD_PER_HOUR=""
+  USD=$USD_PER_HOUR
+  ! (facts "$1") 2>/dev/null || facts "$1"
+}
+
+# cannot_tell NAME exits because lookup has found out nothing.
+cannot_tell() { die "$([ -n "$VM_PERMANENT" ] && echo 2 || echo 4)" "cannot tell whether $1 exists: $VM_ERROR"; }
+
 # need NAME [STATE] looks the VM up and exits unless it exists (and is in that state).
 need() {
   lookup "$1"
-  [ "$VM_STATE" != absent ] || die 3 "no VM $1 in $ZONES"
-  [ "$VM_STATE" != unknown ] || die 4 "cannot tell whether $1 exists: $VM_ERROR"
+  [ "$VM_STATE" != absent ] || die 3 "no VM $1 in $ZONES; list.sh looks in all zones"
+  [ "$VM_STATE" != unknown ] || cannot_tell "$1"
   [ "$VM_STATE" = "${2:-$VM_STATE}" ] || die 1 "$1 is $VM_STATE, not $2"
 }

@@ -23,6 +23,7 @@ aim() {
     fi
     n=$((n + 1))
   done
+  [ $n -gt 0 ] || die 2 "the VM has no external IP: --internal_ips takes its internal one, inside its network"
   [ ${#TARGETS[@]} -gt 0 ] || die 2 "--worker $WORKER does not exist: there are $n"
 }
 

@@ -99,7 +99,8 @@ class Cloud:
         if match := re.fullmatch(NODE, path):
             parent, zone = match.groups()
             if method == "GET":
-                return {"nodes": [node for name, node in self.nodes.items() if name.startswith(parent + "/")]}
+                return {"nodes": [node for name, node in self.nodes.items() if zone == "-" or
+                                  name.startswith(parent + "/")]}
             return self.create(parent, zone, query["nodeId"], body)
         match = re.fullmatch(NODE + r"/([^/:]+)(:\w+)?", path)
         name = f"{match[1]}/nodes/{match[3]}"

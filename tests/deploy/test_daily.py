@@ -1,7 +1,10 @@
 """The scripts of daily use, against a real sshd: push, setup, train, logs, status, stop_run."""
+import json
 import os
+import re
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -64,7 +67,7 @@ def test_push_over_a_lost_connection_tries_again(laptop, checkout):
 def test_push_onto_a_full_disk_leaves_the_old_code_whole(laptop, checkout):
     vm = laptop.vm(disk_mb=2, set_up=False)
     laptop.run("push.sh", vm.ip, root=checkout)
-    (checkout / "tokenizer/more").write_bytes(os.urandom(3_000_000))
+    (checkout / "tokenizer/tokenizer.pkl").write_bytes(os.urandom(3_000_000))
     (checkout / "nanochat/common.py").write_text("changed = True\n")
     output = laptop.run("push.sh", vm.ip, root=checkout, status=1)
     assert "is the disk full?" in output
@@ -74,9 +77,9 @@ def test_push_onto_a_full_disk_leaves_the_old_code_whole(laptop, checkout):
 
 
 def test_push_refuses_more_than_50_mb_and_names_the_largest(laptop, checkout):
-    with open(checkout / "tokenizer/huge.bin", "wb") as file:
+    with open(checkout / "tokenizer/token_bytes.pt", "wb") as file:
         file.write(os.urandom(51_000_000))
-    assert "tokenizer/huge.bin" in laptop.run("push.sh", "127.0.0.1", root=checkout, status=2)
+    assert "tokenizer/token_bytes.pt" in laptop.run("push.sh", "127.0.0.1", root=checkout, status=2)
 
 
 def test_a_changed_host_key_of_a_bare_ip_is_explained(laptop, checkout):
@@ -122,9 +125,37 @@ def test_setup_installs_python_3_11_where_the_image_lacks_it(laptop):
     assert "E: no such package" in laptop.run("setup.sh", vm.ip, status=1)
 
 
+def test_setup_takes_python_3_12_and_in_need_3_10_but_no_other(laptop):
+    vm = laptop.vm(set_up=False)
+    vm.program(vm.root / "bin/python3.11", "exit 127")
+    vm.program(vm.root / "bin/apt-get", "echo E: no such package; exit 100")
+    python = f"""echo "$0 $*" >>~/started
+case "$*" in
+  "-m venv"*) mkdir -p "$3/bin"; cp {vm.root}/venv_python "$3/bin/python" ;;
+  *) exec {os.sys.executable} "$@" ;;
+esac"""
+    vm.program(vm.root / "bin/python3.13", python)
+    assert "there is no 3.10 to 3.12" in laptop.run("setup.sh", vm.ip, status=1)
+    assert not (vm.home / "started").exists()
+    for name in ("python3.10", "python3.12"):
+        vm.program(vm.root / "bin" / name, python)
+        subprocess.run(["rm", "-rf", vm.home / "nanochat.d/venv", vm.home / "started"], check=True)
+        assert "torch_xla sees 8 chips; ready" in laptop.run("setup.sh", vm.ip)
+        assert f"{name} -m venv" in (vm.home / "started").read_text()
+
+
+def test_a_key_file_from_windows(laptop):
+    vm = laptop.vm()
+    (laptop.home / "key").write_bytes(b"deadbeef\r\n")
+    laptop.run("setup.sh", vm.ip, f"--wandb_key_file={laptop.home}/key")
+    assert "export WANDB_API_KEY=deadbeef\n" in (vm.home / ".tpu_env").read_text()
+
+
 def test_setup_fails_when_chips_are_missing(laptop):
     vm = laptop.vm(chips=4)
     assert "sees 4 chips, 8 expected" in laptop.run("setup.sh", vm.ip, "--type=v5litepod-8", status=1)
+    (laptop.home / "config.env").write_text("TYPE=v5litepod-8\n")  # of another VM: this one is named by its IP
+    assert "sees 4 chips; ready" in laptop.run("setup.sh", vm.ip)
 
 
 def test_the_wandb_key_is_in_no_process_list_no_log_and_no_tarball(laptop, checkout):
@@ -210,7 +241,9 @@ def test_train_refuses_a_vm_that_is_not_set_up(laptop, vm, broken, message):
 
 def test_train_refuses_a_machine_without_chips_and_a_full_disk(laptop, vm):
     assert "less than --min_free_gb" in laptop.run("train.sh", vm.ip, "--min_free_gb=999999", "--", "--run=a", status=1)
-    assert "only" in train(laptop, vm, "--run=../a", status=2)
+    for name in ("../a", "..", ".", ""):
+        assert "only" in train(laptop, vm, f"--run={name}", status=2)
+        assert "only" in train(laptop, vm, "--run", name, status=2)
     without = laptop.vm(chips=0)
     without.give_code()
     (without.home / ".tpu_env").write_text("export PJRT_DEVICE=TPU\n")
@@ -252,12 +285,50 @@ def test_status_shows_one_screen_for_a_running_and_for_a_crashed_run(laptop, vm)
         eventually(lambda: "d16 running" in watching.stdout.readline())
     watching.kill()
     laptop.run("stop_run.sh", vm.ip)
-    assert "ended with status 75" in laptop.run("status.sh", vm.ip)
+    output = laptop.run("status.sh", vm.ip)
+    assert "ended with status 75" in output and "175000 tokens/s" in output and "min left" not in output
     train(laptop, vm, "--run=d17", "--crash_at=20", "--num_iterations=30")
     output = eventually(lambda: (text := laptop.run("status.sh", vm.ip)) and "ended" in text and text)
     assert "RuntimeError: crash at step 20" in output and "status 1" in output
     vm.kill()
     assert "unreachable" in laptop.run("status.sh", vm.ip, status=1)
+
+
+def test_status_shows_errors_and_no_warnings_of_wandb(laptop, vm):
+    warnings = ["wandb: WARNING Saving files failed, error: retrying", "UserWarning: an error: maybe",
+                "\x1b[34m\x1b[1mwandb\x1b[0m: \x1b[33mWARNING\x1b[0m error: a network error: retrying"]
+    printed = "; ".join(f"echo '{line}'" for line in warnings)
+    vm.program(vm.home / "nanochat.d/venv/bin/python", f"{printed}; echo 'step 00001/00009'; exit 0")
+    train(laptop, vm, "--run=a")
+    output = eventually(lambda: "ended" in (text := laptop.run("status.sh", vm.ip)) and text)
+    assert "  error  " not in output
+    vm.program(vm.home / "nanochat.d/venv/bin/python", f"echo 'wandb.errors.UsageError: no key'; {printed}; exit 1")
+    train(laptop, vm, "--run=a", status=1)
+    assert "  error  wandb.errors.UsageError: no key" in laptop.run("status.sh", vm.ip)
+
+
+def test_status_shows_a_mirror_that_falls_behind(laptop, vm):
+    train(laptop, vm, "--run=d16", "--num_iterations=4", "--save_every=2")
+    laptop.run("logs.sh", vm.ip)
+    state = {"mirror": "gs://b/c/d16", "newest_saved": "step_000004", "newest_copied": "step_000004",
+             "behind_since": None, "error": None}
+
+    def status(content):
+        (vm.run_dir("d16") / "mirror.json").write_text(content)
+        return laptop.run("status.sh", vm.ip), vm.shell(f"unset NANOCHAT_BASE_DIR; . {ROOT}/deploy/lib/on_vm.sh; probe")
+
+    shown, probed = status(json.dumps(state))
+    assert "  mirror step_000004 in gs://b/c/d16\n" in shown
+    assert {"mirror=gs://b/c/d16", "mirrored=step_000004", "mirror_behind_s=0", "mirror_error="} <= set(
+        probed.splitlines())
+    assert int(re.search(r"checkpoint_bytes=(\d+)", probed)[1]) >= len("weights of step 4")
+    state |= {"newest_copied": None, "behind_since": time.time() - 3600, "error": "403 Forbidden:\nstate=no"}
+    shown, probed = status(json.dumps(state))
+    assert "  mirror nothing yet in gs://b/c/d16   BEHIND for 60 min: 403 Forbidden: state=no\n" in shown
+    assert 3600 <= int(re.search(r"mirror_behind_s=(\d+)", probed)[1]) < 3700 and "\nstate=no" not in probed
+    for damaged in ("", "[1]", '{"mirror": ', '{"behind_since": "x"}'):
+        shown, probed = status(damaged)
+        assert "  mirror " not in shown and "mirror_behind_s=0\n" in probed and "checkpoint=step_000004\n" in probed
 
 
 def test_processes_left_of_a_run_are_seen_and_ended(laptop, vm):

@@ -1,4 +1,6 @@
 """Copies of data from a bucket to the VM, with gcloud storage, and of results from the VM to the laptop."""
+import sys
+
 import pytest
 
 from tests.deploy.cloud import Cloud
@@ -11,29 +13,80 @@ def cloud():
     cloud.close()
 
 
-def test_data_puts_every_file_in_its_place_and_fetches_only_what_is_missing(laptop, cloud):
-    vm = laptop.vm(env=cloud.env(laptop.root / "vm_gcloud"))
-    (vm.root / "bin/gcloud").symlink_to(laptop.gcloud)
-    cloud.put("b", "x/parquet/base_data_v3/base_data_v3/shard_00000.parquet", b"0" * 1000)
-    cloud.put("b", "x/parquet/base_data_v3/base_data_v3/shard_00001.parquet", b"1" * 2000)
-    cloud.put("b", "x/parquet/val/shard_00000.parquet", b"v" * 500)
-    cloud.put("b", "x/tokenizer/tokenizer_65k/tokenizer.tiktoken", b"t" * 300)
-    cloud.put("b", "x/other/readme.txt", b"not ours")
-    output = laptop.run("data.sh", vm.ip, "--bucket=gs://b/x/", timeout_s=120)
-    assert "4 files, 4 missing" in output
-    base = vm.home / ".cache/nanochat"
-    assert (base / "parquet/base_data_v3/shard_00001.parquet").read_bytes() == b"1" * 2000
-    assert (base / "parquet/val/shard_00000.parquet").read_bytes() == b"v" * 500
-    assert (base / "tokenizer/tokenizer.tiktoken").stat().st_size == 300
-    assert sorted(path.name for path in base.iterdir()) == ["parquet", "tokenizer"]
+@pytest.fixture
+def vm_with_code(laptop, cloud):
+    """A VM whose Python is real and whose gcloud notes its calls in ~/calls; it has the code, but no data."""
+    vm = laptop.vm(env=cloud.env(laptop.root / "vm_gcloud"), python=f'exec {sys.executable} "$@"')
+    vm.program(vm.root / "bin/gcloud", f'echo "$*" >>~/calls; exec {laptop.gcloud} "$@"')
+    laptop.run("push.sh", vm.ip)
+    return vm
 
-    (base / "parquet/base_data_v3/shard_00001.parquet").write_bytes(b"truncated")
+
+def put_tokenizer(cloud, folder, place):
+    for path in folder.iterdir():
+        cloud.put("b", f"{place}/{path.name}", path.read_bytes())
+
+
+def test_data_puts_every_file_in_its_place_and_fetches_only_what_is_missing(laptop, cloud, vm_with_code,
+                                                                            byte_tokenizer_dir):
+    vm = vm_with_code
+    for number in range(5):
+        cloud.put("b", f"x/parquet/base_data_v3/base_data_v3/shard_{number:05d}.parquet", b"%d" % number * 1000)
+    cloud.put("b", "x/parquet/val/shard_00000.parquet", b"v" * 500)
+    cloud.put("b", "x/other/readme.txt", b"not ours")
+    put_tokenizer(cloud, byte_tokenizer_dir, "x/tokenizer/tokenizer_65k")
+    base = vm.home / ".cache/nanochat"
+    whole = base / "incoming/parquet/base_data_v3/shard_00004.parquet"  # as an interrupted data.sh leaves it
+    whole.parent.mkdir(parents=True)
+    whole.write_bytes(b"4" * 1000)
+    whole.with_name("shard_00003.parquet").write_bytes(b"3" * 10)
+
+    output = laptop.run("data.sh", vm.ip, "--bucket=gs://b/x/", timeout_s=120)
+    assert "9 files, 8 missing" in output
+    shards = base / "parquet/base_data_v3"
+    assert [path.read_bytes() for path in sorted(shards.iterdir())] == [b"%d" % n * 1000 for n in range(5)]
+    assert (base / "parquet/val/shard_00000.parquet").read_bytes() == b"v" * 500
+    assert (base / "tokenizer/vocabulary.tiktoken").stat().st_size > 1000
+    assert sorted(path.name for path in base.iterdir()) == ["parquet", "tokenizer"]
+    calls = (vm.home / "calls").read_text().splitlines()
+    assert len(calls) == 4, "one call lists, and one for each folder copies"
+    downloaded = " ".join(request for request in cloud.requests if "alt=media" in request)
+    assert "shard_00003.parquet" in downloaded and "shard_00004.parquet" not in downloaded
+
+    (shards / "shard_00001.parquet").write_bytes(b"truncated")
     output = laptop.run("data.sh", vm.ip, "--bucket=gs://b/x", timeout_s=120)
-    assert "4 files, 1 missing" in output
-    assert (base / "parquet/base_data_v3/shard_00001.parquet").read_bytes() == b"1" * 2000
+    assert "9 files, 1 missing" in output
+    assert (shards / "shard_00001.parquet").read_bytes() == b"1" * 1000
     output = laptop.run("data.sh", vm.ip, "--bucket=gs://b/x/other", status=1)
     assert "has neither *.parquet files nor a tokenizer folder" in output
     assert "gs://" in laptop.run("data.sh", vm.ip, status=2)
+
+
+def test_data_takes_a_tokenizer_only_if_it_loads(laptop, cloud, vm_with_code, byte_tokenizer_dir):
+    vm = vm_with_code
+    cloud.put("b", "x/shard_00000.parquet", b"0" * 1000)
+    cloud.put("b", "x/tokenizer_65k/tokenizer.json", b'{"model": {"type": "WordPiece"}}')
+    output = laptop.run("data.sh", vm.ip, "--bucket=gs://b/x", status=2, timeout_s=120)
+    assert "gs://b/x/tokenizer_65k" in output and "--no_tokenizer" in output and "Traceback" not in output
+    base = vm.home / ".cache/nanochat"
+    assert not (base / "tokenizer").exists()
+
+    laptop.run("data.sh", vm.ip, "--bucket=gs://b/x", "--no_tokenizer", timeout_s=120)
+    assert (base / "parquet/base_data_v3/shard_00000.parquet").exists() and not (base / "tokenizer").exists()
+
+    (base / "tokenizer").mkdir()
+    (base / "tokenizer/tokenizer.pkl").write_bytes(b"an older one")
+    put_tokenizer(cloud, byte_tokenizer_dir, "x/tokenizer_65k")
+    laptop.run("data.sh", vm.ip, "--bucket=gs://b/x", timeout_s=120)
+    assert not (base / "tokenizer/tokenizer.pkl").exists(), "a mixture of two tokenizers"
+    assert (base / "tokenizer.before/tokenizer.pkl").read_bytes() == b"an older one"
+
+
+def test_data_needs_the_code_to_try_a_tokenizer(laptop, cloud, byte_tokenizer_dir):
+    vm = laptop.vm(env=cloud.env(laptop.root / "vm_gcloud"))
+    (vm.root / "bin/gcloud").symlink_to(laptop.gcloud)
+    put_tokenizer(cloud, byte_tokenizer_dir, "tokenizer")
+    assert "push.sh, or --no_tokenizer" in laptop.run("data.sh", vm.ip, "--bucket=gs://b", status=1, timeout_s=120)
 
 
 def test_fetch_brings_metrics_log_and_the_newest_checkpoint_home_once(laptop, vm):

@@ -11,7 +11,7 @@ import pytest
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 VERBS = ["create", "setup", "push", "data", "train", "status", "logs", "stop_run", "fetch", "watch", "stop", "start",
          "delete", "list"]
-LIBRARIES = ["lib/common", "lib/gcloud", "lib/ssh", "lib/on_vm", "lib/budget", "lib/repair"]
+LIBRARIES = ["lib/common", "lib/gcloud", "lib/ssh", "lib/on_vm", "lib/budget", "lib/repair", "lib/errors"]
 
 
 def run(*args):
@@ -31,6 +31,38 @@ def test_help_and_an_unknown_flag(verb):
     assert len(result.stdout.splitlines()) < 30
     result = run(script, "--no_such_flag")
     assert result.returncode == 2 and "unknown flag --no_such_flag" in result.stderr
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "watch"])
+def test_a_script_is_found_through_links_and_stops_without_its_library(verb, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "second").symlink_to(DEPLOY / f"{verb}.sh")
+    (tmp_path / "bin/first").symlink_to("../second")
+    (tmp_path / "folder").symlink_to(DEPLOY)
+    for script in (tmp_path / "bin/first", tmp_path / f"folder/{verb}.sh"):
+        result = run(script, "--no_such_flag")
+        assert result.returncode == 2 and "unknown flag --no_such_flag" in result.stderr
+    alone = shutil.copy(DEPLOY / f"{verb}.sh", tmp_path / "bin")
+    result = subprocess.run([alone, "192.0.2.1"], capture_output=True, text=True, cwd=tmp_path, timeout=60,
+                            stdin=subprocess.DEVNULL)
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1 and "lib/common.sh" in result.stderr
+    assert not (tmp_path / "typescript").exists(), "the program `script` of util-linux was started"
+
+
+def test_a_config_file_from_windows(tmp_path):
+    config = tmp_path / "config.env"
+    config.write_bytes(b"WAIT_S=5\r\nSSH_USER=me\r\n\r\nZONES=a,b\r\n")
+    env = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": str(config), "HOME": str(tmp_path)}
+    result = subprocess.run([DEPLOY / "stop_run.sh", "192.0.2.1", "--dry_run"], capture_output=True, text=True, env=env)
+    assert result.returncode == 0 and "+ ssh me@192.0.2.1 " in result.stderr and "\r" not in result.stderr
+
+
+def test_git_ignores_results_and_secrets():
+    if run("git", "-C", DEPLOY, "rev-parse").returncode:
+        pytest.skip("this is no git checkout")
+    names = ["checkpoints/d16/run.log", "checkpoints/d16/step_000001/model.safetensors", "deploy/config.env", ".env",
+             ".tpu_env"]
+    assert run("git", "-C", DEPLOY.parent, "check-ignore", *names).stdout.split() == names
 
 
 @pytest.mark.parametrize("name", VERBS + LIBRARIES)

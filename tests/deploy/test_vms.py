@@ -77,7 +77,7 @@ def test_expired_credentials_never_mean_an_absent_vm(laptop, cloud):
     cloud.broken = (401, "UNAUTHENTICATED", "Request had invalid authentication credentials.")
     for script in ("create.sh", "delete.sh"):
         assert "gcloud auth login" in laptop.run(script, "nano", "--zones=us-a", status=4)
-    assert "unknown (credentials refused" in laptop.run("status.sh", "nano", "--zones=us-a", status=1)
+    assert "unknown (credentials refused" in laptop.run("status.sh", "nano", "--zones=us-a", status=4)
     laptop.run("list.sh", "--zones=us-a", status=4)
     assert not [request for request in cloud.requests if request.startswith("DELETE")]
 
@@ -87,6 +87,8 @@ def test_a_gcloud_that_dies_silently_tells_nothing_about_the_vm(laptop):
     (laptop.home / "bin/gcloud").chmod(0o755)
     output = laptop.run("delete.sh", "nano", "--zones=us-a", "--yes", status=4)
     assert "cannot tell whether nano exists: us-a: gcloud failed and did not say why" in output
+    (laptop.home / "bin/gcloud").write_text("#!/bin/bash\nno-gcloud-here\n")
+    assert "no-gcloud-here: command not found" in laptop.run("delete.sh", "nano", "--zones=us-a", "--yes", status=2)
 
 
 @pytest.mark.slow

@@ -1,0 +1,151 @@
+"""What the scripts make of gcloud's error messages: the real gcloud prints them, for answers of an emulated API."""
+import subprocess
+
+import pytest
+
+from tests.deploy.cloud import Cloud, Failure
+from tests.deploy.conftest import ROOT
+
+MISSPELT = (403, "PERMISSION_DENIED", "Permission denied on 'locations/us-wst4-a' (or it may not exist).")
+DISABLED = (403, "PERMISSION_DENIED", "Cloud TPU API has not been used in project p before or it is disabled. Enable "
+            "it by visiting https://console.example/tpu?project=p then retry; see Quota and `gcloud auth login`.")
+UNAVAILABLE = (503, "UNAVAILABLE", "The service is currently unavailable.")  # gcloud repeats the request for 30 s
+ABORTED = (409, "ABORTED", "The request was in conflict with another; try again.")
+EXPIRED = (401, "UNAUTHENTICATED", "Request had invalid authentication credentials.")
+TOO_MANY = (429, "RESOURCE_EXHAUSTED", "Quota exceeded for quota metric 'Read requests' and limit 'per minute'.")
+
+
+@pytest.fixture
+def cloud(laptop):
+    cloud = Cloud()
+    laptop.env.update(cloud.env(laptop.home / "gcloud"))
+    yield cloud
+    cloud.close()
+
+
+def why(laptop, *arguments):
+    """Returns the reason and gcloud's words for the failure of `gcloud compute tpus tpu-vm …`."""
+    script = f'. {ROOT}/deploy/lib/common.sh; tpu us-a "$@" || printf "%s: %s" "$(why)" "$(complaint)"'
+    return subprocess.check_output(["bash", "-c", script, "bash", *arguments], text=True, env=laptop.env)
+
+
+@pytest.mark.parametrize("answer, reason", [
+    (MISSPELT, "permanent"), (DISABLED, "permanent"), (ABORTED, "other"), (EXPIRED, "auth"), (TOO_MANY, "other"),
+    pytest.param(UNAVAILABLE, "other", marks=pytest.mark.slow),
+    ((400, "INVALID_ARGUMENT", "The runtime version is not known."), "permanent"),
+    ((404, "NOT_FOUND", "Resource 'projects/p/locations/us-a/nodes/nano' was not found"), "not_found"),
+    ((404, "NOT_FOUND", "The location projects/p/locations/us-a does not exist"), "permanent"),
+    ((429, "RESOURCE_EXHAUSTED", "Quota limit 'TPUs' has been exceeded. Limit: 0"), "quota"),
+])
+def test_the_reason_of_a_refused_request_is_read_by_its_code(laptop, cloud, answer, reason):
+    cloud.broken = answer
+    said = why(laptop, "describe", "nano")
+    assert said.startswith(f"{reason}: ") and answer[2].rstrip(".") in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("code, message, reason", [
+    (8, 'There is no more capacity in the zone "us-a"', "stockout"), (8, "Quota 'TPUs' exhausted", "quota"),
+    (3, "Reserved is bad", "permanent"), (7, "The service account may not", "permanent"), (13, "Try again", "other"),
+    (16, "Log in", "auth")])
+def test_the_reason_of_a_failed_operation_is_its_last_error(laptop, cloud, code, message, reason):
+    cloud.create = lambda parent, *_: cloud.operation(parent, None, {"code": code, "message": message})
+    said = why(laptop, "create", "nano", "--accelerator-type=v6e-4", "--version=x", "--quiet")
+    assert said == f"{reason}: {message} (code {code})"
+
+
+def test_a_missing_project_and_a_wrong_flag_are_permanent(laptop, cloud):
+    assert why(laptop, "describe", "nano", "--no-such-flag").startswith("permanent: unrecognized arguments")
+    laptop.env.pop("CLOUDSDK_CORE_PROJECT")
+    assert why(laptop, "describe", "nano").startswith("permanent: ")
+
+
+@pytest.mark.parametrize("answer", [MISSPELT, DISABLED])
+def test_an_error_that_no_waiting_mends_ends_every_script_with_gclouds_words(laptop, cloud, answer):
+    cloud.broken = answer
+    for verb in ("create.sh", "delete.sh", "push.sh", "status.sh"):
+        output = laptop.run(verb, "nano", "--zones=us-a,us-b", status=2)
+        assert answer[2].rstrip(".") in output and "credentials" not in output
+    assert answer[2].rstrip(".") in laptop.run("list.sh", "--zones=us-a", status=2)
+
+
+def test_an_error_that_may_pass_is_status_4(laptop, cloud):
+    cloud.broken = ABORTED
+    for verb in ("delete.sh", "status.sh", "list.sh"):
+        arguments = ["nano"] if verb != "list.sh" else []
+        assert ABORTED[2] in laptop.run(verb, *arguments, "--zones=us-a", status=4)
+
+
+def test_create_says_why_the_creation_failed_and_retries_only_what_may_pass(laptop, cloud):
+    tries = []
+
+    def create(parent, zone, name, body):
+        tries.append(zone)
+        return cloud.operation(parent, None, {"code": 3, "message": "Reserved is bad"} if zone == "us-a" else
+                               {"code": 13, "message": "Internal error, try again"})
+
+    cloud.create = create
+    flags = ["nano", "--poll_s=0.1", "--backoff_s=0", "--rounds=2"]
+    output = laptop.run("create.sh", *flags, "--zones=us-a,us-b", status=5)
+    assert "us-a: Reserved is bad" in output and "us-b: Internal error, try again" in output
+    assert "request issued" not in output and tries == ["us-a", "us-b", "us-b"]
+    output = laptop.run("create.sh", *flags, "--zones=us-a", status=2)
+    assert output.endswith("error: us-a: Reserved is bad (code 3)\n")
+
+
+def test_list_shows_the_vms_of_all_zones_each_at_the_price_of_its_type(laptop, cloud):
+    flags = ["--poll_s=0.1", "--backoff_s=0"]
+    laptop.run("create.sh", "one", "--zones=us-a", *flags)
+    laptop.run("create.sh", "other", "--zones=eu-b", "--type=v6e-4", *flags)
+    (laptop.home / "config.env").write_text("ZONES=us-a TYPE=v5litepod-8 USD_PER_HOUR=9.00\n")
+    cloud.nodes["projects/p/locations/us-d/nodes/old"] = {
+        **cloud.node("one"), "name": "projects/p/locations/us-d/nodes/old", "acceleratorType": "v2-8"}
+    one, other, old, total = laptop.run("list.sh").splitlines()
+    assert one.split()[:2] == ["one", "us-a"] and one.endswith(" 9.00 USD/h")
+    assert other.split()[:2] == ["other", "eu-b"] and not other.endswith((" 9.00 USD/h", " ? USD/h"))
+    assert old.split()[:2] == ["old", "us-d"] and old.endswith(" ? USD/h") and "price is not known" in total
+    assert "9.00" not in laptop.run("create.sh", "third", "--type=v6e-4", "--dry_run")
+    assert "9.00 USD an hour" in laptop.run("create.sh", "third", "--dry_run")
+
+
+def test_list_says_which_zones_it_did_not_look_at(laptop, cloud):
+    laptop.run("create.sh", "one", "--zones=us-a", "--poll_s=0.1", "--backoff_s=0")
+    answer = cloud.tpu
+
+    def one_zone_at_a_time(method, path, query, body):
+        if "/locations/-/" in path or "/locations/us-c/" in path:
+            raise Failure(400, "INVALID_ARGUMENT", "No such location")
+        return answer(method, path, query, body)
+
+    cloud.tpu = one_zone_at_a_time
+    output = laptop.run("list.sh", "--zones=us-a,us-c", status=4)
+    assert "not all zones were looked at" in output and "us-a was looked at" in output and "one  " in output
+    assert "us-c was not looked at" in output
+
+
+def test_a_vm_without_external_ips(laptop, cloud):
+    vm = laptop.vm("nano", set_up=False)
+
+    def connect(node):
+        node["networkEndpoints"] = [{"ipAddress": vm.ip, "port": 8470}]
+
+    cloud.connect = connect
+    laptop.run("create.sh", "nano", "--zones=us-a", "--internal_ips", "--poll_s=0.1", "--backoff_s=0")
+    assert cloud.node("nano")["networkConfig"]["enableExternalIps"] is False
+    for worker in ("all", "0"):
+        assert "--internal_ips" in laptop.run("push.sh", "nano", "--zones=us-a", f"--worker={worker}", status=2)
+    assert "~/nanochat is now" in laptop.run("push.sh", "nano", "--zones=us-a", "--internal_ips")
+    assert vm.ip in laptop.run("list.sh")
+
+
+def test_a_stopped_spot_vm_is_not_started(laptop, cloud):
+    laptop.run("create.sh", "spot", "--zones=us-a", "--poll_s=0.1", "--backoff_s=0")
+    assert "until it is deleted" in laptop.run("start.sh", "spot", "--zones=us-a", "--poll_s=0.1")
+    cloud.node("spot")["state"] = "STOPPED"
+    output = laptop.run("start.sh", "spot", "--zones=us-a", status=2)
+    assert "spot VM, which cannot be started: delete.sh spot" in output
+    assert not [request for request in cloud.requests if ":start" in request]
+
+
+def test_the_status_of_several_vms_is_the_highest(laptop, cloud):
+    output = laptop.run("status.sh", "nano", "127.255.255.254", "--zones=us-a", status=3)
+    assert "nano  absent" in output and "unreachable" in output

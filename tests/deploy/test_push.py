@@ -1,0 +1,111 @@
+"""What push.sh sends: the code, and never a secret that lies beside, above or inside the checkout."""
+import os
+import subprocess
+
+import pytest
+
+from tests.deploy.conftest import ROOT
+
+SECRET = "TOP-SECRET"
+INSIDE = [".env", "key.pem", "service-account.json", ".wandb_key", "id_rsa", "nanochat/.env", "nanochat/id_rsa",
+          "nanochat/id_ed25519.pub", "nanochat/server.pem", "nanochat/KEY.PEM", "nanochat/train/api.key",
+          "nanochat/.ssh/config.py", "nanochat/prod.env", "nanochat/with space.key", "nanochat/line\nbreak.py",
+          "nanochat/train/.netrc", "scripts/gcp-credentials.json", "scripts/notes.txt", "tokenizer/secret.yaml",
+          "tokenizer/project-1234.json"]
+
+
+def git(root, command):
+    subprocess.run(f"git -c user.name=a -c user.email=a@b {command}", shell=True, cwd=root, check=True)
+
+
+def plant(folder, names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(SECRET)
+
+
+def pushed(vm):
+    """Returns the content of each file that was pushed, by its path."""
+    code = (vm.home / "nanochat").resolve()
+    return {str(path.relative_to(code)): path.read_text(errors="replace") for path in code.rglob("*")
+            if path.is_file() and not path.is_symlink()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of secrets, which has a checkout with uncommitted work, and a link to the checkout's deploy/."""
+    root = tmp_path / "work/checkout"
+    root.mkdir(parents=True)
+    for name in ("deploy", "nanochat", "scripts", "tokenizer", "pyproject.toml", ".tpu_env.example"):
+        subprocess.run(["cp", "-r", ROOT / name, root / name], check=True)
+    git(root, "init -q && git add -A && git -c user.name=a -c user.email=a@b commit -qm a")
+    plant(tmp_path, [".wandb_key", ".ssh/id_rsa", ".env", "mail.txt", "work/.env", "work/taxes.py"])
+    plant(root, INSIDE)
+    (root / "nanochat/new.py").write_text("new = True")
+    (root / "nanochat/new one.py").write_text("new = True")
+    (root / "nanochat/link.py").symlink_to(tmp_path / ".wandb_key")
+    (tmp_path / "work/deploy").symlink_to(root / "deploy")
+    return tmp_path
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+def test_no_secret_beside_above_or_inside_the_checkout_is_pushed(laptop, folder, versioned):
+    root, vm = folder / "work/checkout", laptop.vm(set_up=False)
+    if not versioned:
+        subprocess.run(["rm", "-r", root / ".git"], check=True)
+    output = laptop.run("push.sh", vm.ip, root=folder / "work")  # through the link
+    files = pushed(vm)
+    assert not [name for name, text in files.items() if SECRET in text]
+    assert {"nanochat/common.py", "nanochat/new.py", "nanochat/new one.py", "scripts/base_train.py", "pyproject.toml",
+            "tokenizer/vocabulary.tiktoken", "tokenizer/tokenizer.json", ".tpu_env.example"} <= set(files)
+    for name in ("nanochat/server.pem", "scripts/notes.txt", "nanochat/link.py", "nanochat/line?break.py"):
+        assert name in output.partition("left out")[2]
+    assert "__pycache__" not in output
+
+
+def test_what_git_tracks_is_pushed_unless_it_is_a_secret_or_a_link(laptop, folder):
+    root, vm = folder / "work/checkout", laptop.vm(set_up=False)
+    (root / "nanochat/kernels/table.bin").write_text("data")
+    (root / "nanochat/scratch.py").write_text(SECRET)
+    (root / ".gitignore").write_text("scratch.py")
+    git(root, "add -f .gitignore nanochat/.env nanochat/*.pem nanochat/KEY.PEM nanochat/kernels/table.bin")
+    elsewhere = folder / "elsewhere"
+    subprocess.run(["mv", root / "nanochat/data", elsewhere], check=True)  # a tracked folder becomes a link
+    (root / "nanochat/data").symlink_to(elsewhere)
+    plant(elsewhere, ["tokenizer.py"])
+    (root / "scripts/demo.py").unlink()  # and so does a tracked file
+    (root / "scripts/demo.py").symlink_to(folder / "mail.txt")
+    output = laptop.run("push.sh", vm.ip, root=root)
+    files = pushed(vm)
+    assert not [name for name, text in files.items() if SECRET in text]
+    assert files["nanochat/kernels/table.bin"] == "data"
+    assert "scripts/demo.py" in output and "-dirty-" in files["COMMIT"]
+
+
+def test_the_environment_and_an_outer_repository_do_not_choose_what_is_pushed(laptop, folder):
+    root, vm = folder / "work/checkout", laptop.vm(set_up=False)
+    plant(folder / "other", ["nanochat/secret.txt"])
+    git(folder / "other", "init -q && git add -A")
+    laptop.run("push.sh", vm.ip, root=root, env={"GIT_DIR": str(folder / "other/.git")})
+    assert "tokenizer/heldout.txt" in pushed(vm), "the checkout's repository tracks it, the other one does not"
+    assert SECRET not in str(pushed(vm).values())
+
+    subprocess.run(["rm", "-r", root / ".git"], check=True)
+    git(folder, "init -q && git add .env work/.env")  # the home directory, under git
+    laptop.run("push.sh", vm.ip, root=root)
+    assert "nanochat/common.py" in pushed(vm) and SECRET not in str(pushed(vm).values())
+    assert pushed(vm)["COMMIT"].startswith("unversioned-")
+
+
+@pytest.mark.parametrize("nanochat", ["missing", "empty", "a link"])
+def test_a_folder_without_the_code_is_refused_before_anything_is_sent(laptop, tmp_path, nanochat):
+    plant(tmp_path, [".env", "mail.txt", "scripts/mail.py", "else/where.py"])
+    subprocess.run(["cp", "-r", ROOT / "deploy", tmp_path], check=True)
+    if nanochat == "empty":
+        (tmp_path / "nanochat").mkdir()
+    elif nanochat == "a link":
+        os.symlink(tmp_path / "else", tmp_path / "nanochat")
+    vm = laptop.vm(set_up=False)
+    output = laptop.run("push.sh", vm.ip, root=tmp_path, status=2)
+    assert output.startswith("error: no code to push: ") and len(output.splitlines()) == 1
+    assert not (vm.home / "nanochat.d").exists()
