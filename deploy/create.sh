@@ -17,8 +17,10 @@
 #   --ssh_key FILE             with this key (default ~/.ssh/google_compute_engine, created if it is missing)
 #   --dry_run                  only print what would be done
 #
-# Exit status 5: no zone has capacity or quota; 6: the VM exists already; 4: gcloud could not say whether it exists.
-. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
+# Exit status 5: no zone has capacity or quota; 6: the VM exists already; 4: gcloud could not say whether it exists;
+# 2: also an error that no waiting mends, such as a zone that does not exist.
+me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
+. "$(dirname "$me")/lib/common.sh" || exit 2
 ROUNDS=3 BACKOFF_S=60 WAIT_S=900
 parse "ROUNDS= BACKOFF_S=" "$@"
 NAME=${ARGS[0]:-$NAME}
@@ -27,7 +29,8 @@ facts "$TYPE"
 lookup "$NAME"
 [ "$VM_STATE" != unknown ] || die 4 "cannot tell whether $NAME exists: $VM_ERROR"
 [ "$VM_STATE" = absent ] || die 6 "$NAME exists already: $VM_STATE $VM_HEALTH in $VM_ZONE"
-say "$NAME: $TYPE, $CHIPS chips, $([ -n "$ON_DEMAND" ] && echo on demand || echo spot), ${USD:-unknown} USD an hour"
+say "$NAME: $TYPE, $CHIPS chips, $([ -n "$ON_DEMAND" ] && echo on demand || echo spot), ${USD:-unknown} USD an hour" \
+  "${USD_NOTE:+($USD_NOTE)}"
 
 flags=(--accelerator-type="$TYPE" --version="$VERSION")
 [ -n "$ON_DEMAND" ] || flags+=(--spot)
@@ -63,6 +66,8 @@ try() {
   wait $creator 2>/dev/null || true
   trap - INT TERM
   [ -n "$REASON" ] || return 0
+  # It is somebody else's VM, or one that gcloud overlooked a moment ago: it may train, so it is not deleted.
+  ! grep -q -e ALREADY_EXISTS -e 'already exists' "$TMP/create" || die 6 "$NAME exists already in $zone"
   ZONES=$zone lookup "$NAME"
   # The next zone is tried only when this one holds no VM: two VMs would cost twice, and only one would be found.
   [ "$VM_STATE" = absent ] || tpu "$zone" delete "$NAME" --async >/dev/null || [ "$(why)" = not_found ] ||
@@ -71,27 +76,30 @@ try() {
 }
 
 zones=$(printf %s "$ZONES" | tr , ' ')
-round=1
+round=1 refused=""
 while :; do
   left=""
   for zone in $zones; do
     say "+ gcloud compute tpus tpu-vm create $NAME --zone=$zone $(quote "${flags[@]}")"
     [ -z "$DRY_RUN" ] || continue
     if try "$zone"; then
+      facts "$TYPE" "$zone"
       say "$NAME is ready in $zone: $VM_IPS, ${USD:-unknown} USD an hour until it is deleted"
       exit 0
     fi
     case $REASON in
       quota) say "$zone: no quota: $(GCLOUD_ERR=$TMP/create complaint)"; continue ;;
       auth) die 4 "credentials refused (gcloud auth login): $(GCLOUD_ERR=$TMP/create complaint)" ;;
+      permanent) refused="$zone: $(GCLOUD_ERR=$TMP/create complaint)"; say "$refused"; continue ;;
       stockout) say "$zone: no capacity" ;;
-      other) say "$zone: $(GCLOUD_ERR=$TMP/create complaint)" ;;
+      other | not_found) say "$zone: $(GCLOUD_ERR=$TMP/create complaint)" ;;
       *) say "$zone: $REASON" ;;
     esac
     left="$left $zone"
   done
   [ -z "$DRY_RUN" ] || exit 0
   zones=$left
+  [ -n "$zones" ] || [ -z "$refused" ] || die 2 "$refused"
   [ -n "$zones" ] || die 5 "no quota in any of $ZONES for $TYPE: request it in the console, or give other --zones"
   [ $round -lt "$ROUNDS" ] || die 5 "no VM in$zones after $ROUNDS rounds"
   pause=$(backoff "$BACKOFF_S" $round)

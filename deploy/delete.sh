@@ -7,7 +7,8 @@
 #   --dry_run                  only print what would be done
 #
 # Exit status 3: there is no such VM; 4: gcloud could not say, or refused the credentials.
-. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
+me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
+. "$(dirname "$me")/lib/common.sh" || exit 2
 YES=""
 parse "YES" "$@"
 NAME=${ARGS[0]:-$NAME}

@@ -8,12 +8,14 @@
 #   --to DIR                   copy into DIR/RUN (default: checkpoints/ beside deploy/)
 #   --all                      every checkpoint, not only the newest
 #   --no_checkpoints           only metrics and log
+#   --vm_ips A,B --vm_id ID    the addresses and the id of the VM HOST, so that gcloud need not be asked
 #   --dry_run                  only print what would be done
-. "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
-TO=$ROOT/checkpoints ALL="" NO_CHECKPOINTS="" WORKER=0
-parse "TO= ALL NO_CHECKPOINTS" "$@"
+me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
+. "$(dirname "$me")/lib/common.sh" || exit 2
+TO=$ROOT/checkpoints ALL="" NO_CHECKPOINTS="" WORKER=0 VM_IPS="" VM_ID=""
+parse "TO= ALL NO_CHECKPOINTS VM_IPS= VM_ID=" "$@"
 RUN=${ARGS[1]:-}
-resolve ${ARGS[0]:+"${ARGS[0]}"}
+if [ -n "$VM_IPS" ]; then aim; else resolve ${ARGS[0]:+"${ARGS[0]}"}; fi
 run_on_vm() { retry vm 0 'current'; }
 RUN=${RUN:-$(run_on_vm)}
 [ -n "$RUN$DRY_RUN" ] || die 1 "no run was started on this VM; name an older one: fetch.sh HOST RUN"

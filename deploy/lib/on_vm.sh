@@ -17,6 +17,18 @@ load_env() {
   BASE=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
 }
 
+# mirror_lines FILE prints what the mirror.json that base_train keeps says about the copies of the run's checkpoints.
+mirror_lines() {
+  python3 -c 'import json, sys, time
+try: state = dict(json.load(open(sys.argv[1])))
+except (OSError, ValueError, TypeError): state = {}
+since = state.get("behind_since")
+behind_s = max(1, int(time.time() - since)) if isinstance(since, (int, float)) else 0
+for name, key in ("mirror", "mirror"), ("mirrored", "newest_copied"), ("mirror_error", "error"):
+    print(name + "=" + " ".join(str(state.get(key) or "").split())[:300])
+print(f"mirror_behind_s={behind_s}")' "$1" || true
+}
+
 # probe prints all that is known about the newest run, as NAME=value lines. state is none, running, ended, killed or
 # orphans (the main process has ended, but others still hold the TPU).
 probe() {
@@ -36,7 +48,10 @@ probe() {
   echo "disk=$(($(df -Pk "$HOME" | awk 'NR == 2 { print $4 }') / 1000000))"
   echo "checkpoint=${newest##*/}"
   echo "checkpoint_age=$((($(date +%s) - $(stat -c %Y "${newest:-/}")) / 60))"
+  echo "checkpoint_bytes=$([ -z "$newest" ] || du -sb "$newest" | cut -f 1)"
+  mirror_lines "$dir/mirror.json"
   echo "log_age_s=$(($(date +%s) - $(stat -c %Y "$log" || date +%s)))"
   echo "error=$(tail -c +"$(cat "$D/runs/offset" 2>/dev/null || echo 1)" "$log" 2>/dev/null |
+    grep -vE '^[^ ]*wandb[^ .]*: |[wW]arning: ' |
     grep -E 'rror[: ]|Traceback|No space left|Killed|RESOURCE_EXHAUSTED' | tail -n 1 | cut -c 1-200)"
 } 2>/dev/null
