@@ -19,7 +19,7 @@ WAIT_S=${WAIT_S:-$([ -n "$KILL" ] && echo 120 || echo 1900)}
 if [ -n "$VM_IPS" ]; then aim; else resolve ${ARGS[@]+"${ARGS[@]}"}; fi
 
 script <<'END'
-wait_s=$1 kill=$2 run=$(current) until=$(($(date +%s) + $1))
+wait_s=$1 kill=$2 run=$(current) deadline=$(($(date +%s) + $1))
 where() { # prints the newest whole checkpoint, and where it is
   local seen newest
   seen=$(probe)
@@ -36,7 +36,7 @@ if [ "$(cat "$D/runs/stopping" 2>/dev/null)" != "$start" ]; then
   echo "$start" >"$D/runs/stopping"
   kill -TERM "$(cat "$D/runs/pid")" 2>/dev/null || true
 fi
-while left=$((until - $(date +%s))); ! ended $((left > 20 ? 20 : left > 0 ? left : 0)); do
+while left=$((deadline - $(date +%s))); ! ended $((left > 20 ? 20 : left > 0 ? left : 0)); do
   [ $left -gt 0 ] || break
   echo "run $run saves its state and waits for its mirror, $left s at most; $(where)"
 done

@@ -26,7 +26,9 @@
 # 143: told to stop. A VM may remain, and cost money, after 2, 6, 70 and 143, and with --keep_vm except after 7.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
+# shellcheck disable=SC2034  # exported by name, below
 MAX_USD="" MAX_HOURS="" MARGIN_S=600 POLL_S=60 PATIENCE=5 STALL_S=1800
+# shellcheck disable=SC2034
 KEEP_VM="" STATE="" WEBHOOK="" PRICE_API_KEY="" PRICE_API="" TO=$ROOT/checkpoints
 parse "MAX_USD= MAX_HOURS= MARGIN_S= PATIENCE= STALL_S= KEEP_VM STATE= TO=" "$@"
 NAME=${ARGS[0]:-$NAME}

@@ -18,4 +18,5 @@ if [ "$WHAT" = vm ]; then
 fi
 WORKER=0
 aim
+# shellcheck disable=SC2016  # it is evaluated on the VM
 if [ "$WHAT" = run ]; then vm 0 probe; else vm 0 'head -c "$1" /dev/urandom' "$BYTES" | wc -c; fi

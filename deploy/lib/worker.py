@@ -225,7 +225,7 @@ class Worker:
             self.crashed(f"ended {status}", seen)
 
     def watch_mirror(self, seen):
-        """Reports a mirror that falls behind: until it has caught up, the newest checkpoint is on the VM's disk alone."""
+        """Reports a mirror that is behind: until it has caught up, the newest checkpoint is on the VM's disk alone."""
         behind_s, error = number(seen.get("mirror_behind_s")), seen.get("mirror_error", "")
         text = ""
         if self.known.checkpoint and (error or behind_s >= MIRROR_BEHIND_S):

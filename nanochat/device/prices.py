@@ -31,8 +31,8 @@ def _read_table():
 
 
 def chip_price(accelerator, spot, zone=None):
-    """Returns the Price of one chip of an accelerator such as "v5litepod-8" in this zone. Without a zone, and in one that
-    the table does not know, it is the dearest of that type. Returns None if no price of the type is known."""
+    """Returns the Price of one chip of an accelerator such as "v5litepod-8" in this zone. Without a zone, and in one
+    that the table does not know, it is the dearest of that type. Returns None if no price of the type is known."""
     by_region = _read_table().get((accelerator.partition("-")[0], "spot" if spot else "on_demand"))
     if not by_region:
         return None
