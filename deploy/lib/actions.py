@@ -96,10 +96,10 @@ class Actions:
     # ------------------------------------------------------------------
     # Saving
 
-    def stop_run(self, wait_s, *flags):
-        """Returns whether the run saved its state and ended, and the mirror got it, within `wait_s`."""
-        wait_s = max(1, int(wait_s))
-        result = self.call("stop_run", wait_s + 60, f"--wait_s={wait_s}", *flags, *self.address())
+    def stop_run(self, limit_s, *flags):
+        """Returns whether the run saved its state and ended, and the mirror got it, within `limit_s`."""
+        wait_s = max(1, int(limit_s - min(30, limit_s / 4)))  # the rest is for ssh
+        result = self.call("stop_run", max(15, limit_s), f"--wait_s={wait_s}", *flags, *self.address())
         if result.status:
             self.journal.note(f"the run did not stop: {result.last_line}")
         return not result.status

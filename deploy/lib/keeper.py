@@ -11,6 +11,7 @@ from deploy.lib.calls import end_group
 from deploy.lib.state import Known
 
 FINAL = (0, 1, 2)  # statuses with which the worker ends the watch; after any other it is started again
+COUNT_S = 5  # between two counts of the spending
 BACKOFF_S = (1, 10, 60, 300, 600)  # pauses before that
 
 
@@ -58,7 +59,16 @@ class Keeper:
                 self.pause(min(wait_s, left_s))
                 self.worker, starts = self.start_worker(), starts + 1
             else:
-                self.pause(min(1, left_s))
+                self.wait_for_worker(max(0.1, min(COUNT_S, left_s)))
+
+    def wait_for_worker(self, seconds):
+        try:
+            if self.worker:
+                self.worker.wait(timeout=seconds)
+            else:
+                self.pause(seconds)
+        except subprocess.TimeoutExpired:
+            pass
 
     def end_worker(self):
         """Ends the worker and the script that it runs. The worker gets some seconds to do so itself."""

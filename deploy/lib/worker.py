@@ -61,9 +61,9 @@ class Worker:
             else:
                 self.pending += 1
                 if self.pending >= 3 * self.settings.patience:
-                    self.replace(f"{state} for {self.pending} polls")
+                    self.replace(f"{state} for {3 * self.settings.patience} polls")
         if self.troubles >= self.settings.patience:
-            self.replace(f"trouble {self.troubles} times in a row", is_futile=True)
+            self.replace(f"trouble {self.settings.patience} times in a row", is_futile=True)
 
     def refuse_another_vm(self, state):
         if state in ("absent", "unknown"):
@@ -199,7 +199,7 @@ class Worker:
             self.prepare()
         elif state == "orphans":
             self.note("the run has ended, but some of its processes still run")
-            if not self.actions.stop_run(1, "--kill"):
+            if not self.actions.stop_run(60, "--kill"):
                 self.trouble("its processes could not be ended")
         elif state == "ended":
             self.ended(seen, unhealthy)
@@ -257,7 +257,7 @@ class Worker:
             self.trouble(f"the run did not start (status {result.status}): {result.last_line}")
 
     def restart(self):
-        self.actions.stop_run(240, "--kill")  # on a pod, some VMs may still run it
+        self.actions.stop_run(300, "--kill")  # on a pod, some VMs may still run it
         self.start()
 
     def crashed(self, how, seen):
