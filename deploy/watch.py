@@ -19,16 +19,18 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+if not __package__:  # watch.sh runs this file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from deploy.lib.actions import Actions  # noqa: E402
 from deploy.lib.calls import Calls, end_group, processes  # noqa: E402
 from deploy.lib.catalogue import hourly_prices  # noqa: E402
 from deploy.lib.keeper import Keeper  # noqa: E402
 from deploy.lib.settings import read_settings  # noqa: E402
-from deploy.lib.state import Books, Journal, Known  # noqa: E402
+from deploy.lib.state import Books, Journal, Known, replace_file  # noqa: E402
 from deploy.lib.worker import Worker  # noqa: E402
 from nanochat.common import BadInput  # noqa: E402
 
@@ -124,14 +126,15 @@ def keep(settings, role):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         keeper.end_worker()
+        keeper.count()
         if role == "watch":
             leave_alone(keeper, usd_text, "told to stop")
         status = 143
     except Exception as error:
         keeper.end_worker()
         leave_alone(keeper, usd_text, f"watch.sh failed: {error!r}")
-        journal.close()
-        raise SystemExit(70) from error
+        traceback.print_exc()
+        status = 70
     else:
         journal.note(f"watch.sh ends; spent: {books}")
         if status == 0:
@@ -155,7 +158,6 @@ def prices(settings):
 
 
 def leave_alone(keeper, usd_text, why):
-    keeper.count()
     known, name = keeper.known, keeper.settings.name
     state = "being created" if known.creating else known.state
     keeper.note(f"{why}. {name} ({state}) is left as it is, at {usd_text(known.zone)} USD an hour: "
@@ -170,7 +172,6 @@ def start_worker(settings):
                               pass_fds=[reader], stdin=subprocess.DEVNULL, start_new_session=True)
     os.close(reader)
     worker.keeps = writer  # open as long as this process lives
-    (settings.state / "worker").write_text(f"{worker.pid}\n")
     return worker
 
 
@@ -192,6 +193,7 @@ def end_lost_worker(settings):
 def work(settings):
     """Runs the worker and returns the exit status of watch.sh, or becomes the guard when the keeper is gone."""
     pipe = int(sys.argv[3])
+    replace_file(settings.state / "worker", f"{os.getpid()}\n")
 
     def wait(seconds):
         if select.select([pipe], [], [], seconds)[0]:
@@ -218,3 +220,6 @@ if __name__ == "__main__":
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(70)

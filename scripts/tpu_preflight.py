@@ -45,7 +45,8 @@ def parse_args(argv=None):
     add("--jobs", type=int, default=2, help="the number of compilers that run concurrently")
     add("--timeout_s", type=int, default=1800, help="the longest time that one program may take to compile")
     add("--usd_per_chip_hour", type=float,
-        help="price of a chip; default: the prices in nanochat/device/tpu.py, on spot and on demand")
+        help="price of a chip; default: the prices in nanochat/device/prices.csv, on spot and on demand")
+    add("--zone", help="zone whose prices count, such as us-west4-a; default: the dearest")
     args, rest = parser.parse_known_args(argv)
     train_flags = parse_flags(rest)
     unknown = set(args.programs.split(",")) - set(PROGRAMS)
@@ -147,6 +148,7 @@ def describe(report):
         cost = ", ".join(f"{run[key]:.0f} USD {name}" for key, name in (("usd_spot", "on spot"),
                                                                           ("usd_on_demand", "on demand"))
                          if run[key] is not None)
+        cost += f" in {report['zone'] or 'the dearest region (--zone)'}" if cost else ""
         plan = report["plan"]
         lines += ["", f"estimate: {1000 * run['step_s']:.0f} ms a step of {plan['total_batch_size']:,} tokens, "
                   f"{run['tokens_per_s']:,.0f} tokens/s, MFU {run['mfu']:.1%}; "
@@ -167,7 +169,7 @@ def main(argv=None):
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if args.json == "-" else \
         (lambda line: print(line, flush=True))
     request = Request(args.accelerator, tuple(args.programs.split(",")), args.jobs, args.timeout_s, args.dump_dir,
-                      args.usd_per_chip_hour)
+                      args.usd_per_chip_hour, args.zone)
     report = preflight(train_flags, request, say)
     if args.find_batch:
         def try_batch(batch_size, activation_checkpointing):

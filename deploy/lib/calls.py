@@ -83,7 +83,7 @@ def end_group(group, process=None, patience_s=5):
 
 def processes(columns):
     """Returns the lines of ps about all processes, each split into `columns` words and the command line."""
-    text = subprocess.run(["ps", "-A", "-o", ",".join(f"{column}=" for column in [*columns, "command"])],
+    text = subprocess.run(["ps", "-A", "-ww", "-o", ",".join(f"{column}=" for column in [*columns, "command"])],
                           capture_output=True, text=True, timeout=30).stdout
     return [line.split(None, len(columns)) for line in text.splitlines() if len(line.split(None, len(columns))) > 1]
 

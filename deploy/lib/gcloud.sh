@@ -4,9 +4,9 @@
 # calc EXPRESSION prints its value with two decimals.
 calc() { awk "BEGIN { printf \"%.2f\", $1 }"; }
 
-# facts TYPE [ZONES] sets CHIPS, HOSTS, VERSION (of the runtime), USD (per hour) and USD_NOTE. USD is that of the dearest
-# of these zones (default: $ZONES) in the table prices.csv, or --usd_per_hour; it is empty if no price of the type is
-# known. A zone that the table does not know counts at the dearest price of the type, and USD_NOTE says so.
+# facts TYPE [ZONES] sets CHIPS, HOSTS, VERSION (of the runtime), USD (per hour) and USD_NOTE. USD is --usd_per_hour, or
+# that of the dearest of these zones (default: $ZONES) in nanochat/device/prices.csv; it is empty if no price of the
+# type is known. A zone that the table lacks counts at the dearest price of the type, and USD_NOTE says so.
 facts() {
   local row zones=${2:-$ZONES}
   CHIPS=${1##*-} VERSION="" USD_NOTE=""

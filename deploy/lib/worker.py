@@ -257,7 +257,7 @@ class Worker:
             self.trouble(f"the run did not start (status {result.status}): {result.last_line}")
 
     def restart(self):
-        self.actions.stop_run(300, "--kill")  # on a pod, some VMs may still run it
+        self.actions.stop_run(150, "--kill")  # on a pod, some VMs may still run it
         self.start()
 
     def crashed(self, how, seen):
