@@ -16,6 +16,7 @@ class Actions:
         self.settings, self.known, self.journal, self.call, self.now = settings, known, journal, call, now
         self.error = self.health = self.type = ""
         self.is_spot, self.is_permanent = True, False  # is_permanent: no waiting mends the error
+        self.was_absent = False  # whether gcloud did not find the VM when it was asked last
 
     def save(self):
         if not self.known.save(self.settings.state / "known.json"):
@@ -38,12 +39,16 @@ class Actions:
             return "unknown"
         self.error, self.is_permanent = "", False
         if state == "absent":
+            if self.known.exists and not self.was_absent:  # it may be overlooked once
+                self.was_absent, self.error = True, "gcloud finds no VM; it is asked again"
+                return "unknown"
             if self.known.exists:
                 self.known.forget_vm()
+            self.was_absent = False
         else:
             if fields["id"] != self.known.id:
                 self.known.forget_vm()
-            self.known.state, self.known.creating = state, False
+            self.known.state, self.known.creating, self.was_absent = state, False, False
             self.known.zone, self.known.id = fields["zone"], fields["id"]
             self.known.ips = fields["ips"] or self.known.ips
             self.health, self.type, self.is_spot = fields["health"], fields["type"], fields["spot"] == "True"
@@ -110,7 +115,7 @@ class Actions:
         flags = [f"--to={self.settings.to}", *self.address()]
         if self.known.mirrored == self.known.checkpoint:
             flags.append("--no_checkpoints")
-        result = self.call("fetch", max(30, limit_s), self.known.run, *flags)
+        result = self.call("fetch", max(5, limit_s), self.known.run, *flags)
         self.error = result.last_line
         return not result.status
 
@@ -126,7 +131,7 @@ class Actions:
         if seen["state"] in ("running", "orphans"):
             left = deadline - self.now()
             self.stop_run(left - min(0.6 * left, self.known.transfer_s() + 30))
-            self.probe(max(10, min(deadline - self.now(), 120)))
+            self.probe(max(5, min(deadline - self.now(), 120)))
         fetched = self.fetch(deadline - self.now())
         if self.is_at_risk():
             return f"{self.known.checkpoint} is on its disk alone and could not be fetched: {self.error}"

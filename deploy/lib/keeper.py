@@ -103,10 +103,12 @@ class Keeper:
         """Tries to save the run until the time `last`."""
         while reason := self.actions.rescue(max(10, last - self.now())):
             self.actions.journal.note_change("kept", reason)
-            if self.now() + self.settings.poll_s >= last:
+            if self.now() + self.settings.poll_s + 15 >= last:
                 self.note(f"the last of the budget is needed to delete the VM. LOST: {reason}")
                 return
             self.pause_and_count(self.settings.poll_s)
+            if self.actions.look_up(min(LOOK_S, (last - self.now()) / 4)) in ("absent", *GONE):
+                return
 
     def pause_and_count(self, seconds):
         self.pause(seconds)

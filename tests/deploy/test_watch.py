@@ -103,8 +103,9 @@ def test_expired_credentials_and_a_not_found_race_make_no_second_vm(world):
     world.cloud.broken = None
     world.cloud.hidden = 1  # the next question about the node is answered NOT_FOUND, though it is there
     world.end(watch, 0)
-    assert "no VM (status 6)" in world.journal()
-    assert len(world.booted) == 1 and world.steps() == list(range(1, 61))
+    assert "gcloud finds no VM; it is asked again" in world.journal()
+    assert len(world.booted) == 1 and world.journal().count("creating nano") == 1
+    assert world.steps() == list(range(1, 61))
 
 
 @pytest.mark.slow

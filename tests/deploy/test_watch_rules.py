@@ -202,6 +202,19 @@ def test_a_bucket_that_is_away_when_the_run_starts_costs_no_vm(world):
     assert "delete" not in world.done and "giving up" not in world.text() and "run started" in world.text()
 
 
+def test_a_vm_that_gcloud_overlooks_once_is_not_forgotten(world):
+    worker = world.worker()
+    polls(worker, 1)
+    vm, world.vm = world.vm, None
+    polls(worker, 1)
+    assert world.known.id == "1" and "create" not in world.done
+    world.vm = vm
+    polls(worker, 1)
+    world.vm = None
+    polls(worker, 2)
+    assert world.done.count("create") == 1
+
+
 @pytest.mark.parametrize("state", ["absent", "unknown"])
 def test_an_error_that_no_waiting_mends_ends_the_watch_in_its_own_words(world, state):
     world.known.forget_vm()
