@@ -79,7 +79,8 @@ def take_lock(settings, role):
                 if role != "guard":
                     print(f"error: {settings.name} is watched by process {pid}", file=sys.stderr)
                 return None
-            os.kill(int(pid), signal.SIGTERM)
+            if is_ours(settings, pid, "guard"):
+                os.kill(int(pid), signal.SIGTERM)
             time.sleep(0.5)
     lock.truncate(0)
     lock.write(f"{os.getpid()} {role}\n")
@@ -181,9 +182,13 @@ def end_lost_worker(settings):
         pid = (settings.state / "worker").read_text().strip()
     except OSError:
         return
-    # After a reboot the number may belong to another program.
-    if any(words[0] == pid and "watch.py worker " + settings.name in words[-1] for words in processes(["pid"])):
+    if is_ours(settings, pid, "worker"):
         end_group(int(pid))
+
+
+def is_ours(settings, pid, role):
+    """Returns whether this process is a watch.py of this VM: the number may belong to another program by now."""
+    return any(words[0] == pid and f"watch.py {role} {settings.name} " in words[-1] for words in processes(["pid"]))
 
 
 # ----------------------------------------------------------------------

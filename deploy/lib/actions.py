@@ -78,9 +78,10 @@ class Actions:
     def measure_rate(self):
         """Measures how fast bytes come from the VM to this machine, for the part of the budget that is reserved."""
         size, started = 20_000_000, self.now()
-        result = self.call("lib/look", 120, "--what=rate", f"--bytes={size}", *self.address())
-        arrived = number(result.last_line.strip())
-        self.known.bytes_per_s = max(1e4, arrived / max(0.1, self.now() - started))
+        result = self.call("lib/look", 300, "--what=rate", f"--bytes={size}", *self.address())
+        if result.status or number(result.last_line.strip()) != size:
+            return
+        self.known.bytes_per_s = size / max(0.1, self.now() - started)
         self.save()
         self.journal.note(f"a checkpoint has {self.known.checkpoint_bytes / 1e9:.2f} GB, and "
                           f"{self.known.bytes_per_s / 1e6:.1f} MB a second arrive here: "

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from deploy.lib.state import replace_file
 
 DEPLOY = Path(__file__).resolve().parents[1]
-TIMED_OUT = 124  # the status of a call that ran past its limit
+TIMED_OUT, NOT_STARTED = 124, 126  # the statuses of a call that ran past its limit, and of one that did not run
 
 
 class Result(NamedTuple):
@@ -42,11 +42,14 @@ class Calls:
             environment["WANDB_API_KEY"] = os.environ["WATCH_WANDB_API_KEY"]
         path = DEPLOY / f"{verb}.sh"
         log = self.settings.state / f"{path.stem}.log"
-        start = log.stat().st_size if log.exists() and verb != "lib/look" else 0
-        with open(log, "ab" if start else "wb") as output:
-            process = subprocess.Popen(
-                [path, self.settings.name, *self.settings.verb_flags, *flags], stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        try:
+            start = log.stat().st_size if log.exists() and verb != "lib/look" else 0
+            with open(log, "ab" if start else "wb") as output:
+                process = subprocess.Popen(
+                    [path, self.settings.name, *self.settings.verb_flags, *flags], stdin=subprocess.DEVNULL,
+                    stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        except OSError as error:
+            return Result(NOT_STARTED, f"{path.name} could not be started: {error}")
         replace_file(self.record, json.dumps({"group": process.pid, "verb": path.stem}))
         deadline = time.monotonic() + limit_s
         try:
@@ -83,9 +86,10 @@ def end_group(group, process=None, patience_s=5):
 
 def processes(columns):
     """Returns the lines of ps about all processes, each split into `columns` words and the command line."""
-    text = subprocess.run(["ps", "-A", "-ww", "-o", ",".join(f"{column}=" for column in [*columns, "command"])],
-                          capture_output=True, text=True, timeout=30).stdout
-    return [line.split(None, len(columns)) for line in text.splitlines() if len(line.split(None, len(columns))) > 1]
+    flags = [flag for column in [*columns, "command"] for flag in ("-o", f"{column}=")]
+    text = subprocess.run(["ps", "-A", "-ww", *flags], capture_output=True, text=True, timeout=30).stdout
+    lines = [line.split(None, len(columns)) for line in text.splitlines()]
+    return [words for words in lines if len(words) > len(columns)]
 
 
 def end_orphan(settings):

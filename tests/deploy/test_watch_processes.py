@@ -34,7 +34,10 @@ def settings(tmp_path, monkeypatch):
     for name, text in (("hang", STUBBORN), ("setup", 'echo "args $*"; env; exit 3'), ("push", "env")):
         (tmp_path / f"{name}.sh").write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / f"{name}.sh").chmod(0o755)
-    return replace(World(tmp_path).settings, verb_flags=("--type=v6e-4",))
+    yield replace(World(tmp_path).settings, verb_flags=("--type=v6e-4",))
+    for pid, line in calls.processes(["pid"]):
+        if str(tmp_path) in line:
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def is_running(pid):
@@ -56,6 +59,10 @@ def test_a_script_that_hangs_is_ended_with_its_children_though_they_ignore_sigte
     result = Calls(settings)("hang", 1)
     assert result.status == TIMED_OUT and result.last_line == "hang.sh gave no answer for 1 s"
     assert not is_running((tmp_path / "child").read_text().strip())
+
+
+def test_a_script_that_cannot_be_started_is_an_answer_and_no_end_of_the_watch(settings):
+    assert "gone.sh could not be started" in Calls(settings)("gone", 1).last_line
 
 
 def test_a_script_that_a_killed_watch_left_behind_is_ended_and_another_process_is_not(

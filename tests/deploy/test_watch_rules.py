@@ -316,6 +316,10 @@ def test_the_end_of_the_budget_saves_the_run_whatever_fails_and_stays_within_it(
 def test_the_reserve_follows_from_the_size_of_the_checkpoint_and_the_measured_rate(world):
     world.run |= {"checkpoint_bytes": "4000000000", "mirrored": ""}
     world.known.bytes_per_s = 0
+    world.fails["rate"] = 255
+    polls(world.worker(), 1)
+    assert not world.known.bytes_per_s
+    del world.fails["rate"]
     polls(world.worker(), 1)  # measures 4 MB a second: 20 MB in 5 s
     assert world.known.bytes_per_s == 4e6
     assert world.actions.reserve_s() == 600 + 1.25 * 1000
