@@ -69,8 +69,8 @@ class Calls:
 
 def end_group(group, process=None, patience_s=5):
     """Ends all processes of a group, with SIGKILL those that are still there after `patience_s`."""
-    deadline = time.monotonic() + patience_s
-    for signal_ in (signal.SIGTERM, signal.SIGKILL):
+    for signal_, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 2)):
+        deadline = time.monotonic() + wait_s
         try:
             os.killpg(group, signal_)
             while time.monotonic() < deadline:
