@@ -113,7 +113,8 @@ def keep(settings, role):
     keeper = Keeper(settings, actions, books, usd_at, lambda: start_worker(settings) if role == "watch" else None)
     try:
         if role == "guard":
-            journal.note("watch.sh was killed; the budget is still watched, and nothing else. watch.sh goes on")
+            journal.note("watch.sh was killed; the budget is still watched, but nothing else is done: "
+                         "start watch.sh again to go on")
         else:
             end_lost_worker(settings)
             if not settings.has_mirror:

@@ -41,7 +41,9 @@ class Keeper:
     def run(self):
         """Returns the exit status of watch.sh."""
         starts = 0
-        self.worker = self.start_worker()
+        self.read_known()
+        if self.count() > 0:
+            self.worker = self.start_worker()
         while True:
             self.read_known()
             left_s = self.count()

@@ -110,7 +110,7 @@ class Worker:
             self.misses = 0
             if self.actions.look_up() == "READY":
                 self.delete_twins()
-                self.prepare()
+                self.look()  # and not prepare: gcloud may have overlooked a VM on which the run goes on
         elif result.status == 2:
             self.note(f"giving up: {result.last_line}")
             raise End(1)

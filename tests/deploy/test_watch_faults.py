@@ -16,6 +16,28 @@ def world(laptop):
     world.close()
 
 
+def test_create_does_not_delete_a_vm_that_gcloud_overlooked(world):
+    world.laptop.run("create.sh", "nano")
+    node, world.cloud.hidden = world.cloud.node("nano"), 1
+    output = world.laptop.run("create.sh", "nano", "--poll_s=3", status=6)
+    assert "nano exists already in us-a" in output and world.cloud.node("nano") is node
+
+
+def test_stop_run_waits_for_the_mirror_signals_once_and_says_where_the_checkpoint_is(laptop, vm):
+    mirror = laptop.root / "mirror"
+    mirror.mkdir()
+    (mirror / "refuses").touch()
+    laptop.run("train.sh", vm.ip, "--min_free_gb=0", "--", "--run=a", "--num_iterations=10000",
+               f"--checkpoint_mirror={mirror}")
+    for _ in range(2):  # a second signal would end it with another status
+        output = laptop.run("stop_run.sh", vm.ip, "--wait_s=1", status=1)
+        assert "has not ended after 1 s" in output and "on this disk alone" in output
+    (mirror / "refuses").unlink()
+    output = laptop.run("stop_run.sh", vm.ip)
+    assert f"newest checkpoint: {max(mirror.glob('step_*')).name}, here and in {mirror}" in output
+    assert (vm.home / "nanochat.d/runs/a.exit").read_text() == "75\n"
+
+
 @pytest.mark.slow
 def test_a_mirror_that_refuses_writes_loses_nothing_and_is_reported(world):
     (world.mirror / "refuses").touch()
@@ -59,7 +81,7 @@ def test_the_budget_ends_in_time_though_gcloud_hangs_and_watch_was_killed(world)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [["keeper"], ["worker"], ["keeper", "worker"]], ids="+".join)
+@pytest.mark.parametrize("killed", [["keeper"], ["keeper", "worker"]], ids="+".join)
 def test_a_watch_that_is_killed_during_the_creation_makes_no_second_vm(world, killed):
     world.cloud.lag_s = 4
     watch = world.watch(run=("--num_iterations=9",))
