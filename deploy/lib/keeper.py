@@ -11,6 +11,7 @@ from deploy.lib.calls import end_group
 from deploy.lib.state import Known
 
 FINAL = (0, 1, 2)  # statuses with which the worker ends the watch; after any other it is started again
+WORKER_PATIENCE_S = 10
 COUNT_S = 5  # between two counts of the spending
 BACKOFF_S = (1, 10, 60, 300, 600)  # pauses before that
 
@@ -75,12 +76,7 @@ class Keeper:
     def end_worker(self):
         """Ends the worker and the script that it runs. The worker gets some seconds to do so itself."""
         if self.worker and self.worker.poll() is None:
-            self.worker.terminate()
-            try:
-                self.worker.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                pass
-            end_group(self.worker.pid, self.worker)
+            end_group(self.worker.pid, self.worker, WORKER_PATIENCE_S)
         self.actions.end_orphan()
         self.read_known()
 

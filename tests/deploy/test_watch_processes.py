@@ -12,6 +12,7 @@ import pytest
 
 from deploy.lib import calls, catalogue
 from deploy.lib.calls import TIMED_OUT, Calls, end_orphan
+from deploy.lib.keeper import Keeper
 from deploy.lib.state import Journal, Known
 from nanochat.device import prices
 from tests.deploy.conftest import ROOT, eventually
@@ -85,6 +86,17 @@ def test_a_script_that_a_killed_watch_left_behind_is_ended_and_another_process_i
     assert end_orphan(settings) is None and stranger.poll() is None
     stranger.send_signal(signal.SIGKILL)
     stranger.wait()
+
+
+def test_a_worker_that_is_stopped_or_hangs_is_ended_at_the_end_of_the_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr("deploy.lib.keeper.WORKER_PATIENCE_S", 0.3)
+    world = World(tmp_path)
+    worker = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    worker.send_signal(signal.SIGSTOP)
+    keeper = Keeper(world.settings, world.actions, None, None, None)
+    keeper.worker = worker
+    keeper.end_worker()
+    assert worker.returncode in (-signal.SIGTERM, -signal.SIGKILL)
 
 
 class Server:

@@ -281,31 +281,34 @@ class Stuck:
     def poll(self):
         return -9 if self.ended else None
 
-    def terminate(self):
-        self.ended = True
-
     def wait(self, timeout=None):
         if not self.ended:
             self.world.now += timeout
             raise subprocess.TimeoutExpired("worker", timeout)
 
 
-def keeper(world, max_usd=1.0, usd_per_hour=1.0, margin_s=600):
-    world.settings = replace(world.settings, max_usd=max_usd, max_hours=None, margin_s=margin_s)
-    books = Books(world.settings.state / "spent", max_usd=max_usd)
-    books.counted_at = world.now
-    world.actions.save()
-    world.stuck = Stuck(world)
-    return Keeper(world.settings, world.actions, books, lambda zone: usd_per_hour, lambda: world.stuck, world.pause,
-                  lambda: world.now)
+@pytest.fixture
+def keeper(world, monkeypatch):
+    """Returns a function: it makes a Keeper with 1 USD, of which an hour of the VM costs 1."""
+    def make():
+        world.settings = replace(world.settings, max_usd=1, max_hours=None)
+        books = Books(world.settings.state / "spent", max_usd=1)
+        books.counted_at = world.now
+        world.actions.save()
+        world.stuck = Stuck(world)
+        return Keeper(world.settings, world.actions, books, lambda zone: 1.0, lambda: world.stuck, world.pause,
+                      lambda: world.now)
+
+    monkeypatch.setattr("deploy.lib.keeper.end_group", lambda pid, worker, patience_s: setattr(worker, "ended", True))
+    return make
 
 
 @pytest.mark.parametrize("failing", [
     {}, {"vm": 1}, {"vm": TIMED_OUT}, {"stop_run": TIMED_OUT}, {"stop_run": 1, "vm": 1},
 ])
-def test_the_end_of_the_budget_saves_the_run_whatever_fails_and_stays_within_it(world, failing):
+def test_the_end_of_the_budget_saves_the_run_whatever_fails_and_stays_within_it(world, keeper, failing):
     world.fails |= failing
-    watch = keeper(world)
+    watch = keeper()
     assert watch.run() == 7
     assert world.stuck.ended and world.vm is None
     newest = "step_000111" if "stop_run" not in failing else "step_000100"
@@ -313,7 +316,7 @@ def test_the_end_of_the_budget_saves_the_run_whatever_fails_and_stays_within_it(
     assert 0.8 < watch.books.spent_usd <= 1
 
 
-def test_the_reserve_follows_from_the_size_of_the_checkpoint_and_the_measured_rate(world):
+def test_the_reserve_follows_from_the_size_of_the_checkpoint_and_the_measured_rate(world, keeper):
     world.run |= {"checkpoint_bytes": "4000000000", "mirrored": ""}
     world.known.bytes_per_s = 0
     world.fails["rate"] = 255
@@ -323,7 +326,7 @@ def test_the_reserve_follows_from_the_size_of_the_checkpoint_and_the_measured_ra
     polls(world.worker(), 1)  # measures 4 MB a second: 20 MB in 5 s
     assert world.known.bytes_per_s == 4e6
     assert world.actions.reserve_s() == 600 + 1.25 * 1000
-    watch = keeper(world)
+    watch = keeper()
     limits = []
     world.answer_fetch = lambda flags: (world.settings.to / "d16/step_000111").mkdir(parents=True) or "here\n"
     call = world.__call__
@@ -332,26 +335,26 @@ def test_the_reserve_follows_from_the_size_of_the_checkpoint_and_the_measured_ra
     assert dict(limits)["fetch"] > 1.25 * 1000 and dict(limits)["stop_run"] > 300
 
 
-def test_a_fetch_that_fails_is_repeated_until_the_last_of_the_budget_and_the_loss_is_said(world):
+def test_a_fetch_that_fails_is_repeated_until_the_last_of_the_budget_and_the_loss_is_said(world, keeper):
     world.run["mirrored"] = ""
     world.fails["fetch"] = 1
-    watch = keeper(world)
+    watch = keeper()
     assert watch.run() == 7 and world.done.count("fetch") > 3
     assert "LOST: step_000111 is on its disk alone" in world.text()
     assert world.vm is None and watch.books.spent_usd <= 1
 
 
-def test_a_deletion_that_fails_is_repeated_for_ever_and_counted(world):
+def test_a_deletion_that_fails_is_repeated_for_ever_and_counted(world, keeper):
     attempts = []
     world.fails["delete"] = lambda flags: None if world.vm and len(attempts) > 200 else (
         attempts.append(1) or 1) if world.vm else 3
-    watch = keeper(world)
+    watch = keeper()
     assert watch.run() == 7 and world.vm is None
     assert watch.books.spent_usd > 1 and "VM NOT DELETED, IT MAY STILL COST MONEY" in world.text()
 
 
-def test_a_worker_that_dies_is_started_again(world):
-    watch = keeper(world)
+def test_a_worker_that_dies_is_started_again(world, keeper):
+    watch = keeper()
     workers = [Stuck(world, ended=True), Stuck(world, ended=True), Stuck(world)]
     watch.start_worker = iter(workers).__next__
     assert watch.run() == 7 and workers[2].ended
