@@ -93,7 +93,7 @@ class Actions:
 
     def is_home(self):
         """Returns whether the newest checkpoint was fetched to this machine."""
-        return (self.settings.to / self.known.run / self.known.checkpoint).is_dir()
+        return self.known.fetched == self.known.checkpoint != ""
 
     def is_at_risk(self):
         """Returns whether the newest whole checkpoint is, as far as anybody knows, on the VM's disk alone."""
@@ -117,6 +117,9 @@ class Actions:
         if self.known.mirrored == self.known.checkpoint:
             flags.append("--no_checkpoints")
         result = self.call("fetch", max(5, limit_s), self.known.run, *flags)
+        if result.status == 0 and "--no_checkpoints" not in flags:
+            self.known.fetched = self.known.checkpoint
+            self.save()
         self.error = result.last_line
         return not result.status
 

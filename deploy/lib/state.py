@@ -91,6 +91,7 @@ class Known:
     checkpoint: str = ""  # the newest whole one on the VM's disk
     checkpoint_bytes: int = 0
     mirrored: str = ""  # the newest one that the mirror has
+    fetched: str = ""  # the newest one that was fetched to this machine
     bytes_per_s: float = 0  # from the VM to this machine, as measured; 0: not yet
 
     @classmethod

@@ -98,3 +98,16 @@ def test_a_watch_that_is_killed_during_the_creation_makes_no_second_vm(world, ki
     assert len(world.booted) == 1 and not world.cloud.nodes, output
     assert ("create.sh that an earlier watch.sh left behind is ended" in world.journal()) == ("worker" in killed)
     assert "a creation was interrupted" in world.journal()
+
+
+def test_fetch_does_not_take_a_checkpoint_of_an_older_run_of_this_name_for_the_one_on_the_vm(laptop, vm):
+    results, step = laptop.root / "results", vm.run_dir("a") / "step_000005"
+    laptop.run("train.sh", vm.ip, "--min_free_gb=0", "--", "--run=a")
+    laptop.run("stop_run.sh", vm.ip)
+    (step / "meta.json").write_text("first run")
+    for content in ("first run", "first run", "second run"):
+        (step / "meta.json").write_text(content)
+        output = laptop.run("fetch.sh", vm.ip, f"--to={results}")
+        assert (results / "a/step_000005/meta.json").read_text() == content
+    assert "from another run of this name" in output
+    assert [path.read_text() for path in results.glob("a/other_step_000005.*/meta.json")] == ["first run"]
