@@ -26,6 +26,7 @@ class Worker:
         self.call, self.journal = actions.call, actions.journal
         self.troubles = self.futile = self.pending = self.crashes = 0  # failed checks; VMs; polls; ends of the run
         self.misses = self.hold = 0  # rounds without capacity; polls until the next
+        self.refusals = 0  # times in a row that gcloud could not say for a reason that no waiting mends
         self.furthest, self.step = -1, ""
         self.settling = 0  # how many more times gcloud must say that there is no VM before another is created
 
@@ -46,6 +47,7 @@ class Worker:
         if state == "unknown":
             self.be_unsure()
         else:
+            self.refusals = 0
             self.journal.note_change("lookup", "")
             if state == "absent":
                 self.make_if_settled()
@@ -76,8 +78,10 @@ class Worker:
     def be_unsure(self):
         """gcloud gave no answer. The run may go on nevertheless, so it is looked at where its address is known."""
         if self.actions.is_permanent and not self.known.exists and not self.known.creating:
-            self.note(f"giving up: {self.actions.error}")
-            raise End(1)
+            self.refusals += 1
+            if self.refusals >= 2:
+                self.note(f"giving up: {self.actions.error}")
+                raise End(1)
         self.journal.note_change(
             "lookup", f"cannot tell the state of {self.settings.name}; waiting: {self.actions.error}")
         if self.known.state == "READY" and (seen := self.actions.probe()):
@@ -237,24 +241,26 @@ class Worker:
         """Sets the VM up and starts the run; every part is safe to run twice."""
         for verb in ["setup", "push"] + ["data"] * self.settings.has_bucket:
             result = self.call(verb, LIMIT_S[verb])
-            if result.status == 2:
-                self.give_up(result.last_line)
             if result.status:
-                self.trouble(f"{verb} failed: {result.last_line}")
+                self.failed(result, f"{verb} failed", "a setting is wrong")
                 return
         self.start()
+
+    def failed(self, result, trouble, mistake):
+        """Status 2 is for what the user must mend, unless it was gcloud that refused to answer."""
+        if result.status == 2 and self.actions.look_up() != "unknown":
+            self.give_up(f"{mistake}: {result.last_line}")
+        self.trouble(f"{trouble}: {result.last_line}")
 
     def start(self):
         result = self.call("train", 900, "--wait_s=600", "--", *self.settings.flags)
         if result.status == 0:
             steps = [line for line in result.output.splitlines() if line.startswith("step")]
             self.note(f"run started: {steps[-1] if steps else 'no step yet'}")
-        elif result.status == 2:
-            self.give_up(f"the run does not accept its flags: {result.last_line}")
         elif result.status == 75:  # for example because the mirror cannot be reached: that is not the VM's fault
             self.note(f"the run did not start, and is started again: {result.last_line}")
         else:
-            self.trouble(f"the run did not start (status {result.status}): {result.last_line}")
+            self.failed(result, f"the run did not start (status {result.status})", "the run does not accept its flags")
 
     def restart(self):
         self.actions.stop_run(150, "--kill")  # on a pod, some VMs may still run it

@@ -231,7 +231,7 @@ def test_it_gives_up_after_three_vms_that_never_train(world):
 @pytest.mark.slow
 def test_a_wrong_setting_is_not_tried_again(world):
     output = world.end(world.watch(wandb_key_file="/no/such/file"), 1)
-    assert "giving up: error: cannot read --wandb_key_file" in output
+    assert "giving up: a setting is wrong: error: cannot read --wandb_key_file" in output
     assert len(world.booted) == 1 and not world.cloud.nodes
 
 

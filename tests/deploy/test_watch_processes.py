@@ -16,7 +16,7 @@ from deploy.lib.keeper import Keeper
 from deploy.lib.state import Journal, Known
 from nanochat.device import prices
 from tests.deploy.conftest import ROOT, eventually
-from tests.deploy.test_watch_rules import World
+from tests.deploy.made_up import World
 
 STUBBORN = """trap '' TERM
 (trap '' TERM; echo "$BASHPID" >"$CHILD"; while :; do sleep 0.1; done) &
