@@ -28,7 +28,7 @@ if not __package__:  # watch.sh runs this file
 from deploy.lib.actions import Actions  # noqa: E402
 from deploy.lib.calls import Calls, end_group, processes  # noqa: E402
 from deploy.lib.catalogue import hourly_prices  # noqa: E402
-from deploy.lib.keeper import Keeper  # noqa: E402
+from deploy.lib.keeper import ENDED, Keeper  # noqa: E402
 from deploy.lib.settings import read_settings  # noqa: E402
 from deploy.lib.state import Books, Journal, Known, replace_file  # noqa: E402
 from deploy.lib.worker import Worker  # noqa: E402
@@ -197,7 +197,7 @@ def is_ours(settings, pid, role):
 
 
 def work(settings):
-    """Runs the worker and returns the exit status of watch.sh, or becomes the guard when the keeper is gone."""
+    """Runs the worker and returns its exit status, or becomes the guard when the keeper is gone."""
     pipe = int(sys.argv[3])
     replace_file(settings.state / "worker", f"{os.getpid()}\n")
 
@@ -208,7 +208,7 @@ def work(settings):
     actions = make_actions(settings, wait)
     _, usd_text = prices(settings)
     try:
-        return Worker(settings, actions, wait, lambda: usd_text(actions.known.zone)).run()
+        return ENDED + Worker(settings, actions, wait, lambda: usd_text(actions.known.zone)).run()
     except ToldToStop:
         return 143
     except KeeperGone:

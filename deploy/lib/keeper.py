@@ -10,7 +10,9 @@ from deploy.lib.actions import DELETE_S, GONE, LOOK_S
 from deploy.lib.calls import end_group
 from deploy.lib.state import Known
 
-FINAL = (0, 1, 2)  # statuses with which the worker ends the watch; after any other it is started again
+# When the worker has ended the watch, its status is ENDED plus that of watch.sh. After any other, such as the 1 of
+# Python's own errors, it is started again.
+ENDED = 40
 WORKER_PATIENCE_S = 10
 COUNT_S = 5  # between two counts of the spending
 BACKOFF_S = (1, 10, 60, 300, 600)  # pauses before that
@@ -52,10 +54,10 @@ class Keeper:
                 self.end_worker()
                 return self.end_budget()
             status = self.worker.poll() if self.worker else None
-            if status in FINAL:
+            if status in range(ENDED, ENDED + 10):
                 self.read_known()
                 self.count()
-                return status
+                return status - ENDED
             if status is not None:
                 wait_s = BACKOFF_S[min(starts, len(BACKOFF_S) - 1)]
                 self.note(f"the watch itself failed (status {status}); it is started again after {wait_s} s")
