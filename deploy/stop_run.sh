@@ -26,9 +26,11 @@ where() { # prints the newest whole checkpoint, and where it is
   field() { printf '%s\n' "$seen" | sed -n "s/^$1=//p"; }
   newest=$(field checkpoint)
   if [ -z "$newest" ]; then echo "newest checkpoint: none"
-  elif [ "$newest" = "$(field mirrored)" ]; then echo "newest checkpoint: $newest, here and in $(field mirror)"
-  else echo "newest checkpoint: $newest, on this disk alone"; fi
+  elif [ "$newest" = "$(field mirrored)" ]; then echo "newest checkpoint: $dir/$newest, and in $(field mirror)"
+  else echo "newest checkpoint: $dir/$newest, on this disk alone"; fi
 }
+load_env
+dir=$BASE/checkpoints/$run
 running || { echo "nothing is running; $(where)"; exit 0; }
 # One signal only: a second would end the run at once, without its mirror.
 start=$(cat "$D/runs/token" 2>/dev/null || echo unknown)

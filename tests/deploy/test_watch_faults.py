@@ -34,7 +34,7 @@ def test_stop_run_waits_for_the_mirror_signals_once_and_says_where_the_checkpoin
         assert "has not ended after 1 s" in output and "on this disk alone" in output
     (mirror / "refuses").unlink()
     output = laptop.run("stop_run.sh", vm.ip)
-    assert f"newest checkpoint: {max(mirror.glob('step_*')).name}, here and in {mirror}" in output
+    assert f"checkpoints/a/{max(mirror.glob('step_*')).name}, and in {mirror}" in output
     assert (vm.home / "nanochat.d/runs/a.exit").read_text() == "75\n"
 
 
