@@ -29,7 +29,8 @@ facts "$TYPE"
 lookup "$NAME"
 [ "$VM_STATE" != unknown ] || cannot_tell "$NAME"
 [ "$VM_STATE" = absent ] || die 6 "$NAME exists already: $VM_STATE $VM_HEALTH in $VM_ZONE"
-say "$NAME: $TYPE, $CHIPS chips, $([ -n "$ON_DEMAND" ] && echo on demand || echo spot), ${USD:-unknown} USD an hour"
+say "$NAME: $TYPE, $CHIPS chips, $([ -n "$ON_DEMAND" ] && echo on demand || echo spot), ${USD:-unknown} USD an hour" \
+  "${USD_NOTE:+($USD_NOTE)}"
 
 flags=(--accelerator-type="$TYPE" --version="$VERSION")
 [ -n "$ON_DEMAND" ] || flags+=(--spot)
@@ -66,6 +67,8 @@ try() {
   wait $creator 2>/dev/null || true
   trap - INT TERM
   [ -n "$REASON" ] || return 0
+  # It is somebody else's VM, or one that gcloud overlooked a moment ago: it may train, so it is not deleted.
+  ! grep -q -e ALREADY_EXISTS -e 'already exists' "$TMP/create" || die 6 "$NAME exists already in $zone"
   ZONES=$zone lookup "$NAME"
   # The next zone is tried only when this one holds no VM: two VMs would cost twice, and only one would be found.
   [ "$VM_STATE" = absent ] || tpu "$zone" delete "$NAME" --async >/dev/null || [ "$(why)" = not_found ] ||
@@ -81,6 +84,7 @@ while :; do
     say "+ gcloud compute tpus tpu-vm create $NAME --zone=$zone $(quote "${flags[@]}")"
     [ -z "$DRY_RUN" ] || continue
     if try "$zone"; then
+      facts "$TYPE" "$zone"
       say "$NAME is ready in $zone: $VM_IPS, ${USD:-unknown} USD an hour until it is deleted"
       exit 0
     fi
@@ -88,6 +92,7 @@ while :; do
       quota) say "$zone: no quota: $(GCLOUD_ERR=$TMP/create complaint)"; continue ;;
       permanent) refused="$zone: $(GCLOUD_ERR=$TMP/create complaint)"; say "$refused"; continue ;;
       auth) die 4 "credentials refused (gcloud auth login): $(GCLOUD_ERR=$TMP/create complaint)" ;;
+      permanent) refused="$zone: $(GCLOUD_ERR=$TMP/create complaint)"; say "$refused"; continue ;;
       stockout) say "$zone: no capacity" ;;
       other | not_found) say "$zone: $(GCLOUD_ERR=$TMP/create complaint)" ;;
       *) say "$zone: $REASON" ;;

@@ -3,18 +3,20 @@
 #
 #   deploy/fetch.sh HOST [RUN]     RUN: the newest run of the VM unless it is given
 #
-# A checkpoint that is here already is not copied again. An interrupted copy leaves nothing under a checkpoint's name.
+# A checkpoint that is here already is not copied again; one of the same name and another content is kept beside it. An
+# interrupted copy leaves nothing under a checkpoint's name.
 #
 #   --to DIR                   copy into DIR/RUN (default: checkpoints/ beside deploy/)
 #   --all                      every checkpoint, not only the newest
 #   --no_checkpoints           only metrics and log
+#   --vm_ips A,B --vm_id ID    the addresses and the id of the VM HOST, so that gcloud need not be asked
 #   --dry_run                  only print what would be done
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
-TO=$ROOT/checkpoints ALL="" NO_CHECKPOINTS="" WORKER=0
-parse "TO= ALL NO_CHECKPOINTS" "$@"
+TO=$ROOT/checkpoints ALL="" NO_CHECKPOINTS="" WORKER=0 VM_IPS="" VM_ID=""
+parse "TO= ALL NO_CHECKPOINTS VM_IPS= VM_ID=" "$@"
 RUN=${ARGS[1]:-}
-resolve ${ARGS[0]:+"${ARGS[0]}"}
+if [ -n "$VM_IPS" ]; then aim; else resolve ${ARGS[0]:+"${ARGS[0]}"}; fi
 run_on_vm() { retry vm 0 'current'; }
 RUN=${RUN:-$(run_on_vm)}
 [ -n "$RUN$DRY_RUN" ] || die 1 "no run was started on this VM; name an older one: fetch.sh HOST RUN"
@@ -22,7 +24,8 @@ RUN=${RUN:-$(run_on_vm)}
 script <<'END'
 load_env
 cd "$BASE/checkpoints/$1" 2>/dev/null || { echo "no run $1 in $BASE/checkpoints" >&2; exit 1; }
-find . -maxdepth 1 -name 'step_??????' | sort | sed 's/^..//' | { [ -n "$2" ] && cat || tail -n 1; }
+find . -maxdepth 1 -name 'step_??????' | sort | sed 's/^..//' | { [ -n "$2" ] && cat || tail -n 1; } |
+  while read -r step; do (cd "$step"; echo "$step $(eval "$3")"); done
 END
 LIST=$SCRIPT
 
@@ -35,6 +38,8 @@ for name in "$@"; do [ ! -e "$name" ] || echo "$name"; done | tar -cf - -T -
 END
 SEND=$SCRIPT
 
+# Prints a checksum of the small files of a checkpoint, here and on the VM: they say which run it is from.
+SUM="find . -type f -size -2048 -exec cksum {} + | LC_ALL=C sort -k 3 | cksum | tr -d ' '"
 # get NAMES copies these files and folders into incoming/ and then renames each to its place.
 get() {
   rm -rf "$TO/$RUN/incoming"
@@ -46,13 +51,19 @@ get() {
   rm -rf "$TO/$RUN/incoming"
 }
 
-steps=$(retry vm 0 "$LIST" "$RUN" "$ALL")
+steps=$(retry vm 0 "$LIST" "$RUN" "$ALL" "$SUM")
 [ -z "$DRY_RUN" ] || exit 0
 retry get metrics.jsonl run.log
 [ -z "$NO_CHECKPOINTS" ] || steps=""
-for step in $steps; do
-  if [ -d "$TO/$RUN/$step" ]; then say "$step is here"; continue; fi
+while read -r step sum; do
+  [ -n "$step" ] || continue
+  if [ -d "$TO/$RUN/$step" ]; then
+    if [ "$(cd "$TO/$RUN/$step" && eval "$SUM")" = "$sum" ]; then say "$step is here"; continue; fi
+    other=other_$step.$(date +%s)
+    say "$step here is from another run of this name: it is kept as $TO/$RUN/$other"
+    mv "$TO/$RUN/$step" "$TO/$RUN/$other"
+  fi
   say "$step …"
-  retry get "$step"
-done
+  retry get "$step" </dev/null
+done <<<"$steps"
 say "run $RUN is in $TO/$RUN"

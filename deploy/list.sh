@@ -33,7 +33,7 @@ if ! tpu - list --format="$format" >"$TMP/list"; then
   [ -s "$TMP/list" ] || exit $status
 fi
 while IFS='|' read -r name zone state health type spot external internal; do
-  facts_of_vm "$type" "$spot"
+  facts_of_vm "$type" "$spot" "$zone"
   case $external in "" | *None*) external=$internal ;; esac
   case $state in STOPPED | PREEMPTED | TERMINATED) USD=0 ;; esac
   [ -n "$USD" ] || unknown=", and the VMs whose price is not known"

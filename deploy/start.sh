@@ -28,6 +28,6 @@ while lookup "$NAME"; [ "$VM_STATE $VM_HEALTH" != "READY HEALTHY" ]; do
   [ $SECONDS -lt $deadline ] || die 1 "$NAME is $VM_STATE $VM_HEALTH after $WAIT_S s"
   sleep "$POLL_S"
 done
-facts_of_vm "$VM_TYPE" "$VM_SPOT"
+facts_of_vm "$VM_TYPE" "$VM_SPOT" "$VM_ZONE"
 end=$([ "$VM_SPOT" = True ] && echo deleted || echo stopped)
 say "$NAME is ready in $VM_ZONE: $VM_IPS, ${USD:-unknown} USD an hour until it is $end"

@@ -28,7 +28,7 @@ vm_line() { # prints what gcloud says of the VM of this name
     absent) echo "; list.sh looks in all zones"; return 3 ;;
     unknown) echo; [ -z "$VM_PERMANENT" ] || return 2; return 4 ;;
   esac
-  facts_of_vm "$VM_TYPE" "$VM_SPOT"
+  facts_of_vm "$VM_TYPE" "$VM_SPOT" "$VM_ZONE"
   hours=$(calc "($(date +%s) - $(seconds "$VM_CREATED")) / 3600")
   printf ' %s  %s%s  %s  %s' "$VM_HEALTH" "$VM_TYPE" "${VM_SPOT:+ spot}" "$VM_ZONE" "$VM_IPS"
   printf '  %s h  %s USD at %s an hour\n' "$hours" "$([ -z "$USD" ] || calc "$hours * $USD")" "${USD:-?}"

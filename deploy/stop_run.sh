@@ -1,29 +1,54 @@
 #!/usr/bin/env bash
-# Stops the run on a VM with SIGTERM and waits until it has saved a checkpoint and ended.
+# Stops the run on a VM with SIGTERM and waits until it has saved a checkpoint, copied it to its mirror and ended.
 #
 #   deploy/stop_run.sh HOST    HOST: an IP, an ssh host, a list of them (a,b), or the VM's name
 #
-#   --wait_s N                 how long to wait for the checkpoint (default 120)
+# At the end it says where the newest checkpoint is: on this disk alone, or in the mirror, too.
+#
+#   --wait_s N                 how long to wait (default 1900: the run waits for its mirror for half an hour; 120 with
+#                              --kill)
 #   --kill                     after that, end the run's remaining processes with kill -9
+#   --vm_ips A,B --vm_id ID    the addresses and the id of the VM HOST, so that gcloud need not be asked
 #   --worker N|all             which VM of a pod (default all)
 #   --dry_run                  only print what would be done
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
-WAIT_S=120 KILL=""
-parse "KILL" "$@"
-resolve ${ARGS[@]+"${ARGS[@]}"}
+WAIT_S=000 KILL="" VM_IPS="" VM_ID=""
+parse "KILL VM_IPS= VM_ID=" "$@"
+[ "$WAIT_S" != 000 ] || WAIT_S=$([ -n "$KILL" ] && echo 120 || echo 1900)  # it was not given
+if [ -n "$VM_IPS" ]; then aim; else resolve ${ARGS[@]+"${ARGS[@]}"}; fi
 
 script <<'END'
-wait_s=$1 kill=$2 run=$(current)
+wait_s=$1 kill=$2 run=$(current) deadline=$(($(date +%s) + $1))
+where() { # prints the newest whole checkpoint, and where it is
+  local seen newest
+  seen=$(probe)
+  field() { printf '%s\n' "$seen" | sed -n "s/^$1=//p"; }
+  newest=$(field checkpoint)
+  if [ -z "$newest" ]; then echo "newest checkpoint: none"
+  elif [ "$newest" = "$(field mirrored)" ]; then echo "newest checkpoint: $dir/$newest, and in $(field mirror)"
+  else echo "newest checkpoint: $dir/$newest, on this disk alone"; fi
+}
 load_env
-running || { echo "nothing is running"; exit 0; }
-if ! stop_run "$wait_s"; then
-  [ -n "$kill" ] || { echo "run $run has not ended after $wait_s s; --kill ends it without a checkpoint" >&2; exit 1; }
+dir=$BASE/checkpoints/$run
+running || { echo "nothing is running; $(where)"; exit 0; }
+# One signal only: a second would end the run at once, without its mirror.
+start=$(cat "$D/runs/token" 2>/dev/null || echo unknown)
+if [ "$(cat "$D/runs/stopping" 2>/dev/null)" != "$start" ]; then
+  echo "$start" >"$D/runs/stopping"
+  kill -TERM "$(cat "$D/runs/pid")" 2>/dev/null || true
+fi
+while left=$((deadline - $(date +%s))); ! ended $((left > 20 ? 20 : left > 0 ? left : 0)); do
+  [ $left -gt 0 ] || break
+  echo "run $run saves its state and waits for its mirror, $left s at most; $(where)"
+done
+if running; then
+  [ -n "$kill" ] ||
+    { echo "run $run has not ended after $wait_s s; --kill ends it without a checkpoint; $(where)" >&2; exit 1; }
   kill -KILL -- "-$(tr -d ' ' <"$D/runs/pgid")"
   ended 10 || { echo "cannot kill run $run" >&2; exit 1; }
 fi
-echo "run $run ended with status $(cat "$D/runs/$run.exit" 2>/dev/null || echo killed);" \
-  "newest checkpoint: $(ls -1d "$BASE/checkpoints/$run"/step_?????? 2>/dev/null | tail -n 1 | grep . || echo none)"
+echo "run $run ended with status $(cat "$D/runs/$run.exit" 2>/dev/null || echo killed); $(where)"
 END
 stop() { retry vm "$1" "$SCRIPT" "$WAIT_S" "$KILL"; }
 each stop

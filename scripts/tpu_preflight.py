@@ -43,8 +43,9 @@ class PreflightFlags:
                                  metavar="DIR", of=expand_path)
     jobs: int = flag(2, "the number of compilers that run concurrently", at_least=1, at_most=1000)
     timeout_s: int = flag(1800, "the longest time that one program may take to compile", at_least=1)
-    usd_per_chip_hour: float | None = flag(None, "price of a chip; default: the prices in nanochat/device/tpu.py, on "
-                                           "spot and on demand", of=float, at_least=0)
+    usd_per_chip_hour: float | None = flag(None, "price of a chip; default: the prices in "
+                                           "nanochat/device/prices.csv, on spot and on demand", of=float, at_least=0)
+    zone: str | None = flag(None, "zone whose prices count, such as us-west4-a; default: the dearest")
 
 
 def read_preflight_flags(argv=None):
@@ -147,6 +148,7 @@ def describe(report):
         cost = ", ".join(f"{run[key]:.0f} USD {name}" for key, name in (("usd_spot", "on spot"),
                                                                           ("usd_on_demand", "on demand"))
                          if run[key] is not None)
+        cost += f" in {report['zone'] or 'the dearest region (--zone)'}" if cost else ""
         plan = report["plan"]
         lines += ["", f"estimate: {1000 * run['step_s']:.0f} ms a step of {plan['total_batch_size']:,} tokens, "
                   f"{run['tokens_per_s']:,.0f} tokens/s, MFU {run['mfu']:.1%}; "
@@ -167,7 +169,7 @@ def main(argv=None):
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if own.json == "-" else \
         (lambda line: print(line, flush=True))
     request = Request(own.accelerator, tuple(own.programs.split(",")), own.jobs, own.timeout_s, own.dump_dir,
-                      own.usd_per_chip_hour)
+                      own.usd_per_chip_hour, own.zone)
     report = preflight(train_flags, request, say)
     if own.find_batch:
         def try_batch(batch_size, activation_checkpointing):

@@ -4,15 +4,16 @@
 # calc EXPRESSION prints its value with two decimals.
 calc() { awk "BEGIN { printf \"%.2f\", $1 }"; }
 
-# facts TYPE sets CHIPS, HOSTS, VERSION (of the runtime) and USD (per hour). The prices are those of
-# nanochat/device/tpu.py; they change, and --usd_per_hour overrides them.
+# facts TYPE [ZONES] sets CHIPS, HOSTS, VERSION (of the runtime), USD (per hour) and USD_NOTE. USD is --usd_per_hour, or
+# that of the dearest of these zones (default: $ZONES) in nanochat/device/prices.csv; it is empty if no price of the
+# type is known. A zone that the table lacks counts at the dearest price of the type, and USD_NOTE says so.
 facts() {
-  local chip_usd=""
-  CHIPS=${1##*-} VERSION=""
+  local row zones=${2:-$ZONES}
+  CHIPS=${1##*-} VERSION="" USD_NOTE=""
   case $1 in
     *-*[!0-9]* | *-) die 2 "unknown TPU type $1: v5litepod-N, v6e-N, v5p-N or v4-N" ;;
-    v5litepod-*) VERSION=v2-alpha-tpuv5-lite chip_usd=0.255; [ -z "$ON_DEMAND" ] || chip_usd=1.20 ;;
-    v6e-*) VERSION=v2-alpha-tpuv6e chip_usd=0.425; [ -z "$ON_DEMAND" ] || chip_usd=2.70 ;;
+    v5litepod-*) VERSION=v2-alpha-tpuv5-lite ;;
+    v6e-*) VERSION=v2-alpha-tpuv6e ;;
     v5p-*) VERSION=v2-alpha-tpuv5 CHIPS=$((CHIPS / 2)) ;;  # v4 and v5p names count TensorCores, two per chip
     v4-*) VERSION=tpu-ubuntu2204-base CHIPS=$((CHIPS / 2)) ;;
     *) die 2 "unknown TPU type $1: v5litepod-N, v6e-N, v5p-N or v4-N" ;;
@@ -23,7 +24,21 @@ facts() {
     *) [ "$CHIPS" -le 8 ] || HOSTS=$((CHIPS / 4)) ;;
   esac
   USD=$USD_PER_HOUR
-  [ -n "$USD" ] || [ -z "$chip_usd" ] || USD=$(calc "$CHIPS * $chip_usd")
+  [ -z "$USD" ] || return 0
+  row=$(awk -F, -v type="${1%-*}" -v kind="$([ -n "$ON_DEMAND" ] && echo on_demand || echo spot)" -v zones="$zones" '
+    $1 == type && $3 == kind { price[$2] = $4 + 0; if ($4 + 0 > dearest) dearest = $4 + 0 }
+    END {
+      n = split(zones, zone, ",")
+      for (i = 1; i <= n; i++) {
+        region = zone[i]; sub(/-[^-]*$/, "", region)
+        if (!(region in price)) { unknown = unknown " " zone[i]; usd = dearest }
+        else if (price[region] > usd) usd = price[region]
+      }
+      if (dearest) print (n ? usd : dearest) unknown
+    }' "$ROOT/nanochat/device/prices.csv")
+  [ -n "$row" ] || return 0
+  USD=$(calc "$CHIPS * ${row%% *}")
+  case $row in *" "*) USD_NOTE="the price in ${row#* } is not known: the dearest of the type counts" ;; esac
 }
 
 # tpu ZONE VERB ARGS runs gcloud and keeps its stderr for why and complaint. gcloud asks five times when there is no
@@ -67,14 +82,14 @@ lookup() {
   done
 }
 
-# facts_of_vm TYPE SPOT sets what facts sets, for a VM that exists, whose type facts may not know: then the price is
+# facts_of_vm TYPE SPOT ZONE sets what facts sets, for a VM that exists, whose type facts may not know: then the price is
 # empty. The price in config.env is only that of TYPE.
 facts_of_vm() {
   local ON_DEMAND="" USD_PER_HOUR=$USD_PER_HOUR
   [ "$2" = True ] || ON_DEMAND=1
   given USD_PER_HOUR || [ "$1" = "$TYPE" ] || USD_PER_HOUR=""
   USD=$USD_PER_HOUR
-  ! (facts "$1") 2>/dev/null || facts "$1"
+  ! (facts "$1" "$3") 2>/dev/null || facts "$1" "$3"
 }
 
 # cannot_tell NAME exits because lookup has found out nothing.

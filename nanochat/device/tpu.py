@@ -1,4 +1,4 @@
-"""Tables of accelerators: peak FLOP/s, memory, prices, and the meaning of accelerator strings such as "v5litepod-8".
+"""Tables of accelerators: peak FLOP/s, memory, and the meaning of accelerator strings such as "v5litepod-8".
 
 Nothing here asks a runtime or the network.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nanochat.common import BadInput
+from nanochat.device import prices
 
 GIB = 2**30
 
@@ -20,7 +21,7 @@ def _gib(number):
 
 @dataclass(frozen=True)
 class TpuType:
-    """One generation of TPU. All figures are per chip; an unknown price is None."""
+    """One generation of TPU. All figures are per chip. What a chip costs is in prices.csv."""
     name: str
     accelerator_prefix: str  # of the accelerator strings that create such VMs
     peak_flops: float  # dense bf16 FLOP/s
@@ -33,23 +34,18 @@ class TpuType:
     cores_per_chip: int  # the number in an accelerator string counts cores on v4 and v5p, chips on v5e and v6e
     max_chips_per_host: int  # of a slice that is one host
     runtime_version: str  # of the VM image
-    usd_per_chip_hour: float | None = None  # on demand
-    usd_per_chip_hour_spot: float | None = None
     scoped_vmem_kib: int | None = None  # VMEM for the tiles of one operation, if libtpu is slower with its own
 
 
 # Figures from Google's "TPU versions" pages; usable HBM from the out-of-memory reports of libtpu 0.0.21. Matrix units:
-# 4 of 128 × 128 in each core of v4, v5e and v5p, 4 of 256 × 256 on v6e. Prices change: these are of PRICES_DATE, on
-# demand from the public list, on spot as paid for v5litepod-8 in us-west4 (listed: 0.21 to 0.60 by region) and for
-# v6e-4 in asia-northeast1 (listed: 0.65 to 1.89). Scripts that print a cost have a flag that overrides them.
-PRICES_DATE = "2026-11"
+# 4 of 128 × 128 in each core of v4, v5e and v5p, 4 of 256 × 256 on v6e.
 TPU_TYPES = {tpu.name: tpu for tpu in (
     TpuType("v4", "v4", 275e12, 32 * GIB, _gib(30.75), 1200e9, 600e9, 2**18, 3, 2, 4, "tpu-ubuntu2204-base"),
     TpuType("v5e", "v5litepod", 197e12, 16 * GIB, _gib(15.75), 819e9, 400e9, 2**17, 2, 1, 8, "v2-alpha-tpuv5-lite",
-            1.20, 0.255, 32768),
+            32768),
     TpuType("v5p", "v5p", 459e12, 95 * GIB, _gib(95.74), 2765e9, 1200e9, 2**18, 3, 2, 4, "v2-alpha-tpuv5"),
     TpuType("v6e", "v6e", 918e12, 32 * GIB, _gib(31.25), 1640e9, 800e9, 2**19, 2, 1, 8, "v2-alpha-tpuv6e",
-            2.70, 0.425, 65536),
+            65536),
 )}
 _PCI_DEVICE_TO_TYPE = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}
 _CHIPS_PER_HOST_OF_A_POD = 4  # every slice of more than one host, of every type
@@ -152,10 +148,12 @@ def peak_flops(device_name):
     return None
 
 
-def usd_per_hour(accelerator, spot, usd_per_chip_hour=None):
-    """Returns the price of a slice in USD per hour, from the table unless `usd_per_chip_hour` is given. Returns None if
-    it is not known."""
-    tpu, chips, _, _ = parse_accelerator(accelerator)
+def usd_per_hour(accelerator, spot, usd_per_chip_hour=None, zone=None):
+    """Returns the price of a slice in USD per hour: `usd_per_chip_hour` if it is given, otherwise that of the zone in
+    prices.csv. Without a zone, and in one that the table does not know, it is that of the dearest region. Returns None
+    if no price of this type is known."""
+    chips = parse_accelerator(accelerator).chips
     if usd_per_chip_hour is None:
-        usd_per_chip_hour = tpu.usd_per_chip_hour_spot if spot else tpu.usd_per_chip_hour
+        price = prices.chip_price(accelerator, spot, zone)
+        usd_per_chip_hour = price and price.usd_per_chip_hour
     return None if usd_per_chip_hour is None else usd_per_chip_hour * chips

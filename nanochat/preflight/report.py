@@ -20,7 +20,8 @@ class Request:
     jobs: int = 2  # compilers that run concurrently
     timeout_s: int = 1800  # for one program
     dump_dir: str | None = None  # keeps the compilers' input and output
-    usd_per_chip_hour: float | None = None  # instead of the prices in device/tpu.py
+    usd_per_chip_hour: float | None = None  # instead of the prices in device/prices.csv
+    zone: str | None = None  # where they hold; None: the dearest
 
 
 def make_report(programs, traced, trace_s, flags, request, say=print):
@@ -36,7 +37,7 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
         f"{request.accelerator} ({tpu_slice.tpu.name} {tpu_slice.topology})")
     report = {
         "accelerator": request.accelerator, "chips": tpu_slice.chips, "hosts": tpu_slice.hosts,
-        "topology": tpu_slice.topology, "flags": flags, "kernel": plan.kernel,
+        "topology": tpu_slice.topology, "zone": request.zone, "flags": flags, "kernel": plan.kernel,
         "plan": {"total_batch_size": plan.total_batch_size, "grad_accum_steps": plan.grad_accum_steps,
                  "num_iterations": plan.num_iterations, "flops_per_token": plan.flops_per_token,
                  "parameters": sum(plan.parameters.values())},
@@ -68,7 +69,7 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
 
 def costs(hours, request):
     """Returns the price of `hours` on the requested TPU in USD, on spot and on demand; None where it is not known."""
-    prices = {name: tpu.usd_per_hour(request.accelerator, spot, request.usd_per_chip_hour)
+    prices = {name: tpu.usd_per_hour(request.accelerator, spot, request.usd_per_chip_hour, request.zone)
               for name, spot in (("usd_spot", True), ("usd_on_demand", False))}
     return {name: None if price is None else price * hours for name, price in prices.items()}
 

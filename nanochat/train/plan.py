@@ -190,7 +190,7 @@ def describe_plan(plan, tokenizer):
     if peak:
         hours = plan.flops_per_token * tokens / (peak * plan.world_size * ASSUMED_MFU) / 3600
         price = tpu.usd_per_hour(accelerator, spot=True) if accelerator else None
-        cost = f", {hours * price:.0f} USD on spot" if price else ""
+        cost = f", {hours * price:.0f} USD on spot in the dearest region" if price else ""
         lines["estimate"] = f"{hours:.1f} h{cost}, if {ASSUMED_MFU:.0%} of the peak is reached"
     return [f"{name:>11}  {text}" for name, text in lines.items()]
 

@@ -1,7 +1,8 @@
 """Takes the place of a VM's venv/bin/python: the scripts see a base_train that does not train.
 
 It also prints the number of chips for setup.sh. Its own flags are --step_s, --crash_at=STEP (every time),
---hang_at=STEP (once) and --bad_input.
+--hang_at=STEP (once), --bad_input and --checkpoint_bytes. A file `refuses` in the mirror's folder lets copies fail; a
+file `away` lets the start end with status 75.
 """
 import json
 import os
@@ -32,19 +33,42 @@ def train(flags):
     if mirror and not newest(run_dir) and newest(mirror):
         shutil.copytree(newest(mirror), run_dir / newest(mirror).name)
         shutil.copy(mirror / "metrics.jsonl", run_dir / "metrics.jsonl")
+    if mirror and (mirror / "away").exists():
+        print(f"error: {mirror} cannot be reached", flush=True)
+        return 75
     first = int(newest(run_dir).name[5:]) if newest(run_dir) else 0
     stop = []
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    state = {"mirror": str(mirror), "newest_saved": None, "newest_copied": None, "behind_since": None, "error": None}
+
+    def on_signal(*_):
+        if stop:
+            os._exit(1)  # as base_train: a second signal ends it at once
+        stop.append(1)
+
+    signal.signal(signal.SIGTERM, on_signal)
+
+    def copy(name):
+        """Copies a checkpoint to the mirror, and writes mirror.json as base_train does."""
+        state["newest_saved"] = name
+        if (mirror / "refuses").exists():
+            state["behind_since"] = state["behind_since"] or time.time()
+            state["error"] = "403 the account may not write"
+        else:
+            shutil.copytree(run_dir / name, mirror / name, dirs_exist_ok=True)
+            shutil.copy(run_dir / "metrics.jsonl", mirror / "metrics.jsonl")
+            state.update(newest_copied=name, behind_since=None, error=None)
+        (run_dir / "mirror.json.part").write_text(json.dumps(state))
+        (run_dir / "mirror.json.part").rename(run_dir / "mirror.json")
 
     def save(step):
         part = run_dir / f"part_{step:06d}"
         part.mkdir(exist_ok=True)
         (part / "model.safetensors").write_text(f"weights of step {step}")
+        (part / "optimizer").write_bytes(bytes(int(flags.get("checkpoint_bytes", 0))))
         part.rename(run_dir / f"step_{step:06d}")
         if mirror:
             mirror.mkdir(parents=True, exist_ok=True)
-            shutil.copytree(run_dir / f"step_{step:06d}", mirror / f"step_{step:06d}", dirs_exist_ok=True)
-            shutil.copy(run_dir / "metrics.jsonl", mirror / "metrics.jsonl")
+            copy(f"step_{step:06d}")
 
     kept = run_dir / "metrics.jsonl"
     records = kept.read_text().splitlines() if kept.exists() else []
@@ -68,6 +92,10 @@ def train(flags):
         if stop:
             if not (run_dir / f"step_{step:06d}").exists():
                 save(step)
+            while mirror and (mirror / "refuses").exists():  # it waits for the mirror
+                time.sleep(0.1)
+            if mirror:
+                copy(f"step_{step:06d}")
             print("preempted: state saved", flush=True)
             return 75
     return 0

@@ -24,7 +24,7 @@ def test_create_makes_a_spot_vm_once_and_an_ssh_key_if_there_is_none(laptop, clo
     subprocess.run(["rm", key, key.with_suffix("")], check=True)
     output = laptop.run("create.sh", "nano", ZONES, "--type=v6e-4", *QUICK)
     node = cloud.node("nano", "us-a")
-    assert "1.70 USD an hour" in output and "is ready in us-a" in output
+    assert "9.08 USD an hour (the price in us-a us-b is not known" in output and "is ready in us-a" in output
     assert node["acceleratorType"] == "v6e-4" and node["runtimeVersion"] == "v2-alpha-tpuv6e"
     assert node["schedulingConfig"]["spot"] is True
     assert key.read_text().strip() in node["metadata"]["ssh-keys"]
@@ -108,11 +108,11 @@ def test_stop_and_start_are_for_vms_on_demand(laptop, cloud):
     assert "spot VM" in laptop.run("stop.sh", "spot", "--zones=us-a", status=2)
     ips = iter(["192.0.2.7", "192.0.2.8"])
     cloud.boot = lambda node, index: next(ips)
-    assert "9.60 USD" in laptop.run("create.sh", "steady", "--zones=us-a", "--on_demand", *QUICK)
+    assert "13.73 USD" in laptop.run("create.sh", "steady", "--zones=us-a", "--on_demand", *QUICK)
     listed = laptop.run("list.sh", "--zones=us-a")
-    assert "192.0.2.7" in listed and "on demand" in listed and "together: 11.64 USD" in listed
+    assert "192.0.2.7" in listed and "on demand" in listed and "together: 19.97 USD" in listed
     laptop.run("stop.sh", "steady", "--zones=us-a")
-    assert "together: 2.04 USD" in laptop.run("list.sh", "--zones=us-a")
+    assert "together: 6.24 USD" in laptop.run("list.sh", "--zones=us-a")
     assert "192.0.2.8" in laptop.run("start.sh", "steady", "--zones=us-a", *QUICK[:1])
     cloud.node("spot")["state"] = "PREEMPTED"
     assert "PREEMPTED and cannot be started" in laptop.run("start.sh", "spot", "--zones=us-a", status=1)
@@ -126,7 +126,7 @@ def test_a_vm_is_reached_by_its_name_even_after_it_was_created_again(laptop, clo
     output = laptop.run("push.sh", "nano", "--zones=us-a")
     assert "~/nanochat is now" in output
     status = laptop.run("status.sh", "nano", "--zones=us-a")
-    assert "READY HEALTHY  v5litepod-8 spot  us-a" in status and "no run yet" in status and "USD at 2.04" in status
+    assert "READY HEALTHY  v5litepod-8 spot  us-a" in status and "no run yet" in status and "USD at 6.24" in status
     laptop.run("delete.sh", "nano", "--zones=us-a", "--yes")
     vm.kill()
     subprocess.run(["rm", vm.root / "host_key", vm.root / "host_key.pub"], check=True)
@@ -137,11 +137,12 @@ def test_a_vm_is_reached_by_its_name_even_after_it_was_created_again(laptop, clo
 
 
 def test_facts_agree_with_the_table_of_tpus(laptop):
+    from nanochat.device.prices import chip_price
     from nanochat.device.tpu import parse_accelerator
     for name in ("v5litepod-1", "v5litepod-8", "v5litepod-16", "v6e-4", "v6e-8", "v4-32", "v5p-8"):
         tpu = parse_accelerator(name)
-        script = f'. deploy/lib/common.sh; facts {name}; echo "$CHIPS $HOSTS $VERSION ${{USD:-none}}"'
+        script = f'. deploy/lib/common.sh; facts {name} us-west4-a; echo "$CHIPS $HOSTS $VERSION ${{USD:-none}}"'
         facts = subprocess.check_output(["bash", "-c", script], text=True).split()
-        spot = tpu.tpu.usd_per_chip_hour_spot
+        spot = chip_price(name, spot=True, zone="us-west4-a")
         assert facts == [str(tpu.chips), str(tpu.hosts), tpu.tpu.runtime_version,
-                         f"{tpu.chips * spot:.2f}" if spot else "none"]
+                         f"{tpu.chips * spot.usd_per_chip_hour:.2f}" if spot else "none"]

@@ -6,9 +6,11 @@ import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from deploy import watch
 from tests.deploy.cloud import Cloud
 from tests.deploy.conftest import ROOT, eventually
 
@@ -53,6 +55,17 @@ class World:
         assert process.returncode == status, output
         return output
 
+    def close(self):
+        """Ends what a test that failed has left: the processes of watch.sh outlive each other."""
+        for name in ("lock", "worker"):
+            pid = (self.state / name).read_text().split()[0] if (self.state / name).exists() else "none"
+            try:
+                if b"deploy/watch.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(int(pid), signal.SIGKILL)
+            except OSError:
+                pass
+        self.cloud.close()
+
     def steps(self, run="d16"):
         """Returns the steps that have a loss in the fetched metrics."""
         lines = (self.laptop.root / "results" / run / "metrics.jsonl").read_text().splitlines()
@@ -63,7 +76,7 @@ class World:
 def world(laptop):
     world = World(laptop)
     yield world
-    world.cloud.close()
+    world.close()
 
 
 def test_a_preempted_vm_is_created_again_and_the_run_finishes_with_every_step_once(world):
@@ -90,8 +103,9 @@ def test_expired_credentials_and_a_not_found_race_make_no_second_vm(world):
     world.cloud.broken = None
     world.cloud.hidden = 1  # the next question about the node is answered NOT_FOUND, though it is there
     world.end(watch, 0)
-    assert "no VM (status 6)" in world.journal()
-    assert len(world.booted) == 1 and world.steps() == list(range(1, 61))
+    assert "gcloud finds no VM; it is asked again" in world.journal()
+    assert len(world.booted) == 1 and world.journal().count("creating nano") == 1
+    assert world.steps() == list(range(1, 61))
 
 
 @pytest.mark.slow
@@ -108,13 +122,13 @@ def test_a_frozen_vm_is_created_again(world):
 
 
 @pytest.mark.slow
-def test_an_unhealthy_vm_is_created_again(world):
+def test_an_unhealthy_vm_whose_run_goes_on_is_left_alone(world):
     watch = world.watch(patience=2, run=("--num_iterations=60", "--step_s=0.2"))
     world.wait("run started")
     world.cloud.node("nano")["health"] = "UNHEALTHY_TENSORFLOW"
     world.end(watch, 0)
-    assert "unhealthy: UNHEALTHY_TENSORFLOW" in world.journal()
-    assert len(world.booted) == 2 and world.steps() == list(range(1, 61))
+    assert "unhealthy: UNHEALTHY_TENSORFLOW, but the run goes on" in world.journal()
+    assert len(world.booted) == 1 and world.steps() == list(range(1, 61))
 
 
 @pytest.mark.slow
@@ -166,7 +180,7 @@ def test_the_budget_ends_the_run_with_a_checkpoint_and_deletes_the_vm(world):
     watch = world.watch("--keep_vm", margin_s=75, max_usd=2, usd_per_hour=60, run=("--num_iterations=10000",))
     output = world.end(watch, 7)
     assert "VM deleted" in output and not world.cloud.nodes
-    spent, was = (world.state / "spent").read_text().split()[2:]
+    spent, was, _ = (world.state / "spent").read_text().split()[2:]
     assert 0.2 < float(spent) < 2 and was == "absent"
     assert world.steps()[-1] == int(max(world.mirror.glob("step_*")).name[5:])
 
@@ -177,7 +191,7 @@ def test_it_waits_for_capacity_and_a_second_watcher_is_refused(world):
     watch = world.watch("--keep_vm", run=("--num_iterations=9",))
     world.wait("no VM: error: no VM in us-a")
     assert "is watched by process" in world.end(world.watch(), 6)
-    assert "nano is kept and costs 2.04 USD an hour" in world.end(watch, 0) and world.cloud.node("nano")
+    assert "nano is kept and costs 6.24 USD an hour" in world.end(watch, 0) and world.cloud.node("nano")
 
 
 @pytest.mark.slow
@@ -217,7 +231,7 @@ def test_it_gives_up_after_three_vms_that_never_train(world):
 @pytest.mark.slow
 def test_a_wrong_setting_is_not_tried_again(world):
     output = world.end(world.watch(wandb_key_file="/no/such/file"), 1)
-    assert "giving up: error: cannot read --wandb_key_file" in output
+    assert "giving up: a setting is wrong: error: cannot read --wandb_key_file" in output
     assert len(world.booted) == 1 and not world.cloud.nodes
 
 
@@ -261,7 +275,7 @@ def test_when_stopped_it_leaves_the_run_alone_says_what_still_costs_money_and_re
     world.wait("run started")
     watch.send_signal(signal.SIGHUP)  # the person logs out
     watch.terminate()
-    assert "told to stop. nano (READY) is left as it is, at 2.04 USD an hour" in world.end(watch, 143)
+    assert "told to stop. nano (READY) is left as it is, at 6.24 USD an hour" in world.end(watch, 143)
     before = len(world.vm.metrics("d16"))
     eventually(lambda: len(world.vm.metrics("d16")) > before)
     (world.state / "pid").write_text("1\n")  # as after a reboot: the number of a process that is no watch.sh
@@ -270,9 +284,13 @@ def test_when_stopped_it_leaves_the_run_alone_says_what_still_costs_money_and_re
     assert world.steps() == list(range(1, 101))
 
 
-def test_a_failure_of_watch_itself_is_reported_with_a_status_that_systemd_restarts(tmp_path):
-    script = f"""NAME=nano STATE={tmp_path} WEBHOOK= USD=2; . deploy/lib/common.sh; NAME=nano VM_STATE=READY
-                 . deploy/lib/budget.sh; echo $$ >{tmp_path}/pid; trap on_exit EXIT; false"""
-    result = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 70 and "watch.sh failed with status 1. nano (READY) is left as it is" in result.stdout
+def test_a_failure_of_watch_itself_is_reported_with_a_status_that_systemd_restarts(tmp_path, monkeypatch, capsys):
+    flags = {"NAME": "nano", "TYPE": "v6e-4", "ZONES": "us-west1-c", "MARGIN_S": 600, "POLL_S": 1, "PATIENCE": 5,
+             "STALL_S": 9, "STATE": tmp_path, "TO": tmp_path}
+    for name, value in flags.items():
+        monkeypatch.setenv(f"WATCH_{name}", str(value))
+    monkeypatch.setattr(watch, "start_worker", lambda settings: 1 / 0)
+    assert watch.keep(watch.read_settings(["--run=d16"]), "watch") == 70
+    printed = capsys.readouterr().out
+    assert "watch.sh failed: ZeroDivisionError" in printed and "nano (absent) is left as it is, at 2.29 USD" in printed
     assert "70" not in (ROOT / "deploy/watch.service").read_text()

@@ -1,7 +1,7 @@
 import pytest
 
 from nanochat.common import BadInput
-from nanochat.device import tpu
+from nanochat.device import prices, tpu
 
 
 @pytest.mark.parametrize("accelerator, name, chips, hosts, topology", [
@@ -63,11 +63,21 @@ def test_peaks_of_tpus_and_gpus(device_name, flops):
 
 
 def test_prices_come_from_the_table_unless_given():
-    assert tpu.usd_per_hour("v5litepod-8", spot=True) == pytest.approx(2.04)
-    assert tpu.usd_per_hour("v6e-4", spot=True) == pytest.approx(1.70)
-    assert tpu.usd_per_hour("v6e-4", spot=False) == pytest.approx(10.80)
+    assert tpu.usd_per_hour("v5litepod-8", spot=True, zone="us-west4-a") == pytest.approx(2.04)
+    assert tpu.usd_per_hour("v5litepod-8", spot=True, zone="us-east5-b") == pytest.approx(4.80)
+    assert tpu.usd_per_hour("v6e-4", spot=True, zone="asia-northeast1-b") == pytest.approx(1.70)
+    assert tpu.usd_per_hour("v6e-4", spot=False, zone="us-east5-a") == pytest.approx(10.80)
     assert tpu.usd_per_hour("v4-8", spot=True) is None
     assert tpu.usd_per_hour("v4-8", spot=True, usd_per_chip_hour=1.0) == 4.0
+
+
+def test_a_zone_without_a_known_price_counts_at_the_dearest_of_the_type():
+    dearest = tpu.usd_per_hour("v6e-4", spot=True)
+    zones = ["us-east5-b", "us-west1-c", "asia-northeast1-b", "europe-west4-a", "asia-south1-b"]
+    assert dearest == max(tpu.usd_per_hour("v6e-4", spot=True, zone=zone) for zone in zones)
+    for zone in ("us-wset4-a", "", "us"):
+        assert tpu.usd_per_hour("v6e-4", spot=True, zone=zone) == dearest
+        assert prices.chip_price("v6e-4", True, zone) == (dearest / 4, False)
 
 
 def test_libtpu_gets_the_options_of_its_chip_that_are_not_set_already(monkeypatch):

@@ -47,4 +47,5 @@ def test_no_batch_may_fit():
 def test_a_price_that_is_not_known_stays_out():
     request = report.Request("v4-8", ("update",))
     assert report.costs(10, request) == {"usd_spot": None, "usd_on_demand": None}
+    assert report.costs(10, report.Request("v6e-4", ("update",), zone="us-east5-b"))["usd_spot"] == pytest.approx(43.2)
     assert report.costs(10, report.Request("v4-8", ("update",), usd_per_chip_hour=0.5))["usd_spot"] == 20

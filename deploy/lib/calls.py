@@ -1,0 +1,108 @@
+"""Runs the other scripts of deploy/, each in a process group of its own and limited in time."""
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from deploy.lib.state import replace_file
+
+DEPLOY = Path(__file__).resolve().parents[1]
+TIMED_OUT, NOT_STARTED = 124, 126  # the statuses of a call that ran past its limit, and of one that did not run
+
+
+class Result(NamedTuple):
+    status: int
+    output: str
+
+    @property
+    def last_line(self):
+        lines = [line for line in self.output.splitlines() if line.strip()]
+        return lines[-1] if lines else ""
+
+    @property
+    def fields(self):
+        """The NAME=value lines of the output."""
+        return dict(line.split("=", 1) for line in self.output.splitlines() if "=" in line)
+
+
+class Calls:
+    """`call("push", 900)` runs deploy/push.sh. It waits by calling wait(seconds), which may raise."""
+
+    def __init__(self, settings, wait=time.sleep):
+        self.settings, self.wait = settings, wait
+        self.record = settings.state / "call.json"  # the group that runs, for whoever comes after a kill -9
+
+    def __call__(self, verb, limit_s, *flags):
+        """Runs it with the settings of the watch and returns its Result. Its output goes to VERB.log, too."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("WATCH_")}
+        if verb == "setup" and os.environ.get("WATCH_WANDB_API_KEY"):
+            environment["WANDB_API_KEY"] = os.environ["WATCH_WANDB_API_KEY"]
+        path = DEPLOY / f"{verb}.sh"
+        log = self.settings.state / f"{path.stem}.log"
+        try:
+            start = log.stat().st_size if log.exists() and verb != "lib/look" else 0
+            with open(log, "ab" if start else "wb") as output:
+                process = subprocess.Popen(
+                    [path, self.settings.name, *self.settings.verb_flags, *flags], stdin=subprocess.DEVNULL,
+                    stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        except OSError as error:
+            return Result(NOT_STARTED, f"{path.name} could not be started: {error}")
+        replace_file(self.record, json.dumps({"group": process.pid, "verb": path.stem}))
+        deadline = time.monotonic() + limit_s
+        try:
+            while process.poll() is None and time.monotonic() < deadline:
+                self.wait(0.1)
+        finally:
+            if timed_out := process.poll() is None:
+                end_group(process.pid, process)
+            self.record.unlink(missing_ok=True)
+        with open(log, "rb") as output:
+            output.seek(start)
+            text = output.read().decode(errors="replace")
+        if timed_out:
+            return Result(TIMED_OUT, f"{text}\n{path.name} gave no answer for {limit_s:.0f} s")
+        return Result(process.returncode, text)
+
+
+def end_group(group, process=None, patience_s=5):
+    """Ends all processes of a group, with SIGKILL those that are still there after `patience_s`."""
+    for signal_, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 2)):
+        deadline = time.monotonic() + wait_s
+        try:
+            os.killpg(group, signal_)
+            while time.monotonic() < deadline:
+                if process:
+                    process.poll()  # a leader that has ended, but was not waited for, counts as a member of the group
+                os.killpg(group, 0)
+                time.sleep(0.05)
+        except (ProcessLookupError, PermissionError):  # macOS answers EPERM when only zombies are left
+            break
+    if process:
+        process.wait()
+
+
+def processes(columns):
+    """Returns the lines of ps about all processes, each split into `columns` words and the command line."""
+    flags = [flag for column in [*columns, "command"] for flag in ("-o", f"{column}=")]
+    text = subprocess.run(["ps", "-A", "-ww", *flags], capture_output=True, text=True, timeout=30).stdout
+    lines = [line.split(None, len(columns)) for line in text.splitlines()]
+    return [words for words in lines if len(words) > len(columns)]
+
+
+def end_orphan(settings):
+    """Ends the script that a watch.sh which was killed left running. Returns its name, or None if there was none."""
+    record = settings.state / "call.json"
+    try:
+        call = json.loads(record.read_text())
+        group, verb = int(call["group"]), call["verb"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    # After a reboot the number may belong to another program, so its command line must name the VM.
+    ours = any(words[0] == str(group) and settings.name in words[-1] for words in processes(["pgid"]))
+    if ours:
+        end_group(group)
+    record.unlink(missing_ok=True)
+    return verb if ours else None

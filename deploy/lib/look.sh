@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Prints what is known about a VM or its run as NAME=value lines, for watch.py.
+#
+#   deploy/lib/look.sh NAME --what=vm      the VM, as gcloud describes it
+#
+#   --what vm|run|rate         the VM; its newest run; or nothing, while --bytes random bytes are copied here
+#   --vm_ips A,B --vm_id ID    for run and rate: the addresses and the id that --what=vm printed
+#   --bytes N                  how many bytes rate copies
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh" || exit
+WHAT="" VM_ID="" VM_IPS="" BYTES=20000000
+parse "WHAT= VM_ID= VM_IPS= BYTES=" "$@"
+NAME=${ARGS[0]:-$NAME}
+if [ "$WHAT" = vm ]; then
+  lookup "$NAME"
+  printf '%s\n' "state=$VM_STATE" "health=$VM_HEALTH" "zone=$VM_ZONE" "id=$VM_ID" "created=$VM_CREATED" \
+    "type=$VM_TYPE" "ips=$VM_IPS" "spot=$VM_SPOT" "error=$VM_ERROR" "permanent=${VM_PERMANENT:-}"
+  exit 0
+fi
+WORKER=0
+aim
+# shellcheck disable=SC2016  # it is evaluated on the VM
+if [ "$WHAT" = run ]; then vm 0 probe; else vm 0 'head -c "$1" /dev/urandom' "$BYTES" | wc -c; fi

@@ -1,0 +1,173 @@
+"""What watch.sh keeps in its state folder: the journal, the money that was spent, and what is known about the VM."""
+import json
+import os
+import subprocess
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+RATE_UNTIL_MEASURED = 5e6  # bytes per second between the VM and this machine: 40 Mbit/s, a slow line
+
+
+def replace_file(path, text):
+    """Writes a file in one rename. Returns whether that worked: on a full disk the old file stays."""
+    try:
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        part.write_text(text)
+        part.replace(path)
+        return True
+    except OSError:
+        return False
+
+
+class Journal:
+    """Lines for the person who reads them later: on stdout, in the file `journal`, and at the webhook's address."""
+
+    def __init__(self, folder, name, webhook=""):
+        self.path, self.name, self.webhook = folder / "journal", name, webhook
+        self._posts, self._said = [], {}
+
+    def note(self, text):
+        self.add(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}")
+        if self.webhook:
+            self._post(json.dumps({"text": f"{self.name}: {text}"}))
+
+    def add(self, text):
+        """Prints a text and writes it to the journal, as it is."""
+        self.show(text)
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(text + "\n")
+        except OSError:  # a full disk must not end the watch
+            pass
+
+    def show(self, line):
+        """Prints a line that is not for the journal."""
+        try:
+            print(line, flush=True)
+        except OSError:  # the terminal was closed
+            pass
+
+    def note_change(self, about, text, again_after_s=3600):
+        """Notes a condition when it begins, when its text changes, and again every hour. "" ends it silently."""
+        before, since = self._said.get(about, ("", 0))
+        if text and (text != before or time.time() - since > again_after_s):
+            self.note(text)
+            self._said[about] = text, time.time()
+        elif not text:
+            self._said.pop(about, None)
+
+    def _post(self, body):
+        """Sends it in the background. The address may be secret, so curl gets it over stdin."""
+        self._posts = [post for post in self._posts if post.poll() is None]
+        try:
+            post = subprocess.Popen(["curl", "-s", "-m", "10", "-H", "Content-Type: application/json", "-K", "-"],
+                                    stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            quoted = body.replace("\\", "\\\\").replace('"', '\\"')
+            post.stdin.write(f'url = "{self.webhook}"\ndata = "{quoted}"\n'.encode())
+            post.stdin.close()
+            self._posts.append(post)
+        except OSError:
+            pass
+
+    def close(self):
+        """Waits until the last lines have been sent, at most 10 s."""
+        for post in self._posts:
+            try:
+                post.wait(timeout=11)
+            except subprocess.TimeoutExpired:
+                post.kill()
+
+
+@dataclass
+class Known:
+    """What is known about the VM. The file lets the keeper of the budget, and the next watch.sh, know it as well."""
+    state: str = "absent"  # as the API last reported it
+    creating: bool = False  # a creation has begun, and it is not known whether it made a VM
+    zone: str = ""
+    id: str = ""
+    ips: str = ""
+    run: str = ""
+    checkpoint: str = ""  # the newest whole one on the VM's disk
+    checkpoint_bytes: int = 0
+    mirrored: str = ""  # the newest one that the mirror has
+    fetched: str = ""  # the newest one that was fetched to this machine
+    bytes_per_s: float = 0  # from the VM to this machine, as measured; 0: not yet
+
+    @classmethod
+    def load(cls, path):
+        try:
+            values = json.loads(path.read_text())
+            return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
+        except (OSError, ValueError, AttributeError):
+            return cls()
+
+    def save(self, path):
+        return replace_file(path, json.dumps(asdict(self)) + "\n")
+
+    @property
+    def exists(self):
+        return self.state != "absent"
+
+    def forget_vm(self):
+        """Forgets what belongs to one VM: the next one has another disk."""
+        for field in fields(self):
+            if field.name != "creating":
+                setattr(self, field.name, field.default)
+
+    def transfer_s(self):
+        """Returns the seconds that copying the newest checkpoint to this machine takes, with a quarter to spare."""
+        return 1.25 * self.checkpoint_bytes / (self.bytes_per_s or RATE_UNTIL_MEASURED)
+
+
+class Books:
+    """The spending of one run, over all starts of watch.sh, and the budget."""
+
+    def __init__(self, path, max_usd=None, max_hours=None):
+        self.path, self.max_usd, self.max_hours = path, max_usd, max_hours
+        self.counted_at, self.elapsed_s, self.was = time.time(), 0.0, "absent"
+        self.spent_usd = self.pending_usd = 0.0
+        try:
+            words = Path(path).read_text().split()
+            self.elapsed_s, self.spent_usd, self.was = float(words[1]), float(words[2]), words[3]
+            self.pending_usd = float(words[4]) if len(words) > 4 else 0.0
+            # A VM that existed when the last watch.sh ended may have cost money since, although nobody counted.
+            if self.was != "absent":
+                self.counted_at = float(words[0])
+        except (OSError, ValueError, IndexError):
+            pass
+
+    def count(self, known, usd_per_hour, now):
+        """Adds the time since the last count, and the VM's price for it if it existed at either end. Whether a creation
+        made a VM is known afterwards: until then its price is pending. Returns whether the file could be written."""
+        seconds = max(0, now - self.counted_at)  # if the clock was set back, the spending stays
+        usd = usd_per_hour * seconds / 3600
+        if known.exists:
+            self.spent_usd += self.pending_usd + usd
+            self.pending_usd = 0
+        elif known.creating:
+            self.pending_usd += usd
+        else:
+            self.spent_usd += usd if self.was not in ("absent", "creating") else 0
+            self.pending_usd = 0
+        self.elapsed_s += seconds
+        self.counted_at = now
+        self.was = known.state if known.exists else "creating" if known.creating else "absent"
+        return replace_file(Path(self.path), f"{now:.0f} {self.elapsed_s:.1f} {self.spent_usd:.6f} {self.was} "
+                                             f"{self.pending_usd:.6f}\n")
+
+    def left_s(self, usd_per_hour):
+        """Returns for how many seconds the budget lasts if a VM of this price exists."""
+        left = [float("inf")]
+        if self.max_hours is not None:
+            left.append(3600 * self.max_hours - self.elapsed_s)
+        if self.max_usd is not None:
+            usd = self.max_usd - self.spent_usd - self.pending_usd
+            if usd_per_hour > 0:
+                left.append(3600 * usd / usd_per_hour)
+            elif usd <= 0 < self.spent_usd:
+                left.append(0)
+        return min(left)
+
+    def __str__(self):
+        return f"{self.spent_usd:.2f} USD and {self.elapsed_s / 3600:.2f} hours"

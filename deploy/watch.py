@@ -1,0 +1,231 @@
+"""Keeps one run alive on one VM, within a budget. watch.sh, whose --help describes it, starts this program.
+
+It is two processes. This one, the keeper, watches the budget. Its child, the worker, creates the VM, starts the run and
+replaces what is lost. Each notices the end of the other:
+
+- The worker ends by itself or is killed: the keeper starts another. When the budget ends, the keeper ends the worker,
+  even one that hangs, and saves the run and deletes the VM itself.
+- The keeper is killed: the worker ends the script that it runs and becomes a keeper without a worker, called guard. It
+  does nothing but count, and end the budget. A new watch.sh ends the guard and goes on from its state.
+- Both are killed: a VM may remain and cost money. The next watch.sh counts the time in between, and ends the script
+  that was left running.
+- The keeper gets SIGINT or SIGTERM: both end, and the VM is left as it is.
+"""
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+if not __package__:  # watch.sh runs this file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from deploy.lib.actions import Actions  # noqa: E402
+from deploy.lib.calls import Calls, end_group, processes  # noqa: E402
+from deploy.lib.catalogue import hourly_prices  # noqa: E402
+from deploy.lib.keeper import ENDED, Keeper  # noqa: E402
+from deploy.lib.settings import read_settings  # noqa: E402
+from deploy.lib.state import Books, Journal, Known, replace_file  # noqa: E402
+from deploy.lib.worker import Worker  # noqa: E402
+from nanochat.common import BadInput  # noqa: E402
+
+
+class ToldToStop(Exception):
+    pass
+
+
+class KeeperGone(Exception):
+    pass
+
+
+def on_signal(*_):
+    raise ToldToStop
+
+
+def main():
+    role, flags = sys.argv[1], sys.argv[sys.argv.index("--") + 1:]
+    settings = read_settings(flags)
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the watch outlives the terminal
+    settings.state.mkdir(parents=True, exist_ok=True)
+    if role == "worker":
+        return work(settings)
+    lock = take_lock(settings, role)
+    if lock is None:
+        return 6
+    status = keep(settings, role)
+    lock.close()
+    return status
+
+
+def take_lock(settings, role):
+    """Returns the open file that makes this the only keeper of this VM, or None. A guard makes room for a watch.sh."""
+    lock = open(settings.state / "lock", "a+")
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            lock.seek(0)
+            pid, _, other = lock.read().strip().partition(" ")
+            if role == "guard" or other != "guard" or time.monotonic() > deadline:
+                if role != "guard":
+                    print(f"error: {settings.name} is watched by process {pid}", file=sys.stderr)
+                return None
+            if is_ours(settings, pid, "guard"):
+                os.kill(int(pid), signal.SIGTERM)
+            time.sleep(0.5)
+    lock.truncate(0)
+    lock.write(f"{os.getpid()} {role}\n")
+    lock.flush()
+    return lock
+
+
+def make_actions(settings, wait=time.sleep):
+    journal = Journal(settings.state, settings.name, settings.webhook)
+    known = Known.load(settings.state / "known.json")
+    return Actions(settings, known, journal, Calls(settings, wait))
+
+
+# ----------------------------------------------------------------------
+# The keeper
+
+
+def keep(settings, role):
+    """Watches the budget, with a worker or, as guard, without one. Returns the exit status."""
+    actions = make_actions(settings)
+    journal = actions.journal
+    if "WATCH_PRICES" not in os.environ:
+        by_zone = hourly_prices(settings, lambda line: print(line, flush=True))
+        if by_zone is None and settings.max_usd is not None:
+            print(f"error: the price of {settings.type} is not known: give --usd_per_hour", file=sys.stderr)
+            return 2
+        os.environ["WATCH_PRICES"] = json.dumps(by_zone or {})
+    usd_at, usd_text = prices(settings)
+    books = Books(settings.state / "spent", settings.max_usd, settings.max_hours)
+    keeper = Keeper(settings, actions, books, usd_at, lambda: start_worker(settings) if role == "watch" else None)
+    try:
+        if role == "guard":
+            journal.note("watch.sh was killed; the budget is still watched, but nothing else is done: "
+                         "start watch.sh again to go on")
+        else:
+            end_lost_worker(settings)
+            if not settings.has_mirror:
+                print("warning: without --checkpoint_mirror a preemption loses every checkpoint", flush=True)
+            most = [f"{limit:g} {unit}" for limit, unit in ((settings.max_usd, "USD"), (settings.max_hours, "hours"))
+                    if limit is not None]
+            journal.note(f"watching {settings.name}: {settings.type} in {','.join(settings.zones)}, {usd_text()} USD "
+                         f"an hour, at most {' and '.join(most)}; spent so far: {books}")
+        status = keeper.run()
+    except ToldToStop:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        keeper.end_worker()
+        keeper.count()
+        if role == "watch":
+            leave_alone(keeper, usd_text, "told to stop")
+        status = 143
+    except Exception as error:
+        keeper.end_worker()
+        leave_alone(keeper, usd_text, f"watch.sh failed: {error!r}")
+        traceback.print_exc()
+        status = 70
+    else:
+        journal.note(f"watch.sh ends; spent: {books}")
+        if status == 0:
+            (settings.state / "spent").unlink(missing_ok=True)  # the next run has a budget of its own
+    journal.close()
+    return status
+
+
+def prices(settings):
+    """Returns usd_at(zone), the VM's price there or the dearest, and usd_text(zone), the same for people."""
+    by_zone = json.loads(os.environ.get("WATCH_PRICES", "{}"))
+    dearest = max(by_zone.values(), default=0)
+
+    def usd_at(zone=""):
+        return by_zone.get(zone, dearest)
+
+    def usd_text(zone=""):
+        return f"{usd_at(zone):.2f}" if by_zone else "?"
+
+    return usd_at, usd_text
+
+
+def leave_alone(keeper, usd_text, why):
+    known, name = keeper.known, keeper.settings.name
+    state = "being created" if known.creating else known.state
+    keeper.note(f"{why}. {name} ({state}) is left as it is, at {usd_text(known.zone)} USD an hour: "
+                "watch.sh resumes the watch, delete.sh deletes it")
+
+
+def start_worker(settings):
+    """Starts the worker. When this process ends, the worker sees the end of the pipe."""
+    reader, writer = os.pipe()
+    os.set_inheritable(reader, True)
+    worker = subprocess.Popen([sys.executable, __file__, "worker", settings.name, str(reader), "--", *settings.flags],
+                              pass_fds=[reader], stdin=subprocess.DEVNULL, start_new_session=True)
+    os.close(reader)
+    worker.keeps = writer  # open as long as this process lives
+    return worker
+
+
+def end_lost_worker(settings):
+    """Ends a worker that outlived its keeper because it hangs."""
+    try:
+        pid = (settings.state / "worker").read_text().strip()
+    except OSError:
+        return
+    if is_ours(settings, pid, "worker"):
+        end_group(int(pid))
+
+
+def is_ours(settings, pid, role):
+    """Returns whether this process is a watch.py of this VM: the number may belong to another program by now."""
+    return any(words[0] == pid and f"watch.py {role} {settings.name} " in words[-1] for words in processes(["pid"]))
+
+
+# ----------------------------------------------------------------------
+# The worker
+
+
+def work(settings):
+    """Runs the worker and returns its exit status, or becomes the guard when the keeper is gone."""
+    pipe = int(sys.argv[3])
+    replace_file(settings.state / "worker", f"{os.getpid()}\n")
+
+    def wait(seconds):
+        if select.select([pipe], [], [], seconds)[0]:
+            raise KeeperGone
+
+    actions = make_actions(settings, wait)
+    _, usd_text = prices(settings)
+    try:
+        return ENDED + Worker(settings, actions, wait, lambda: usd_text(actions.known.zone)).run()
+    except ToldToStop:
+        return 143
+    except KeeperGone:
+        os.close(pipe)
+        os.execv(sys.executable, [sys.executable, __file__, "guard", settings.name, "--", *settings.flags])
+    finally:
+        actions.journal.close()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ToldToStop:
+        sys.exit(143)
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(70)

@@ -1,0 +1,113 @@
+"""watch.sh where something does not answer, is killed or refuses: nothing is lost, and no VM is forgotten."""
+import os
+import signal
+
+import pytest
+
+from tests.deploy.conftest import eventually
+from tests.deploy.test_watch import World
+
+
+@pytest.fixture
+def world(laptop):
+    world = World(laptop)
+    world.mirror.mkdir()
+    yield world
+    world.close()
+
+
+def test_create_does_not_delete_a_vm_that_gcloud_overlooked(world):
+    world.laptop.run("create.sh", "nano")
+    node, world.cloud.hidden = world.cloud.node("nano"), 1
+    output = world.laptop.run("create.sh", "nano", "--poll_s=3", status=6)
+    assert "nano exists already in us-a" in output and world.cloud.node("nano") is node
+
+
+def test_stop_run_waits_for_the_mirror_signals_once_and_says_where_the_checkpoint_is(laptop, vm):
+    mirror = laptop.root / "mirror"
+    mirror.mkdir()
+    (mirror / "refuses").touch()
+    laptop.run("train.sh", vm.ip, "--min_free_gb=0", "--", "--run=a", "--num_iterations=10000",
+               f"--checkpoint_mirror={mirror}")
+    for _ in range(2):  # a second signal would end it with another status
+        output = laptop.run("stop_run.sh", vm.ip, "--wait_s=1", status=1)
+        assert "has not ended after 1 s" in output and "on this disk alone" in output
+    (mirror / "refuses").unlink()
+    output = laptop.run("stop_run.sh", vm.ip)
+    assert f"checkpoints/a/{max(mirror.glob('step_*')).name}, and in {mirror}" in output
+    assert (vm.home / "nanochat.d/runs/a.exit").read_text() == "75\n"
+
+
+@pytest.mark.slow
+def test_a_mirror_that_refuses_writes_loses_nothing_and_is_reported(world):
+    (world.mirror / "refuses").touch()
+    world.end(world.watch(run=("--num_iterations=12",)), 0)
+    weights = world.laptop.root / "results/d16/step_000012/model.safetensors"
+    assert weights.read_text() == "weights of step 12" and not list(world.mirror.glob("step_*"))
+    assert "the newest checkpoint, step_000012, is here" in world.journal() and not world.cloud.nodes
+
+
+@pytest.mark.slow
+def test_a_mirror_that_is_away_at_the_start_of_the_run_is_waited_for(world):
+    (world.mirror / "away").touch()
+    watch = world.watch(run=("--num_iterations=9",))
+    world.wait("the run did not start, and is started again")
+    (world.mirror / "away").unlink()
+    world.end(watch, 0)
+    assert len(world.booted) == 1 and world.steps() == list(range(1, 10))
+
+
+@pytest.mark.slow
+def test_the_budget_ends_in_time_though_gcloud_hangs_and_watch_was_killed(world):
+    """The VM is asked itself; it is deleted as soon as gcloud answers again."""
+    hang = world.laptop.home / "hang"
+    (world.laptop.home / "bin/gcloud").write_text(
+        f"#!/bin/bash\nwhile [ -e {hang} ]; do sleep 0.2; done\nexec {world.laptop.gcloud} \"$@\"\n")
+    (world.laptop.home / "bin/gcloud").chmod(0o755)
+    (world.mirror / "refuses").touch()
+    watch = world.watch(run=("--num_iterations=10000",), max_hours=0.03, margin_s=60, max_usd=1, usd_per_hour=20)
+    world.wait("run started")
+    world.wait("the mirror is behind")
+    hang.touch()
+    watch.kill()
+    world.wait("watch.sh was killed; the budget is still watched")
+    world.wait("gcloud does not answer; the VM is asked itself")
+    world.wait("the newest checkpoint, step_")
+    hang.unlink()
+    world.wait("watch.sh ends; spent: ")
+    newest = max((world.laptop.root / "results/d16").glob("step_*")).name
+    assert world.steps()[-1] == int(newest[5:]) and not world.cloud.nodes
+    assert float((world.state / "spent").read_text().split()[1]) < 0.03 * 3600
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [["keeper"], ["keeper", "worker"]], ids="+".join)
+def test_a_watch_that_is_killed_during_the_creation_makes_no_second_vm(world, killed):
+    world.cloud.lag_s = 4
+    watch = world.watch(run=("--num_iterations=9",))
+    eventually(lambda: any(request.startswith("POST") for request in world.cloud.requests), 60)
+    pids = {"keeper": watch.pid, "worker": int((world.state / "worker").read_text())}
+    for name in killed:
+        os.kill(pids[name], signal.SIGKILL)
+    if "keeper" in killed:
+        watch.wait()
+        if "worker" not in killed:
+            world.wait("watch.sh was killed; the budget is still watched")
+        watch = world.watch(run=("--num_iterations=9",))
+    output = world.end(watch, 0)
+    assert len(world.booted) == 1 and not world.cloud.nodes, output
+    assert ("create.sh that an earlier watch.sh left behind is ended" in world.journal()) == ("worker" in killed)
+    assert "a creation was interrupted" in world.journal()
+
+
+def test_fetch_does_not_take_a_checkpoint_of_an_older_run_of_this_name_for_the_one_on_the_vm(laptop, vm):
+    results, step = laptop.root / "results", vm.run_dir("a") / "step_000005"
+    laptop.run("train.sh", vm.ip, "--min_free_gb=0", "--", "--run=a")
+    laptop.run("stop_run.sh", vm.ip)
+    (step / "meta.json").write_text("first run")
+    for content in ("first run", "first run", "second run"):
+        (step / "meta.json").write_text(content)
+        output = laptop.run("fetch.sh", vm.ip, f"--to={results}")
+        assert (results / "a/step_000005/meta.json").read_text() == content
+    assert "from another run of this name" in output
+    assert [path.read_text() for path in results.glob("a/other_step_000005.*/meta.json")] == ["first run"]

@@ -1,0 +1,219 @@
+"""The processes below watch.sh: each has a limit, ends with all its children, and is found by whoever comes later."""
+import http.server
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from deploy.lib import calls, catalogue
+from deploy.lib.calls import TIMED_OUT, Calls, end_orphan
+from deploy.lib.keeper import Keeper
+from deploy.lib.state import Journal, Known
+from nanochat.device import prices
+from tests.deploy.conftest import ROOT, eventually
+from tests.deploy.made_up import World
+
+STUBBORN = """trap '' TERM
+(trap '' TERM; echo "$BASHPID" >"$CHILD"; while :; do sleep 0.1; done) &
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """Settings whose scripts are in a folder of the test: hang.sh ignores SIGTERM, and so does its child."""
+    monkeypatch.setattr(calls, "DEPLOY", tmp_path)
+    monkeypatch.setattr(calls.end_group, "__defaults__", (None, 0.3))  # patience
+    monkeypatch.setenv("CHILD", str(tmp_path / "child"))
+    monkeypatch.setenv("WATCH_WEBHOOK", "secret")
+    monkeypatch.setenv("WATCH_WANDB_API_KEY", "key")
+    for name, text in (("hang", STUBBORN), ("setup", 'echo "args $*"; env; exit 3'), ("push", "env")):
+        (tmp_path / f"{name}.sh").write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / f"{name}.sh").chmod(0o755)
+    yield replace(World(tmp_path).settings, verb_flags=("--type=v6e-4",))
+    for pid, line in calls.processes(["pid"]):
+        if str(tmp_path) in line:
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def is_running(pid):
+    try:
+        return "State:\tZ" not in open(f"/proc/{pid}/status").read()
+    except OSError:
+        return False
+
+
+def test_a_call_passes_settings_on_and_the_key_to_setup_only(settings):
+    call = Calls(settings)
+    result = call("setup", 60, "--wait_s=9")
+    assert result.status == 3 and "args nano --type=v6e-4 --wait_s=9\n" in result.output
+    assert result.fields["WANDB_API_KEY"] == "key" and "secret" not in result.output
+    assert "WANDB_API_KEY" not in call("push", 60).fields and not call.record.exists()
+
+
+def test_a_script_that_hangs_is_ended_with_its_children_though_they_ignore_sigterm(settings, tmp_path):
+    result = Calls(settings)("hang", 1)
+    assert result.status == TIMED_OUT and result.last_line == "hang.sh gave no answer for 1 s"
+    assert not is_running((tmp_path / "child").read_text().strip())
+
+
+def test_a_script_that_cannot_be_started_is_an_answer_and_no_end_of_the_watch(settings):
+    assert "gone.sh could not be started" in Calls(settings)("gone", 1).last_line
+
+
+def test_a_script_that_a_killed_watch_left_behind_is_ended_and_another_process_is_not(
+        settings, tmp_path, monkeypatch):
+    call = Calls(settings)
+
+    def be_killed(group, process):
+        raise KeyboardInterrupt  # which leaves the record and the script
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(calls, "end_group", be_killed)
+        call("hang", 1)
+    group = json.loads(call.record.read_text())["group"]
+    child = eventually(lambda: (tmp_path / "child").read_text().strip())
+    stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    assert end_orphan(settings) == "hang"
+    assert not is_running(child)
+    os.waitpid(group, 0)
+    call.record.write_text(json.dumps({"group": stranger.pid, "verb": "create"}))  # as after a reboot
+    assert end_orphan(settings) is None and stranger.poll() is None
+    stranger.send_signal(signal.SIGKILL)
+    stranger.wait()
+
+
+def test_a_worker_that_is_stopped_or_hangs_is_ended_at_the_end_of_the_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr("deploy.lib.keeper.WORKER_PATIENCE_S", 0.3)
+    world = World(tmp_path)
+    worker = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    worker.send_signal(signal.SIGSTOP)
+    keeper = Keeper(world.settings, world.actions, None, None, None)
+    keeper.worker = worker
+    keeper.end_worker()
+    assert worker.returncode in (-signal.SIGTERM, -signal.SIGKILL)
+
+
+class Server:
+    """An HTTP server that answers GET with what `answer(path)` returns, and keeps what is posted."""
+
+    def __init__(self, answer):
+        self.paths, self.posted = [], []
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                outer.paths.append(self.path)
+                body = json.dumps(answer(self.path)).encode()
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_POST(self):
+                outer.posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def test_the_webhook_gets_every_line_as_it_is_and_does_not_hold_the_watch_up(tmp_path):
+    server = Server(lambda path: {})
+    journal = Journal(tmp_path, "nano", f"{server.url}/secret")
+    journal.note('a "quoted" \\ line\nand another')
+    journal.close()
+    assert server.posted == [{"text": 'nano: a "quoted" \\ line\nand another'}]
+    server.close()
+    silent = threading.Event()
+    slow = Server(lambda path: {})
+    slow.server.process_request = lambda *_: silent.wait(20)  # it accepts and never answers
+    started = time.monotonic()
+    Journal(tmp_path, "nano", slow.url).note("x")
+    assert time.monotonic() - started < 10  # curl gives up after 10 s
+    silent.set()
+    slow.close()
+
+
+def sku(text, usd, regions, usage="OnDemand"):
+    return {"description": text, "category": {"usageType": usage}, "serviceRegions": regions, "pricingInfo": [
+        {"pricingExpression": {"tieredRates": [{"unitPrice": {"units": str(int(usd)), "nanos": int(usd % 1 * 1e9)}}]}}]}
+
+
+def test_googles_price_list_counts_where_there_is_a_key_and_the_table_where_it_gives_no_answer(tmp_path):
+    pages = {"": {"skus": [sku("TpuV6e Spot Preemptible in Columbus", 1.35, ["us-east5"]),
+                           sku("TpuV6e in Columbus", 2.7, ["us-east5"]),
+                           sku("Commitment: TpuV6e", 1.2, ["us-east5"], "Commit1Yr")], "nextPageToken": "a b"},
+             "a%20b": {"skus": [sku("TpuV6e Spot in Tokyo", 0.86, ["asia-northeast1"]),
+                                sku("TpuV5e Spot in Columbus", 9, ["us-east5"])], "nextPageToken": ""}}
+    server = Server(lambda path: pages[path.split("pageToken=")[1].split("&")[0]])
+    settings = replace(World(tmp_path).settings, zones=("us-east5-a", "asia-northeast1-b", "us-west1-c"),
+                       usd_per_hour=None, price_api_key="k3y", price_api=server.url)
+    said = []
+    assert catalogue.hourly_prices(settings, said.append) == pytest.approx(
+        {"us-east5-a": 5.4, "asia-northeast1-b": 3.44, "us-west1-c": 4 * 0.5729}, abs=0.01)
+    assert all("key=k3y" in path for path in server.paths) and len(server.paths) == 2
+    assert catalogue.hourly_prices(replace(settings, spot=False), said.append)["us-east5-a"] == pytest.approx(10.8)
+    server.close()
+    assert catalogue.hourly_prices(settings, said.append)["us-east5-a"] == pytest.approx(4.32)
+    assert "the table of prices counts" in said[-1] and "k3y" not in " ".join(said)
+    assert catalogue.hourly_prices(replace(settings, usd_per_hour=0.0), said.append)["us-east5-a"] == 0
+
+
+def test_a_zone_that_the_table_does_not_know_counts_at_the_dearest_price_and_that_is_said(tmp_path):
+    settings = replace(World(tmp_path).settings, zones=("us-a", "us-west1-c"), usd_per_hour=None)
+    said = []
+    by_zone = catalogue.hourly_prices(settings, said.append)
+    assert by_zone["us-a"] == 4 * prices.chip_price("v6e-4", spot=True).usd_per_chip_hour > by_zone["us-west1-c"]
+    assert said == [f"the price in us-a is not known: {by_zone['us-a']:.2f} USD an hour counts, the dearest of the "
+                    "table"]
+    assert catalogue.hourly_prices(replace(settings, type="v4-8"), said.append) is None
+
+
+AWKS = [awk for awk in ("mawk", "gawk", "original-awk", "busybox") if subprocess.run(
+    ["bash", "-c", f"type {awk}"], capture_output=True).returncode == 0]
+
+
+@pytest.mark.parametrize("awk", AWKS)
+@pytest.mark.parametrize("flags, usd", [("--usd_per_hour=0", "0"), ("--zones=us-west4-a", "2.04"),
+                                        ("--zones=us-west4-a,us-east5-b", "4.80"), ("--zones=nowhere-1-a", "6.24"),
+                                        ("", "6.24"), ("--zones=us-west4-b --on_demand", "9.60")])
+def test_the_price_is_that_of_the_dearest_zone_with_every_awk(tmp_path, awk, flags, usd):
+    (tmp_path / "awk").write_text(f'#!/bin/sh\nexec {awk} {"awk" if awk == "busybox" else ""} "$@"\n')
+    (tmp_path / "awk").chmod(0o755)
+    script = '. deploy/lib/common.sh; parse "" "$@"; facts v5litepod-8; echo "$USD"'
+    result = subprocess.run(["bash", "-c", script, "x", *flags.split()], cwd=ROOT, capture_output=True, text=True, env={
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "NANOCHAT_DEPLOY_CONFIG": "/nonexistent"})
+    assert (result.stdout, result.stderr) == (f"{usd}\n", "")
+
+
+def test_watch_works_through_a_symbolic_link(tmp_path):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "watch").symlink_to("tools/watch.sh")
+    (tmp_path / "tools/watch.sh").symlink_to(ROOT / "deploy/watch.sh")
+    result = subprocess.run([tmp_path / "watch", "nano", "--zones=a", "--max_usd=1", "--dry_run", "--", "--run=x"],
+                            capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and "+ create, setup, push, data, train" in result.stderr
+
+
+def test_what_is_known_of_a_vm_survives_and_belongs_to_that_vm_only(tmp_path):
+    known = Known(state="READY", id="1", checkpoint="step_000100", creating=True, bytes_per_s=2e6)
+    assert known.save(tmp_path / "known.json") and Known.load(tmp_path / "known.json") == known
+    known.forget_vm()
+    assert known == Known(creating=True)
+    (tmp_path / "known.json").write_text("{")
+    assert Known.load(tmp_path / "known.json") == Known()
+    assert not known.save(tmp_path / "no_such_folder/known.json")

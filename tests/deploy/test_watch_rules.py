@@ -1,0 +1,181 @@
+"""The rules of watch.sh with a clock and a VM that are made up: what is done, in which order, and what is not done."""
+from dataclasses import replace
+
+import pytest
+
+from deploy.lib.state import Known
+from deploy.lib.worker import MIRROR_BEHIND_S, End
+from tests.deploy.made_up import READY, World, polls
+
+
+@pytest.fixture
+def world(tmp_path):
+    world = World(tmp_path)
+    world.fails["delete"] = lambda flags: None if world.vm else 3
+    return world
+
+
+def test_a_run_that_goes_on_is_left_alone_whatever_gcloud_says_of_its_vm(world):
+    worker = world.worker()
+    for health in ("UNHEALTHY_TENSORFLOW", "UNHEALTHY_MAINTENANCE", ""):
+        world.vm["health"] = health
+        polls(worker, 10)
+    world.vm["health"] = "HEALTHY"
+    world.fails["vm"] = 1
+    polls(worker, 100)
+    assert set(world.done) == {"vm", "run"} and world.text().count("unhealthy") == 3
+
+
+def test_an_unhealthy_vm_whose_run_stands_still_is_stopped_and_fetched_before_it_is_deleted(world):
+    world.vm["health"] = "UNHEALTHY_TENSORFLOW"
+    world.run |= {"log_age_s": "5000"}
+    polls(world.worker(), 3)
+    assert [call for call in world.done if call not in ("vm", "run")] == ["stop_run", "fetch", "delete"]
+    assert (world.settings.to / "d16/step_000111").is_dir()
+
+
+@pytest.mark.parametrize("status", ["0", "2"])
+def test_a_vm_is_not_deleted_while_the_newest_checkpoint_is_on_its_disk_alone(world, status):
+    """Neither when the run has finished nor when the watch gives up."""
+    world.run |= {"state": "ended", "exit": status, "checkpoint": "step_000200"}
+    attempts = []
+    world.fails["fetch"] = lambda flags: None if len(attempts) == 4 else attempts.append(flags) or 1
+    worker = world.worker()
+    with pytest.raises(End) as end:
+        polls(worker, 10)
+    assert end.value.status == (0 if status == "0" else 1)
+    assert world.done.count("fetch") == 5 and "delete" not in world.done[:world.done.index("fetch") + 4]
+    assert not any("--no_checkpoints" in flags for flags in attempts)
+    assert "step_000200 is on its disk alone and could not be fetched" in world.text()
+
+
+def test_a_checkpoint_that_the_mirror_has_is_not_fetched(world):
+    world.run |= {"state": "ended", "exit": "0"}
+    with pytest.raises(End):
+        world.worker().poll()
+    assert not (world.settings.to / "d16").exists() and "step_000100, is in the mirror" in world.text()
+
+
+def test_a_silent_vm_is_kept_only_if_its_disk_alone_has_the_newest_checkpoint(world):
+    worker = world.worker()
+    world.run |= {"checkpoint": "step_000200"}
+    polls(worker, 1)
+    world.fails["run"] = 255
+    polls(worker, 50)
+    assert "delete" not in world.done and world.text().count("kept until the last of the budget") == 1
+    del world.fails["run"]
+    world.run |= {"mirrored": "step_000200"}
+    polls(worker, 1)
+    world.fails["run"] = 255
+    polls(worker, 3)
+    assert "delete" in world.done
+
+
+def test_what_a_preemption_loses_is_said(world):
+    worker = world.worker()
+    world.run |= {"checkpoint": "step_000200"}
+    polls(worker, 1)
+    world.vm["state"] = "PREEMPTED"
+    polls(worker, 1)
+    assert "step_000200 was on the VM's disk alone and is lost; the mirror has step_000100" in world.text()
+
+
+@pytest.mark.parametrize("change", [{"mirror_error": "403 may not write", "checkpoint": "step_000200"},
+                                    {"mirror_behind_s": str(MIRROR_BEHIND_S), "checkpoint": "step_000200"}])
+def test_a_mirror_that_falls_behind_is_reported_once_an_hour_until_it_has_caught_up(world, change, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: world.now)
+    worker = world.worker()
+    polls(worker, 2)
+    assert "the mirror is behind" not in world.text() if world.journal.path.exists() else True
+    world.run |= change
+    polls(worker, 50)
+    assert world.text().count("the mirror is behind: it has step_000100, the VM's disk alone has step_000200") == 1
+    polls(worker, 50)
+    assert world.text().count("the mirror is behind") == 2
+
+
+def test_a_bucket_that_is_away_when_the_run_starts_costs_no_vm(world):
+    world.run = {"state": "none", "run": ""}
+    world.fails["train"] = 75
+    worker = world.worker()
+    polls(worker, 10)
+    del world.fails["train"]
+    polls(worker, 2)
+    assert "delete" not in world.done and "giving up" not in world.text() and "run started" in world.text()
+
+
+def test_a_vm_that_gcloud_overlooks_once_is_not_forgotten(world):
+    worker = world.worker()
+    polls(worker, 1)
+    vm, world.vm = world.vm, None
+    polls(worker, 1)
+    assert world.known.id == "1" and "create" not in world.done
+    world.vm = vm
+    polls(worker, 1)
+    world.vm = None
+    polls(worker, 2)
+    assert world.done.count("create") == 1
+
+
+@pytest.mark.parametrize("state", ["absent", "unknown"])
+def test_an_error_that_no_waiting_mends_ends_the_watch_in_its_own_words(world, state):
+    world.known.forget_vm()
+    world.vm = None if state == "absent" else {"state": "unknown", "error": "no zone us-wset4", "permanent": "1"}
+    world.fails["create"] = 2
+    with pytest.raises(End) as end:
+        polls(world.worker(), 5)
+    assert end.value.status == 1 and "delete" not in world.done
+    assert ("create failed" if state == "absent" else "no zone us-wset4") in world.text()
+
+
+@pytest.mark.parametrize("verb", ["setup", "train"])
+def test_a_script_that_gcloud_refused_an_answer_does_not_end_the_watch_and_a_wrong_flag_does(world, verb):
+    world.run = {"state": "none", "run": ""}
+    world.fails |= {"vm": lambda flags: 1 if world.done.count("vm") in (2, 4) else None, verb: 2}
+    worker = world.worker()
+    polls(worker, 2)
+    assert "delete" not in world.done and "(2 of 3)" in world.text()
+    with pytest.raises(End):
+        polls(worker, 1)
+    assert "giving up" in world.text()
+
+
+def test_after_an_interrupted_creation_none_is_created_until_gcloud_has_said_three_times_that_there_is_none(world):
+    world.known.forget_vm()
+    world.vm, world.known.creating = None, True
+    worker = world.worker()
+    worker.settling = 3
+    polls(worker, 3)
+    assert "create" not in world.done
+    world.vm = dict(READY)
+    world.run = {"state": "none", "run": ""}
+    polls(worker, 1)
+    assert "create" not in world.done and "train" in world.done and not world.known.creating
+
+
+def test_a_creation_is_known_before_it_begins_and_a_stockout_forgets_it(world):
+    world.known.forget_vm()
+    world.vm, seen = None, []
+
+    def create(flags):
+        seen.append((Known.load(world.settings.state / "known.json").creating, "creating nano" in world.text()))
+        return 5
+
+    world.fails["create"] = create
+    worker = world.worker()
+    polls(worker, 1)
+    assert seen == [(True, True)] and not Known.load(world.settings.state / "known.json").creating
+
+
+def test_of_two_vms_the_older_one_stays(world):
+    world.settings = replace(world.settings, zones=("us-west4-a", "us-east5-b"))
+    old, new = dict(READY, created="2026-11-21"), dict(READY, created="2026-11-22", zone="us-east5-b", id="7")
+    deleted = []
+
+    def vm(flags):
+        zones = [flag for flag in flags if flag.startswith("--zones=")]
+        world.vm = new if zones == ["--zones=us-east5-b"] else old
+
+    world.fails |= {"vm": vm, "delete": deleted.append}
+    world.worker().delete_twins()
+    assert deleted == [("--yes", "--zones=us-east5-b")] and world.known.id == "1"
