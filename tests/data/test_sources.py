@@ -4,7 +4,7 @@ import subprocess
 import pytest
 
 from nanochat.common import BadInput
-from nanochat.data import sources
+from nanochat.data import licences, sources
 from tests.data.projects import LICENCE_MIT, cpp, make_project, make_tar, prepare, read
 
 
@@ -18,7 +18,7 @@ def test_git_checkout_gives_tracked_files_and_its_commit(tmp_path):
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
     source = sources.open_source(checkout)
     assert source.files == ("LICENSE", *(f"src/file{i}.cpp" for i in range(6)))
-    assert source.label == f"tool={head[:12]}" and sources.licence_finder(source)("src/file0.cpp") == "Expat"
+    assert source.label == f"tool={head[:12]}" and licences.licence_finder(source)("src/file0.cpp") == "Expat"
 
 
 @pytest.mark.parametrize("suffix", ["tar.gz", "tar.bz2", "tar.xz", "tar.zst"])
@@ -30,7 +30,7 @@ def test_tarballs_are_read_as_streams(tmp_path, suffix):
     source = sources.open_source(path)
     assert {name: read() for name, _, read in sources.iter_files(source)} == {
         "LICENSE": LICENCE_MIT.encode(), "src/a.cc": b"int a;", "lib/b.cc": b"int b;"}
-    assert source.project == "thing" and sources.licence_finder(source)("src/a.cc") == "Expat"
+    assert source.project == "thing" and licences.licence_finder(source)("src/a.cc") == "Expat"
 
 
 @pytest.mark.parametrize("suffix", ["tar.gz", "tar.bz2", "tar.xz", "tar.zst"])
