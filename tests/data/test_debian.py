@@ -98,6 +98,21 @@ def test_reserved_packages_are_refused_unless_for_evaluation(tmp_path, apt_repos
     assert read(tmp_path / "out", "val")[0]["source"] == "zebra=3"
 
 
+def test_a_package_in_the_cache_must_be_whole_and_have_its_sums(tmp_path, apt_repository):
+    cached = tmp_path / "downloads" / "debian" / "tool"
+    prepare(tmp_path / "out", "--debian_source=tool,alpha2.0", "--val_projects=alpha")
+    extra = cached / "tool_1.0.orig-extra.tar.gz"
+    content = extra.read_bytes()
+    make_tar(extra, {"whatever/lib/x.cc": b"int changed;"})
+    with pytest.raises(BadInput, match=r"orig-extra\.tar\.gz is truncated or corrupt \(its SHA-256 is"):
+        prepare(tmp_path / "again", "--debian_source=tool,alpha2.0", "--val_projects=alpha")
+    for damage in (extra, cached / "tool_1.0-2.dsc"):
+        damage.unlink()
+        with pytest.raises(BadInput, match=rf"not a whole source package \(({damage.name}|its \.dsc) is missing"):
+            prepare(tmp_path / "again", "--debian_source=tool,alpha2.0", "--val_projects=alpha")
+        extra.write_bytes(content)
+
+
 def test_unknown_package_is_named(tmp_path, apt_repository):
     with pytest.raises(BadInput, match="Unable to find a source package for nonesuch"):
         prepare(tmp_path / "out", "--debian_source=tool,nonesuch")
