@@ -100,9 +100,9 @@ def vocabulary(*lines):
 @pytest.mark.parametrize("name, content, complaint", [
     ("vocabulary.tiktoken", b"", "single bytes"),
     ("vocabulary.tiktoken", vocabulary(b"not-base64! 256"), "line 257"),
-    ("vocabulary.tiktoken", vocabulary(b"YWI= 300"), "ranks are not 0, 1, 2"),
+    ("vocabulary.tiktoken", vocabulary(b"YWI= 300"), "special tokens are not 0, 1, 2"),
     ("vocabulary.tiktoken", vocabulary().replace(b"AA== 0", b"YWI= 0"), "single bytes"),
-    ("vocabulary.tiktoken", vocabulary(b"YWI= 256"), "special tokens do not follow"),
+    ("vocabulary.tiktoken", vocabulary(b"YWI= 256"), "the ids of ranks and special tokens"),
     ("tokenizer.json", b"{", "Expecting property name"),
     ("tokenizer.json", b"[]", "indices"),
     ("tokenizer.json", b'{"pattern": "[a", "special_tokens": {"<|bos|>": 256}}', "Parsing error"),
