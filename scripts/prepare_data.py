@@ -365,7 +365,7 @@ def prepare(sources, flags, workers, out_dir):
 
 def counts(dropped):
     """Returns the numbers of dropped files as text, such as "46 generated, 7 empty"."""
-    return ", ".join(f"{count} {reason}" for reason, count in Counter(dropped).most_common() if count)
+    return ", ".join(f"{count} {reason}" for reason, count in Counter(dropped).most_common() if count) or "none"
 
 
 def report(manifest, out_dir):

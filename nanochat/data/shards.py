@@ -102,6 +102,8 @@ def _open_shard(path):
             size = file.seek(0, 2)
             file.seek(size - 8 - metadata.serialized_size)
             footer = file.read()
+    except UnicodeError:
+        raise BadInput(f"the path {path} is not UTF-8, which pyarrow needs: rename the folder or file") from None
     except (pa.ArrowException, OSError) as error:
         raise BadInput(f"{path} is not a whole parquet file ({_first_line(error)}): copy or prepare it again") from None
     if "text" not in schema.names:

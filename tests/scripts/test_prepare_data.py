@@ -244,6 +244,18 @@ def test_bad_input_is_one_line(tmp_path, flags, message):
     assert not (tmp_path / "out" / "base_data_v3").exists()
 
 
+def test_a_path_that_cannot_be_shown_or_written_is_no_traceback(tmp_path):
+    for name in "ab":
+        make_project(tmp_path / "in", name)
+    command = [sys.executable, "-m", "scripts.prepare_data", f"--projects_dir={tmp_path}/in", "--workers=1"]
+    run = subprocess.run([*command, f"--out_dir={tmp_path}/é"], capture_output=True, text=True,
+                         env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert run.returncode == 0 and f"{tmp_path}/\\xe9/val: 6 documents" in run.stdout, run.stderr
+    with pytest.raises(BadInput, match="because its name is not UTF-8"):
+        prepare(tmp_path / os.fsdecode(b"\xff"), f"--projects_dir={tmp_path}/in")
+    assert not (tmp_path / os.fsdecode(b"\xff")).exists()
+
+
 def test_bad_input_exits_with_2_and_one_line():
     run = subprocess.run([sys.executable, "-m", "scripts.prepare_data", "--debian-source=zlib"], capture_output=True,
                          text=True)
