@@ -120,8 +120,13 @@ def read_flags(argv, description, titles):
 
 
 def expand_path(text):
-    """Returns the Path that a flag names; ~ is the home directory, which shells do not see in --flag=~/folder."""
-    return Path(text).expanduser()
+    """Returns the Path that a flag names; ~ is the home directory, which shells do not see in --flag=~/folder. Raises
+    BadInput if there is no such home directory."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise BadInput(f"{text} begins with the home directory of a user who is not known here: write the whole path"
+                       ) from None
 
 
 def get_base_dir():

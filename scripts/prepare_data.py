@@ -31,7 +31,7 @@ from nanochat.data import corpus
 from nanochat.data.debian import check_names, debian_sources
 from nanochat.data.sources import distinguish, installed_headers, open_projects, open_source
 
-TRAIN_DIR, VAL_DIR, MANIFEST = "base_data_v3", "val", "manifest.json"
+TRAIN_DIR, VAL_DIR, MANIFEST, LOCK_FILE = "base_data_v3", "val", "manifest.json", ".prepare_data.lock"
 
 
 def names(text):
@@ -150,6 +150,16 @@ def find_sources(flags, eval_only, cache_dir):
     if not sources:
         raise BadInput("no sources: name some with --source, --projects_dir, --debian_source or --installed_headers")
     return sorted(sources, key=lambda source: (source.label, source.directory, source.archives))
+
+
+def check_apart(sources, projects_dir, out_dir):
+    """Raises BadInput if `out_dir`, in which the lock file is, is a source too: the next run would read its shards."""
+    lock_file = out_dir.resolve() / LOCK_FILE
+    around = [source.directory for source in sources
+              if source.directory and os.path.relpath(lock_file, source.directory) in source.files]
+    if around or projects_dir and projects_dir.resolve() == out_dir.resolve():
+        raise BadInput(f"--out_dir={out_dir} is in {(around or [projects_dir])[0]}, which is read as a source: choose "
+                       "another --out_dir")
 
 
 def require_disk(directory, nbytes, what):
@@ -315,8 +325,9 @@ def main(argv=None):
     out_dir = require_writable_dir(places.out_dir or get_base_dir() / "parquet")
     workers = min(os.cpu_count(), 8) if places.workers == -1 else places.workers
     try:
-        with FileLock(out_dir / ".prepare_data.lock", timeout=0):
+        with FileLock(out_dir / LOCK_FILE, timeout=0):
             found = find_sources(sources, flags.eval_only, places.cache_dir or get_base_dir() / "downloads")
+            check_apart(found, sources.projects_dir, out_dir)
             return prepare(found, flags, workers, out_dir)
     except Timeout:
         raise BadInput(f"another prepare_data is writing to {out_dir}: wait for it or choose another --out_dir"

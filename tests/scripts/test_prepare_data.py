@@ -120,6 +120,17 @@ def test_second_run_does_nothing_and_other_data_is_never_overwritten(tmp_path, c
     assert shard_hashes(tmp_path / "out") == before
 
 
+def test_the_corpus_may_lie_beside_its_sources_and_in_an_ignored_folder_of_a_checkout(tmp_path):
+    one, two = (make_project(tmp_path, name) for name in ("one", "two"))
+    subprocess.run(["git", "init", "-q"], cwd=one, check=True)
+    subprocess.run(["git", "add", "src"], cwd=one, check=True)
+    before = None
+    for out in (tmp_path, one / "corpus"):
+        prepare(out, f"--source={one},{two}", "--val_projects=two")
+        assert before in (None, shard_hashes(out))
+        before = shard_hashes(out)
+
+
 @pytest.mark.parametrize("with_sums", [True, False])
 def test_a_corpus_whose_shards_are_gone_or_damaged_is_not_there(tmp_path, capsys, with_sums):
     """Manifests of earlier versions have no sums."""
@@ -219,8 +230,8 @@ find out -name '*.parquet' | wc -l
 
 @pytest.mark.parametrize("flags, message", [
     ([], "no sources"),
-    (["--source=/nonexistent"], "not a directory, a git checkout or a tarball"),
-    (["--projects_dir=/nonexistent"], "is not a directory"),
+    (["--source={nothing}/x"], "not a directory, a git checkout or a tarball"),
+    (["--projects_dir={nothing}/x"], "is not a directory"),
     (["--source={one}"], "all files are of one project"),
     (["--source={one},{two}", "--val_projects=three"], "no project is called three"),
     (["--source={one},{two}", "--val_projects=one,two"], "names every project"),
@@ -229,6 +240,9 @@ find out -name '*.parquet' | wc -l
     (["--source={nothing}"], "no C or C\\+\\+ file is left"),
     (["--debian_source=no such"], "is not the name of a source package"),
     (["--source={one}", "--eval_only", "--val_projects=one"], "exclude each other"),
+    (["--source={one},{two}", "--out_dir={one}/corpus"], "one/corpus is in .*/one, which is read as a source"),
+    (["--projects_dir={one}/..", "--out_dir={two}/.."], "is in .*, which is read as a source"),
+    (["--source=~nobody_of_this_name/x"], "a user who is not known here"),
     (["--source={one}", "--shard_bytes=0"], "is not a whole number of at least 1"),
     (["--source={one}", "--workers=0"], "is not a whole number of at least 1 and of at most 1000, or -1"),
 ])
