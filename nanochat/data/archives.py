@@ -137,7 +137,8 @@ def _iter_tar(archive, raw, nbytes, prefix, nested_name=None):
                 continue
             path = member.name.removeprefix("./").split("/", 1)[-1]
             if not nested_name and "/" not in path and TARBALL.search(path):
-                yield from _iter_tar(archive, tar.extractfile(member), member.size, prefix, nested_name=path)
+                with _archive_errors(f"{path} in {archive}"):
+                    yield from _iter_tar(archive, tar.extractfile(member), member.size, prefix, nested_name=path)
                 continue
 
             def read(member=member):

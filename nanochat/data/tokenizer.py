@@ -177,14 +177,18 @@ def load_tokenizer(tokenizer_dir=None):
     Raises BadInput if there is no tokenizer or it is damaged.
     """
     parents = [Path(tokenizer_dir)] if tokenizer_dir else [get_base_dir() / "tokenizer", SHIPPED_DIR]
-    for parent in parents:
-        for directory in (parent, parent / "tokenizer_65k"):
-            if not (directory / VOCABULARY_FILE).exists() and _is_huggingface(directory / CONFIG_FILE):
-                return _load_huggingface(directory / CONFIG_FILE)
-            if (directory / VOCABULARY_FILE).exists() or (directory / CONFIG_FILE).exists():
-                return _load(directory, _read_files)
-            if (directory / PICKLE_FILE).exists():
-                return _load(directory, _read_pickle)
+    for directory in (path for parent in parents for path in (parent, parent / "tokenizer_65k")):
+        try:
+            there = {name for name in (VOCABULARY_FILE, CONFIG_FILE, PICKLE_FILE) if (directory / name).exists()}
+        except OSError as error:
+            raise BadInput(f"{directory} cannot be read ({error.strerror}): give yourself the right to read it, or "
+                           "name another with --tokenizer_dir") from None
+        if VOCABULARY_FILE not in there and _is_huggingface(directory / CONFIG_FILE):
+            return _load_huggingface(directory / CONFIG_FILE)
+        if VOCABULARY_FILE in there or CONFIG_FILE in there:
+            return _load(directory, _read_files)
+        if PICKLE_FILE in there:
+            return _load(directory, _read_pickle)
     raise BadInput(f"no tokenizer in {' or '.join(map(str, parents))}: it needs {VOCABULARY_FILE} and {CONFIG_FILE}, "
                    f"or {PICKLE_FILE}, or Hugging Face's {CONFIG_FILE}")
 

@@ -134,6 +134,12 @@ def test_links_devices_and_deep_tarballs_are_left_out(tmp_path):
     assert files_of(tmp_path / "a.tar") == {"deep/inner.tar": inner, "é.c": b"int e;"}
 
 
+def test_a_damaged_archive_within_an_archive_is_named(tmp_path, tarball):
+    path = make_tar(tmp_path / "a.tar", {"a/inner.tar.gz": gzip.compress(tarball)[:-9], "a/x.c": b"int x;"})
+    with pytest.raises(BadInput, match=r"inner\.tar\.gz in .*/a\.tar is truncated or corrupt"):
+        files_of(path)
+
+
 @pytest.mark.parametrize("tar_format", ["gnu", "posix"])
 def test_sparse_files_are_read_as_gnu_tar_writes_them(tmp_path, tar_format):
     (tmp_path / "a").mkdir()

@@ -3,17 +3,13 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 
 from nanochat.common import BadInput
 from nanochat.data import corpus, licences, sources
 from tests.data.projects import LICENCE_MIT, cpp, make_project, make_tar, prepare, read
-
-NOBODY = 65534
 
 
 def make_checkout(directory):
@@ -139,25 +135,6 @@ def test_a_name_that_is_not_utf8_is_replaced(tmp_path, capsys):
 
 # -----------------------------------------------------------------------------
 # What cannot be read
-
-
-@pytest.fixture
-def as_nobody():
-    """Runs a function as a user who may not read everything. Yields a folder of this user."""
-    if os.geteuid():
-        yield Path(tempfile.mkdtemp()), lambda function: function()
-        return
-    folder = Path(tempfile.mkdtemp())
-    os.chown(folder, NOBODY, NOBODY)
-
-    def run(function):
-        os.seteuid(NOBODY)
-        try:
-            return function()
-        finally:
-            os.seteuid(0)
-    yield folder, run
-    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("closed", ["tool", "tool/src", "tool/LICENSE", "tool-1.tar.gz", ""])
