@@ -69,6 +69,7 @@ class _Bounded:
 
     def __init__(self, stream, packed_bytes):
         self.stream, self.packed_bytes, self.room = stream, packed_bytes, RATIO_FREE_BYTES + MAX_RATIO * packed_bytes
+        self.reads_at_end = 0
 
     def read(self, size):
         return self._count(self.stream.read(size))
@@ -78,6 +79,9 @@ class _Bounded:
 
     def _count(self, data):
         self.room -= len(data)
+        self.reads_at_end += not data
+        if self.reads_at_end > 2:  # tarfile would go on, 10 kB at a time, to the end of a file of 2^60 bytes
+            raise tarfile.ReadError("a file in it claims to be longer than the archive")
         if self.room < 0:
             raise tarfile.ReadError(f"its {self.packed_bytes} bytes unpack to more than {MAX_RATIO} times as many, "
                                     "which source code does not")

@@ -120,6 +120,14 @@ def test_a_path_without_end_is_refused(tmp_path, tar_format, name, claim):
         files_of(tmp_path / "a.tar")
 
 
+def test_a_file_that_claims_more_bytes_than_any_disk_has_ends_at_once(tmp_path):
+    info = tarfile.TarInfo("a/x.c")
+    info.size = 1 << 60
+    (tmp_path / "a.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(10240))
+    with pytest.raises(BadInput, match="claims to be longer than the archive"):
+        list(archives.iter_archive(str(tmp_path / "a.tar")))
+
+
 def test_links_devices_and_deep_tarballs_are_left_out(tmp_path):
     inner = make_tar(tmp_path / "inner.tar", {"x/y.c": b"int y;"}).read_bytes()
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
