@@ -1,6 +1,7 @@
 """What every script needs: one-line errors, the flags' parser, the base directory."""
 import argparse
 import difflib
+import io
 import math
 import os
 import sys
@@ -16,7 +17,10 @@ class BadInput(Exception):
 
 def run_script(main):
     """Runs main() and ends the process with the status that it returns (None: 0). For BadInput, prints one line to
-    stderr and ends with status 2."""
+    stderr and ends with status 2. What the terminal or log cannot show, such as é in ASCII, is printed as \\xe9."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         sys.exit(main())
     except BadInput as error:
@@ -116,8 +120,13 @@ def read_flags(argv, description, titles):
 
 
 def expand_path(text):
-    """Returns the Path that a flag names; ~ is the home directory, which shells do not see in --flag=~/folder."""
-    return Path(text).expanduser()
+    """Returns the Path that a flag names; ~ is the home directory, which shells do not see in --flag=~/folder. Raises
+    BadInput if there is no such home directory."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise BadInput(f"{text} begins with the home directory of a user who is not known here: write the whole path"
+                       ) from None
 
 
 def get_base_dir():
@@ -128,6 +137,8 @@ def get_base_dir():
 def require_writable_dir(path):
     """Creates the directory `path` if it does not exist, and returns it. Raises BadInput if it is not writable."""
     path = Path(path)
+    if not os.fsencode(path).decode("utf-8", "replace") == str(path):
+        raise BadInput(f"cannot write to {path}, because its name is not UTF-8: choose another directory")
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f".write_test_{os.getpid()}_{threading.get_ident()}"

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
@@ -28,9 +29,9 @@ from tqdm import tqdm
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data import corpus
 from nanochat.data.debian import check_names, debian_sources
-from nanochat.data.sources import installed_headers, open_projects, open_source
+from nanochat.data.sources import distinguish, installed_headers, open_projects, open_source
 
-TRAIN_DIR, VAL_DIR, MANIFEST = "base_data_v3", "val", "manifest.json"
+TRAIN_DIR, VAL_DIR, MANIFEST, LOCK_FILE = "base_data_v3", "val", "manifest.json", ".prepare_data.lock"
 
 
 def names(text):
@@ -49,12 +50,12 @@ class SourceFlags:
 
 @dataclass(frozen=True)
 class CorpusFlags:
-    max_file_bytes: int = flag(1_000_000, "longer files are dropped", at_least=1)
+    max_file_bytes: int = flag(1_000_000, "longer files are dropped", at_least=1, at_most=100_000_000)
     val_fraction: float = flag(0.05, "fraction of the bytes that is held out for validation, in whole projects",
                                above=0, below=1)
     val_projects: list = flag((), "hold out these projects instead, separated by commas", of=names)
     eval_only: bool = flag(False, f"make an evaluation corpus: only {VAL_DIR}/")
-    shard_bytes: int = flag(100_000_000, "bytes of text in one shard", at_least=1)
+    shard_bytes: int = flag(100_000_000, "bytes of text in one shard", at_least=1, at_most=1_000_000_000)
     seed: int = flag(1337, "seed of the split and of the order of documents", at_least=0)
 
 
@@ -141,6 +142,7 @@ def find_sources(flags, eval_only, cache_dir):
     sources = [open_source(expand_path(name)) for name in flags.source]
     if flags.projects_dir:
         sources += open_projects(flags.projects_dir)
+    sources = distinguish(sources)
     if flags.installed_headers:
         sources += installed_headers()
     if flags.debian_source:
@@ -148,6 +150,16 @@ def find_sources(flags, eval_only, cache_dir):
     if not sources:
         raise BadInput("no sources: name some with --source, --projects_dir, --debian_source or --installed_headers")
     return sorted(sources, key=lambda source: (source.label, source.directory, source.archives))
+
+
+def check_apart(sources, projects_dir, out_dir):
+    """Raises BadInput if `out_dir`, in which the lock file is, is a source too: the next run would read its shards."""
+    lock_file = out_dir.resolve() / LOCK_FILE
+    around = [source.directory for source in sources
+              if source.directory and os.path.relpath(lock_file, source.directory) in source.files]
+    if around or projects_dir and projects_dir.resolve() == out_dir.resolve():
+        raise BadInput(f"--out_dir={out_dir} is in {(around or [projects_dir])[0]}, which is read as a source: choose "
+                       "another --out_dir")
 
 
 def require_disk(directory, nbytes, what):
@@ -227,13 +239,18 @@ def build(sources, flags, workers, work_dir, staging):
                       for number, pieces in enumerate(corpus.plan_shards(index, side, flags.shard_bytes))]
         nbytes = int(index.nbytes[kept].sum())
         require_disk(staging, nbytes // 3, "writing the shards")
-        bar = Progress(f"writing {len(calls)} shards", nbytes)
+        bar, shards = Progress(f"writing {len(calls)} shards", nbytes), {}
         index.signature = None  # the largest part by far, and not needed any more
-        run(corpus.write_shard, calls, lambda *_: bar.update(nbytes // len(calls)))
+
+        def done(i, description):
+            path = calls[i][0]
+            shards[f"{path.parent.name}/{path.name}"] = description
+            bar.update(nbytes // len(calls))
+        run(corpus.write_shard, calls, done)
         bar.close()
-    return make_manifest(flags, sources, stats, val_projects, {
-        name: {"documents": int(side.sum()), "bytes": int(index.nbytes[side].sum()),
-               "shards": sum(path.parent.name == name for path, _ in calls)} for name, side in sides.items()})
+    totals = {name: {"documents": int(side.sum()), "bytes": int(index.nbytes[side].sum()),
+                     "shards": sum(path.parent.name == name for path, _ in calls)} for name, side in sides.items()}
+    return {**make_manifest(flags, sources, stats, val_projects, totals), "shards": dict(sorted(shards.items()))}
 
 
 def make_manifest(flags, sources, stats, val_projects, totals):
@@ -256,6 +273,50 @@ def publish(staging, out_dir):
             os.replace(staging / name, out_dir / name)
 
 
+def read_manifest(out_dir):
+    """Returns the manifest in `out_dir`, or {} if there is none. Raises BadInput if it is damaged."""
+    path = out_dir / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        if isinstance(manifest, dict) and "identity" in manifest and "totals" in manifest:
+            return manifest
+        reason = "another program's"
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise BadInput(f"{path} is not a manifest of this script ({reason}): move it away, or choose another --out_dir")
+
+
+def missing_shards(manifest, out_dir):
+    """Returns the paths in `out_dir` of the shards of the manifest that are not there, or not as they were written.
+
+    Manifests of earlier versions have no sizes and sums, but only the numbers of shards.
+    """
+    expected = manifest.get("shards") or {f"{name}/shard_{number:05d}.parquet": None for name, total in
+                                          manifest["totals"].items() for number in range(total["shards"])}
+    missing = []
+    for name, description in expected.items():
+        try:
+            found = corpus.describe_shard(out_dir / name)
+        except OSError:
+            found = {}
+        if not found or description and found != description:
+            missing.append(name)
+    return missing
+
+
+def check_out_dir(out_dir):
+    """Raises BadInput if the corpus cannot be put into `out_dir`, because something else is there."""
+    for name in (TRAIN_DIR, VAL_DIR):
+        path = out_dir / name
+        if path.is_symlink() or path.exists() and not path.is_dir():
+            raise BadInput(f"{path} is {'a symbolic link' if path.is_symlink() else 'not a directory'}, where a "
+                           "directory must be made: move it away, or choose another --out_dir")
+        if path.exists() and any(path.iterdir()):
+            raise BadInput(f"{path} holds other data: move it away, or choose another --out_dir")
+
+
 def main(argv=None):
     sources, flags, places = read_flags(argv, __doc__, {
         SourceFlags: "sources, in any combination", CorpusFlags: "the corpus", PlaceFlags: "directories and processes"})
@@ -264,35 +325,45 @@ def main(argv=None):
     out_dir = require_writable_dir(places.out_dir or get_base_dir() / "parquet")
     workers = min(os.cpu_count(), 8) if places.workers == -1 else places.workers
     try:
-        with FileLock(out_dir / ".prepare_data.lock", timeout=0):
+        with FileLock(out_dir / LOCK_FILE, timeout=0):
             found = find_sources(sources, flags.eval_only, places.cache_dir or get_base_dir() / "downloads")
+            check_apart(found, sources.projects_dir, out_dir)
             return prepare(found, flags, workers, out_dir)
     except Timeout:
         raise BadInput(f"another prepare_data is writing to {out_dir}: wait for it or choose another --out_dir"
                        ) from None
+    except BrokenProcessPool:
+        raise BadInput("a worker process was killed, perhaps because memory ran out: give fewer --workers and run the "
+                       "same command again, which resumes") from None
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise BadInput(f"the disk is full ({error}): free some space and run the same command again, which "
-                       "resumes") from None
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise BadInput(f"the disk is full ({error}): free some space and run the same command again, which "
+                           "resumes") from None
+        raise BadInput(f"{error}: mend this and run the same command again, which resumes") from None
 
 
 def prepare(sources, flags, workers, out_dir):
     """Makes the corpus, or resumes making it; does nothing if `out_dir` already holds it."""
     recipe = [flags.seed, flags.max_file_bytes, flags.val_fraction, list(flags.val_projects), flags.eval_only,
               flags.shard_bytes]
-    identity = json.dumps([corpus.RECIPE, recipe, [asdict(source) for source in sources]])
+    identity = json.dumps([corpus.RECIPE, recipe, [source.identity() for source in sources]])
     identity = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
     work_dir = out_dir / ".work"
     staging = work_dir / identity
 
     if not (staging / MANIFEST).exists():
-        if (out_dir / MANIFEST).exists() and json.loads((out_dir / MANIFEST).read_text())["identity"] == identity:
-            print(f"{out_dir} already holds this corpus")
-            return
-        for name in (TRAIN_DIR, VAL_DIR):
-            if (out_dir / name).exists() and any((out_dir / name).iterdir()):
-                raise BadInput(f"{out_dir / name} holds other data: move it away, or choose another --out_dir")
+        manifest = read_manifest(out_dir)
+        if manifest.get("identity") == identity:
+            missing = missing_shards(manifest, out_dir)
+            if not missing:
+                shutil.rmtree(work_dir, ignore_errors=True)  # what is left of it if publishing was interrupted
+                print(f"{out_dir} already holds this corpus")
+                return
+            if any(path.is_file() for name in (TRAIN_DIR, VAL_DIR) for path in out_dir.glob(f"{name}/*")):
+                raise BadInput(f"{out_dir} holds this corpus, but {len(missing)} of its shards are missing or damaged "
+                               f"({', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}): move {TRAIN_DIR}/ and "
+                               f"{VAL_DIR}/ away and run the same command again, which makes them")
+        check_out_dir(out_dir)
         staging.mkdir(parents=True, exist_ok=True)
         require_disk(staging, sum(source.nbytes for source in sources), "the corpus")
         manifest = build(sources, flags, workers, work_dir, staging)
@@ -305,7 +376,7 @@ def prepare(sources, flags, workers, out_dir):
 
 def counts(dropped):
     """Returns the numbers of dropped files as text, such as "46 generated, 7 empty"."""
-    return ", ".join(f"{count} {reason}" for reason, count in Counter(dropped).most_common() if count)
+    return ", ".join(f"{count} {reason}" for reason, count in Counter(dropped).most_common() if count) or "none"
 
 
 def report(manifest, out_dir):

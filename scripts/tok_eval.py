@@ -16,6 +16,7 @@ import subprocess
 import tarfile
 import tempfile
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,12 +76,12 @@ def openai_encoding(package, name, cache_dir):
     try:
         with tarfile.open(package) as archive:
             lines = json.load(archive.extractfile(f"package/encoders/{name}.json"))["bpe_ranks"].splitlines()
-    except (OSError, tarfile.TarError, KeyError, ValueError) as error:
+        ranked = []
+        for line in lines:  # a line has "!", the rank of its first token, and its tokens in base64
+            _, first, *tokens = line.split(" ")
+            ranked += (f"{token} {int(first) + i}\n" for i, token in enumerate(tokens))
+    except (OSError, EOFError, zlib.error, tarfile.TarError, KeyError, ValueError, AttributeError, TypeError) as error:
         raise BadInput(f"{package} is not the npm package tiktoken ({error}): make it with npm pack tiktoken") from None
-    ranked = []
-    for line in lines:  # a line has "!", the rank of its first token, and its tokens in base64
-        _, first, *tokens = line.split(" ")
-        ranked += (f"{token} {int(first) + i}\n" for i, token in enumerate(tokens))
     vocabulary = "".join(ranked).encode()
     if hashlib.sha256(vocabulary).hexdigest() != OPENAI_SHA256[name]:
         raise BadInput(f"{package}: its {name} is not the vocabulary that OpenAI publishes: use {NPM_PACKAGE}")
@@ -172,8 +173,9 @@ def find_entrants(tokenizer_dir, package):
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    shards = open_shards(list_shards(flags.data_dir, "val"))
     *others, ours = entrants = find_entrants(flags.tokenizer_dir, flags.npm_package)
-    documents = first_documents(open_shards(list_shards(flags.data_dir, "val")), flags.max_bytes_per_source)
+    documents = first_documents(shards, flags.max_bytes_per_source)
     kinds = by_kind(documents)
 
     def print_cells(*cells):

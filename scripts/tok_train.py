@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data.shards import list_shards, open_shards
-from nanochat.data.tokenizer import SPECIAL_TOKENS, VOCABULARY_FILE, Tokenizer
+from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 # The split pattern: it cuts text into pieces, and no token crosses the border between two. There is no look-around, so
 # it runs in linear time, and no piece is long, so BPE on it is quick. dev/LOG.md says what each choice gains.
@@ -107,8 +107,9 @@ def choose_texts(shards, max_bytes, max_bytes_per_source, usage):
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     out_dir = require_writable_dir(flags.out_dir or get_base_dir() / "tokenizer")
-    if (out_dir / VOCABULARY_FILE).exists():
-        raise BadInput(f"{out_dir} holds a tokenizer, which checkpoints may need: name another --out_dir")
+    if there := sorted(path.name for path in out_dir.iterdir() if not path.name.startswith(".")):
+        raise BadInput(f"{out_dir} is not empty (it holds {there[0]}{' …' if there[1:] else ''}), and checkpoints may "
+                       "need a tokenizer in it: name another --out_dir")
     shards = open_shards(list_shards(flags.data_dir))
 
     trainer, usage, started = rustbpe.Tokenizer(), Usage(), time.monotonic()
@@ -124,13 +125,12 @@ def main(argv=None):
         raise BadInput(f"{nbytes / 1e6:.1f} MB of text make {len(ranks) + len(SPECIAL_TOKENS)} tokens, not "
                        f"--vocab_size={flags.vocab_size}: ask for fewer, or give more text")
     tokenizer = Tokenizer(ranks, flags.pattern, {name: n_merged + i for i, name in enumerate(SPECIAL_TOKENS)})
-    every_character = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
-    if tokenizer.decode(tokenizer.encode(every_character)) != every_character:
+    if not tokenizer.keeps_every_character():
         raise BadInput(f"--pattern={flags.pattern} leaves out some characters: every character must be in a piece")
 
     tokenizer.save(out_dir)
     (out_dir / "sources.tsv").write_text(usage.table(), encoding="utf-8")
-    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(out_dir.iterdir())}
+    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(out_dir.glob("[!.]*"))}
     (out_dir / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
     print(f"{out_dir}: {tokenizer.n_vocab} tokens from {nbytes / 1e6:.1f} MB of {len(usage.nbytes)} sources in "
           f"{time.monotonic() - started:.0f} s; sha256 {tokenizer.sha256}")

@@ -19,14 +19,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rensa import RMinHash
 
-from nanochat.data.sources import iter_files, licence_finder
+from nanochat.data.archives import sha256_of
+from nanochat.data.licences import licence_finder
+from nanochat.data.sources import SUFFIXES, check_sums, iter_files
 
 RECIPE = 1  # to be increased when a change to this file makes another corpus from the same files
-SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".c++", ".h", ".hh", ".hpp", ".hxx", ".h++", ".inl", ".ipp", ".tcc", ".tpp",
-            ".txx", ".ixx", ".cppm", ".cu", ".cuh")
 NUM_PERMUTATIONS, VALUES_PER_BAND = 128, 8  # 16 bands: pairs of similarity 0.8 are found with probability 0.95
 NEAR_DUPLICATE_SIMILARITY = 0.8  # estimated Jaccard similarity of the sets of 5-word sequences
 RUN_BYTES, RUN_ROW_GROUP_DOCUMENTS = 32_000_000, 64
+MAX_SHARDS = 100_000  # their names have five digits
 SHARD_ROW_GROUP_DOCUMENTS = 256  # about 2 MB of text, so that many row groups can be read concurrently in little memory
 SCHEMA = pa.schema([("text", pa.string()), ("path", pa.string()), ("source", pa.string()), ("licence", pa.string())])
 RUN_SCHEMA = SCHEMA.append(pa.field("key", pa.uint64())).append(pa.field("nbytes", pa.int64())).append(
@@ -103,7 +104,7 @@ def scan(source, scans_dir, seed, max_file_bytes):
     """Reads `source`, writes its runs, and returns their directory. A source that has been scanned is not read again.
 
     Besides run_*.parquet the directory holds stats.json: the numbers of files, of documents and bytes kept, of files
-    dropped for each reason, and of documents under each licence.
+    dropped for each reason, and of documents under each licence. Raises BadInput if the source cannot be read.
     """
     identity = [RECIPE, source.name, source.version, source.fingerprint, seed, max_file_bytes]
     finished = Path(scans_dir, hashlib.blake2b(json.dumps(identity).encode(), digest_size=12).hexdigest())
@@ -111,6 +112,7 @@ def scan(source, scans_dir, seed, max_file_bytes):
         return finished
     partial = Path(f"{finished}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
+    check_sums(source)
     stats, dropped, licences = Counter(files=0, documents=0, bytes=0, recoded=0, runs=0), Counter(), Counter()
     licence_of, documents, buffered_bytes = licence_finder(source), [], 0
 
@@ -238,16 +240,17 @@ def find_duplicates(index):
 def plan_shards(index, kept, shard_bytes):
     """Returns for each shard a list of (path of a run, numbers of documents in it).
 
-    The documents `kept` (a bool mask) are sorted by key and cut into shards of about `shard_bytes` of text.
+    The documents `kept` (a bool mask) are sorted by key and cut into shards of about `shard_bytes` of text. A document
+    is never cut, so shards are larger if documents are.
     """
     chosen = np.flatnonzero(kept)
     chosen = chosen[np.argsort(index.key[chosen])]
     ends = np.cumsum(index.nbytes[chosen])
-    num_shards = max(1, round(ends[-1] / shard_bytes))
+    num_shards = max(1, min(round(ends[-1] / shard_bytes), len(chosen), MAX_SHARDS))
     shard_of = (ends - 1) * num_shards // ends[-1]
     plan = []
-    for shard in range(num_shards):
-        documents = np.sort(chosen[shard_of == shard])  # sorted by run, and by number in each run
+    for documents in np.split(chosen, np.flatnonzero(np.diff(shard_of)) + 1):
+        documents = np.sort(documents)  # by run, and by number in each run
         run, starts = np.unique(index.run[documents], return_index=True)
         plan.append([(index.runs[number], in_run)
                      for number, in_run in zip(run, np.split(index.document[documents], starts[1:]), strict=True)])
@@ -255,9 +258,12 @@ def plan_shards(index, kept, shard_bytes):
 
 
 def write_shard(path, parts):
-    """Writes the shard `path`, unless it exists: the documents `parts` = [(path of a run, numbers)], sorted by key."""
+    """Writes the shard `path`, unless it exists: the documents `parts` = [(path of a run, numbers)], sorted by key.
+
+    Returns the size and the SHA-256 of the file, as describe_shard does.
+    """
     if path.exists():
-        return
+        return describe_shard(path)
     tables = []
     for run, documents in parts:
         groups, row_group = np.unique(documents // RUN_ROW_GROUP_DOCUMENTS, return_inverse=True)
@@ -272,6 +278,13 @@ def write_shard(path, parts):
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     _write_parquet(partial, SCHEMA, row_groups)
     partial.rename(path)
+    return describe_shard(path)
+
+
+def describe_shard(path):
+    """Returns {"bytes": size, "sha256": hexadecimal} of a file. Raises OSError."""
+    with open(path, "rb") as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": sha256_of(file)}
 
 
 def _write_parquet(path, schema, row_groups, compression_level=None):

@@ -13,7 +13,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from nanochat.common import BadInput
-from nanochat.data.sources import TARBALL, archive_source
+from nanochat.data.archives import TARBALL
+from nanochat.data.sources import archive_source, readable
 
 RESERVED_INITIALS = "oz"  # packages with these initials are reserved for evaluation and must not be trained on
 INDEX_MAX_AGE_S = 24 * 3600
@@ -54,12 +55,23 @@ def debian_sources(names, cache_dir, progress):
 
 
 def _package_source(directory):
-    """Returns a Source for one downloaded package. Its archive with debian/copyright comes first."""
-    description, = directory.glob("*.dsc")
-    fields = dict(re.findall(r"^(Source|Version): (\S+)", description.read_text(), re.MULTILINE))
-    archives = [path for path in directory.iterdir() if TARBALL.search(path.name) or path.name.endswith(".diff.gz")]
+    """Returns a Source for one downloaded package. Its archive with debian/copyright comes first.
+
+    Raises BadInput unless every archive is there that the package's description (.dsc) lists.
+    """
+    with readable():
+        descriptions, there = list(directory.glob("*.dsc")), {path.name for path in directory.iterdir()}
+        text = descriptions[0].read_text(errors="replace") if len(descriptions) == 1 else ""
+    fields = dict(re.findall(r"^(Source|Version): (\S+)", text, re.MULTILINE))
+    sums = {name: sha256 for sha256, name in re.findall(r"^ ([0-9a-f]{64}) \d+ (\S+)$", text, re.MULTILINE)}
+    if len(fields) != 2 or sums.keys() - there:
+        lacking = ", ".join(sorted(sums.keys() - there)) or "its .dsc"
+        raise BadInput(f"{directory} is not a whole source package ({lacking} is missing or damaged): delete it and "
+                       "run the same command again, which downloads it")
+    archives = [directory / name for name in there if TARBALL.search(name) or name.endswith(".diff.gz")]
     archives.sort(key=lambda path: (".orig" in path.name, path.name))
-    return archive_source(fields["Source"], archives, version=fields["Version"])
+    return archive_source(fields["Source"], archives, version=fields["Version"],
+                          sha256s=tuple(sums.get(path.name, "") for path in archives))
 
 
 def _download(names, cache_dir, progress):

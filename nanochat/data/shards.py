@@ -61,7 +61,14 @@ def list_shards(data_dir=None, split="train"):
     copies. Raises BadInput if there are none at all.
     """
     data_dir = Path(data_dir) if data_dir else get_base_dir() / DEFAULT_DIRS[split]
-    paths = list(data_dir.glob("*.parquet")) or list(data_dir.glob("*/*.parquet"))
+    try:
+        paths = list(data_dir.glob("*.parquet")) or list(data_dir.glob("*/*.parquet"))
+        next(data_dir.iterdir(), None)  # which fails where glob says nothing, in a folder that may not be read
+    except (FileNotFoundError, NotADirectoryError):
+        paths = []
+    except OSError as error:
+        raise BadInput(f"{split} data: {data_dir} cannot be read ({error.strerror}): give yourself the right to read "
+                       "it, or name another directory") from None
     if not paths:
         why = "has no *.parquet file in it" if data_dir.is_dir() else "is not a directory"
         raise BadInput(f"no {split} data: {data_dir} {why}; make some with python3 -m scripts.prepare_data, "
@@ -102,6 +109,8 @@ def _open_shard(path):
             size = file.seek(0, 2)
             file.seek(size - 8 - metadata.serialized_size)
             footer = file.read()
+    except UnicodeError:
+        raise BadInput(f"the path {path} is not UTF-8, which pyarrow needs: rename the folder or file") from None
     except (pa.ArrowException, OSError) as error:
         raise BadInput(f"{path} is not a whole parquet file ({_first_line(error)}): copy or prepare it again") from None
     if "text" not in schema.names:

@@ -1,28 +1,25 @@
 """Sources of C and C++ text: directories, git checkouts, tarballs, and the headers of installed packages.
 
-A Source has the name and the version of a project, and lists its files or archives. `iter_files` reads it as a stream
-and unpacks nothing to disk; `licence_finder` tells the licence of each file. debian.py makes Sources of packages.
+A Source has the name and the version of a project, and lists its files or archives. `iter_files` reads it as a stream;
+licences.py tells the licence of each file. debian.py makes Sources of packages.
 """
-import bz2
-import gzip
 import hashlib
 import importlib.metadata
 import importlib.util
-import lzma
 import os
 import re
 import subprocess
-import tarfile
-import zlib
+from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
-import pyarrow as pa
-
 from nanochat.common import BadInput
+from nanochat.data.archives import TARBALL, check_sha256, iter_archive
 
-TARBALL = re.compile(r"\.(?:tar\.|t)(gz|bz2|xz|lzma|zst)$|\.tar$")
+SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".c++", ".h", ".hh", ".hpp", ".hxx", ".h++", ".inl", ".ipp", ".tcc", ".tpp",
+            ".txx", ".ixx", ".cppm", ".cu", ".cuh")
 LICENCE_FILE = re.compile(r"(?:licen[cs]e|copying)[^/]*|debian/copyright", re.IGNORECASE)
 
 
@@ -37,6 +34,7 @@ class Source:
     archives: tuple[str, ...] = ()
     nbytes: int = 0  # size of the files or archives on disk
     fingerprint: str = ""  # hash of names, sizes and times of change
+    sha256s: tuple[str, ...] = ()  # what the archives must have, if it is known
 
     @property
     def label(self):
@@ -47,6 +45,25 @@ class Source:
     def project(self):
         """The name without a trailing version: llvm-toolchain-14 and llvm-toolchain-15 are one project."""
         return re.sub(r"(?:[-_]v?\d[\w.+~-]*|(?<=[a-z+])\d+\.[\d.]+)$", "", self.name)
+
+    def identity(self):
+        """Returns what decides the documents of this source, as a dict."""
+        return {name: value for name, value in asdict(self).items() if name != "sha256s"}
+
+
+@contextmanager
+def readable():
+    """Turns an OSError into a BadInput that names the file or folder."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"{error.filename!s} cannot be read ({error.strerror}): give yourself the right to read it, or "
+                       "leave it out") from None
+
+
+def _check_readable(path):
+    with readable(), open(path, "rb"):
+        pass
 
 
 def _fingerprint(paths):
@@ -61,24 +78,39 @@ def _fingerprint(paths):
 
 def directory_source(name, directory, files, **fields):
     """Returns a Source for `files`, paths relative to `directory`; `fields` are further fields of Source."""
-    nbytes, fingerprint = _fingerprint(os.path.join(directory, file) for file in files)
-    return Source(name, directory=str(directory), files=tuple(files), nbytes=nbytes, fingerprint=fingerprint, **fields)
+    with readable():
+        nbytes, fingerprint = _fingerprint(os.path.join(directory, file) for file in files)
+    for file in filter(LICENCE_FILE.fullmatch, files):
+        _check_readable(os.path.join(directory, file))
+    return Source(_as_text(name), directory=str(directory), files=tuple(files), nbytes=nbytes, fingerprint=fingerprint,
+                  **fields)
 
 
 def archive_source(name, archives, **fields):
     """Returns a Source for the paths `archives`; `fields` are further fields of Source."""
+    for archive in archives:
+        _check_readable(archive)
     nbytes, fingerprint = _fingerprint(archives)
-    return Source(name, archives=tuple(map(str, archives)), nbytes=nbytes, fingerprint=fingerprint, **fields)
+    return Source(_as_text(name), archives=tuple(map(str, archives)), nbytes=nbytes, fingerprint=fingerprint, **fields)
+
+
+def _as_text(name):
+    return os.fsencode(name).decode("utf-8", "replace")  # it is a column of the corpus
 
 
 def open_source(path):
-    """Returns a Source for one directory, git checkout or tarball. Raises BadInput if `path` is none of these."""
+    """Returns a Source for one directory, git checkout or tarball, which is the same for every way to write its path.
+
+    Prints what is left out of a checkout. Raises BadInput if `path` is none of these or cannot be read.
+    """
     path = Path(path)
-    if path.is_dir():
-        files, version = (_git_files(path) if (path / ".git").exists() else None) or (_walk(path), "")
-        return directory_source(path.resolve().name, path, files, version=version)
-    if path.is_file() and TARBALL.search(path.name):
-        return archive_source(TARBALL.sub("", path.name), [path])
+    with readable():
+        if path.is_dir():
+            path = path.resolve()
+            files, version = (_git_files(path) if (path / ".git").exists() else None) or (_walk(path), "")
+            return directory_source(path.name or "root", path, files, version=version)
+        if path.is_file() and TARBALL.search(path.name):
+            return archive_source(TARBALL.sub("", path.name), [path.parent.resolve() / path.name])
     raise BadInput(f"{path} is not a directory, a git checkout or a tarball (.tar, .tar.gz, .bz2, .xz, .zst): "
                    "check --source")
 
@@ -86,15 +118,38 @@ def open_source(path):
 def open_projects(directory):
     """Returns a list of Sources, one for every subdirectory and every tarball of `directory`.
 
-    Raises BadInput if `directory` is not a directory or has neither.
+    Prints which other files there are. Raises BadInput if `directory` is not a directory or has neither.
     """
-    if not directory.is_dir():
-        raise BadInput(f"--projects_dir={directory} is not a directory")
-    sources = [open_source(path) for path in sorted(directory.iterdir())
-               if not path.name.startswith(".") and (path.is_dir() or TARBALL.search(path.name))]
-    if not sources:
+    with readable():
+        if not directory.is_dir():
+            raise BadInput(f"--projects_dir={directory} is not a directory")
+        paths = [path for path in sorted(directory.iterdir()) if not path.name.startswith(".")]
+        projects = [path for path in paths if path.is_dir() or TARBALL.search(path.name)]
+    if not projects:
         raise BadInput(f"--projects_dir={directory} has neither subdirectories nor tarballs")
-    return sources
+    if others := [path.name for path in paths if path not in set(projects)]:
+        _say_left_out(directory, [_some(others, "that are neither subdirectories nor tarballs", "files")])
+    return [open_source(path) for path in projects]
+
+
+def distinguish(sources):
+    """Returns the sources with each place once; those of one name in different places get names with their parents.
+
+    /x/lib and /y/lib become x/lib and y/lib, so that they are two projects. A name that is in one place only stays.
+    """
+    by_place = {(source.directory, source.files, source.archives): source for source in sources}
+    by_name = defaultdict(list)
+    for source in by_place.values():
+        by_name[source.name].append(source)
+    found = []
+    for name, same in by_name.items():
+        parents = [Path(source.directory or source.archives[0]).parent.parts for source in same]
+        length = next((n for n in range(max(map(len, parents))) if len({p[-n:] if n else () for p in parents})
+                       == len(same)), 0)
+        for source, parts in zip(same, parents, strict=True):
+            nearest = [part for part in parts[max(0, len(parts) - length):] if part != os.sep]
+            found.append(replace(source, name=_as_text("/".join([*nearest, name]))))
+    return found
 
 
 def installed_headers():
@@ -124,10 +179,12 @@ def installed_headers():
 def _walk(directory):
     """Returns the relative paths of all regular files below `directory`, in a fixed order.
 
-    Symbolic links and hidden directories are left out.
+    Symbolic links and hidden directories are left out. Raises OSError for a directory that cannot be read.
     """
+    def fail(error):
+        raise error
     files = []
-    for parent, directories, names in os.walk(directory):
+    for parent, directories, names in os.walk(directory, onerror=fail):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
         files += [path for path in (os.path.join(parent, name) for name in sorted(names)) if _is_regular(path)]
     return [os.path.relpath(path, directory) for path in files]
@@ -137,16 +194,63 @@ def _is_regular(path):
     return os.path.isfile(path) and not os.path.islink(path)
 
 
+# -----------------------------------------------------------------------------
+# Git checkouts
+
+# A checkout may come from anywhere, and its .git/config may name programs: git must run none of them. Nor may variables
+# of the environment, such as GIT_DIR, choose another repository, or the configuration of this user other files.
+_GIT = ["git", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", "--git-dir=.git", "--work-tree=."]
+_GIT_ENVIRONMENT = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "HOME": os.devnull,
+                    "XDG_CONFIG_HOME": os.devnull, "GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1",
+                    "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+GIT_TIMEOUT_S = 600
+
+
+def _git(directory, *arguments):
+    """Returns what git prints, as bytes. Raises CalledProcessError, TimeoutExpired or OSError."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")} | _GIT_ENVIRONMENT
+    return subprocess.run([*_GIT, *arguments], cwd=directory, env=env, stdin=subprocess.DEVNULL, capture_output=True,
+                          check=True, timeout=GIT_TIMEOUT_S).stdout
+
+
 def _git_files(directory):
-    """Returns (relative paths of the tracked files, short hash of HEAD), or None if git fails."""
-    git = ["git", "-c", "safe.directory=*", "-C", str(directory)]
+    """Returns (relative paths of the tracked files, short hash of HEAD), or None if git fails, which it prints.
+
+    A submodule is another project, so its files are left out, as are files that are not tracked: they are often made by
+    a compiler, and the hash does not stand for them. How many these are is printed.
+    """
     try:
-        listing = subprocess.run([*git, "ls-files", "-z"], capture_output=True, check=True, timeout=600).stdout
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.SubprocessError):
+        modes = dict(entry.split(b"\t", 1)[::-1] for entry in _git(directory, "ls-files", "-s", "-z").split(b"\0")[:-1])
+        others = _git(directory, "ls-files", "-z", "--others", "--exclude-standard").split(b"\0")[:-1]
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        reason = (getattr(error, "stderr", None) or str(error).encode()).decode("utf-8", "replace").split("\n")[0]
+        print(f"{directory}: git cannot read this checkout ({reason}), so all files in it are read", flush=True)
         return None
-    files = sorted(os.fsdecode(name) for name in listing.split(b"\0") if name)
-    return [file for file in files if _is_regular(directory / file)], head.stdout.strip()
+    try:
+        head = _git(directory, "rev-parse", "--short=12", "HEAD").decode().strip()
+    except (OSError, subprocess.SubprocessError):
+        head = ""  # there is no commit yet
+    tracked = {os.fsdecode(name): mode.split()[0] for name, mode in modes.items()}
+    files = [name for name in sorted(tracked) if ".." not in name.split("/") and _is_regular(directory / name)]
+    submodules = [name for name, mode in tracked.items() if mode == b"160000"]
+    missing = tracked.keys() - set(files) - {name for name, mode in tracked.items() if mode in (b"160000", b"120000")}
+    untracked = [name for name in map(os.fsdecode, others) if name.lower().endswith(SUFFIXES)]
+    _say_left_out(directory, [
+        *([_some(submodules, "(name their folders with --source, too)", "submodules")] if submodules else []),
+        *([_some(untracked, "that git does not track", "C and C++ files")] if untracked else []),
+        *([_some(missing, "that git tracks and the folder lacks", "files")] if missing else [])])
+    return files, head
+
+
+def _some(names, condition, noun):
+    """Returns how many and which: "5 files that … (a, b, c …)"."""
+    listed = ", ".join(map(_as_text, sorted(names)[:3]))
+    return f"{len(names)} {noun} {condition}: {listed}{' …' if len(names) > 3 else ''}"
+
+
+def _say_left_out(directory, parts):
+    if parts:
+        print(f"{_as_text(directory)}: left out {'; '.join(parts)}", flush=True)
 
 
 # -----------------------------------------------------------------------------
@@ -156,130 +260,25 @@ def _git_files(directory):
 def iter_files(source):
     """Yields (path, nbytes, read) for every regular file of `source`.
 
-    `read()` returns the bytes of the file; it must be called before the next file is asked for. Both raise BadInput if
-    an archive cannot be read to its end.
+    `read()` returns the bytes of the file, at most `nbytes`; it must be called before the next file is asked for. For a
+    file in a directory it raises OSError. BadInput is raised if a file has vanished or an archive is damaged.
     """
     for file in source.files:
         path = Path(source.directory, file)
-        yield file, path.stat().st_size, path.read_bytes
+        with readable():
+            nbytes = path.stat().st_size
+        yield file, nbytes, partial(_read_file, path, nbytes)
     for archive in source.archives:
-        with _archive_errors(archive), open(archive, "rb") as raw:
-            if archive.endswith(".diff.gz"):
-                yield from _iter_debian_diff(raw)
-            else:
-                component = re.search(r"\.orig-([\w-]+)\.tar|\.(debian)\.tar", archive)
-                yield from _iter_tar(archive, raw, f"{component[1] or component[2]}/" if component else "")
+        yield from iter_archive(archive)
 
 
-@contextmanager
-def _archive_errors(archive):
-    try:
-        yield
-    except (tarfile.TarError, lzma.LZMAError, zlib.error, pa.ArrowException, EOFError, OSError) as error:
-        raise BadInput(f"{archive} is truncated or corrupt ({error}): delete it and fetch it again") from None
+def _read_file(path, nbytes):
+    with open(path, "rb") as file:
+        return file.read(nbytes)
 
 
-def _iter_tar(archive, raw, prefix, nested_name=None):
-    """Yields the files of a tarball as iter_files does. In their paths `prefix` replaces the directory NAME-VERSION/.
-
-    Some source packages contain the real tarball: one in the outermost directory is read as if it were unpacked there.
-    """
-    with _decompressed(nested_name or archive, raw) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
-        for member in tar:
-            if not member.isfile():
-                continue
-            path = member.name.removeprefix("./").split("/", 1)[-1]
-            if not nested_name and "/" not in path and TARBALL.search(path):
-                yield from _iter_tar(archive, tar.extractfile(member), prefix, nested_name=path)
-                continue
-
-            def read(member=member):
-                with _archive_errors(archive):
-                    return tar.extractfile(member).read()
-            yield prefix + path, member.size, read
-
-
-def _decompressed(name, raw):
-    kind = TARBALL.search(name)[1]
-    if kind == "gz":
-        return gzip.open(raw)
-    if kind == "bz2":
-        return bz2.open(raw)
-    if kind in ("xz", "lzma"):
-        return lzma.open(raw)
-    if kind == "zst":
-        return pa.CompressedInputStream(pa.PythonFile(raw), "zstd")
-    return raw
-
-
-def _iter_debian_diff(raw):
-    """Yields debian/copyright, from the diff that contains debian/ in source packages of format 1.0."""
-    copyright_lines, inside = [], False
-    for line in gzip.open(raw):
-        if line.startswith(b"+++ "):
-            inside = line.split()[1].split(b"/", 1)[-1] == b"debian/copyright"
-        elif inside and line.startswith(b"+"):
-            copyright_lines.append(line[1:])
-    text = b"".join(copyright_lines)
-    yield "debian/copyright", len(text), lambda: text
-
-
-# -----------------------------------------------------------------------------
-# Licences
-
-# Debian's short names of licences, and the phrases by which their texts are recognised. The phrase that comes first in
-# a text decides; of two that begin at the same character, the one that comes first in this list.
-_LICENCE_PHRASES = [(name, re.compile(phrase, re.IGNORECASE)) for name, phrase in [
-    ("AGPL-3", r"GNU AFFERO GENERAL PUBLIC"),
-    ("LGPL-3", r"GNU LESSER GENERAL PUBLIC LICENSE(?s:.{0,120}?)version 3"),
-    ("LGPL-2.1", r"GNU LESSER GENERAL PUBLIC LICENSE"),
-    ("LGPL-2", r"GNU LIBRARY GENERAL PUBLIC LICENSE"),
-    ("GPL-3", r"GNU GENERAL PUBLIC LICENSE(?s:.{0,120}?)version 3"),
-    ("GPL-2", r"GNU GENERAL PUBLIC LICENSE"),
-    ("Apache-2.0", r"Apache License"),
-    ("MPL-2.0", r"Mozilla Public License"),
-    ("BSL-1.0", r"Boost Software License"),
-    ("Expat", r"Permission is hereby granted, free of charge"),
-    ("BSD-3-clause", r"Redistribution and use in source and binary(?s:.{0,1200}?)(?:Neither the|used to endorse)"),
-    ("BSD-2-clause", r"Redistribution and use in source and binary"),
-    ("Zlib", r"without any express or implied\s+warranty(?s:.{0,600}?)altered source versions"),
-    ("public-domain", r"public domain|free and unencumbered"),
-]]
-
-
-def licence_finder(source):
-    """Returns a function that maps the path of a file to the short name of its licence, or to "unknown".
-
-    The licence is that of the source if it is known. Otherwise it is read from the first file that is either a LICENSE
-    or COPYING at the top level or debian/copyright.
-    """
-    rules = [("*", source.licence or "unknown")]
-    if not source.licence:
-        for path, _, read in iter_files(source):
-            if LICENCE_FILE.fullmatch(path):
-                rules += _licence_rules(read().decode("utf-8", "replace"))
-                break
-    # The last rule that matches applies. Plain paths are looked up: boost has 39,000, and 173 rules with wildcards.
-    last_rule = {glob: order for order, (glob, _) in enumerate(rules)}
-    wildcards = [(order, re.compile(re.escape(glob).replace(r"\*", ".*").replace(r"\?", "."), re.DOTALL))
-                 for glob, order in last_rule.items() if "*" in glob or "?" in glob]
-    wildcards.sort(key=lambda wildcard: -wildcard[0])
-
-    def licence_of(path):
-        order = next(order for order, pattern in wildcards if pattern.fullmatch(path))
-        return rules[max(order, last_rule.get(path, 0))][1]
-    return licence_of
-
-
-def _licence_rules(text):
-    """Returns [(path with wildcards, short name)] for a licence text or a machine-readable debian/copyright."""
-    rules = []
-    for paragraph in re.split(r"\n\s*\n", text):
-        fields = dict(re.findall(r"^(Files|License):[ \t]*(.*(?:\n[ \t].*)*)", paragraph, re.MULTILINE))
-        if "Files" in fields and fields.get("License", "").strip():
-            rules += [(glob, fields["License"].splitlines()[0].strip()) for glob in fields["Files"].split()]
-    found = [(match.start(), order, name) for order, (name, phrase) in enumerate(_LICENCE_PHRASES)
-             if (match := phrase.search(text))]
-    if not rules and found:
-        rules = [("*", min(found)[2])]
-    return rules
+def check_sums(source):
+    """Raises BadInput if an archive of `source` is not the one of which the package states the SHA-256."""
+    for archive, sha256 in zip(source.archives, source.sha256s, strict=False):
+        if sha256:
+            check_sha256(archive, sha256)

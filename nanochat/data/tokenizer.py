@@ -2,7 +2,8 @@
 
 A tokenizer directory holds `vocabulary.tiktoken` (one line per token: base64 and rank), `tokenizer.json` (split pattern
 and special tokens) and `token_bytes.pt` (number of bytes of every token); or it holds the `tokenizer.pkl` of
-karpathy/nanochat. scripts/tok_train.py makes a tokenizer directory.
+karpathy/nanochat, or the `tokenizer.json` of Hugging Face's library (see huggingface.py). scripts/tok_train.py makes a
+tokenizer directory.
 """
 import base64
 import binascii
@@ -11,7 +12,9 @@ import hashlib
 import json
 import pickle
 import re
+import unicodedata
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,7 @@ import tiktoken
 import torch
 
 from nanochat.common import BadInput, get_base_dir
+from nanochat.data.huggingface import read_huggingface
 
 SHIPPED_DIR = Path(__file__).resolve().parents[2] / "tokenizer"
 VOCABULARY_FILE, CONFIG_FILE, TOKEN_BYTES_FILE, PICKLE_FILE = (
@@ -48,20 +52,18 @@ class Tokenizer:
 
         Raises ValueError if it would not be lossless or has no <|bos|>.
         """
-        n_ranks = len(mergeable_ranks)
-        if sorted(mergeable_ranks.values()) != list(range(n_ranks)):
-            raise ValueError("the ranks are not 0, 1, 2 …, each once")
+        n_vocab = len(mergeable_ranks) + len(special_tokens)
         if not all(bytes([byte]) in mergeable_ranks for byte in range(256)):
             raise ValueError("some of the 256 single bytes are not tokens")
-        if sorted(special_tokens.values()) != list(range(n_ranks, n_ranks + len(special_tokens))):
-            raise ValueError("the special tokens do not follow the ranks, each with an id of its own")
+        if sorted([*mergeable_ranks.values(), *special_tokens.values()]) != list(range(n_vocab)):
+            raise ValueError("the ids of ranks and special tokens are not 0, 1, 2 …, each once")
         if "<|bos|>" not in special_tokens:
             raise ValueError("there is no <|bos|> among the special tokens")
         self._encoding = tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=mergeable_ranks,
                                            special_tokens=special_tokens)
         self._ranks, self.pattern, self._special_tokens = mergeable_ranks, pattern, dict(special_tokens)
         self._byte_ids = [mergeable_ranks[bytes([byte])] for byte in range(256)]
-        self.n_vocab = n_ranks + len(special_tokens)
+        self.n_vocab = n_vocab
         self.bos_id = special_tokens["<|bos|>"]
 
     def special(self, name):
@@ -121,6 +123,20 @@ class Tokenizer:
         """Returns the text that was encoded. Bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
+    def keeps_every_character(self):
+        """Returns whether every character of Unicode comes back, and those of each kind beside those of each other.
+
+        A split pattern may leave out some, and tiktoken then drops them.
+        """
+        every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
+        seen, kinds = Counter(), []
+        for character in every:
+            seen[category := unicodedata.category(character)] += 1
+            if character < "\x80" or seen[category] < 3:
+                kinds.append(character)
+        pairs = "".join(first + second for first in kinds for second in kinds)
+        return self.decode(self.encode(every)) == every and self.decode(self.encode(pairs)) == pairs
+
     def token_bytes(self):
         """Returns the number of bytes of each token, as an int32 tensor (n_vocab,). Special tokens have 0 bytes."""
         counts = torch.zeros(self.n_vocab, dtype=torch.int32)
@@ -161,14 +177,20 @@ def load_tokenizer(tokenizer_dir=None):
     Raises BadInput if there is no tokenizer or it is damaged.
     """
     parents = [Path(tokenizer_dir)] if tokenizer_dir else [get_base_dir() / "tokenizer", SHIPPED_DIR]
-    for parent in parents:
-        for directory in (parent, parent / "tokenizer_65k"):
-            if (directory / VOCABULARY_FILE).exists() or (directory / CONFIG_FILE).exists():
-                return _load(directory, _read_files)
-            if (directory / PICKLE_FILE).exists():
-                return _load(directory, _read_pickle)
+    for directory in (path for parent in parents for path in (parent, parent / "tokenizer_65k")):
+        try:
+            there = {name for name in (VOCABULARY_FILE, CONFIG_FILE, PICKLE_FILE) if (directory / name).exists()}
+        except OSError as error:
+            raise BadInput(f"{directory} cannot be read ({error.strerror}): give yourself the right to read it, or "
+                           "name another with --tokenizer_dir") from None
+        if VOCABULARY_FILE not in there and _is_huggingface(directory / CONFIG_FILE):
+            return _load_huggingface(directory / CONFIG_FILE)
+        if VOCABULARY_FILE in there or CONFIG_FILE in there:
+            return _load(directory, _read_files)
+        if PICKLE_FILE in there:
+            return _load(directory, _read_pickle)
     raise BadInput(f"no tokenizer in {' or '.join(map(str, parents))}: it needs {VOCABULARY_FILE} and {CONFIG_FILE}, "
-                   f"or {PICKLE_FILE}")
+                   f"or {PICKLE_FILE}, or Hugging Face's {CONFIG_FILE}")
 
 
 def check_tokenizer(tokenizer, vocab_size=None, sha256=None):
@@ -184,14 +206,37 @@ def check_tokenizer(tokenizer, vocab_size=None, sha256=None):
 def _load(directory, read):
     try:
         tokenizer = Tokenizer(*read(directory))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise BadInput(f"the tokenizer in {directory} cannot be loaded ({reason}): copy it again") from None
     _check_token_bytes(tokenizer, directory / TOKEN_BYTES_FILE)
     return tokenizer
 
 
+def _load_huggingface(path):
+    try:
+        tokenizer = Tokenizer(*read_huggingface(path, SPECIAL_TOKENS))
+        if not tokenizer.keeps_every_character():
+            raise ValueError("its split pattern leaves out some characters")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = " ".join(f"{type(error).__name__} {error}".split()).removeprefix("ValueError ")
+        raise BadInput(f"the tokenizer of Hugging Face in {path} cannot be used ({reason}): move it away, so that the "
+                       "shipped one is taken, or name another with --tokenizer_dir") from None
+    return tokenizer
+
+
+def _is_huggingface(path):
+    """Returns whether a tokenizer.json is of Hugging Face's library and not of this module."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and "model" in config and "pattern" not in config
+
+
 def _read_files(directory):
+    if _is_huggingface(directory / CONFIG_FILE):
+        raise ValueError(f"{VOCABULARY_FILE} is there, but its {CONFIG_FILE} was overwritten by one of Hugging Face")
     ranks = {}
     for number, line in enumerate((directory / VOCABULARY_FILE).read_bytes().splitlines(), start=1):
         try:

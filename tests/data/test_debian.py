@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import BadInput
-from nanochat.data import debian, sources
+from nanochat.data import debian, licences, sources
 from tests.data.projects import LICENCE_MIT, cpp, make_tar, prepare, read, shard_hashes
 
 COPYRIGHT = f"""Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/
@@ -98,6 +98,21 @@ def test_reserved_packages_are_refused_unless_for_evaluation(tmp_path, apt_repos
     assert read(tmp_path / "out", "val")[0]["source"] == "zebra=3"
 
 
+def test_a_package_in_the_cache_must_be_whole_and_have_its_sums(tmp_path, apt_repository):
+    cached = tmp_path / "downloads" / "debian" / "tool"
+    prepare(tmp_path / "out", "--debian_source=tool,alpha2.0", "--val_projects=alpha")
+    extra = cached / "tool_1.0.orig-extra.tar.gz"
+    content = extra.read_bytes()
+    make_tar(extra, {"whatever/lib/x.cc": b"int changed;"})
+    with pytest.raises(BadInput, match=r"orig-extra\.tar\.gz is truncated or corrupt \(its SHA-256 is"):
+        prepare(tmp_path / "again", "--debian_source=tool,alpha2.0", "--val_projects=alpha")
+    for damage in (extra, cached / "tool_1.0-2.dsc"):
+        damage.unlink()
+        with pytest.raises(BadInput, match=rf"not a whole source package \(({damage.name}|its \.dsc) is missing"):
+            prepare(tmp_path / "again", "--debian_source=tool,alpha2.0", "--val_projects=alpha")
+        extra.write_bytes(content)
+
+
 def test_unknown_package_is_named(tmp_path, apt_repository):
     with pytest.raises(BadInput, match="Unable to find a source package for nonesuch"):
         prepare(tmp_path / "out", "--debian_source=tool,nonesuch")
@@ -105,7 +120,7 @@ def test_unknown_package_is_named(tmp_path, apt_repository):
 
 def test_licence_of_a_file_is_that_of_the_last_rule_that_matches(tmp_path):
     make_tar(tmp_path / "t_1.debian.tar.xz", {"debian/copyright": COPYRIGHT.encode()})
-    licence_of = sources.licence_finder(sources.archive_source("t", [tmp_path / "t_1.debian.tar.xz"]))
+    licence_of = licences.licence_finder(sources.archive_source("t", [tmp_path / "t_1.debian.tar.xz"]))
     assert [licence_of(path) for path in ("a.c", "src/b/c.c", "src/special.c", "lib/a.cc", "lib/ab.cc")] == [
         "Apache-2.0", "Expat", "Zlib", "Expat", "Apache-2.0"]
 
@@ -114,7 +129,7 @@ def test_copyright_is_found_in_the_diff_of_format_1(tmp_path):
     diff = "--- t-1.orig/debian/rules\n+++ t-1/debian/rules\n@@ -0,0 +1 @@\n+all:\n--- t-1.orig/debian/copyright\n"
     diff += "+++ t-1/debian/copyright\n@@ -0,0 +1,9 @@\n" + "".join(f"+{line}\n" for line in COPYRIGHT.splitlines())
     (tmp_path / "t_1-1.diff.gz").write_bytes(gzip.compress(diff.encode()))
-    licence_of = sources.licence_finder(sources.archive_source("t", [tmp_path / "t_1-1.diff.gz"]))
+    licence_of = licences.licence_finder(sources.archive_source("t", [tmp_path / "t_1-1.diff.gz"]))
     assert licence_of("src/a.c") == "Expat"
 
 

@@ -1,4 +1,5 @@
 """Missing, unsuitable and corrupt data give clear errors, and text is the same wherever reading begins."""
+import os
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,13 @@ def test_shards_are_found_by_name_also_one_level_deeper(tmp_path, base_dir):
     assert [path.name for path in list_shards(tmp_path / "flat")] == names
     assert [path.name for path in list_shards(tmp_path / "deep")] == names
     assert [path.name for path in list_shards(split="val")] == names
+
+
+def test_a_folder_whose_name_is_not_utf8_is_named(tmp_path):
+    path = write(tmp_path / "data" / "a.parquet", ["int x;"])
+    path.parent.rename(tmp_path / os.fsdecode(b"\xff"))
+    with pytest.raises(BadInput, match="is not UTF-8, which pyarrow needs: rename"):
+        open_shards(list_shards(tmp_path / os.fsdecode(b"\xff")))
 
 
 def test_missing_data_is_one_clear_line(tmp_path, base_dir):

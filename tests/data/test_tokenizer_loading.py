@@ -8,6 +8,7 @@ import tiktoken
 import torch
 
 from nanochat.common import BadInput
+from nanochat.data.shards import list_shards
 from nanochat.data.tokenizer import SHIPPED_DIR, SPECIAL_TOKENS, Tokenizer, check_tokenizer, load_tokenizer
 from tests.data.headers import HEADERS
 
@@ -100,9 +101,9 @@ def vocabulary(*lines):
 @pytest.mark.parametrize("name, content, complaint", [
     ("vocabulary.tiktoken", b"", "single bytes"),
     ("vocabulary.tiktoken", vocabulary(b"not-base64! 256"), "line 257"),
-    ("vocabulary.tiktoken", vocabulary(b"YWI= 300"), "ranks are not 0, 1, 2"),
+    ("vocabulary.tiktoken", vocabulary(b"YWI= 300"), "special tokens are not 0, 1, 2"),
     ("vocabulary.tiktoken", vocabulary().replace(b"AA== 0", b"YWI= 0"), "single bytes"),
-    ("vocabulary.tiktoken", vocabulary(b"YWI= 256"), "special tokens do not follow"),
+    ("vocabulary.tiktoken", vocabulary(b"YWI= 256"), "the ids of ranks and special tokens"),
     ("tokenizer.json", b"{", "Expecting property name"),
     ("tokenizer.json", b"[]", "indices"),
     ("tokenizer.json", b'{"pattern": "[a", "special_tokens": {"<|bos|>": 256}}', "Parsing error"),
@@ -121,6 +122,16 @@ def test_a_damaged_tokenizer_is_bad_input_in_one_line(tmp_path, name, content, c
     with pytest.raises(BadInput) as error:
         load_tokenizer(tmp_path)
     assert complaint in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_directory_that_may_not_be_read_is_bad_input(as_nobody):
+    folder, run = as_nobody
+    (folder / "closed").mkdir(mode=0)
+    for closed in (folder / "closed", folder / "closed" / "deeper"):
+        with pytest.raises(BadInput, match=r"closed\S* cannot be read \(Permission denied\): give yourself the right"):
+            run(lambda closed=closed: load_tokenizer(closed))
+        with pytest.raises(BadInput, match=r"closed\S* cannot be read \(Permission denied\): give yourself the right"):
+            run(lambda closed=closed: list_shards(closed))
 
 
 def test_a_directory_without_a_tokenizer_is_bad_input(tmp_path):

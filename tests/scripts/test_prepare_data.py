@@ -1,5 +1,7 @@
 """scripts/prepare_data.py as a person runs it: the same bytes every time, after being killed too, and clear errors."""
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -118,10 +120,118 @@ def test_second_run_does_nothing_and_other_data_is_never_overwritten(tmp_path, c
     assert shard_hashes(tmp_path / "out") == before
 
 
+def test_the_corpus_may_lie_beside_its_sources_and_in_an_ignored_folder_of_a_checkout(tmp_path):
+    one, two = (make_project(tmp_path, name) for name in ("one", "two"))
+    subprocess.run(["git", "init", "-q"], cwd=one, check=True)
+    subprocess.run(["git", "add", "src"], cwd=one, check=True)
+    before = None
+    for out in (tmp_path, one / "corpus"):
+        prepare(out, f"--source={one},{two}", "--val_projects=two")
+        assert before in (None, shard_hashes(out))
+        before = shard_hashes(out)
+
+
+@pytest.mark.parametrize("with_sums", [True, False])
+def test_a_corpus_whose_shards_are_gone_or_damaged_is_not_there(tmp_path, capsys, with_sums):
+    """Manifests of earlier versions have no sums."""
+    for name in "ab":
+        make_project(tmp_path / "in", name)
+    out, flags = tmp_path / "out", [f"--projects_dir={tmp_path / 'in'}", "--shard_bytes=5000"]
+    manifest = prepare(out, *flags)
+    before = shard_hashes(out)
+    assert {name: shard["sha256"] for name, shard in manifest["shards"].items()} == before
+    if not with_sums:
+        del manifest["shards"]
+        (out / "manifest.json").write_text(json.dumps(manifest))
+    shard = out / "base_data_v3" / "shard_00001.parquet"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    (out / "val" / "shard_00000.parquet").rename(tmp_path / "moved")
+    with pytest.raises(BadInput, match=f"{1 + with_sums} of its shards are missing or damaged .*val/shard_00000"):
+        prepare(out, *flags)
+    shutil.rmtree(out / "base_data_v3")
+    shutil.rmtree(out / "val")
+    prepare(out, *flags)
+    assert shard_hashes(out) == before
+    assert "already holds" not in capsys.readouterr().out
+
+
+def test_the_same_corpus_is_known_by_a_relative_path_too(tmp_path, monkeypatch, capsys):
+    for name in "ab":
+        make_project(tmp_path / "in", name)
+    prepare(tmp_path / "out", f"--projects_dir={tmp_path / 'in'}")
+    monkeypatch.chdir(tmp_path)
+    prepare(tmp_path / "out", "--projects_dir=in")
+    prepare(tmp_path / "out", "--source=in/a,./in/b,in/../in/b")
+    assert capsys.readouterr().out.count("already holds this corpus") == 2
+
+
+def test_two_directories_of_one_name_are_divided_between_training_and_validation(tmp_path):
+    for name in ("x/lib", "y/lib"):
+        make_project(tmp_path, name, seed=name)
+    result = prepare(tmp_path / "out", f"--source={tmp_path / 'x/lib'},{tmp_path / 'y/lib'}", "--val_projects=x/lib")
+    assert [(source["name"], source["side"]) for source in result["sources"]] == [
+        ("x/lib", "val"), ("y/lib", "base_data_v3")]
+
+
+@pytest.mark.parametrize("prevent, message", [
+    (lambda out: (out / "base_data_v3").symlink_to(out), "base_data_v3 is a symbolic link"),
+    (lambda out: (out / "val").symlink_to("nowhere"), "val is a symbolic link"),
+    (lambda out: (out / "val").touch(), "val is not a directory"),
+    (lambda out: (out / "manifest.json").mkdir(), "manifest.json is not a manifest"),
+    (lambda out: (out / "manifest.json").write_text("{"), "manifest.json is not a manifest"),
+    (lambda out: (out / "manifest.json").write_text("[]"), "manifest.json is not a manifest"),
+    (lambda out: (out / ".work").touch(), "Not a directory|File exists"),
+    (lambda out: (out / ".prepare_data.lock").mkdir(), "Is a directory"),
+])
+def test_what_is_in_the_way_in_the_folder_is_named_before_the_work(tmp_path, monkeypatch, prevent, message):
+    for name in "ab":
+        make_project(tmp_path / "in", name)
+    (tmp_path / "out").mkdir()
+    prevent(tmp_path / "out")
+    before = sorted((tmp_path / "out").rglob("*"))
+    monkeypatch.setattr("nanochat.data.corpus.scan", None)
+    with pytest.raises(BadInput, match=message) as error:
+        prepare(tmp_path / "out", f"--projects_dir={tmp_path / 'in'}")
+    assert "\n" not in str(error.value)
+    assert [path for path in before if path not in (tmp_path / "out").rglob("*")] == []
+
+
+def test_a_disk_that_fills_is_one_line_and_the_same_command_resumes(tmp_path):
+    """On a real file system of 600 kB, while shutil.disk_usage tells of another that has room."""
+    if os.geteuid() or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("only root may mount a file system")
+    make_project(tmp_path / "in", "big", files=300, lines=150)
+    make_project(tmp_path / "in", "v", files=1)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "program.py").write_text(f"""
+import shutil, sys
+from nanochat.common import run_script
+from scripts.prepare_data import main
+usage = shutil.disk_usage
+shutil.disk_usage = lambda path: usage({str(tmp_path)!r})
+if __name__ == "__main__":
+    run_script(main)
+""")
+    command = f"{sys.executable} program.py --projects_dir=in --out_dir=out --val_projects=v --workers"
+    script = f"""
+mount -t tmpfs -o size=600k none out || exit
+for workers in 1 2; do {command}=$workers; echo status $?; done
+mount -o remount,size=60m out || exit
+{command}=1; echo status $?
+find out -name '*.parquet' | wc -l
+"""
+    run = subprocess.run(["unshare", "--mount", "--propagation=private", "sh", "-c", script], capture_output=True,
+                         cwd=tmp_path, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
+    assert re.findall(r"^status \d", run.stdout, re.MULTILINE) == ["status 2", "status 2", "status 0"], run.stderr
+    assert [line[:23] for line in run.stderr.splitlines()] == ["error: the disk is full"] * 2
+    assert run.stdout.splitlines()[-1] == "2"
+
+
 @pytest.mark.parametrize("flags, message", [
     ([], "no sources"),
-    (["--source=/nonexistent"], "not a directory, a git checkout or a tarball"),
-    (["--projects_dir=/nonexistent"], "is not a directory"),
+    (["--source={nothing}/x"], "not a directory, a git checkout or a tarball"),
+    (["--projects_dir={nothing}/x"], "is not a directory"),
     (["--source={one}"], "all files are of one project"),
     (["--source={one},{two}", "--val_projects=three"], "no project is called three"),
     (["--source={one},{two}", "--val_projects=one,two"], "names every project"),
@@ -130,6 +240,9 @@ def test_second_run_does_nothing_and_other_data_is_never_overwritten(tmp_path, c
     (["--source={nothing}"], "no C or C\\+\\+ file is left"),
     (["--debian_source=no such"], "is not the name of a source package"),
     (["--source={one}", "--eval_only", "--val_projects=one"], "exclude each other"),
+    (["--source={one},{two}", "--out_dir={one}/corpus"], "one/corpus is in .*/one, which is read as a source"),
+    (["--projects_dir={one}/..", "--out_dir={two}/.."], "is in .*, which is read as a source"),
+    (["--source=~nobody_of_this_name/x"], "a user who is not known here"),
     (["--source={one}", "--shard_bytes=0"], "is not a whole number of at least 1"),
     (["--source={one}", "--workers=0"], "is not a whole number of at least 1 and of at most 1000, or -1"),
 ])
@@ -143,6 +256,18 @@ def test_bad_input_is_one_line(tmp_path, flags, message):
         prepare(tmp_path / "out", *(flag.format(**paths) for flag in flags))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out" / "base_data_v3").exists()
+
+
+def test_a_path_that_cannot_be_shown_or_written_is_no_traceback(tmp_path):
+    for name in "ab":
+        make_project(tmp_path / "in", name)
+    command = [sys.executable, "-m", "scripts.prepare_data", f"--projects_dir={tmp_path}/in", "--workers=1"]
+    run = subprocess.run([*command, f"--out_dir={tmp_path}/é"], capture_output=True, text=True,
+                         env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert run.returncode == 0 and f"{tmp_path}/\\xe9/val: 6 documents" in run.stdout, run.stderr
+    with pytest.raises(BadInput, match="because its name is not UTF-8"):
+        prepare(tmp_path / os.fsdecode(b"\xff"), f"--projects_dir={tmp_path}/in")
+    assert not (tmp_path / os.fsdecode(b"\xff")).exists()
 
 
 def test_bad_input_exits_with_2_and_one_line():

@@ -24,18 +24,32 @@ def test_without_npm_the_comparison_says_how_to_get_the_vocabularies(headers_dir
     assert "| bytes per token | MB | ours |" in printed and "| every text comes back |  | yes |" in printed
 
 
-def test_an_npm_package_with_another_vocabulary_is_bad_input(headers_dir, tmp_path):
-    path = tmp_path / "tiktoken.tgz"
+def make_npm_package(path, bpe_ranks):
+    """Writes a package with this vocabulary (None: with a directory instead of its file) and returns its bytes."""
     with tarfile.open(path, "w:gz") as archive:
-        content = json.dumps({"bpe_ranks": "! 0 YQ== Yg==\n! 2 Yw=="}).encode()
+        content = json.dumps({"bpe_ranks": bpe_ranks}).encode()
         info = tarfile.TarInfo("package/encoders/cl100k_base.json")
         info.size = len(content)
+        info.type = tarfile.DIRTYPE if bpe_ranks is None else tarfile.REGTYPE
         archive.addfile(info, io.BytesIO(content))
+    return path.read_bytes()
+
+
+def test_bad_data_is_found_before_anything_is_downloaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(tok_eval, "find_entrants", None)
+    with pytest.raises(BadInput, match="no val data"):
+        tok_eval.main([f"--data_dir={tmp_path}"])
+
+
+def test_an_npm_package_with_another_vocabulary_is_bad_input(headers_dir, tmp_path):
+    path = tmp_path / "tiktoken.tgz"
+    make_npm_package(path, "! 0 YQ== Yg==\n! 2 Yw==")
     with pytest.raises(BadInput, match="not the vocabulary that OpenAI publishes"):
         tok_eval.main([f"--data_dir={headers_dir}", f"--npm_package={path}"])
-    path.write_bytes(b"no archive")
-    with pytest.raises(BadInput, match="is not the npm package"):
-        tok_eval.main([f"--data_dir={headers_dir}", f"--npm_package={path}"])
+    for damaged in (b"no archive", path.read_bytes()[:-30], make_npm_package(path, "!"), make_npm_package(path, None)):
+        path.write_bytes(damaged)
+        with pytest.raises(BadInput, match="is not the npm package"):
+            tok_eval.main([f"--data_dir={headers_dir}", f"--npm_package={path}"])
 
 
 def test_comments_and_strings_are_told_apart():

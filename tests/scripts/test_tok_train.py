@@ -77,7 +77,10 @@ def test_flags_that_make_no_tokenizer_are_bad_input(headers_dir, tmp_path, flags
 
 
 def test_a_tokenizer_is_not_overwritten_and_a_corrupt_shard_is_named(headers_dir, tmp_path, byte_tokenizer_dir):
-    with pytest.raises(BadInput, match="holds a tokenizer"):
+    (tmp_path / "nested" / "tokenizer_65k").mkdir(parents=True)
+    with pytest.raises(BadInput, match="is not empty .it holds tokenizer_65k."):
+        train(headers_dir, tmp_path / "nested")
+    with pytest.raises(BadInput, match="is not empty .it holds token_bytes.pt …., and checkpoints may need"):
         train(headers_dir, byte_tokenizer_dir)
     content = bytearray((headers_dir / "shard_00000.parquet").read_bytes())
     middle = len(content) // 2

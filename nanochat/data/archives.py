@@ -1,0 +1,176 @@
+"""Reads tarballs, and the diffs of Debian, as streams, and unpacks nothing to disk.
+
+An archive that is cut or damaged is an error, wherever the damage is, and never a shorter archive. Archives may come
+from anywhere, so no length that one claims is believed: what is read is bounded.
+"""
+import bz2
+import gzip
+import hashlib
+import lzma
+import re
+import tarfile
+import zlib
+from contextlib import contextmanager
+
+import pyarrow as pa
+
+from nanochat.common import BadInput
+
+TARBALL = re.compile(r"\.(?:tar\.|t)(gz|bz2|xz|lzma|zst)$|\.tar$")
+MAX_RATIO, RATIO_FREE_BYTES = 200, 1 << 30  # source code shrinks to a fifth; a file of zeros to a thousandth or less
+MAX_PATH_BYTES = 4096  # PATH_MAX of Linux
+MAX_HEADER_BYTES = 1 << 20  # of the attributes that a tarball holds for one file
+MAX_LICENCE_BYTES = 16 << 20  # what is longer is not the text of a licence
+
+
+def iter_archive(archive):
+    """Yields (path, nbytes, read) for every regular file of the archive whose path is `archive`, a str.
+
+    `read()` returns the bytes of the file; it must be called before the next file is asked for. It takes `nbytes` of
+    memory. Both raise BadInput if the archive is damaged or unpacks to far more than its size. When the last file has
+    been yielded, the archive has been read to its end, where its format has sums.
+    """
+    with _archive_errors(archive), open(archive, "rb") as raw:
+        nbytes = raw.seek(0, 2)
+        raw.seek(0)
+        if archive.endswith(".diff.gz"):
+            yield from _iter_debian_diff(_Bounded(gzip.open(raw), nbytes))
+        else:
+            component = re.search(r"\.orig-([\w-]+)\.tar|\.(debian)\.tar", archive)
+            yield from _iter_tar(archive, raw, nbytes, f"{component[1] or component[2]}/" if component else "")
+
+
+def check_sha256(archive, expected):
+    """Raises BadInput unless the file `archive` has this SHA-256, in hexadecimal."""
+    with _archive_errors(archive), open(archive, "rb") as file:
+        if (found := sha256_of(file)) != expected:
+            raise tarfile.ReadError(f"its SHA-256 is {found[:12]}…, not {expected[:12]}…")
+
+
+def sha256_of(file):
+    """Returns the SHA-256, in hexadecimal, of what is left to read of an open file."""
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _archive_errors(archive):
+    try:
+        yield
+    except (tarfile.TarError, lzma.LZMAError, zlib.error, pa.ArrowException, EOFError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise BadInput(f"{archive} is truncated or corrupt ({reason}): delete it and fetch it again") from None
+
+
+class _Bounded:
+    """A stream that reads another one, which unpacks an archive of `packed_bytes`, and refuses to read far more."""
+
+    def __init__(self, stream, packed_bytes):
+        self.stream, self.packed_bytes, self.room = stream, packed_bytes, RATIO_FREE_BYTES + MAX_RATIO * packed_bytes
+        self.reads_at_end = 0
+
+    def read(self, size):
+        return self._count(self.stream.read(size))
+
+    def readline(self, size):
+        return self._count(self.stream.readline(size))
+
+    def _count(self, data):
+        self.room -= len(data)
+        self.reads_at_end += not data
+        if self.reads_at_end > 2:  # tarfile would go on, 10 kB at a time, to the end of a file of 2^60 bytes
+            raise tarfile.ReadError("a file in it claims to be longer than the archive")
+        if self.room < 0:
+            raise tarfile.ReadError(f"its {self.packed_bytes} bytes unpack to more than {MAX_RATIO} times as many, "
+                                    "which source code does not")
+        return data
+
+
+class _Header(tarfile.TarInfo):
+    """The header of a file in a tarball. Where tarfile takes a damaged one for the end of the archive, it is an error.
+
+    At its end an archive has blocks of zeros, and nothing after them but another archive.
+    """
+
+    @classmethod
+    def frombuf(cls, buf, encoding, errors):
+        header = super().frombuf(buf, encoding, errors)
+        is_name = header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+        is_header = is_name or header.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+        if header.size < 0 or is_header and header.size > (MAX_PATH_BYTES if is_name else MAX_HEADER_BYTES):
+            raise tarfile.ReadError(f"a header claims {header.size} bytes")
+        return header
+
+    @classmethod
+    def fromtarfile(cls, tar):
+        try:
+            header = super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # a block of zeros
+            tar.has_ended = True
+            raise
+        except tarfile.EmptyHeaderError:  # there is nothing more to read
+            if not tar.has_ended:
+                raise tarfile.ReadError("it ends without the blocks that end an archive") from None
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"the header at byte {tar.offset} is damaged: {error}") from None
+        tar.has_ended = False
+        if len(header.name) > MAX_PATH_BYTES:
+            raise tarfile.ReadError(f"a path has {len(header.name)} characters")
+        return header
+
+
+class _Tar(tarfile.TarFile):
+    tarinfo = _Header
+    has_ended = False  # whether the last block that was read ends the archive
+
+
+def _iter_tar(archive, raw, nbytes, prefix, nested_name=None):
+    """Yields the files of a tarball as iter_archive does. In their paths `prefix` replaces the directory NAME-VERSION/.
+
+    Some source packages contain the real tarball: one in the outermost directory is read as if it were unpacked there.
+    """
+    with (_decompressed(nested_name or archive, raw) as stream,
+          _Tar.open(fileobj=_Bounded(stream, nbytes), mode="r|", ignore_zeros=True) as tar):
+        # With ignore_zeros, tarfile reads on to the end of the stream, where gzip, xz and bzip2 check their sums.
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # or they would stay in memory
+            if not member.isfile():
+                continue
+            path = member.name.removeprefix("./").split("/", 1)[-1]
+            if not nested_name and "/" not in path and TARBALL.search(path):
+                with _archive_errors(f"{path} in {archive}"):
+                    yield from _iter_tar(archive, tar.extractfile(member), member.size, prefix, nested_name=path)
+                continue
+
+            def read(member=member):
+                with _archive_errors(archive):
+                    return tar.extractfile(member).read()
+            yield prefix + path, member.size, read
+
+
+def _decompressed(name, raw):
+    kind = TARBALL.search(name)[1]
+    if kind == "gz":
+        return gzip.open(raw)
+    if kind == "bz2":
+        return bz2.open(raw)
+    if kind in ("xz", "lzma"):
+        return lzma.open(raw)
+    if kind == "zst":
+        return pa.CompressedInputStream(pa.PythonFile(raw), "zstd")
+    return raw
+
+
+def _iter_debian_diff(stream):
+    """Yields debian/copyright, from the diff that contains debian/ in source packages of format 1.0."""
+    copyright_lines, nbytes, inside = [], 0, False
+    while line := stream.readline(MAX_LICENCE_BYTES):
+        if line.startswith(b"+++ "):
+            inside = b"".join(line.split()[1:2]).split(b"/", 1)[-1] == b"debian/copyright"
+        elif inside and line.startswith(b"+") and (nbytes := nbytes + len(line)) <= MAX_LICENCE_BYTES:
+            copyright_lines.append(line[1:])
+    text = b"".join(copyright_lines)
+    yield "debian/copyright", len(text), lambda: text
