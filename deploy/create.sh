@@ -90,7 +90,6 @@ while :; do
     fi
     case $REASON in
       quota) say "$zone: no quota: $(GCLOUD_ERR=$TMP/create complaint)"; continue ;;
-      permanent) refused="$zone: $(GCLOUD_ERR=$TMP/create complaint)"; say "$refused"; continue ;;
       auth) die 4 "credentials refused (gcloud auth login): $(GCLOUD_ERR=$TMP/create complaint)" ;;
       permanent) refused="$zone: $(GCLOUD_ERR=$TMP/create complaint)"; say "$refused"; continue ;;
       stockout) say "$zone: no capacity" ;;
