@@ -6,6 +6,8 @@ from nanochat.common import flag, read_flags
 from nanochat.device.ranks import DEVICE_TYPES
 from nanochat.model.optim import OptimConfig
 
+MAX_STEPS = 10**9  # of a run
+
 
 @dataclass(frozen=True)
 class RunFlags:
@@ -52,16 +54,19 @@ class ModelFlags:
                              at_most=2**10, unset=-1)
     window_pattern: str = flag("L", "attention windows, one letter per layer, repeated: L all positions, S half of "
                                "them")
-    softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=0)
+    softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)
 
 
 @dataclass(frozen=True)
 class BatchFlags:
-    num_iterations: int = flag(-1, "optimizer steps", at_least=1, unset=-1)
-    target_flops: float = flag(-1.0, "train until this many FLOPs are spent", above=0, unset=-1)
-    target_param_data_ratio: float = flag(20.0, "train on this many tokens per matrix parameter", above=0)
+    num_iterations: int = flag(-1, "optimizer steps; -1: from target_flops or target_param_data_ratio", at_least=1,
+                               at_most=MAX_STEPS, unset=-1)
+    target_flops: float = flag(-1.0, "train until this many FLOPs are spent; -1: as target_param_data_ratio says",
+                               above=0, at_most=1e30, unset=-1)
+    target_param_data_ratio: float = flag(20.0, "train on this many tokens per matrix parameter", above=0, at_most=1e6)
     device_batch_size: int = flag(8, "rows in a micro-step on one device", at_least=1, at_most=2**20)
-    total_batch_size: int = flag(-1, "tokens in an optimizer step; -1: from the depth", at_least=1, unset=-1)
+    total_batch_size: int = flag(-1, "tokens in an optimizer step; -1: from the depth", at_least=1,
+                                 at_most=2**40, unset=-1)
     batch_ramp: str = flag("", "STEP:FACTOR,…: from that step on the batch is FACTOR × total_batch_size, in whole "
                            "micro-steps, and the learning rates are √FACTOR as high")
 
