@@ -91,8 +91,9 @@ def trace_run(flags, chips):
     rows, length = plan.device_batch_size, plan.config.max_seq_len
 
     def evaluate():
-        loader = SyntheticLoader(tokenizer.n_vocab, batch_size=rows, seq_len=length, world_size=chips)
-        bits_per_byte(training.model, loader, 2 * rows * chips, tokenizer.token_bytes(), dist)
+        loader = SyntheticLoader(tokenizer.n_vocab, batch_size=rows, seq_len=length, world_size=chips,
+                                 num_rows=2 * rows * chips)
+        bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist)
 
     programs = Programs(plan, training)
     return programs, programs.trace({"rows": torch.zeros(rows, length + 1, dtype=torch.int32)}, evaluate)

@@ -74,7 +74,8 @@ class BatchFlags:
 @dataclass(frozen=True)
 class RecordFlags:
     eval_every: int = flag(250, "steps between evaluations, also at the end; -1: never", at_least=1, unset=-1)
-    eval_tokens: int = flag(10 * 2**20, "tokens of an evaluation, whatever the world size", at_least=1)
+    eval_tokens: int = flag(10 * 2**20, "tokens of an evaluation, whatever the world size; each document once at most",
+                            at_least=1, at_most=2**28)
     sample_every: int = flag(1000, "steps between samples, also at the end; -1: never", at_least=1, unset=-1)
     save_every: int = flag(1000, "steps between checkpoints, also at the end; -1: never", at_least=1, unset=-1)
     save_every_minutes: float = flag(-1.0, "minutes between checkpoints; -1: by steps only", above=0, unset=-1)
