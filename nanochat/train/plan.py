@@ -135,7 +135,7 @@ def plan_batches(batch, seq_len, world_size, matrix_params, meta=None):
     """Returns the batch schedule ((step, tokens), …) for BatchFlags. Raises BadInput if it does not divide evenly."""
     if NUM_LANES % world_size:
         raise BadInput(f"{world_size} devices do not divide the {NUM_LANES} lanes of the data: use 1, 2, 4, 8, 16, 32 "
-                       f"or 64 devices")
+                       "or 64 devices (on a CPU, by CPU_NUM_DEVICES)")
     micro = batch.device_batch_size * seq_len * world_size
     product = f"{micro} = device_batch_size {batch.device_batch_size} × max_seq_len {seq_len} × {world_size} devices"
     saved = _saved_schedule(batch, meta)
