@@ -31,11 +31,15 @@ PROGRAMS = ("micro_step", "update", "evaluate")
 DOES_NOT_FIT = 3
 
 
+def file_or_dash(text):
+    return text if text == "-" else str(expand_path(text))
+
+
 @dataclass(frozen=True)
 class PreflightFlags:
     accelerator: str = flag("", "the TPU to compile for: v5litepod-8, v6e-4, v4-32 …", required=True)
     json: str | None = flag(None, "write the report to FILE too; -: write it to standard output, and nothing else "
-                            "there", metavar="FILE")
+                            "there", metavar="FILE", of=file_or_dash)
     programs: str = flag(",".join(PROGRAMS), "the programs to compile; without micro_step or update there is no "
                          "estimate of a step")
     find_batch: bool = flag(False, "search for the largest --device_batch_size that fits, with and without "
@@ -56,8 +60,8 @@ def read_preflight_flags(argv=None):
         raise BadInput(f"--programs={own.programs} is unknown: choose among {','.join(PROGRAMS)}")
     accelerator = tpu.parse_accelerator(own.accelerator).accelerator
     if own.json not in (None, "-"):
-        _require_folder("json", own.json, expand_path(own.json).parent)
-        if expand_path(own.json).is_dir():
+        _require_folder("json", own.json, Path(own.json).parent)
+        if Path(own.json).is_dir():
             raise BadInput(f"--json={own.json} is a folder: name a file")
     if own.dump_dir and own.dump_dir.exists():
         _require_folder("dump_dir", own.dump_dir, own.dump_dir)
@@ -209,7 +213,7 @@ def run(own, train_flags):
     if own.json == "-":
         print(json.dumps(report, indent=1))
     elif own.json:
-        expand_path(own.json).write_text(json.dumps(report, indent=1))
+        Path(own.json).write_text(json.dumps(report, indent=1))
     return 0 if report["fits"] else DOES_NOT_FIT
 
 

@@ -2,11 +2,16 @@
 import os
 from dataclasses import asdict, dataclass, field, fields, replace
 
-from nanochat.common import flag, read_flags
+from nanochat.common import expand_path, flag, read_flags
 from nanochat.device.ranks import DEVICE_TYPES
 from nanochat.model.optim import OptimConfig
 
 MAX_STEPS = 10**9  # of a run
+
+
+def path_text(text):
+    """Returns the path that a flag names, as a text that a checkpoint can hold."""
+    return str(expand_path(text))
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,11 @@ class DeviceFlags:
 @dataclass(frozen=True)
 class DataFlags:
     data_dir: str | None = flag(None, "folder of parquet shards for training; default: "
-                                "$NANOCHAT_BASE_DIR/parquet/base_data_v3")
-    val_dir: str | None = flag(None, "folder of parquet shards for validation; default: $NANOCHAT_BASE_DIR/parquet/val")
-    tokenizer_dir: str | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one")
+                                "$NANOCHAT_BASE_DIR/parquet/base_data_v3", of=path_text)
+    val_dir: str | None = flag(None, "folder of parquet shards for validation; default: $NANOCHAT_BASE_DIR/parquet/val",
+                               of=path_text)
+    tokenizer_dir: str | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
+                                     of=path_text)
     tokenizer_threads: int = flag(2, "threads per rank that tokenize ahead", at_least=1, at_most=1000)
     skip_bad_shards: bool = flag(False, "leave out the parts of corrupt shards that cannot be read")
     synthetic_data: bool = flag(False, "train on random tokens: tries a machine without data")
