@@ -133,6 +133,7 @@ def read_flags(argv, description, titles):
 def expand_path(text):
     """Returns the Path that a flag names; ~ is the home directory, which shells do not see in --flag=~/folder. Raises
     BadInput if there is none, and for what no path can be."""
+    text = os.fspath(text)
     if not text:
         raise BadInput("a path is needed: an empty one names nothing")
     if len(text) > 4000 or any(len(part.encode(errors="surrogatepass")) > 255 for part in text.split("/")):
