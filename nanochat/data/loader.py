@@ -100,8 +100,9 @@ class DataLoader:
     shards: paths of parquet files. batch_size: rows in a batch. seq_len: T, one less than the tokens of a row.
     state: the lane states of all ranks in one dict, saved with any world size; None begins a new run.
     skip_bad: skip corrupt files and row groups, with a warning, instead of raising BadInput.
-    num_rows: rows 0 to num_rows - 1 of a new run, for an evaluation. It ends with the batch of the last one, after as
-        many batches on every rank, and no document is in it twice: what is missing from the batches is lanes.PADDING.
+    num_rows: rows 0 to num_rows - 1 of a new run, for an evaluation. It ends with the batch of the last one, or when
+        the data ends, after as many batches on every rank, and no document is in it twice: what is missing from the
+        batches is lanes.PADDING.
 
     Raises BadInput for data, sizes or a state that cannot be used. `next()` raises errors of the background threads.
     Close the loader, or use it as a context manager: otherwise its threads wait until the process ends.
@@ -163,6 +164,8 @@ class DataLoader:
         except BaseException as error:
             self._error = error  # some rows of this batch are lost, so the loader cannot continue
             raise
+        if self._part != slice(None) and (rows[:, 0] == PADDING).all():
+            raise StopIteration  # the text has ended, on every rank
         return Batch(torch.from_numpy(rows)[self._part], dict(self._states), self.run)
 
     @property
