@@ -23,8 +23,8 @@ lint: .venv/installed
 	if ls deploy/*.sh >/dev/null 2>&1; then .venv/bin/shellcheck -x deploy/*.sh deploy/lib/*.sh; fi
 
 .venv/installed: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \
-	  { echo "Python 3.10 to 3.13 is needed, $(PYTHON) is $$($(PYTHON) --version): set PYTHON=python3.11"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' || \
+	  { echo "Python 3.10 to 3.12 is needed, $(PYTHON) is $$($(PYTHON) --version): set PYTHON=python3.11"; exit 2; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --progress-bar off --editable '.[tpu,dev]'
 	touch $@

@@ -12,7 +12,10 @@ from pathlib import Path
 
 class BadInput(Exception):
     """An error that the user can correct. Its message is one line: what is wrong, the value, and what to do. The exit
-    status is 2."""
+    status is 2. What cannot be printed, such as a line's end in the value of a flag, is written as \\n."""
+
+    def __init__(self, message):
+        super().__init__("".join(char if char.isprintable() else repr(char)[1:-1] for char in message))
 
 
 def run_script(main):
@@ -47,6 +50,8 @@ class ArgumentParser(argparse.ArgumentParser):
         for arg in sys.argv[1:] if args is None else args:
             if arg.startswith("--") and len(arg) > 2:
                 name, equals, value = arg.partition("=")
+                if value == "--":  # argparse would take it for no value at all
+                    self.error(f"{arg}: -- is not a value")
                 arg = name.replace("-", "_").replace("__", "--", 1) + equals + value
             normalised.append(arg)
         return super().parse_known_args(normalised, namespace)
@@ -95,6 +100,16 @@ def _reader(name, kind, at_least, above, at_most, below, unset):
     return read
 
 
+def _named(name, kind):
+    """Returns the function `kind` of a text, whose BadInput then begins with the flag."""
+    def read(text):
+        try:
+            return kind(text)
+        except BadInput as error:
+            raise BadInput(f"--{name}={text}: {error}") from None
+    return read
+
+
 def _add_flag(group, name, default, options):
     options = dict(options)
     limits, kind = options.pop("limits"), options.pop("of") or (str if default is None else type(default))
@@ -103,7 +118,7 @@ def _add_flag(group, name, default, options):
         group.add_argument(option, action="store_true", help=options["help"])
     else:
         group.add_argument(option, default=default, **options,
-                           type=_reader(name, kind, *limits) if kind in (int, float) else kind)
+                           type=_reader(name, kind, *limits) if kind in (int, float) else _named(name, kind))
 
 
 def read_flags(argv, description, titles):
@@ -121,12 +136,16 @@ def read_flags(argv, description, titles):
 
 def expand_path(text):
     """Returns the Path that a flag names; ~ is the home directory, which shells do not see in --flag=~/folder. Raises
-    BadInput if there is no such home directory."""
+    BadInput if there is none, and for what no path can be."""
+    text = os.fspath(text)
+    if not text:
+        raise BadInput("a path is needed: an empty one names nothing")
+    if len(text) > 4000 or any(len(part.encode(errors="surrogatepass")) > 255 for part in text.split("/")):
+        raise BadInput(f"{text[:40]}… is too long for a path")
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise BadInput(f"{text} begins with the home directory of a user who is not known here: write the whole path"
-                       ) from None
+        raise BadInput(f"there is no home directory for {text}: write the path in full") from None
 
 
 def get_base_dir():

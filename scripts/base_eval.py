@@ -21,7 +21,7 @@ class Flags:
                                  of=expand_path)
     tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
                                       of=expand_path)
-    eval_tokens: int = flag(2**20, "tokens to evaluate", at_least=1)
+    eval_tokens: int = flag(2**20, "tokens to evaluate, each document once at most", at_least=1, at_most=2**28)
     max_seq_len: int = flag(-1, "positions per row; -1: as in training", at_least=1, unset=-1)
     device_batch_size: int = flag(8, "rows at a time", at_least=1)
     device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
@@ -43,9 +43,11 @@ def main(argv=None):
     shards = list_shards(flags.data_dir, "val")
     dist = compute_init(device_type)
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, kernel=flags.kernel)
-    with DataLoader(shards, tokenizer, batch_size=flags.device_batch_size, seq_len=seq_len, seed=flags.seed) as loader:
-        bpb, num_bytes = bits_per_byte(model, loader, flags.eval_tokens // seq_len, tokenizer.token_bytes(), dist)
-    print(f"{path} (step {meta.step}): {bpb:.4f} bits per byte over {num_bytes:,} bytes")
+    with DataLoader(shards, tokenizer, batch_size=flags.device_batch_size, seq_len=seq_len, seed=flags.seed,
+                    num_rows=flags.eval_tokens // seq_len) as loader:
+        found = bits_per_byte(model, loader, tokenizer.token_bytes(), dist)
+    whole = " (the whole text, which is shorter than --eval_tokens)" if found.is_whole_text else ""
+    print(f"{path} (step {meta.step}): {found.bits_per_byte:.4f} bits per byte over {found.num_bytes:,} bytes{whole}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 
 The completion goes to standard output, everything else to standard error.
 """
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -38,11 +39,11 @@ class PromptFlags:
     echo: bool = flag(False, "print the prompt before each completion")
 
     def read(self):
-        """Returns the prompt, as bytes or str. Raises BadInput if it cannot be read."""
+        """Returns the prompt, as bytes. Raises BadInput if it cannot be read."""
         if self.prompt is not None and self.prompt_file is not None:
             raise BadInput("--prompt and --prompt_file are both given: give one of them")
         if self.prompt is not None:
-            return self.prompt
+            return os.fsencode(self.prompt)  # the bytes of the command line, which need not be UTF-8
         if self.prompt_file is None:
             return sys.stdin.buffer.read()
         try:
@@ -76,21 +77,23 @@ def main(argv=None):
     def show(text):
         print(text, end="", flush=True)
 
-    shown_prompt = ""
-    if of_prompt.echo:
-        shown_prompt = prompt if isinstance(prompt, str) else prompt.decode(errors="replace")
+    def say_cut(num_tokens, num_read):
+        print(f"the prompt has {num_tokens:,} tokens: only the last {num_read:,} are read, because the model sees "
+              f"{model.config.max_seq_len:,} together with those of --max_tokens", file=sys.stderr)
+
+    shown_prompt = prompt.decode(errors="replace") if of_prompt.echo else ""
     start = time.monotonic()
-    options = asdict(sampling) | {"stop": sampling.stop or []}
+    options = asdict(sampling) | {"stop": sampling.stop or [], "on_cut": say_cut}
     engine = Engine(model, tokenizer, dist)
     if sampling.num_samples == 1:
         show(shown_prompt)
-        texts = engine.completions(prompt, on_text=lambda sample, text: show(text), **options)
+        samples = engine.completions(prompt, on_text=lambda sample, text: show(text), **options)
         show("\n")
     else:  # they are generated together, so they are shown at the end
-        texts = engine.completions(prompt, **options)
-        for i, text in enumerate(texts):
-            show(f"--- sample {i + 1} of {len(texts)}, seed {sampling.seed + i}\n{shown_prompt}{text}\n")
-    num_tokens = sum(len(tokenizer.encode(text)) for text in texts)
+        samples = engine.completions(prompt, **options)
+        for i, sample in enumerate(samples):
+            show(f"--- sample {i + 1} of {len(samples)}, seed {sampling.seed + i}\n{shown_prompt}{sample.text}\n")
+    num_tokens = sum(sample.num_tokens for sample in samples)
     print(f"{num_tokens} tokens in {time.monotonic() - start:.1f} s, compilation included", file=sys.stderr)
     compute_cleanup(dist)
 

@@ -137,13 +137,20 @@ def draw(runs, out_dir):
              "lr_multiplier"),
             (lambda axes: draw_lines(axes, runs, "grad_norm", "norm of the gradient", "tokens", is_log=True),
              "grad_norm"),
-            (lambda axes: draw_lines(axes, runs, "bad_steps", "steps skipped as not finite", "tokens"), "bad_steps")])]
+            (lambda axes: draw_lines(axes, runs, "bad_steps", "steps skipped as not finite", "tokens", is_count=True),
+             "bad_steps")])]
     paths = []
     for name, title, panels in pictures:
-        panels = [panel for panel, field in panels if field is None or any(len(run.series(field)[0]) for run in runs)]
+        panels = [panel for panel, field in panels if field is None or any(has_shown(run, field) for run in runs)]
         if panels:
             paths.append(save_figure(out_dir / f"{name}.png", title, panels))
     return paths
+
+
+def has_shown(run, name):
+    """Returns whether the run has the metric `name`, and for a count whether anything was counted."""
+    values = run.series(name)[1]
+    return bool(values.any() if name == "bad_steps" else len(values))
 
 
 def draw_completion(runs, path, text):
@@ -186,11 +193,12 @@ def save_figure(path, title, panels):
     return path
 
 
-def draw_lines(axes, runs, name, label, over, scale=1, smooth=False, is_log=False):
+def draw_lines(axes, runs, name, label, over, scale=1, smooth=False, is_log=False,
+               is_count=False):
     """Draws the metric `name` of each run over "tokens" or over "time".
 
     label: of the vertical axis, in whose unit the values are after multiplication by `scale`.
-    smooth: draws a running mean as well.
+    smooth: draws a running mean as well. is_count: the values are whole numbers.
     """
     unit_s = time_unit(axes, runs) if over == "time" else 1
     for run, colour in zip(runs, COLOURS, strict=False):
@@ -213,9 +221,18 @@ def draw_lines(axes, runs, name, label, over, scale=1, smooth=False, is_log=Fals
         axes.xaxis.set_major_formatter(lambda value, _: format_count(int(value)))
     if is_log:
         axes.set_yscale("log")
-    elif scale == 100 or name == "lr_multiplier":
-        axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")
+    elif scale == 100 or is_count or name == "lr_multiplier":
+        bottom, top = axes.get_ylim()
+        lowest = axes.dataLim.ymin
+        axes.set_ylim(bottom=bottom if lowest < 0 else -0.02 * top)  # zero is on it, and what should not be below, too
+    if is_count:
+        axes.yaxis.get_major_locator().set_params(integer=True)
+    draw_legend(axes)
+
+
+def draw_legend(axes):
+    """Draws the legend above the axes, where it hides nothing."""
+    axes.legend(fontsize="small", loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, ncols=2, frameon=False)
 
 
 def running_mean(values, decay=0.9):
@@ -276,7 +293,7 @@ def draw_memory(axes, runs):
                           label=f"{run.name}: {label}")
         mark_interruptions(axes, run, colour, "time", unit_s)
     axes.set(ylabel="memory of one device, GiB", ylim=(0, None))
-    axes.legend(fontsize="small")
+    draw_legend(axes)
 
 
 # -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ FLOPs at the rate of the matrix units, or the memory traffic at the bandwidth of
 Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
 """
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device import tpu
 from nanochat.device.tpu import GIB
-from nanochat.preflight.compile import require_packages
+from nanochat.preflight.compile import CompilerError, require_packages
 from nanochat.preflight.report import Request, advice, find_batch, make_report
 from nanochat.preflight.trace import prepare_environment
 from nanochat.train.flags import TITLES, Flags
@@ -30,11 +31,15 @@ PROGRAMS = ("micro_step", "update", "evaluate")
 DOES_NOT_FIT = 3
 
 
+def file_or_dash(text):
+    return text if text == "-" else str(expand_path(text))
+
+
 @dataclass(frozen=True)
 class PreflightFlags:
     accelerator: str = flag("", "the TPU to compile for: v5litepod-8, v6e-4, v4-32 …", required=True)
     json: str | None = flag(None, "write the report to FILE too; -: write it to standard output, and nothing else "
-                            "there", metavar="FILE")
+                            "there", metavar="FILE", of=file_or_dash)
     programs: str = flag(",".join(PROGRAMS), "the programs to compile; without micro_step or update there is no "
                          "estimate of a step")
     find_batch: bool = flag(False, "search for the largest --device_batch_size that fits, with and without "
@@ -54,8 +59,21 @@ def read_preflight_flags(argv=None):
     unknown = set(own.programs.split(",")) - set(PROGRAMS)
     if unknown:
         raise BadInput(f"--programs={own.programs} is unknown: choose among {','.join(PROGRAMS)}")
-    tpu.parse_accelerator(own.accelerator)  # raises BadInput if there is no such TPU
-    return own, Flags(*of_training)
+    accelerator = tpu.parse_accelerator(own.accelerator).accelerator
+    if own.json not in (None, "-"):
+        _require_folder("json", own.json, Path(own.json).parent)
+        if Path(own.json).is_dir():
+            raise BadInput(f"--json={own.json} is a folder: name a file")
+    if own.dump_dir and own.dump_dir.exists():
+        _require_folder("dump_dir", own.dump_dir, own.dump_dir)
+    return replace(own, accelerator=accelerator), Flags(*of_training)
+
+
+def _require_folder(name, value, folder):
+    """Raises BadInput for the flag `name` if nothing can be written to `folder`."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        why = "is not writable" if folder.is_dir() else "is not a folder"
+        raise BadInput(f"--{name}={value}: {folder} {why}: name another one")
 
 
 # -----------------------------------------------------------------------------
@@ -92,8 +110,9 @@ def trace_run(flags, chips):
     rows, length = plan.device_batch_size, plan.config.max_seq_len
 
     def evaluate():
-        loader = SyntheticLoader(tokenizer.n_vocab, batch_size=rows, seq_len=length, world_size=chips)
-        bits_per_byte(training.model, loader, 2 * rows * chips, tokenizer.token_bytes(), dist)
+        loader = SyntheticLoader(tokenizer.n_vocab, batch_size=rows, seq_len=length, world_size=chips,
+                                 num_rows=2 * rows * chips)
+        bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist)
 
     programs = Programs(plan, training)
     return programs, programs.trace({"rows": torch.zeros(rows, length + 1, dtype=torch.int32)}, evaluate)
@@ -164,6 +183,15 @@ def describe(report):
 
 def main(argv=None):
     own, train_flags = read_preflight_flags(argv)
+    try:
+        return run(own, train_flags)
+    except CompilerError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+def run(own, train_flags):
+    """Makes the report, prints it and writes it to a file. Returns the exit status."""
     require_packages()
     prepare_environment()
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if own.json == "-" else \

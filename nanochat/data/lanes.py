@@ -1,16 +1,18 @@
-"""A lane turns documents into full rows of tokens for training, without end. It can be restored to any row.
+"""A lane turns documents into full rows of tokens, for training without end. It can be restored to any row.
 
     lane = Lane(3, LaneState(), units, tokenizer, row_tokens=1025, read_bytes=1 << 22)
     rows, states = lane.make_rows(32)    # int32 (32, 1025), and the fields of the LaneState after each row
     Lane(3, LaneState(*states[7]), …)    # its first row is rows[8]
+    Lane(3, LaneState(), …, num_units=2) # ends with its second unit; the rows after that are PADDING
 
 A row is one sequence of the training batch: T + 1 tokens. These statements always hold:
 
 - A lane's rows depend on the data, the tokenizer, the seed, the number of lanes and the length of a row, and on nothing
   else: neither on the ranks, nor on the other lanes, nor on how many rows are made at a time.
 - A LaneState names documents and holds no tokens; a restored lane reads and tokenizes those documents again.
-- Every row is full, and every document begins with BOS. A document that continues in the next row repeats its last
-  token there, so that each token is predicted exactly once. Tokens that are left out are counted in `dropped`.
+- Every row is full (up to the end of the data, where there is one), and every document begins with BOS. A document
+  that continues in the next row repeats its last token there, so that each token is predicted exactly once. Tokens that
+  are left out are counted in `dropped`.
 
 docs/data.md explains the design.
 """
@@ -22,7 +24,9 @@ import numpy as np
 from nanochat.common import BadInput
 
 NUM_LANES = 64
+PADDING = -1  # instead of a token, after the end of the data
 GROUP_CHARS = 1 << 20  # tokenized in one go: work in between would evict the tokenizer's tables from the core's cache
+FIRST_GROUP_CHARS = 1 << 16  # each group is twice as long as the one before, so that a lane's first row comes soon
 BUFFER_DOCUMENTS = 16  # documents from which a lane chooses while one of them is longer than a row
 BUFFER_SHORT_DOCUMENTS = 128  # documents from which it chooses otherwise: more, as one that does not fit is cropped
 BUFFER_TOKENS = 1 << 17  # the buffer holds about this many tokens at most, but at least those of two rows
@@ -49,10 +53,14 @@ class LaneState(NamedTuple):
 
 
 class Lane:
-    """Reads, tokenizes and packs the documents of one lane. Only one thread may use it at a time."""
+    """Reads, tokenizes and packs the documents of one lane. Only one thread may use it at a time.
 
-    def __init__(self, number, state, units, tokenizer, row_tokens, read_bytes):
+    num_units: the number of units after which the data ends.
+    """
+
+    def __init__(self, number, state, units, tokenizer, row_tokens, read_bytes, num_units=math.inf):
         self.number, self.units, self.tokenizer, self.read_bytes = number, units, tokenizer, read_bytes
+        self.num_units, self.group_chars = num_units, FIRST_GROUP_CHARS
         self.row_tokens, self.reading = row_tokens, "nothing yet"  # `reading` names file and row group in messages
         self.rows, self.next, _, _, self.waited, self.tokens, self.dropped, self.documents = state
         self.short, self.long, self.buffered_tokens = [], [], 0  # the buffer: first pieces, oldest first
@@ -104,14 +112,27 @@ class Lane:
             again.add(tuple(state.pending[:3]))
         for texts in self._read(*min({begin} | again)):
             wanted = [(ref, text) for ref, text in texts if ref >= begin or ref in again]
-            for group in _groups(wanted):
+            for group in self._groups(wanted):
                 documents = self.tokenizer.encode_documents([text.text for _, text in group])
                 for (ref, text), tokens in zip(group, documents, strict=True):
                     yield Piece(ref, text.is_last, tokens[1:] if ref[2] else tokens)
 
+    def _groups(self, texts):
+        """Divides a list of (ref, TextPiece) into lists of about `group_chars` characters."""
+        group, n_chars = [], 0
+        for text in texts:
+            group.append(text)
+            n_chars += len(text[1].text)
+            if n_chars >= self.group_chars:
+                self.group_chars = min(2 * self.group_chars, GROUP_CHARS)
+                yield group
+                group, n_chars = [], 0
+        if group:
+            yield group
+
     def _read(self, number, document, piece):
         """Yields lists of (ref, TextPiece), beginning with this piece of this document of the lane's unit `number`."""
-        while True:
+        while number < self.num_units:
             shard, row_group, first, stop = unit = self.units.get(self.number, number)
             while first + document < stop:
                 self.reading = f"{shard.path}, row group {row_group}"
@@ -123,8 +144,9 @@ class Lane:
             number, document = number + 1, 0
 
     def _peek(self):
+        """Returns the next Piece to read, or None at the end of the data."""
         if self._peeked is None:
-            self._peeked = next(self._pieces)
+            self._peeked = next(self._pieces, None)
         return self._peeked
 
     def _take(self):
@@ -142,6 +164,10 @@ class Lane:
         space = self._continue(parts, self.row_tokens)
         while space:
             self._refill()
+            if not self.refs:  # the end of the data
+                parts.append(np.full(space, PADDING, np.int32))
+                self.tokens -= space
+                break
             for piece in self._choose(space):
                 self.documents += 1
                 self.buffered_tokens -= len(piece.tokens)
@@ -174,7 +200,7 @@ class Lane:
             if self.buffered_tokens >= 2 * self.row_tokens and (self.buffered_tokens >= BUFFER_TOKENS
                                                                 or len(self.short) + len(self.long) >= wanted):
                 return
-            if self._peek().ref[2]:
+            if self._peek() is None or self._peek().ref[2]:
                 return  # the next piece belongs to a document in the buffer, and is read once that is begun
             self._keep(self._take())
 
@@ -194,6 +220,8 @@ class Lane:
             if self.long and (self.waited < PATIENCE_ROWS or sum(others) < space):
                 return self._pop_short(chosen) + [self.long.pop(0)]
             cover = smallest_cover(others, space, space + self.row_tokens)
+            if cover is None:  # at the end of the data: all that is left fits
+                cover = range(len(others))
         chosen += [i + len(chosen) for i in cover]
         # If the sum exceeds the space, then by less than the longest length: without it there would be a smaller cover.
         return sorted(self._pop_short(sorted(chosen, reverse=True)), key=lambda piece: len(piece.tokens))
@@ -216,21 +244,8 @@ class Lane:
             elif not space:
                 self.pending = piece, offset - 1  # the last token of this row is the first of the next
             else:
-                self.pending = self._take(), 0
+                self.pending = (self._take(), 0) if self._peek() else None  # the next piece of the same document
         return space
-
-
-def _groups(texts):
-    """Divides a list of (ref, TextPiece) into lists of about GROUP_CHARS characters."""
-    group, n_chars = [], 0
-    for text in texts:
-        group.append(text)
-        n_chars += len(text[1].text)
-        if n_chars >= GROUP_CHARS:
-            yield group
-            group, n_chars = [], 0
-    if group:
-        yield group
 
 
 def smallest_cover(lengths, space, limit):

@@ -5,13 +5,16 @@
             batch.rows                 # int32 (8, 1025): inputs are rows[:, :-1], targets rows[:, 1:]
             batch.state                # {lane: JSON value} of this rank's lanes after this batch
             loader.stats               # counts up to this batch: rows, tokens, dropped, …
+    DataLoader(…, num_rows=1000)       # the run's rows 0 to 999, of one pass over the data at most; then it ends
     SyntheticLoader(n_vocab, batch_size=8, seq_len=1024, …)   # random tokens, without data
 
 Row n of a run comes from lane n mod num_lanes and goes to rank n mod world_size, which therefore owns the lanes rank,
-rank + world_size, …: a step sees the same tokens on any number of ranks. Each lane's next block of rows is made ahead.
+rank + world_size, …: a step sees the same tokens on any number of ranks. Each lane's next block of rows is made ahead:
+one row at first, then blocks that grow with what was taken.
 
 docs/data.md explains the design.
 """
+import math
 import queue
 import threading
 from dataclasses import dataclass, field
@@ -19,11 +22,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from nanochat.data.lanes import NUM_LANES, Lane, LaneState, RandomLane, check_lane_states
+from nanochat.data.lanes import NUM_LANES, PADDING, Lane, LaneState, RandomLane, check_lane_states
 from nanochat.data.shards import Units, fingerprint, open_shards
 
 READ_AHEAD_BYTES = 256 << 20  # bytes of text that all lanes of a rank hold together, at most
-BLOCK_TOKENS = 1 << 15  # tokens of the rows that a worker makes at a time (at least one row)
+BLOCK_TOKENS = 1 << 15  # tokens of the rows that a worker makes at a time, at most (but at least one row)
+SMALL_BYTES = 1 << 20  # of files: for an evaluation, every rank packs all rows of less data than this, in one lane
 TIMEOUT_S = 300
 
 
@@ -41,13 +45,25 @@ class Batch:
 
 
 class RowQueue:
-    """The rows of one lane, made one block ahead by any worker that takes this queue from `wanted`."""
+    """The rows of one lane, made one block ahead by any worker that takes this queue from `wanted`.
 
-    def __init__(self, lane, block_rows, wanted):
-        self.lane, self.block_rows, self.wanted = lane, block_rows, wanted
+    block_rows: of a block, at most. The first has one row, and each has twice as many as the one before, so that much
+    is made ahead only once much was taken. num_rows: that are needed in all.
+    """
+
+    def __init__(self, lane, block_rows, wanted, num_rows):
+        self.lane, self.block_rows, self.wanted, self._left = lane, block_rows, wanted, num_rows
         self._blocks = queue.SimpleQueue()  # at most one item: (rows, states), or the error that occurred
         self._block = iter(())
-        wanted.put(self)
+        self._size = 1
+        self._want()
+
+    def _want(self):
+        """Asks the workers for the next block, unless enough rows were asked for."""
+        self._size = min(self._size, self.block_rows, self._left)
+        self._left -= self._size
+        if self._size:
+            self.wanted.put(self)
 
     def get(self):
         """Returns the next row and the fields of the LaneState after it. Raises the error that a worker met."""
@@ -60,14 +76,15 @@ class RowQueue:
             raise TimeoutError(f"waited {TIMEOUT_S} s for {what}") from None
         if isinstance(block, Exception):
             raise block
-        self.wanted.put(self)
+        self._size *= 2
+        self._want()
         self._block = zip(*block, strict=True)
         return next(self._block)
 
     def work(self):
         """Makes the next block. Only workers call it, and for each queue one worker at a time."""
         try:
-            self._blocks.put(self.lane.make_rows(self.block_rows))
+            self._blocks.put(self.lane.make_rows(self._size))
         except Exception as error:
             self._blocks.put(error)
 
@@ -78,35 +95,49 @@ def _work(wanted):
 
 
 class DataLoader:
-    """An endless iterator over the Batches of one rank.
+    """An iterator over the Batches of one rank, endless or over some rows.
 
     shards: paths of parquet files. batch_size: rows in a batch. seq_len: T, one less than the tokens of a row.
     state: the lane states of all ranks in one dict, saved with any world size; None begins a new run.
     skip_bad: skip corrupt files and row groups, with a warning, instead of raising BadInput.
+    num_rows: rows 0 to num_rows - 1 of a new run, for an evaluation. It ends with the batch of the last one, or when
+        the data ends, after as many batches on every rank, and no document is in it twice: what is missing from the
+        batches is lanes.PADDING.
 
     Raises BadInput for data, sizes or a state that cannot be used. `next()` raises errors of the background threads.
     Close the loader, or use it as a context manager: otherwise its threads wait until the process ends.
     """
 
+    _part = slice(None)  # this rank's part of the rows that are made for a batch
+
     def __init__(self, shards, tokenizer, *, batch_size, seq_len, rank=0, world_size=1, seed=0, num_lanes=NUM_LANES,
-                 threads=2, state=None, skip_bad=False):
+                 threads=2, state=None, skip_bad=False, num_rows=None):
         shards = open_shards(shards, skip_bad)
+        if num_rows is not None and sum(shard.n_bytes for shard in shards) < SMALL_BYTES:
+            # Among many lanes some would have no text, and others more than they are asked for.
+            self._part = slice(rank, None, world_size)
+            batch_size, rank, world_size, num_lanes = batch_size * world_size, 0, 1, 1
         units = Units(shards, num_lanes, seed, skip_bad)
         read_bytes = READ_AHEAD_BYTES // max(16, num_lanes // world_size)
         self._n_documents = sum(sum(shard.row_group_documents) for shard in shards)
         self._begin({"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": fingerprint(shards),
-                     "tokenizer": tokenizer.sha256}, batch_size, rank, world_size, threads, state,
-                    lambda *args: Lane(*args, units, tokenizer, seq_len + 1, read_bytes))
+                     "tokenizer": tokenizer.sha256}, batch_size, rank, world_size, threads, state, num_rows,
+                    lambda lane, lane_state: Lane(
+                        lane, lane_state, units, tokenizer, seq_len + 1, read_bytes,
+                        math.inf if num_rows is None else units.number_in_epoch(lane)))
 
-    def _begin(self, run, batch_size, rank, world_size, threads, state, make_lane):
+    def _begin(self, run, batch_size, rank, world_size, threads, state, num_rows, make_lane):
         states = check_lane_states(state, run, world_size)
         self.run, self.fingerprint, self.seq_len = run, run["data"], run["seq_len"]
         self.batch_size, self.world_size = batch_size, world_size
         self._next_row = rank + sum(lane.rows for lane in states.values())
         self._states = {lane: states[lane] for lane in range(rank, run["num_lanes"], world_size)}
+        self._num_rows = math.inf if num_rows is None else num_rows
+        self.short_rows = 0  # rows of this rank's batches so far that lack tokens because the data has ended
         self._wanted = queue.SimpleQueue()  # RowQueues that need their next block; None ends a worker
         block_rows = max(1, BLOCK_TOKENS // self.seq_len)
-        self._rows = {lane: RowQueue(make_lane(lane, lane_state), block_rows, self._wanted)
+        self._rows = {lane: RowQueue(make_lane(lane, lane_state), block_rows, self._wanted,
+                                     _rows_of_lane(lane, run["num_lanes"], self._num_rows))
                       for lane, lane_state in self._states.items()}
         self._error = None
         self._threads = [threading.Thread(target=_work, args=[self._wanted], name=f"tokenize-{i}", daemon=True)
@@ -120,16 +151,22 @@ class DataLoader:
     def __next__(self):
         if self._error:
             raise self._error
-        rows = np.empty((self.batch_size, self.seq_len + 1), dtype=np.int32)
+        if self._next_row - self._next_row % self.world_size >= self._num_rows:
+            raise StopIteration
+        rows = np.full((self.batch_size, self.seq_len + 1), PADDING, dtype=np.int32)
         try:
             for i in range(self.batch_size):
                 lane = self._next_row % self.run["num_lanes"]
-                rows[i], self._states[lane] = self._rows[lane].get()
+                if self._next_row < self._num_rows:
+                    rows[i], self._states[lane] = self._rows[lane].get()
+                    self.short_rows += int(rows[i, -1] == PADDING)
                 self._next_row += self.world_size
         except BaseException as error:
             self._error = error  # some rows of this batch are lost, so the loader cannot continue
             raise
-        return Batch(torch.from_numpy(rows), dict(self._states), self.run)
+        if self._part != slice(None) and (rows[:, 0] == PADDING).all():
+            raise StopIteration  # the text has ended, on every rank
+        return Batch(torch.from_numpy(rows)[self._part], dict(self._states), self.run)
 
     @property
     def stats(self):
@@ -165,12 +202,17 @@ class DataLoader:
         self.close()
 
 
+def _rows_of_lane(lane, num_lanes, num_rows):
+    """Returns how many of the rows 0 to num_rows - 1 come from a lane."""
+    return num_rows if num_rows == math.inf else len(range(lane, num_rows, num_lanes))
+
+
 class SyntheticLoader(DataLoader):
     """A loader of random tokens, to try a machine without data. Its arguments are those of DataLoader."""
 
     def __init__(self, n_vocab, *, batch_size, seq_len, rank=0, world_size=1, seed=0, num_lanes=NUM_LANES, threads=1,
-                 state=None):
+                 state=None, num_rows=None):
         self._n_documents = 1
         self._begin({"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": "synthetic",
                      "tokenizer": f"{n_vocab} random tokens"}, batch_size, rank, world_size, threads, state,
-                    lambda *args: RandomLane(*args, n_vocab, seq_len + 1, seed))
+                    num_rows, lambda *args: RandomLane(*args, n_vocab, seq_len + 1, seed))

@@ -284,6 +284,10 @@ class Units:
         epoch, index = divmod(number * self.num_lanes + lane, len(self.units))
         return self.units[self._order(epoch)[index]]
 
+    def number_in_epoch(self, lane):
+        """Returns how many units of `lane` are in the first epoch."""
+        return len(range(lane, len(self.units), self.num_lanes))
+
     def read(self, unit, document, first_piece, max_bytes):
         """Returns the same as read_pieces, from `document` (its number in the row group) to the end of the unit."""
         shard, row_group, _, stop = unit

@@ -24,7 +24,8 @@ import torch
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.huggingface import read_huggingface
 
-SHIPPED_DIR = Path(__file__).resolve().parents[2] / "tokenizer"
+SHIPPED_DIR = Path(__file__).resolve().parents[2] / "tokenizer"  # in a checkout
+INSTALLED_DIR = Path(__file__).resolve().parent / "shipped_tokenizer"  # the same after pip install, see pyproject.toml
 VOCABULARY_FILE, CONFIG_FILE, TOKEN_BYTES_FILE, PICKLE_FILE = (
     "vocabulary.tiktoken", "tokenizer.json", "token_bytes.pt", "tokenizer.pkl")
 
@@ -176,7 +177,7 @@ def load_tokenizer(tokenizer_dir=None):
     `gcloud storage cp -r` nests the directory that it copies, so each of these may have it in `tokenizer_65k/` instead.
     Raises BadInput if there is no tokenizer or it is damaged.
     """
-    parents = [Path(tokenizer_dir)] if tokenizer_dir else [get_base_dir() / "tokenizer", SHIPPED_DIR]
+    parents = [Path(tokenizer_dir)] if tokenizer_dir else [get_base_dir() / "tokenizer", SHIPPED_DIR, INSTALLED_DIR]
     for directory in (path for parent in parents for path in (parent, parent / "tokenizer_65k")):
         try:
             there = {name for name in (VOCABULARY_FILE, CONFIG_FILE, PICKLE_FILE) if (directory / name).exists()}

@@ -4,6 +4,7 @@ torch_xla is imported inside functions only: importing this module touches neith
 nor the disk.
 """
 import os
+import re
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ def prepare_xla_environment(device_type):
     elif device_type == "xla":
         os.environ["PJRT_DEVICE"] = "CPU"
         devices = os.environ.setdefault("CPU_NUM_DEVICES", "1")
-        if not devices.isdigit() or int(devices) < 1:
+        if not re.fullmatch("[1-9][0-9]{0,2}", devices):
             raise BadInput(f"CPU_NUM_DEVICES={devices} is not a number of devices: set it to 1, 2, 4 …")
         # Several CPU devices are threads of one process. A collective blocks the thread that runs it, so the pool must
         # have a thread for each device, and the client must run programs in the order in which it gets them.

@@ -80,19 +80,34 @@ class Slice(NamedTuple):
     hosts: int
     topology: str  # "2x4": chips along each dimension of the torus
 
+    @property
+    def accelerator(self):
+        """The accelerator string, as Google spells it."""
+        return f"{self.tpu.accelerator_prefix}-{self.chips * self.tpu.cores_per_chip}"
 
-def parse_accelerator(accelerator):
-    """Returns the Slice of an accelerator string such as "v5litepod-8", "v6e-4" or "v4-32". Raises BadInput if there is
+
+_NAMES = {"v4": "v4", "v5e": "v5e", "v5lite": "v5e", "v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e"}
+_UNCLEAR_NAMES = {"v5": ("v5e", "v5p"), "v6": ("v6e",)}
+
+
+def parse_accelerator(accelerator, source="--accelerator"):
+    """Returns the Slice of an accelerator string such as "v5litepod-8", "v6e-4" or "v4-32", or of another spelling of
+    it, such as "v5e-8", "v6e4" or "tpu-V5LITEPOD_8". source: the flag that it is from. Raises BadInput if there is
     none."""
-    prefix, _, count = accelerator.partition("-")
-    tpu = next((tpu for tpu in TPU_TYPES.values() if tpu.accelerator_prefix == prefix), None)
-    if tpu is None or not re.fullmatch("[1-9][0-9]*", count):
+    spelling = accelerator.lower().replace("_", "-")
+    match = re.fullmatch("(?:tpu-?)?(v[0-9](?:litepod|lite|[a-z])?)-?([0-9]{1,6})", spelling)
+    name, count = match.groups() if match else ("", "0")
+    if name in _UNCLEAR_NAMES:
+        right = " or ".join(f"{TPU_TYPES[name].accelerator_prefix}-{count}" for name in _UNCLEAR_NAMES[name])
+        raise BadInput(f"{source}={accelerator} is not clear: give {right}")
+    if name not in _NAMES:
         known = ", ".join(f"{tpu.accelerator_prefix}-N" for tpu in TPU_TYPES.values())
-        raise BadInput(f"accelerator {accelerator!r} is unknown: give one of {known}")
+        raise BadInput(f"{source}={accelerator} is unknown: give one of {known}")
+    tpu = TPU_TYPES[_NAMES[name]]
     chips, odd_core = divmod(int(count), tpu.cores_per_chip)
     is_power_of_two = chips and chips & (chips - 1) == 0
-    if odd_core or not is_power_of_two or (chips < 4 and tpu.torus_dims == 3) or chips == 2:
-        raise BadInput(f"accelerator {accelerator!r} does not exist: sizes are "
+    if odd_core or not is_power_of_two or (chips < 4 and tpu.torus_dims == 3) or chips == 2 or count[0] == "0":
+        raise BadInput(f"{source}={accelerator} does not exist: sizes are "
                        f"{'1, 4, 8, 16, 32 …' if tpu.torus_dims == 2 else '8, 16, 32, 64 …'}")
     hosts = 1 if chips <= tpu.max_chips_per_host else chips // _CHIPS_PER_HOST_OF_A_POD
     return Slice(tpu, chips, hosts, _topology(chips, tpu.torus_dims))
@@ -106,27 +121,41 @@ def _topology(chips, torus_dims):
     return "x".join(str(2 ** ((log2_chips + i) // torus_dims)) for i in range(torus_dims))
 
 
-def count_tpu_chips(pci_devices="/sys/bus/pci/devices"):
-    """Returns the number of TPU chips on this machine's PCI bus, without starting a runtime."""
+def count_tpu_chips(pci_devices="/sys/bus/pci/devices", dev="/dev"):
+    """Returns the number of TPU chips of this machine, without starting a runtime.
+
+    They are on the PCI bus. Where a container hides that, they are /dev/accel0 …; or, if the environment says that this
+    is a TPU, /dev/vfio/0 …, which other devices have too.
+    """
     chips = 0
     for vendor_path in glob.glob(f"{pci_devices}/*/vendor"):
-        if Path(vendor_path).read_text().strip() == "0x1ae0":  # Google
-            device_id = Path(vendor_path).with_name("device").read_text().strip()
+        if _read_id(vendor_path) == "0x1ae0":  # Google
             # The ids that torch_xla knows; other Google devices (gVNIC, 0x0042) are not TPUs.
-            chips += device_id in ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
-    return chips
+            chips += _read_id(Path(vendor_path).with_name("device")) in (
+                "0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+    if chips or os.path.isdir(pci_devices) and os.listdir(pci_devices):
+        return chips
+    is_tpu = os.environ.get("PJRT_DEVICE") == "TPU" or os.environ.get("TPU_ACCELERATOR_TYPE")
+    return len(glob.glob(f"{dev}/accel[0-9]*")) or (len(glob.glob(f"{dev}/vfio/[0-9]*")) if is_tpu else 0)
+
+
+def _read_id(path):
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
 
 
 def detect_accelerator(pci_devices="/sys/bus/pci/devices"):
     """Returns the accelerator string of this machine, or None if it has no TPU or an unknown one.
 
     This is $TPU_ACCELERATOR_TYPE if that is set. Otherwise it follows from the PCI bus, which shows the chips of this
-    host only: a host of a larger slice looks like a slice of one host.
+    host only: a host of a larger slice looks like a slice of one host. Raises BadInput if the variable names no TPU.
     """
     if os.environ.get("TPU_ACCELERATOR_TYPE"):
-        return os.environ["TPU_ACCELERATOR_TYPE"]
+        return parse_accelerator(os.environ["TPU_ACCELERATOR_TYPE"], "TPU_ACCELERATOR_TYPE").accelerator
     chips = count_tpu_chips(pci_devices)
-    device_ids = {path.read_text().strip() for path in Path(pci_devices).glob("*/device")}
+    device_ids = {_read_id(path) for path in Path(pci_devices).glob("*/device")}
     for device_id in _PCI_DEVICE_TO_TYPE.keys() & device_ids:
         tpu = TPU_TYPES[_PCI_DEVICE_TO_TYPE[device_id]]
         return f"{tpu.accelerator_prefix}-{chips * tpu.cores_per_chip}"

@@ -21,11 +21,11 @@ class Engine:
 
     def complete(self, prompt, **options):
         """Returns the completion of `prompt`, without the prompt; options as in completions."""
-        return self.completions(prompt, num_samples=1, **options)[0]
+        return self.completions(prompt, num_samples=1, **options)[0].text
 
     def completions(self, prompt, *, num_samples, max_tokens=-1, temperature=0.8, top_k=50, top_p=1.0, stop=(), seed=0,
-                    on_text=lambda sample, text: None):
-        """Returns `num_samples` completions of `prompt` (str or bytes), without the prompt.
+                    on_text=lambda sample, text: None, on_cut=lambda num_tokens, num_read: None):
+        """Returns `num_samples` completions of `prompt` (str or bytes), as Samples, whose `text` is without the prompt.
 
         A completion ends with the document, before the first of the strings `stop`, or after `max_tokens` tokens (-1:
         256, or half of the model's context if that is less). If the prompt leaves no room for them, only its last part
@@ -33,14 +33,17 @@ class Engine:
 
         temperature: 0 always takes the likeliest token. top_k > 0: draws from the k likeliest tokens only; top_p < 1:
         draws from the likeliest tokens that have this probability together. on_text(sample, text): called with each
-        new piece of text. Raises BadInput if `max_tokens` is the whole context.
+        new piece of text. on_cut(num_tokens, num_read): called if only the last `num_read` tokens of the prompt's
+        `num_tokens` are read. Raises BadInput if `max_tokens` is the whole context.
         """
         context = self.model.config.max_seq_len
         max_tokens = min(256, context // 2) if max_tokens == -1 else max_tokens
         if max_tokens >= context:
             raise BadInput(f"--max_tokens={max_tokens} leaves no room for a prompt: the model sees {context} tokens")
         ids = [self.tokenizer.bos_id] + self.tokenizer.encode(prompt)
-        ids = ids[-(context - max_tokens):]
+        if len(ids) > context - max_tokens:
+            on_cut(len(ids), context - max_tokens)
+            ids = ids[-(context - max_tokens):]
         samples = [Sample(self.tokenizer, stop, lambda text, i=i: on_text(i, text)) for i in range(num_samples)]
         generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
         logits, cache = self.prefill(ids, num_samples)
@@ -54,7 +57,7 @@ class Engine:
             logits = self.decode(chosen, position, cache)
         for sample in samples:
             sample.end()
-        return [sample.text for sample in samples]
+        return samples
 
     @torch.no_grad()
     def prefill(self, ids, num_samples):
@@ -96,11 +99,11 @@ def choose_token(logits, generator, temperature, top_k, top_p):
 
 
 class Sample:
-    """A completion while it is generated."""
+    """A completion while it is generated: its `text`, and `num_tokens`, the number of tokens that were drawn for it."""
 
     def __init__(self, tokenizer, stop, show):
         """show: called with each piece of text that no stop string can remove any more."""
-        self.text, self.ended = "", False
+        self.text, self.num_tokens, self.ended = "", 0, False
         self._tokenizer, self._stop, self._show = tokenizer, [string for string in stop if string], show
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span tokens
         self._num_shown = 0
@@ -109,6 +112,7 @@ class Sample:
         """Adds the next token; after the end, tokens are ignored."""
         if self.ended:
             return
+        self.num_tokens += 1
         if token == self._tokenizer.bos_id:  # the next document
             self.end()
             return

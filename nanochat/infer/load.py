@@ -4,7 +4,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from nanochat.common import BadInput, get_base_dir
+from nanochat.common import BadInput, expand_path, get_base_dir
 from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig
@@ -24,7 +24,7 @@ def find_checkpoint(name=""):
         if not newest:
             raise BadInput(f"there is no checkpoint in {checkpoints_dir}: train one with python3 -m scripts.base_train")
         return max(newest, key=lambda path: path.stat().st_mtime)
-    for path in (Path(name), checkpoints_dir / name):
+    for path in (expand_path(name), checkpoints_dir / name):
         if (path / META).is_file():
             return path
         if latest(path):

@@ -46,10 +46,3 @@ def get_kernels(name, device_type):
 
 def _mean(cross_entropy, *arguments):
     return cross_entropy(*arguments).mean()
-
-
-def require_shapes(name, device_type, head_dim, length):
-    """Raises BadInput if the kernels `name` cannot run heads of `head_dim` and sequences of `length` positions."""
-    if name == "flash":
-        from nanochat.kernels import xla
-        xla.require_flash_shapes(head_dim, length, interpret=device_type == "xla")

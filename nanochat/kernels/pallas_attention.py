@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-HEAD_DIM = 128  # also the width of the TPU's vector registers
-MAX_SEQ_LEN = 4096
+from nanochat.kernels.flash_shapes import HEAD_DIM
+
 QUERY_BLOCK = 256  # queries whose scores are computed at a time
 VMEM_LIMIT_BYTES = 96 * 2**20
 

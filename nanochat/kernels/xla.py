@@ -8,7 +8,6 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 
-from nanochat.common import BadInput
 from nanochat.device.xla_ops import jax_call, loop, row_major_matmul, take
 from nanochat.kernels import plain
 from nanochat.kernels.gpt_layer import AttentionByHand, gpt_layer_for_loop
@@ -25,7 +24,7 @@ def get_kernels(name, interpret):
     layer = gpt_layer_for_loop(attention)
 
     def run_all(x, stacks, windows, rotary, recompute):
-        tables = _pallas_tables(*rotary, interpret) if name == "flash" else rotary
+        tables = _pallas_tables(*rotary) if name == "flash" else rotary
         return run_layers(layer, x, stacks, windows, tables, recompute)
 
     return Kernels(name, plain.attention, _cross_entropy, _MeanCrossEntropy.apply, _Embedding.apply,
@@ -56,19 +55,8 @@ def _backward_of_layer(q, k, v, index, window, d_y, *tables):
 PYTORCH_ATTENTION = AttentionByHand(_forward_of_layer, _backward_of_layer)
 
 
-def require_flash_shapes(head_dim, length, interpret):
-    """Raises BadInput if the Pallas kernels cannot run heads of `head_dim` and sequences of `length` positions."""
-    from nanochat.kernels import pallas_attention
-    longest = pallas_attention.MAX_SEQ_LEN
-    if head_dim != pallas_attention.HEAD_DIM or length > longest or length % 128 and not interpret:
-        raise BadInput(f"--kernel=flash has heads of 128 and sequences of up to {longest} in steps of 128, not "
-                       f"heads of {head_dim} and {length}: change --num_heads or --max_seq_len, or use "
-                       "--kernel=chunked")
-
-
-def _pallas_tables(cos, sin, interpret):
-    """The rotary tables (T, 128) as the Pallas kernels take them. Raises BadInput for shapes that they cannot run."""
-    require_flash_shapes(2 * cos.size(1), cos.size(0), interpret)
+def _pallas_tables(cos, sin):
+    """The rotary tables (T, 128) as the Pallas kernels take them."""
     return torch.cat([cos, cos], 1), torch.cat([sin, -sin], 1)
 
 

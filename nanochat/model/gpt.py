@@ -30,10 +30,11 @@ class GPTConfig:
 
     def __post_init__(self):
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
-            raise BadInput(f"width {self.n_embd} does not divide into {self.n_head} heads of an even size: change "
-                           "--model_dim or --num_heads")
+            raise BadInput(f"--model_dim={self.n_embd} does not divide into --num_heads={self.n_head} heads of an even "
+                           "size: change one of them")
         if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
-            raise BadInput(f"--num_kv_heads={self.n_kv_head} does not divide the {self.n_head} heads")
+            raise BadInput(f"--num_kv_heads={self.n_kv_head} does not divide --num_heads={self.n_head}: change one of "
+                           "them")
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise BadInput(f"--window_pattern={self.window_pattern} is unknown: use letters S (short) and L (long), "
                            "for example SSSL")

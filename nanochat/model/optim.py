@@ -177,6 +177,7 @@ class MuonAdamW:
             self.state[f"{name}.second_moment"] = torch.zeros_like(
                 master if name in self.adam_lrs else master[:, :, :1])
         model.create_main_grads()
+        self._clear_gradients()  # so that the first step's programs are those of every other step
 
     def scheduled(self, step, batch_growth=1.0):
         """Returns the numbers of `step` as a CPU tensor (4,): the multiplier of the learning rates, Muon's momentum and
@@ -212,13 +213,20 @@ class MuonAdamW:
                 old_tensor.copy_(torch.where(is_good, new_tensor, old_tensor))
             if self.masters[name] is not p:
                 p.copy_(self._gathered(name, self.masters[name].to(p.dtype)))
-        # XLA assigns the memory of arguments to results of the same size: the results in the order of these lines, the
-        # arguments in the order in which the program uses them. In reverse, each gradient stays where it is; otherwise
-        # they would all be copied.
-        for p in reversed(list(self.parameters.values())):
-            p.main_grad.zero_()
+        self._clear_gradients()
         loss_sum.zero_()
         return result
+
+    def _clear_gradients(self):
+        """Sets the sums of gradients to zero. The results of an XLA program are in the order in which they were last
+        written, so another order here would make another program of the next micro-step.
+
+        XLA assigns the memory of arguments to results of the same size: the results in the order of these lines, the
+        arguments in the order in which the program uses them. In reverse, each gradient stays where it is; otherwise
+        they would all be copied.
+        """
+        for p in reversed(list(self.parameters.values())):
+            p.main_grad.zero_()
 
     def _adamw(self, p, exp_avg, exp_avg_sq, grad, lr, bias1, bias2):
         """Adam (arXiv 1412.6980); these groups have no weight decay. Returns p and its two averages, updated."""

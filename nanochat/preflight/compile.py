@@ -22,7 +22,6 @@ _TORCH_XLA_LIBTPU_FLAGS = {"xla_tpu_use_enhanced_launch_barrier": "false", "xla_
 _TORCH_XLA_V5_FLAGS = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true"}
 
 
-
 def require_packages():
     """Raises BadInput if a package is not installed that compiling for a TPU needs."""
     from importlib.util import find_spec
@@ -30,6 +29,10 @@ def require_packages():
     if missing:
         raise BadInput(f"compiling for a TPU needs {' and '.join(missing)}: pip install '.[tpu]', with Python 3.11 or "
                        "newer on Linux (x86-64)")
+
+
+class CompilerError(Exception):
+    """The TPU compiler failed, or took too long. The message is one line: what happened, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -54,30 +57,40 @@ def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2):
 
     folder: keeps the files that the compilers read and write, in a folder for each program.
     timeout_s: the most seconds that one program may take. jobs: the number of compilers that run concurrently.
-    Raises RuntimeError if a compiler fails for another reason than a lack of device memory, and TimeoutError if one
-    takes longer than `timeout_s`.
+    Raises CompilerError if a compiler fails for another reason than a lack of device memory, or takes longer than
+    `timeout_s`; the other compilers are ended then.
     """
+    processes = []
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(_compile_in_subprocess, program, tpu_slice, Path(folder) / program.name, timeout_s)
-                   for program in programs]
-        for program, future in zip(programs, futures, strict=True):
-            yield program, future.result()
+        futures = [pool.submit(_compile_in_subprocess, program, tpu_slice, Path(folder) / program.name, timeout_s,
+                               processes) for program in programs]
+        try:
+            for program, future in zip(programs, futures, strict=True):
+                yield program, future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.kill()  # does nothing to a process that has ended
 
 
-def _compile_in_subprocess(program, tpu_slice, folder, timeout_s):
+def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "traced.pb").write_bytes(program.hlo_proto)
     (folder / "request.json").write_text(json.dumps({
         "donated": sorted(program.donated), "topology": f"{tpu_slice.tpu.name}:{tpu_slice.topology}",
         "topology_options": _topology_options(tpu_slice)}))
     code = f"from nanochat.preflight.compiler_process import compile_folder; compile_folder({str(folder)!r})"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, env=_compiler_environment(tpu_slice),
+                               text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    processes.append(process)
     try:
-        process = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=timeout_s, text=True,
-                                 env=_compiler_environment(tpu_slice), capture_output=True)
+        _, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        raise TimeoutError(f"the TPU compiler took more than {timeout_s} s for {program.name}") from None
+        raise CompilerError(f"the TPU compiler took more than --timeout_s={timeout_s} for {program.name}: give it more "
+                            "time or fewer --jobs, or compile a smaller --depth") from None
     if process.returncode:
-        raise RuntimeError(f"the TPU compiler failed on {program.name} ({folder}):\n{process.stderr[-4000:]}")
+        print(errors[-4000:], file=sys.stderr)
+        raise CompilerError(f"the TPU compiler failed on {program.name}: what it says is above")
     return CompiledProgram(**json.loads((folder / "compiled.json").read_text()),
                            hlo_text=(folder / "optimised.hlo").read_text())
 

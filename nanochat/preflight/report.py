@@ -123,7 +123,7 @@ def find_batch(try_batch, start, say=print):
     """Searches for the largest --device_batch_size that fits, without and with --activation_checkpointing.
 
     try_batch: function of a batch size and of whether activations are recomputed; returns the report of such a run.
-    start: the first batch size, which is doubled while everything fits, and halved from then on.
+    start: the first batch size, which is doubled while everything fits, and halved until something does.
     Returns a JSON object with the largest batch size (None if there is none) and the peak memory of all that it tried.
     """
     found, started = {}, time.monotonic()
@@ -137,6 +137,8 @@ def find_batch(try_batch, start, say=print):
             if report["fits"]:
                 largest = max(batch, largest or 0)
             has_failed = has_failed or not report["fits"]
+            if has_failed and report["fits"]:
+                break
             batch = batch // 2 if has_failed else batch * 2
         found["with" if checkpointing else "without"] = {"largest": largest, "peak_bytes": peak_bytes}
     compilations = sum(len(half["peak_bytes"]) for half in found.values())

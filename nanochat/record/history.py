@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanochat.common import BadInput, get_base_dir
+from nanochat.common import BadInput, expand_path, get_base_dir
 from nanochat.record.metrics import METRICS_FILE
 
 SECONDS = "seconds_"  # the prefix of seconds_train, seconds_compile, …
@@ -87,7 +87,7 @@ def read_run(name):
 
     Raises BadInput if there is no such file or it has no records.
     """
-    path = Path(name)
+    path = expand_path(name)
     if not path.exists():
         path = get_base_dir() / "checkpoints" / name
     path = path / METRICS_FILE if path.is_dir() else path

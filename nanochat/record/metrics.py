@@ -12,7 +12,7 @@ The console line shows these metrics, too:
                     minute on
 Only the file has these:
     loss            of one step, every step: mean over the global batch, nats per token; null if it was not finite
-    grad_norm, epoch, goodput (0 to 1), val_bytes
+    grad_norm, epoch, goodput (0 to 1)
     bad_steps       updates skipped so far because they were not finite
     interruptions   how often the run was resumed
     seconds         since the run began; seconds_train, seconds_compile, … are its parts, see goodput.py
@@ -130,6 +130,8 @@ _CONSOLE_FORMATS = {
     "tokens": lambda value: f"{format_count(value)} tokens",
     "time_left_s": lambda value: f"{format_duration(value)} left",
     "val_bpb": lambda value: f"validation {value:.4f} bits per byte",
+    "val_bytes": lambda value: f"of {format_count(value)} bytes",
+    "val_whole_text": lambda value: "all of the validation text, which is shorter than --eval_tokens",
     "recompiled": lambda value: f"compiled again: {value[0]}" + (f" (and {len(value) - 1} more)" if value[1:] else ""),
 }
 
@@ -137,7 +139,8 @@ _CONSOLE_FORMATS = {
 def format_line(record, total_steps=None):
     """Returns the console line of a record: `step 00100/01000 | loss 3.2101 | …`."""
     step = f"step {record['step']:05d}" + (f"/{total_steps:05d}" if total_steps else "")
-    parts = [step] + [form(record[name]) for name, form in _CONSOLE_FORMATS.items() if record.get(name) is not None]
+    parts = [step] + [form(record[name]) for name, form in _CONSOLE_FORMATS.items()
+                      if record.get(name) is not None and record[name] is not False]
     if record.get("mirror_behind_s", 0) >= MIRROR_BEHIND_S:
         parts.append(f"mirror behind by {format_duration(record['mirror_behind_s'])}")
     return " | ".join(parts)

@@ -9,15 +9,12 @@ from contextlib import ExitStack, contextmanager
 from nanochat.common import BadInput
 from nanochat.device.programs import compilations, compile_seconds, device_memory, device_trace, one_program
 
-WARM_UP_STEPS = 2  # of a process, in which every program of a step is compiled
-
 
 class Observer:
     """Watches one rank's training steps in windows; a window is the steps between two console lines."""
 
     def __init__(self, dist):
         self.dist = dist
-        self._steps = 0  # of this process
         self._first_inputs = {}  # program -> {input: its type and shape}, when it first ran
         self.begin_window()
 
@@ -25,10 +22,6 @@ class Observer:
         """Forgets what was measured in the last window."""
         self._data_wait_s = self._host_s = 0.0
         self._recompiled = []
-
-    def begin_step(self):
-        """Says that an optimizer step begins."""
-        self._steps += 1
 
     @contextmanager
     def data_wait(self):
@@ -48,7 +41,7 @@ class Observer:
         self._host_s += run.host_s
         if name not in self._first_inputs:
             self._first_inputs[name] = describe(inputs)
-        elif run.is_compiled and self._steps > WARM_UP_STEPS:
+        elif run.is_compiled:
             self._recompiled.append(f"{name}: {difference(describe(inputs), self._first_inputs[name])}")
 
     def record(self, window_s):

@@ -2,9 +2,16 @@
 import os
 from dataclasses import asdict, dataclass, field, fields, replace
 
-from nanochat.common import flag, read_flags
+from nanochat.common import expand_path, flag, read_flags
 from nanochat.device.ranks import DEVICE_TYPES
 from nanochat.model.optim import OptimConfig
+
+MAX_STEPS = 10**9  # of a run
+
+
+def path_text(text):
+    """Returns the path that a flag names, as a text that a checkpoint can hold."""
+    return str(expand_path(text))
 
 
 @dataclass(frozen=True)
@@ -33,9 +40,11 @@ class DeviceFlags:
 @dataclass(frozen=True)
 class DataFlags:
     data_dir: str | None = flag(None, "folder of parquet shards for training; default: "
-                                "$NANOCHAT_BASE_DIR/parquet/base_data_v3")
-    val_dir: str | None = flag(None, "folder of parquet shards for validation; default: $NANOCHAT_BASE_DIR/parquet/val")
-    tokenizer_dir: str | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one")
+                                "$NANOCHAT_BASE_DIR/parquet/base_data_v3", of=path_text)
+    val_dir: str | None = flag(None, "folder of parquet shards for validation; default: $NANOCHAT_BASE_DIR/parquet/val",
+                               of=path_text)
+    tokenizer_dir: str | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
+                                     of=path_text)
     tokenizer_threads: int = flag(2, "threads per rank that tokenize ahead", at_least=1, at_most=1000)
     skip_bad_shards: bool = flag(False, "leave out the parts of corrupt shards that cannot be read")
     synthetic_data: bool = flag(False, "train on random tokens: tries a machine without data")
@@ -52,16 +61,19 @@ class ModelFlags:
                              at_most=2**10, unset=-1)
     window_pattern: str = flag("L", "attention windows, one letter per layer, repeated: L all positions, S half of "
                                "them")
-    softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=0)
+    softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)
 
 
 @dataclass(frozen=True)
 class BatchFlags:
-    num_iterations: int = flag(-1, "optimizer steps", at_least=1, unset=-1)
-    target_flops: float = flag(-1.0, "train until this many FLOPs are spent", above=0, unset=-1)
-    target_param_data_ratio: float = flag(20.0, "train on this many tokens per matrix parameter", above=0)
+    num_iterations: int = flag(-1, "optimizer steps; -1: from target_flops or target_param_data_ratio", at_least=1,
+                               at_most=MAX_STEPS, unset=-1)
+    target_flops: float = flag(-1.0, "train until this many FLOPs are spent; -1: as target_param_data_ratio says",
+                               above=0, at_most=1e30, unset=-1)
+    target_param_data_ratio: float = flag(20.0, "train on this many tokens per matrix parameter", above=0, at_most=1e6)
     device_batch_size: int = flag(8, "rows in a micro-step on one device", at_least=1, at_most=2**20)
-    total_batch_size: int = flag(-1, "tokens in an optimizer step; -1: from the depth", at_least=1, unset=-1)
+    total_batch_size: int = flag(-1, "tokens in an optimizer step; -1: from the depth", at_least=1,
+                                 at_most=2**40, unset=-1)
     batch_ramp: str = flag("", "STEP:FACTOR,…: from that step on the batch is FACTOR × total_batch_size, in whole "
                            "micro-steps, and the learning rates are √FACTOR as high")
 
@@ -69,7 +81,8 @@ class BatchFlags:
 @dataclass(frozen=True)
 class RecordFlags:
     eval_every: int = flag(250, "steps between evaluations, also at the end; -1: never", at_least=1, unset=-1)
-    eval_tokens: int = flag(10 * 2**20, "tokens of an evaluation, whatever the world size", at_least=1)
+    eval_tokens: int = flag(10 * 2**20, "tokens of an evaluation, whatever the world size; each document once at most",
+                            at_least=1, at_most=2**28)
     sample_every: int = flag(1000, "steps between samples, also at the end; -1: never", at_least=1, unset=-1)
     save_every: int = flag(1000, "steps between checkpoints, also at the end; -1: never", at_least=1, unset=-1)
     save_every_minutes: float = flag(-1.0, "minutes between checkpoints; -1: by steps only", above=0, unset=-1)

@@ -1,5 +1,6 @@
 """The plan of a run: all that follows from its flags and the number of its devices, before anything is started."""
 import math
+import os
 import re
 from dataclasses import dataclass
 
@@ -9,12 +10,15 @@ from nanochat.common import BadInput
 from nanochat.data.lanes import NUM_LANES
 from nanochat.device import tpu
 from nanochat.kernels.choose import get_kernels
+from nanochat.kernels.flash_shapes import require_shapes
 from nanochat.model import flops
 from nanochat.model.gpt import GPT, GPTConfig, config_for_depth
 from nanochat.model.layers import MATRICES, SCALES
 from nanochat.model.optim import OptimConfig
+from nanochat.train.flags import MAX_STEPS
 
 ASSUMED_MFU = 0.3  # for the estimated time
+MAX_DEVICE_BYTES = 512 << 30  # more than any TPU or GPU has
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,9 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         softcap=model.softcap, n_embd=max(model.model_dim, 0), n_head=max(model.num_heads, 0),
         n_kv_head=max(model.num_kv_heads, 0))
     parameters = count_parameters(config)
+    _require_memory(parameters, config, batch, device_type)
+    kernel = get_kernels(devices.kernel, device_type).name
+    require_shapes(kernel, config, device_type)
     matrix_params = parameters["matrices"] + parameters["head"]
     flops_per_token = flops.flops_per_token(config, model.max_seq_len)
     schedule = plan_batches(batch, model.max_seq_len, world_size, matrix_params, meta)
@@ -81,13 +88,14 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         num_iterations = _steps_to_see(batch.target_flops / flops_per_token, schedule)
     else:
         num_iterations = _steps_to_see(batch.target_param_data_ratio * matrix_params, schedule)
-    if num_iterations < 1:
-        raise BadInput("the horizon is less than one step: set --num_iterations, --target_flops or "
-                       "--target_param_data_ratio")
+    if not 1 <= num_iterations <= MAX_STEPS:
+        name = "target_flops" if batch.target_flops > 0 else "target_param_data_ratio"
+        raise BadInput(f"--{name}={getattr(batch, name):g} is a horizon of {num_iterations:.3g} steps, which is not "
+                       f"between 1 and {MAX_STEPS:,}: change it, or set --num_iterations")
     dtype = "bfloat16" if device_type in ("tpu", "cuda") else "float32"
     total = schedule[0][1]
     return Plan(
-        config=config, kernel=get_kernels(devices.kernel, device_type).name,
+        config=config, kernel=kernel,
         dtype=getattr(torch, dtype if devices.compute_dtype == "auto" else devices.compute_dtype),
         activation_checkpointing=devices.activation_checkpointing,
         use_compile=device_type == "cuda" and not devices.no_compile, optimizer=flags.optimizer,
@@ -96,6 +104,24 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         grad_accum_steps=total // (batch.device_batch_size * model.max_seq_len * world_size),
         num_iterations=num_iterations, flops_per_token=flops_per_token, matrix_params=matrix_params,
         parameters=parameters, batch_schedule=schedule)
+
+
+def _require_memory(parameters, config, batch, device_type):
+    """Raises BadInput for a model that cannot be held in a device's memory, before it is made. This is a lower bound:
+    of each parameter a device holds the weight in bf16 and the sum of its gradients in fp32, and of each layer its
+    input in bf16 for the backward pass."""
+    inputs = 2 * config.n_layer * config.n_embd * batch.device_batch_size * config.max_seq_len
+    total = sum(parameters.values())
+    if device_type in ("tpu", "cuda"):
+        available, whose = MAX_DEVICE_BYTES, "no device has more than"
+    else:
+        available, whose = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine has"
+    if 6 * total + inputs > available:
+        raise BadInput(
+            f"--depth={config.n_layer} with --model_dim={config.n_embd} is a model of {total:.3g} parameters, which "
+            f"needs at least {6 * total / tpu.GIB:,.1f} GiB on a device, and {inputs / tpu.GIB:,.1f} GiB more for "
+            f"--device_batch_size={batch.device_batch_size} and --max_seq_len={config.max_seq_len}; {whose} "
+            f"{available / tpu.GIB:,.0f} GiB: use smaller ones")
 
 
 def count_parameters(config):
@@ -109,7 +135,7 @@ def plan_batches(batch, seq_len, world_size, matrix_params, meta=None):
     """Returns the batch schedule ((step, tokens), …) for BatchFlags. Raises BadInput if it does not divide evenly."""
     if NUM_LANES % world_size:
         raise BadInput(f"{world_size} devices do not divide the {NUM_LANES} lanes of the data: use 1, 2, 4, 8, 16, 32 "
-                       f"or 64 devices")
+                       "or 64 devices (on a CPU, by CPU_NUM_DEVICES)")
     micro = batch.device_batch_size * seq_len * world_size
     product = f"{micro} = device_batch_size {batch.device_batch_size} × max_seq_len {seq_len} × {world_size} devices"
     saved = _saved_schedule(batch, meta)
@@ -140,7 +166,7 @@ def _batch_schedule(ramp, total, micro):
     """Returns ((step, tokens), …) for --batch_ramp=STEP:FACTOR,…, in whole micro-steps; a factor multiplies `total`."""
     schedule = [(0, total)]
     for entry in filter(None, ramp.split(",")):
-        match = re.fullmatch(r"(\d+):(\d+\.?\d*)", entry)
+        match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,3}(?:\.[0-9]*)?)", entry)
         step, factor = (int(match[1]), float(match[2])) if match else (0, 0)
         if step <= schedule[-1][0] or not factor:
             raise BadInput(f"--batch_ramp={ramp}: {entry} is not STEP:FACTOR with rising steps: give for example "

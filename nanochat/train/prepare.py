@@ -5,7 +5,6 @@ from pathlib import Path
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.shards import fingerprint, list_shards, open_shards
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
-from nanochat.kernels.choose import require_shapes
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW, OptimConfig
 from nanochat.record.observe import parse_profile_steps
@@ -84,7 +83,6 @@ def prepare(flags, device_type):
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     plan = make_plan(flags, tokenizer.n_vocab, device_type, expected_world_size(device_type))
     profile_steps = parse_profile_steps(record.profile_steps, plan.num_iterations)
-    require_shapes(plan.kernel, device_type, plan.config.head_dim, plan.config.max_seq_len)
     data_fingerprint = check_data(flags)
     mirror = None
     if record.checkpoint_mirror is not None:

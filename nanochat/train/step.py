@@ -74,7 +74,6 @@ class TrainingStep:
         Returns what update returns, still on the device: nothing here waits for it.
         """
         device, observer = self.dist.device, self.observer
-        observer.begin_step()
         scale = self.loss_scales[micro_steps]
         for _ in range(micro_steps):
             with observer.data_wait():

@@ -94,10 +94,11 @@ class StepLog:
                 "mfu": mfu(tokens_per_s, plan.flops_per_token, peak_flops(plan.device_type), plan.world_size),
                 "time_left_s": plan.tokens(step, plan.num_iterations) / tokens_per_s}
 
-    def write_evaluation(self, step, bits_per_byte, num_bytes):
-        """Logs the result of an evaluation after `step` steps."""
+    def write_evaluation(self, step, found):
+        """Logs an Evaluation after `step` steps."""
         if self._logger:
-            self._logger.log(step, {"val_bpb": bits_per_byte, "val_bytes": num_bytes})
+            self._logger.log(step, {"val_bpb": found.bits_per_byte, "val_bytes": found.num_bytes,
+                                    "val_whole_text": found.is_whole_text})
 
     @property
     def wandb_id(self):

@@ -142,11 +142,12 @@ class Trainer:
     def evaluate(self):
         """Logs the bits per byte of the validation text. A stop cuts it short; the resumed run does it again."""
         tokens, length = self.run.flags.record.eval_tokens, self.run.plan.config.max_seq_len
-        with self.goodput.span("evaluate"), open_loader(self.run, self.dist, validation=True) as loader:
-            found = bits_per_byte(self.training.compiled_model, loader, max(tokens // length, 1),
-                                  self.run.tokenizer.token_bytes(), self.dist, lambda: self.agree("evaluate"))
+        num_rows = max(tokens // length, 1)
+        with self.goodput.span("evaluate"), open_loader(self.run, self.dist, num_rows=num_rows) as loader:
+            found = bits_per_byte(self.training.compiled_model, loader, self.run.tokenizer.token_bytes(), self.dist,
+                                  lambda: self.agree("evaluate"))
         if found:
-            self.log.write_evaluation(self.step, *found)
+            self.log.write_evaluation(self.step, found)
 
     def sample(self):
         """Prints completions. Every rank makes them, so that none waits for another."""
@@ -249,11 +250,12 @@ class RowFeed:
         return self._last.state if self._last else {}
 
 
-def open_loader(run, dist, lane_states=None, validation=False):
-    """Returns the loader of this rank. lane_states: of all lanes, to resume from; validation: of the other text."""
-    flags, plan = run.flags, run.plan
+def open_loader(run, dist, lane_states=None, num_rows=None):
+    """Returns the loader of this rank. lane_states: of all lanes, to resume from; num_rows: of the validation text."""
+    flags, plan, validation = run.flags, run.plan, num_rows is not None
     common = dict(batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len, rank=dist.rank,
-                  world_size=dist.world_size, seed=flags.run.seed + validation, state=lane_states)
+                  world_size=dist.world_size, seed=flags.run.seed + validation, state=lane_states,
+                  num_rows=num_rows)
     if flags.data.synthetic_data:
         return SyntheticLoader(run.tokenizer.n_vocab, **common)
     shards = list_shards(flags.data.val_dir, "val") if validation else list_shards(flags.data.data_dir)

@@ -13,6 +13,7 @@ import torch
 from nanochat.common import BadInput
 from nanochat.data import loader as loader_module
 from nanochat.data import shards as shards_module
+from nanochat.data.lanes import PADDING, Lane
 from nanochat.data.loader import DataLoader, SyntheticLoader
 from nanochat.data.shards import Units, open_shards, read_pieces
 from scripts import bench_loader
@@ -189,6 +190,53 @@ def test_little_data_keeps_every_rank_busy(tmp_path, monkeypatch, texts, row_gro
     for k in range(2):
         rows, _ = next(read_steps(shards, 1, world_size=2, state=steps[k][1]))
         assert torch.equal(rows, steps[k + 1][0])
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 20])
+def test_an_evaluation_has_every_document_once_and_the_same_rows_on_any_number_of_ranks(shards, monkeypatch,
+                                                                                        small_bytes):
+    monkeypatch.setattr(loader_module, "SMALL_BYTES", small_bytes)
+    num_lanes = 1 if small_bytes else 8
+
+    def read(world_size):
+        batches = [list(open_loader(shards, rank=rank, world_size=world_size, num_rows=3840, batch_size=8))
+                   for rank in range(world_size)]
+        return torch.stack([row for of_ranks in zip(*batches, strict=True)
+                            for rows in zip(*(batch.rows for batch in of_ranks), strict=True) for row in rows])
+
+    rows = read(1)
+    assert len(rows) == 3840 or small_bytes and 500 < len(rows) < 1500 and (rows[-64:] != PADDING).any()
+    for world_size in (2, 4, 8):
+        again = read(world_size)
+        n = min(len(rows), len(again))  # the last batch is longer on more ranks
+        assert torch.equal(again[:n], rows[:n]) and (torch.cat([again[n:], rows[n:]]) == PADDING).all()
+    endless, _ = next(read_steps(shards, 1, world_size=1, rows_per_step=16, num_lanes=num_lanes))
+    assert torch.equal(rows[:16], endless)
+    with open_loader(shards, num_rows=3840) as loader:
+        read_all = [batch.rows for batch in loader]
+    documents = [text for text in make_texts(600) if text]
+    stats, in_rows = loader.stats, sum(int((rows != PADDING).sum()) for rows in read_all)
+    assert stats["documents"] == len(documents)
+    assert stats["tokens"] + stats["dropped"] == sum(1 + len(text) for text in documents)
+    assert stats["tokens"] <= in_rows < 1.01 * stats["tokens"]  # each row may repeat one token
+
+
+@pytest.mark.parametrize("text", ["int x;", "a" * 700, "b" * 128])
+def test_an_evaluation_of_one_document_has_it_once(tmp_path, text):
+    [batch] = open_loader([write(tmp_path / "a.parquet", [text])], num_rows=16, batch_size=16)
+    tokens = [token for token in batch.rows.flatten().tolist() if token != PADDING]
+    repeated = (len(text) - 1) // 128  # the last token of a row is the first of the next
+    assert tokens.count(256) == 1 and len(tokens) == 1 + len(text) + repeated
+
+
+@pytest.mark.parametrize("num_rows, at_most", [(5, 5), (None, 4 * 3 + 4)])
+def test_no_more_is_packed_than_is_asked_for(shards, monkeypatch, num_rows, at_most):
+    """Without an end: each of 8 lanes has one row ready, and the 4 that gave one make two more."""
+    made, make_rows = [], Lane.make_rows
+    monkeypatch.setattr(Lane, "make_rows", lambda lane, count: made.append(count) or make_rows(lane, count))
+    with open_loader(shards, num_rows=num_rows) as loader:
+        next(loader)
+    assert 4 <= sum(made) <= at_most
 
 
 def test_batches_are_fresh_tensors(shards):

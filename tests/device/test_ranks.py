@@ -2,7 +2,7 @@
 import pytest
 
 from nanochat.common import BadInput
-from nanochat.device.ranks import resolve_device_type
+from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.device.tpu import count_tpu_chips
 
 
@@ -25,3 +25,11 @@ def test_a_machine_with_tpus_trains_on_them(pci_with_tpus, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     with pytest.raises(BadInput, match="8 TPU chips but PJRT_DEVICE=CPU"):
         resolve_device_type("auto", pci_with_tpus)
+
+
+@pytest.mark.parametrize("devices", ["²", "٢", "0", "-1", "1.5", "", "99999"])
+def test_a_number_of_cpu_devices_that_is_none_is_one_line(devices, monkeypatch):
+    for name in ("CPU_NUM_DEVICES", "PJRT_DEVICE", "PJRT_CPU_ASYNC_CLIENT", "XLA_THREAD_POOL_SIZE"):
+        monkeypatch.setenv(name, devices)  # so that what is set here is undone
+    with pytest.raises(BadInput, match=f"CPU_NUM_DEVICES={devices} is not a number of devices"):
+        prepare_xla_environment("xla")

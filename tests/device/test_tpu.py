@@ -17,15 +17,24 @@ from nanochat.device import prices, tpu
     ("v4-64", "v4", 32, 8, "2x4x4"),
     ("v5p-16", "v5p", 8, 2, "2x2x2"),
     ("v5p-128", "v5p", 64, 16, "4x4x4"),
+    ("v5e-8", "v5e", 8, 1, "2x4"), ("v5e-1", "v5e", 1, 1, "1x1"), ("v6e8", "v6e", 8, 1, "2x4"),
+    ("V5LITEPOD_8", "v5e", 8, 1, "2x4"), ("tpu-v6e-4", "v6e", 4, 1, "2x2"), ("v5lite-4", "v5e", 4, 1, "2x2"),
+    ("v5p-8", "v5p", 4, 1, "2x2x1"),
 ])
 def test_accelerator_strings_mean_what_google_says(accelerator, name, chips, hosts, topology):
     assert tpu.parse_accelerator(accelerator) == (tpu.TPU_TYPES[name], chips, hosts, topology)
 
 
 @pytest.mark.parametrize("accelerator", ["", "v5e", "v5litepod", "v5litepod-", "v5litepod-3", "v6e-2", "v6e-x", "v4-4",
-                                         "v4-9", "v9-8", "v6e-08", "v6e-0"])
+                                         "v4-9", "v9-8", "v6e-08", "v6e-0", "v6e-" + 5000 * "9", "v6e-٤", "tpu"])
 def test_accelerators_that_do_not_exist_are_refused(accelerator):
-    with pytest.raises(BadInput, match="accelerator"):
+    with pytest.raises(BadInput, match="--accelerator="):
+        tpu.parse_accelerator(accelerator)
+
+
+@pytest.mark.parametrize("accelerator, right", [("v5-8", "v5litepod-8 or v5p-8"), ("tpu_v6_4", "v6e-4")])
+def test_spellings_that_are_not_clear_are_refused_with_the_right_ones(accelerator, right):
+    with pytest.raises(BadInput, match=f"--accelerator={accelerator} is not clear: give {right}"):
         tpu.parse_accelerator(accelerator)
 
 
@@ -48,8 +57,28 @@ def test_the_accelerator_is_detected_from_the_pci_bus(tmp_path, monkeypatch, dev
 
 def test_the_environment_knows_the_accelerator_better_than_the_bus(tmp_path, monkeypatch):
     assert tpu.detect_accelerator(tmp_path) is None
-    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-16")
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5e-16")
     assert tpu.detect_accelerator(tmp_path) == "v5litepod-16"
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v9")
+    with pytest.raises(BadInput, match="TPU_ACCELERATOR_TYPE=v9 is unknown"):
+        tpu.detect_accelerator(tmp_path)
+
+
+def test_chips_are_found_where_the_bus_is_hidden(tmp_path, monkeypatch):
+    def count():
+        return tpu.count_tpu_chips(tmp_path / "hidden", tmp_path / "dev")
+
+    monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
+    (tmp_path / "dev/vfio").mkdir(parents=True)
+    for name in ("vfio", "0", "1", "2", "3"):
+        (tmp_path / "dev/vfio" / name).touch()
+    assert count() == 0  # any device may be there
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v6e-4")
+    assert count() == 4
+    monkeypatch.delenv("TPU_ACCELERATOR_TYPE")
+    for index in range(8):
+        (tmp_path / f"dev/accel{index}").touch()
+    assert count() == 8
 
 
 @pytest.mark.parametrize("device_name, flops", [

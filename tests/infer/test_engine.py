@@ -1,4 +1,6 @@
 import io
+import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -112,19 +114,30 @@ def test_xla_compiles_a_program_for_the_prompt_and_one_for_a_token_and_no_more(x
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another(engine):
-    texts = [engine.completions(PROMPT, num_samples=2, max_tokens=20, seed=seed)[0] for seed in (3, 3, 4)]
+    texts = [engine.completions(PROMPT, num_samples=2, max_tokens=20, seed=seed)[0].text for seed in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_a_sample_does_not_depend_on_how_many_there_are(cpu_engine):
     many = cpu_engine.completions(PROMPT, num_samples=3, max_tokens=20, seed=7)
-    assert many == [cpu_engine.complete(PROMPT, max_tokens=20, seed=7 + i) for i in range(3)]
+    alone = [cpu_engine.complete(PROMPT, max_tokens=20, seed=7 + i) for i in range(3)]
+    assert [sample.text for sample in many] == alone
 
 
 def test_a_prompt_longer_than_the_model_sees_is_read_from_its_end(cpu_engine):
     long, same_end = "x" * 500 + "y" * 100, "z" * 300 + "y" * 100
     assert cpu_engine.complete(long, max_tokens=20) == cpu_engine.complete(same_end, max_tokens=20)
     assert len(cpu_engine.complete(long, max_tokens=CONTEXT - 1).encode()) > 0
+    cut = []
+    for prompt in (long, PROMPT):
+        cpu_engine.complete(prompt, max_tokens=20, on_cut=lambda *counts: cut.append(counts))
+    assert cut == [(1 + len(long), CONTEXT - 20)]
+
+
+def test_the_tokens_that_are_counted_are_those_that_were_drawn(cpu_engine):
+    """One byte is one token here, and bytes that are no UTF-8 become another character, of three bytes."""
+    [sample] = cpu_engine.completions(PROMPT, num_samples=1, max_tokens=30, temperature=5.0)
+    assert sample.num_tokens == 30 != len(BYTES.encode(sample.text))
 
 
 def test_an_empty_prompt_begins_a_document(cpu_engine):
@@ -240,7 +253,15 @@ def test_the_script_completes_from_a_flag_a_file_and_standard_input_alike(genera
                generate(*common, f"--prompt-file={tmp_path / 'half.cpp'}"),
                generate(*common, stdin=PROMPT.encode())]
     assert len({output.out for output in outputs}) == 1 and len(outputs[0].out) > 12
-    assert "step_000020: step 20" in outputs[0].err
+    assert "step_000020: step 20" in outputs[0].err and "\n12 tokens in " in outputs[0].err
+
+
+def test_a_prompt_that_is_not_utf_8_is_the_same_from_a_flag_and_from_standard_input(generate):
+    prompt = b"// caf\xe9 \xff" + 100 * b"x y "
+    by_flag = generate("--device_type=cpu", "--max_tokens=12", "--echo", f"--prompt={os.fsdecode(prompt)}")
+    by_stdin = generate("--device_type=cpu", "--max_tokens=12", "--echo", stdin=prompt)
+    assert by_flag.out == by_stdin.out and "caf\N{REPLACEMENT CHARACTER} " in by_flag.out
+    assert re.search(r"the prompt has \d+ tokens: only the last 84 are read", by_flag.err)
 
 
 def test_the_script_prints_several_samples_through_xla(generate):

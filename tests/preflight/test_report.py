@@ -36,6 +36,7 @@ def test_the_largest_batch_is_found_by_doubling_and_halving(start):
     found = report.find_batch(try_batch, start, say=lambda line: None)
     assert found["without"]["largest"] == 4 and found["with"]["largest"] == 32
     assert found["with"]["peak_bytes"][64] is None and found["with"]["peak_bytes"][32] == 2**35
+    assert sorted(found["without"]["peak_bytes"]) == {1: [1, 2, 4, 8], 8: [4, 8], 64: [4, 8, 16, 32, 64]}[start]
 
 
 def test_no_batch_may_fit():

@@ -117,3 +117,10 @@ def test_an_unknown_peak_leaves_mfu_out_of_the_console_line():
 @pytest.mark.parametrize("count, text", [(7, "7"), (1234, "1.23K"), (999_999, "1M"), (26_843_545_600, "26.8B")])
 def test_format_count(count, text):
     assert metrics.format_count(count) == text
+
+
+def test_the_line_of_an_evaluation_says_of_how_much_text():
+    record = {"step": 5, "val_bpb": 1.25, "val_bytes": 412_345, "val_whole_text": False}
+    assert metrics.format_line(record) == "step 00005 | validation 1.2500 bits per byte | of 412K bytes"
+    assert metrics.format_line(record | {"val_whole_text": True}).endswith(
+        " | of 412K bytes | all of the validation text, which is shorter than --eval_tokens")

@@ -42,7 +42,6 @@ def records(trainer):
 
 def run_program(observer, rows):
     """Runs a small program on `rows` as one optimizer step."""
-    observer.begin_step()
     rows = rows.to(observer.dist.device)
     with observer.program("micro_step", rows=rows):
         return (rows * 3).sum()
@@ -61,7 +60,6 @@ def test_a_program_that_is_compiled_again_is_reported_once_with_the_shapes(dist)
 def test_a_program_that_is_compiled_again_with_the_same_shapes_is_reported(dist):
     observer = Observer(dist)
     for function in (torch.sin, torch.sin, torch.sin, torch.cos):
-        observer.begin_step()
         rows = torch.ones(5, 7).to(dist.device)
         with observer.program("micro_step", rows=rows):
             result = function(rows)  # noqa: F841, a result that is freed at once is not computed

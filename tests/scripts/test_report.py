@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib import image
+from matplotlib.figure import Figure
 
 from nanochat.common import BadInput
 from nanochat.record.history import read_run
-from scripts.report import main
+from scripts.report import draw_lines, has_shown, main
 
 # metrics.jsonl of six steps of a tiny model, as base_train wrote it. A second process resumed from step 2.
 RECORDED = Path(__file__).parent / "interrupted_run.jsonl"
@@ -78,3 +79,22 @@ def test_a_completion_stands_beside_the_loss(tmp_path, capsys):
     assert 'alt="completion"' in (tmp_path / "report.html").read_text()
     with pytest.raises(BadInput, match="--completion=.*none.txt cannot be read"):
         main([str(tmp_path), f"--completion={tmp_path / 'none.txt'}"])
+
+
+def test_panels_show_values_below_zero_whole_counts_and_a_legend_that_hides_nothing(base_dir, tmp_path):
+    records = [{"step": step, "time": 100.0 + step, "tokens": 512 * step, "lr_multiplier": multiplier, "bad_steps": bad}
+               for step, multiplier, bad in ((1, 1.0, 0), (2, 0.5, 0), (3, -0.7, 1))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    run = read_run(tmp_path)
+    figure = Figure()
+    rates, counts = figure.subplots(2)
+    draw_lines(rates, [run], "lr_multiplier", "learning rates", "tokens")
+    draw_lines(counts, [run], "bad_steps", "steps", "tokens", is_count=True)
+    figure.draw_without_rendering()
+    assert rates.get_ylim()[0] < -0.7 and counts.get_ylim()[0] < 0 < 1 < counts.get_ylim()[1]
+    assert all(tick == int(tick) for tick in counts.get_yticks())
+    for axes in (rates, counts):
+        assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1
+    assert has_shown(run, "bad_steps")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[:2]))
+    assert not has_shown(read_run(tmp_path), "bad_steps") and has_shown(run, "lr_multiplier")

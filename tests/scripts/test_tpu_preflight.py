@@ -77,12 +77,21 @@ def test_bad_flags_are_refused_in_one_line(preflight, tiny):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--accelerator=v9-8"], "accelerator 'v9-8' is unknown"),
+    (["--accelerator=v9-8"], "--accelerator=v9-8 is unknown"),
     (["--accelerator=v6e-4", "--programs=backward"], "--programs=backward is unknown"),
-    (["--accelerator=v6e-4", "--jobs=0"], "--jobs=0 is not a whole number")])
+    (["--accelerator=v6e-4", "--jobs=0"], "--jobs=0 is not a whole number"),
+    (["--accelerator=v6e-4", "--json=/nowhere/report.json"], "--json=/nowhere/report.json: /nowhere is not a folder"),
+    (["--accelerator=v6e-4", "--json=/tmp"], "--json=/tmp is a folder"),
+    (["--accelerator=v6e-4", f"--dump_dir={__file__}"], "is not a folder: name another one")])
 def test_bad_flags_are_found_before_anything_is_traced(tiny, flags, message):
     with pytest.raises(BadInput, match=message):
         tpu_preflight.read_preflight_flags([*tiny, *flags])
+
+
+def test_a_compiler_that_takes_too_long_is_one_line(preflight, tiny):
+    process = preflight("--accelerator=v5litepod-4", "--kernel=current", "--timeout_s=1", *tiny, status=1)
+    assert process.stderr.splitlines()[-1].startswith("error: the TPU compiler took more than --timeout_s=1 for ")
+    assert "Traceback" not in process.stderr
 
 
 TRACE = """

@@ -1,6 +1,6 @@
-"""Fifty steps of base_train's Trainer, with torch_xla's counters read after each.
+"""Fifty steps of base_train's Trainer with each kernel, with torch_xla's counters read after each step.
 
-    python3 -m tests.train.count_xla TOKENIZER_DIR OUT.json
+    python3 -m tests.train.count_xla TOKENIZER_DIR OUT.json KERNEL…
 """
 import json
 import sys
@@ -15,14 +15,22 @@ from nanochat.train.prepare import prepare, run_directory
 from nanochat.train.trainer import Trainer
 
 
-def count(index, run, out):
+def count_all(index, runs, out):
+    dist = compute_init("xla")
+    counters = {run.plan.kernel: count(run, dist) for run in runs}
+    if dist.rank == 0:
+        Path(out).write_text(json.dumps(counters))
+
+
+def count(run, dist):
+    """Trains, and returns what was counted, as {name: number}; on rank 0."""
     import torch_xla.debug.metrics as met
 
     def value(name):
         data = met.metric_data(name)
         return data[0] if data else 0
 
-    trainer = Trainer(run, compute_init("xla"))
+    trainer = Trainer(run, dist)
     training, rows, plan = trainer.training, trainer.rows, run.plan
     thread_barrier(trainer.dist)  # each rank compiles its own way of putting its part of the state on its device
     before = value("CompileTime")
@@ -41,19 +49,21 @@ def count(index, run, out):
     rows.loader.close()
     synchronize(trainer.dist)
     thread_barrier(trainer.dist)
-    if trainer.dist.rank == 0:
-        Path(out).write_text(json.dumps({
-            "compilations": compilations, "programs_of_a_step": compilations[-1] - before,
-            "transfers_between_logs": between_logs, "transfers": value("TransferFromDeviceTime") - fetched_before,
-            "fallbacks": met.executed_fallback_ops()}))
+    return {
+        "compilations": compilations, "programs_of_a_step": compilations[-1] - before,
+        "recompiled": training.observer.record(window_s=1.0).get("recompiled"),
+        "transfers_between_logs": between_logs, "transfers": value("TransferFromDeviceTime") - fetched_before,
+        "fallbacks": met.executed_fallback_ops()}
 
 
 if __name__ == "__main__":
-    flags = ["--depth=2", "--model_dim=64", "--num_heads=2", "--max_seq_len=32", "--synthetic_data",
-             "--device_batch_size=2", "--total_batch_size=256", "--num_iterations=50", f"--tokenizer_dir={sys.argv[1]}"]
+    tokenizer_dir, out, *kernels = sys.argv[1:]
     prepare_xla_environment("xla")
-    flags = parse_flags(flags)
-    with exclusive_use(run_directory(flags)):
-        run = prepare(flags, "xla")
+    flags = [parse_flags([
+        "--depth=2", "--model_dim=64", "--num_heads=2", "--max_seq_len=32", "--synthetic_data", "--device_batch_size=2",
+        "--total_batch_size=256", "--num_iterations=50", f"--tokenizer_dir={tokenizer_dir}", f"--kernel={kernel}"])
+        for kernel in kernels]
+    with exclusive_use(run_directory(flags[0])):
+        runs = [prepare(of_kernel, "xla") for of_kernel in flags]
         import torch_xla.distributed.xla_multiprocessing as xmp
-        xmp.spawn(count, args=(run, sys.argv[2]), nprocs=None)
+        xmp.spawn(count_all, args=(runs, out), nprocs=None)

@@ -1,6 +1,7 @@
 """Bits per byte against the formula."""
 import math
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -18,8 +19,9 @@ CPU = Dist("cpu", torch.device("cpu"))
 def evaluate(corpus_dir, byte_tokenizer_dir):
     def run(model, num_rows, batch_size=3):
         tokenizer = load_tokenizer(byte_tokenizer_dir)
-        with DataLoader(list_shards(corpus_dir / "val"), tokenizer, batch_size=batch_size, seq_len=32) as loader:
-            return bits_per_byte(model, loader, num_rows, tokenizer.token_bytes(), CPU)
+        with DataLoader(list_shards(corpus_dir / "val"), tokenizer, batch_size=batch_size, seq_len=32,
+                        num_rows=num_rows) as loader:
+            return bits_per_byte(model, loader, tokenizer.token_bytes(), CPU)
 
     return run
 
@@ -28,13 +30,21 @@ def test_three_bits_for_every_byte_are_three_bits_per_byte(evaluate):
     def model(ids, targets):
         return torch.where(targets == IGNORE_INDEX, 0.0, 3 * math.log(2))
 
-    bpb, num_bytes = evaluate(model, num_rows=70)
-    assert bpb == pytest.approx(3, rel=1e-6)
-    assert 70 * 32 - 20 < num_bytes <= 70 * 32  # each token is a byte but BOS, which stands for none
+    found = evaluate(model, num_rows=70)
+    assert found.bits_per_byte == pytest.approx(3, rel=1e-6) and not found.is_whole_text
+    assert 70 * 32 - 20 < found.num_bytes <= 70 * 32  # each token is a byte but BOS, which stands for none
+
+
+def test_a_text_that_is_shorter_than_what_is_asked_for_counts_once(evaluate, corpus_dir):
+    found = evaluate(lambda ids, targets: torch.zeros(targets.shape), num_rows=8000)
+    texts = pq.read_table(corpus_dir / "val").column("text").to_pylist()
+    size = sum(len(text.encode()) for text in texts)
+    assert found.is_whole_text and 0.9 * size < found.num_bytes <= size
 
 
 def test_the_rows_are_the_same_for_every_batch_size(evaluate):
     def model(ids, targets):  # a loss that depends on each row
         return torch.where(targets == IGNORE_INDEX, 0.0, ids.float() / 100)
 
-    assert evaluate(model, 64, batch_size=1) == pytest.approx(evaluate(model, 64, batch_size=7))
+    one, seven = evaluate(model, 64, batch_size=1), evaluate(model, 64, batch_size=7)
+    assert one.bits_per_byte == pytest.approx(seven.bits_per_byte) and one.num_bytes == seven.num_bytes

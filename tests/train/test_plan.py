@@ -54,3 +54,28 @@ def test_dashes_in_flags_are_accepted():
 def test_a_world_size_that_does_not_divide_is_refused():
     with pytest.raises(BadInput, match="3 devices do not divide the 64 lanes"):
         plan_of(world_size=3)
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--target_flops=1e30"], "--target_flops=1e\\+30 is a horizon of .* steps"),
+    (["--target_flops=1e300"], "--target_flops=1e300 is not a number above 0 and of at most 1e\\+30, or -1"),
+    (["--target_flops=1"], "--target_flops=1 is a horizon of 0 steps"),
+    (["--target_param_data_ratio=1e300"], "--target_param_data_ratio=1e300 is not a number above 0"),
+    (["--target_param_data_ratio=1e-300"], "--target_param_data_ratio=1e-300 is a horizon of 0 steps"),
+    (["--total_batch_size=1"], "--total_batch_size=1 tokens does not divide by 65536 = .*: use 65536$"),
+    (["--batch_ramp=9:" + "9" * 400], "is not STEP:FACTOR"),
+    (["--batch_ramp=" + "9" * 5000 + ":2"], "is not STEP:FACTOR"),
+    (["--softcap=1e-300"], "--softcap=1e-300 is not a number of at least 1 and of at most 10000.0, or 0"),
+    (["--depth=10000", "--model_dim=65536"], "--model_dim=65536 is a model of .* parameters, which needs at least"),
+    (["--device_batch_size=1048576", "--max_seq_len=1048576"],
+     "--device_batch_size=1048576 and --max_seq_len=1048576")])
+def test_what_no_machine_can_compute_is_refused_in_one_line(flags, message):
+    with pytest.raises(BadInput, match=message) as error:
+        plan_of(*flags)
+    assert "\n" not in str(error.value)
+
+
+def test_shapes_that_a_kernel_cannot_run_are_refused_before_a_device_is_opened():
+    flags = parse_flags(["--kernel=flash", "--model_dim=256", "--num_heads=4", "--total_batch_size=65536"])
+    with pytest.raises(BadInput, match="--kernel=flash has heads of 128 .* not heads of 64 and 1024"):
+        make_plan(flags, 65536, "tpu", 8)

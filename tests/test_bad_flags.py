@@ -1,0 +1,146 @@
+"""Every script is called with generated command lines, most of them bad: each ends in one line, or its work begins."""
+import contextlib
+import dataclasses
+import importlib
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from nanochat.common import BadInput
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.run import checkpoint
+from nanochat.train.flags import TITLES
+from tests.infer.test_engine import make_model
+from tests.run.states import make_meta
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+# Where the real work of each script begins: there the test stops it.
+WORK = {
+    "base_eval": ["DataLoader"], "base_train": ["spawn", "Trainer", "run_preflight"],
+    "bench_checkpoint": ["make_state"], "bench_host": ["Contender"], "bench_loader": ["compare_speed"],
+    "bench_train": ["Contender"], "demo": ["run"], "generate": ["Engine"], "prepare_data": ["build"],
+    "report": ["draw"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"], "tpu_advice": ["advise"],
+    "tpu_preflight": ["preflight"]}
+
+ODD = ["", " ", "-", "--", "=", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "9" * 30, "9" * 5000, "٣", "²", "1_0",
+       "0x10", " 7 ", "1e3", "True", "\udcff\udcfe", "é", "a" * 300, "x" * 5000, ",", ":", "1:2", "5:1", "1:2,0:3", "%",
+       "~nobody/x", "~", ".", "MISSING", "MISSING/deeper", "FILE", "FILE/below", "FOLDER", "LINK", "\n", "a\nb", "auto"]
+
+
+class WorkBegins(BaseException):
+    """The flags were accepted."""
+
+
+def flags_of(module):
+    """Returns the fields of a script's flags."""
+    classes = [value for value in vars(module).values() if dataclasses.is_dataclass(value)]
+    if module.__name__ in ("scripts.base_train", "scripts.tpu_preflight"):
+        classes += TITLES
+    return [field for of in classes for field in dataclasses.fields(of) if "limits" in field.metadata]
+
+
+def arguments(field):
+    """Returns a strategy of one argument for the flag `field`."""
+    edges = [edge for limit in field.metadata["limits"] if limit is not None and math.isfinite(limit)
+             for edge in (limit - 1, limit, limit + 1, -limit)]
+    text = st.text(st.characters(blacklist_characters="\0/~", blacklist_categories=["Cs"]), max_size=8)
+    values = st.one_of(st.sampled_from([*ODD, *map(str, edges)]), st.integers().map(str), st.floats().map(str),
+                       text.filter(lambda value: ".." not in value))
+    if field.metadata.get("positional"):
+        return values
+    return st.one_of(values.map(lambda value: f"--{field.name}={value}"), st.just(f"--{field.name}"))
+
+
+def command_lines(module):
+    fields = flags_of(module)
+    one = st.sampled_from(fields).flatmap(arguments) if fields else st.sampled_from(ODD)
+    return st.lists(one, min_size=1, max_size=4)
+
+
+@contextlib.contextmanager
+def in_folder(folder):
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize("name", sorted(WORK))
+def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_tokenizer_dir, base_dir, tmp_path,
+                                                         monkeypatch):
+    module = importlib.import_module(f"scripts.{name}")
+    (tmp_path / "FILE").write_text("text")
+    (tmp_path / "FOLDER").mkdir()
+    (tmp_path / "LINK").symlink_to("LINK")
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
+    model = make_model(vocab_size=tokenizer.n_vocab)
+    meta = make_meta(20, config=dataclasses.asdict(model.config), tokenizer_sha256=tokenizer.sha256)
+    trained = checkpoint.save(tmp_path / "run", model.state_dict(), {}, meta, num_lanes=0)
+    good = {
+        "base_train": [f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", "--device_type=cpu",
+                       f"--val_dir={corpus_dir}/val", "--depth=1", "--max_seq_len=32", "--total_batch_size=256"],
+        "tpu_preflight": ["--accelerator=v6e-4", f"--tokenizer_dir={byte_tokenizer_dir}"],
+        "base_eval": [f"--checkpoint={trained}", f"--data_dir={corpus_dir}/val", "--device_type=cpu",
+                      f"--tokenizer_dir={byte_tokenizer_dir}"],
+        "generate": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--prompt=x",
+                     "--device_type=cpu"],
+        "prepare_data": ["--source=FOLDER"], "tok_train": [f"--data_dir={corpus_dir}/train"],
+        "bench_loader": [f"--data_dir={corpus_dir}/train", f"--tokenizer_dir={byte_tokenizer_dir}"],
+        "tok_eval": [f"--data_dir={corpus_dir}/val", f"--tokenizer_dir={byte_tokenizer_dir}"]}.get(name, [])
+    outcomes = set()
+
+    @settings(max_examples=100, deadline=None, database=None, derandomize=True,
+              suppress_health_check=list(HealthCheck))
+    @given(command_lines(module))
+    def call(found):
+        outcomes.add(outcome_of(module, WORK[name], [*good, *found]))
+
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with in_folder(tmp_path):
+        outcomes.add(outcome_of(module, WORK[name], good))
+        call()
+    assert "refused" in outcomes and (not good or "began" in outcomes)
+
+
+def outcome_of(module, work, argv):
+    """Runs the script until its work begins, and returns how that went; fails for anything else than one line."""
+    with contextlib.ExitStack() as stack:
+        for function in work:
+            stack.enter_context(mock.patch.object(module, function, side_effect=WorkBegins))
+        for function in {"stop_on_signals", "stop_on_preemption_notice"} & vars(module).keys():
+            stack.enter_context(mock.patch.object(module, function))
+        stack.enter_context(mock.patch.dict(os.environ))
+        stack.enter_context(mock.patch.object(sys, "argv", [f"{module.__name__.rpartition('.')[2]}.py"]))
+        stack.enter_context(mock.patch.object(sys, "stdin", mock.Mock(buffer=mock.Mock(read=lambda: b"prompt"))))
+        try:
+            status = module.main(argv)
+        except WorkBegins:
+            return "began"
+        except BadInput as error:
+            message = str(error)
+            assert message and "\n" not in message, (argv, message)
+            values = [str(BadInput(argument.partition("=")[2] or argument)) for argument in argv]
+            is_named = re.search(r"--\w|/|RUN|^no run |[A-Z]+_[A-Z]+", message)
+            assert is_named or any(value[:40] in message for value in values), (argv, message)
+            return "refused"
+        except SystemExit as end:
+            assert not end.code, argv
+            return "ended"
+        assert status in (0, None), argv
+        return "ended"
+
+
+def test_no_script_is_left_out():
+    scripts = {path.stem for path in Path(__file__).parent.parent.glob("scripts/*.py")} - {"__init__"}
+    assert scripts == WORK.keys()
