@@ -44,6 +44,8 @@ class PreflightFlags:
                          "estimate of a step")
     find_batch: bool = flag(False, "search for the largest --device_batch_size that fits, with and without "
                             "--activation_checkpointing")
+    schedule: bool = flag(False, "count the cycles of the machine's own schedule instead of the compiler's heuristic: "
+                          "better, and slower to compile")
     dump_dir: Path | None = flag(None, "keep the traced programs (HLO protos) and the optimised HLO text in DIR",
                                  metavar="DIR", of=expand_path)
     jobs: int = flag(2, "the number of compilers that run concurrently", at_least=1, at_most=1000)
@@ -149,7 +151,8 @@ def describe(report):
                          f"{1000 * program['overlapped_ici_s']:.1f} ms while other work goes on")
         if program["pallas_calls"]:
             lines.append(f"  {name}: {program['pallas_calls']} Pallas kernels, {program['pallas_flops'] / 1e12:.2f} "
-                         "TFLOP, counted in the cycles at the rate of the matrix units")
+                         "TFLOP, counted in the cycles "
+                         + ("as scheduled" if program["scheduled_cycles"] else "at the rate of the matrix units"))
         if program["pallas_uncounted"]:
             lines.append(f"  {name}: Pallas kernels of unknown cost, not counted: {program['pallas_uncounted']}")
     for name, program in report["programs"].items():
@@ -157,7 +160,10 @@ def describe(report):
             continue
         lines += ["", f"most expensive operations of {name} (estimates):"]
         lines += [f"  {1000 * line['estimated_s']:7.2f} ms {line['runs']:4} × {line['opcode']:<14} {line['source']}  "
-                  f"{line['shape'][:60]}" for line in program["top_operations"]]
+                  f"{line['shape'][:60]}  {line['limit']}".rstrip() for line in program["top_operations"]]
+        if program["scheduled_cycles"]:
+            lines.append(f"  {program['scheduled_cycles'] / program['cycles']:.1%} of the cycles are the machine's own "
+                         "schedule, the others the compiler's heuristic")
     for name, oom in report["out_of_memory"].items():
         lines += ["", f"{name} does not fit: it needs {gib(oom['needed_bytes'])}. Largest buffers:"]
         lines += [f"  {gib(buffer['bytes']):>10}  {buffer['what'] or 'a temporary':<26} {buffer['shape']:<28} "
@@ -197,7 +203,7 @@ def run(own, train_flags):
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if own.json == "-" else \
         (lambda line: print(line, flush=True))
     request = Request(own.accelerator, tuple(own.programs.split(",")), own.jobs, own.timeout_s, own.dump_dir,
-                      own.usd_per_chip_hour, own.zone)
+                      own.schedule, own.usd_per_chip_hour, own.zone)
     report = preflight(train_flags, request, say)
     if own.find_batch:
         def try_batch(batch_size, activation_checkpointing):

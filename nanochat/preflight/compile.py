@@ -5,6 +5,7 @@ that traced.
 """
 import json
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from nanochat.common import BadInput
 from nanochat.device import tpu
+from nanochat.preflight import schedule
 from nanochat.preflight.source_lines import REPOSITORY
 
 # Options that torch_xla adds to LIBTPU_INIT_ARGS where it finds a TPU (torch_xla/__init__.py), unless they are set.
@@ -50,20 +52,22 @@ class CompiledProgram:
     temp_bytes: int = 0
     code_bytes: int = 0
     costs: dict = field(default_factory=dict)  # the compiler's own analysis, which counts a loop's body once
+    schedules: dict = field(default_factory=dict)  # name of an operation -> schedule.Schedule, where asked for
 
 
-def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2):
+def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, with_schedules=False):
     """Compiles each TracedProgram for `tpu_slice` (a tpu.Slice); yields (program, CompiledProgram) in their order.
 
     folder: keeps the files that the compilers read and write, in a folder for each program.
     timeout_s: the most seconds that one program may take. jobs: the number of compilers that run concurrently.
+    with_schedules: reads the machine's own schedule of each operation, too.
     Raises CompilerError if a compiler fails for another reason than a lack of device memory, or takes longer than
     `timeout_s`; the other compilers are ended then.
     """
     processes = []
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(_compile_in_subprocess, program, tpu_slice, Path(folder) / program.name, timeout_s,
-                               processes) for program in programs]
+                               processes, with_schedules) for program in programs]
         try:
             for program, future in zip(programs, futures, strict=True):
                 yield program, future.result()
@@ -73,15 +77,19 @@ def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2):
                 process.kill()  # does nothing to a process that has ended
 
 
-def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes):
+def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, with_schedules):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "traced.pb").write_bytes(program.hlo_proto)
     (folder / "request.json").write_text(json.dumps({
         "donated": sorted(program.donated), "topology": f"{tpu_slice.tpu.name}:{tpu_slice.topology}",
         "topology_options": _topology_options(tpu_slice)}))
+    options = {}
+    if with_schedules:
+        (folder / "schedules").mkdir(exist_ok=True)
+        options = schedule.LIBTPU_OPTIONS | {"xla_jf_dump_to": str(folder / "schedules")}
     code = f"from nanochat.preflight.compiler_process import compile_folder; compile_folder({str(folder)!r})"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, env=_compiler_environment(tpu_slice),
-                               text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, text=True, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE, env=_compiler_environment(tpu_slice, options))
     processes.append(process)
     try:
         _, errors = process.communicate(timeout=timeout_s)
@@ -91,7 +99,11 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes):
     if process.returncode:
         print(errors[-4000:], file=sys.stderr)
         raise CompilerError(f"the TPU compiler failed on {program.name}: what it says is above")
-    return CompiledProgram(**json.loads((folder / "compiled.json").read_text()),
+    schedules = {}
+    if with_schedules:
+        schedules = schedule.read_folder(folder / "schedules")
+        shutil.rmtree(folder / "schedules")  # 80 MB and more
+    return CompiledProgram(**json.loads((folder / "compiled.json").read_text()), schedules=schedules,
                            hlo_text=(folder / "optimised.hlo").read_text())
 
 
@@ -106,11 +118,12 @@ def _topology_options(tpu_slice):
     return options
 
 
-def _compiler_environment(tpu_slice):
-    """Returns the environment in which libtpu compiles without a TPU, with the options that it has in a run."""
+def _compiler_environment(tpu_slice, options):
+    """Returns the environment in which libtpu compiles without a TPU, with the options that it has in a run, and
+    `options`, {name: value}."""
     torch_xla_flags = _TORCH_XLA_LIBTPU_FLAGS | (_TORCH_XLA_V5_FLAGS if tpu_slice.tpu.name in ("v5e", "v5p") else {})
     # The topology is enough. With TPU_ACCELERATOR_TYPE, libtpu would look for files that only a real v6e has.
     return {key: value for key, value in os.environ.items() if key != "TPU_ACCELERATOR_TYPE"} | {
         "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu's lock file protects a TPU, and none is used here
-        "LIBTPU_INIT_ARGS": tpu.libtpu_init_args(tpu_slice.tpu, torch_xla_flags), "TF_CPP_MIN_LOG_LEVEL": "2"}
+        "LIBTPU_INIT_ARGS": tpu.libtpu_init_args(tpu_slice.tpu, torch_xla_flags | options), "TF_CPP_MIN_LOG_LEVEL": "2"}

@@ -1,7 +1,7 @@
 """Derives from a compiled program the memory that it needs on a TPU, which is exact, and its time, an estimate.
 
-The cycles are the compiler's heuristic. They tell well which of two programs is faster, and poorly how many seconds
-either takes.
+The cycles are the compiler's heuristic or, where they were asked for, those of the machine's own schedule
+(schedule.py). They tell well which of two programs is faster, and less well how many seconds either takes.
 """
 import re
 from dataclasses import asdict, dataclass, field
@@ -25,6 +25,7 @@ class ProgramReport:
     alias_bytes: int  # of the outputs that reuse the memory of donated arguments
     code_bytes: int
     cycles: int = 0  # with those of Pallas kernels
+    scheduled_cycles: int = 0  # the part of `cycles` that the machine's own schedule says; 0 if it was not asked for
     pallas_calls: int = 0
     pallas_flops: float = 0.0
     pallas_uncounted: list = field(default_factory=list)  # kernels whose FLOPs are not known
@@ -32,6 +33,7 @@ class ProgramReport:
     hbm_bytes: float = 0.0
     collectives: dict = field(default_factory=dict)  # name -> [number, bytes, bytes moved concurrently with other work]
     compute_s: float = 0.0
+    operations_s: float = 0.0  # all operations one after the other, each waiting for its own traffic with HBM
     hbm_s: float = 0.0
     ici_s: float = 0.0  # of collectives during which nothing else runs
     overlapped_ici_s: float = 0.0
@@ -40,8 +42,9 @@ class ProgramReport:
     @property
     def seconds(self):
         """The estimated time of one run. Arithmetic and memory traffic overlap; a collective overlaps with them only
-        if the compiler cut it into steps."""
-        return max(self.compute_s, self.hbm_s, self.overlapped_ici_s) + self.ici_s
+        if the compiler cut it into steps. With schedules, an operation also waits for its own memory traffic."""
+        busy_s = self.operations_s if self.scheduled_cycles else self.compute_s
+        return max(busy_s, self.hbm_s, self.overlapped_ici_s) + self.ici_s
 
 
 def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice):
@@ -60,13 +63,15 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice):
         traced.hlo_hash, peak, **memory)
     tpu = tpu_slice.tpu
     for op in ops:
-        report.cycles += op.times * op.cycles
+        cycles, is_scheduled = cycles_of(op, compiled.schedules, tpu)
+        report.cycles += op.times * cycles
+        report.scheduled_cycles += op.times * cycles * is_scheduled
+        report.operations_s += op.times * op_seconds(op, cycles, tpu)
         report.accessed_bytes += op.times * op.bytes
         report.hbm_bytes += op.times * op.hbm_bytes
         if op.instruction.custom_call_target == hlo.PALLAS_CALL:
             report.pallas_calls += op.times
             report.pallas_flops += op.times * pallas_flops(op)
-            report.cycles += int(op.times * pallas_flops(op) / tpu.flops_per_cycle)
             if not op.instruction.declared_cost:
                 report.pallas_uncounted.append(op.instruction.name)
     report.collectives = hlo.collectives(ops, tpu_slice.chips)
@@ -75,13 +80,32 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice):
     for name, (_, total, overlapped) in report.collectives.items():
         report.ici_s += collective_s(name, total - overlapped, tpu_slice)
         report.overlapped_ici_s += collective_s(name, overlapped, tpu_slice)
-    report.top_operations = top_operations(ops, tpu)
+    report.top_operations = top_operations(ops, tpu, compiled.schedules)
     return report
+
+
+def cycles_of(op, schedules, tpu):
+    """Returns the cycles of one run of an operation, and whether they are those of its schedule.
+
+    Where its schedule is not known or has a loop of unknown length, they are the compiler's heuristic, and of a Pallas
+    kernel its declared FLOPs at the rate of the matrix units.
+    """
+    schedule = schedules.get(op.instruction.name)
+    if schedule and not schedule.uncounted_loops:
+        return schedule.bound_cycles, True
+    return op.cycles + int(pallas_flops(op) / tpu.flops_per_cycle), False
+
+
+def op_seconds(op, cycles, tpu):
+    """Returns the seconds of one run of an operation that waits for its own traffic with HBM; copies wait for none."""
+    compute_s = cycles * tpu.flops_per_cycle / tpu.peak_flops
+    return compute_s if op.instruction.opcode.endswith("-start") else max(compute_s, op.hbm_bytes / tpu.hbm_bytes_per_s)
 
 
 def pallas_flops(op):
     """Returns the FLOPs of one run of a Pallas kernel that the kernel itself declares, 0 if it declares none."""
-    return (op.instruction.declared_cost or {"flops": 0})["flops"]
+    is_kernel = op.instruction.custom_call_target == hlo.PALLAS_CALL
+    return (is_kernel and op.instruction.declared_cost or {"flops": 0})["flops"]
 
 
 def collective_s(name, num_bytes, tpu_slice):
@@ -94,25 +118,37 @@ def collective_s(name, num_bytes, tpu_slice):
     return rounds * (tpu_slice.chips - 1) / tpu_slice.chips * num_bytes / ring_bytes_per_s
 
 
-def top_operations(ops, tpu, count=10):
+def top_operations(ops, tpu, schedules, count=10):
     """Returns the `count` operations that take longest as JSON objects, the longest first.
 
-    Operations of the same source line, opcode and shape, such as those of several layers, are added up.
+    Operations of the same source line, opcode and shape, such as those of several layers, are added up. `limit` says
+    what the first of them waits for: HBM, the matrix units, or the issue of its instructions, of which it then says how
+    many each unit gets per cycle; "" where its schedule is not known.
     """
     lines = {}
     for op in ops:
-        cycles = op.cycles
-        if op.instruction.custom_call_target == hlo.PALLAS_CALL:
-            cycles = pallas_flops(op) / tpu.flops_per_cycle
+        cycles, is_scheduled = cycles_of(op, schedules, tpu)
         key = (op.instruction.source or op.instruction.opcode, op.instruction.opcode, op.instruction.shape_text)
         line = lines.setdefault(key, {"source": key[0], "opcode": key[1], "shape": key[2], "runs": 0, "cycles": 0,
-                                      "hbm_bytes": 0.0, "estimated_s": 0.0})
+                                      "hbm_bytes": 0.0, "estimated_s": 0.0,
+                                      "limit": limit_of(op, schedules, tpu) if is_scheduled else ""})
         line["runs"] += op.times
         line["cycles"] += op.times * cycles
         line["hbm_bytes"] += op.times * op.hbm_bytes
-        line["estimated_s"] += op.times * max(cycles * tpu.flops_per_cycle / tpu.peak_flops,
-                                              op.hbm_bytes / tpu.hbm_bytes_per_s)
+        line["estimated_s"] += op.times * op_seconds(op, cycles, tpu)
     return sorted(lines.values(), key=lambda line: line["estimated_s"], reverse=True)[:count]
+
+
+def limit_of(op, schedules, tpu):
+    """Returns what a scheduled operation waits for, in words (see top_operations)."""
+    schedule = schedules[op.instruction.name]
+    if op.hbm_bytes / tpu.hbm_bytes_per_s > schedule.bound_cycles * tpu.flops_per_cycle / tpu.peak_flops:
+        return "HBM"
+    if schedule.matrix_cycles >= schedule.cycles:
+        return "matrix units"
+    rates = sorted(((count / schedule.cycles, unit) for unit, count in schedule.units.items()), reverse=True)
+    rates = [(schedule.matrix_cycles / schedule.cycles, "matrix units"), *rates[:3]]
+    return "issue: " + ", ".join(f"{unit} {rate:.2f}" for rate, unit in rates)
 
 
 # -----------------------------------------------------------------------------

@@ -20,6 +20,7 @@ class Request:
     jobs: int = 2  # compilers that run concurrently
     timeout_s: int = 1800  # for one program
     dump_dir: str | None = None  # keeps the compilers' input and output
+    with_schedules: bool = False  # read the machine's own schedule of each operation
     usd_per_chip_hour: float | None = None  # instead of the prices in device/prices.csv
     zone: str | None = None  # where they hold; None: the dearest
 
@@ -48,7 +49,7 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
     resident_bytes, fitting, started = programs.resident_bytes(), [], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tpu_preflight_") as scratch:
         for program, compiled in compile_programs(traced, tpu_slice, request.dump_dir or scratch, request.timeout_s,
-                                                  request.jobs):
+                                                  request.jobs, request.with_schedules):
             say(f"{program.name}: {compiled.seconds:.0f} s" + (", does not fit" if compiled.out_of_memory else ""))
             if compiled.out_of_memory:
                 report["out_of_memory"][program.name] = explain_out_of_memory(
