@@ -82,7 +82,7 @@ lookup() {
   done
 }
 
-# facts_of_vm TYPE SPOT ZONE sets what facts sets, for a VM that exists, whose type facts may not know: then the price is
+# facts_of_vm TYPE SPOT ZONE sets what facts sets, for a VM that exists. If facts does not know its type, the price is
 # empty. The price in config.env is only that of TYPE.
 facts_of_vm() {
   local ON_DEMAND="" USD_PER_HOUR=$USD_PER_HOUR

@@ -27,7 +27,10 @@ from nanochat.data.shards import Units, fingerprint, open_shards
 
 READ_AHEAD_BYTES = 256 << 20  # bytes of text that all lanes of a rank hold together, at most
 BLOCK_TOKENS = 1 << 15  # tokens of the rows that a worker makes at a time, at most (but at least one row)
-SMALL_BYTES = 1 << 20  # of files: for an evaluation, every rank packs all rows of less data than this, in one lane
+# An evaluation of few files, which may have fewer tokens than it asks for, reads them as one lane, of which every rank
+# packs all rows: among many lanes some would have no text, and others more than they are asked for.
+SMALL_BYTES = 1 << 20  # of the files
+SMALL_BYTES_PER_TOKEN = 4  # of the files, for a token that is asked for; a token takes about one byte there
 TIMEOUT_S = 300
 
 
@@ -113,13 +116,14 @@ class DataLoader:
     def __init__(self, shards, tokenizer, *, batch_size, seq_len, rank=0, world_size=1, seed=0, num_lanes=NUM_LANES,
                  threads=2, state=None, skip_bad=False, num_rows=None):
         shards = open_shards(shards, skip_bad)
-        if num_rows is not None and sum(shard.n_bytes for shard in shards) < SMALL_BYTES:
-            # Among many lanes some would have no text, and others more than they are asked for.
+        self._n_documents = sum(sum(shard.row_group_documents) for shard in shards)
+        n_bytes = sum(shard.n_bytes for shard in shards)
+        if num_rows is not None and n_bytes < SMALL_BYTES and (
+                self._n_documents < num_lanes or n_bytes < SMALL_BYTES_PER_TOKEN * num_rows * seq_len):
             self._part = slice(rank, None, world_size)
             batch_size, rank, world_size, num_lanes = batch_size * world_size, 0, 1, 1
         units = Units(shards, num_lanes, seed, skip_bad)
         read_bytes = READ_AHEAD_BYTES // max(16, num_lanes // world_size)
-        self._n_documents = sum(sum(shard.row_group_documents) for shard in shards)
         self._begin({"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": fingerprint(shards),
                      "tokenizer": tokenizer.sha256}, batch_size, rank, world_size, threads, state, num_rows,
                     lambda lane, lane_state: Lane(

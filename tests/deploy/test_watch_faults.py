@@ -83,7 +83,7 @@ def test_the_budget_ends_in_time_though_gcloud_hangs_and_watch_was_killed(world)
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [["keeper"], ["keeper", "worker"]], ids="+".join)
 def test_a_watch_that_is_killed_during_the_creation_makes_no_second_vm(world, killed):
-    world.cloud.lag_s = 4
+    world.cloud.lag_s = 10  # long enough for a new watch.sh to find the old create.sh
     watch = world.watch(run=("--num_iterations=9",))
     eventually(lambda: any(request.startswith("POST") for request in world.cloud.requests), 60)
     pids = {"keeper": watch.pid, "worker": int((world.state / "worker").read_text())}
