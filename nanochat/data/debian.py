@@ -26,7 +26,7 @@ PARALLEL_DOWNLOADS = 3
 def check_names(names, *, eval_only):
     """Raises BadInput for a malformed name, and unless `eval_only` for a package that is reserved for evaluation."""
     for name in names:
-        if not re.fullmatch(r"[a-z0-9][a-z0-9+.-]+(=[\w.+~:-]+)?", name):
+        if not re.fullmatch(r"[a-z0-9][a-z0-9+.-]{1,99}(=[\w.+~:-]{1,99})?", name):
             raise BadInput(f"--debian_source: {name!r} is not the name of a source package (NAME or NAME=VERSION)")
         if name[0] in RESERVED_INITIALS and not eval_only:
             raise BadInput(f"--debian_source: {name} is reserved for evaluation, as are all packages whose names begin "

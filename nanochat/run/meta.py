@@ -86,6 +86,10 @@ def load_meta(path):
         raise BadInput(f"{path} is not a checkpoint ({META}: {error}): give a step_… directory") from None
 
 
+FLAGS_OF_CONFIG = {"n_layer": "--depth", "n_embd": "--model_dim", "n_head": "--num_heads",
+                   "n_kv_head": "--num_kv_heads", "vocab_size": "the vocabulary of --tokenizer_dir"}
+
+
 def require_match(path, meta, *, config, tokenizer_sha256, data_fingerprint):
     """Raises BadInput if the checkpoint at `path` is of another architecture, tokenizer or data than these.
 
@@ -94,13 +98,13 @@ def require_match(path, meta, *, config, tokenizer_sha256, data_fingerprint):
     advice = "resume with the flags it was trained with, or choose another --run"
     for key, value in (config or {}).items():
         if meta.config.get(key) != value:
-            raise BadInput(f"{path} is of another architecture: {key} is {meta.config.get(key)} there and {value} "
-                           f"here: {advice}")
-    for saved, value, noun in ((meta.tokenizer_sha256, tokenizer_sha256, "tokenizer"),
-                               (meta.data_fingerprint, data_fingerprint, "data")):
+            raise BadInput(f"{path} is of another architecture: {FLAGS_OF_CONFIG.get(key, f'--{key}')} is "
+                           f"{meta.config.get(key)} there and {value} here: {advice}")
+    for saved, value, what in ((meta.tokenizer_sha256, tokenizer_sha256, "another tokenizer than --tokenizer_dir"),
+                               (meta.data_fingerprint, data_fingerprint, "other data than that in --data_dir")):
         if value is not None and saved != value:
-            raise BadInput(f"{path} was trained with another {noun}: its fingerprint is {saved[:12]} there and "
-                           f"{value[:12]} here: {advice}")
+            raise BadInput(f"{path} was trained with {what}: its fingerprint is {saved[:12]} there and {value[:12]} "
+                           f"here: {advice}")
 
 
 def rng_state():

@@ -77,9 +77,9 @@ def test_a_newer_version_and_a_damaged_file_are_refused_in_one_line(tmp_path, co
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"config": {"n_layer": 3, "n_embd": 128}}, "another architecture: n_layer is 2 there and 3 here"),
+    ({"config": {"n_layer": 3, "n_embd": 128}}, "another architecture: --depth is 2 there and 3 here"),
     ({"tokenizer_sha256": "cc" * 32}, "another tokenizer"),
-    ({"data_fingerprint": "cc" * 32}, "another data"),
+    ({"data_fingerprint": "cc" * 32}, "other data than that in --data_dir"),
 ])
 def test_resuming_with_another_model_tokenizer_or_data_is_bad_input(tmp_path, change, message):
     meta = load_meta(save(tmp_path, 1))

@@ -56,8 +56,8 @@ def test_bad_data_names_the_file_and_its_row_group(train, tiny, tmp_path, corpus
 
 def test_resuming_something_else_is_refused(train, tiny, corpus_dir):
     train("--save_every=6")
-    for flags, words in [(["--depth=3"], "another architecture: n_layer is 2 there and 3 here"),
-                         ([f"--data_dir={corpus_dir}/val"], "another data")]:
+    for flags, words in [(["--depth=3"], "another architecture: --depth is 2 there and 3 here"),
+                         ([f"--data_dir={corpus_dir}/val"], "other data than that in --data_dir")]:
         with pytest.raises(BadInput, match=words):
             main([*tiny, "--run=test", "--num_iterations=8", *flags])
     restarted = train("--resume=never", "--depth=3")
