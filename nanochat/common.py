@@ -4,6 +4,7 @@ import difflib
 import io
 import math
 import os
+import re
 import sys
 import threading
 from dataclasses import field, fields
@@ -64,6 +65,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return found
 
     def error(self, message):
+        message = re.sub(r"ignored explicit argument (.*)", r"it takes no value, and \1 is given", message)
         raise BadInput(message.removeprefix("argument "))
 
 

@@ -43,7 +43,7 @@ def test_flags_have_the_types_of_their_defaults_and_hyphens_are_underscores(monk
     ("--rate=half", "--rate=half is not"),
     ("--dept=3", "--dept=3 is not a flag: did you mean --depth?"),
     ("--zzz", "--zzz is not a flag: --help lists all flags"),
-    ("--verbose=3", "--verbose: ignored explicit argument '3'"),
+    ("--verbose=3", "--verbose: it takes no value, and '3' is given"),
 ])
 def test_a_value_outside_of_a_flag_s_range_is_refused_in_one_line(argument, message):
     with pytest.raises(BadInput) as refusal:

@@ -67,7 +67,8 @@ parse() {
     name=${name%=}
     case $name in
       POLL_S | MAX_* | USD_*)
-        case ${!name} in .* | *. | *.*.* | *[!0-9.]*) die 2 "$name is not a number: ${!name}" ;; esac ;;
+        case ${!name} in .* | *. | *.*.* | *[!0-9.]*) die 2 "$name is not a number of 0 or more: ${!name}" ;; esac
+        [ -n "${!name}" ] || ! given "$name" || die 2 "$name is given without a number" ;;
       *_S | *_GB | ROUNDS | PATIENCE)
         case ${!name:-x} in *[!0-9]*) die 2 "$name is not a whole number: ${!name}" ;; esac ;;
     esac

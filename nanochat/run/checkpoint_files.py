@@ -40,14 +40,15 @@ def partial_dir(run_dir, step):
     return Path(run_dir) / f"step_{step:06d}.tmp"
 
 
-def _step_of(path):
+def step_of(path):
+    """Returns the step of a checkpoint's path."""
     return int(re.match(r"step_(\d+)", path.name)[1])
 
 
 def list_checkpoints(run_dir):
     """Returns the paths of the finished checkpoints of a run, oldest first."""
     paths = [path for path in Path(run_dir).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-    return sorted(paths, key=_step_of)
+    return sorted(paths, key=step_of)
 
 
 def latest(run_dir):
@@ -62,7 +63,7 @@ def latest_good(run_dir, report=warnings.warn):
         problem = find_problem(path)
         if problem is None:
             return path
-        report(f"checkpoint {path} is damaged ({problem}): set aside, the one before it is used")
+        report(f"checkpoint {path} is damaged ({problem}): it is set aside")
         set_aside(path)
     return None
 
@@ -107,7 +108,7 @@ def set_aside(path):
 def set_aside_after(run_dir, step):
     """Sets aside all checkpoints after `step`: for a run that returns to an earlier one, or (-1) that starts anew."""
     for path in list_checkpoints(run_dir):
-        if _step_of(path) > step:
+        if step_of(path) > step:
             set_aside(path)
 
 
@@ -120,9 +121,9 @@ def clean_partial(run_dir):
 def prune(run_dir, step, keep, keep_every):
     """Deletes what the new checkpoint of `step` makes superfluous; `keep` and `keep_every` as in checkpoint.save."""
     for path in Path(run_dir).glob("step_*.tmp"):  # saves that were given up because the disk was full
-        if _step_of(path) <= step:
+        if step_of(path) <= step:
             shutil.rmtree(path, ignore_errors=True)
-    outdated = [path for path in Path(run_dir).glob("step_*.aside") if _step_of(path) <= step]
+    outdated = [path for path in Path(run_dir).glob("step_*.aside") if step_of(path) <= step]
     if keep is not None:
         outdated += [path for path in list_checkpoints(run_dir)[:-max(keep, 1)] if not _is_kept(path, keep_every)]
     for path in outdated:
@@ -131,7 +132,7 @@ def prune(run_dir, step, keep, keep_every):
 
 def _is_kept(path, keep_every):
     """Returns whether the checkpoint is never deleted."""
-    return keep_every > 0 and _step_of(path) % keep_every == 0
+    return keep_every > 0 and step_of(path) % keep_every == 0
 
 
 def _delete(path):

@@ -107,11 +107,11 @@ class Mirror:
                 self._copy([Path(scratch) / file], folder, f"{file}.aside")
             self._remove_files(f"{folder}/{file}")
 
-    def fetch(self, run_dir, report=print):
-        """Copies the newest whole copy and the metrics into `run_dir`. Returns the checkpoint's path, or None if there
-        is none. Reports damaged copies and tries the one before."""
+    def fetch(self, run_dir, report=print, after_step=-1):
+        """Copies the newest whole copy of a step later than `after_step`, and the metrics, into `run_dir`. Returns the
+        checkpoint's path, or None if there is none. Reports damaged copies and tries the one before."""
         run_dir = Path(run_dir)
-        for step in reversed(self.whole_copies()):
+        for step in reversed([name for name in self.whole_copies() if int(name[5:]) > after_step]):
             partial = run_dir / f"{step}.tmp"
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)

@@ -1,4 +1,5 @@
 """Prepares a run, in the parent process: everything is decided and checked before a device is touched."""
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -67,8 +68,9 @@ class Run:
 def run_directory(flags):
     """Returns the path of the folder of a run's checkpoints and metrics. Raises BadInput if --run cannot name one."""
     name = flags.run.run
-    if Path(name).name != name or name in ("", ".", ".."):
-        raise BadInput(f"--run={name} is not a plain name: it becomes the name of a folder")
+    if not re.fullmatch(r"\w[\w.+=-]*", name):
+        raise BadInput(f"--run={name} is not a plain name: it becomes the name of a folder, so give letters, digits, _ "
+                       "and, after the first, . + = and -")
     return get_base_dir() / "checkpoints" / name
 
 
@@ -101,14 +103,14 @@ def prepare(flags, device_type):
         require_match(path, meta, config=asdict(plan.config), tokenizer_sha256=tokenizer.sha256,
                       data_fingerprint=data_fingerprint)
         plan = make_plan(flags, tokenizer.n_vocab, device_type, plan.world_size, meta)
-        if changes := changed_flags(meta.flags, flags):
-            print(f"changed since the checkpoint: {changes}", flush=True)
         # A run without the mark may lack its last evaluation.
         if meta.step >= plan.num_iterations and (directory / FINISHED_FILE).exists():
             finished_step = meta.step
         elif meta.step > plan.num_iterations:
             raise BadInput(f"{path} is past step {plan.num_iterations}, with which this run would end: raise "
                            "--num_iterations (or the other horizon that you gave), or choose another --run")
+        if changes := changed_flags(meta.flags, flags):
+            print(f"changed since the checkpoint: {changes}", flush=True)
     if mirror and path:
         mirror_state.saved(path.name)
         mirror_state.write(directory)
@@ -131,6 +133,7 @@ def reach(mirror, directory):
         state.error = error
         state.write(directory)
 
+    print(f"trying whether {mirror.url} can be written to", flush=True)
     try:
         copies = patiently(try_it, mirror.url, note)
     except BadInput as error:
@@ -142,11 +145,13 @@ def reach(mirror, directory):
 
 
 def newest_checkpoint(directory, mirror):
-    """Returns the path of the newest undamaged checkpoint of a run, or None. If its directory has none, fetches one
-    from the mirror. Raises BadInput or MirrorError."""
-    if mirror and not checkpoint_files.list_checkpoints(directory):
-        patiently(lambda: mirror.fetch(directory), mirror.url)
-    return checkpoint_files.latest_good(directory, report=lambda message: print(f"warning: {message}", flush=True))
+    """Returns the path of the newest undamaged checkpoint of a run, or None. If the mirror has a newer one, fetches
+    that. Raises BadInput or MirrorError."""
+    path = checkpoint_files.latest_good(directory, report=lambda message: print(f"warning: {message}", flush=True))
+    if mirror:
+        step = checkpoint_files.step_of(path) if path else -1
+        path = patiently(lambda: mirror.fetch(directory, after_step=step), mirror.url) or path
+    return path
 
 
 def changed_flags(saved, flags):

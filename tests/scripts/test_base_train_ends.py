@@ -87,3 +87,19 @@ def test_a_tpu_with_several_hosts_is_refused_before_anything_else(monkeypatch):
             patch.setenv(name, value)
             base_train.main(["--tokenizer_dir=/nowhere", "--preflight"])
     assert not get_base_dir().exists()
+
+
+def test_a_newer_checkpoint_of_the_mirror_comes_before_an_older_or_damaged_one_here(train, run_dir, tmp_path):
+    mirror = f"--checkpoint_mirror={tmp_path}/mirror"
+    train("--save_every=2", "--eval_every=-1", mirror)
+    metrics = (tmp_path / "mirror/test/metrics.jsonl").read_text()
+    for path in checkpoint_files.list_checkpoints(run_dir)[1:]:
+        path.rename(tmp_path / path.name)  # as on a disk that was used before another VM went on with the run
+    again = train("--save_every=2", "--eval_every=-1", mirror)
+    assert "has reached step 6 (" in again.stdout and steps_of(run_dir) == [2, 6]
+    assert (tmp_path / "mirror/test/metrics.jsonl").read_text() == metrics
+    for path in checkpoint_files.list_checkpoints(run_dir):
+        (path / "model.safetensors").write_bytes(b"damaged")
+    resumed = train("--save_every=2", "--eval_every=-1", "--num_iterations=8", mirror)
+    assert "step_000006 is damaged" in resumed.stdout and "step_000002 is damaged" in resumed.stdout
+    assert f"resuming from {run_dir / 'step_000006'}" in resumed.stdout and steps_of(run_dir)[-1] == 8
