@@ -242,7 +242,7 @@ find out -name '*.parquet' | wc -l
     (["--source={one}", "--eval_only", "--val_projects=one"], "exclude each other"),
     (["--source={one},{two}", "--out_dir={one}/corpus"], "one/corpus is in .*/one, which is read as a source"),
     (["--projects_dir={one}/..", "--out_dir={two}/.."], "is in .*, which is read as a source"),
-    (["--source=~nobody_of_this_name/x"], "a user who is not known here"),
+    (["--source=~nobody_of_this_name/x"], "there is no home directory for ~nobody"),
     (["--source={one}", "--shard_bytes=0"], "is not a whole number of at least 1"),
     (["--source={one}", "--workers=0"], "is not a whole number of at least 1 and of at most 1000, or -1"),
 ])
