@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir, run_script
+from nanochat.device import tpu
 from nanochat.record.history import SECONDS, read_run
 from nanochat.record.metrics import format_count, format_duration
 
@@ -30,6 +31,21 @@ class Flags:
     completion: Path | None = flag(None, "also draw completion.png: the loss with the text of FILE beside it",
                                    metavar="FILE", of=expand_path)
     out_dir: Path | None = flag(None, "the report's folder; default: report/ in the first run's", of=expand_path)
+    accelerator: str | None = flag(None, "also print what the runs cost on this TPU, such as v5litepod-8")
+    zone: str | None = flag(None, "zone whose prices count, such as us-west4-a; default: the dearest")
+    on_demand: bool = flag(False, "the prices of VMs that are not spot VMs")
+    usd_per_chip_hour: float | None = flag(None, "price of a chip, instead of nanochat/device/prices.csv", of=float,
+                                           at_least=0)
+
+    def usd_per_hour(self):
+        """Returns the price of the TPU in USD an hour, or None without --accelerator. Raises BadInput if it is not
+        known."""
+        if self.accelerator is None:
+            return None
+        usd = tpu.usd_per_hour(self.accelerator, not self.on_demand, self.usd_per_chip_hour, self.zone)
+        if usd is None:
+            raise BadInput(f"no price of --accelerator={self.accelerator} is known: give --usd_per_chip_hour")
+        return usd
 
 
 def main(argv=None):
@@ -40,9 +56,10 @@ def main(argv=None):
         import matplotlib  # noqa: F401
     except ImportError:
         raise BadInput("there is no matplotlib: pip install '.[report]'") from None
+    usd_per_hour = flags.usd_per_hour()
     runs = [read_run(name) for name in flags.runs]
     out_dir = require_writable_dir(flags.out_dir or runs[0].directory / "report")
-    summary = summarise(runs)
+    summary = summarise(runs, usd_per_hour)
     print(format_table(summary))
     pictures = draw(runs, out_dir)
     if flags.completion:
@@ -55,8 +72,9 @@ def main(argv=None):
 # The summary
 
 
-def summarise(runs):
-    """Returns the rows of the summary, (label, [a text for each run]), without those that are empty for all runs."""
+def summarise(runs, usd_per_hour=None):
+    """Returns the rows of the summary, (label, [a text for each run]), without those that are empty for all runs. The
+    cost is that of `usd_per_hour`, the price of the TPU."""
     rows = [("run", [run.name for run in runs])] + [
         (label, [text(run) or "" for run in runs]) for label, text in (
             ("steps", lambda run: f"{run.records[-1]['step']:,}"),
@@ -69,12 +87,20 @@ def summarise(runs):
             ("waiting for data", lambda run: of(run.median("data_wait"), "{:.1%}".format)),
             ("dispatching programs", lambda run: of(run.median("host_dispatch"), "{:.1%}".format)),
             ("peak device memory", peak_memory),
-            ("wall time", lambda run: format_duration(run.records[-1]["time"] - run.records[0]["time"])),
+            ("wall time", lambda run: format_duration(wall_s(run))),
+            ("cost of that time", lambda run: of(usd_per_hour, lambda usd: f"{usd * wall_s(run) / 3600:.2f} USD")),
+            ("cost of 1B tokens, at this speed", lambda run: usd_per_hour is not None and of(
+                run.median("tokens_per_s"), lambda speed: f"{usd_per_hour * 1e9 / speed / 3600:.2f} USD")),
             ("interruptions", lambda run: str(len(run.interruptions()))),
             ("goodput", lambda run: of(run.last("goodput"), "{:.1%}".format)),
             ("not training", time_not_training),
             ("steps skipped as not finite", lambda run: of(run.last("bad_steps"), "{:.0f}".format)))]
     return [(label, texts) for label, texts in rows if any(texts)]
+
+
+def wall_s(run):
+    """Returns the seconds from the run's first record to its newest, the time between two VMs among them."""
+    return run.records[-1]["time"] - run.records[0]["time"]
 
 
 def of(value, form):

@@ -28,6 +28,21 @@ quote() { local a; for a in "$@"; do printf "'%s' " "$(printf %s "$a" | sed "s/'
 # that several waiting scripts do not ask at the same time.
 backoff() { echo $(($1 * (1 << ($2 - 1)) * (50 + RANDOM % 100) / 100)); }
 
+# limited SECONDS COMMAND runs it, and ends it and its children after SECONDS, with status 124.
+limited() (
+  deadline=$((SECONDS + $1))
+  set -m  # the command becomes a process group of its own, all of which can be ended
+  "${@:2}" </dev/null &
+  set +m
+  trap 'kill -- -$! 2>/dev/null || true' EXIT
+  trap 'exit 143' INT TERM
+  while kill -0 $! 2>/dev/null; do
+    if [ $SECONDS -ge $deadline ]; then echo "ERROR: $2 gave no answer for $1 s, and was ended" >&2; exit 124; fi
+    sleep 0.1
+  done
+  wait $!
+)
+
 # given NAME returns 0 if a flag has set this variable.
 given() { case $GIVEN in *" $1 "*) ;; *) return 1 ;; esac; }
 

@@ -42,12 +42,15 @@ facts() {
 }
 
 # tpu ZONE VERB ARGS runs gcloud and keeps its stderr for why and complaint. gcloud asks five times when there is no
-# answer, so a dead network costs two minutes.
+# answer, so a dead network costs two minutes; a gcloud that hangs for another reason is ended after $GCLOUD_S, and, if
+# it changes a VM and waits for that, a minute after --wait_s.
 GCLOUD_ERR=$TMP/gcloud
+: "${GCLOUD_S:=180}"
 tpu() {
-  local zone=$1 verb=$2
+  local zone=$1 verb=$2 limit_s=$GCLOUD_S
   shift 2
-  CLOUDSDK_CORE_HTTP_TIMEOUT=20 gcloud compute tpus tpu-vm "$verb" "$@" --zone="$zone" --quiet \
+  case $verb in create | delete | start | stop) limit_s=$((WAIT_S + 60)) ;; esac
+  CLOUDSDK_CORE_HTTP_TIMEOUT=20 limited "$limit_s" gcloud compute tpus tpu-vm "$verb" "$@" --zone="$zone" --quiet \
     ${PROJECT:+--project="$PROJECT"} 2>"$GCLOUD_ERR"
 }
 change() { # change VERB: deletes, starts or stops the VM that was looked up

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy import warm_gcloud
+from tests.deploy.cloud import Cloud
 from tests.deploy.standin import NAMESPACE, StandIn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +99,15 @@ def laptop(tmp_path_factory, warm):
         process.stdout.close()
     for vm in laptop.vms:
         vm.erase()
+
+
+@pytest.fixture
+def cloud(laptop):
+    """An emulated TPU API, which the laptop's gcloud is pointed at."""
+    cloud = Cloud()
+    laptop.env.update(cloud.env(laptop.home / "gcloud"))
+    yield cloud
+    cloud.close()
 
 
 @pytest.fixture

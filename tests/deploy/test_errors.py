@@ -1,9 +1,10 @@
 """What the scripts make of gcloud's error messages: the real gcloud prints them, for answers of an emulated API."""
+import shutil
 import subprocess
 
 import pytest
 
-from tests.deploy.cloud import Cloud, Failure
+from tests.deploy.cloud import Failure
 from tests.deploy.conftest import ROOT
 
 MISSPELT = (403, "PERMISSION_DENIED", "Permission denied on 'locations/us-wst4-a' (or it may not exist).")
@@ -13,14 +14,6 @@ UNAVAILABLE = (503, "UNAVAILABLE", "The service is currently unavailable.")  # g
 ABORTED = (409, "ABORTED", "The request was in conflict with another; try again.")
 EXPIRED = (401, "UNAUTHENTICATED", "Request had invalid authentication credentials.")
 TOO_MANY = (429, "RESOURCE_EXHAUSTED", "Quota exceeded for quota metric 'Read requests' and limit 'per minute'.")
-
-
-@pytest.fixture
-def cloud(laptop):
-    cloud = Cloud()
-    laptop.env.update(cloud.env(laptop.home / "gcloud"))
-    yield cloud
-    cloud.close()
 
 
 def why(laptop, *arguments):
@@ -149,3 +142,28 @@ def test_a_stopped_spot_vm_is_not_started(laptop, cloud):
 def test_the_status_of_several_vms_is_the_highest(laptop, cloud):
     output = laptop.run("status.sh", "nano", "127.255.255.254", "--zones=us-a", status=3)
     assert "nano  absent" in output and "unreachable" in output
+
+
+def test_a_gcloud_that_hangs_is_ended_with_its_children(laptop):
+    hanging = laptop.home / "bin/gcloud"
+    hanging.write_text(f"#!/bin/sh\nsleep 300 &\necho $! >{laptop.home}/child\nsleep 301\n")
+    hanging.chmod(0o755)
+    laptop.env["GCLOUD_S"] = "1"
+    assert why(laptop, "describe", "nano") == "other: gcloud gave no answer for 1 s, and was ended"
+    child = (laptop.home / "child").read_text().strip()
+    state = subprocess.run(["ps", "-o", "stat=", "-p", child], capture_output=True, text=True).stdout
+    assert state.strip() in ("", "Z"), "the process that gcloud started still runs"
+
+
+@pytest.mark.parametrize("awk", ["mawk", "gawk", "original-awk", "busybox awk"])
+def test_a_price_of_nothing_is_kept_by_every_awk(laptop, awk):
+    if not shutil.which(awk.split()[0]):
+        pytest.skip(f"{awk} is not installed")
+    (laptop.home / "bin/awk").write_text(f'#!/bin/sh\nexec {awk} "$@"\n')
+    (laptop.home / "bin/awk").chmod(0o755)
+    script = (f'. {ROOT}/deploy/lib/common.sh; parse "" "$@"; facts v6e-4 us-east5-a; '
+              'echo "$USD $(calc "$CHIPS * $USD + 1.5")"')
+    said = {price: subprocess.check_output(["bash", "-c", script, "bash", *price], text=True, env=laptop.env).split()
+            for price in ((), ("--usd_per_hour=0",), ("--usd_per_hour=2.5",))}
+    assert said == {(): ["4.32", "18.78"], ("--usd_per_hour=0",): ["0", "1.50"],
+                    ("--usd_per_hour=2.5",): ["2.5", "11.50"]}

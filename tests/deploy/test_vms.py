@@ -3,19 +3,10 @@ import subprocess
 
 import pytest
 
-from tests.deploy.cloud import Cloud
 from tests.deploy.conftest import ROOT, eventually
 
 ZONES = "--zones=us-a,us-b"
 QUICK = ["--poll_s=0.1", "--backoff_s=0"]
-
-
-@pytest.fixture
-def cloud(laptop):
-    cloud = Cloud()
-    laptop.env.update(cloud.env(laptop.home / "gcloud"))
-    yield cloud
-    cloud.close()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from matplotlib import image
 from matplotlib.figure import Figure
 
 from nanochat.common import BadInput
+from nanochat.device.prices import chip_price
 from nanochat.record.history import read_run
 from scripts.report import draw_lines, has_shown, main
 
@@ -54,6 +55,19 @@ def test_a_report_has_the_numbers_and_pictures_of_its_runs_and_refers_to_nothing
     assert run.records[-1]["step"] == 6 and [record["step"] for record in run.interruptions()] == [3]
     assert run.tokens([0, 1, 3, 6]).tolist() == [0, 512, 1536, 3072]
     assert run.series("loss")[0].tolist() == [1, 2, 3, 4, 5, 6] and run.last("no_such_field") is None
+
+
+def test_the_cost_is_that_of_the_price_table_or_of_the_flag(interrupted, capsys):
+    main(["test", "--accelerator=v5litepod-8", "--zone=us-west4-a", "--out_dir", str(interrupted / "out")])
+    run = read_run(interrupted)
+    hours = (run.records[-1]["time"] - run.records[0]["time"]) / 3600
+    price = chip_price("v5litepod-8", True, "us-west4-a").usd_per_chip_hour * 8
+    per_billion = price * 1e9 / run.median("tokens_per_s") / 3600
+    output = capsys.readouterr().out
+    assert re.search(rf"^cost of that time +{hours * price:.2f} USD$", output, re.M)
+    assert re.search(rf"^cost of 1B tokens, .* {per_billion:.2f} USD$", output, re.M)
+    with pytest.raises(BadInput, match="--accelerator=v9-8"):
+        main(["test", "--accelerator=v9-8"])
 
 
 def test_a_run_that_does_not_exist_or_has_no_records_is_bad_input(tmp_path, base_dir):
