@@ -315,6 +315,7 @@ def test_closing_ends_the_threads(shards):
         next(loader)
 
 
+@pytest.mark.slow
 def test_a_document_of_20_megabytes_takes_little_memory(tmp_path):
     long, short = "/* long */ " * 2_000_000, "int x; // short\n" * 100  # every lane reads the long one, of 22 MB
     paths = [str(write(tmp_path / "alone.parquet", [long])),

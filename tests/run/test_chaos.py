@@ -16,8 +16,8 @@ def chaos(*flags, timeout_s):
     return process.stdout
 
 
-def test_three_random_faults_change_no_bit_of_a_run():
-    assert "3 interruptions survived" in chaos("--seed=3", "--interruptions=3", timeout_s=1500)
+def test_a_random_fault_changes_no_bit_of_a_run():
+    assert "1 interruptions survived" in chaos("--seed=3", "--interruptions=1", timeout_s=1500)
 
 
 @pytest.mark.slow

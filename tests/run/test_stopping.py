@@ -281,6 +281,7 @@ def test_a_stop_waits_for_the_mirror_until_it_has_the_checkpoint_or_a_second_sig
     assert state()["behind_since"] is state()["error"] is None
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_ends_at_once_and_without_warnings_of_python(start):
     run = start("test")
     read_until(run, "step 00020")

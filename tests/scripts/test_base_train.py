@@ -117,7 +117,7 @@ def test_lines_of_the_log_count_no_evaluation_and_precede_every_checkpoint(train
     assert last["interruptions"] == last["bad_steps"] == 0
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_fifty_steps_compile_in_the_first_only_fall_back_never_and_fetch_only_to_log(devices, byte_tokenizer_dir,
                                                                                      tmp_path):
     """Read from torch_xla's own counters, by a program that spawns the ranks as base_train does."""

@@ -41,6 +41,7 @@ def test_bad_data_is_found_before_anything_is_downloaded(tmp_path, monkeypatch):
         tok_eval.main([f"--data_dir={tmp_path}"])
 
 
+@pytest.mark.slow
 def test_an_npm_package_with_another_vocabulary_is_bad_input(headers_dir, tmp_path):
     path = tmp_path / "tiktoken.tgz"
     make_npm_package(path, "! 0 YQ== Yg==\n! 2 Yw==")
