@@ -26,6 +26,7 @@ from nanochat.preflight.report import Request, advice, find_batch, make_report
 from nanochat.preflight.trace import prepare_environment
 from nanochat.train.flags import TITLES, Flags
 from nanochat.train.plan import make_plan
+from nanochat.train.prepare import run_directory
 
 PROGRAMS = ("micro_step", "update", "evaluate")
 DOES_NOT_FIT = 3
@@ -102,13 +103,17 @@ def trace_run(flags, chips):
     from nanochat.device.ranks import Dist
     from nanochat.preflight.programs import Programs, fill_with_placeholders
     from nanochat.train.loss_eval import bits_per_byte
-    from nanochat.train.step import make_model, make_step
+    from nanochat.train.step import make_model, make_step, next_token_loss
+    from nanochat.train.teacher import DistillationLoss, find_teacher, make_teacher
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     plan = make_plan(flags, tokenizer.n_vocab, "tpu", chips)
     dist = Dist("tpu", torch_xla.device(), world_size=chips)
     with torch.device("meta"):
         model = make_model(plan)
-    training = make_step(plan, fill_with_placeholders(model), dist)
+        found = find_teacher(flags, plan, tokenizer, run_directory(flags))
+        teacher = make_teacher(found, plan) if found else None
+    loss = DistillationLoss(found, fill_with_placeholders(teacher)) if found else next_token_loss
+    training = make_step(plan, fill_with_placeholders(model), dist, loss, teacher)
     rows, length = plan.device_batch_size, plan.config.max_seq_len
 
     def evaluate():

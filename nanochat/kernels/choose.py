@@ -13,7 +13,7 @@ import importlib.util
 from functools import partial
 
 from nanochat.common import BadInput
-from nanochat.kernels import plain
+from nanochat.kernels import distillation, plain
 from nanochat.model.layers import Kernels
 
 
@@ -41,7 +41,9 @@ def get_kernels(name, device_type):
     cross_entropy = {"chunked": plain.chunked_cross_entropy, "cce": plain.cut_cross_entropy}.get(
         name, plain.full_cross_entropy)
     recompute = plain.recompute_on_xla if device_type in ("tpu", "xla") else plain.recompute
-    return Kernels(name, plain.attention, cross_entropy, partial(_mean, cross_entropy), plain.embedding, recompute)
+    mean_distillation = distillation.mean_loss if name == "current" else plain.mean_distillation
+    return Kernels(name, plain.attention, cross_entropy, partial(_mean, cross_entropy), mean_distillation,
+                   plain.embedding, recompute)
 
 
 def _mean(cross_entropy, *arguments):

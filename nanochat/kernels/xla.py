@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.device.xla_ops import jax_call, loop, row_major_matmul, take
-from nanochat.kernels import plain
+from nanochat.kernels import distillation, plain
 from nanochat.kernels.gpt_layer import AttentionByHand, gpt_layer_for_loop
 from nanochat.kernels.layer_loop import run_layers
 from nanochat.model.layers import IGNORE_INDEX, NORM_EPS, Kernels, apply_rotary, norm, softcapped, split_heads
@@ -27,7 +27,7 @@ def get_kernels(name, interpret):
         tables = _pallas_tables(*rotary) if name == "flash" else rotary
         return run_layers(layer, x, stacks, windows, tables, recompute)
 
-    return Kernels(name, plain.attention, _cross_entropy, _MeanCrossEntropy.apply, _Embedding.apply,
+    return Kernels(name, plain.attention, _cross_entropy, _MeanCrossEntropy.apply, _mean_distillation, _Embedding.apply,
                    recompute=None, run_layers=run_all)
 
 
@@ -110,11 +110,11 @@ class _Embedding(torch.autograd.Function):
         return None, None, None
 
 
-def _chunks(hidden, targets):
-    """Returns hidden (N, C) and targets (N,) as stacks of chunks of equal size, (N / size, size, …)."""
-    tokens = hidden.size(0)
-    size = max(size for size in range(1, min(tokens, CHUNK_TOKENS) + 1) if tokens % size == 0)
-    return hidden.view(-1, size, hidden.size(1)), targets.long().view(-1, size)
+def _chunks(x, chunk_tokens=CHUNK_TOKENS):
+    """Returns x (N, …) as a stack of chunks of equal size, (N / size, size, …), of at most `chunk_tokens` tokens."""
+    tokens = x.size(0)
+    size = max(size for size in range(1, min(tokens, chunk_tokens) + 1) if tokens % size == 0)
+    return x.view(-1, size, *x.shape[1:])
 
 
 def _losses(hidden, head, targets, softcap):
@@ -141,7 +141,7 @@ class _LossBody:
 
 
 def _cross_entropy(hidden, head, targets, softcap):
-    chunks = _chunks(hidden, targets)
+    chunks = _chunks(hidden), _chunks(targets.long())
     losses = torch.zeros(chunks[1].shape, device=hidden.device)
     _, (losses,) = loop(_LossBody(softcap), (), chunks, [losses], [head.to(hidden.dtype)])
     return losses.flatten()
@@ -171,7 +171,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, head, targets, softcap):
         body = _GradientBody(softcap, hidden.size(0))
-        chunks = _chunks(hidden, targets)
+        chunks = _chunks(hidden), _chunks(targets.long())
         sums = torch.zeros((), device=hidden.device), torch.zeros_like(head, dtype=torch.float32)
         constants = [head.to(hidden.dtype)]
         if len(chunks[0]) == 1:
@@ -187,3 +187,12 @@ class _MeanCrossEntropy(torch.autograd.Function):
         d_hidden, d_head = ctx.saved_tensors
         ctx.head.main_grad.add_(d_head * d_loss)
         return d_hidden * d_loss.to(d_hidden.dtype), None, None, None
+
+
+def _mean_distillation(hidden, head, targets, softcap, teaching):
+    """See layers.Kernels. Chunks are half as large, because there are logits of two models."""
+    return distillation.MeanLoss.apply(hidden, head, targets, softcap, teaching, _half_chunks, loop, True)
+
+
+def _half_chunks(x):
+    return _chunks(x, CHUNK_TOKENS // 2)

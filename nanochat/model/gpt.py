@@ -183,13 +183,16 @@ class GPT(nn.Module):
         """fp32 logits (…, V) of hidden states (…, C)."""
         return softcapped(F.linear(hidden, self.lm_head.to(hidden.dtype)).float(), self.config.softcap)
 
-    def forward(self, ids, targets=None, reduction="none"):
+    def forward(self, ids, targets=None, reduction="none", teaching=None):
         """Logits (B, T, V) of ids (B, T). With targets (B, T): the losses of the tokens instead, fp32, nats, (B, T), or
-        their mean, a scalar, with reduction "mean"."""
+        their mean, a scalar, with reduction "mean". With the Teaching of another model, the mean is that of the loss
+        of a student."""
         hidden = self.hidden(ids)
         if targets is None:
             return self.logits(hidden)
         arguments = hidden.flatten(0, 1), self.lm_head, targets.flatten(), self.config.softcap
+        if teaching is not None:
+            return self.kernels.mean_distillation(*arguments, teaching)
         if reduction == "mean":
             return self.kernels.mean_cross_entropy(*arguments)
         return self.kernels.cross_entropy(*arguments).view_as(targets)

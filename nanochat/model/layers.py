@@ -35,6 +35,8 @@ class Kernels:
     cross_entropy(hidden, head, targets, softcap): losses (N,), fp32, nats, of hidden (N, C), head (V, C) and targets
         (N,); it may have no gradient
     mean_cross_entropy: the mean of these losses, a scalar with a gradient, for training
+    mean_distillation(hidden, head, targets, softcap, teaching): the mean loss of a student, as kernels/distillation.py
+        defines it, a scalar with a gradient; teaching is a Teaching
     embedding(ids, table, dtype): the vectors in table (V, C) of ids (B, T) -> (B, T, C)
     recompute(function, *args): function(*args), which is computed again in the backward pass instead of keeping its
         activations
@@ -46,6 +48,7 @@ class Kernels:
     attention: Callable
     cross_entropy: Callable
     mean_cross_entropy: Callable
+    mean_distillation: Callable
     embedding: Callable
     recompute: Callable
     run_layers: Callable | None = None

@@ -29,10 +29,12 @@ class Programs:
     def memory_groups(self):
         """Returns the bytes of weights, gradients, optimizer state and the rest, as {name: bytes}."""
         optimizer = self.training.optimizer
-        groups = dict.fromkeys(("weights", "gradients", "optimizer", "other"), 0)
+        names = ("weights", "gradients", "optimizer", *(["teacher"] if self.training.teacher else []), "other")
+        groups = dict.fromkeys(names, 0)
         for name, size in self.resident_bytes().items():
             group = "gradients" if name.endswith(".main_grad") else "weights" if name in optimizer.parameters \
-                else "optimizer" if name in optimizer.state or name.endswith(".master") else "other"
+                else "optimizer" if name in optimizer.state or name.endswith(".master") \
+                else "teacher" if name.startswith("teacher.") else "other"
             groups[group] += size
         return groups
 

@@ -79,6 +79,15 @@ class BatchFlags:
 
 
 @dataclass(frozen=True)
+class DistillationFlags:
+    teacher: str = flag("", "learn also from the predictions of this run (its newest checkpoint), RUN/step_000100 or a "
+                        "path, which has the same tokenizer")
+    kd_weight: float = flag(0.5, "weight of the teacher in the loss", above=0, at_most=1)
+    kd_temperature: float = flag(1.0, "temperature of both predictions", at_least=0.1, at_most=100)
+    kd_until: float = flag(1.0, "the fraction of the run's steps after which there is no teacher", above=0, at_most=1)
+
+
+@dataclass(frozen=True)
 class RecordFlags:
     eval_every: int = flag(250, "steps between evaluations, also at the end; -1: never", at_least=1, unset=-1)
     eval_tokens: int = flag(10 * 2**20, "tokens of an evaluation, whatever the world size; each document once at most",
@@ -103,6 +112,7 @@ class RecordFlags:
 TITLES = {
     RunFlags: "run", DeviceFlags: "devices", DataFlags: "data", ModelFlags: "model (everything follows from the depth)",
     BatchFlags: "batch and horizon (the first horizon that is given counts)", OptimConfig: "optimizer",
+    DistillationFlags: "distillation",
     RecordFlags: "evaluation, samples, checkpoints, logs"}
 
 
@@ -114,6 +124,7 @@ class Flags:
     model: ModelFlags = field(default_factory=ModelFlags)
     batch: BatchFlags = field(default_factory=BatchFlags)
     optimizer: OptimConfig = field(default_factory=OptimConfig)
+    distillation: DistillationFlags = field(default_factory=DistillationFlags)
     record: RecordFlags = field(default_factory=RecordFlags)
 
     def as_dict(self):

@@ -16,8 +16,9 @@ from nanochat.run.processes import expected_world_size
 from nanochat.run.stopping import Requests
 from nanochat.run.uploader import STATE_FILE, MirrorState
 from nanochat.run.watchdog import Heartbeats
-from nanochat.train.flags import BatchFlags, Flags
+from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
 from nanochat.train.plan import Plan, make_plan
+from nanochat.train.teacher import Teacher, find_teacher
 
 # In the run's folder: see stopping.py and watchdog.py; the last one exists once the run has come to its end.
 REQUESTS_FILE, HEARTBEATS_FILE, FINISHED_FILE = ".requests", ".heartbeats", ".finished"
@@ -34,6 +35,7 @@ class Run:
     tokenizer: Tokenizer
     mirror: Mirror | None
     profile_steps: tuple  # (begin, end), see Profile
+    teacher: Teacher | None
 
     @property
     def requests_file(self):
@@ -86,6 +88,9 @@ def prepare(flags, device_type):
     plan = make_plan(flags, tokenizer.n_vocab, device_type, expected_world_size(device_type))
     profile_steps = parse_profile_steps(record.profile_steps, plan.num_iterations)
     data_fingerprint = check_data(flags)
+    teacher = find_teacher(flags, plan, tokenizer, directory)
+    if teacher:
+        flags = flags.replace(teacher=str(teacher.path))  # the one that is meant now, if it is trained further
     mirror = None
     if record.checkpoint_mirror is not None:
         mirror = run_mirror(record.checkpoint_mirror, flags.run.run, record.keep_checkpoints, record.keep_every)
@@ -114,7 +119,8 @@ def prepare(flags, device_type):
     if mirror and path:
         mirror_state.saved(path.name)
         mirror_state.write(directory)
-    return Run(flags, plan, directory, path, finished_step, tokenizer, mirror, profile_steps)
+    return Run(flags, plan, directory, path, finished_step, tokenizer, mirror, profile_steps,
+               teacher)
 
 
 def reach(mirror, directory):
@@ -157,7 +163,7 @@ def newest_checkpoint(directory, mirror):
 def changed_flags(saved, flags):
     """Returns the flags of horizon, batch and optimizer that are not those of a checkpoint, {name: value}, as a text
     such as "matrix_lr 0.02 -> 0.01, weight_decay 0.2 -> 0.1"; "" if there are none."""
-    names = [field.name for group in (BatchFlags, OptimConfig) for field in fields(group)
+    names = [field.name for group in (BatchFlags, OptimConfig, DistillationFlags) for field in fields(group)
              if field.name != "device_batch_size"]  # which changes no step
     now = flags.as_dict()
     return ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in names

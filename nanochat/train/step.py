@@ -22,14 +22,16 @@ class TrainingStep:
     `loss_sum`. Second program: update, which sums both over the ranks, updates the weights and sets the sums to zero.
     """
 
-    def __init__(self, model, optimizer, loss, dist, micro_steps=(1,), use_compile=False):
+    def __init__(self, model, optimizer, loss, dist, micro_steps=(1,), use_compile=False, teacher=None):
         """
         model, optimizer: with their state on the device of `dist`; the optimizer is like MuonAdamW.
         loss(model, **batch): the mean loss of a micro-batch, a scalar tensor.
         micro_steps: all numbers of micro-steps that a step of the run can have.
         use_compile: torch.compile the model.
+        teacher: a module that the loss reads and nothing changes.
         """
         self.model, self.optimizer, self.loss, self.dist = model, optimizer, loss, dist
+        self.teacher, self.micro_step_name = teacher, "micro_step"
         self.compiled_model = torch.compile(model, dynamic=False) if use_compile else model
         self.observer = Observer(dist)
         self.loss_sum = torch.zeros((), device=dist.device)
@@ -44,12 +46,18 @@ class TrainingStep:
     def state(self):
         """Returns {name: tensor} of all that stays on the device between two programs."""
         optimizer = self.optimizer
+        teacher = self.teacher.state_dict() | dict(self.teacher.named_buffers()) if self.teacher else {}
         return optimizer.parameters \
             | {f"{name}.main_grad": p.main_grad for name, p in optimizer.parameters.items()} \
             | {f"{name}.master": optimizer.masters[name] for name, p in optimizer.parameters.items()
                if optimizer.masters[name] is not p} \
             | dict(self.model.named_buffers()) | optimizer.state \
-            | {"loss_sum": self.loss_sum} | {f"loss_scale.{n}": scale for n, scale in self.loss_scales.items()}
+            | {"loss_sum": self.loss_sum} | {f"loss_scale.{n}": scale for n, scale in self.loss_scales.items()} \
+            | {f"teacher.{name}": tensor for name, tensor in teacher.items()}
+
+    def dismiss_teacher(self, loss):
+        """From now on micro-steps have the loss `loss`, which needs no teacher: they are another program."""
+        self.loss, self.teacher, self.micro_step_name = loss, None, "micro_step without teacher"
 
     def micro_step(self, batch, scale):
         """Adds the gradients of one micro-batch, and its loss × `scale` to loss_sum.
@@ -79,7 +87,7 @@ class TrainingStep:
             with observer.data_wait():
                 batch = next(batches)
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with observer.program("micro_step", **batch, scale=scale):
+            with observer.program(self.micro_step_name, **batch, scale=scale):
                 self.micro_step(batch, scale)
         scheduled = scheduled.to(device)
         with observer.program("update", collective=True, scheduled=scheduled):
@@ -100,9 +108,10 @@ def make_model(plan):
     return GPT(plan.config, get_kernels(plan.kernel, plan.device_type), plan.dtype, plan.activation_checkpointing)
 
 
-def make_step(plan, model, dist):
-    """Returns the TrainingStep of a Plan for a model whose weights are on the device of `dist`."""
+def make_step(plan, model, dist, loss=next_token_loss, teacher=None):
+    """Returns the TrainingStep of a Plan for a model whose weights are on the device of `dist`, with another loss and
+    the model that it reads, if they are given."""
     optimizer = MuonAdamW(model, plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.dtype, dist,
                           plan.shard_optimizer)
-    return TrainingStep(model, optimizer, next_token_loss, dist,
-                        [plan.micro_steps(step) for step, _ in plan.batch_schedule], plan.use_compile)
+    return TrainingStep(model, optimizer, loss, dist, [plan.micro_steps(step) for step, _ in plan.batch_schedule],
+                        plan.use_compile, teacher)

@@ -17,8 +17,9 @@ from nanochat.train.loss_eval import bits_per_byte
 from nanochat.train.nonfinite import NonfiniteSteps
 from nanochat.train.plan import describe_plan
 from nanochat.train.saves import Saves
-from nanochat.train.step import make_model, make_step
+from nanochat.train.step import make_model, make_step, next_token_loss
 from nanochat.train.step_log import StepLog
+from nanochat.train.teacher import DistillationLoss, load_teacher
 
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
 
@@ -35,7 +36,7 @@ class Trainer:
         self.restore(meta)
         with self.goodput.span("load"):
             self.rows = RowFeed(open_loader(run, dist, restored.lane_states if restored else None))
-            self.training = restore_training(run, dist, restored)  # while the loader reads ahead
+            self.training = restore_training(run, dist, self.step, restored)  # while the loader reads ahead
         if dist.rank == 0:
             run.begin()
         self.engine = Engine(self.training.model, run.tokenizer, dist)
@@ -44,6 +45,8 @@ class Trainer:
         if dist.rank == 0:
             print_banner()
             print0("\n".join(describe_plan(run.plan, run.tokenizer)))
+            if run.teacher:
+                print0(run.teacher.describe())
             print0(f"resuming from {run.checkpoint}" if restored else f"a new run, in {run.directory}")
         self.log = StepLog(run, dist, self.training, self.nonfinite, self.step, meta)
         self.saves, self.save_is_asked = Saves(run, dist, self.step, before_rename=self.log.flush), False
@@ -105,6 +108,8 @@ class Trainer:
     def train_step(self):
         """Runs one optimizer step, without waiting for the device."""
         plan = self.run.plan
+        if self.run.teacher and self.step == self.run.teacher.last_step and self.training.teacher:
+            self.training.dismiss_teacher(next_token_loss)
         self.log.begin_step()
         self.liveness.beat("step", self.step)
         self.profile.before_step(self.step)
@@ -263,14 +268,19 @@ def open_loader(run, dist, lane_states=None, num_rows=None):
                       skip_bad=flags.data.skip_bad_shards, **common)
 
 
-def restore_training(run, dist, restored=None):
-    """Returns the TrainingStep with the weights and the optimizer's state of a Checkpoint, or with initial ones."""
+def restore_training(run, dist, step, restored=None):
+    """Returns the TrainingStep after `step` steps, with the weights and the optimizer's state of a Checkpoint, or with
+    initial ones."""
     model = make_model(run.plan)
     if restored:
         model.load_state_dict(restored.model_state)
     else:
         model.init_weights(run.flags.run.seed)
-    training = make_step(run.plan, model.to(dist.device), dist)
+    loss, teacher = next_token_loss, None
+    if run.teacher and step < run.teacher.last_step:
+        teacher = load_teacher(run.teacher, run.plan, dist.device)
+        loss = DistillationLoss(run.teacher, teacher)
+    training = make_step(run.plan, model.to(dist.device), dist, loss, teacher)
     if restored:
         training.optimizer.load_state_dict(restored.optimizer_state)
     training.materialise()

@@ -1,0 +1,85 @@
+"""Distillation: the run's model also learns from the predictions of a trained one, base_train --teacher=RUN."""
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+from nanochat.common import BadInput
+from nanochat.infer.load import find_checkpoint
+from nanochat.kernels.choose import get_kernels
+from nanochat.kernels.distillation import Teaching
+from nanochat.kernels.flash_shapes import require_shapes
+from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.run.checkpoint_files import MODEL, find_problem
+from nanochat.run.meta import META, load_meta
+
+
+class Teacher(NamedTuple):
+    path: Path  # of its checkpoint
+    config: GPTConfig
+    weight: float  # of the teacher in the loss
+    temperature: float
+    last_step: int  # the student learns from it up to this step
+
+    def describe(self):
+        """Returns a line for a person, as those of describe_plan."""
+        return (f"    teacher  {self.path}: depth {self.config.n_layer}, width {self.config.n_embd}, weight "
+                f"{self.weight:g} at temperature {self.temperature:g} up to step {self.last_step:,}")
+
+
+def find_teacher(flags, plan, tokenizer, directory):
+    """Returns the Teacher of base_train's Flags and Plan, or None without --teacher. Raises BadInput if it cannot teach
+    this model. tokenizer, directory: of the run that learns."""
+    taught = flags.distillation
+    if not taught.teacher:
+        return None
+    path = find_checkpoint(taught.teacher)
+    what = f"--teacher={taught.teacher} ({path})"
+    meta = load_meta(path)
+    config = GPTConfig(**meta.config)
+    if path.resolve().parent == directory.resolve():
+        raise BadInput(f"{what} is a checkpoint of this run: give another run, or train under another --run")
+    if meta.tokenizer_sha256 != tokenizer.sha256:
+        raise BadInput(f"{what} has another tokenizer ({meta.tokenizer_sha256[:12]}) than this run "
+                       f"({tokenizer.sha256[:12]}): their predictions cannot be compared; train with --tokenizer_dir "
+                       "of the teacher")
+    if config.max_seq_len < plan.config.max_seq_len:
+        raise BadInput(f"{what} sees {config.max_seq_len} positions: give --max_seq_len of at most that, not "
+                       f"{plan.config.max_seq_len}")
+    try:
+        require_shapes(plan.kernel, config, plan.device_type)
+    except BadInput as error:
+        raise BadInput(f"{what}: {error}") from None
+    if problem := find_problem(path, (MODEL, META)):
+        raise BadInput(f"{what} is damaged ({problem}): use another checkpoint")
+    return Teacher(path, config, taught.kd_weight, taught.kd_temperature,
+                   round(taught.kd_until * plan.num_iterations))
+
+
+def make_teacher(teacher, plan):
+    """Returns the teacher's GPT, on torch's default device and without weights, with the kernels of the student."""
+    model = GPT(teacher.config, get_kernels(plan.kernel, plan.device_type), plan.dtype)
+    return model.requires_grad_(False).to(plan.dtype)
+
+
+def load_teacher(teacher, plan, device):
+    """Returns the teacher's GPT with its weights, on a device."""
+    model = make_teacher(teacher, plan)
+    model.load_state_dict(load_file(teacher.path / MODEL))
+    return model.to(device)
+
+
+class DistillationLoss:
+    """The mean loss of rows (B, T + 1) for a student: see kernels/distillation.py."""
+
+    def __init__(self, teacher, model):
+        """teacher: a Teacher; model: its GPT, on the device."""
+        self.teacher, self.model = teacher, model
+
+    def __call__(self, student, rows):
+        ids = rows[:, :-1]
+        with torch.no_grad():
+            hidden = self.model.hidden(ids).flatten(0, 1)
+        return student(ids, rows[:, 1:], reduction="mean", teaching=Teaching(
+            hidden, self.model.lm_head, self.model.config.softcap, self.teacher.weight, self.teacher.temperature))

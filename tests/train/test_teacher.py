@@ -1,0 +1,48 @@
+"""Runs that learn from a teacher."""
+import pytest
+
+from nanochat.common import BadInput, get_base_dir
+from nanochat.data.tokenizer import SHIPPED_DIR
+from nanochat.device.ranks import resolve_device_type
+from nanochat.train.flags import parse_flags
+from nanochat.train.prepare import prepare
+
+
+@pytest.fixture
+def teacher(train):
+    """The name of a run of six steps, whose model is wider than its students."""
+    train("--model_dim=128", "--save_every=6", run="teacher")
+    return "teacher"
+
+
+@pytest.mark.parametrize("devices, kernel", [(1, "current"), (2, "chunked")])
+def test_a_student_resumes_bit_for_bit_before_and_after_its_teacher_leaves(train, teacher, devices, kernel):
+    flags = ["--teacher=teacher", "--kd_weight=0.8", "--kd_until=0.5", f"--kernel={kernel}", "--save_every=1"]
+    whole = train(*flags, run="student", devices=devices)
+    assert "depth 2, width 128, weight 0.8 at temperature 1 up to step 3" in whole.stdout
+    alone = train(f"--kernel={kernel}", run="alone", devices=devices)
+    assert whole.losses[1] != alone.losses[1] and whole.losses[6] == pytest.approx(alone.losses[6], rel=0.05)
+    recompiled = [record["recompiled"] for record in whole.records if "recompiled" in record]
+    assert not recompiled
+    for step in (2, 4):
+        run_dir = get_base_dir() / "checkpoints" / "student"
+        for path in sorted(run_dir.glob("step_*"))[step:]:
+            path.rename(get_base_dir() / f"aside_{step}_{path.name}")
+        (run_dir / ".finished").unlink()
+        resumed = train(*flags, run="student", devices=devices)
+        assert {s: resumed.losses[s] for s in range(step + 1, 7)} == {s: whole.losses[s] for s in range(step + 1, 7)}
+
+
+def test_a_teacher_that_cannot_teach_is_refused(base_dir, tiny, teacher):
+    def refusal(*flags, run="student"):
+        with pytest.raises(BadInput) as error:
+            prepare(parse_flags([f"--run={run}", *tiny, *flags]), resolve_device_type("cpu"))
+        return str(error.value)
+
+    assert "no checkpoint at nobody" in refusal("--teacher=nobody")
+    assert "is a checkpoint of this run" in refusal("--teacher=teacher", run="teacher")
+    assert "sees 32 positions" in refusal("--teacher=teacher", "--max_seq_len=64")
+    assert "another tokenizer" in refusal("--teacher=teacher", f"--tokenizer_dir={SHIPPED_DIR}")
+    model = base_dir / "checkpoints/teacher/step_000006/model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"x")
+    assert "is damaged" in refusal("--teacher=teacher")
