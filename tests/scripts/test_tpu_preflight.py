@@ -105,12 +105,17 @@ print(json.dumps({name: (program.hlo_hash, sorted(program.donated)) for name, pr
 """
 
 
-def test_the_compiled_programs_are_those_that_base_train_runs(tiny, tmp_path):
+@pytest.mark.parametrize("kernel", [
+    ["--kernel=current"],
+    pytest.param(["--kernel=current", "--teacher=teacher"], marks=pytest.mark.slow)])
+def test_the_compiled_programs_are_those_that_base_train_runs(train, tiny, tmp_path, kernel):
     """Compares their HLO and their donated arguments with those that XLA gets in a run on four CPU devices.
 
     The run's programs are dumped before XLA optimises them, so that it need not optimise them well.
     """
-    flags = [*tiny, "--kernel=current", "--compute_dtype=bfloat16", "--synthetic_data", "--num_iterations=2",
+    if "--teacher=teacher" in kernel:
+        train("--synthetic_data", "--num_iterations=1", "--eval_every=-1", "--sample_every=-1", run="teacher")
+    flags = [*tiny, *kernel, "--compute_dtype=bfloat16", "--synthetic_data", "--num_iterations=2",
              "--eval_tokens=2048", "--eval_every=2", "--sample_every=-1", "--save_every=-1"]
     environment = os.environ | {
         "CPU_NUM_DEVICES": "4", "XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text "

@@ -15,7 +15,8 @@ def teacher(train):
     return "teacher"
 
 
-@pytest.mark.parametrize("devices, kernel", [(1, "current"), (2, "chunked")])
+@pytest.mark.parametrize("devices, kernel", [
+    (2, "chunked"), pytest.param(1, "current", marks=pytest.mark.slow)])
 def test_a_student_resumes_bit_for_bit_before_and_after_its_teacher_leaves(train, teacher, devices, kernel):
     flags = ["--teacher=teacher", "--kd_weight=0.8", "--kd_until=0.5", f"--kernel={kernel}", "--save_every=1"]
     whole = train(*flags, run="student", devices=devices)
