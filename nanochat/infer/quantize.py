@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.common import BadInput
-from nanochat.model.layers import MATRICES
+
+TINY = 1e-30  # instead of 0, by which nothing can be divided
 
 _linear = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
 
@@ -21,11 +22,11 @@ class Int8Matrix:
         # Without VNNI, two products of 8 bits are added in 16 bits, which 7 bits of the activations do not overflow.
         bits = 8 if torch.cpu._is_vnni_supported() else 7
         self.zero_point = 0 if is_input_positive else 2 ** (bits - 1)
-        self.max_code = 2 ** bits - 1 - self.zero_point  # the largest activation becomes this
-        scales = weight.abs().amax(dim=1).clamp_min(1e-30) / 127
+        self.unit = 1 / (2 ** bits - 1 - self.zero_point)  # of the codes of activations between -1 and 1
+        scales = weight.abs().amax(dim=1).clamp_min(TINY) / 127
         codes = (weight / scales[:, None]).round().to(torch.int8)
         quantized = torch._make_per_channel_quantized_tensor(
-            codes, scales.double() / self.max_code, torch.zeros(len(codes), dtype=torch.long), 0)
+            codes, scales.double(), torch.zeros(len(codes), dtype=torch.long), 0)
         previous, torch.backends.quantized.engine = torch.backends.quantized.engine, "fbgemm"
         self.packed = torch.ops.quantized.linear_prepack(quantized, None)
         torch.backends.quantized.engine = previous
@@ -34,20 +35,47 @@ class Int8Matrix:
         """Returns itself: the model asks for the weight in the dtype of its activations."""
         return self
 
+    def product(self, x):
+        """Returns what F.linear does, rounded: (…, out) of x (…, in)."""
+        largest = torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True).clamp_min_(TINY)
+        return _linear(x / largest, self.unit, self.zero_point, self.packed).mul_(largest)
+
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function is not F.linear or kwargs or not isinstance(args[1], cls):
             raise NotImplementedError(f"{function} of a weight of 8 bits")
-        x, matrix = args
-        largest = torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True).clamp_min(1e-30)
-        return _linear(x * (matrix.max_code / largest), 1.0, matrix.zero_point, matrix.packed) * largest
+        return args[1].product(args[0])
 
 
-class Int8Stack:
+class JointMatrix:
+    """Several weights (out, in) that are multiplied with the same activations, one after the other: in one product."""
+
+    def __init__(self, weights):
+        self.sizes, self.matrix = [len(weight) for weight in weights], Int8Matrix(torch.cat(weights))
+        self.parts = [JointPart(self, index) for index in range(len(weights))]
+        self.x = self.products = None
+
+    def product(self, x, index):
+        if x is not self.x:
+            self.x, self.products = x, self.matrix.product(x).split(self.sizes, dim=-1)
+        return self.products[index]
+
+
+class JointPart(Int8Matrix):
+    """One of the weights of a JointMatrix."""
+
+    def __init__(self, joint, index):
+        self.joint, self.index = joint, index
+
+    def product(self, x):
+        return self.joint.product(x, self.index)
+
+
+class Stack:
     """Stands for the weights of all layers, (layers, out, in)."""
 
-    def __init__(self, weights, is_input_positive):
-        self._matrices = [Int8Matrix(weight, is_input_positive) for weight in weights]
+    def __init__(self, matrices):
+        self._matrices = matrices
 
     def unbind(self, dim):
         return self._matrices
@@ -60,11 +88,21 @@ def quantize_to_int8(model):
     """
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         raise BadInput("--quantize=int8 needs an x86 processor: leave it out")
-    for name in MATRICES:
-        weights = getattr(model, name).detach()
-        delattr(model, name)
-        setattr(model, name, Int8Stack(weights, is_input_positive=name == "mlp_out"))  # after ReLU²
-    head = model.lm_head.detach()
-    del model.lm_head
-    model.lm_head = Int8Matrix(head)
+    def replace(name, new):
+        delattr(model, name)  # the parameter
+        setattr(model, name, new)
+
+    names = ("attn_q", "attn_k", "attn_v")
+    joint = [JointMatrix(weights) for weights in zip(*(getattr(model, name).detach() for name in names), strict=True)]
+    for index, name in enumerate(names):
+        replace(name, Stack([matrix.parts[index] for matrix in joint]))
+    for name in ("attn_o", "mlp_in", "mlp_out"):
+        after_relu = name == "mlp_out"
+        replace(name, Stack([Int8Matrix(weight, after_relu) for weight in getattr(model, name).detach()]))
+    replace("lm_head", Int8Matrix(model.lm_head.detach()))
     return model
+
+
+def is_quantized(model):
+    """Returns whether quantize_to_int8 was called with this model."""
+    return isinstance(model.lm_head, Int8Matrix)
