@@ -9,7 +9,6 @@ computes as on XLA: its cache is copied for each token, and each token looks at 
 Drafts are measured on C++ from --data_dir, whose lines are to be filled in. They depend on the text and not on how good
 the model is: it computes as always, and is then given the next token of the text as the likeliest one.
 """
-import copy
 import random
 import statistics
 import time
@@ -25,10 +24,10 @@ from nanochat.data.shards import list_shards
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine, Special
-from nanochat.infer.quantize import quantize_to_int8
-from nanochat.infer.readers import Reader, StaticReader
+from nanochat.infer.quantize import Int8GPT
+from nanochat.infer.readers import Reader
 from nanochat.kernels.choose import get_kernels
-from nanochat.model.gpt import GPT, config_for_depth
+from nanochat.model.gpt import GPT, KVCache, config_for_depth
 
 CPU = Dist("cpu", torch.device("cpu"))
 
@@ -71,10 +70,10 @@ def main(argv=None):
     texts = read_texts(flags.data_dir) if flags.data_dir else []
     torch.set_num_threads(flags.threads or torch.get_num_threads())
     model = make_model(flags, tokenizer.n_vocab)
-    quantized = quantize_to_int8(copy.deepcopy(model))
+    quantized = Prompter(model)
     print(f"depth {flags.depth}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, "
           f"VNNI: {'yes' if torch.cpu._is_vnni_supported() else 'no'}; ms, and in brackets ms of CPU time")
-    compare_engines(flags, {"static fp32": StaticReader(model, CPU, 1), "fp32": Reader(model, CPU.device),
+    compare_engines(flags, {"static fp32": Static(model), "fp32": Reader(model, CPU.device),
                             "int8": Reader(quantized, CPU.device)})
     if texts:
         compare_drafts(quantized, tokenizer, texts, flags.documents)
@@ -118,22 +117,33 @@ def compare_engines(flags, readers):
                   f"{first} ({cpu_ratio:.2f} in CPU time)")
 
 
+class Static:
+    """A reader in shapes that never change."""
+
+    def __init__(self, model):
+        self.model, self.ids = model, []
+
+    @torch.no_grad()
+    def read(self, ids):
+        config, begin = self.model.config, len(self.ids)
+        if not begin:
+            self.cache = KVCache(config, 1, config.max_seq_len, torch.float32, "cpu")
+        new = ids[begin:] if begin else ids + [0] * min((1 << (len(ids) - 1).bit_length()) - len(ids),
+                                                        config.max_seq_len - len(ids))
+        self.ids = list(ids)
+        hidden = self.model.hidden(torch.tensor([new]), self.cache, torch.arange(begin, begin + len(new)))
+        return self.model.logits(hidden[:, len(ids) - begin - 1])
+
+
 def measure(reader, ids, prompt_tokens):
     """Returns what it took to read the prompt, and then each of the other `ids`, as two Spent."""
     of_prompt, of_tokens = Spent(), Spent()
-    is_static = isinstance(reader, StaticReader)
+    reader.ids = []  # it remembers nothing
     with of_prompt.measure():
-        if is_static:
-            reader.prefill(ids[:prompt_tokens], [0])
-        else:
-            reader.ids = []  # it remembers nothing
-            reader.read(ids[:prompt_tokens])
+        reader.read(ids[:prompt_tokens])
     with of_tokens.measure():
         for length in range(prompt_tokens + 1, len(ids) + 1):
-            if is_static:
-                reader.decode([ids[length - 1]])
-            else:
-                reader.read(ids[:length])
+            reader.read(ids[:length])
     count = len(ids) - prompt_tokens
     return of_prompt, Spent(of_tokens.wall_s / count, of_tokens.cpu_s / count)
 
@@ -142,20 +152,19 @@ def measure(reader, ids, prompt_tokens):
 # Drafts
 
 
-class Prompter:
-    """A model that computes as another one does, and whose likeliest token is then that of the text `ids`."""
+class Prompter(Int8GPT):
+    """Computes as an Int8GPT does, and its likeliest token is then that of the text `ids`."""
 
     def __init__(self, model):
-        self.model, self.config, self.compute_dtype = model, model.config, model.compute_dtype
-        self.lm_head = model.lm_head
+        super().__init__(model)
         self.ids, self.num_read = [], 0
 
     def hidden(self, ids, cache, positions):
         self.num_read = positions.stop
-        return self.model.hidden(ids, cache, positions)
+        return super().hidden(ids, cache, positions)
 
     def logits(self, hidden):
-        logits = self.model.logits(hidden)
+        logits = super().logits(hidden)
         for row in range(len(logits)):
             position = self.num_read - len(logits) + row + 1
             if position < len(self.ids):
@@ -163,9 +172,8 @@ class Prompter:
         return logits
 
 
-def compare_drafts(model, tokenizer, texts, num_documents):
+def compare_drafts(prompter, tokenizer, texts, num_documents):
     """Fills in 1 to 30 lines of each of some texts, with drafts and without."""
-    prompter = Prompter(model)
     engine = Engine(prompter, tokenizer, CPU)
     generator, spent = random.Random(0), {True: Spent(), False: Spent()}
     done = tokens = drafted = accepted = 0
@@ -181,7 +189,7 @@ def compare_drafts(model, tokenizer, texts, num_documents):
                   Special("<|fim_middle|>")]
         ids = [id for part in prompt for id in (
             [tokenizer.special(part.name)] if isinstance(part, Special) else tokenizer.encode(part))]
-        if len(ids) + len(middle) > model.config.max_seq_len:
+        if len(ids) + len(middle) > prompter.config.max_seq_len:
             continue
         prompter.ids = ids + middle
         options = {"temperature": 0, "max_tokens": len(middle)}

@@ -8,7 +8,7 @@ from nanochat.common import BadInput, expand_path, get_base_dir
 from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
 from nanochat.device.ranks import resolve_device_type
 from nanochat.device.tpu import count_tpu_chips
-from nanochat.infer.quantize import quantize_to_int8
+from nanochat.infer.quantize import Int8GPT
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig
 from nanochat.run.checkpoint_files import MODEL, find_problem, latest
@@ -49,7 +49,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     """Returns (model, tokenizer, Meta) of the checkpoint at `path`; the model is on the device of `dist`, for
     evaluation.
 
-    quantize: "none", or "int8": products with weights of 8 bits, on the CPU only. Raises BadInput if the weights are
+    quantize: "none", or "int8": an Int8GPT, on the CPU only. Raises BadInput if the weights are
     damaged or the tokenizer is not the one it was trained with.
     """
     if quantize not in QUANTIZATIONS:
@@ -67,4 +67,4 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     model = GPT(GPTConfig(**meta.config), get_kernels(kernel, dist.device_type), dtype)
     model.load_state_dict(load_file(Path(path) / MODEL), assign=True)
     model = model.to(dist.device).eval().requires_grad_(False)
-    return quantize_to_int8(model) if quantize == "int8" else model, tokenizer, meta
+    return Int8GPT(model) if quantize == "int8" else model, tokenizer, meta

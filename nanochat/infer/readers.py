@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.device.programs import one_program
-from nanochat.infer.quantize import is_quantized
+from nanochat.infer.quantize import Int8GPT
 from nanochat.model.gpt import KVCache
 from nanochat.model.layers import causal_mask
 
@@ -62,7 +62,7 @@ class Reader:
     def __init__(self, model, device):
         self.model, self.device = model, device
         # Beside weights of 8 bits, keys and values of 16 lose nothing that can be measured, and are read faster.
-        is_short = is_quantized(model) and torch.cpu._is_avx512_bf16_supported()
+        is_short = isinstance(model, Int8GPT) and torch.cpu._is_avx512_bf16_supported()
         self.dtype = torch.bfloat16 if is_short else model.compute_dtype
         self.cache = BlockCache(model.config, 1, self.dtype, device)
         self.ids = []  # what the cache holds
