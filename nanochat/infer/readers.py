@@ -42,14 +42,17 @@ class BlockCache:
 
     def _what_is_seen(self, start, count, num_rows, window):
         """Returns the slice of positions that `count` positions from `start` see, which of the `num_rows` queries
-        stands in each row, and the mask (rows, positions). Layers ask one after the other, so it is remembered."""
+        stands in each row, and the mask (rows, positions), which is added. Layers ask one after the other, so it is
+        remembered."""
         question = start, count, num_rows
         if self._seen.get(window, [None])[0] != question:
             block = start // BLOCK * BLOCK
             begin = 0 if window is None else max(block - window + 1, 0) // BLOCK * BLOCK
             seen = slice(begin, block + BLOCK)
             rows = torch.arange(num_rows + -num_rows % ROWS, device=self._everywhere.device).clamp_(max=num_rows - 1)
-            self._seen[window] = question, seen, rows, causal_mask(start + rows % count, self._everywhere[seen], window)
+            is_seen = causal_mask(start + rows % count, self._everywhere[seen], window)
+            mask = torch.zeros_like(is_seen, dtype=self.keys[0].dtype).masked_fill_(~is_seen, -torch.inf)
+            self._seen[window] = question, seen, rows, mask
         return self._seen[window][1:]
 
 
