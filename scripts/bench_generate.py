@@ -68,8 +68,8 @@ def main(argv=None):
                        f"--max_seq_len={flags.max_seq_len}")
     tokenizer = load_tokenizer()
     texts = read_texts(flags.data_dir) if flags.data_dir else []
-    torch.set_num_threads(flags.threads or torch.get_num_threads())
     model = make_model(flags, tokenizer.n_vocab)
+    torch.set_num_threads(flags.threads or torch.get_num_threads())
     quantized = Prompter(model)
     print(f"depth {flags.depth}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, "
           f"VNNI: {'yes' if torch.cpu._is_vnni_supported() else 'no'}; ms, and in brackets ms of CPU time")
