@@ -26,6 +26,7 @@ class Flags:
     device_batch_size: int = flag(8, "rows at a time", at_least=1)
     device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
     kernel: str = flag("auto", "attention and loss, as in base_train")
+    quantize: str = flag("none", "int8: as scripts.generate computes with it, on the CPU")
     seed: int = flag(1, "seed of the data order", at_least=0)
 
 
@@ -42,7 +43,8 @@ def main(argv=None):
         raise BadInput(f"--eval_tokens={flags.eval_tokens} is less than one row of {seq_len}")
     shards = list_shards(flags.data_dir, "val")
     dist = compute_init(device_type)
-    model, tokenizer, meta = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, kernel=flags.kernel)
+    model, tokenizer, meta = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, kernel=flags.kernel,
+                                        quantize=flags.quantize)
     with DataLoader(shards, tokenizer, batch_size=flags.device_batch_size, seq_len=seq_len, seed=flags.seed,
                     num_rows=flags.eval_tokens // seq_len) as loader:
         found = bits_per_byte(model, loader, tokenizer.token_bytes(), dist)

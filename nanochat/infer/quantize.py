@@ -1,0 +1,109 @@
+"""A GPT whose products have weights of 8 bits, for the CPU, where reading the weights is most of a token's time.
+
+Weights have a scale per row. Activations have one per position and are rounded as well, so the processor multiplies
+integers: their sums are exact, and a position's result does not depend on what else is computed with it. The products
+are FBGEMM's, which is part of PyTorch on x86.
+"""
+import torch
+import torch.nn.functional as F
+
+from nanochat.common import BadInput
+from nanochat.kernels import plain
+from nanochat.model.layers import softcapped
+
+TINY = 1e-30  # instead of 0, by which nothing can be divided
+_linear = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+
+
+class Int8Matrix:
+
+    def __init__(self, weight, is_input_positive=False):
+        """weight: fp32 (out, in); is_input_positive: no activation is below 0, so none of the 8 bits is a sign."""
+        # Without VNNI, two products of 8 bits are added in 16 bits, which 7 bits of the activations do not overflow.
+        bits = 8 if torch.cpu._is_vnni_supported() else 7
+        self.zero_point = 0 if is_input_positive else 2 ** (bits - 1)
+        self.unit = 1 / (2 ** bits - 1 - self.zero_point)  # of the codes of activations between -1 and 1
+        scales = weight.abs().amax(dim=1).clamp_min(TINY) / 127
+        codes = (weight / scales[:, None]).round().to(torch.int8)
+        quantized = torch._make_per_channel_quantized_tensor(
+            codes, scales.double(), torch.zeros(len(codes), dtype=torch.long), 0)
+        previous, torch.backends.quantized.engine = torch.backends.quantized.engine, "fbgemm"
+        self.packed = torch.ops.quantized.linear_prepack(quantized, None)
+        torch.backends.quantized.engine = previous
+
+    def __call__(self, x):
+        """Returns the product (…, out) with x (…, in), fp32."""
+        largest = torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True).clamp_min_(TINY)
+        return _linear(x / largest, self.unit, self.zero_point, self.packed).mul_(largest)
+
+
+class Int8GPT:
+    """Computes what the GPT does from which it is made, rounded, for evaluation. It has no fp32 copy of the products'
+    weights. Beside the products, most of a token's time is the number of operations: here they are few."""
+
+    compute_dtype = torch.float32
+
+    def __init__(self, model):
+        """Raises BadInput if this machine's PyTorch has no such products."""
+        if "fbgemm" not in torch.backends.quantized.supported_engines:
+            raise BadInput("--quantize=int8 needs an x86 processor: leave it out")
+        self.config, self.wte = model.config, model.wte.detach()
+        self.cos = torch.cat([model.cos, model.cos], dim=-1)[:, None]  # (max_seq_len, 1, head_dim)
+        self.sin = torch.cat([model.sin, -model.sin], dim=-1)[:, None]
+        self.lm_head = Int8Matrix(model.lm_head.detach())
+        self.layers = [_Int8Layer(model, index) for index in range(model.config.n_layer)]
+
+    @torch.no_grad()
+    def hidden(self, ids, cache=None, positions=None):
+        """As GPT.hidden. positions: a slice."""
+        positions = slice(0, ids.size(1)) if positions is None else positions
+        rotary = self.cos[positions], self.sin[positions]
+        x = x0 = _norm(F.embedding(ids, self.wte))
+        for index, (layer, window) in enumerate(zip(self.layers, self.config.windows(), strict=True)):
+            def attend(q, k, v, index=index, window=window):
+                if cache is None:
+                    return plain.attention(q, k, v, window)
+                return cache.attend(index, q, k, v, positions, window)
+            x = layer(x, x0, rotary, attend)
+        return _norm(x)
+
+    def logits(self, hidden):
+        """As GPT.logits."""
+        return softcapped(self.lm_head(hidden), self.config.softcap)
+
+    def __call__(self, ids, targets=None, reduction="none"):
+        """As GPT.forward."""
+        logits = self.logits(self.hidden(ids))
+        if targets is None:
+            return logits
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), ignore_index=-1, reduction=reduction)
+        return losses.view_as(targets) if reduction == "none" else losses
+
+
+class _Int8Layer:
+    """A layer, as layers.gpt_layer computes it."""
+
+    def __init__(self, model, index):
+        config = model.config
+        self.resid_scale, self.x0_scale = model.resid_scale[index].item(), model.x0_scale[index].item()
+        self.qkv = Int8Matrix(torch.cat([model.attn_q[index], model.attn_k[index], model.attn_v[index]]).detach())
+        self.heads, self.head_dim = (config.n_head, config.n_kv_head, config.n_kv_head), config.head_dim
+        self.attn_o = Int8Matrix(model.attn_o[index].detach())
+        self.mlp_in = Int8Matrix(model.mlp_in[index].detach())
+        self.mlp_out = Int8Matrix(model.mlp_out[index].detach(), is_input_positive=True)  # after ReLU²
+
+    def __call__(self, x, x0, rotary, attend):
+        x = (x * self.resid_scale).add_(x0, alpha=self.x0_scale)  # (B, T, C)
+        qkv = self.qkv(_norm(x)).unflatten(-1, (-1, self.head_dim))  # (B, T, heads, head_dim)
+        q, k, v = self.heads
+        qk, v = qkv.split([q + k, v], dim=2)
+        qk = _norm(torch.addcmul(qk * rotary[0], qk.roll(self.head_dim // 2, dims=-1), rotary[1]))
+        q, k = qk.transpose(1, 2).split([q, k], dim=1)  # (B, heads, T, head_dim)
+        x = x.add_(self.attn_o(attend(q, k, v.transpose(1, 2)).transpose(1, 2).flatten(2)))
+        return x.add_(self.mlp_out(self.mlp_in(_norm(x)).relu_().square_()))
+
+
+def _norm(x):
+    """RMSNorm, as layers.norm."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / length.clamp_min_(TINY).mul_(x.size(-1) ** -0.5)
