@@ -32,7 +32,7 @@ def find_checkpoint(name=""):
     raise BadInput(f"no checkpoint at {name}: give a run in {checkpoints_dir}, or the path of a step_… directory")
 
 
-def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"):
+def load_model(path, dist, *, tokenizer_dir=None, kernel="auto"):
     """Returns (model, tokenizer, Meta) of the checkpoint at `path`; the model is on the device of `dist`, for
     evaluation. Raises BadInput if the weights are damaged or the tokenizer is not the one it was trained with."""
     meta = load_meta(path)
