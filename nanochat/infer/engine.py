@@ -154,7 +154,7 @@ class Sample:
         self.text += self._decoder.decode(self._tokenizer.decode_bytes([token]))
         found = [self.text.find(string) for string in self._stop if string in self.text]
         if found:
-            self.text, self.reason = self.text[:min(found)], "stop"
+            self.text = self.text[:min(found)]
             self._decoder.reset()
             self.end()
         else:
