@@ -4,8 +4,6 @@ XLA compiles two programs, whatever the text: one reads the prompt, padded to a 
 of each sample, at a position that is a tensor. The next tokens are drawn on the host.
 """
 import codecs
-import time
-from dataclasses import dataclass
 
 import torch
 
@@ -16,35 +14,17 @@ from nanochat.model.gpt import KVCache
 MIN_PREFILL_LEN = 64
 
 
-@dataclass(frozen=True)
-class Special:
-    name: str
-
-
-@dataclass
-class Timings:
-    prompt_tokens: int = 0
-    read_tokens: int = 0
-    prompt_ms: float = 0.0
-    predicted_tokens: int = 0
-    predicted_ms: float = 0.0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-
 class Engine:
     def __init__(self, model, tokenizer, dist):
         """model: a GPT on the device of `dist`."""
         self.model, self.tokenizer, self.dist = model, tokenizer, dist
-        self.timings, self.read = Timings(), []
 
     def complete(self, prompt, **options):
         """Returns the completion of `prompt`, without the prompt; options as in completions."""
         return self.completions(prompt, num_samples=1, **options)[0].text
 
     def completions(self, prompt, *, num_samples, max_tokens=-1, temperature=0.8, top_k=50, top_p=1.0, stop=(), seed=0,
-                    on_text=lambda sample, text: None, on_cut=lambda num_tokens, num_read: None,
-                    heal=True, drafts=True, keep_going=lambda: True):
+                    on_text=lambda sample, text: None, on_cut=lambda num_tokens, num_read: None):
         """Returns `num_samples` completions of `prompt` (str or bytes), as Samples, whose `text` is without the prompt.
 
         A completion ends with the document, before the first of the strings `stop`, or after `max_tokens` tokens (-1:
@@ -60,33 +40,19 @@ class Engine:
         max_tokens = min(256, context // 2) if max_tokens == -1 else max_tokens
         if max_tokens >= context:
             raise BadInput(f"--max_tokens={max_tokens} leaves no room for a prompt: the model sees {context} tokens")
-        if isinstance(prompt, list):
-            ids = [i for part in prompt for i in (
-                [self.tokenizer.special(part.name)] if isinstance(part, Special) else self.tokenizer.encode(part))]
-            if len(ids) > context - max_tokens:
-                raise BadInput(f"too long: {len(ids)} > {context} - {max_tokens}")
-        else:
-            ids = [self.tokenizer.bos_id] + self.tokenizer.encode(prompt)
-        same = 0
-        while same < min(len(ids), len(self.read)) and ids[same] == self.read[same]:
-            same += 1
-        self.read, start = list(ids), time.monotonic()
-        self.timings = Timings(len(ids), len(ids) - same)
+        ids = [self.tokenizer.bos_id] + self.tokenizer.encode(prompt)
         if len(ids) > context - max_tokens:
             on_cut(len(ids), context - max_tokens)
             ids = ids[-(context - max_tokens):]
         samples = [Sample(self.tokenizer, stop, lambda text, i=i: on_text(i, text)) for i in range(num_samples)]
         generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
         logits, cache = self.prefill(ids, num_samples)
-        self.timings.prompt_ms = (time.monotonic() - start) * 1000
         for position in range(len(ids), len(ids) + max_tokens):
             chosen = [choose_token(row, generator, temperature, top_k, top_p)
                       for row, generator in zip(logits, generators, strict=True)]
             for sample, token in zip(samples, chosen, strict=True):
                 sample.add(token)
-            self.timings.predicted_tokens += num_samples
-            self.timings.predicted_ms = (time.monotonic() - start) * 1000 - self.timings.prompt_ms
-            if all(sample.ended for sample in samples) or not keep_going() or position == len(ids) + max_tokens - 1:
+            if all(sample.ended for sample in samples) or position == len(ids) + max_tokens - 1:
                 break
             logits = self.decode(chosen, position, cache)
         for sample in samples:
@@ -137,7 +103,7 @@ class Sample:
 
     def __init__(self, tokenizer, stop, show):
         """show: called with each piece of text that no stop string can remove any more."""
-        self.text, self.num_tokens, self.ended, self.reason = "", 0, False, "length"
+        self.text, self.num_tokens, self.ended = "", 0, False
         self._tokenizer, self._stop, self._show = tokenizer, [string for string in stop if string], show
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span tokens
         self._num_shown = 0
@@ -147,8 +113,7 @@ class Sample:
         if self.ended:
             return
         self.num_tokens += 1
-        if token == self._tokenizer.bos_id or token == self._tokenizer._special_tokens.get("<|file_sep|>"):
-            self.reason = "end"
+        if token == self._tokenizer.bos_id:  # the next document
             self.end()
             return
         self.text += self._decoder.decode(self._tokenizer.decode_bytes([token]))
