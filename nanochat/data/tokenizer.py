@@ -73,6 +73,10 @@ class Tokenizer:
             raise BadInput(f"this tokenizer has no special token {name}: it has {' '.join(self._special_tokens)}")
         return self._special_tokens[name]
 
+    def tokens(self):
+        """Returns {bytes: id} of all tokens that stand for text, which special tokens do not."""
+        return self._ranks
+
     def encode(self, text):
         """Returns the ids of `text` (str or bytes) as a list. The name of a special token is text like any other."""
         return self.encode_to_numpy(text).tolist()

@@ -1,142 +1,184 @@
-"""Completes text with a KV cache whose shape never changes.
-
-XLA compiles two programs, whatever the text: one reads the prompt, padded to a power of two; the other reads one token
-of each sample, at a position that is a tensor. The next tokens are drawn on the host.
-"""
-import codecs
+"""Completes text."""
+import time
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from nanochat.common import BadInput
-from nanochat.device.programs import one_program
-from nanochat.model.gpt import KVCache
+from nanochat.infer.drafts import guess_next
+from nanochat.infer.healing import MAX_TAKEN_BACK, Vocabulary
+from nanochat.infer.readers import BLOCK, Reader, StaticReader
+from nanochat.infer.sample import Sample, choose_token
 
-MIN_PREFILL_LEN = 64
+
+@dataclass(frozen=True)
+class Special:
+    """A special token in a prompt, such as Special("<|fim_prefix|>")."""
+    name: str
+
+
+@dataclass
+class Timings:
+    """What a call of Engine.completions did. Times are of the clock, and those of XLA include compilation."""
+    prompt_tokens: int = 0  # in the whole prompt
+    read_tokens: int = 0  # of these, how many the model had to read; it still knew the others
+    prompt_ms: float = 0.0
+    predicted_tokens: int = 0  # in all samples
+    predicted_ms: float = 0.0
+    drafted_tokens: int = 0  # guesses that the model read
+    accepted_tokens: int = 0  # guesses that were right
 
 
 class Engine:
+    """Not for several threads at the same time. The weights of the model must not change while it is used."""
+
     def __init__(self, model, tokenizer, dist):
         """model: a GPT on the device of `dist`."""
         self.model, self.tokenizer, self.dist = model, tokenizer, dist
+        self.timings = Timings()
+
+    @cached_property
+    def _vocabulary(self):
+        return Vocabulary(self.tokenizer)
+
+    @cached_property
+    def _reader(self):
+        return Reader(self.model, self.dist.device)
 
     def complete(self, prompt, **options):
         """Returns the completion of `prompt`, without the prompt; options as in completions."""
         return self.completions(prompt, num_samples=1, **options)[0].text
 
     def completions(self, prompt, *, num_samples, max_tokens=-1, temperature=0.8, top_k=50, top_p=1.0, stop=(), seed=0,
-                    on_text=lambda sample, text: None, on_cut=lambda num_tokens, num_read: None):
-        """Returns `num_samples` completions of `prompt` (str or bytes), as Samples, whose `text` is without the prompt.
+                    on_text=lambda sample, text: None, on_cut=lambda num_tokens, num_read: None, heal=True, drafts=True,
+                    keep_going=lambda: True):
+        """Returns `num_samples` completions of `prompt`, as Samples, whose `text` is without the prompt. Afterwards,
+        `timings` says what it took.
+
+        prompt: str or bytes, which begins a document; or a list of str, bytes and Special, which is read as it stands.
 
         A completion ends with the document, before the first of the strings `stop`, or after `max_tokens` tokens (-1:
-        256, or half of the model's context if that is less). If the prompt leaves no room for them, only its last part
-        is read. Sample i is drawn with seed + i, so it does not depend on the number of samples.
+        256, or half of the model's context if that is less). If a text leaves no room for them, only its last part is
+        read. Sample i is drawn with seed + i, so it does not depend on the number of samples.
 
         temperature: 0 always takes the likeliest token. top_k > 0: draws from the k likeliest tokens only; top_p < 1:
         draws from the likeliest tokens that have this probability together. on_text(sample, text): called with each
         new piece of text. on_cut(num_tokens, num_read): called if only the last `num_read` tokens of the prompt's
-        `num_tokens` are read. Raises BadInput if `max_tokens` is the whole context.
+        `num_tokens` are read. heal: the prompt may end inside a token (see healing.py). drafts: guesses tokens, which
+        changes no text, but its speed (see drafts.py); one sample on the CPU only. keep_going(): asked before every
+        token, and before every 64 of the prompt; once it returns False, the samples end as they are.
+
+        Raises BadInput if `max_tokens` is the whole context, or a list is longer than what they leave.
         """
+        begun = time.monotonic()
         context = self.model.config.max_seq_len
         max_tokens = min(256, context // 2) if max_tokens == -1 else max_tokens
         if max_tokens >= context:
             raise BadInput(f"--max_tokens={max_tokens} leaves no room for a prompt: the model sees {context} tokens")
-        ids = [self.tokenizer.bos_id] + self.tokenizer.encode(prompt)
-        if len(ids) > context - max_tokens:
-            on_cut(len(ids), context - max_tokens)
-            ids = ids[-(context - max_tokens):]
-        samples = [Sample(self.tokenizer, stop, lambda text, i=i: on_text(i, text)) for i in range(num_samples)]
+        ids, num_last = self._encode(prompt)
+        room = context - max_tokens
+        self.timings = Timings(prompt_tokens=len(ids))
+        if len(ids) > room:
+            if isinstance(prompt, list):
+                raise BadInput(f"the prompt has {len(ids)} tokens, but the model sees {context} together with the "
+                               f"{max_tokens} of --max_tokens: shorten it")
+            on_cut(len(ids), room)
+            ids = ids[-room:]
+        tail = self._tail(ids, num_last) if heal else []  # what is taken back
+        known = self.tokenizer.decode_bytes(tail)
+        samples = [Sample(self.tokenizer, stop, max_tokens, lambda text, i=i: on_text(i, text), known)
+                   for i in range(num_samples)]
         generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
-        logits, cache = self.prefill(ids, num_samples)
-        for position in range(len(ids), len(ids) + max_tokens):
-            chosen = [choose_token(row, generator, temperature, top_k, top_p)
-                      for row, generator in zip(logits, generators, strict=True)]
-            for sample, token in zip(samples, chosen, strict=True):
-                sample.add(token)
-            if all(sample.ended for sample in samples) or position == len(ids) + max_tokens - 1:
-                break
-            logits = self.decode(chosen, position, cache)
-        for sample in samples:
-            sample.end()
+
+        def choose(i, logits):
+            return self._choose(logits, samples[i].known, generators[i], temperature, top_k, top_p)
+
+        if num_samples == 1 and not self.dist.is_xla:
+            self._generate_one(ids, tail, samples[0], lambda logits: choose(0, logits),
+                               drafts and self.dist.device_type == "cpu", keep_going)
+        else:
+            self._generate_together(ids[:len(ids) - len(tail)], samples, choose, keep_going)
+        self.timings.predicted_tokens = sum(sample.num_tokens for sample in samples)
+        self.timings.predicted_ms = (time.monotonic() - begun) * 1000 - self.timings.prompt_ms
         return samples
 
-    @torch.no_grad()
-    def prefill(self, ids, num_samples):
-        """Reads the prompt `ids`. Returns the next token's logits (num_samples, V), on the CPU, and the KVCache."""
-        config, device = self.model.config, self.dist.device
-        length = min(max(MIN_PREFILL_LEN, 1 << (len(ids) - 1).bit_length()), config.max_seq_len)
-        padded = torch.tensor([ids + [0] * (length - len(ids))]).to(device)
-        last = torch.tensor([len(ids) - 1]).to(device)
-        with one_program(self.dist, f"prefill {length} {num_samples}"):
-            cache = KVCache(config, 1, config.max_seq_len, self.model.compute_dtype, device)
-            # The padding writes to cache positions after the prompt. The tokens that are generated there overwrite
-            # them before any position looks at them.
-            hidden = self.model.hidden(padded, cache, torch.arange(length, device=device))  # (1, length, C)
-            logits = self.model.logits(hidden.index_select(1, last))[:, 0]  # (1, V)
-            cache.keys = [keys.repeat(num_samples, 1, 1, 1) for keys in cache.keys]
-            cache.values = [values.repeat(num_samples, 1, 1, 1) for values in cache.values]
-        return logits.cpu().expand(num_samples, -1), cache
+    def _encode(self, prompt):
+        """Returns the ids of a prompt, and how many of the last ones are text."""
+        ids, num_last = [], 0
+        for part in prompt if isinstance(prompt, list) else [Special("<|bos|>"), prompt]:
+            is_special = isinstance(part, Special)
+            new = [self.tokenizer.special(part.name)] if is_special else self.tokenizer.encode(part)
+            ids, num_last = ids + new, 0 if is_special else len(new)
+        if not ids:
+            raise BadInput("the prompt is an empty list: begin it with Special('<|bos|>')")
+        return ids, num_last
 
-    @torch.no_grad()
-    def decode(self, ids, position, cache):
-        """Reads one token of each sample, `ids`, at `position`. Returns the next tokens' logits (num_samples, V) on the
-        CPU."""
-        ids = torch.tensor(ids)[:, None].to(self.dist.device)
-        positions = torch.tensor([position]).to(self.dist.device)
-        with one_program(self.dist, f"decode {len(ids)}"):
-            logits = self.model.logits(self.model.hidden(ids, cache, positions))[:, 0]
-        return logits.cpu()
+    def _tail(self, ids, num_last):
+        """Returns the tokens at the end of a prompt that are taken back; the model needs one to read."""
+        end = ids[len(ids) - min(num_last, len(ids) - 1, MAX_TAKEN_BACK):]
+        number = self._vocabulary.num_taken_back([self.tokenizer.decode_bytes([token]) for token in end])
+        return ids[len(ids) - number:]
 
+    def _choose(self, logits, known, generator, *options):
+        """Returns the id of the next token of a text that must go on with the bytes `known`."""
+        if not known:
+            return choose_token(logits[:self.tokenizer.n_vocab], generator, *options)
+        fitting = torch.tensor(self._vocabulary.fitting(known))
+        return int(fitting[choose_token(logits[fitting], generator, *options)])
 
-def choose_token(logits, generator, temperature, top_k, top_p):
-    """Returns the id of a token, drawn by its logits (V,)."""
-    if temperature == 0:
-        return int(logits.argmax())
-    logits, ids = logits.topk(min(top_k or len(logits), len(logits)))  # the likeliest first
-    probabilities = torch.softmax(logits.double() / temperature, dim=0)
-    likelier = probabilities.cumsum(0) - probabilities  # the sum of the tokens before each one
-    probabilities[likelier >= top_p] = 0
-    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
+    def _generate_one(self, ids, tail, sample, choose, drafts, keep_going):
+        """Draws the tokens of `sample` after the prompt `ids`, of which `tail` is drawn again."""
+        begun, reader, context = time.monotonic(), self._reader, self.model.config.max_seq_len
+        num_read = reader.num_read
+        rows = reader.read(ids, 1 + len(tail), keep_going)
+        self.timings.prompt_ms = (time.monotonic() - begun) * 1000
+        self.timings.read_tokens = reader.num_read - num_read
+        ids, guesses = ids[:len(ids) - len(tail)], tail
+        while rows is not None and not sample.ended:
+            for row, guess in zip(rows, [*guesses, None], strict=True):
+                if not keep_going():
+                    sample.end("stopped")
+                    return
+                ids.append(choose(row))
+                sample.add(ids[-1])
+                if sample.ended or ids[-1] != guess:
+                    break
+                self.timings.accepted_tokens += guesses is not tail
+            if sample.ended:
+                return
+            if len(ids) == context:
+                sample.end("length")
+                return
+            room = min(context - len(ids), -len(ids) % BLOCK)  # no guess is worth a second block
+            guesses = guess_next(ids)[:room] if drafts and not sample.known else []
+            self.timings.drafted_tokens += len(guesses)
+            rows = reader.read(ids + guesses, 1 + len(guesses), keep_going)
+        sample.end("stopped")
 
-
-class Sample:
-    """A completion while it is generated: its `text`, and `num_tokens`, the number of tokens that were drawn for it."""
-
-    def __init__(self, tokenizer, stop, show):
-        """show: called with each piece of text that no stop string can remove any more."""
-        self.text, self.num_tokens, self.ended = "", 0, False
-        self._tokenizer, self._stop, self._show = tokenizer, [string for string in stop if string], show
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span tokens
-        self._num_shown = 0
-
-    def add(self, token):
-        """Adds the next token; after the end, tokens are ignored."""
-        if self.ended:
-            return
-        self.num_tokens += 1
-        if token == self._tokenizer.bos_id:  # the next document
-            self.end()
-            return
-        self.text += self._decoder.decode(self._tokenizer.decode_bytes([token]))
-        found = [self.text.find(string) for string in self._stop if string in self.text]
-        if found:
-            self.text = self.text[:min(found)]
-            self._decoder.reset()
-            self.end()
+    def _generate_together(self, ids, samples, choose, keep_going):
+        """Draws the tokens of all samples after the prompt `ids`, one of each at a time."""
+        begun, context = time.monotonic(), self.model.config.max_seq_len
+        if self.dist.is_xla:
+            reader, num_read = StaticReader(self.model, self.dist, len(samples)), len(ids)
+            logits = reader.prefill(ids, range(len(samples)))
         else:
-            self._show_up_to(len(self.text) - self._len_of_possible_stop())
-
-    def end(self):
-        if not self.ended:
-            self.ended = True
-            self.text += self._decoder.decode(b"", final=True)
-            self._show_up_to(len(self.text))
-
-    def _len_of_possible_stop(self):
-        """Returns the length of the longest end of the text that is the beginning of a stop string."""
-        return max((length for string in self._stop for length in range(1, len(string))
-                    if self.text.endswith(string[:length])), default=0)
-
-    def _show_up_to(self, length):
-        if length > self._num_shown:
-            self._show(self.text[self._num_shown:length])
-            self._num_shown = length
+            reader, num_read = self._reader, -self._reader.num_read
+            logits = reader.prefill(ids, len(samples), keep_going)
+            num_read += reader.num_read
+        self.timings.prompt_ms = (time.monotonic() - begun) * 1000
+        self.timings.read_tokens = num_read
+        rows = None if logits is None else logits.expand(len(samples), -1)
+        for length in range(len(ids), context + 1):
+            if rows is None or not keep_going():
+                reason = "stopped"
+                break
+            chosen = [choose(i, row) for i, row in enumerate(rows)]
+            for sample, token in zip(samples, chosen, strict=True):
+                sample.add(token)
+            reason = "length"
+            if all(sample.ended for sample in samples) or length == context:
+                break
+            rows = reader.decode(chosen)
+        for sample in samples:
+            sample.end(reason)

@@ -6,10 +6,15 @@ from safetensors.torch import load_file
 
 from nanochat.common import BadInput, expand_path, get_base_dir
 from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
+from nanochat.device.ranks import resolve_device_type
+from nanochat.device.tpu import count_tpu_chips
+from nanochat.infer.quantize import quantize_to_int8
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig
 from nanochat.run.checkpoint_files import MODEL, find_problem, latest
 from nanochat.run.meta import META, load_meta
+
+QUANTIZATIONS = ("none", "int8")
 
 
 def find_checkpoint(name=""):
@@ -32,9 +37,26 @@ def find_checkpoint(name=""):
     raise BadInput(f"no checkpoint at {name}: give a run in {checkpoints_dir}, or the path of a step_… directory")
 
 
-def load_model(path, dist, *, tokenizer_dir=None, kernel="auto"):
+def resolve_inference_device_type(requested):
+    """Returns the device type for `--device_type`, as resolve_device_type does, but `auto` is "cpu" where there is
+    neither a TPU nor a GPU: XLA's CPU devices imitate a TPU, and are slower."""
+    if requested == "auto" and not count_tpu_chips() and not torch.cuda.is_available():
+        return "cpu"
+    return resolve_device_type(requested)
+
+
+def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"):
     """Returns (model, tokenizer, Meta) of the checkpoint at `path`; the model is on the device of `dist`, for
-    evaluation. Raises BadInput if the weights are damaged or the tokenizer is not the one it was trained with."""
+    evaluation.
+
+    quantize: "none", or "int8": products with weights of 8 bits, on the CPU only. Raises BadInput if the weights are
+    damaged or the tokenizer is not the one it was trained with.
+    """
+    if quantize not in QUANTIZATIONS:
+        raise BadInput(f"--quantize={quantize} is unknown: choose {' or '.join(QUANTIZATIONS)}")
+    if quantize == "int8" and dist.device_type != "cpu":
+        raise BadInput(f"--quantize=int8 is for the CPU, not for {dist.device_type}: leave it out, or add "
+                       "--device_type=cpu")
     meta = load_meta(path)
     problem = find_problem(path, (MODEL, META))
     if problem:
@@ -44,4 +66,5 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto"):
     dtype = torch.bfloat16 if dist.device_type in ("tpu", "cuda") else torch.float32
     model = GPT(GPTConfig(**meta.config), get_kernels(kernel, dist.device_type), dtype)
     model.load_state_dict(load_file(Path(path) / MODEL), assign=True)
-    return model.to(dist.device).eval().requires_grad_(False), tokenizer, meta
+    model = model.to(dist.device).eval().requires_grad_(False)
+    return quantize_to_int8(model) if quantize == "int8" else model, tokenizer, meta

@@ -67,11 +67,21 @@ class KVCache:
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
 
     def attend(self, layer, q, k, v, positions, window):
-        """Writes k and v of `layer` to `positions` (T,), and returns the attention of q (B, H, T, head_dim) to all that
-        the cache holds at or before each position."""
-        keys = self.keys[layer] = self.keys[layer].index_copy(2, positions, k)
-        values = self.values[layer] = self.values[layer].index_copy(2, positions, v)
-        mask = causal_mask(positions, torch.arange(keys.size(2), device=keys.device), window)
+        """Writes k and v of `layer` to `positions`, and returns the attention of q (B, H, T, head_dim) to all that the
+        cache holds at or before each position.
+
+        positions: (T,), the same for every row, or (B, 1, 1), a position of its own for each row's only token.
+        """
+        everywhere = torch.arange(self.keys[layer].size(2), device=k.device)
+        if positions.dim() == 1:
+            keys = self.keys[layer].index_copy(2, positions, k)
+            values = self.values[layer].index_copy(2, positions, v)
+        else:
+            is_here = (positions == everywhere)[..., None]  # (B, 1, max_len, 1)
+            keys = torch.where(is_here, k, self.keys[layer])
+            values = torch.where(is_here, v, self.values[layer])
+        self.keys[layer], self.values[layer] = keys, values
+        mask = causal_mask(positions, everywhere, window)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=q.size(1) != k.size(1))
 
 
@@ -150,8 +160,9 @@ class GPT(nn.Module):
     def hidden(self, ids, cache=None, positions=None):
         """Final hidden states (B, T, C) of ids (B, T).
 
-        With a KVCache, `positions` (T,) says where in the text the ids stand. Their keys and values are written to the
-        cache, and they see everything in it at or before their own position.
+        With a KVCache, or another object with its `attend`, `positions` says where in the text the ids stand, as the
+        cache takes it. Their keys and values are written to the cache, and they see everything in it at or before
+        their own position.
         """
         x0 = norm(self.kernels.embedding(ids, self.wte, self.compute_dtype))  # (B, T, C)
         stacks = LayerWeights(*(getattr(self, name) for name in LayerWeights._fields))

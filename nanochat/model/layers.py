@@ -79,8 +79,9 @@ def split_heads(x, head_dim):
 
 
 def causal_mask(query_positions, key_positions, window):
-    """Returns a boolean mask (T_q, T_k) that is True where a query may look; `window` as in Kernels.attention."""
-    distance = query_positions[:, None] - key_positions[None, :]
+    """Returns a boolean mask (…, T_q, T_k) that is True where a query may look, for query_positions (…, T_q) and
+    key_positions (T_k,); `window` as in Kernels.attention."""
+    distance = query_positions[..., None] - key_positions[None, :]
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
 

@@ -1,0 +1,153 @@
+"""Reads tokens with a model and keeps their keys and values: in place on a CPU or GPU, in static shapes on XLA."""
+import torch
+import torch.nn.functional as F
+
+from nanochat.device.programs import one_program
+from nanochat.model.gpt import KVCache
+from nanochat.model.layers import causal_mask
+
+BLOCK = 64  # positions that are read at a time
+MIN_ROWS = 4  # see BlockCache
+MIN_PREFILL_LEN = 64  # on XLA
+
+
+class BlockCache:
+    """Keys and values of each layer, (B, H_kv, max_len, head_dim), written in place.
+
+    A position in the n-th block of 64 attends to the first n blocks, those after it masked, in a product of at least
+    MIN_ROWS rows. So its result is the same to the last bit whether it is read alone or among others: MKL adds in
+    another order for other lengths, and for 1 to 3 rows. A last bit matters, because rounding to 8 bits enlarges it.
+    """
+
+    def __init__(self, config, batch_size, dtype, device):
+        max_len = -(-config.max_seq_len // BLOCK) * BLOCK
+        shape = (batch_size, config.n_kv_head, max_len, config.head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
+        self._everywhere = torch.arange(max_len, device=device)
+
+    def attend(self, layer, q, k, v, positions, window):
+        """As KVCache.attend. positions: a slice that lies in one block."""
+        self.keys[layer][:, :, positions] = k
+        self.values[layer][:, :, positions] = v
+        block = positions.start // BLOCK * BLOCK
+        begin = 0 if window is None else max(block - window + 1, 0) // BLOCK * BLOCK
+        seen = slice(begin, block + BLOCK)
+        # The queries of all heads that share keys become rows of one product; the last is repeated up to MIN_ROWS.
+        batch, heads, count, head_dim = q.shape
+        queries = q.reshape(batch, k.size(1), -1, head_dim)  # (B, H_kv, H / H_kv × T, head_dim)
+        num_rows = queries.size(2)
+        rows = torch.arange(max(num_rows, MIN_ROWS), device=q.device).clamp_(max=num_rows - 1)
+        mask = causal_mask(positions.start + rows % count, self._everywhere[seen], window)
+        found = F.scaled_dot_product_attention(queries[:, :, rows], self.keys[layer][:, :, seen],
+                                               self.values[layer][:, :, seen], attn_mask=mask)
+        return found[:, :, :num_rows].reshape(batch, heads, count, head_dim)
+
+
+class Reader:
+    """Reads texts one after the other. What a text has in common with the beginning of the last one is not read again.
+
+    The weights of the model must not change while it is used.
+    """
+
+    def __init__(self, model, device):
+        self.model, self.device = model, device
+        self.cache = BlockCache(model.config, 1, model.compute_dtype, device)
+        self.ids = []  # what the cache holds
+        self.num_read = 0  # tokens, since the beginning
+
+    def read(self, ids, num_last=1, keep_going=lambda: True):
+        """Returns the logits (num_last, V), on the CPU, of the tokens that follow each of the last `num_last` of `ids`.
+        Returns None if keep_going() returned False, which is asked before each block."""
+        position = min(_count_common(self.ids, ids), len(ids) - num_last)
+        del self.ids[position:]
+        hidden = None
+        while position < len(ids):
+            if not keep_going():
+                return None
+            end = min(len(ids), position // BLOCK * BLOCK + BLOCK)
+            found = self._hidden([ids[position:end]], self.cache, position)[0]  # (T, C)
+            hidden = (found if hidden is None else torch.cat([hidden, found]))[-num_last:]
+            self.ids += ids[position:end]
+            self.num_read += end - position
+            position = end
+        return self._logits(hidden)
+
+    def prefill(self, ids, num_samples, keep_going):
+        """Reads the prompt of `num_samples` samples, which decode continues. Returns the logits (V,) of their first
+        token, or None as in read."""
+        logits = self.read(ids, 1, keep_going)
+        if logits is None:
+            return None
+        self._samples = BlockCache(self.model.config, num_samples, self.model.compute_dtype, self.device)
+        self._position = len(ids)
+        for mine, theirs in zip([*self.cache.keys, *self.cache.values],
+                                [*self._samples.keys, *self._samples.values], strict=True):
+            theirs[:, :, :len(ids)] = mine[:, :, :len(ids)]
+        return logits[0]
+
+    def decode(self, tokens):
+        """Reads one token of each sample. Returns the logits (num_samples, V) of the next, on the CPU."""
+        hidden = self._hidden([[token] for token in tokens], self._samples, self._position)
+        self._position += 1
+        return self._logits(hidden[:, 0])
+
+    @torch.no_grad()
+    def _hidden(self, ids, cache, position):
+        positions = slice(position, position + len(ids[0]))
+        return self.model.hidden(torch.tensor(ids, device=self.device), cache, positions)
+
+    @torch.no_grad()
+    def _logits(self, hidden):
+        return self.model.logits(hidden).cpu()
+
+
+def _count_common(first, second):
+    """Returns how many elements two lists have in common at their beginnings."""
+    return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+                min(len(first), len(second)))
+
+
+class StaticReader:
+    """Reads texts in slots, each at a position of its own, in shapes that never change.
+
+    XLA compiles three programs, whatever the texts: one makes the cache; one reads a prompt, padded to a power of two;
+    one reads a token of every slot.
+    """
+
+    def __init__(self, model, dist, num_slots):
+        self.model, self.dist = model, dist
+        self.positions = [0] * num_slots  # of each slot's next token
+        with one_program(dist, f"cache {num_slots}"):
+            self.cache = KVCache(model.config, num_slots, model.config.max_seq_len, model.compute_dtype, dist.device)
+
+    @torch.no_grad()
+    def prefill(self, ids, slots):
+        """Reads the prompt `ids` into each of `slots`. Returns the logits (V,) of the next token, on the CPU."""
+        config, device = self.model.config, self.dist.device
+        length = min(max(MIN_PREFILL_LEN, 1 << (len(ids) - 1).bit_length()), config.max_seq_len)
+        padded = torch.tensor([ids + [0] * (length - len(ids))]).to(device)
+        last, rows = torch.tensor([len(ids) - 1]).to(device), torch.tensor(list(slots)).to(device)
+        with one_program(self.dist, f"prefill {length} {len(rows)} {len(self.positions)}"):
+            prompt = KVCache(config, 1, config.max_seq_len, self.model.compute_dtype, device)
+            # The padding writes to cache positions after the prompt. The tokens that are generated there overwrite
+            # them before any position looks at them.
+            hidden = self.model.hidden(padded, prompt, torch.arange(length, device=device))  # (1, length, C)
+            logits = self.model.logits(hidden.index_select(1, last))[0, 0]  # (V,)
+            for of_slots, of_prompt in ((self.cache.keys, prompt.keys), (self.cache.values, prompt.values)):
+                of_slots[:] = [old.index_copy(0, rows, new.expand(len(rows), -1, -1, -1))
+                               for old, new in zip(of_slots, of_prompt, strict=True)]
+        for slot in slots:
+            self.positions[slot] = len(ids)
+        return logits.cpu()
+
+    @torch.no_grad()
+    def decode(self, tokens):
+        """Reads one token of each slot. Returns the logits (slots, V) of the next tokens, on the CPU."""
+        device = self.dist.device
+        ids = torch.tensor(tokens)[:, None].to(device)
+        positions = torch.tensor(self.positions)[:, None, None].to(device)
+        with one_program(self.dist, f"decode {len(tokens)}"):
+            logits = self.model.logits(self.model.hidden(ids, self.cache, positions))[:, 0]
+        self.positions = [position + 1 for position in self.positions]
+        return logits.cpu()
