@@ -85,11 +85,12 @@ class Infiller:
         before = prefix[:len(prefix) - len(line)]
         room -= room // 8
         after = first_tokens(self.engine.tokenizer, suffix, room // 4)
-        kept = self._last("prefix", before, room - self._count(after))
-        after = first_tokens(self.engine.tokenizer, suffix, room - self._count(kept))
+        kept, others = self._last("prefix", before, room - self._count(after)), ""
+        if kept == before:  # the prefix leaves room
+            after = first_tokens(self.engine.tokenizer, suffix, room - self._count(kept))
+            left = min(room - self._count(kept) - self._count(after), self.extra_tokens)
+            others = self._last("extra", "".join(f"{text}\n" for text in extra), left)
         is_cut = len(kept) < len(before) or len(after) < len(suffix)
-        left = min(room - self._count(kept) - self._count(after), self.extra_tokens)
-        others = self._last("extra", "".join(f"{text}\n" for text in extra), left) if left > 0 else ""
         parts = [Special(BOS), Special(PREFIX), others, kept, Special(SUFFIX), after, Special(MIDDLE), line]
         return [part for part in parts if part], is_cut
 
