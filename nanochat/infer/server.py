@@ -194,8 +194,10 @@ def make_app(server, *, api_key=None, hosts=LOOPBACK):
 
 
 def error_answer(status, message):
-    return JSONResponse({"error": {"message": message, "code": status, "type": "invalid_request_error"
-                                   if status < 500 else "server_error"}}, status)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    # A client whose body was not read to its end would go on sending it.
+    headers = {"Connection": "close"} if status in (408, 413) else None
+    return JSONResponse({"error": {"message": message, "code": status, "type": kind}}, status, headers)
 
 
 async def read_body(request, model):
