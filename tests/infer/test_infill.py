@@ -3,7 +3,6 @@ import pytest
 
 from nanochat.infer.engine import Special
 from nanochat.infer.infill import Options, Shaper, Window, end_of_block, first_tokens, without_repetition
-from tests.infer.conftest import SOURCE
 
 LINES = "".join(f"    total += values[{i}];\n" for i in range(200))  # a token is a byte here
 
@@ -38,8 +37,8 @@ def test_a_model_that_cannot_infill_reads_what_is_before_the_cursor(infiller, mo
 
 
 @pytest.mark.parametrize("prefix, suffix", [
-    (LINES, LINES), (LINES, ""), ("", LINES), (LINES.replace("\n", " "), LINES.replace("\n", " ")), ("é" * 999, "漢" * 999),
-    ("\n" * 999, "\n" * 999)])
+    (LINES, LINES), (LINES, ""), ("", LINES), (LINES.replace("\n", " "), LINES.replace("\n", " ")),
+    ("é" * 999, "漢" * 999), ("\n" * 999, "\n" * 999)])
 @pytest.mark.parametrize("max_tokens", [1, 128])
 def test_long_texts_are_cut_to_the_context_prefix_and_suffix_3_to_1(infiller, prefix, suffix, max_tokens):
     infiller.windows.clear()
@@ -83,7 +82,8 @@ def test_the_suffix_ends_with_a_line_where_it_can(infiller):
 def test_other_files_stand_in_front_where_there_is_room(infiller, monkeypatch):
     assert "int x;" not in str(prompt_of(infiller, "int a;\n", "\n", ["int x;"]))
     monkeypatch.setattr(infiller, "extra_tokens", 50)
-    assert prompt_of(infiller, "int a;\n", "\n", ["int x;", "int y;"])[0]["<|fim_prefix|>"] == "int x;\nint y;\nint a;\n"
+    texts, _ = prompt_of(infiller, "int a;\n", "\n", ["int x;", "int y;"])
+    assert texts["<|fim_prefix|>"] == "int x;\nint y;\nint a;\n"
     assert len(prompt_of(infiller, "int a;\n", "\n", [LINES])[0]["<|fim_prefix|>"]) <= 50 + 7
     assert "int x;" not in str(prompt_of(infiller, LINES, "\n", ["int x;"]))
 

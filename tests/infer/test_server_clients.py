@@ -1,7 +1,7 @@
-"""Real clients complete from a real model: Vim with llama.vim, the openai package, tabby-agent.
+"""Real clients complete from a real model: Vim with llama.vim, the openai package, tabby-agent, Continue's adapter.
 
-The plugin and the agent are taken from the folders LLAMA_VIM (a checkout of ggml-org/llama.vim) and TABBY_AGENT (where
-npm install --ignore-scripts tabby-agent@1.5.0 was run).
+The plugin is taken from the folder LLAMA_VIM (a checkout of ggml-org/llama.vim), and the last two from NODE_CLIENTS,
+where `npm install --ignore-scripts tabby-agent@1.5.0 @continuedev/openai-adapters@1.37.0` was run.
 """
 import asyncio
 import json
@@ -60,7 +60,7 @@ class Terminal:
         return self._run("capture-pane", "-p")
 
     def close(self):
-        self._run("kill-server")
+        subprocess.run([*self._tmux, "kill-server"], capture_output=True, timeout=30)  # it may have ended
 
 
 @pytest.fixture
@@ -145,7 +145,15 @@ def test_openai_cancels(openai_client, served):
 
 
 # -----------------------------------------------------------------------------
-# Tabby
+# Tabby and Continue
+
+
+def node_client(file):
+    """Returns the path of a file of npm's packages; skips the test without it."""
+    if not shutil.which("node"):
+        pytest.skip("there is no node")
+    return folder("NODE_CLIENTS", f"node_modules/{file}", "run npm install in it, as the top of this file says"
+                  ) / "node_modules" / file
 
 
 class Agent:
@@ -172,11 +180,7 @@ class Agent:
 
 
 def test_tabby_agent_completes(client, tmp_path):
-    if not shutil.which("node"):
-        pytest.skip("there is no node")
-    modules = folder("TABBY_AGENT", "node_modules/tabby-agent/dist/cli.js",
-                     "run npm install --ignore-scripts tabby-agent@1.5.0 in it")
-    agent = Agent(["node", str(modules / "node_modules/tabby-agent/dist/cli.js")], os.environ | {"HOME": str(tmp_path)})
+    agent = Agent(["node", str(node_client("tabby-agent/dist/cli.js"))], os.environ | {"HOME": str(tmp_path)})
     try:
         assert agent.call("initialize", {"config": {
             "server": {"endpoint": str(client.base_url).rstrip("/"), "token": ""},
@@ -186,7 +190,22 @@ def test_tabby_agent_completes(client, tmp_path):
         answer = agent.call("provideCompletions", {
             "filepath": "/a/add.cpp", "language": "cpp", "text": typed + AFTER, "position": len(typed),
             "manually": True})
-        print(answer)
-        assert (choices[0].get("text") or choices[0]["insertText"]) in ("urn a + b;", typed.split("\n")[-1] + "urn a + b;")
+        assert "urn a + b;" in str(answer), answer
     finally:
         agent.close()
+
+
+def test_continues_adapter_streams(client):
+    adapters = node_client("@continuedev/openai-adapters/dist/index.js")
+    program = """
+const [adapters, apiBase, prompt, suffix] = process.argv.slice(1);
+const {constructLlmApi} = await import(adapters);
+const api = constructLlmApi({provider: "mistral", apiKey: "none", apiBase});
+const body = {model: "tiny", prompt, suffix, max_tokens: 2048, temperature: 0.01};
+let text = "";
+for await (const chunk of api.fimStream(body, new AbortController().signal)) text += chunk.choices[0].delta.content;
+console.log(text);
+"""
+    done = subprocess.run(["node", "--input-type=module", "-e", program, str(adapters), f"{client.base_url}/v1/",
+                           BEFORE + "    ret", AFTER], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "urn a + b;\n", done.stderr

@@ -29,10 +29,11 @@ PATHS = {
 SEGMENTS = {"segments": {"prefix": SECRET, "suffix": "\n", "filepath": "a.cpp", "declarations": [],
                          "relevant_snippets_from_changed_files": [{"body": "x", "filepath": "y"}]}}
 ODD = [None, True, False, 0, -1, 1, 2**31, -2**63, 2**64, 10**400, 1e308, -0.0, 0.5, "", "nan", "\ud800", "a\udfffb",
-       "\0", "é漢🎉", "x" * 5000, " " * 5000, "\n" * 5000, "}" * 300, [], [None], [[]], ["a"] * 40, [1, 2, 3], {}, {"a": {}},
-       [{"text": "\ud83d"}], {"prefix": None}, "<|fim_middle|><|bos|>", SECRET * 100]
-RAW = [b"", b"null", b"[]", b"1", b'"text"', b"{", b"\xff\xfe", b"{\"prompt\": NaN}", b'{"prompt": "\\ud800"}', b"[" * 99999,
-       b'{"a":' * 9999, b"9" * 9999, b'{"max_tokens": 1e999}', b'{"prompt": "' + b"x" * (1 << 20) + b'"}', b"\0" * 99]
+       "\0", "é漢🎉", "x" * 5000, " " * 5000, "\n" * 5000, "}" * 300, [], [None], [[]], ["a"] * 40, [1, 2, 3], {},
+       {"a": {}}, [{"text": "\ud83d"}], {"prefix": None}, "<|fim_middle|><|bos|>", SECRET * 100]
+RAW = [b"", b"null", b"[]", b"1", b'"text"', b"{", b"\xff\xfe", b"{\"prompt\": NaN}", b'{"prompt": "\\ud800"}',
+       b"[" * 99999, b'{"a":' * 9999, b"9" * 9999, b'{"max_tokens": 1e999}', b'{"prompt": "' + b"x" * (1 << 20) + b'"}',
+       b"\0" * 99]
 HTTP = [b"\r\n\r\n", b"GET\r\n\r\n", b"POST /infill HTTP/1.1\r\n\r\n", b"x" * 70000, bytes(range(256)),
         b"POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
         b"POST /infill HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
@@ -111,15 +112,15 @@ def test_memory_does_not_grow_while_text_is_typed(infiller):
     """What Python's garbage collector knows of is counted, after a while and after three times as long."""
     counts = []
     with serving(infiller) as (client, server):
-        for round_ in range(6):
-            for at in range(1, 100):
+        for round_ in range(4):
+            for at in range(1, 100, 2):
                 body = VIM | {"input_prefix": SOURCE[:at], "prompt": "", "input_suffix": SOURCE[100:], "n_predict": 2,
                               "input_extra": [{"text": f"{round_} {at}"}]}
                 assert client.post("/infill", json=body).status_code == 200
             gc.collect()
             counts.append(len(gc.get_objects()))
         assert len(server.thread._jobs) <= 2
-    assert counts[5] - counts[1] < 200, counts  # fewer than one object in two requests
+    assert counts[3] - counts[1] < 50, counts  # fewer than one object in two requests
 
 
 # -----------------------------------------------------------------------------
