@@ -7,15 +7,15 @@ from nanochat.model.gpt import KVCache
 from nanochat.model.layers import causal_mask
 
 BLOCK = 64  # positions that are read at a time
-MIN_ROWS = 4  # see BlockCache
+ROWS = 4  # see BlockCache
 MIN_PREFILL_LEN = 64  # on XLA
 
 
 class BlockCache:
     """Keys and values of each layer, (B, H_kv, max_len, head_dim), written in place.
 
-    A position in the n-th block of 64 attends to the first n blocks, those after it masked, in a product of at least
-    MIN_ROWS rows. So its result is the same to the last bit whether it is read alone or among others: MKL adds in
+    A position in the n-th block of 64 attends to the first n blocks, those after it masked, in products whose rows are
+    a multiple of 4. So its result is the same to the last bit whether it is read alone or among others: MKL adds in
     another order for other lengths, and for 1 to 3 rows. A last bit matters, because rounding to 8 bits enlarges it.
     """
 
@@ -33,11 +33,11 @@ class BlockCache:
         block = positions.start // BLOCK * BLOCK
         begin = 0 if window is None else max(block - window + 1, 0) // BLOCK * BLOCK
         seen = slice(begin, block + BLOCK)
-        # The queries of all heads that share keys become rows of one product; the last is repeated up to MIN_ROWS.
+        # The queries of all heads that share keys become rows of one product. The last row fills it up.
         batch, heads, count, head_dim = q.shape
         queries = q.reshape(batch, k.size(1), -1, head_dim)  # (B, H_kv, H / H_kv × T, head_dim)
         num_rows = queries.size(2)
-        rows = torch.arange(max(num_rows, MIN_ROWS), device=q.device).clamp_(max=num_rows - 1)
+        rows = torch.arange(num_rows + -num_rows % ROWS, device=q.device).clamp_(max=num_rows - 1)
         mask = causal_mask(positions.start + rows % count, self._everywhere[seen], window)
         found = F.scaled_dot_product_attention(queries[:, :, rows], self.keys[layer][:, :, seen],
                                                self.values[layer][:, :, seen], attn_mask=mask)

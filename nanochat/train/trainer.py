@@ -38,7 +38,6 @@ class Trainer:
             self.training = restore_training(run, dist, restored)  # while the loader reads ahead
         if dist.rank == 0:
             run.begin()
-        self.engine = Engine(self.training.model, run.tokenizer, dist)
         self.profile = Profile(run.profile_steps, run.directory / "profile", dist)
         self.liveness = Liveness(run, dist, self.step)
         if dist.rank == 0:
@@ -151,12 +150,13 @@ class Trainer:
 
     def sample(self):
         """Prints completions. Every rank makes them, so that none waits for another."""
+        engine = Engine(self.training.model, self.run.tokenizer, self.dist)  # it remembers nothing of older weights
         with self.goodput.span("sample"), torch.no_grad():
             for prompt in SAMPLE_PROMPTS:
                 if self.agree("sample"):
                     return
-                text = self.engine.complete(prompt, max_tokens=min(48, self.run.plan.config.max_seq_len // 2),
-                                            seed=self.step)
+                text = engine.complete(prompt, max_tokens=min(48, self.run.plan.config.max_seq_len // 2),
+                                       seed=self.step)
                 print0(f"--- sample at step {self.step}\n{prompt}{text}\n---")
 
     def finish(self):

@@ -11,8 +11,10 @@ import torch
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.device.ranks import Dist, compute_init
-from nanochat.infer.engine import Engine, Sample, choose_token
+from nanochat.infer.engine import Engine
 from nanochat.infer.load import load_model
+from nanochat.infer.readers import Reader, StaticReader
+from nanochat.infer.sample import Sample, choose_token
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig
 from nanochat.run import checkpoint, checkpoint_files
@@ -73,9 +75,14 @@ def complete_without_cache(model, prompt, max_tokens, temperature, seed):
 
 def complete_ids(engine, prompt, monkeypatch, **options):
     """Token ids that the engine drew, from several samples: a list for each."""
-    drawn = []
+    drawn, add = [], Sample.add
+
+    def add_and_note(self, token):
+        drawn.append(token)
+        add(self, token)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Sample, "add", lambda self, token: drawn.append(token))
+        patch.setattr(Sample, "add", add_and_note)
         engine.completions(prompt, **options)
     return [drawn[i::options["num_samples"]] for i in range(options["num_samples"])]
 
@@ -90,26 +97,54 @@ def test_with_the_cache_every_token_is_the_one_drawn_without_it(engine, temperat
     assert len(set(drawn[0])) > 20 or temperature == 0
 
 
-def test_logits_with_the_cache_are_those_of_the_whole_text(engine):
-    ids = [BYTES.bos_id] + BYTES.encode("template <typename T> class vector { T* begin_; };" * 2)[:CONTEXT - 1]
-    expected = make_model()(torch.tensor([ids]))[0].detach()
-    logits, cache = engine.prefill(ids[:60], num_samples=2)
-    for position in range(60, len(ids)):
-        torch.testing.assert_close(logits, expected[position - 1].expand(2, -1), atol=1e-4, rtol=1e-4)
-        logits = engine.decode([ids[position]] * 2, position, cache)
+IDS = [BYTES.bos_id] + BYTES.encode("template <typename T> class vector { T* begin_; };" * 2)[:CONTEXT - 1]
 
 
-def test_xla_compiles_a_program_for_the_prompt_and_one_for_a_token_and_no_more(xla_engine):
+@pytest.fixture(scope="module")
+def logits_of_ids():
+    """Logits (CONTEXT, V) of the model for IDS, computed in one piece and without a cache."""
+    return make_model()(torch.tensor([IDS]))[0].detach()
+
+
+def test_logits_with_the_cache_are_those_of_the_whole_text(logits_of_ids):
+    """Whatever is read together, what was read before and has the same beginning, or another one."""
+    reader = Reader(make_model(), "cpu")
+    for length, num_last in [(10, 10), (30, 3), (31, 1), (90, 80), (60, 1), (61, 2), (62, 1), (CONTEXT, 30)]:
+        reader.read([*IDS[:length - 3], 1, 2, 3], 3)
+        found = reader.read(IDS[:length], num_last)
+        torch.testing.assert_close(found, logits_of_ids[length - num_last:length], atol=1e-4, rtol=1e-4)
+
+
+def test_slots_on_xla_stand_at_positions_of_their_own(xla_engine, logits_of_ids):
+    def check(logits, length):
+        torch.testing.assert_close(logits, logits_of_ids[length - 1], atol=1e-4, rtol=1e-4)
+
+    reader = StaticReader(xla_engine.model, xla_engine.dist, num_slots=3)
+    check(reader.prefill(IDS[:20], [0, 2]), 20)
+    check(reader.prefill(IDS[:60], [1]), 60)
+    for length in range(21, 25):
+        logits = reader.decode([IDS[length - 1], IDS[length + 39], IDS[length - 1]])
+        check(logits[0], length)
+        check(logits[1], length + 40)
+        check(logits[2], length)
+    check(reader.prefill(IDS[:10], [2]), 10)
+    logits = reader.decode([IDS[24], IDS[64], IDS[10]])
+    check(logits[0], 25)
+    check(logits[1], 65)
+    check(logits[2], 11)
+
+
+def test_xla_compiles_a_program_for_the_cache_the_prompt_and_a_token_and_no_more(xla_engine):
     import torch_xla.debug.metrics as met
 
     def compilations():
         return (met.metric_data("CompileTime") or [0])[0]
 
     before = compilations()
-    xla_engine.completions(PROMPT, num_samples=3, max_tokens=20)  # 3: no other test has these shapes
-    assert compilations() - before == 2
-    xla_engine.completions("another prompt, shorter", num_samples=3, max_tokens=10, temperature=0, seed=9)
-    assert compilations() - before == 2
+    xla_engine.completions(PROMPT, num_samples=4, max_tokens=20)  # 4: no other test has these shapes
+    assert compilations() - before == 3
+    xla_engine.completions("another prompt, shorter", num_samples=4, max_tokens=10, temperature=0, seed=9)
+    assert compilations() - before == 3
     assert not met.executed_fallback_ops()
 
 
@@ -185,10 +220,10 @@ def test_top_k_and_top_p_leave_out_the_unlikely():
 def feed(text, stop=()):
     """(Text of the sample, pieces as they were shown) for a model that writes `text`, a byte a token."""
     pieces = []
-    sample = Sample(BYTES, stop, pieces.append)
+    sample = Sample(BYTES, stop, 1000, pieces.append)
     for token in text.encode():
         sample.add(token)
-    sample.end()
+    sample.end("length")
     return sample.text, pieces
 
 
@@ -208,16 +243,16 @@ def test_what_only_begins_like_a_stop_string_is_shown():
 
 
 def test_the_next_document_ends_a_sample():
-    sample = Sample(BYTES, [], lambda text: None)
+    sample = Sample(BYTES, [], 1000, lambda text: None)
     for token in (104, 105, BYTES.bos_id, 104):
         sample.add(token)
-    assert sample.text == "hi" and sample.ended
+    assert (sample.text, sample.num_tokens, sample.reason) == ("hi", 3, "end")
 
 
 def test_half_a_character_at_the_end_becomes_a_replacement_character():
-    sample = Sample(BYTES, [], lambda text: None)
+    sample = Sample(BYTES, [], 1000, lambda text: None)
     sample.add("²".encode()[0])
-    sample.end()
+    sample.end("length")
     assert sample.text == "\ufffd"
 
 

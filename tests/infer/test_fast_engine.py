@@ -1,0 +1,242 @@
+"""What makes the engine fast changes no text: 8 bits, drafts, what is remembered from the last call. And healing."""
+import random
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from nanochat.common import BadInput
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.device.ranks import Dist
+from nanochat.infer.drafts import guess_next
+from nanochat.infer.engine import Engine, Special
+from nanochat.infer.healing import Vocabulary
+from nanochat.infer.load import load_model
+from nanochat.infer.quantize import Int8Matrix, quantize_to_int8
+from nanochat.infer.readers import Reader
+from nanochat.infer.sample import Sample
+from nanochat.run import checkpoint
+from tests.infer.test_engine import BYTES, CONTEXT, PROMPT, make_model, one_thread  # noqa: F401 (a fixture)
+from tests.run.states import make_meta
+
+CPU = Dist("cpu", torch.device("cpu"))
+CODE = '''#include <vector>
+
+/// Computes the mean of some numbers, "naïvely".
+double mean(const std::vector<double>& numbers) {
+    double sum = 0.0;
+    for (std::size_t i = 0; i < numbers.size(); ++i) {
+        sum += numbers[i];   // no Kahan
+    }
+    return numbers.empty() ? 0.0 : sum / static_cast<double>(numbers.size());
+}
+'''
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def int8_model():
+    return quantize_to_int8(make_model())
+
+
+@pytest.fixture
+def engine(int8_model):
+    return Engine(int8_model, BYTES, CPU)
+
+
+# -----------------------------------------------------------------------------
+# 8 bits
+
+
+@pytest.mark.parametrize("is_input_positive", [False, True])
+def test_products_with_8_bits_are_near_the_exact_ones(is_input_positive):
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 2, 300) * 10 ** torch.randn(5, 2, 1), torch.randn(70, 300)
+    x[3] = 0
+    x = x.abs() if is_input_positive else x
+    found = torch.nn.functional.linear(x, Int8Matrix(weight, is_input_positive).to(x.dtype))
+    expected = torch.nn.functional.linear(x, weight)
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    assert (found[3] == 0).all()
+    with pytest.raises(NotImplementedError):
+        torch.matmul(x, Int8Matrix(weight))
+
+
+def test_a_position_has_the_same_logits_to_the_last_bit_whatever_is_read_with_it(int8_model):
+    """Otherwise a draft could change the text: rounding to 8 bits makes a small difference a large one."""
+    generator = random.Random(1)
+    ids = [generator.randrange(256) for _ in range(CONTEXT)]
+    one_by_one = Reader(int8_model, "cpu")
+    expected = torch.cat([one_by_one.read(ids[:length]) for length in range(1, CONTEXT + 1)])
+    reader = Reader(int8_model, "cpu")
+    for _ in range(60):
+        length = generator.randint(1, CONTEXT)
+        num_last = generator.randint(1, min(length, 20))
+        assert torch.equal(reader.read(ids[:length], num_last), expected[length - num_last:length])
+        if generator.random() < 0.3:
+            reader.read([*ids[:length - 1], 7])
+
+
+def test_a_checkpoint_is_loaded_with_8_bits_on_the_cpu_only(tmp_path, shipped):
+    model = make_model(vocab_size=shipped.n_vocab)
+    meta = make_meta(config=asdict(model.config), tokenizer_sha256=shipped.sha256)
+    path = checkpoint.save(tmp_path, model.state_dict(), {}, meta, num_lanes=0)
+    loaded, _, _ = load_model(path, CPU, quantize="int8")
+    ids = torch.tensor([shipped.encode(CODE)[:CONTEXT]])
+    with torch.no_grad():
+        exact, found = model(ids), loaded(ids)
+        assert 0 < (found - exact).norm() < 0.03 * exact.norm()
+        assert loaded(ids, ids, "mean").item() == pytest.approx(model(ids, ids, "mean").item(), rel=0.01)
+    with pytest.raises(BadInput, match="--quantize=int8 is for the CPU, not for xla"):
+        load_model(path, Dist("xla", torch.device("cpu")), quantize="int8")
+    with pytest.raises(BadInput, match="--quantize=int3 is unknown: choose none or int8"):
+        load_model(path, CPU, quantize="int3")
+
+
+# -----------------------------------------------------------------------------
+# Drafts, and what is remembered
+
+
+def test_guesses_are_what_followed_the_longest_repetition():
+    assert guess_next([1, 2, 3, 9, 2, 3]) == [9, 2, 3]
+    assert guess_next([5, 2, 3, 7, 8, 2, 3, 1, 5, 2, 3]) == [7, 8, 2, 3, 1, 5, 2]
+    assert guess_next([7, 7]) == [7]
+    assert guess_next([1, 2, 3]) == guess_next([1]) == guess_next([]) == []
+    assert guess_next([0xD800, 65535, 4, 0xD800]) == [65535, 4, 0xD800]  # ids that are no characters
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_drafts_are_taken_and_change_no_text(engine, temperature):
+    accepted = 0
+    for seed in range(4):
+        prompt = "".join(random.Random(seed).choices(["ab", "cab;", "x = ", "\n"], k=18))
+        texts = []
+        for drafts in (True, False):
+            texts.append(engine.complete(prompt, max_tokens=50, temperature=temperature, seed=seed, drafts=drafts))
+            accepted += engine.timings.accepted_tokens
+            assert engine.timings.accepted_tokens <= engine.timings.drafted_tokens
+            assert drafts or engine.timings.drafted_tokens == 0
+        assert texts[0] == texts[1]
+    assert accepted > 4
+
+
+def test_a_prompt_that_begins_like_the_last_one_is_not_read_again(int8_model, engine):
+    prompts = [PROMPT, PROMPT + "\n  ret", PROMPT + "\n  retu", PROMPT[:20] + "x", "", PROMPT + "\n  return 0;"]
+    read = []
+    for prompt in prompts:
+        text = engine.complete(prompt, max_tokens=10, temperature=0)
+        read.append(engine.timings.read_tokens)
+        assert text == Engine(int8_model, BYTES, CPU).complete(prompt, max_tokens=10, temperature=0)
+        assert engine.timings.prompt_tokens == 1 + len(prompt)
+    common = len(PROMPT) + 1
+    assert read[0] == common and read[3:5] == [1, 1] and 1 <= read[1] <= 6 and 1 <= read[2] <= 6
+    together = engine.completions(PROMPT, num_samples=3, max_tokens=10, seed=3)
+    assert engine.timings.read_tokens < common
+    assert together[1].text == Engine(int8_model, BYTES, CPU).complete(PROMPT, max_tokens=10, seed=4)
+
+
+# -----------------------------------------------------------------------------
+# How a call ends
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_a_sample_says_why_it_ended(engine, num_samples):
+    def ends(**options):
+        return {(sample.reason, sample.num_tokens) for sample in engine.completions(
+            PROMPT, **{"num_samples": num_samples, "temperature": 0, "max_tokens": 10, **options})}
+
+    assert ends() == {("length", 10)}
+    assert ends(max_tokens=0) == {("length", 0)}
+    third = engine.complete(PROMPT, temperature=0, max_tokens=3)[2:]
+    assert {reason for reason, _ in ends(stop=[third])} == {"stop"}
+    answers = iter([True] * 5 + [False] * 9)
+    [(reason, num_tokens)] = ends(keep_going=lambda: next(answers), drafts=False)
+    assert reason == "stopped" and num_tokens in (2, 3, 4)
+    assert ends(keep_going=lambda: False) == {("stopped", 0)}
+    assert ends() == {("length", 10)}
+
+
+def test_a_file_separator_ends_a_sample(shipped):
+    sample = Sample(shipped, [], 10, lambda text: None)
+    sample.add(shipped.special("<|file_sep|>"))
+    assert (sample.text, sample.reason) == ("", "end")
+
+
+def test_a_list_is_read_as_it_stands(engine):
+    plain = engine.complete(PROMPT, max_tokens=10, temperature=0)
+    assert engine.complete([Special("<|bos|>"), PROMPT.encode()], max_tokens=10, temperature=0) == plain
+    assert engine.complete([PROMPT], max_tokens=10, temperature=0) != plain
+    assert engine.timings.prompt_tokens == len(PROMPT)
+    for prompt, message in [([], "the prompt is an empty list"), ([""], "empty list"),
+                            (["x" * (CONTEXT - 9)], "the prompt has 87 tokens"), ([Special("<|no|>")], "no special")]:
+        with pytest.raises(BadInput, match=message):
+            engine.complete(prompt, max_tokens=10)
+
+
+# -----------------------------------------------------------------------------
+# Healing
+
+
+def cuts(text, step):
+    return [text[:end] for end in range(1, len(text), step)]
+
+
+def test_wherever_a_prompt_ends_the_tokens_of_the_whole_text_are_possible(shipped):
+    """Nearly: a comment of many equal characters may be cut into tokens in another way from its beginning."""
+    vocabulary, whole, good = Vocabulary(shipped), shipped.encode(CODE), []
+    for prompt in cuts(CODE, 1):
+        ids = shipped.encode(prompt)
+        number = vocabulary.num_taken_back([shipped.decode_bytes([token]) for token in ids[-3:]])
+        kept, known = ids[:len(ids) - number], shipped.decode_bytes(ids[len(ids) - number:])
+        is_possible = kept == whole[:len(kept)]
+        for token in whole[len(kept):]:
+            if not known:
+                break
+            is_possible &= token in vocabulary.fitting(known)
+            known = known[len(shipped.decode_bytes([token])):]
+        good.append(is_possible)
+    assert sum(good) >= 0.98 * len(good)
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_the_tokens_drawn_go_on_with_the_prompt_wherever_it_ends(shipped, quantized, monkeypatch):
+    model = make_model(vocab_size=shipped.n_vocab)
+    engine = Engine(quantize_to_int8(model) if quantized else model, shipped, CPU)
+    drawn, add = {}, Sample.add
+
+    def add_and_note(self, token):
+        if not self.ended:
+            drawn.setdefault(self, []).append(token)
+        add(self, token)
+
+    monkeypatch.setattr(Sample, "add", add_and_note)
+    num_healed = 0
+    for prompt in cuts(CODE.encode()[:200], 7):
+        texts = []
+        for num_samples in (1, 2):
+            for sample in engine.completions(prompt, num_samples=num_samples, max_tokens=2, seed=3):
+                assert sample.reason == "end" or sample.num_tokens == 2
+                texts.append(sample.text)
+                data = shipped.decode_bytes(drawn.pop(sample))
+                repeated = len(data) - len(sample.text.encode())
+                if sample.reason == "length" and "\ufffd" not in sample.text:
+                    assert data.decode()[repeated:] == sample.text
+                    assert prompt.endswith(data[:repeated])
+                    num_healed += repeated > 0
+        assert texts[0] == texts[1]
+    assert num_healed > 20
+
+
+def test_without_healing_the_prompt_stays_as_it_is(shipped):
+    engine = Engine(make_model(vocab_size=shipped.n_vocab), shipped, CPU)
+    options = {"max_tokens": 5, "temperature": 0}
+    ids = torch.tensor([[shipped.bos_id, *shipped.encode("int retu")]])
+    with torch.no_grad():
+        likeliest = int(engine.model(ids)[0, -1].argmax())
+    assert engine.complete("int retu", heal=False, **options).startswith(shipped.decode([likeliest]))
+    parts = ["int retu", Special("<|fim_suffix|>")]
+    assert engine.complete(parts, **options) == engine.complete(parts, heal=False, **options)
