@@ -54,10 +54,10 @@ def infilling_run(tmp_path_factory, byte_tokenizer_dir):
     config = GPTConfig(vocab_size=tokenizer.n_vocab, max_seq_len=256, n_layer=2, n_embd=64, n_head=2, n_kv_head=2,
                        window_pattern="L")
     model = GPT(config, get_kernels("current", "cpu")).init_weights(seed=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
     generator = np.random.default_rng(0)
     for _ in range(STEPS):
-        ids, targets = map(torch.tensor, zip(*(example(tokenizer, generator, 160) for _ in range(8)), strict=True))
+        ids, targets = map(torch.tensor, zip(*(example(tokenizer, generator, 160) for _ in range(4)), strict=True))
         loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=-1)
         optimizer.zero_grad()
         loss.backward()
