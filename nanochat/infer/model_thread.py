@@ -1,0 +1,117 @@
+"""One thread that uses the model, and the requests that wait for it.
+
+All methods but Job.on_text and Job.keep_going belong to the event loop's thread, so nothing here needs a lock.
+"""
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from nanochat.common import BadInput
+
+MAX_WAITING = 16
+# "Client closed request" of nginx. Not 409 or 503, after which OpenAI's package would send the old request again.
+STATUS_REPLACED = 499
+
+
+class Refused(Exception):
+    """A request that gets no completion: the HTTP status, and a sentence that says why."""
+
+    def __init__(self, status, message):
+        super().__init__(message)
+        self.status, self.message = status, message
+
+
+class Job:
+    """A request from its arrival to its last piece of text."""
+
+    def __init__(self, timeout_s):
+        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue()
+        self._deadline, self._is_cancelled = time.monotonic() + timeout_s, False
+        self.future, self.refusal = None, None
+
+    def on_text(self, sample, text):
+        self._put((sample, text))
+
+    def keep_going(self):
+        """Whether the model thread shall generate another token."""
+        return not self._is_cancelled and time.monotonic() < self._deadline
+
+    def is_waiting(self):
+        return not self.future.running() and not self.future.done()
+
+    def cancel(self, refusal=None):
+        """Takes the request back if it still waits, and else ends it with the next token. refusal: what its client
+        gets."""
+        self._is_cancelled, self.refusal = True, self.refusal or refusal
+        self.future.cancel()  # does nothing once the model thread has begun
+
+    def _put(self, event):
+        try:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        except RuntimeError:  # the server has ended, and its event loop is closed
+            pass
+
+    async def events(self, request):
+        """Yields each piece of text as (sample, text), and at last the completion. Raises Refused. When the client of
+        `request` hangs up, or nobody iterates any more, the job is cancelled."""
+        client_gone = asyncio.ensure_future(hung_up(request))
+        client_gone.add_done_callback(lambda task: task.cancelled() or self.cancel(Refused(499, "you hung up")))
+        self.future.add_done_callback(lambda future: self._put(future))
+        timer = self._loop.call_at(self._loop.time() + self._deadline - time.monotonic(), self._expire)
+        try:
+            while (event := await self._events.get()) is not self.future:
+                yield event
+            yield self._result()
+        finally:
+            timer.cancel()
+            client_gone.cancel()
+            self.cancel()
+
+    def _expire(self):
+        if self.is_waiting():
+            self.cancel(Refused(503, "the model was busy with other requests for the whole time limit of this one "
+                                     "(--timeout_s): try again"))
+
+    def _result(self):
+        if self._is_cancelled:
+            raise self.refusal
+        if isinstance(self.future.exception(), BadInput):
+            raise Refused(400, str(self.future.exception()))
+        return self.future.result()
+
+
+async def hung_up(request):
+    """Returns when the client has closed its connection; the request's body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class ModelThread:
+    def __init__(self):
+        self._executor = ThreadPoolExecutor(1, "model")
+        self._jobs = {}  # Job: its client
+
+    def num_waiting(self):
+        return sum(job.is_waiting() for job in self._jobs)
+
+    def start(self, work, client, timeout_s):
+        """Has the model thread call work(job) as soon as it is free. Returns the Job.
+
+        client: a name. A request that still waits gives its place to a newer one of the same client; those of None all
+        wait. timeout_s: the time limit, waiting included. Raises Refused if too many are waiting.
+        """
+        for job in [job for job, of in self._jobs.items() if client is not None and of == client]:
+            if job.is_waiting():
+                job.cancel(Refused(STATUS_REPLACED, "a newer request of the same client took the place of this one"))
+        if self.num_waiting() >= MAX_WAITING:
+            raise Refused(503, f"{MAX_WAITING} requests are waiting for the model already: try again later")
+        job = Job(timeout_s)
+        job.future = self._executor.submit(work, job)
+        self._jobs = {job: of for job, of in self._jobs.items() if not job.future.done()} | {job: client}
+        return job
+
+    def stop(self):
+        """Ends what is generated with its next token, and takes back what is waiting."""
+        for job in self._jobs:
+            job.cancel(Refused(503, "the server is stopping"))
+        self._executor.shutdown(wait=False, cancel_futures=True)
