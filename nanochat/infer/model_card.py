@@ -12,6 +12,7 @@ from nanochat.model.optim import OptimConfig
 
 MANIFEST = "manifest.json"  # of scripts/prepare_data.py
 CURVE_ROWS = 20
+CODE_TAGS = "\ntags: [code, cpp]"
 # The flags that say how the model was trained, and nothing of the machine, its folders or accounts.
 RECIPE = ("depth", "max_seq_len", "model_dim", "num_heads", "num_kv_heads", "window_pattern", "softcap",
           "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size", "batch_ramp", "fim_rate",
@@ -56,28 +57,35 @@ def write_card(name, model, tokenizer, meta, *, run, manifest, is_scaled, curve)
     return "\n\n".join(sections) + "\n"
 
 
+def _is_imported(meta):
+    return not meta.flags
+
+
 def _head(name, model, meta, is_scaled):
     config = model.config
     parameters = sum(p.numel() for p in model.parameters())
     windows = sum(window is not None for window in config.windows())
     attention = f"{config.n_head} attention heads" + (
         f" that share {config.n_kv_head} keys and values" if config.n_kv_head < config.n_head else "")
+    origin = "imported from karpathy/nanochat with" if _is_imported(meta) else "pre-trained with"
+    architecture = "NanoChat, as transformers has it" if not is_scaled else \
+        "that of NanoChat in transformers, with a scaled residual stream"
+    softcap = f", logits within ±{config.softcap:g}" if config.softcap else ""
+    short = f"; {windows} of the layers see the last {config.max_seq_len // 2:,}" if windows else ""
     return f"""---
 library_name: transformers
-pipeline_tag: text-generation
-tags: [code, cpp]
+pipeline_tag: text-generation{"" if _is_imported(meta) else CODE_TAGS}
 ---
 
 # {name}
 
-A language model of C++, {parameters:,} parameters, pre-trained with nanochat-tpu (step {meta.step:,}). It continues
-code. It was not tuned to follow instructions.
+A language model of {parameters:,} parameters, {origin} nanochat-tpu (step {meta.step:,}).
 
-The architecture is {"that of NanoChat in transformers, with a scaled residual stream" if is_scaled else
-"NanoChat, as transformers has it"}: {config.n_layer} layers of width {config.n_embd}, {attention}, rotary positions,
-QK-norm, ReLU², RMSNorm without parameters{f", logits within ±{config.softcap:g}" if config.softcap else ""}. It sees
-{config.max_seq_len:,} tokens{f"; {windows} of the layers see the last {config.max_seq_len // 2:,}" if windows else ""}.
-The tokenizer is a byte-level BPE of {config.vocab_size:,} tokens. The weights are in fp32."""
+- Architecture: {architecture}. {config.n_layer} layers of width {config.n_embd}, {attention}, rotary positions,
+  QK-norm, ReLU², RMSNorm without parameters{softcap}.
+- Context: {config.max_seq_len:,} tokens{short}.
+- Tokenizer: a byte-level BPE of {config.vocab_size:,} tokens.
+- Weights: fp32."""
 
 
 def _usage(is_scaled):
@@ -107,16 +115,17 @@ def _fill_in_the_middle(tokenizer, meta):
     rate = meta.flags.get("fim_rate") or 0
     if "<|fim_middle|>" not in tokenizer.special_tokens:
         return "## Fill in the middle\n\nThe tokenizer has no tokens for it."
-    learnt = f"The share of the documents that were arranged like this in training is {rate:g} (`--fim_rate`)." \
-        if rate else ("**This checkpoint was not trained to fill in the middle** (`--fim_rate=0`): the tokens exist, "
-                      "but it has never seen them.")
+    learnt = f"In training, this share of the documents was arranged like this: {rate:g} (`--fim_rate`)." if rate else \
+        "**This checkpoint was not trained to fill in the middle**: the tokens exist, but it has never seen them."
     return f"""## Fill in the middle
 
 ```
 <|bos|><|fim_prefix|>text before the cursor<|fim_suffix|>text after it<|fim_middle|>what the model writes<|file_sep|>
 ```
 
-{learnt} The middle ends with `<|file_sep|>`, and a document with the `<|bos|>` of the next; `generate` stops at both.
+{learnt}
+
+The middle ends with `<|file_sep|>`, and a document with the `<|bos|>` of the next; `generate` stops at both.
 The tokenizer writes `<|bos|>` itself. Splits are at characters, not at tokens."""
 
 
@@ -137,9 +146,10 @@ The corpus is not known here: its manifest was not at hand at the export. The fi
     held_out = f"\n\nHeld out for validation, whole projects: {_cell(', '.join(sorted(val)))}." if val else ""
     return f"""## Data
 
-C and C++ of {len(sources)} projects, {total.get("documents", 0):,} files with {total.get("bytes", 0):,} bytes after
-exact and near duplicates were dropped. Licences of the files, counted before duplicates were dropped, as the files
-and packages state them; "unknown" states none.{held_out}
+C and C++ of {len(sources)} projects: {total.get("documents", 0):,} files with {total.get("bytes", 0):,} bytes, after
+exact and near duplicates were dropped.{held_out}
+
+The licences are those that the files and packages state, counted before duplicates were dropped; "unknown" states none.
 
 | licence | files |
 |---|---|
@@ -160,6 +170,8 @@ def _cell(text):
 
 
 def _recipe(meta):
+    if _is_imported(meta):
+        return f"## Recipe\n\nNot known here. Tokenizer sha256 `{meta.tokenizer_sha256}`."
     flags = " ".join(f"--{name}={meta.flags[name]}" for name in RECIPE
                      if meta.flags.get(name) not in (None, "", -1, -1.0))
     return f"""## Recipe
@@ -194,11 +206,12 @@ def _metrics(run, curve):
 
 
 def _limits(model, meta):
+    base = "" if _is_imported(meta) else """- It is a base model: it continues text and was not tuned to follow orders.
+- It imitates the code it saw, with its mistakes and insecure habits. What it writes needs review, a compiler and tests.
+- What its corpus does not have is foreign to it: other programming languages, and English beyond comments.
+"""
     return f"""## Limits
 
-- It is a base model: it imitates the code it saw, its mistakes and insecure habits among it. What it writes needs
-  review, a compiler and tests.
-- It may repeat text that it was trained on, to which the licences above apply.
-- It saw C and C++ in files of public projects. Other languages, and English beyond comments, are foreign to it.
+{base}- It may repeat text that it was trained on, to which that text's licence applies.
 - Prompt and completion together are at most {model.config.max_seq_len:,} tokens. Beyond that it was not trained.
 - The licence of these weights is for the person who publishes them to state: nothing here states it."""
