@@ -49,10 +49,12 @@ def main(argv=None):
     path = find_checkpoint(flags.checkpoint).absolute()
     if out == path or out in path.parents or path in out.parents:
         raise BadInput(f"--out={out} and the checkpoint {path} are in each other: name another place")
-    model, tokenizer, meta = load_model(path, Dist("cpu", torch.device("cpu")), tokenizer_dir=flags.tokenizer_dir)
-    export.check_exportable(model)
+    model_bytes = sum(file.stat().st_size for file in path.glob(MODEL))
     try:
-        with export.new_place(out, flags.force, 1.1 * (path / MODEL).stat().st_size) as folder:
+        with export.new_place(out, flags.force, 1.1 * model_bytes) as folder:
+            model, tokenizer, meta = load_model(path, Dist("cpu", torch.device("cpu")),
+                                                tokenizer_dir=flags.tokenizer_dir)
+            export.check_exportable(model)
             if flags.format == "safetensors":
                 export.write_safetensors(folder, model, meta)
             else:

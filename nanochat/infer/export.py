@@ -116,7 +116,7 @@ def write_for_transformers(folder, model, tokenizer, card):
     (folder / CARD).write_text(card, encoding="utf-8")
     if is_scaled(model):
         shutil.copy(Path(__file__).with_name(f"{CODE}.py"), folder)
-    save_file(weights(model), folder / MODEL, metadata={"format": "pt"})
+    _save(folder, model, {"format": "pt"})
     sums = sha256_of_files(sorted(folder.iterdir()))
     (folder / SUMS).write_text("".join(f"{digest}  {path.name}\n" for path, digest in sums.items()))
 
@@ -124,9 +124,14 @@ def write_for_transformers(folder, model, tokenizer, card):
 def write_safetensors(folder, model, meta):
     """Writes the weights to `folder`/MODEL, with the names of transformers. The header says how to compute with them:
     the fields of GPTConfig as JSON, the step, and the tokenizer's hash."""
-    save_file(weights(model), folder / MODEL, metadata={
+    _save(folder, model, {
         "format": "pt", "config": json.dumps(asdict(model.config)), "step": str(meta.step),
         "tokenizer_sha256": meta.tokenizer_sha256})
+
+
+def _save(folder, model, metadata):
+    save_file(weights(model), folder / MODEL, metadata=metadata)
+    (folder / MODEL).chmod(0o644)  # safetensors lets only its owner read it, and an export is made to be shared
 
 
 # -----------------------------------------------------------------------------
@@ -151,8 +156,8 @@ def check_place(out, force):
 
 @contextlib.contextmanager
 def new_place(out, force, needed_bytes):
-    """Yields an empty folder beside `out`. When the block ends, the folder takes the name `out`, or the file MODEL in
-    it does if `out` is a *.safetensors. If the block fails, `out` stays as it was.
+    """Yields an empty folder beside `out`, in a folder that exists. When the block ends, the folder takes the name
+    `out`, or the file MODEL in it does if `out` is a *.safetensors. If the block fails, `out` stays as it was.
 
     The folder is named OUT.PID.partial. One that a kill has left may be deleted. Raises BadInput if it cannot be made,
     or has no room for `needed_bytes`.
@@ -160,7 +165,7 @@ def new_place(out, force, needed_bytes):
     check_place(out, force)
     partial, old = (out.with_name(f"{out.name}.{os.getpid()}.{what}") for what in ("partial", "replaced"))
     try:
-        partial.mkdir(parents=True)
+        partial.mkdir()
         free = shutil.disk_usage(partial).free
     except OSError as error:
         raise BadInput(f"--out={out} cannot be written ({error.strerror}): name another place") from None

@@ -131,7 +131,7 @@ COMBINATIONS = list(itertools.product((False, True), (4, 1), ("L", "SSL"), (15.0
 SOME = [(False, 4, "L", 15.0), (False, 1, "L", 0.0), (False, 4, "SSL", 0.0), (True, 1, "SSL", 15.0)]
 
 
-@pytest.mark.parametrize("combinations", [SOME, pytest.param(COMBINATIONS, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("combinations", [SOME, pytest.param(COMBINATIONS, marks=pytest.mark.slow)])
 def test_every_combination_of_the_model_is_exact_in_transformers(tmp_path, byte_tokenizer_dir, combinations):
     tokenizer = load_tokenizer(byte_tokenizer_dir)
     ids, jobs, models = text_ids(tokenizer, CONTEXT), [], []
@@ -176,7 +176,7 @@ def test_ids_of_the_shipped_tokenizer_are_those_of_the_library():
     ours = load_tokenizer(SHIPPED_DIR)
     theirs = tokenizers.Tokenizer.from_str(ours.huggingface_json())
     theirs.encode_special_tokens = True  # the name of a special token is text like any other
-    for text in (*HEADERS[:40], *stress_strings(500)):
+    for text in (*HEADERS[:20], *stress_strings(500)):
         ids = ours.encode(text)
         assert theirs.encode(text).ids == [ours.bos_id, *ids] and theirs.decode(ids) == text
 
