@@ -6,6 +6,7 @@
 A folder that exists is not touched without --force, and one that is not whole never has the name --out.
 """
 import importlib.util
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def main(argv=None):
     if (flags.format == "safetensors") != (flags.out.suffix == ".safetensors"):
         raise BadInput(f"--out={flags.out} does not fit --format={flags.format}: a name in .safetensors is for "
                        "--format=safetensors, and for nothing else")
-    out = flags.out.absolute()
+    out = Path(os.path.abspath(flags.out))
     export.check_place(out, flags.force)
     manifest = model_card.read_manifest(flags.manifest) if flags.manifest else None
     path = find_checkpoint(flags.checkpoint).absolute()
@@ -64,7 +65,7 @@ def main(argv=None):
                     manifest=manifest or model_card.find_manifest(meta), is_scaled=export.is_scaled(model),
                     curve=run and draw_curve(run, folder / export.CURVE))
                 export.write_for_transformers(folder, model, tokenizer, card)
-    except (OSError, SafetensorError) as error:
+    except (OSError, UnicodeError, SafetensorError) as error:
         raise BadInput(f"--out={out} cannot be written ({error}): nothing is left of it; name another place") from None
     print(f"{path} (step {meta.step}) is exported to {out}")
     if flags.format == "transformers":

@@ -23,11 +23,11 @@ def read_manifest(path):
     """Returns the manifest of a corpus. Raises BadInput if the file is none."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        {source["name"]: source["licences"] for source in manifest["sources"]}
+        _data_of(manifest)  # which fails for anything that is no manifest
         return manifest
     except OSError as error:
         raise BadInput(f"--manifest={path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise BadInput(f"--manifest={path} is not the manifest of a corpus: name the {MANIFEST} that prepare_data "
                        "wrote beside its shards") from None
 
@@ -100,7 +100,7 @@ neither the scales of the residual stream nor attention windows.""" if is_scaled
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "."  # where this file is
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder{trust})
 model = AutoModelForCausalLM.from_pretrained(folder{trust})
 inputs = tokenizer("int main(int argc", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
@@ -135,10 +135,14 @@ def _data(meta, manifest):
 
 The corpus is not known here: its manifest was not at hand at the export. The fingerprint of the shards is
 `{meta.data_fingerprint}`."""
+    return _data_of(manifest)
+
+
+def _data_of(manifest):
     val = set(manifest.get("val_projects") or ())
     sources = [source for source in manifest["sources"] if source.get("project", source["name"]) not in val]
     licences = sum((Counter(source["licences"]) for source in sources), Counter())
-    total = next(iter((manifest.get("totals") or {}).values()), {})
+    total = (manifest.get("totals") or {}).get(Path(DEFAULT_DIRS["train"]).name, {})
     rows = "\n".join(f"| {_cell(name)} | {count:,} |" for name, count in licences.most_common())
     projects = "\n".join(
         f"| {_cell(source['name'])} | {_cell(source.get('version') or '')} | {source.get('documents', 0):,} | "
