@@ -2,6 +2,7 @@
 import contextlib
 import dataclasses
 import importlib
+import json
 import math
 import os
 import re
@@ -27,9 +28,10 @@ from hypothesis import strategies as st  # noqa: E402
 WORK = {
     "base_eval": ["DataLoader"], "base_train": ["spawn", "Trainer", "run_preflight"],
     "bench_checkpoint": ["make_state"], "bench_generate": ["make_model"], "bench_host": ["Contender"],
-    "bench_loader": ["compare_speed"], "bench_train": ["Contender"], "demo": ["run"], "generate": ["Engine"],
-    "prepare_data": ["build"], "report": ["draw"], "serve": ["Engine"], "tok_eval": ["find_entrants"],
-    "tok_train": ["choose_texts"], "tpu_advice": ["advise"], "tpu_preflight": ["preflight"]}
+    "bench_loader": ["compare_speed"], "bench_train": ["Contender"], "demo": ["run"], "export": ["load_model"],
+    "generate": ["Engine"], "import_nanochat": ["read_weights"], "prepare_data": ["build"], "report": ["draw"],
+    "serve": ["Engine"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"], "tpu_advice": ["advise"],
+    "tpu_preflight": ["preflight"]}
 
 ODD = ["", " ", "-", "--", "=", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "9" * 30, "9" * 5000, "٣", "²", "1_0",
        "0x10", " 7 ", "1e3", "True", "\udcff\udcfe", "é", "a" * 300, "x" * 5000, ",", ":", "1:2", "5:1", "1:2,0:3", "%",
@@ -87,6 +89,9 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
     model = make_model(vocab_size=tokenizer.n_vocab)
     meta = make_meta(20, config=dataclasses.asdict(model.config), tokenizer_sha256=tokenizer.sha256)
     trained = checkpoint.save(tmp_path / "run", model.state_dict(), {}, meta, num_lanes=0)
+    nanochat = tmp_path / "model_000001.pt"
+    sizes = {"sequence_len": 32, "vocab_size": tokenizer.n_vocab, "n_layer": 1, "n_embd": 64, "n_head": 1}
+    (tmp_path / "meta_000001.json").write_text(json.dumps({"model_config": {**sizes, "n_kv_head": 1}}))
     good = {
         "base_train": [f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", "--device_type=cpu",
                        f"--val_dir={corpus_dir}/val", "--depth=1", "--max_seq_len=32", "--total_batch_size=256"],
@@ -96,6 +101,8 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         "generate": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--prompt=x",
                      "--device_type=cpu"],
         "serve": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", "--port=0"],
+        "export": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--out=exported"],
+        "import_nanochat": [f"--model={nanochat}", "--run=imported", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "prepare_data": ["--source=FOLDER"], "tok_train": [f"--data_dir={corpus_dir}/train"],
         "bench_loader": [f"--data_dir={corpus_dir}/train", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "tok_eval": [f"--data_dir={corpus_dir}/val", f"--tokenizer_dir={byte_tokenizer_dir}"]}.get(name, [])

@@ -1,8 +1,9 @@
-"""Reads the tokenizer.json of Hugging Face's tokenizers, if it is a byte-level BPE that tiktoken encodes alike.
+"""Reads the tokenizer.json of Hugging Face's tokenizers, if it is a byte-level BPE that tiktoken encodes alike, and
+writes one that Hugging Face encodes as tiktoken does.
 
 Both libraries merge the pair of lowest rank first. But Hugging Face has a list of pairs, and tiktoken merges any pair
 that makes a token; they split text with different regular expressions; and Hugging Face may change the text before.
-So every part of the file is compared with what is known to give the same ids, and anything else is refused.
+So every part of a file that is read is compared with what is known to give the same ids, and anything else is refused.
 """
 import json
 import re
@@ -144,3 +145,54 @@ def _last_pair(token, rank, ranks):
         i = found.index(lowest)
         parts[i:i + 2] = [parts[i] + parts[i + 1]]
     return tuple(parts)
+
+
+# -----------------------------------------------------------------------------
+# Writing
+
+
+def to_huggingface(ranks, pattern, special_tokens):
+    """Returns the JSON object of a tokenizer.json that gives text the same ids as tiktoken does with {bytes: rank}, the
+    split pattern, and {special token: id}. Raises ValueError if Hugging Face may understand the pattern otherwise.
+
+    Hugging Face differs in two ways. It puts <|bos|> before the text, unless add_special_tokens is False. And it takes
+    the name of a special token in a text for that token, unless it is told to split_special_tokens.
+    """
+    _require(_ALIKE.fullmatch(pattern), f"its split pattern may mean something else to Hugging Face: {pattern}")
+    character_of = {byte: character for character, byte in _byte_of_character().items()}
+
+    def written(token):
+        return "".join(character_of[byte] for byte in token)
+
+    by_rank = sorted(ranks.items(), key=lambda item: item[1])
+    # One merge per token is enough, that of its last pair: see _check_merges. A token that no pair of tokens makes has
+    # none. It stands for a whole piece of text only, which ignore_merges says.
+    pairs = [_last_pair(token, rank, ranks) for token, rank in by_rank if len(token) > 1]
+    merges = [[written(part) for part in pair] for pair in pairs if len(pair) == 2]
+    bos = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
+    # Special tokens get the ids after those of the vocabulary, unless they are in it.
+    are_last = min(special_tokens.values()) == len(ranks)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": number, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
+                          "normalized": False, "special": True}
+                         for name, number in sorted(special_tokens.items(), key=lambda item: item[1])],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            # what the pattern does not match is left out, as in tiktoken
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [bos, {"Sequence": {"id": "A", "type_id": 0}}, bos, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [special_tokens["<|bos|>"]],
+                                           "tokens": ["<|bos|>"]}}},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+                  "vocab": {written(token): rank for token, rank in by_rank} | ({} if are_last else special_tokens),
+                  "merges": merges},
+    }

@@ -51,9 +51,10 @@ def make(pattern, pre_tokenizer, special_tokens=("<|bos|>", "<|user_start|>"), f
 def make_config(vocabulary, merges, pre_tokenizer=BYTE_LEVEL, special=None):
     return {
         "version": "1.0", "truncation": None, "padding": None,
-        "added_tokens": [{"id": number, "content": name, "normalized": False, "special": True}
+        "added_tokens": [{"id": number, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
+                          "normalized": False, "special": True}
                          for name, number in (special or {"<|bos|>": 0}).items()],
-        "normalizer": None, "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": {"type": "ByteLevel"},
+        "normalizer": None, "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": BYTE_LEVEL,
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                   "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": True, "ignore_merges": False,
                   "vocab": vocabulary, "merges": merges}}

@@ -1,0 +1,97 @@
+"""Exports a checkpoint for other programs: a folder for Hugging Face's transformers, or one file of weights:
+
+    python3 -m scripts.export --checkpoint=RUN --out=my_model
+    python3 -m scripts.export --checkpoint=RUN --format=safetensors --out=my_model.safetensors
+
+A folder that exists is not touched without --force, and one that is not whole never has the name --out.
+"""
+import importlib.util
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
+from nanochat.device.ranks import Dist
+from nanochat.infer import export, model_card
+from nanochat.infer.load import find_checkpoint, load_model
+from nanochat.record.history import read_run
+from nanochat.run.checkpoint_files import MODEL
+from scripts.report import draw_lines, save_figure
+
+FORMATS = ("transformers", "safetensors")
+
+
+@dataclass(frozen=True)
+class Flags:
+    out: Path | None = flag(None, "folder to make, or *.safetensors with --format=safetensors", of=expand_path)
+    format: str = flag("transformers", "transformers: weights, tokenizer, code and model card; safetensors: one file "
+                       "of weights", choices=FORMATS)
+    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
+    tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
+                                      of=expand_path)
+    manifest: Path | None = flag(None, "manifest.json of the training corpus, for the model card; default: the one "
+                                 "beside the data, if that is still the data of the checkpoint", of=expand_path)
+    force: bool = flag(False, "replace an export that exists")
+
+
+def main(argv=None):
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    if flags.out is None:
+        raise BadInput("--out is needed: name the folder or file to make")
+    if (flags.format == "safetensors") != (flags.out.suffix == ".safetensors"):
+        raise BadInput(f"--out={flags.out} does not fit --format={flags.format}: a name in .safetensors is for "
+                       "--format=safetensors, and for nothing else")
+    out = Path(os.path.abspath(flags.out))
+    export.check_place(out, flags.force)
+    manifest = model_card.read_manifest(flags.manifest) if flags.manifest else None
+    path = find_checkpoint(flags.checkpoint).absolute()
+    if out == path or out in path.parents or path in out.parents:
+        raise BadInput(f"--out={out} and the checkpoint {path} are in each other: name another place")
+    model_bytes = sum(file.stat().st_size for file in path.glob(MODEL))
+    try:
+        with export.new_place(out, flags.force, 1.1 * model_bytes) as folder:
+            model, tokenizer, meta = load_model(path, Dist("cpu", torch.device("cpu")),
+                                                tokenizer_dir=flags.tokenizer_dir)
+            export.check_exportable(model)
+            if flags.format == "safetensors":
+                export.write_safetensors(folder, model, meta)
+            else:
+                run = metrics_until(path, meta.step)
+                card = model_card.write_card(
+                    path.parent.name, model, tokenizer, meta, run=run,
+                    manifest=manifest or model_card.find_manifest(meta), is_scaled=export.is_scaled(model),
+                    curve=run and draw_curve(run, folder / export.CURVE))
+                export.write_for_transformers(folder, model, tokenizer, card)
+    except (OSError, UnicodeError, SafetensorError) as error:
+        raise BadInput(f"--out={out} cannot be written ({error}): nothing is left of it; name another place") from None
+    print(f"{path} (step {meta.step}) is exported to {out}")
+    if flags.format == "transformers":
+        trust = ", trust_remote_code=True" if export.is_scaled(model) else ""
+        print(f'Load it with AutoModelForCausalLM.from_pretrained("{out}"{trust}); {out / export.CARD} says more.')
+
+
+def metrics_until(path, step):
+    """Returns the Run that the checkpoint at `path` belongs to, with its records up to `step`, or None."""
+    try:
+        run = read_run(str(path.parent))
+    except BadInput:
+        return None
+    records = [record for record in run.records if record["step"] <= step]
+    return replace(run, records=records) if records else None
+
+
+def draw_curve(run, path):
+    """Draws the curve of the run and returns the picture's name, or None where nothing draws or was recorded."""
+    if not importlib.util.find_spec("matplotlib"):
+        return None
+    panels = [lambda axes, name=name, label=label: draw_lines(axes, [run], name, label, "tokens", smooth=name == "loss")
+              for name, label in (("loss", "loss, nats per token"), ("val_bpb", "validation, bits per byte"))
+              if len(run.series(name)[0])]
+    return save_figure(path, run.name, panels).name if panels else None
+
+
+if __name__ == "__main__":
+    run_script(main)
