@@ -243,8 +243,8 @@ def run(own, train_flags):
     elif own.json:
         Path(own.json).write_text(json.dumps(report, indent=1))
     if own.explain and not report["explained"] and report["programs"]:
-        raise BadInput(f"--explain={own.explain}: no scheduled operation has this in its name or in its line of Python; "
-                       "the list of the most expensive operations has names")
+        raise BadInput(f"--explain={own.explain}: no scheduled operation has this in its name or its line of Python: "
+                       "the list of the most expensive operations has some")
     return 0 if report["fits"] else DOES_NOT_FIT
 
 
