@@ -5,8 +5,9 @@ chip's memory and what they cost:
 
 All flags of base_train are accepted too (python3 -m scripts.base_train --help). The programs are those that base_train
 runs, and libtpu, the real TPU compiler, compiles them. The memory is what the compiler allocated. The times are
-estimates: either the compiler's cycles, with the bodies of loops times their trip count and Pallas kernels by their
-FLOPs at the rate of the matrix units, or the memory traffic at the bandwidth of HBM, whichever takes longer.
+estimates: the cycles of the machine's own schedule, which libtpu writes for every operation, or the operation's traffic
+with HBM, whichever takes longer, and the waits for copies and collectives that nothing hides. docs/preflight.md says
+how far to trust them.
 
 Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
 """
@@ -21,6 +22,7 @@ from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device import tpu
 from nanochat.device.tpu import GIB
+from nanochat.preflight import explain
 from nanochat.preflight.compile import CompilerError, require_packages
 from nanochat.preflight.report import Request, advice, find_batch, make_report
 from nanochat.preflight.trace import prepare_environment
@@ -45,8 +47,11 @@ class PreflightFlags:
                          "estimate of a step")
     find_batch: bool = flag(False, "search for the largest --device_batch_size that fits, with and without "
                             "--activation_checkpointing")
-    schedule: bool = flag(False, "count the cycles of the machine's own schedule instead of the compiler's heuristic: "
-                          "better, and slower to compile")
+    heuristic: bool = flag(False, "count the cycles by the compiler's heuristic, and Pallas kernels by the FLOPs that "
+                           "they declare, instead of the machine's own schedule")
+    explain: str | None = flag(None, "say what the dearest operation whose name or line of Python contains OPERATION "
+                               "waits for, and print its critical loop; compiling takes twice as long",
+                               metavar="OPERATION")
     dump_dir: Path | None = flag(None, "keep the traced programs (HLO protos) and the optimised HLO text in DIR",
                                  metavar="DIR", of=expand_path)
     jobs: int = flag(2, "the number of compilers that run concurrently", at_least=1, at_most=1000)
@@ -62,6 +67,9 @@ def read_preflight_flags(argv=None):
     unknown = set(own.programs.split(",")) - set(PROGRAMS)
     if unknown:
         raise BadInput(f"--programs={own.programs} is unknown: choose among {','.join(PROGRAMS)}")
+    if own.explain is not None and (own.heuristic or not own.explain):
+        raise BadInput(f"--explain={own.explain}: " + ("the schedule that it needs is not read with --heuristic: leave "
+                                                        "one of them out" if own.explain else "name an operation"))
     accelerator = tpu.parse_accelerator(own.accelerator).accelerator
     if own.json not in (None, "-"):
         _require_folder("json", own.json, Path(own.json).parent)
@@ -133,6 +141,10 @@ def gib(num_bytes):
     return f"{num_bytes / GIB:.2f} GiB"
 
 
+def span_ms(low_s, high_s, digits=1):
+    return f"{1000 * low_s:.{digits}f} to {1000 * high_s:.{digits}f}"
+
+
 def describe(report):
     """Returns the report as lines of text."""
     usable = report["usable_hbm_bytes"]
@@ -140,20 +152,24 @@ def describe(report):
     lines += [f"  {gib(size):>10}  {name}" for name, size in report["memory"].items()]
     if report["programs"]:
         lines += ["", f"{'':>14}  {'peak':>10} {'temporary':>10} {'Mcycles':>8} {'HBM GB':>7} {'est. ms':>8} "
-                  f"{'runs':>4} {'HLO':>6} {'compiled':>8} {'seconds':>7}"]
+                  f"{'low to high':>13} {'runs':>4} {'HLO':>6} {'compiled':>8} {'seconds':>7}"]
     for name, program in report["programs"].items():
         lines.append(f"{name:>14}  {gib(program['peak_bytes']):>10} {gib(program['temp_bytes']):>10} "
                      f"{program['cycles'] / 1e6:8.1f} {program['hbm_bytes'] / 1e9:7.1f} "
-                     f"{1000 * program['estimated_s']:8.1f} {program['runs_per_step']:4} "
+                     f"{1000 * program['estimated_s']:8.1f} {span_ms(program['low_s'], program['high_s']):>13} "
+                     f"{program['runs_per_step']:4} "
                      f"{program['traced_instructions']:6} {program['compiled_instructions']:8} "
                      f"{program['compile_s']:7.0f}")
     for name, program in report["programs"].items():
+        lines.append(f"  {name}: the error bar is {program['doubt']}")
         for kind, (count, num_bytes, overlapped) in program["collectives"].items():
             lines.append(f"  {name}: {count} {kind}, {num_bytes / 1e6:.1f} MB, {overlapped / 1e6:.1f} of them while "
                          "other work goes on")
-        if program["collectives"]:
-            lines.append(f"  {name}: collectives est. {1000 * program['ici_s']:.1f} ms, and "
-                         f"{1000 * program['overlapped_ici_s']:.1f} ms while other work goes on")
+        for kind, total, waited in (("collectives", "ici_s", "ici_waited_s"),
+                                    ("copies", "copies_s", "copies_waited_s")):
+            if program[total]:
+                lines.append(f"  {name}: {kind} est. {1000 * program[total]:.1f} ms; the program waits for "
+                             f"{1000 * program[waited]:.1f} of them")
         if program["pallas_calls"]:
             lines.append(f"  {name}: {program['pallas_calls']} Pallas kernels, {program['pallas_flops'] / 1e12:.2f} "
                          "TFLOP, counted in the cycles "
@@ -164,11 +180,13 @@ def describe(report):
         if name != "micro_step":
             continue
         lines += ["", f"most expensive operations of {name} (estimates):"]
-        lines += [f"  {1000 * line['estimated_s']:7.2f} ms {line['runs']:4} × {line['opcode']:<14} {line['source']}  "
+        lines += [f"  {1000 * line['estimated_s']:7.2f} ms {line['runs']:4} × {line['name']:<28} {line['source']}  "
                   f"{line['shape'][:60]}  {line['limit']}".rstrip() for line in program["top_operations"]]
         if program["scheduled_cycles"]:
             lines.append(f"  {program['scheduled_cycles'] / program['cycles']:.1%} of the cycles are the machine's own "
                          "schedule, the others the compiler's heuristic")
+    for name, found in report["explained"].items():
+        lines += ["", f"of {name}:", *explain.describe(found)]
     for name, oom in report["out_of_memory"].items():
         lines += ["", f"{name} does not fit: it needs {gib(oom['needed_bytes'])}. Largest buffers:"]
         lines += [f"  {gib(buffer['bytes']):>10}  {buffer['what'] or 'a temporary':<26} {buffer['shape']:<28} "
@@ -180,7 +198,8 @@ def describe(report):
                          if run[key] is not None)
         cost += f" in {report['zone'] or 'the dearest region (--zone)'}" if cost else ""
         plan = report["plan"]
-        lines += ["", f"estimate: {1000 * run['step_s']:.0f} ms a step of {plan['total_batch_size']:,} tokens, "
+        lines += ["", f"estimate: {1000 * run['step_s']:.0f} ms a step of {plan['total_batch_size']:,} tokens "
+                  f"({span_ms(run['step_low_s'], run['step_high_s'], 0)}), "
                   f"{run['tokens_per_s']:,.0f} tokens/s, MFU {run['mfu']:.1%}; "
                   f"update {run['shares']['update']:.1%} of a step",
                   f"estimate: {run['hours']:.1f} h for {plan['num_iterations']:,} steps{cost and f', {cost}'}"]
@@ -208,13 +227,14 @@ def run(own, train_flags):
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if own.json == "-" else \
         (lambda line: print(line, flush=True))
     request = Request(own.accelerator, tuple(own.programs.split(",")), own.jobs, own.timeout_s, own.dump_dir,
-                      own.schedule, own.usd_per_chip_hour, own.zone)
+                      own.heuristic, own.explain, own.usd_per_chip_hour, own.zone)
     report = preflight(train_flags, request, say)
     if own.find_batch:
         def try_batch(batch_size, activation_checkpointing):
             trial = train_flags.replace(device_batch_size=batch_size, total_batch_size=-1,
                                         activation_checkpointing=activation_checkpointing)
-            return preflight(trial, replace(request, programs=("micro_step",), dump_dir=None), say=lambda line: None)
+            memory_only = replace(request, programs=("micro_step",), dump_dir=None, heuristic=True, explain=None)
+            return preflight(trial, memory_only, say=lambda line: None)
 
         report["find_batch"] = find_batch(try_batch, train_flags.batch.device_batch_size, say)
     say("\n".join(describe(report)))
@@ -227,6 +247,9 @@ def run(own, train_flags):
         print(json.dumps(report, indent=1))
     elif own.json:
         Path(own.json).write_text(json.dumps(report, indent=1))
+    if own.explain and not report["explained"] and report["programs"]:
+        raise BadInput(f"--explain={own.explain}: no scheduled operation has this in its name or its line of Python: "
+                       "the list of the most expensive operations has some")
     return 0 if report["fits"] else DOES_NOT_FIT
 
 

@@ -55,19 +55,20 @@ class CompiledProgram:
     schedules: dict = field(default_factory=dict)  # name of an operation -> schedule.Schedule, where asked for
 
 
-def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, with_schedules=False):
+def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, schedule_options=None):
     """Compiles each TracedProgram for `tpu_slice` (a tpu.Slice); yields (program, CompiledProgram) in their order.
 
     folder: keeps the files that the compilers read and write, in a folder for each program.
     timeout_s: the most seconds that one program may take. jobs: the number of compilers that run concurrently.
-    with_schedules: reads the machine's own schedule of each operation, too.
-    Raises CompilerError if a compiler fails for another reason than a lack of device memory, or takes longer than
-    `timeout_s`; the other compilers are ended then.
+    schedule_options: schedule.LIBTPU_OPTIONS, or those with bundles, to read the machine's own schedule of each
+    operation, too.
+    Raises CompilerError if a compiler fails for another reason than a lack of device memory, takes longer than
+    `timeout_s`, or writes no schedules; the other compilers are ended then.
     """
     processes = []
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(_compile_in_subprocess, program, tpu_slice, Path(folder) / program.name, timeout_s,
-                               processes, with_schedules) for program in programs]
+                               processes, schedule_options) for program in programs]
         try:
             for program, future in zip(programs, futures, strict=True):
                 yield program, future.result()
@@ -77,16 +78,30 @@ def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, with_s
                 process.kill()  # does nothing to a process that has ended
 
 
-def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, with_schedules):
+def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, schedule_options):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "traced.pb").write_bytes(program.hlo_proto)
     (folder / "request.json").write_text(json.dumps({
         "donated": sorted(program.donated), "topology": f"{tpu_slice.tpu.name}:{tpu_slice.topology}",
         "topology_options": _topology_options(tpu_slice)}))
-    options = {}
-    if with_schedules:
-        (folder / "schedules").mkdir(exist_ok=True)
-        options = schedule.LIBTPU_OPTIONS | {"xla_jf_dump_to": str(folder / "schedules")}
+    options, schedules_folder = {}, folder / "schedules"
+    if schedule_options:
+        shutil.rmtree(schedules_folder, ignore_errors=True)  # of an earlier preflight that was killed
+        schedules_folder.mkdir()
+        options = schedule_options | {"xla_jf_dump_to": str(schedules_folder)}
+    try:
+        _run_compiler(program, tpu_slice, folder, timeout_s, processes, options)
+        compiled = json.loads((folder / "compiled.json").read_text())
+        schedules = schedule.read_folder(schedules_folder) if schedule_options else {}
+    finally:
+        shutil.rmtree(schedules_folder, ignore_errors=True)  # 80 MB and more
+    if schedule_options and not schedules and not compiled.get("out_of_memory"):
+        raise CompilerError(f"libtpu wrote no schedules for {program.name}: is the disk full, or is this another "
+                            "version of libtpu? --heuristic does without them")
+    return CompiledProgram(**compiled, schedules=schedules, hlo_text=(folder / "optimised.hlo").read_text())
+
+
+def _run_compiler(program, tpu_slice, folder, timeout_s, processes, options):
     code = f"from nanochat.preflight.compiler_process import compile_folder; compile_folder({str(folder)!r})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, text=True, stdout=subprocess.DEVNULL,
                                stderr=subprocess.PIPE, env=_compiler_environment(tpu_slice, options))
@@ -99,12 +114,6 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, wit
     if process.returncode:
         print(errors[-4000:], file=sys.stderr)
         raise CompilerError(f"the TPU compiler failed on {program.name}: what it says is above")
-    schedules = {}
-    if with_schedules:
-        schedules = schedule.read_folder(folder / "schedules")
-        shutil.rmtree(folder / "schedules")  # 80 MB and more
-    return CompiledProgram(**json.loads((folder / "compiled.json").read_text()), schedules=schedules,
-                           hlo_text=(folder / "optimised.hlo").read_text())
 
 
 def _topology_options(tpu_slice):

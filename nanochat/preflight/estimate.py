@@ -1,12 +1,15 @@
 """Derives from a compiled program the memory that it needs on a TPU, which is exact, and its time, an estimate.
 
-The cycles are the compiler's heuristic or, where they were asked for, those of the machine's own schedule
-(schedule.py). They tell well which of two programs is faster, and less well how many seconds either takes.
+The cycles are those of the machine's own schedule (schedule.py) or, where there is none, the compiler's heuristic. They
+tell well which of two programs is faster, and less well how many seconds either takes.
 """
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from nanochat.preflight import hlo
+from nanochat.preflight import hlo, timeline
+
+FULL = 0.9  # a unit with this fraction of its slots in use is what an operation waits for
+HEURISTIC_RANGE = 0.7, 1.1  # schedule / heuristic: 0.74 to 0.89 at depth 16, and a margin
 
 
 @dataclass
@@ -32,19 +35,17 @@ class ProgramReport:
     accessed_bytes: float = 0.0  # in HBM and in VMEM
     hbm_bytes: float = 0.0
     collectives: dict = field(default_factory=dict)  # name -> [number, bytes, bytes moved concurrently with other work]
-    compute_s: float = 0.0
-    operations_s: float = 0.0  # all operations one after the other, each waiting for its own traffic with HBM
-    hbm_s: float = 0.0
-    ici_s: float = 0.0  # of collectives during which nothing else runs
-    overlapped_ici_s: float = 0.0
+    compute_s: float = 0.0  # of all cycles
+    hbm_s: float = 0.0  # of all traffic with HBM
+    copies_s: float = 0.0  # of copies that go on beside operations
+    copies_waited_s: float = 0.0  # for which no operation is left that could hide them
+    ici_s: float = 0.0  # of collectives
+    ici_waited_s: float = 0.0
+    estimated_s: float = 0.0
+    low_s: float = 0.0  # the error bar of estimated_s
+    high_s: float = 0.0
+    doubt: str = ""  # the reason for the error bar
     top_operations: list = field(default_factory=list)
-
-    @property
-    def seconds(self):
-        """The estimated time of one run. Arithmetic and memory traffic overlap; a collective overlaps with them only
-        if the compiler cut it into steps. With schedules, an operation also waits for its own memory traffic."""
-        busy_s = self.operations_s if self.scheduled_cycles else self.compute_s
-        return max(busy_s, self.hbm_s, self.overlapped_ici_s) + self.ici_s
 
 
 def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice):
@@ -57,16 +58,15 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice):
               for name in ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "code_bytes")}
     peak = unused + sum(memory.values()) - 2 * compiled.alias_bytes
     module = hlo.parse(compiled.hlo_text)
-    ops = module.ops()
+    ops, tpu = module.ops(), tpu_slice.tpu
+    schedules = with_twins(compiled.schedules, ops)
     report = ProgramReport(
         traced.name, runs_per_step, compiled.seconds, traced.instructions, module.instruction_count(),
         traced.hlo_hash, peak, **memory)
-    tpu = tpu_slice.tpu
     for op in ops:
-        cycles, is_scheduled = cycles_of(op, compiled.schedules, tpu)
+        cycles, is_scheduled = cycles_of(op, schedules, tpu)
         report.cycles += op.times * cycles
         report.scheduled_cycles += op.times * cycles * is_scheduled
-        report.operations_s += op.times * op_seconds(op, cycles, tpu)
         report.accessed_bytes += op.times * op.bytes
         report.hbm_bytes += op.times * op.hbm_bytes
         if op.instruction.custom_call_target == hlo.PALLAS_CALL:
@@ -75,13 +75,44 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice):
             if not op.instruction.declared_cost:
                 report.pallas_uncounted.append(op.instruction.name)
     report.collectives = hlo.collectives(ops, tpu_slice.chips)
-    report.compute_s = report.cycles * tpu.flops_per_cycle / tpu.peak_flops
+    report.compute_s = cycles_s(report.cycles, tpu)
     report.hbm_s = report.hbm_bytes / tpu.hbm_bytes_per_s
-    for name, (_, total, overlapped) in report.collectives.items():
-        report.ici_s += collective_s(name, total - overlapped, tpu_slice)
-        report.overlapped_ici_s += collective_s(name, overlapped, tpu_slice)
-    report.top_operations = top_operations(ops, tpu, compiled.schedules)
+    line = timeline.run(ops, lambda op: cycles_s(cycles_of(op, schedules, tpu)[0], tpu), tpu_slice)
+    report.copies_s, report.copies_waited_s = line.copies_s, line.copies_waited_s
+    report.ici_s, report.ici_waited_s = line.ici_s, line.ici_waited_s
+    if schedules:
+        guessed_s = cycles_s(report.cycles - report.scheduled_cycles, tpu)
+        report.estimated_s, report.low_s, report.high_s = line.seconds, line.low_s, line.high_s
+        report.doubt = (f"whether {1000 * line.traffic_s:.1f} ms of traffic with HBM, {1000 * line.copies_s:.1f} of "
+                        f"copies and {1000 * line.ici_s:.1f} of collectives are hidden; {1000 * guessed_s:.1f} ms "
+                        "are the compiler's heuristic")
+    else:
+        overlapped_s = sum(op.times * timeline.collective_s(kind, hlo.collective_bytes(op, tpu_slice.chips), tpu_slice)
+                           for op in ops if op.begins and (kind := hlo.collective_kind(op)))
+        report.estimated_s = max(report.compute_s, report.hbm_s, overlapped_s) + line.ici_s - overlapped_s
+        report.low_s, report.high_s = report.estimated_s * HEURISTIC_RANGE[0], report.estimated_s * HEURISTIC_RANGE[1]
+        report.doubt = "the heuristic: the machine's own schedule took 0.74 to 0.89 of its time at depth 16"
+    report.top_operations = top_operations(ops, tpu, schedules)
     return report
+
+
+def with_twins(schedules, ops):
+    """Returns the schedules with those of operations that have none of their own: the compiler makes code once for
+    operations that are alike, which have the same opcode, shapes and heuristic cycles."""
+    if not schedules:
+        return {}
+
+    def likeness(op):
+        return op.instruction.opcode, op.instruction.shape_text, op.instruction.cycles, len(op.instruction.operands)
+
+    known = {likeness(op): schedules[op.instruction.name] for op in ops
+             if op.instruction.name in schedules and op.instruction.cycles}
+    return {op.instruction.name: known[likeness(op)] for op in ops if likeness(op) in known} | schedules
+
+
+def cycles_s(cycles, tpu):
+    """Returns the seconds that a number of cycles takes."""
+    return cycles * tpu.flops_per_cycle / tpu.peak_flops
 
 
 def cycles_of(op, schedules, tpu):
@@ -97,9 +128,9 @@ def cycles_of(op, schedules, tpu):
 
 
 def op_seconds(op, cycles, tpu):
-    """Returns the seconds of one run of an operation that waits for its own traffic with HBM; copies wait for none."""
-    compute_s = cycles * tpu.flops_per_cycle / tpu.peak_flops
-    return compute_s if op.instruction.opcode.endswith("-start") else max(compute_s, op.hbm_bytes / tpu.hbm_bytes_per_s)
+    """Returns the seconds of one run of an operation that waits for its own traffic with HBM; transfers wait for
+    none."""
+    return cycles_s(cycles, tpu) if op.begins else max(cycles_s(cycles, tpu), op.hbm_bytes / tpu.hbm_bytes_per_s)
 
 
 def pallas_flops(op):
@@ -108,29 +139,18 @@ def pallas_flops(op):
     return (is_kernel and op.instruction.declared_cost or {"flops": 0})["flops"]
 
 
-def collective_s(name, num_bytes, tpu_slice):
-    """Returns the estimated seconds of collectives over `num_bytes`.
-
-    Assumes rings: each chip sends along one dimension of the torus, in both directions.
-    """
-    ring_bytes_per_s = tpu_slice.tpu.ici_bytes_per_s / (2 * tpu_slice.tpu.torus_dims)
-    rounds = 2 if name == "all-reduce" else 1
-    return rounds * (tpu_slice.chips - 1) / tpu_slice.chips * num_bytes / ring_bytes_per_s
-
-
 def top_operations(ops, tpu, schedules, count=10):
     """Returns the `count` operations that take longest as JSON objects, the longest first.
 
-    Operations of the same source line, opcode and shape, such as those of several layers, are added up. `limit` says
-    what the first of them waits for: HBM, the matrix units, or the issue of its instructions, of which it then says how
-    many each unit gets per cycle; "" where its schedule is not known.
+    Operations of the same source line, opcode and shape, such as those of several layers, are added up; `name` is the
+    first of them, and `limit` says what that one waits for (limit_of).
     """
     lines = {}
     for op in ops:
         cycles, is_scheduled = cycles_of(op, schedules, tpu)
         key = (op.instruction.source or op.instruction.opcode, op.instruction.opcode, op.instruction.shape_text)
-        line = lines.setdefault(key, {"source": key[0], "opcode": key[1], "shape": key[2], "runs": 0, "cycles": 0,
-                                      "hbm_bytes": 0.0, "estimated_s": 0.0,
+        line = lines.setdefault(key, {"source": key[0], "opcode": key[1], "shape": key[2], "name": op.instruction.name,
+                                      "runs": 0, "cycles": 0, "hbm_bytes": 0.0, "estimated_s": 0.0,
                                       "limit": limit_of(op, schedules, tpu) if is_scheduled else ""})
         line["runs"] += op.times
         line["cycles"] += op.times * cycles
@@ -140,15 +160,15 @@ def top_operations(ops, tpu, schedules, count=10):
 
 
 def limit_of(op, schedules, tpu):
-    """Returns what a scheduled operation waits for, in words (see top_operations)."""
+    """Returns what a scheduled operation waits for, in words: HBM, the unit whose slots are full in its critical loop,
+    or, if none is, the results of its own instructions; then the fractions of the fullest units' slots in use."""
     schedule = schedules[op.instruction.name]
-    if op.hbm_bytes / tpu.hbm_bytes_per_s > schedule.bound_cycles * tpu.flops_per_cycle / tpu.peak_flops:
+    if op.hbm_bytes / tpu.hbm_bytes_per_s > cycles_s(schedule.bound_cycles, tpu):
         return "HBM"
-    if schedule.matrix_cycles >= schedule.cycles:
-        return "matrix units"
-    rates = sorted(((count / schedule.cycles, unit) for unit, count in schedule.units.items()), reverse=True)
-    rates = [(schedule.matrix_cycles / schedule.cycles, "matrix units"), *rates[:3]]
-    return "issue: " + ", ".join(f"{unit} {rate:.2f}" for rate, unit in rates)
+    loop = schedule.critical
+    use = sorted(((loop.units[unit] / slots, unit) for unit, slots in schedule.slots.items()), reverse=True)
+    full = f"{use[0][1]} slots" if use[0][0] >= FULL else "results"
+    return f"{full}: " + ", ".join(f"{unit} {fraction:.2f}" for fraction, unit in use[:3])
 
 
 # -----------------------------------------------------------------------------
@@ -193,18 +213,14 @@ def report_run(reports, plan, tpu_slice):
 
     reports: the ProgramReports of the run's programs. plan: a Plan. tpu_slice: a tpu.Slice.
     """
-    step_s = sum(report.runs_per_step * report.seconds for report in reports)
+    step_s, low_s, high_s = (sum(report.runs_per_step * getattr(report, name) for report in reports)
+                             for name in ("estimated_s", "low_s", "high_s"))
     tokens_per_s = plan.total_batch_size / step_s
     return {
-        "step_s": step_s,
+        "step_s": step_s, "step_low_s": low_s, "step_high_s": high_s,
         "tokens_per_s": tokens_per_s,
         "mfu": tokens_per_s * plan.flops_per_token / (tpu_slice.tpu.peak_flops * tpu_slice.chips),
         "hours": plan.tokens(0, plan.num_iterations) / tokens_per_s / 3600,
-        "shares": {report.name: report.runs_per_step * report.seconds / step_s for report in reports
+        "shares": {report.name: report.runs_per_step * report.estimated_s / step_s for report in reports
                    if report.runs_per_step},
     }
-
-
-def as_json(report):
-    """Returns a ProgramReport as a JSON object."""
-    return asdict(report) | {"estimated_s": report.seconds}

@@ -5,8 +5,9 @@ Here a program is a list of Op, each with the number of times that it runs. Thre
 - cycles: the compiler's estimate for each scheduled operation. It makes none for Pallas kernels.
 - bytes: operands and results. If an operation reads or writes only a slice of an array, the slice counts, as in XLA's
   HloCostAnalysis. `hbm_bytes` leaves out arrays that the compiler placed in VMEM (memory space S(1) and others).
-- collectives. The compiler cuts one that runs concurrently with arithmetic into steps, which it fuses with other
-  operations. Such a collective is one Op, made of its first step; the other steps hand its arrays on untouched.
+- transfers that run beside other operations, from an operation X-start to its X-done. The compiler also cuts
+  collectives into steps, which it fuses with other operations. Such a collective is one Op, made of its first step; the
+  other steps hand its arrays on untouched, and it ends with the last.
 """
 import hashlib
 import json
@@ -23,8 +24,7 @@ _INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.-]+) = (?P<rest>.
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$", re.DOTALL)
 # These move no data: the compiler makes no code for them, or lets them share the memory of their operand.
 _FREE = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
-                   "partition-id", "replica-id", "copy-done", "slice-done", "async-done", "async-update",
-                   "all-reduce-done", "all-gather-done", "collective-permute-done", "domain", "add-dependency"})
+                   "partition-id", "replica-id", "async-update", "domain", "add-dependency"})
 _FREE_CUSTOM_CALLS = frozenset({"ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound"})
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 PALLAS_CALL = "tpu_custom_call"
@@ -96,7 +96,8 @@ class Op:
     cycles: int
     bytes: float
     hbm_bytes: float
-    is_overlapped: bool = False  # whether it is a collective that runs concurrently with other operations
+    begins: str = ""  # the name of the transfer that it begins, which goes on beside the following operations
+    ends: str = ""  # the name of the transfer whose end it waits for
 
 
 @dataclass
@@ -124,13 +125,34 @@ class Module:
             elif instruction.opcode == "conditional":
                 for branch in self._branches(instruction):
                     yield from self._ops_of(branch, times)
+            elif instruction.opcode.endswith("-done"):
+                yield Op(instruction, times, 0, 0.0, 0.0, ends=self._start_of(instruction, computation))
             elif instruction.opcode not in _FREE and instruction.custom_call_target not in _FREE_CUSTOM_CALLS:
-                yield _op(instruction, times, self._touched(instruction, computation))
                 if instruction.opcode == "fusion":
-                    fused = self.computations[instruction.called("calls")]
-                    for inner in fused.values():
-                        if inner.opcode in COLLECTIVES and _is_first_step(inner):
-                            yield _op(inner, times, [*fused[inner.operands[0]].shape, *inner.shape], is_overlapped=True)
+                    yield from self._collective_steps(self.computations[instruction.called("calls")], times)
+                yield _op(instruction, times, self._touched(instruction, computation),
+                          begins=instruction.name if instruction.opcode.endswith("-start") else "")
+
+    @staticmethod
+    def _start_of(done, computation):
+        """Returns the name of the operation that began the transfer that `done` waits for."""
+        name = done.operands[0]
+        while name in computation and computation[name].opcode in ("async-update", "get-tuple-element", "bitcast"):
+            name = computation[name].operands[0]
+        return name
+
+    @staticmethod
+    def _collective_steps(fused, times):
+        """Yields the Op that begins a collective and the one that waits for its end, if their steps are in a fusion."""
+        is_last = any(inner.custom_call_target == "AsyncCollectiveDone" for inner in fused.values())
+        for inner in fused.values():
+            if inner.opcode in COLLECTIVES:
+                chain = re.search(r'chain_id="(\w+)"', inner.attributes)
+                if _is_first_step(inner):
+                    yield _op(inner, times, [*fused[inner.operands[0]].shape, *inner.shape],
+                              begins=f"chain {chain and chain[1]}")
+                elif is_last:
+                    yield Op(inner, times, 0, 0.0, 0.0, ends=f"chain {chain and chain[1]}")
 
     @staticmethod
     def _branches(instruction):
@@ -248,9 +270,9 @@ class Module:
         return parts
 
 
-def _op(instruction, times, touched, is_overlapped=False):
+def _op(instruction, times, touched, begins=""):
     return Op(instruction, times, instruction.cycles, sum(array.bytes for array in touched),
-              sum(array.bytes for array in touched if array.in_hbm), is_overlapped)
+              sum(array.bytes for array in touched if array.in_hbm), begins)
 
 
 def _is_first_step(collective):
@@ -344,13 +366,25 @@ def collectives(ops, chips):
     """
     found = {}
     for op in ops:
-        kind = op.instruction.opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
+        kind = collective_kind(op)
+        if kind:
             line = found.setdefault(kind, [0, 0, 0])
-            size = op.times * sum(array.bytes for array in op.instruction.shape)
-            if kind == "reduce-scatter":  # its result is a part
-                size *= chips
+            size = op.times * collective_bytes(op, chips)
             line[0] += op.times
             line[1] += size
-            line[2] += size * op.is_overlapped
+            line[2] += size * bool(op.begins)
     return found
+
+
+def collective_kind(op):
+    """Returns the opcode of the collective that an Op is or begins, "" if it is none."""
+    kind = op.instruction.opcode.removesuffix("-start")
+    return kind if kind in COLLECTIVES and not op.ends else ""
+
+
+def collective_bytes(op, chips):
+    """Returns the bytes of the whole arrays that one run of a collective reduces or gathers."""
+    sizes = [array.bytes for array in op.instruction.shape]
+    if op.instruction.opcode == "all-gather-start":  # (operands, results): the results are larger
+        return sum(sorted(sizes)[len(sizes) // 2:])
+    return sum(sizes) * (chips if op.instruction.opcode.startswith("reduce-scatter") else 1)

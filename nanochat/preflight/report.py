@@ -8,8 +8,9 @@ import time
 from dataclasses import asdict, dataclass
 
 from nanochat.device import tpu
-from nanochat.preflight import estimate
+from nanochat.preflight import estimate, hlo, schedule
 from nanochat.preflight.compile import compile_programs
+from nanochat.preflight.explain import explain
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Request:
     jobs: int = 2  # compilers that run concurrently
     timeout_s: int = 1800  # for one program
     dump_dir: str | None = None  # keeps the compilers' input and output
-    with_schedules: bool = False  # read the machine's own schedule of each operation
+    heuristic: bool = False  # the compiler's cycles instead of the machine's own schedule
+    explain: str | None = None  # a part of the name or the line of an operation to explain
     usd_per_chip_hour: float | None = None  # instead of the prices in device/prices.csv
     zone: str | None = None  # where they hold; None: the dearest
 
@@ -44,12 +46,15 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
                  "parameters": sum(plan.parameters.values())},
         "trace_s": trace_s, "usable_hbm_bytes": tpu_slice.tpu.usable_hbm_bytes,
         "memory": programs.memory_groups(), "programs": {}, "out_of_memory": {},
+        "explained": {},
     }
     runs_per_step = {"micro_step": plan.grad_accum_steps, "update": 1, "evaluate": 0}
     resident_bytes, fitting, started = programs.resident_bytes(), [], time.monotonic()
+    options = None if request.heuristic else \
+        schedule.LIBTPU_OPTIONS_WITH_BUNDLES if request.explain else schedule.LIBTPU_OPTIONS
     with tempfile.TemporaryDirectory(prefix="tpu_preflight_") as scratch:
         for program, compiled in compile_programs(traced, tpu_slice, request.dump_dir or scratch, request.timeout_s,
-                                                  request.jobs, request.with_schedules):
+                                                  request.jobs, options):
             say(f"{program.name}: {compiled.seconds:.0f} s" + (", does not fit" if compiled.out_of_memory else ""))
             if compiled.out_of_memory:
                 report["out_of_memory"][program.name] = explain_out_of_memory(
@@ -57,7 +62,11 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
             else:
                 fitting.append(estimate.report_program(program, compiled, runs_per_step[program.name], resident_bytes,
                                                        tpu_slice))
-                report["programs"][program.name] = estimate.as_json(fitting[-1])
+                report["programs"][program.name] = asdict(fitting[-1])
+                if request.explain:
+                    ops = hlo.parse(compiled.hlo_text).ops()
+                    found = explain(request.explain, ops, compiled.schedules, tpu_slice.tpu)
+                    report["explained"] |= {program.name: found} if found else {}
     report["compile_wall_s"] = time.monotonic() - started
     peak = max((program.peak_bytes for program in fitting), default=0)
     report["peak_bytes"] = peak or None

@@ -1,27 +1,47 @@
 """Reads the machine's own schedule: the program of bundles that libtpu writes for every operation, kernels included.
 
-A bundle holds the instructions of all units of the core that begin together. The core issues one bundle per cycle. A
-schedule does not say how long the core waits for memory, nor for the matrix units, which take a row per cycle.
-docs/preflight.md says how the estimate uses it.
+A bundle holds the instructions of all units of the core that begin together. The core issues one bundle per cycle. The
+schedule is read as it is before the compiler removes empty bundles, in which the core waits for the results of earlier
+instructions: the chip waits for these results anyway. docs/preflight.md says how the estimate uses it.
 """
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-LIBTPU_OPTIONS = {"xla_jf_dump_llo_text": "true", "xla_jf_dump_llo_pass_label_regex": "^final_bundles$"}
-_FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
-_BUNDLE = re.compile(r" *(0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: *>* *\{(.*)")
-_INSTRUCTION = re.compile(r"(?:^|;; ) *(?:%\S+ = )?([a-z]\w*)(\S*)")
-_BRANCH = re.compile(r"sbr\.rel \S+ target bundleno = (\d+)")
-_LOOP_EXIT = re.compile(r"scmp\.ge\.s32\.totalorder %\S+, (\d+) /\* loop exit test")
+_PROGRAM, _USE = "post-delay-converter", "pre-delay_hlo-static-per-bundle-utilization"
+_BUNDLES = "packed-bundles-post-ra"
+# Without a filter libtpu schedules every operation three times in order to write the differences, which doubles the
+# time of compiling. These two categories need no schedule but the one that the program gets.
+LIBTPU_OPTIONS = {"xla_jf_dump_llo_text": "true", "xla_jf_dump_category_filter": "utilization,original",
+                  "xla_jf_dump_llo_pass_label_regex": f"^({_PROGRAM}|{_USE})$"}
+LIBTPU_OPTIONS_WITH_BUNDLES = {"xla_jf_dump_llo_text": "true",
+                               "xla_jf_dump_category_filter": "utilization,original,codegen",
+                               "xla_jf_dump_llo_pass_label_regex": f"^({_PROGRAM}|{_USE}|{_BUNDLES})$"}
+_FILE = re.compile(rf"(\d+-(.+)-)\d+-({_PROGRAM}|{_USE}|{_BUNDLES})\.txt")
+_TOP_LEVEL = "TLP"  # the name that libtpu gives to the program that calls the operations
+
+_REGION = re.compile(r"( *)\$region\d+: ")
+_RANGE = re.compile(r"// region range: \[(\d+), (\d+)\)")
+_LOOP = re.compile(r"( *)loop: start=(-?\d+), step=(-?\d+), limit=(-?\d+)")
 _PIPELINED = re.compile(r"pipeline-emitter|iteration index, stage = 1")
-_PIPELINE_STAGES = 3  # copy in, compute, copy out
-_MATRIX_UNIT = re.compile(r"\.mxu\d")
-_UNITS = (  # the first pattern that the instruction's name begins with counts
-    ("matrix", "vmatmul"), ("load", "vld"), ("store", "vst"),
-    ("transcendental", "vpow2|vlog2|vrcp|vrsqrt|vtanh|vsin|vcos|verf"),
-    ("across lanes", r"vrot|vperm|vxpose|vset|vadd\.xlane|vmax\.xlane|vmin\.xlane"),
-    ("results", "vpop"), ("matrix weights", "vmatpush|vdwg|vlgmr"), ("vector", "v"), ("scalar", "s|p"))
+_EXTRA_RUNS = 2  # of a pipelined loop, to fill and to empty the pipeline
+_MATMUL = re.compile(r"= (vmatmul\S*)(\.mxu\d)(\S*)")
+_UNITS = {"MXU": "matrix", "XLU": "across lanes", "VALU": "vector", "EUP": "transcendental", "LOAD": "load",
+          "STORE": "store", "SALU": "scalar"}
+_BUNDLE = re.compile(r" *(0x[0-9a-f]+|0) .*?\{(.*)")
+
+
+@dataclass
+class Loop:
+    """A loop of an operation: the bundles from `begin` to before `end`. The operation itself counts as one, too."""
+    begin: int
+    end: int
+    times: int | None  # the runs of its body each time that the loop is entered; None where this is not a constant
+    is_pipelined: bool = False  # whether it copies in, computes and copies out at the same time
+    runs: int = 1  # of its body in one run of the operation
+    own_cycles: int = 0  # the bundles that are in no inner loop, times their runs
+    units: dict = field(default_factory=dict)  # of these bundles: unit -> instructions per bundle
 
 
 @dataclass
@@ -29,73 +49,130 @@ class Schedule:
     """The schedule of one operation. Cycles are of one run of the operation on one core."""
     cycles: int = 0  # bundles, each as often as the loops around it run
     matrix_cycles: int = 0  # the cycles for which the busiest matrix unit works
+    empty_cycles: int = 0  # the part of `cycles` in which nothing begins
     units: dict = field(default_factory=dict)  # unit -> instructions, counted like `cycles`
+    slots: dict = field(default_factory=dict)  # unit -> the most instructions that a bundle holds
     uncounted_loops: int = 0  # loops whose number of runs is not a constant; they are counted as if they ran once
+    critical: Loop | None = None  # the loop with the most own cycles
+    bundles: list = field(default_factory=list)  # of the critical loop, one text each, where they were asked for
 
     @property
     def bound_cycles(self):
         """The cycles that the operation takes if it never waits for memory."""
         return max(self.cycles, self.matrix_cycles)
 
+    def use(self, unit):
+        """Returns the fraction of a unit's slots that are used."""
+        return self.units[unit] / (self.slots[unit] * self.cycles) if self.cycles and self.slots.get(unit) else 0.0
+
 
 def read_folder(folder):
     """Returns {name of an HLO operation: Schedule} from libtpu's files in `folder`. An operation that libtpu scheduled
     more than once has the last schedule."""
-    schedules = {}
+    files = {}  # name -> {kind: path}
     for path in sorted(folder.iterdir()):  # their names begin with the time
-        found = _FILE.fullmatch(path.name)
-        if found:
-            with path.open(encoding="utf-8", errors="replace") as file:
-                schedules[found[1]] = read_schedule(file)
+        if found := _FILE.fullmatch(path.name):
+            files.setdefault(found[2], {})[found[3]] = path
+    schedules = {}
+    for name, paths in files.items():
+        if name == _TOP_LEVEL or not {_PROGRAM, _USE} <= paths.keys():
+            continue
+        with paths[_PROGRAM].open(errors="replace") as program, paths[_USE].open(errors="replace") as use:
+            schedules[name] = read_schedule(program, use)
+        if _BUNDLES in paths and schedules[name].critical:
+            with paths[_BUNDLES].open(errors="replace") as bundles:
+                schedules[name].bundles = _bundles_of(bundles, schedules[name].critical)
     return schedules
 
 
-def read_schedule(lines):
-    """Returns the Schedule in the lines of one of libtpu's files.
+def read_schedule(program, use):
+    """Returns the Schedule of an operation from the lines of two of libtpu's files: its program, which says where loops
+    begin, end and how often they run, and the use of each unit by each bundle.
 
-    A loop is a branch back to an earlier bundle. Its runs are the constant of its exit test; a software pipeline runs
-    twice more than it works, to fill and to empty. Bundles that a branch may skip are counted as if they were always
-    issued.
+    Bundles that a branch may skip are counted as if they were always issued.
     """
-    addresses, instructions, matmuls, pipelined, loops, exits = {}, [], [], [], [], []
+    loops, matmuls = _read_program(program)
+    slots, rows = _read_use(use)
+    schedule = Schedule(slots=slots, uncounted_loops=sum(loop.times is None for loop in loops))
+    innermost = [Loop(0, len(rows), 1)] * len(rows)
+    for loop in loops:  # an inner loop comes after those around it
+        loop.runs = innermost[loop.begin].runs * (loop.times or 1)
+        innermost[loop.begin:loop.end] = [loop] * (loop.end - loop.begin)
+    totals = {}
+    for loop, row in zip(innermost, rows, strict=True):
+        counts, _ = totals.setdefault(id(loop), (Counter(), loop))
+        counts.update(row)
+        loop.own_cycles += loop.runs
+        schedule.empty_cycles += loop.runs * (not any(row.values()))
+    units = Counter()
+    for counts, loop in totals.values():
+        bundles = loop.own_cycles // loop.runs
+        loop.units = {unit: counts[unit] / bundles for unit in slots}
+        units.update({unit: loop.runs * count for unit, count in counts.items()})
+    schedule.units = {unit: units[unit] for unit in slots}
+    schedule.cycles = sum(loop.own_cycles for _, loop in totals.values())
+    busy = Counter()
+    for loop, unit, cycles in matmuls:
+        busy[unit] += cycles * (loop.runs if loop else 1)
+    schedule.matrix_cycles = max(busy.values(), default=0)
+    schedule.critical = max((loop for _, loop in totals.values()), key=lambda loop: loop.own_cycles, default=None)
+    return schedule
+
+
+def _read_program(lines):
+    """Returns the Loops of a program, and of each matrix instruction (its innermost Loop or None, the matrix unit, the
+    cycles for which the unit works). The depth of a line's indentation says which loops it is in."""
+    loops, matmuls, around, trips = [], [], [], {}
     for line in lines:
-        bundle = _BUNDLE.match(line)
-        if not bundle:
-            continue
-        at, text = len(instructions), bundle[2]
-        addresses[int(bundle[1], 16)] = at
-        names = _INSTRUCTION.findall(text)
-        instructions.append(Counter(_unit(name + rest) for name, rest in names))
-        matmuls.append([(_MATRIX_UNIT.search(rest)[0], _matrix_cycles(rest)) for name, rest in names
-                        if name == "vmatmul" and _MATRIX_UNIT.search(rest)])
-        pipelined.append(bool(_PIPELINED.search(text)))
-        if found := _LOOP_EXIT.search(text):
-            exits.append((at, int(found[1])))
-        if found := _BRANCH.search(text):
-            begin = addresses.get(int(found[1]))
-            if begin is not None:
-                own = [entry for entry in exits if entry[0] >= begin]  # those of inner loops are gone
-                exits = [entry for entry in exits if entry[0] < begin]
-                times = own[-1][1] - (_PIPELINE_STAGES - 1) * any(pipelined[begin:at]) if own else None
-                loops.append((begin, at, times))
-    runs = [1] * len(instructions)
-    for begin, end, times in loops:
-        for at in range(begin, end + 1):
-            runs[at] *= times or 1
-    units, busy = Counter(), Counter()
-    for times, counts, products in zip(runs, instructions, matmuls, strict=True):
-        for unit, count in counts.items():
-            units[unit] += times * count
-        for unit, cycles in products:
-            busy[unit] += times * cycles
-    return Schedule(sum(runs), max(busy.values(), default=0), dict(units), sum(times is None for *_, times in loops))
-
-
-def _unit(instruction):
-    return next((unit for unit, pattern in _UNITS if re.match(pattern, instruction)), "other")
+        if found := _LOOP.match(line):
+            start, step, limit = (int(found[number]) for number in (2, 3, 4))
+            trips[len(found[1])] = math.ceil((limit - start) / step)
+        elif found := _REGION.match(line):
+            depth = len(found[1])
+            while around and around[-1][0] >= depth:
+                around.pop()
+            if "// loop_body" in line:
+                loops.append(Loop(0, 0, trips.pop(depth, None)))
+                around.append((depth, loops[-1]))
+        elif around and not around[-1][1].end and (found := _RANGE.search(line)):
+            around[-1][1].begin, around[-1][1].end = int(found[1]), int(found[2])
+        elif found := _MATMUL.search(line):
+            matmuls.append((around[-1][1] if around else None, found[2], _matrix_cycles(found[1] + found[3])))
+        elif around and _PIPELINED.search(line):
+            around[-1][1].is_pipelined = True
+    for loop in loops:
+        if loop.times and loop.is_pipelined:
+            loop.times = max(loop.times - _EXTRA_RUNS, 1)
+    return loops, matmuls
 
 
 def _matrix_cycles(instruction):
     """Returns the cycles for which a matrix unit works on one instruction, measured on products of known size: a
     register of 16 rows of bfloat16 takes 16 on v5e, half a register 8; v6e (`mubr`) takes two rows per cycle."""
     return 8 if ".lmr" in instruction or ".mubr" in instruction or ".bf16" not in instruction else 16
+
+
+def _read_use(lines):
+    """Returns {unit: slots of a bundle}, and of each bundle {unit: slots in use}."""
+    names, slots, rows = [], {}, []
+    for line in lines:
+        words = line.replace("|", " ").split()
+        if words and words[0] in _UNITS:
+            names = [_UNITS.get(word, word) for word in words]
+        elif words and words[0].isdigit():
+            row = dict(zip(names, map(int, words), strict=True))
+            if slots:
+                rows.append(row)
+            else:
+                slots = row
+    return slots, rows
+
+
+def _bundles_of(lines, loop):
+    """Returns the text of each bundle of a loop."""
+    texts = []
+    for line in lines:
+        found = _BUNDLE.match(line)
+        if found and loop.begin <= int(found[1], 16) < loop.end:
+            texts.append(found[2].rsplit("}", 1)[0].strip())
+    return texts

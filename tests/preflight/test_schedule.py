@@ -1,55 +1,126 @@
-"""The machine's own schedule, of products whose cycles are known: the real compiler, no TPU."""
+"""The machine's own schedule: products whose cycles are known, by the real compiler without a TPU, and what is read."""
 import importlib.util
-import subprocess
-import sys
-from types import SimpleNamespace
 
 import pytest
 
 from nanochat.device import tpu
-from nanochat.preflight.compile import compile_programs
+from nanochat.preflight import hlo, timeline
+from nanochat.preflight.compile import CompilerError
+from nanochat.preflight.explain import listing
 from nanochat.preflight.schedule import read_schedule
+from scripts import bench_schedule
 
 needs_compiler = pytest.mark.skipif(not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("jax")),
                                     reason="needs libtpu and jax: pip install '.[tpu]'")
-PRODUCT = """
-import sys, jax
-rows, inner, columns = map(int, sys.argv[1:])
-arguments = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, inner), (inner, columns))]
-product = jax.jit(lambda a, b: jax.numpy.dot(a, b, preferred_element_type="bfloat16")).lower(*arguments)
-sys.stdout.buffer.write(product.compiler_ir("hlo").as_serialized_hlo_module_proto())
-"""
 
 
 @needs_compiler
 @pytest.mark.parametrize("accelerator", ["v5litepod-1", "v6e-1"])
-def test_the_matrix_units_work_for_as_long_as_a_product_has_operations(accelerator, tmp_path):
-    shape = 8192, 1024, 4096
-    proto = subprocess.run([sys.executable, "-c", PRODUCT, *map(str, shape)], capture_output=True, timeout=120,
-                           check=True, env={"JAX_PLATFORMS": "cpu"}).stdout
-    slice_ = tpu.parse_accelerator(accelerator)
-    program = SimpleNamespace(name="product", hlo_proto=proto, donated=set())
-    (_, compiled), = compile_programs([program], slice_, tmp_path, with_schedules=True)
-    schedule = max(compiled.schedules.values(), key=lambda schedule: schedule.bound_cycles)
-    bound = 2 * shape[0] * shape[1] * shape[2] / slice_.tpu.flops_per_cycle
+def test_a_product_takes_as_long_as_its_operations_at_the_peak_rate(accelerator, tmp_path):
+    (_, bound, schedule), = bench_schedule.measure(tpu.parse_accelerator(accelerator), [(2048, 2048, 2048)], tmp_path)
     assert schedule.uncounted_loops == 0
     assert schedule.matrix_cycles == pytest.approx(bound, rel=0.02)
-    assert 0.7 * bound < schedule.cycles < 1.5 * bound
-    assert not (tmp_path / "product" / "schedules").exists()
+    assert bound < schedule.cycles < 1.1 * bound
+    assert schedule.use("matrix") > 0.9 and schedule.critical.own_cycles > 0.9 * schedule.cycles
+    assert not list(tmp_path.rglob("*-post-delay-converter.txt"))
+
+
+@needs_compiler
+def test_a_dump_that_is_missing_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_schedule, "LIBTPU_OPTIONS", {"xla_jf_dump_llo_text": "false"})
+    with pytest.raises(CompilerError, match="no schedules for product.*--heuristic") as error:
+        list(bench_schedule.measure(tpu.parse_accelerator("v5litepod-1"), [(256, 256, 256)], tmp_path))
+    assert "\n" not in str(error.value)
+
+
+PROGRAM = """
+$region0: #{fusion}
+  // region range: [0, 8)
+  %1 = vmatmul.bf16.gmra.mxu0 %v1
+  loop: start=0, step=2, limit=6
+  $region9: #{fusion} parent=0 // loop_pre_header
+    // region range: [0, 1)
+  $region1: #{fusion} parent=0 // loop_body
+    #allocation4_spill [shape = 'u32[1]{0}', space=smem]
+    // region range: [1, 7)
+    loop: start=0, step=1, limit=7
+    $region2: #{fusion} parent=1 // loop_body
+      // region range: [2, 5)
+      %2 = sphi /* iteration index, stage = 1 iter bound = 0 */
+      %3 = vmatmul.bf16.gmra.mxu1 %v1
+    $region3: #{fusion} parent=1 // loop_footer
+      // region range: [5, 6)
+    $region4: #{fusion} parent=1 // loop_body
+      // region range: [6, 7)
+""".splitlines()
+USE = """== CAPACTIY:
+  MXU|  XLU| VALU|  EUP| LOAD|STORE| SALU
+    4     3     4     1     3     1     2
+== UTILIZATION:
+1 0 0 0 0 0 0
+0 0 0 0 0 0 0
+1 0 2 0 0 0 0
+0 0 0 0 0 0 0
+0 0 0 0 1 0 0
+0 0 0 0 0 0 1
+0 0 0 0 0 0 1
+0 0 0 0 0 0 0
+""".splitlines()
 
 
 def test_loops_within_loops_are_multiplied_and_a_loop_of_unknown_length_is_said():
-    lines = """
-     0   :  { %s1_s0 = smov 0 }
-   0x1 LB: > { %s2_s1 = sphi 0, %s4_s1  ;;  %v1_v0 = vld [vmem:[%s2_s1] sm:$0xff] }
-   0x2 LB: >> { %v2_v1 = vadd.f32 %v1_v0, %v1_v0  ;;  %v3_v1 = vmul.f32 %v1_v0, %v1_v0 }
-   0x3   : >> { %p1_p0 = scmp.ge.s32.totalorder %s3_s2, 5 /* loop exit test */ }
-   0x4   : >> { %9 = sbr.rel (!%p1_p0) target bundleno = 2 (0x2), region = 7 }
-   0x5   : > { %p2_p1 = scmp.ge.s32.totalorder %s4_s1, 3 /* loop exit test */ }
-   0x6   : > { %8 = sbr.rel (!%p2_p1) target bundleno = 1 (0x1), region = 6 }
-   0x7   :  { %7 = sbr.rel (!%p3_p1) target bundleno = 7 (0x7), region = 8 }
-""".splitlines()
-    schedule = read_schedule(lines)
-    assert schedule.cycles == 1 + 3 * (1 + 5 * 3 + 2) + 1
-    assert schedule.units["vector"] == 3 * 5 * 2 and schedule.units["load"] == 3
+    schedule = read_schedule(PROGRAM, USE)
+    inner = 3 * 5  # the pipeline's seven runs work five times
+    assert schedule.cycles == 1 + 3 * 3 + inner * 3 + 1
+    assert schedule.empty_cycles == 3 + inner + 1
     assert schedule.uncounted_loops == 1
+    assert schedule.units["vector"] == 2 * inner and schedule.units["matrix"] == 1 + inner
+    assert schedule.matrix_cycles == inner * 16
+    assert (schedule.critical.begin, schedule.critical.end, schedule.critical.runs) == (2, 5, inner)
+    assert schedule.critical.units["load"] == pytest.approx(1 / 3)
+
+
+def test_a_listing_says_how_many_bundles_are_empty_and_ends():
+    bundles = ["%1 = vld [shape: u8]  ;;  %2 = vadd /* why */ %1", "", "", *["%3 = vst"] * 9]
+    lines = listing(bundles, begin=7, most=4)
+    assert lines == ["     7  %1 = vld ;; %2 = vadd  %1", "        (2 empty)", "    10  %3 = vst", "    11  %3 = vst",
+                     "        (and 7 more)"]
+
+
+def op(opcode, milliseconds=0.0, hbm_bytes=0.0, **fields):
+    array = hlo.Array("u8", (int(hbm_bytes),), True)
+    return hlo.Op(hlo.Instruction(opcode, opcode, [array], [], "", False), 1, milliseconds, hbm_bytes, hbm_bytes,
+                  **fields)
+
+
+def test_what_runs_between_the_start_and_the_end_of_a_transfer_hides_it():
+    slice_ = tpu.parse_accelerator("v5litepod-8")
+    ms_of_hbm = slice_.tpu.hbm_bytes_per_s / 1000
+
+    def run(*ops):
+        return timeline.run(ops, lambda op: op.cycles / 1000, slice_)
+
+    copy, end = op("copy-start", hbm_bytes=4 * ms_of_hbm, begins="a"), op("copy-done", ends="a")
+    hidden = run(copy, op("fusion", 3.0), op("fusion", 2.0), end)
+    assert (hidden.seconds, hidden.copies_waited_s) == pytest.approx((0.005, 0.0))
+    waited = run(copy, op("fusion", 3.0), end, op("fusion", 2.0))
+    assert (waited.seconds, waited.copies_waited_s) == pytest.approx((0.006, 0.001))
+    disturbed = run(copy, op("fusion", 3.0, hbm_bytes=2 * ms_of_hbm), end)  # both want the memory
+    assert (disturbed.seconds, disturbed.copies_waited_s) == pytest.approx((0.006, 0.003))
+    assert (waited.low_s, waited.high_s) == pytest.approx((0.005, 0.009))
+
+
+def test_a_collective_waits_unless_it_is_begun_and_ended():
+    slice_ = tpu.parse_accelerator("v5litepod-8")
+    size = 1e8
+    alone_s = timeline.collective_s("all-gather", size, slice_)
+
+    def run(*ops):
+        line = timeline.run(ops, lambda op: op.cycles / 1000, slice_)
+        return line.seconds, line.ici_s, line.ici_waited_s
+
+    work = op("fusion", 1000 * alone_s)
+    assert run(op("all-gather", hbm_bytes=size), work) == pytest.approx((2 * alone_s, alone_s, alone_s))
+    begun, ended = op("all-gather", hbm_bytes=size, begins="chain 0"), op("all-gather", ends="chain 0")
+    assert run(begun, work, ended) == pytest.approx((alone_s, alone_s, 0.0))
+    assert run(begun, ended, work) == pytest.approx((2 * alone_s, alone_s, alone_s))

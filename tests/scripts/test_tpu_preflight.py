@@ -60,8 +60,14 @@ def test_a_tiny_run_is_compiled_for_four_chips_and_fits(tiny_report):
 
 
 def test_the_top_operations_are_named_by_lines_of_this_repository_that_exist(preflight, tiny, tiny_report):
-    flash_report = preflight("--accelerator=v5litepod-4", "--kernel=flash", "--programs=micro_step", *tiny).report
-    assert flash_report["programs"]["micro_step"]["pallas_calls"] > 0
+    flash_report = preflight("--accelerator=v5litepod-4", "--kernel=flash", "--programs=micro_step",
+                             "--explain=pallas_call", *tiny).report
+    micro = flash_report["programs"]["micro_step"]
+    assert micro["pallas_calls"] > 0 and 0.9 * micro["cycles"] < micro["scheduled_cycles"] <= micro["cycles"]
+    assert micro["low_s"] <= micro["estimated_s"] <= micro["high_s"]
+    explained = flash_report["explained"]["micro_step"]
+    assert "pallas_call" in explained["source"] and explained["use"]["matrix"] > 0
+    assert any("vmatmul" in line or "vld" in line for line in explained["critical_loop"]["program"])
     lines = [IN_NAME.match(operation["source"]) for report in (tiny_report, flash_report)
              for program in report["programs"].values() for operation in program["top_operations"]]
     found = {(line[1], int(line[2])) for line in lines if line}
@@ -79,6 +85,8 @@ def test_bad_flags_are_refused_in_one_line(preflight, tiny):
 @pytest.mark.parametrize("flags, message", [
     (["--accelerator=v9-8"], "--accelerator=v9-8 is unknown"),
     (["--accelerator=v6e-4", "--programs=backward"], "--programs=backward is unknown"),
+    (["--accelerator=v6e-4", "--heuristic", "--explain=fusion"], "--explain=fusion: the schedule that it needs"),
+    (["--accelerator=v6e-4", "--explain="], "--explain=: name an operation"),
     (["--accelerator=v6e-4", "--jobs=0"], "--jobs=0 is not a whole number"),
     (["--accelerator=v6e-4", "--json=/nowhere/report.json"], "--json=/nowhere/report.json: /nowhere is not a folder"),
     (["--accelerator=v6e-4", "--json=/tmp"], "--json=/tmp is a folder"),
