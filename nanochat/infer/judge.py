@@ -9,7 +9,6 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.common import BadInput
 from nanochat.infer.sandbox import MIB, Limits, Sandbox, need
 
 COMPILER_LIMITS = Limits(cpu_s=10, wall_s=60, memory_bytes=2048 * MIB, output_bytes=32 * MIB)
@@ -140,5 +139,3 @@ def ending(result):
         return f"stopped: the limit of its {result.stopped_by}"
     return f"ended by signal {result.status - 128}" if result.status > 128 else f"ended with status {result.status}"
 
-
-__all__ = ["BadInput", "Judge", "Verdict"]
