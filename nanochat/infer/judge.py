@@ -1,4 +1,4 @@
-"""Decides whether C++ code works: g++ compiles it together with its tests, and the program runs, both in the sandbox."""
+"""Decides whether C++ works: g++ compiles it together with its tests, and the program runs, both in the sandbox."""
 import hashlib
 import re
 import secrets

@@ -1,9 +1,9 @@
 """Runs programs that nobody has read, such as those that a model writes, where they can do no harm.
 
 bubblewrap gives a program namespaces of its own: it sees the system's /usr, read-only, an empty /tmp and no other file,
-no network and no other process, and when its first process ends the kernel ends all others. prlimit bounds the CPU time,
-memory, files and number of its processes; this module bounds the wall time and the output. root first becomes the user
-"nobody", because the kernel does not count the processes of root.
+no network and no other process, and when its first process ends the kernel ends all others. prlimit bounds the CPU
+time, memory, files and number of its processes; this module bounds the wall time and the output. root first becomes the
+user "nobody", because the kernel does not count the processes of root.
 
 bubblewrap 0.8 or newer is needed (Debian 12, Ubuntu 24.04). Without it, only the limits hold: `unsafe`.
 """
@@ -25,8 +25,8 @@ NOBODY = 65534
 MIB = 2**20
 TMP_BYTES = 64 * MIB  # all files in the sandbox together: they are in memory
 KILL_TIMEOUT_S = 10
-# The first process of a sandbox. When it ends, the kernel ends all others before bubblewrap's wait for it returns. It is
-# not the program, because the kernel ignores most signals to a first process, such as that of abort().
+# The first process of a sandbox. When it ends, the kernel ends all others before bubblewrap's wait for it returns. It
+# is not the program, because the kernel ignores most signals to a first process, such as that of abort().
 FIRST_PROCESS = ["sh", "-c", '"$@"; exit $?', "sh"]
 
 
@@ -62,8 +62,8 @@ class Sandbox:
         tried = self.run(["true"], Limits(cpu_s=5, wall_s=30, memory_bytes=256 * MIB, output_bytes=MIB))
         if tried.status != 0:
             reason = " ".join(tried.stderr.decode(errors="replace").split()) or f"status {tried.status}"
-            raise BadInput(f"bubblewrap (0.8 or newer is needed) makes no sandbox here: {reason}; where user namespaces "
-                           "are switched off, switch them on; --unsafe runs the programs with limits only")
+            raise BadInput(f"bubblewrap (0.8 or newer is needed) makes no sandbox here: {reason}; where user "
+                           "namespaces are switched off, switch them on; --unsafe runs the programs with limits only")
 
     def run(self, command, limits, files=None, read_only=()):
         """Runs `command` until it ends or exceeds `limits`, and returns its Result when all its processes have ended.
@@ -142,8 +142,8 @@ def bubblewrap(info, box):
     for name in ("bin", "lib", "lib64"):
         system += ["--symlink", f"usr/{name}", f"/{name}"]
     return ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1", "--die-with-parent",
-            "--new-session", "--clearenv", "--setenv", "PATH", "/usr/bin", "--info-fd", str(info), *system, "--proc", "/proc",
-            "--dev", "/dev", "--remount-ro", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/tmp", *box,
+            "--new-session", "--clearenv", "--setenv", "PATH", "/usr/bin", "--info-fd", str(info), *system,
+            "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/tmp", *box,
             "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 

@@ -1,7 +1,7 @@
 """Scores of an evaluation, with intervals, and the comparison of two checkpoints on the same problems.
 
-A score is a weighted mean over problems, sum(values) / sum(weights): for pass@k the value is an estimate between 0 and 1
-and the weight 1; for bits per byte the value is the bits of a text and the weight its bytes.
+A score is a weighted mean over problems, sum(values) / sum(weights): for pass@k the value is an estimate between 0 and
+1 and the weight 1; for bits per byte the value is the bits of a text and the weight its bytes.
 """
 from dataclasses import dataclass
 

@@ -14,8 +14,8 @@ INCLUDES = """
 #include <unistd.h>
 #include <vector>
 """
-# What each does: (what it is, its code, the expected statuses). Where the sandbox keeps a program from what it tries, the
-# program itself says so, by ending with status 0.
+# {what it does: (its main(), the expected verdicts)}. Where the sandbox keeps a program from what it tries, the program
+# itself says so, by ending with status 0.
 PROGRAMS = {
     "endless loop": ("volatile int i = 0; for (;;) ++i; }", {"timeout"}),
     "memory": ("""std::vector<char*> blocks;
@@ -37,7 +37,8 @@ PROGRAMS = {
     "output": ("for (;;) puts(\"spam spam spam spam\"); }", {"too much output"}),
     "signal to the parent": ("""kill(getppid(), SIGKILL); kill(VICTIM, SIGKILL); kill(-1, SIGKILL); return 0; }""",
                              {"passed"}),
-    "sleeper": ("""if (fork() == 0) { setsid(); fclose(stdout); fclose(stderr); if (fork() == 0) sleep(1000); _exit(0); }
+    "sleeper": ("""if (fork() == 0) {
+      setsid(); fclose(stdout); fclose(stderr); if (fork() == 0) sleep(1000); _exit(0); }
     fclose(stdout); fclose(stderr); sleep(1000); return 0; }""", {"timeout"}),
     "writes outside": ("""int made = 0;
     for (const char* path : {"/written", "/usr/written", "/dev/written", "/home", "/var", "VICTIM_FOLDER"})

@@ -29,8 +29,8 @@ def require_sandbox():
 
 
 def processes():
-    """Returns the numbers of all processes of this machine that run under LIMITS or COMPILER_LIMITS, which every process
-    inherits and none can raise."""
+    """Returns the numbers of all processes of this machine that run under LIMITS or COMPILER_LIMITS, which every
+    process inherits and none can raise."""
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -89,8 +89,8 @@ def test_hostile_programs_are_contained_when_an_ordinary_user_runs_them(tmp_path
     call = ("import sys; from tests.infer.test_sandbox import attack, PROGRAMS, SOURCES; "
             "wrong = attack([*PROGRAMS, *SOURCES], sys.argv[1]); print(wrong); sys.exit(bool(wrong))")
     try:
-        done = subprocess.run(["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", sys.executable, "-c", call,
-                               str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        done = subprocess.run(["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", sys.executable, "-c",
+                               call, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=300,
                               env={**os.environ, "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"})
         assert done.returncode == 0, done.stdout + done.stderr
     finally:
