@@ -71,7 +71,7 @@ class TaskFlags:
                                  of=expand_path)
     data_dir: Path | None = flag(None, "held-out parquet shards for infill; default: $NANOCHAT_BASE_DIR/parquet/val",
                                  of=expand_path)
-    num_tasks: int = flag(100, "gaps of each kind", at_least=1, at_most=100_000)
+    num_tasks: int = flag(100, "gaps of each kind", at_least=1, at_most=10_000)
     check: bool = flag(False, "judge the solutions of the problems, and each with one line deleted, instead of a model")
 
 

@@ -62,9 +62,11 @@ class Judge:
 
         It passes if it ends with status 0 and its main() was run to the end: a call of exit(0) does not pass.
         """
-        marked, num_marks = re.subn(r"((?:\breturn\s+0\s*;\s*)?\}\s*)$", rf'__builtin_puts("{self._end_mark}");\n\1',
-                                    tests)
-        return self._once("judge", code + marked, lambda source: self._compile_and_run(source, bool(num_marks)))
+        marked = tests
+        if not re.search(r"\breturn\b(?!\s+0\s*;)[^;]*;\s*\}\s*$", tests):  # its status alone decides then
+            mark = rf'__builtin_puts("{self._end_mark}");\n\1'
+            marked = re.sub(r"((?:\breturn\s+0\s*;\s*)?\}\s*)$", mark, tests)
+        return self._once("judge", code + marked, lambda source: self._compile_and_run(source, marked != tests))
 
     def check_syntax(self, code, folders=()):
         """Returns the Verdict of the compiler alone: "passed" or "does not compile". folders: where headers are."""

@@ -14,7 +14,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, expand_path
 
 OWN = Path(__file__).with_name("problem_set")
 STOP = "\n}"  # the first line that is not indented ends a function or a class
@@ -45,8 +45,9 @@ class Problem:
         return None
 
 
-def read_problems(path=None):
-    """Returns the Problems in the file or folder `path`, or else the project's own. Raises BadInput."""
+def read_problems(path=None, flag="--problems"):
+    """Returns the Problems in the file or folder `path`, or else the project's own. Raises BadInput, which names the
+    flag that the path is from."""
     path = Path(path or OWN)
     try:
         if path.is_dir():
@@ -56,16 +57,22 @@ def read_problems(path=None):
             text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
             problems = [_foreign(json.loads(line)) for line in text.splitlines() if line.strip()]
     except OSError as error:
-        raise BadInput(f"--problems={path} cannot be read: {error.strerror or error}") from None
+        raise BadInput(f"{flag}={path} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, EOFError, zlib.error) as error:
-        raise BadInput(f"--problems={path} is not a file of problems in the format of HumanEval-X or MultiPL-E, nor a "
+        raise BadInput(f"{flag}={path} is not a file of problems in the format of HumanEval-X or MultiPL-E, nor a "
                        f"folder in that of this project: {type(error).__name__} {error}") from None
     if not problems:
-        raise BadInput(f"--problems={path} holds no problem")
+        raise BadInput(f"{flag}={path} holds no problem")
     names = [problem.name for problem in problems]
     if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise BadInput(f"--problems={path} has two problems with the name {repeated}")
+        raise BadInput(f"{flag}={path} has two problems with the name {repeated}")
     return problems
+
+
+def read_excluded(names):
+    """Returns the Problems of --exclude_problems, a list of paths and of "own". Raises BadInput."""
+    return [problem for name in names
+            for problem in read_problems(None if name == "own" else expand_path(name), "--exclude_problems")]
 
 
 def _own(name, text):

@@ -143,8 +143,8 @@ def bubblewrap(info, box):
         system += ["--symlink", f"usr/{name}", f"/{name}"]
     return ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1", "--die-with-parent",
             "--new-session", "--clearenv", "--setenv", "PATH", "/usr/bin", "--info-fd", str(info), *system,
-            "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/tmp", *box,
-            "--remount-ro", "/", "--chdir", "/tmp", "--"]
+            "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/tmp",
+            *box, "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
 def limited(limits, num_processes=0):

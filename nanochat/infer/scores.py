@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 DRAWS = 10_000
+BLOCK = 100  # draws at a time, to limit memory
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,7 @@ def score(values, weights=None, seed=0):
     replacement (Efron 1979)."""
     values = np.asarray(values, float)
     weights = np.ones(len(values)) if weights is None else np.asarray(weights, float)
-    drawn = _draw(len(values), seed)
-    means = drawn @ values / np.maximum(drawn @ weights, 1e-300)
-    low, high = np.percentile(means, [2.5, 97.5])
+    low, high = _interval(values, weights, seed)
     return Score(float(values.sum() / weights.sum()), float(low), float(high), len(values))
 
 
@@ -55,15 +54,19 @@ def compare(first, second, weights=None, seed=0):
     """
     differences = np.asarray(first, float) - np.asarray(second, float)
     weights = np.ones(len(differences)) if weights is None else np.asarray(weights, float)
-    drawn = _draw(len(differences), seed)
-    low, high = np.percentile(drawn @ differences / np.maximum(drawn @ weights, 1e-300), [2.5, 97.5])
-    signs = np.random.default_rng(seed).choice([-1.0, 1.0], (DRAWS, len(differences)))
-    as_large = np.abs(signs @ differences) >= abs(differences.sum()) * (1 - 1e-12)
-    p_value = (1 + as_large.sum()) / (1 + DRAWS)
+    low, high = _interval(differences, weights, seed)
+    rng = np.random.default_rng(seed)
+    sums = np.concatenate([rng.choice([-1.0, 1.0], (BLOCK, len(differences))) @ differences
+                           for _ in range(DRAWS // BLOCK)])
+    p_value = (1 + (np.abs(sums) >= abs(differences.sum()) * (1 - 1e-12)).sum()) / (1 + DRAWS)
     return Difference(float(differences.sum() / weights.sum()), float(low), float(high), float(p_value))
 
 
-def _draw(num_problems, seed):
-    """Returns how often each problem is in each of DRAWS samples of the problems: (DRAWS, num_problems)."""
-    uniform = np.full(num_problems, 1 / num_problems)
-    return np.random.default_rng(seed).multinomial(num_problems, uniform, size=DRAWS).astype(float)
+def _interval(values, weights, seed):
+    """Returns the 2.5 and 97.5 percentiles of the weighted mean over problems that are drawn with replacement."""
+    rng = np.random.default_rng(seed)
+    means = []
+    for _ in range(DRAWS // BLOCK):
+        drawn = rng.integers(len(values), size=(BLOCK, len(values)))
+        means.append(values[drawn].sum(1) / weights[drawn].sum(1))
+    return np.percentile(np.concatenate(means), [2.5, 97.5])
