@@ -26,10 +26,10 @@ from hypothesis import strategies as st  # noqa: E402
 # Where the real work of each script begins: there the test stops it.
 WORK = {
     "base_eval": ["DataLoader"], "base_train": ["spawn", "Trainer", "run_preflight"],
-    "bench_checkpoint": ["make_state"], "bench_host": ["Contender"], "bench_loader": ["compare_speed"],
-    "bench_train": ["Contender"], "demo": ["run"], "generate": ["Engine"], "prepare_data": ["build"],
-    "report": ["draw"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"], "tpu_advice": ["advise"],
-    "tpu_preflight": ["preflight"]}
+    "bench_checkpoint": ["make_state"], "bench_host": ["Contender"], "bench_judge": ["Judge"],
+    "bench_loader": ["compare_speed"], "bench_train": ["Contender"], "code_eval": ["Judge"], "demo": ["run"],
+    "generate": ["Engine"], "prepare_data": ["build"], "report": ["draw"], "tok_eval": ["find_entrants"],
+    "tok_train": ["choose_texts"], "tpu_advice": ["advise"], "tpu_preflight": ["preflight"]}
 
 ODD = ["", " ", "-", "--", "=", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "9" * 30, "9" * 5000, "٣", "²", "1_0",
        "0x10", " 7 ", "1e3", "True", "\udcff\udcfe", "é", "a" * 300, "x" * 5000, ",", ":", "1:2", "5:1", "1:2,0:3", "%",
@@ -95,6 +95,8 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
                       f"--tokenizer_dir={byte_tokenizer_dir}"],
         "generate": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--prompt=x",
                      "--device_type=cpu"],
+        "code_eval": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
+                      "--max_tokens=10"],
         "prepare_data": ["--source=FOLDER"], "tok_train": [f"--data_dir={corpus_dir}/train"],
         "bench_loader": [f"--data_dir={corpus_dir}/train", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "tok_eval": [f"--data_dir={corpus_dir}/val", f"--tokenizer_dir={byte_tokenizer_dir}"]}.get(name, [])
