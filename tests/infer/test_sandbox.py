@@ -12,7 +12,7 @@ import pytest
 from nanochat.common import BadInput
 from nanochat.infer import sandbox
 from nanochat.infer.judge import Judge
-from nanochat.infer.sandbox import MIB, Limits, Sandbox
+from nanochat.infer.sandbox import MIB, Limits, Sandbox, need
 from tests.infer.hostile import PROGRAMS, SOURCES, program
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +23,7 @@ COMPILER_LIMITS = Limits(cpu_s=5, wall_s=60, memory_bytes=1024 * MIB, output_byt
 
 def require_sandbox():
     try:
+        need("g++", "g++")
         Sandbox()
     except BadInput as error:
         pytest.skip(str(error))
@@ -143,4 +144,5 @@ def test_where_bubblewrap_cannot_work_the_error_has_its_reason(monkeypatch):
     require_sandbox()
     monkeypatch.setattr(sandbox, "FIRST_PROCESS", ["/nonexistent"])
     with pytest.raises(BadInput, match="makes no sandbox here: .*/nonexistent"):
+        need("g++", "g++")
         Sandbox()
