@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.common import expand_path, flag, read_flags, run_script
+from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.infer.judge import Judge
 from nanochat.infer.problems import read_problems
 
@@ -22,6 +22,8 @@ class Flags:
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     solved = [problem for problem in read_problems(flags.problems) if problem.solution][:flags.num_programs]
+    if not solved:
+        raise BadInput(f"--problems={flags.problems} has no solutions to judge")
     seconds = {}
     for name, unsafe in (("in the sandbox", False), ("without it", True)):
         with Judge(unsafe) as judge:

@@ -10,6 +10,7 @@ It may be killed at any time: the same command goes on. It needs g++ and bubblew
 import hashlib
 import os
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -174,8 +175,18 @@ def run(task, items, problems, writer, judge, results, workers):
 
         def decide(item, text):
             return judge_gap(judge, item, by_name.get(item.problem), text)
-    with tqdm(total=len(items), unit="problem", mininterval=0.5 if sys.stderr.isatty() else 30) as bar:
-        evaluate(items, write, decide, results, workers, lambda num_done: bar.update(num_done - bar.n))
+    with tqdm(total=len(items), unit="problem", disable=not sys.stderr.isatty()) as bar:
+        num_done, said = 0, time.monotonic()
+
+        def show(count):
+            nonlocal num_done, said
+            num_done += count
+            bar.update(count)
+            if bar.disable and time.monotonic() - said > 10:  # plain lines for a log
+                said = time.monotonic()
+                print(f"{num_done} of {len(items)} are judged", file=sys.stderr, flush=True)
+
+        evaluate(items, write, decide, results, workers, show)
 
 
 def report(out_dir, settings, records, items, others):
@@ -195,6 +206,8 @@ def report(out_dir, settings, records, items, others):
 def check(problems, judge, workers, seed):
     """Judges all solutions, and each with one line deleted. Returns 1 if a solution does not pass."""
     solved = [problem for problem in problems if problem.solution]
+    if not solved:
+        raise BadInput("--check needs solutions, and the problems of --problems have none")
     with ThreadPoolExecutor(workers) as pool:
         def share(programs, what):
             verdicts = list(pool.map(lambda program: judge.judge(program[0].program(program[1]), program[0].tests),

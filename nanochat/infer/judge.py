@@ -91,6 +91,8 @@ class Judge:
                                   folders)
         if result.status == 0:
             return result.stdout, None
+        if result.stderr.startswith(b"bwrap: "):  # no verdict on the code: memory or processes may have run out
+            raise RuntimeError(f"the sandbox failed: {readable(result.stderr)}")
         message = readable(result.stderr) or ending(result)
         return None, Verdict(DOES_NOT_COMPILE, message)
 
