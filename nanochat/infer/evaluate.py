@@ -97,7 +97,7 @@ class Writer:
         if len(ids) == num_known:
             return 0.0
         ids, num_known = ids[-context - 1:], max(1, num_known - max(0, len(ids) - context - 1))
-        length = min(max(64, 1 << (len(ids) - 2).bit_length()), context)  # few lengths, because XLA compiles each
+        length = min(max(128, 1 << (len(ids) - 2).bit_length()), context)  # few lengths, because XLA compiles each
         inputs = torch.zeros(1, length, dtype=torch.long)
         targets = torch.full((1, length), IGNORE_INDEX)
         inputs[0, :len(ids) - 1] = torch.tensor(ids[:-1])

@@ -6,6 +6,7 @@ from pathlib import Path
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.shards import fingerprint, list_shards, open_shards
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
+from nanochat.infer.judge import Judge
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW, OptimConfig
 from nanochat.record.observe import parse_profile_steps
@@ -86,6 +87,8 @@ def prepare(flags, device_type):
     plan = make_plan(flags, tokenizer.n_vocab, device_type, expected_world_size(device_type))
     profile_steps = parse_profile_steps(record.profile_steps, plan.num_iterations)
     data_fingerprint = check_data(flags)
+    if record.code_eval_every > 0:
+        Judge()  # raises BadInput if there is no compiler or no sandbox
     mirror = None
     if record.checkpoint_mirror is not None:
         mirror = run_mirror(record.checkpoint_mirror, flags.run.run, record.keep_checkpoints, record.keep_every)
