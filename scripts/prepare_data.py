@@ -28,8 +28,10 @@ from tqdm import tqdm
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data import corpus
+from nanochat.data.contamination import telling_sequences
 from nanochat.data.debian import check_names, debian_sources
 from nanochat.data.sources import distinguish, installed_headers, open_projects, open_source
+from nanochat.infer.problems import digest, read_excluded
 
 TRAIN_DIR, VAL_DIR, MANIFEST, LOCK_FILE = "base_data_v3", "val", "manifest.json", ".prepare_data.lock"
 
@@ -54,6 +56,8 @@ class CorpusFlags:
     val_fraction: float = flag(0.05, "fraction of the bytes that is held out for validation, in whole projects",
                                above=0, below=1)
     val_projects: list = flag((), "hold out these projects instead, separated by commas", of=names)
+    exclude_problems: list = flag((), "drop documents that contain a part of a prompt of these problems: files for "
+                                  "code_eval --problems, or own (the project's), separated by commas", of=names)
     eval_only: bool = flag(False, f"make an evaluation corpus: only {VAL_DIR}/")
     shard_bytes: int = flag(100_000_000, "bytes of text in one shard", at_least=1, at_most=1_000_000_000)
     seed: int = flag(1337, "seed of the split and of the order of documents", at_least=0)
@@ -180,7 +184,9 @@ def scan_all(sources, flags, work_dir, run):
         directories[largest_first[i]] = directory
         bar.update(sources[largest_first[i]].nbytes)
 
-    run(corpus.scan, [(sources[i], work_dir / "scans", flags.seed, flags.max_file_bytes) for i in largest_first], done)
+    excluded = telling_sequences(problem.prompt for problem in read_excluded(flags.exclude_problems))
+    run(corpus.scan, [(sources[i], work_dir / "scans", flags.seed, flags.max_file_bytes, excluded)
+                      for i in largest_first], done)
     bar.close()
     return directories, [json.loads((directory / "stats.json").read_text()) for directory in directories]
 
@@ -322,6 +328,7 @@ def main(argv=None):
         SourceFlags: "sources, in any combination", CorpusFlags: "the corpus", PlaceFlags: "directories and processes"})
     if flags.eval_only and flags.val_projects:
         raise BadInput("--val_projects and --eval_only exclude each other: an evaluation corpus has no training part")
+    read_excluded(flags.exclude_problems)  # before any work
     out_dir = require_writable_dir(places.out_dir or get_base_dir() / "parquet")
     workers = min(os.cpu_count(), 8) if places.workers == -1 else places.workers
     try:
@@ -345,7 +352,7 @@ def main(argv=None):
 def prepare(sources, flags, workers, out_dir):
     """Makes the corpus, or resumes making it; does nothing if `out_dir` already holds it."""
     recipe = [flags.seed, flags.max_file_bytes, flags.val_fraction, list(flags.val_projects), flags.eval_only,
-              flags.shard_bytes]
+              flags.shard_bytes, *([digest(excluded)] if (excluded := read_excluded(flags.exclude_problems)) else [])]
     identity = json.dumps([corpus.RECIPE, recipe, [source.identity() for source in sources]])
     identity = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
     work_dir = out_dir / ".work"

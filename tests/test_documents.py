@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tokenizer/README.md",
              *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 # Programs that are not of this project: their arguments are not checked.
-OTHER_PROGRAMS = {"$EDITOR", "cp", "diff", "export", "gcloud", "head", "source"}
+OTHER_PROGRAMS = {"$EDITOR", "apt-get", "cp", "diff", "export", "gcloud", "head", "source"}
 WRAPPERS = {"nohup", "python3", "torchrun"}
 
 

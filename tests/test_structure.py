@@ -97,6 +97,7 @@ def test_what_is_installed_has_all_modules_and_works_outside_of_a_checkout(tmp_p
                     f"--build-lib={installed}"], cwd=source, check=True, timeout=100)
     assert sorted(path.relative_to(installed) for path in installed.rglob("*.py")) == SOURCES
     assert (installed / "nanochat/device/prices.csv").exists() and (installed / "nanochat/infer/page.html").exists()
+    assert len(list((installed / "nanochat/infer/problem_set").glob("*.cpp"))) >= 40
     program = """
 import importlib, sys
 for module in sys.argv[1:]:

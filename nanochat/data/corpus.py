@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from rensa import RMinHash
 
 from nanochat.data.archives import sha256_of
+from nanochat.data.contamination import overlaps
 from nanochat.data.licences import licence_finder
 from nanochat.data.sources import SUFFIXES, check_sums, iter_files
 
@@ -100,13 +101,16 @@ def signature(data):
 # Runs
 
 
-def scan(source, scans_dir, seed, max_file_bytes):
+def scan(source, scans_dir, seed, max_file_bytes, excluded=frozenset()):
     """Reads `source`, writes its runs, and returns their directory. A source that has been scanned is not read again.
+    Documents with one of the sequences of words `excluded` are dropped (see contamination.py).
 
     Besides run_*.parquet the directory holds stats.json: the numbers of files, of documents and bytes kept, of files
     dropped for each reason, and of documents under each licence. Raises BadInput if the source cannot be read.
     """
     identity = [RECIPE, source.name, source.version, source.fingerprint, seed, max_file_bytes]
+    if excluded:
+        identity.append(hashlib.sha256(repr(sorted(excluded)).encode()).hexdigest())
     finished = Path(scans_dir, hashlib.blake2b(json.dumps(identity).encode(), digest_size=12).hexdigest())
     if finished.exists():
         return finished
@@ -138,6 +142,8 @@ def scan(source, scans_dir, seed, max_file_bytes):
             text, note = clean(path, read())
         except OSError:
             text, note = None, "unreadable"
+        if text is not None and overlaps(text, excluded):
+            text, note = None, "overlaps_problem"
         if text is None:
             dropped[note] += 1
             continue

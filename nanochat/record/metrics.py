@@ -7,6 +7,8 @@ The console line shows these metrics, too:
     mfu             0 to 1
     tokens          seen so far
     val_bpb         bits per byte of the validation text
+    code_bpb        with --code_eval_every, bits per byte of the solutions of problems; code_compiles and code_pass are
+                    the shares of what the model writes that compile and pass the tests
     recompiled      a list of texts, one for each program that was compiled again
     mirror_behind_s with --checkpoint_mirror, for how many seconds it has lacked the newest checkpoint; shown from a
                     minute on
@@ -129,6 +131,9 @@ _CONSOLE_FORMATS = {
     "mfu": lambda value: f"mfu {100 * value:.1f}%",
     "tokens": lambda value: f"{format_count(value)} tokens",
     "time_left_s": lambda value: f"{format_duration(value)} left",
+    "code_compiles": lambda value: f"{value:.1%} of its code compiles",
+    "code_pass": lambda value: f"{value:.1%} passes",
+    "code_bpb": lambda value: f"solutions {value:.4f} bits per byte",
     "val_bpb": lambda value: f"validation {value:.4f} bits per byte",
     "val_bytes": lambda value: f"of {format_count(value)} bytes",
     "val_whole_text": lambda value: "all of the validation text, which is shorter than --eval_tokens",

@@ -93,6 +93,8 @@ class RecordFlags:
     eval_tokens: int = flag(10 * 2**20, "tokens of an evaluation, whatever the world size; each document once at most",
                             at_least=1, at_most=2**28)
     sample_every: int = flag(1000, "steps between samples, also at the end; -1: never", at_least=1, unset=-1)
+    code_eval_every: int = flag(-1, "steps between evaluations of whether the code that the model writes compiles and "
+                                "works, also at the end; needs g++ and bubblewrap; -1: never", at_least=1, unset=-1)
     save_every: int = flag(1000, "steps between checkpoints, also at the end; -1: never", at_least=1, unset=-1)
     save_every_minutes: float = flag(-1.0, "minutes between checkpoints; -1: by steps only", above=0, unset=-1)
     keep_checkpoints: int = flag(3, "number of newest checkpoints that stay on disk", at_least=1)

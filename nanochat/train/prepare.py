@@ -6,6 +6,7 @@ from pathlib import Path
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.shards import fingerprint, list_shards, open_shards
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
+from nanochat.infer.judge import Judge
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW, OptimConfig
 from nanochat.record.observe import parse_profile_steps
@@ -91,6 +92,8 @@ def prepare(flags, device_type):
     teacher = find_teacher(flags, plan, tokenizer, directory)
     if teacher:
         flags = flags.replace(teacher=str(teacher.path))  # the one that is meant now, if it is trained further
+    if record.code_eval_every > 0:
+        Judge()  # raises BadInput if there is no compiler or no sandbox
     mirror = None
     if record.checkpoint_mirror is not None:
         mirror = run_mirror(record.checkpoint_mirror, flags.run.run, record.keep_checkpoints, record.keep_every)

@@ -100,6 +100,11 @@ class StepLog:
             self._logger.log(step, {"val_bpb": found.bits_per_byte, "val_bytes": found.num_bytes,
                                     "val_whole_text": found.is_whole_text})
 
+    def write_code_evaluation(self, step, found):
+        """Logs what evaluate_code returned after `step` steps."""
+        if self._logger and found:
+            self._logger.log(step, found)
+
     @property
     def wandb_id(self):
         """WandB's id of the run, for the checkpoint; on rank 0."""

@@ -12,6 +12,7 @@ from nanochat.record.goodput import Goodput
 from nanochat.record.observe import Profile
 from nanochat.run import checkpoint, stopping
 from nanochat.run.meta import Meta, restore_rng, rng_state
+from nanochat.train.code_eval import evaluate_code
 from nanochat.train.liveness import Liveness
 from nanochat.train.loss_eval import bits_per_byte
 from nanochat.train.nonfinite import NonfiniteSteps
@@ -97,6 +98,8 @@ class Trainer:
                 self.save()
             if due.evaluate:
                 self.evaluate()
+            if due.code and not self.liveness.is_stopping:
+                self.evaluate_code()
             if due.sample and not self.liveness.is_stopping:
                 self.sample()
             if due.end or self.liveness.is_stopping:
@@ -153,6 +156,12 @@ class Trainer:
         if found:
             self.log.write_evaluation(self.step, found)
 
+    def evaluate_code(self):
+        """Logs how much of the C++ that the model writes compiles and works."""
+        with self.goodput.span("evaluate"), torch.no_grad():
+            found = evaluate_code(self.training.model, self.run.tokenizer, self.dist, lambda: self.agree("evaluate"))
+        self.log.write_code_evaluation(self.step, found)
+
     def sample(self):
         """Prints completions. Every rank makes them, so that none waits for another."""
         engine = Engine(self.training.model, self.run.tokenizer, self.dist)  # it remembers nothing of older weights
@@ -203,6 +212,7 @@ class EventsDue:
     log: bool
     save: bool
     evaluate: bool
+    code: bool
     sample: bool
     end: bool
 
@@ -220,9 +230,10 @@ def events_due(record, step, first_step, num_iterations, save_is_asked, is_stopp
 
     save = save_is_asked or is_stopping or is_due(record.save_every)
     evaluate = is_due(record.eval_every) and not is_stopping
+    code = is_due(record.code_eval_every) and step > 0 and not is_stopping
     sample = is_due(record.sample_every) and step > 0 and not is_stopping
-    log = save or evaluate or sample or is_due(record.log_every) or step == first_step + 1
-    return EventsDue(log, save, evaluate, sample, end=is_last or is_stopping)
+    log = save or evaluate or code or sample or is_due(record.log_every) or step == first_step + 1
+    return EventsDue(log, save, evaluate, code, sample, end=is_last or is_stopping)
 
 
 # -----------------------------------------------------------------------------

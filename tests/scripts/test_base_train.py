@@ -13,6 +13,7 @@ from nanochat.common import get_base_dir
 from nanochat.run import checkpoint, checkpoint_files
 from scripts import base_eval
 from tests.conftest import run_python
+from tests.infer.test_sandbox import require_sandbox
 from tests.warm import TIMEOUT_S
 
 
@@ -184,3 +185,12 @@ def test_evaluating_a_checkpoint_gives_what_the_run_found(train, byte_tokenizer_
                     "--eval_tokens=1024", "--device_type=cpu"])
     found = float(re.search(r"([\d.]+) bits per byte", capsys.readouterr().out)[1])
     assert found == pytest.approx(trained.bpb[6], abs=1e-4)  # the same text, on another backend
+
+
+@pytest.mark.slow
+def test_a_run_says_how_much_of_its_code_compiles(train):
+    require_sandbox()
+    process = train("--code_eval_every=6", devices=2)
+    [found] = [record for record in process.records if "code_bpb" in record]
+    assert found["step"] == 6 and 0 <= found["code_pass"] <= found["code_compiles"] <= 1 and found["code_bpb"] > 0
+    assert "of its code compiles" in process.stdout

@@ -83,3 +83,9 @@ def test_too_little_disk_for_two_checkpoints_is_said_before_the_first_step(base_
     if "unshare" in process.stderr or "mount:" in process.stderr:
         pytest.skip(f"no user namespaces here: {process.stderr.strip()}")
     assert process.returncode == 2 and "too little disk" in process.stderr and "step 0" not in process.stdout
+
+
+def test_a_run_that_is_to_judge_code_needs_a_compiler(tiny, monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(BadInput, match=r"there is no g\+\+.*apt-get install"):
+        main([*tiny, "--code_eval_every=4"])

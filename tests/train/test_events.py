@@ -24,7 +24,8 @@ def test_no_learning_rate_is_negative_or_above_its_own(step, num_iterations, con
                                                                                        config)
 
 
-@given(record=st.builds(RecordFlags, save_every=EVERY, eval_every=EVERY, sample_every=EVERY, log_every=EVERY),
+@given(record=st.builds(RecordFlags, save_every=EVERY, eval_every=EVERY, sample_every=EVERY, code_eval_every=EVERY,
+                        log_every=EVERY),
        first_step=st.integers(0, 250), horizons=st.lists(st.integers(1, 200), min_size=1, max_size=4),
        stop_after=st.integers(0, 120))
 @settings(max_examples=300)
@@ -36,7 +37,7 @@ def test_every_process_ends_at_its_horizon_and_saves_what_it_has_trained(record,
         for _ in range(1000):
             is_stopping = number < len(horizons) - 1 and step == begun_at + stop_after
             due = events_due(record, step, begun_at, horizon, save_is_asked=False, is_stopping=is_stopping)
-            assert due.log or not (due.save or due.evaluate or due.sample)
+            assert due.log or not (due.save or due.evaluate or due.code or due.sample)
             saved = step if due.save else saved
             if due.end:
                 break

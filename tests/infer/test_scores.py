@@ -1,0 +1,37 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from nanochat.infer.scores import compare, pass_at_k, score
+
+
+@pytest.mark.parametrize("passed", range(6))
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_pass_at_k_is_the_share_of_all_choices_with_a_sample_that_passes(passed, k):
+    samples = [i < passed for i in range(5)]
+    choices = [any(choice) for choice in itertools.combinations(samples, k)]
+    assert pass_at_k(5, passed, k) == pytest.approx(sum(choices) / len(choices))
+
+
+def test_an_interval_covers_the_truth_about_nineteen_times_in_twenty():
+    rng = np.random.default_rng(0)
+    found = [score(rng.random(100) < 0.3, seed=trial) for trial in range(100)]
+    assert 88 <= sum(each.low <= 0.3 <= each.high for each in found) <= 100
+    assert all(each.low <= each.mean <= each.high for each in found)
+
+
+def test_bits_per_byte_are_all_bits_over_all_bytes():
+    found = score([10, 90], [10, 30])
+    assert found.mean == 2.5 and found.low == 1.0 and found.high == 3.0
+
+
+def test_chance_is_told_from_a_difference():
+    rng = np.random.default_rng(1)
+    base = rng.random(60)
+    noise = compare(base, rng.permutation(base))
+    better = compare(base + 0.05 + 0.05 * rng.random(60), base)
+    assert noise.p_value > 0.05 and noise.low < 0 < noise.high
+    assert better.p_value < 0.001 and 0.05 <= better.low <= better.mean <= better.high
+    same = compare(base, base)
+    assert (same.mean, same.p_value) == (0, 1)
