@@ -26,8 +26,8 @@ class AttentionByHand:
 
     forward(q, k, v, index, window, *tables) -> y, log_sums; window: int32 scalar, or None. log_sums is what else the
         backward pass needs, fp32, or None
-    backward(q, k, v, index, window, y, log_sums, d_y, *tables) -> gradients of the layer's q, k and v; log_sums is a
-        stack, too
+    backward(q, k, v, index, window, log_sums, d_y, *tables) -> gradients of the layer's q, k and v; log_sums is a stack,
+        too
     log_sums_shape(B, T, width of q) -> the shape of a layer's log_sums; None where there are none
     row_major_matmul(x, weight): x @ weight for (B, T, in) and (in, out), which a TPU is to keep in memory in this order
     """
@@ -104,7 +104,7 @@ def _backward(attention, x, index, d_out, saved, x0, weights, window, tables):
     d_mid = d_out + _norm_backward(x_mid, scale, d_h @ weights.mlp_in)
     d_attn_o = _gradient_of_weight(d_mid, y)
     d_y = d_mid @ weights.attn_o
-    d_q, d_k, d_v = attention.backward(saved.q, saved.k, saved.v, index, window, y, saved.log_sums, d_y, *tables)
+    d_q, d_k, d_v = attention.backward(saved.q, saved.k, saved.v, index, window, saved.log_sums, d_y, *tables)
     scale = _reciprocal_rms(x_in)
     normed = (scale * x_in).to(dtype)
     d_attn_q, d_attn_k, d_attn_v = (_gradient_of_weight(d, normed) for d in (d_q, d_k, d_v))

@@ -16,6 +16,7 @@ What makes them fast (dev/LOG.md has what each part is worth):
   256 × 256 holds: the other side is 128 wide, and would leave half of the unit idle.
 """
 import functools
+from collections import Counter
 from typing import NamedTuple
 
 import jax
@@ -182,8 +183,16 @@ def _sums_of_eighths(x):
     return jnp.sum(x.reshape(-1, 8, x.shape[1]), axis=0) if len(x) % 8 == 0 else x.sum(0, keepdims=True)
 
 
-def _add_to(totals, tile, value):
-    """Adds `value`, whose columns are the tile's queries, to the totals of the tile's rows."""
+def _sums_of_128(x):
+    """Returns (T, 128), sums over every 128th column of x, which are columns of registers; of a small x (T, 1)."""
+    columns = x.shape[1]
+    if columns % HEAD_DIM:
+        return jnp.sum(x, axis=1, keepdims=True)
+    return sum(x[:, start:start + HEAD_DIM] for start in range(0, columns, HEAD_DIM))
+
+
+def _add_to(totals, tile, value, axis=1):
+    """Adds `value`, whose dimension `axis` is the tile's queries, to the totals of the tile's rows."""
     start, skipped = tile.rows.start, tile.queries.start - tile.rows.start
     if start not in totals:
         totals[start] = value
@@ -191,21 +200,23 @@ def _add_to(totals, tile, value):
         totals[start] += value
     else:
         total = totals[start]
-        totals[start] = jnp.concatenate([total[:, :skipped], total[:, skipped:] + value], axis=1)
+        before, after = jnp.split(total, [skipped], axis=axis)
+        totals[start] = jnp.concatenate([before, after + value], axis=axis)
 
 
 # -----------------------------------------------------------------------------
 # The backward kernel
 
 
-def _backward_kernel(place, q_ref, k_ref, v_ref, out_ref, log_sums_ref, d_out_ref, cos_ref, sin_ref, dq_ref, dk_ref,
-                     dv_ref, q, q_t, k, k_t, v_t, d_out_t, normed_t, scales, log_sums, means, dq_sum, dk_sum, dv_sum,
+def _backward_kernel(place, q_ref, k_ref, v_ref, log_sums_ref, d_out_ref, cos_ref, sin_ref, dq_ref, dk_ref, dv_ref, q,
+                     q_t, k, k_t, v_t, d_out_t, normed_t, scales, log_sums, dq_sum, dk_sum, dv_sum,
                      *, eps, window, matrix_unit, group):
-    """With p = 2^(s - log sum), the probabilities: d v = pᵀ d out and d s = p (d out vᵀ - mean), where the mean of
-    d out vᵀ under p is the product of out and d out (FlashAttention-2, arXiv 2307.08691). Its tiles are queries × keys.
+    """With p = 2^(s - log sum), the probabilities: d v = pᵀ d out and d s = p (d out vᵀ - mean), the mean under p. Its
+    tiles are queries × keys. The mean is summed over all tiles of a row before d s: the product of out and d out is the
+    same number (FlashAttention-2, arXiv 2307.08691), but out is rounded to bfloat16, and its errors do not cancel.
 
     Scratch: operands of the products, (T, 128), or (128, T) with the suffix _t; fp32: normed_t and scales of q and k,
-    log_sums and means, each in 128 columns (T, 128), and the sums of the gradients so far, (128, T).
+    log_sums in 128 equal columns, and the sums of the gradients so far, (128, T).
     """
     dtype, length = q_ref.dtype, q_ref.shape[2]
     tiles = list_tiles(length, BACKWARD_TILES[matrix_unit], window if isinstance(window, int) else None)
@@ -226,12 +237,10 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, out_ref, log_sums_ref, d_out_re
         scaled = (rotated_norm(0, q_ref[0, 0, chunk], chunk) * (SCALE * LOG2_E)).astype(dtype)
         q_t[:, chunk], q[chunk] = scaled, scaled.T
         d_out_t[:, chunk] = d_out_ref[0, chunk].T
-        products = d_out_t[:, chunk].astype(jnp.float32) * out_ref[0, chunk].T.astype(jnp.float32)
-        means[chunk] = _in_columns(jnp.sum(products, axis=0, keepdims=True))
         log_sums[chunk] = _in_columns(log_sums_ref[0, 0, 0, :, chunk])
 
     keys_once, queries_once = _Once(length, prepare_keys), _Once(length, prepare_queries)
-    scores, d_weights, probabilities, d_scores = {}, {}, {}, {}
+    scores, d_weights, probabilities, means, d_scores = {}, {}, {}, {}, {}
 
     def compute_scores(n):
         keys_once(tiles[n].keys)
@@ -241,11 +250,18 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, out_ref, log_sums_ref, d_out_re
     def compute_d_weights(n):
         d_weights[n] = _dot(d_out_ref[0, tiles[n].queries], v_t[:, tiles[n].keys])
 
-    def compute_d_scores(n):
+    def compute_probabilities(n):
         p = jnp.exp2(_minus_columns(scores.pop(n), log_sums[tiles[n].queries]))
-        p = _masked(p, tiles[n], window, keys_axis=1)
-        d_score = p * _minus_columns(d_weights.pop(n), means[tiles[n].queries])
-        probabilities[n], d_scores[n] = p.astype(dtype), d_score.astype(dtype)
+        probabilities[n] = _masked(p, tiles[n], window, keys_axis=1)
+        _add_to(means, tiles[n], _sums_of_128(probabilities[n] * d_weights[n]), axis=0)
+        if tiles[n].is_last:
+            start = tiles[n].rows.start
+            means[start] = jnp.sum(means[start], axis=1, keepdims=True)
+
+    def compute_d_scores(n):
+        skipped = tiles[n].queries.start - tiles[n].rows.start
+        d_score = probabilities[n] * (d_weights.pop(n) - means[tiles[n].rows.start][skipped:])
+        probabilities[n], d_scores[n] = probabilities[n].astype(dtype), d_score.astype(dtype)
 
     def add(total, positions, value, axis=1):
         chunks = {(id(total), start) for start in range(positions.start, positions.stop, HEAD_DIM)}
@@ -287,8 +303,10 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, out_ref, log_sums_ref, d_out_re
         def _():
             dk_sum[...] = dv_sum[...] = jnp.zeros_like(dk_sum)
 
-    _pipeline(len(tiles), [(2, add_to_v), (2, add_to_k), (0, compute_scores), (0, compute_d_weights), (2, add_to_q),
-                           (1, compute_d_scores)])
+    longest = max(Counter(tile.rows.start for tile in tiles).values())
+    row = longest + 1  # turns after which a tile's row has its mean
+    _pipeline(len(tiles), [(row + 1, add_to_v), (row + 1, add_to_k), (0, compute_scores), (0, compute_d_weights),
+                           (row + 1, add_to_q), (1, compute_probabilities), (row, compute_d_scores)])
 
 
 def _in_columns(row):
@@ -353,7 +371,8 @@ def _by_window(call, window, length, windowed):
     if not windowed:
         return call(window=None)
     short = max(length // 2, 1)
-    return jax.lax.cond(window == short, lambda: call(window=short), lambda: call(window="any"))
+    kind = jnp.where(window >= length, 0, jnp.where(window == short, 1, 2))
+    return jax.lax.switch(kind, [lambda: call(window=None), lambda: call(window=short), lambda: call(window="any")])
 
 
 def log_sums_shape(batch, length, width):
@@ -382,17 +401,17 @@ def forward(place, q, k, v, cos, sin, *, windowed, matrix_unit, **options):
     return _by_window(call, place[1], length, windowed)
 
 
-def backward(place, q, k, v, out, log_sums, d_out, cos, sin, *, windowed, matrix_unit, **options):
-    """Gradients of the layer's q, k and v from that of its output, d_out (B, T, H × 128). out: that output; log_sums: a
-    stack (layers, …) of what `forward` returned. The rest as in `forward`."""
+def backward(place, q, k, v, log_sums, d_out, cos, sin, *, windowed, matrix_unit, **options):
+    """Gradients of the layer's q, k and v from that of its output, d_out (B, T, H × 128). log_sums: a stack (layers, …)
+    of what `forward` returned. The rest as in `forward`."""
     length, dtype, group = q.shape[2], q.dtype, q.shape[3] // k.shape[3]
-    operands = [("q stack", q), ("k stack", k), ("k stack", v), ("q", out), ("sums stack", log_sums), ("q", d_out),
-                ("table", cos), ("table", sin)]
+    operands = [("q stack", q), ("k stack", k), ("k stack", v), ("sums stack", log_sums), ("q", d_out), ("table", cos),
+                ("table", sin)]
     results = [(kind, jax.ShapeDtypeStruct(array.shape[1:], dtype)) for kind, array in (("q", q), ("k", k), ("k", v))]
     rows, columns = (length, HEAD_DIM), (HEAD_DIM, length)
     scratch = [*((shape, dtype) for shape in (rows, columns, rows, columns, columns, columns)),
                *((shape, jnp.float32) for shape in (
-                   (2, *columns), (2, 1, length), rows, rows, columns if matrix_unit > HEAD_DIM else rows, columns,
+                   (2, *columns), (2, 1, length), rows, columns if matrix_unit > HEAD_DIM else rows, columns,
                    columns))]
 
     def call(window):

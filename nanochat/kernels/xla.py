@@ -47,7 +47,7 @@ def _forward_of_layer(q, k, v, index, window, *tables):
     return _attend(*(take(stack, index) for stack in (q, k, v)), window, *tables), None
 
 
-def _backward_of_layer(q, k, v, index, window, y, log_sums, d_y, *tables):
+def _backward_of_layer(q, k, v, index, window, log_sums, d_y, *tables):
     with torch.enable_grad():
         inputs = [take(stack, index).detach().requires_grad_() for stack in (q, k, v)]
         return torch.autograd.grad(_attend(*inputs, window, *tables), inputs, d_y)
@@ -80,8 +80,8 @@ def _pallas_attention(interpret, matrix_unit):
     def forward(q, k, v, index, window, *tables):
         return call(pallas_attention.forward, index, window, q, k, v, *tables)
 
-    def backward(q, k, v, index, window, y, log_sums, d_y, *tables):
-        return call(pallas_attention.backward, index, window, q, k, v, y, log_sums, d_y, *tables)
+    def backward(q, k, v, index, window, log_sums, d_y, *tables):
+        return call(pallas_attention.backward, index, window, q, k, v, log_sums, d_y, *tables)
 
     return AttentionByHand(forward, backward, pallas_attention.log_sums_shape,
                            *([] if interpret else [row_major_matmul]))

@@ -36,7 +36,7 @@ def by_pallas(q, k, v, d_out, window, matrix_unit):
     place = jax.numpy.asarray([1, window or 0], "int32")
     out, log_sums = jax.jit(partial(pallas_attention.forward, **options))(place, *stacks, *tables)
     gradients = jax.jit(partial(pallas_attention.backward, **options))(
-        place, *stacks, out, jax.numpy.stack([log_sums * jax.numpy.nan, log_sums]), to_jax(d_out), *tables)
+        place, *stacks, jax.numpy.stack([log_sums * jax.numpy.nan, log_sums]), to_jax(d_out), *tables)
     return [torch.from_numpy(np.array(x.astype("float32"))) for x in (out, *gradients)]
 
 
@@ -46,25 +46,30 @@ def some_operands(length, heads, kv_heads, dtype):
     return [torch.randn(1, length, n * DIM, generator=generator).to(dtype) for n in widths]
 
 
-@pytest.mark.parametrize("matrix_unit", [128, 256])
-@pytest.mark.parametrize("length, heads, kv_heads, window", [
-    (12, 2, 1, None), (640, 1, 1, None), (640, 1, 1, 320), (640, 2, 1, 200), (1280, 1, 1, 640)])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("length, heads, kv_heads, window, matrix_unit", [
+    (12, 2, 1, None, 128), (12, 1, 1, 6, 256), (640, 2, 1, None, 256),
+    *(pytest.param(*shape, matrix_unit, marks=slow) for matrix_unit in (128, 256)
+      for shape in ((640, 1, 1, None), (640, 2, 1, 200), (1280, 1, 1, 640)))])
 def test_output_and_gradients_are_those_of_float64(length, heads, kv_heads, window, matrix_unit):
     operands = some_operands(length, heads, kv_heads, torch.float32)
     for found, exact in zip(by_pallas(*operands, window, matrix_unit), in_float64(*operands, window), strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
 
 
-@pytest.mark.parametrize("matrix_unit", [128, 256])
+@pytest.mark.parametrize("matrix_unit", [128, pytest.param(256, marks=slow)])
 def test_in_bfloat16_the_error_is_that_of_rounded_operands(matrix_unit):
-    operands = some_operands(640, 1, 1, torch.bfloat16)
+    operands = some_operands(384, 1, 1, torch.bfloat16)
     for found, exact in zip(by_pallas(*operands, None, matrix_unit), in_float64(*operands, None), strict=True):
         assert (found - exact).norm() < 2**-8 * exact.norm()
 
 
 @pytest.mark.parametrize("matrix_unit", [128, 256])
 @pytest.mark.parametrize("tiles_of", [FORWARD_TILES, BACKWARD_TILES])
-@pytest.mark.parametrize("length, window", [(128, None), (1024, None), (1152, None), (2048, 1024), (2048, 1), (896, 448)])
+@pytest.mark.parametrize("length, window", [
+    (128, None), (1024, None), (1152, None), (2048, 1024), (2048, 1), (896, 448)])
 def test_tiles_cover_what_queries_see_once(length, window, tiles_of, matrix_unit):
     covered = np.zeros((length, length), int)
     for tile in list_tiles(length, tiles_of[matrix_unit], window):
@@ -75,9 +80,10 @@ def test_tiles_cover_what_queries_see_once(length, window, tiles_of, matrix_unit
 
 
 @pytest.mark.parametrize("length", [2048, 4096])
-def test_a_short_window_leaves_tiles_out(length):
+def test_a_window_of_half_the_length_leaves_tiles_out(length):
+    """Of the positions that all queries see together, the window leaves 3/4."""
     def area(window):
         return sum((tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
                    for tile in list_tiles(length, BACKWARD_TILES[256], window))
 
-    assert area(length // 2) < 0.82 * area(None)
+    assert area(length // 2) < 0.84 * area(None)
