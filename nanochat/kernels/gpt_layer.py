@@ -26,8 +26,8 @@ class AttentionByHand:
 
     forward(q, k, v, index, window, *tables) -> y, log_sums; window: int32 scalar, or None. log_sums is what else the
         backward pass needs, fp32, or None
-    backward(q, k, v, index, window, log_sums, d_y, *tables) -> gradients of the layer's q, k and v; log_sums is a stack,
-        too
+    backward(q, k, v, index, window, log_sums, d_y, *tables) -> gradients of the layer's q, k and v. log_sums is a
+        stack, too
     log_sums_shape(B, T, width of q) -> the shape of a layer's log_sums; None where there are none
     row_major_matmul(x, weight): x @ weight for (B, T, in) and (in, out), which a TPU is to keep in memory in this order
     """

@@ -17,55 +17,18 @@ What makes them fast (dev/LOG.md has what each part is worth):
 """
 import functools
 from collections import Counter
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from nanochat.kernels.attention_tiles import BACKWARD_TILES, FORWARD_TILES, Once, list_tiles, pipeline
 from nanochat.kernels.flash_shapes import HEAD_DIM
 
 VMEM_LIMIT_BYTES = 96 * 2**20
 SCALE = HEAD_DIM**-0.5
 LOG2_E = 1.4426950408889634  # the kernels compute powers of 2, as the chip does
-CHUNK = 256  # positions that are normalised and transposed at a time
-
-
-class Tiles(NamedTuple):
-    """The sizes of the tiles of scores: queries × keys, and on the diagonal, queries × `diagonal` keys."""
-    queries: int
-    keys: int
-    diagonal: int
-
-
-FORWARD_TILES = {128: Tiles(256, 512, 128), 256: Tiles(256, 256, 256)}  # by the width of the chip's matrix units
-BACKWARD_TILES = {128: Tiles(512, 256, 128), 256: Tiles(256, 256, 256)}
-
-
-class Tile(NamedTuple):
-    """A tile of scores. Its queries and keys are slices of positions; `is_last` of the tiles of its rows."""
-    queries: slice
-    keys: slice
-    rows: slice  # the block of queries that it is of: the same queries, or on the diagonal, some more
-    is_last: bool
-
-
-def list_tiles(length, tiles, window=None):
-    """Returns the Tiles of scores of `length` positions that are not all masked, from the last queries to the first.
-
-    window: a query sees itself and the window - 1 positions before it; None: all before it.
-    """
-    found = []
-    for start in reversed(range(0, length, tiles.queries)):
-        rows = slice(start, min(start + tiles.queries, length))
-        reach = 0 if window is None else max(0, start - window + 1) // tiles.keys * tiles.keys
-        for first in range(reach, start, tiles.keys):
-            found.append(Tile(rows, slice(first, min(first + tiles.keys, start)), rows, False))
-        for first in range(start, rows.stop, tiles.diagonal):
-            keys = slice(first, min(first + tiles.diagonal, rows.stop))
-            found.append(Tile(slice(first, rows.stop), keys, rows, keys.stop == rows.stop))
-    return found
 
 
 # -----------------------------------------------------------------------------
@@ -111,28 +74,6 @@ def _masked(values, tile, window, keys_axis):
     return jnp.where(visible, values, 0.0)
 
 
-def _pipeline(count, stages):
-    """Traces every stage(n) for n from 0 to count - 1, of (delay, stage), so that a stage works on tile n at the same
-    time as another with one more of delay works on tile n - 1."""
-    for turn in range(count + max(delay for delay, _ in stages)):
-        for delay, stage in stages:
-            if 0 <= turn - delay < count:
-                stage(turn - delay)
-
-
-class _Once:
-    """Calls prepare(chunk) for each chunk of positions when it is first needed."""
-
-    def __init__(self, length, prepare):
-        self.length, self.prepare, self.done = length, prepare, set()
-
-    def __call__(self, positions):
-        for start in range(positions.start // CHUNK * CHUNK, positions.stop, CHUNK):
-            if start not in self.done:
-                self.done.add(start)
-                self.prepare(slice(start, min(start + CHUNK, self.length)))
-
-
 # -----------------------------------------------------------------------------
 # The forward kernel
 
@@ -154,7 +95,7 @@ def _forward_kernel(place, q_ref, k_ref, v_ref, cos_ref, sin_ref, out_ref, log_s
         normed, _ = _rotated_norm(q_ref[0, 0, chunk].T, cos_ref[:, chunk], sin_ref[:, chunk], eps)
         q_t[:, chunk] = (normed * (SCALE * LOG2_E)).astype(dtype)
 
-    keys_once, queries_once = _Once(length, prepare_keys), _Once(length, prepare_queries)
+    keys_once, queries_once = Once(length, prepare_keys), Once(length, prepare_queries)
     scores, weights, outs, sums = {}, {}, {}, {}
 
     def compute_scores(n):
@@ -175,7 +116,7 @@ def _forward_kernel(place, q_ref, k_ref, v_ref, cos_ref, sin_ref, out_ref, log_s
             log_sums_ref[0, 0, :, rows] = jnp.log2(total)
             out_ref[0, rows] = (outs.pop(rows.start) / total).astype(dtype).T
 
-    _pipeline(len(tiles), [(0, compute_scores), (2, compute_weights), (4, add_values)])
+    pipeline(len(tiles), [(0, compute_scores), (2, compute_weights), (4, add_values)])
 
 
 def _sums_of_eighths(x):
@@ -239,7 +180,7 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, log_sums_ref, d_out_ref, cos_re
         d_out_t[:, chunk] = d_out_ref[0, chunk].T
         log_sums[chunk] = _in_columns(log_sums_ref[0, 0, 0, :, chunk])
 
-    keys_once, queries_once = _Once(length, prepare_keys), _Once(length, prepare_queries)
+    keys_once, queries_once = Once(length, prepare_keys), Once(length, prepare_queries)
     scores, d_weights, probabilities, means, d_scores = {}, {}, {}, {}, {}
 
     def compute_scores(n):
@@ -305,8 +246,8 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, log_sums_ref, d_out_ref, cos_re
 
     longest = max(Counter(tile.rows.start for tile in tiles).values())
     row = longest + 1  # turns after which a tile's row has its mean
-    _pipeline(len(tiles), [(row + 1, add_to_v), (row + 1, add_to_k), (0, compute_scores), (0, compute_d_weights),
-                           (row + 1, add_to_q), (1, compute_probabilities), (row, compute_d_scores)])
+    pipeline(len(tiles), [(row + 2, add_to_v), (row + 2, add_to_k), (0, compute_scores), (0, compute_d_weights),
+                           (row + 2, add_to_q), (1, compute_probabilities), (row, compute_d_scores)])
 
 
 def _in_columns(row):
