@@ -224,6 +224,7 @@ def run(own, train_flags):
     """Makes the report, prints it and writes it to a file. Returns the exit status."""
     require_packages()
     prepare_environment()
+    os.environ["TPU_ACCELERATOR_TYPE"] = own.accelerator  # the attention kernel's tiles depend on the chip
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if own.json == "-" else \
         (lambda line: print(line, flush=True))
     request = Request(own.accelerator, tuple(own.programs.split(",")), own.jobs, own.timeout_s, own.dump_dir,

@@ -34,6 +34,7 @@ class TpuType:
     cores_per_chip: int  # the number in an accelerator string counts cores on v4 and v5p, chips on v5e and v6e
     max_chips_per_host: int  # of a slice that is one host
     runtime_version: str  # of the VM image
+    matrix_unit: int = 128  # width of a matrix unit
     scoped_vmem_kib: int | None = None  # VMEM for the tiles of one operation, if libtpu is slower with its own
 
 
@@ -42,10 +43,10 @@ class TpuType:
 TPU_TYPES = {tpu.name: tpu for tpu in (
     TpuType("v4", "v4", 275e12, 32 * GIB, _gib(30.75), 1200e9, 600e9, 2**18, 3, 2, 4, "tpu-ubuntu2204-base"),
     TpuType("v5e", "v5litepod", 197e12, 16 * GIB, _gib(15.75), 819e9, 400e9, 2**17, 2, 1, 8, "v2-alpha-tpuv5-lite",
-            32768),
+            scoped_vmem_kib=32768),
     TpuType("v5p", "v5p", 459e12, 95 * GIB, _gib(95.74), 2765e9, 1200e9, 2**18, 3, 2, 4, "v2-alpha-tpuv5"),
     TpuType("v6e", "v6e", 918e12, 32 * GIB, _gib(31.25), 1640e9, 800e9, 2**19, 2, 1, 8, "v2-alpha-tpuv6e",
-            65536),
+            matrix_unit=256, scoped_vmem_kib=65536),
 )}
 _PCI_DEVICE_TO_TYPE = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}
 _CHIPS_PER_HOST_OF_A_POD = 4  # every slice of more than one host, of every type

@@ -24,28 +24,33 @@ class AttentionByHand:
     """Attention of layer `index` with its own backward pass. q, k and v are stacks of (B, T, heads × head_dim): the
     products of attn_q, attn_k and attn_v, not yet rotated or normalised. The output y is (B, T, H × head_dim).
 
-    forward(q, k, v, index, window, *tables) -> y; window: int32 scalar, or None
-    backward(q, k, v, index, window, d_y, *tables) -> gradients of the layer's q, k and v
+    forward(q, k, v, index, window, *tables) -> y, log_sums; window: int32 scalar, or None. log_sums is what else the
+        backward pass needs, fp32, or None
+    backward(q, k, v, index, window, log_sums, d_y, *tables) -> gradients of the layer's q, k and v. log_sums is a
+        stack, too
+    log_sums_shape(B, T, width of q) -> the shape of a layer's log_sums; None where there are none
     row_major_matmul(x, weight): x @ weight for (B, T, in) and (in, out), which a TPU is to keep in memory in this order
     """
     forward: Callable
     backward: Callable
+    log_sums_shape: Callable | None = None
     row_major_matmul: Callable = torch.matmul
 
 
 class Saved(NamedTuple):
-    """Stacks of (B, T, width) that are kept for the backward pass."""
+    """Stacks that are kept for the backward pass, of (B, T, width) each but the last."""
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     y: torch.Tensor  # attention's output
     h: torch.Tensor  # the hidden units after ReLU, before they are squared
+    log_sums: torch.Tensor | None = None  # see AttentionByHand; where it has none, the tuple ends with h
 
 
 @cache
 def gpt_layer_for_loop(attention):
     """The GPT's Layer with its backward pass by hand. attention: an AttentionByHand."""
-    by_hand = LayerByHand(_new_saved, partial(_forward, attention), partial(_backward, attention))
+    by_hand = LayerByHand(partial(_new_saved, attention), partial(_forward, attention), partial(_backward, attention))
     return Layer(plain_layer.forward, by_hand)
 
 
@@ -57,10 +62,14 @@ def _plain(x, x0, weights, window, tables):
 plain_layer = Layer(_plain)  # its tables are cos and sin, (T, head_dim / 2), fp32
 
 
-def _new_saved(x, weights, slots):
+def _new_saved(attention, x, weights, slots):
     width, kv_width, hidden = (weight.size(-2) for weight in (weights.attn_q, weights.attn_k, weights.mlp_in))
-    widths = Saved(q=width, k=kv_width, v=kv_width, y=width, h=hidden)
-    return Saved(*(x.new_zeros(slots, *x.shape[:-1], width) for width in widths))
+    widths = width, kv_width, kv_width, width, hidden
+    saved = [x.new_zeros(slots, *x.shape[:-1], width) for width in widths]
+    if attention.log_sums_shape:
+        shape = attention.log_sums_shape(*x.shape[:-1], width)
+        saved.append(x.new_zeros(slots, *shape, dtype=torch.float32))
+    return tuple(saved)
 
 
 def _forward(attention, x, index, saved, x0, weights, window, tables):
@@ -72,12 +81,13 @@ def _forward(attention, x, index, saved, x0, weights, window, tables):
         return put(stack, index, (scale * F.linear(x_in, weight)).to(x.dtype), use_from_memory=True)
 
     q, k, v = product(saved.q, weights.attn_q), product(saved.k, weights.attn_k), product(saved.v, weights.attn_v)
-    y = attention.forward(q, k, v, index, window, *tables)
+    y, log_sums = attention.forward(q, k, v, index, window, *tables)
     x_mid = x_in + F.linear(y, weights.attn_o)
     h = F.relu(_reciprocal_rms(x_mid) * F.linear(x_mid, weights.mlp_in)).to(x.dtype)
     h = put(saved.h, index, h, use_from_memory=True)
     out = x_mid + F.linear(take(h, index).square(), weights.mlp_out)
-    return out, Saved(q, k, v, put(saved.y, index, y), h)
+    new_saved = q, k, v, put(saved.y, index, y), h
+    return out, new_saved if log_sums is None else (*new_saved, put(saved.log_sums, index, log_sums))
 
 
 def _backward(attention, x, index, d_out, saved, x0, weights, window, tables):
@@ -94,7 +104,7 @@ def _backward(attention, x, index, d_out, saved, x0, weights, window, tables):
     d_mid = d_out + _norm_backward(x_mid, scale, d_h @ weights.mlp_in)
     d_attn_o = _gradient_of_weight(d_mid, y)
     d_y = d_mid @ weights.attn_o
-    d_q, d_k, d_v = attention.backward(saved.q, saved.k, saved.v, index, window, d_y, *tables)
+    d_q, d_k, d_v = attention.backward(saved.q, saved.k, saved.v, index, window, saved.log_sums, d_y, *tables)
     scale = _reciprocal_rms(x_in)
     normed = (scale * x_in).to(dtype)
     d_attn_q, d_attn_k, d_attn_v = (_gradient_of_weight(d, normed) for d in (d_q, d_k, d_v))

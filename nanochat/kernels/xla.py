@@ -8,6 +8,7 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 
+from nanochat.device import tpu
 from nanochat.device.xla_ops import jax_call, loop, row_major_matmul, take
 from nanochat.kernels import distillation, plain
 from nanochat.kernels.gpt_layer import AttentionByHand, gpt_layer_for_loop
@@ -20,7 +21,7 @@ CHUNK_TOKENS = 8192  # tokens whose logits are held at a time, in bf16: 8192 × 
 def get_kernels(name, interpret):
     """Returns the Kernels `chunked` or `flash`. interpret: Pallas kernels run as plain XLA operations, which a CPU can
     do: the numbers are right, and it is slow."""
-    attention = _pallas_attention(interpret) if name == "flash" else PYTORCH_ATTENTION
+    attention = _pallas_attention(interpret, _matrix_unit()) if name == "flash" else PYTORCH_ATTENTION
     layer = gpt_layer_for_loop(attention)
 
     def run_all(x, stacks, windows, rotary, recompute):
@@ -43,10 +44,10 @@ def _attend(q, k, v, window, cos, sin):
 
 
 def _forward_of_layer(q, k, v, index, window, *tables):
-    return _attend(*(take(stack, index) for stack in (q, k, v)), window, *tables)
+    return _attend(*(take(stack, index) for stack in (q, k, v)), window, *tables), None
 
 
-def _backward_of_layer(q, k, v, index, window, d_y, *tables):
+def _backward_of_layer(q, k, v, index, window, log_sums, d_y, *tables):
     with torch.enable_grad():
         inputs = [take(stack, index).detach().requires_grad_() for stack in (q, k, v)]
         return torch.autograd.grad(_attend(*inputs, window, *tables), inputs, d_y)
@@ -56,27 +57,34 @@ PYTORCH_ATTENTION = AttentionByHand(_forward_of_layer, _backward_of_layer)
 
 
 def _pallas_tables(cos, sin):
-    """The rotary tables (T, 128) as the Pallas kernels take them."""
-    return torch.cat([cos, cos], 1), torch.cat([sin, -sin], 1)
+    """The rotary tables as the Pallas kernels take them, (128, T)."""
+    return torch.cat([cos.t(), cos.t()]), torch.cat([sin.t(), -sin.t()])
+
+
+def _matrix_unit():
+    """The width of the matrix units of this machine's TPU, or of that for which it compiles (preflight)."""
+    accelerator = tpu.detect_accelerator()
+    return tpu.parse_accelerator(accelerator).tpu.matrix_unit if accelerator else 128
 
 
 @cache
-def _pallas_attention(interpret):
+def _pallas_attention(interpret, matrix_unit):
     _pin_mosaic_version()
     from nanochat.kernels import pallas_attention
 
     def call(function, index, window, *arrays):
-        options = dict(eps=NORM_EPS, windowed=window is not None, interpret=interpret)
-        layer_window = torch.stack([index, torch.zeros_like(index) if window is None else window])
-        return jax_call(_with_options(function, **options), layer_window, *arrays)
+        options = dict(eps=NORM_EPS, windowed=window is not None, matrix_unit=matrix_unit, interpret=interpret)
+        place = torch.stack([index, torch.zeros_like(index) if window is None else window])
+        return jax_call(_with_options(function, **options), place, *arrays)
 
     def forward(q, k, v, index, window, *tables):
-        return call(pallas_attention.forward, index, window, q, k, v, *tables)[0]
+        return call(pallas_attention.forward, index, window, q, k, v, *tables)
 
-    def backward(q, k, v, index, window, d_y, *tables):
-        return call(pallas_attention.backward, index, window, q, k, v, d_y, *tables)
+    def backward(q, k, v, index, window, log_sums, d_y, *tables):
+        return call(pallas_attention.backward, index, window, q, k, v, log_sums, d_y, *tables)
 
-    return AttentionByHand(forward, backward, *([] if interpret else [row_major_matmul]))
+    return AttentionByHand(forward, backward, pallas_attention.log_sums_shape,
+                           *([] if interpret else [row_major_matmul]))
 
 
 @cache

@@ -193,8 +193,10 @@ from nanochat.kernels.choose import get_kernels
 get_kernels("flash", "tpu")
 stack, table = jax.ShapeDtypeStruct((1, 1, 128, 128), "bfloat16"), jax.ShapeDtypeStruct((128, 128), "float32")
 place, row = jax.ShapeDtypeStruct((2,), "int32"), jax.ShapeDtypeStruct((1, 128, 128), "bfloat16")
-for kernel, arguments in ((pallas_attention.forward, [stack] * 3), (pallas_attention.backward, [stack] * 3 + [row])):
-    kernel = jax.jit(partial(kernel, eps=1e-6, windowed=False))
+log_sums = jax.ShapeDtypeStruct((1, 1, 1, 1, 128), "float32")
+for kernel, arguments in ((pallas_attention.forward, [stack] * 3),
+                          (pallas_attention.backward, [stack] * 3 + [log_sums, row])):
+    kernel = jax.jit(partial(kernel, eps=1e-6, windowed=False, matrix_unit=128))
     text = kernel.trace(place, *arguments, table, table).lower(lowering_platforms=("tpu",)).as_text()
     with ir.Context() as context:
         context.allow_unregistered_dialects = True

@@ -1,0 +1,62 @@
+"""The tiles in which the attention kernels compute the scores, and the order in which they work on them."""
+from typing import NamedTuple
+
+CHUNK = 256  # positions that are normalised and transposed at a time
+
+
+class Tiles(NamedTuple):
+    """The sizes of the tiles of scores: queries × keys, and on the diagonal, queries × `diagonal` keys."""
+    queries: int
+    keys: int
+    diagonal: int
+
+
+FORWARD_TILES = {128: Tiles(256, 512, 128), 256: Tiles(256, 256, 256)}  # by the width of the chip's matrix units
+BACKWARD_TILES = {128: Tiles(512, 256, 128), 256: Tiles(256, 256, 256)}
+
+
+class Tile(NamedTuple):
+    """A tile of scores. Its queries and keys are slices of positions; `is_last` of the tiles of its rows."""
+    queries: slice
+    keys: slice
+    rows: slice  # the block of queries that it is of: the same queries, or on the diagonal, some more
+    is_last: bool
+
+
+def list_tiles(length, tiles, window=None):
+    """Returns the Tiles of scores of `length` positions that are not all masked, from the last queries to the first.
+
+    window: a query sees itself and the window - 1 positions before it; None: all before it.
+    """
+    found = []
+    for start in reversed(range(0, length, tiles.queries)):
+        rows = slice(start, min(start + tiles.queries, length))
+        reach = 0 if window is None else max(0, start - window + 1) // tiles.keys * tiles.keys
+        for first in range(reach, start, tiles.keys):
+            found.append(Tile(rows, slice(first, min(first + tiles.keys, start)), rows, False))
+        for first in range(start, rows.stop, tiles.diagonal):
+            keys = slice(first, min(first + tiles.diagonal, rows.stop))
+            found.append(Tile(slice(first, rows.stop), keys, rows, keys.stop == rows.stop))
+    return found
+
+
+def pipeline(count, stages):
+    """Traces every stage(n) for n from 0 to count - 1, of (delay, stage), so that a stage works on tile n at the same
+    time as another with one more of delay works on tile n - 1."""
+    for turn in range(count + max(delay for delay, _ in stages)):
+        for delay, stage in stages:
+            if 0 <= turn - delay < count:
+                stage(turn - delay)
+
+
+class Once:
+    """Calls prepare(chunk) for each chunk of positions when it is first needed."""
+
+    def __init__(self, length, prepare):
+        self.length, self.prepare, self.done = length, prepare, set()
+
+    def __call__(self, positions):
+        for start in range(positions.start // CHUNK * CHUNK, positions.stop, CHUNK):
+            if start not in self.done:
+                self.done.add(start)
+                self.prepare(slice(start, min(start + CHUNK, self.length)))

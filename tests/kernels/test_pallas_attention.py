@@ -1,0 +1,89 @@
+"""The Pallas kernels of attention, run as plain XLA operations on the CPU, against attention in float64."""
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from nanochat.kernels import pallas_attention, plain
+from nanochat.kernels.attention_tiles import BACKWARD_TILES, FORWARD_TILES, list_tiles
+from nanochat.kernels.xla import _pallas_tables
+from nanochat.model.layers import NORM_EPS, apply_rotary, norm, rotary_tables, split_heads
+
+DIM = 128
+
+
+def in_float64(q, k, v, d_out, window):
+    """Output and gradients of the same attention by autograd, from bfloat16 or fp32 numbers in float64."""
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    rotary = [table.double() for table in rotary_tables(torch.arange(q.size(1)), DIM)]
+    heads = [norm(apply_rotary(split_heads(x, DIM), *rotary)) for x in (q, k)]
+    out = plain.attention(*heads, split_heads(v, DIM), window).transpose(1, 2).flatten(2)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), d_out.double())
+
+
+def by_pallas(q, k, v, d_out, window, matrix_unit):
+    """The same by the kernels, from the second layer of a stack."""
+    def to_jax(x):
+        if x.dtype == torch.bfloat16:
+            return jax.numpy.asarray(x.float().numpy()).astype(jax.numpy.bfloat16)
+        return jax.numpy.asarray(x.numpy())
+
+    tables = [to_jax(table) for table in _pallas_tables(*rotary_tables(torch.arange(q.size(1)), DIM))]
+    stacks = [to_jax(torch.stack([torch.full_like(x, torch.nan), x])) for x in (q, k, v)]
+    options = dict(eps=NORM_EPS, windowed=window is not None, matrix_unit=matrix_unit, interpret=True)
+    place = jax.numpy.asarray([1, window or 0], "int32")
+    out, log_sums = jax.jit(partial(pallas_attention.forward, **options))(place, *stacks, *tables)
+    gradients = jax.jit(partial(pallas_attention.backward, **options))(
+        place, *stacks, jax.numpy.stack([log_sums * jax.numpy.nan, log_sums]), to_jax(d_out), *tables)
+    return [torch.from_numpy(np.array(x.astype("float32"))) for x in (out, *gradients)]
+
+
+def some_operands(length, heads, kv_heads, dtype):
+    generator = torch.Generator().manual_seed(length)
+    widths = [heads, kv_heads, kv_heads, heads]
+    return [torch.randn(1, length, n * DIM, generator=generator).to(dtype) for n in widths]
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("length, heads, kv_heads, window, matrix_unit", [
+    (12, 2, 1, None, 128), (12, 1, 1, 6, 256), (384, 2, 1, None, 256),
+    *(pytest.param(*shape, matrix_unit, marks=slow) for matrix_unit in (128, 256)
+      for shape in ((640, 1, 1, None), (640, 2, 1, 200), (1280, 1, 1, 640)))])
+def test_output_and_gradients_are_those_of_float64(length, heads, kv_heads, window, matrix_unit):
+    operands = some_operands(length, heads, kv_heads, torch.float32)
+    for found, exact in zip(by_pallas(*operands, window, matrix_unit), in_float64(*operands, window), strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("matrix_unit", [128, pytest.param(256, marks=slow)])
+def test_in_bfloat16_the_error_is_that_of_rounded_operands(matrix_unit):
+    operands = some_operands(384, 1, 1, torch.bfloat16)
+    for found, exact in zip(by_pallas(*operands, None, matrix_unit), in_float64(*operands, None), strict=True):
+        assert (found - exact).norm() < 2**-8 * exact.norm()
+
+
+@pytest.mark.parametrize("matrix_unit", [128, 256])
+@pytest.mark.parametrize("tiles_of", [FORWARD_TILES, BACKWARD_TILES])
+@pytest.mark.parametrize("length, window", [
+    (128, None), (1024, None), (1152, None), (2048, 1024), (2048, 1), (896, 448)])
+def test_tiles_cover_what_queries_see_once(length, window, tiles_of, matrix_unit):
+    covered = np.zeros((length, length), int)
+    for tile in list_tiles(length, tiles_of[matrix_unit], window):
+        covered[tile.queries, tile.keys] += 1
+    distance = np.arange(length)[:, None] - np.arange(length)[None]
+    visible = (distance >= 0) & (distance < (window or length))
+    assert covered.max() == 1 and (covered[visible] == 1).all()
+
+
+@pytest.mark.parametrize("length", [2048, 4096])
+def test_a_window_of_half_the_length_leaves_tiles_out(length):
+    """Of the positions that all queries see together, the window leaves 3/4."""
+    def area(window):
+        return sum((tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
+                   for tile in list_tiles(length, BACKWARD_TILES[256], window))
+
+    assert area(length // 2) < 0.84 * area(None)
