@@ -34,10 +34,13 @@ PATIENCE_ROWS = 256  # a short document that has waited for this many rows goes 
 
 
 class Piece(NamedTuple):
-    """The tokens of a whole document, or of one piece of a document that is too long to be read at once."""
-    ref: tuple  # (unit, document, piece): their numbers within the lane, the unit and the document
-    is_last: bool
-    tokens: memoryview  # uint32; the first piece of a document begins with BOS
+    """The tokens of a whole document, of one piece of a document that is too long to be read at once, or of one part
+    of a document for fill in the middle, which is like a whole document but for its number."""
+    ref: tuple  # (unit, document, piece or part): their numbers within the lane, the unit and the document
+    is_last: bool  # no token of the same document, or of the same part, comes after these
+    tokens: memoryview  # uint32; the first piece of a document begins with BOS, and each part does
+    next: tuple  # ref of the Piece that is read after this one
+    is_infill: bool = False  # a part that must not be split: its prefix, suffix and middle belong together
 
 
 class LaneState(NamedTuple):
@@ -55,12 +58,13 @@ class LaneState(NamedTuple):
 class Lane:
     """Reads, tokenizes and packs the documents of one lane. Only one thread may use it at a time.
 
-    num_units: the number of units after which the data ends.
+    num_units: the number of units after which the data ends. infilling: an Infilling, or None to read every document
+    from left to right.
     """
 
-    def __init__(self, number, state, units, tokenizer, row_tokens, read_bytes, num_units=math.inf):
+    def __init__(self, number, state, units, tokenizer, row_tokens, read_bytes, num_units=math.inf, infilling=None):
         self.number, self.units, self.tokenizer, self.read_bytes = number, units, tokenizer, read_bytes
-        self.num_units, self.group_chars = num_units, FIRST_GROUP_CHARS
+        self.num_units, self.group_chars, self.infilling = num_units, FIRST_GROUP_CHARS, infilling
         self.row_tokens, self.reading = row_tokens, "nothing yet"  # `reading` names file and row group in messages
         self.rows, self.next, _, _, self.waited, self.tokens, self.dropped, self.documents = state
         self.short, self.long, self.buffered_tokens = [], [], 0  # the buffer: first pieces, oldest first
@@ -110,12 +114,28 @@ class Lane:
         begin, again = tuple(state.next), set(map(tuple, state.buffer))
         if state.pending:
             again.add(tuple(state.pending[:3]))
-        for texts in self._read(*min({begin} | again)):
-            wanted = [(ref, text) for ref, text in texts if ref >= begin or ref in again]
+        unit, document, piece = min({begin} | again)
+        if self.infilling:
+            piece = 0  # the parts of a document are made from the whole text, which is piece 0
+        whole = {ref[:2] for ref in again | {begin}} if self.infilling else set()
+        for texts in self._read(unit, document, piece):
+            wanted = [(ref, text) for ref, text in texts
+                      if ref >= begin or ref in again or ref[:2] in whole and text.is_last and not text.index]
             for group in self._groups(wanted):
-                documents = self.tokenizer.encode_documents([text.text for _, text in group])
-                for (ref, text), tokens in zip(group, documents, strict=True):
-                    yield Piece(ref, text.is_last, tokens[1:] if ref[2] else tokens)
+                for (ref, text), parts in zip(group, self._encode(group), strict=True):
+                    for number, (tokens, is_infill) in enumerate(parts, ref[2]):
+                        is_end = text.is_last and number == ref[2] + len(parts) - 1
+                        piece = Piece((*ref[:2], number), text.is_last, tokens,
+                                      (ref[0], ref[1] + 1, 0) if is_end else (*ref[:2], number + 1), is_infill)
+                        if piece.ref >= begin or piece.ref in again:
+                            yield piece
+
+    def _encode(self, group):
+        """Returns for each (ref, TextPiece) a list of (tokens, is_infill): of itself, or of each of its parts."""
+        if self.infilling:
+            return self.infilling.encode(self.number, group, self.tokenizer, self.row_tokens)
+        documents = self.tokenizer.encode_documents([text.text for _, text in group])
+        return [[(tokens[1:] if ref[2] else tokens, False)] for (ref, _), tokens in zip(group, documents, strict=True)]
 
     def _groups(self, texts):
         """Divides a list of (ref, TextPiece) into lists of about `group_chars` characters."""
@@ -151,8 +171,7 @@ class Lane:
 
     def _take(self):
         piece, self._peeked = self._peek(), None
-        unit, document, index = piece.ref
-        self.next = (unit, document + 1, 0) if piece.is_last else (unit, document, index + 1)
+        self.next = piece.next
         return piece
 
     # Packing
@@ -169,12 +188,12 @@ class Lane:
                 self.tokens -= space
                 break
             for piece in self._choose(space):
-                self.documents += 1
+                self.documents += not piece.ref[2]
                 self.buffered_tokens -= len(piece.tokens)
                 del self.refs[piece.ref]
                 self.pending = piece, 0
                 space = self._continue(parts, space)
-                if self.pending and not self._is_long(piece):  # it did not fit: the rest of it is dropped
+                if self.pending and not self._may_continue(piece):  # it did not fit: the rest of it is dropped
                     self.dropped += len(piece.tokens) - self.pending[1] - 1
                     self.pending = None
             self.buffer = None
@@ -183,6 +202,14 @@ class Lane:
 
     def _is_long(self, piece):
         return len(piece.tokens) > self.row_tokens or not piece.is_last
+
+    def _may_continue(self, piece):
+        """Whether the rest of a document goes into the next row if it does not fit into this one.
+
+        That is so for long documents, and with fill in the middle for all from left to right: its parts leave too few
+        long documents to fill every row.
+        """
+        return self._is_long(piece) or self.infilling is not None and not piece.is_infill
 
     def _keep(self, piece):
         if self._is_long(piece):
@@ -200,7 +227,7 @@ class Lane:
             if self.buffered_tokens >= 2 * self.row_tokens and (self.buffered_tokens >= BUFFER_TOKENS
                                                                 or len(self.short) + len(self.long) >= wanted):
                 return
-            if self._peek() is None or self._peek().ref[2]:
+            if self._peek() is None or self._peek().tokens[0] != self.tokenizer.bos_id:
                 return  # the next piece belongs to a document in the buffer, and is read once that is begun
             self._keep(self._take())
 
@@ -219,6 +246,9 @@ class Lane:
         if cover is None:
             if self.long and (self.waited < PATIENCE_ROWS or sum(others) < space):
                 return self._pop_short(chosen) + [self.long.pop(0)]
+            for i in range(len(chosen), len(lengths)):
+                if lengths[i] > space and self._may_continue(self.short[i]):
+                    return self._pop_short([i, *chosen])[::-1]
             cover = smallest_cover(others, space, space + self.row_tokens)
             if cover is None:  # at the end of the data: all that is left fits
                 cover = range(len(others))
@@ -308,10 +338,11 @@ def check_lane_states(saved, run, world_size):
     lanes = {}
     for lane, fields in saved.items():
         fields = dict(fields)
-        for name, value in fields.pop("run").items():
-            if value != run[name]:
-                raise BadInput(f"the saved position in the data is for {name} {value}, but this run has {run[name]}: "
-                               "resume with the data and the flags of the first start")
+        saved_run = fields.pop("run")
+        for name in {**saved_run, **run}:  # those of fill in the middle are missing where there is none
+            if saved_run.get(name, 0) != run.get(name, 0):
+                raise BadInput(f"the saved position in the data is for {name} {saved_run.get(name, 0)}, but this run "
+                               f"has {run.get(name, 0)}: resume with the data and the flags of the first start")
         lanes[int(lane)] = LaneState(**fields)
     if missing := sorted(set(range(num_lanes)) - lanes.keys()):
         raise BadInput(f"the saved position in the data lacks lanes {', '.join(map(str, missing))}: "

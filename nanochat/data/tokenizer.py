@@ -16,6 +16,7 @@ import unicodedata
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
@@ -38,11 +39,26 @@ SPECIAL_TOKENS = (
     "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
     "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>",
 )
+FIM_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")  # in the order of a document
 _VALID_THEN_MALFORMED = re.compile("([^\udc80-\udcff]*)([\udc80-\udcff]*)")  # malformed as "surrogateescape" marks it
 
 
+class Infill(NamedTuple):
+    """A document whose middle is to be filled in: see fim.py. All three are str, or all are bytes."""
+    prefix: str | bytes
+    suffix: str | bytes
+    middle: str | bytes
+
+
 def _is_ascii(text):
+    if isinstance(text, Infill):
+        return all(map(_is_ascii, text))
     return isinstance(text, str) and text.isascii()
+
+
+def _with_special_tokens(infill):
+    prefix, suffix, middle, end = FIM_TOKENS
+    return prefix + infill.prefix + suffix + infill.suffix + middle + infill.middle + end
 
 
 class Tokenizer:
@@ -88,7 +104,10 @@ class Tokenizer:
             return self._encode_malformed(text)
 
     def encode_documents(self, texts):
-        """Returns a list with a memoryview of uint32 for each text (str or bytes): BOS and the ids of the text."""
+        """Returns a list with a memoryview of uint32 for each text (str or bytes): BOS and the ids of the text.
+
+        Instead of a text there may be an Infill, whose three texts come with FIM_TOKENS before, between and after them.
+        """
         together = iter(self._encode_together([text for text in texts if _is_ascii(text)]))
         return [next(together) if _is_ascii(text) else self._encode_document(text) for text in texts]
 
@@ -98,14 +117,23 @@ class Tokenizer:
         They are joined by BOS and encoded in one call, which takes less time than a call for each. With one text that
         is not ASCII among them, all would have to be converted to UTF-8.
         """
-        bos = "<|bos|>"
-        ids = self._encoding.encode_to_numpy(bos + bos.join(texts), allowed_special={bos}, disallowed_special=())
+        bos, n_infills = "<|bos|>", sum(isinstance(text, Infill) for text in texts)
+        special = (bos, *FIM_TOKENS) if n_infills else (bos,)
+        joined = bos + bos.join(_with_special_tokens(text) if isinstance(text, Infill) else text for text in texts)
+        ids = self._encoding.encode_to_numpy(joined, allowed_special=set(special), disallowed_special=())
         begins = np.flatnonzero(ids == self.bos_id).tolist()
-        if len(begins) > len(texts):  # a text contains the name of BOS, which is text like any other
-            return map(self._encode_document, texts)
+        n_special = sum(np.count_nonzero(ids == self._special_tokens[name]) for name in special)
+        if n_special > len(texts) + len(FIM_TOKENS) * n_infills:
+            return map(self._encode_document, texts)  # a text contains such a name, which is text like any other
         return [ids.data[begin:end] for begin, end in zip(begins, [*begins[1:], len(ids)], strict=False)]
 
     def _encode_document(self, text):
+        if isinstance(text, Infill):
+            names = iter(FIM_TOKENS)
+            parts = [[self.bos_id]]
+            for part in text:
+                parts += [[self.special(next(names))], self.encode_to_numpy(part)]
+            return np.concatenate([*parts, [self.special(next(names))]], dtype=np.uint32, casting="unsafe").data
         return memoryview(np.uint32(self.bos_id).tobytes() + self.encode_to_numpy(text).data).cast("I")
 
     def _encode_malformed(self, data):
