@@ -5,8 +5,8 @@
 The text is divided at characters and not at tokens, because an editor's cursor is usually inside a token of the whole
 text: of ours, 12% of the line starts are token boundaries. The end of the middle is a token, because rows are filled to
 the last token and a document at the end of a row would show no end. A document longer than a row is first cut at line
-starts into parts, each of which fits into a row as a document of its own: otherwise a middle would be in another row
-than its suffix.
+starts into parts, each a document of its own: otherwise a middle would be in another row than its suffix. What is too
+much for a row at the end of a part becomes a small document from left to right.
 
 All random choices follow from the seed and from where the document is in the data, so they are the same whenever it is
 read. The format is that of arXiv 2207.14255 (prefix, suffix, middle), with the names that Qwen and llama.cpp use.
@@ -17,12 +17,16 @@ import re
 import struct
 from dataclasses import dataclass
 
-from nanochat.data.tokenizer import Infill
+import numpy as np
+
+from nanochat.data.tokenizer import FIM_TOKENS, Infill
 
 KINDS = ("random", "line", "structure")  # kinds of middles, each as often as the others
 MIN_SEQ_LEN = 64  # shorter rows have no room for a middle with its context
 MAX_LINES = 30  # of a middle by lines
 MAX_STRUCTURE_CHARS = 1500  # of a middle by structure; also how far the scanner reads for its end
+
+_UNPACK = struct.Struct("<8Q").unpack
 
 
 @dataclass(frozen=True)
@@ -33,83 +37,113 @@ class Infilling:
     kinds: tuple = KINDS
 
     def encode(self, lane, texts, tokenizer, row_tokens):
-        """Returns for each text a list of (tokens, is_infill) of its parts.
+        """Returns for each text a list with the tokens of its parts, as memoryviews of uint32.
 
-        tokens: a memoryview of uint32; it begins with BOS, except in later pieces of a document that is read in several
-        is_infill: whether the part is rewritten; then it is at most a row long. A text that is not is one part, and so
-            is every piece of a document that is read in several
-        texts: a list of (ref, TextPiece) of the lane with this number
+        A text that is not rewritten is one part, and so is every piece of a document that is read in several. All parts
+        begin with BOS, except the later pieces of a document.
+        texts: a list of (ref, TextPiece) of the lane with this number.
         """
-        # A token of C++ has about log2(vocabulary) / 3.3 characters. With this estimate, 5% of the parts turn out
-        # longer than a row, and are encoded once more as two.
-        part_chars = int(row_tokens * math.log2(tokenizer.n_vocab) / 4)
-        found, waiting = [{} for _ in texts], []  # for each text {beginning of a part: its tokens}
+        # A token of C++ has about log2(vocabulary) / 3.3 characters, so most parts of a long document are longer than a
+        # row, and are cut to its length: rows are hard to fill with documents that are a little shorter.
+        part_chars = int(row_tokens * math.log2(tokenizer.n_vocab) / 2.9)
+        waiting, numbers = [], []  # what is to be encoded, and the number of the text that it belongs to
         for i, (ref, text) in enumerate(texts):
-            place = (self.seed, lane, *ref)
-            if ref[2] or not text.is_last or draws(place)(1 << 53) >= self.rate * (1 << 53):
-                waiting.append((i, None, text.text))
+            place = self.seed, lane, *ref
+            if not ref[2] and text.is_last and draws(place)(1 << 53) < self.rate * (1 << 53):
+                parts = self._rewrite(text.text, part_chars, place)
             else:
-                characters = _as_characters(text.text)
-                waiting += [self._rewritten(i, text.text, characters, place, cut)
-                            for cut in cut_at_lines(characters, part_chars, place)]
-        while waiting:
-            encoded = tokenizer.encode_documents([document for _, _, document in waiting])
-            halves = []
-            for (i, cut, _), tokens in zip(waiting, encoded, strict=True):
-                if cut and len(tokens) > row_tokens:
-                    ref, text = texts[i]
-                    characters = _as_characters(text.text)
-                    halves += [self._rewritten(i, text.text, characters, (self.seed, lane, *ref), half)
-                               for half in halve(characters, *cut)]
-                else:
-                    found[i][cut] = (tokens[1:] if texts[i][0][2] else tokens), cut is not None
-            waiting = halves
-        return [[parts[cut] for cut in sorted(parts)] for parts in found]
+                parts = [text.text]
+            waiting += parts
+            numbers += [i] * len(parts)
+        found = [[] for _ in texts]
+        for i, document, tokens in zip(numbers, waiting, tokenizer.encode_documents(waiting), strict=True):
+            if isinstance(document, Infill) and len(tokens) > row_tokens:
+                found[i] += fit_into_row(tokens, row_tokens, tokenizer)
+            else:
+                found[i].append(tokens[1:] if texts[i][0][2] else tokens)
+        return found
 
-    def _rewritten(self, i, text, characters, place, cut):
-        """Returns (i, cut, document) of a part of text number `i`. cut: its beginning and end in `characters`."""
-        part = characters[cut[0]:cut[1]]
-        begin, end = choose_middle(part, self.kinds, draws((*place, *cut)))
-        pieces = part[:begin], part[end:], part[begin:end]
-        if not isinstance(text, str):
-            pieces = [piece.encode("utf-8", "surrogateescape") for piece in pieces]
-        return i, cut, Infill(*pieces)
+    def _rewrite(self, text, part_chars, place):
+        """Returns a list of Infills, the parts of a text. place: a tuple of integers, from which they follow."""
+        # Malformed bytes become lone surrogates, and then the bytes again.
+        characters = text if isinstance(text, str) else text.decode("utf-8", "surrogateescape")
+        parts, begin = [], 0
+        while begin < len(characters):
+            end = begin + part_chars
+            if end < len(characters):
+                end = characters.rfind("\n", begin, end) + 1 or end
+            part = characters[begin:end]
+            first, last = choose_middle(part, self.kinds, draws((*place, begin)))
+            pieces = part[:first], part[last:], part[first:last]
+            if not isinstance(text, str):
+                pieces = [piece.encode("utf-8", "surrogateescape") for piece in pieces]
+            parts.append(Infill(*pieces))
+            begin = end
+        return parts
 
 
-def _as_characters(text):
-    """Returns a text (str or bytes) as str. Malformed bytes become lone surrogates, which can be turned into the bytes
-    again."""
-    return text if isinstance(text, str) else text.decode("utf-8", "surrogateescape")
+def fit_into_row(tokens, row_tokens, tokenizer):
+    """Returns a list of documents that have the text of one that is longer than a row, without encoding it again.
+
+    What is too much at the end of the suffix, or else at the beginning of the prefix, becomes a document of its own,
+    from left to right. If both are too short for that, the whole text becomes one.
+    """
+    ids = np.asarray(tokens)
+    prefix, suffix, middle, end = (int(np.flatnonzero(ids == tokenizer.special(name))[0]) for name in FIM_TOKENS)
+    bos, excess = ids[:1], len(ids) - row_tokens
+    if middle - suffix > excess:
+        parts = [ids[:middle - excess], ids[middle:]], [bos, ids[middle - excess:middle]]
+    elif suffix - prefix > excess:
+        rest = prefix + 1 + excess
+        parts = [bos, ids[prefix + 1:rest]], [ids[:prefix + 1], ids[rest:]]
+    else:
+        parts = [[bos, ids[prefix + 1:suffix], ids[middle + 1:end], ids[suffix + 1:middle]]]
+    return [np.concatenate(part).data for part in parts]
 
 
 def draws(key):
     """Returns a function below(n) that returns up to eight random integers from 0 to n - 1, which follow from `key`, a
     tuple of integers."""
-    words = iter(struct.unpack("<8Q", hashlib.blake2b(",".join(map(str, key)).encode()).digest()))
+    words = iter(_UNPACK(hashlib.blake2b(",".join(map(str, key)).encode()).digest()))
     return lambda n: next(words) * n >> 64
 
 
-def cut_at_lines(text, part_chars, place):
-    """Yields (begin, end) of parts of a text, at most `part_chars` long. They begin where lines begin; only a line that
-    is longer than that is cut. Half of them are as long as possible, for the sake of long contexts, and half are short,
-    because rows can be filled without loss only with documents of many lengths: equal parts had 6.7% of the tokens
-    dropped. place: a tuple of integers, from which the lengths follow."""
-    begin = 0
-    while len(text) - begin > part_chars:
-        part = 2 * draws((*place, begin))(1 << 53) / (1 << 53)
-        end = begin + (part_chars if part > 1 else int(part_chars * (0.05 + 0.45 * part)) + 1)
-        end = text.rfind("\n", begin, end) + 1 or end
-        yield begin, end
-        begin = end
-    yield begin, len(text)
+# -----------------------------------------------------------------------------
+# Rows with middles in them
 
 
-def halve(text, begin, end):
-    """Returns two (begin, end) that divide a part of a text, at the start of a line if there is one in its first half.
-    """
-    middle = (begin + end) // 2
-    middle = text.rfind("\n", begin, middle) + 1 or middle
-    return (begin, middle), (middle, end)
+def mark_middles(tokenizer, rows):
+    """Returns which tokens of `rows`, int (B, T + 1), are of a middle: bool of the same shape."""
+    return _is_between(rows, tokenizer.special("<|fim_middle|>"), tokenizer.special("<|file_sep|>"))
+
+
+def without_suffixes(tokenizer, rows):
+    """Returns rows without the suffixes in them, of the same shape: what is behind moves up, PADDING comes after."""
+    keep = ~_is_between(rows, tokenizer.special("<|fim_suffix|>"), tokenizer.special("<|fim_middle|>"))
+    return _keep_only(rows, keep)
+
+
+def as_plain_text(tokenizer, rows):
+    """Returns rows with prefix and middle as if they were text from left to right: without suffixes and FIM_TOKENS. The
+    tokens of the middles stay as they are. Also returns which of them are of a middle, bool of the same shape."""
+    keep = ~_is_between(rows, tokenizer.special("<|fim_suffix|>"), tokenizer.special("<|fim_middle|>"))
+    for name in FIM_TOKENS:
+        keep &= rows != tokenizer.special(name)
+    return _keep_only(rows, keep), _keep_only(mark_middles(tokenizer, rows).int(), keep) == 1
+
+
+def _is_between(rows, first, last):
+    """Returns which tokens are after a token `first` and before the next token `last`, in rows (B, T + 1)."""
+    begun, ended = (rows == first).int().cumsum(1), (rows == last).int().cumsum(1)
+    # Of a row's documents each has both tokens, in this order, except a last one that is cropped; some have `last` only.
+    return (begun > ended) & (rows != first)
+
+
+def _keep_only(rows, keep):
+    kept = rows.new_full(rows.shape, PADDING)
+    for new, row, chosen in zip(kept, rows, keep, strict=True):
+        new[:int(chosen.sum())] = row[chosen]
+    return kept
 
 
 # -----------------------------------------------------------------------------

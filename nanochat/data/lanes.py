@@ -40,7 +40,6 @@ class Piece(NamedTuple):
     is_last: bool  # no token of the same document, or of the same part, comes after these
     tokens: memoryview  # uint32; the first piece of a document begins with BOS, and each part does
     next: tuple  # ref of the Piece that is read after this one
-    is_infill: bool = False  # a part that must not be split: its prefix, suffix and middle belong together
 
 
 class LaneState(NamedTuple):
@@ -123,19 +122,19 @@ class Lane:
                       if ref >= begin or ref in again or ref[:2] in whole and text.is_last and not text.index]
             for group in self._groups(wanted):
                 for (ref, text), parts in zip(group, self._encode(group), strict=True):
-                    for number, (tokens, is_infill) in enumerate(parts, ref[2]):
+                    for number, tokens in enumerate(parts, ref[2]):
                         is_end = text.is_last and number == ref[2] + len(parts) - 1
                         piece = Piece((*ref[:2], number), text.is_last, tokens,
-                                      (ref[0], ref[1] + 1, 0) if is_end else (*ref[:2], number + 1), is_infill)
+                                      (ref[0], ref[1] + 1, 0) if is_end else (*ref[:2], number + 1))
                         if piece.ref >= begin or piece.ref in again:
                             yield piece
 
     def _encode(self, group):
-        """Returns for each (ref, TextPiece) a list of (tokens, is_infill): of itself, or of each of its parts."""
+        """Returns for each (ref, TextPiece) a list of the tokens of its parts: itself, unless it is rewritten."""
         if self.infilling:
             return self.infilling.encode(self.number, group, self.tokenizer, self.row_tokens)
         documents = self.tokenizer.encode_documents([text.text for _, text in group])
-        return [[(tokens[1:] if ref[2] else tokens, False)] for (ref, _), tokens in zip(group, documents, strict=True)]
+        return [[tokens[1:] if ref[2] else tokens] for (ref, _), tokens in zip(group, documents, strict=True)]
 
     def _groups(self, texts):
         """Divides a list of (ref, TextPiece) into lists of about `group_chars` characters."""
@@ -193,7 +192,7 @@ class Lane:
                 del self.refs[piece.ref]
                 self.pending = piece, 0
                 space = self._continue(parts, space)
-                if self.pending and not self._may_continue(piece):  # it did not fit: the rest of it is dropped
+                if self.pending and not self._is_long(piece):  # it did not fit: the rest of it is dropped
                     self.dropped += len(piece.tokens) - self.pending[1] - 1
                     self.pending = None
             self.buffer = None
@@ -202,14 +201,6 @@ class Lane:
 
     def _is_long(self, piece):
         return len(piece.tokens) > self.row_tokens or not piece.is_last
-
-    def _may_continue(self, piece):
-        """Whether the rest of a document goes into the next row if it does not fit into this one.
-
-        That is so for long documents, and with fill in the middle for all from left to right: its parts leave too few
-        long documents to fill every row.
-        """
-        return self._is_long(piece) or self.infilling is not None and not piece.is_infill
 
     def _keep(self, piece):
         if self._is_long(piece):
@@ -239,6 +230,8 @@ class Lane:
         if self.long and not (self.short and self.short[0].ref < self.long[0].ref):
             return [self.long.pop(0)]
         lengths = self.short_lengths
+        if self.infilling and space == self.row_tokens and space in lengths:  # it fits into no row that has begun
+            return self._pop_short([lengths.index(space)])
         chosen = [0] if lengths[0] <= space else []  # the oldest goes first, so that none waits for ever
         space -= sum(lengths[:len(chosen)])
         others = lengths[len(chosen):]
@@ -246,9 +239,6 @@ class Lane:
         if cover is None:
             if self.long and (self.waited < PATIENCE_ROWS or sum(others) < space):
                 return self._pop_short(chosen) + [self.long.pop(0)]
-            for i in range(len(chosen), len(lengths)):
-                if lengths[i] > space and self._may_continue(self.short[i]):
-                    return self._pop_short([i, *chosen])[::-1]
             cover = smallest_cover(others, space, space + self.row_tokens)
             if cover is None:  # at the end of the data: all that is left fits
                 cover = range(len(others))

@@ -9,6 +9,7 @@ import base64
 import binascii
 import functools
 import hashlib
+import itertools
 import json
 import pickle
 import re
@@ -52,13 +53,8 @@ class Infill(NamedTuple):
 
 def _is_ascii(text):
     if isinstance(text, Infill):
-        return all(map(_is_ascii, text))
+        return isinstance(text.prefix, str) and all(map(str.isascii, text))
     return isinstance(text, str) and text.isascii()
-
-
-def _with_special_tokens(infill):
-    prefix, suffix, middle, end = FIM_TOKENS
-    return prefix + infill.prefix + suffix + infill.suffix + middle + infill.middle + end
 
 
 class Tokenizer:
@@ -108,8 +104,10 @@ class Tokenizer:
 
         Instead of a text there may be an Infill, whose three texts come with FIM_TOKENS before, between and after them.
         """
-        together = iter(self._encode_together([text for text in texts if _is_ascii(text)]))
-        return [next(together) if _is_ascii(text) else self._encode_document(text) for text in texts]
+        are_ascii = list(map(_is_ascii, texts))
+        together = iter(self._encode_together(list(itertools.compress(texts, are_ascii))))
+        return [next(together) if is_ascii else self._encode_document(text)
+                for text, is_ascii in zip(texts, are_ascii, strict=True)]
 
     def _encode_together(self, texts):
         """Returns the same as encode_documents, for texts in ASCII.
@@ -117,24 +115,30 @@ class Tokenizer:
         They are joined by BOS and encoded in one call, which takes less time than a call for each. With one text that
         is not ASCII among them, all would have to be converted to UTF-8.
         """
-        bos, n_infills = "<|bos|>", sum(isinstance(text, Infill) for text in texts)
-        special = (bos, *FIM_TOKENS) if n_infills else (bos,)
-        joined = bos + bos.join(_with_special_tokens(text) if isinstance(text, Infill) else text for text in texts)
-        ids = self._encoding.encode_to_numpy(joined, allowed_special=set(special), disallowed_special=())
-        begins = np.flatnonzero(ids == self.bos_id).tolist()
-        n_special = sum(np.count_nonzero(ids == self._special_tokens[name]) for name in special)
-        if n_special > len(texts) + len(FIM_TOKENS) * n_infills:
+        bos, (prefix, suffix, middle, end) = "<|bos|>", FIM_TOKENS
+        strings, expected = [], len(texts)
+        for text in texts:
+            strings.append(bos)
+            if isinstance(text, Infill):
+                strings += prefix, text.prefix, suffix, text.suffix, middle, text.middle, end
+                expected += len(FIM_TOKENS)
+            else:
+                strings.append(text)
+        special = {bos, *FIM_TOKENS} if expected > len(texts) else {bos}
+        ids = self._encoding.encode_to_numpy("".join(strings), allowed_special=special, disallowed_special=())
+        if sum(np.count_nonzero(ids == self._special_tokens[name]) for name in special) > expected:
             return map(self._encode_document, texts)  # a text contains such a name, which is text like any other
-        return [ids.data[begin:end] for begin, end in zip(begins, [*begins[1:], len(ids)], strict=False)]
+        begins = np.flatnonzero(ids == self.bos_id).tolist()
+        return [ids.data[begin:end] for begin, end in zip(begins, [*begins[1:], len(ids)], strict=True)]
 
     def _encode_document(self, text):
+        parts = [(self.bos_id,)]
         if isinstance(text, Infill):
-            names = iter(FIM_TOKENS)
-            parts = [[self.bos_id]]
-            for part in text:
-                parts += [[self.special(next(names))], self.encode_to_numpy(part)]
-            return np.concatenate([*parts, [self.special(next(names))]], dtype=np.uint32, casting="unsafe").data
-        return memoryview(np.uint32(self.bos_id).tobytes() + self.encode_to_numpy(text).data).cast("I")
+            for name, part in zip(FIM_TOKENS, (*text, ""), strict=True):
+                parts += (self._special_tokens[name],), self.encode_to_numpy(part)
+        else:
+            parts.append(self.encode_to_numpy(text))
+        return np.concatenate(parts, dtype=np.uint32, casting="unsafe").data
 
     def _encode_malformed(self, data):
         """Returns the ids of bytes that are not UTF-8: one for each malformed byte, and the text between as usual."""

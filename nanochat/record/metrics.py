@@ -7,6 +7,7 @@ The console line shows these metrics, too:
     mfu             0 to 1
     tokens          seen so far
     val_bpb         bits per byte of the validation text
+    fim_bpb         with --fim_rate, bits per byte of middles in it, given what is before and after them
     recompiled      a list of texts, one for each program that was compiled again
     mirror_behind_s with --checkpoint_mirror, for how many seconds it has lacked the newest checkpoint; shown from a
                     minute on
@@ -130,6 +131,7 @@ _CONSOLE_FORMATS = {
     "tokens": lambda value: f"{format_count(value)} tokens",
     "time_left_s": lambda value: f"{format_duration(value)} left",
     "val_bpb": lambda value: f"validation {value:.4f} bits per byte",
+    "fim_bpb": lambda value: f"middles {value:.4f}",
     "val_bytes": lambda value: f"of {format_count(value)} bytes",
     "val_whole_text": lambda value: "all of the validation text, which is shorter than --eval_tokens",
     "recompiled": lambda value: f"compiled again: {value[0]}" + (f" (and {len(value) - 1} more)" if value[1:] else ""),

@@ -18,7 +18,7 @@ class Evaluation:
 
 
 @torch.no_grad()
-def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=lambda: False):
+def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=lambda: False, mark=lambda rows: rows != PADDING):
     """Returns the Evaluation of the rows of `loader`, the same text for every world size.
 
     Bits per byte = sum of the tokens' losses / (ln 2 × sum of the tokens' bytes). Special tokens stand for no text and
@@ -29,6 +29,7 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=lambda: False):
     token_bytes: int32 (vocabulary,), on the CPU, the bytes of each token
     is_cut_short(): called for each batch; once it returns True, on all ranks before the same batch, the evaluation
         ends and the result is None
+    mark(rows): returns which tokens of the rows count, bool (B, T + 1); by default all that are text
     """
     nats = torch.zeros((), device=dist.device)
     num_bytes = 0
@@ -36,10 +37,10 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=lambda: False):
         if is_cut_short():
             return None
         rows = torch.as_tensor(batch.rows)  # (B, T + 1)
-        is_text = rows != PADDING
+        is_text, counts = rows != PADDING, mark(rows)
         rows = rows.clamp(min=0)
         targets = rows[:, 1:].clone()
-        sizes = token_bytes[targets] * is_text[:, 1:]
+        sizes = token_bytes[targets] * counts[:, 1:]
         targets[sizes == 0] = IGNORE_INDEX
         num_bytes += int(sizes.sum())
         if not is_text.any():
