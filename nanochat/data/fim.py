@@ -109,44 +109,6 @@ def draws(key):
 
 
 # -----------------------------------------------------------------------------
-# Rows with middles in them
-
-
-def mark_middles(tokenizer, rows):
-    """Returns which tokens of `rows`, int (B, T + 1), are of a middle: bool of the same shape."""
-    return _is_between(rows, tokenizer.special("<|fim_middle|>"), tokenizer.special("<|file_sep|>"))
-
-
-def without_suffixes(tokenizer, rows):
-    """Returns rows without the suffixes in them, of the same shape: what is behind moves up, PADDING comes after."""
-    keep = ~_is_between(rows, tokenizer.special("<|fim_suffix|>"), tokenizer.special("<|fim_middle|>"))
-    return _keep_only(rows, keep)
-
-
-def as_plain_text(tokenizer, rows):
-    """Returns rows with prefix and middle as if they were text from left to right: without suffixes and FIM_TOKENS. The
-    tokens of the middles stay as they are. Also returns which of them are of a middle, bool of the same shape."""
-    keep = ~_is_between(rows, tokenizer.special("<|fim_suffix|>"), tokenizer.special("<|fim_middle|>"))
-    for name in FIM_TOKENS:
-        keep &= rows != tokenizer.special(name)
-    return _keep_only(rows, keep), _keep_only(mark_middles(tokenizer, rows).int(), keep) == 1
-
-
-def _is_between(rows, first, last):
-    """Returns which tokens are after a token `first` and before the next token `last`, in rows (B, T + 1)."""
-    begun, ended = (rows == first).int().cumsum(1), (rows == last).int().cumsum(1)
-    # Of a row's documents each has both tokens, in this order, except a last one that is cropped; some have `last` only.
-    return (begun > ended) & (rows != first)
-
-
-def _keep_only(rows, keep):
-    kept = rows.new_full(rows.shape, PADDING)
-    for new, row, chosen in zip(kept, rows, keep, strict=True):
-        new[:int(chosen.sum())] = row[chosen]
-    return kept
-
-
-# -----------------------------------------------------------------------------
 # Middles
 
 

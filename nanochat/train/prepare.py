@@ -178,8 +178,8 @@ def check_fim(flags, tokenizer, path=None, meta=None):
             raise BadInput(f"--fim_rate={rate:g} needs rows that have room for a middle with its context, and "
                            f"--max_seq_len={length} is less than {MIN_SEQ_LEN}: give at least that")
     if meta and meta.flags.get("fim_rate", 0) != rate:
-        raise BadInput(f"{path} was trained with --fim_rate={meta.flags.get('fim_rate', 0):g}, and this run has {rate:g}: "
-                       "resume with the flags it was trained with, or choose another --run")
+        raise BadInput(f"{path} was trained with --fim_rate={meta.flags.get('fim_rate', 0):g}, and this run has "
+                       f"{rate:g}: resume with the flags it was trained with, or choose another --run")
 
 
 def check_data(flags):

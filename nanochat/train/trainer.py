@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 
-from nanochat.data.fim import mark_middles
 from nanochat.data.loader import DataLoader, SyntheticLoader
 from nanochat.data.shards import list_shards
 from nanochat.device.ranks import print0, print_banner
@@ -15,7 +14,7 @@ from nanochat.record.observe import Profile
 from nanochat.run import checkpoint, stopping
 from nanochat.run.meta import Meta, restore_rng, rng_state
 from nanochat.train.liveness import Liveness
-from nanochat.train.loss_eval import bits_per_byte
+from nanochat.train.loss_eval import bits_per_byte, mark_middles
 from nanochat.train.nonfinite import NonfiniteSteps
 from nanochat.train.plan import describe_plan
 from nanochat.train.saves import Saves
