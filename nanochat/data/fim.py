@@ -48,7 +48,7 @@ class Infilling:
         part_chars = int(row_tokens * math.log2(tokenizer.n_vocab) / 2.9)
         waiting, numbers = [], []  # what is to be encoded, and the number of the text that it belongs to
         for i, (ref, text) in enumerate(texts):
-            place = self.seed, lane, *ref
+            place = f"{self.seed},{lane},{ref[0]},{ref[1]},{ref[2]}"
             if not ref[2] and text.is_last and draws(place)(1 << 53) < self.rate * (1 << 53):
                 parts = self._rewrite(text.text, part_chars, place)
             else:
@@ -64,7 +64,7 @@ class Infilling:
         return found
 
     def _rewrite(self, text, part_chars, place):
-        """Returns a list of Infills, the parts of a text. place: a tuple of integers, from which they follow."""
+        """Returns a list of Infills, the parts of a text. place: where it is, from which they follow."""
         # Malformed bytes become lone surrogates, and then the bytes again.
         characters = text if isinstance(text, str) else text.decode("utf-8", "surrogateescape")
         parts, begin = [], 0
@@ -73,7 +73,7 @@ class Infilling:
             if end < len(characters):
                 end = characters.rfind("\n", begin, end) + 1 or end
             part = characters[begin:end]
-            first, last = choose_middle(part, self.kinds, draws((*place, begin)))
+            first, last = choose_middle(part, self.kinds, draws(f"{place},{begin}"))
             pieces = part[:first], part[last:], part[first:last]
             if not isinstance(text, str):
                 pieces = [piece.encode("utf-8", "surrogateescape") for piece in pieces]
@@ -88,23 +88,26 @@ def fit_into_row(tokens, row_tokens, tokenizer):
     What is too much at the end of the suffix, or else at the beginning of the prefix, becomes a document of its own,
     from left to right. If both are too short for that, the whole text becomes one.
     """
-    ids = np.asarray(tokens)
-    prefix, suffix, middle, end = (int(np.flatnonzero(ids == tokenizer.special(name))[0]) for name in FIM_TOKENS)
-    bos, excess = ids[:1], len(ids) - row_tokens
-    if middle - suffix > excess:
-        parts = [ids[:middle - excess], ids[middle:]], [bos, ids[middle - excess:middle]]
-    elif suffix - prefix > excess:
-        rest = prefix + 1 + excess
-        parts = [bos, ids[prefix + 1:rest]], [ids[:prefix + 1], ids[rest:]]
+    ids, excess = np.asarray(tokens), len(tokens) - row_tokens
+    suffix_id, middle_id = tokenizer.special(FIM_TOKENS[1]), tokenizer.special(FIM_TOKENS[2])
+    bos, middle = ids[:1], (ids == middle_id).argmax()
+    rest = max(middle - excess, 0)
+    if not (ids[rest:middle] == suffix_id).any():
+        parts = (ids[:rest], ids[middle:]), (bos, ids[rest:middle])
     else:
-        parts = [[bos, ids[prefix + 1:suffix], ids[middle + 1:end], ids[suffix + 1:middle]]]
+        suffix = (ids == suffix_id).argmax()
+        rest = 2 + excess  # after BOS, <|fim_prefix|> and what is too much
+        if rest <= suffix:
+            parts = (bos, ids[2:rest]), (ids[:2], ids[rest:])
+        else:
+            parts = [(bos, ids[2:suffix], ids[middle + 1:-1], ids[suffix + 1:middle])]
     return [np.concatenate(part).data for part in parts]
 
 
 def draws(key):
-    """Returns a function below(n) that returns up to eight random integers from 0 to n - 1, which follow from `key`, a
-    tuple of integers."""
-    words = iter(_UNPACK(hashlib.blake2b(",".join(map(str, key)).encode()).digest()))
+    """Returns a function below(n) that returns up to eight random integers from 0 to n - 1, which follow from the text
+    `key`."""
+    words = iter(_UNPACK(hashlib.blake2b(key.encode()).digest()))
     return lambda n: next(words) * n >> 64
 
 
@@ -142,10 +145,12 @@ def choose_lines(text, below):
 
 def choose_structure(text, below):
     """Returns (begin, end) of the first body, argument list, statement or group of directives after a random line start
-    of C++, or None if there is none."""
-    find = (find_brackets, find_brackets, find_statement, find_directives)[choice := below(4)]
-    begin = text.rfind("\n", 0, below(len(text) + 1)) + 1
-    return find(text, begin, *("{}", "()")[choice:choice + 1])
+    of C++, or of another of these if there is none of the kind that was drawn. None if there is nothing of all."""
+    choice, begin = below(4), text.rfind("\n", 0, below(len(text) + 1)) + 1
+    for find, *arguments in (STRUCTURES * 2)[choice:choice + 4]:
+        if found := find(text, begin, *arguments):
+            return found
+    return None
 
 
 # What the scanner stops at: comments, strings and directives, which it skips, and brackets and semicolons. Each
@@ -216,3 +221,6 @@ def _code_line(text, position):
     or the line seems to be inside a comment."""
     first = text.rfind("\n", 0, max(position, 0)) + 1
     return None if position < 0 or text[first:position + 1].lstrip().startswith("*") else first
+
+
+STRUCTURES = ((find_brackets, "{}"), (find_brackets, "()"), (find_statement,), (find_directives,))

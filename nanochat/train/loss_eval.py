@@ -19,7 +19,8 @@ class Evaluation:
 
 
 @torch.no_grad()
-def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=lambda: False, mark=lambda rows: rows != PADDING):
+def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=lambda: False,
+                  view=lambda rows: (rows, rows != PADDING)):
     """Returns the Evaluation of the rows of `loader`, the same text for every world size.
 
     Bits per byte = sum of the tokens' losses / (ln 2 × sum of the tokens' bytes). Special tokens stand for no text and
@@ -30,7 +31,8 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=lambda: False, 
     token_bytes: int32 (vocabulary,), on the CPU, the bytes of each token
     is_cut_short(): called for each batch; once it returns True, on all ranks before the same batch, the evaluation
         ends and the result is None
-    mark(rows): returns which tokens of the rows count, bool (B, T + 1); by default all that are text
+    view(rows): returns the rows that the model sees, and which of their tokens count, bool; all (B, T + 1). By default
+        the model sees them as they are, and all text counts
     """
     nats = torch.zeros((), device=dist.device)
     num_bytes = 0
@@ -38,7 +40,8 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=lambda: False, 
         if is_cut_short():
             return None
         rows = torch.as_tensor(batch.rows)  # (B, T + 1)
-        is_text, counts = rows != PADDING, mark(rows)
+        is_text = rows != PADDING
+        rows, counts = view(rows)
         rows = rows.clamp(min=0)
         targets = rows[:, 1:].clone()
         sizes = token_bytes[targets] * counts[:, 1:]
@@ -57,38 +60,38 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=lambda: False, 
 
 
 # -----------------------------------------------------------------------------
-# Rows with middles in them
+# Views of rows from a loader with --fim_rate, in which only middles count
 
 
-def mark_middles(tokenizer, rows):
-    """Returns which tokens of `rows`, int (B, T + 1), are of a middle: bool of the same shape."""
-    return _is_between(rows, tokenizer.special("<|fim_middle|>"), tokenizer.special("<|file_sep|>"))
+def with_suffixes(tokenizer, rows):
+    """Returns rows, int (B, T + 1), as they are, and which tokens are of a middle, bool (B, T + 1)."""
+    return rows, _is_between(rows, tokenizer.special("<|fim_middle|>"), tokenizer.special("<|file_sep|>"))
 
 
 def without_suffixes(tokenizer, rows):
-    """Returns rows without the suffixes in them, of the same shape: what is behind moves up, PADDING comes after."""
-    keep = ~_is_between(rows, tokenizer.special("<|fim_suffix|>"), tokenizer.special("<|fim_middle|>"))
-    return _keep_only(rows, keep)
+    """Returns the same with empty suffixes. What is behind them moves up, and PADDING comes after it."""
+    return _keep(~_is_suffix(tokenizer, rows), *with_suffixes(tokenizer, rows))
 
 
-def as_plain_text(tokenizer, rows):
-    """Returns rows with prefix and middle as if they were text from left to right: without suffixes and FIM_TOKENS. The
-    tokens of the middles stay as they are. Also returns which of them are of a middle, bool of the same shape."""
-    keep = ~_is_between(rows, tokenizer.special("<|fim_suffix|>"), tokenizer.special("<|fim_middle|>"))
-    for name in FIM_TOKENS:
-        keep &= rows != tokenizer.special(name)
-    return _keep_only(rows, keep), _keep_only(mark_middles(tokenizer, rows).int(), keep) == 1
+def from_left_to_right(tokenizer, rows):
+    """Returns the same as text from left to right: prefix and middle, without suffixes and FIM_TOKENS. A middle has the
+    same tokens as with a suffix."""
+    special = torch.tensor([tokenizer.special(name) for name in FIM_TOKENS])
+    return _keep(~_is_suffix(tokenizer, rows) & ~torch.isin(rows, special), *with_suffixes(tokenizer, rows))
+
+
+def _is_suffix(tokenizer, rows):
+    return _is_between(rows, tokenizer.special("<|fim_suffix|>"), tokenizer.special("<|fim_middle|>"))
 
 
 def _is_between(rows, first, last):
-    """Returns which tokens are after a token `first` and before the next token `last`, in rows (B, T + 1)."""
-    begun, ended = (rows == first).int().cumsum(1), (rows == last).int().cumsum(1)
-    # A document has both tokens, in this order, or neither; only one that is cropped at the end of a row lacks `last`.
-    return (begun > ended) & (rows != first)
+    """Returns which tokens are after a token `first` and before the next token `last`, bool (B, T + 1)."""
+    # A document has both, in this order, or none of them; only one that is cropped at the end of a row lacks `last`.
+    return ((rows == first).int().cumsum(1) > (rows == last).int().cumsum(1)) & (rows != first)
 
 
-def _keep_only(rows, keep):
-    kept = rows.new_full(rows.shape, PADDING)
-    for new, row, chosen in zip(kept, rows, keep, strict=True):
-        new[:int(chosen.sum())] = row[chosen]
-    return kept
+def _keep(chosen, rows, counts):
+    """Returns rows and counts with only the chosen tokens of each row, at its beginning."""
+    order = (~chosen).int().argsort(dim=1, stable=True)
+    is_chosen = chosen.gather(1, order)
+    return rows.gather(1, order).where(is_chosen, PADDING), counts.gather(1, order) & is_chosen

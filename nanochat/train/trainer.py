@@ -14,7 +14,7 @@ from nanochat.record.observe import Profile
 from nanochat.run import checkpoint, stopping
 from nanochat.run.meta import Meta, restore_rng, rng_state
 from nanochat.train.liveness import Liveness
-from nanochat.train.loss_eval import bits_per_byte, mark_middles
+from nanochat.train.loss_eval import bits_per_byte, with_suffixes
 from nanochat.train.nonfinite import NonfiniteSteps
 from nanochat.train.plan import describe_plan
 from nanochat.train.saves import Saves
@@ -156,7 +156,7 @@ class Trainer:
         with self.goodput.span("evaluate"), open_loader(self.run, self.dist, num_rows=max(num_rows // FIM_EVAL_PART, 1),
                                                         fim_rate=1.0) as loader:
             middles = bits_per_byte(self.training.compiled_model, loader, self.run.tokenizer.token_bytes(), self.dist,
-                                    lambda: self.agree("evaluate"), partial(mark_middles, self.run.tokenizer))
+                                    lambda: self.agree("evaluate"), partial(with_suffixes, self.run.tokenizer))
         if middles:
             self.log.write_evaluation(self.step, found, middles)
 
