@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
-from nanochat.data.fim import KINDS, MIN_SEQ_LEN
+from nanochat.data.fim import KINDS, check_fim
 from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards
 from nanochat.device.ranks import DEVICE_TYPES, compute_init, prepare_xla_environment, resolve_device_type
@@ -45,8 +45,6 @@ def main(argv=None):
         raise BadInput(f"--max_seq_len={seq_len} is more than the {trained_len} positions of the model")
     if flags.eval_tokens < seq_len:
         raise BadInput(f"--eval_tokens={flags.eval_tokens} is less than one row of {seq_len}")
-    if flags.fim and seq_len < MIN_SEQ_LEN:
-        raise BadInput(f"--fim needs rows of at least {MIN_SEQ_LEN} tokens, and --max_seq_len is {seq_len}")
     shards = list_shards(flags.data_dir, "val")
     dist = compute_init(device_type)
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, kernel=flags.kernel)
@@ -57,6 +55,7 @@ def main(argv=None):
             return bits_per_byte(model, loader, tokenizer.token_bytes(), dist, **options)
 
     if flags.fim:
+        check_fim("--fim", tokenizer, seq_len)
         print(f"{path} (step {meta.step}): bits per byte of middles")
         return print_middles(tokenizer, evaluate)
     found = evaluate()

@@ -12,19 +12,41 @@ All random choices follow from the seed and from where the document is in the da
 read. The format is that of arXiv 2207.14255 (prefix, suffix, middle), with the names that Qwen and llama.cpp use.
 """
 import hashlib
-import math
 import re
 import struct
 from dataclasses import dataclass
 
 import numpy as np
 
+from nanochat.common import BadInput
 from nanochat.data.tokenizer import FIM_TOKENS, Infill
 
 KINDS = ("random", "line", "structure")  # kinds of middles, each as often as the others
 MIN_SEQ_LEN = 64  # shorter rows have no room for a middle with its context
 MAX_LINES = 30  # of a middle by lines
 MAX_STRUCTURE_CHARS = 1500  # of a middle by structure; also how far the scanner reads for its end
+
+# How many characters of C++ a token stands for is estimated with this text.
+SAMPLE = """
+  // Returns the number of elements that are not equal to `value`, or -1 if the range is empty.
+  template <typename Iterator, typename T>
+  int64_t CountOthers(Iterator begin, Iterator end, const T& value) {
+    if (begin == end) {
+      return -1;
+    }
+    int64_t count = 0;
+    for (auto it = begin; it != end; ++it) {
+      count += static_cast<int64_t>(*it != value);
+    }
+    return count;
+  }
+
+  std::shared_ptr<Node> node_ = nullptr;
+  std::vector<std::string> names_{"first", "second"};
+
+  void SetOptions(const std::string& name, uint32_t flags = 0x1F, bool is_default = false);
+  virtual ~Container() override;
+"""
 
 _UNPACK = struct.Struct("<8Q").unpack
 
@@ -43,9 +65,9 @@ class Infilling:
         begin with BOS, except the later pieces of a document.
         texts: a list of (ref, TextPiece) of the lane with this number.
         """
-        # A token of C++ has about log2(vocabulary) / 3.3 characters, so most parts of a long document are longer than a
-        # row, and are cut to its length: rows are hard to fill with documents that are a little shorter.
-        part_chars = int(row_tokens * math.log2(tokenizer.n_vocab) / 2.9)
+        # Most parts of a long document turn out a little longer than a row, and are then cut to its length: rows are
+        # hard to fill with documents that are a little shorter.
+        part_chars = int(1.15 * row_tokens * len(SAMPLE) / len(tokenizer.encode_to_numpy(SAMPLE)))
         waiting, numbers = [], []  # what is to be encoded, and the number of the text that it belongs to
         for i, (ref, text) in enumerate(texts):
             place = f"{self.seed},{lane},{ref[0]},{ref[1]},{ref[2]}"
@@ -80,6 +102,18 @@ class Infilling:
             parts.append(Infill(*pieces))
             begin = end
         return parts
+
+
+def check_fim(flag, tokenizer, seq_len):
+    """Raises BadInput, which names `flag`, if a tokenizer or rows of this length cannot be used for fill in the middle.
+    """
+    for name in FIM_TOKENS:
+        if not tokenizer.has_special(name):
+            raise BadInput(f"{flag} needs a tokenizer with the special token {name}, which this one has not: leave it "
+                           "out, or give another --tokenizer_dir")
+    if seq_len < MIN_SEQ_LEN:
+        raise BadInput(f"{flag} needs rows with room for a middle and its context, and --max_seq_len={seq_len} is less "
+                       f"than {MIN_SEQ_LEN}: give at least that, or leave it out")
 
 
 def fit_into_row(tokens, row_tokens, tokenizer):
@@ -140,7 +174,7 @@ def choose_lines(text, below):
     while end < len(text) and (lines > 0 or not text[begin:end].strip()):
         end, lines = text.find("\n", end + 1), lines - 1
         end = len(text) if end < 0 else end
-    return begin, end - (text[begin:end + 1].endswith("\r\n"))
+    return begin, end - (end > begin and text.startswith("\r\n", end - 1))
 
 
 def choose_structure(text, below):

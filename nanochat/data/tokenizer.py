@@ -79,6 +79,10 @@ class Tokenizer:
         self.n_vocab = n_vocab
         self.bos_id = special_tokens["<|bos|>"]
 
+    def has_special(self, name):
+        """Whether there is a special token of this name, such as "<|fim_prefix|>"."""
+        return name in self._special_tokens
+
     def special(self, name):
         """Returns the id of the special token `name`, such as "<|fim_prefix|>". Raises BadInput if there is none."""
         if name not in self._special_tokens:
@@ -129,7 +133,7 @@ class Tokenizer:
         if sum(np.count_nonzero(ids == self._special_tokens[name]) for name in special) > expected:
             return map(self._encode_document, texts)  # a text contains such a name, which is text like any other
         begins = np.flatnonzero(ids == self.bos_id).tolist()
-        return [ids.data[begin:end] for begin, end in zip(begins, [*begins[1:], len(ids)], strict=True)]
+        return [ids.data[begin:end] for begin, end in zip(begins, [*begins[1:], len(ids)], strict=False)]
 
     def _encode_document(self, text):
         parts = [(self.bos_id,)]

@@ -4,9 +4,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from nanochat.common import BadInput, get_base_dir
-from nanochat.data.fim import MIN_SEQ_LEN
+from nanochat.data.fim import check_fim
 from nanochat.data.shards import fingerprint, list_shards, open_shards
-from nanochat.data.tokenizer import FIM_TOKENS, Tokenizer, load_tokenizer
+from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW, OptimConfig
 from nanochat.record.observe import parse_profile_steps
@@ -87,7 +87,8 @@ def prepare(flags, device_type):
     plan = make_plan(flags, tokenizer.n_vocab, device_type, expected_world_size(device_type))
     profile_steps = parse_profile_steps(record.profile_steps, plan.num_iterations)
     data_fingerprint = check_data(flags)
-    check_fim(flags, tokenizer)
+    if flags.data.fim_rate:
+        check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, flags.model.max_seq_len)
     mirror = None
     if record.checkpoint_mirror is not None:
         mirror = run_mirror(record.checkpoint_mirror, flags.run.run, record.keep_checkpoints, record.keep_every)
@@ -104,7 +105,9 @@ def prepare(flags, device_type):
         meta = load_meta(path)
         require_match(path, meta, config=asdict(plan.config), tokenizer_sha256=tokenizer.sha256,
                       data_fingerprint=data_fingerprint)
-        check_fim(flags, tokenizer, path, meta)
+        if (rate := meta.flags.get("fim_rate", 0)) != flags.data.fim_rate:
+            raise BadInput(f"{path} was trained with --fim_rate={rate:g}, and this run has {flags.data.fim_rate:g}: "
+                           "resume with the flags it was trained with, or choose another --run")
         plan = make_plan(flags, tokenizer.n_vocab, device_type, plan.world_size, meta)
         # A run without the mark may lack its last evaluation.
         if meta.step >= plan.num_iterations and (directory / FINISHED_FILE).exists():
@@ -165,21 +168,6 @@ def changed_flags(saved, flags):
     now = flags.as_dict()
     return ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in names
                      if name in saved and saved[name] != now[name])
-
-
-def check_fim(flags, tokenizer, path=None, meta=None):
-    """Raises BadInput if --fim_rate cannot be used with this tokenizer or row length, or is not the rate of the
-    checkpoint at `path` with this Meta."""
-    rate, length = flags.data.fim_rate, flags.model.max_seq_len
-    if rate:
-        for name in FIM_TOKENS:
-            tokenizer.special(name)
-        if length < MIN_SEQ_LEN:
-            raise BadInput(f"--fim_rate={rate:g} needs rows that have room for a middle with its context, and "
-                           f"--max_seq_len={length} is less than {MIN_SEQ_LEN}: give at least that")
-    if meta and meta.flags.get("fim_rate", 0) != rate:
-        raise BadInput(f"{path} was trained with --fim_rate={meta.flags.get('fim_rate', 0):g}, and this run has "
-                       f"{rate:g}: resume with the flags it was trained with, or choose another --run")
 
 
 def check_data(flags):
