@@ -78,7 +78,7 @@ class RecordingTokenizer:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.bos_id, self.n_vocab, self.sha256 = tokenizer.bos_id, tokenizer.n_vocab, tokenizer.sha256
-        self.special = tokenizer.special
+        self.special, self.encode_to_numpy = tokenizer.special, tokenizer.encode_to_numpy
         self.clear()
 
     def clear(self):
