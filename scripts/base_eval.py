@@ -1,17 +1,21 @@
 """Prints the bits per byte of a checkpoint on any parquet files with a `text` column:
 
     python3 -m scripts.base_eval --checkpoint=RUN --data_dir=some/parquet --eval_tokens=1000000
+
+With --fim, of middles of that text instead, by kind: with what comes after them, without it, and from left to right.
 """
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
+from nanochat.data.fim import KINDS, check_fim
 from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards
 from nanochat.device.ranks import DEVICE_TYPES, compute_init, prepare_xla_environment, resolve_device_type
 from nanochat.infer.load import find_checkpoint, load_model
 from nanochat.run.meta import load_meta
-from nanochat.train.loss_eval import bits_per_byte
+from nanochat.train.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class Flags:
                                  of=expand_path)
     tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
                                       of=expand_path)
+    fim: bool = flag(False, "bits per byte of middles, for a model that was trained with --fim_rate")
     eval_tokens: int = flag(2**20, "tokens to evaluate, each document once at most", at_least=1, at_most=2**28)
     max_seq_len: int = flag(-1, "positions per row; -1: as in training", at_least=1, unset=-1)
     device_batch_size: int = flag(8, "rows at a time", at_least=1)
@@ -45,11 +50,30 @@ def main(argv=None):
     dist = compute_init(device_type)
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, kernel=flags.kernel,
                                         quantize=flags.quantize)
-    with DataLoader(shards, tokenizer, batch_size=flags.device_batch_size, seq_len=seq_len, seed=flags.seed,
-                    num_rows=flags.eval_tokens // seq_len) as loader:
-        found = bits_per_byte(model, loader, tokenizer.token_bytes(), dist)
+
+    def evaluate(fim_options=None, **options):
+        with DataLoader(shards, tokenizer, batch_size=flags.device_batch_size, seq_len=seq_len, seed=flags.seed,
+                        num_rows=flags.eval_tokens // seq_len, **(fim_options or {})) as loader:
+            return bits_per_byte(model, loader, tokenizer.token_bytes(), dist, **options)
+
+    if flags.fim:
+        check_fim("--fim", tokenizer, seq_len)
+        print(f"{path} (step {meta.step}): bits per byte of middles")
+        return print_middles(tokenizer, evaluate)
+    found = evaluate()
     whole = " (the whole text, which is shorter than --eval_tokens)" if found.is_whole_text else ""
     print(f"{path} (step {meta.step}): {found.bits_per_byte:.4f} bits per byte over {found.num_bytes:,} bytes{whole}")
+
+
+def print_middles(tokenizer, evaluate):
+    """Prints the bits per byte of middles of each kind. evaluate: see main."""
+    print(f"{'middles':<12}{'bytes':>12}{'with suffix':>13}{'without':>10}{'left to right':>15}")
+    for kind in KINDS:
+        found = [evaluate({"fim_rate": 1.0, "fim_kinds": (kind,)}, view=partial(view, tokenizer))
+                 for view in (with_suffixes, without_suffixes, from_left_to_right)]
+        suffix, without, plain = (of.bits_per_byte for of in found)
+        print(f"{kind:<12}{found[0].num_bytes:>12,}{suffix:>13.4f}{without:>10.4f}{plain:>15.4f}   with its suffix "
+              f"{suffix / without - 1:+.1%} and {suffix / plain - 1:+.1%}", flush=True)
 
 
 if __name__ == "__main__":

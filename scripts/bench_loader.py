@@ -1,4 +1,5 @@
-"""Measures the loader: its speed compared with the tokenizer alone, its memory, and the tokens that packing drops.
+"""Measures the loader: its speed compared with the tokenizer alone, its memory, and the tokens that packing drops; and
+its speed with fill in the middle compared with that without.
 
     python3 -m scripts.bench_loader --data_dir=DIR
 
@@ -11,6 +12,7 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +24,7 @@ import torch
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards
-from nanochat.data.tokenizer import load_tokenizer
+from nanochat.data.tokenizer import Infill, load_tokenizer
 
 # The tokenizer has its turn each time the loader has read this many documents. If the texts of a whole measurement were
 # held for it, the loader could not use their memory again, and new pages from the kernel would cost it 10 ns per token.
@@ -39,6 +41,7 @@ class Flags:
     world_size: int = flag(1, "number of ranks; rank 0 is measured", at_least=1, at_most=64)
     threads: int = flag(2, "threads that tokenize, with and without the loader", at_least=1, at_most=1000)
     seconds: float = flag(10.0, "length of one measurement", above=0)
+    fim_rate: float = flag(0.5, "of the loader that is compared with one without; 0: none", at_least=0, at_most=1)
     rounds: int = flag(3, "number of measurements", at_least=1)
 
 
@@ -49,6 +52,8 @@ def main(argv=None):
         paths = find_data(flags.data_dir, scratch)
         print(f"{len(paths)} shards, {flags.threads} threads, {flags.device_batch_size} rows of {flags.max_seq_len}")
         lengths = compare_speed(flags, paths, tokenizer)
+        if flags.fim_rate:
+            compare_fim(flags, paths, tokenizer)
         compare_packings(lengths[:50_000], flags.max_seq_len)
 
 
@@ -73,6 +78,7 @@ class RecordingTokenizer:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.bos_id, self.n_vocab, self.sha256 = tokenizer.bos_id, tokenizer.n_vocab, tokenizer.sha256
+        self.special, self.encode_to_numpy = tokenizer.special, tokenizer.encode_to_numpy
         self.clear()
 
     def clear(self):
@@ -155,6 +161,32 @@ def compare_speed(flags, paths, tokenizer):
     print(f"peak memory {peak_mb:,.0f} MB, {rss_before_mb:,.0f} MB of it before the loader was opened")
     print(f"the loader dropped {stats['dropped']:,} of {stats['tokens']:,} tokens ({stats['dropped_share']:.4%})")
     return lengths
+
+
+def compare_fim(flags, paths, tokenizer):
+    """Prints the speed of a loader with fill in the middle as a fraction of that of one without, in characters of text
+    per core-second. Each is tokenized once. There are few lanes, because each reads a megabyte of text at a time."""
+    rates = 0.0, flags.fim_rate
+    recorders = [RecordingTokenizer(tokenizer) for _ in rates]
+    with ExitStack() as stack:
+        loaders = [stack.enter_context(DataLoader(
+            paths, recorder, batch_size=flags.device_batch_size, seq_len=flags.max_seq_len,
+            world_size=flags.world_size, threads=flags.threads, fim_rate=rate, num_lanes=4 * flags.world_size))
+            for rate, recorder in zip(rates, recorders, strict=True)]
+        speeds = [Speed() for _ in rates]  # in characters
+        for number in range(1 + 4 * flags.rounds):
+            for loader, recorder, speed in zip(loaders, recorders, speeds, strict=True):
+                recorder.clear()
+                begin, cpu_begin = time.perf_counter(), time.process_time()
+                while time.perf_counter() - begin < flags.seconds / 4 or not recorder.groups:
+                    next(loader)
+                wait_until_idle(recorder)
+                if number:  # the first turn makes the first rows of all lanes
+                    speed.core_seconds += time.process_time() - cpu_begin
+                    speed.tokens += sum(sum(map(len, text)) if isinstance(text, Infill) else len(text)
+                                        for texts in recorder.groups for text in texts)
+        print(f"\nwith --fim_rate={flags.fim_rate:g}: {speeds[1].per_core_second / speeds[0].per_core_second:.1%} of "
+              f"the speed without, {loaders[1].stats['dropped_share']:.4%} of the tokens dropped")
 
 
 def wait_until_idle(recorder):

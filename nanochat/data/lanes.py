@@ -34,10 +34,12 @@ PATIENCE_ROWS = 256  # a short document that has waited for this many rows goes 
 
 
 class Piece(NamedTuple):
-    """The tokens of a whole document, or of one piece of a document that is too long to be read at once."""
-    ref: tuple  # (unit, document, piece): their numbers within the lane, the unit and the document
-    is_last: bool
-    tokens: memoryview  # uint32; the first piece of a document begins with BOS
+    """The tokens of a whole document, of one piece of a document that is too long to be read at once, or of one part
+    of a document for fill in the middle, which is like a whole document but for its number."""
+    ref: tuple  # (unit, document, piece or part): their numbers within the lane, the unit and the document
+    is_last: bool  # no token of the same document, or of the same part, comes after these
+    tokens: memoryview  # uint32; the first piece of a document begins with BOS, and each part does
+    next: tuple  # ref of the Piece that is read after this one
 
 
 class LaneState(NamedTuple):
@@ -55,12 +57,13 @@ class LaneState(NamedTuple):
 class Lane:
     """Reads, tokenizes and packs the documents of one lane. Only one thread may use it at a time.
 
-    num_units: the number of units after which the data ends.
+    num_units: the number of units after which the data ends. infilling: an Infilling, or None to read every document
+    from left to right.
     """
 
-    def __init__(self, number, state, units, tokenizer, row_tokens, read_bytes, num_units=math.inf):
+    def __init__(self, number, state, units, tokenizer, row_tokens, read_bytes, num_units=math.inf, infilling=None):
         self.number, self.units, self.tokenizer, self.read_bytes = number, units, tokenizer, read_bytes
-        self.num_units, self.group_chars = num_units, FIRST_GROUP_CHARS
+        self.num_units, self.group_chars, self.infilling = num_units, FIRST_GROUP_CHARS, infilling
         self.row_tokens, self.reading = row_tokens, "nothing yet"  # `reading` names file and row group in messages
         self.rows, self.next, _, _, self.waited, self.tokens, self.dropped, self.documents = state
         self.short, self.long, self.buffered_tokens = [], [], 0  # the buffer: first pieces, oldest first
@@ -110,12 +113,28 @@ class Lane:
         begin, again = tuple(state.next), set(map(tuple, state.buffer))
         if state.pending:
             again.add(tuple(state.pending[:3]))
-        for texts in self._read(*min({begin} | again)):
-            wanted = [(ref, text) for ref, text in texts if ref >= begin or ref in again]
+        unit, document, piece = min({begin} | again)
+        if self.infilling:
+            piece = 0  # the parts of a document are made from the whole text, which is piece 0
+        whole = {ref[:2] for ref in again | {begin}} if self.infilling else set()
+        for texts in self._read(unit, document, piece):
+            wanted = [(ref, text) for ref, text in texts
+                      if ref >= begin or ref in again or ref[:2] in whole and text.is_last and not text.index]
             for group in self._groups(wanted):
-                documents = self.tokenizer.encode_documents([text.text for _, text in group])
-                for (ref, text), tokens in zip(group, documents, strict=True):
-                    yield Piece(ref, text.is_last, tokens[1:] if ref[2] else tokens)
+                for (ref, text), parts in zip(group, self._encode(group), strict=True):
+                    for number, tokens in enumerate(parts, ref[2]):
+                        is_end = text.is_last and number == ref[2] + len(parts) - 1
+                        piece = Piece((*ref[:2], number), text.is_last, tokens,
+                                      (ref[0], ref[1] + 1, 0) if is_end else (*ref[:2], number + 1))
+                        if piece.ref >= begin or piece.ref in again:
+                            yield piece
+
+    def _encode(self, group):
+        """Returns for each (ref, TextPiece) a list of the tokens of its parts: itself, unless it is rewritten."""
+        if self.infilling:
+            return self.infilling.encode(self.number, group, self.tokenizer, self.row_tokens)
+        documents = self.tokenizer.encode_documents([text.text for _, text in group])
+        return [[tokens[1:] if ref[2] else tokens] for (ref, _), tokens in zip(group, documents, strict=True)]
 
     def _groups(self, texts):
         """Divides a list of (ref, TextPiece) into lists of about `group_chars` characters."""
@@ -151,8 +170,7 @@ class Lane:
 
     def _take(self):
         piece, self._peeked = self._peek(), None
-        unit, document, index = piece.ref
-        self.next = (unit, document + 1, 0) if piece.is_last else (unit, document, index + 1)
+        self.next = piece.next
         return piece
 
     # Packing
@@ -169,7 +187,7 @@ class Lane:
                 self.tokens -= space
                 break
             for piece in self._choose(space):
-                self.documents += 1
+                self.documents += not piece.ref[2]
                 self.buffered_tokens -= len(piece.tokens)
                 del self.refs[piece.ref]
                 self.pending = piece, 0
@@ -200,7 +218,7 @@ class Lane:
             if self.buffered_tokens >= 2 * self.row_tokens and (self.buffered_tokens >= BUFFER_TOKENS
                                                                 or len(self.short) + len(self.long) >= wanted):
                 return
-            if self._peek() is None or self._peek().ref[2]:
+            if self._peek() is None or self._peek().tokens[0] != self.tokenizer.bos_id:
                 return  # the next piece belongs to a document in the buffer, and is read once that is begun
             self._keep(self._take())
 
@@ -212,6 +230,8 @@ class Lane:
         if self.long and not (self.short and self.short[0].ref < self.long[0].ref):
             return [self.long.pop(0)]
         lengths = self.short_lengths
+        if self.infilling and space == self.row_tokens and space in lengths:  # it fits into no row that has begun
+            return self._pop_short([lengths.index(space)])
         chosen = [0] if lengths[0] <= space else []  # the oldest goes first, so that none waits for ever
         space -= sum(lengths[:len(chosen)])
         others = lengths[len(chosen):]
@@ -308,10 +328,11 @@ def check_lane_states(saved, run, world_size):
     lanes = {}
     for lane, fields in saved.items():
         fields = dict(fields)
-        for name, value in fields.pop("run").items():
-            if value != run[name]:
-                raise BadInput(f"the saved position in the data is for {name} {value}, but this run has {run[name]}: "
-                               "resume with the data and the flags of the first start")
+        saved_run = fields.pop("run")
+        for name in {**saved_run, **run}:  # those of fill in the middle are missing where there is none
+            if saved_run.get(name, 0) != run.get(name, 0):
+                raise BadInput(f"the saved position in the data is for {name} {saved_run.get(name, 0)}, but this run "
+                               f"has {run.get(name, 0)}: resume with the data and the flags of the first start")
         lanes[int(lane)] = LaneState(**fields)
     if missing := sorted(set(range(num_lanes)) - lanes.keys()):
         raise BadInput(f"the saved position in the data lacks lanes {', '.join(map(str, missing))}: "

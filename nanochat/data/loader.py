@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from nanochat.data.fim import KINDS, Infilling
 from nanochat.data.lanes import NUM_LANES, PADDING, Lane, LaneState, RandomLane, check_lane_states
 from nanochat.data.shards import Units, fingerprint, open_shards
 
@@ -106,6 +107,8 @@ class DataLoader:
     num_rows: rows 0 to num_rows - 1 of a new run, for an evaluation. It ends with the batch of the last one, or when
         the data ends, after as many batches on every rank, and no document is in it twice: what is missing from the
         batches is lanes.PADDING.
+    fim_rate: the share of the documents that are rewritten for fill in the middle, see fim.py; fim_kinds: the kinds of
+        their middles.
 
     Raises BadInput for data, sizes or a state that cannot be used. `next()` raises errors of the background threads.
     Close the loader, or use it as a context manager: otherwise its threads wait until the process ends.
@@ -114,7 +117,7 @@ class DataLoader:
     _part = slice(None)  # this rank's part of the rows that are made for a batch
 
     def __init__(self, shards, tokenizer, *, batch_size, seq_len, rank=0, world_size=1, seed=0, num_lanes=NUM_LANES,
-                 threads=2, state=None, skip_bad=False, num_rows=None):
+                 threads=2, state=None, skip_bad=False, num_rows=None, fim_rate=0.0, fim_kinds=KINDS):
         shards = open_shards(shards, skip_bad)
         self._n_documents = sum(sum(shard.row_group_documents) for shard in shards)
         n_bytes = sum(shard.n_bytes for shard in shards)
@@ -124,11 +127,15 @@ class DataLoader:
             batch_size, rank, world_size, num_lanes = batch_size * world_size, 0, 1, 1
         units = Units(shards, num_lanes, seed, skip_bad)
         read_bytes = READ_AHEAD_BYTES // max(16, num_lanes // world_size)
-        self._begin({"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": fingerprint(shards),
-                     "tokenizer": tokenizer.sha256}, batch_size, rank, world_size, threads, state, num_rows,
-                    lambda lane, lane_state: Lane(
-                        lane, lane_state, units, tokenizer, seq_len + 1, read_bytes,
-                        math.inf if num_rows is None else units.number_in_epoch(lane)))
+        run = {"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": fingerprint(shards),
+               "tokenizer": tokenizer.sha256}
+        infilling = None
+        if fim_rate:
+            infilling = Infilling(fim_rate, seed, tuple(fim_kinds))
+            run |= {"fim_rate": fim_rate, "fim_kinds": list(fim_kinds)}
+        self._begin(run, batch_size, rank, world_size, threads, state, num_rows, lambda lane, lane_state: Lane(
+            lane, lane_state, units, tokenizer, seq_len + 1, read_bytes,
+            math.inf if num_rows is None else units.number_in_epoch(lane), infilling))
 
     def _begin(self, run, batch_size, rank, world_size, threads, state, num_rows, make_lane):
         states = check_lane_states(state, run, world_size)

@@ -9,6 +9,7 @@ import base64
 import binascii
 import functools
 import hashlib
+import itertools
 import json
 import pickle
 import re
@@ -16,6 +17,7 @@ import unicodedata
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
@@ -38,10 +40,20 @@ SPECIAL_TOKENS = (
     "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
     "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>",
 )
+FIM_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")  # in the order of a document
 _VALID_THEN_MALFORMED = re.compile("([^\udc80-\udcff]*)([\udc80-\udcff]*)")  # malformed as "surrogateescape" marks it
 
 
+class Infill(NamedTuple):
+    """A document whose middle is to be filled in: see fim.py. All three are str, or all are bytes."""
+    prefix: str | bytes
+    suffix: str | bytes
+    middle: str | bytes
+
+
 def _is_ascii(text):
+    if isinstance(text, Infill):
+        return isinstance(text.prefix, str) and all(map(str.isascii, text))
     return isinstance(text, str) and text.isascii()
 
 
@@ -72,6 +84,10 @@ class Tokenizer:
         """{name: id} of the special tokens."""
         return dict(self._special_tokens)
 
+    def has_special(self, name):
+        """Whether there is a special token of this name, such as "<|fim_prefix|>"."""
+        return name in self._special_tokens
+
     def special(self, name):
         """Returns the id of the special token `name`, such as "<|fim_prefix|>". Raises BadInput if there is none."""
         if name not in self._special_tokens:
@@ -97,9 +113,14 @@ class Tokenizer:
             return self._encode_malformed(text)
 
     def encode_documents(self, texts):
-        """Returns a list with a memoryview of uint32 for each text (str or bytes): BOS and the ids of the text."""
-        together = iter(self._encode_together([text for text in texts if _is_ascii(text)]))
-        return [next(together) if _is_ascii(text) else self._encode_document(text) for text in texts]
+        """Returns a list with a memoryview of uint32 for each text (str or bytes): BOS and the ids of the text.
+
+        Instead of a text there may be an Infill, whose three texts come with FIM_TOKENS before, between and after them.
+        """
+        are_ascii = list(map(_is_ascii, texts))
+        together = iter(self._encode_together(list(itertools.compress(texts, are_ascii))))
+        return [next(together) if is_ascii else self._encode_document(text)
+                for text, is_ascii in zip(texts, are_ascii, strict=True)]
 
     def _encode_together(self, texts):
         """Returns the same as encode_documents, for texts in ASCII.
@@ -107,15 +128,30 @@ class Tokenizer:
         They are joined by BOS and encoded in one call, which takes less time than a call for each. With one text that
         is not ASCII among them, all would have to be converted to UTF-8.
         """
-        bos = "<|bos|>"
-        ids = self._encoding.encode_to_numpy(bos + bos.join(texts), allowed_special={bos}, disallowed_special=())
+        bos, (prefix, suffix, middle, end) = "<|bos|>", FIM_TOKENS
+        strings, expected = [], len(texts)
+        for text in texts:
+            strings.append(bos)
+            if isinstance(text, Infill):
+                strings += prefix, text.prefix, suffix, text.suffix, middle, text.middle, end
+                expected += len(FIM_TOKENS)
+            else:
+                strings.append(text)
+        special = {bos, *FIM_TOKENS} if expected > len(texts) else {bos}
+        ids = self._encoding.encode_to_numpy("".join(strings), allowed_special=special, disallowed_special=())
+        if sum(np.count_nonzero(ids == self._special_tokens[name]) for name in special) > expected:
+            return map(self._encode_document, texts)  # a text contains such a name, which is text like any other
         begins = np.flatnonzero(ids == self.bos_id).tolist()
-        if len(begins) > len(texts):  # a text contains the name of BOS, which is text like any other
-            return map(self._encode_document, texts)
         return [ids.data[begin:end] for begin, end in zip(begins, [*begins[1:], len(ids)], strict=False)]
 
     def _encode_document(self, text):
-        return memoryview(np.uint32(self.bos_id).tobytes() + self.encode_to_numpy(text).data).cast("I")
+        parts = [(self.bos_id,)]
+        if isinstance(text, Infill):
+            for name, part in zip(FIM_TOKENS, (*text, ""), strict=True):
+                parts += (self._special_tokens[name],), self.encode_to_numpy(part)
+        else:
+            parts.append(self.encode_to_numpy(text))
+        return np.concatenate(parts, dtype=np.uint32, casting="unsafe").data
 
     def _encode_malformed(self, data):
         """Returns the ids of bytes that are not UTF-8: one for each malformed byte, and the text between as usual."""

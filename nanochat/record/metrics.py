@@ -9,6 +9,7 @@ The console line shows these metrics, too:
     val_bpb         bits per byte of the validation text
     code_bpb        with --code_eval_every, bits per byte of the solutions of problems; code_compiles and code_pass are
                     the shares of what the model writes that compile and pass the tests
+    fim_bpb         with --fim_rate, bits per byte of middles in it, given what is before and after them
     recompiled      a list of texts, one for each program that was compiled again
     mirror_behind_s with --checkpoint_mirror, for how many seconds it has lacked the newest checkpoint; shown from a
                     minute on
@@ -135,6 +136,7 @@ _CONSOLE_FORMATS = {
     "code_pass": lambda value: f"{value:.1%} passes",
     "code_bpb": lambda value: f"solutions {value:.4f} bits per byte",
     "val_bpb": lambda value: f"validation {value:.4f} bits per byte",
+    "fim_bpb": lambda value: f"middles {value:.4f}",
     "val_bytes": lambda value: f"of {format_count(value)} bytes",
     "val_whole_text": lambda value: "all of the validation text, which is shorter than --eval_tokens",
     "recompiled": lambda value: f"compiled again: {value[0]}" + (f" (and {len(value) - 1} more)" if value[1:] else ""),

@@ -47,6 +47,8 @@ class DataFlags:
                                      of=path_text)
     tokenizer_threads: int = flag(2, "threads per rank that tokenize ahead", at_least=1, at_most=1000)
     skip_bad_shards: bool = flag(False, "leave out the parts of corrupt shards that cannot be read")
+    fim_rate: float = flag(0.0, "share of the documents that are rewritten for fill in the middle", at_least=0,
+                           at_most=1)
     synthetic_data: bool = flag(False, "train on random tokens: tries a machine without data")
 
 

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from nanochat.common import BadInput, get_base_dir
+from nanochat.data.fim import check_fim
 from nanochat.data.shards import fingerprint, list_shards, open_shards
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.infer.judge import Judge
@@ -94,6 +95,8 @@ def prepare(flags, device_type):
         flags = flags.replace(teacher=str(teacher.path))  # the one that is meant now, if it is trained further
     if record.code_eval_every > 0:
         Judge()  # raises BadInput if there is no compiler or no sandbox
+    if flags.data.fim_rate:
+        check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, flags.model.max_seq_len)
     mirror = None
     if record.checkpoint_mirror is not None:
         mirror = run_mirror(record.checkpoint_mirror, flags.run.run, record.keep_checkpoints, record.keep_every)
@@ -110,6 +113,9 @@ def prepare(flags, device_type):
         meta = load_meta(path)
         require_match(path, meta, config=asdict(plan.config), tokenizer_sha256=tokenizer.sha256,
                       data_fingerprint=data_fingerprint)
+        if (rate := meta.flags.get("fim_rate", 0)) != flags.data.fim_rate:
+            raise BadInput(f"{path} was trained with --fim_rate={rate:g}, and this run has {flags.data.fim_rate:g}: "
+                           "resume with the flags it was trained with, or choose another --run")
         plan = make_plan(flags, tokenizer.n_vocab, device_type, plan.world_size, meta)
         # A run without the mark may lack its last evaluation.
         if meta.step >= plan.num_iterations and (directory / FINISHED_FILE).exists():
@@ -177,6 +183,8 @@ def check_data(flags):
     """Returns the fingerprint of the training data, None for synthetic data. Raises BadInput if data cannot be used."""
     data = flags.data
     if data.synthetic_data:
+        if data.fim_rate:
+            raise BadInput(f"--fim_rate={data.fim_rate:g} is for text, and --synthetic_data has none: leave one out")
         return None
     if flags.record.eval_every > 0:
         open_shards(list_shards(data.val_dir, "val"), data.skip_bad_shards)

@@ -94,11 +94,12 @@ class StepLog:
                 "mfu": mfu(tokens_per_s, plan.flops_per_token, peak_flops(plan.device_type), plan.world_size),
                 "time_left_s": plan.tokens(step, plan.num_iterations) / tokens_per_s}
 
-    def write_evaluation(self, step, found):
-        """Logs an Evaluation after `step` steps."""
+    def write_evaluation(self, step, found, middles=None):
+        """Logs an Evaluation after `step` steps, and that of middles if the run fills in the middle."""
         if self._logger:
+            fim = {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes} if middles else {}
             self._logger.log(step, {"val_bpb": found.bits_per_byte, "val_bytes": found.num_bytes,
-                                    "val_whole_text": found.is_whole_text})
+                                    "val_whole_text": found.is_whole_text, **fim})
 
     def write_code_evaluation(self, step, found):
         """Logs what evaluate_code returned after `step` steps."""

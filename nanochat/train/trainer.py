@@ -1,6 +1,7 @@
 """The training loop of one rank."""
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from nanochat.run import checkpoint, stopping
 from nanochat.run.meta import Meta, restore_rng, rng_state
 from nanochat.train.code_eval import evaluate_code
 from nanochat.train.liveness import Liveness
-from nanochat.train.loss_eval import bits_per_byte
+from nanochat.train.loss_eval import bits_per_byte, with_suffixes
 from nanochat.train.nonfinite import NonfiniteSteps
 from nanochat.train.plan import describe_plan
 from nanochat.train.saves import Saves
@@ -22,6 +23,7 @@ from nanochat.train.step import make_model, make_step, next_token_loss
 from nanochat.train.step_log import StepLog
 from nanochat.train.teacher import DistillationLoss, load_teacher
 
+FIM_EVAL_PART = 4  # the middles are evaluated on a row for each of so many rows of the validation text
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
 
 
@@ -147,14 +149,23 @@ class Trainer:
             self.saves.save(self.step, self.rows.state, self.training.optimizer, self.meta)
 
     def evaluate(self):
-        """Logs the bits per byte of the validation text. A stop cuts it short; the resumed run does it again."""
+        """Logs the bits per byte of the validation text, and of middles in it if the run has --fim_rate. A stop cuts it
+        short; the resumed run does it again."""
         tokens, length = self.run.flags.record.eval_tokens, self.run.plan.config.max_seq_len
         num_rows = max(tokens // length, 1)
         with self.goodput.span("evaluate"), open_loader(self.run, self.dist, num_rows=num_rows) as loader:
             found = bits_per_byte(self.training.compiled_model, loader, self.run.tokenizer.token_bytes(), self.dist,
                                   lambda: self.agree("evaluate"))
-        if found:
-            self.log.write_evaluation(self.step, found)
+        if not found:
+            return
+        if not self.run.flags.data.fim_rate:
+            return self.log.write_evaluation(self.step, found)
+        with self.goodput.span("evaluate"), open_loader(self.run, self.dist, num_rows=max(num_rows // FIM_EVAL_PART, 1),
+                                                        fim_rate=1.0) as loader:
+            middles = bits_per_byte(self.training.compiled_model, loader, self.run.tokenizer.token_bytes(), self.dist,
+                                    lambda: self.agree("evaluate"), partial(with_suffixes, self.run.tokenizer))
+        if middles:
+            self.log.write_evaluation(self.step, found, middles)
 
     def evaluate_code(self):
         """Logs how much of the C++ that the model writes compiles and works."""
@@ -266,8 +277,9 @@ class RowFeed:
         return self._last.state if self._last else {}
 
 
-def open_loader(run, dist, lane_states=None, num_rows=None):
-    """Returns the loader of this rank. lane_states: of all lanes, to resume from; num_rows: of the validation text."""
+def open_loader(run, dist, lane_states=None, num_rows=None, fim_rate=0.0):
+    """Returns the loader of this rank. lane_states: of all lanes, to resume from; num_rows: of the validation text, of
+    which `fim_rate` of the documents are rewritten."""
     flags, plan, validation = run.flags, run.plan, num_rows is not None
     common = dict(batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len, rank=dist.rank,
                   world_size=dist.world_size, seed=flags.run.seed + validation, state=lane_states,
@@ -276,7 +288,8 @@ def open_loader(run, dist, lane_states=None, num_rows=None):
         return SyntheticLoader(run.tokenizer.n_vocab, **common)
     shards = list_shards(flags.data.val_dir, "val") if validation else list_shards(flags.data.data_dir)
     return DataLoader(shards, run.tokenizer, threads=flags.data.tokenizer_threads,
-                      skip_bad=flags.data.skip_bad_shards, **common)
+                      skip_bad=flags.data.skip_bad_shards,
+                      fim_rate=fim_rate if validation else flags.data.fim_rate, **common)
 
 
 def restore_training(run, dist, step, restored=None):

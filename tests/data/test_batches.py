@@ -14,6 +14,7 @@ from tests.data.test_shards import damage
 
 STEPS, ROWS_PER_STEP = 120, 16
 STOP_TIMEOUT_S = 200
+FIM_FLAGS = "--fim_rate=0.5", "--max_seq_len=64", f"--total_batch_size={ROWS_PER_STEP * 64}"
 
 
 @pytest.fixture
@@ -57,13 +58,14 @@ def hashes(path):
 
 
 @pytest.mark.slow
-def test_a_run_on_two_devices_then_one_then_four_sees_the_same_batches_at_every_step(train, tmp_path):
-    assert train("whole")[0] == 0
-    status, _, first = train("parts", devices=2, stop_at=20)
+@pytest.mark.parametrize("flags", [(), FIM_FLAGS], ids=["plain", "fim"])
+def test_a_run_on_two_devices_then_one_then_four_sees_the_same_batches_at_every_step(train, tmp_path, flags):
+    assert train("whole", *flags)[0] == 0
+    status, _, first = train("parts", *flags, devices=2, stop_at=20)
     assert status == EXIT_STATUS and 20 <= first
-    status, output, second = train("parts", devices=1, stop_at=60)
+    status, output, second = train("parts", *flags, devices=1, stop_at=60)
     assert status == EXIT_STATUS and first < second < STEPS and "resuming from" in output
-    status, output, last = train("parts", devices=4)
+    status, output, last = train("parts", *flags, devices=4)
     assert status == 0 and last == STEPS and "resuming from" in output
     expected, found = hashes(tmp_path / "whole"), hashes(tmp_path / "parts")
     for step in range(STEPS):

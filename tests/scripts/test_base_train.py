@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.common import get_base_dir
+from nanochat.common import BadInput, get_base_dir
 from nanochat.run import checkpoint, checkpoint_files
-from scripts import base_eval
+from scripts import base_eval, base_train
 from tests.conftest import run_python
 from tests.infer.test_sandbox import require_sandbox
 from tests.warm import TIMEOUT_S
@@ -194,3 +194,20 @@ def test_a_run_says_how_much_of_its_code_compiles(train):
     [found] = [record for record in process.records if "code_bpb" in record]
     assert found["step"] == 6 and 0 <= found["code_pass"] <= found["code_compiles"] <= 1 and found["code_bpb"] > 0
     assert "of its code compiles" in process.stdout
+
+
+def test_a_run_with_fill_in_the_middle_records_its_bits_per_byte_and_keeps_its_rate(train, tiny, byte_tokenizer_dir,
+                                                                                  corpus_dir, capsys):
+    flags = "--fim_rate=0.5", "--max_seq_len=64", "--save_every=6", "--device_type=cpu"
+    trained = train(*flags, run="fim")
+    fim = {record["step"]: record["fim_bpb"] for record in trained.records if "fim_bpb" in record}
+    assert sorted(fim) == sorted(trained.bpb) == [0, 3, 6] and fim[6] < fim[0]
+    with pytest.raises(BadInput, match="was trained with --fim_rate=0.5, and this run has 0:"):
+        base_train.main([*tiny, "--run=fim", *flags[1:], "--num_iterations=8"])
+    base_eval.main(["--checkpoint=fim", f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/val",
+                    "--eval_tokens=1024", "--device_type=cpu", "--fim"])
+    lines = capsys.readouterr().out.splitlines()[-3:]
+    assert [line.split()[0] for line in lines] == ["random", "line", "structure"]
+    for line in lines:
+        with_suffix, without, plain = map(float, line.split()[2:5])
+        assert 0 < with_suffix < 10 and len({with_suffix, without, plain}) > 1

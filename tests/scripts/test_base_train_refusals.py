@@ -30,6 +30,9 @@ from tests.warm import TIMEOUT_S
     (["--profile_steps=3"], "--profile_steps=3 is not BEGIN:END"),
     (["--profile_steps=3:3"], "--profile_steps=3:3 is not"),
     (["--profile_steps=3:7"], "END at most the run's 6 steps"),
+    (["--fim_rate=2"], "--fim_rate=2"),
+    (["--fim_rate=0.5"], "--fim_rate=0.5 needs rows .* --max_seq_len=32 is less than 64"),
+    (["--fim_rate=0.5", "--max_seq_len=64", "--synthetic_data"], "--fim_rate=0.5 is for text"),
     (["--batch_ramp=100:0"], "100:0 is not STEP:FACTOR"),
 ])
 def test_bad_flags_are_refused_with_the_value_and_what_to_do(tiny, flags, words):

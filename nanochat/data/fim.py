@@ -1,0 +1,260 @@
+"""Fill in the middle: documents rewritten so that a model learns to write what belongs at a cursor.
+
+    BOS <|fim_prefix|> prefix <|fim_suffix|> suffix <|fim_middle|> middle <|file_sep|>
+
+The text is divided at characters and not at tokens, because an editor's cursor is usually inside a token of the whole
+text: of ours, 12% of the line starts are token boundaries. The end of the middle is a token, because rows are filled to
+the last token and a document at the end of a row would show no end. A document longer than a row is first cut at line
+starts into parts, each a document of its own: otherwise a middle would be in another row than its suffix. What is too
+much for a row at the end of a part becomes a small document from left to right.
+
+All random choices follow from the seed and from where the document is in the data, so they are the same whenever it is
+read. The format is that of arXiv 2207.14255 (prefix, suffix, middle), with the names that Qwen and llama.cpp use.
+"""
+import hashlib
+import re
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanochat.common import BadInput
+from nanochat.data.tokenizer import FIM_TOKENS, Infill
+
+KINDS = ("random", "line", "structure")  # kinds of middles, each as often as the others
+MIN_SEQ_LEN = 64  # shorter rows have no room for a middle with its context
+MAX_LINES = 30  # of a middle by lines
+MAX_STRUCTURE_CHARS = 1500  # of a middle by structure; also how far the scanner reads for its end
+
+# How many characters of C++ a token stands for is estimated with this text.
+SAMPLE = """
+  // Returns the number of elements that are not equal to `value`, or -1 if the range is empty.
+  template <typename Iterator, typename T>
+  int64_t CountOthers(Iterator begin, Iterator end, const T& value) {
+    if (begin == end) {
+      return -1;
+    }
+    int64_t count = 0;
+    for (auto it = begin; it != end; ++it) {
+      count += static_cast<int64_t>(*it != value);
+    }
+    return count;
+  }
+
+  std::shared_ptr<Node> node_ = nullptr;
+  std::vector<std::string> names_{"first", "second"};
+
+  void SetOptions(const std::string& name, uint32_t flags = 0x1F, bool is_default = false);
+  virtual ~Container() override;
+"""
+
+_UNPACK = struct.Struct("<8Q").unpack
+
+
+@dataclass(frozen=True)
+class Infilling:
+    """Which documents are rewritten, and how. rate: the share of the documents; kinds: of their middles."""
+    rate: float
+    seed: int
+    kinds: tuple = KINDS
+
+    def encode(self, lane, texts, tokenizer, row_tokens):
+        """Returns for each text a list with the tokens of its parts, as memoryviews of uint32.
+
+        A text that is not rewritten is one part, and so is every piece of a document that is read in several. All parts
+        begin with BOS, except the later pieces of a document.
+        texts: a list of (ref, TextPiece) of the lane with this number.
+        """
+        # Most parts of a long document turn out a little longer than a row, and are then cut to its length: rows are
+        # hard to fill with documents that are a little shorter.
+        part_chars = int(1.15 * row_tokens * len(SAMPLE) / len(tokenizer.encode_to_numpy(SAMPLE)))
+        waiting, numbers = [], []  # what is to be encoded, and the number of the text that it belongs to
+        for i, (ref, text) in enumerate(texts):
+            place = f"{self.seed},{lane},{ref[0]},{ref[1]},{ref[2]}"
+            if not ref[2] and text.is_last and draws(place)(1 << 53) < self.rate * (1 << 53):
+                parts = self._rewrite(text.text, part_chars, place)
+            else:
+                parts = [text.text]
+            waiting += parts
+            numbers += [i] * len(parts)
+        found = [[] for _ in texts]
+        for i, document, tokens in zip(numbers, waiting, tokenizer.encode_documents(waiting), strict=True):
+            if isinstance(document, Infill) and len(tokens) > row_tokens:
+                found[i] += fit_into_row(tokens, row_tokens, tokenizer)
+            else:
+                found[i].append(tokens[1:] if texts[i][0][2] else tokens)
+        return found
+
+    def _rewrite(self, text, part_chars, place):
+        """Returns a list of Infills, the parts of a text. place: where it is, from which they follow."""
+        # Malformed bytes become lone surrogates, and then the bytes again.
+        characters = text if isinstance(text, str) else text.decode("utf-8", "surrogateescape")
+        parts, begin = [], 0
+        while begin < len(characters):
+            end = begin + part_chars
+            if end < len(characters):
+                end = characters.rfind("\n", begin, end) + 1 or end
+            part = characters[begin:end]
+            first, last = choose_middle(part, self.kinds, draws(f"{place},{begin}"))
+            pieces = part[:first], part[last:], part[first:last]
+            if not isinstance(text, str):
+                pieces = [piece.encode("utf-8", "surrogateescape") for piece in pieces]
+            parts.append(Infill(*pieces))
+            begin = end
+        return parts
+
+
+def check_fim(flag, tokenizer, seq_len):
+    """Raises BadInput, which names `flag`, if a tokenizer or rows of this length cannot be used for fill in the middle.
+    """
+    for name in FIM_TOKENS:
+        if not tokenizer.has_special(name):
+            raise BadInput(f"{flag} needs a tokenizer with the special token {name}, which this one has not: leave it "
+                           "out, or give another --tokenizer_dir")
+    if seq_len < MIN_SEQ_LEN:
+        raise BadInput(f"{flag} needs rows with room for a middle and its context, and --max_seq_len={seq_len} is less "
+                       f"than {MIN_SEQ_LEN}: give at least that, or leave it out")
+
+
+def fit_into_row(tokens, row_tokens, tokenizer):
+    """Returns a list of documents that have the text of one that is longer than a row, without encoding it again.
+
+    What is too much at the end of the suffix, or else at the beginning of the prefix, becomes a document of its own,
+    from left to right. If both are too short for that, the whole text becomes one.
+    """
+    ids, excess = np.asarray(tokens), len(tokens) - row_tokens
+    suffix_id, middle_id = tokenizer.special(FIM_TOKENS[1]), tokenizer.special(FIM_TOKENS[2])
+    bos, middle = ids[:1], (ids == middle_id).argmax()
+    rest = max(middle - excess, 0)
+    if not (ids[rest:middle] == suffix_id).any():
+        parts = (ids[:rest], ids[middle:]), (bos, ids[rest:middle])
+    else:
+        suffix = (ids == suffix_id).argmax()
+        rest = 2 + excess  # after BOS, <|fim_prefix|> and what is too much
+        if rest <= suffix:
+            parts = (bos, ids[2:rest]), (ids[:2], ids[rest:])
+        else:
+            parts = [(bos, ids[2:suffix], ids[middle + 1:-1], ids[suffix + 1:middle])]
+    return [np.concatenate(part).data for part in parts]
+
+
+def draws(key):
+    """Returns a function below(n) that returns up to eight random integers from 0 to n - 1, which follow from the text
+    `key`."""
+    words = iter(_UNPACK(hashlib.blake2b(key.encode()).digest()))
+    return lambda n: next(words) * n >> 64
+
+
+# -----------------------------------------------------------------------------
+# Middles
+
+
+def choose_middle(text, kinds, below):
+    """Returns (begin, end) of a random middle of `text`, of a random one of `kinds`; below: as `draws` returns it.
+
+    A text without the structure that was drawn gets a middle by lines.
+    """
+    kind = kinds[below(len(kinds))]
+    if kind == "random":
+        return tuple(sorted((below(len(text) + 1), below(len(text) + 1))))
+    return (kind == "structure" and choose_structure(text, below)) or choose_lines(text, below)
+
+
+def choose_lines(text, below):
+    """Returns (begin, end) of 1 to 30 lines, short middles more often than long ones.
+
+    It begins at a line's start or, as often, inside a line, and ends before the end of a line. A middle of nothing but
+    white space goes on to the next line that has more: it would teach that nothing belongs into an empty line.
+    """
+    begin = below(len(text) + 1)
+    if below(2):
+        begin = text.rfind("\n", 0, begin) + 1
+    lines = int((MAX_LINES + 1) ** (below(1 << 53) / (1 << 53)))
+    end = begin - 1
+    while end < len(text) and (lines > 0 or not text[begin:end].strip()):
+        end, lines = text.find("\n", end + 1), lines - 1
+        end = len(text) if end < 0 else end
+    return begin, end - (end > begin and text.startswith("\r\n", end - 1))
+
+
+def choose_structure(text, below):
+    """Returns (begin, end) of the first body, argument list, statement or group of directives after a random line start
+    of C++, or of another of these if there is none of the kind that was drawn. None if there is nothing of all."""
+    choice, begin = below(4), text.rfind("\n", 0, below(len(text) + 1)) + 1
+    for find, *arguments in (STRUCTURES * 2)[choice:choice + 4]:
+        if found := find(text, begin, *arguments):
+            return found
+    return None
+
+
+# What the scanner stops at: comments, strings and directives, which it skips, and brackets and semicolons. Each
+# alternative begins with a literal character: Python then looks for these characters before it tries an alternative.
+_TOKEN = re.compile(r"""
+    /(?:/[^\n]*|\*.*?(?:\*/|\Z))
+    | R"([^()\\\s]{0,16})\(.*?(?:\)\1"|\Z)
+    | "(?:[^"\\\n]|\\.)*"?
+    | '(?<!\w')(?:[^'\\\n]|\\.)*'?  # 1'000 is a number
+    | \#(?:[^\n\\]|\\.)*
+    | \{ | \} | \( | \) | ;""", re.DOTALL | re.VERBOSE)
+
+
+def find_brackets(text, begin, pair):
+    """Returns (begin, end) of what is between the next two brackets that belong together, of a pair such as "{}". If
+    that is too long it is the outermost pair inside, and if there is none, None."""
+    opening, closing = pair
+    first = _code_line(text, text.find(opening, begin))
+    if first is None:
+        return None
+    opened, found = [], None
+    for match in _TOKEN.finditer(text, first, first + MAX_STRUCTURE_CHARS):
+        token = match[0]
+        if token == opening:
+            opened.append(match.end())
+        elif token == closing and opened:
+            inside = opened.pop()
+            if match.start() > inside:
+                found = inside, match.start()
+            if found and not opened:
+                break
+    return found
+
+
+def find_statement(text, begin):
+    """Returns (begin, end) of the next statement with its semicolon, or None if there is none."""
+    first = _code_line(text, begin)
+    if first is None:
+        return None
+    depth = 0  # of parentheses: those of `for` have semicolons inside
+    for match in _TOKEN.finditer(text, first, first + MAX_STRUCTURE_CHARS):
+        token = match[0]
+        if token == "(":
+            depth += 1
+        elif token == ")":
+            depth = max(0, depth - 1)
+        elif not depth and token == ";" and (statement := text[first:match.start()].lstrip()):
+            return match.start() - len(statement), match.end()
+        elif token in "{}" or not depth and token[0] in ";/#":
+            first, depth = match.end(), 0
+    return None
+
+
+def find_directives(text, begin):
+    """Returns (begin, end) of the next lines that begin with #, with those that continue them. None if there are none.
+    """
+    first = begin if text.startswith("#", begin) else text.find("\n#", begin) + 1
+    if not text.startswith("#", first):
+        return None
+    end = first
+    while text.startswith("#", end) or end > first and text[end - 2:end] == "\\\n":
+        end = text.find("\n", end) + 1 or len(text) + 1
+    return first, end - 1
+
+
+def _code_line(text, position):
+    """Returns the beginning of the line of `position`, from which a scanner may begin, or None if position is negative
+    or the line seems to be inside a comment."""
+    first = text.rfind("\n", 0, max(position, 0)) + 1
+    return None if position < 0 or text[first:position + 1].lstrip().startswith("*") else first
+
+
+STRUCTURES = ((find_brackets, "{}"), (find_brackets, "()"), (find_statement,), (find_directives,))

@@ -1,0 +1,227 @@
+"""Fill in the middle: every document comes back whole, spans are where they should be, and lanes stay what they are."""
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat.common import BadInput
+from nanochat.data import loader as loader_module
+from nanochat.data import shards as shards_module
+from nanochat.data.fim import KINDS, Infilling, check_fim, choose_middle, draws, find_brackets, find_directives
+from nanochat.data.fim import find_statement as find_statement_from
+from nanochat.data.lanes import check_lane_states
+from nanochat.data.loader import DataLoader
+from nanochat.data.shards import TextPiece
+from nanochat.data.tokenizer import FIM_TOKENS, SPECIAL_TOKENS, Tokenizer, load_tokenizer
+from tests.data.documents import write
+from tests.data.headers import HEADERS, write_headers
+from tests.data.test_loader import as_saved, read_steps
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def headers_dir(tmp_path_factory):
+    return write_headers(tmp_path_factory.mktemp("headers"))
+
+
+def odd_documents(count):
+    """Yields C++ (str, or bytes that are not UTF-8), whole headers and short pieces of them, most of them made odd."""
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        text = HEADERS[i % len(HEADERS)]
+        if i % 3:
+            begin = int(rng.integers(len(text)))
+            text = text[begin:begin + int(rng.lognormal(5.5, 1.5)) + 1]
+        if i % 7 == 1:
+            text = text.replace("\n", "\r\n")
+        if i % 7 == 2:
+            text = text.replace(" ", " é😀"[int(rng.integers(3))])
+        if i % 7 == 3:
+            text = text.replace("int", str(rng.choice(SPECIAL_TOKENS)))
+        if i % 7 == 4:
+            text = text.replace("\n", "")  # one endless line
+        if i % 7 == 5:
+            data = bytearray(text.encode())
+            for place in rng.integers(len(data), size=1 + len(data) // 50):
+                data[place] = rng.integers(256)
+            try:
+                text = str(data, "utf-8")
+            except UnicodeDecodeError:
+                text = bytes(data)
+        yield text or "x"
+
+
+def text_of(tokenizer, tokens):
+    """Returns the bytes of a document of a row, and whether it was rewritten."""
+    ids = np.asarray(tokens)
+    assert ids[0] == tokenizer.bos_id
+    places = [np.flatnonzero(ids == tokenizer.special(name)) for name in FIM_TOKENS]
+    if not any(map(len, places)):
+        return tokenizer.decode_bytes(ids[1:].tolist()), False
+    (prefix,), (suffix,), (middle,), (end,) = places
+    assert prefix == 1 and end == len(ids) - 1
+    before, after, between = (tokenizer.decode_bytes(ids[first + 1:last].tolist())
+                              for first, last in ((prefix, suffix), (suffix, middle), (middle, end)))
+    return before + between + after, True
+
+
+def check_that_documents_come_back(tokenizer, count, row_tokens):
+    texts = [((0, i, 0), TextPiece(i, 0, True, text)) for i, text in enumerate(odd_documents(count))]
+    infilling, rewritten = Infilling(0.5, seed=0), 0
+    for first in range(0, count, 500):
+        group = texts[first:first + 500]
+        for (_, text), parts in zip(group, infilling.encode(3, group, tokenizer, row_tokens), strict=True):
+            found = [text_of(tokenizer, part) for part in parts]
+            whole = text.text if isinstance(text.text, bytes) else text.text.encode()
+            assert b"".join(part for part, _ in found) == whole
+            assert all(len(tokens) <= row_tokens for tokens, (_, is_fim) in zip(parts, found, strict=True) if is_fim)
+            rewritten += any(is_fim for _, is_fim in found)
+    assert 0.45 < rewritten / count < 0.55
+
+
+@pytest.mark.parametrize("row_tokens", [129, 1025])
+def test_every_document_comes_back_whole(tokenizer, row_tokens):
+    check_that_documents_come_back(tokenizer, 700, row_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row_tokens", [65, 257, 1025])
+def test_ten_thousand_documents_come_back_whole(tokenizer, row_tokens):
+    check_that_documents_come_back(tokenizer, 10_000, row_tokens)
+
+
+def test_the_tokens_of_a_document_do_not_depend_on_those_beside_it(tokenizer):
+    texts = [((1, i, 0), TextPiece(i, 0, True, text)) for i, text in enumerate(odd_documents(60))]
+    infilling = Infilling(1.0, seed=0)
+    together = infilling.encode(0, texts, tokenizer, 257)
+    alone = [infilling.encode(0, [text], tokenizer, 257)[0] for text in texts]
+    assert [[part.tolist() for part in parts] for parts in together] == \
+           [[part.tolist() for part in parts] for parts in alone]
+    assert Infilling(1.0, seed=1).encode(0, texts[:5], tokenizer, 257) != together[:5]
+    assert infilling.encode(1, texts[:5], tokenizer, 257) != together[:5]
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_middles_by_lines_end_before_the_end_of_a_line_and_are_never_blank(newline):
+    text = newline.join(f"    line {i} of some text;{newline}" for i in range(80))
+    at_line_start = single = 0
+    for i in range(300):
+        begin, end = choose_middle(text, ["line"], draws(f"{i}"))
+        middle = text[begin:end]
+        assert end == len(text) or middle.strip() and text.startswith(newline, end) and middle.count("\n") <= 31
+        at_line_start += not begin or text[begin - 1] == "\n"
+        single += "\n" not in middle
+    assert 140 < at_line_start < 250 and 30 < single < 150
+
+
+CODE = '''// a comment (with a bracket {
+#include <vector>
+#define TWICE(x) \\
+  ((x) + (x))
+
+const char* text = "}";  /* ) */
+int f(int a, char b = ')') {
+  for (int i = 0; i < a; ++i) { g(i); }
+  return R"(})" == text ? 1'000 : '}';
+}
+'''
+
+
+def test_the_scanner_finds_structure_and_skips_strings_comments_and_directives():
+    def found(span):
+        return CODE[slice(*span)]
+
+    assert found(find_brackets(CODE, 0, "{}")) == CODE[CODE.index("\n  for"):CODE.rindex("}")]
+    assert found(find_brackets(CODE, 0, "()")) == "int a, char b = ')'"
+    assert found(find_statement_from(CODE, 0)) == 'const char* text = "}";'
+    assert found(find_statement_from(CODE, CODE.index("int f"))) == "g(i);"
+    assert found(find_statement_from(CODE, CODE.index("  return"))) == "return R\"(})\" == text ? 1'000 : '}';"
+    assert found(find_directives(CODE, 0)) == "#include <vector>\n#define TWICE(x) \\\n  ((x) + (x))"
+    assert find_brackets("a { b", 0, "{}") is find_statement_from("a", 0) is find_directives("a # b", 0) is None
+
+
+def test_structure_is_found_in_nearly_every_header():
+    found = []
+    for i, text in enumerate(HEADERS):
+        text = text[:4000]
+        begin, end = choose_middle(text, ["structure"], draws(f"{i}"))
+        middle, before = text[begin:end], text[:begin]
+        found.append(before.endswith(("{", "(")) or middle.endswith(";") or middle.startswith("#"))
+        assert middle
+    assert sum(found) > 0.9 * len(found)
+
+
+# -----------------------------------------------------------------------------
+# In lanes and loader
+
+
+@pytest.fixture
+def open_fim(tmp_path, byte_tokenizer_dir, monkeypatch):
+    """Opens a loader of C++ by bytes, with half of the documents rewritten. Some are read in pieces."""
+    monkeypatch.setattr(shards_module, "PIECE_BYTES", 3000)
+    monkeypatch.setattr(loader_module, "BLOCK_TOKENS", 2000)
+    lengths = np.random.default_rng(0).lognormal(5.5, 1.3, size=600).astype(int)
+    texts = [HEADERS[i % len(HEADERS)][i:i + 1 + length] for i, length in enumerate(lengths)]
+    tokenizer, shard = load_tokenizer(byte_tokenizer_dir), write(tmp_path / "shard.parquet", texts, row_group_size=67)
+    return lambda _=None, **options: DataLoader(
+        [shard], tokenizer, **{"batch_size": 4, "seq_len": 256, "num_lanes": 8, "fim_rate": 0.5, **options})
+
+
+def test_a_step_has_the_same_rows_for_any_number_of_ranks_and_is_restored_exactly(open_fim):
+    steps = list(read_steps(None, 30, 1, loader=open_fim))
+    for world_size in (2, 4, 8):
+        again = read_steps(None, 30, world_size, loader=open_fim)
+        assert all(torch.equal(rows, expected) for (rows, _), (expected, _) in zip(again, steps, strict=True))
+    parts = 0
+    for k, world_size in zip(range(28), itertools.cycle((1, 2, 4, 8)), strict=False):
+        for (rows, after), (expected, expected_after) in zip(
+                read_steps(None, 2, world_size, loader=open_fim, state=steps[k][1]), steps[k + 1:k + 3], strict=True):
+            assert torch.equal(rows, expected) and after == expected_after, f"restored after step {k}"
+        parts += sum(ref[2] > 0 for lane in steps[k][1].values() for ref in [lane["next"], *lane["buffer"]])
+    assert parts > 100  # parts of documents were waiting
+    prefix = 256 + SPECIAL_TOKENS.index("<|fim_prefix|>")
+    assert np.mean([(rows == prefix).any(1).float().mean() for rows, _ in steps]) > 0.25
+
+
+def test_rows_hold_whole_documents_and_little_is_dropped(headers_dir, tokenizer):
+    prefix, suffix, middle, end = map(tokenizer.special, FIM_TOKENS)
+    with DataLoader(sorted(headers_dir.glob("*.parquet")), tokenizer, batch_size=8, seq_len=1024, num_lanes=2,
+                    fim_rate=0.5) as loader:
+        rewritten = 0
+        while loader.stats["epoch"] < 2:
+            for row in next(loader).rows.tolist():
+                special = [token for token in row if token in (prefix, suffix, middle, end)]
+                whole, rest = divmod(len(special), 4)
+                assert special == [prefix, suffix, middle, end] * whole + [prefix, suffix, middle, end][:rest]
+                rewritten += whole
+        assert rewritten > 100 and loader.stats["dropped_share"] <= 0.01
+
+
+def test_rate_and_kinds_must_be_those_of_the_saved_position(open_fim):
+    plain, half = ({lane: saved for lane, saved in as_saved(next(loader).state).items()}
+                   for loader in (open_fim(fim_rate=0.0), open_fim()))
+    assert "fim" not in json.dumps(plain)  # as before there was fill in the middle
+    for options, state, message in (
+            ({"fim_rate": 0.5}, plain, "is for fim_rate 0, but this run has 0.5"),
+            ({"fim_rate": 0.0}, half, "is for fim_rate 0.5, but this run has 0"),
+            ({"fim_rate": 0.25}, half, "is for fim_rate 0.5, but this run has 0.25"),
+            ({"fim_kinds": KINDS[:2]}, half, "is for fim_kinds .*, but this run has")):
+        with pytest.raises(BadInput, match=message):
+            open_fim(**options, state=state)
+    run = {name: value for name, value in half[0]["run"].items() if not name.startswith("fim")}
+    assert check_lane_states(plain, run, 1).keys() == plain.keys()
+
+
+def test_what_cannot_be_used_for_it_is_one_line(tokenizer, byte_tokenizer_dir):
+    without = Tokenizer({bytes([byte]): byte for byte in range(256)}, r"[^\n]+|\n", {"<|bos|>": 256})
+    with pytest.raises(BadInput, match="--fim needs a tokenizer with the special token <|fim_prefix|>"):
+        check_fim("--fim", without, 1024)
+    with pytest.raises(BadInput, match="--fim needs rows .* --max_seq_len=32 is less than 64"):
+        check_fim("--fim", tokenizer, 32)
+    check_fim("--fim", load_tokenizer(byte_tokenizer_dir), 64)
