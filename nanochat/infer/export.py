@@ -10,6 +10,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nanochat.common import BadInput
@@ -143,15 +144,27 @@ def check_place(out, force):
 
     What is there is replaced only with `force`, and only if it is an export: a slip of the pen deletes nothing else.
     """
-    if out.is_symlink():
-        raise BadInput(f"--out={out} is a symbolic link: name the place that it stands for")
-    others = {path.name for path in out.iterdir()} - FILES if out.is_dir() else set()
-    if others:
-        raise BadInput(f"--out={out} holds something else than an export ({min(others)}): name another place")
-    if out.suffix == ".safetensors" and out.is_dir() or out.suffix != ".safetensors" and out.is_file():
-        raise BadInput(f"--out={out} is {'a folder' if out.is_dir() else 'a file'} already: name another place")
-    if not force and (out.is_file() or out.is_dir() and any(out.iterdir())):
+    try:
+        if out.is_symlink():
+            raise BadInput(f"--out={out} is a symbolic link: name the place that it stands for")
+        is_there = out.is_file() or out.is_dir() and any(out.iterdir())
+        if out.exists() and out.is_dir() == (out.suffix == ".safetensors") or is_there and not _is_export(out):
+            raise BadInput(f"--out={out} is something else than an export: name another place")
+    except OSError as error:
+        raise BadInput(f"--out={out} cannot be read ({error.strerror}): name another place") from None
+    if is_there and not force:
         raise BadInput(f"--out={out} exists: name another place, or replace it with --force")
+
+
+def _is_export(out):
+    """Returns whether the folder or file was written by this module, and nothing was added."""
+    if out.is_dir():
+        return SUMS in (found := {path.name for path in out.iterdir()}) and found <= FILES
+    try:
+        with safe_open(out, "pt") as file:
+            return "tokenizer_sha256" in (file.metadata() or {})
+    except SafetensorError:
+        return False
 
 
 @contextlib.contextmanager
