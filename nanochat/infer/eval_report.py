@@ -2,7 +2,7 @@
 import html
 from collections import defaultdict
 
-from nanochat.infer.judge import DOES_NOT_COMPILE, PASSED
+from nanochat.infer.judge import PASSED, Verdict
 from nanochat.infer.scores import compare, pass_at_k, score
 
 PASS_AT_K = 10
@@ -26,11 +26,11 @@ def measures(records):
             found["exact match"][name] = float(greedy["exact"]), 1
             found["edit similarity"][name] = greedy["similarity"], 1
         if greedy["status"]:
-            found["compiles"][name] = float(greedy["status"] != DOES_NOT_COMPILE), 1
+            found["compiles"][name] = float(compiles(greedy)), 1
             if not is_gap or "/" in name:  # there are tests
                 found["pass@1"][name] = float(greedy["status"] == PASSED), 1
         if drawn:
-            found["compiles, drawn"][name] = mean(sample["status"] != DOES_NOT_COMPILE for sample in drawn), 1
+            found["compiles, drawn"][name] = mean(compiles(sample) for sample in drawn), 1
             passed = sum(sample["status"] == PASSED for sample in drawn)
             k = min(PASS_AT_K, len(drawn))
             found[f"pass@{k}, drawn"][name] = pass_at_k(len(drawn), passed, k), 1
@@ -39,6 +39,10 @@ def measures(records):
         if "bits_without_suffix" in greedy:
             found["bits per byte without suffix"][name] = greedy["bits_without_suffix"], greedy["bytes"]
     return dict(found)
+
+
+def compiles(sample):
+    return Verdict(sample["status"], "").compiles
 
 
 def mean(values):

@@ -17,6 +17,7 @@ from nanochat.common import BadInput
 from nanochat.device.programs import one_program
 from nanochat.infer import engine
 from nanochat.infer.infilling import ONE_LINE_KINDS
+from nanochat.infer.judge import NO_CODE, Verdict, has_code
 from nanochat.infer.problems import STOP
 from nanochat.model.layers import IGNORE_INDEX
 
@@ -122,6 +123,8 @@ def similarity(text, other):
 
 def judge_function(judge, problem, text):
     """Returns the Verdict of a completion of a problem."""
+    if not has_code(text):
+        return Verdict(NO_CODE, "")
     return judge.judge(problem.program(text + problem.closing()), problem.tests)
 
 

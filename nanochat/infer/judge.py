@@ -23,6 +23,7 @@ CRASHED = "crashed"  # ended by a signal, such as that of an access to memory th
 TIMEOUT = "timeout"
 TOO_MUCH_OUTPUT = "too much output"
 DOES_NOT_COMPILE = "does not compile"
+NO_CODE = "no code"  # nothing but comments, which would compile
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Verdict:
 
     @property
     def compiles(self):
-        return self.status != DOES_NOT_COMPILE
+        return self.status not in (DOES_NOT_COMPILE, NO_CODE)
 
 
 class Judge:
@@ -128,6 +129,11 @@ class Judge:
                 subprocess.run([*GXX, "-x", "c++-header", "all.h"], cwd=folder, check=True, capture_output=True)
                 self._header_folder = folder
         return self._header_folder / "all.h"
+
+
+def has_code(text):
+    """Returns whether C++ has more in it than comments, white space and empty statements."""
+    return bool(re.sub(r"//[^\n]*|/\*.*?(?:\*/|$)|[\s;{}]", "", text, flags=re.DOTALL))
 
 
 def readable(data):

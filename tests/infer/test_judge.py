@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nanochat.common import BadInput
-from nanochat.infer.judge import Judge
+from nanochat.infer.judge import Judge, has_code
 from nanochat.infer.problems import STOP, read_problems, without_one_line
 from tests.infer.test_sandbox import require_sandbox
 
@@ -30,6 +30,13 @@ def judge():
 def test_verdicts(judge, body, status, message):
     verdict = judge.judge(DOUBLE % body, TESTS)
     assert verdict.status == status and message in verdict.message
+
+
+@pytest.mark.parametrize("text, has", [
+    ("  ///\n  // x\n", False), ("/* x\n y */ ;\n", False), ("/* never closed", False), ("", False),
+    ("  // x\n  return 1;", True), ("x", True)])
+def test_comments_are_no_code(text, has):
+    assert has_code(text) == has
 
 
 def test_equal_programs_are_compiled_once(judge, monkeypatch):
