@@ -27,7 +27,8 @@ from hypothesis import strategies as st  # noqa: E402
 WORK = {
     "base_eval": ["DataLoader"], "base_train": ["spawn", "Trainer", "run_preflight"],
     "bench_checkpoint": ["make_state"], "bench_host": ["Contender"], "bench_loader": ["compare_speed"],
-    "bench_schedule": ["measure"], "bench_train": ["Contender"], "demo": ["run"], "generate": ["Engine"], "prepare_data": ["build"],
+    "bench_schedule": ["measure"], "bench_train": ["Contender"], "demo": ["run"], "generate": ["Engine"],
+    "prepare_data": ["build"],
     "report": ["draw"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"], "tpu_advice": ["advise"],
     "tpu_preflight": ["preflight"]}
 
