@@ -93,6 +93,9 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, sch
         _run_compiler(program, tpu_slice, folder, timeout_s, processes, options)
         compiled = json.loads((folder / "compiled.json").read_text())
         schedules = schedule.read_folder(schedules_folder) if schedule_options else {}
+    except schedule.Unreadable as error:
+        raise CompilerError(f"libtpu's schedule of {error} in {program.name} cannot be read: is the disk full, or is "
+                            "this another version of libtpu? --heuristic does without schedules") from None
     finally:
         shutil.rmtree(schedules_folder, ignore_errors=True)  # 80 MB and more
     if schedule_options and not schedules and not compiled.get("out_of_memory"):

@@ -32,6 +32,10 @@ _UNITS = {"MXU": "matrix", "XLU": "across lanes", "VALU": "vector", "EUP": "tran
 _BUNDLE = re.compile(r" *(0x[0-9a-f]+|0) .*?\{(.*)")
 
 
+class Unreadable(Exception):
+    """A schedule is cut off or in another notation. The message is the name of the operation."""
+
+
 @dataclass
 class Loop:
     """A loop of an operation: the bundles from `begin` to before `end`. The operation itself counts as one, too."""
@@ -68,7 +72,7 @@ class Schedule:
 
 def read_folder(folder):
     """Returns {name of an HLO operation: Schedule} from libtpu's files in `folder`. An operation that libtpu scheduled
-    more than once has the last schedule."""
+    more than once has the last schedule. Raises Unreadable."""
     files = {}  # name -> {kind: path}
     for path in sorted(folder.iterdir()):  # their names begin with the time
         if found := _FILE.fullmatch(path.name):
@@ -78,7 +82,10 @@ def read_folder(folder):
         if name == _TOP_LEVEL or not {_PROGRAM, _USE} <= paths.keys():
             continue
         with paths[_PROGRAM].open(errors="replace") as program, paths[_USE].open(errors="replace") as use:
-            schedules[name] = read_schedule(program, use)
+            try:
+                schedules[name] = read_schedule(program, use)
+            except (ValueError, IndexError, ZeroDivisionError):
+                raise Unreadable(name) from None
         if _BUNDLES in paths and schedules[name].critical:
             with paths[_BUNDLES].open(errors="replace") as bundles:
                 schedules[name].bundles = _bundles_of(bundles, schedules[name].critical)

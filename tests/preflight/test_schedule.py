@@ -7,7 +7,7 @@ from nanochat.device import tpu
 from nanochat.preflight import hlo, timeline
 from nanochat.preflight.compile import CompilerError
 from nanochat.preflight.explain import listing
-from nanochat.preflight.schedule import read_schedule
+from nanochat.preflight.schedule import Unreadable, read_folder, read_schedule
 from scripts import bench_schedule
 
 needs_compiler = pytest.mark.skipif(not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("jax")),
@@ -78,6 +78,13 @@ def test_loops_within_loops_are_multiplied_and_a_loop_of_unknown_length_is_said(
     assert schedule.matrix_cycles == inner * 16
     assert (schedule.critical.begin, schedule.critical.end, schedule.critical.runs) == (2, 5, inner)
     assert schedule.critical.units["load"] == pytest.approx(1 / 3)
+
+
+def test_a_file_that_was_cut_off_names_its_operation(tmp_path):
+    (tmp_path / "1-fusion.7-00-post-delay-converter.txt").write_text("\n".join(PROGRAM))
+    (tmp_path / "1-fusion.7-01-pre-delay_hlo-static-per-bundle-utilization.txt").write_text("\n".join(USE[:-3]))
+    with pytest.raises(Unreadable, match="fusion.7"):
+        read_folder(tmp_path)
 
 
 def test_a_listing_says_how_many_bundles_are_empty_and_ends():
