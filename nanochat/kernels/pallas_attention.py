@@ -16,6 +16,7 @@ What makes them fast (dev/LOG.md has what each part is worth):
   256 × 256 holds: the other side is 128 wide, and would leave half of the unit idle.
 """
 import functools
+import math
 from collections import Counter
 
 import jax
@@ -265,7 +266,7 @@ def _minus_columns(x, columns):
 # Calling them
 
 
-def _call(kernel, place, operands, results, scratch, tiles, products, interpret, **options):
+def _call(kernel, place, operands, results, scratch, tiles, products, interpret=False, **options):
     """Runs `kernel` for every sequence, every key head, and every query head that shares it.
 
     operands, results: (kind, array or its shape) each. The kernel gets one query head ("q") or key head ("k") of the
@@ -290,7 +291,8 @@ def _call(kernel, place, operands, results, scratch, tiles, products, interpret,
 
     area = sum((tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start) for tile in tiles)
     scores = batch * kv_heads * group * area
-    widths = [array.shape[-1] for _, array in operands] + [result.shape[-1] for _, result in results]
+    num_bytes = sum(math.prod(array.shape[kind.endswith("stack"):]) * array.dtype.itemsize
+                    for kind, array in operands + results)
     return pl.pallas_call(
         functools.partial(kernel, **options),
         out_shape=[result for _, result in results],
@@ -299,7 +301,7 @@ def _call(kernel, place, operands, results, scratch, tiles, products, interpret,
             in_specs=[spec(kind) for kind, _ in operands], out_specs=[spec(kind) for kind, _ in results],
             scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in scratch]),
         cost_estimate=pl.CostEstimate(flops=2 * products * scores * HEAD_DIM, transcendentals=scores,
-                                      bytes_accessed=2 * batch * length * sum(widths)),
+                                      bytes_accessed=num_bytes),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"),
                                              vmem_limit_bytes=VMEM_LIMIT_BYTES),
         interpret=interpret,
