@@ -8,6 +8,7 @@ import torch
 from nanochat.common import BadInput
 from nanochat.infer.drafts import guess_next
 from nanochat.infer.healing import MAX_TAKEN_BACK, Vocabulary
+from nanochat.infer.quantize import Int8GPT
 from nanochat.infer.readers import BLOCK, Reader, StaticReader
 from nanochat.infer.sample import Sample, choose_token
 
@@ -66,8 +67,8 @@ class Engine:
         draws from the likeliest tokens that have this probability together. on_text(sample, text): called with each
         new piece of text. on_cut(num_tokens, num_read): called if only the last `num_read` tokens of the prompt's
         `num_tokens` are read. heal: the prompt may end inside a token (see healing.py). drafts: guesses tokens, which
-        changes no text, but its speed (see drafts.py); one sample on the CPU only. keep_going(): asked before every
-        token, and before every 64 of the prompt; once it returns False, the samples end as they are.
+        changes no text, but its speed (see drafts.py); with 8 bits and for one sample only. keep_going(): asked before
+        every token, and before every 64 of the prompt; once it returns False, the samples end as they are.
 
         Raises BadInput if `max_tokens` is the whole context, or a list is longer than what they leave.
         """
@@ -96,7 +97,7 @@ class Engine:
 
         if num_samples == 1 and not self.dist.is_xla:
             self._generate_one(ids, tail, samples[0], lambda logits: choose(0, logits),
-                               drafts and self.dist.device_type == "cpu", keep_going)
+                               drafts and isinstance(self.model, Int8GPT), keep_going)
         else:
             self._generate_together(ids[:len(ids) - len(tail)], samples, choose, keep_going)
         self.timings.predicted_tokens = sum(sample.num_tokens for sample in samples)
