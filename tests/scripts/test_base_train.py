@@ -186,6 +186,7 @@ def test_evaluating_a_checkpoint_gives_what_the_run_found(train, byte_tokenizer_
     assert found == pytest.approx(trained.bpb[6], abs=1e-4)  # the same text, on another backend
 
 
+@pytest.mark.slow
 def test_a_run_with_fill_in_the_middle_records_its_bits_per_byte_and_keeps_its_rate(train, tiny, byte_tokenizer_dir,
                                                                                   corpus_dir, capsys):
     flags = "--fim_rate=0.5", "--max_seq_len=64", "--save_every=6", "--device_type=cpu"
