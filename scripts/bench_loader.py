@@ -174,11 +174,11 @@ def compare_fim(flags, paths, tokenizer):
             world_size=flags.world_size, threads=flags.threads, fim_rate=rate, num_lanes=4 * flags.world_size))
             for rate, recorder in zip(rates, recorders, strict=True)]
         speeds = [Speed() for _ in rates]  # in characters
-        for number in range(1 + 4 * flags.rounds):
+        for number in range(1 + 20 * flags.rounds):
             for loader, recorder, speed in zip(loaders, recorders, speeds, strict=True):
                 recorder.clear()
                 begin, cpu_begin = time.perf_counter(), time.process_time()
-                while time.perf_counter() - begin < flags.seconds / 4 or not recorder.groups:
+                while time.perf_counter() - begin < flags.seconds / 20 or not recorder.groups:
                     next(loader)
                 wait_until_idle(recorder)
                 if number:  # the first turn makes the first rows of all lanes

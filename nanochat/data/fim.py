@@ -48,7 +48,7 @@ SAMPLE = """
   virtual ~Container() override;
 """
 
-_UNPACK = struct.Struct("<8Q").unpack
+_EIGHT_INTEGERS = struct.Struct("<8Q")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Infilling:
         """
         # Most parts of a long document turn out a little longer than a row, and are then cut to its length: rows are
         # hard to fill with documents that are a little shorter.
-        part_chars = int(1.15 * row_tokens * len(SAMPLE) / len(tokenizer.encode_to_numpy(SAMPLE)))
+        part_chars = int(1.22 * row_tokens * len(SAMPLE) / len(tokenizer.encode_to_numpy(SAMPLE)))
         waiting, numbers = [], []  # what is to be encoded, and the number of the text that it belongs to
         for i, (ref, text) in enumerate(texts):
             place = f"{self.seed},{lane},{ref[0]},{ref[1]},{ref[2]}"
@@ -141,7 +141,7 @@ def fit_into_row(tokens, row_tokens, tokenizer):
 def draws(key):
     """Returns a function below(n) that returns up to eight random integers from 0 to n - 1, which follow from the text
     `key`."""
-    words = iter(_UNPACK(hashlib.blake2b(key.encode()).digest()))
+    words = iter(_EIGHT_INTEGERS.unpack(hashlib.blake2b(key.encode()).digest()))
     return lambda n: next(words) * n >> 64
 
 
