@@ -112,6 +112,8 @@ def _run_compiler(program, tpu_slice, folder, timeout_s, processes, options):
     try:
         _, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()  # it writes no more files
         raise CompilerError(f"the TPU compiler took more than --timeout_s={timeout_s} for {program.name}: give it more "
                             "time or fewer --jobs, or compile a smaller --depth") from None
     if process.returncode:
