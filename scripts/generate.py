@@ -12,23 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
-from nanochat.device.ranks import (
-    DEVICE_TYPES,
-    compute_cleanup,
-    compute_init,
-    prepare_xla_environment,
-)
+from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.engine import Engine
-from nanochat.infer.load import find_checkpoint, load_model, resolve_inference_device_type
-
-
-@dataclass(frozen=True)
-class ModelFlags:
-    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
-    tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
-                                      of=expand_path)
-    device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
-    quantize: str = flag("none", "int8: on the CPU, a third of the memory and several times the speed")
+from nanochat.infer.load import ModelFlags, find_checkpoint, load_model, resolve_inference_device_type
 
 
 @dataclass(frozen=True)

@@ -10,24 +10,14 @@ import logging
 import socket
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
-from nanochat.device.ranks import DEVICE_TYPES, compute_cleanup, compute_init, prepare_xla_environment
+from nanochat.common import BadInput, flag, read_flags, run_script
+from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.engine import Engine
 from nanochat.infer.infill import Infiller, Options
-from nanochat.infer.load import find_checkpoint, load_model, resolve_inference_device_type
+from nanochat.infer.load import ModelFlags, find_checkpoint, load_model, resolve_inference_device_type
 
 MAX_CONNECTIONS = 100
-
-
-@dataclass(frozen=True)
-class ModelFlags:
-    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
-    tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
-                                      of=expand_path)
-    device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
-    quantize: str = flag("none", "int8: on the CPU, a third of the memory and several times the speed")
 
 
 @dataclass(frozen=True)

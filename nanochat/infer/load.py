@@ -1,12 +1,13 @@
 """Finds and loads the model of a checkpoint, to complete text or to evaluate."""
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from nanochat.common import BadInput, expand_path, get_base_dir
+from nanochat.common import BadInput, expand_path, flag, get_base_dir
 from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
-from nanochat.device.ranks import resolve_device_type
+from nanochat.device.ranks import DEVICE_TYPES, resolve_device_type
 from nanochat.device.tpu import count_tpu_chips
 from nanochat.infer.quantize import Int8GPT
 from nanochat.kernels.choose import get_kernels
@@ -15,6 +16,16 @@ from nanochat.run.checkpoint_files import MODEL, find_problem, latest
 from nanochat.run.meta import META, load_meta
 
 QUANTIZATIONS = ("none", "int8")
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Which model a script completes text with, and on what."""
+    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
+    tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
+                                      of=expand_path)
+    device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
+    quantize: str = flag("none", "int8: on the CPU, a third of the memory and several times the speed")
 
 
 def find_checkpoint(name=""):
@@ -49,8 +60,8 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     """Returns (model, tokenizer, Meta) of the checkpoint at `path`; the model is on the device of `dist`, for
     evaluation.
 
-    quantize: "none", or "int8": an Int8GPT, on the CPU only. Raises BadInput if the weights are
-    damaged or the tokenizer is not the one it was trained with.
+    quantize: "none", or "int8": an Int8GPT, on the CPU only. Raises BadInput if the weights are damaged or the tokenizer
+    is not the one it was trained with.
     """
     if quantize not in QUANTIZATIONS:
         raise BadInput(f"--quantize={quantize} is unknown: choose {' or '.join(QUANTIZATIONS)}")
