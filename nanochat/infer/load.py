@@ -60,8 +60,8 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     """Returns (model, tokenizer, Meta) of the checkpoint at `path`; the model is on the device of `dist`, for
     evaluation.
 
-    quantize: "none", or "int8": an Int8GPT, on the CPU only. Raises BadInput if the weights are damaged or the tokenizer
-    is not the one it was trained with.
+    quantize: "none", or "int8": an Int8GPT, on the CPU only. Raises BadInput if the weights are damaged or the
+    tokenizer is not the one it was trained with.
     """
     if quantize not in QUANTIZATIONS:
         raise BadInput(f"--quantize={quantize} is unknown: choose {' or '.join(QUANTIZATIONS)}")
