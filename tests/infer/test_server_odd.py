@@ -128,8 +128,12 @@ def test_memory_does_not_grow_while_text_is_typed(infiller):
 
 
 def run_script(base_dir, *flags, **options):
+    def heed_ctrl_c():
+        """A shell that runs the tests in the background lets them, and what they start, ignore it."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     return subprocess.Popen([sys.executable, "-m", "scripts.serve", "--port=0", *flags], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c,
                             env=os.environ | {"NANOCHAT_BASE_DIR": str(base_dir)}, **options)
 
 
