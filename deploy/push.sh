@@ -4,7 +4,7 @@
 #   deploy/push.sh HOST        HOST: an IP, an ssh host, a list of them (a,b), or the VM's name
 #
 # Of nanochat/, scripts/, tokenizer/ and the build files, those are copied that git tracks, and new ones that git does
-# not ignore if they are *.py or a tokenizer's. Without git, only *.py, a tokenizer's and the build files are. No
+# not ignore if they are *.py, data of the package or a tokenizer's. Without git, only these and the build files are. No
 # symbolic link, no hidden file and no file with the name of a key or password file is copied; those left out are named.
 #
 # The VM compares the tarball's checksum, unpacks it beside the present code and switches to it in one rename: an
@@ -23,6 +23,7 @@ resolve ${ARGS[@]+"${ARGS[@]}"}
 cd "$ROOT"
 names=(nanochat scripts tokenizer pyproject.toml Makefile README.md .tpu_env.example)
 source='^(nanochat|scripts)/.*\.py$|^[^/]*$'
+source="$source|^nanochat/(device/prices\\.csv|infer/page\\.html|infer/problem_set/[^/]*\\.cpp)$"  # package-data
 source="$source|^tokenizer/(tokenizer_65k/)?(vocabulary\\.tiktoken|tokenizer\\.json|token_bytes\\.pt|tokenizer\\.pkl)$"
 noise='(^|/)__pycache__/|\.py[co]$|(^|/)\.DS_Store$'
 secret='/\.|/wandb/|\.env$|\.(pem|key|p12|pfx|jks|ppk|kdbx)$|/id_(rsa|dsa|ecdsa|ed25519)[^/.]*(\.pub)?$'
