@@ -3,9 +3,8 @@
 PYTHON ?= python3
 .DELETE_ON_ERROR:
 
-# Processes that run tests at the same time: one for each of 2 cores; of the slow tests, half wait.
-TEST_PROCESSES ?= 2
-TEST_ALL_PROCESSES ?= 3
+# Processes that run tests at the same time. Two cores keep three busy, because many tests wait.
+TEST_PROCESSES ?= 3
 PYTEST = .venv/bin/python -m pytest --no-loadscope-reorder
 
 .PHONY: demo test test-all lint
@@ -16,7 +15,7 @@ test: .venv/installed
 	$(PYTEST) -n $(TEST_PROCESSES)
 
 test-all: .venv/installed
-	$(PYTEST) -n $(TEST_ALL_PROCESSES) -m "slow or not slow"
+	$(PYTEST) -n $(TEST_PROCESSES) -m "slow or not slow"
 
 lint: .venv/installed
 	.venv/bin/ruff check .

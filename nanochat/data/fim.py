@@ -71,12 +71,14 @@ class Infilling:
         waiting, numbers = [], []  # what is to be encoded, and the number of the text that it belongs to
         for i, (ref, text) in enumerate(texts):
             place = f"{self.seed},{lane},{ref[0]},{ref[1]},{ref[2]}"
-            if not ref[2] and text.is_last and draws(place)(1 << 53) < self.rate * (1 << 53):
-                parts = self._rewrite(text.text, part_chars, place)
+            below = None if ref[2] or not text.is_last else draws(place)
+            if below and below(1 << 53) < self.rate * (1 << 53):
+                parts = self._rewrite(text.text, part_chars, place, below)
+                waiting += parts
+                numbers += [i] * len(parts)
             else:
-                parts = [text.text]
-            waiting += parts
-            numbers += [i] * len(parts)
+                waiting.append(text.text)
+                numbers.append(i)
         found = [[] for _ in texts]
         for i, document, tokens in zip(numbers, waiting, tokenizer.encode_documents(waiting), strict=True):
             if isinstance(document, Infill) and len(tokens) > row_tokens:
@@ -85,8 +87,9 @@ class Infilling:
                 found[i].append(tokens[1:] if texts[i][0][2] else tokens)
         return found
 
-    def _rewrite(self, text, part_chars, place):
-        """Returns a list of Infills, the parts of a text. place: where it is, from which they follow."""
+    def _rewrite(self, text, part_chars, place, below):
+        """Returns a list of Infills, the parts of a text. place: where it is; below: draws(place), for the first part.
+        """
         # Malformed bytes become lone surrogates, and then the bytes again.
         characters = text if isinstance(text, str) else text.decode("utf-8", "surrogateescape")
         parts, begin = [], 0
@@ -95,7 +98,7 @@ class Infilling:
             if end < len(characters):
                 end = characters.rfind("\n", begin, end) + 1 or end
             part = characters[begin:end]
-            first, last = choose_middle(part, self.kinds, draws(f"{place},{begin}"))
+            first, last = choose_middle(part, self.kinds, draws(f"{place},{begin}") if begin else below)
             pieces = part[:first], part[last:], part[first:last]
             if not isinstance(text, str):
                 pieces = [piece.encode("utf-8", "surrogateescape") for piece in pieces]

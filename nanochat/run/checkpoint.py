@@ -43,6 +43,7 @@ from nanochat.run.meta import META, Meta, load_meta
 
 LANES_TIMEOUT_S = 300  # for the ranks to hand over the states of their lanes
 RETRY_S = 15  # between attempts to write to a full disk
+PROBE_S, PROBE_BYTES = 1, 2**20  # how often, and by which file, a missing state is found to be due to a full disk
 SAVE_TIMEOUT_S = 1800
 
 
@@ -147,10 +148,14 @@ def _write_text(path, text):
 
 
 def _merge_lane_states(partial, num_lanes, timeout_s):
-    """Merges the files that the ranks' save_lane_states wrote into one, and deletes them."""
+    """Merges the files that the ranks' save_lane_states wrote into one, and deletes them.
+
+    Raises OSError (ENOSPC) if states are missing while the disk is full: their ranks cannot write them, and to wait for
+    them would stop the run.
+    """
     if (partial / LANES).exists():  # merged by an earlier attempt, after which the disk was full
         return
-    deadline = time.monotonic() + timeout_s
+    deadline, next_probe = time.monotonic() + timeout_s, time.monotonic() + PROBE_S
     while True:
         merged, files = {}, list(partial.glob("lanes_from_*.json"))
         for file in files:
@@ -161,12 +166,24 @@ def _merge_lane_states(partial, num_lanes, timeout_s):
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {timeout_s:.0f} s for the ranks that own lanes {', '.join(map(str, missing))} "
                                f"to write their loader state to {partial}")
+        if time.monotonic() > next_probe:
+            _write_probe(partial / "probe")
+            next_probe = time.monotonic() + PROBE_S
         time.sleep(0.02)
     unfinished = partial / f"{LANES}.unfinished"
     _write_text(unfinished, json.dumps(dict(sorted(merged.items()))))
     unfinished.rename(partial / LANES)
     for file in files:
         file.unlink()
+
+
+def _write_probe(path):
+    """Raises OSError if PROBE_BYTES cannot be written to `path`, where nothing is left."""
+    try:
+        path.write_bytes(bytes(PROBE_BYTES))
+        sync_to_disk(path)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 class Saver:

@@ -8,6 +8,7 @@ The faults: SIGTERM and SIGKILL to the parent, to a rank's process and to the wh
 checkpoint truncated; a flipped byte in a shard (the run must refuse it, naming file and row group; then it is mended).
 The disturbed run writes to a small file system of its own, which a user namespace lets anyone mount.
 """
+import atexit
 import collections
 import hashlib
 import json
@@ -44,7 +45,7 @@ def make_data(directory):
 
 
 class Life:
-    """One process of the run, from its start to its end."""
+    """One process of the run, from its start to its end, which comes with that of this process at the latest."""
 
     def __init__(self, base_dir, data, steps, devices):
         environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
@@ -57,6 +58,7 @@ class Life:
             env={**environment, "NANOCHAT_BASE_DIR": str(base_dir), "CPU_NUM_DEVICES": str(devices),
                  "WANDB_MODE": "disabled"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        atexit.register(self.kill)
         self.lines, self._news = [], threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -78,6 +80,10 @@ class Life:
                     raise TimeoutError("no sign of life:\n" + "\n".join(self.lines[-40:]))
                 self._news.wait(0.2)
         return True
+
+    def kill(self):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def progress(self):
         return sum(line.startswith("step ") for line in self.lines)
@@ -238,6 +244,7 @@ def main():
         os.environ["CHAOS_NAMESPACE"] = "1"
         os.execvp("unshare", ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-m",
                               "tests.run.chaos", *sys.argv[1:]])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         try:

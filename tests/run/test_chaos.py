@@ -8,8 +8,8 @@ import pytest
 
 def chaos(*flags, timeout_s):
     environment = {name: value for name, value in os.environ.items() if name != "NANOCHAT_BASE_DIR"}
-    process = subprocess.run([sys.executable, "-m", "tests.run.chaos", *flags], capture_output=True, text=True,
-                             timeout=timeout_s, env=environment)
+    process = subprocess.run(["timeout", str(timeout_s), sys.executable, "-m", "tests.run.chaos", *flags],
+                             capture_output=True, text=True, env=environment)
     if "unshare" in process.stderr or "mount:" in process.stderr:
         pytest.skip(f"no user namespaces here: {process.stderr.strip()}")
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]

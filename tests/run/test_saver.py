@@ -101,15 +101,44 @@ assert not list(run_dir.glob("*.tmp")), "a checkpoint that was given up is still
 """
 
 
-def test_a_full_disk_stops_no_run_and_the_newest_state_is_saved_once_there_is_space(tmp_path):
-    """The disk is a file system of 6 MB, which anybody may mount in a user namespace. The states of the lanes do not
-    fit either."""
+LANES_DO_NOT_FIT = """
+import os, sys, time
+from pathlib import Path
+import torch
+from nanochat.run import checkpoint, checkpoint_files
+from tests.run.states import make_meta
+checkpoint.RETRY_S = 0.1
+run_dir, state = Path(sys.argv[1]), ({"w": torch.ones(500_000)}, {})
+saver = checkpoint.Saver(run_dir, num_lanes=1, keep=2, report=lambda line: print(line, flush=True))
+ballast = run_dir / "ballast"
+with open(ballast, "wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(4096))
+    except OSError:
+        pass
+checkpoint.save_lane_states(run_dir, 1, {0: {"text": "x" * 300_000}})
+os.truncate(ballast, ballast.stat().st_size - 2_150_000)
+saver.save(*state, make_meta(1))
+time.sleep(4)
+print("now there is space", flush=True)
+ballast.unlink()
+saver.finish(30)
+assert [path.name for path in checkpoint_files.list_checkpoints(run_dir)] == ["step_000001"]
+assert checkpoint_files.latest_good(run_dir) and not list(run_dir.glob("step_*/probe"))
+"""
+
+
+@pytest.mark.parametrize("script, step", [(FULL_DISK, 2), (LANES_DO_NOT_FIT, 1)], ids=["nothing", "lanes"])
+def test_a_full_disk_stops_no_run_and_the_newest_state_is_saved_once_there_is_space(tmp_path, script, step):
+    """The disk is a file system of 6 MB, which anybody may mount in a user namespace."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = f"mount -t tmpfs -o size=6m tmpfs {disk} && exec {sys.executable} -c '{FULL_DISK}' {disk}"
+    command = f"mount -t tmpfs -o size=6m tmpfs {disk} && exec {sys.executable} -c '{script}' {disk}"
     process = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command],
                              capture_output=True, text=True, timeout=120)
     if "unshare" in process.stderr or "mount:" in process.stderr:
         pytest.skip(f"no user namespaces here: {process.stderr.strip()}")
     assert process.returncode == 0, process.stdout + process.stderr
-    assert "warning: the disk is full" in process.stdout and "step 2 is not saved" in process.stdout
+    complaint = process.stdout.partition("now there is space")[0]
+    assert "warning: the disk is full" in complaint and f"step {step} is not saved" in complaint
