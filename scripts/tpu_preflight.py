@@ -24,7 +24,7 @@ from nanochat.device import tpu
 from nanochat.device.tpu import GIB
 from nanochat.preflight import explain
 from nanochat.preflight.compile import CompilerError, require_packages
-from nanochat.preflight.report import Request, advice, find_batch, make_report
+from nanochat.preflight.report import Request, advice, find_batch, make_report, name_buffer_of_gpt
 from nanochat.preflight.trace import prepare_environment
 from nanochat.train.flags import TITLES, Flags
 from nanochat.train.plan import make_plan
@@ -110,8 +110,8 @@ def trace_run(flags, chips):
     from nanochat.data.loader import SyntheticLoader
     from nanochat.device.ranks import Dist
     from nanochat.preflight.programs import Programs, fill_with_placeholders
+    from nanochat.train.language import make_model, make_step, next_token_loss
     from nanochat.train.loss_eval import bits_per_byte
-    from nanochat.train.step import make_model, make_step, next_token_loss
     from nanochat.train.teacher import DistillationLoss, find_teacher, make_teacher
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     plan = make_plan(flags, tokenizer.n_vocab, "tpu", chips)
@@ -129,7 +129,7 @@ def trace_run(flags, chips):
                                  num_rows=2 * rows * chips)
         bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist)
 
-    programs = Programs(plan, training)
+    programs = Programs(plan, training, lambda shape: name_buffer_of_gpt(shape, plan.config, rows, length))
     return programs, programs.trace({"rows": torch.zeros(rows, length + 1, dtype=torch.int32)}, evaluate)
 
 
@@ -197,10 +197,10 @@ def describe(report):
                                                                           ("usd_on_demand", "on demand"))
                          if run[key] is not None)
         cost += f" in {report['zone'] or 'the dearest region (--zone)'}" if cost else ""
-        plan = report["plan"]
-        lines += ["", f"estimate: {1000 * run['step_s']:.0f} ms a step of {plan['total_batch_size']:,} tokens "
+        plan, unit = report["plan"], report["plan"]["unit"]
+        lines += ["", f"estimate: {1000 * run['step_s']:.0f} ms a step of {plan['total_batch_size']:,} {unit} "
                   f"({span_ms(run['step_low_s'], run['step_high_s'], 0)}), "
-                  f"{run['tokens_per_s']:,.0f} tokens/s, MFU {run['mfu']:.1%}; "
+                  f"{run[f'{unit}_per_s']:,.0f} {unit}/s, MFU {run['mfu']:.1%}; "
                   f"update {run['shares']['update']:.1%} of a step",
                   f"estimate: {run['hours']:.1f} h for {plan['num_iterations']:,} steps{cost and f', {cost}'}"]
     lines.append("")
