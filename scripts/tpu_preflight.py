@@ -61,9 +61,10 @@ class PreflightFlags:
     zone: str | None = flag(None, "zone whose prices count, such as us-west4-a; default: the dearest")
 
 
-def read_preflight_flags(argv=None):
-    """Returns the PreflightFlags of a command line and its Flags of base_train. Raises BadInput."""
-    own, *of_training = read_flags(argv, __doc__, {PreflightFlags: "preflight", **TITLES})
+def read_preflight_flags(argv=None, description=__doc__, titles=TITLES, flags_of_training=Flags):
+    """Returns the PreflightFlags of a command line and the Flags of the script that trains, by default base_train.
+    titles: those of its groups of flags, in the order of its Flags. Raises BadInput."""
+    own, *of_training = read_flags(argv, description, {PreflightFlags: "preflight", **titles})
     unknown = set(own.programs.split(",")) - set(PROGRAMS)
     if unknown:
         raise BadInput(f"--programs={own.programs} is unknown: choose among {','.join(PROGRAMS)}")
@@ -77,7 +78,7 @@ def read_preflight_flags(argv=None):
             raise BadInput(f"--json={own.json} is a folder: name a file")
     if own.dump_dir and own.dump_dir.exists():
         _require_folder("dump_dir", own.dump_dir, own.dump_dir)
-    return replace(own, accelerator=accelerator), Flags(*of_training)
+    return replace(own, accelerator=accelerator), flags_of_training(*of_training)
 
 
 def _require_folder(name, value, folder):
@@ -91,11 +92,11 @@ def _require_folder(name, value, folder):
 # The programs of a run
 
 
-def preflight(flags, request, say=print):
-    """Traces the programs of a run with base_train's Flags, compiles those that `request` names, and returns the report
-    (preflight/report.py)."""
+def preflight(flags, request, say=print, trace=None):
+    """Traces the programs of a run by trace(flags, chips), by default trace_run, compiles those that `request` names,
+    and returns the report (preflight/report.py)."""
     started = time.monotonic()
-    programs, traced = trace_run(flags, tpu.parse_accelerator(request.accelerator).chips)
+    programs, traced = (trace or trace_run)(flags, tpu.parse_accelerator(request.accelerator).chips)
     return make_report(programs, traced, time.monotonic() - started, flags.as_dict(), request, say)
 
 
@@ -220,8 +221,8 @@ def main(argv=None):
         return 1
 
 
-def run(own, train_flags):
-    """Makes the report, prints it and writes it to a file. Returns the exit status."""
+def run(own, train_flags, trace=None):
+    """Makes the report, prints it and writes it to a file. Returns the exit status. trace: see preflight."""
     require_packages()
     prepare_environment()
     os.environ["TPU_ACCELERATOR_TYPE"] = own.accelerator  # the attention kernel's tiles depend on the chip
@@ -229,7 +230,7 @@ def run(own, train_flags):
         (lambda line: print(line, flush=True))
     request = Request(own.accelerator, tuple(own.programs.split(",")), own.jobs, own.timeout_s, own.dump_dir,
                       own.heuristic, own.explain, own.usd_per_chip_hour, own.zone)
-    report = preflight(train_flags, request, say)
+    report = preflight(train_flags, request, say, trace)
     if own.find_batch:
         def try_batch(batch_size, activation_checkpointing):
             trial = train_flags.replace(device_batch_size=batch_size, total_batch_size=-1,

@@ -284,10 +284,11 @@ class PuzzleTask:
         weights, and the share of cells that are right."""
         puzzles = read_puzzles(self.flags.data_dir, "val")
         with training.optimizer.averaged_weights():
-            return self._evaluate(training.model, puzzles, dist, is_cut_short)
+            return self.solve_held_out(training.model, puzzles, dist, is_cut_short)
 
     @torch.no_grad()
-    def _evaluate(self, model, puzzles, dist, is_cut_short):
+    def solve_held_out(self, model, puzzles, dist, is_cut_short):
+        """Returns the metrics of `evaluate` for the weights that the model has."""
         number = min(self.flags.puzzles.eval_puzzles, len(puzzles.puzzles))
         max_steps, slots = self.flags.puzzles.supervision_steps, self.plan.slots
         exact = [torch.zeros((), device=dist.device) for _ in range(max_steps)]
