@@ -201,6 +201,7 @@ with exclusive_use(run_directory(flags)):
 """
 
 
+@pytest.mark.slow
 def test_fifty_steps_are_two_programs_without_a_fallback_to_the_host_or_a_fetch_between_lines(base_dir, data_dir):
     process = run_python("-c", COUNT, f"--data_dir={data_dir}", *TINY, "--num_iterations=50", "--mixer=attention")
     assert process.returncode == 0, process.stderr[-3000:]
