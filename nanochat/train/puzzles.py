@@ -229,16 +229,17 @@ class PuzzleTask:
     def resumed(self, path, meta):
         require_match(path, meta, config=asdict(self.plan.config), tokenizer_sha256=None,
                       data_fingerprint=self.fingerprint)
-        now = self.flags.as_dict() | {"total_batch_size": self.plan.total_batch_size}
-        for name in ("total_batch_size", "optimizer", "compute_dtype"):  # the carry and the state are of these
+        now = self.flags.as_dict()
+        for name in ("total_batch_size", "optimizer", "seed"):  # the carry and the optimizer's state are of these
             if meta.flags[name] != now[name]:
                 raise BadInput(f"{path} was trained with --{name}={meta.flags[name]}, and this run has {now[name]}: "
                                "resume with the flags it was trained with, or choose another --run")
         return self
 
     def state_bytes(self):
-        training = self.make_training(TRM(self.plan.config, self.plan.dtype), torch.device("cpu"))
-        return state_bytes(training[0].masters, training[0].state, training[1].carry)
+        with torch.device("meta"):
+            optimizer, loss = self.make_training(TRM(self.plan.config, self.plan.dtype), "meta")
+        return state_bytes(optimizer.masters, optimizer.state, loss.carry)
 
     def make_training(self, model, device, dist=None):
         """Returns the optimizer and the EpisodeLoss for a model on `device`."""

@@ -22,10 +22,11 @@ class Task(Protocol):
     """The parent process makes a task and hands it to the ranks, so it can be pickled and holds no device's memory.
 
     flags: groups of flags, among them `run`, `devices` and `record` (flags.py), with `as_dict()`.
-    changing_flags: names of the flags whose change is told when a run resumes.
+    name: as in a checkpoint's Meta. changing_flags: names of the flags whose change is told when a run resumes.
     plan: `num_iterations`; `micro_steps(step)` and `all_micro_steps`, the numbers of micro-steps; `batch_growth(step)`,
         the batch of a step over that of the first; `device_type`, `world_size`; and the unit in which work is counted:
-        `unit` ("tokens"), `units(begin, end)` of these steps, `flops_per_unit`.
+        `unit` ("tokens"), `units(begin, end)` of these steps, `flops_per_unit`. For the preflight also `kernel`, a
+        name, and `parameters`, {group: number}.
     num_lanes: how many states a checkpoint has of the data, from all ranks together.
     """
 
