@@ -16,8 +16,8 @@ from nanochat.device.programs import one_program, synchronize
 from nanochat.device.ranks import compute_init, prepare_xla_environment
 from nanochat.kernels.choose import available_kernels
 from nanochat.train.flags import parse_flags
+from nanochat.train.language import make_model, make_step
 from nanochat.train.plan import make_plan
-from nanochat.train.step import make_model, make_step
 
 
 @dataclass(frozen=True)

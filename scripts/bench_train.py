@@ -15,8 +15,8 @@ from nanochat.common import flag, read_flags, run_script
 from nanochat.device.programs import synchronize
 from nanochat.device.ranks import Dist, compute_init, prepare_xla_environment
 from nanochat.train.flags import parse_flags
+from nanochat.train.language import make_model, make_step
 from nanochat.train.plan import make_plan
-from nanochat.train.step import make_model, make_step
 
 
 @dataclass(frozen=True)

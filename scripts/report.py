@@ -78,11 +78,14 @@ def summarise(runs, usd_per_hour=None):
     rows = [("run", [run.name for run in runs])] + [
         (label, [text(run) or "" for run in runs]) for label, text in (
             ("steps", lambda run: f"{run.records[-1]['step']:,}"),
-            ("tokens", lambda run: of(run.last("tokens"), lambda tokens: format_count(int(tokens)))),
+            *((unit, lambda run, unit=unit: of(run.last(unit), lambda number: format_count(int(number))))
+              for unit in ("tokens", "puzzles")),
             ("loss, last 20 steps", lambda run: of(run.series("loss")[1][-20:], lambda values: f"{values.mean():.4f}")),
             ("validation, bits per byte", lambda run: of(run.last("val_bpb"), "{:.4f}".format)),
             ("the best, at step", best_validation),
-            ("tokens/s, median", lambda run: of(run.median("tokens_per_s"), "{:,.0f}".format)),
+            ("held-out puzzles solved", lambda run: of(run.last("val_exact"), "{:.1%}".format)),
+            *((f"{unit}/s, median", lambda run, unit=unit: of(run.median(f"{unit}_per_s"), "{:,.0f}".format))
+              for unit in ("tokens", "puzzles")),
             ("MFU, median", lambda run: of(run.median("mfu"), "{:.1%}".format)),
             ("waiting for data", lambda run: of(run.median("data_wait"), "{:.1%}".format)),
             ("dispatching programs", lambda run: of(run.median("host_dispatch"), "{:.1%}".format)),
@@ -142,12 +145,15 @@ def draw(runs, out_dir):
     """Writes the pictures that some run has metrics for, as PNGs, and returns their paths."""
     pictures = [
         ("loss", "Loss and validation", [
-            (lambda axes: draw_lines(axes, runs, "loss", "loss, nats a token", "tokens", smooth=True), "loss"),
+            (lambda axes: draw_lines(axes, runs, "loss", "loss, nats a token", "work", smooth=True), "loss"),
             (lambda axes: draw_lines(axes, runs, "loss", "loss, nats a token", "time", smooth=True), "loss"),
-            (lambda axes: draw_lines(axes, runs, "val_bpb", "validation, bits per byte", "tokens"), "val_bpb"),
-            (lambda axes: draw_lines(axes, runs, "val_bpb", "validation, bits per byte", "time"), "val_bpb")]),
+            (lambda axes: draw_lines(axes, runs, "val_bpb", "validation, bits per byte", "work"), "val_bpb"),
+            (lambda axes: draw_lines(axes, runs, "val_bpb", "validation, bits per byte", "time"), "val_bpb"),
+            (lambda axes: draw_lines(axes, runs, "val_exact", "held-out puzzles solved, %", "time", scale=100),
+             "val_exact")]),
         ("throughput", "Throughput", [
             (lambda axes: draw_lines(axes, runs, "tokens_per_s", "tokens a second", "time"), "tokens_per_s"),
+            (lambda axes: draw_lines(axes, runs, "puzzles_per_s", "puzzles a second", "time"), "puzzles_per_s"),
             (lambda axes: draw_lines(axes, runs, "mfu", "model FLOPs utilisation, %", "time", scale=100), "mfu"),
             (lambda axes: draw_lines(axes, runs, "data_wait", "waiting for data, % of the time", "time", scale=100),
              "data_wait"),
@@ -159,11 +165,11 @@ def draw(runs, out_dir):
         ("memory", "Device memory", [
             (lambda axes: draw_memory(axes, runs), "device_memory_bytes")]),
         ("optimizer", "Learning rates and gradients", [
-            (lambda axes: draw_lines(axes, runs, "lr_multiplier", "learning rates, × those of the flags", "tokens"),
+            (lambda axes: draw_lines(axes, runs, "lr_multiplier", "learning rates, × those of the flags", "work"),
              "lr_multiplier"),
-            (lambda axes: draw_lines(axes, runs, "grad_norm", "norm of the gradient", "tokens", is_log=True),
+            (lambda axes: draw_lines(axes, runs, "grad_norm", "norm of the gradient", "work", is_log=True),
              "grad_norm"),
-            (lambda axes: draw_lines(axes, runs, "bad_steps", "steps skipped as not finite", "tokens", is_count=True),
+            (lambda axes: draw_lines(axes, runs, "bad_steps", "steps skipped as not finite", "work", is_count=True),
              "bad_steps")])]
     paths = []
     for name, title, panels in pictures:
@@ -182,7 +188,7 @@ def has_shown(run, name):
 def draw_completion(runs, path, text):
     """Writes a picture of the loss over tokens with `text` beside it, and returns its path."""
     return save_figure(path, "Loss, and a completion", [
-        lambda axes: draw_lines(axes, runs, "loss", "loss, nats per token", "tokens", smooth=True),
+        lambda axes: draw_lines(axes, runs, "loss", "loss, nats per token", "work", smooth=True),
         lambda axes: draw_text(axes, text)])
 
 
@@ -221,7 +227,7 @@ def save_figure(path, title, panels):
 
 def draw_lines(axes, runs, name, label, over, scale=1, smooth=False, is_log=False,
                is_count=False):
-    """Draws the metric `name` of each run over "tokens" or over "time".
+    """Draws the metric `name` of each run over "work", in the unit of the first run's task, or over "time".
 
     label: of the vertical axis, in whose unit the values are after multiplication by `scale`.
     smooth: draws a running mean as well. is_count: the values are whole numbers.
@@ -231,7 +237,7 @@ def draw_lines(axes, runs, name, label, over, scale=1, smooth=False, is_log=Fals
         steps, values = run.series(name)
         if not len(steps):
             continue
-        x = run.tokens(steps)
+        x = run.work(steps)
         if over == "time":  # a gap where the run was interrupted
             breaks = np.searchsorted(steps, [record["step"] for record in run.interruptions()])
             x, values = np.insert(run.elapsed_s(steps) / unit_s, breaks, np.nan), np.insert(values, breaks, np.nan)
@@ -242,8 +248,8 @@ def draw_lines(axes, runs, name, label, over, scale=1, smooth=False, is_log=Fals
             axes.plot(x, running_mean(values) * scale, color=colour, linewidth=1.6, label=run.name)
         mark_interruptions(axes, run, colour, over, unit_s)
     axes.set_ylabel(label)
-    if over == "tokens":
-        axes.set_xlabel("tokens")
+    if over == "work":
+        axes.set_xlabel(runs[0].unit)
         axes.xaxis.set_major_formatter(lambda value, _: format_count(int(value)))
     if is_log:
         axes.set_yscale("log")
@@ -283,8 +289,8 @@ def time_unit(axes, runs):
 def mark_interruptions(axes, run, colour, over, unit_s):
     """Draws a broken line where the run was resumed; over time, also a shade over the pause before it."""
     for i, record in enumerate(run.interruptions()):
-        if over == "tokens":
-            x = run.tokens(record["step"])
+        if over == "work":
+            x = run.work(record["step"])
         else:
             before = run.records[run.records.index(record) - 1]
             begin, x = ((time - run.records[0]["time"]) / unit_s for time in (before["time"], record["time"]))

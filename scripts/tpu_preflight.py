@@ -24,7 +24,7 @@ from nanochat.device import tpu
 from nanochat.device.tpu import GIB
 from nanochat.preflight import explain
 from nanochat.preflight.compile import CompilerError, require_packages
-from nanochat.preflight.report import Request, advice, find_batch, make_report
+from nanochat.preflight.report import Request, advice, find_batch, make_report, name_buffer_of_gpt
 from nanochat.preflight.trace import prepare_environment
 from nanochat.train.flags import TITLES, Flags
 from nanochat.train.plan import make_plan
@@ -61,9 +61,10 @@ class PreflightFlags:
     zone: str | None = flag(None, "zone whose prices count, such as us-west4-a; default: the dearest")
 
 
-def read_preflight_flags(argv=None):
-    """Returns the PreflightFlags of a command line and its Flags of base_train. Raises BadInput."""
-    own, *of_training = read_flags(argv, __doc__, {PreflightFlags: "preflight", **TITLES})
+def read_preflight_flags(argv=None, description=__doc__, titles=TITLES, flags_of_training=Flags):
+    """Returns the PreflightFlags of a command line and the Flags of the script that trains, by default base_train.
+    titles: those of its groups of flags, in the order of its Flags. Raises BadInput."""
+    own, *of_training = read_flags(argv, description, {PreflightFlags: "preflight", **titles})
     unknown = set(own.programs.split(",")) - set(PROGRAMS)
     if unknown:
         raise BadInput(f"--programs={own.programs} is unknown: choose among {','.join(PROGRAMS)}")
@@ -77,7 +78,7 @@ def read_preflight_flags(argv=None):
             raise BadInput(f"--json={own.json} is a folder: name a file")
     if own.dump_dir and own.dump_dir.exists():
         _require_folder("dump_dir", own.dump_dir, own.dump_dir)
-    return replace(own, accelerator=accelerator), Flags(*of_training)
+    return replace(own, accelerator=accelerator), flags_of_training(*of_training)
 
 
 def _require_folder(name, value, folder):
@@ -91,11 +92,11 @@ def _require_folder(name, value, folder):
 # The programs of a run
 
 
-def preflight(flags, request, say=print):
-    """Traces the programs of a run with base_train's Flags, compiles those that `request` names, and returns the report
-    (preflight/report.py)."""
+def preflight(flags, request, say=print, trace=None):
+    """Traces the programs of a run by trace(flags, chips), by default trace_run, compiles those that `request` names,
+    and returns the report (preflight/report.py)."""
     started = time.monotonic()
-    programs, traced = trace_run(flags, tpu.parse_accelerator(request.accelerator).chips)
+    programs, traced = (trace or trace_run)(flags, tpu.parse_accelerator(request.accelerator).chips)
     return make_report(programs, traced, time.monotonic() - started, flags.as_dict(), request, say)
 
 
@@ -110,8 +111,8 @@ def trace_run(flags, chips):
     from nanochat.data.loader import SyntheticLoader
     from nanochat.device.ranks import Dist
     from nanochat.preflight.programs import Programs, fill_with_placeholders
+    from nanochat.train.language import make_model, make_step, next_token_loss
     from nanochat.train.loss_eval import bits_per_byte
-    from nanochat.train.step import make_model, make_step, next_token_loss
     from nanochat.train.teacher import DistillationLoss, find_teacher, make_teacher
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     plan = make_plan(flags, tokenizer.n_vocab, "tpu", chips)
@@ -129,7 +130,7 @@ def trace_run(flags, chips):
                                  num_rows=2 * rows * chips)
         bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist)
 
-    programs = Programs(plan, training)
+    programs = Programs(plan, training, lambda shape: name_buffer_of_gpt(shape, plan.config, rows, length))
     return programs, programs.trace({"rows": torch.zeros(rows, length + 1, dtype=torch.int32)}, evaluate)
 
 
@@ -197,10 +198,10 @@ def describe(report):
                                                                           ("usd_on_demand", "on demand"))
                          if run[key] is not None)
         cost += f" in {report['zone'] or 'the dearest region (--zone)'}" if cost else ""
-        plan = report["plan"]
-        lines += ["", f"estimate: {1000 * run['step_s']:.0f} ms a step of {plan['total_batch_size']:,} tokens "
+        plan, unit = report["plan"], report["plan"]["unit"]
+        lines += ["", f"estimate: {1000 * run['step_s']:.0f} ms a step of {plan['total_batch_size']:,} {unit} "
                   f"({span_ms(run['step_low_s'], run['step_high_s'], 0)}), "
-                  f"{run['tokens_per_s']:,.0f} tokens/s, MFU {run['mfu']:.1%}; "
+                  f"{run[f'{unit}_per_s']:,.0f} {unit}/s, MFU {run['mfu']:.1%}; "
                   f"update {run['shares']['update']:.1%} of a step",
                   f"estimate: {run['hours']:.1f} h for {plan['num_iterations']:,} steps{cost and f', {cost}'}"]
     lines.append("")
@@ -220,8 +221,8 @@ def main(argv=None):
         return 1
 
 
-def run(own, train_flags):
-    """Makes the report, prints it and writes it to a file. Returns the exit status."""
+def run(own, train_flags, trace=None):
+    """Makes the report, prints it and writes it to a file. Returns the exit status. trace: see preflight."""
     require_packages()
     prepare_environment()
     os.environ["TPU_ACCELERATOR_TYPE"] = own.accelerator  # the attention kernel's tiles depend on the chip
@@ -229,7 +230,7 @@ def run(own, train_flags):
         (lambda line: print(line, flush=True))
     request = Request(own.accelerator, tuple(own.programs.split(",")), own.jobs, own.timeout_s, own.dump_dir,
                       own.heuristic, own.explain, own.usd_per_chip_hour, own.zone)
-    report = preflight(train_flags, request, say)
+    report = preflight(train_flags, request, say, trace)
     if own.find_batch:
         def try_batch(batch_size, activation_checkpointing):
             trial = train_flags.replace(device_batch_size=batch_size, total_batch_size=-1,

@@ -13,8 +13,10 @@ from unittest import mock
 import pytest
 
 from nanochat.common import BadInput
+from nanochat.data.puzzles import write_puzzles
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.run import checkpoint
+from nanochat.train import launch, puzzles
 from nanochat.train.flags import TITLES
 from tests.infer.test_engine import make_model
 from tests.run.states import make_meta
@@ -24,13 +26,16 @@ pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+LAUNCHED = ["spawn", "Trainer"]  # of nanochat.train.launch
 # Where the real work of each script begins: there the test stops it.
 WORK = {
-    "base_eval": ["DataLoader"], "base_train": ["spawn", "Trainer", "run_preflight"],
+    "base_eval": ["DataLoader"], "base_train": ["run_preflight", *LAUNCHED],
     "bench_checkpoint": ["make_state"], "bench_generate": ["make_model"], "bench_host": ["Contender"],
     "bench_judge": ["Judge"], "bench_loader": ["compare_speed"], "bench_schedule": ["measure"],
     "bench_train": ["Contender"], "code_eval": ["Judge"], "demo": ["run"], "export": ["load_model"],
-    "generate": ["Engine"], "import_nanochat": ["read_weights"], "prepare_data": ["build"], "report": ["draw"],
+    "generate": ["Engine"], "import_nanochat": ["read_weights"], "prepare_data": ["build"],
+    "prepare_puzzles": ["make_all"], "puzzle_preflight": ["run"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED,
+    "report": ["draw"],
     "serve": ["Engine"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"], "tpu_advice": ["advise"],
     "tpu_preflight": ["preflight"]}
 
@@ -48,6 +53,8 @@ def flags_of(module):
     classes = [value for value in vars(module).values() if dataclasses.is_dataclass(value)]
     if module.__name__ in ("scripts.base_train", "scripts.tpu_preflight"):
         classes += TITLES
+    if module.__name__ in ("scripts.puzzle_train", "scripts.puzzle_preflight"):
+        classes += puzzles.TITLES
     return [field for of in classes for field in dataclasses.fields(of) if "limits" in field.metadata]
 
 
@@ -91,12 +98,15 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
     meta = make_meta(20, config=dataclasses.asdict(model.config), tokenizer_sha256=tokenizer.sha256)
     trained = checkpoint.save(tmp_path / "run", model.state_dict(), {}, meta, num_lanes=0)
     nanochat = tmp_path / "model_000001.pt"
+    made_puzzles = tmp_path / "FOLDER"
     sizes = {"sequence_len": 32, "vocab_size": tokenizer.n_vocab, "n_layer": 1, "n_embd": 64, "n_head": 1}
     (tmp_path / "meta_000001.json").write_text(json.dumps({"model_config": {**sizes, "n_kv_head": 1}}))
     good = {
         "base_train": [f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", "--device_type=cpu",
                        f"--val_dir={corpus_dir}/val", "--depth=1", "--max_seq_len=32", "--total_batch_size=256"],
         "bench_schedule": ["--accelerator=v6e-1"],
+        "puzzle_train": [f"--data_dir={made_puzzles}", "--device_type=cpu", "--hidden=8", "--heads=2"],
+        "puzzle_preflight": ["--accelerator=v6e-4", f"--data_dir={made_puzzles}"],
         "tpu_preflight": ["--accelerator=v6e-4", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "base_eval": [f"--checkpoint={trained}", f"--data_dir={corpus_dir}/val", "--device_type=cpu",
                       f"--tokenizer_dir={byte_tokenizer_dir}"],
@@ -110,6 +120,7 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         "prepare_data": ["--source=FOLDER"], "tok_train": [f"--data_dir={corpus_dir}/train"],
         "bench_loader": [f"--data_dir={corpus_dir}/train", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "tok_eval": [f"--data_dir={corpus_dir}/val", f"--tokenizer_dir={byte_tokenizer_dir}"]}.get(name, [])
+    write_puzzles(made_puzzles, "sudoku", (2, 2), dict.fromkeys(("train", "val"), [([0] * 16, [1] * 16, 0)]))
     outcomes = set()
 
     @settings(max_examples=100, deadline=None, database=None, derandomize=True,
@@ -129,9 +140,10 @@ def outcome_of(module, work, argv):
     """Runs the script until its work begins, and returns how that went; fails for anything else than one line."""
     with contextlib.ExitStack() as stack:
         for function in work:
-            stack.enter_context(mock.patch.object(module, function, side_effect=WorkBegins))
-        for function in {"stop_on_signals", "stop_on_preemption_notice"} & vars(module).keys():
-            stack.enter_context(mock.patch.object(module, function))
+            place = launch if function in LAUNCHED else module
+            stack.enter_context(mock.patch.object(place, function, side_effect=WorkBegins))
+        for function in ("stop_on_signals", "stop_on_preemption_notice"):
+            stack.enter_context(mock.patch.object(launch, function))
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(mock.patch.object(sys, "argv", [f"{module.__name__.rpartition('.')[2]}.py"]))
         stack.enter_context(mock.patch.object(sys, "stdin", mock.Mock(buffer=mock.Mock(read=lambda: b"prompt"))))

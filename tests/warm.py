@@ -2,15 +2,15 @@
 once what several of them train.
 
 A test calls `WarmRanks(devices).call(base_train.main, flags)`. The first call starts a process with a thread for each
-XLA device of its CPU, like the one in which base_train trains (scripts/base_train.py, `spawn`). Its threads wait for
+XLA device of its CPU, like the one in which base_train trains (nanochat/train/launch.py, `spawn`). Its threads wait for
 the next call:
 
     the test's process              the warm process
     WarmRanks.call  -- function, flags, environment -->  thread of rank 0: function(flags), until it has prepared a Run
-                                                         every thread:     base_train.train(run)
+                                                         every thread:     launch.train(run)
                     <-- exit status -------------------  thread of rank 0
 
-Two functions of base_train are replaced in that process, and nothing else: `spawn` hands the Run to threads that exist
+Two functions of launch are replaced in that process, and nothing else: `spawn` hands the Run to threads that exist
 already, and `stop_on_signals`, which needs the main thread, does nothing. Tests of signals, of processes that are
 killed and of what a new process does must start one (`run_python` in conftest.py).
 """
@@ -28,7 +28,7 @@ from unittest import mock
 from nanochat.common import run_script
 from nanochat.device.ranks import prepare_xla_environment
 from nanochat.run.processes import end_process_on_error
-from scripts import base_train
+from nanochat.train import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 300  # for one call, on a machine that does other work too
@@ -117,15 +117,15 @@ def serve(connection, inboxes):
             train_as_rank(*inboxes[rank].get())
 
     def train_on_all_ranks(run):
-        """Takes the place of base_train.spawn."""
+        """Takes the place of launch.spawn."""
         statuses = queue.SimpleQueue()
         for inbox in inboxes[1:]:
             inbox.put((run, statuses))
         train_as_rank(run, statuses)
         return max(statuses.get() for _ in inboxes)
 
-    base_train.spawn = train_on_all_ranks
-    base_train.stop_on_signals = lambda requests: None
+    launch.spawn = train_on_all_ranks
+    launch.stop_on_signals = lambda requests: None
     connection.send("ready")
     while True:
         try:
@@ -138,7 +138,7 @@ def serve(connection, inboxes):
 def train_as_rank(run, statuses):
     """Trains, as base_train's ranks do, and puts the exit status into the queue. An error ends the process: the other
     ranks would wait for this one for ever."""
-    end_process_on_error(lambda: statuses.put(base_train.train(run)), os.devnull)
+    end_process_on_error(lambda: statuses.put(launch.train(run)), os.devnull)
 
 
 def call_as_script(function, argv, environment):

@@ -101,6 +101,13 @@ def compute_init(device_type):
     return dist
 
 
+def spawn_ranks(function, *args):
+    """Calls function(index, *args) in a process for each TPU chip, or in a thread for each XLA device of a CPU, and
+    returns when all have ended. Nothing may have started the XLA runtime before."""
+    import torch_xla.distributed.xla_multiprocessing as xmp
+    xmp.spawn(function, args=args, nprocs=None)
+
+
 def compute_cleanup(dist):
     """Ends what compute_init began."""
     if dist.device_type == "cuda" and dist.world_size > 1:

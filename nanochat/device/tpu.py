@@ -187,3 +187,14 @@ def usd_per_hour(accelerator, spot, usd_per_chip_hour=None, zone=None):
         price = prices.chip_price(accelerator, spot, zone)
         usd_per_chip_hour = price and price.usd_per_chip_hour
     return None if usd_per_chip_hour is None else usd_per_chip_hour * chips
+
+
+def peak_flops_here(device_type):
+    """Returns the bf16 FLOP/s of one device of this machine, or None if it is not known."""
+    if device_type == "tpu":
+        accelerator = detect_accelerator()
+        return peak_flops(accelerator) if accelerator else None
+    if device_type != "cuda":
+        return None
+    import torch
+    return peak_flops(torch.cuda.get_device_name())

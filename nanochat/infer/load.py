@@ -69,6 +69,8 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
         raise BadInput(f"--quantize=int8 is for the CPU, not for {dist.device_type}: leave it out, or add "
                        "--device_type=cpu")
     meta = load_meta(path)
+    if meta.task != "language":
+        raise BadInput(f"{path} is of the task {meta.task} and no model of text: give a run of base_train")
     problem = find_problem(path, (MODEL, META))
     if problem:
         raise BadInput(f"checkpoint {path} is damaged ({problem}): use another one")

@@ -197,7 +197,7 @@ def _metrics(run, curve):
         return "## Metrics\n\nThe run recorded none."
     steps = sorted(next(iter(columns.values())))
     kept = sorted({steps[round(i * (len(steps) - 1) / (CURVE_ROWS - 1))] for i in range(CURVE_ROWS)})
-    tokens = run.tokens(kept)
+    tokens = run.work(kept)
     rows = "\n".join(f"| {step:,} | {count:,.0f} | " + " | ".join(
         f"{values[step]:.4f}" if step in values else "" for values in columns.values()) + " |"
         for step, count in zip(kept, tokens, strict=True))

@@ -4,6 +4,7 @@ Everything that changes from step to step (learning rates, momentum, bias correc
 tensor. No such number is part of the compiled program, so no schedule makes it compile again.
 """
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -138,32 +139,54 @@ def cautious_weight_decay(weights, update):
 # The optimizer
 
 
+@dataclass(frozen=True)
+class AdamW:
+    """How one parameter is updated by AdamW."""
+    lr: float
+    weight_decay: float = 0.0
+    is_atan2: bool = False  # lr × atan2(average, root) in place of lr × average / root (arXiv 2407.05872)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How each parameter is updated."""
+    adam: dict  # name of a parameter -> AdamW; Muon updates the others, stacks of matrices (L, m, n)
+    matrix_lr: float
+    matrix_weight_decay: float
+    betas: tuple = ADAM_BETAS
+    ema_decay: float = 0.0  # of the running average of the weights; 0: none is kept
+
+
+def gpt_rules(config, total_batch_size, width):
+    """Returns the Rules of a GPT. config: OptimConfig; total_batch_size: tokens of the first step."""
+    scale = batch_lr_scale(total_batch_size)
+    adam_scale = scale * width_lr_scale(width)
+    return Rules({
+        "wte": AdamW(config.embedding_lr * adam_scale),
+        "lm_head": AdamW(config.unembedding_lr * adam_scale),
+        "resid_scale": AdamW(config.scalar_lr * 0.01 * scale),  # it multiplies the residual stream once per layer
+        "x0_scale": AdamW(config.scalar_lr * scale),
+    }, config.matrix_lr * scale, config.weight_decay * width_weight_decay_scale(width))
+
+
 class MuonAdamW:
-    """Updates a GPT in place from the `main_grad` of its parameters.
+    """Updates a model in place from the `main_grad` of its parameters.
 
     All state exists from the start, so the first step is the same program as the last. `masters` are the weights that
-    are updated, in fp32; the model may compute with copies of them in GPT.training_dtype. With `is_sharded`, each rank
+    are updated, in fp32; the model may compute with copies of them in its training_dtype. With `is_sharded`, each rank
     holds and updates only its part of masters and state (ZeRO-1, arXiv 1910.02054): the same number of slices of their
     first dimension on each rank, padded with zeros. Tensors of one dimension are whole on every rank.
     """
 
     def __init__(self, model, config, total_batch_size, num_iterations, dtype=torch.float32, dist=None,
-                 is_sharded=False):
+                 is_sharded=False, rules=None):
         """
         config: OptimConfig; total_batch_size: tokens of the first step; dtype: that in which Muon orthogonalises.
-        dist: this rank's Dist, or None if there is one rank.
+        dist: this rank's Dist, or None if there is one rank. rules: Rules; None: those of a GPT. With rules, config
+        only has the schedule of the learning rates, and total_batch_size is not read.
         """
         self.config, self.num_iterations, self.dtype, self.dist = config, num_iterations, dtype, dist
-        scale, width = batch_lr_scale(total_batch_size), model.config.n_embd
-        adam_scale = scale * width_lr_scale(width)
-        self.adam_lrs = {
-            "wte": config.embedding_lr * adam_scale,
-            "lm_head": config.unembedding_lr * adam_scale,
-            "resid_scale": config.scalar_lr * 0.01 * scale,  # it multiplies the residual stream once per layer
-            "x0_scale": config.scalar_lr * scale,
-        }
-        self.matrix_lr = config.matrix_lr * scale
-        self.weight_decay = config.weight_decay * width_weight_decay_scale(width)
+        self.rules = rules = rules or gpt_rules(config, total_batch_size, model.config.n_embd)
         self.parameters = dict(model.named_parameters())
         is_sharded = is_sharded and dist is not None and dist.world_size > 1
         self.sharded = frozenset(name for name, p in self.parameters.items() if is_sharded and p.dim() > 1)
@@ -175,46 +198,53 @@ class MuonAdamW:
                 p.data = p.detach().to(model.training_dtype)
             self.state[f"{name}.momentum"] = torch.zeros_like(master)
             self.state[f"{name}.second_moment"] = torch.zeros_like(
-                master if name in self.adam_lrs else master[:, :, :1])
+                master if name in rules.adam else master[:, :, :1])
+            if rules.ema_decay:
+                self.state[f"{name}.ema"] = master.detach().clone()
         model.create_main_grads()
         self._clear_gradients()  # so that the first step's programs are those of every other step
 
     def scheduled(self, step, batch_growth=1.0):
         """Returns the numbers of `step` as a CPU tensor (4,): the multiplier of the learning rates, Muon's momentum and
         Adam's two bias corrections. batch_growth: this step's batch over that of the first step."""
-        beta1, beta2 = ADAM_BETAS
+        beta1, beta2 = self.rules.betas
         multiplier = lr_multiplier(step, self.num_iterations, self.config) * math.sqrt(batch_growth)
         return torch.tensor([multiplier, muon_momentum(step), 1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)],
                             dtype=torch.float32)
 
     @torch.no_grad()
-    def update(self, scheduled, loss_sum):
-        """Sums gradients and `loss_sum` over the ranks, updates the weights, and sets the sums to zero.
+    def update(self, scheduled, *sums):
+        """Sums gradients and `sums` over the ranks, updates the weights, and sets the sums to zero.
 
-        scheduled: the result of scheduled(step), on the parameters' device. Returns a tensor (2,), there too: the loss
-        and the norm of the gradient. If one of them is not finite, weights and state stay as they are; the device
-        decides that, and the host does not wait for it.
+        scheduled: the result of scheduled(step), on the parameters' device. sums: scalars, the first is the loss.
+        Returns a tensor (number of sums + 1,), there too: the sums and the norm of the gradient. If one of them is not
+        finite, weights and state stay as they are; the device decides that, and the host does not wait for it.
         """
-        gradients = self._sum_over_ranks(loss_sum)
-        result = torch.stack([loss_sum, self._norm(gradients)])
+        gradients = self._sum_over_ranks(sums)
+        result = torch.stack([*sums, self._norm(gradients)])
         is_good = result.isfinite().all()
         lr_multiplier, momentum, bias1, bias2 = scheduled.unbind()
         averages = {name: momentum * self.state[f"{name}.momentum"] + (1 - momentum) * gradient
-                    for name, gradient in gradients.items() if name not in self.adam_lrs}
+                    for name, gradient in gradients.items() if name not in self.rules.adam}
         nesterov = {name: momentum * average + (1 - momentum) * gradients[name] for name, average in averages.items()}
         directions = newton_schulz_of_all(nesterov, self.dtype)
         for name, p in self.parameters.items():
             old = self.masters[name], self.state[f"{name}.momentum"], self.state[f"{name}.second_moment"]
-            if name in self.adam_lrs:
-                new = self._adamw(*old, gradients[name], self.adam_lrs[name] * lr_multiplier, bias1, bias2)
+            if rule := self.rules.adam.get(name):
+                new = self._adamw(*old, gradients[name], rule, rule.lr * lr_multiplier, bias1, bias2)
             else:
-                new = self._muon(old[0], averages[name], old[2], directions[name], self.matrix_lr * lr_multiplier)
+                lr = self.rules.matrix_lr * lr_multiplier
+                new = self._muon(old[0], averages[name], old[2], directions[name], lr)
+            if self.rules.ema_decay:
+                ema = self.state[f"{name}.ema"]
+                old, new = (*old, ema), (*new, ema.lerp(new[0], 1 - self.rules.ema_decay))
             for old_tensor, new_tensor in zip(old, new, strict=True):
                 old_tensor.copy_(torch.where(is_good, new_tensor, old_tensor))
             if self.masters[name] is not p:
                 p.copy_(self._gathered(name, self.masters[name].to(p.dtype)))
         self._clear_gradients()
-        loss_sum.zero_()
+        for total in sums:
+            total.zero_()
         return result
 
     def _clear_gradients(self):
@@ -228,11 +258,15 @@ class MuonAdamW:
         for p in reversed(list(self.parameters.values())):
             p.main_grad.zero_()
 
-    def _adamw(self, p, exp_avg, exp_avg_sq, grad, lr, bias1, bias2):
-        """Adam (arXiv 1412.6980); these groups have no weight decay. Returns p and its two averages, updated."""
-        beta1, beta2 = ADAM_BETAS
+    def _adamw(self, p, exp_avg, exp_avg_sq, grad, rule, lr, bias1, bias2):
+        """AdamW (arXiv 1711.05101). Returns p and its two averages, updated."""
+        beta1, beta2 = self.rules.betas
         exp_avg = exp_avg.lerp(grad, 1 - beta1)
         exp_avg_sq = exp_avg_sq.lerp(grad.square(), 1 - beta2)
+        if rule.weight_decay:
+            p = p * (1 - lr * rule.weight_decay)
+        if rule.is_atan2:
+            return p - lr * torch.atan2(exp_avg / bias1, (exp_avg_sq / bias2).sqrt()), exp_avg, exp_avg_sq
         return p - lr * (exp_avg / bias1) / ((exp_avg_sq / bias2).sqrt() + ADAM_EPS), exp_avg, exp_avg_sq
 
     def _muon(self, p, average, second_moment, direction, lr):
@@ -240,17 +274,18 @@ class MuonAdamW:
         moment, updated."""
         update, second_moment = normalise_neurons(direction, second_moment, MUON_BETA2)
         update = update * max(1.0, p.size(-2) / p.size(-1)) ** 0.5  # the same root-mean-square for every shape
-        return p - lr * (update + self.weight_decay * cautious_weight_decay(p, update)), average, second_moment
+        decay = self.rules.matrix_weight_decay * cautious_weight_decay(p, update)
+        return p - lr * (update + decay), average, second_moment
 
     # The parts of the ranks
 
-    def _sum_over_ranks(self, loss_sum):
-        """Sums over the ranks: loss_sum in place, and the gradients, which it returns as {name: gradient}; of a sharded
+    def _sum_over_ranks(self, sums):
+        """Sums over the ranks: `sums` in place, and the gradients, which it returns as {name: gradient}; of a sharded
         weight it returns this rank's part."""
         gradients = {name: p.main_grad for name, p in self.parameters.items()}
         if self.dist:
             whole = [gradient for name, gradient in gradients.items() if name not in self.sharded]
-            all_reduce_sum([*whole, loss_sum], self.dist)
+            all_reduce_sum([*whole, *sums], self.dist)
         return {name: reduce_scatter_sum(self._padded(gradient), self.dist) if name in self.sharded else gradient
                 for name, gradient in gradients.items()}
 
@@ -276,6 +311,19 @@ class MuonAdamW:
     def _gathered(self, name, part):
         """Returns the whole tensor from the ranks' parts. Every rank must call it."""
         return all_gather(part, self.dist)[:self.parameters[name].size(0)] if name in self.sharded else part
+
+    @contextmanager
+    def averaged_weights(self):
+        """Inside the block, the model's weights are their running averages. Every rank must call it."""
+        with torch.no_grad():
+            with one_program(self.dist, "average weights", collective=True):
+                kept = {name: p.detach().clone() for name, p in self.parameters.items()}
+                for name, p in self.parameters.items():
+                    p.copy_(self._gathered(name, self.state[f"{name}.ema"].to(p.dtype)))
+            yield
+            with one_program(self.dist, "weights again"):
+                for name, p in self.parameters.items():
+                    p.copy_(kept[name])
 
     # Checkpoints
 

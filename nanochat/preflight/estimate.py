@@ -211,16 +211,16 @@ def parse_size(text):
 def report_run(reports, plan, tpu_slice):
     """Returns the estimated speed and duration of a run as a JSON object.
 
-    reports: the ProgramReports of the run's programs. plan: a Plan. tpu_slice: a tpu.Slice.
+    reports: the ProgramReports of the run's programs. plan: of a Task. tpu_slice: a tpu.Slice.
     """
     step_s, low_s, high_s = (sum(report.runs_per_step * getattr(report, name) for report in reports)
                              for name in ("estimated_s", "low_s", "high_s"))
-    tokens_per_s = plan.total_batch_size / step_s
+    units_per_s = plan.units(0, 1) / step_s
     return {
         "step_s": step_s, "step_low_s": low_s, "step_high_s": high_s,
-        "tokens_per_s": tokens_per_s,
-        "mfu": tokens_per_s * plan.flops_per_token / (tpu_slice.tpu.peak_flops * tpu_slice.chips),
-        "hours": plan.tokens(0, plan.num_iterations) / tokens_per_s / 3600,
+        f"{plan.unit}_per_s": units_per_s,
+        "mfu": units_per_s * plan.flops_per_unit / (tpu_slice.tpu.peak_flops * tpu_slice.chips),
+        "hours": plan.units(0, plan.num_iterations) / units_per_s / 3600,
         "shares": {report.name: report.runs_per_step * report.estimated_s / step_s for report in reports
                    if report.runs_per_step},
     }

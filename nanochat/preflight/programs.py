@@ -17,9 +17,10 @@ def fill_with_placeholders(model):
 class Programs:
     """The programs of a run, and what stays in a chip's memory between them."""
 
-    def __init__(self, plan, training):
-        """plan: a Plan; training: its TrainingStep, whose model has gone through fill_with_placeholders."""
-        self.plan, self.training = plan, training
+    def __init__(self, plan, training, name_buffer=lambda shape: ""):
+        """plan: of a Task; training: its TrainingStep, whose model has gone through fill_with_placeholders, and whose
+        carry is of placeholders. name_buffer("bf16[8192,65536]") says in words what an array of this shape holds."""
+        self.plan, self.training, self.name_buffer = plan, training, name_buffer
         make_placeholders()  # what the optimizer has set to zero so far
 
     def resident_bytes(self):
@@ -29,12 +30,13 @@ class Programs:
     def memory_groups(self):
         """Returns the bytes of weights, gradients, optimizer state and the rest, as {name: bytes}."""
         optimizer = self.training.optimizer
-        names = ("weights", "gradients", "optimizer", *(["teacher"] if self.training.teacher else []), "other")
+        names = ("weights", "gradients", "optimizer", *(["teacher"] if self.training.teacher else []),
+                 *(["carry"] if self.training.carry else []), "other")
         groups = dict.fromkeys(names, 0)
         for name, size in self.resident_bytes().items():
             group = "gradients" if name.endswith(".main_grad") else "weights" if name in optimizer.parameters \
                 else "optimizer" if name in optimizer.state or name.endswith(".master") \
-                else "teacher" if name.startswith("teacher.") else "other"
+                else "teacher" if name.startswith("teacher.") else "carry" if name.startswith("carry.") else "other"
             groups[group] += size
         return groups
 
@@ -44,7 +46,7 @@ class Programs:
         batch: {name: CPU tensor}, a micro-batch; evaluate(): runs an evaluation of two batches. Every program is traced
         twice and the second one is taken: the first may differ, because caches are filled while it is traced.
         """
-        micro_steps = min(self.plan.grad_accum_steps, 2)
+        micro_steps = min(self.plan.micro_steps(0), 2)
         self.training.loss_scales = {micro_steps: placeholder((), torch.float32)}
         names = 2 * [*["micro_step"] * micro_steps, "update"]
 

@@ -41,14 +41,14 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
     report = {
         "accelerator": request.accelerator, "chips": tpu_slice.chips, "hosts": tpu_slice.hosts,
         "topology": tpu_slice.topology, "zone": request.zone, "flags": flags, "kernel": plan.kernel,
-        "plan": {"total_batch_size": plan.total_batch_size, "grad_accum_steps": plan.grad_accum_steps,
-                 "num_iterations": plan.num_iterations, "flops_per_token": plan.flops_per_token,
+        "plan": {"unit": plan.unit, "total_batch_size": plan.units(0, 1), "grad_accum_steps": plan.micro_steps(0),
+                 "num_iterations": plan.num_iterations, f"flops_per_{plan.unit[:-1]}": plan.flops_per_unit,
                  "parameters": sum(plan.parameters.values())},
         "trace_s": trace_s, "usable_hbm_bytes": tpu_slice.tpu.usable_hbm_bytes,
         "memory": programs.memory_groups(), "programs": {}, "out_of_memory": {},
         "explained": {},
     }
-    runs_per_step = {"micro_step": plan.grad_accum_steps, "update": 1, "evaluate": 0}
+    runs_per_step = {"micro_step": plan.micro_steps(0), "update": 1, "evaluate": 0}
     resident_bytes, fitting, started = programs.resident_bytes(), [], time.monotonic()
     options = None if request.heuristic else \
         schedule.LIBTPU_OPTIONS_WITH_BUNDLES if request.explain else schedule.LIBTPU_OPTIONS
@@ -58,7 +58,7 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
             say(f"{program.name}: {compiled.seconds:.0f} s" + (", does not fit" if compiled.out_of_memory else ""))
             if compiled.out_of_memory:
                 report["out_of_memory"][program.name] = explain_out_of_memory(
-                    program, compiled, sum(resident_bytes.values()), plan.config, flags)
+                    program, compiled, sum(resident_bytes.values()), programs.name_buffer)
             else:
                 fitting.append(estimate.report_program(program, compiled, runs_per_step[program.name], resident_bytes,
                                                        tpu_slice))
@@ -84,20 +84,19 @@ def costs(hours, request):
     return {name: None if price is None else price * hours for name, price in prices.items()}
 
 
-def explain_out_of_memory(program, compiled, resident_bytes, config, flags):
+def explain_out_of_memory(program, compiled, resident_bytes, name_buffer):
     """Returns a JSON object about a program that does not fit: the bytes that it needs, and its largest buffers."""
     needed, buffers = estimate.large_buffers(compiled.out_of_memory)
     return {
         "needed_bytes": needed + resident_bytes,  # the compiler's report covers temporaries only
         "compile_s": compiled.seconds, "traced_instructions": program.instructions,
-        "largest": [asdict(buffer) | {"what": name_buffer(buffer.shape, config, flags["device_batch_size"],
-                                                          flags["max_seq_len"])} for buffer in buffers[:10]],
+        "largest": [asdict(buffer) | {"what": name_buffer(buffer.shape)} for buffer in buffers[:10]],
         "report": compiled.out_of_memory[:4000],
     }
 
 
-def name_buffer(shape, config, batch_size, seq_len):
-    """Guesses from its shape, "bf16[8192,65536]" for example, what an array of the model holds.
+def name_buffer_of_gpt(shape, config, batch_size, seq_len):
+    """Guesses from its shape, "bf16[8192,65536]" for example, what an array of a GPT holds.
 
     Returns "logits", "attention scores" and so on, or "" if it could be anything.
     """
@@ -121,7 +120,7 @@ def advice(report):
     suggestions = []
     if report["kernel"] == "current" and found & {"attention scores", "logits"}:
         suggestions.append("--kernel=flash")
-    if not flags["activation_checkpointing"] and found & {"activations", "activations of all layers",
+    if not flags.get("activation_checkpointing", True) and found & {"activations", "activations of all layers",
                                                           "attention scores", ""}:
         suggestions.append("--activation_checkpointing")
     if flags["device_batch_size"] > 1:

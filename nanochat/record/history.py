@@ -2,7 +2,7 @@
 
     run = read_run("d16")
     steps, losses = run.series("loss")
-    tokens, seconds = run.tokens(steps), run.elapsed_s(steps)
+    tokens, seconds = run.work(steps), run.elapsed_s(steps)
 """
 import json
 from dataclasses import dataclass
@@ -44,10 +44,16 @@ class Run:
         values = values[steps >= start]
         return float(np.median(values[1:] if len(values) > 1 else values)) if len(values) else None
 
-    def tokens(self, steps):
-        """Returns the tokens seen until each of these steps, interpolated where a record lacks them."""
-        known_steps, tokens = self.series("tokens")
-        return np.interp(steps, [0, *known_steps], [0, *tokens])
+    @property
+    def unit(self):
+        """The unit in which the run's task counts its work: "tokens" or "puzzles"."""
+        return "puzzles" if self.last("puzzles") is not None else "tokens"
+
+    def work(self, steps):
+        """Returns the tokens (or other units) seen until each of these steps, interpolated where a record lacks
+        them."""
+        known_steps, known = self.series(self.unit)
+        return np.interp(steps, [0, *known_steps], [0, *known])
 
     def elapsed_s(self, steps):
         """Returns the wall time of each of these steps, in seconds since the first record.
@@ -56,7 +62,7 @@ class Run:
         """
         times = {}
         for record in self.records:
-            if "tokens" in record or "val_bpb" in record:
+            if record.keys() & {self.unit, "val_bpb", "val_exact"}:
                 times.setdefault(record["step"], record["time"] - self.records[0]["time"])
         return np.interp(steps, list(times), list(times.values())) if times else np.zeros(len(steps))
 

@@ -5,6 +5,8 @@ The console line shows these metrics, too:
     mean_loss       mean of the finite losses of the steps since the last line
     lr_multiplier, step_ms, tokens_per_s, time_left_s
     mfu             0 to 1
+    puzzles_per_s, exact, val_exact, val_cells  of puzzle_train: supervision steps of puzzles a second, and the shares
+                    of the puzzles of the last steps, of held-out ones and of their cells that are solved
     tokens          seen so far
     val_bpb         bits per byte of the validation text
     code_bpb        with --code_eval_every, bits per byte of the solutions of problems; code_compiles and code_pass are
@@ -129,6 +131,8 @@ _CONSOLE_FORMATS = {
     "lr_multiplier": lambda value: f"lr {value:.3f}",
     "step_ms": lambda value: f"{value:,.0f} ms",
     "tokens_per_s": lambda value: f"{value:,.0f} tok/s",
+    "puzzles_per_s": lambda value: f"{value:,.0f} puzzles/s",
+    "exact": lambda value: f"{value:.1%} solved",
     "mfu": lambda value: f"mfu {100 * value:.1f}%",
     "tokens": lambda value: f"{format_count(value)} tokens",
     "time_left_s": lambda value: f"{format_duration(value)} left",
@@ -139,6 +143,8 @@ _CONSOLE_FORMATS = {
     "fim_bpb": lambda value: f"middles {value:.4f}",
     "val_bytes": lambda value: f"of {format_count(value)} bytes",
     "val_whole_text": lambda value: "all of the validation text, which is shorter than --eval_tokens",
+    "val_exact": lambda value: f"{value:.1%} of the held-out puzzles solved",
+    "val_cells": lambda value: f"{value:.1%} of their cells",
     "recompiled": lambda value: f"compiled again: {value[0]}" + (f" (and {len(value) - 1} more)" if value[1:] else ""),
 }
 

@@ -19,10 +19,10 @@ FORMAT_VERSION = 2  # version 1 is the same without the field format_version
 @dataclass(frozen=True)
 class Meta:
     step: int  # optimizer steps completed
-    config: dict  # the fields of the model's GPTConfig
+    config: dict  # the fields of the model's config, a GPTConfig for language
     tokenizer_sha256: str
     data_fingerprint: str
-    flags: dict  # of scripts/base_train.py, {name: value}
+    flags: dict  # of the script that trains, {name: value}
     rng: str  # see rng_state
     wandb_id: str | None = None
     time: float | None = None  # Unix time of the save, s
@@ -30,12 +30,14 @@ class Meta:
     interruptions: int = 0  # how often the run was resumed
     nonfinite_steps: dict = field(default_factory=dict)  # {"total": …, "in_a_row": …}
     seconds: dict = field(default_factory=dict)  # {name: seconds}, see Goodput
+    task: str = "language"  # what is learnt; checkpoints of the first runs do not say it
     is_pause: bool = False  # the run ended here, finished or told to stop: the time until it goes on is not lost
 
     def to_json(self):
         """Returns the JSON object that from_json reads."""
         return {
             "format_version": FORMAT_VERSION,
+            "task": self.task,
             "step": self.step,
             "config": self.config,
             "tokenizer_sha256": self.tokenizer_sha256,
@@ -55,6 +57,7 @@ class Meta:
     def from_json(cls, found):
         """Returns the Meta of a JSON object of this or an older version. Raises KeyError if a field is missing."""
         return cls(
+            task=found.get("task", "language"),
             step=found["step"],
             config=found["config"],
             tokenizer_sha256=found["tokenizer_sha256"],

@@ -28,13 +28,17 @@ class RunFlags:
 @dataclass(frozen=True)
 class DeviceFlags:
     device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
-    kernel: str = flag("auto", "attention, loss and layers: auto, current, chunked, flash (TPU), cce (CUDA)")
     compute_dtype: str = flag("auto", "dtype of activations and products; auto: bfloat16 on tpu and cuda, else float32",
                               choices=("auto", "bfloat16", "float32"))
-    activation_checkpointing: bool = flag(False, "compute activations again in the backward pass: less memory, slower")
     shard_optimizer: str = flag("auto", "each rank keeps and updates a part of the optimizer's state; auto: on XLA",
                                 choices=("auto", "on", "off"))
     no_compile: bool = flag(False, "no torch.compile (on CUDA; there is none on XLA and cpu anyway)")
+
+
+@dataclass(frozen=True)
+class KernelFlags(DeviceFlags):
+    kernel: str = flag("auto", "attention, loss and layers: auto, current, chunked, flash (TPU), cce (CUDA)")
+    activation_checkpointing: bool = flag(False, "compute activations again in the backward pass: less memory, slower")
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,7 @@ class DistillationFlags:
 @dataclass(frozen=True)
 class RecordFlags:
     eval_every: int = flag(250, "steps between evaluations, also at the end; -1: never", at_least=1, unset=-1)
-    eval_tokens: int = flag(10 * 2**20, "tokens of an evaluation, whatever the world size; each document once at most",
-                            at_least=1, at_most=2**28)
     sample_every: int = flag(1000, "steps between samples, also at the end; -1: never", at_least=1, unset=-1)
-    code_eval_every: int = flag(-1, "steps between evaluations of whether the code that the model writes compiles and "
-                                "works, also at the end; needs g++ and bubblewrap; -1: never", at_least=1, unset=-1)
     save_every: int = flag(1000, "steps between checkpoints, also at the end; -1: never", at_least=1, unset=-1)
     save_every_minutes: float = flag(-1.0, "minutes between checkpoints; -1: by steps only", above=0, unset=-1)
     keep_checkpoints: int = flag(3, "number of newest checkpoints that stay on disk", at_least=1)
@@ -113,23 +113,31 @@ class RecordFlags:
                               "TensorBoard, in the run's folder")
 
 
+@dataclass(frozen=True)
+class LanguageRecordFlags(RecordFlags):
+    eval_tokens: int = flag(10 * 2**20, "tokens of an evaluation, whatever the world size; each document once at most",
+                            at_least=1, at_most=2**28)
+    code_eval_every: int = flag(-1, "steps between evaluations of whether the code that the model writes compiles and "
+                                "works, also at the end; needs g++ and bubblewrap; -1: never", at_least=1, unset=-1)
+
+
 TITLES = {
-    RunFlags: "run", DeviceFlags: "devices", DataFlags: "data", ModelFlags: "model (everything follows from the depth)",
+    RunFlags: "run", KernelFlags: "devices", DataFlags: "data", ModelFlags: "model (everything follows from the depth)",
     BatchFlags: "batch and horizon (the first horizon that is given counts)", OptimConfig: "optimizer",
     DistillationFlags: "distillation",
-    RecordFlags: "evaluation, samples, checkpoints, logs"}
+    LanguageRecordFlags: "evaluation, samples, checkpoints, logs"}
 
 
 @dataclass(frozen=True)
 class Flags:
     run: RunFlags = field(default_factory=RunFlags)
-    devices: DeviceFlags = field(default_factory=DeviceFlags)
+    devices: KernelFlags = field(default_factory=KernelFlags)
     data: DataFlags = field(default_factory=DataFlags)
     model: ModelFlags = field(default_factory=ModelFlags)
     batch: BatchFlags = field(default_factory=BatchFlags)
     optimizer: OptimConfig = field(default_factory=OptimConfig)
     distillation: DistillationFlags = field(default_factory=DistillationFlags)
-    record: RecordFlags = field(default_factory=RecordFlags)
+    record: LanguageRecordFlags = field(default_factory=LanguageRecordFlags)
 
     def as_dict(self):
         """Returns {name: value} of all flags, as a checkpoint's meta.json has them."""

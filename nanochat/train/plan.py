@@ -40,6 +40,7 @@ class Plan:
     matrix_params: int  # with the head; the unit of the horizon
     parameters: dict  # group -> number
     batch_schedule: tuple  # ((step, tokens), …): the size of the batch from that step on; the first step is 0
+    unit = "tokens"  # in which work is counted, see Task
 
     def batch_tokens(self, step):
         """Tokens of optimizer step `step`, counted from 0."""
@@ -48,6 +49,11 @@ class Plan:
     def micro_steps(self, step):
         """Micro-steps of optimizer step `step`. The micro-batch is always the same, and so are the programs."""
         return self.batch_tokens(step) * self.grad_accum_steps // self.total_batch_size
+
+    @property
+    def all_micro_steps(self):
+        """The numbers of micro-steps that a step of the run can have."""
+        return {self.micro_steps(step) for step, _ in self.batch_schedule}
 
     def batch_growth(self, step):
         """The batch of optimizer step `step` over that of the first."""
@@ -58,6 +64,12 @@ class Plan:
         ends = [first for first, _ in self.batch_schedule[1:]] + [end]
         return sum(tokens * max(0, min(last, end) - max(first, begin))
                    for (first, tokens), last in zip(self.batch_schedule, ends, strict=True))
+
+    units = tokens
+
+    @property
+    def flops_per_unit(self):
+        return self.flops_per_token
 
 
 def make_plan(flags, vocab_size, device_type, world_size, meta=None):
@@ -212,18 +224,10 @@ def describe_plan(plan, tokenizer):
         "compute": f"{plan.flops_per_token:.3e} FLOPs per token, {plan.flops_per_token * tokens:.3e} in all",
         "tokenizer": f"{tokenizer.n_vocab:,} tokens, sha256 {tokenizer.sha256[:12]}",
     }
-    peak = peak_flops(plan.device_type)
+    peak = tpu.peak_flops_here(plan.device_type)
     if peak:
         hours = plan.flops_per_token * tokens / (peak * plan.world_size * ASSUMED_MFU) / 3600
         price = tpu.usd_per_hour(accelerator, spot=True) if accelerator else None
         cost = f", {hours * price:.0f} USD on spot in the dearest region" if price else ""
         lines["estimate"] = f"{hours:.1f} h{cost}, if {ASSUMED_MFU:.0%} of the peak is reached"
     return [f"{name:>11}  {text}" for name, text in lines.items()]
-
-
-def peak_flops(device_type):
-    """Returns the bf16 FLOP/s of one device of this machine, or None if it is not known."""
-    if device_type == "tpu":
-        accelerator = tpu.detect_accelerator()
-        return tpu.peak_flops(accelerator) if accelerator else None
-    return tpu.peak_flops(torch.cuda.get_device_name()) if device_type == "cuda" else None

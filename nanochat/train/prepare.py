@@ -1,26 +1,18 @@
 """Prepares a run, in the parent process: everything is decided and checked before a device is touched."""
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.common import BadInput, get_base_dir
-from nanochat.data.fim import check_fim
-from nanochat.data.shards import fingerprint, list_shards, open_shards
-from nanochat.data.tokenizer import Tokenizer, load_tokenizer
-from nanochat.infer.judge import Judge
-from nanochat.model.gpt import GPT
-from nanochat.model.optim import MuonAdamW, OptimConfig
 from nanochat.record.observe import parse_profile_steps
 from nanochat.run import checkpoint_files
-from nanochat.run.meta import load_meta, require_match
+from nanochat.run.meta import load_meta
 from nanochat.run.mirror import Mirror, patiently, run_mirror
 from nanochat.run.processes import expected_world_size
 from nanochat.run.stopping import Requests
 from nanochat.run.uploader import STATE_FILE, MirrorState
 from nanochat.run.watchdog import Heartbeats
-from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
-from nanochat.train.plan import Plan, make_plan
-from nanochat.train.teacher import Teacher, find_teacher
+from nanochat.train.task import Task
 
 # In the run's folder: see stopping.py and watchdog.py; the last one exists once the run has come to its end.
 REQUESTS_FILE, HEARTBEATS_FILE, FINISHED_FILE = ".requests", ".heartbeats", ".finished"
@@ -29,15 +21,20 @@ REQUESTS_FILE, HEARTBEATS_FILE, FINISHED_FILE = ".requests", ".heartbeats", ".fi
 @dataclass(frozen=True)
 class Run:
     """What the parent process hands to the ranks, which only check that their number is that of the plan."""
-    flags: Flags
-    plan: Plan
+    task: Task
     directory: Path  # of checkpoints and metrics
     checkpoint: Path | None  # to resume from
     finished_step: int | None  # if that checkpoint is the end of the run, so there is nothing left to do
-    tokenizer: Tokenizer
     mirror: Mirror | None
     profile_steps: tuple  # (begin, end), see Profile
-    teacher: Teacher | None
+
+    @property
+    def flags(self):
+        return self.task.flags
+
+    @property
+    def plan(self):
+        return self.task.plan
 
     @property
     def requests_file(self):
@@ -78,25 +75,17 @@ def run_directory(flags):
     return get_base_dir() / "checkpoints" / name
 
 
-def prepare(flags, device_type):
-    """Returns the Run for base_train's Flags. Raises BadInput for anything that can be refused now, and MirrorError if
+def prepare(flags, device_type, make_task):
+    """Returns the Run for a script's flags. Raises BadInput for anything that can be refused now, and MirrorError if
     the mirror cannot be reached.
 
-    device_type: as resolve_device_type returns it. Only one process may prepare a run at a time (exclusive_use): this
-    deletes what interrupted saves have left, and may fetch a checkpoint from the mirror.
+    device_type: as resolve_device_type returns it. make_task(flags, device_type, world_size, directory) -> Task. Only
+    one process may prepare a run at a time (exclusive_use): this deletes what interrupted saves have left, and may
+    fetch a checkpoint from the mirror.
     """
     record, directory = flags.record, run_directory(flags)
-    tokenizer = load_tokenizer(flags.data.tokenizer_dir)
-    plan = make_plan(flags, tokenizer.n_vocab, device_type, expected_world_size(device_type))
-    profile_steps = parse_profile_steps(record.profile_steps, plan.num_iterations)
-    data_fingerprint = check_data(flags)
-    teacher = find_teacher(flags, plan, tokenizer, directory)
-    if teacher:
-        flags = flags.replace(teacher=str(teacher.path))  # the one that is meant now, if it is trained further
-    if record.code_eval_every > 0:
-        Judge()  # raises BadInput if there is no compiler or no sandbox
-    if flags.data.fim_rate:
-        check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, flags.model.max_seq_len)
+    task = make_task(flags, device_type, expected_world_size(device_type), directory)
+    profile_steps = parse_profile_steps(record.profile_steps, task.plan.num_iterations)
     mirror = None
     if record.checkpoint_mirror is not None:
         mirror = run_mirror(record.checkpoint_mirror, flags.run.run, record.keep_checkpoints, record.keep_every)
@@ -105,31 +94,27 @@ def prepare(flags, device_type):
     Requests(directory / REQUESTS_FILE, create=True)
     Heartbeats(directory / HEARTBEATS_FILE, create=True)
     if record.save_every > 0:
-        checkpoint_files.check_disk_space(directory, checkpoint_bytes(plan))
+        checkpoint_files.check_disk_space(directory, task.state_bytes())
     path = finished_step = None
     if flags.run.resume == "auto":
         path = newest_checkpoint(directory, mirror)
     if path:
         meta = load_meta(path)
-        require_match(path, meta, config=asdict(plan.config), tokenizer_sha256=tokenizer.sha256,
-                      data_fingerprint=data_fingerprint)
-        if (rate := meta.flags.get("fim_rate", 0)) != flags.data.fim_rate:
-            raise BadInput(f"{path} was trained with --fim_rate={rate:g}, and this run has {flags.data.fim_rate:g}: "
-                           "resume with the flags it was trained with, or choose another --run")
-        plan = make_plan(flags, tokenizer.n_vocab, device_type, plan.world_size, meta)
+        if meta.task != task.name:
+            raise BadInput(f"{path} is of the task {meta.task}, and this run is of {task.name}: choose another --run")
+        task = task.resumed(path, meta)
         # A run without the mark may lack its last evaluation.
-        if meta.step >= plan.num_iterations and (directory / FINISHED_FILE).exists():
+        if meta.step >= task.plan.num_iterations and (directory / FINISHED_FILE).exists():
             finished_step = meta.step
-        elif meta.step > plan.num_iterations:
-            raise BadInput(f"{path} is past step {plan.num_iterations}, with which this run would end: raise "
+        elif meta.step > task.plan.num_iterations:
+            raise BadInput(f"{path} is past step {task.plan.num_iterations}, with which this run would end: raise "
                            "--num_iterations (or the other horizon that you gave), or choose another --run")
-        if changes := changed_flags(meta.flags, flags):
+        if changes := changed_flags(meta.flags, task):
             print(f"changed since the checkpoint: {changes}", flush=True)
     if mirror and path:
         mirror_state.saved(path.name)
         mirror_state.write(directory)
-    return Run(flags, plan, directory, path, finished_step, tokenizer, mirror, profile_steps,
-               teacher)
+    return Run(task, directory, path, finished_step, mirror, profile_steps)
 
 
 def reach(mirror, directory):
@@ -169,29 +154,9 @@ def newest_checkpoint(directory, mirror):
     return path
 
 
-def changed_flags(saved, flags):
-    """Returns the flags of horizon, batch and optimizer that are not those of a checkpoint, {name: value}, as a text
-    such as "matrix_lr 0.02 -> 0.01, weight_decay 0.2 -> 0.1"; "" if there are none."""
-    names = [field.name for group in (BatchFlags, OptimConfig, DistillationFlags) for field in fields(group)
-             if field.name != "device_batch_size"]  # which changes no step
-    now = flags.as_dict()
-    return ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in names
+def changed_flags(saved, task):
+    """Returns the task's changing_flags that are not those of a checkpoint, {name: value}, as a text such as
+    "matrix_lr 0.02 -> 0.01, weight_decay 0.2 -> 0.1"; "" if there are none."""
+    now = task.flags.as_dict()
+    return ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in task.changing_flags
                      if name in saved and saved[name] != now[name])
-
-
-def check_data(flags):
-    """Returns the fingerprint of the training data, None for synthetic data. Raises BadInput if data cannot be used."""
-    data = flags.data
-    if data.synthetic_data:
-        if data.fim_rate:
-            raise BadInput(f"--fim_rate={data.fim_rate:g} is for text, and --synthetic_data has none: leave one out")
-        return None
-    if flags.record.eval_every > 0:
-        open_shards(list_shards(data.val_dir, "val"), data.skip_bad_shards)
-    return fingerprint(open_shards(list_shards(data.data_dir), data.skip_bad_shards))
-
-
-def checkpoint_bytes(plan):
-    """Returns the bytes of weights and optimizer state in a checkpoint of the plan's model."""
-    optimizer = MuonAdamW(GPT.on_meta(plan.config), plan.optimizer, plan.total_batch_size, plan.num_iterations)
-    return checkpoint_files.state_bytes(optimizer.masters, optimizer.state)

@@ -1,7 +1,6 @@
 """The checkpoints of a running run: every rank hands over its part, rank 0 writes them in the background."""
 import time
 
-from nanochat.data.lanes import NUM_LANES
 from nanochat.device.collectives import thread_barrier
 from nanochat.device.ranks import print0
 from nanochat.run import checkpoint
@@ -21,7 +20,7 @@ class Saves:
             if run.checkpoint:
                 self._uploader.upload(run.checkpoint)
         self._saver = checkpoint.Saver(
-            run.directory, num_lanes=NUM_LANES, keep=run.flags.record.keep_checkpoints, saved_step=step,
+            run.directory, num_lanes=run.task.num_lanes, keep=run.flags.record.keep_checkpoints, saved_step=step,
             keep_every=run.flags.record.keep_every, before_rename=before_rename,
             on_saved=self._uploader.upload if self._uploader else lambda path: None, report=print0)
 
@@ -34,17 +33,18 @@ class Saves:
         if self._saver:
             self._saver.check()
 
-    def save(self, step, lane_states, optimizer, make_meta):
+    def save(self, step, lane_states, training, make_meta):
         """Begins to save `step`, unless that is done already. Every rank must call it.
 
-        lane_states: of this rank's lanes; make_meta() returns the Meta, and is called on rank 0 only.
+        lane_states: of this rank's lanes; training: the TrainingStep; make_meta() returns the Meta, and is called on
+        rank 0 only.
         """
         self._saved_at = time.monotonic()
         if self._saved_step == step:
             return
         self._saved_step = step
         checkpoint.save_lane_states(self._run_dir, step, lane_states)
-        state = optimizer.host_state()
+        state = training.host_state()
         if self._saver:
             self._saver.save(*state, make_meta())
         thread_barrier(self._dist)

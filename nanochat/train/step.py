@@ -1,17 +1,15 @@
 """The training step: the state that stays on the device, and the two programs that change it.
 
-    training = make_step(plan, make_model(plan).to(dist.device), dist)
-    loss_and_norm = training.run(batches, plan.micro_steps(step), training.optimizer.scheduled(step))
+    training = TrainingStep(model, optimizer, loss, dist)
+    sums_and_norm = training.run(batches, plan.micro_steps(step), training.optimizer.scheduled(step))
 
-base_train, tpu_preflight, bench_host and bench_train all run this class. It knows neither the model nor the data: a
-second task brings another model, optimizer and loss.
+base_train, puzzle_train, tpu_preflight, bench_host and bench_train all run this class. It knows neither the model nor
+the data: a task brings its model, optimizer, loss and batches.
 """
 import torch
 
+from nanochat.device.collectives import all_gather
 from nanochat.device.programs import one_program
-from nanochat.kernels.choose import get_kernels
-from nanochat.model.gpt import GPT
-from nanochat.model.optim import MuonAdamW
 from nanochat.record.observe import Observer
 
 
@@ -19,22 +17,27 @@ class TrainingStep:
     """One rank's optimizer step.
 
     First program, run for each micro-batch: micro_step, forward and backward, which adds to the gradients and to
-    `loss_sum`. Second program: update, which sums both over the ranks, updates the weights and sets the sums to zero.
+    `sums`, and may change `carry`. Second program: update, which sums gradients and `sums` over the ranks, updates the
+    weights and sets both to zero.
     """
 
-    def __init__(self, model, optimizer, loss, dist, micro_steps=(1,), use_compile=False, teacher=None):
+    def __init__(self, model, optimizer, loss, dist, micro_steps=(1,), use_compile=False, teacher=None,
+                 sum_names=("loss",), carry=None):
         """
         model, optimizer: with their state on the device of `dist`; the optimizer is like MuonAdamW.
-        loss(model, **batch): the mean loss of a micro-batch, a scalar tensor.
+        loss(model, **batch) -> {name: mean over the micro-batch, a scalar tensor}, with all of sum_names; the first of
+            them is what the gradients are of.
         micro_steps: all numbers of micro-steps that a step of the run can have.
         use_compile: torch.compile the model.
         teacher: a module that the loss reads and nothing changes.
+        carry: {name: tensor (slots, …)} on the device, which the loss changes in place. A slot is a row of the global
+            batch; rank r of W has the slots r, r + W, …
         """
         self.model, self.optimizer, self.loss, self.dist = model, optimizer, loss, dist
-        self.teacher, self.micro_step_name = teacher, "micro_step"
+        self.teacher, self.micro_step_name, self.carry = teacher, "micro_step", carry or {}
         self.compiled_model = torch.compile(model, dynamic=False) if use_compile else model
         self.observer = Observer(dist)
-        self.loss_sum = torch.zeros((), device=dist.device)
+        self.sums = {name: torch.zeros((), device=dist.device) for name in sum_names}
         # Tensors, because a Python number would be part of the program, and another number would compile it again.
         self.loss_scales = {n: torch.tensor(1 / (n * dist.world_size)).to(dist.device) for n in set(micro_steps)}
 
@@ -52,29 +55,33 @@ class TrainingStep:
             | {f"{name}.master": optimizer.masters[name] for name, p in optimizer.parameters.items()
                if optimizer.masters[name] is not p} \
             | dict(self.model.named_buffers()) | optimizer.state \
-            | {"loss_sum": self.loss_sum} | {f"loss_scale.{n}": scale for n, scale in self.loss_scales.items()} \
-            | {f"teacher.{name}": tensor for name, tensor in teacher.items()}
+            | {f"{name}_sum": tensor for name, tensor in self.sums.items()} \
+            | {f"loss_scale.{n}": scale for n, scale in self.loss_scales.items()} \
+            | {f"teacher.{name}": tensor for name, tensor in teacher.items()} \
+            | {f"carry.{name}": tensor for name, tensor in self.carry.items()}
 
     def dismiss_teacher(self, loss):
         """From now on micro-steps have the loss `loss`, which needs no teacher: they are another program."""
         self.loss, self.teacher, self.micro_step_name = loss, None, "micro_step without teacher"
 
     def micro_step(self, batch, scale):
-        """Adds the gradients of one micro-batch, and its loss × `scale` to loss_sum.
+        """Adds the gradients of one micro-batch, and its losses × `scale` to `sums`.
 
         batch: {name: tensor}; scale: a scalar tensor, one of loss_scales.
         """
-        loss = self.loss(self.compiled_model, **batch) * scale
-        loss.backward()
-        self.loss_sum += loss.detach()
+        losses = self.loss(self.compiled_model, **batch)
+        losses = {name: losses[name] * scale for name in self.sums}
+        next(iter(losses.values())).backward()
+        for name, total in self.sums.items():
+            total += losses[name].detach()
 
     def update(self, scheduled):
         """Updates the weights from the gradients of all ranks.
 
-        scheduled: as optimizer.scheduled returns it, on the device. Returns a tensor (2,): the mean loss of the global
-        batch, and the norm of the gradient.
+        scheduled: as optimizer.scheduled returns it, on the device. Returns a tensor: the means over the global batch
+        in the order of `sums`, and the norm of the gradient.
         """
-        return self.optimizer.update(scheduled, self.loss_sum)
+        return self.optimizer.update(scheduled, *self.sums.values())
 
     def run(self, batches, micro_steps, scheduled):
         """Runs one optimizer step on the next `micro_steps` of the iterator `batches`, which gives {name: CPU tensor}.
@@ -93,25 +100,25 @@ class TrainingStep:
         with observer.program("update", collective=True, scheduled=scheduled):
             return self.update(scheduled)
 
+    # Checkpoints. The carry is among the optimizer's state, in the order of the slots, whatever the number of ranks.
 
-# -----------------------------------------------------------------------------
-# The task of base_train: predict the next token
+    @torch.no_grad()
+    def host_state(self):
+        """Returns ({name: weight}, {name: state}) as the optimizer's host_state does, with the carry. Every rank must
+        call it."""
+        weights, state = self.optimizer.host_state()
+        ranks = self.dist.world_size
+        for name, tensor in self.carry.items():
+            if ranks > 1:
+                with one_program(self.dist, f"gather {name}", collective=True):
+                    tensor = all_gather(tensor, self.dist).unflatten(0, (ranks, -1)).transpose(0, 1).flatten(0, 1)
+            if self.dist.rank == 0:
+                state[f"carry.{name}"] = tensor.detach().to("cpu", copy=True)
+        return weights, state
 
-
-def next_token_loss(model, rows):
-    """Returns the mean loss of rows (B, T + 1) in nats per token: each token is predicted from those before it."""
-    return model(rows[:, :-1], rows[:, 1:], reduction="mean")
-
-
-def make_model(plan):
-    """Returns a Plan's GPT, on torch's default device and without initial weights."""
-    return GPT(plan.config, get_kernels(plan.kernel, plan.device_type), plan.dtype, plan.activation_checkpointing)
-
-
-def make_step(plan, model, dist, loss=next_token_loss, teacher=None):
-    """Returns the TrainingStep of a Plan for a model whose weights are on the device of `dist`, with another loss and
-    the model that it reads, if they are given."""
-    optimizer = MuonAdamW(model, plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.dtype, dist,
-                          plan.shard_optimizer)
-    return TrainingStep(model, optimizer, loss, dist, [plan.micro_steps(step) for step, _ in plan.batch_schedule],
-                        plan.use_compile, teacher)
+    @torch.no_grad()
+    def load_state(self, state):
+        """Restores the state, the second result of host_state; the model has its weights already."""
+        self.optimizer.load_state_dict(state)
+        for name, tensor in self.carry.items():
+            tensor.copy_(state[f"carry.{name}"][self.dist.rank::self.dist.world_size])

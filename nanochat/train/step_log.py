@@ -3,11 +3,11 @@ import math
 import time
 from statistics import fmean
 
+from nanochat.device import tpu
 from nanochat.device.ranks import print0
 from nanochat.model.flops import mfu
 from nanochat.record.metrics import MetricsLogger
 from nanochat.record.observe import describe_compiling
-from nanochat.train.plan import peak_flops
 
 
 def mean_of_finite(values):
@@ -39,39 +39,41 @@ class StepLog:
             self._training.observer.begin_window()
 
     def add(self, result, rows):
-        """Adds a step. result: its loss and gradient norm, (2,), on the device; rows: a list of this rank's rows."""
+        """Adds a step. result: what TrainingStep.run returned, on the device; rows: a list of tensors, this rank's
+        micro-batches."""
         self._waiting.append((result, rows))
 
-    def write(self, step, goodput, stats, interruptions, mirror_behind_s=None):
+    def write(self, step, goodput, batches, interruptions, mirror_behind_s=None):
         """Fetches the results of the steps since the last line, which waits for the device, and logs them.
 
-        step: the last of these steps; stats: of the loader; mirror_behind_s: see Saves, on rank 0. Returns the seconds
-        per step, None if there was no step.
+        step: the last of these steps; batches: see Task.open_batches; mirror_behind_s: see Saves, on rank 0.
+        Returns the seconds per step, None if there was no step.
         """
         if not self._waiting:
             return None
         with goodput.span("train"):
             results = [result.tolist() for result, _ in self._waiting]
         first = step - len(results) + 1
-        for number, (loss, gradient_norm), (_, rows) in zip(range(first, step + 1), results, self._waiting,
-                                                            strict=True):
+        for number, (loss, *_, gradient_norm), (_, rows) in zip(range(first, step + 1), results, self._waiting,
+                                                                strict=True):
             if self._nonfinite.add(number, loss, gradient_norm, rows):
                 print0(f"warning: step {number} is left out, its loss is {loss} and its gradient's norm "
                        f"{gradient_norm} ({self._nonfinite.in_a_row} in a row)")
         self._waiting = []
         elapsed_s = time.monotonic() - self._begun_at
         if self._logger:
-            losses = [loss for loss, _ in results]
+            *sums, norms = zip(*results, strict=True)
+            (_, losses), *others = zip(self._training.sums, sums, strict=True)
             for number, loss in enumerate(losses[:-1], first):
                 self._logger.log(number, {"loss": loss}, quiet=True)
             seconds = goodput.seconds()
             self._logger.log(step, {
                 "loss": losses[-1],
                 "mean_loss": mean_of_finite(losses),
-                "grad_norm": results[-1][1],
+                **{name: mean_of_finite(values) for name, values in others},
+                "grad_norm": norms[-1],
                 **self._speed(first, step, elapsed_s),
-                "tokens": stats["rows"] * self._plan.world_size * self._plan.config.max_seq_len,
-                "epoch": stats["epoch"],
+                **batches.metrics(),
                 "bad_steps": self._nonfinite.total,
                 "interruptions": interruptions,
                 **({} if mirror_behind_s is None else {"mirror_behind_s": round(mirror_behind_s)}),
@@ -86,23 +88,16 @@ class StepLog:
 
     def _speed(self, first, step, elapsed_s):
         plan = self._plan
-        tokens_per_s = plan.tokens(first - 1, step) / elapsed_s
+        units_per_s = plan.units(first - 1, step) / elapsed_s
         scheduled = self._training.optimizer.scheduled(step - 1, plan.batch_growth(step - 1))
         return {"lr_multiplier": scheduled[0].item(),
                 "step_ms": 1000 * elapsed_s / (step - first + 1),
-                "tokens_per_s": tokens_per_s,
-                "mfu": mfu(tokens_per_s, plan.flops_per_token, peak_flops(plan.device_type), plan.world_size),
-                "time_left_s": plan.tokens(step, plan.num_iterations) / tokens_per_s}
+                f"{plan.unit}_per_s": units_per_s,
+                "mfu": mfu(units_per_s, plan.flops_per_unit, tpu.peak_flops_here(plan.device_type), plan.world_size),
+                "time_left_s": plan.units(step, plan.num_iterations) / units_per_s}
 
-    def write_evaluation(self, step, found, middles=None):
-        """Logs an Evaluation after `step` steps, and that of middles if the run fills in the middle."""
-        if self._logger:
-            fim = {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes} if middles else {}
-            self._logger.log(step, {"val_bpb": found.bits_per_byte, "val_bytes": found.num_bytes,
-                                    "val_whole_text": found.is_whole_text, **fim})
-
-    def write_code_evaluation(self, step, found):
-        """Logs what evaluate_code returned after `step` steps."""
+    def write_event(self, step, found):
+        """Logs {metric: value} of an event after `step` steps, if it has any."""
         if self._logger and found:
             self._logger.log(step, found)
 

@@ -37,6 +37,8 @@ def find_teacher(flags, plan, tokenizer, directory):
     path = find_checkpoint(taught.teacher)
     what = f"--teacher={taught.teacher} ({path})"
     meta = load_meta(path)
+    if meta.task != "language":
+        raise BadInput(f"{what} is of the task {meta.task} and no model of text: give a run of base_train")
     config = GPTConfig(**meta.config)
     if path.resolve().parent == directory.resolve():
         raise BadInput(f"{what} is a checkpoint of this run: give another run, or train under another --run")
@@ -81,5 +83,6 @@ class DistillationLoss:
         ids = rows[:, :-1]
         with torch.no_grad():
             hidden = self.model.hidden(ids).flatten(0, 1)
-        return student(ids, rows[:, 1:], reduction="mean", teaching=Teaching(
+        loss = student(ids, rows[:, 1:], reduction="mean", teaching=Teaching(
             hidden, self.model.lm_head, self.model.config.softcap, self.teacher.weight, self.teacher.temperature))
+        return {"loss": loss}

@@ -1,30 +1,16 @@
-"""The training loop of one rank."""
+"""The training loop of one rank. It knows when something happens, and the task (task.py) what it is."""
 import time
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 
-import torch
-
-from nanochat.data.loader import DataLoader, SyntheticLoader
-from nanochat.data.shards import list_shards
 from nanochat.device.ranks import print0, print_banner
-from nanochat.infer.engine import Engine
 from nanochat.record.goodput import Goodput
 from nanochat.record.observe import Profile
 from nanochat.run import checkpoint, stopping
 from nanochat.run.meta import Meta, restore_rng, rng_state
-from nanochat.train.code_eval import evaluate_code
 from nanochat.train.liveness import Liveness
-from nanochat.train.loss_eval import bits_per_byte, with_suffixes
 from nanochat.train.nonfinite import NonfiniteSteps
-from nanochat.train.plan import describe_plan
 from nanochat.train.saves import Saves
-from nanochat.train.step import make_model, make_step, next_token_loss
 from nanochat.train.step_log import StepLog
-from nanochat.train.teacher import DistillationLoss, load_teacher
-
-FIM_EVAL_PART = 4  # the middles are evaluated on a row for each of so many rows of the validation text
-SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
 
 
 class Trainer:
@@ -33,29 +19,27 @@ class Trainer:
     def __init__(self, run, dist):
         """run: a Run, from prepare; dist: this rank's Dist."""
         run.check_world_size(dist.world_size)
-        self.run, self.dist = run, dist
+        self.run, self.task, self.dist = run, run.task, dist
         restored = checkpoint.load(run.checkpoint) if run.checkpoint else None
         meta = restored.meta if restored else None
         self.restore(meta)
         with self.goodput.span("load"):
-            self.rows = RowFeed(open_loader(run, dist, restored.lane_states if restored else None))
-            self.training = restore_training(run, dist, self.step, restored)  # while the loader reads ahead
+            self.batches = self.task.open_batches(dist, self.step, restored.lane_states if restored else None)
+            self.training = self.task.restore_training(dist, self.step, restored)  # while the loader reads ahead
         if dist.rank == 0:
             run.begin()
         self.profile = Profile(run.profile_steps, run.directory / "profile", dist)
         self.liveness = Liveness(run, dist, self.step)
         if dist.rank == 0:
             print_banner()
-            print0("\n".join(describe_plan(run.plan, run.tokenizer)))
-            if run.teacher:
-                print0(run.teacher.describe())
+            print0("\n".join(self.task.describe()))
             print0(f"resuming from {run.checkpoint}" if restored else f"a new run, in {run.directory}")
         self.log = StepLog(run, dist, self.training, self.nonfinite, self.step, meta)
         self.saves, self.save_is_asked = Saves(run, dist, self.step, before_rename=self.log.flush), False
 
     def restore(self, meta):
         """Continues from the Meta of a checkpoint, or begins a run if it is None. The inverse of `meta`; prepare has
-        compared config, tokenizer, data, flags and batch schedule."""
+        let the task compare what it is of."""
         limit = self.run.flags.record.max_bad_steps
         if meta is None:
             self.step = self.interruptions = 0
@@ -73,10 +57,8 @@ class Trainer:
         return Meta(
             step=self.step, interruptions=self.interruptions,
             nonfinite_steps=self.nonfinite.counts(), seconds=self.goodput.seconds(), time=time.time(),
-            rng=rng_state(),
-            config=asdict(run.plan.config), tokenizer_sha256=run.tokenizer.sha256,
-            data_fingerprint=self.rows.loader.fingerprint, flags=run.flags.as_dict(),
-            batch_schedule=run.plan.batch_schedule, wandb_id=self.log.wandb_id,
+            rng=rng_state(), task=self.task.name, data_fingerprint=self.batches.fingerprint, flags=run.flags.as_dict(),
+            wandb_id=self.log.wandb_id, **self.task.identity(),
             is_pause=self.step >= run.plan.num_iterations
             or self.liveness.is_stopping and not self.liveness.is_preempted)
 
@@ -87,10 +69,10 @@ class Trainer:
         too many non-finite steps in a row, or if the last state could not be saved. It is that of rank 0: other ranks
         return 0.
         """
-        first_step, record = self.step, self.run.flags.record
+        first_step, record, events = self.step, self.run.flags.record, self.task.events()
         while True:
             self.agree("step")
-            due = events_due(record, self.step, first_step, self.run.plan.num_iterations, self.save_is_asked,
+            due = events_due(events, record, self.step, first_step, self.run.plan.num_iterations, self.save_is_asked,
                              self.liveness.is_stopping)
             if due.log:
                 self.write_log()
@@ -98,12 +80,9 @@ class Trainer:
                 break
             if due.save and (due.end or not self.nonfinite.in_a_row):
                 self.save()
-            if due.evaluate:
-                self.evaluate()
-            if due.code and not self.liveness.is_stopping:
-                self.evaluate_code()
-            if due.sample and not self.liveness.is_stopping:
-                self.sample()
+            for event in due.events:
+                if not self.liveness.is_stopping:
+                    self.run_event(event)
             if due.end or self.liveness.is_stopping:
                 break
             self.train_step()
@@ -112,15 +91,14 @@ class Trainer:
     def train_step(self):
         """Runs one optimizer step, without waiting for the device."""
         plan = self.run.plan
-        if self.run.teacher and self.step == self.run.teacher.last_step and self.training.teacher:
-            self.training.dismiss_teacher(next_token_loss)
+        self.task.before_step(self.training, self.step)
         self.log.begin_step()
         self.liveness.beat("step", self.step)
         self.profile.before_step(self.step)
         with self.goodput.span("train"):
             scheduled = self.training.optimizer.scheduled(self.step, plan.batch_growth(self.step))
-            result = self.training.run(self.rows, plan.micro_steps(self.step), scheduled)
-            self.log.add(result, self.rows.taken())
+            result = self.training.run(self.batches, plan.micro_steps(self.step), scheduled)
+            self.log.add(result, self.batches.taken())
         self.step += 1
         self.profile.after_step(self.step)
 
@@ -136,7 +114,7 @@ class Trainer:
     def write_log(self):
         """Logs the steps since the last line. This comes before everything else between two steps: its time is no
         step's, and a checkpoint must not be past steps that are not in metrics.jsonl."""
-        seconds = self.log.write(self.step, self.goodput, self.rows.loader.stats, self.interruptions,
+        seconds = self.log.write(self.step, self.goodput, self.batches, self.interruptions,
                                  self.saves.mirror_behind_s())
         if seconds is not None:
             self.liveness.note_step_seconds(seconds)
@@ -146,43 +124,13 @@ class Trainer:
         self.liveness.beat("save", self.step)
         self.save_is_asked = False
         with self.goodput.span("save"):
-            self.saves.save(self.step, self.rows.state, self.training.optimizer, self.meta)
+            self.saves.save(self.step, self.batches.state, self.training, self.meta)
 
-    def evaluate(self):
-        """Logs the bits per byte of the validation text, and of middles in it if the run has --fim_rate. A stop cuts it
-        short; the resumed run does it again."""
-        tokens, length = self.run.flags.record.eval_tokens, self.run.plan.config.max_seq_len
-        num_rows = max(tokens // length, 1)
-        with self.goodput.span("evaluate"), open_loader(self.run, self.dist, num_rows=num_rows) as loader:
-            found = bits_per_byte(self.training.compiled_model, loader, self.run.tokenizer.token_bytes(), self.dist,
-                                  lambda: self.agree("evaluate"))
-        if not found:
-            return
-        if not self.run.flags.data.fim_rate:
-            return self.log.write_evaluation(self.step, found)
-        with self.goodput.span("evaluate"), open_loader(self.run, self.dist, num_rows=max(num_rows // FIM_EVAL_PART, 1),
-                                                        fim_rate=1.0) as loader:
-            middles = bits_per_byte(self.training.compiled_model, loader, self.run.tokenizer.token_bytes(), self.dist,
-                                    lambda: self.agree("evaluate"), partial(with_suffixes, self.run.tokenizer))
-        if middles:
-            self.log.write_evaluation(self.step, found, middles)
-
-    def evaluate_code(self):
-        """Logs how much of the C++ that the model writes compiles and works."""
-        with self.goodput.span("evaluate"), torch.no_grad():
-            found = evaluate_code(self.training.model, self.run.tokenizer, self.dist, lambda: self.agree("evaluate"))
-        self.log.write_code_evaluation(self.step, found)
-
-    def sample(self):
-        """Prints completions. Every rank makes them, so that none waits for another."""
-        engine = Engine(self.training.model, self.run.tokenizer, self.dist)  # it remembers nothing of older weights
-        with self.goodput.span("sample"), torch.no_grad():
-            for prompt in SAMPLE_PROMPTS:
-                if self.agree("sample"):
-                    return
-                text = engine.complete(prompt, max_tokens=min(48, self.run.plan.config.max_seq_len // 2),
-                                       seed=self.step)
-                print0(f"--- sample at step {self.step}\n{prompt}{text}\n---")
+    def run_event(self, event):
+        """Does one of the task's events, and logs what it returns. A stop cuts it short."""
+        with self.goodput.span(event.phase):
+            found = event.run(self.training, self.dist, self.step, lambda: self.agree(event.phase))
+        self.log.write_event(self.step, found)
 
     def finish(self):
         """Ends what runs in the background. Returns the exit status, as train does."""
@@ -195,7 +143,7 @@ class Trainer:
                    f"run ends at step {self.step}" + (f"; the batch of the first is in {path}" if path else ""))
         elif is_stopped:
             self.save()
-        self.rows.loader.close()
+        self.batches.close()
         if self.dist.rank > 0:
             return 0
         is_saved = self.saves.finish()
@@ -222,17 +170,15 @@ class Trainer:
 class EventsDue:
     log: bool
     save: bool
-    evaluate: bool
-    code: bool
-    sample: bool
+    events: list  # of the task, in their order
     end: bool
 
 
-def events_due(record, step, first_step, num_iterations, save_is_asked, is_stopping):
+def events_due(events, record, step, first_step, num_iterations, save_is_asked, is_stopping):
     """Returns the EventsDue after `step` optimizer steps.
 
-    record: the RecordFlags; first_step: the step with which this process began; save_is_asked: all ranks have agreed to
-    save; is_stopping: all have agreed to stop, which includes a save.
+    events: the task's; record: the RecordFlags; first_step: the step with which this process began; save_is_asked: all
+    ranks have agreed to save; is_stopping: all have agreed to stop, which includes a save.
     """
     is_last = step >= num_iterations
 
@@ -240,72 +186,7 @@ def events_due(record, step, first_step, num_iterations, save_is_asked, is_stopp
         return every > 0 and (is_last or step % every == 0)
 
     save = save_is_asked or is_stopping or is_due(record.save_every)
-    evaluate = is_due(record.eval_every) and not is_stopping
-    code = is_due(record.code_eval_every) and step > 0 and not is_stopping
-    sample = is_due(record.sample_every) and step > 0 and not is_stopping
-    log = save or evaluate or code or sample or is_due(record.log_every) or step == first_step + 1
-    return EventsDue(log, save, evaluate, code, sample, end=is_last or is_stopping)
-
-
-# -----------------------------------------------------------------------------
-# Data and model of a rank
-
-
-class RowFeed:
-    """Iterates over this rank's micro-batches, {"rows": int32 (B, T + 1)}, and knows where in the data they end."""
-
-    def __init__(self, loader):
-        self.loader = loader
-        self._last, self._taken = None, []
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self._last = next(self.loader)
-        self._taken.append(self._last.rows)
-        return {"rows": self._last.rows}
-
-    def taken(self):
-        """Returns a list of the rows since the last call."""
-        rows, self._taken = self._taken, []
-        return rows
-
-    @property
-    def state(self):
-        """{lane: JSON value} of this rank's lanes after the last micro-batch; {} before the first."""
-        return self._last.state if self._last else {}
-
-
-def open_loader(run, dist, lane_states=None, num_rows=None, fim_rate=0.0):
-    """Returns the loader of this rank. lane_states: of all lanes, to resume from; num_rows: of the validation text, of
-    which `fim_rate` of the documents are rewritten."""
-    flags, plan, validation = run.flags, run.plan, num_rows is not None
-    common = dict(batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len, rank=dist.rank,
-                  world_size=dist.world_size, seed=flags.run.seed + validation, state=lane_states,
-                  num_rows=num_rows)
-    if flags.data.synthetic_data:
-        return SyntheticLoader(run.tokenizer.n_vocab, **common)
-    shards = list_shards(flags.data.val_dir, "val") if validation else list_shards(flags.data.data_dir)
-    return DataLoader(shards, run.tokenizer, threads=flags.data.tokenizer_threads,
-                      skip_bad=flags.data.skip_bad_shards,
-                      fim_rate=fim_rate if validation else flags.data.fim_rate, **common)
-
-
-def restore_training(run, dist, step, restored=None):
-    """Returns the TrainingStep after `step` steps, with the weights and the optimizer's state of a Checkpoint, or with
-    initial ones."""
-    model = make_model(run.plan)
-    if restored:
-        model.load_state_dict(restored.model_state)
-    else:
-        model.init_weights(run.flags.run.seed)
-    loss, teacher = next_token_loss, None
-    if run.teacher and step < run.teacher.last_step:
-        teacher = load_teacher(run.teacher, run.plan, dist.device)
-        loss = DistillationLoss(run.teacher, teacher)
-    training = make_step(run.plan, model.to(dist.device), dist, loss, teacher)
-    if restored:
-        training.optimizer.load_state_dict(restored.optimizer_state)
-    training.materialise()
-    return training
+    due = [event for event in events
+           if is_due(event.every) and (step > 0 or event.is_due_at_start) and not is_stopping]
+    log = save or bool(due) or is_due(record.log_every) or step == first_step + 1
+    return EventsDue(log, save, due, end=is_last or is_stopping)

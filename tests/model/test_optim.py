@@ -82,7 +82,7 @@ def test_adam_group_equals_pytorchs_adam():
     model = tiny_model()
     optimizer = MuonAdamW(model, OptimConfig(warmup_steps=0, warmdown_ratio=0), 2**19, 100)
     expected = model.wte.detach().clone().requires_grad_()
-    reference = torch.optim.Adam([expected], lr=optimizer.adam_lrs["wte"], betas=(0.8, 0.95), eps=1e-10)
+    reference = torch.optim.Adam([expected], lr=optimizer.rules.adam["wte"].lr, betas=(0.8, 0.95), eps=1e-10)
     generator = torch.Generator().manual_seed(0)
     for step in range(5):
         gradient = torch.randn(expected.shape, generator=generator)

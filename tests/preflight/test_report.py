@@ -14,7 +14,7 @@ CONFIG = SimpleNamespace(vocab_size=65536, n_embd=1024, n_head=8, n_layer=16)
     ("bf16[4,512,4096]", "activations"), ("bf16[16,4,512,1024]", "activations of all layers"),
     ("bf16[16,3,100]", "stacked weights"), ("f32[7,3]", ""), ("f32[]", "")])
 def test_large_buffers_are_named_by_their_shape(shape, what):
-    assert report.name_buffer(shape, CONFIG, batch_size=4, seq_len=512) == what
+    assert report.name_buffer_of_gpt(shape, CONFIG, batch_size=4, seq_len=512) == what
 
 
 @pytest.mark.parametrize("kernel, checkpointing, batch_size, what, advice", [

@@ -9,6 +9,7 @@ from nanochat.device.programs import compile_seconds
 from nanochat.device.ranks import Dist, compute_cleanup, compute_init
 from nanochat.record.observe import Observer, Profile
 from nanochat.train.flags import parse_flags
+from nanochat.train.language import make_task
 from nanochat.train.prepare import prepare, run_directory
 from nanochat.train.trainer import Trainer
 
@@ -31,7 +32,7 @@ def make_trainer(dist, byte_tokenizer_dir):
             "--eval_every=-1", "--sample_every=-1", "--save_every=-1", "--log_every=2",
             f"--tokenizer_dir={byte_tokenizer_dir}", *flags])
         run_directory(flags).mkdir(parents=True)
-        return Trainer(prepare(flags, "xla"), dist)
+        return Trainer(prepare(flags, "xla", make_task), dist)
 
     return make
 
@@ -95,7 +96,7 @@ class NarrowAfter:
 def test_the_log_says_where_the_hosts_time_goes_and_what_was_compiled_and_why(make_trainer, capsys):
     compiled_before = compile_seconds()
     trainer = make_trainer(width=80)
-    trainer.rows.loader = NarrowAfter(trainer.rows.loader, count=13)  # two a step: in the middle of step 7
+    trainer.batches.loader = NarrowAfter(trainer.batches.loader, count=13)  # two a step: in the middle of step 7
     assert trainer.train() == 0
     logged = [record for record in records(trainer) if "step_ms" in record]
     assert [record["step"] for record in logged] == [1, 2, 4, 6, 8]

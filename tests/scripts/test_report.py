@@ -53,7 +53,7 @@ def test_a_report_has_the_numbers_and_pictures_of_its_runs_and_refers_to_nothing
         file.write('{"step": 7, "los')  # a crash left an incomplete line
     run = read_run(interrupted)
     assert run.records[-1]["step"] == 6 and [record["step"] for record in run.interruptions()] == [3]
-    assert run.tokens([0, 1, 3, 6]).tolist() == [0, 512, 1536, 3072]
+    assert run.work([0, 1, 3, 6]).tolist() == [0, 512, 1536, 3072]
     assert run.series("loss")[0].tolist() == [1, 2, 3, 4, 5, 6] and run.last("no_such_field") is None
 
 
@@ -102,8 +102,8 @@ def test_panels_show_values_below_zero_whole_counts_and_a_legend_that_hides_noth
     run = read_run(tmp_path)
     figure = Figure()
     rates, counts = figure.subplots(2)
-    draw_lines(rates, [run], "lr_multiplier", "learning rates", "tokens")
-    draw_lines(counts, [run], "bad_steps", "steps", "tokens", is_count=True)
+    draw_lines(rates, [run], "lr_multiplier", "learning rates", "work")
+    draw_lines(counts, [run], "bad_steps", "steps", "work", is_count=True)
     figure.draw_without_rendering()
     assert rates.get_ylim()[0] < -0.7 and counts.get_ylim()[0] < 0 < 1 < counts.get_ylim()[1]
     assert all(tick == int(tick) for tick in counts.get_yticks())

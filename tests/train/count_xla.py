@@ -11,6 +11,7 @@ from nanochat.device.programs import synchronize
 from nanochat.device.ranks import compute_init, prepare_xla_environment
 from nanochat.run.processes import exclusive_use
 from nanochat.train.flags import parse_flags
+from nanochat.train.language import make_task
 from nanochat.train.prepare import prepare, run_directory
 from nanochat.train.trainer import Trainer
 
@@ -31,7 +32,7 @@ def count(run, dist):
         return data[0] if data else 0
 
     trainer = Trainer(run, dist)
-    training, rows, plan = trainer.training, trainer.rows, run.plan
+    training, rows, plan = trainer.training, trainer.batches, run.plan
     thread_barrier(trainer.dist)  # each rank compiles its own way of putting its part of the state on its device
     before = value("CompileTime")
     compilations, between_logs, pending = [], 0, []
@@ -46,7 +47,7 @@ def count(run, dist):
             for loss in pending:
                 loss.tolist()
             pending = []
-    rows.loader.close()
+    rows.close()
     synchronize(trainer.dist)
     thread_barrier(trainer.dist)
     return {
@@ -64,6 +65,6 @@ if __name__ == "__main__":
         "--total_batch_size=256", "--num_iterations=50", f"--tokenizer_dir={tokenizer_dir}", f"--kernel={kernel}"])
         for kernel in kernels]
     with exclusive_use(run_directory(flags[0])):
-        runs = [prepare(of_kernel, "xla") for of_kernel in flags]
+        runs = [prepare(of_kernel, "xla", make_task) for of_kernel in flags]
         import torch_xla.distributed.xla_multiprocessing as xmp
         xmp.spawn(count_all, args=(runs, out), nprocs=None)

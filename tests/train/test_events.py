@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from nanochat.common import BadInput
 from nanochat.model.optim import OptimConfig, lr_multiplier
 from nanochat.run.meta import Meta
-from nanochat.train.flags import RecordFlags, parse_flags
+from nanochat.train.flags import Flags, LanguageRecordFlags, parse_flags
+from nanochat.train.language import LanguageTask
 from nanochat.train.plan import make_plan
 from nanochat.train.trainer import events_due
 
@@ -24,20 +25,21 @@ def test_no_learning_rate_is_negative_or_above_its_own(step, num_iterations, con
                                                                                        config)
 
 
-@given(record=st.builds(RecordFlags, save_every=EVERY, eval_every=EVERY, sample_every=EVERY, code_eval_every=EVERY,
-                        log_every=EVERY),
+@given(record=st.builds(LanguageRecordFlags, save_every=EVERY, eval_every=EVERY, sample_every=EVERY,
+                        code_eval_every=EVERY, log_every=EVERY),
        first_step=st.integers(0, 250), horizons=st.lists(st.integers(1, 200), min_size=1, max_size=4),
        stop_after=st.integers(0, 120))
 @settings(max_examples=300)
 def test_every_process_ends_at_its_horizon_and_saves_what_it_has_trained(record, first_step, horizons, stop_after):
     """Each horizon is that of another process, which resumes the one before; the last of them is not told to stop."""
     saved = step = first_step
+    events = LanguageTask(Flags(record=record), None, None, None, None).events()
     for number, horizon in enumerate(horizons):
         begun_at = step = saved
         for _ in range(1000):
             is_stopping = number < len(horizons) - 1 and step == begun_at + stop_after
-            due = events_due(record, step, begun_at, horizon, save_is_asked=False, is_stopping=is_stopping)
-            assert due.log or not (due.save or due.evaluate or due.code or due.sample)
+            due = events_due(events, record, step, begun_at, horizon, save_is_asked=False, is_stopping=is_stopping)
+            assert due.log or not (due.save or due.events)
             saved = step if due.save else saved
             if due.end:
                 break
@@ -46,7 +48,8 @@ def test_every_process_ends_at_its_horizon_and_saves_what_it_has_trained(record,
         assert saved == step or record.save_every < 0
         if not is_stopping:
             assert step == max(begun_at, horizon)
-            assert due.evaluate == (record.eval_every > 0)
+            assert (events[0] in due.events) == (record.eval_every > 0)
+            assert events[2] not in due.events or step > 0
 
 
 @given(st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 2, 4, 8)), st.integers(1, 8), st.integers(1, 40),

@@ -1,0 +1,79 @@
+"""Mazes: a generator, shortest paths, symmetries. A maze is a flat list of cells, row by row."""
+import hashlib
+import random
+from collections import deque
+
+import numpy as np
+
+WALL, FREE, START, GOAL, PATH = range(1, 6)
+LETTERS = " #.SG*"  # of 0 to PATH, for a person
+
+
+def generate(side, min_path, seed, attempts=1000):
+    """Returns a maze of side × side cells and the same with its shortest path, from a random start to a random goal,
+    which is longer than `min_path` cells; None if no attempt has such a path. Walls are drawn by a random walk that
+    knocks through every second cell, then some are taken out, so that there are several ways."""
+    generator = random.Random(seed)
+    for _ in range(attempts):
+        cells = [WALL] * (side * side)
+        stack = [(0, 0)]
+        cells[0] = FREE
+        while stack:
+            y, x = stack[-1]
+            ways = [(dy, dx) for dy, dx in ((0, 2), (2, 0), (0, -2), (-2, 0))
+                    if 0 <= y + dy < side and 0 <= x + dx < side and cells[(y + dy) * side + x + dx] == WALL]
+            if not ways:
+                stack.pop()
+                continue
+            dy, dx = generator.choice(ways)
+            cells[(y + dy // 2) * side + x + dx // 2] = cells[(y + dy) * side + x + dx] = FREE
+            stack.append((y + dy, x + dx))
+        for cell in generator.sample(range(side * side), side * side // 20):
+            cells[cell] = FREE
+        start, goal = generator.sample([cell for cell, what in enumerate(cells) if what == FREE], 2)
+        path = shortest_path(cells, side, start, goal)
+        if len(path) > min_path:
+            cells[start], cells[goal] = START, GOAL
+            solved = list(cells)
+            for cell in path[1:-1]:
+                solved[cell] = PATH
+            return cells, solved
+    return None
+
+
+def shortest_path(cells, side, start, goal):
+    """Returns the cells of a shortest path with both ends, by breadth-first search; [] if there is none. Of several it
+    is the one whose cells were found first, which depends on the maze alone."""
+    before, queue = {start: start}, deque([start])
+    while queue and goal not in before:
+        cell = queue.popleft()
+        y, x = divmod(cell, side)
+        for dy, dx in ((0, 1), (1, 0), (0, -1), (-1, 0)):
+            there = (y + dy) * side + x + dx
+            if 0 <= y + dy < side and 0 <= x + dx < side and cells[there] != WALL and there not in before:
+                before[there] = cell
+                queue.append(there)
+    path = [goal] if goal in before else []
+    while path and path[-1] != start:
+        path.append(before[path[-1]])
+    return path[::-1]
+
+
+def draw_symmetries(grids, side, generator):
+    """Returns each of the grids, a list of arrays (N, cells), turned and mirrored; all of them in the same way."""
+    count = grids[0].shape[0]
+    turn = generator.integers(8, size=count)
+    return [np.choose(turn[:, None], _all_forms(grid, side)) for grid in grids]
+
+
+def _all_forms(grid, side):
+    square = grid.reshape(-1, side, side)
+    turned = [np.rot90(square, k, (1, 2)) for k in range(4)]
+    return [form.reshape(len(grid), -1) for form in (*turned, *(one.swapaxes(1, 2) for one in turned))]
+
+
+def fingerprints(puzzles, side):
+    """Returns a number for each of the puzzles (N, cells), uint64, the same for all that are turned or mirrored."""
+    forms = _all_forms(np.asarray(puzzles, np.uint8), side)
+    texts = [min(form[number].tobytes() for form in forms) for number in range(len(puzzles))]
+    return np.array([int.from_bytes(hashlib.sha256(text).digest()[:8], "little") for text in texts], np.uint64)

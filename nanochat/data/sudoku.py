@@ -1,0 +1,144 @@
+"""Sudoku of any box: a generator of minimal puzzles, a solver that counts its guesses, symmetries.
+
+A box of 2 × 3 has two rows and three columns; the grid is 6 × 6 then, and the digits are 1 to 6. A grid is a flat list
+of cells, row by row, with 0 for an empty one.
+"""
+import functools
+import random
+
+import numpy as np
+
+
+@functools.cache
+def units_of_cells(rows, columns):
+    """Returns for each cell of a grid of such boxes the numbers of its row, column and box, (cells, 3)."""
+    side = rows * columns
+    return tuple((cell // side, side + cell % side, 2 * side + cell // side // rows * rows + cell % side // columns)
+                 for cell in range(side * side))
+
+
+def solve(puzzle, rows, columns, limit=2, shuffle=None):
+    """Returns (a list of at most `limit` solutions, the number of guesses).
+
+    The emptiest choice comes first: a cell with one possible digit is no guess. A guess is a cell of which several
+    digits were tried. shuffle: a random.Random that draws the order of digits.
+    """
+    units, side = units_of_cells(rows, columns), rows * columns
+    used, grid, solutions, guesses = [0] * (3 * side), list(puzzle), [], 0
+    for cell, digit in enumerate(grid):
+        if digit:
+            bit = 1 << digit
+            if any(used[unit] & bit for unit in units[cell]):
+                return [], 0
+            for unit in units[cell]:
+                used[unit] |= bit
+    everything = (2 << side) - 2
+
+    def search(empty):
+        nonlocal guesses
+        if not empty:
+            solutions.append(list(grid))
+            return
+        best = best_choices = None
+        for cell in empty:
+            row, column, box = units[cell]
+            choices = everything & ~(used[row] | used[column] | used[box])
+            if best is None or choices.bit_count() < best_choices.bit_count():
+                best, best_choices = cell, choices
+                if choices.bit_count() < 2:
+                    break
+        digits = [digit for digit in range(1, side + 1) if best_choices >> digit & 1]
+        guesses += len(digits) > 1
+        if shuffle:
+            shuffle.shuffle(digits)
+        rest = [cell for cell in empty if cell != best]
+        for digit in digits:
+            grid[best] = digit
+            for unit in units[best]:
+                used[unit] ^= 1 << digit
+            search(rest)
+            for unit in units[best]:
+                used[unit] ^= 1 << digit
+            grid[best] = 0
+            if len(solutions) >= limit:
+                return
+
+    search([cell for cell, digit in enumerate(grid) if not digit])
+    return solutions, guesses
+
+
+def generate(rows, columns, seed):
+    """Returns a minimal puzzle, its only solution, and the guesses that `solve` makes: without any one of its digits it
+    would have several solutions. seed: any hashable number or text."""
+    generator = random.Random(seed)
+    cells = (rows * columns) ** 2
+    solution = solve([0] * cells, rows, columns, limit=1, shuffle=generator)[0][0]
+    puzzle = list(solution)
+    for cell in generator.sample(range(cells), cells):
+        digit, puzzle[cell] = puzzle[cell], 0
+        if len(solve(puzzle, rows, columns)[0]) > 1:
+            puzzle[cell] = digit
+    return puzzle, solution, solve(puzzle, rows, columns, limit=1)[1]
+
+
+# -----------------------------------------------------------------------------
+# Symmetries: what turns a puzzle into another that is as hard
+
+
+def draw_symmetries(grids, rows, columns, generator):
+    """Returns each of the grids, (a list of arrays (N, cells), which get the same symmetry), in an equal form: bands,
+    rows in a band, stacks, columns in a stack and digits permuted, and transposed where boxes are square."""
+    count, side = grids[0].shape[0], rows * columns
+    of_rows = _permuted_lines(generator, count, side, rows)
+    of_columns = _permuted_lines(generator, count, side, columns)
+    digits = np.concatenate([np.zeros((count, 1), int), 1 + generator.random((count, side)).argsort(1)], 1)
+    is_transposed = (generator.random(count) < 0.5) & (rows == columns)
+    results = []
+    for grid in grids:
+        grid = np.take_along_axis(grid.reshape(count, side, side), of_rows[:, :, None], 1)
+        grid = np.take_along_axis(grid, of_columns[:, None, :], 2)
+        grid = np.where(is_transposed[:, None, None], grid.swapaxes(1, 2), grid).reshape(count, -1)
+        results.append(np.take_along_axis(digits, grid, 1))
+    return results
+
+
+def _permuted_lines(generator, count, side, per_band):
+    """Returns orders of the lines, (count, side), that keep those of a band together."""
+    bands = generator.random((count, side // per_band)).argsort(1)
+    within = generator.random((count, side // per_band, per_band)).argsort(2)
+    return (bands[:, :, None] * per_band + within).reshape(count, side)
+
+
+def fingerprints(puzzles, rows, columns):
+    """Returns a number for each of the puzzles (N, cells), uint64 (N,). Puzzles that a symmetry turns into each other
+    have the same; others almost never do.
+
+    The colours of the cells are refined (Weisfeiler and Leman): a cell's new colour depends on the colours in its row,
+    column and box, and on those of cells with the same digit, whatever their order.
+    """
+    side = rows * columns
+    units = np.array(units_of_cells(rows, columns))
+    member = np.zeros((3 * side, side * side), bool)
+    for kind in range(3):
+        member[units[:, kind], np.arange(side * side)] = True
+    colours = _mix((puzzles > 0).astype(np.uint64))
+    with np.errstate(over="ignore"):
+        for _ in range(6):
+            of_units = np.stack([colours[:, inside].sum(1, dtype=np.uint64) for inside in member], 1)
+            by_digit = np.stack([np.where(puzzles == digit, colours, np.uint64(0)).sum(1, dtype=np.uint64)
+                                 for digit in range(side + 1)], 1)
+            by_digit[:, 0] = 0  # empty cells have nothing in common
+            row, column, box = (_mix(of_units[:, units[:, kind]]) for kind in range(3))
+            lines = row + column if rows == columns else _mix(row + np.uint64(1)) + column
+            same = np.take_along_axis(_mix(by_digit), puzzles, 1)
+            colours = _mix(colours * np.uint64(3) + lines + _mix(box + np.uint64(2)) + same * np.uint64(5))
+        return _mix(colours).sum(1, dtype=np.uint64)
+
+
+def _mix(x):
+    """Spreads the bits of uint64 numbers (splitmix64, Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))

@@ -1,0 +1,235 @@
+"""The task of base_train: predict the next token of C++."""
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+
+import torch
+
+from nanochat.common import BadInput
+from nanochat.data.fim import check_fim
+from nanochat.data.lanes import NUM_LANES
+from nanochat.data.loader import DataLoader, SyntheticLoader
+from nanochat.data.shards import fingerprint, list_shards, open_shards
+from nanochat.data.tokenizer import Tokenizer, load_tokenizer
+from nanochat.device.ranks import print0
+from nanochat.infer.engine import Engine
+from nanochat.infer.judge import Judge
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.gpt import GPT
+from nanochat.model.optim import MuonAdamW, OptimConfig
+from nanochat.run.checkpoint_files import state_bytes
+from nanochat.run.meta import require_match
+from nanochat.train.code_eval import evaluate_code
+from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
+from nanochat.train.loss_eval import bits_per_byte, with_suffixes
+from nanochat.train.plan import Plan, describe_plan, make_plan
+from nanochat.train.step import TrainingStep
+from nanochat.train.task import Event
+from nanochat.train.teacher import DistillationLoss, Teacher, find_teacher, load_teacher
+
+FIM_EVAL_PART = 4  # the middles are evaluated on a row for each of so many rows of the validation text
+SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
+
+
+@dataclass(frozen=True)
+class LanguageTask:
+    """See Task (task.py), which says what each method is for."""
+    flags: Flags
+    plan: Plan
+    tokenizer: Tokenizer
+    teacher: Teacher | None
+    data_fingerprint: str | None  # None for synthetic data
+    name = "language"
+    num_lanes = NUM_LANES
+    changing_flags = tuple(field.name for group in (BatchFlags, OptimConfig, DistillationFlags)
+                           for field in fields(group) if field.name != "device_batch_size")  # which changes no step
+
+    def describe(self):
+        return [*describe_plan(self.plan, self.tokenizer), *([self.teacher.describe()] if self.teacher else [])]
+
+    def identity(self):
+        return {"config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
+                "batch_schedule": self.plan.batch_schedule}
+
+    def resumed(self, path, meta):
+        require_match(path, meta, config=asdict(self.plan.config), tokenizer_sha256=self.tokenizer.sha256,
+                      data_fingerprint=self.data_fingerprint)
+        if (rate := meta.flags.get("fim_rate", 0)) != self.flags.data.fim_rate:
+            raise BadInput(f"{path} was trained with --fim_rate={rate:g}, and this run has "
+                           f"{self.flags.data.fim_rate:g}: resume with the flags it was trained with, or choose "
+                           "another --run")
+        return replace(self, plan=make_plan(self.flags, self.tokenizer.n_vocab, self.plan.device_type,
+                                            self.plan.world_size, meta))
+
+    def state_bytes(self):
+        optimizer = MuonAdamW(GPT.on_meta(self.plan.config), self.plan.optimizer, self.plan.total_batch_size,
+                              self.plan.num_iterations)
+        return state_bytes(optimizer.masters, optimizer.state)
+
+    def open_batches(self, dist, step, lane_states=None):
+        return RowFeed(self.open_loader(dist, lane_states), self.plan)
+
+    def open_loader(self, dist, lane_states=None, num_rows=None, fim_rate=0.0):
+        """Returns the loader of this rank. lane_states: of all lanes, to resume from; num_rows: of the validation text,
+        of which `fim_rate` of the documents are rewritten."""
+        flags, plan, validation = self.flags, self.plan, num_rows is not None
+        common = dict(batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len, rank=dist.rank,
+                      world_size=dist.world_size, seed=flags.run.seed + validation, state=lane_states,
+                      num_rows=num_rows)
+        if flags.data.synthetic_data:
+            return SyntheticLoader(self.tokenizer.n_vocab, **common)
+        shards = list_shards(flags.data.val_dir, "val") if validation else list_shards(flags.data.data_dir)
+        return DataLoader(shards, self.tokenizer, threads=flags.data.tokenizer_threads,
+                          skip_bad=flags.data.skip_bad_shards,
+                          fim_rate=fim_rate if validation else flags.data.fim_rate, **common)
+
+    def restore_training(self, dist, step, restored=None):
+        model = make_model(self.plan)
+        if restored:
+            model.load_state_dict(restored.model_state)
+        else:
+            model.init_weights(self.flags.run.seed)
+        loss, teacher = next_token_loss, None
+        if self.teacher and step < self.teacher.last_step:
+            teacher = load_teacher(self.teacher, self.plan, dist.device)
+            loss = DistillationLoss(self.teacher, teacher)
+        training = make_step(self.plan, model.to(dist.device), dist, loss, teacher)
+        if restored:
+            training.load_state(restored.optimizer_state)
+        training.materialise()
+        return training
+
+    def before_step(self, training, step):
+        if self.teacher and step == self.teacher.last_step and training.teacher:
+            training.dismiss_teacher(next_token_loss)
+
+    # What happens between two steps
+
+    def events(self):
+        record = self.flags.record
+        return (Event("evaluate", record.eval_every, True, self.evaluate),
+                Event("evaluate", record.code_eval_every, False, self.evaluate_code),
+                Event("sample", record.sample_every, False, self.sample))
+
+    def evaluate(self, training, dist, step, is_cut_short):
+        """Returns the bits per byte of the validation text, and of middles in it if the run has --fim_rate. A stop cuts
+        it short; the resumed run does it again."""
+        num_rows = max(self.flags.record.eval_tokens // self.plan.config.max_seq_len, 1)
+        token_bytes = self.tokenizer.token_bytes()
+        with self.open_loader(dist, num_rows=num_rows) as loader:
+            found = bits_per_byte(training.compiled_model, loader, token_bytes, dist, is_cut_short)
+        if not found:
+            return {}
+        metrics = {"val_bpb": found.bits_per_byte, "val_bytes": found.num_bytes, "val_whole_text": found.is_whole_text}
+        if not self.flags.data.fim_rate:
+            return metrics
+        with self.open_loader(dist, num_rows=max(num_rows // FIM_EVAL_PART, 1), fim_rate=1.0) as loader:
+            middles = bits_per_byte(training.compiled_model, loader, token_bytes, dist, is_cut_short,
+                                    partial(with_suffixes, self.tokenizer))
+        return middles and metrics | {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes} or {}
+
+    @torch.no_grad()
+    def evaluate_code(self, training, dist, step, is_cut_short):
+        """Returns how much of the C++ that the model writes compiles and works."""
+        return evaluate_code(training.model, self.tokenizer, dist, is_cut_short)
+
+    @torch.no_grad()
+    def sample(self, training, dist, step, is_cut_short):
+        """Prints completions. Every rank makes them, so that none waits for another."""
+        engine = Engine(training.model, self.tokenizer, dist)  # it remembers nothing of older weights
+        for prompt in SAMPLE_PROMPTS:
+            if is_cut_short():
+                break
+            text = engine.complete(prompt, max_tokens=min(48, self.plan.config.max_seq_len // 2), seed=step)
+            print0(f"--- sample at step {step}\n{prompt}{text}\n---")
+        return {}
+
+
+def make_task(flags, device_type, world_size, directory):
+    """Returns the LanguageTask for base_train's Flags. Raises BadInput for anything that can be refused now.
+
+    directory: of the run.
+    """
+    tokenizer = load_tokenizer(flags.data.tokenizer_dir)
+    plan = make_plan(flags, tokenizer.n_vocab, device_type, world_size)
+    data_fingerprint = check_data(flags)
+    teacher = find_teacher(flags, plan, tokenizer, directory)
+    if teacher:
+        flags = flags.replace(teacher=str(teacher.path))  # the one that is meant now, if it is trained further
+    if flags.record.code_eval_every > 0:
+        Judge()  # raises BadInput if there is no compiler or no sandbox
+    if flags.data.fim_rate:
+        check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, flags.model.max_seq_len)
+    return LanguageTask(flags, plan, tokenizer, teacher, data_fingerprint)
+
+
+def check_data(flags):
+    """Returns the fingerprint of the training data, None for synthetic data. Raises BadInput if data cannot be used."""
+    data = flags.data
+    if data.synthetic_data:
+        if data.fim_rate:
+            raise BadInput(f"--fim_rate={data.fim_rate:g} is for text, and --synthetic_data has none: leave one out")
+        return None
+    if flags.record.eval_every > 0:
+        open_shards(list_shards(data.val_dir, "val"), data.skip_bad_shards)
+    return fingerprint(open_shards(list_shards(data.data_dir), data.skip_bad_shards))
+
+
+class RowFeed:
+    """Iterates over this rank's micro-batches, {"rows": int32 (B, T + 1)}, and knows where in the data they end."""
+
+    def __init__(self, loader, plan):
+        self.loader, self._plan = loader, plan
+        self._last, self._taken = None, []
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self._last = next(self.loader)
+        self._taken.append(self._last.rows)
+        return {"rows": self._last.rows}
+
+    def taken(self):
+        """Returns a list of the rows since the last call."""
+        rows, self._taken = self._taken, []
+        return rows
+
+    @property
+    def state(self):
+        """{lane: JSON value} of this rank's lanes after the last micro-batch; {} before the first."""
+        return self._last.state if self._last else {}
+
+    @property
+    def fingerprint(self):
+        return self.loader.fingerprint
+
+    def metrics(self):
+        """Returns what the log says of the data up to the last micro-batch."""
+        stats = self.loader.stats
+        return {"tokens": stats["rows"] * self._plan.world_size * self._plan.config.max_seq_len,
+                "epoch": stats["epoch"]}
+
+    def close(self):
+        self.loader.close()
+
+
+# -----------------------------------------------------------------------------
+# The training step
+
+
+def next_token_loss(model, rows):
+    """Returns the mean loss of rows (B, T + 1) in nats per token: each token is predicted from those before it."""
+    return {"loss": model(rows[:, :-1], rows[:, 1:], reduction="mean")}
+
+
+def make_model(plan):
+    """Returns a Plan's GPT, on torch's default device and without initial weights."""
+    return GPT(plan.config, get_kernels(plan.kernel, plan.device_type), plan.dtype, plan.activation_checkpointing)
+
+
+def make_step(plan, model, dist, loss=next_token_loss, teacher=None):
+    """Returns the TrainingStep of a Plan for a model whose weights are on the device of `dist`, with another loss and
+    the model that it reads, if they are given."""
+    optimizer = MuonAdamW(model, plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.dtype, dist,
+                          plan.shard_optimizer)
+    return TrainingStep(model, optimizer, loss, dist, plan.all_micro_steps, plan.use_compile, teacher)

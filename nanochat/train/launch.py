@@ -1,0 +1,108 @@
+"""Starts a training run: checks and prepares it in the parent process, then trains in a process for each chip.
+
+No line at module level touches the XLA runtime: xmp.spawn starts a process for each chip, and they start theirs.
+"""
+import os
+import sys
+import tempfile
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from nanochat.device import tpu
+from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, spawn_ranks
+from nanochat.run.mirror import MirrorError
+from nanochat.run.processes import begin_as_rank, end_process_on_error, exclusive_use
+from nanochat.run.stopping import (
+    EXIT_STATUS,
+    Requests,
+    stop_on_preemption_notice,
+    stop_on_signal_to_rank,
+    stop_on_signals,
+)
+from nanochat.run.watchdog import Heartbeats, watching
+from nanochat.train.prepare import prepare, run_directory
+from nanochat.train.trainer import Trainer
+
+
+def launch(flags, device_type, make_task):
+    """Trains, and returns the exit status. make_task: see prepare; device_type: as resolve_device_type returns it."""
+    train_here = train_on_xla if device_type in ("tpu", "xla") else train_without_parent
+    try:
+        return train_here(flags, device_type, make_task)
+    except MirrorError as error:  # an outage, before training began
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_STATUS
+    except KeyboardInterrupt:  # before training began, for example while waiting for the mirror
+        return 130
+
+
+def train_on_xla(flags, device_type, make_task):
+    """Prepares the run in this process, and trains in the processes that it spawns. Returns the exit status."""
+    prepare_xla_environment(device_type)
+    accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
+    if accelerator:
+        os.environ["LIBTPU_INIT_ARGS"] = tpu.libtpu_init_args(tpu.parse_accelerator(accelerator).tpu)
+    with exclusive_use(run_directory(flags)):
+        run = prepare(flags, device_type, make_task)
+        if run.finished_step:
+            return say_finished(run)
+        requests = Requests(run.requests_file)
+        stop_on_signals(requests)
+        if device_type == "tpu":
+            stop_on_preemption_notice(requests)
+        return spawn(run)
+
+
+def spawn(run):
+    """Trains in a process for each chip, or in a thread for each XLA device of a CPU. Returns the exit status."""
+    with watching(Heartbeats(run.heartbeats_file)) as has_reported, tempfile.TemporaryDirectory() as scratch:
+        status_path = Path(scratch) / "status"
+        status_path.write_text("0")
+        try:
+            spawn_ranks(_train_as_rank, run, str(status_path))
+        except BrokenProcessPool:  # a rank ended its process; one that was killed could leave no status
+            has_reported.wait(timeout=10)
+            return int(status_path.read_text()) or 1
+        return int(status_path.read_text())
+
+
+def _train_as_rank(index, run, status_path):
+    """Runs in every spawned process."""
+    begin_as_rank(run.directory)
+    stop_on_signal_to_rank(Requests(run.requests_file))
+    end_process_on_error(lambda: train(run), status_path)
+
+
+def train(run):
+    """Trains as one rank of the run. Returns the exit status."""
+    dist = compute_init(run.plan.device_type)
+    status = Trainer(run, dist).train()
+    compute_cleanup(dist)
+    return status
+
+
+def train_without_parent(flags, device_type, make_task):
+    """Trains on CUDA or cpu, where rank 0 does what on XLA the parent of the ranks does. Returns the exit status."""
+    dist = compute_init(device_type)
+    with exclusive_use(run_directory(flags)) if dist.rank == 0 else nullcontext():
+        found = [prepare(flags, device_type, make_task) if dist.rank == 0 else None]
+        if dist.world_size > 1:
+            torch.distributed.broadcast_object_list(found)
+        run = found[0]
+        if run.finished_step:
+            return say_finished(run) if dist.rank == 0 else 0
+        stop_on_signals(Requests(run.requests_file))
+        with watching(Heartbeats(run.heartbeats_file)) if dist.rank == 0 else nullcontext():
+            status = Trainer(run, dist).train()
+    compute_cleanup(dist)
+    return status
+
+
+def say_finished(run):
+    """Says that there is nothing to train, and returns the exit status for that."""
+    print(f"run {run.flags.run.run} has reached step {run.finished_step} ({run.checkpoint}): nothing left to do. "
+          "Raise --num_iterations, choose another --run, or start over with --resume=never")
+    return 0

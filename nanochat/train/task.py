@@ -1,0 +1,59 @@
+"""What the trainer asks of a task.
+
+A task says what is learnt: its data, model, loss and evaluations. The trainer and all around it (checkpoints, stopping,
+watchdog, log, preflight) know when something happens and nothing of what it is. There are two: LanguageTask
+(language.py) predicts the next token, PuzzleTask (puzzles.py) solves puzzles step by step.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a task does between two steps. Every rank does it."""
+    phase: str  # for the watchdog and for goodput: "evaluate" or "sample"
+    every: int  # steps between two, and one at the end; -1: never
+    is_due_at_start: bool  # also before the first step of a run
+    run: Callable  # run(training, dist, step, is_cut_short) -> {metric: value} for the log, or {}
+
+
+class Task(Protocol):
+    """The parent process makes a task and hands it to the ranks, so it can be pickled and holds no device's memory.
+
+    flags: groups of flags, among them `run`, `devices` and `record` (flags.py), with `as_dict()`.
+    name: as in a checkpoint's Meta. changing_flags: names of the flags whose change is told when a run resumes.
+    plan: `num_iterations`; `micro_steps(step)` and `all_micro_steps`, the numbers of micro-steps; `batch_growth(step)`,
+        the batch of a step over that of the first; `device_type`, `world_size`; and the unit in which work is counted:
+        `unit` ("tokens"), `units(begin, end)` of these steps, `flops_per_unit`. For the preflight also `kernel`, a
+        name, and `parameters`, {group: number}.
+    num_lanes: how many states a checkpoint has of the data, from all ranks together.
+    """
+
+    def describe(self):
+        """Returns the plan as lines for a person."""
+
+    def identity(self):
+        """Returns {field: value} for a checkpoint's Meta: what a run that resumes must have in common with it."""
+
+    def resumed(self, path, meta):
+        """Returns the task as it resumes from the checkpoint at `path`, whose Meta is `meta`. Raises BadInput if it
+        cannot."""
+
+    def state_bytes(self):
+        """Returns the bytes of weights and state in a checkpoint."""
+
+    def open_batches(self, dist, step, lane_states=None):
+        """Returns the iterator over this rank's micro-batches, {name: CPU tensor}, from `step` on. lane_states: of all
+        lanes, from a checkpoint. It has `fingerprint` of the data, `state` ({lane: JSON value} of this rank after the
+        last micro-batch), `taken()` (a list of tensors: the micro-batches since its last call), `metrics()` for the
+        log, and `close()`."""
+
+    def restore_training(self, dist, step, restored=None):
+        """Returns the TrainingStep (step.py) after `step` steps, with the state of a Checkpoint or an initial one."""
+
+    def before_step(self, training, step):
+        """Changes `training`, if something changes in it at `step`."""
+
+    def events(self):
+        """Returns the Events, in their order."""

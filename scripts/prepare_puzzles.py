@@ -1,0 +1,128 @@
+"""Makes puzzles for puzzle_train: train.parquet and val.parquet. No puzzle of one is in the other, not even turned,
+mirrored or renamed.
+
+    python3 -m scripts.prepare_puzzles --puzzle=sudoku --box=2x2
+    python3 -m scripts.prepare_puzzles --puzzle=sudoku --box=3x3 --train=2000 --qqwing
+    python3 -m scripts.prepare_puzzles --puzzle=maze --side=15 --min_path=30
+
+Sudokus are minimal: without any one of its digits a puzzle would have several solutions. The same flags make the same
+puzzles, but for --qqwing, which draws its own.
+"""
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
+from nanochat.data import mazes, sudoku
+from nanochat.data.puzzles import write_puzzles
+
+ROUNDS = 20  # of which each makes as many puzzles as are still missing
+SHARES = {"train": 0.75, "val": 0.25}  # of the really different puzzles
+
+
+@dataclass(frozen=True)
+class Flags:
+    puzzle: str = flag("sudoku", "sudoku or maze", choices=("sudoku", "maze"))
+    box: str = flag("2x2", "ROWSxCOLUMNS of a Sudoku's box: 2x2 is the 4 × 4 Sudoku, 2x3 the 6 × 6, 3x3 the usual one")
+    side: int = flag(15, "rows and columns of a maze", at_least=5, at_most=99)
+    min_path: int = flag(20, "a maze's shortest path is longer than so many cells", at_least=1, at_most=10_000)
+    train: int = flag(2000, "puzzles to train on", at_least=1, at_most=10**7)
+    val: int = flag(300, "held-out puzzles", at_least=1, at_most=10**6)
+    seed: int = flag(0, "of the puzzles", at_least=0)
+    qqwing: bool = flag(False, "9 × 9 Sudokus by Debian's qqwing, which is much faster")
+    out_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/puzzles", of=expand_path)
+
+
+def read_shape(flags):
+    """Returns the shape of the puzzles as Puzzles has it. Raises BadInput."""
+    if flags.puzzle == "maze":
+        return (flags.side,)
+    match = re.fullmatch(r"([2-4])x([2-4])", flags.box)
+    if not match:
+        raise BadInput(f"--box={flags.box} is not ROWSxCOLUMNS with 2 to 4 of each: give 2x2, 2x3 or 3x3")
+    if flags.qqwing and flags.box != "3x3":
+        raise BadInput(f"--qqwing makes 9 × 9 Sudokus, and --box={flags.box}: add --box=3x3, or leave --qqwing out")
+    if flags.qqwing and not shutil.which("qqwing"):
+        raise BadInput("--qqwing: there is no qqwing: apt-get install qqwing, or leave --qqwing out")
+    return int(match[1]), int(match[2])
+
+
+def make(flags, shape, number):
+    """Returns puzzle `number` as (puzzle, solution, guesses), or None if there is none."""
+    if flags.puzzle == "sudoku":
+        return sudoku.generate(*shape, f"{flags.seed} {number}")
+    found = mazes.generate(*shape, flags.min_path, f"{flags.seed} {number}")
+    return found and (*found, 0)
+
+
+def by_qqwing(count):
+    """Returns `count` 9 × 9 Sudokus made by qqwing, as `make` does."""
+    output = subprocess.run(["qqwing", "--generate", str(count), "--solution", "--csv"], check=True, text=True,
+                            capture_output=True).stdout
+    rows = re.findall(r"([1-9.]{81}),([1-9]{81})", output)
+    grids = [[[int(letter) for letter in text.replace(".", "0")] for text in row] for row in rows]
+    return [(puzzle, solution, sudoku.solve(puzzle, 3, 3, limit=1)[1]) for puzzle, solution in grids]
+
+
+def fingerprints(flags, shape, found):
+    """Returns a number for each of the puzzles, the same for all forms of a puzzle."""
+    module = sudoku if flags.puzzle == "sudoku" else mazes
+    return module.fingerprints(np.array([puzzle for puzzle, _, _ in found]), *shape)
+
+
+def make_all(flags, shape):
+    """Returns {"train": puzzles, "val": puzzles}. Puzzles that a symmetry turns into each other are all in one of them.
+    Raises BadInput if there are not enough.
+
+    There are few really different small puzzles: of the minimal 4 × 4 Sudokus, 36. So what is held out are not single
+    puzzles but all forms of some, which are chosen by their fingerprint.
+    """
+    wanted, found, made = {"train": flags.train, "val": flags.val}, {"train": {}, "val": {}}, 0
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool, \
+            tqdm(total=sum(wanted.values()), unit="puzzle", disable=not sys.stderr.isatty()) as progress:
+        for _ in range(ROUNDS):
+            missing = max(round((wanted[name] - len(found[name])) / share) for name, share in SHARES.items())
+            if missing <= 0:
+                break
+            if flags.qqwing:
+                new = by_qqwing(missing)
+            else:
+                new = list(filter(None, pool.map(partial(make, flags, shape), range(made, made + missing),
+                                                 chunksize=16)))
+                made += missing
+            for puzzle, key in zip(new, fingerprints(flags, shape, new) if new else (), strict=True):
+                name = "val" if key % 1000 < 1000 * SHARES["val"] else "train"
+                if len(found[name]) < wanted[name]:
+                    found[name][tuple(puzzle[0])] = puzzle
+            progress.n = sum(map(len, found.values()))
+            progress.refresh()
+    if any(len(found[name]) < wanted[name] for name in wanted):
+        raise BadInput(f"--train={flags.train} and --val={flags.val}: only {len(found['train'])} and "
+                       f"{len(found['val'])} different puzzles were found: ask for fewer, or for larger ones")
+    return {name: list(puzzles.values()) for name, puzzles in found.items()}
+
+
+def main(argv=None):
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    shape = read_shape(flags)
+    out_dir = require_writable_dir(flags.out_dir or get_base_dir() / "puzzles")
+    splits = make_all(flags, shape)
+    write_puzzles(out_dir, flags.puzzle, shape, splits)
+    guesses = np.array([guesses for _, _, guesses in splits["val"]])
+    filled = np.mean([np.count_nonzero(puzzle) for puzzle, _, _ in splits["val"]])
+    about = f": {filled:.1f} digits and {guesses.mean():.1f} guesses on average, {np.mean(guesses > 0):.0%} need some" \
+        if flags.puzzle == "sudoku" else ""
+    print(f"{out_dir}: {len(splits['train']):,} puzzles to train on, {len(splits['val']):,} held out{about}")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,52 @@
+"""Compiles the programs of puzzle_train for a TPU, on a machine that has none, as tpu_preflight does for base_train:
+
+    python3 -m scripts.prepare_puzzles --puzzle=sudoku --box=3x3 --train=100 --val=20
+    python3 -m scripts.puzzle_preflight --accelerator=v5litepod-8 --total_batch_size=768 --num_iterations=65104
+
+All flags of puzzle_train are accepted too (python3 -m scripts.puzzle_train --help). The puzzles only say how large a
+grid is and how many tokens there are.
+
+Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
+"""
+import sys
+
+from nanochat.common import BadInput, run_script
+from nanochat.preflight.compile import CompilerError
+from nanochat.train.puzzles import TITLES, Flags, make_task
+from scripts.tpu_preflight import read_preflight_flags, run
+
+
+def trace_run(flags, chips):
+    """Returns the Programs of a run on `chips` TPU chips, and its {name: TracedProgram}."""
+    import torch
+    import torch_xla
+
+    from nanochat.data.puzzles import read_puzzles
+    from nanochat.device.ranks import Dist
+    from nanochat.model.trm import TRM
+    from nanochat.preflight.programs import Programs, fill_with_placeholders
+    task = make_task(flags, "tpu", chips, directory=None)
+    dist = Dist("tpu", torch_xla.device(), world_size=chips)
+    with torch.device("meta"):
+        model = TRM(task.plan.config, task.plan.dtype)
+    training = task.make_step(fill_with_placeholders(model), dist)
+    programs = Programs(task.plan, training)
+    puzzles = read_puzzles(flags.data_dir, "val")
+    return programs, programs.trace(
+        next(task.open_batches(dist, 0)),
+        lambda: task.solve_held_out(training.model, puzzles, dist, is_cut_short=lambda: False))
+
+
+def main(argv=None):
+    own, flags = read_preflight_flags(argv, __doc__, TITLES, Flags)
+    if own.find_batch:
+        raise BadInput("--find_batch is for base_train: a puzzle's batch is --total_batch_size, whatever fits")
+    try:
+        return run(own, flags, trace_run)
+    except CompilerError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,26 @@
+"""Trains a Tiny Recursive Model (arXiv 2510.04871) to solve puzzles, on every chip of a TPU VM or on this machine:
+
+    python3 -m scripts.prepare_puzzles --puzzle=sudoku --box=2x2
+    python3 -m scripts.puzzle_train --run=sudoku4 --hidden=64 --heads=2 --mixer=mlp --prefix=4 --recursions=1 \
+        --cycles=1 --supervision_steps=8 --optimizer=muon --lr=0.003 --loss=softmax --ema=0.98 --num_iterations=300
+
+A run whose name has a checkpoint resumes from it, in the middle of its episodes. docs/puzzles.md says more.
+"""
+from nanochat.common import BadInput, run_script
+from nanochat.device.ranks import resolve_device_type
+from nanochat.run.processes import require_one_host
+from nanochat.train.launch import launch
+from nanochat.train.puzzles import make_task, parse_flags
+
+
+def main(argv=None):
+    flags = parse_flags(argv, __doc__)
+    if flags.run.preflight:
+        raise BadInput("--preflight is for base_train: use python3 -m scripts.puzzle_preflight")
+    device_type = resolve_device_type(flags.devices.device_type)
+    require_one_host(device_type)
+    return launch(flags, device_type, make_task)
+
+
+if __name__ == "__main__":
+    run_script(main)
