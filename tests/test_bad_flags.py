@@ -29,9 +29,10 @@ WORK = {
     "base_eval": ["DataLoader"], "base_train": ["spawn", "Trainer", "run_preflight"],
     "bench_checkpoint": ["make_state"], "bench_generate": ["make_model"], "bench_host": ["Contender"],
     "bench_judge": ["Judge"], "bench_loader": ["compare_speed"], "bench_schedule": ["measure"],
-    "bench_train": ["Contender"], "code_eval": ["Judge"], "demo": ["run"], "export": ["load_model"],
-    "generate": ["Engine"], "import_nanochat": ["read_weights"], "prepare_data": ["build"], "report": ["draw"],
-    "serve": ["Engine"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"], "tpu_advice": ["advise"],
+    "bench_train": ["Contender"], "code_eval": ["Judge"], "demo": ["run"], "eval_table": ["run"],
+    "export": ["load_model"], "generate": ["Engine"], "import_nanochat": ["read_weights"], "prepare_data": ["build"],
+    "report": ["draw"], "serve": ["Engine"], "solve": ["Judge"], "tok_eval": ["find_entrants"],
+    "tok_train": ["choose_texts"], "tpu_advice": ["advise"],
     "tpu_preflight": ["preflight"]}
 
 ODD = ["", " ", "-", "--", "=", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "9" * 30, "9" * 5000, "٣", "²", "1_0",
@@ -107,6 +108,9 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         "import_nanochat": [f"--model={nanochat}", "--run=imported", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "code_eval": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
                       "--max_tokens=10"],
+        "eval_table": [f"--checkpoint={trained}"],
+        "solve": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
+                  "--prompt=int f(int x) {"],
         "prepare_data": ["--source=FOLDER"], "tok_train": [f"--data_dir={corpus_dir}/train"],
         "bench_loader": [f"--data_dir={corpus_dir}/train", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "tok_eval": [f"--data_dir={corpus_dir}/val", f"--tokenizer_dir={byte_tokenizer_dir}"]}.get(name, [])

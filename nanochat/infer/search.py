@@ -8,7 +8,6 @@
 Of all functions that a method has found, the answer is the best: those that pass the tests come first, then those that
 compile, and among these the one whose text is the likeliest for the model, by bits per byte.
 """
-import heapq
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,7 +22,9 @@ from nanochat.infer.unfinished import block_of, closers, end_of_function, ends_s
 COMPILES = "compiles"  # the verdict where there are no tests
 UNFINISHED = "unfinished"  # the model did not write the end of the function
 NOT_CALLED = Verdict(DOES_NOT_COMPILE, "the budget of compiler calls was used up")
-MAX_LINE_TOKENS = 64
+MAX_BEAM = 3  # states of a tree that are continued at the same time
+LINES = 5  # that are drawn from each
+MAX_LINE_TOKENS = 48
 MAX_STATES = 64  # of a tree that are remembered
 MAX_COMMENTS = 2  # lines of comments or blank lines in a row: small models write nothing else for long
 ROUNDS = 2  # of repair
@@ -190,34 +191,32 @@ class State:
     log_prob: float = 0.0
     num_tokens: int = 0
     num_comments: int = 0  # its last lines that are comments or blank
-    num_drawn: int = 0  # lines that were drawn from here
 
     def __post_init__(self):
         self.order = -self.num_lines, -self.log_prob / max(1, self.num_tokens)
 
 
-def tree(search, beam=3, lines=5, at_once=5):
-    """Grows trees, one after the other. From each of the `beam` first states, `lines` lines are drawn."""
+def tree(search):
+    """Grows trees, one after the other: the first with a beam of one state, so that a small budget reaches the end of a
+    function, the next ones wider (iterative broadening, Ginsberg and Harvey 1990)."""
+    beam = 0
     while not search.is_over:
-        states = [State("")]
+        beam, states = min(beam + 1, MAX_BEAM), [State("")]
         while states and not search.is_over:
-            chosen = [heapq.heappop(states) for _ in range(min(beam, len(states)))]
-            found, wrong, is_finished = grow(search, chosen, at_once)
+            found, wrong, is_finished = grow(search, states[:beam])
             if is_finished:
                 break
-            states += [*(state for state in chosen if state.num_drawn < lines), *found]
-            states = [state for state in states if not state.text.startswith(tuple(wrong))]
-            states = heapq.nsmallest(MAX_STATES, states)  # sorted, and so a heap
+            states = [state for state in [*found, *states[beam:]] if not state.text.startswith(tuple(wrong))]
+            states = sorted(states)[:MAX_STATES]
             search.leave_unfinished(states[0].text if states else "")
 
 
-def grow(search, states, at_once):
+def grow(search, states):
     """Draws lines from each of `states`. Returns the new states, the beginnings of texts that were found to be wrong,
     and whether a whole function that compiles was found."""
     prompt, max_tokens, found = search.problem.prompt, search.writer.sampling.max_tokens, {}
     for state in states:
-        for drawn in search.draw(prompt + state.text, at_once, MAX_LINE_TOKENS, ["\n"]):
-            state.num_drawn += 1
+        for drawn in search.draw(prompt + state.text, LINES, MAX_LINE_TOKENS, ["\n"]):
             text = state.text + drawn.text
             end = end_of_function(prompt, text)
             num_tokens, is_comment = state.num_tokens + drawn.num_tokens, bool(_COMMENT.match(drawn.text))

@@ -1,24 +1,30 @@
-"""Searches with the real compiler and a tiny model, each line of which is wrong half of the time."""
+"""Search and scripts/solve.py with the real compiler and a tiny model, each line of which is wrong half of the time."""
+import json
 import random
+from dataclasses import asdict
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine
 from nanochat.infer.evaluate import Sampling, Writer
 from nanochat.infer.judge import PASSED, Judge
 from nanochat.infer.problems import Problem
-from nanochat.infer.search import COMPILES, METHODS, UNFINISHED, Budget, Search
+from nanochat.infer.search import COMPILES, METHODS, UNFINISHED, Budget, Search, refill
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.run import checkpoint
+from scripts.solve import main
 from tests.infer.test_sandbox import require_sandbox
+from tests.run.states import make_meta
 
 PROMPT = "int f(int a) {\n"
 TESTS = "int main() { return f(1) != 4; }\n"
-STEPS = 200
+STEPS = 120
 LENGTH = 112
 
 
@@ -76,13 +82,23 @@ def find(learner, judge, method, tokens=400, calls=100, seed=0, tests=""):
     return search
 
 
-def test_the_tree_and_repair_find_what_compiles_at_a_budget_at_which_whole_functions_do_not(learner, judge):
-    found = {method: [find(learner, judge, method, seed=seed).answer for seed in range(0, 400, 100)]
-             for method in METHODS}
+def test_the_tree_finds_what_compiles_at_a_budget_at_which_whole_functions_do_not(learner, judge):
+    found = {method: [find(learner, judge, method, seed=seed, tokens=300).answer for seed in (0, 100, 200)]
+             for method in ("sample", "best_of", "tree")}
     num = {method: sum(answer.compiles for answer in answers) for method, answers in found.items()}
-    assert num["sample"] <= num["best_of"] < num["repair"] and num["tree"] == 4, num
+    assert num["sample"] <= num["best_of"] < num["tree"] == 3, num
     for answer in [answer for answers in found.values() for answer in answers if answer.status != UNFINISHED]:
         assert (answer.status == COMPILES) == judge.check_syntax(PROMPT + answer.text + "\n}\n").passed
+
+
+def test_repair_refills_the_wrong_line_and_leaves_the_others(learner, judge):
+    text, compiled = "    a += 1;\n    b += 1;\n    a += 1;\n    return a;", []
+    for seed in range(0, 40, 10):
+        search = find(learner, judge, "sample", seed=seed)
+        found, verdict = refill(search, text, search.offer(text))
+        assert verdict.passed == judge.check_syntax(PROMPT + found + "\n}\n").passed
+        compiled += [found] if verdict.passed else []
+    assert "    a += 1;\n    a += 1;\n    a += 1;\n    return a;" in compiled
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -104,5 +120,68 @@ def test_tests_decide_and_end_the_search(learner, judge):
     found = find(learner, judge, "tree", tests=TESTS)
     assert found.answer.status == PASSED and found.num_tokens < 400
     assert judge.judge(PROMPT + found.answer.text + "\n}\n", TESTS).passed
-    wrong = find(learner, judge, "tree", tokens=200, tests="int main() { return f(1) != 9; }\n").answer
+    wrong = find(learner, judge, "tree", tests="int main() { return f(1) != 9; }\n").answer
     assert wrong.status == "failed" and wrong.compiles
+
+
+# -----------------------------------------------------------------------------
+# scripts/solve.py
+
+
+@pytest.fixture
+def solve(learner, byte_tokenizer_dir, base_dir, capsys):
+    """Runs the script, and returns its status and what it prints."""
+    require_sandbox()
+    model, tokenizer = learner
+    meta = make_meta(STEPS, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256, flags={"fim_rate": 0.5})
+    checkpoint.save(base_dir / "checkpoints" / "tiny", model.state_dict(), {}, meta, num_lanes=0)
+
+    def run(*flags):
+        status = main(["--checkpoint=tiny", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", *flags])
+        return status, capsys.readouterr()
+    return run
+
+
+def test_the_script_prints_code_that_compiles_and_its_verdict(solve, judge, tmp_path):
+    (tmp_path / "tests.cpp").write_text(TESTS)
+    flags = ["--prompt=int f(int a)", f"--tests={tmp_path / 'tests.cpp'}", "--budget=400"]
+    status, output = solve(*flags)
+    assert status == 0 and "// passed: tree, " in output.out
+    assert judge.judge(output.out, TESTS).passed
+    assert "alive" in output.err and "a whole function: passed" in output.err
+    assert solve(*flags)[1].out == output.out
+    (tmp_path / "tests.cpp").write_text("int main() { return 1; }\n")
+    status, output = solve("--prompt", PROMPT, f"--tests={tmp_path / 'tests.cpp'}", "--budget=20", "--method=best_of")
+    assert status == 1 and "// unfinished: best_of, " in output.out
+
+
+def test_a_comparison_that_was_killed_goes_on_to_the_same_file(solve, tmp_path):
+    row = {"prompt": PROMPT, "declaration": PROMPT, "canonical_solution": "    return a;\n}\n", "test": TESTS}
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps(row | {"task_id": name}) + "\n" for name in "xyz"))
+    flags = [f"--problems={problems}", "--budget=60,120", "--method=best_of,tree", f"--out_dir={tmp_path / 'out'}"]
+    output = solve(*flags)[1].out
+    assert "| 120 | `tree` |" in output and "p = " in output
+    samples = tmp_path / "out/searches.jsonl"
+    whole = samples.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    assert len(lines) == 1 + 3 * 4
+    samples.write_bytes(b"".join(lines[:7]) + lines[7][:20])  # in the middle of the second problem
+    assert solve(*flags)[1].out == output and samples.read_bytes() == whole
+    with pytest.raises(BadInput, match="results of another evaluation"):
+        solve(*flags, "--seed=1")
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--prompt=int f() {", "--problems=own"], "give one of --prompt, --prompt_file and --problems"),
+    (["--prompt= "], "--prompt is empty"),
+    (["--prompt=itn f() {"], "--prompt does not compile by itself.*itn"),
+    (["--prompt=int f() {", "--tests=missing.cpp"], "--tests=missing.cpp cannot be read: No such file"),
+    (["--prompt=int f() {", "--method=best"], "there is no method best: choose of sample, best_of"),
+    (["--prompt=int f() {", "--budget=8"], "--budget=8: it must be whole numbers from 16"),
+    (["--prompt=int f() {", "--budget=100,200"], "several of --method and --budget are for --problems"),
+    (["--prompt=int f() {", "--max_tokens=200"], "--max_tokens=200 is more than half of the 256"),
+])
+def test_bad_input_is_refused(solve, flags, message):
+    with pytest.raises(BadInput, match=message):
+        solve(*flags)

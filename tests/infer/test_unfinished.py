@@ -8,7 +8,7 @@ from tests.infer.test_sandbox import require_sandbox
 UNFINISHED = [
     "namespace n {\nclass A {\n    void f(int x) {\n        do {\n            while (x) {\n",
     "int f(int x) {\n    auto g = [&](int y) {\n        return x;\n",
-    "void h(int);\ntemplate <class F> void each(F f);\nvoid f() {\n    each([](int x) {\n        h(x);\n",
+    "void h(int);\ntemplate <class F> void each(F f) {}\nvoid f() {\n    each([](int x) {\n        h(x);\n",
     "int f() {\n    int values[] = {\n",
     "int f(int x) {\n    try {\n        switch (x) {\n            case 1: {\n#if 1\n                x = '}';  // {\n",
     'const char* f() {\n    if (true) {\n        return "({";\n    }\n',
