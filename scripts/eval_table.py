@@ -58,8 +58,8 @@ def main(argv=None):
     run("scripts.solve", *common, f"--problems={flags.problems}", f"--out_dir={out_dir / 'search'}")
     lines = [f"Checkpoint `{path.parent.name}/{path.name}`. In brackets: the 95% interval over problems or gaps.", "",
              *scores(found), "", *compare_search.table(read_results(out_dir / "search" / "searches.jsonl")[1])]
-    (out_dir / "table.md").write_text("\n".join(lines) + "\n")
-    print("\n" + "\n".join(lines) + f"\n\n{out_dir / 'table.md'}")
+    (out_dir / "table.txt").write_text("\n".join(lines) + "\n")
+    print("\n" + "\n".join(lines) + f"\n\n{out_dir / 'table.txt'}")
 
 
 def run(module, *flags):

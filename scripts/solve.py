@@ -172,8 +172,8 @@ def main(argv=None):
     except Timeout:
         raise BadInput(f"another solve is writing to {out_dir}: wait for it, or choose another --out_dir") from None
     lines = table(results.records)
-    (out_dir / "table.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines) + f"\n\n{out_dir}: searches.jsonl, table.md")
+    (out_dir / "table.txt").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines) + f"\n\n{out_dir}: searches.jsonl, table.txt")
 
 
 def max_tokens(requested, context):

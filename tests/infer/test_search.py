@@ -18,6 +18,7 @@ from nanochat.infer.search import COMPILES, METHODS, UNFINISHED, Budget, Search,
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig
 from nanochat.run import checkpoint
+from scripts import eval_table
 from scripts.solve import main
 from tests.infer.test_sandbox import require_sandbox
 from tests.run.states import make_meta
@@ -185,3 +186,18 @@ def test_a_comparison_that_was_killed_goes_on_to_the_same_file(solve, tmp_path):
 def test_bad_input_is_refused(solve, flags, message):
     with pytest.raises(BadInput, match=message):
         solve(*flags)
+
+
+@pytest.mark.slow
+def test_one_command_makes_the_whole_table(solve, base_dir, byte_tokenizer_dir, tmp_path, capsys):
+    row = {"prompt": PROMPT, "declaration": PROMPT, "canonical_solution": "    a += 3;\n    return a;\n}\n",
+           "test": TESTS}
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps(row | {"task_id": name}) + "\n" for name in "xy"))
+    eval_table.main(["--checkpoint=tiny", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
+                     f"--problems={problems}"])
+    table = (base_dir / "eval/tiny_step_000120/table.txt").read_text()
+    assert table.strip() in capsys.readouterr().out
+    for measure in ("pass@1, greedy", "pass@10, drawn", "bits per byte of the solutions", "… pass@1", "`repair`"):
+        assert measure in table
+    assert table.count("\n| 1,024 | ") == 4
