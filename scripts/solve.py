@@ -29,11 +29,11 @@ from nanochat.infer.judge import PASSED, Judge
 from nanochat.infer.load import ModelFlags, find_checkpoint, load_model, resolve_inference_device_type
 from nanochat.infer.problems import Problem, digest, read_problems, usable
 from nanochat.infer.search import COMPILES, METHODS, Budget, Search
-from nanochat.infer.unfinished import closers
+from nanochat.infer.unfinished import brackets, closers
 from nanochat.run.checkpoint_files import MODEL, sha256_of_files
 from nanochat.run.meta import load_meta
 
-DEFAULT_METHOD, DEFAULT_BUDGET = "tree", 512
+DEFAULT_METHOD, DEFAULT_BUDGET = "best_of", 512
 BUDGETS = (256, 512, 1024)  # of a comparison
 TOKENS_PER_CALL = 4
 
@@ -76,17 +76,22 @@ class TaskFlags:
         if self.problems is not None:
             if self.tests is not None:
                 raise BadInput("--tests are for --prompt and --prompt_file: --problems has its own")
-            return usable(read_problems(None if self.problems == "own" else expand_path(self.problems)))
+            problems = usable(read_problems(None if self.problems == "own" else expand_path(self.problems)))
+            if not problems:
+                raise BadInput(f"--problems={self.problems} has none that can be judged here")
+            return problems
         name = "--prompt" if self.prompt_file is None else f"--prompt_file={self.prompt_file}"
         prompt = read_text(self.prompt_file, "--prompt_file") if self.prompt is None else as_text(self.prompt)
-        if not prompt.strip():
+        prompt = prompt.rstrip()
+        if not prompt:
             raise BadInput(f"{name} is empty: give a comment and a signature")
-        if not closers(prompt):
-            prompt = prompt.rstrip() + " {"
+        prompt += "" if brackets(prompt)[1] else " {"
+        if not brackets(prompt)[1]:
+            raise BadInput(f"{name} ends with a comment: give the signature after it")
         tests = "" if self.tests is None else read_text(self.tests, "--tests")
         if self.tests is not None and not re.search(r"\bmain\b", tests):
             raise BadInput(f"--tests={self.tests} has no main(), which runs the tests")
-        return [Problem(name, prompt.rstrip() + "\n", tests)]
+        return [Problem(name, prompt + "\n", tests)]
 
 
 def read_text(path, name):

@@ -145,7 +145,7 @@ def solve(learner, byte_tokenizer_dir, base_dir, capsys):
 
 def test_the_script_prints_code_that_compiles_and_its_verdict(solve, judge, tmp_path):
     (tmp_path / "tests.cpp").write_text(TESTS)
-    flags = ["--prompt=int f(int a)", f"--tests={tmp_path / 'tests.cpp'}", "--budget=400"]
+    flags = ["--prompt=int f(int a)", f"--tests={tmp_path / 'tests.cpp'}", "--budget=400", "--method=tree"]
     status, output = solve(*flags)
     assert status == 0 and "// passed: tree, " in output.out
     assert judge.judge(output.out, TESTS).passed
@@ -176,6 +176,7 @@ def test_a_comparison_that_was_killed_goes_on_to_the_same_file(solve, tmp_path):
 @pytest.mark.parametrize("flags, message", [
     (["--prompt=int f() {", "--problems=own"], "give one of --prompt, --prompt_file and --problems"),
     (["--prompt= "], "--prompt is empty"),
+    (["--prompt=// adds two numbers"], "--prompt ends with a comment: give the signature"),
     (["--prompt=itn f() {"], "--prompt does not compile by itself.*itn"),
     (["--prompt=int f() {", "--tests=missing.cpp"], "--tests=missing.cpp cannot be read: No such file"),
     (["--prompt=int f() {", "--method=best"], "there is no method best: choose of sample, best_of"),
