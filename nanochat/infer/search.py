@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from nanochat.infer.engine import Special
-from nanochat.infer.evaluate import size
+from nanochat.infer.evaluate import SPARE_TOKENS, size
 from nanochat.infer.healing import MAX_TAKEN_BACK
 from nanochat.infer.judge import DOES_NOT_COMPILE, NO_CODE, PASSED, Verdict, has_code
 from nanochat.infer.problems import STOP
@@ -283,8 +283,9 @@ def first_error(search, text, verdict):
 def fill(search, prefix, suffix, old, is_line):
     """Returns what the model writes between two texts, or None if it does not come to an end."""
     writer = search.writer
-    max_tokens = 2 * len(writer.tokenizer.encode(old)) + 16
-    room = writer.model.config.max_seq_len - max_tokens - 12
+    context = writer.model.config.max_seq_len
+    max_tokens = min(2 * len(writer.tokenizer.encode(old)) + 16, context // 2)
+    room = context - max_tokens - 4 - SPARE_TOKENS  # four special tokens
     prefix, suffix = writer.cut(prefix, suffix, room)
     parts = [Special("<|bos|>"), Special("<|fim_prefix|>"), prefix, Special("<|fim_suffix|>"), suffix,
              Special("<|fim_middle|>")]
