@@ -1,5 +1,5 @@
 # make demo: train a small model on this machine.  make test: run the tests; make test-all: the slow ones too.
-# Each installs what it needs into .venv.
+# make eval CHECKPOINT=RUN: what a trained model can do.  Each installs what it needs into .venv.
 PYTHON ?= python3
 .DELETE_ON_ERROR:
 
@@ -7,7 +7,7 @@ PYTHON ?= python3
 TEST_PROCESSES ?= 3
 PYTEST = .venv/bin/python -m pytest --no-loadscope-reorder
 
-.PHONY: demo test test-all lint
+.PHONY: demo test test-all eval lint
 demo: .venv/installed
 	.venv/bin/python -m scripts.demo
 
@@ -16,6 +16,11 @@ test: .venv/installed
 
 test-all: .venv/installed
 	$(PYTEST) -n $(TEST_PROCESSES) -m "slow or not slow"
+
+# What a checkpoint can do, in one table: make eval CHECKPOINT=RUN. Without CHECKPOINT: the newest of all runs.
+# FLAGS: of scripts.eval_table.
+eval: .venv/installed
+	.venv/bin/python -m scripts.eval_table --checkpoint='$(CHECKPOINT)' $(FLAGS)
 
 lint: .venv/installed
 	.venv/bin/ruff check .

@@ -42,7 +42,7 @@ from nanochat.infer.evaluate import (
 from nanochat.infer.infilling import document_tasks, function_tasks, read_documents
 from nanochat.infer.judge import Judge
 from nanochat.infer.load import find_checkpoint, load_model
-from nanochat.infer.problems import digest, read_problems, without_one_line
+from nanochat.infer.problems import digest, read_problems, usable, without_one_line
 from nanochat.run.checkpoint_files import MODEL, sha256_of_files
 from nanochat.run.meta import load_meta
 
@@ -130,15 +130,6 @@ def main(argv=None):
     except Timeout:
         raise BadInput(f"another code_eval is writing to {out_dir}: wait for it, or choose another --out_dir") from None
     report(out_dir, settings, results.records, items, others)
-
-
-def usable(problems):
-    """Returns the problems without those that need a library that is not installed, and names these."""
-    missing = {problem.name: problem.missing_header() for problem in problems if problem.missing_header()}
-    if missing:
-        print("left out, because a header is not installed: "
-              + ", ".join(f"{name} ({header})" for name, header in missing.items()), file=sys.stderr)
-    return [problem for problem in problems if problem.name not in missing]
 
 
 def make_items(flags, problems, seed):

@@ -29,15 +29,14 @@ from hypothesis import strategies as st  # noqa: E402
 LAUNCHED = ["spawn", "Trainer"]  # of nanochat.train.launch
 # Where the real work of each script begins: there the test stops it.
 WORK = {
-    "base_eval": ["DataLoader"], "base_train": ["run_preflight", *LAUNCHED],
-    "bench_checkpoint": ["make_state"], "bench_generate": ["make_model"], "bench_host": ["Contender"],
-    "bench_judge": ["Judge"], "bench_loader": ["compare_speed"], "bench_schedule": ["measure"],
-    "bench_train": ["Contender"], "code_eval": ["Judge"], "demo": ["run"], "export": ["load_model"],
-    "generate": ["Engine"], "import_nanochat": ["read_weights"], "prepare_data": ["build"],
-    "prepare_puzzles": ["make_all"], "puzzle_preflight": ["run"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED,
-    "report": ["draw"],
-    "serve": ["Engine"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"], "tpu_advice": ["advise"],
-    "tpu_preflight": ["preflight"]}
+    "base_eval": ["DataLoader"], "base_train": ["run_preflight", *LAUNCHED], "bench_checkpoint": ["make_state"],
+    "bench_generate": ["make_model"], "bench_host": ["Contender"], "bench_judge": ["Judge"],
+    "bench_loader": ["compare_speed"], "bench_schedule": ["measure"], "bench_train": ["Contender"],
+    "code_eval": ["Judge"], "demo": ["run"], "eval_table": ["run"], "export": ["load_model"], "generate": ["Engine"],
+    "import_nanochat": ["read_weights"], "prepare_data": ["build"], "prepare_puzzles": ["make_all"],
+    "puzzle_preflight": ["run"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED, "report": ["draw"],
+    "serve": ["Engine"], "solve": ["Judge"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"],
+    "tpu_advice": ["advise"], "tpu_preflight": ["preflight"]}
 
 ODD = ["", " ", "-", "--", "=", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "9" * 30, "9" * 5000, "٣", "²", "1_0",
        "0x10", " 7 ", "1e3", "True", "\udcff\udcfe", "é", "a" * 300, "x" * 5000, ",", ":", "1:2", "5:1", "1:2,0:3", "%",
@@ -117,6 +116,9 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         "import_nanochat": [f"--model={nanochat}", "--run=imported", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "code_eval": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
                       "--max_tokens=10"],
+        "eval_table": [f"--checkpoint={trained}"],
+        "solve": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
+                  "--prompt=int f(int x) {"],
         "prepare_data": ["--source=FOLDER"], "tok_train": [f"--data_dir={corpus_dir}/train"],
         "bench_loader": [f"--data_dir={corpus_dir}/train", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "tok_eval": [f"--data_dir={corpus_dir}/val", f"--tokenizer_dir={byte_tokenizer_dir}"]}.get(name, [])

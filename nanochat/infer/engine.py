@@ -53,7 +53,7 @@ class Engine:
 
     def completions(self, prompt, *, num_samples, max_tokens=-1, temperature=0.8, top_k=50, top_p=1.0, stop=(), seed=0,
                     on_text=lambda sample, text: None, on_cut=lambda num_tokens, num_read: None, heal=True, drafts=True,
-                    keep_going=lambda: True):
+                    keep_going=lambda: True, score=False):
         """Returns `num_samples` completions of `prompt`, as Samples, whose `text` is without the prompt. Afterwards,
         `timings` says what it took.
 
@@ -68,7 +68,8 @@ class Engine:
         new piece of text. on_cut(num_tokens, num_read): called if only the last `num_read` tokens of the prompt's
         `num_tokens` are read. heal: the prompt may end inside a token (see healing.py). drafts: guesses tokens, which
         changes no text, but its speed (see drafts.py); with 8 bits and for one sample only. keep_going(): asked before
-        every token, and before every 64 of the prompt; once it returns False, the samples end as they are.
+        every token, and before every 64 of the prompt; once it returns False, the samples end as they are. score: adds
+        up the `log_prob` of each sample.
 
         Raises BadInput if `max_tokens` is the whole context, or a list is longer than what they leave.
         """
@@ -93,7 +94,10 @@ class Engine:
         generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
 
         def choose(i, logits):
-            return self._choose(logits, samples[i].known, generators[i], temperature, top_k, top_p)
+            token = self._choose(logits, samples[i].known, generators[i], temperature, top_k, top_p)
+            if score and not samples[i].known:
+                samples[i].add_log_prob(float(logits[token] - logits[:self.tokenizer.n_vocab].logsumexp(0)))
+            return token
 
         if num_samples == 1 and not self.dist.is_xla:
             self._generate_one(ids, tail, samples[0], lambda logits: choose(0, logits),

@@ -18,7 +18,7 @@ MAX_SPAN_CHARACTERS = 800
 MAX_LINES = 8
 
 # Brackets, and what may contain brackets that are none. A number comes first because of the quotes in 1'000.
-_TOKEN = re.compile(r"""//[^\n]* | /\*.*?\*/ | R"(\w*)\(.*?\)\1" | "(?:\\.|[^"\\\n])*" | \d[\w']* |
+CODE_TOKEN = re.compile(r"""//[^\n]* | /\*.*?\*/ | R"(\w*)\(.*?\)\1" | "(?:\\.|[^"\\\n])*" | \d[\w']* |
                         '(?:\\.|[^'\\\n])*' | [(){}]""", re.VERBOSE | re.DOTALL)
 _CALL = re.compile(r"(\w+)\s*$")
 _NO_CALL = {"if", "while", "for", "switch", "return", "catch", "sizeof", "alignof", "decltype", "defined"}
@@ -115,7 +115,7 @@ def _is(kind, text, begin, end):
 def _brackets(text, opening):
     """Returns the (begin, end) of what is inside each pair of matching brackets that opens with `opening`."""
     found, open_brackets = [], []
-    for match in _TOKEN.finditer(text):
+    for match in CODE_TOKEN.finditer(text):
         if match[0] in ("(", "{"):
             open_brackets.append((match[0], match.end()))
         elif match[0] in (")", "}") and open_brackets:

@@ -15,6 +15,7 @@ COMPILER_LIMITS = Limits(cpu_s=10, wall_s=60, memory_bytes=2048 * MIB, output_by
 PROGRAM_LIMITS = Limits(cpu_s=5, wall_s=20, memory_bytes=1024 * MIB, output_bytes=65536)
 GXX = ["g++", "-std=c++17", "-w", "-fmax-errors=5"]
 MESSAGE_CHARACTERS = 4000
+MAX_VERDICTS = 10_000  # that are remembered
 
 # The verdicts.
 PASSED = "passed"
@@ -78,9 +79,12 @@ class Judge:
 
     def _once(self, kind, source, decide):
         key = kind, hashlib.sha256(source.encode(errors="replace")).digest()
-        if key not in self._verdicts:
-            self._verdicts[key] = decide(source)
-        return self._verdicts[key]
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            if len(self._verdicts) >= MAX_VERDICTS:
+                self._verdicts.clear()
+            verdict = self._verdicts[key] = decide(source)
+        return verdict
 
     def _compile(self, source, options, folders=()):
         """Returns (what g++ wrote to standard output, None) or (None, the Verdict)."""

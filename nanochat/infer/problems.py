@@ -10,11 +10,13 @@ import gzip
 import hashlib
 import json
 import re
+import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.common import BadInput, expand_path
+from nanochat.infer.unfinished import closers
 
 OWN = Path(__file__).with_name("problem_set")
 STOP = "\n}"  # the first line that is not indented ends a function or a class
@@ -35,7 +37,9 @@ class Problem:
 
     def closing(self):
         """Returns what ends a completion that was stopped at STOP."""
-        return "\n};\n" if (self.solution or "").rstrip().endswith("};") else "\n}\n"
+        if self.solution is None:
+            return f"\n{closers(self.prompt) or closers('{')}"
+        return "\n};\n" if self.solution.rstrip().endswith("};") else "\n}\n"
 
     def missing_header(self):
         """Returns the name of a library's header that the problem includes and that is not installed, or None."""
@@ -90,6 +94,15 @@ def _foreign(row):
                        preamble="".join(f"{line}\n" for line in extra))
     tests = row["tests"].lstrip()  # they begin with the brace that closes the function
     return Problem(row["name"], row["prompt"], tests.removeprefix("}"), row.get("solution"))
+
+
+def usable(problems):
+    """Returns the problems without those that need a library that is not installed, and names these."""
+    missing = {problem.name: problem.missing_header() for problem in problems if problem.missing_header()}
+    if missing:
+        print("left out, because a header is not installed: "
+              + ", ".join(f"{name} ({header})" for name, header in missing.items()), file=sys.stderr)
+    return [problem for problem in problems if problem.name not in missing]
 
 
 def digest(problems):

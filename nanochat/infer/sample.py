@@ -26,14 +26,19 @@ def end_tokens(tokenizer):
 
 
 class Sample:
-    """A completion: its `text`, `num_tokens`, the number of tokens that were drawn for it, and the `reason` why it
-    ended: "end" (the model ended it), "stop" (a stop string), "length" (enough tokens) or "stopped" (the caller did).
+    """A completion: its `text`, `num_tokens`, the number of tokens that it has, and the `reason` why it ended: "end"
+    (the model ended it), "stop" (a stop string), "length" (enough tokens) or "stopped" (the caller did).
+
+    `num_drawn` counts all tokens that were drawn for it, also those that only repeat the end of the prompt. `log_prob`
+    is the sum of the natural logarithms of the probabilities that the model gave to its tokens, if the engine was asked
+    for it.
     """
 
     def __init__(self, tokenizer, stop, max_tokens, show, known=b""):
         """show: called with each piece of text that no stop string can remove any more. known: the end of the prompt,
         which the first tokens repeat; it is no part of the text, and tokens that add nothing to it are not counted."""
         self.text, self.num_tokens, self.reason, self.known = "", 0, None, known
+        self.num_drawn, self.log_prob = 0, 0.0
         self._tokenizer, self._ends = tokenizer, end_tokens(tokenizer)
         self._stop, self._max_tokens, self._show = [string for string in stop if string], max_tokens, show
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span tokens
@@ -49,6 +54,7 @@ class Sample:
         """Adds the next token; after the end, tokens are ignored."""
         if self.ended:
             return
+        self.num_drawn += 1
         if token in self._ends:
             self.num_tokens += 1
             self.end("end")
@@ -68,6 +74,10 @@ class Sample:
             self.end("length")
         else:
             self._show_up_to(len(self.text) - self._len_of_possible_stop())
+
+    def add_log_prob(self, log_prob):
+        if not self.ended:
+            self.log_prob += log_prob
 
     def end(self, reason):
         """Ends the sample, if it has not ended before."""

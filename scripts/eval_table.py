@@ -1,0 +1,90 @@
+"""Evaluates a checkpoint on the project's own problems and prints one table: make eval CHECKPOINT=RUN
+
+It runs code_eval on functions and on gaps in their solutions, and solve with every method at three budgets. Everything
+is written to $NANOCHAT_BASE_DIR/eval. It may be killed at any time: the same command goes on. With two cores and a
+small model it takes about half an hour.
+"""
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
+from nanochat.infer import compare_search
+from nanochat.infer.eval_report import ALL, summarise
+from nanochat.infer.evaluate import read_results
+from nanochat.infer.load import find_checkpoint, resolve_inference_device_type
+from nanochat.run.meta import load_meta
+
+MEASURES = {  # of code_eval, and their names in the table
+    "functions": {"compiles": "compiles, greedy", "compiles, drawn": "compiles, drawn", "pass@1": "pass@1, greedy",
+                  "pass@10, drawn": "pass@10, drawn", "bits per byte": "bits per byte of the solutions"},
+    "infill_functions": {"exact match": "gaps in solutions: exact match", "edit similarity": "… edit similarity",
+                         "compiles": "… compiles", "pass@1": "… pass@1", "bits per byte": "… bits per byte",
+                         "bits per byte without suffix": "… bits per byte without the text after the gap"}}
+
+
+@dataclass(frozen=True)
+class Flags:
+    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
+    tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
+                                      of=expand_path)
+    device_type: str = flag("auto", "as for scripts.generate")
+    problems: str = flag("own", "problems with tests and solutions: own, or a file or folder as for code_eval")
+    out_dir: Path | None = flag(None, "default: a folder of the checkpoint's name in $NANOCHAT_BASE_DIR/eval",
+                                of=expand_path)
+    unsafe: bool = flag(False, "as for code_eval: limits only, without a sandbox")
+
+
+def main(argv=None):
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    device_type = resolve_inference_device_type(flags.device_type)
+    path = find_checkpoint(flags.checkpoint)
+    meta = load_meta(path)
+    has_fim = meta.flags.get("fim_rate", 0) > 0
+    max_tokens = min(256, meta.config["max_seq_len"] // 2)
+    out_dir = require_writable_dir(flags.out_dir or get_base_dir() / "eval" / f"{path.parent.name}_{path.name}")
+    common = [f"--checkpoint={path.absolute()}", f"--device_type={device_type}", f"--max_tokens={max_tokens}"]
+    common += [f"--tokenizer_dir={flags.tokenizer_dir}"] if flags.tokenizer_dir else []
+    common += ["--unsafe"] if flags.unsafe else []
+    of_code_eval = [] if flags.problems == "own" else [f"--problems={flags.problems}"]
+    found = {}
+    for task in MEASURES if has_fim else ["functions"]:
+        run("scripts.code_eval", *common, *of_code_eval, f"--task={task}", f"--out_dir={out_dir / task}")
+        found[task] = read_results(out_dir / task / "samples.jsonl")[1]
+    run("scripts.solve", *common, f"--problems={flags.problems}", f"--out_dir={out_dir / 'search'}")
+    lines = [f"Checkpoint `{path.parent.name}/{path.name}`. In brackets: the 95% interval over problems or gaps.", "",
+             *scores(found), "", *compare_search.table(read_results(out_dir / "search" / "searches.jsonl")[1])]
+    (out_dir / "table.txt").write_text("\n".join(lines) + "\n")
+    print("\n" + "\n".join(lines) + f"\n\n{out_dir / 'table.txt'}")
+
+
+def run(module, *flags):
+    """Runs a script of this project in a process of its own, and prints the command and how long it took."""
+    begun, command = time.monotonic(), [sys.executable, "-m", module, *flags]
+    print(f"$ {shlex.join(['python3', *command[1:]])}", flush=True)
+    status = subprocess.run(command, env={**os.environ}, stdin=subprocess.DEVNULL).returncode
+    if status:
+        raise BadInput(f"{module} ended with status {status}: see above")
+    print(f"({(time.monotonic() - begun) / 60:.1f} minutes)\n", flush=True)
+
+
+def scores(found):
+    """Returns the lines of a Markdown table. found: {task: records of code_eval}."""
+    lines = ["| measure | | of |", "|---|---|---|"]
+    for task, records in found.items():
+        rows = {measure: of for measure, group, of in summarise(records) if group == ALL}
+        for measure, name in MEASURES[task].items():
+            if measure in rows:
+                of = rows[measure]
+                is_share = "bits" not in measure and "similarity" not in measure
+                value = compare_search.in_percent(of) if is_share else f"{of.mean:.3f} [{of.low:.3f}, {of.high:.3f}]"
+                lines.append(f"| {name} | {value} | {of.num_problems} |")
+    return lines
+
+
+if __name__ == "__main__":
+    run_script(main)
