@@ -19,7 +19,6 @@ import ctypes
 import hashlib
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -32,21 +31,15 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
-from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device import tpu
-from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.model.optim import OptimConfig
 from nanochat.record.ablation import compare, read_curve
 from nanochat.record.history import read_run
-from nanochat.record.metrics import METRICS_FILE, format_count
-from nanochat.run.processes import expected_world_size
-from nanochat.train.flags import Flags as TrainFlags
-from nanochat.train.flags import RecordFlags, RunFlags, parse_flags
-from nanochat.train.plan import Plan, make_plan
-from nanochat.train.prepare import FINISHED_FILE, check_data, run_directory
+from nanochat.record.metrics import format_count
+from nanochat.train.flags import RecordFlags, RunFlags
+from nanochat.train.trials import read_trials, require_same_flags
 from scripts.report import format_table, make_page, save_figure
 
-NOTES_FILE = "ablate.json"  # in a run's folder: its flags, and the CPU seconds of its processes
 STOPPED = 75  # as base_train: start the same command again
 DOES_NOT_FIT = 3  # exit status of tpu_preflight
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22")
@@ -59,30 +52,6 @@ class Flags:
     accelerator: str | None = flag(None, "also compare by the chip-seconds that tpu_preflight estimates for this TPU, "
                                    "such as v5litepod-8")
     dry_run: bool = flag(False, "check the table, print the runs, and train nothing")
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One run of the table."""
-    variant: str
-    seed: int
-    argv: tuple  # the flags of base_train
-    flags: TrainFlags
-    plan: Plan
-
-    @property
-    def directory(self):
-        return run_directory(self.flags)
-
-    def notes(self):
-        """Returns what an earlier start wrote about this run, or {}."""
-        try:
-            return json.loads((self.directory / NOTES_FILE).read_text())
-        except (OSError, ValueError):
-            return {}
-
-    def is_finished(self):
-        return (self.directory / FINISHED_FILE).exists()
 
 
 def main(argv=None):
@@ -105,94 +74,15 @@ def main(argv=None):
         return STOPPED
 
 
-# -----------------------------------------------------------------------------
-# The table
-
-
-def read_trials(path):
-    """Returns the Trials of a table, variant after variant for the first seed, then for the second, and so on: so that
-    there is something to compare early. Raises BadInput."""
-    seeds, common, variants = read_table(path)
-    plans, trials = {}, []
-    for seed in seeds:
-        for name, own in variants.items():
-            argv = [*to_flags(common | own, f"{path}: variant {name}"), f"--run={path.stem}.{name}.{seed}",
-                    f"--seed={seed}"]
-            try:
-                train_flags = parse_flags(argv)
-                run_directory(train_flags)
-                plans[name] = plans.get(name) or plan_of(train_flags)
-            except BadInput as error:
-                raise BadInput(f"{path}: variant {name}: {error}") from None
-            trials.append(Trial(name, seed, tuple(argv), train_flags, plans[name]))
-    return trials
-
-
-def read_table(path):
-    """Returns the seeds, the flags of all runs {name: value}, and {variant: {name: value}} of a TOML file."""
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path} cannot be read as a table of TOML: {' '.join(str(error).split())}") from None
-    unknown = table.keys() - {"seeds", "flags", "variants"}
-    if unknown:
-        raise BadInput(f"{path}: {sorted(unknown)[0]} is unknown: a table has seeds, [flags] and [variants.NAME]")
-    seeds, common, variants = table.get("seeds", [0]), table.get("flags", {}), table.get("variants", {})
-    is_whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
-    if not is_whole or not seeds or len(set(seeds)) < len(seeds):
-        raise BadInput(f"{path}: seeds = {seeds} is not a list of different whole numbers, such as [0, 1, 2]")
-    if not isinstance(common, dict):
-        raise BadInput(f"{path}: flags = {common} is not a section: write [flags], and one flag per line below it")
-    if not isinstance(variants, dict) or not variants or not all(isinstance(own, dict) for own in variants.values()):
-        raise BadInput(f"{path} names no variants: add a section [variants.NAME] for each, with its flags below it")
-    return seeds, common, variants
-
-
-def to_flags(values, where):
-    """Returns {"depth": 4, "no_compile": true} as ["--depth=4", "--no_compile"]. where: for BadInput."""
-    argv = []
-    for name, value in values.items():
-        if name in ("run", "seed", "resume"):
-            raise BadInput(f"{where}: {name} is not for a table: each run gets its own")
-        if not re.fullmatch(r"[a-z]\w*", name) or not isinstance(value, (bool, int, float, str)):
-            raise BadInput(f"{where}: {name} = {value} is not a flag of base_train with a value: write for example "
-                           "depth = 4")
-        if value is False:
-            raise BadInput(f"{where}: {name} = false: leave it out instead")
-        argv.append(f"--{name}" if value is True else f"--{name}={value}")
-    return argv
-
-
-def plan_of(train_flags):
-    """Returns the Plan of a run on this machine, after all checks that need no device. Raises BadInput."""
-    device_type = resolve_device_type(train_flags.devices.device_type)
-    prepare_xla_environment(device_type)
-    if train_flags.record.eval_every < 0:
-        raise BadInput("--eval_every=-1: without evaluations there is nothing to compare")
-    check_data(train_flags)
-    vocab_size = load_tokenizer(train_flags.data.tokenizer_dir).n_vocab
-    return make_plan(train_flags, vocab_size, device_type, expected_world_size(device_type))
-
-
-def require_same_flags(trial):
-    """Raises BadInput if the run's folder is of a run with other flags."""
-    if not (trial.directory / METRICS_FILE).exists():
-        return
-    saved, now = trial.notes().get("flags", {}), trial.flags.as_dict()
-    changed = [f"{name} {saved[name]} -> {now[name]}" for name in now if name in saved and saved[name] != now[name]]
-    if changed or not saved:
-        raise BadInput(f"{trial.directory} is of a run with other flags ({', '.join(changed) or 'not of a table'}): "
-                       "rename the variant or the table, or delete that folder")
+def one_of_each(trials):
+    """Returns one Trial of each variant."""
+    return list({trial.variant: trial for trial in trials}.values())
 
 
 def describe_plan(trials):
     """Prints what will be run."""
     rows = [("variant", ["parameters", "batch", "steps", "tokens", "FLOPs"])]
-    for trial in {trial.variant: trial for trial in trials}.values():
+    for trial in one_of_each(trials):
         plan, tokens = trial.plan, trial.plan.tokens(0, trial.plan.num_iterations)
         rows.append((trial.variant, [format_count(sum(plan.parameters.values())), f"{plan.total_batch_size:,}",
                                      f"{plan.num_iterations:,}", format_count(tokens),
@@ -223,7 +113,7 @@ def stop_on_sigterm():
 def run_all(trials, accelerator, folder):
     """Trains what is not finished, and writes the results after every run. Returns the exit status."""
     chip_seconds = {trial.variant: chip_seconds_per_token(trial, accelerator, folder)
-                    for trial in trials[::-1]} if accelerator else {}
+                    for trial in one_of_each(trials)} if accelerator else {}
     failed = []
     for number, trial in enumerate(trials, 1):
         if trial.is_finished():
@@ -252,7 +142,7 @@ def run_trial(trial, log_path):
     KeyboardInterrupt stops that process, after a checkpoint. It is told to stop, too, if this process is killed.
     """
     begun, cpu_before = trial.notes(), cpu_seconds()
-    write_notes(trial, None)
+    trial.write_notes(None)
     with open(log_path, "a") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "scripts.base_train", *trial.argv], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
@@ -270,7 +160,7 @@ def run_trial(trial, log_path):
                 raise
             status = STOPPED
     earlier = begun.get("cpu_s") if begun else 0.0
-    write_notes(trial, None if earlier is None else earlier + cpu_seconds() - cpu_before)
+    trial.write_notes(None if earlier is None else earlier + cpu_seconds() - cpu_before)
     return status
 
 
@@ -283,12 +173,6 @@ def cpu_seconds():
     """Returns the CPU seconds of all processes so far that this one has started and that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def write_notes(trial, cpu_s):
-    """Notes a run's flags and CPU seconds in its folder; None while it runs, and for good once it has been killed."""
-    trial.directory.mkdir(parents=True, exist_ok=True)
-    (trial.directory / NOTES_FILE).write_text(json.dumps({"flags": trial.flags.as_dict(), "cpu_s": cpu_s}))
 
 
 def chip_seconds_per_token(trial, accelerator, folder):

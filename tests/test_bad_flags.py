@@ -26,7 +26,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 # Where the real work of each script begins: there the test stops it.
 WORK = {
-    "base_eval": ["DataLoader"], "base_train": ["spawn", "Trainer", "run_preflight"],
+    "ablate": ["run_all"], "base_eval": ["DataLoader"], "base_train": ["spawn", "Trainer", "run_preflight"],
     "bench_checkpoint": ["make_state"], "bench_generate": ["make_model"], "bench_host": ["Contender"],
     "bench_judge": ["Judge"], "bench_loader": ["compare_speed"], "bench_schedule": ["measure"],
     "bench_train": ["Contender"], "code_eval": ["Judge"], "demo": ["run"], "export": ["load_model"],
@@ -93,7 +93,11 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
     nanochat = tmp_path / "model_000001.pt"
     sizes = {"sequence_len": 32, "vocab_size": tokenizer.n_vocab, "n_layer": 1, "n_embd": 64, "n_head": 1}
     (tmp_path / "meta_000001.json").write_text(json.dumps({"model_config": {**sizes, "n_kv_head": 1}}))
+    (tmp_path / "table.toml").write_text(
+        f"[flags]\ndepth = 1\ndevice_type = 'cpu'\ntokenizer_dir = '{byte_tokenizer_dir}'\ntotal_batch_size = 8192\n"
+        f"data_dir = '{corpus_dir}/train'\nval_dir = '{corpus_dir}/val'\n[variants.a]\n")
     good = {
+        "ablate": [str(tmp_path / "table.toml")],
         "base_train": [f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", "--device_type=cpu",
                        f"--val_dir={corpus_dir}/val", "--depth=1", "--max_seq_len=32", "--total_batch_size=256"],
         "bench_schedule": ["--accelerator=v6e-1"],
