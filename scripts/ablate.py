@@ -56,6 +56,7 @@ class Flags:
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    require_packages()
     trials = read_trials(flags.table)
     accelerator = flags.accelerator and tpu.parse_accelerator(flags.accelerator).accelerator
     for trial in trials:
@@ -72,6 +73,15 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("stopped: the same command goes on where it was", flush=True)
         return STOPPED
+
+
+def require_packages():
+    """Raises BadInput if a package for the results is missing: before the runs, not after them."""
+    try:
+        import matplotlib  # noqa: F401
+        import scipy  # noqa: F401
+    except ImportError as error:
+        raise BadInput(f"there is no {error.name}: pip install '.[report]'") from None
 
 
 def one_of_each(trials):

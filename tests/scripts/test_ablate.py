@@ -13,7 +13,9 @@ import pytest
 from nanochat.common import BadInput
 from nanochat.train.trials import read_trials
 from scripts import ablate
+from tests.test_documents import fenced_blocks
 
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "ablations.md"
 RECORDED = Path(__file__).parent / "interrupted_run.jsonl"
 
 
@@ -67,6 +69,15 @@ def test_bad_tables_are_refused_with_one_line(write_table, variants, message):
 def test_bad_seeds_are_refused(write_table, seeds):
     with pytest.raises(BadInput, match="rates.toml.*seed"):
         ablate.main([str(write_table(seeds=seeds))])
+
+
+def test_the_table_of_the_document_is_one(tmp_path, base_dir, corpus_dir):
+    shutil.copytree(corpus_dir / "train", base_dir / "parquet" / "base_data_v3")
+    shutil.copytree(corpus_dir / "val", base_dir / "parquet" / "val")
+    (table,) = [text for language, text in fenced_blocks(DOCUMENT.read_text()) if language == "toml"]
+    (tmp_path / "rates.toml").write_text(table)
+    assert ablate.main([str(tmp_path / "rates.toml"), "--dry_run"]) == 0
+    assert not (base_dir / "checkpoints").exists()
 
 
 def finish(trial, shift=0.0):
