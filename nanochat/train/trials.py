@@ -48,7 +48,9 @@ class Trial:
     def write_notes(self, cpu_s):
         """Notes the run's flags and CPU seconds in its folder; None while it runs, and for good if it is killed."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / NOTES_FILE).write_text(json.dumps({"flags": self.flags.as_dict(), "cpu_s": cpu_s}))
+        partial = self.directory / f"{NOTES_FILE}.tmp"
+        partial.write_text(json.dumps({"flags": self.flags.as_dict(), "cpu_s": cpu_s}))
+        partial.replace(self.directory / NOTES_FILE)
 
     def is_finished(self):
         return (self.directory / FINISHED_FILE).exists()
