@@ -200,8 +200,9 @@ def draw_text(axes, text):
     lines = [part for line in text.expandtabs(4).splitlines() for part in textwrap.wrap(
         line, 62, drop_whitespace=False, replace_whitespace=False) or [""]]
     axes.axis("off")
-    axes.text(0.02, 0.97, "\n".join(lines), family="monospace", fontsize=10, va="top", parse_math=False,
-              transform=axes.transAxes)
+    shown = axes.text(0.02, 0.97, "\n".join(lines), family="monospace", fontsize=10, va="top", parse_math=False,
+                      transform=axes.transAxes)
+    shown.set_in_layout(False)  # a long text is cut at the bottom, and does not squeeze the plot beside it
 
 
 def read_text(path):

@@ -33,7 +33,7 @@ def markdown_block(run, flags, report):
     lines += ["", f"{report['chips']} chips, steps of {plan['total_batch_size']:,} tokens, {plan['parameters']:,} "
               f"parameters, kernel {report['kernel']}; waiting for data {text(run.median('data_wait'), '{:.1%}')}, "
               f"dispatching programs {text(run.median('host_dispatch'), '{:.1%}')}, goodput "
-              f"{text(run.last('goodput'), '{:.1%}')}, {len(run.interruptions())} interruptions; step "
+              f"{text(run.last('goodput'), '{:.1%}')}, interruptions {len(run.interruptions())}; step "
               f"{run.records[-1]['step']:,}.", versions()]
     if different := differences(flags, report["flags"]):
         lines.append(f"**The estimate is of another run:** {different}.")
