@@ -79,7 +79,7 @@ def test_the_notebook_runs_and_a_new_session_goes_on_from_the_newest_checkpoint(
         for number in (INSTALL, *skipped):
             notebook.cells[number].source = "%%bash\ntrue"
         notebook.cells = notebook.cells[:last + 1]
-        nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+        nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
         return ["".join(output.get("text", "") for output in cell.get("outputs", [])) for cell in notebook.cells], \
             notebook.cells[-1].get("outputs", [])
 
