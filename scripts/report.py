@@ -219,7 +219,8 @@ def read_preflight(path):
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInput(f"--preflight={path} cannot be read: {error}") from None
-    if not isinstance(report, dict) or not {"accelerator", "chips", "plan", "flags", "kernel"} <= report.keys():
+    names = {"accelerator", "chips", "plan", "flags", "kernel", "fits"}
+    if not isinstance(report, dict) or not names <= report.keys():
         raise BadInput(f"--preflight={path} is not a report of tpu_preflight --json")
     return report
 

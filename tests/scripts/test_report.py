@@ -118,8 +118,8 @@ def test_panels_show_values_below_zero_whole_counts_and_a_legend_that_hides_noth
 def test_the_block_for_an_issue_sets_what_was_measured_beside_the_estimate(interrupted, tmp_path, capsys):
     run = read_run(interrupted)
     step_s = run.median("step_ms") / 2000  # the estimate is half of what was measured
-    report = {"accelerator": "v5litepod-8", "chips": 8, "kernel": "flash", "flags": {"depth": 2}, "peak_bytes": 2**31,
-              "plan": {"total_batch_size": 512, "parameters": 1000},
+    report = {"accelerator": "v5litepod-8", "chips": 8, "fits": True, "kernel": "flash", "flags": {"depth": 2},
+              "peak_bytes": 2**31, "plan": {"total_batch_size": 512, "parameters": 1000},
               "estimate": {"step_s": step_s, "step_low_s": step_s, "step_high_s": 2 * step_s, "mfu": 0.5,
                            "tokens_per_s": run.median("tokens_per_s")}}
     path = tmp_path / "preflight.json"
