@@ -7,6 +7,7 @@ metric. Broken lines mark interruptions. It needs matplotlib: pip install '.[rep
 """
 import base64
 import html
+import json
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,9 @@ import numpy as np
 from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir, run_script
 from nanochat.device import tpu
 from nanochat.record.history import SECONDS, read_run
+from nanochat.record.measured import markdown_block
 from nanochat.record.metrics import format_count, format_duration
+from scripts.tpu_advice import read_flags as read_run_flags
 
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 KINDS = {"train": "#2ca02c", "compile": "#ff7f0e", "load": "#17becf", "save": "#9467bd", "evaluate": "#1f77b4",
@@ -30,6 +33,9 @@ class Flags:
                       metavar="RUN")
     completion: Path | None = flag(None, "also draw completion.png: the loss with the text of FILE beside it",
                                    metavar="FILE", of=expand_path)
+    preflight: Path | None = flag(None, "also print a block to paste into an issue: what the first run measured beside "
+                                  "the estimate in FILE, which tpu_preflight --json wrote", metavar="FILE",
+                                  of=expand_path)
     out_dir: Path | None = flag(None, "the report's folder; default: report/ in the first run's", of=expand_path)
     accelerator: str | None = flag(None, "also print what the runs cost on this TPU, such as v5litepod-8")
     zone: str | None = flag(None, "zone whose prices count, such as us-west4-a; default: the dearest")
@@ -57,6 +63,7 @@ def main(argv=None):
     except ImportError:
         raise BadInput("there is no matplotlib: pip install '.[report]'") from None
     usd_per_hour = flags.usd_per_hour()
+    estimate = read_preflight(flags.preflight) if flags.preflight else None
     runs = [read_run(name) for name in flags.runs]
     out_dir = require_writable_dir(flags.out_dir or runs[0].directory / "report")
     summary = summarise(runs, usd_per_hour)
@@ -66,6 +73,8 @@ def main(argv=None):
         pictures.append(draw_completion(runs, out_dir / "completion.png", read_text(flags.completion)))
     (out_dir / "report.html").write_text(make_page(runs, summary, pictures), encoding="utf-8")
     print(f"\n{out_dir / 'report.html'} and {len(pictures)} pictures: {', '.join(path.name for path in pictures)}")
+    if estimate:
+        print("\n" + markdown_block(runs[0], read_run_flags(runs[0]), estimate))
 
 
 # -----------------------------------------------------------------------------
@@ -197,8 +206,9 @@ def draw_text(axes, text):
     lines = [part for line in text.expandtabs(4).splitlines() for part in textwrap.wrap(
         line, 62, drop_whitespace=False, replace_whitespace=False) or [""]]
     axes.axis("off")
-    axes.text(0.02, 0.97, "\n".join(lines), family="monospace", fontsize=10, va="top", parse_math=False,
-              transform=axes.transAxes)
+    shown = axes.text(0.02, 0.97, "\n".join(lines), family="monospace", fontsize=10, va="top", parse_math=False,
+                      transform=axes.transAxes)
+    shown.set_in_layout(False)  # a long text is cut at the bottom, and does not squeeze the plot beside it
 
 
 def read_text(path):
@@ -207,6 +217,18 @@ def read_text(path):
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--completion={path} cannot be read: {error}") from None
+
+
+def read_preflight(path):
+    """The report that tpu_preflight wrote to `path`, a JSON object. Raises BadInput if it is none."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--preflight={path} cannot be read: {error}") from None
+    names = {"accelerator", "chips", "plan", "flags", "kernel", "fits"}
+    if not isinstance(report, dict) or not names <= report.keys():
+        raise BadInput(f"--preflight={path} is not a report of tpu_preflight --json")
+    return report
 
 
 def save_figure(path, title, panels):

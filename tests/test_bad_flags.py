@@ -29,14 +29,14 @@ from hypothesis import strategies as st  # noqa: E402
 LAUNCHED = ["spawn", "Trainer"]  # of nanochat.train.launch
 # Where the real work of each script begins: there the test stops it.
 WORK = {
-    "base_eval": ["DataLoader"], "base_train": ["run_preflight", *LAUNCHED], "bench_checkpoint": ["make_state"],
-    "bench_generate": ["make_model"], "bench_host": ["Contender"], "bench_judge": ["Judge"],
-    "bench_loader": ["compare_speed"], "bench_schedule": ["measure"], "bench_train": ["Contender"],
-    "code_eval": ["Judge"], "demo": ["run"], "eval_table": ["run"], "export": ["load_model"], "generate": ["Engine"],
-    "import_nanochat": ["read_weights"], "prepare_data": ["build"], "prepare_puzzles": ["make_all"],
-    "puzzle_preflight": ["run"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED, "report": ["draw"],
-    "serve": ["Engine"], "solve": ["Judge"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"],
-    "tpu_advice": ["advise"], "tpu_preflight": ["preflight"]}
+    "ablate": ["run_all"], "base_eval": ["DataLoader"], "base_train": ["spawn", "Trainer", "run_preflight"],
+    "bench_checkpoint": ["make_state"], "bench_generate": ["make_model"], "bench_host": ["Contender"],
+    "bench_judge": ["Judge"], "bench_loader": ["compare_speed"], "bench_schedule": ["measure"],
+    "bench_train": ["Contender"], "code_eval": ["Judge"], "demo": ["run"], "eval_table": ["run"],
+    "export": ["load_model"], "generate": ["Engine"], "import_nanochat": ["read_weights"], "prepare_data": ["build"],
+    "prepare_puzzles": ["make_all"], "puzzle_preflight": ["run"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED,
+    "report": ["draw"], "serve": ["Engine"], "solve": ["Judge"], "tok_eval": ["find_entrants"],
+    "tok_train": ["choose_texts"], "tpu_advice": ["advise"], "tpu_preflight": ["preflight"]}
 
 ODD = ["", " ", "-", "--", "=", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "9" * 30, "9" * 5000, "٣", "²", "1_0",
        "0x10", " 7 ", "1e3", "True", "\udcff\udcfe", "é", "a" * 300, "x" * 5000, ",", ":", "1:2", "5:1", "1:2,0:3", "%",
@@ -100,7 +100,11 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
     made_puzzles = tmp_path / "FOLDER"
     sizes = {"sequence_len": 32, "vocab_size": tokenizer.n_vocab, "n_layer": 1, "n_embd": 64, "n_head": 1}
     (tmp_path / "meta_000001.json").write_text(json.dumps({"model_config": {**sizes, "n_kv_head": 1}}))
+    (tmp_path / "table.toml").write_text(
+        f"[flags]\ndepth = 1\ndevice_type = 'cpu'\ntokenizer_dir = '{byte_tokenizer_dir}'\ntotal_batch_size = 8192\n"
+        f"data_dir = '{corpus_dir}/train'\nval_dir = '{corpus_dir}/val'\n[variants.a]\n")
     good = {
+        "ablate": [str(tmp_path / "table.toml")],
         "base_train": [f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", "--device_type=cpu",
                        f"--val_dir={corpus_dir}/val", "--depth=1", "--max_seq_len=32", "--total_batch_size=256"],
         "bench_schedule": ["--accelerator=v6e-1"],

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from nanochat.common import BadInput
 from nanochat.device.prices import chip_price
 from nanochat.record.history import read_run
+from nanochat.record.measured import markdown_block
 from scripts.report import draw_lines, has_shown, main
 
 # metrics.jsonl of six steps of a tiny model, as base_train wrote it. A second process resumed from step 2.
@@ -112,3 +113,27 @@ def test_panels_show_values_below_zero_whole_counts_and_a_legend_that_hides_noth
     assert has_shown(run, "bad_steps")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[:2]))
     assert not has_shown(read_run(tmp_path), "bad_steps") and has_shown(run, "lr_multiplier")
+
+
+def test_the_block_for_an_issue_sets_what_was_measured_beside_the_estimate(interrupted, tmp_path, capsys):
+    run = read_run(interrupted)
+    step_s = run.median("step_ms") / 2000  # the estimate is half of what was measured
+    report = {"accelerator": "v5litepod-8", "chips": 8, "fits": True, "kernel": "flash", "flags": {"depth": 2},
+              "peak_bytes": 2**31, "plan": {"total_batch_size": 512, "parameters": 1000},
+              "estimate": {"step_s": step_s, "step_low_s": step_s, "step_high_s": 2 * step_s, "mfu": 0.5,
+                           "tokens_per_s": run.median("tokens_per_s")}}
+    path = tmp_path / "preflight.json"
+    path.write_text(json.dumps(report))
+    main(["test", f"--preflight={path}"])
+    block = capsys.readouterr().out.partition("**v5litepod-8: run test")[2]
+    assert re.search(r"^\| step, ms \| .* \| 2.000 \|$", block, re.M)
+    assert re.search(r"^\| tokens/s \| .* \| 1.000 \|$", block, re.M)
+    assert re.search(r"^\| MFU, % \| – \| 50.0 \| – \|$", block, re.M)  # a run on a CPU has none
+    assert re.search(r"^\| peak HBM of a chip, GiB \| – \| 2.00 \| – \|$", block, re.M)
+    assert "interruptions 1;" in block and "torch 2." in block
+    text = markdown_block(run, {"depth": 4, "seed": 1}, report)
+    assert "depth was 4 in the run and 2 in the preflight" in text
+    for content in ("", "[]", "{}", '{"accelerator": 1}'):
+        path.write_text(content)
+        with pytest.raises(BadInput, match="--preflight="):
+            main(["test", f"--preflight={path}"])

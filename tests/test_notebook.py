@@ -1,0 +1,105 @@
+"""The notebook for free TPUs: its commands are those of the scripts, and it runs, is killed, and goes on."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_documents import problem_of_module
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOK = ROOT / "notebooks" / "start.ipynb"
+SETTINGS, MACHINE, INSTALL, PREFLIGHT, CORPUS, TRAIN, COMPLETION, REPORT, PICTURE = range(1, 10)  # 0 is text
+STUB = "#!/bin/sh\nprintf '%s\\0' \"$@\" >> \"$CALLS\"\nprintf '\\n\\0' >> \"$CALLS\"\n"
+
+
+def sources():
+    """Returns the text of each cell."""
+    return ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"]]
+
+
+def in_folder(source, folder):
+    """Returns a cell that uses `folder` instead of the folders of the sites."""
+    for place in ("/tmp/nanochat", "/kaggle/working", "/content/drive/MyDrive"):
+        source = source.replace(place, f"{folder}{place}")
+    return source.replace("~/.nanochat_notebook", f"{folder}/settings")
+
+
+def test_the_notebook_is_small_has_no_output_and_no_logic():
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    assert len(notebook.cells) <= 10 and NOTEBOOK.stat().st_size <= 25_000
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in code)
+    *shell, picture = [cell.source for cell in code]
+    assert all(source.startswith("%%bash\nset -euo pipefail\n") for source in shell)
+    assert "torch" not in picture and len(picture.splitlines()) <= 4
+    assert all(f"\n# {number}. " in f"\n{source}" for number, source in enumerate([*shell, picture]))
+    words = {word for source in shell for line in source.splitlines() for word in line.partition("#")[0].split()}
+    assert not words & {"if", "for", "while", "case", "function"}
+
+
+@pytest.mark.parametrize("site", ["kaggle", "colab"])
+def test_every_command_of_the_notebook_is_accepted_by_its_parser(tmp_path, site):
+    """bash runs the cells; in place of the programs it finds one that notes how it was called."""
+    (tmp_path / "bin").mkdir()
+    for name in ("python3", "pip", "uv", "git", "cp", "free"):
+        (tmp_path / "bin" / name).write_text(STUB if name == "python3" else "#!/bin/sh\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = {**os.environ, "CALLS": str(tmp_path / "calls"), "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    for source in sources()[SETTINGS:PICTURE]:
+        if site == "colab":
+            source = source.replace("# ACCELERATOR", "ACCELERATOR").replace("# MODEL", "MODEL")
+        script = in_folder(source.removeprefix("%%bash\n"), tmp_path)
+        subprocess.run(["bash"], input=script, text=True, env=env, check=True, capture_output=True, timeout=60)
+    calls = [call.split("\0")[:-1] for call in (tmp_path / "calls").read_text().split("\n\0")[:-1]]
+    modules = [call for call in calls if call[0] == "-m"]
+    assert [call[1] for call in modules] == [f"scripts.{name}" for name in (
+        "tpu_preflight", "prepare_data", "base_train", "generate", "report")]
+    assert f"--accelerator={'v5e-1' if site == 'colab' else 'v5e-8'}" in modules[0]
+    assert ("/drive/" in str(modules[2])) == (site == "colab")
+    assert not [problem for _, module, *arguments in modules if (problem := problem_of_module(module, *arguments))]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_a_new_session_goes_on_from_the_newest_checkpoint(tmp_path):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+
+    def execute(last, num_iterations, skipped=()):
+        """Runs the cells up to `last` in a new kernel, with a small model and on two XLA devices of this CPU."""
+        notebook = nbformat.read(NOTEBOOK, as_version=4)
+        for cell, source in zip(notebook.cells, sources(), strict=True):
+            cell.source = in_folder(source, tmp_path)
+        notebook.cells[SETTINGS].source = with_settings(notebook.cells[SETTINGS].source, num_iterations)
+        for number in (INSTALL, *skipped):
+            notebook.cells[number].source = "%%bash\ntrue"
+        notebook.cells = notebook.cells[:last + 1]
+        nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
+        return ["".join(output.get("text", "") for output in cell.get("outputs", [])) for cell in notebook.cells], \
+            notebook.cells[-1].get("outputs", [])
+
+    text, _ = execute(TRAIN, 5, skipped=(PREFLIGHT,))
+    assert "step 00005/00005" in text[TRAIN]
+    shutil.rmtree(tmp_path / "tmp" / "nanochat")  # the session ends, and with it all but the folder that is kept
+    text, (picture,) = execute(PICTURE, 8)
+    assert "step 00006/00008" in text[TRAIN] and "step 00008/00008" in text[TRAIN]
+    assert "step 00001/" not in text[TRAIN]
+    assert "| step, ms |" in text[REPORT] and "v5litepod-1: run start" in text[REPORT]
+    assert "#include <vector>\n\nnamespace" in text[COMPLETION]
+    assert len(picture["data"]["image/png"]) > 10_000
+
+
+def with_settings(source, num_iterations):
+    """Returns the cell of settings with lines at its end for a small model on this machine."""
+    lines = f"""ACCELERATOR=v5e-1 CORPUS="--installed_headers --val_projects=torch/c10"
+MODEL="--depth=1 --max_seq_len=128 --device_batch_size=1 --total_batch_size=256 --device_type=xla --log_every=1"
+HORIZON="--num_iterations={num_iterations} --eval_tokens=2048"
+export CPU_NUM_DEVICES=2 PYTHONPATH={ROOT} PATH={Path(sys.executable).parent}:$PATH
+unset PJRT_DEVICE
+"""
+    return source.replace("\nEND\n", f"\n{lines}END\n")
