@@ -4,14 +4,17 @@ Everything that changes from step to step (learning rates, momentum, bias correc
 tensor. No such number is part of the compiled program, so no schedule makes it compile again.
 """
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from nanochat.common import flag
-from nanochat.device.collectives import all_gather, all_reduce_sum, reduce_scatter_sum
+from nanochat.device.collectives import all_reduce_sum
+from nanochat.device.mesh import Mesh
 from nanochat.device.programs import one_program
 from nanochat.device.xla_ops import repeat
+from nanochat.model.parts import Parts
 
 ADAM_BETAS = (0.8, 0.95)
 ADAM_EPS = 1e-10
@@ -143,15 +146,16 @@ class MuonAdamW:
 
     All state exists from the start, so the first step is the same program as the last. `masters` are the weights that
     are updated, in fp32; the model may compute with copies of them in GPT.training_dtype. With `is_sharded`, each rank
-    holds and updates only its part of masters and state (ZeRO-1, arXiv 1910.02054): the same number of slices of their
-    first dimension on each rank, padded with zeros. Tensors of one dimension are whole on every rank.
+    holds and updates only its part of masters and state (ZeRO-1, arXiv 1910.02054), and on a mesh with fsdp the model
+    computes with parts, too: see parts.py. Tensors of one dimension are whole on every rank.
     """
 
     def __init__(self, model, config, total_batch_size, num_iterations, dtype=torch.float32, dist=None,
-                 is_sharded=False):
+                 is_sharded=False, mesh=None):
         """
+        model: with whole weights, of which it keeps this rank's parts.
         config: OptimConfig; total_batch_size: tokens of the first step; dtype: that in which Muon orthogonalises.
-        dist: this rank's Dist, or None if there is one rank.
+        dist: this rank's Dist, or None if there is one rank. mesh: of the ranks, by default one of data only.
         """
         self.config, self.num_iterations, self.dtype, self.dist = config, num_iterations, dtype, dist
         scale, width = batch_lr_scale(total_batch_size), model.config.n_embd
@@ -167,12 +171,15 @@ class MuonAdamW:
         self.parameters = dict(model.named_parameters())
         is_sharded = is_sharded and dist is not None and dist.world_size > 1
         self.sharded = frozenset(name for name, p in self.parameters.items() if is_sharded and p.dim() > 1)
+        self.mesh = mesh or Mesh(data=dist.world_size if dist else 1)
+        self.parts = Parts(dist, self.mesh) if is_sharded else None
+        self.lengths = {name: p.size(0) for name, p in self.parameters.items()}
         self.masters, self.state = {}, {}
         for name, p in self.parameters.items():
             is_copy = name in self.sharded or model.training_dtype != torch.float32
             self.masters[name] = master = self._part_of(name, p.detach()).clone() if is_copy else p
             if is_copy:
-                p.data = p.detach().to(model.training_dtype)
+                p.data = self._model_part(name, p.detach()).to(model.training_dtype)
             self.state[f"{name}.momentum"] = torch.zeros_like(master)
             self.state[f"{name}.second_moment"] = torch.zeros_like(
                 master if name in self.adam_lrs else master[:, :, :1])
@@ -212,7 +219,7 @@ class MuonAdamW:
             for old_tensor, new_tensor in zip(old, new, strict=True):
                 old_tensor.copy_(torch.where(is_good, new_tensor, old_tensor))
             if self.masters[name] is not p:
-                p.copy_(self._gathered(name, self.masters[name].to(p.dtype)))
+                p.copy_(self._new_weight(name, self.masters[name].to(p.dtype)))
         self._clear_gradients()
         loss_sum.zero_()
         return result
@@ -251,7 +258,7 @@ class MuonAdamW:
         if self.dist:
             whole = [gradient for name, gradient in gradients.items() if name not in self.sharded]
             all_reduce_sum([*whole, loss_sum], self.dist)
-        return {name: reduce_scatter_sum(self._padded(gradient), self.dist) if name in self.sharded else gradient
+        return {name: self.parts.sum_gradient(gradient) if name in self.sharded else gradient
                 for name, gradient in gradients.items()}
 
     def _norm(self, gradients):
@@ -262,20 +269,32 @@ class MuonAdamW:
             return (parts + sum(square for name, square in squares.items() if name not in self.sharded)).sqrt()
         return torch.stack(list(squares.values())).sum().sqrt()
 
-    def _padded(self, tensor):
-        missing = -tensor.size(0) % self.dist.world_size
-        return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
-
     def _part_of(self, name, tensor):
         """Returns this rank's part of a tensor that belongs to parameter `name`."""
-        if name not in self.sharded:
-            return tensor
-        parts = self._padded(tensor).unflatten(0, (self.dist.world_size, -1))
-        return parts[self.dist.rank]
+        return self.parts.of_optimizer(tensor) if name in self.sharded else tensor
+
+    def _model_part(self, name, weight):
+        """Returns the part of a weight that the model computes with, in memory of its own."""
+        return self.parts.of_model(weight).clone() if name in self.sharded and self.mesh.fsdp > 1 else weight
+
+    def _new_weight(self, name, part):
+        return self.parts.new_weight(part, self.lengths[name]) if name in self.sharded else part
 
     def _gathered(self, name, part):
         """Returns the whole tensor from the ranks' parts. Every rank must call it."""
-        return all_gather(part, self.dist)[:self.parameters[name].size(0)] if name in self.sharded else part
+        return self.parts.whole(part, self.lengths[name]) if name in self.sharded else part
+
+    @contextmanager
+    def whole_weights(self):
+        """Within the block, the model has its whole weights, for what cannot compute with parts of them. Every rank
+        must come here."""
+        parts = {name: self.parameters[name].data for name in sorted(self.sharded) if self.mesh.fsdp > 1}
+        for name, part in parts.items():
+            with torch.no_grad(), one_program(self.dist, f"whole {tuple(part.shape)}", collective=True):
+                self.parameters[name].data = self._gathered(name, self.masters[name].to(part.dtype))
+        yield
+        for name, part in parts.items():
+            self.parameters[name].data = part
 
     # Checkpoints
 

@@ -34,6 +34,11 @@ class DeviceFlags:
     activation_checkpointing: bool = flag(False, "compute activations again in the backward pass: less memory, slower")
     shard_optimizer: str = flag("auto", "each rank keeps and updates a part of the optimizer's state; auto: on XLA",
                                 choices=("auto", "on", "off"))
+    mesh_data: int = flag(-1, "chips along the mesh's axis data, which hold the same weights; -1: what the other axes "
+                          "leave", at_least=1, at_most=2**20, unset=-1)
+    mesh_fsdp: int = flag(1, "chips along the axis fsdp, which divide each weight among themselves and gather a "
+                          "layer's when they come to it: for models that outgrow a chip", at_least=1, at_most=2**20)
+    mesh_tensor: int = flag(1, "chips along the axis tensor; only 1 as yet", at_least=1, at_most=2**20)
     no_compile: bool = flag(False, "no torch.compile (on CUDA; there is none on XLA and cpu anyway)")
 
 

@@ -10,6 +10,7 @@ import torch
 
 from nanochat.device.programs import one_program
 from nanochat.kernels.choose import get_kernels
+from nanochat.kernels.sharded import Sharding
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW
 from nanochat.record.observe import Observer
@@ -87,7 +88,7 @@ class TrainingStep:
             with observer.data_wait():
                 batch = next(batches)
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with observer.program(self.micro_step_name, **batch, scale=scale):
+            with observer.program(self.micro_step_name, self.optimizer.mesh.fsdp > 1, **batch, scale=scale):
                 self.micro_step(batch, scale)
         scheduled = scheduled.to(device)
         with observer.program("update", collective=True, scheduled=scheduled):
@@ -105,13 +106,14 @@ def next_token_loss(model, rows):
 
 def make_model(plan):
     """Returns a Plan's GPT, on torch's default device and without initial weights."""
-    return GPT(plan.config, get_kernels(plan.kernel, plan.device_type), plan.dtype, plan.activation_checkpointing)
+    kernels = get_kernels(plan.kernel, plan.device_type, Sharding.of_mesh(plan.mesh))
+    return GPT(plan.config, kernels, plan.dtype, plan.activation_checkpointing)
 
 
 def make_step(plan, model, dist, loss=next_token_loss, teacher=None):
     """Returns the TrainingStep of a Plan for a model whose weights are on the device of `dist`, with another loss and
     the model that it reads, if they are given."""
     optimizer = MuonAdamW(model, plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.dtype, dist,
-                          plan.shard_optimizer)
+                          plan.shard_optimizer, plan.mesh)
     return TrainingStep(model, optimizer, loss, dist, [plan.micro_steps(step) for step, _ in plan.batch_schedule],
                         plan.use_compile, teacher)

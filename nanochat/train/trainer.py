@@ -169,14 +169,14 @@ class Trainer:
 
     def evaluate_code(self):
         """Logs how much of the C++ that the model writes compiles and works."""
-        with self.goodput.span("evaluate"), torch.no_grad():
+        with self.goodput.span("evaluate"), torch.no_grad(), self.training.optimizer.whole_weights():
             found = evaluate_code(self.training.model, self.run.tokenizer, self.dist, lambda: self.agree("evaluate"))
         self.log.write_code_evaluation(self.step, found)
 
     def sample(self):
         """Prints completions. Every rank makes them, so that none waits for another."""
         engine = Engine(self.training.model, self.run.tokenizer, self.dist)  # it remembers nothing of older weights
-        with self.goodput.span("sample"), torch.no_grad():
+        with self.goodput.span("sample"), torch.no_grad(), self.training.optimizer.whole_weights():
             for prompt in SAMPLE_PROMPTS:
                 if self.agree("sample"):
                     return
