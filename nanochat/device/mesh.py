@@ -5,6 +5,7 @@ the same weights; those along `fsdp` hold a part of each, and gather a layer's w
 arXiv 1910.02054). With 1 × 1 for the last two, every chip holds all weights.
 """
 import os
+import re
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
@@ -70,7 +71,7 @@ def _read_environment(config, names):
     """Returns {axis: chips} for TPU_MESH_CONFIG and TPU_AXIS_NAMES."""
     axes = [_SYNONYMS.get(name, name) for name in (name.strip().lower() for name in names.split(","))]
     sizes = config.strip("() ").split(",")
-    are_sizes = all(size.strip().isdecimal() and 1 <= int(size) <= 2**20 for size in sizes)
+    are_sizes = all(re.fullmatch(r"\s*[1-9][0-9]{0,5}\s*", size) for size in sizes)
     if not are_sizes or len(set(axes)) < len(axes) or not set(axes) <= {*AXES} or len(sizes) > len(axes):
         raise BadInput(f"TPU_MESH_CONFIG={config} with TPU_AXIS_NAMES={names} is no mesh: give the chips along each "
                        "axis and its names, such as TPU_MESH_CONFIG=4,2 TPU_AXIS_NAMES=data,fsdp")

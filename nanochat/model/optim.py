@@ -151,11 +151,12 @@ class MuonAdamW:
     """
 
     def __init__(self, model, config, total_batch_size, num_iterations, dtype=torch.float32, dist=None,
-                 is_sharded=False, mesh=None):
+                 is_sharded=False, mesh=None, weights=None):
         """
-        model: with whole weights, of which it keeps this rank's parts.
+        model: with whole weights on the device, of which it keeps this rank's parts; or `weights` has them.
         config: OptimConfig; total_batch_size: tokens of the first step; dtype: that in which Muon orthogonalises.
         dist: this rank's Dist, or None if there is one rank. mesh: of the ranks, by default one of data only.
+        weights: an iterable of (name, index, tensor), see Parts.collect, for models that no device has room for.
         """
         self.config, self.num_iterations, self.dtype, self.dist = config, num_iterations, dtype, dist
         scale, width = batch_lr_scale(total_batch_size), model.config.n_embd
@@ -168,17 +169,22 @@ class MuonAdamW:
         }
         self.matrix_lr = config.matrix_lr * scale
         self.weight_decay = config.weight_decay * width_weight_decay_scale(width)
-        self.parameters = dict(model.named_parameters())
         is_sharded = is_sharded and dist is not None and dist.world_size > 1
-        self.sharded = frozenset(name for name, p in self.parameters.items() if is_sharded and p.dim() > 1)
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        self.sharded = frozenset(name for name, shape in shapes.items() if is_sharded and len(shape) > 1)
         self.mesh = mesh or Mesh(data=dist.world_size if dist else 1)
         self.parts = Parts(dist, self.mesh) if is_sharded else None
-        self.lengths = {name: p.size(0) for name, p in self.parameters.items()}
+        self.lengths = {name: shape[0] for name, shape in shapes.items()}
+        masters = {} if weights is None else self._place(model, weights, shapes)
+        self.parameters = dict(model.named_parameters())
         self.masters, self.state = {}, {}
         for name, p in self.parameters.items():
             is_copy = name in self.sharded or model.training_dtype != torch.float32
-            self.masters[name] = master = self._part_of(name, p.detach()).clone() if is_copy else p
-            if is_copy:
+            if name in masters:
+                self.masters[name] = master = masters[name]
+            else:
+                self.masters[name] = master = self._part_of(name, p.detach()).clone() if is_copy else p
+            if is_copy and name not in masters:
                 p.data = self._model_part(name, p.detach()).to(model.training_dtype)
             self.state[f"{name}.momentum"] = torch.zeros_like(master)
             self.state[f"{name}.second_moment"] = torch.zeros_like(
@@ -268,6 +274,23 @@ class MuonAdamW:
             all_reduce_sum([parts], self.dist)
             return (parts + sum(square for name, square in squares.items() if name not in self.sharded)).sqrt()
         return torch.stack(list(squares.values())).sum().sqrt()
+
+    def _place(self, model, weights, shapes):
+        """Puts the model on the device, with this rank's parts of `weights`, and returns those of the optimizer."""
+        whole = {}
+
+        def note_whole():
+            for name, index, tensor in weights:
+                if name not in self.sharded:
+                    whole[name] = tensor
+                yield name, index, tensor
+
+        found, masters = self.parts.collect(note_whole(), {name: shapes[name] for name in self.sharded},
+                                            model.training_dtype)
+        for name, tensor in (whole | found).items():
+            setattr(model, name, torch.nn.Parameter(tensor.to(self.dist.device)))
+        model.to(self.dist.device)  # its buffers
+        return {name: master.to(self.dist.device) for name, master in masters.items()}
 
     def _part_of(self, name, tensor):
         """Returns this rank's part of a tensor that belongs to parameter `name`."""

@@ -47,6 +47,31 @@ class Parts:
             whole = whole.unflatten(0, (self.mesh.data, self.mesh.fsdp, -1)).transpose(0, 1).flatten(0, 2)
         return whole[:length]
 
+    def collect(self, slices, shapes, dtype):
+        """Returns ({name: the model's part in `dtype`}, {name: the optimizer's part}) of weights that come in slices,
+        in host memory. No more than one slice is whole at a time.
+
+        slices: an iterable of (name, index, tensor), which is layer `index` of a stack, or the whole weight if the
+        index is None. shapes: {name: shape of the whole weight}, of those that have parts; others are left out.
+        """
+        _, place, _ = self.mesh.coordinates(self.dist.rank)
+        of_model, of_optimizer = {}, {}
+        for name, index, tensor in slices:
+            if name not in shapes:
+                continue
+            if index is None:
+                of_model[name], of_optimizer[name] = self.of_model(tensor).to(dtype), self.of_optimizer(tensor).clone()
+                continue
+            layers, outputs, inputs = shapes[name]
+            mine = -(-layers // self.dist.world_size)
+            if name not in of_model:
+                of_model[name] = torch.empty(layers, outputs // self.mesh.fsdp, inputs, dtype=dtype)
+                of_optimizer[name] = torch.zeros(mine, outputs, inputs)
+            of_model[name][index] = tensor.chunk(self.mesh.fsdp)[place]
+            if index // mine == self.dist.rank:
+                of_optimizer[name][index % mine] = tensor
+        return of_model, of_optimizer
+
     def sum_gradient(self, gradient):
         """Returns the optimizer's part of a gradient: of the sum of what the ranks have in the place of the model's
         part, which those along fsdp have summed already."""

@@ -110,10 +110,10 @@ def make_model(plan):
     return GPT(plan.config, kernels, plan.dtype, plan.activation_checkpointing)
 
 
-def make_step(plan, model, dist, loss=next_token_loss, teacher=None):
-    """Returns the TrainingStep of a Plan for a model whose weights are on the device of `dist`, with another loss and
-    the model that it reads, if they are given."""
+def make_step(plan, model, dist, loss=next_token_loss, teacher=None, weights=None):
+    """Returns the TrainingStep of a Plan for a model whose weights are on the device of `dist`, or come from `weights`
+    (see MuonAdamW), with another loss and the model that it reads, if they are given."""
     optimizer = MuonAdamW(model, plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.dtype, dist,
-                          plan.shard_optimizer, plan.mesh)
+                          plan.shard_optimizer, plan.mesh, weights)
     return TrainingStep(model, optimizer, loss, dist, [plan.micro_steps(step) for step, _ in plan.batch_schedule],
                         plan.use_compile, teacher)

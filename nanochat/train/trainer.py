@@ -9,6 +9,7 @@ from nanochat.data.loader import DataLoader, SyntheticLoader
 from nanochat.data.shards import list_shards
 from nanochat.device.ranks import print0, print_banner
 from nanochat.infer.engine import Engine
+from nanochat.model.gpt import initial_weights
 from nanochat.record.goodput import Goodput
 from nanochat.record.observe import Profile
 from nanochat.run import checkpoint, stopping
@@ -295,8 +296,11 @@ def open_loader(run, dist, lane_states=None, num_rows=None, fim_rate=0.0):
 def restore_training(run, dist, step, restored=None):
     """Returns the TrainingStep after `step` steps, with the weights and the optimizer's state of a Checkpoint, or with
     initial ones."""
-    model = make_model(run.plan)
-    if restored:
+    model, weights = make_model(run.plan), None
+    if run.plan.mesh.fsdp > 1:  # the weights come in slices: whole, they may fit into no device
+        weights = ((name, None, tensor) for name, tensor in restored.model_state.items()) if restored else \
+            initial_weights(run.plan.config, run.flags.run.seed)
+    elif restored:
         model.load_state_dict(restored.model_state)
     else:
         model.init_weights(run.flags.run.seed)
@@ -304,7 +308,7 @@ def restore_training(run, dist, step, restored=None):
     if run.teacher and step < run.teacher.last_step:
         teacher = load_teacher(run.teacher, run.plan, dist.device)
         loss = DistillationLoss(run.teacher, teacher)
-    training = make_step(run.plan, model.to(dist.device), dist, loss, teacher)
+    training = make_step(run.plan, model if weights else model.to(dist.device), dist, loss, teacher, weights)
     if restored:
         training.optimizer.load_state_dict(restored.optimizer_state)
     training.materialise()
