@@ -4,9 +4,10 @@ from nanochat.device.mesh import make_mesh, require_divisible
 from nanochat.device.tpu import GIB
 
 
-def plan_mesh(devices, config, device_type, world_size):
-    """Returns the Mesh for DeviceFlags and a GPTConfig. Raises BadInput if it does not fit the model, the number of
-    devices or their type."""
+def plan_mesh(flags, config, device_type, world_size):
+    """Returns the Mesh for base_train's Flags and a GPTConfig. Raises BadInput if it does not fit the model, the number
+    of devices, their type or the other flags."""
+    devices = flags.devices
     mesh = make_mesh(devices.mesh_data, devices.mesh_fsdp, devices.mesh_tensor, world_size)
     if mesh.fsdp == 1:
         return mesh
@@ -15,6 +16,9 @@ def plan_mesh(devices, config, device_type, world_size):
     if devices.shard_optimizer == "off":
         raise BadInput(f"--mesh_fsdp={mesh.fsdp} divides the weights, and with --shard_optimizer=off each rank has all "
                        "of the optimizer's: leave one of them out")
+    if flags.distillation.teacher:
+        raise BadInput(f"--teacher={flags.distillation.teacher} needs all weights of the student on each chip: use "
+                       "--mesh_fsdp=1, or no teacher")
     require_divisible(mesh, {
         "the width (--model_dim)": config.n_embd,
         "the width of keys and values (--num_kv_heads × head size)": config.n_kv_head * config.head_dim})

@@ -81,7 +81,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         n_kv_head=max(model.num_kv_heads, 0))
     parameters = count_parameters(config)
     _require_memory(parameters, config, batch, device_type)
-    mesh = plan_mesh(devices, config, device_type, world_size)
+    mesh = plan_mesh(flags, config, device_type, world_size)
     kernel = get_kernels(devices.kernel, device_type, Sharding.of_mesh(mesh)).name
     require_shapes(kernel, config, device_type)
     matrix_params = parameters["matrices"] + parameters["head"]
