@@ -35,6 +35,7 @@ def describe_mesh(plan):
     held = {"weights": bytes_each * weights / mesh.fsdp, "gradients": 4 * weights / mesh.fsdp,
             "optimizer": 12 * weights / mesh.chips}
     parts = ", ".join(f"{size / GIB:.2f} GiB {name}" for name, size in held.items())
-    moved = 3 * bytes_each * weights * (mesh.fsdp - 1) / mesh.fsdp
+    tables = plan.parameters["embedding"] + plan.parameters["head"]
+    moved = bytes_each * (3 * plan.parameters["matrices"] + 2 * tables) * (mesh.fsdp - 1) / mesh.fsdp
     return (f"{mesh}, chip r at (r // {mesh.fsdp}, r % {mesh.fsdp}, 0); a chip holds {parts}; a micro-step sends "
-            f"{moved / 1e9:.2f} GB from each: weights twice, gradients once")
+            f"{moved / 1e9:.2f} GB from each: matrices twice, embedding and head once, all gradients once")
