@@ -277,17 +277,9 @@ class MuonAdamW:
 
     def _place(self, model, weights, shapes):
         """Puts the model on the device, with this rank's parts of `weights`, and returns those of the optimizer."""
-        whole = {}
-
-        def note_whole():
-            for name, index, tensor in weights:
-                if name not in self.sharded:
-                    whole[name] = tensor
-                yield name, index, tensor
-
-        found, masters = self.parts.collect(note_whole(), {name: shapes[name] for name in self.sharded},
+        found, masters = self.parts.collect(weights, {name: shapes[name] for name in self.sharded},
                                             model.training_dtype)
-        for name, tensor in (whole | found).items():
+        for name, tensor in found.items():
             setattr(model, name, torch.nn.Parameter(tensor.to(self.dist.device)))
         model.to(self.dist.device)  # its buffers
         return {name: master.to(self.dist.device) for name, master in masters.items()}

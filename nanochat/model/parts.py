@@ -48,16 +48,18 @@ class Parts:
         return whole[:length]
 
     def collect(self, slices, shapes, dtype):
-        """Returns ({name: the model's part in `dtype`}, {name: the optimizer's part}) of weights that come in slices,
+        """Returns ({name: what the model computes with}, {name: the optimizer's part}) of weights that come in slices,
         in host memory. No more than one slice is whole at a time.
 
         slices: an iterable of (name, index, tensor), which is layer `index` of a stack, or the whole weight if the
-        index is None. shapes: {name: shape of the whole weight}, of those that have parts; others are left out.
+        index is None. shapes: {name: shape of the whole weight}, of those that have parts; others stay whole, and the
+        optimizer has none. dtype: of the model's parts.
         """
         _, place, _ = self.mesh.coordinates(self.dist.rank)
         of_model, of_optimizer = {}, {}
         for name, index, tensor in slices:
             if name not in shapes:
+                of_model[name] = tensor
                 continue
             if index is None:
                 of_model[name], of_optimizer[name] = self.of_model(tensor).to(dtype), self.of_optimizer(tensor).clone()
