@@ -26,7 +26,8 @@ torch_xla.device()  # PyTorch's autograd engine counts the devices at the first 
 # Which process runs a test, with pytest-xdist (make test)
 
 WARM = {"tests/test_warm.py", "tests/data/test_batches.py", "tests/scripts/test_base_train.py",
-        "tests/scripts/test_base_train_refusals.py", "tests/scripts/test_base_train_ends.py"}
+        "tests/scripts/test_base_train_refusals.py", "tests/scripts/test_base_train_ends.py",
+        "tests/train/test_mesh.py"}
 LONG = ["warm ranks", "tests/scripts/test_tpu_preflight.py", "tests/run/test_chaos.py", "tests/run/test_stopping.py"]
 
 

@@ -1,5 +1,6 @@
 """Communication between the ranks of a run: sums, parts and copies of tensors, and a barrier for threads."""
 import threading
+from contextlib import contextmanager
 
 import torch
 
@@ -55,3 +56,43 @@ def thread_barrier(dist):
             barrier.wait(BARRIER_TIMEOUT_S)
         except threading.BrokenBarrierError:
             raise TimeoutError(f"rank {dist.rank} waited {BARRIER_TIMEOUT_S} s for the other ranks") from None
+
+
+# -----------------------------------------------------------------------------
+# Collectives within groups of ranks, [[rank, …], …], on XLA. They may stand in the body of a loop of the program.
+
+
+def gather_in_groups(part, groups):
+    """Returns the parts (n, …) of the ranks of this rank's group as one tensor (ranks × n, …)."""
+    import torch_xla.core.xla_model as xm
+    with _no_token():
+        return xm.all_gather(part, 0, groups=groups, pin_layout=False)
+
+
+def exchange_in_groups(tensor, groups, split, concat):
+    """Returns `tensor` after each rank has sent the r-th of its parts along dimension `split` to rank r of its group;
+    what a rank gets is put together along dimension `concat`."""
+    import torch_xla.core.xla_model as xm
+    with _no_token():
+        return xm.all_to_all(tensor, split, concat, len(groups[0]), groups, pin_layout=False)
+
+
+def scatter_sum_in_groups(tensor, groups):
+    """Returns this rank's part, (n, …) in fp32, of the sum of `tensor` (ranks × n, …) over the ranks of its group.
+
+    The parts travel in the dtype of `tensor` and are summed in fp32. On 16 chips and more, the TPU compiler turns a
+    reduce-scatter into an all-reduce, which moves twice the bytes; and it hides an exchange behind products.
+    """
+    # Divided after the exchange: before it, the products that make the tensor would get another order in memory.
+    return exchange_in_groups(tensor, groups, 0, 0).unflatten(0, (len(groups[0]), -1)).float().sum(0)
+
+
+@contextmanager
+def _no_token():
+    """Makes the collective in the block independent of others. torch_xla chains them by a token, which it adds to their
+    tensors; in the body of a loop, the token of a collective outside would be a tensor that is not an argument."""
+    import torch_xla
+    device = str(torch_xla.device())
+    torch_xla._XLAC._set_all_reduce_token(device, None)
+    yield
+    torch_xla._XLAC._set_all_reduce_token(device, None)

@@ -44,10 +44,14 @@ def one_program(dist, name, collective=False):
         xm.wait_device_ops(xm.xla_real_devices([dist.device]))  # not for the devices of the other ranks
         if collective:
             thread_barrier(dist)
-    with _trace_lock if one_at_a_time else nullcontext():
+    turn = _trace_lock if one_at_a_time else nullcontext()
+    with turn:
         compiled, begun = compilations(), time.monotonic()
         yield run
         traced, cpu_begun = time.monotonic(), time.thread_time()
+    if one_at_a_time and collective:
+        thread_barrier(dist)  # the others may trace for longer than a collective waits for them
+    with turn:
         torch_xla.sync()
         # Tracing never waits for the device. sync() waits if the device is busy, without using CPU time, so its CPU
         # time is counted. XLA's own threads hold up nobody here.

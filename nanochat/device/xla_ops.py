@@ -32,11 +32,23 @@ def loop(body, carry, read, write, constants=(), reverse=False):
     arguments = [torch.zeros((), dtype=torch.int32, device=device), *carry, *read, *write, *constants]
     key = (body, reverse, device, len(carry), len(read), len(write), _shapes(arguments))
     if key not in _computations:
+        use_device_of(arguments[0])
         _computations[key] = _build_loop(body, carry, read, write, constants, reverse)
     computation, scalars = _computations[key]
     results = torch_xla._XLAC._xla_user_computation("nanochat::loop", arguments + scalars, computation)
     first_write = 1 + len(carry) + len(read)
     return tuple(results[1:1 + len(carry)]), tuple(results[first_write:first_write + len(write)])
+
+
+def use_device_of(tensor):
+    """Makes the device of `tensor` the one on which this thread creates tensors and runs collectives.
+
+    Autograd calls backward passes in threads of its own, which begin with the first device. With several devices in a
+    process, their collectives would all be that device's, and its program would wait for ever for ranks that run
+    another.
+    """
+    import torch_xla
+    torch_xla._XLAC._xla_set_default_device(str(tensor.device))
 
 
 def _build_loop(body, carry, read, write, constants, reverse):

@@ -14,6 +14,7 @@ from functools import partial
 
 from nanochat.common import BadInput
 from nanochat.kernels import distillation, plain
+from nanochat.kernels.sharded import WHOLE
 from nanochat.model.layers import Kernels
 
 
@@ -27,8 +28,9 @@ def available_kernels(device_type):
     return names
 
 
-def get_kernels(name, device_type):
-    """The Kernels called `name`. Raises BadInput if `device_type` cannot run them."""
+def get_kernels(name, device_type, sharding=WHOLE):
+    """The Kernels called `name`. sharding: how the ranks divide the model's weights. Raises BadInput if `device_type`
+    cannot run them."""
     available = available_kernels(device_type)
     if name == "auto":
         name = "flash" if device_type == "tpu" and "flash" in available else "current"
@@ -37,7 +39,10 @@ def get_kernels(name, device_type):
                        f"choose {' or '.join(available)}")
     if device_type in ("tpu", "xla") and name in ("chunked", "flash"):
         from nanochat.kernels import xla
-        return xla.get_kernels(name, interpret=device_type == "xla")
+        return xla.get_kernels(name, device_type == "xla", sharding)
+    if sharding != WHOLE:
+        raise BadInput(f"--mesh_fsdp needs layers that run as a loop on XLA, and --kernel={name} has none here (device "
+                       f"type {device_type}): use --mesh_fsdp=1, or --kernel=flash or chunked on tpu or xla")
     cross_entropy = {"chunked": plain.chunked_cross_entropy, "cce": plain.cut_cross_entropy}.get(
         name, plain.full_cross_entropy)
     recompute = plain.recompute_on_xla if device_type in ("tpu", "xla") else plain.recompute

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from nanochat.device.xla_ops import put, take
 from nanochat.kernels import plain
 from nanochat.kernels.layer_loop import Layer, LayerByHand
+from nanochat.kernels.sharded import WHOLE
 from nanochat.model.layers import NORM_EPS, gpt_layer
 
 
@@ -48,10 +49,10 @@ class Saved(NamedTuple):
 
 
 @cache
-def gpt_layer_for_loop(attention):
+def gpt_layer_for_loop(attention, sharding=WHOLE):
     """The GPT's Layer with its backward pass by hand. attention: an AttentionByHand."""
     by_hand = LayerByHand(partial(_new_saved, attention), partial(_forward, attention), partial(_backward, attention))
-    return Layer(plain_layer.forward, by_hand)
+    return Layer(plain_layer.forward, by_hand, sharding)
 
 
 def _plain(x, x0, weights, window, tables):

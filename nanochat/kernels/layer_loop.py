@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nanochat.device.xla_ops import loop, put, take
+from nanochat.kernels.sharded import WHOLE, Sharding
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,11 @@ class Layer:
     forward(x, x0, weights, window, tables) -> x (B, T, C) after the layer, differentiable. x0 is the input of the first
         layer, weights this layer's slice of each stack in the dtype of x, window an int32 scalar or None
     by_hand: the same layer with its own backward pass; None: the backward pass differentiates `forward`
+    sharding: how the ranks divide the weights. The loops gather those of a layer, and scatter their gradients
     """
     forward: Callable
     by_hand: LayerByHand | None = None
+    sharding: Sharding = WHOLE
 
 
 def run_layers(layer, x, stacks, windows, tables, recompute=False):
@@ -62,7 +65,8 @@ class _AllLayers(torch.autograd.Function):
         layers = stacks[0].size(0)
         slots = layers if is_training and not keeps_input_only else 1
         inputs = x.new_zeros(layers if is_training else 1, *x.shape)
-        saved = layer.by_hand.new_saved(x, weights_type(*stacks), slots) if layer.by_hand else ()
+        whole = weights_type(*map(layer.sharding.whole_shape, stacks))
+        saved = layer.by_hand.new_saved(x, whole, slots) if layer.by_hand else ()
         body = _ForwardBody(layer, weights_type)
         (out, inputs, *saved), _ = loop(body, (x, inputs, *saved), read, (), (x, *tables))
         if is_training:
@@ -90,7 +94,7 @@ class _ForwardBody:
     def __call__(self, index, carry, read, write, constants):
         (x, inputs, *saved), (x0, *tables) = carry, constants
         inputs = put(inputs, _slot(inputs, index), x)
-        weights, window = _slices(self.weights_type, read, x0.dtype)
+        weights, window = _slices(self.layer, self.weights_type, read, x0.dtype)
         if self.layer.by_hand:
             slot = _slot(saved[0], index)
             out, saved = self.layer.by_hand.forward(x, slot, saved, x0, weights, window, tables)
@@ -108,7 +112,7 @@ class _BackwardBody:
     def __call__(self, index, carry, read, write, constants):
         (d_out, d_x0), (x0, inputs, *rest) = carry, constants
         saved, tables = rest[:self.num_saved], rest[self.num_saved:]
-        weights, window = _slices(self.weights_type, read, x0.dtype)
+        weights, window = _slices(self.layer, self.weights_type, read, x0.dtype)
         x = take(inputs, index)
         if self.layer.by_hand:
             by_hand = self.layer.by_hand
@@ -118,7 +122,8 @@ class _BackwardBody:
             d_x, d_x0_here, d_weights = by_hand.backward(x, index, d_out, saved, x0, weights, window, tables)
         else:
             d_x, d_x0_here, d_weights = _differentiated(self.layer, x, d_out, x0, weights, window, tables)
-        added = tuple(total + gradient.to(total.dtype) for total, gradient in zip(write, d_weights, strict=True))
+        parts = map(self.layer.sharding.scatter, d_weights)
+        added = tuple(total + part.to(total.dtype) for total, part in zip(write, parts, strict=True))
         return (d_x, d_x0 + d_x0_here), added
 
 
@@ -131,10 +136,11 @@ def _differentiated(layer, x, d_out, x0, weights, window, tables):
     return d_x, d_x0, d_weights
 
 
-def _slices(weights_type, read, dtype):
-    """A layer's weights in `dtype`, and its window, or None, from its slices of what the loop reads."""
+def _slices(layer, weights_type, read, dtype):
+    """A layer's whole weights in `dtype`, and its window, or None, from its slices of what the loop reads."""
     number = len(weights_type._fields)
-    return weights_type(*(weight.to(dtype) for weight in read[:number])), *(read[number:] or (None,))
+    weights = (layer.sharding.gather(weight.to(dtype)) for weight in read[:number])
+    return weights_type(*weights), *(read[number:] or (None,))
 
 
 def _slot(stack, index):

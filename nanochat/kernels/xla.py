@@ -9,27 +9,34 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.device import tpu
-from nanochat.device.xla_ops import jax_call, loop, row_major_matmul, take
+from nanochat.device.xla_ops import jax_call, loop, row_major_matmul, take, use_device_of
 from nanochat.kernels import distillation, plain
 from nanochat.kernels.gpt_layer import AttentionByHand, gpt_layer_for_loop
 from nanochat.kernels.layer_loop import run_layers
+from nanochat.kernels.sharded import WHOLE
 from nanochat.model.layers import IGNORE_INDEX, NORM_EPS, Kernels, apply_rotary, norm, softcapped, split_heads
 
 CHUNK_TOKENS = 8192  # tokens whose logits are held at a time, in bf16: 8192 × 65,536 × 2 bytes = 1 GiB
 
 
-def get_kernels(name, interpret):
+def get_kernels(name, interpret, sharding):
     """Returns the Kernels `chunked` or `flash`. interpret: Pallas kernels run as plain XLA operations, which a CPU can
-    do: the numbers are right, and it is slow."""
+    do: the numbers are right, and it is slow. sharding: how the ranks divide the weights."""
     attention = _pallas_attention(interpret, _matrix_unit()) if name == "flash" else PYTORCH_ATTENTION
-    layer = gpt_layer_for_loop(attention)
+    layer = gpt_layer_for_loop(attention, sharding)
 
     def run_all(x, stacks, windows, rotary, recompute):
         tables = _pallas_tables(*rotary) if name == "flash" else rotary
         return run_layers(layer, x, stacks, windows, tables, recompute)
 
-    return Kernels(name, plain.attention, _cross_entropy, _MeanCrossEntropy.apply, _mean_distillation, _Embedding.apply,
-                   recompute=None, run_layers=run_all)
+    def mean_cross_entropy(hidden, head, targets, softcap):
+        return _MeanCrossEntropy.apply(hidden, head, targets, softcap, sharding)
+
+    def embedding(ids, table, dtype):
+        return _Embedding.apply(ids, table, dtype, sharding)
+
+    return Kernels(name, plain.attention, partial(_cross_entropy, sharding), mean_cross_entropy, _mean_distillation,
+                   embedding, recompute=None, run_layers=run_all)
 
 
 # -----------------------------------------------------------------------------
@@ -106,16 +113,22 @@ def _pin_mosaic_version():
 class _Embedding(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, ids, table, dtype):
+    def forward(ctx, ids, table, dtype, sharding):
         ctx.save_for_backward(ids)
-        ctx.table = table
-        return F.embedding(ids, table).to(dtype)
+        ctx.table, ctx.sharding = table, sharding
+        return F.embedding(ids, sharding.gather(table)).to(dtype)
 
     @staticmethod
     def backward(ctx, d_out):
         ids, = ctx.saved_tensors
-        ctx.table.main_grad.index_add_(0, ids.flatten().long(), d_out.flatten(0, 1).float())
-        return None, None, None
+        ids, d_out, total = ids.flatten().long(), d_out.flatten(0, 1), ctx.table.main_grad
+        if ctx.sharding == WHOLE:
+            total.index_add_(0, ids, d_out.float())
+        else:
+            use_device_of(d_out)
+            whole = total.new_zeros(len(ctx.sharding.groups[0]) * total.size(0), total.size(1))
+            total.add_(ctx.sharding.scatter(whole.index_add_(0, ids, d_out.float()).to(d_out.dtype)))
+        return None, None, None, None
 
 
 def _chunks(x, chunk_tokens=CHUNK_TOKENS):
@@ -148,10 +161,11 @@ class _LossBody:
         return (), (_losses(read[0], constants[0], read[1], self.softcap)[0],)
 
 
-def _cross_entropy(hidden, head, targets, softcap):
+def _cross_entropy(sharding, hidden, head, targets, softcap):
+    head = sharding.gather(head.to(hidden.dtype))
     chunks = _chunks(hidden), _chunks(targets.long())
     losses = torch.zeros(chunks[1].shape, device=hidden.device)
-    _, (losses,) = loop(_LossBody(softcap), (), chunks, [losses], [head.to(hidden.dtype)])
+    _, (losses,) = loop(_LossBody(softcap), (), chunks, [losses], [head])
     return losses.flatten()
 
 
@@ -177,15 +191,17 @@ class _MeanCrossEntropy(torch.autograd.Function):
     d logits = (softmax - one-hot) × (1 - (logits / softcap)²) / tokens."""
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, softcap):
+    def forward(ctx, hidden, head, targets, softcap, sharding):
         body = _GradientBody(softcap, hidden.size(0))
         chunks = _chunks(hidden), _chunks(targets.long())
-        sums = torch.zeros((), device=hidden.device), torch.zeros_like(head, dtype=torch.float32)
-        constants = [head.to(hidden.dtype)]
+        constants = [sharding.gather(head.to(hidden.dtype))]
+        sums = torch.zeros((), device=hidden.device), torch.zeros_like(constants[0], dtype=torch.float32)
         if len(chunks[0]) == 1:
             (loss, d_head), (d_hidden,) = body(None, sums, [chunk[0] for chunk in chunks], None, constants)
         else:
             (loss, d_head), (d_hidden,) = loop(body, sums, chunks, [torch.zeros_like(chunks[0])], constants)
+        if sharding != WHOLE:
+            d_head = sharding.scatter(d_head.to(hidden.dtype))
         ctx.save_for_backward(d_hidden.view_as(hidden), d_head)
         ctx.head = head
         return loss
@@ -194,7 +210,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
     def backward(ctx, d_loss):
         d_hidden, d_head = ctx.saved_tensors
         ctx.head.main_grad.add_(d_head * d_loss)
-        return d_hidden * d_loss.to(d_hidden.dtype), None, None, None
+        return d_hidden * d_loss.to(d_hidden.dtype), None, None, None, None
 
 
 def _mean_distillation(hidden, head, targets, softcap, teaching):

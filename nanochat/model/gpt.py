@@ -123,16 +123,9 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed=0):
         """Draws the weights with a CPU generator: every rank gets the same ones from a seed, without a broadcast."""
-        generator = torch.Generator().manual_seed(seed)
-        bound = (3 / self.config.n_embd) ** 0.5  # uniform with the standard deviation 1 / sqrt(width)
-        self.wte.normal_(0.0, 1.0, generator=generator)
-        self.lm_head.normal_(0.0, 0.001, generator=generator)  # near-uniform predictions at the start
-        for matrix in (self.attn_q, self.attn_k, self.attn_v, self.mlp_in):
-            matrix.uniform_(-bound, bound, generator=generator)
-        for matrix in (self.attn_o, self.mlp_out):  # every layer begins as the identity
-            matrix.zero_()
-        self.resid_scale.fill_(1.0)
-        self.x0_scale.fill_(0.1)
+        for name, index, value in initial_weights(self.config, seed):
+            weight = getattr(self, name)
+            (weight if index is None else weight[index]).copy_(value)
         return self
 
     # Training
@@ -207,3 +200,23 @@ class GPT(nn.Module):
         if reduction == "mean":
             return self.kernels.mean_cross_entropy(*arguments)
         return self.kernels.cross_entropy(*arguments).view_as(targets)
+
+
+@torch.no_grad()
+def initial_weights(config, seed=0):
+    """Yields (name, index, tensor) of all initial weights on the CPU: layer `index` of a stack of matrices, or, where
+    the index is None, the whole weight. So whoever keeps parts of them never holds a whole stack."""
+    shapes = {name: p.shape for name, p in GPT.on_meta(config).named_parameters()}
+    generator = torch.Generator().manual_seed(seed)
+    bound = (3 / config.n_embd) ** 0.5  # uniform with the standard deviation 1 / sqrt(width)
+    yield "wte", None, torch.empty(shapes["wte"]).normal_(0.0, 1.0, generator=generator)
+    # near-uniform predictions at the start
+    yield "lm_head", None, torch.empty(shapes["lm_head"]).normal_(0.0, 0.001, generator=generator)
+    for name in ("attn_q", "attn_k", "attn_v", "mlp_in"):
+        for layer in range(config.n_layer):
+            yield name, layer, torch.empty(shapes[name][1:]).uniform_(-bound, bound, generator=generator)
+    for name in ("attn_o", "mlp_out"):  # every layer begins as the identity
+        for layer in range(config.n_layer):
+            yield name, layer, torch.zeros(shapes[name][1:])
+    yield "resid_scale", None, torch.full(shapes["resid_scale"], 1.0)
+    yield "x0_scale", None, torch.full(shapes["x0_scale"], 0.1)

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from nanochat.common import flag
-from nanochat.device.collectives import all_gather, all_reduce_sum, reduce_scatter_sum
+from nanochat.device.collectives import all_reduce_sum
+from nanochat.device.mesh import Mesh
 from nanochat.device.programs import one_program
 from nanochat.device.xla_ops import repeat
+from nanochat.model.parts import Parts
 
 ADAM_BETAS = (0.8, 0.95)
 ADAM_EPS = 1e-10
@@ -174,28 +176,39 @@ class MuonAdamW:
 
     All state exists from the start, so the first step is the same program as the last. `masters` are the weights that
     are updated, in fp32; the model may compute with copies of them in its training_dtype. With `is_sharded`, each rank
-    holds and updates only its part of masters and state (ZeRO-1, arXiv 1910.02054): the same number of slices of their
-    first dimension on each rank, padded with zeros. Tensors of one dimension are whole on every rank.
+    holds and updates only its part of masters and state (ZeRO-1, arXiv 1910.02054), and on a mesh with fsdp the model
+    computes with parts, too: see parts.py. Tensors of one dimension are whole on every rank.
     """
 
     def __init__(self, model, config, total_batch_size, num_iterations, dtype=torch.float32, dist=None,
-                 is_sharded=False, rules=None):
+                 is_sharded=False, rules=None, mesh=None, weights=None):
         """
+        model: with whole weights on the device, of which it keeps this rank's parts; or `weights` has them.
         config: OptimConfig; total_batch_size: tokens of the first step; dtype: that in which Muon orthogonalises.
         dist: this rank's Dist, or None if there is one rank. rules: Rules; None: those of a GPT. With rules, config
         only has the schedule of the learning rates, and total_batch_size is not read.
+        mesh: of the ranks, by default one of data only. weights: an iterable of (name, index, tensor), see
+        Parts.collect, for models that no device has room for.
         """
         self.config, self.num_iterations, self.dtype, self.dist = config, num_iterations, dtype, dist
         self.rules = rules = rules or gpt_rules(config, total_batch_size, model.config.n_embd)
-        self.parameters = dict(model.named_parameters())
         is_sharded = is_sharded and dist is not None and dist.world_size > 1
-        self.sharded = frozenset(name for name, p in self.parameters.items() if is_sharded and p.dim() > 1)
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        self.sharded = frozenset(name for name, shape in shapes.items() if is_sharded and len(shape) > 1)
+        self.mesh = mesh or Mesh(data=dist.world_size if dist else 1)
+        self.parts = Parts(dist, self.mesh) if is_sharded else None
+        self.lengths = {name: shape[0] for name, shape in shapes.items()}
+        masters = {} if weights is None else self._place(model, weights, shapes)
+        self.parameters = dict(model.named_parameters())
         self.masters, self.state = {}, {}
         for name, p in self.parameters.items():
             is_copy = name in self.sharded or model.training_dtype != torch.float32
-            self.masters[name] = master = self._part_of(name, p.detach()).clone() if is_copy else p
-            if is_copy:
-                p.data = p.detach().to(model.training_dtype)
+            if name in masters:
+                self.masters[name] = master = masters[name]
+            else:
+                self.masters[name] = master = self._part_of(name, p.detach()).clone() if is_copy else p
+            if is_copy and name not in masters:
+                p.data = self._model_part(name, p.detach()).to(model.training_dtype)
             self.state[f"{name}.momentum"] = torch.zeros_like(master)
             self.state[f"{name}.second_moment"] = torch.zeros_like(
                 master if name in rules.adam else master[:, :, :1])
@@ -241,7 +254,7 @@ class MuonAdamW:
             for old_tensor, new_tensor in zip(old, new, strict=True):
                 old_tensor.copy_(torch.where(is_good, new_tensor, old_tensor))
             if self.masters[name] is not p:
-                p.copy_(self._gathered(name, self.masters[name].to(p.dtype)))
+                p.copy_(self._new_weight(name, self.masters[name].to(p.dtype)))
         self._clear_gradients()
         for total in sums:
             total.zero_()
@@ -286,7 +299,7 @@ class MuonAdamW:
         if self.dist:
             whole = [gradient for name, gradient in gradients.items() if name not in self.sharded]
             all_reduce_sum([*whole, *sums], self.dist)
-        return {name: reduce_scatter_sum(self._padded(gradient), self.dist) if name in self.sharded else gradient
+        return {name: self.parts.sum_gradient(gradient) if name in self.sharded else gradient
                 for name, gradient in gradients.items()}
 
     def _norm(self, gradients):
@@ -297,20 +310,41 @@ class MuonAdamW:
             return (parts + sum(square for name, square in squares.items() if name not in self.sharded)).sqrt()
         return torch.stack(list(squares.values())).sum().sqrt()
 
-    def _padded(self, tensor):
-        missing = -tensor.size(0) % self.dist.world_size
-        return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+    def _place(self, model, weights, shapes):
+        """Puts the model on the device, with this rank's parts of `weights`, and returns those of the optimizer."""
+        found, masters = self.parts.collect(weights, {name: shapes[name] for name in self.sharded},
+                                            model.training_dtype)
+        for name, tensor in found.items():
+            setattr(model, name, torch.nn.Parameter(tensor.to(self.dist.device)))
+        model.to(self.dist.device)  # its buffers
+        return {name: master.to(self.dist.device) for name, master in masters.items()}
 
     def _part_of(self, name, tensor):
         """Returns this rank's part of a tensor that belongs to parameter `name`."""
-        if name not in self.sharded:
-            return tensor
-        parts = self._padded(tensor).unflatten(0, (self.dist.world_size, -1))
-        return parts[self.dist.rank]
+        return self.parts.of_optimizer(tensor) if name in self.sharded else tensor
+
+    def _model_part(self, name, weight):
+        """Returns the part of a weight that the model computes with, in memory of its own."""
+        return self.parts.of_model(weight).clone() if name in self.sharded and self.mesh.fsdp > 1 else weight
+
+    def _new_weight(self, name, part):
+        return self.parts.new_weight(part, self.lengths[name]) if name in self.sharded else part
 
     def _gathered(self, name, part):
         """Returns the whole tensor from the ranks' parts. Every rank must call it."""
-        return all_gather(part, self.dist)[:self.parameters[name].size(0)] if name in self.sharded else part
+        return self.parts.whole(part, self.lengths[name]) if name in self.sharded else part
+
+    @contextmanager
+    def whole_weights(self):
+        """Within the block, the model has its whole weights, for what cannot compute with parts of them. Every rank
+        must come here."""
+        parts = {name: self.parameters[name].data for name in sorted(self.sharded) if self.mesh.fsdp > 1}
+        for name, part in parts.items():
+            with torch.no_grad(), one_program(self.dist, f"whole {tuple(part.shape)}", collective=True):
+                self.parameters[name].data = self._gathered(name, self.masters[name].to(part.dtype))
+        yield
+        for name, part in parts.items():
+            self.parameters[name].data = part
 
     @contextmanager
     def averaged_weights(self):
@@ -319,7 +353,7 @@ class MuonAdamW:
             with one_program(self.dist, "average weights", collective=True):
                 kept = {name: p.detach().clone() for name, p in self.parameters.items()}
                 for name, p in self.parameters.items():
-                    p.copy_(self._gathered(name, self.state[f"{name}.ema"].to(p.dtype)))
+                    p.copy_(self._new_weight(name, self.state[f"{name}.ema"].to(p.dtype)))
             yield
             with one_program(self.dist, "weights again"):
                 for name, p in self.parameters.items():

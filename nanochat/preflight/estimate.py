@@ -87,9 +87,7 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice):
                         f"copies and {1000 * line.ici_s:.1f} of collectives are hidden; {1000 * guessed_s:.1f} ms "
                         "are the compiler's heuristic")
     else:
-        overlapped_s = sum(op.times * timeline.collective_s(kind, hlo.collective_bytes(op, tpu_slice.chips), tpu_slice)
-                           for op in ops if op.begins and (kind := hlo.collective_kind(op)))
-        report.estimated_s = max(report.compute_s, report.hbm_s, overlapped_s) + line.ici_s - overlapped_s
+        report.estimated_s = max(max(report.compute_s, report.hbm_s) + line.ici_waited_s, line.ici_s)
         report.low_s, report.high_s = report.estimated_s * HEURISTIC_RANGE[0], report.estimated_s * HEURISTIC_RANGE[1]
         report.doubt = "the heuristic: the machine's own schedule took 0.72 to 0.89 of its time at depth 16"
     report.top_operations = top_operations(ops, tpu, schedules)

@@ -73,6 +73,15 @@ class Instruction:
         return int(found[1]) if found else 0
 
     @property
+    def group_size(self):
+        """The number of chips in each group of a collective, or None if all chips are one group."""
+        listed = re.search(r"replica_groups=\{\{([\d,]+)\}", self.attributes)
+        if listed:
+            return listed[1].count(",") + 1
+        counted = re.search(r"replica_groups=\[\d+,(\d+)\]<=", self.attributes)
+        return int(counted[1]) if counted else None
+
+    @property
     def shape_text(self):
         """The shapes of its results without layouts: "bf16[8,1024]", or several separated by commas."""
         return ", ".join(f"{array.dtype}[{','.join(map(str, array.dims))}]" for array in self.shape)
@@ -383,8 +392,9 @@ def collective_kind(op):
 
 
 def collective_bytes(op, chips):
-    """Returns the bytes of the whole arrays that one run of a collective reduces or gathers."""
-    sizes = [array.bytes for array in op.instruction.shape]
-    if op.instruction.opcode == "all-gather-start":  # (operands, results): the results are larger
-        return sum(sorted(sizes)[len(sizes) // 2:])
-    return sum(sizes) * (chips if op.instruction.opcode.startswith("reduce-scatter") else 1)
+    """Returns the bytes of the whole arrays that one run of a collective reduces, gathers or exchanges."""
+    instruction = op.instruction
+    sizes = sorted((array.bytes for array in instruction.shape), reverse=True)
+    if instruction.opcode.endswith("-start"):  # (operands, results, …): results are as large as operands, or larger
+        sizes = sizes[:len(instruction.operands)]
+    return sum(sizes) * ((instruction.group_size or chips) if instruction.opcode.startswith("reduce-scatter") else 1)

@@ -3,6 +3,7 @@
 A transfer between an operation X-start and its X-done goes on beside the operations between the two, which hide that
 much of it. Transfers of the same kind, copies by HBM or collectives by the interconnect, follow one another.
 """
+import math
 from dataclasses import dataclass
 
 from nanochat.preflight import hlo
@@ -48,7 +49,7 @@ def run(ops, busy_s, tpu_slice):
     for op in ops:
         kind, now = hlo.collective_kind(op), line.seconds
         traffic_s = op.times * op.hbm_bytes / tpu_slice.tpu.hbm_bytes_per_s
-        ici_s = op.times * collective_s(kind, hlo.collective_bytes(op, tpu_slice.chips), tpu_slice) if kind else 0.0
+        ici_s = op.times * collective_s(op, tpu_slice)
         if op.ends:
             resource, end = ends.pop(op.ends, ("copies", 0.0))
             line.wait(resource, end - now)
@@ -73,11 +74,21 @@ def run(ops, busy_s, tpu_slice):
     return line
 
 
-def collective_s(kind, num_bytes, tpu_slice):
-    """Returns the estimated seconds of collectives over `num_bytes`.
+def collective_s(op, tpu_slice):
+    """Returns the estimated seconds of one run of an Op's collective, 0 if it has none.
 
-    Assumes rings: each chip sends along one dimension of the torus, in both directions.
+    Assumes rings: each chip sends along one dimension of the torus, in both directions. In an exchange (all-to-all),
+    half of what each chip sends crosses the middle of the box of chips, of which a row sends through one link each:
+    bytes × length of the longest side / 4 per link. A torus whose sides are closed would take half of that.
     """
-    ring_bytes_per_s = tpu_slice.tpu.ici_bytes_per_s / (2 * tpu_slice.tpu.torus_dims)
+    kind = hlo.collective_kind(op)
+    if not kind:
+        return 0.0
+    num_bytes, chips = hlo.collective_bytes(op, tpu_slice.chips), op.instruction.group_size or tpu_slice.chips
+    dimensions = tpu_slice.tpu.torus_dims
+    link_bytes_per_s = tpu_slice.tpu.ici_bytes_per_s / (4 * dimensions)  # in one direction
+    if kind == "all-to-all":
+        longest_side = 2 ** math.ceil(math.log2(chips) / dimensions)
+        return num_bytes * longest_side / 4 / link_bytes_per_s
     rounds = 2 if kind == "all-reduce" else 1
-    return rounds * (tpu_slice.chips - 1) / tpu_slice.chips * num_bytes / ring_bytes_per_s
+    return rounds * (chips - 1) / chips * num_bytes / (2 * link_bytes_per_s)

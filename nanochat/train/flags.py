@@ -39,6 +39,11 @@ class DeviceFlags:
 class KernelFlags(DeviceFlags):
     kernel: str = flag("auto", "attention, loss and layers: auto, current, chunked, flash (TPU), cce (CUDA)")
     activation_checkpointing: bool = flag(False, "compute activations again in the backward pass: less memory, slower")
+    mesh_data: int = flag(-1, "chips along the mesh's axis data, which hold the same weights; -1: what the other axes "
+                          "leave", at_least=1, at_most=2**20, unset=-1)
+    mesh_fsdp: int = flag(1, "chips along the axis fsdp, which divide each weight among themselves and gather a "
+                          "layer's when they come to it: for models that outgrow a chip", at_least=1, at_most=2**20)
+    mesh_tensor: int = flag(1, "chips along the axis tensor; only 1 as yet", at_least=1, at_most=2**20)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from nanochat.device.ranks import print0
 from nanochat.infer.engine import Engine
 from nanochat.infer.judge import Judge
 from nanochat.kernels.choose import get_kernels
-from nanochat.model.gpt import GPT
+from nanochat.kernels.sharded import Sharding
+from nanochat.model.gpt import GPT, initial_weights
 from nanochat.model.optim import MuonAdamW, OptimConfig
 from nanochat.run.checkpoint_files import state_bytes
 from nanochat.run.meta import require_match
@@ -83,8 +84,11 @@ class LanguageTask:
                           fim_rate=fim_rate if validation else flags.data.fim_rate, **common)
 
     def restore_training(self, dist, step, restored=None):
-        model = make_model(self.plan)
-        if restored:
+        model, weights = make_model(self.plan), None
+        if self.plan.mesh.fsdp > 1:  # the weights come in slices: whole, they may fit into no device
+            weights = ((name, None, tensor) for name, tensor in restored.model_state.items()) if restored else \
+                initial_weights(self.plan.config, self.flags.run.seed)
+        elif restored:
             model.load_state_dict(restored.model_state)
         else:
             model.init_weights(self.flags.run.seed)
@@ -92,7 +96,7 @@ class LanguageTask:
         if self.teacher and step < self.teacher.last_step:
             teacher = load_teacher(self.teacher, self.plan, dist.device)
             loss = DistillationLoss(self.teacher, teacher)
-        training = make_step(self.plan, model.to(dist.device), dist, loss, teacher)
+        training = make_step(self.plan, model if weights else model.to(dist.device), dist, loss, teacher, weights)
         if restored:
             training.load_state(restored.optimizer_state)
         training.materialise()
@@ -130,17 +134,19 @@ class LanguageTask:
     @torch.no_grad()
     def evaluate_code(self, training, dist, step, is_cut_short):
         """Returns how much of the C++ that the model writes compiles and works."""
-        return evaluate_code(training.model, self.tokenizer, dist, is_cut_short)
+        with training.optimizer.whole_weights():
+            return evaluate_code(training.model, self.tokenizer, dist, is_cut_short)
 
     @torch.no_grad()
     def sample(self, training, dist, step, is_cut_short):
         """Prints completions. Every rank makes them, so that none waits for another."""
         engine = Engine(training.model, self.tokenizer, dist)  # it remembers nothing of older weights
-        for prompt in SAMPLE_PROMPTS:
-            if is_cut_short():
-                break
-            text = engine.complete(prompt, max_tokens=min(48, self.plan.config.max_seq_len // 2), seed=step)
-            print0(f"--- sample at step {step}\n{prompt}{text}\n---")
+        with training.optimizer.whole_weights():
+            for prompt in SAMPLE_PROMPTS:
+                if is_cut_short():
+                    break
+                text = engine.complete(prompt, max_tokens=min(48, self.plan.config.max_seq_len // 2), seed=step)
+                print0(f"--- sample at step {step}\n{prompt}{text}\n---")
         return {}
 
 
@@ -224,12 +230,13 @@ def next_token_loss(model, rows):
 
 def make_model(plan):
     """Returns a Plan's GPT, on torch's default device and without initial weights."""
-    return GPT(plan.config, get_kernels(plan.kernel, plan.device_type), plan.dtype, plan.activation_checkpointing)
+    kernels = get_kernels(plan.kernel, plan.device_type, Sharding.of_mesh(plan.mesh))
+    return GPT(plan.config, kernels, plan.dtype, plan.activation_checkpointing)
 
 
-def make_step(plan, model, dist, loss=next_token_loss, teacher=None):
-    """Returns the TrainingStep of a Plan for a model whose weights are on the device of `dist`, with another loss and
-    the model that it reads, if they are given."""
+def make_step(plan, model, dist, loss=next_token_loss, teacher=None, weights=None):
+    """Returns the TrainingStep of a Plan for a model whose weights are on the device of `dist`, or come from `weights`
+    (see MuonAdamW), with another loss and the model that it reads, if they are given."""
     optimizer = MuonAdamW(model, plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.dtype, dist,
-                          plan.shard_optimizer)
+                          plan.shard_optimizer, mesh=plan.mesh, weights=weights)
     return TrainingStep(model, optimizer, loss, dist, plan.all_micro_steps, plan.use_compile, teacher)

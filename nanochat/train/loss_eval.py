@@ -40,16 +40,14 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=lambda: False,
         if is_cut_short():
             return None
         rows = torch.as_tensor(batch.rows)  # (B, T + 1)
-        is_text = rows != PADDING
         rows, counts = view(rows)
         rows = rows.clamp(min=0)
         targets = rows[:, 1:].clone()
         sizes = token_bytes[targets] * counts[:, 1:]
         targets[sizes == 0] = IGNORE_INDEX
         num_bytes += int(sizes.sum())
-        if not is_text.any():
-            continue  # the lanes of this rank have ended before those of others
-        with one_program(dist, "evaluate"):
+        # Also where the lanes of this rank have ended before those of others, who may need its part of the weights.
+        with one_program(dist, "evaluate", collective=True):
             nats += model(rows[:, :-1].contiguous().to(dist.device), targets.to(dist.device)).sum()
     totals = [nats, torch.tensor([num_bytes, loader.short_rows], dtype=torch.int32).to(dist.device)]
     with one_program(dist, "evaluate_reduce", collective=True):

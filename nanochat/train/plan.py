@@ -9,13 +9,16 @@ import torch
 from nanochat.common import BadInput
 from nanochat.data.lanes import NUM_LANES
 from nanochat.device import tpu
+from nanochat.device.mesh import Mesh
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.flash_shapes import require_shapes
+from nanochat.kernels.sharded import Sharding
 from nanochat.model import flops
 from nanochat.model.gpt import GPT, GPTConfig, config_for_depth
 from nanochat.model.layers import MATRICES, SCALES
 from nanochat.model.optim import OptimConfig
 from nanochat.train.flags import MAX_STEPS
+from nanochat.train.mesh_plan import describe_mesh, plan_mesh
 
 ASSUMED_MFU = 0.3  # for the estimated time
 MAX_DEVICE_BYTES = 512 << 30  # more than any TPU or GPU has
@@ -32,6 +35,7 @@ class Plan:
     shard_optimizer: bool  # each rank keeps and updates a part of the optimizer's state
     device_type: str
     world_size: int
+    mesh: Mesh
     device_batch_size: int  # rows in a micro-step on one device
     total_batch_size: int  # tokens of the first optimizer step
     grad_accum_steps: int  # micro-steps of the first optimizer step
@@ -89,7 +93,8 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         n_kv_head=max(model.num_kv_heads, 0))
     parameters = count_parameters(config)
     _require_memory(parameters, config, batch, device_type)
-    kernel = get_kernels(devices.kernel, device_type).name
+    mesh = plan_mesh(flags, config, device_type, world_size)
+    kernel = get_kernels(devices.kernel, device_type, Sharding.of_mesh(mesh)).name
     require_shapes(kernel, config, device_type)
     matrix_params = parameters["matrices"] + parameters["head"]
     flops_per_token = flops.flops_per_token(config, model.max_seq_len)
@@ -112,7 +117,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         activation_checkpointing=devices.activation_checkpointing,
         use_compile=device_type == "cuda" and not devices.no_compile, optimizer=flags.optimizer,
         shard_optimizer=is_xla and devices.shard_optimizer != "off", device_type=device_type, world_size=world_size,
-        device_batch_size=batch.device_batch_size, total_batch_size=total,
+        mesh=mesh, device_batch_size=batch.device_batch_size, total_batch_size=total,
         grad_accum_steps=total // (batch.device_batch_size * model.max_seq_len * world_size),
         num_iterations=num_iterations, flops_per_token=flops_per_token, matrix_params=matrix_params,
         parameters=parameters, batch_schedule=schedule)
@@ -224,6 +229,8 @@ def describe_plan(plan, tokenizer):
         "compute": f"{plan.flops_per_token:.3e} FLOPs per token, {plan.flops_per_token * tokens:.3e} in all",
         "tokenizer": f"{tokenizer.n_vocab:,} tokens, sha256 {tokenizer.sha256[:12]}",
     }
+    if plan.mesh.fsdp > 1:
+        lines["mesh"] = describe_mesh(plan)
     peak = tpu.peak_flops_here(plan.device_type)
     if peak:
         hours = plan.flops_per_token * tokens / (peak * plan.world_size * ASSUMED_MFU) / 3600

@@ -94,7 +94,7 @@ class TrainingStep:
             with observer.data_wait():
                 batch = next(batches)
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with observer.program(self.micro_step_name, **batch, scale=scale):
+            with observer.program(self.micro_step_name, self.optimizer.mesh.fsdp > 1, **batch, scale=scale):
                 self.micro_step(batch, scale)
         scheduled = scheduled.to(device)
         with observer.program("update", collective=True, scheduled=scheduled):

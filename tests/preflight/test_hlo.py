@@ -121,3 +121,16 @@ def test_a_collective_in_steps_counts_once_and_as_running_beside_other_work():
     whole, part, added = 2 * 8 * 128 * 2, 8 * 128 * 2, 8 * 128 * 4
     assert hlo.collectives(ops, chips=2) == {"all-gather": [1, whole, whole]}
     assert sum(op.hbm_bytes for op in ops) == whole + part + 2 * added
+
+
+def test_of_a_collective_that_begins_only_the_results_count():
+    program = '''HloModule m, is_scheduled=true
+
+ENTRY %main (Arg_0: bf16[8,128]) -> bf16[8,128] {
+  %Arg_0 = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %start = ((bf16[8,128]{1,0}), bf16[8,128]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) all-to-all-start(%Arg_0), replica_groups={{0,1},{2,3}}, dimensions={0}
+  ROOT %done = bf16[8,128]{1,0} all-to-all-done(%start)
+}
+'''
+    whole = 8 * 128 * 2
+    assert hlo.collectives(hlo.parse(program).ops(), chips=4) == {"all-to-all": [1, whole, whole]}

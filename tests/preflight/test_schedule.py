@@ -120,7 +120,7 @@ def test_what_runs_between_the_start_and_the_end_of_a_transfer_hides_it():
 def test_a_collective_waits_unless_it_is_begun_and_ended():
     slice_ = tpu.parse_accelerator("v5litepod-8")
     size = 1e8
-    alone_s = timeline.collective_s("all-gather", size, slice_)
+    alone_s = timeline.collective_s(op("all-gather", hbm_bytes=size), slice_)
 
     def run(*ops):
         line = timeline.run(ops, lambda op: op.cycles / 1000, slice_)
@@ -131,3 +131,23 @@ def test_a_collective_waits_unless_it_is_begun_and_ended():
     begun, ended = op("all-gather", hbm_bytes=size, begins="chain 0"), op("all-gather", ends="chain 0")
     assert run(begun, work, ended) == pytest.approx((alone_s, alone_s, 0.0))
     assert run(begun, ended, work) == pytest.approx((2 * alone_s, alone_s, alone_s))
+
+
+def test_a_collective_within_groups_moves_less_and_an_exchange_crosses_the_middle_of_its_box():
+    slice_, size = tpu.parse_accelerator("v5litepod-8"), 8e6
+
+    def seconds(opcode, groups=""):
+        array = hlo.Array("u8", (int(size),), True)
+        return timeline.collective_s(hlo.Op(hlo.Instruction("x", opcode, [array], [], groups, False), 1, 0, 0.0, 0.0),
+                                     slice_)
+
+    ring_bytes_per_s = slice_.tpu.ici_bytes_per_s / 4
+    assert seconds("all-gather") == pytest.approx(7 / 8 * size / ring_bytes_per_s)
+    assert seconds("all-gather", "replica_groups={{0,1},{2,3},{4,5},{6,7}}") == pytest.approx(
+        1 / 2 * size / ring_bytes_per_s)
+    assert seconds("all-gather", "replica_groups=[2,4]<=[8], x") == pytest.approx(3 / 4 * size / ring_bytes_per_s)
+    # In a box of 2 × 4 chips, 4 send half of their bytes to the other 4, over 2 links of half a ring's speed.
+    assert seconds("all-to-all") == pytest.approx(4 * size / 2 / (2 * ring_bytes_per_s / 2))
+    assert seconds("all-to-all", "replica_groups={{0,1},{2,3},{4,5},{6,7}}") == pytest.approx(
+        size / 2 / (ring_bytes_per_s / 2))
+    assert seconds("fusion") == 0

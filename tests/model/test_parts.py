@@ -1,0 +1,29 @@
+"""The parts of the ranks of a mesh."""
+import pytest
+import torch
+
+from nanochat.device.mesh import Mesh
+from nanochat.device.ranks import Dist
+from nanochat.model.gpt import GPT, GPTConfig, initial_weights
+from nanochat.model.parts import Parts
+
+CONFIG = GPTConfig(vocab_size=48, max_seq_len=8, n_layer=3, n_embd=32, n_head=2, n_kv_head=1)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1, 2), Mesh(2, 2), Mesh(2, 4), Mesh(1, 8)])
+def test_weights_in_slices_give_the_parts_of_whole_weights_and_those_hold_everything_once(mesh):
+    model = GPT(CONFIG, None).init_weights(3)
+    whole = {name: p.detach() for name, p in model.named_parameters() if p.dim() > 1}
+    shapes = {name: p.shape for name, p in whole.items()}
+    ranks = [Parts(Dist("xla", torch.device("cpu"), rank, mesh.chips), mesh) for rank in range(mesh.chips)]
+    found = [parts.collect(initial_weights(CONFIG, 3), shapes, torch.float32) for parts in ranks]
+    for parts, (of_model, of_optimizer) in zip(ranks, found, strict=True):
+        assert of_optimizer.keys() == shapes.keys() and torch.equal(of_model["x0_scale"], model.x0_scale)
+        for name, weight in whole.items():
+            assert torch.equal(of_model[name], parts.of_model(weight))
+            assert torch.equal(of_optimizer[name], parts.of_optimizer(weight))
+    for group in mesh.groups("fsdp"):
+        for name, weight in whole.items():
+            assert torch.equal(torch.cat([found[rank][0][name] for rank in group], weight.dim() - 2), weight)
+    kept = sum(part.square().sum() for _, of_optimizer in found for part in of_optimizer.values())
+    assert float(kept) == pytest.approx(float(sum(weight.square().sum() for weight in whole.values())), rel=1e-5)

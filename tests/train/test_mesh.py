@@ -1,0 +1,91 @@
+"""Runs on a mesh with fsdp train as the unsharded model does, to fp32 rounding, and share checkpoints with it."""
+import shutil
+
+import pytest
+
+from nanochat.common import BadInput, get_base_dir
+from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from scripts.base_train import main
+
+CHUNKED = ("--kernel=chunked", "--log_every=1", "--num_heads=4", "--depth=3")
+FLASH = ("--kernel=flash", "--log_every=1", "--depth=3", "--model_dim=256", "--num_heads=2", "--num_kv_heads=1",
+         "--max_seq_len=128", "--device_batch_size=1", "--window_pattern=SL", "--activation_checkpointing")
+LONG = ("--num_iterations=20", "--eval_every=20")
+
+
+def assert_same(run, other):
+    assert run.losses.keys() == other.losses.keys() and len(run.losses) > 2
+    assert run.losses == pytest.approx(other.losses, rel=1e-5)
+    assert run.bpb == pytest.approx(other.bpb, rel=1e-5)
+
+
+def norms(run):
+    return [record["grad_norm"] for record in run.records if "loss" in record]
+
+
+def test_two_ranks_with_half_of_each_weight_train_as_one_with_all(train, reference):
+    flags = *CHUNKED, "--eval_every=-1"
+    sharded, whole = train(*flags, "--mesh_fsdp=2", devices=2), reference(*flags)
+    assert_same(sharded, whole)
+    assert norms(sharded) == pytest.approx(norms(whole), rel=1e-4)
+    assert "1 data × 2 fsdp × 1 tensor" in sharded.stdout
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory):
+    """Its 272 tokens can be divided among 8 ranks."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"  ": 256, b"//": 257}
+    Tokenizer(ranks, r"[^\n]+|\n", {name: 258 + i for i, name in enumerate(SPECIAL_TOKENS)}).save(path)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices, fsdp", [(2, 2), (4, 2), (4, 4), (8, 4), (8, 8)])
+def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_dir, devices, fsdp):
+    flags = *CHUNKED, *LONG, f"--tokenizer_dir={tokenizer_dir}"
+    assert_same(train(*flags, f"--mesh_fsdp={fsdp}", devices=devices), reference(*flags))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [2, 4])
+def test_flash_with_windows_grouped_queries_and_recomputation_does_too(train, reference, tokenizer_dir, fsdp):
+    flags = *FLASH, f"--tokenizer_dir={tokenizer_dir}"
+    assert_same(train(*flags, f"--mesh_fsdp={fsdp}", devices=4), reference(*flags))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, tokenizer_dir):
+    flags = *CHUNKED, f"--tokenizer_dir={tokenizer_dir}", "--save_every=3"
+    first = train(*flags, "--mesh_fsdp=4", "--sample_every=3", devices=4)  # a sample needs the whole weights
+    assert "--- sample at step 3" in first.stdout
+    whole = reference(*flags)
+    for devices, fsdp in ((4, 4), (4, 2), (1, 1), (2, 2)):
+        name = f"mesh-{devices}-{fsdp}"
+        folder = get_base_dir() / "checkpoints"
+        shutil.copytree(folder / "test", folder / name)
+        shutil.rmtree(folder / name / "step_000006")
+        (folder / name / ".finished").unlink()
+        resumed = train(*flags, f"--mesh_fsdp={fsdp}", run=name, devices=devices)
+        later = {step: loss for step, loss in resumed.losses.items() if step > 3}
+        assert later == pytest.approx({step: whole.losses[step] for step in (4, 5, 6)}, rel=1e-5)
+        if (devices, fsdp) == (4, 4):  # the same mesh gives the same bits
+            assert later == {step: first.losses[step] for step in (4, 5, 6)}
+
+
+@pytest.mark.parametrize("flags, devices, words", [
+    (["--mesh_fsdp=2"], 1, "--mesh_fsdp=2 .* there are 1: use .*--mesh_fsdp=1"),
+    (["--mesh_data=2", "--mesh_fsdp=2"], 2, "2 × 2 × 1 chips .* there are 2"),
+    (["--mesh_tensor=2"], 2, "tensor parallelism"),
+    (["--mesh_fsdp=4"], 4, "270 tokens cannot be divided by 4: use .* 272 tokens"),
+    (["--mesh_fsdp=2", "--kernel=current"], 2, "--mesh_fsdp .* --kernel=current"),
+    (["--mesh_fsdp=2", "--shard_optimizer=off"], 2, "--shard_optimizer=off"),
+    (["--mesh_fsdp=2", "--teacher=x"], 2, "--teacher=x .* --mesh_fsdp=1"),
+    (["--mesh_fsdp=2", "--device_type=cpu"], 1, "there are 1"),
+    (["--mesh_fsdp=8", "--model_dim=60", "--num_heads=2"], 8, "does not divide the width .*60: .*--mesh_fsdp=6 or 10"),
+])
+def test_meshes_that_cannot_be_are_refused_before_anything_starts(tiny, monkeypatch, flags, devices, words):
+    monkeypatch.setenv("CPU_NUM_DEVICES", str(devices))
+    with pytest.raises(BadInput, match=words) as refusal:
+        main([*tiny, "--kernel=chunked", *flags])
+    assert "\n" not in str(refusal.value)
