@@ -160,6 +160,7 @@ def solve(base_dir, data_dir, warm_ranks):
     return run
 
 
+@pytest.mark.slow
 def test_a_run_resumes_in_the_middle_of_its_episodes_bit_for_bit_and_can_be_shown(solve, base_dir, tmp_path):
     whole = solve("--save_every=2", devices=2)
     folder = base_dir / "checkpoints" / "puzzles"
