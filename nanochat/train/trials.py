@@ -14,13 +14,13 @@ import re
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
-from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.record.metrics import METRICS_FILE
 from nanochat.run.processes import expected_world_size
 from nanochat.train.flags import Flags, parse_flags
-from nanochat.train.plan import Plan, make_plan
-from nanochat.train.prepare import FINISHED_FILE, check_data, run_directory
+from nanochat.train.language import make_task
+from nanochat.train.plan import Plan
+from nanochat.train.prepare import FINISHED_FILE, run_directory
 
 NOTES_FILE = "ablate.json"  # in a run's folder: its flags, and the CPU seconds of its processes
 
@@ -120,9 +120,7 @@ def plan_of(flags):
     prepare_xla_environment(device_type)
     if flags.record.eval_every < 0:
         raise BadInput("--eval_every=-1: without evaluations there is nothing to compare")
-    check_data(flags)
-    vocab_size = load_tokenizer(flags.data.tokenizer_dir).n_vocab
-    return make_plan(flags, vocab_size, device_type, expected_world_size(device_type))
+    return make_task(flags, device_type, expected_world_size(device_type), run_directory(flags)).plan
 
 
 def require_same_flags(trial):
