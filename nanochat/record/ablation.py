@@ -33,7 +33,7 @@ def read_curve(run, seed, cpu_s=None):
     """Returns the Curve of a Run (record/history.py)."""
     steps, bits_per_byte = run.series("val_bpb")
     known_steps, seconds = run.series("seconds_train")
-    return Curve(seed, bits_per_byte, run.units(steps), np.interp(steps, [0, *known_steps], [0, *seconds]), cpu_s)
+    return Curve(seed, bits_per_byte, run.work(steps), np.interp(steps, [0, *known_steps], [0, *seconds]), cpu_s)
 
 
 def compare(finals):
