@@ -144,7 +144,7 @@ class DataLoader:
         self._next_row = rank + sum(lane.rows for lane in states.values())
         self._states = {lane: states[lane] for lane in range(rank, run["num_lanes"], world_size)}
         self._num_rows = math.inf if num_rows is None else num_rows
-        self.short_rows = 0  # rows of this rank's batches so far that lack tokens because the data has ended
+        self.unfinished_lanes = set(self._states)  # this rank's lanes that have not come to the end of the data
         self._wanted = queue.SimpleQueue()  # RowQueues that need their next block; None ends a worker
         block_rows = max(1, BLOCK_TOKENS // self.seq_len)
         self._rows = {lane: RowQueue(make_lane(lane, lane_state), block_rows, self._wanted,
@@ -170,7 +170,8 @@ class DataLoader:
                 lane = self._next_row % self.run["num_lanes"]
                 if self._next_row < self._num_rows:
                     rows[i], self._states[lane] = self._rows[lane].get()
-                    self.short_rows += int(rows[i, -1] == PADDING)
+                    if rows[i, -1] == PADDING:
+                        self.unfinished_lanes.discard(lane)
                 self._next_row += self.world_size
         except BaseException as error:
             self._error = error  # some rows of this batch are lost, so the loader cannot continue

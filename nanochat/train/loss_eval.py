@@ -49,12 +49,12 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=lambda: False,
         # Also where the lanes of this rank have ended before those of others, who may need its part of the weights.
         with one_program(dist, "evaluate", collective=True):
             nats += model(rows[:, :-1].contiguous().to(dist.device), targets.to(dist.device)).sum()
-    totals = [nats, torch.tensor([num_bytes, loader.short_rows], dtype=torch.int32).to(dist.device)]
+    totals = [nats, torch.tensor([num_bytes, len(loader.unfinished_lanes)], dtype=torch.int32).to(dist.device)]
     with one_program(dist, "evaluate_reduce", collective=True):
         all_reduce_sum(totals, dist)
-    nats, (num_bytes, short_rows) = totals[0].item(), totals[1].tolist()
+    nats, (num_bytes, unfinished_lanes) = totals[0].item(), totals[1].tolist()
     value = nats / (math.log(2) * num_bytes) if num_bytes else float("nan")
-    return Evaluation(value, num_bytes, is_whole_text=short_rows > 0)
+    return Evaluation(value, num_bytes, is_whole_text=unfinished_lanes == 0)
 
 
 # -----------------------------------------------------------------------------

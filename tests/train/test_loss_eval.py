@@ -5,6 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from nanochat.data import loader
 from nanochat.data.lanes import PADDING
 from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards
@@ -21,8 +22,8 @@ def evaluate(corpus_dir, byte_tokenizer_dir):
     def run(model, num_rows, batch_size=3):
         tokenizer = load_tokenizer(byte_tokenizer_dir)
         with DataLoader(list_shards(corpus_dir / "val"), tokenizer, batch_size=batch_size, seq_len=32,
-                        num_rows=num_rows) as loader:
-            return bits_per_byte(model, loader, tokenizer.token_bytes(), CPU)
+                        num_rows=num_rows) as rows:
+            return bits_per_byte(model, rows, tokenizer.token_bytes(), CPU)
 
     return run
 
@@ -41,6 +42,19 @@ def test_a_text_that_is_shorter_than_what_is_asked_for_counts_once(evaluate, cor
     texts = pq.read_table(corpus_dir / "val").column("text").to_pylist()
     size = sum(len(text.encode()) for text in texts)
     assert found.is_whole_text and 0.9 * size < found.num_bytes <= size
+
+
+def test_the_text_is_whole_only_if_every_lane_has_come_to_its_end(evaluate, monkeypatch):
+    monkeypatch.setattr(loader, "SMALL_BYTES", 0)  # less text would be read by one lane for all ranks
+
+    def model(ids, targets):
+        return torch.zeros(targets.shape)
+
+    size = evaluate(model, num_rows=8000).num_bytes
+    found = [evaluate(model, num_rows) for num_rows in (64, 256, 512, 1024, 2048, 4096)]
+    assert [each.is_whole_text for each in found] == [each.num_bytes == size for each in found]
+    assert any(not each.is_whole_text and each.num_bytes < num_rows * 31
+               for each, num_rows in zip(found, (64, 256, 512, 1024, 2048, 4096), strict=True)), "no lane ended early"
 
 
 def test_the_rows_are_the_same_for_every_batch_size(evaluate):
