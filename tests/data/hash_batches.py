@@ -7,7 +7,7 @@ import zlib
 from unittest import mock
 
 from nanochat.data import loader as dataloader
-from nanochat.train import trainer
+from nanochat.train import language
 from scripts import base_train
 
 
@@ -23,5 +23,5 @@ class HashingLoader(dataloader.DataLoader):
 
 
 def main(argv):
-    with mock.patch.object(trainer, "DataLoader", HashingLoader):  # validation is off
+    with mock.patch.object(language, "DataLoader", HashingLoader):  # validation is off
         return base_train.main(argv)
