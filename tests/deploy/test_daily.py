@@ -65,7 +65,7 @@ def test_push_over_a_lost_connection_tries_again(laptop, checkout):
 
 
 def test_push_onto_a_full_disk_leaves_the_old_code_whole(laptop, checkout):
-    vm = laptop.vm(disk_mb=2, set_up=False)
+    vm = laptop.vm(disk_mb=4, set_up=False)
     laptop.run("push.sh", vm.ip, root=checkout)
     (checkout / "tokenizer/tokenizer.pkl").write_bytes(os.urandom(3_000_000))
     (checkout / "nanochat/common.py").write_text("changed = True\n")
