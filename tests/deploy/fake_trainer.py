@@ -54,8 +54,14 @@ def train(flags):
             state["behind_since"] = state["behind_since"] or time.time()
             state["error"] = "403 the account may not write"
         else:
-            shutil.copytree(run_dir / name, mirror / name, dirs_exist_ok=True)
-            shutil.copy(run_dir / "metrics.jsonl", mirror / "metrics.jsonl")
+            # A kill can come between any two lines: as in the real mirror, a copy that can be seen is whole, and the
+            # metrics up to its step are there before it.
+            shutil.copy(run_dir / "metrics.jsonl", mirror / "metrics.part")
+            (mirror / "metrics.part").rename(mirror / "metrics.jsonl")
+            if not (mirror / name).exists():
+                shutil.rmtree(mirror / "copy.part", ignore_errors=True)
+                shutil.copytree(run_dir / name, mirror / "copy.part")
+                (mirror / "copy.part").rename(mirror / name)
             state.update(newest_copied=name, behind_since=None, error=None)
         (run_dir / "mirror.json.part").write_text(json.dumps(state))
         (run_dir / "mirror.json.part").rename(run_dir / "mirror.json")
