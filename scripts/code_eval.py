@@ -8,7 +8,6 @@
 It may be killed at any time: the same command goes on. It needs g++ and bubblewrap: apt-get install g++ bubblewrap
 """
 import hashlib
-import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +39,7 @@ from nanochat.infer.evaluate import (
     read_results,
 )
 from nanochat.infer.infilling import document_tasks, function_tasks, read_documents
-from nanochat.infer.judge import Judge
+from nanochat.infer.judge import Judge, JudgeFlags
 from nanochat.infer.load import find_checkpoint, load_model
 from nanochat.infer.problems import digest, read_problems, usable, without_one_line
 from nanochat.run.checkpoint_files import MODEL, sha256_of_files
@@ -87,19 +86,16 @@ class SamplingFlags:
 
 
 @dataclass(frozen=True)
-class JudgeFlags:
+class ResultFlags(JudgeFlags):
     out_dir: Path | None = flag(None, "folder of the results; default: one in $NANOCHAT_BASE_DIR/code_eval",
                                 of=expand_path)
     against: Path | None = flag(None, "folder of the results of another checkpoint, to compare with", of=expand_path)
-    workers: int = flag(-1, "programs that are judged at the same time; -1: one per core", at_least=1, at_most=1000,
-                        unset=-1)
-    unsafe: bool = flag(False, "limits only, without a sandbox: what the model writes can read and change files")
 
 
 def main(argv=None):
     of_model, of_task, sampling, judging = read_flags(argv, __doc__, {
-        ModelFlags: "model", TaskFlags: "what it does", SamplingFlags: "sampling", JudgeFlags: "judging"})
-    workers = len(os.sched_getaffinity(0)) if judging.workers == -1 else judging.workers
+        ModelFlags: "model", TaskFlags: "what it does", SamplingFlags: "sampling", ResultFlags: "judging"})
+    workers = judging.num_workers
     problems = usable(read_problems(of_task.problems))
     if of_task.check:
         with Judge(judging.unsafe) as judge:

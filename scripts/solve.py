@@ -25,7 +25,7 @@ from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flag
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.compare_search import compare_methods, table
 from nanochat.infer.evaluate import Results, Sampling, Writer
-from nanochat.infer.judge import PASSED, Judge
+from nanochat.infer.judge import PASSED, Judge, JudgeFlags
 from nanochat.infer.load import ModelFlags, find_checkpoint, load_model, resolve_inference_device_type
 from nanochat.infer.problems import Problem, digest, read_problems, usable
 from nanochat.infer.search import COMPILES, METHODS, Budget, Search
@@ -120,18 +120,15 @@ class SearchFlags:
 
 
 @dataclass(frozen=True)
-class JudgeFlags:
+class ResultFlags(JudgeFlags):
     out_dir: Path | None = flag(None, "folder of a comparison's results; default: one in $NANOCHAT_BASE_DIR/solve",
                                 of=expand_path)
-    workers: int = flag(-1, "programs that are judged at the same time; -1: one per core", at_least=1, at_most=1000,
-                        unset=-1)
-    unsafe: bool = flag(False, "limits only, without a sandbox: what the model writes can read and change files")
 
 
 def main(argv=None):
     of_model, of_task, flags, judging = read_flags(argv, __doc__, {
-        ModelFlags: "model", TaskFlags: "what it solves", SearchFlags: "search", JudgeFlags: "judging"})
-    workers = len(os.sched_getaffinity(0)) if judging.workers == -1 else judging.workers
+        ModelFlags: "model", TaskFlags: "what it solves", SearchFlags: "search", ResultFlags: "judging"})
+    workers = judging.num_workers
     problems = of_task.read()
     is_comparison = of_task.problems is not None
     methods = flags.method or (list(METHODS) if is_comparison else [DEFAULT_METHOD])

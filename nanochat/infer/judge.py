@@ -1,5 +1,6 @@
 """Decides whether C++ works: g++ compiles it together with its tests, and the program runs, both in the sandbox."""
 import hashlib
+import os
 import re
 import secrets
 import shutil
@@ -9,6 +10,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanochat.common import flag
 from nanochat.infer.sandbox import MIB, Limits, Sandbox, need
 
 COMPILER_LIMITS = Limits(cpu_s=10, wall_s=60, memory_bytes=2048 * MIB, output_bytes=32 * MIB)
@@ -39,6 +41,18 @@ class Verdict:
     @property
     def compiles(self):
         return self.status not in (DOES_NOT_COMPILE, NO_CODE)
+
+
+@dataclass(frozen=True)
+class JudgeFlags:
+    """How a script judges what a model writes."""
+    workers: int = flag(-1, "programs that are judged at the same time; -1: one per core", at_least=1, at_most=1000,
+                        unset=-1)
+    unsafe: bool = flag(False, "limits only, without a sandbox: what the model writes can read and change files")
+
+    @property
+    def num_workers(self):
+        return len(os.sched_getaffinity(0)) if self.workers == -1 else self.workers
 
 
 class Judge:

@@ -133,8 +133,16 @@ TITLES = {
     LanguageRecordFlags: "evaluation, samples, checkpoints, logs"}
 
 
+class FlagGroups:
+    """A data class whose fields are groups of flags."""
+
+    def as_dict(self):
+        """Returns {name: value} of all flags, as a checkpoint's meta.json has them."""
+        return {name: value for group in asdict(self).values() for name, value in group.items()}
+
+
 @dataclass(frozen=True)
-class Flags:
+class Flags(FlagGroups):
     run: RunFlags = field(default_factory=RunFlags)
     devices: KernelFlags = field(default_factory=KernelFlags)
     data: DataFlags = field(default_factory=DataFlags)
@@ -143,10 +151,6 @@ class Flags:
     optimizer: OptimConfig = field(default_factory=OptimConfig)
     distillation: DistillationFlags = field(default_factory=DistillationFlags)
     record: LanguageRecordFlags = field(default_factory=LanguageRecordFlags)
-
-    def as_dict(self):
-        """Returns {name: value} of all flags, as a checkpoint's meta.json has them."""
-        return {name: value for group in asdict(self).values() for name, value in group.items()}
 
     def replace(self, **values):
         """Returns the Flags with other values for the flags of these names."""

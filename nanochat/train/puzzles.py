@@ -19,7 +19,7 @@ from nanochat.model.optim import AdamW, MuonAdamW, Rules
 from nanochat.model.trm import TRM, Block, TRMConfig
 from nanochat.run.checkpoint_files import state_bytes
 from nanochat.run.meta import require_match
-from nanochat.train.flags import MAX_STEPS, DeviceFlags, RecordFlags, RunFlags, path_text
+from nanochat.train.flags import MAX_STEPS, DeviceFlags, FlagGroups, RecordFlags, RunFlags, path_text
 from nanochat.train.step import TrainingStep
 from nanochat.train.task import Event
 
@@ -69,17 +69,13 @@ TITLES = {RunFlags: "run", DeviceFlags: "devices", PuzzleFlags: "puzzles", Recur
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(FlagGroups):
     run: RunFlags = field(default_factory=RunFlags)
     devices: DeviceFlags = field(default_factory=DeviceFlags)
     puzzles: PuzzleFlags = field(default_factory=PuzzleFlags)
     model: RecursionFlags = field(default_factory=RecursionFlags)
     optimizer: UpdateFlags = field(default_factory=UpdateFlags)
     record: RecordFlags = field(default_factory=RecordFlags)
-
-    def as_dict(self):
-        """Returns {name: value} of all flags, as a checkpoint's meta.json has them."""
-        return {name: value for group in asdict(self).values() for name, value in group.items()}
 
     @property
     def data_dir(self):

@@ -106,3 +106,12 @@ def served(infiller):
 @pytest.fixture
 def client(served):
     return served[0]
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Threads that wait for one another cost more than these tiny products, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -21,6 +21,7 @@ from nanochat.run import checkpoint, checkpoint_files
 from scripts.generate import main
 from tests.run.states import make_meta
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BYTES = Tokenizer({bytes([byte]): byte for byte in range(256)}, r"(?s).", {"<|bos|>": 256, "<|pad|>": 257})
 CONTEXT = 96
 PROMPT = "int main(int argc, char** argv) {"
@@ -36,15 +37,6 @@ def make_model(device_type="cpu", device="cpu", vocab_size=BYTES.n_vocab):
         for matrix in (model.attn_o, model.mlp_out, model.lm_head):
             matrix.normal_(0.0, 0.3, generator=generator)
     return model.to(device)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads that wait for one another cost more than these tiny products, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -43,14 +43,6 @@ def example(tokenizer, generator):
     return ids[:-1] + [0] * (LENGTH + 1 - len(ids)), ids[1:] + [-1] * (LENGTH + 1 - len(ids))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def learner(one_thread, byte_tokenizer_dir):
     """A model that writes such functions, and its tokenizer."""
