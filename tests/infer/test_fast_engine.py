@@ -16,8 +16,10 @@ from nanochat.infer.quantize import Int8GPT, Int8Matrix
 from nanochat.infer.readers import Reader
 from nanochat.infer.sample import Sample
 from nanochat.run import checkpoint
-from tests.infer.test_engine import BYTES, CONTEXT, PROMPT, make_model, one_thread  # noqa: F401 (a fixture)
+from tests.infer.test_engine import BYTES, CONTEXT, PROMPT, make_model
 from tests.run.states import make_meta
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = Dist("cpu", torch.device("cpu"))
 CODE = '''#include <vector>
