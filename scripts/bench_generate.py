@@ -6,16 +6,26 @@ Rounds alternate between the engines, so that other work on the machine falls on
 the rounds' ratios. Times are of the clock and, where the machine has other work, of the CPU. The engine called "static"
 computes as on XLA: its cache is copied for each token, and each token looks at all positions of the context.
 
+Beside them stands llama.cpp, if it is installed, with a model of the same shapes and random weights in Q8_0:
+
+    pip install xllamacpp==2026.10.11549 gguf==0.19.0
+
+Its layers are those of "arcee", the nearest that it has: without a norm of queries and keys.
+
 Drafts are measured on C++ from --data_dir, whose lines are to be filled in. They depend on the text and not on how good
 the model is: it computes as always, and is then given the next token of the text as the likeliest one.
 """
+import importlib.util
+import math
 import random
 import statistics
+import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import torch
 
@@ -47,6 +57,7 @@ class Flags:
 
 @dataclass
 class Spent:
+    """Time that something took; cpu_s is NaN where only the clock is known."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
 
@@ -58,7 +69,7 @@ class Spent:
         self.cpu_s += time.process_time() - cpu
 
     def __str__(self):
-        return f"{1000 * self.wall_s:8.1f} ({1000 * self.cpu_s:8.1f})"
+        return f"{1000 * self.wall_s:8.1f}" + ("" if math.isnan(self.cpu_s) else f" ({1000 * self.cpu_s:8.1f})")
 
 
 def main(argv=None):
@@ -73,8 +84,13 @@ def main(argv=None):
     quantized = Prompter(model)
     print(f"depth {flags.depth}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, "
           f"VNNI: {'yes' if torch.cpu._is_vnni_supported() else 'no'}; ms, and in brackets ms of CPU time")
-    compare_engines(flags, {"static fp32": Static(model), "fp32": Reader(model, CPU.device),
-                            "int8": Reader(quantized, CPU.device)})
+    measures = {name: measure_reader(reader) for name, reader in {
+        "static fp32": Static(model), "fp32": Reader(model, CPU.device), "int8": Reader(quantized, CPU.device)}.items()}
+    if all(map(importlib.util.find_spec, ("gguf", "xllamacpp"))):
+        measures["llama.cpp Q8_0"] = measure_llama_cpp(model.config)
+    else:
+        print("llama.cpp is not compared: xllamacpp and gguf are not installed")
+    compare_engines(flags, measures)
     if texts:
         compare_drafts(quantized, tokenizer, texts, flags.documents)
 
@@ -96,25 +112,26 @@ def read_texts(data_dir):
 # Reading a prompt, and tokens
 
 
-def compare_engines(flags, readers):
+def compare_engines(flags, measures):
+    """measures: {name: function of (ids, length of the prompt) that returns two Spent: the prompt's and a token's}."""
     ids = torch.randint(0, 60_000, (flags.prompt_tokens + flags.tokens,)).tolist()
     rounds = []
     for number in range(-1, flags.rounds):  # the first warms up
-        spent = {name: measure(reader, ids, flags.prompt_tokens) for name, reader in readers.items()}
+        spent = {name: measure(ids, flags.prompt_tokens) for name, measure in measures.items()}
         if number >= 0:
             rounds.append(spent)
             print(f"round {number + 1}: " + "   ".join(
                 f"{name} prompt {prompt} token {token}" for name, (prompt, token) in spent.items()), flush=True)
-    first = next(iter(readers))
+    first = next(iter(measures))
     for part, what in enumerate((f"a prompt of {flags.prompt_tokens}", "a token")):
-        for name in readers:
+        for name in measures:
             of_name, of_first = ([spent[key][part] for spent in rounds] for key in (name, first))
             ratio, cpu_ratio = (statistics.median(getattr(a, clock) / getattr(b, clock)
                                                   for a, b in zip(of_first, of_name, strict=True))
                                 for clock in ("wall_s", "cpu_s"))
             median = 1000 * statistics.median(spent.wall_s for spent in of_name)
             print(f"{what}, {name}: {median:.1f} ms ({1000 / median:.1f} a second), {ratio:.2f} times as fast as "
-                  f"{first} ({cpu_ratio:.2f} in CPU time)")
+                  f"{first}" + ("" if math.isnan(cpu_ratio) else f" ({cpu_ratio:.2f} in CPU time)"))
 
 
 class Static:
@@ -135,17 +152,82 @@ class Static:
         return self.model.logits(hidden[:, len(ids) - begin - 1])
 
 
-def measure(reader, ids, prompt_tokens):
-    """Returns what it took to read the prompt, and then each of the other `ids`, as two Spent."""
-    of_prompt, of_tokens = Spent(), Spent()
-    reader.ids = []  # it remembers nothing
-    with of_prompt.measure():
-        reader.read(ids[:prompt_tokens])
-    with of_tokens.measure():
-        for length in range(prompt_tokens + 1, len(ids) + 1):
-            reader.read(ids[:length])
-    count = len(ids) - prompt_tokens
-    return of_prompt, Spent(of_tokens.wall_s / count, of_tokens.cpu_s / count)
+def measure_reader(reader):
+    def measure(ids, prompt_tokens):
+        of_prompt, of_tokens = Spent(), Spent()
+        reader.ids = []  # it remembers nothing
+        with of_prompt.measure():
+            reader.read(ids[:prompt_tokens])
+        with of_tokens.measure():
+            for length in range(prompt_tokens + 1, len(ids) + 1):
+                reader.read(ids[:length])
+        count = len(ids) - prompt_tokens
+        return of_prompt, Spent(of_tokens.wall_s / count, of_tokens.cpu_s / count)
+    return measure
+
+
+def measure_llama_cpp(config):
+    """Starts llama.cpp within this process. Its times are those that it reports: of the clock only."""
+    import xllamacpp
+
+    parameters = xllamacpp.CommonParams()
+    parameters.n_ctx, parameters.n_parallel, parameters.verbosity = config.max_seq_len, 1, 0
+    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        parameters.model.path = f"{folder}/model.gguf"
+        write_gguf(config, parameters.model.path)
+        server = xllamacpp.Server(parameters)
+
+    def measure(ids, prompt_tokens):
+        answer = server.handle_completions({
+            "prompt": ids[:prompt_tokens], "n_predict": len(ids) - prompt_tokens, "ignore_eos": True,
+            "cache_prompt": False, "temperature": 0})
+        times = answer["timings"]
+        if (times["prompt_n"], times["predicted_n"]) != (prompt_tokens, len(ids) - prompt_tokens):
+            raise AssertionError(f"llama.cpp did something else: {times}")
+        return tuple(Spent(ms / 1000, float("nan")) for ms in (times["prompt_ms"], times["predicted_per_token_ms"]))
+    return measure
+
+
+def write_gguf(config, path):
+    """Writes a model of random weights in Q8_0."""
+    import gguf
+
+    writer, width = gguf.GGUFWriter(path, "arcee"), config.n_embd
+    writer.add_context_length(config.max_seq_len)
+    writer.add_embedding_length(width)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(4 * width)
+    writer.add_head_count(config.n_head)
+    writer.add_head_count_kv(config.n_kv_head)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"t{id}" for id in range(config.vocab_size)])
+    writer.add_token_merges(["t 1"])
+    generator = np.random.default_rng(0)
+
+    def add(name, rows, columns):
+        matrix = generator.standard_normal((rows, columns), dtype=np.float32) * 0.02
+        writer.add_tensor(name, gguf.quants.quantize(matrix, gguf.GGMLQuantizationType.Q8_0),
+                          raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+
+    keys, hidden = config.n_kv_head * config.head_dim, 4 * width
+    add("token_embd.weight", config.vocab_size, width)
+    add("output.weight", config.vocab_size, width)
+    writer.add_tensor("output_norm.weight", np.ones(width, np.float32))
+    for layer in range(config.n_layer):
+        for name, rows, columns in (("attn_q", width, width), ("attn_k", keys, width), ("attn_v", keys, width),
+                                    ("attn_output", width, width), ("ffn_up", hidden, width),
+                                    ("ffn_down", width, hidden)):
+            add(f"blk.{layer}.{name}.weight", rows, columns)
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(width, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 # -----------------------------------------------------------------------------
