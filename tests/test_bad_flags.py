@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from nanochat.common import BadInput
@@ -32,6 +34,7 @@ WORK = {
     "ablate": ["run_all"], "base_eval": ["DataLoader"], "base_train": ["spawn", "Trainer", "run_preflight"],
     "bench_checkpoint": ["make_state"], "bench_generate": ["make_model"], "bench_host": ["Contender"],
     "bench_judge": ["Judge"], "bench_loader": ["compare_speed"], "bench_schedule": ["measure"],
+    "bench_serve": ["get_context"],
     "bench_train": ["Contender"], "code_eval": ["Judge"], "demo": ["run"], "eval_table": ["run"],
     "export": ["load_model"], "generate": ["Engine"], "import_nanochat": ["read_weights"], "prepare_data": ["build"],
     "prepare_puzzles": ["make_all"], "puzzle_preflight": ["run"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED,
@@ -107,7 +110,7 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         "ablate": [str(tmp_path / "table.toml")],
         "base_train": [f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", "--device_type=cpu",
                        f"--val_dir={corpus_dir}/val", "--depth=1", "--max_seq_len=32", "--total_batch_size=256"],
-        "bench_schedule": ["--accelerator=v6e-1"],
+        "bench_schedule": ["--accelerator=v6e-1"], "bench_serve": [f"--data_dir={tmp_path}/documents"],
         "puzzle_train": [f"--data_dir={made_puzzles}", "--device_type=cpu", "--hidden=8", "--heads=2"],
         "puzzle_preflight": ["--accelerator=v6e-4", f"--data_dir={made_puzzles}"],
         "tpu_preflight": ["--accelerator=v6e-4", f"--tokenizer_dir={byte_tokenizer_dir}"],
@@ -126,6 +129,8 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         "prepare_data": ["--source=FOLDER"], "tok_train": [f"--data_dir={corpus_dir}/train"],
         "bench_loader": [f"--data_dir={corpus_dir}/train", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "tok_eval": [f"--data_dir={corpus_dir}/val", f"--tokenizer_dir={byte_tokenizer_dir}"]}.get(name, [])
+    (tmp_path / "documents").mkdir()
+    pq.write_table(pa.table({"text": ["int x;\n" * 10_000]}), tmp_path / "documents/shard_00000.parquet")
     write_puzzles(made_puzzles, "sudoku", (2, 2), dict.fromkeys(("train", "val"), [([0] * 16, [1] * 16, 0)]))
     outcomes = set()
 
