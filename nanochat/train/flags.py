@@ -102,8 +102,10 @@ class DistillationFlags:
 class RecordFlags:
     eval_every: int = flag(250, "steps between evaluations, also at the end; -1: never", at_least=1, unset=-1)
     sample_every: int = flag(1000, "steps between samples, also at the end; -1: never", at_least=1, unset=-1)
-    save_every: int = flag(1000, "steps between checkpoints, also at the end; -1: never", at_least=1, unset=-1)
-    save_every_minutes: float = flag(-1.0, "minutes between checkpoints; -1: by steps only", above=0, unset=-1)
+    save_every: int = flag(1000, "steps between checkpoints, also at the end; -1: by --save_every_minutes, or never",
+                           at_least=1, unset=-1)
+    save_every_minutes: float = flag(-1.0, "minutes between checkpoints, also at the end; -1: by steps only", above=0,
+                                     unset=-1)
     keep_checkpoints: int = flag(3, "number of newest checkpoints that stay on disk", at_least=1)
     keep_every: int = flag(-1, "checkpoints of steps that are multiples of this stay for good; -1: none", at_least=1,
                            unset=-1)
@@ -116,6 +118,11 @@ class RecordFlags:
                               unset=-1)
     profile_steps: str = flag("", "BEGIN:END, such as 10:13: record a trace of the steps after BEGIN up to END, for "
                               "TensorBoard, in the run's folder")
+
+    @property
+    def saves(self):
+        """Whether there are checkpoints, and so one at the end."""
+        return self.save_every > 0 or self.save_every_minutes > 0
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def prepare(flags, device_type, make_task):
     checkpoint_files.clean_partial(directory)
     Requests(directory / REQUESTS_FILE, create=True)
     Heartbeats(directory / HEARTBEATS_FILE, create=True)
-    if record.save_every > 0:
+    if record.saves:
         checkpoint_files.check_disk_space(directory, task.state_bytes())
     path = finished_step = None
     if flags.run.resume == "auto":

@@ -185,7 +185,7 @@ def events_due(events, record, step, first_step, num_iterations, save_is_asked, 
     def is_due(every):
         return every > 0 and (is_last or step % every == 0)
 
-    save = save_is_asked or is_stopping or is_due(record.save_every)
+    save = save_is_asked or is_stopping or is_due(record.save_every) or (is_last and record.saves)
     due = [event for event in events
            if is_due(event.every) and (step > 0 or event.is_due_at_start) and not is_stopping]
     log = save or bool(due) or is_due(record.log_every) or step == first_step + 1
