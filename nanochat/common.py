@@ -42,13 +42,12 @@ def run_script(main):
         status = _say(f"error: {error}", 2)
     except KeyboardInterrupt:
         status = _say("stopped by Ctrl-C", 130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
-        status = 141
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
             raise
-        status = _say(f"error: the disk is full ({error}): free some space and run the same command again", 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the end of the process fails to write, too
+        status = 141 if error.errno == errno.EPIPE else _say(
+            f"error: the disk is full ({error}): free some space and run the same command again", 1)
     sys.exit(status)
 
 
