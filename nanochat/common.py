@@ -1,10 +1,13 @@
 """What every script needs: one-line errors, the flags' parser, the base directory."""
 import argparse
+import ctypes
 import difflib
+import errno
 import io
 import math
 import os
 import re
+import signal
 import sys
 import threading
 from dataclasses import field, fields
@@ -20,16 +23,37 @@ class BadInput(Exception):
 
 
 def run_script(main):
-    """Runs main() and ends the process with the status that it returns (None: 0). For BadInput, prints one line to
-    stderr and ends with status 2. What the terminal or log cannot show, such as é in ASCII, is printed as \\xe9."""
+    """Runs main() and ends the process with the status that it returns (None: 0). What the terminal or log cannot show,
+    such as é in ASCII, is printed as \\xe9.
+
+    BadInput, Ctrl-C and a full disk end it with one line on stderr and status 2, 130 and 1. If whoever reads the output
+    has ended, as `head` does, it ends without a word and with status 141, as a program that SIGPIPE ends.
+    """
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None: closed
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        sys.exit(main())
+        try:
+            status = main()
+        finally:
+            sys.stdout.flush()
     except BadInput as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        status = _say(f"error: {error}", 2)
+    except KeyboardInterrupt:
+        status = _say("stopped by Ctrl-C", 130)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the end of the process fails to write, too
+        status = 141 if error.errno == errno.EPIPE else _say(
+            f"error: the disk is full ({error}): free some space and run the same command again", 1)
+    sys.exit(status)
+
+
+def _say(line, status):
+    print(line, file=sys.stderr, flush=True)
+    return status
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -169,3 +193,8 @@ def require_writable_dir(path):
         raise BadInput(f"cannot write to {path} ({error.strerror}): "
                        "set NANOCHAT_BASE_DIR to a writable directory") from None
     return path
+
+
+def end_with_parent():
+    """Asks Linux to send this process SIGTERM when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

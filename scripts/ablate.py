@@ -15,7 +15,6 @@ It may be killed at any time: the same command goes on where it was, and repeats
 variants differ from the reference by more than their seeds do, and draws validation over tokens, FLOPs, seconds and,
 with --accelerator, the preflight's chip-seconds. docs/ablations.md says more.
 """
-import ctypes
 import hashlib
 import json
 import os
@@ -30,7 +29,16 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock, Timeout
 
-from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
+from nanochat.common import (
+    BadInput,
+    end_with_parent,
+    expand_path,
+    flag,
+    get_base_dir,
+    read_flags,
+    require_writable_dir,
+    run_script,
+)
 from nanochat.device import tpu
 from nanochat.model.optim import OptimConfig
 from nanochat.record.ablation import compare, read_curve
@@ -172,11 +180,6 @@ def run_trial(trial, log_path):
     earlier = begun.get("cpu_s") if begun else 0.0
     trial.write_notes(None if earlier is None else earlier + cpu_seconds() - cpu_before)
     return status
-
-
-def end_with_parent():
-    """Asks Linux to send this process SIGTERM when its parent ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def cpu_seconds():

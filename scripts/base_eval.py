@@ -13,8 +13,7 @@ from nanochat.data.fim import KINDS, check_fim
 from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards
 from nanochat.device.ranks import DEVICE_TYPES, compute_init, prepare_xla_environment, resolve_device_type
-from nanochat.infer.load import find_checkpoint, load_model
-from nanochat.run.meta import load_meta
+from nanochat.infer.load import find_checkpoint, load_language_meta, load_model
 from nanochat.train.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
 
 
@@ -40,7 +39,7 @@ def main(argv=None):
     device_type = resolve_device_type(flags.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(flags.checkpoint)
-    trained_len = load_meta(path).config["max_seq_len"]
+    trained_len = load_language_meta(path).config["max_seq_len"]
     seq_len = trained_len if flags.max_seq_len == -1 else flags.max_seq_len
     if seq_len > trained_len:
         raise BadInput(f"--max_seq_len={seq_len} is more than the {trained_len} positions of the model")

@@ -40,10 +40,9 @@ from nanochat.infer.evaluate import (
 )
 from nanochat.infer.infilling import document_tasks, function_tasks, read_documents
 from nanochat.infer.judge import Judge, JudgeFlags
-from nanochat.infer.load import find_checkpoint, load_model
+from nanochat.infer.load import find_checkpoint, load_language_meta, load_model
 from nanochat.infer.problems import digest, read_problems, usable, without_one_line
 from nanochat.run.checkpoint_files import MODEL, sha256_of_files
-from nanochat.run.meta import load_meta
 
 TASKS = ("functions", "infill", "infill_functions")
 OF_THE_CHECKPOINT = ("checkpoint", "weights", "device_type")  # settings in which two evaluations may differ
@@ -104,7 +103,7 @@ def main(argv=None):
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
     items, digest_of_items = make_items(of_task, problems, sampling.seed)
-    context = load_meta(path).config["max_seq_len"]
+    context = load_language_meta(path).config["max_seq_len"]
     if sampling.max_tokens > context // 2:
         raise BadInput(f"--max_tokens={sampling.max_tokens} is more than half of the {context} tokens that the model "
                        "sees")

@@ -16,8 +16,7 @@ from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flag
 from nanochat.infer import compare_search
 from nanochat.infer.eval_report import ALL, summarise
 from nanochat.infer.evaluate import read_results
-from nanochat.infer.load import find_checkpoint, resolve_inference_device_type
-from nanochat.run.meta import load_meta
+from nanochat.infer.load import find_checkpoint, load_language_meta, resolve_inference_device_type
 
 MEASURES = {  # of code_eval, and their names in the table
     "functions": {"compiles": "compiles, greedy", "compiles, drawn": "compiles, drawn", "pass@1": "pass@1, greedy",
@@ -43,7 +42,7 @@ def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     device_type = resolve_inference_device_type(flags.device_type)
     path = find_checkpoint(flags.checkpoint)
-    meta = load_meta(path)
+    meta = load_language_meta(path)
     has_fim = meta.flags.get("fim_rate", 0) > 0
     max_tokens = min(256, meta.config["max_seq_len"] // 2)
     out_dir = require_writable_dir(flags.out_dir or get_base_dir() / "eval" / f"{path.parent.name}_{path.name}")

@@ -11,6 +11,7 @@ puzzles, but for --qqwing, which draws its own.
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -19,9 +20,19 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
+from nanochat.common import (
+    BadInput,
+    end_with_parent,
+    expand_path,
+    flag,
+    get_base_dir,
+    read_flags,
+    require_writable_dir,
+    run_script,
+)
 from nanochat.data import mazes, sudoku
 from nanochat.data.puzzles import write_puzzles
 
@@ -47,13 +58,20 @@ def read_shape(flags):
     if flags.puzzle == "maze":
         return (flags.side,)
     match = re.fullmatch(r"([2-4])x([2-4])", flags.box)
-    if not match:
-        raise BadInput(f"--box={flags.box} is not ROWSxCOLUMNS with 2 to 4 of each: give 2x2, 2x3 or 3x3")
+    if not match or int(match[1]) * int(match[2]) > 9:  # the solver needs minutes for a puzzle of 12 × 12
+        raise BadInput(f"--box={flags.box} is not ROWSxCOLUMNS with at least 2 of each and at most 9 cells: give 2x2, "
+                       "2x3, 2x4 or 3x3")
     if flags.qqwing and flags.box != "3x3":
         raise BadInput(f"--qqwing makes 9 × 9 Sudokus, and --box={flags.box}: add --box=3x3, or leave --qqwing out")
     if flags.qqwing and not shutil.which("qqwing"):
         raise BadInput("--qqwing: there is no qqwing: apt-get install qqwing, or leave --qqwing out")
     return int(match[1]), int(match[2])
+
+
+def begin_worker():
+    """Leaves Ctrl-C to the parent process, and ends with it: a worker whose parent was killed would wait for ever."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
 
 
 def make(flags, shape, number):
@@ -87,8 +105,11 @@ def make_all(flags, shape):
     puzzles but all forms of some, which are chosen by their fingerprint.
     """
     wanted, found, made = {"train": flags.train, "val": flags.val}, {"train": {}, "val": {}}, 0
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool, \
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=begin_worker) as pool, \
             tqdm(total=sum(wanted.values()), unit="puzzle", disable=not sys.stderr.isatty()) as progress:
+        if flags.puzzle == "maze" and not any(pool.map(partial(make, flags, shape), range(4))):
+            raise BadInput(f"--min_path={flags.min_path}: thousands of mazes of --side={flags.side} were drawn, and "
+                           "none has so long a path: give a smaller --min_path")
         for _ in range(ROUNDS):
             missing = max(round((wanted[name] - len(found[name])) / share) for name, share in SHARES.items())
             if missing <= 0:
@@ -115,8 +136,13 @@ def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     shape = read_shape(flags)
     out_dir = require_writable_dir(flags.out_dir or get_base_dir() / "puzzles")
-    splits = make_all(flags, shape)
-    write_puzzles(out_dir, flags.puzzle, shape, splits)
+    try:
+        with FileLock(out_dir / ".lock", timeout=0):
+            splits = make_all(flags, shape)
+            write_puzzles(out_dir, flags.puzzle, shape, splits)
+    except Timeout:
+        raise BadInput(f"another prepare_puzzles is writing to {out_dir}: wait for it, or choose another --out_dir"
+                       ) from None
     guesses = np.array([guesses for _, _, guesses in splits["val"]])
     filled = np.mean([np.count_nonzero(puzzle) for puzzle, _, _ in splits["val"]])
     about = f": {filled:.1f} digits and {guesses.mean():.1f} guesses on average, {np.mean(guesses > 0):.0%} need some" \

@@ -96,7 +96,10 @@ def main(argv=None):
     answers = solve(model, puzzles.puzzles[flags.puzzle:flags.puzzle + 1], flags.supervision_steps,
                     Dist("cpu", torch.device("cpu")))
     answers = [answer[0] for answer in answers]
-    flags.out.write_text(draw(puzzles, flags.puzzle, answers, flags.step_s), encoding="utf-8")
+    try:
+        flags.out.write_text(draw(puzzles, flags.puzzle, answers, flags.step_s), encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"--out={flags.out} cannot be written ({error.strerror}): name another file") from None
     is_solved = (answers[-1] == puzzles.solutions[flags.puzzle]).all()
     print(f"{flags.out}: {'solved' if is_solved else 'not solved'} after {len(answers)} supervision steps")
 

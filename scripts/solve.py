@@ -26,12 +26,17 @@ from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_env
 from nanochat.infer.compare_search import compare_methods, table
 from nanochat.infer.evaluate import Results, Sampling, Writer
 from nanochat.infer.judge import PASSED, Judge, JudgeFlags
-from nanochat.infer.load import ModelFlags, find_checkpoint, load_model, resolve_inference_device_type
+from nanochat.infer.load import (
+    ModelFlags,
+    find_checkpoint,
+    load_language_meta,
+    load_model,
+    resolve_inference_device_type,
+)
 from nanochat.infer.problems import Problem, digest, read_problems, usable
 from nanochat.infer.search import COMPILES, METHODS, Budget, Search
 from nanochat.infer.unfinished import brackets, closers
 from nanochat.run.checkpoint_files import MODEL, sha256_of_files
-from nanochat.run.meta import load_meta
 
 DEFAULT_METHOD, DEFAULT_BUDGET = "best_of", 512
 BUDGETS = (256, 512, 1024)  # of a comparison
@@ -138,7 +143,7 @@ def main(argv=None):
     device_type = resolve_inference_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
-    meta = load_meta(path)
+    meta = load_language_meta(path)
     sampling = Sampling(1, max_tokens(flags.max_tokens, meta.config["max_seq_len"]), flags.temperature, flags.top_p,
                         flags.seed)
     methods = fitting(methods, meta, is_comparison)

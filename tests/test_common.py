@@ -1,4 +1,9 @@
 """Flags: their types, ranges and messages."""
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,3 +62,51 @@ def test_a_base_directory_below_the_home_directory(monkeypatch):
     assert get_base_dir() == Path("/home/someone/data")
     monkeypatch.delenv("NANOCHAT_BASE_DIR")
     assert get_base_dir() == Path("/home/someone/.cache/nanochat")
+
+
+def run_main(body, **options):
+    """Runs a script whose main() is `body` in a process of its own, and returns how it ended."""
+    lines = "import os, sys, signal, time\nfrom nanochat.common import *\nfrom nanochat.common import run_script"
+    return subprocess.Popen([sys.executable, "-c", f"{lines}\ndef main():\n{body}\nrun_script(main)"], text=True,
+                            stderr=subprocess.PIPE, **options)
+
+
+@pytest.mark.parametrize("body, status, message", [
+    (" os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", 130, "stopped by Ctrl-C\n"),
+    (" open('/dev/full', 'w', 1).write('x\\n')", 1,
+     "error: the disk is full ([Errno 28] No space left on device): free some space and run the same command again\n"),
+    (" sys.stdout.close(); sys.stdout = open('/dev/full', 'w'); print('x')", 1, "error: the disk is full"),
+])
+def test_ctrl_c_and_a_full_disk_are_one_line(body, status, message):
+    process = run_main(body)
+    errors = process.communicate(timeout=30)[1]
+    assert (process.returncode, errors.count("Traceback")) == (status, 0) and errors.startswith(message)
+
+
+def test_a_reader_that_has_ended_ends_a_script_without_a_word():
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = run_main(" print('x')", stdout=writing)
+    os.close(writing)
+    assert (process.communicate(timeout=30)[1], process.returncode) == ("", 141)
+
+
+def test_a_script_runs_with_closed_outputs():
+    body = " print('x'); sys.stderr.isatty(); raise BadInput('no')"
+    process = run_main(body, preexec_fn=lambda: (os.close(1), os.close(2)))
+    assert process.wait(timeout=30) == 2
+
+
+def test_a_worker_ends_when_its_parent_is_killed():
+    worker = "end_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
+    process = run_main(f" if os.fork(): time.sleep(60)\n else: {worker}", stdout=subprocess.PIPE)
+    pid = int(process.stdout.readline())
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)  # until nobody holds the pipes
+    for _ in range(100):
+        state = Path(f"/proc/{pid}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("the worker outlived its parent")

@@ -51,6 +51,7 @@ class Puzzles:
 def write_puzzles(folder, kind, shape, splits):
     """Writes {"train": [(puzzle, solution, guesses), …], "val": …} to a folder."""
     folder = Path(folder)
+    (folder / DESCRIPTION).unlink(missing_ok=True)  # after a kill, new puzzles are not taken for the old ones
     for name, rows in splits.items():
         table = pa.table({column: [row[number] for row in rows] for number, column in enumerate(COLUMNS)})
         unfinished = folder / f"{name}.parquet.tmp"
@@ -75,7 +76,7 @@ def read_puzzles(folder, split):
         if any(not (0 <= grid.min() and grid.max() < puzzles.vocab_size) for grid in columns[:2]):
             raise ValueError(f"{path.name} has tokens that are not 0 to {puzzles.vocab_size - 1}")
         return puzzles
-    except (OSError, ValueError, KeyError, TypeError, IndexError, pa.ArrowException) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, pa.ArrowException) as error:
         raise BadInput(f"--data_dir={folder}: {error}: make the puzzles with python3 -m scripts.prepare_puzzles "
                        "--out_dir of this folder") from None
 

@@ -148,12 +148,14 @@ class Results:
         """Opens the file `path`, or makes it. Raises BadInput if it holds the results of other settings."""
         self.records = []
         self._known = 0
-        if path.exists() and path.stat().st_size:
+        if path.exists() and path.stat().st_size and not is_begun(path, settings):
             found, self.records, length = read_results(path)
             if found != settings:
                 raise BadInput(f"{path} holds the results of another evaluation ({difference(found, settings)}): move "
                                "it away, or choose another --out_dir")
             os.truncate(path, length)
+        elif path.exists():
+            os.truncate(path, 0)
         self._known = len(self.records)
         self._file = open(path, "a", encoding="utf-8")
         if not path.stat().st_size:
@@ -174,6 +176,14 @@ class Results:
         self._file.flush()
 
 
+def is_begun(path, settings):
+    """Returns whether a file holds no more than a part of its first line: a kill or a full disk cut it."""
+    try:
+        return (json.dumps(settings) + "\n").encode().startswith(path.read_bytes())
+    except OSError:
+        return False
+
+
 def read_results(path):
     """Returns (settings, records, length in bytes) of a file of results, up to its last whole line. Raises BadInput if
     it is another file."""
@@ -181,9 +191,11 @@ def read_results(path):
         data = path.read_bytes()
         data = data[:data.rfind(b"\n") + 1]
         lines = [json.loads(line) for line in data.splitlines()]
-        if not lines or "format" not in lines[0] or not all("name" in line for line in lines[1:]):
+        if not all(isinstance(line, dict) for line in lines) or not lines or "format" not in lines[0]:
             raise ValueError("it has no settings in its first line")
-    except (OSError, ValueError, TypeError) as error:
+        if not all({"name", "text", "status"} <= line.keys() for line in lines[1:]):
+            raise ValueError("a line is no sample with its verdict")
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not a file of results of code_eval ({error}): name another, or move it away"
                        ) from None
     return lines[0], lines[1:], len(data)

@@ -48,6 +48,18 @@ def find_checkpoint(name=""):
     raise BadInput(f"no checkpoint at {name}: give a run in {checkpoints_dir}, or the path of a step_… directory")
 
 
+def load_language_meta(path):
+    """Returns the Meta of the checkpoint at `path`. Raises BadInput unless it is of a model of text."""
+    meta = load_meta(path)
+    if meta.task != "language":
+        raise BadInput(f"{path} is of the task {meta.task} and no model of text: give a run of base_train")
+    try:
+        GPTConfig(**meta.config)
+    except TypeError as error:
+        raise BadInput(f"{path} is not a checkpoint ({META}: {error}): give a step_… directory") from None
+    return meta
+
+
 def resolve_inference_device_type(requested):
     """Returns the device type for `--device_type`, as resolve_device_type does, but `auto` is "cpu" where there is
     neither a TPU nor a GPU: XLA's CPU devices imitate a TPU, and are slower."""
@@ -68,9 +80,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     if quantize == "int8" and dist.device_type != "cpu":
         raise BadInput(f"--quantize=int8 is for the CPU, not for {dist.device_type}: leave it out, or add "
                        "--device_type=cpu")
-    meta = load_meta(path)
-    if meta.task != "language":
-        raise BadInput(f"{path} is of the task {meta.task} and no model of text: give a run of base_train")
+    meta = load_language_meta(path)
     problem = find_problem(path, (MODEL, META))
     if problem:
         raise BadInput(f"checkpoint {path} is damaged ({problem}): use another one")

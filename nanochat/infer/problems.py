@@ -59,10 +59,10 @@ def read_problems(path=None, flag="--problems"):
         else:
             data = path.read_bytes()
             text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
-            problems = [_foreign(json.loads(line)) for line in text.splitlines() if line.strip()]
+            problems = [_foreign(_texts(json.loads(line))) for line in text.splitlines() if line.strip()]
     except OSError as error:
         raise BadInput(f"{flag}={path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, EOFError, zlib.error) as error:
+    except (ValueError, KeyError, AttributeError, EOFError, RecursionError, zlib.error) as error:
         raise BadInput(f"{flag}={path} is not a file of problems in the format of HumanEval-X or MultiPL-E, nor a "
                        f"folder in that of this project: {type(error).__name__} {error}") from None
     if not problems:
@@ -83,6 +83,13 @@ def _own(name, text):
     """Returns the Problem of a C++ program with the parts `difficulty`, `prompt`, `solution` and `tests`."""
     parts = dict(re.findall(r"^//@ (\w+)(?:: *|\n)(.*?)(?=^//@|\Z)", text, re.DOTALL | re.MULTILINE))
     return Problem(name, parts["prompt"], parts["tests"], parts["solution"], parts["difficulty"].strip())
+
+
+def _texts(row):
+    """Returns the entries of a JSON object that are texts. Raises ValueError for text that UTF-8 cannot write."""
+    texts = {key: value for key, value in row.items() if isinstance(value, str)}
+    "".join(texts.values()).encode()
+    return texts
 
 
 def _foreign(row):

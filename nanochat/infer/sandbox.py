@@ -117,8 +117,8 @@ class Sandbox:
 def need(program, package, otherwise=""):
     """Raises BadInput unless `program` is installed."""
     if not shutil.which(program):
-        raise BadInput(f"there is no {program}, which runs programs safely: install it with apt-get install {package}"
-                       f"{otherwise}")
+        raise BadInput(f"there is no {program}, which is needed to judge programs: install it with apt-get install "
+                       f"{package}{otherwise}")
 
 
 def memory_file(data):

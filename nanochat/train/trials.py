@@ -83,7 +83,7 @@ def read_table(path):
         import tomli as tomllib
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} cannot be read as a table of TOML: {' '.join(str(error).split())}") from None
     unknown = table.keys() - {"seeds", "flags", "variants"}
     if unknown:
@@ -103,8 +103,8 @@ def to_flags(values, where):
     """Returns {"depth": 4, "no_compile": true} as ["--depth=4", "--no_compile"]. where: for BadInput."""
     argv = []
     for name, value in values.items():
-        if name in ("run", "seed", "resume"):
-            raise BadInput(f"{where}: {name} is not for a table: each run gets its own")
+        if name in ("run", "seed", "resume", "help"):
+            raise BadInput(f"{where}: {name} is not for a table: leave it out")
         if not re.fullmatch(r"[a-z][\w-]*", name) or not isinstance(value, (bool, int, float, str)):
             raise BadInput(f"{where}: {name} = {value} is not a flag of base_train with a value: write for example "
                            "depth = 4")

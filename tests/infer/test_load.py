@@ -1,11 +1,14 @@
 """Which checkpoint a name stands for."""
+import json
 import os
 
 import pytest
 
 from nanochat.common import BadInput
 from nanochat.infer.load import find_checkpoint
-from tests.run.states import save
+from nanochat.run.meta import META
+from scripts import base_eval, code_eval, eval_table, solve
+from tests.run.states import make_meta, save
 
 
 def test_a_checkpoint_is_found_by_path_by_run_and_as_the_newest(tmp_path, monkeypatch):
@@ -23,3 +26,15 @@ def test_a_checkpoint_is_found_by_path_by_run_and_as_the_newest(tmp_path, monkey
     assert find_checkpoint(str(first)) == first
     with pytest.raises(BadInput, match="no checkpoint at nothing"):
         find_checkpoint("nothing")
+
+
+@pytest.mark.parametrize("main, flags", [
+    (base_eval.main, []), (code_eval.main, []), (eval_table.main, []), (solve.main, ["--prompt=int f() {"])])
+@pytest.mark.parametrize("fields, message", [
+    ({"task": "puzzles", "config": {"cells": 16}}, "is of the task puzzles and no model of text"),
+    ({"config": {"layers": 2}}, "is not a checkpoint .*layers")])
+def test_a_checkpoint_of_something_else_is_refused(tmp_path, monkeypatch, main, flags, fields, message):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    (save(tmp_path / "checkpoints" / "run", 1) / META).write_text(json.dumps(make_meta(**fields).to_json()))
+    with pytest.raises(BadInput, match=message):
+        main(["--checkpoint=run", "--device_type=cpu", *flags])

@@ -3,6 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
+from nanochat.common import BadInput
+from nanochat.infer.evaluate import Results, read_results
 from nanochat.infer.scores import compare, pass_at_k, score
 
 
@@ -35,3 +37,21 @@ def test_chance_is_told_from_a_difference():
     assert better.p_value < 0.001 and 0.05 <= better.low <= better.mean <= better.high
     same = compare(base, base)
     assert (same.mean, same.p_value) == (0, 1)
+
+
+def test_an_evaluation_that_was_cut_in_its_first_line_goes_on(tmp_path):
+    path, settings = tmp_path / "samples.jsonl", {"format": 1, "seed": 0}
+    path.write_text('{"format": 1, "se')
+    with Results(path, settings) as results:
+        results.add({"name": "a", "text": "", "status": "passed"})
+    assert read_results(path)[:2] == (settings, results.records)
+
+
+@pytest.mark.parametrize("content", ["x", '["format"]\n', '{"format": 1}\n"name"\n', '{"format": 1}\n{"name": "a"}\n',
+                                     "[" * 10**5 + "\n"])
+def test_another_file_than_results_is_refused_and_kept(tmp_path, content):
+    path = tmp_path / "samples.jsonl"
+    path.write_text(content)
+    with pytest.raises(BadInput, match="is not a file of results"):
+        Results(path, {"format": 1})
+    assert path.read_text() == content

@@ -4,10 +4,11 @@ import json
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 from nanochat.common import BadInput
 from nanochat.data import mazes, sudoku
-from nanochat.data.puzzles import PuzzleFeed, read_puzzles
+from nanochat.data.puzzles import PuzzleFeed, read_puzzles, write_puzzles
 from nanochat.device.ranks import Dist
 from nanochat.model.trm import TRM, cross_entropy
 from nanochat.train import puzzles as task
@@ -61,6 +62,28 @@ def test_a_mazes_solution_is_a_shortest_path_in_all_its_forms():
         cells = other[0].tolist()
         path = mazes.shortest_path(cells, 9, cells.index(mazes.START), cells.index(mazes.GOAL))
         assert len(path) - 2 == (other_solved == mazes.PATH).sum()
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--puzzle=maze", "--side=5", "--min_path=40"], "--min_path=40: .* none has so long a path"),
+    (["--box=3x4"], "--box=3x4 is not ROWSxCOLUMNS")])
+def test_puzzles_that_cannot_be_found_in_time_are_refused(tmp_path, flags, message):
+    with pytest.raises(BadInput, match=message):
+        prepare_puzzles.main([f"--out_dir={tmp_path}", *flags])
+
+
+def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
+    with FileLock(tmp_path / ".lock"), pytest.raises(BadInput, match="another prepare_puzzles is writing"):
+        prepare_puzzles.main([f"--out_dir={tmp_path}"])
+
+
+def test_after_a_kill_new_puzzles_are_not_taken_for_the_old_ones(tmp_path):
+    row = ([1] * 16, [1] * 16, 0)
+    write_puzzles(tmp_path, "sudoku", (2, 2), {"train": [row], "val": [row]})
+    with pytest.raises(TypeError):
+        write_puzzles(tmp_path, "sudoku", (2, 2), {"train": [row], "val": None})
+    with pytest.raises(BadInput, match="puzzles.json"):
+        read_puzzles(tmp_path, "train")
 
 
 def test_no_held_out_puzzle_is_a_form_of_one_to_train_on(data_dir):
@@ -174,6 +197,8 @@ def test_a_run_resumes_in_the_middle_of_its_episodes_bit_for_bit_and_can_be_show
     assert (folder / "step_000006" / "optimizer.safetensors").read_bytes() == last  # carry and averages, too
     puzzle_show.main(["--run=puzzles", f"--out={tmp_path}/puzzle.svg", "--supervision_steps=3"])
     assert (tmp_path / "puzzle.svg").read_text().count("<animate ") == 3
+    with pytest.raises(BadInput, match="--out=/proc/puzzle.svg cannot be written"):
+        puzzle_show.main(["--run=puzzles", "--out=/proc/puzzle.svg", "--supervision_steps=1"])
     with pytest.raises(BadInput, match="is of the task puzzles"):
         from scripts import generate
         generate.main(["--checkpoint=puzzles", "--prompt=x", "--device_type=cpu"])
