@@ -15,7 +15,9 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
@@ -130,7 +132,9 @@ def trace_run(flags, chips):
                                  num_rows=2 * rows * chips)
         bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist)
 
-    programs = Programs(plan, training, lambda shape: name_buffer_of_gpt(shape, plan.config, rows, length))
+    windows = Counter(window or length for window in plan.config.windows())  # the kernels' branches, shortest first
+    programs = Programs(plan, training, lambda shape: name_buffer_of_gpt(shape, plan.config, rows, length),
+                        [Fraction(windows[size], plan.config.n_layer) for size in sorted(windows)])
     return programs, programs.trace({"rows": torch.zeros(rows, length + 1, dtype=torch.int32)}, evaluate)
 
 

@@ -33,13 +33,13 @@ LAUNCHED = ["spawn", "Trainer"]  # of nanochat.train.launch
 WORK = {
     "ablate": ["run_all"], "base_eval": ["DataLoader"], "base_train": ["spawn", "Trainer", "run_preflight"],
     "bench_checkpoint": ["make_state"], "bench_generate": ["make_model"], "bench_host": ["Contender"],
-    "bench_judge": ["Judge"], "bench_loader": ["compare_speed"], "bench_schedule": ["measure"],
-    "bench_serve": ["get_context"],
-    "bench_train": ["Contender"], "code_eval": ["Judge"], "demo": ["run"], "eval_table": ["run"],
-    "export": ["load_model"], "generate": ["Engine"], "import_nanochat": ["read_weights"], "prepare_data": ["build"],
-    "prepare_puzzles": ["make_all"], "puzzle_preflight": ["run"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED,
-    "report": ["draw"], "serve": ["Engine"], "solve": ["Judge"], "tok_eval": ["find_entrants"],
-    "tok_train": ["choose_texts"], "tpu_advice": ["advise"], "tpu_preflight": ["preflight"]}
+    "bench_judge": ["Judge"], "bench_kernels": ["measure"], "bench_loader": ["compare_speed"],
+    "bench_schedule": ["measure"], "bench_serve": ["get_context"], "bench_train": ["Contender"], "code_eval": ["Judge"],
+    "demo": ["run"], "eval_table": ["run"], "export": ["load_model"], "generate": ["Engine"],
+    "import_nanochat": ["read_weights"], "prepare_data": ["build"], "prepare_puzzles": ["make_all"],
+    "puzzle_preflight": ["run"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED, "report": ["draw"],
+    "serve": ["Engine"], "solve": ["Judge"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"],
+    "tpu_advice": ["advise"], "tpu_preflight": ["preflight"]}
 
 ODD = ["", " ", "-", "--", "=", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "9" * 30, "9" * 5000, "٣", "²", "1_0",
        "0x10", " 7 ", "1e3", "True", "\udcff\udcfe", "é", "a" * 300, "x" * 5000, ",", ":", "1:2", "5:1", "1:2,0:3", "%",
@@ -110,7 +110,8 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         "ablate": [str(tmp_path / "table.toml")],
         "base_train": [f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", "--device_type=cpu",
                        f"--val_dir={corpus_dir}/val", "--depth=1", "--max_seq_len=32", "--total_batch_size=256"],
-        "bench_schedule": ["--accelerator=v6e-1"], "bench_serve": [f"--data_dir={tmp_path}/documents"],
+        "bench_kernels": ["--accelerator=v6e-1"], "bench_schedule": ["--accelerator=v6e-1"],
+        "bench_serve": [f"--data_dir={tmp_path}/documents"],
         "puzzle_train": [f"--data_dir={made_puzzles}", "--device_type=cpu", "--hidden=8", "--heads=2"],
         "puzzle_preflight": ["--accelerator=v6e-4", f"--data_dir={made_puzzles}"],
         "tpu_preflight": ["--accelerator=v6e-4", f"--tokenizer_dir={byte_tokenizer_dir}"],

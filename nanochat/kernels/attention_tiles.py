@@ -1,4 +1,5 @@
 """The tiles in which the attention kernels compute the scores, and the order in which they work on them."""
+import math
 from typing import NamedTuple
 
 CHUNK = 256  # positions that are normalised and transposed at a time
@@ -19,7 +20,7 @@ class Tile(NamedTuple):
     """A tile of scores. Its queries and keys are slices of positions; `is_last` of the tiles of its rows."""
     queries: slice
     keys: slice
-    rows: slice  # the block of queries that it is of: the same queries, or on the diagonal, some more
+    rows: slice  # the block of queries that it is of: the same, or on the diagonal or a window's edge, some more
     is_last: bool
 
 
@@ -29,14 +30,20 @@ def list_tiles(length, tiles, window=None):
     window: a query sees itself and the window - 1 positions before it; None: all before it.
     """
     found = []
+
+    def add(queries, keys, rows):
+        if window is not None:  # the last queries may be too far from these keys
+            end = math.ceil((keys.stop + window - 1) / tiles.diagonal) * tiles.diagonal
+            queries = slice(queries.start, min(queries.stop, end))
+        found.append(Tile(queries, keys, rows, keys.stop == rows.stop))
+
     for start in reversed(range(0, length, tiles.queries)):
         rows = slice(start, min(start + tiles.queries, length))
-        reach = 0 if window is None else max(0, start - window + 1) // tiles.keys * tiles.keys
+        reach = 0 if window is None else max(0, start - window + 1) // tiles.diagonal * tiles.diagonal
         for first in range(reach, start, tiles.keys):
-            found.append(Tile(rows, slice(first, min(first + tiles.keys, start)), rows, False))
+            add(rows, slice(first, min(first + tiles.keys, start)), rows)
         for first in range(start, rows.stop, tiles.diagonal):
-            keys = slice(first, min(first + tiles.diagonal, rows.stop))
-            found.append(Tile(slice(first, rows.stop), keys, rows, keys.stop == rows.stop))
+            add(slice(first, rows.stop), slice(first, min(first + tiles.diagonal, rows.stop)), rows)
     return found
 
 

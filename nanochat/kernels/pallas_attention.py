@@ -18,6 +18,7 @@ What makes them fast (dev/LOG.md has what each part is worth):
 import functools
 import math
 from collections import Counter
+from itertools import groupby
 
 import jax
 import jax.numpy as jnp
@@ -60,11 +61,9 @@ def _d_rotated_norm(d_normed, normed, scale, cos, sin):
 
 
 def _masked(values, tile, window, keys_axis):
-    """Returns `values` of a tile of scores, and 0 where the query may not look at the key. window: an int, None, or a
-    traced int32 scalar."""
+    """Returns `values` of a tile of scores, and 0 where the query may not look at the key."""
     on_diagonal = tile.keys.stop > tile.queries.start
-    is_static = window is None or isinstance(window, int)
-    on_edge = not is_static or window is not None and tile.keys.start <= tile.queries.stop - 1 - window
+    on_edge = window is not None and tile.keys.start <= tile.queries.stop - 1 - window
     if not on_diagonal and not on_edge:
         return values
     queries = tile.queries.start + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1 - keys_axis)
@@ -84,8 +83,7 @@ def _forward_kernel(place, q_ref, k_ref, v_ref, cos_ref, sin_ref, out_ref, log_s
     """Its tiles are keys × queries, so that the sums over the keys are sums of rows. Scratch: q_t (128, T) and
     k (T, 128) rotated and normalised, v_t (128, T)."""
     dtype, length = q_ref.dtype, q_ref.shape[2]
-    tiles = list_tiles(length, FORWARD_TILES[matrix_unit], window if isinstance(window, int) else None)
-    window = place[1] if window == "any" else window
+    tiles = list_tiles(length, FORWARD_TILES[matrix_unit], window)
 
     def prepare_keys(chunk):
         normed, _ = _rotated_norm(k_ref[0, 0, chunk].T, cos_ref[:, chunk], sin_ref[:, chunk], eps)
@@ -135,15 +133,16 @@ def _sums_of_128(x):
 
 def _add_to(totals, tile, value, axis=1):
     """Adds `value`, whose dimension `axis` is the tile's queries, to the totals of the tile's rows."""
-    start, skipped = tile.rows.start, tile.queries.start - tile.rows.start
+    start, length = tile.rows.start, tile.rows.stop - tile.rows.start
+    cuts = [cut for cut in (tile.queries.start - start, tile.queries.stop - start) if 0 < cut < length]
+    if not cuts:
+        totals[start] = totals[start] + value if start in totals else value
+        return
     if start not in totals:
-        totals[start] = value
-    elif not skipped:
-        totals[start] += value
-    else:
-        total = totals[start]
-        before, after = jnp.split(total, [skipped], axis=axis)
-        totals[start] = jnp.concatenate([before, after + value], axis=axis)
+        totals[start] = jnp.zeros((*value.shape[:axis], length, *value.shape[axis + 1:]), value.dtype)
+    parts = jnp.split(totals[start], cuts, axis=axis)
+    parts[tile.queries.start > start] += value
+    totals[start] = jnp.concatenate(parts, axis=axis)
 
 
 # -----------------------------------------------------------------------------
@@ -161,8 +160,7 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, log_sums_ref, d_out_ref, cos_re
     log_sums in 128 equal columns, and the sums of the gradients so far, (128, T).
     """
     dtype, length = q_ref.dtype, q_ref.shape[2]
-    tiles = list_tiles(length, BACKWARD_TILES[matrix_unit], window if isinstance(window, int) else None)
-    window = place[1] if window == "any" else window
+    tiles = list_tiles(length, BACKWARD_TILES[matrix_unit], window)
     begun = set()  # (id of a sum, first position) of the chunks of 128 that something has been added to
 
     def rotated_norm(which, x, chunk):
@@ -201,19 +199,22 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, log_sums_ref, d_out_ref, cos_re
             means[start] = jnp.sum(means[start], axis=1, keepdims=True)
 
     def compute_d_scores(n):
-        skipped = tiles[n].queries.start - tiles[n].rows.start
-        d_score = probabilities[n] * (d_weights.pop(n) - means[tiles[n].rows.start][skipped:])
+        start, queries = tiles[n].rows.start, tiles[n].queries
+        d_score = probabilities[n] * (d_weights.pop(n) - means[start][queries.start - start:queries.stop - start])
         probabilities[n], d_scores[n] = probabilities[n].astype(dtype), d_score.astype(dtype)
 
     def add(total, positions, value, axis=1):
-        chunks = {(id(total), start) for start in range(positions.start, positions.stop, HEAD_DIM)}
-        at = (slice(None), positions) if axis else positions
-        if chunks <= begun:
-            total[at] += value
-        else:
-            assert not chunks & begun
-            total[at] = value
-            begun.update(chunks)
+        chunks = range(positions.start, positions.stop, HEAD_DIM)
+        for is_begun, group in groupby(chunks, lambda start: (id(total), start) in begun):
+            group = list(group)
+            part = slice(group[0], min(group[-1] + HEAD_DIM, positions.stop))
+            inside = slice(part.start - positions.start, part.stop - positions.start)
+            at, inside = ((slice(None), part), (slice(None), inside)) if axis else (part, inside)
+            if is_begun:
+                total[at] += value[inside]
+            else:
+                total[at] = value[inside]
+        begun.update((id(total), start) for start in chunks)
 
     def add_to_v(n):
         add(dv_sum, tiles[n].keys, _dot(d_out_t[:, tiles[n].queries], probabilities.pop(n)))
@@ -308,14 +309,14 @@ def _call(kernel, place, operands, results, scratch, tiles, products, interpret=
     )(place, *(array for _, array in operands))
 
 
-def _by_window(call, window, length, windowed):
-    """Returns call(window=…) with the window as the kernels take it: None, the number of positions of a short window,
-    or "any", which leaves no tile out and masks them all."""
-    if not windowed:
-        return call(window=None)
-    short = max(length // 2, 1)
-    kind = jnp.where(window >= length, 0, jnp.where(window == short, 1, 2))
-    return jax.lax.switch(kind, [lambda: call(window=None), lambda: call(window=short), lambda: call(window="any")])
+def _by_window(call, window, length, windows):
+    """Returns call(window=…) by the kernel that is made for `window`, an int32 scalar. There is one for each of
+    `windows` that is shorter than the sequence, from the shortest, and the last has none."""
+    sizes = sorted({min(size, length) for size in windows} or {length})
+    kernels = [functools.partial(call, window=size if size < length else None) for size in sizes]
+    if len(kernels) == 1:
+        return kernels[0]()
+    return jax.lax.switch(sum((window > size).astype(jnp.int32) for size in sizes[:-1]), kernels)
 
 
 def log_sums_shape(batch, length, width):
@@ -323,12 +324,13 @@ def log_sums_shape(batch, length, width):
     return batch, width // HEAD_DIM, 1, length
 
 
-def forward(place, q, k, v, cos, sin, *, windowed, matrix_unit, **options):
+def forward(place, q, k, v, cos, sin, *, windows, matrix_unit, **options):
     """[attention's output, (B, T, H × 128); the logarithms to base 2 of its sums, as log_sums_shape] of one layer.
 
-    place: int32 (2,), the layer and the window: a query sees itself and the window - 1 positions before it, if
-    `windowed`, else all before it. q: a stack (layers, B, T, H × 128); k, v: (layers, B, T, H_kv × 128); cos, sin: as
-    in _rotated_norm, fp32. matrix_unit: the width of the chip's matrix units. options: eps, interpret.
+    place: int32 (2,), the layer and its window: a query sees itself and the window - 1 positions before it. windows:
+    the sizes that occur, ints; empty: all layers see all positions, and place[1] says nothing. q: a stack (layers, B,
+    T, H × 128); k, v: (layers, B, T, H_kv × 128); cos, sin: as in _rotated_norm, fp32. matrix_unit: the width of the
+    chip's matrix units. options: eps, interpret.
     """
     _, batch, length, width = q.shape
     operands = [("q stack", q), ("k stack", k), ("k stack", v), ("table", cos), ("table", sin)]
@@ -337,14 +339,14 @@ def forward(place, q, k, v, cos, sin, *, windowed, matrix_unit, **options):
     scratch = [((HEAD_DIM, length), q.dtype), ((length, HEAD_DIM), q.dtype), ((HEAD_DIM, length), q.dtype)]
 
     def call(window):
-        tiles = list_tiles(length, FORWARD_TILES[matrix_unit], window if isinstance(window, int) else None)
+        tiles = list_tiles(length, FORWARD_TILES[matrix_unit], window)
         return _call(_forward_kernel, place, operands, results, scratch, tiles, products=2, window=window,
                      matrix_unit=matrix_unit, **options)
 
-    return _by_window(call, place[1], length, windowed)
+    return _by_window(call, place[1], length, windows)
 
 
-def backward(place, q, k, v, log_sums, d_out, cos, sin, *, windowed, matrix_unit, **options):
+def backward(place, q, k, v, log_sums, d_out, cos, sin, *, windows, matrix_unit, **options):
     """Gradients of the layer's q, k and v from that of its output, d_out (B, T, H × 128). log_sums: a stack (layers, …)
     of what `forward` returned. The rest as in `forward`."""
     length, dtype, group = q.shape[2], q.dtype, q.shape[3] // k.shape[3]
@@ -358,8 +360,8 @@ def backward(place, q, k, v, log_sums, d_out, cos, sin, *, windowed, matrix_unit
                    columns))]
 
     def call(window):
-        tiles = list_tiles(length, BACKWARD_TILES[matrix_unit], window if isinstance(window, int) else None)
+        tiles = list_tiles(length, BACKWARD_TILES[matrix_unit], window)
         return _call(_backward_kernel, place, operands, results, scratch, tiles, products=5, window=window,
                      matrix_unit=matrix_unit, group=group, **options)
 
-    return _by_window(call, place[1], length, windowed)
+    return _by_window(call, place[1], length, windows)

@@ -22,12 +22,15 @@ CHUNK_TOKENS = 8192  # tokens whose logits are held at a time, in bf16: 8192 × 
 def get_kernels(name, interpret, sharding):
     """Returns the Kernels `chunked` or `flash`. interpret: Pallas kernels run as plain XLA operations, which a CPU can
     do: the numbers are right, and it is slow. sharding: how the ranks divide the weights."""
-    attention = _pallas_attention(interpret, _matrix_unit()) if name == "flash" else PYTORCH_ATTENTION
-    layer = gpt_layer_for_loop(attention, sharding)
+    matrix_unit = _matrix_unit()
+    if name == "flash":
+        _pin_mosaic_version()
 
     def run_all(x, stacks, windows, rotary, recompute):
+        sizes, of_layers = windows or ((), None)
+        attention = _pallas_attention(interpret, matrix_unit, sizes) if name == "flash" else PYTORCH_ATTENTION
         tables = _pallas_tables(*rotary) if name == "flash" else rotary
-        return run_layers(layer, x, stacks, windows, tables, recompute)
+        return run_layers(gpt_layer_for_loop(attention, sharding), x, stacks, of_layers, tables, recompute)
 
     def mean_cross_entropy(hidden, head, targets, softcap):
         return _MeanCrossEntropy.apply(hidden, head, targets, softcap, sharding)
@@ -75,12 +78,11 @@ def _matrix_unit():
 
 
 @cache
-def _pallas_attention(interpret, matrix_unit):
-    _pin_mosaic_version()
+def _pallas_attention(interpret, matrix_unit, windows):
     from nanochat.kernels import pallas_attention
 
     def call(function, index, window, *arrays):
-        options = dict(eps=NORM_EPS, windowed=window is not None, matrix_unit=matrix_unit, interpret=interpret)
+        options = dict(eps=NORM_EPS, windows=windows, matrix_unit=matrix_unit, interpret=interpret)
         place = torch.stack([index, torch.zeros_like(index) if window is None else window])
         return jax_call(_with_options(function, **options), place, *arrays)
 

@@ -162,7 +162,8 @@ class GPT(nn.Module):
         windows = self.config.windows()
         if self.kernels.run_layers and cache is None:
             rotary = self.cos[:ids.size(1)], self.sin[:ids.size(1)]
-            return norm(self.kernels.run_layers(x0, stacks, self.windows if any(windows) else None, rotary,
+            sizes = tuple(sorted({window or self.config.max_seq_len for window in windows}))
+            return norm(self.kernels.run_layers(x0, stacks, (sizes, self.windows) if any(windows) else None, rotary,
                                                 self.activation_checkpointing))
         positions = torch.arange(ids.size(1), device=ids.device) if positions is None else positions
         rotary = self.cos[positions].to(self.compute_dtype), self.sin[positions].to(self.compute_dtype)

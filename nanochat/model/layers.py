@@ -41,8 +41,8 @@ class Kernels:
     recompute(function, *args): function(*args), which is computed again in the backward pass instead of keeping its
         activations
     run_layers(x, stacks, windows, rotary, recompute): x (B, T, C) after all layers, whose weights are the LayerWeights
-        `stacks`; windows is int32 (layers,), or None where every layer sees all positions; rotary is cos and sin
-        (T, head_dim / 2). None where the model runs one layer after the other
+        `stacks`; windows is the sizes that occur, ints, and each layer's, int32 (layers,), or None where every layer
+        sees all positions; rotary is cos and sin (T, head_dim / 2). None where the model runs one layer after the other
     """
     name: str
     attention: Callable

@@ -6,7 +6,7 @@ tell well which of two programs is faster, and less well how many seconds either
 import re
 from dataclasses import dataclass, field
 
-from nanochat.preflight import hlo, timeline
+from nanochat.preflight import collectives, hlo, timeline
 
 FULL = 0.9  # a unit with this fraction of its slots in use is what an operation waits for
 HEURISTIC_RANGE = 0.7, 1.1  # schedule / heuristic: 0.72 to 0.89 at depth 16, and a margin
@@ -48,17 +48,18 @@ class ProgramReport:
     top_operations: list = field(default_factory=list)
 
 
-def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice):
+def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, branch_shares=()):
     """Returns the ProgramReport of a TracedProgram and its CompiledProgram, which must fit.
 
     resident_bytes: {name: bytes} of all tensors that stay on the chip, also of those that this program does not use.
+    branch_shares: as in hlo.Module.ops.
     """
     unused = sum(size for name, size in resident_bytes.items() if name not in traced.arguments)
     memory = {name: getattr(compiled, name)
               for name in ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "code_bytes")}
     peak = unused + sum(memory.values()) - 2 * compiled.alias_bytes
     module = hlo.parse(compiled.hlo_text)
-    ops, tpu = module.ops(), tpu_slice.tpu
+    ops, tpu = module.ops(branch_shares), tpu_slice.tpu
     schedules = with_twins(compiled.schedules, ops)
     report = ProgramReport(
         traced.name, runs_per_step, compiled.seconds, traced.instructions, module.instruction_count(),
@@ -74,7 +75,7 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice):
             report.pallas_flops += op.times * pallas_flops(op)
             if not op.instruction.declared_cost:
                 report.pallas_uncounted.append(op.instruction.name)
-    report.collectives = hlo.collectives(ops, tpu_slice.chips)
+    report.collectives = collectives.count(ops, tpu_slice.chips)
     report.compute_s = cycles_s(report.cycles, tpu)
     report.hbm_s = report.hbm_bytes / tpu.hbm_bytes_per_s
     line = timeline.run(ops, lambda op: cycles_s(cycles_of(op, schedules, tpu)[0], tpu), tpu_slice)

@@ -118,22 +118,28 @@ class Module:
         """Returns the number of instructions, including those inside fusions and loops, each counted once."""
         return sum(map(len, self.computations.values()))
 
-    def ops(self):
-        """Returns a list of Op of all scheduled instructions: those of the entry computation and of its loops."""
-        return list(self._ops_of(self.entry, 1))
+    def ops(self, branch_shares=()):
+        """Returns a list of Op of all scheduled instructions: those of the entry computation and of its loops.
 
-    def _ops_of(self, name, times):
+        branch_shares: the fraction of a conditional's runs that each of its branches gets, as Fractions. All branches
+        of a conditional that has another number of them are counted as if they always ran.
+        """
+        return list(self._ops_of(self.entry, 1, branch_shares))
+
+    def _ops_of(self, name, times, branch_shares):
         computation = self.computations[name]
         for instruction in computation.values():
             if instruction.opcode == "while":
                 trips = times * self.trip_count(instruction, computation)
-                yield from self._ops_of(instruction.called("condition"), trips)
-                yield from self._ops_of(instruction.called("body"), trips)
+                yield from self._ops_of(instruction.called("condition"), trips, branch_shares)
+                yield from self._ops_of(instruction.called("body"), trips, branch_shares)
             elif instruction.opcode == "call":
-                yield from self._ops_of(instruction.called("to_apply"), times)
+                yield from self._ops_of(instruction.called("to_apply"), times, branch_shares)
             elif instruction.opcode == "conditional":
-                for branch in self._branches(instruction):
-                    yield from self._ops_of(branch, times)
+                branches = self._branches(instruction)
+                shares = branch_shares if len(branches) == len(branch_shares) else [1] * len(branches)
+                for branch, share in zip(branches, shares, strict=True):
+                    yield from self._ops_of(branch, round(times * share), branch_shares)
             elif instruction.opcode.endswith("-done"):
                 yield Op(instruction, times, 0, 0.0, 0.0, ends=self._start_of(instruction, computation))
             elif instruction.opcode not in _FREE and instruction.custom_call_target not in _FREE_CUSTOM_CALLS:
@@ -365,36 +371,3 @@ def hash_of_program(text):
             attributes = re.sub(r", metadata=\{[^}]*\}", "", i.attributes).strip()
             digest.update(repr((i.name, i.opcode, i.shape, i.operands, i.is_root, attributes)).encode())
     return digest.hexdigest()[:32]
-
-
-def collectives(ops, chips):
-    """Returns {opcode: [number of runs, bytes, overlapped bytes]} of the collectives among `ops`.
-
-    The bytes are those of the whole arrays that are reduced or gathered; the overlapped ones move concurrently with
-    other work. chips: the number of chips that take part.
-    """
-    found = {}
-    for op in ops:
-        kind = collective_kind(op)
-        if kind:
-            line = found.setdefault(kind, [0, 0, 0])
-            size = op.times * collective_bytes(op, chips)
-            line[0] += op.times
-            line[1] += size
-            line[2] += size * bool(op.begins)
-    return found
-
-
-def collective_kind(op):
-    """Returns the opcode of the collective that an Op is or begins, "" if it is none."""
-    kind = op.instruction.opcode.removesuffix("-start")
-    return kind if kind in COLLECTIVES and not op.ends else ""
-
-
-def collective_bytes(op, chips):
-    """Returns the bytes of the whole arrays that one run of a collective reduces, gathers or exchanges."""
-    instruction = op.instruction
-    sizes = sorted((array.bytes for array in instruction.shape), reverse=True)
-    if instruction.opcode.endswith("-start"):  # (operands, results, …): results are as large as operands, or larger
-        sizes = sizes[:len(instruction.operands)]
-    return sum(sizes) * ((instruction.group_size or chips) if instruction.opcode.startswith("reduce-scatter") else 1)

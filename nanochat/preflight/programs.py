@@ -17,10 +17,12 @@ def fill_with_placeholders(model):
 class Programs:
     """The programs of a run, and what stays in a chip's memory between them."""
 
-    def __init__(self, plan, training, name_buffer=lambda shape: ""):
+    def __init__(self, plan, training, name_buffer=lambda shape: "", branch_shares=()):
         """plan: of a Task; training: its TrainingStep, whose model has gone through fill_with_placeholders, and whose
-        carry is of placeholders. name_buffer("bf16[8192,65536]") says in words what an array of this shape holds."""
+        carry is of placeholders. name_buffer("bf16[8192,65536]") says in words what an array of this shape holds.
+        branch_shares: as in hlo.Module.ops."""
         self.plan, self.training, self.name_buffer = plan, training, name_buffer
+        self.branch_shares = branch_shares
         make_placeholders()  # what the optimizer has set to zero so far
 
     def resident_bytes(self):

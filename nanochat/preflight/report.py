@@ -61,10 +61,10 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
                     program, compiled, sum(resident_bytes.values()), programs.name_buffer)
             else:
                 fitting.append(estimate.report_program(program, compiled, runs_per_step[program.name], resident_bytes,
-                                                       tpu_slice))
+                                                       tpu_slice, programs.branch_shares))
                 report["programs"][program.name] = asdict(fitting[-1])
                 if request.explain:
-                    ops = hlo.parse(compiled.hlo_text).ops()
+                    ops = hlo.parse(compiled.hlo_text).ops(programs.branch_shares)
                     found = explain(request.explain, ops, compiled.schedules, tpu_slice.tpu)
                     report["explained"] |= {program.name: found} if found else {}
     report["compile_wall_s"] = time.monotonic() - started

@@ -6,7 +6,7 @@ much of it. Transfers of the same kind, copies by HBM or collectives by the inte
 import math
 from dataclasses import dataclass
 
-from nanochat.preflight import hlo
+from nanochat.preflight import collectives
 
 
 @dataclass
@@ -47,7 +47,7 @@ def run(ops, busy_s, tpu_slice):
     """
     line, ends, free_at = Timeline(), {}, {"copies": 0.0, "ici": 0.0}
     for op in ops:
-        kind, now = hlo.collective_kind(op), line.seconds
+        kind, now = collectives.kind_of(op), line.seconds
         traffic_s = op.times * op.hbm_bytes / tpu_slice.tpu.hbm_bytes_per_s
         ici_s = op.times * collective_s(op, tpu_slice)
         if op.ends:
@@ -81,10 +81,10 @@ def collective_s(op, tpu_slice):
     half of what each chip sends crosses the middle of the box of chips, of which a row sends through one link each:
     bytes × length of the longest side / 4 per link. A torus whose sides are closed would take half of that.
     """
-    kind = hlo.collective_kind(op)
+    kind = collectives.kind_of(op)
     if not kind:
         return 0.0
-    num_bytes, chips = hlo.collective_bytes(op, tpu_slice.chips), op.instruction.group_size or tpu_slice.chips
+    num_bytes, chips = collectives.bytes_of(op, tpu_slice.chips), op.instruction.group_size or tpu_slice.chips
     dimensions = tpu_slice.tpu.torus_dims
     link_bytes_per_s = tpu_slice.tpu.ici_bytes_per_s / (4 * dimensions)  # in one direction
     if kind == "all-to-all":

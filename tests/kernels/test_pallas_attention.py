@@ -32,7 +32,7 @@ def by_pallas(q, k, v, d_out, window, matrix_unit):
 
     tables = [to_jax(table) for table in _pallas_tables(*rotary_tables(torch.arange(q.size(1)), DIM))]
     stacks = [to_jax(torch.stack([torch.full_like(x, torch.nan), x])) for x in (q, k, v)]
-    options = dict(eps=NORM_EPS, windowed=window is not None, matrix_unit=matrix_unit, interpret=True)
+    options = dict(eps=NORM_EPS, windows=(window, q.size(1)) if window else (), matrix_unit=matrix_unit, interpret=True)
     place = jax.numpy.asarray([1, window or 0], "int32")
     out, log_sums = jax.jit(partial(pallas_attention.forward, **options))(place, *stacks, *tables)
     gradients = jax.jit(partial(pallas_attention.backward, **options))(
@@ -52,7 +52,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize("length, heads, kv_heads, window, matrix_unit", [
     (12, 2, 1, None, 128), (12, 1, 1, 6, 256), (384, 2, 1, None, 256),
     *(pytest.param(*shape, matrix_unit, marks=slow) for matrix_unit in (128, 256)
-      for shape in ((640, 1, 1, None), (640, 2, 1, 200), (1280, 1, 1, 640)))])
+      for shape in ((640, 1, 1, None), (640, 2, 1, 200), (1280, 1, 1, 640), (1536, 1, 1, 384)))])
 def test_output_and_gradients_are_those_of_float64(length, heads, kv_heads, window, matrix_unit):
     operands = some_operands(length, heads, kv_heads, torch.float32)
     for found, exact in zip(by_pallas(*operands, window, matrix_unit), in_float64(*operands, window), strict=True):
@@ -69,7 +69,7 @@ def test_in_bfloat16_the_error_is_that_of_rounded_operands(matrix_unit):
 @pytest.mark.parametrize("matrix_unit", [128, 256])
 @pytest.mark.parametrize("tiles_of", [FORWARD_TILES, BACKWARD_TILES])
 @pytest.mark.parametrize("length, window", [
-    (128, None), (1024, None), (1152, None), (2048, 1024), (2048, 1), (896, 448)])
+    (128, None), (1024, None), (1152, None), (2048, 1024), (2048, 512), (2048, 1), (896, 448), (640, 200)])
 def test_tiles_cover_what_queries_see_once(length, window, tiles_of, matrix_unit):
     covered = np.zeros((length, length), int)
     for tile in list_tiles(length, tiles_of[matrix_unit], window):
@@ -80,10 +80,13 @@ def test_tiles_cover_what_queries_see_once(length, window, tiles_of, matrix_unit
 
 
 @pytest.mark.parametrize("length", [2048, 4096])
-def test_a_window_of_half_the_length_leaves_tiles_out(length):
-    """Of the positions that all queries see together, the window leaves 3/4."""
+@pytest.mark.parametrize("matrix_unit", [128, 256])
+@pytest.mark.parametrize("tiles_of", [FORWARD_TILES, BACKWARD_TILES])
+def test_windows_leave_tiles_out(length, tiles_of, matrix_unit):
+    """Of the positions that all queries see, windows of half and a quarter of the length leave 3/4 and 7/16."""
     def area(window):
         return sum((tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
-                   for tile in list_tiles(length, BACKWARD_TILES[256], window))
+                   for tile in list_tiles(length, tiles_of[matrix_unit], window))
 
     assert area(length // 2) < 0.84 * area(None)
+    assert area(length // 4) < 0.6 * area(None)

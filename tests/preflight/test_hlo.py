@@ -1,8 +1,10 @@
 # ruff: noqa: E501  the lines are as the compiler writes them
 """Checks what hlo.py reads, on short programs in the compiler's own notation."""
+from fractions import Fraction
+
 import pytest
 
-from nanochat.preflight import hlo
+from nanochat.preflight import collectives, hlo
 
 PROGRAM = '''HloModule IrToHlo.1, is_scheduled=true, entry_computation_layout={(f32[8,1024,1024]{2,1,0:T(8,128)})->f32[]}
 
@@ -67,6 +69,30 @@ def test_bodies_of_loops_count_as_often_as_they_run_nested_ones_too():
     assert sum(op.times * op.cycles for op in ops.values()) == 1000 + 8 * 100 + 24 * 5
 
 
+BRANCHES = """
+%short (t: (s32[])) -> s32[] {
+  %t = (s32[]{:T(128)}) parameter(0)
+  ROOT %short.1 = s32[]{:T(128)} custom-call(%t), custom_call_target="tpu_custom_call"
+}
+
+%long (u: (s32[])) -> s32[] {
+  %u = (s32[]{:T(128)}) parameter(0)
+  ROOT %long.1 = s32[]{:T(128)} custom-call(%u), custom_call_target="tpu_custom_call"
+}
+
+%body (s:"""
+CONDITIONAL = """  %which = s32[]{:T(128)} conditional(%get.4, %tuple.2, %tuple.2), branch_computations={%short, %long}
+  %while.1 ="""
+
+
+@pytest.mark.parametrize("shares, short, long", [((), 8, 8), ((Fraction(3, 4), Fraction(1, 4)), 6, 2),
+                                                ((Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)), 8, 8)])
+def test_branches_count_by_their_shares(shares, short, long):
+    program = PROGRAM.replace("%body (s:", BRANCHES.lstrip(), 1).replace("  %while.1 =", CONDITIONAL, 1)
+    ops = {op.instruction.name: op for op in hlo.parse(program).ops(shares)}
+    assert (ops["short.1"].times, ops["long.1"].times) == (short, long)
+
+
 def test_an_instruction_may_span_lines_that_begin_with_a_brace():
     ops = {op.instruction.name: op for op in hlo.parse(PROGRAM).ops()}
     assert ops["twice"].instruction.source == "nanochat/model/gpt.py:7 aten__add"
@@ -82,7 +108,7 @@ def test_of_a_stack_that_a_loop_takes_slices_of_the_slice_counts_and_vmem_does_n
 
 
 def test_collectives_in_loops_count_as_often_as_they_run():
-    assert hlo.collectives(hlo.parse(PROGRAM).ops(), chips=8) == {"all-reduce": [8, 8 * 4 * 1024 * 1024, 0]}
+    assert collectives.count(hlo.parse(PROGRAM).ops(), chips=8) == {"all-reduce": [8, 8 * 4 * 1024 * 1024, 0]}
 
 
 OVERLAPPED = '''HloModule IrToHlo.2, is_scheduled=true, entry_computation_layout={(bf16[1,8,128]{2,1,0})->bf16[2,8,128]{2,1,0}}
@@ -119,7 +145,7 @@ ENTRY %main (Arg_0: bf16[1,8,128], Arg_1: f32[8,128]) -> f32[8,128] {
 def test_a_collective_in_steps_counts_once_and_as_running_beside_other_work():
     ops = hlo.parse(OVERLAPPED).ops()
     whole, part, added = 2 * 8 * 128 * 2, 8 * 128 * 2, 8 * 128 * 4
-    assert hlo.collectives(ops, chips=2) == {"all-gather": [1, whole, whole]}
+    assert collectives.count(ops, chips=2) == {"all-gather": [1, whole, whole]}
     assert sum(op.hbm_bytes for op in ops) == whole + part + 2 * added
 
 
@@ -133,4 +159,4 @@ ENTRY %main (Arg_0: bf16[8,128]) -> bf16[8,128] {
 }
 '''
     whole = 8 * 128 * 2
-    assert hlo.collectives(hlo.parse(program).ops(), chips=4) == {"all-to-all": [1, whole, whole]}
+    assert collectives.count(hlo.parse(program).ops(), chips=4) == {"all-to-all": [1, whole, whole]}

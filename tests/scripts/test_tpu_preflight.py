@@ -196,7 +196,7 @@ place, row = jax.ShapeDtypeStruct((2,), "int32"), jax.ShapeDtypeStruct((1, 128, 
 log_sums = jax.ShapeDtypeStruct((1, 1, 1, 1, 128), "float32")
 for kernel, arguments in ((pallas_attention.forward, [stack] * 3),
                           (pallas_attention.backward, [stack] * 3 + [log_sums, row])):
-    kernel = jax.jit(partial(kernel, eps=1e-6, windowed=False, matrix_unit=128))
+    kernel = jax.jit(partial(kernel, eps=1e-6, windows=(), matrix_unit=128))
     text = kernel.trace(place, *arguments, table, table).lower(lowering_platforms=("tpu",)).as_text()
     with ir.Context() as context:
         context.allow_unregistered_dialects = True
