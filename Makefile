@@ -3,8 +3,7 @@
 PYTHON ?= python3
 .DELETE_ON_ERROR:
 
-# Processes that run tests at the same time. Two cores keep three busy, because many tests wait.
-TEST_PROCESSES ?= 3
+# TEST_PROCESSES run tests at the same time. Two cores keep four busy, because many tests wait; the slow ones need memory.
 PYTEST = .venv/bin/python -m pytest --no-loadscope-reorder
 
 .PHONY: demo test test-all eval lint
@@ -12,10 +11,10 @@ demo: .venv/installed
 	.venv/bin/python -m scripts.demo
 
 test: .venv/installed
-	$(PYTEST) -n $(TEST_PROCESSES)
+	$(PYTEST) -n $(or $(TEST_PROCESSES),4)
 
 test-all: .venv/installed
-	$(PYTEST) -n $(TEST_PROCESSES) -m "slow or not slow"
+	$(PYTEST) -n $(or $(TEST_PROCESSES),3) -m "slow or not slow"
 
 # What a checkpoint can do, in one table: make eval CHECKPOINT=RUN. Without CHECKPOINT: the newest of all runs.
 # FLAGS: of scripts.eval_table.

@@ -37,8 +37,7 @@ class Buffer {
 }  // namespace text
 """
 # Each is typed behind the line that begins the pair. Then comes Tab, if grey text is shown within SHOWN_S.
-TYPED = (("  size_t size() const {", "    return "), ("  }", "  bool empty() const { re"),
-         ("  std::vector<std::string> lines_;", "  std::st"))
+TYPED = (("  size_t size() const {", "    return "), ("  }", "  bool empty() const { re"))
 SHOWN_S, KEY_S = 6, 0.12
 
 
