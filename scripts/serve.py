@@ -18,6 +18,7 @@ from nanochat.infer.infill import Infiller, Options
 from nanochat.infer.load import ModelFlags, find_checkpoint, load_model, resolve_inference_device_type
 
 MAX_CONNECTIONS = 100
+KEEP_ALIVE_S = 75  # after a person's pause, an editor's next request shall not meet a connection that is being closed
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def main(argv=None):
         # uvicorn's log of requests would show queries; the server logs what happens to each completion by itself.
         config = uvicorn.Config(make_app(server, api_key=of_server.api_key), log_config=None, access_log=False,
                                 log_level="warning", ws="none", limit_concurrency=MAX_CONNECTIONS,
-                                timeout_graceful_shutdown=2)
+                                timeout_graceful_shutdown=2, timeout_keep_alive=KEEP_ALIVE_S)
         try:
             uvicorn.Server(config).run(sockets=[listening])
         except KeyboardInterrupt:

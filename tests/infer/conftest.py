@@ -85,7 +85,7 @@ def serving(infiller, api_key=None, max_tokens=64, timeout_s=60.0):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         runner = uvicorn.Server(uvicorn.Config(make_app(server, api_key=api_key), log_config=None, access_log=False,
-                                               ws="none", timeout_graceful_shutdown=1))
+                                               ws="none", timeout_graceful_shutdown=1, timeout_keep_alive=600))
         thread = threading.Thread(target=runner.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
