@@ -6,23 +6,17 @@ Needs no TPU, and seconds where tpu_preflight compiles a whole program. Beside t
 products of all pairs of a query and a key that it sees at the peak rate of the matrix units, and the fraction of each
 unit's slots that is used. A batch, heads and layers multiply the cycles.
 """
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 from nanochat.common import BadInput, flag, read_flags, run_script
-from nanochat.device import tpu
 from nanochat.kernels.flash_shapes import HEAD_DIM, MAX_SEQ_LEN
-from nanochat.preflight.compile import CompilerError, compile_programs, require_packages
-from nanochat.preflight.schedule import LIBTPU_OPTIONS
+from nanochat.preflight.compile import require_packages
+from nanochat.preflight.jax_programs import parse_one_chip, schedule_of
 
 PRODUCTS = {"forward": 2, "backward": 5}  # of each pair of a query and a key with 128 numbers
 UNITS = "matrix", "vector", "load", "store", "transcendental", "across lanes"
 KERNEL = """
-import sys
 from functools import partial
 import jax
 import jax._src.tpu_custom_call as tpu_custom_call
@@ -37,7 +31,6 @@ sums = array(2, *pallas_attention.log_sums_shape(batch, length, width), dtype="f
 others = [sums, array(batch, length, width)] if name == "backward" else []
 kernel = jax.jit(partial(getattr(pallas_attention, name), eps=1e-6, windows=(window,), matrix_unit=matrix_unit))
 lowered = kernel.trace(array(2, dtype="int32"), *rows, *others, *tables).lower(lowering_platforms=("tpu",))
-sys.stdout.buffer.write(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
 """
 
 
@@ -62,23 +55,14 @@ def measure(flags, tpu_slice, folder):
              tpu_slice.tpu.matrix_unit)
     pairs = sum(min(position, window) for position in range(1, flags.max_seq_len + 1))
     for name, products in PRODUCTS.items():
-        proto = subprocess.run([sys.executable, "-c", KERNEL, name, *map(str, sizes)], stdout=subprocess.PIPE,
-                               check=True, timeout=flags.timeout_s, env=os.environ | {"JAX_PLATFORMS": "cpu"}).stdout
-        program = SimpleNamespace(name=name, hlo_proto=proto, donated=set())
-        (_, compiled), = compile_programs([program], tpu_slice, folder, flags.timeout_s,
-                                          schedule_options=LIBTPU_OPTIONS)
-        if compiled.out_of_memory:
-            raise CompilerError(f"the {name} kernel does not fit into the chip: {compiled.out_of_memory[:300]}")
+        schedule = schedule_of(f"{name} kernel", KERNEL, (name, *sizes), tpu_slice, folder, flags.timeout_s)
         flops = 2 * products * HEAD_DIM * pairs * flags.device_batch_size * flags.num_heads
-        yield (name, flops / tpu_slice.tpu.flops_per_cycle,
-               max(compiled.schedules.values(), key=lambda schedule: schedule.cycles))
+        yield name, flops / tpu_slice.tpu.flops_per_cycle, schedule
 
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    tpu_slice = tpu.parse_accelerator(flags.accelerator)
-    if tpu_slice.chips != 1 or tpu_slice.tpu.name not in ("v5e", "v6e"):
-        raise BadInput(f"--accelerator={flags.accelerator}: the kernels are for v5litepod-1 or v6e-1")
+    tpu_slice = parse_one_chip(flags.accelerator)
     if flags.max_seq_len % 128:
         raise BadInput(f"--max_seq_len={flags.max_seq_len} is not a multiple of 128")
     if flags.num_heads % max(flags.num_kv_heads, 1):
@@ -87,18 +71,11 @@ def main(argv=None):
     print(f"Mcycles of {flags.layers} layers, and the fraction of each unit's slots in use")
     print(f"{'':>10} {'schedule':>9} {'bound':>8} {'÷ bound':>8} {'matrix work':>12} {'empty':>6}  " + "  ".join(UNITS))
     with tempfile.TemporaryDirectory(prefix="bench_kernels_") as folder:
-        try:
-            for name, bound, schedule in measure(flags, tpu_slice, folder):
-                mcycles = [cycles * flags.layers / 1e6 for cycles in (schedule.cycles, bound, schedule.matrix_cycles)]
-                uses = "  ".join(f"{schedule.use(unit):{len(unit)}.0%}" for unit in UNITS)
-                print(f"{name:>10} {mcycles[0]:9.2f} {mcycles[1]:8.2f} {mcycles[0] / mcycles[1]:8.2f} "
-                      f"{mcycles[2]:12.2f} {schedule.empty_cycles / schedule.cycles:6.1%}  {uses}", flush=True)
-        except CompilerError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        except subprocess.TimeoutExpired:
-            print(f"error: a kernel took more than --timeout_s={flags.timeout_s} to trace", file=sys.stderr)
-            return 1
+        for name, bound, schedule in measure(flags, tpu_slice, folder):
+            mcycles = [cycles * flags.layers / 1e6 for cycles in (schedule.cycles, bound, schedule.matrix_cycles)]
+            uses = "  ".join(f"{schedule.use(unit):{len(unit)}.0%}" for unit in UNITS)
+            print(f"{name:>10} {mcycles[0]:9.2f} {mcycles[1]:8.2f} {mcycles[0] / mcycles[1]:8.2f} "
+                  f"{mcycles[2]:12.2f} {schedule.empty_cycles / schedule.cycles:6.1%}  {uses}", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, Failure
 from nanochat.device import tpu
 from nanochat.preflight import schedule
 from nanochat.preflight.source_lines import REPOSITORY
@@ -33,7 +33,7 @@ def require_packages():
                        "newer on Linux (x86-64)")
 
 
-class CompilerError(Exception):
+class CompilerError(Failure):
     """The TPU compiler failed, or took too long. The message is one line: what happened, and what to do."""
 
 

@@ -3,10 +3,12 @@ import importlib.util
 
 import pytest
 
+from nanochat.common import run_script
 from nanochat.device import tpu
 from nanochat.preflight import hlo, timeline
 from nanochat.preflight.compile import CompilerError
 from nanochat.preflight.explain import listing
+from nanochat.preflight.jax_programs import schedule_of
 from nanochat.preflight.schedule import Unreadable, read_folder, read_schedule
 from scripts import bench_schedule
 
@@ -26,11 +28,21 @@ def test_a_product_takes_as_long_as_its_operations_at_the_peak_rate(accelerator,
 
 
 @needs_compiler
-def test_a_dump_that_is_missing_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_schedule, "LIBTPU_OPTIONS", {"xla_jf_dump_llo_text": "false"})
+def test_a_dump_that_is_missing_is_one_line(tmp_path):
     with pytest.raises(CompilerError, match="no schedules for product.*--heuristic") as error:
-        list(bench_schedule.measure(tpu.parse_accelerator("v5litepod-1"), [(256, 256, 256)], tmp_path))
+        list(bench_schedule.measure(tpu.parse_accelerator("v5litepod-1"), [(256, 256, 256)], tmp_path,
+                                    libtpu_options={"xla_jf_dump_llo_text": "false"}))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("code, timeout_s, words", [
+    ("raise RuntimeError('no such thing')", 100, "the thing cannot be traced: RuntimeError: no such thing"),
+    ("import time; time.sleep(100)", 0.2, "tracing the thing took more than --timeout_s=0.2: give it more time"),
+])
+def test_a_program_that_cannot_be_traced_is_one_line_and_status_1(tmp_path, capsys, code, timeout_s, words):
+    with pytest.raises(SystemExit) as ended:
+        run_script(lambda: schedule_of("thing", code, (), tpu.parse_accelerator("v5litepod-1"), tmp_path, timeout_s))
+    assert ended.value.code == 1 and capsys.readouterr().err == f"error: {words}\n"
 
 
 PROGRAM = """
