@@ -31,8 +31,9 @@ def run_script(main):
     """Runs main() and ends the process with the status that it returns (None: 0). What the terminal or log cannot show,
     such as é in ASCII, is printed as \\xe9.
 
-    BadInput, Failure, Ctrl-C and a full disk end it with one line on stderr and status 2, 1, 130 and 1. If whoever reads the output
-    has ended, as `head` does, it ends without a word and with status 141, as a program that SIGPIPE ends.
+    BadInput, Failure, Ctrl-C and a full disk end it with one line on stderr and status 2, 1, 130 and 1. If whoever
+    reads the output has ended, as `head` does, it ends without a word and with status 141, as a program that SIGPIPE
+    ends.
     """
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None: closed
     for stream in (sys.stdout, sys.stderr):

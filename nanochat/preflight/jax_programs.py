@@ -23,7 +23,7 @@ def parse_one_chip(accelerator):
 def schedule_of(name, code, arguments, tpu_slice, folder, timeout_s, libtpu_options=LIBTPU_OPTIONS):
     """Compiles a program, and returns the Schedule of its dearest operation.
 
-    name: for messages. code: Python that finds `arguments` in sys.argv[1:] and makes `lowered`, what jax.jit(f).lower()
+    name: for messages. code: a Python script that takes `arguments` and makes `lowered`, what jax.jit(f).lower()
     returns; it runs in a process of its own, because JAX and torch_xla cannot share one.
     Raises CompilerError, with one line, if tracing or compiling fails, takes longer than timeout_s, or needs more
     memory than the chip has.
