@@ -88,7 +88,7 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, sch
     if schedule_options:
         shutil.rmtree(schedules_folder, ignore_errors=True)  # of an earlier preflight that was killed
         schedules_folder.mkdir()
-        options = schedule_options | {"xla_jf_dump_to": str(schedules_folder)}
+        options = schedule_options | {"xla_jf_dump_to": schedules_folder.name}
     try:
         _run_compiler(program, tpu_slice, folder, timeout_s, processes, options)
         compiled = json.loads((folder / "compiled.json").read_text())
@@ -105,7 +105,7 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, sch
 
 
 def _run_compiler(program, tpu_slice, folder, timeout_s, processes, options):
-    code = f"from nanochat.preflight.compiler_process import compile_folder; compile_folder({str(folder)!r})"
+    code = f"from nanochat.preflight.compiler_process import compile_folder; compile_folder({str(folder.resolve())!r})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, text=True, stdout=subprocess.DEVNULL,
                                stderr=subprocess.PIPE, env=_compiler_environment(tpu_slice, options))
     processes.append(process)

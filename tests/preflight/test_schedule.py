@@ -19,7 +19,8 @@ needs_compiler = pytest.mark.skipif(not (importlib.util.find_spec("libtpu") and 
 @needs_compiler
 @pytest.mark.parametrize("accelerator", ["v5litepod-1", "v6e-1"])
 def test_a_product_takes_as_long_as_its_operations_at_the_peak_rate(accelerator, tmp_path):
-    (_, bound, schedule), = bench_schedule.measure(tpu.parse_accelerator(accelerator), [(2048, 2048, 2048)], tmp_path)
+    folder = tmp_path / "a name with spaces"
+    (_, bound, schedule), = bench_schedule.measure(tpu.parse_accelerator(accelerator), [(2048, 2048, 2048)], folder)
     assert schedule.uncounted_loops == 0
     assert schedule.matrix_cycles == pytest.approx(bound, rel=0.02)
     assert bound < schedule.cycles < 1.1 * bound
