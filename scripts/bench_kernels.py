@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 
 from nanochat.common import BadInput, flag, read_flags, run_script
-from nanochat.kernels.flash_shapes import HEAD_DIM, MAX_SEQ_LEN
+from nanochat.kernels.flash_shapes import HEAD_DIM, MAX_SEQ_LEN, MAX_WHOLE, SEGMENT, is_length
 from nanochat.preflight.compile import require_packages
 from nanochat.preflight.jax_programs import parse_one_chip, schedule_of
 
@@ -20,14 +20,14 @@ KERNEL = """
 from functools import partial
 import jax
 import jax._src.tpu_custom_call as tpu_custom_call
-from nanochat.kernels import pallas_attention
+from nanochat.kernels import pallas_attention, pallas_parts
 tpu_custom_call.get_ir_version = lambda *args, **kwargs: 7  # as nanochat.kernels.xla
 name, (batch, length, width, kv_width, window, matrix_unit) = sys.argv[1], map(int, sys.argv[2:])
 def array(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, dtype)
 rows = array(2, batch, length, width), *[array(2, batch, length, kv_width)] * 2
 tables = [array(128, length, dtype="float32")] * 2
-sums = array(2, *pallas_attention.log_sums_shape(batch, length, width), dtype="float32")
+sums = array(2, *pallas_parts.log_sums_shape(batch, length, width), dtype="float32")
 others = [sums, array(batch, length, width)] if name == "backward" else []
 kernel = jax.jit(partial(getattr(pallas_attention, name), eps=1e-6, windows=(window,), matrix_unit=matrix_unit))
 lowered = kernel.trace(array(2, dtype="int32"), *rows, *others, *tables).lower(lowering_platforms=("tpu",))
@@ -37,7 +37,7 @@ lowered = kernel.trace(array(2, dtype="int32"), *rows, *others, *tables).lower(l
 @dataclass(frozen=True)
 class Flags:
     accelerator: str = flag("", "the TPU to compile for: v5litepod-1 or v6e-1", required=True)
-    max_seq_len: int = flag(2048, "positions of a sequence, in steps of 128", at_least=128, at_most=MAX_SEQ_LEN)
+    max_seq_len: int = flag(2048, f"positions of a sequence, in steps of 128, and beyond {MAX_WHOLE} of {SEGMENT}", at_least=128, at_most=MAX_SEQ_LEN)
     window: int = flag(-1, "positions that a query sees, itself included; -1: all before it", at_least=1, unset=-1)
     device_batch_size: int = flag(8, "sequences", at_least=1, at_most=2**10)
     num_heads: int = flag(8, "heads of 128", at_least=1, at_most=2**10)
@@ -63,8 +63,9 @@ def measure(flags, tpu_slice, folder):
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     tpu_slice = parse_one_chip(flags.accelerator)
-    if flags.max_seq_len % 128:
-        raise BadInput(f"--max_seq_len={flags.max_seq_len} is not a multiple of 128")
+    if not is_length(flags.max_seq_len, 128):
+        step = 128 if flags.max_seq_len <= MAX_WHOLE else SEGMENT
+        raise BadInput(f"--max_seq_len={flags.max_seq_len} is not a multiple of {step}")
     if flags.num_heads % max(flags.num_kv_heads, 1):
         raise BadInput(f"--num_heads={flags.num_heads} is not a multiple of --num_kv_heads={flags.num_kv_heads}")
     require_packages()
