@@ -37,7 +37,8 @@ lowered = kernel.trace(array(2, dtype="int32"), *rows, *others, *tables).lower(l
 @dataclass(frozen=True)
 class Flags:
     accelerator: str = flag("", "the TPU to compile for: v5litepod-1 or v6e-1", required=True)
-    max_seq_len: int = flag(2048, f"positions of a sequence, in steps of 128, and beyond {MAX_WHOLE} of {SEGMENT}", at_least=128, at_most=MAX_SEQ_LEN)
+    max_seq_len: int = flag(2048, f"positions of a sequence, in steps of 128, and beyond {MAX_WHOLE} of {SEGMENT}",
+                            at_least=128, at_most=MAX_SEQ_LEN)
     window: int = flag(-1, "positions that a query sees, itself included; -1: all before it", at_least=1, unset=-1)
     device_batch_size: int = flag(8, "sequences", at_least=1, at_most=2**10)
     num_heads: int = flag(8, "heads of 128", at_least=1, at_most=2**10)

@@ -12,8 +12,8 @@ def require_shapes(kernel, config, device_type):
     head_dim, length = config.head_dim, config.max_seq_len
     if kernel == "flash" and (head_dim != HEAD_DIM or not is_length(length, 128 if device_type == "tpu" else 1)):
         raise BadInput(f"--kernel=flash has heads of {HEAD_DIM} and sequences of up to {MAX_WHOLE:,} in steps of 128 "
-                       f"and up to {MAX_SEQ_LEN:,} in steps of {SEGMENT:,}, not heads of {head_dim} and {length}: change "
-                       "--num_heads or --max_seq_len, or use --kernel=chunked")
+                       f"and up to {MAX_SEQ_LEN:,} in steps of {SEGMENT:,}, not heads of {head_dim} and {length}: "
+                       "change --num_heads or --max_seq_len, or use --kernel=chunked")
 
 
 def is_length(length, step=128):
