@@ -48,17 +48,20 @@ class Flags:
 
 
 def measure(flags, tpu_slice, folder):
-    """Compiles the kernels. Yields the name of each, the cycles of a layer that its products need at the peak rate, and
-    its Schedule. Raises CompilerError."""
+    """Compiles the kernels. Yields the name of each, three numbers of cycles of a layer (those of the schedule, those
+    that its products need at the peak rate, and those for which the busiest matrix unit works), and its Schedule.
+    Raises CompilerError."""
     kv_heads = flags.num_heads if flags.num_kv_heads == -1 else flags.num_kv_heads
     window = flags.max_seq_len if flags.window == -1 else flags.window
     sizes = (flags.device_batch_size, flags.max_seq_len, flags.num_heads * HEAD_DIM, kv_heads * HEAD_DIM, window,
              tpu_slice.tpu.matrix_unit)
     pairs = sum(min(position, window) for position in range(1, flags.max_seq_len + 1))
     for name, products in PRODUCTS.items():
-        schedule = schedule_of(f"{name} kernel", KERNEL, (name, *sizes), tpu_slice, folder, flags.timeout_s)
+        schedule, declared = schedule_of(f"{name} kernel", KERNEL, (name, *sizes), tpu_slice, folder, flags.timeout_s)
         flops = 2 * products * HEAD_DIM * pairs * flags.device_batch_size * flags.num_heads
-        yield name, flops / tpu_slice.tpu.flops_per_cycle, schedule
+        bound, declared = flops / tpu_slice.tpu.flops_per_cycle, declared / tpu_slice.tpu.flops_per_cycle
+        work = declared if schedule.branch_cycles else schedule.matrix_cycles
+        yield name, (schedule.cycles_with(declared), bound, work), schedule
 
 
 def main(argv=None):
@@ -73,8 +76,8 @@ def main(argv=None):
     print(f"Mcycles of {flags.layers} layers, and the fraction of each unit's slots in use")
     print(f"{'':>10} {'schedule':>9} {'bound':>8} {'÷ bound':>8} {'matrix work':>12} {'empty':>6}  " + "  ".join(UNITS))
     with tempfile.TemporaryDirectory(prefix="bench_kernels_") as folder:
-        for name, bound, schedule in measure(flags, tpu_slice, folder):
-            mcycles = [cycles * flags.layers / 1e6 for cycles in (schedule.cycles, bound, schedule.matrix_cycles)]
+        for name, cycles, schedule in measure(flags, tpu_slice, folder):
+            mcycles = [number * flags.layers / 1e6 for number in cycles]
             uses = "  ".join(f"{schedule.use(unit):{len(unit)}.0%}" for unit in UNITS)
             print(f"{name:>10} {mcycles[0]:9.2f} {mcycles[1]:8.2f} {mcycles[0] / mcycles[1]:8.2f} "
                   f"{mcycles[2]:12.2f} {schedule.empty_cycles / schedule.cycles:6.1%}  {uses}", flush=True)

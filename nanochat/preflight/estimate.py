@@ -117,13 +117,14 @@ def cycles_s(cycles, tpu):
 def cycles_of(op, schedules, tpu):
     """Returns the cycles of one run of an operation, and whether they are those of its schedule.
 
-    Where its schedule is not known or has a loop of unknown length, they are the compiler's heuristic, and of a Pallas
-    kernel its declared FLOPs at the rate of the matrix units.
+    Of a Pallas kernel with products in several branches, only as many cycles count as its declared FLOPs need. Where
+    the schedule is not known or has a loop of unknown length, they are the compiler's heuristic, and of a Pallas kernel
+    its declared FLOPs at the rate of the matrix units.
     """
-    schedule = schedules.get(op.instruction.name)
+    schedule, declared = schedules.get(op.instruction.name), int(pallas_flops(op) / tpu.flops_per_cycle)
     if schedule and not schedule.uncounted_loops:
-        return schedule.bound_cycles, True
-    return op.cycles + int(pallas_flops(op) / tpu.flops_per_cycle), False
+        return (schedule.cycles_with(declared) if declared else schedule.bound_cycles), True
+    return op.cycles + declared, False
 
 
 def op_seconds(op, cycles, tpu):
