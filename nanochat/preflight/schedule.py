@@ -75,10 +75,12 @@ class Schedule:
         return max(self.cycles, self.matrix_cycles)
 
     def cycles_with(self, matrix_cycles):
-        """Returns the bound cycles if the matrix units work only for `matrix_cycles`, because of branches with products
-        not all are taken each time. Without such branches these are all."""
-        too_many = max(0, self.matrix_cycles - matrix_cycles) / max(self.matrix_cycles, 1)
-        return self.bound_cycles - int(too_many * self.branch_cycles)
+        """Returns the bound cycles if the matrix units work only for `matrix_cycles`, because not all branches with
+        products are taken each time."""
+        if not self.branch_cycles:
+            return self.bound_cycles
+        taken = min(matrix_cycles / self.matrix_cycles, 1)
+        return int(max(self.cycles - (1 - taken) * self.branch_cycles, taken * self.matrix_cycles))
 
     def use(self, unit):
         """Returns the fraction of a unit's slots that are used."""
