@@ -49,7 +49,7 @@ class Flags:
 
 def measure(flags, tpu_slice, folder):
     """Compiles the kernels. Yields the name of each, three numbers of cycles of a layer (those of the schedule, those
-    that its products need at the peak rate, and those for which the busiest matrix unit works), and its Schedule.
+    that its products need at the peak rate, and those for its tiles of scores), and its Schedule.
     Raises CompilerError."""
     kv_heads = flags.num_heads if flags.num_kv_heads == -1 else flags.num_kv_heads
     window = flags.max_seq_len if flags.window == -1 else flags.window
@@ -59,9 +59,8 @@ def measure(flags, tpu_slice, folder):
     for name, products in PRODUCTS.items():
         schedule, declared = schedule_of(f"{name} kernel", KERNEL, (name, *sizes), tpu_slice, folder, flags.timeout_s)
         flops = 2 * products * HEAD_DIM * pairs * flags.device_batch_size * flags.num_heads
-        bound, declared = flops / tpu_slice.tpu.flops_per_cycle, declared / tpu_slice.tpu.flops_per_cycle
-        work = declared if schedule.branch_cycles else schedule.matrix_cycles
-        yield name, (schedule.cycles_with(declared), bound, work), schedule
+        bound, work = (count / tpu_slice.tpu.flops_per_cycle for count in (flops, declared["flops"]))
+        yield name, (schedule.cycles_with(work, declared["transcendentals"]), bound, work), schedule
 
 
 def main(argv=None):
@@ -74,13 +73,13 @@ def main(argv=None):
         raise BadInput(f"--num_heads={flags.num_heads} is not a multiple of --num_kv_heads={flags.num_kv_heads}")
     require_packages()
     print(f"Mcycles of {flags.layers} layers, and the fraction of each unit's slots in use")
-    print(f"{'':>10} {'schedule':>9} {'bound':>8} {'÷ bound':>8} {'matrix work':>12} {'empty':>6}  " + "  ".join(UNITS))
+    print(f"{'':>10} {'schedule':>9} {'bound':>8} {'÷ bound':>8} {'tiles':>8} {'empty':>6}  " + "  ".join(UNITS))
     with tempfile.TemporaryDirectory(prefix="bench_kernels_") as folder:
         for name, cycles, schedule in measure(flags, tpu_slice, folder):
             mcycles = [number * flags.layers / 1e6 for number in cycles]
             uses = "  ".join(f"{schedule.use(unit):{len(unit)}.0%}" for unit in UNITS)
             print(f"{name:>10} {mcycles[0]:9.2f} {mcycles[1]:8.2f} {mcycles[0] / mcycles[1]:8.2f} "
-                  f"{mcycles[2]:12.2f} {schedule.empty_cycles / schedule.cycles:6.1%}  {uses}", flush=True)
+                  f"{mcycles[2]:8.2f} {schedule.empty_cycles / schedule.cycles:6.1%}  {uses}", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ def parse_one_chip(accelerator):
 
 
 def schedule_of(name, code, arguments, tpu_slice, folder, timeout_s, libtpu_options=LIBTPU_OPTIONS):
-    """Compiles a program. Returns the Schedule of its dearest operation, and the FLOPs that a Pallas kernel in it
-    declares, 0 if there is none.
+    """Compiles a program. Returns the Schedule of its dearest operation, and what the Pallas kernel in it declares,
+    {"flops": …, "transcendentals": …}, or {}.
 
     name: for messages. code: a Python script that takes `arguments` and makes `lowered`, what jax.jit(f).lower()
     returns; it runs in a process of its own, because JAX and torch_xla cannot share one.
@@ -44,4 +44,4 @@ def schedule_of(name, code, arguments, tpu_slice, folder, timeout_s, libtpu_opti
         raise CompilerError(f"the {name} does not fit into the chip: {compiled.out_of_memory.splitlines()[0]}")
     declared = [op.instruction.declared_cost for op in hlo.parse(compiled.hlo_text).ops()]
     return (max(compiled.schedules.values(), key=lambda schedule: schedule.cycles),
-            max((cost["flops"] for cost in declared if cost), default=0))
+            next(filter(None, declared), {}))

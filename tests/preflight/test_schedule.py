@@ -123,11 +123,13 @@ $region0: #{kernel}
 def test_of_several_branches_with_products_only_a_part_may_run():
     schedule = read_schedule(BRANCHES, USE)
     assert (schedule.cycles, schedule.matrix_cycles, schedule.branch_cycles) == (8, 16, 6)
-    assert [schedule.cycles_with(cycles) for cycles in (4, 16, 99)] == [4, 16, 16]
+    assert [schedule.cycles_with(cycles, 0) for cycles in (4, 16, 99)] == [4, 16, 16]
     schedule.matrix_cycles = 4
-    assert [schedule.cycles_with(cycles) for cycles in (2, 4)] == [5, 8]
+    assert [schedule.cycles_with(cycles, 0) for cycles in (2, 4)] == [5, 8]
+    schedule.units["transcendental"] = 2
+    assert schedule.cycles_with(2, 1536) == 6 and schedule.cycles_with(2, 10) == 5
     one_branch = read_schedule(BRANCHES[:6], USE)
-    assert one_branch.branch_cycles == 0 and one_branch.cycles_with(1) == one_branch.bound_cycles
+    assert one_branch.branch_cycles == 0 and one_branch.cycles_with(1, 0) == one_branch.bound_cycles
 
 
 def test_a_file_that_was_cut_off_names_its_operation(tmp_path):
