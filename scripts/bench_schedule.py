@@ -33,7 +33,7 @@ def measure(tpu_slice, shapes, folder, timeout_s=600, libtpu_options=LIBTPU_OPTI
     """Compiles the products of the `shapes` (rows, inner, columns). Yields each shape, the cycles that it takes at the
     peak rate of the matrix units, and the Schedule of its dearest operation. Raises CompilerError."""
     for shape in shapes:
-        schedule = schedule_of("product", PRODUCT, shape, tpu_slice, folder, timeout_s, libtpu_options)
+        schedule, _ = schedule_of("product", PRODUCT, shape, tpu_slice, folder, timeout_s, libtpu_options)
         rows, inner, columns = shape
         yield shape, 2 * rows * inner * columns / tpu_slice.tpu.flops_per_cycle, schedule
 

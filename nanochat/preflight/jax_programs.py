@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 from nanochat.common import BadInput
 from nanochat.device import tpu
+from nanochat.preflight import hlo
 from nanochat.preflight.compile import CompilerError, compile_programs
 from nanochat.preflight.schedule import LIBTPU_OPTIONS
 
@@ -21,7 +22,8 @@ def parse_one_chip(accelerator):
 
 
 def schedule_of(name, code, arguments, tpu_slice, folder, timeout_s, libtpu_options=LIBTPU_OPTIONS):
-    """Compiles a program, and returns the Schedule of its dearest operation.
+    """Compiles a program. Returns the Schedule of its dearest operation, and what the Pallas kernel in it declares,
+    {"flops": …, "transcendentals": …}, or {}.
 
     name: for messages. code: a Python script that takes `arguments` and makes `lowered`, what jax.jit(f).lower()
     returns; it runs in a process of its own, because JAX and torch_xla cannot share one.
@@ -40,4 +42,6 @@ def schedule_of(name, code, arguments, tpu_slice, folder, timeout_s, libtpu_opti
     (_, compiled), = compile_programs([program], tpu_slice, folder, timeout_s, schedule_options=libtpu_options)
     if compiled.out_of_memory:
         raise CompilerError(f"the {name} does not fit into the chip: {compiled.out_of_memory.splitlines()[0]}")
-    return max(compiled.schedules.values(), key=lambda schedule: schedule.cycles)
+    declared = [op.instruction.declared_cost for op in hlo.parse(compiled.hlo_text).ops()]
+    return (max(compiled.schedules.values(), key=lambda schedule: schedule.cycles),
+            next(filter(None, declared), {}))
