@@ -70,10 +70,10 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, b
         report.scheduled_cycles += op.times * cycles * is_scheduled
         report.accessed_bytes += op.times * op.bytes
         report.hbm_bytes += op.times * op.hbm_bytes
-        if op.instruction.custom_call_target == hlo.PALLAS_CALL:
+        if op.kernel:
             report.pallas_calls += op.times
             report.pallas_flops += op.times * pallas_cost(op)["flops"]
-            if not op.instruction.declared_cost:
+            if not op.kernel.declared_cost:
                 report.pallas_uncounted.append(op.instruction.name)
     report.collectives = collectives.count(ops, tpu_slice.chips)
     report.compute_s = cycles_s(report.cycles, tpu)
@@ -137,8 +137,7 @@ def op_seconds(op, cycles, tpu):
 
 def pallas_cost(op):
     """Returns what one run of a Pallas kernel declares, {"flops": …, "transcendentals": …}, zeros if nothing."""
-    is_kernel = op.instruction.custom_call_target == hlo.PALLAS_CALL
-    return {"flops": 0, "transcendentals": 0} | (is_kernel and op.instruction.declared_cost or {})
+    return {"flops": 0, "transcendentals": 0} | (op.kernel and op.kernel.declared_cost or {})
 
 
 def top_operations(ops, tpu, schedules, count=10):

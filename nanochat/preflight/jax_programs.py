@@ -42,6 +42,6 @@ def schedule_of(name, code, arguments, tpu_slice, folder, timeout_s, libtpu_opti
     (_, compiled), = compile_programs([program], tpu_slice, folder, timeout_s, schedule_options=libtpu_options)
     if compiled.out_of_memory:
         raise CompilerError(f"the {name} does not fit into the chip: {compiled.out_of_memory.splitlines()[0]}")
-    declared = [op.instruction.declared_cost for op in hlo.parse(compiled.hlo_text).ops()]
+    declared = [op.kernel.declared_cost for op in hlo.parse(compiled.hlo_text).ops() if op.kernel]
     return (max(compiled.schedules.values(), key=lambda schedule: schedule.cycles),
             next(filter(None, declared), {}))
