@@ -64,7 +64,7 @@ class Instruction:
     @property
     def declared_cost(self):
         """The cost that a Pallas kernel declares, {"flops": …, "bytes_accessed": …, …}, or None."""
-        found = re.search(r'"cost_estimate":(\{[^}]*\})', self.attributes)
+        found = re.search(r'"cost_estimate": ?(\{[^}]*\})', self.attributes)
         return {key: int(value) for key, value in json.loads(found[1]).items()} if found else None
 
     @property

@@ -167,7 +167,7 @@ def test_a_kernel_in_a_fusion_costs_what_it_declares():
 
 %fused (a: bf16[16,1024]) -> bf16[16,1024] {
   %a = bf16[16,1024]{1,0:T(8,128)(2,1)} parameter(0)
-  %kernel.1 = bf16[1,1024]{1,0:T(8,128)(2,1)} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate":{"flops":"12","transcendentals":"3","bytes_accessed":"4096"}}}
+  %kernel.1 = bf16[1,1024]{1,0:T(8,128)(2,1)} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate": {"bytes_accessed": 4096, "flops": 12, "transcendentals": 3}}}
   ROOT %update.1 = bf16[16,1024]{1,0:T(8,128)(2,1)} dynamic-update-slice(%a, %kernel.1)
 }
 
