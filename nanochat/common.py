@@ -136,20 +136,41 @@ def _named(name, kind):
     return read
 
 
+class _Once(argparse.Action):
+    """Stores a flag's value. If it is given twice, two equal values are one, and stderr says so; two others are
+    refused, because nobody sees in a long command line that the last one would count."""
+    given = None  # [value], when there was one
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        value, name = True if self.nargs == 0 else value, f"--{self.dest}"
+        if self.given and self.given[0] != value:
+            both = " and ".join(f"{name}={_shown(each)}" for each in (self.given[0], value))
+            parser.error(f"{name} is given twice, with two values: {both}: leave one of them out")
+        if self.given:
+            print(f"{name} is given twice, with the same value", file=sys.stderr)
+        self.given = [value]
+        setattr(namespace, self.dest, value)
+
+
+def _shown(value):
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+
+
 def _add_flag(group, name, default, options):
     options = dict(options)
     limits, kind = options.pop("limits"), options.pop("of") or (str if default is None else type(default))
     option = name if options.pop("positional", False) else f"--{name}"
     if kind is bool:
-        group.add_argument(option, action="store_true", help=options["help"])
+        group.add_argument(option, action=_Once, nargs=0, default=False, help=options["help"])
     else:
-        group.add_argument(option, default=default, **options,
+        group.add_argument(option, default=default, **{"action": _Once} | options,
                            type=_reader(name, kind, *limits) if kind in (int, float) else _named(name, kind))
 
 
 def read_flags(argv, description, titles):
     """Returns an object of each data class in `titles`, {data class: title of its flags in --help}, whose fields are
-    made with flag(). argv: the arguments; None: those of this process. Raises BadInput."""
+    made with flag(). argv: the arguments; None: those of this process. Raises BadInput, also if a flag is given twice
+    with different values."""
     parser = ArgumentParser(prog=f"python3 -m scripts.{Path(sys.argv[0]).stem}", description=description)
     for data_class, title in titles.items():
         group = parser.add_argument_group(title)

@@ -56,6 +56,25 @@ def test_a_value_outside_of_a_flag_s_range_is_refused_in_one_line(argument, mess
     assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("argv, message", [
+    (["--depth=2", "--verbose", "--depth", "4"], "--depth is given twice, with two values: --depth=2 and --depth=4: "),
+    (["--rate=0.5", "--rate=0.25"], "--rate is given twice, with two values: --rate=0.5 and --rate=0.25: "),
+    (["--names=a,b", "--names=c"], "--names is given twice, with two values: --names=a,b and --names=c: "),
+    (["--out-dir=/a", "--out_dir=/b"], "--out_dir is given twice, with two values: --out_dir=/a and --out_dir=/b: "),
+])
+def test_a_flag_with_two_values_is_refused(argv, message):
+    with pytest.raises(BadInput) as refusal:
+        read(*argv)
+    assert str(refusal.value) == message + "leave one of them out"
+
+
+def test_a_flag_given_twice_with_one_value_goes_on_and_says_so(capsys):
+    assert read("--depth=4", "--verbose", "--depth=04", "--verbose") == Flags(depth=4, verbose=True)
+    assert capsys.readouterr().err.splitlines() == [
+        f"{name} is given twice, with the same value" for name in ("--depth", "--verbose")]
+    assert read("--depth=4") == Flags() and not capsys.readouterr().err
+
+
 def test_a_base_directory_below_the_home_directory(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.setenv("NANOCHAT_BASE_DIR", "~/data")

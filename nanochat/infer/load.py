@@ -13,7 +13,7 @@ from nanochat.infer.quantize import Int8GPT
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig
 from nanochat.run.checkpoint_files import MODEL, find_problem, latest
-from nanochat.run.meta import META, load_meta
+from nanochat.run.meta import META, load_meta, read_config
 
 QUANTIZATIONS = ("none", "int8")
 
@@ -53,10 +53,7 @@ def load_language_meta(path):
     meta = load_meta(path)
     if meta.task != "language":
         raise BadInput(f"{path} is of the task {meta.task} and no model of text: give a run of base_train")
-    try:
-        GPTConfig(**meta.config)
-    except TypeError as error:
-        raise BadInput(f"{path} is not a checkpoint ({META}: {error}): give a step_… directory") from None
+    read_config(path, meta, GPTConfig)
     return meta
 
 

@@ -12,6 +12,7 @@ from nanochat.infer import engine
 from nanochat.infer.evaluate import Sampling, Writer
 from nanochat.run import checkpoint
 from scripts.code_eval import main
+from tests.conftest import last_of_each
 from tests.infer.test_engine import make_model
 from tests.infer.test_sandbox import require_sandbox
 from tests.run.states import make_meta
@@ -34,9 +35,9 @@ def code_eval(base_dir, byte_tokenizer_dir, tmp_path, capsys):
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(PROBLEM | {"task_id": name}) + "\n" for name in "xy"))
 
     def run(name, out_dir, *flags):
-        main([f"--checkpoint={name}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", "--max_tokens=10",
-              f"--problems={tmp_path / 'problems.jsonl'}", "--num_samples=2", f"--out_dir={tmp_path / out_dir}",
-              *flags])
+        main(last_of_each(
+            f"--checkpoint={name}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", "--max_tokens=10",
+            f"--problems={tmp_path / 'problems.jsonl'}", "--num_samples=2", f"--out_dir={tmp_path / out_dir}", *flags))
         run.output = capsys.readouterr().out
         return tmp_path / out_dir / "samples.jsonl"
     return run
