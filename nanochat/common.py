@@ -216,6 +216,15 @@ def require_writable_dir(path):
     return path
 
 
-def end_with_parent():
-    """Asks Linux to send this process SIGTERM when its parent ends, however that ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+_LIBC = ctypes.CDLL(None)
+
+
+def end_with_parent(parent, how=signal.SIGKILL):
+    """Makes Linux send this process the signal `how` when its parent, whose process id is `parent`, ends, even by
+    `kill -9`. The thread of the parent that has started this process must live as long as the parent does.
+
+    For subprocess: preexec_fn=partial(end_with_parent, os.getpid()).
+    """
+    _LIBC.prctl(1, how)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it has ended already
+        os.kill(os.getpid(), how)

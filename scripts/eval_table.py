@@ -6,13 +6,24 @@ cores, about half an hour is to be expected; the whole has not been timed on an 
 """
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
+from nanochat.common import (
+    BadInput,
+    end_with_parent,
+    expand_path,
+    flag,
+    get_base_dir,
+    read_flags,
+    require_writable_dir,
+    run_script,
+)
 from nanochat.infer import compare_search
 from nanochat.infer.eval_report import ALL, summarise
 from nanochat.infer.evaluate import read_results
@@ -65,7 +76,8 @@ def run(module, *flags):
     """Runs a script of this project in a process of its own, and prints the command and how long it took."""
     begun, command = time.monotonic(), [sys.executable, "-m", module, *flags]
     print(f"$ {shlex.join(['python3', *command[1:]])}", flush=True)
-    status = subprocess.run(command, env={**os.environ}, stdin=subprocess.DEVNULL).returncode
+    status = subprocess.run(command, env={**os.environ}, stdin=subprocess.DEVNULL,
+                            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM)).returncode
     if status:
         raise BadInput(f"{module} ended with status {status}: see above")
     print(f"({(time.monotonic() - begun) / 60:.1f} minutes)\n", flush=True)

@@ -118,9 +118,11 @@ def test_a_script_runs_with_closed_outputs():
     assert process.wait(timeout=30) == 2
 
 
-def test_a_worker_ends_when_its_parent_is_killed():
-    worker = "end_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
-    process = run_main(f" if os.fork(): time.sleep(60)\n else: {worker}", stdout=subprocess.PIPE)
+@pytest.mark.parametrize("before", ["pass", "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"])
+def test_a_worker_ends_when_its_parent_is_killed(before):
+    worker = f"{before}; end_with_parent(parent); print(os.getpid(), flush=True); time.sleep(60)"
+    process = run_main(f" parent = os.getpid()\n if os.fork(): time.sleep(60)\n else: {worker}",
+                       stdout=subprocess.PIPE)
     pid = int(process.stdout.readline())
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)  # until nobody holds the pipes
@@ -131,3 +133,8 @@ def test_a_worker_ends_when_its_parent_is_killed():
         time.sleep(0.1)
     os.kill(pid, signal.SIGKILL)
     pytest.fail("the worker outlived its parent")
+
+
+def test_a_worker_whose_parent_has_ended_before_it_began_ends():
+    process = run_main(" end_with_parent(1)")
+    assert process.wait(timeout=30) == -signal.SIGKILL
