@@ -190,9 +190,11 @@ def expand_path(text):
     if len(text) > 4000 or any(len(part.encode(errors="surrogatepass")) > 255 for part in text.split("/")):
         raise BadInput(f"{text[:40]}… is too long for a path")
     try:
+        if re.match("~(/|$)", text) and os.environ.get("HOME") == "":  # it would be a folder in /
+            raise RuntimeError
         return Path(text).expanduser()
     except RuntimeError:
-        raise BadInput(f"there is no home directory for {text}: write the path in full") from None
+        raise BadInput(f"there is no home directory for {text}: write the path in full, or set HOME") from None
 
 
 def get_base_dir():

@@ -81,6 +81,9 @@ def test_a_base_directory_below_the_home_directory(monkeypatch):
     assert get_base_dir() == Path("/home/someone/data")
     monkeypatch.delenv("NANOCHAT_BASE_DIR")
     assert get_base_dir() == Path("/home/someone/.cache/nanochat")
+    monkeypatch.setenv("HOME", "")
+    with pytest.raises(BadInput, match="there is no home directory for ~/.cache/nanochat: write the path in full"):
+        get_base_dir()
 
 
 def run_main(body, **options):
