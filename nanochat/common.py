@@ -22,12 +22,18 @@ class BadInput(Exception):
         super().__init__("".join(char if char.isprintable() else repr(char)[1:-1] for char in message))
 
 
+class Failure(Exception):
+    """What went wrong and is no fault of the input, such as a compiler that takes too long. Its message is one line:
+    what happened, and what to do. The exit status is 1."""
+
+
 def run_script(main):
     """Runs main() and ends the process with the status that it returns (None: 0). What the terminal or log cannot show,
     such as é in ASCII, is printed as \\xe9.
 
-    BadInput, Ctrl-C and a full disk end it with one line on stderr and status 2, 130 and 1. If whoever reads the output
-    has ended, as `head` does, it ends without a word and with status 141, as a program that SIGPIPE ends.
+    BadInput, Failure, Ctrl-C and a full disk end it with one line on stderr and status 2, 1, 130 and 1. If whoever
+    reads the output has ended, as `head` does, it ends without a word and with status 141, as a program that SIGPIPE
+    ends.
     """
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None: closed
     for stream in (sys.stdout, sys.stderr):
@@ -40,6 +46,8 @@ def run_script(main):
             sys.stdout.flush()
     except BadInput as error:
         status = _say(f"error: {error}", 2)
+    except Failure as error:
+        status = _say(f"error: {error}", 1)
     except KeyboardInterrupt:
         status = _say("stopped by Ctrl-C", 130)
     except OSError as error:

@@ -6,45 +6,39 @@ Needs no TPU, and seconds where tpu_preflight compiles a whole program. Beside t
 products of all pairs of a query and a key that it sees at the peak rate of the matrix units, and the fraction of each
 unit's slots that is used. A batch, heads and layers multiply the cycles.
 """
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 from nanochat.common import BadInput, flag, read_flags, run_script
-from nanochat.device import tpu
-from nanochat.kernels.flash_shapes import HEAD_DIM, MAX_SEQ_LEN
-from nanochat.preflight.compile import CompilerError, compile_programs, require_packages
-from nanochat.preflight.schedule import LIBTPU_OPTIONS
+from nanochat.kernels.flash_shapes import HEAD_DIM, MAX_SEQ_LEN, MAX_WHOLE, SEGMENT, is_length
+from nanochat.preflight.compile import require_packages
+from nanochat.preflight.jax_programs import parse_one_chip, schedule_of
 
 PRODUCTS = {"forward": 2, "backward": 5}  # of each pair of a query and a key with 128 numbers
 UNITS = "matrix", "vector", "load", "store", "transcendental", "across lanes"
 KERNEL = """
-import sys
 from functools import partial
 import jax
 import jax._src.tpu_custom_call as tpu_custom_call
-from nanochat.kernels import pallas_attention
+from nanochat.kernels import pallas_attention, pallas_parts
 tpu_custom_call.get_ir_version = lambda *args, **kwargs: 7  # as nanochat.kernels.xla
 name, (batch, length, width, kv_width, window, matrix_unit) = sys.argv[1], map(int, sys.argv[2:])
 def array(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, dtype)
 rows = array(2, batch, length, width), *[array(2, batch, length, kv_width)] * 2
 tables = [array(128, length, dtype="float32")] * 2
-sums = array(2, *pallas_attention.log_sums_shape(batch, length, width), dtype="float32")
+sums = array(2, *pallas_parts.log_sums_shape(batch, length, width), dtype="float32")
 others = [sums, array(batch, length, width)] if name == "backward" else []
 kernel = jax.jit(partial(getattr(pallas_attention, name), eps=1e-6, windows=(window,), matrix_unit=matrix_unit))
 lowered = kernel.trace(array(2, dtype="int32"), *rows, *others, *tables).lower(lowering_platforms=("tpu",))
-sys.stdout.buffer.write(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
 """
 
 
 @dataclass(frozen=True)
 class Flags:
     accelerator: str = flag("", "the TPU to compile for: v5litepod-1 or v6e-1", required=True)
-    max_seq_len: int = flag(2048, "positions of a sequence, in steps of 128", at_least=128, at_most=MAX_SEQ_LEN)
+    max_seq_len: int = flag(2048, f"positions of a sequence, in steps of 128, and beyond {MAX_WHOLE} of {SEGMENT}",
+                            at_least=128, at_most=MAX_SEQ_LEN)
     window: int = flag(-1, "positions that a query sees, itself included; -1: all before it", at_least=1, unset=-1)
     device_batch_size: int = flag(8, "sequences", at_least=1, at_most=2**10)
     num_heads: int = flag(8, "heads of 128", at_least=1, at_most=2**10)
@@ -54,51 +48,38 @@ class Flags:
 
 
 def measure(flags, tpu_slice, folder):
-    """Compiles the kernels. Yields the name of each, the cycles of a layer that its products need at the peak rate, and
-    its Schedule. Raises CompilerError."""
+    """Compiles the kernels. Yields the name of each, three numbers of cycles of a layer (those of the schedule, those
+    that its products need at the peak rate, and those for its tiles of scores), and its Schedule.
+    Raises CompilerError."""
     kv_heads = flags.num_heads if flags.num_kv_heads == -1 else flags.num_kv_heads
     window = flags.max_seq_len if flags.window == -1 else flags.window
     sizes = (flags.device_batch_size, flags.max_seq_len, flags.num_heads * HEAD_DIM, kv_heads * HEAD_DIM, window,
              tpu_slice.tpu.matrix_unit)
     pairs = sum(min(position, window) for position in range(1, flags.max_seq_len + 1))
     for name, products in PRODUCTS.items():
-        proto = subprocess.run([sys.executable, "-c", KERNEL, name, *map(str, sizes)], stdout=subprocess.PIPE,
-                               check=True, timeout=flags.timeout_s, env=os.environ | {"JAX_PLATFORMS": "cpu"}).stdout
-        program = SimpleNamespace(name=name, hlo_proto=proto, donated=set())
-        (_, compiled), = compile_programs([program], tpu_slice, folder, flags.timeout_s,
-                                          schedule_options=LIBTPU_OPTIONS)
-        if compiled.out_of_memory:
-            raise CompilerError(f"the {name} kernel does not fit into the chip: {compiled.out_of_memory[:300]}")
+        schedule, declared = schedule_of(f"{name} kernel", KERNEL, (name, *sizes), tpu_slice, folder, flags.timeout_s)
         flops = 2 * products * HEAD_DIM * pairs * flags.device_batch_size * flags.num_heads
-        yield (name, flops / tpu_slice.tpu.flops_per_cycle,
-               max(compiled.schedules.values(), key=lambda schedule: schedule.cycles))
+        bound, work = (count / tpu_slice.tpu.flops_per_cycle for count in (flops, declared["flops"]))
+        yield name, (schedule.cycles_with(work, declared["transcendentals"]), bound, work), schedule
 
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    tpu_slice = tpu.parse_accelerator(flags.accelerator)
-    if tpu_slice.chips != 1 or tpu_slice.tpu.name not in ("v5e", "v6e"):
-        raise BadInput(f"--accelerator={flags.accelerator}: the kernels are for v5litepod-1 or v6e-1")
-    if flags.max_seq_len % 128:
-        raise BadInput(f"--max_seq_len={flags.max_seq_len} is not a multiple of 128")
+    tpu_slice = parse_one_chip(flags.accelerator)
+    if not is_length(flags.max_seq_len, 128):
+        step = 128 if flags.max_seq_len <= MAX_WHOLE else SEGMENT
+        raise BadInput(f"--max_seq_len={flags.max_seq_len} is not a multiple of {step}")
     if flags.num_heads % max(flags.num_kv_heads, 1):
         raise BadInput(f"--num_heads={flags.num_heads} is not a multiple of --num_kv_heads={flags.num_kv_heads}")
     require_packages()
     print(f"Mcycles of {flags.layers} layers, and the fraction of each unit's slots in use")
-    print(f"{'':>10} {'schedule':>9} {'bound':>8} {'÷ bound':>8} {'matrix work':>12} {'empty':>6}  " + "  ".join(UNITS))
+    print(f"{'':>10} {'schedule':>9} {'bound':>8} {'÷ bound':>8} {'tiles':>8} {'empty':>6}  " + "  ".join(UNITS))
     with tempfile.TemporaryDirectory(prefix="bench_kernels_") as folder:
-        try:
-            for name, bound, schedule in measure(flags, tpu_slice, folder):
-                mcycles = [cycles * flags.layers / 1e6 for cycles in (schedule.cycles, bound, schedule.matrix_cycles)]
-                uses = "  ".join(f"{schedule.use(unit):{len(unit)}.0%}" for unit in UNITS)
-                print(f"{name:>10} {mcycles[0]:9.2f} {mcycles[1]:8.2f} {mcycles[0] / mcycles[1]:8.2f} "
-                      f"{mcycles[2]:12.2f} {schedule.empty_cycles / schedule.cycles:6.1%}  {uses}", flush=True)
-        except CompilerError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        except subprocess.TimeoutExpired:
-            print(f"error: a kernel took more than --timeout_s={flags.timeout_s} to trace", file=sys.stderr)
-            return 1
+        for name, cycles, schedule in measure(flags, tpu_slice, folder):
+            mcycles = [number * flags.layers / 1e6 for number in cycles]
+            uses = "  ".join(f"{schedule.use(unit):{len(unit)}.0%}" for unit in UNITS)
+            print(f"{name:>10} {mcycles[0]:9.2f} {mcycles[1]:8.2f} {mcycles[0] / mcycles[1]:8.2f} "
+                  f"{mcycles[2]:8.2f} {schedule.empty_cycles / schedule.cycles:6.1%}  {uses}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,25 +5,21 @@
 Compiles matrix products of bfloat16 for one chip. No schedule can be faster than the matrix units at their peak rate;
 the compiler makes plain products nearly as fast as that. Prints both, and their ratio. Needs no TPU.
 """
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
-from types import SimpleNamespace
 
-from nanochat.common import BadInput, flag, read_flags, run_script
-from nanochat.device import tpu
-from nanochat.preflight.compile import CompilerError, compile_programs, require_packages
+from nanochat.common import flag, read_flags, run_script
+from nanochat.preflight.compile import require_packages
+from nanochat.preflight.jax_programs import parse_one_chip, schedule_of
 from nanochat.preflight.schedule import LIBTPU_OPTIONS
 
 SHAPES = ((1024, 1024, 1024), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 1024, 1024), (8192, 1024, 4096),
           (8192, 4096, 1024), (1024, 8192, 4096), (16384, 1024, 4096), (8192, 1024, 16384))
 PRODUCT = """
-import sys, jax
+import jax
 rows, inner, columns = map(int, sys.argv[1:])
 arguments = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, inner), (inner, columns))]
-product = jax.jit(lambda a, b: jax.numpy.dot(a, b, preferred_element_type="bfloat16")).lower(*arguments)
-sys.stdout.buffer.write(product.compiler_ir("hlo").as_serialized_hlo_module_proto())
+lowered = jax.jit(lambda a, b: jax.numpy.dot(a, b, preferred_element_type="bfloat16")).lower(*arguments)
 """
 
 
@@ -33,36 +29,26 @@ class Flags:
     timeout_s: int = flag(600, "the longest time that one product may take to compile", at_least=1)
 
 
-def measure(tpu_slice, shapes, folder, timeout_s=600):
+def measure(tpu_slice, shapes, folder, timeout_s=600, libtpu_options=LIBTPU_OPTIONS):
     """Compiles the products of the `shapes` (rows, inner, columns). Yields each shape, the cycles that it takes at the
     peak rate of the matrix units, and the Schedule of its dearest operation. Raises CompilerError."""
     for shape in shapes:
-        proto = subprocess.run([sys.executable, "-c", PRODUCT, *map(str, shape)], stdout=subprocess.PIPE, check=True,
-                               timeout=timeout_s, env={"JAX_PLATFORMS": "cpu"}).stdout
-        program = SimpleNamespace(name="product", hlo_proto=proto, donated=set())
-        (_, compiled), = compile_programs([program], tpu_slice, folder, timeout_s, schedule_options=LIBTPU_OPTIONS)
+        schedule, _ = schedule_of("product", PRODUCT, shape, tpu_slice, folder, timeout_s, libtpu_options)
         rows, inner, columns = shape
-        yield (shape, 2 * rows * inner * columns / tpu_slice.tpu.flops_per_cycle,
-               max(compiled.schedules.values(), key=lambda schedule: schedule.cycles))
+        yield shape, 2 * rows * inner * columns / tpu_slice.tpu.flops_per_cycle, schedule
 
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    tpu_slice = tpu.parse_accelerator(flags.accelerator)
-    if tpu_slice.chips != 1 or tpu_slice.tpu.name not in ("v5e", "v6e"):
-        raise BadInput(f"--accelerator={flags.accelerator}: the products are for v5litepod-1 or v6e-1")
+    tpu_slice = parse_one_chip(flags.accelerator)
     require_packages()
     print(f"{'product':>22} {'bound':>10} {'schedule':>10} {'÷ bound':>8} {'empty':>6} {'matrix slots':>13} "
           f"{'matrix work ÷ bound':>20}")
     with tempfile.TemporaryDirectory(prefix="bench_schedule_") as folder:
-        try:
-            for shape, bound, schedule in measure(tpu_slice, SHAPES, folder, flags.timeout_s):
-                print(f"{' × '.join(map(str, shape)):>22} {bound:10,.0f} {schedule.cycles:10,} "
-                      f"{schedule.cycles / bound:8.3f} {schedule.empty_cycles / schedule.cycles:6.1%} "
-                      f"{schedule.use('matrix'):13.1%} {schedule.matrix_cycles / bound:20.3f}", flush=True)
-        except CompilerError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+        for shape, bound, schedule in measure(tpu_slice, SHAPES, folder, flags.timeout_s):
+            print(f"{' × '.join(map(str, shape)):>22} {bound:10,.0f} {schedule.cycles:10,} "
+                  f"{schedule.cycles / bound:8.3f} {schedule.empty_cycles / schedule.cycles:6.1%} "
+                  f"{schedule.use('matrix'):13.1%} {schedule.matrix_cycles / bound:20.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,6 @@ from nanochat.data.shards import list_shards, open_shards, read_pieces
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.record.metrics import METRICS_FILE
 
-# The default learning rates are for thousands of steps; a hundred small batches need larger ones.
-LEARNING_RATES = ("--matrix_lr=0.2", "--embedding_lr=2", "--unembedding_lr=0.1")
 PROMPT = "#include <vector>\n\nnamespace"
 
 
@@ -68,7 +66,7 @@ def main(argv=None):
         "--val_projects=torch/c10", env=env)
     run("2. training", "scripts.base_train", "--run=dummy", "--resume=never", "--device_type=xla", "--depth=4",
         f"--num_iterations={flags.num_iterations}", "--max_seq_len=256", "--device_batch_size=2",
-        f"--total_batch_size={512 * flags.devices}", "--warmup_steps=10", *LEARNING_RATES,
+        f"--total_batch_size={512 * flags.devices}", "--warmup_steps=10",
         "--eval_every=1000", "--eval_tokens=16384", "--save_every=1000", "--sample_every=-1", "--log_every=10", env=env)
     run("3. a completion", "scripts.generate", "--checkpoint=dummy", "--device_type=xla", f"--prompt={PROMPT}",
         "--echo", "--max_tokens=100", "--temperature=0.6", env=env)

@@ -8,10 +8,8 @@ grid is and how many tokens there are.
 
 Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
 """
-import sys
 
 from nanochat.common import BadInput, run_script
-from nanochat.preflight.compile import CompilerError
 from nanochat.train.puzzles import TITLES, Flags, make_task
 from scripts.tpu_preflight import read_preflight_flags, run
 
@@ -41,11 +39,7 @@ def main(argv=None):
     own, flags = read_preflight_flags(argv, __doc__, TITLES, Flags)
     if own.find_batch:
         raise BadInput("--find_batch is for base_train: a puzzle's batch is --total_batch_size, whatever fits")
-    try:
-        return run(own, flags, trace_run)
-    except CompilerError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+    return run(own, flags, trace_run)
 
 
 if __name__ == "__main__":

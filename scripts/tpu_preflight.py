@@ -25,7 +25,7 @@ from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device import tpu
 from nanochat.device.tpu import GIB
 from nanochat.preflight import explain
-from nanochat.preflight.compile import CompilerError, require_packages
+from nanochat.preflight.compile import require_packages
 from nanochat.preflight.report import Request, advice, find_batch, make_report, name_buffer_of_gpt
 from nanochat.preflight.trace import prepare_environment
 from nanochat.train.flags import TITLES, Flags
@@ -217,12 +217,7 @@ def describe(report):
 
 
 def main(argv=None):
-    own, train_flags = read_preflight_flags(argv)
-    try:
-        return run(own, train_flags)
-    except CompilerError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+    return run(*read_preflight_flags(argv))
 
 
 def run(own, train_flags, trace=None):

@@ -22,27 +22,30 @@ class Tile(NamedTuple):
     keys: slice
     rows: slice  # the block of queries that it is of: the same, or on the diagonal or a window's edge, some more
     is_last: bool
+    offset: int = 0  # positions from the first of the keys' segment to the first of the queries'
 
 
-def list_tiles(length, tiles, window=None):
+def list_tiles(length, tiles, window=None, offset=0):
     """Returns the Tiles of scores of `length` positions that are not all masked, from the last queries to the first.
 
-    window: a query sees itself and the window - 1 positions before it; None: all before it.
+    window: a query sees itself and the window - 1 positions before it; None: all before it. offset: 0, or the keys are
+    those of a segment of `length` positions that begins as much earlier, at least `length`.
     """
     found = []
 
     def add(queries, keys, rows):
         if window is not None:  # the last queries may be too far from these keys
-            end = math.ceil((keys.stop + window - 1) / tiles.diagonal) * tiles.diagonal
+            end = math.ceil((keys.stop + window - 1 - offset) / tiles.diagonal) * tiles.diagonal
             queries = slice(queries.start, min(queries.stop, end))
-        found.append(Tile(queries, keys, rows, keys.stop == rows.stop))
+        found.append(Tile(queries, keys, rows, keys.stop == (length if offset else rows.stop), offset))
 
     for start in reversed(range(0, length, tiles.queries)):
         rows = slice(start, min(start + tiles.queries, length))
-        reach = 0 if window is None else max(0, start - window + 1) // tiles.diagonal * tiles.diagonal
-        for first in range(reach, start, tiles.keys):
-            add(rows, slice(first, min(first + tiles.keys, start)), rows)
-        for first in range(start, rows.stop, tiles.diagonal):
+        reach = 0 if window is None else max(0, start + offset - window + 1) // tiles.diagonal * tiles.diagonal
+        before = length if offset else start
+        for first in range(reach, before, tiles.keys):
+            add(rows, slice(first, min(first + tiles.keys, before)), rows)
+        for first in range(start, start if offset else rows.stop, tiles.diagonal):
             add(slice(first, rows.stop), slice(first, min(first + tiles.diagonal, rows.stop)), rows)
     return found
 

@@ -79,7 +79,7 @@ def _matrix_unit():
 
 @cache
 def _pallas_attention(interpret, matrix_unit, windows):
-    from nanochat.kernels import pallas_attention
+    from nanochat.kernels import pallas_attention, pallas_parts
 
     def call(function, index, window, *arrays):
         options = dict(eps=NORM_EPS, windows=windows, matrix_unit=matrix_unit, interpret=interpret)
@@ -92,7 +92,7 @@ def _pallas_attention(interpret, matrix_unit, windows):
     def backward(q, k, v, index, window, log_sums, d_y, *tables):
         return call(pallas_attention.backward, index, window, q, k, v, log_sums, d_y, *tables)
 
-    return AttentionByHand(forward, backward, pallas_attention.log_sums_shape,
+    return AttentionByHand(forward, backward, pallas_parts.log_sums_shape,
                            *([] if interpret else [row_major_matmul]))
 
 

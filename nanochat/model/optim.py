@@ -21,11 +21,14 @@ ADAM_EPS = 1e-10
 MUON_BETA2 = 0.95
 REFERENCE_WIDTH = 768  # the width at which the learning rates of AdamW and the weight decay were tuned
 REFERENCE_BATCH_TOKENS = 2**19  # the batch at which all learning rates were tuned
+REFERENCE_RUN_TOKENS = 2**32  # from this length of a run on, the learning rates stay as they were tuned
+SHORTEST_RUN_TOKENS = 2**16  # no shorter run was tried
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Each field is a flag of base_train. Learning rates are those of a batch of 2^19 tokens (see batch_lr_scale)."""
+    """Each field is a flag of base_train. Learning rates are those of a batch of 2^19 tokens in a run of 2^32 tokens or
+    more (see batch_lr_scale and run_lr_scale)."""
     matrix_lr: float = flag(0.02, "learning rate of Muon, for the matrices of the layers", at_least=0)
     embedding_lr: float = flag(0.3, "learning rate of AdamW for the embedding, at width 768", at_least=0)
     unembedding_lr: float = flag(0.004, "learning rate of AdamW for the head, at width 768", at_least=0)
@@ -62,6 +65,14 @@ def muon_momentum(step):
 def batch_lr_scale(total_batch_size):
     """Learning rates scale with the square root of the batch (arXiv 2006.08517), measured against 2^19 tokens."""
     return math.sqrt(total_batch_size / REFERENCE_BATCH_TOKENS)
+
+
+def run_lr_scale(run_tokens):
+    """A shorter run needs higher learning rates: (2^32 / tokens)^(1/4), 16 for 2^16 tokens and 1 for 2^32 or more. The
+    form is that of arXiv 2409.19913, whose best rates fall with tokens^-0.32; the exponent is from our own runs
+    (dev/LOG.md)."""
+    tokens = min(max(run_tokens, SHORTEST_RUN_TOKENS), REFERENCE_RUN_TOKENS)
+    return (REFERENCE_RUN_TOKENS / tokens) ** 0.25
 
 
 def width_lr_scale(width):
@@ -159,9 +170,10 @@ class Rules:
     ema_decay: float = 0.0  # of the running average of the weights; 0: none is kept
 
 
-def gpt_rules(config, total_batch_size, width):
-    """Returns the Rules of a GPT. config: OptimConfig; total_batch_size: tokens of the first step."""
-    scale = batch_lr_scale(total_batch_size)
+def gpt_rules(config, total_batch_size, run_tokens, width):
+    """Returns the Rules of a GPT. config: OptimConfig; total_batch_size: tokens of the first step; run_tokens: of all
+    steps."""
+    scale = batch_lr_scale(total_batch_size) * run_lr_scale(run_tokens)
     adam_scale = scale * width_lr_scale(width)
     return Rules({
         "wte": AdamW(config.embedding_lr * adam_scale),
@@ -191,7 +203,8 @@ class MuonAdamW:
         Parts.collect, for models that no device has room for.
         """
         self.config, self.num_iterations, self.dtype, self.dist = config, num_iterations, dtype, dist
-        self.rules = rules = rules or gpt_rules(config, total_batch_size, model.config.n_embd)
+        self.rules = rules = rules or gpt_rules(
+            config, total_batch_size, total_batch_size * num_iterations, model.config.n_embd)
         is_sharded = is_sharded and dist is not None and dist.world_size > 1
         shapes = {name: p.shape for name, p in model.named_parameters()}
         self.sharded = frozenset(name for name, shape in shapes.items() if is_sharded and len(shape) > 1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from nanochat.common import BadInput, end_with_parent
+from nanochat.common import BadInput, Failure, end_with_parent
 from nanochat.device import tpu
 from nanochat.preflight import schedule
 from nanochat.preflight.source_lines import REPOSITORY
@@ -34,7 +34,7 @@ def require_packages():
                        "newer on Linux (x86-64)")
 
 
-class CompilerError(Exception):
+class CompilerError(Failure):
     """The TPU compiler failed, or took too long. The message is one line: what happened, and what to do."""
 
 
@@ -89,7 +89,7 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, sch
     if schedule_options:
         shutil.rmtree(schedules_folder, ignore_errors=True)  # of an earlier preflight that was killed
         schedules_folder.mkdir()
-        options = schedule_options | {"xla_jf_dump_to": str(schedules_folder)}
+        options = schedule_options | {"xla_jf_dump_to": schedules_folder.name}
     try:
         _run_compiler(program, tpu_slice, folder, timeout_s, processes, options)
         compiled = json.loads((folder / "compiled.json").read_text())
@@ -106,7 +106,7 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, sch
 
 
 def _run_compiler(program, tpu_slice, folder, timeout_s, processes, options):
-    code = f"from nanochat.preflight.compiler_process import compile_folder; compile_folder({str(folder)!r})"
+    code = f"from nanochat.preflight.compiler_process import compile_folder; compile_folder({str(folder.resolve())!r})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, text=True, stdout=subprocess.DEVNULL,
                                stderr=subprocess.PIPE, env=_compiler_environment(tpu_slice, options),
                                preexec_fn=partial(end_with_parent, os.getpid()))

@@ -4,6 +4,7 @@ libtpu tolerates no other XLA client beside it. This process needs neither PyTor
 """
 import functools
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -14,8 +15,9 @@ from nanochat.preflight.source_lines import IN_MLIR, IN_SCOPE, REPOSITORY
 def compile_folder(folder):
     """Compiles the program `folder`/traced.pb with the options in `folder`/request.json.
 
-    Writes `folder`/compiled.json, which has the fields of compile.CompiledProgram, and `folder`/optimised.hlo, which is
-    empty if the program does not fit into the chip's memory.
+    `folder` is an absolute path. It becomes the working directory, because an option of libtpu cannot hold a path with
+    a space. Writes `folder`/compiled.json, which has the fields of compile.CompiledProgram, and
+    `folder`/optimised.hlo, which is empty if the program does not fit into the chip's memory.
     """
     import numpy as np
     from jax.errors import JaxRuntimeError
@@ -23,6 +25,7 @@ def compile_folder(folder):
     from jaxlib import xla_client
 
     folder = Path(folder)
+    os.chdir(folder)
     request = json.loads((folder / "request.json").read_text())
     devices = topologies.get_topology_desc(
         platform="tpu", topology_name=request["topology"], **request["topology_options"]).devices

@@ -70,10 +70,10 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, b
         report.scheduled_cycles += op.times * cycles * is_scheduled
         report.accessed_bytes += op.times * op.bytes
         report.hbm_bytes += op.times * op.hbm_bytes
-        if op.instruction.custom_call_target == hlo.PALLAS_CALL:
+        if op.kernel:
             report.pallas_calls += op.times
-            report.pallas_flops += op.times * pallas_flops(op)
-            if not op.instruction.declared_cost:
+            report.pallas_flops += op.times * pallas_cost(op)["flops"]
+            if not op.kernel.declared_cost:
                 report.pallas_uncounted.append(op.instruction.name)
     report.collectives = collectives.count(ops, tpu_slice.chips)
     report.compute_s = cycles_s(report.cycles, tpu)
@@ -117,13 +117,16 @@ def cycles_s(cycles, tpu):
 def cycles_of(op, schedules, tpu):
     """Returns the cycles of one run of an operation, and whether they are those of its schedule.
 
-    Where its schedule is not known or has a loop of unknown length, they are the compiler's heuristic, and of a Pallas
-    kernel its declared FLOPs at the rate of the matrix units.
+    Of a Pallas kernel with products in several branches, only as many cycles count as its declared FLOPs need. Where
+    the schedule is not known or has a loop of unknown length, they are the compiler's heuristic, and of a Pallas kernel
+    its declared FLOPs at the rate of the matrix units.
     """
-    schedule = schedules.get(op.instruction.name)
+    schedule, cost = schedules.get(op.instruction.name), pallas_cost(op)
+    matrix_cycles = int(cost["flops"] / tpu.flops_per_cycle)
     if schedule and not schedule.uncounted_loops:
-        return schedule.bound_cycles, True
-    return op.cycles + int(pallas_flops(op) / tpu.flops_per_cycle), False
+        return (schedule.cycles_with(matrix_cycles, cost["transcendentals"]) if matrix_cycles
+                else schedule.bound_cycles), True
+    return op.cycles + matrix_cycles, False
 
 
 def op_seconds(op, cycles, tpu):
@@ -132,10 +135,9 @@ def op_seconds(op, cycles, tpu):
     return cycles_s(cycles, tpu) if op.begins else max(cycles_s(cycles, tpu), op.hbm_bytes / tpu.hbm_bytes_per_s)
 
 
-def pallas_flops(op):
-    """Returns the FLOPs of one run of a Pallas kernel that the kernel itself declares, 0 if it declares none."""
-    is_kernel = op.instruction.custom_call_target == hlo.PALLAS_CALL
-    return (is_kernel and op.instruction.declared_cost or {"flops": 0})["flops"]
+def pallas_cost(op):
+    """Returns what one run of a Pallas kernel declares, {"flops": …, "transcendentals": …}, zeros if nothing."""
+    return {"flops": 0, "transcendentals": 0} | (op.kernel and op.kernel.declared_cost or {})
 
 
 def top_operations(ops, tpu, schedules, count=10):

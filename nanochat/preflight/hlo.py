@@ -64,7 +64,7 @@ class Instruction:
     @property
     def declared_cost(self):
         """The cost that a Pallas kernel declares, {"flops": …, "bytes_accessed": …, …}, or None."""
-        found = re.search(r'"cost_estimate":(\{[^}]*\})', self.attributes)
+        found = re.search(r'"cost_estimate": ?(\{[^}]*\})', self.attributes)
         return {key: int(value) for key, value in json.loads(found[1]).items()} if found else None
 
     @property
@@ -107,6 +107,7 @@ class Op:
     hbm_bytes: float
     begins: str = ""  # the name of the transfer that it begins, which goes on beside the following operations
     ends: str = ""  # the name of the transfer whose end it waits for
+    kernel: Instruction | None = None  # the Pallas kernel that it is, or that is in its fusion
 
 
 @dataclass
@@ -146,7 +147,15 @@ class Module:
                 if instruction.opcode == "fusion":
                     yield from self._collective_steps(self.computations[instruction.called("calls")], times)
                 yield _op(instruction, times, self._touched(instruction, computation),
-                          begins=instruction.name if instruction.opcode.endswith("-start") else "")
+                          begins=instruction.name if instruction.opcode.endswith("-start") else "",
+                          kernel=self._kernel(instruction))
+
+    def _kernel(self, instruction):
+        """Returns the Pallas kernel that an instruction is, or that its fusion has, or None."""
+        if instruction.custom_call_target == PALLAS_CALL:
+            return instruction
+        inside = self.computations[instruction.called("calls")] if instruction.opcode == "fusion" else {}
+        return next(filter(None, map(self._kernel, inside.values())), None)
 
     @staticmethod
     def _start_of(done, computation):
@@ -204,8 +213,9 @@ class Module:
     def _touched(self, instruction, computation):
         """Returns the arrays that an instruction reads or writes, or the slices of them."""
         opcode, shape = instruction.opcode, instruction.shape
-        if instruction.declared_cost:  # a kernel may read only a slice of an operand
-            return [Array("u8", (instruction.declared_cost["bytes_accessed"],), True)]
+        kernel = self._kernel(instruction)
+        if kernel and kernel.declared_cost:  # a kernel may read only a slice of an operand
+            return [Array("u8", (kernel.declared_cost["bytes_accessed"],), True)]
         operands = [computation[name].shape for name in instruction.operands if name in computation]
         if opcode.endswith("-start"):  # (source, destination, …) in either order, each touched once
             moved = sorted(shape, key=lambda array: array.bytes, reverse=True)
@@ -285,9 +295,9 @@ class Module:
         return parts
 
 
-def _op(instruction, times, touched, begins=""):
+def _op(instruction, times, touched, begins="", kernel=None):
     return Op(instruction, times, instruction.cycles, sum(array.bytes for array in touched),
-              sum(array.bytes for array in touched if array.in_hbm), begins)
+              sum(array.bytes for array in touched if array.in_hbm), begins, kernel=kernel)
 
 
 def _is_first_step(collective):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.kernels import pallas_attention, plain
+from nanochat.kernels import pallas_attention, pallas_long, plain
 from nanochat.kernels.attention_tiles import BACKWARD_TILES, FORWARD_TILES, list_tiles
 from nanochat.kernels.xla import _pallas_tables
 from nanochat.model.layers import NORM_EPS, apply_rotary, norm, rotary_tables, split_heads
@@ -23,7 +23,7 @@ def in_float64(q, k, v, d_out, window):
     return out.detach(), *torch.autograd.grad(out, (q, k, v), d_out.double())
 
 
-def by_pallas(q, k, v, d_out, window, matrix_unit):
+def by_pallas(q, k, v, d_out, window, matrix_unit, kernels=pallas_attention, **options):
     """The same by the kernels, from the second layer of a stack."""
     def to_jax(x):
         if x.dtype == torch.bfloat16:
@@ -32,10 +32,11 @@ def by_pallas(q, k, v, d_out, window, matrix_unit):
 
     tables = [to_jax(table) for table in _pallas_tables(*rotary_tables(torch.arange(q.size(1)), DIM))]
     stacks = [to_jax(torch.stack([torch.full_like(x, torch.nan), x])) for x in (q, k, v)]
-    options = dict(eps=NORM_EPS, windows=(window, q.size(1)) if window else (), matrix_unit=matrix_unit, interpret=True)
+    options |= dict(eps=NORM_EPS, windows=(window, q.size(1)) if window else (), matrix_unit=matrix_unit,
+                    interpret=True)
     place = jax.numpy.asarray([1, window or 0], "int32")
-    out, log_sums = jax.jit(partial(pallas_attention.forward, **options))(place, *stacks, *tables)
-    gradients = jax.jit(partial(pallas_attention.backward, **options))(
+    out, log_sums = jax.jit(partial(kernels.forward, **options))(place, *stacks, *tables)
+    gradients = jax.jit(partial(kernels.backward, **options))(
         place, *stacks, jax.numpy.stack([log_sums * jax.numpy.nan, log_sums]), to_jax(d_out), *tables)
     return [torch.from_numpy(np.array(x.astype("float32"))) for x in (out, *gradients)]
 
@@ -57,6 +58,35 @@ def test_output_and_gradients_are_those_of_float64(length, heads, kv_heads, wind
     operands = some_operands(length, heads, kv_heads, torch.float32)
     for found, exact in zip(by_pallas(*operands, window, matrix_unit), in_float64(*operands, window), strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("length, heads, kv_heads, window, matrix_unit", [
+    (512, 2, 1, None, 256),
+    *(pytest.param(*shape, marks=slow) for shape in (
+        (768, 1, 1, None, 128), (768, 2, 1, 600, 128), (1024, 1, 1, 256, 256), (1024, 1, 1, 300, 256),
+        (768, 1, 1, 100, 128)))])
+def test_in_segments_they_are_those_of_float64_too(length, heads, kv_heads, window, matrix_unit):
+    operands = some_operands(length, heads, kv_heads, torch.float32)
+    by_segments = by_pallas(*operands, window, matrix_unit, pallas_long, segment=256)
+    for found, exact in zip(by_segments, in_float64(*operands, window), strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("matrix_unit", [128, 256])
+@pytest.mark.parametrize("tiles_of", [FORWARD_TILES, BACKWARD_TILES])
+@pytest.mark.parametrize("window", [None, 1, 130, 512, 600, 1024, 1100])
+def test_pairs_of_segments_cover_what_queries_see_once(window, tiles_of, matrix_unit):
+    length, segment = 2048, 512
+    covered = np.zeros((length, length), int)
+    pairs = pallas_long.list_pairs(length // segment, segment, window)
+    for i, j in pairs:
+        cases = pallas_long.list_cases(pairs, segment, tiles_of[matrix_unit], window)
+        (tiles,) = [tiles for first, last, tiles in cases if first <= i - j <= last]
+        for tile in tiles:
+            covered[i * segment:][tile.queries, j * segment:(j + 1) * segment][:, tile.keys] += 1
+    distance = np.arange(length)[:, None] - np.arange(length)[None]
+    visible = (distance >= 0) & (distance < (window or length))
+    assert covered.max() == 1 and (covered[visible] == 1).all()
 
 
 @pytest.mark.parametrize("matrix_unit", [128, pytest.param(256, marks=slow)])

@@ -18,6 +18,7 @@ from nanochat.model.optim import (
     newton_schulz,
     newton_schulz_of_all,
     normalise_neurons,
+    run_lr_scale,
     width_lr_scale,
     width_weight_decay_scale,
 )
@@ -41,6 +42,7 @@ def test_scales_are_one_where_the_rates_were_tuned():
     assert batch_lr_scale(2**19) == width_lr_scale(768) == width_weight_decay_scale(768) == 1
     assert batch_lr_scale(2**17) == 0.5
     assert width_lr_scale(768 * 4) == 0.5 and width_weight_decay_scale(768 * 2) == 0.25
+    assert [run_lr_scale(2**power) for power in (10, 16, 28, 32, 40)] == [16, 16, 2, 1, 1]
     assert [muon_momentum(step) for step in (0, 300, 9999)] == pytest.approx([0.85, 0.95, 0.95])
 
 
@@ -96,7 +98,7 @@ def test_adam_group_equals_pytorchs_adam():
 
 def test_a_few_steps_overfit_a_batch():
     model = tiny_model()
-    optimizer = MuonAdamW(model, OptimConfig(warmup_steps=1), 2**19, 60)
+    optimizer = MuonAdamW(model, OptimConfig(warmup_steps=1), 2**12, 60)
     ids = torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(1))
     for step in range(60):
         loss = model(ids[:, :-1], ids[:, 1:]).mean()

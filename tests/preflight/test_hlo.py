@@ -160,3 +160,21 @@ ENTRY %main (Arg_0: bf16[8,128]) -> bf16[8,128] {
 '''
     whole = 8 * 128 * 2
     assert collectives.count(hlo.parse(program).ops(), chips=4) == {"all-to-all": [1, whole, whole]}
+
+
+def test_a_kernel_in_a_fusion_costs_what_it_declares():
+    (op,) = hlo.parse('''HloModule m, is_scheduled=true
+
+%fused (a: bf16[16,1024]) -> bf16[16,1024] {
+  %a = bf16[16,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %kernel.1 = bf16[1,1024]{1,0:T(8,128)(2,1)} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate": {"bytes_accessed": 4096, "flops": 12, "transcendentals": 3}}}
+  ROOT %update.1 = bf16[16,1024]{1,0:T(8,128)(2,1)} dynamic-update-slice(%a, %kernel.1)
+}
+
+ENTRY %main (b: bf16[16,1024]) -> bf16[16,1024] {
+  %b = bf16[16,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %fusion.1 = bf16[16,1024]{1,0:T(8,128)(2,1)} fusion(%b), kind=kCustom, calls=%fused
+}
+''').ops()
+    assert op.kernel.declared_cost == {"flops": 12, "transcendentals": 3, "bytes_accessed": 4096}
+    assert op.instruction.name == "fusion.1" and op.hbm_bytes == 4096

@@ -3,12 +3,14 @@ import importlib.util
 
 import pytest
 
+from nanochat.common import run_script
 from nanochat.device import tpu
 from nanochat.preflight import hlo, timeline
 from nanochat.preflight.compile import CompilerError
 from nanochat.preflight.explain import listing
+from nanochat.preflight.jax_programs import schedule_of
 from nanochat.preflight.schedule import Unreadable, read_folder, read_schedule
-from scripts import bench_schedule
+from scripts import bench_kernels, bench_schedule
 
 needs_compiler = pytest.mark.skipif(not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("jax")),
                                     reason="needs libtpu and jax: pip install '.[tpu]'")
@@ -17,7 +19,8 @@ needs_compiler = pytest.mark.skipif(not (importlib.util.find_spec("libtpu") and 
 @needs_compiler
 @pytest.mark.parametrize("accelerator", ["v5litepod-1", "v6e-1"])
 def test_a_product_takes_as_long_as_its_operations_at_the_peak_rate(accelerator, tmp_path):
-    (_, bound, schedule), = bench_schedule.measure(tpu.parse_accelerator(accelerator), [(2048, 2048, 2048)], tmp_path)
+    folder = tmp_path / "a name with spaces"
+    (_, bound, schedule), = bench_schedule.measure(tpu.parse_accelerator(accelerator), [(2048, 2048, 2048)], folder)
     assert schedule.uncounted_loops == 0
     assert schedule.matrix_cycles == pytest.approx(bound, rel=0.02)
     assert bound < schedule.cycles < 1.1 * bound
@@ -26,11 +29,33 @@ def test_a_product_takes_as_long_as_its_operations_at_the_peak_rate(accelerator,
 
 
 @needs_compiler
-def test_a_dump_that_is_missing_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_schedule, "LIBTPU_OPTIONS", {"xla_jf_dump_llo_text": "false"})
+def test_a_dump_that_is_missing_is_one_line(tmp_path):
     with pytest.raises(CompilerError, match="no schedules for product.*--heuristic") as error:
-        list(bench_schedule.measure(tpu.parse_accelerator("v5litepod-1"), [(256, 256, 256)], tmp_path))
+        list(bench_schedule.measure(tpu.parse_accelerator("v5litepod-1"), [(256, 256, 256)], tmp_path,
+                                    libtpu_options={"xla_jf_dump_llo_text": "false"}))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("code, timeout_s, words", [
+    ("raise RuntimeError('no such thing')", 100, "the thing cannot be traced: RuntimeError: no such thing"),
+    ("import time; time.sleep(100)", 0.2, "tracing the thing took more than --timeout_s=0.2: give it more time"),
+])
+def test_a_program_that_cannot_be_traced_is_one_line_and_status_1(tmp_path, capsys, code, timeout_s, words):
+    with pytest.raises(SystemExit) as ended:
+        run_script(lambda: schedule_of("thing", code, (), tpu.parse_accelerator("v5litepod-1"), tmp_path, timeout_s))
+    assert ended.value.code == 1 and capsys.readouterr().err == f"error: {words}\n"
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_kernel_with_branches_counts_as_often_as_its_declared_work_says(tmp_path):
+    """Three segments are three pairs of a segment with itself, half visible, and three that are wholly visible: each of
+    the six steps would count one and a half."""
+    flags = bench_kernels.Flags(accelerator="v5litepod-1", max_seq_len=6144, device_batch_size=1, num_heads=1)
+    name, (cycles, bound, work), schedule = next(bench_kernels.measure(
+        flags, tpu.parse_accelerator(flags.accelerator), tmp_path))
+    assert name == "forward" and 1.8 * bound < schedule.matrix_cycles < 2.2 * bound
+    assert bound < work < 1.15 * bound and bound < cycles < 1.5 * bound
 
 
 PROGRAM = """
@@ -78,6 +103,33 @@ def test_loops_within_loops_are_multiplied_and_a_loop_of_unknown_length_is_said(
     assert schedule.matrix_cycles == inner * 16
     assert (schedule.critical.begin, schedule.critical.end, schedule.critical.runs) == (2, 5, inner)
     assert schedule.critical.units["load"] == pytest.approx(1 / 3)
+
+
+BRANCHES = """
+$region0: #{kernel}
+  // region range: [0, 8)
+  $region1: #{kernel} parent=0 // pred_region
+    // region range: [1, 4)
+    %1 = vmatmul.bf16.lmr.mxu0 %v1
+    $region2: #{kernel} parent=1 // pred_region
+      // region range: [2, 3)
+  $region3: #{kernel} parent=0 // pred_region
+    // region range: [4, 7)
+    %2 = vmatmul.bf16.lmr.mxu1 %v1
+    %3 = vmatmul.bf16.lmr.mxu1 %v1
+""".splitlines()
+
+
+def test_of_several_branches_with_products_only_a_part_may_run():
+    schedule = read_schedule(BRANCHES, USE)
+    assert (schedule.cycles, schedule.matrix_cycles, schedule.branch_cycles) == (8, 16, 6)
+    assert [schedule.cycles_with(cycles, 0) for cycles in (4, 16, 99)] == [4, 16, 16]
+    schedule.matrix_cycles = 4
+    assert [schedule.cycles_with(cycles, 0) for cycles in (2, 4)] == [5, 8]
+    schedule.units["transcendental"] = 2
+    assert schedule.cycles_with(2, 1536) == 6 and schedule.cycles_with(2, 10) == 5
+    one_branch = read_schedule(BRANCHES[:6], USE)
+    assert one_branch.branch_cycles == 0 and one_branch.cycles_with(1, 0) == one_branch.bound_cycles
 
 
 def test_a_file_that_was_cut_off_names_its_operation(tmp_path):

@@ -270,7 +270,7 @@ def test_a_stop_waits_for_the_mirror_until_it_has_the_checkpoint_or_a_second_sig
     assert stopped["newest_saved"] and stopped["newest_copied"] is None and stopped["behind_since"]
     assert load_meta(base_dir / "checkpoints/test" / stopped["newest_saved"]).is_pause
     bucket.broken = None
-    run = start("test", "--checkpoint_mirror=gs://b")
+    run = start("test", "--checkpoint_mirror=gs://b", "--num_iterations=5000")  # so that it is not done before
     read_until(run, f"copied {stopped['newest_saved']} to gs://b/test")
     bucket.broken = OUTAGE
     run.send_signal(signal.SIGINT)

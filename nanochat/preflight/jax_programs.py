@@ -1,0 +1,47 @@
+"""Small programs written in JAX, compiled for one chip of a TPU that is not there, to measure their schedules."""
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+from nanochat.common import BadInput
+from nanochat.device import tpu
+from nanochat.preflight import hlo
+from nanochat.preflight.compile import CompilerError, compile_programs
+from nanochat.preflight.schedule import LIBTPU_OPTIONS
+
+_WRITE = "\nsys.stdout.buffer.write(lowered.compiler_ir('hlo').as_serialized_hlo_module_proto())\n"
+
+
+def parse_one_chip(accelerator):
+    """Returns the tpu.Slice of --accelerator, which must be one chip whose schedules are read. Raises BadInput."""
+    tpu_slice = tpu.parse_accelerator(accelerator)
+    if tpu_slice.chips != 1 or tpu_slice.tpu.name not in ("v5e", "v6e"):
+        raise BadInput(f"--accelerator={accelerator} is not one chip that is measured here: give v5litepod-1 or v6e-1")
+    return tpu_slice
+
+
+def schedule_of(name, code, arguments, tpu_slice, folder, timeout_s, libtpu_options=LIBTPU_OPTIONS):
+    """Compiles a program. Returns the Schedule of its dearest operation, and what the Pallas kernel in it declares,
+    {"flops": …, "transcendentals": …}, or {}.
+
+    name: for messages. code: a Python script that takes `arguments` and makes `lowered`, what jax.jit(f).lower()
+    returns; it runs in a process of its own, because JAX and torch_xla cannot share one.
+    Raises CompilerError, with one line, if tracing or compiling fails, takes longer than timeout_s, or needs more
+    memory than the chip has.
+    """
+    try:
+        traced = subprocess.run([sys.executable, "-c", f"import sys\n{code}{_WRITE}", *map(str, arguments)],
+                                env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise CompilerError(f"tracing the {name} took more than --timeout_s={timeout_s}: give it more time") from None
+    if traced.returncode:
+        last = traced.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise CompilerError(f"the {name} cannot be traced: {''.join(last) or f'status {traced.returncode}'}")
+    program = SimpleNamespace(name=name, hlo_proto=traced.stdout, donated=set())
+    (_, compiled), = compile_programs([program], tpu_slice, folder, timeout_s, schedule_options=libtpu_options)
+    if compiled.out_of_memory:
+        raise CompilerError(f"the {name} does not fit into the chip: {compiled.out_of_memory.splitlines()[0]}")
+    declared = [op.kernel.declared_cost for op in hlo.parse(compiled.hlo_text).ops() if op.kernel]
+    return (max(compiled.schedules.values(), key=lambda schedule: schedule.cycles),
+            next(filter(None, declared), {}))
