@@ -144,20 +144,41 @@ def _named(name, kind):
     return read
 
 
+class _Once(argparse.Action):
+    """Stores a flag's value. If it is given twice, two equal values are one, and stderr says so; two others are
+    refused, because nobody sees in a long command line that the last one would count."""
+    given = None  # [value], when there was one
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        value, name = True if self.nargs == 0 else value, f"--{self.dest}"
+        if self.given and self.given[0] != value:
+            both = " and ".join(f"{name}={_shown(each)}" for each in (self.given[0], value))
+            parser.error(f"{name} is given twice, with two values: {both}: leave one of them out")
+        if self.given:
+            print(f"{name} is given twice, with the same value", file=sys.stderr)
+        self.given = [value]
+        setattr(namespace, self.dest, value)
+
+
+def _shown(value):
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+
+
 def _add_flag(group, name, default, options):
     options = dict(options)
     limits, kind = options.pop("limits"), options.pop("of") or (str if default is None else type(default))
     option = name if options.pop("positional", False) else f"--{name}"
     if kind is bool:
-        group.add_argument(option, action="store_true", help=options["help"])
+        group.add_argument(option, action=_Once, nargs=0, default=False, help=options["help"])
     else:
-        group.add_argument(option, default=default, **options,
+        group.add_argument(option, default=default, **{"action": _Once} | options,
                            type=_reader(name, kind, *limits) if kind in (int, float) else _named(name, kind))
 
 
 def read_flags(argv, description, titles):
     """Returns an object of each data class in `titles`, {data class: title of its flags in --help}, whose fields are
-    made with flag(). argv: the arguments; None: those of this process. Raises BadInput."""
+    made with flag(). argv: the arguments; None: those of this process. Raises BadInput, also if a flag is given twice
+    with different values."""
     parser = ArgumentParser(prog=f"python3 -m scripts.{Path(sys.argv[0]).stem}", description=description)
     for data_class, title in titles.items():
         group = parser.add_argument_group(title)
@@ -177,9 +198,11 @@ def expand_path(text):
     if len(text) > 4000 or any(len(part.encode(errors="surrogatepass")) > 255 for part in text.split("/")):
         raise BadInput(f"{text[:40]}… is too long for a path")
     try:
+        if re.match("~(/|$)", text) and os.environ.get("HOME") == "":  # it would be a folder in /
+            raise RuntimeError
         return Path(text).expanduser()
     except RuntimeError:
-        raise BadInput(f"there is no home directory for {text}: write the path in full") from None
+        raise BadInput(f"there is no home directory for {text}: write the path in full, or set HOME") from None
 
 
 def get_base_dir():
@@ -203,6 +226,15 @@ def require_writable_dir(path):
     return path
 
 
-def end_with_parent():
-    """Asks Linux to send this process SIGTERM when its parent ends, however that ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+_LIBC = ctypes.CDLL(None)
+
+
+def end_with_parent(parent, how=signal.SIGKILL):
+    """Makes Linux send this process the signal `how` when its parent, whose process id is `parent`, ends, even by
+    `kill -9`. The thread of the parent that has started this process must live as long as the parent does.
+
+    For subprocess: preexec_fn=partial(end_with_parent, os.getpid()).
+    """
+    _LIBC.prctl(1, how)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it has ended already
+        os.kill(os.getpid(), how)

@@ -24,6 +24,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -164,7 +165,8 @@ def run_trial(trial, log_path):
     with open(log_path, "a") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "scripts.base_train", *trial.argv], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-            start_new_session=True, preexec_fn=end_with_parent, env={"WANDB_MODE": "disabled", **os.environ})
+            start_new_session=True, preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
+            env={"WANDB_MODE": "disabled", **os.environ})
         try:
             status = process.wait()
         except KeyboardInterrupt:
@@ -203,7 +205,8 @@ def chip_seconds_per_token(trial, accelerator, folder):
         partial = path.with_suffix(".tmp")
         result = subprocess.run(
             [sys.executable, "-m", "scripts.tpu_preflight", f"--accelerator={accelerator}", f"--json={partial}",
-             "--programs=micro_step,update", *argv], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+             "--programs=micro_step,update", *argv], capture_output=True, text=True, stdin=subprocess.DEVNULL,
+            preexec_fn=partial(end_with_parent, os.getpid()))
         if result.returncode not in (0, DOES_NOT_FIT):
             last = (result.stderr.strip() or "no message").splitlines()[-1]
             raise BadInput(f"--accelerator={accelerator}: the preflight of variant {trial.variant} ended with status "

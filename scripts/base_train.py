@@ -10,10 +10,12 @@ On a laptop, the same program runs over two XLA devices of its CPU:
 On GPUs: torchrun --nproc_per_node=8 -m scripts.base_train … A run whose name has a checkpoint resumes from it.
 No line at module level touches the XLA runtime: each chip needs a process of its own, which starts it.
 """
+import os
 import subprocess
 import sys
+from functools import partial
 
-from nanochat.common import BadInput, run_script
+from nanochat.common import BadInput, end_with_parent, run_script
 from nanochat.device import tpu
 from nanochat.device.ranks import resolve_device_type
 from nanochat.run.processes import require_one_host
@@ -40,7 +42,8 @@ def run_preflight(argv):
     if accelerator is None:
         raise BadInput("--preflight: no known TPU here: set TPU_ACCELERATOR_TYPE, to v5litepod-8 for example")
     return subprocess.run([sys.executable, "-m", "scripts.tpu_preflight", f"--accelerator={accelerator}",
-                           "--programs=micro_step,update", *argv]).returncode
+                           "--programs=micro_step,update", *argv],
+                          preexec_fn=partial(end_with_parent, os.getpid())).returncode
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import statistics
 import threading
 import time
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
-from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
+from nanochat.common import BadInput, end_with_parent, expand_path, flag, read_flags, run_script
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.infer.engine import Engine
 from nanochat.infer.infill import Infiller
@@ -63,6 +63,7 @@ def main(argv=None):
 
 
 def run_server(flags, sender):
+    end_with_parent(parent_process().pid)
     try:
         import uvicorn
 

@@ -40,9 +40,8 @@ from nanochat.infer.evaluate import (
 )
 from nanochat.infer.infilling import document_tasks, function_tasks, read_documents
 from nanochat.infer.judge import Judge, JudgeFlags
-from nanochat.infer.load import find_checkpoint, load_language_meta, load_model
+from nanochat.infer.load import find_checkpoint, load_language_meta, load_model, weights_of
 from nanochat.infer.problems import digest, read_problems, usable, without_one_line
-from nanochat.run.checkpoint_files import MODEL, sha256_of_files
 
 TASKS = ("functions", "infill", "infill_functions")
 OF_THE_CHECKPOINT = ("checkpoint", "weights", "device_type")  # settings in which two evaluations may differ
@@ -110,7 +109,7 @@ def main(argv=None):
     settings = {
         "format": 1, "task": of_task.task, "items": digest_of_items, "num_items": len(items), **asdict(sampling),
         "checkpoint": f"{path.parent.name}/{path.name}",
-        "weights": sha256_of_files([path / MODEL])[path / MODEL][:16], "device_type": device_type}
+        "weights": weights_of(path), "device_type": device_type}
     others = read_others(judging.against, settings) if judging.against else []
     out_dir = require_writable_dir(judging.out_dir or get_base_dir() / "code_eval" / "_".join(
         [path.parent.name, path.name, of_task.task, hashlib.sha256(repr(settings).encode()).hexdigest()[:8]]))
@@ -118,7 +117,8 @@ def main(argv=None):
         with (FileLock(out_dir / ".lock", timeout=0), Judge(judging.unsafe) as judge,
               Results(out_dir / "samples.jsonl", settings) as results):
             dist = compute_init(device_type)
-            model, tokenizer, _ = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir)
+            model, tokenizer, _ = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir,
+                                             weights=settings["weights"])
             writer = Writer(model, tokenizer, dist, Sampling(**asdict(sampling)))
             run(of_task.task, items, problems, writer, judge, results, workers)
             compute_cleanup(dist)

@@ -8,14 +8,16 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from nanochat.common import BadInput, flag, get_base_dir, read_flags, run_script
+from nanochat.common import BadInput, end_with_parent, flag, get_base_dir, read_flags, run_script
 from nanochat.data.shards import list_shards, open_shards, read_pieces
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.record.metrics import METRICS_FILE
@@ -33,7 +35,8 @@ def run(step, module, *flags, env):
     """Runs a script of this project in a process of its own, and prints the command."""
     command = [sys.executable, "-m", module, *flags]
     print(f"\n=== {step}\n$ {shlex.join(['python3', *command[1:]])}", flush=True)
-    status = subprocess.run(command, env=env, stdin=subprocess.DEVNULL).returncode
+    status = subprocess.run(command, env=env, stdin=subprocess.DEVNULL,
+                            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM)).returncode
     if status:
         raise BadInput(f"{module} ended with status {status}: see above")
 

@@ -6,17 +6,28 @@ cores, about half an hour is to be expected; the whole has not been timed on an 
 """
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
+from nanochat.common import (
+    BadInput,
+    end_with_parent,
+    expand_path,
+    flag,
+    get_base_dir,
+    read_flags,
+    require_writable_dir,
+    run_script,
+)
 from nanochat.infer import compare_search
 from nanochat.infer.eval_report import ALL, summarise
 from nanochat.infer.evaluate import read_results
-from nanochat.infer.load import find_checkpoint, load_language_meta, resolve_inference_device_type
+from nanochat.infer.load import find_checkpoint, load_language_meta, resolve_inference_device_type, weights_of
 
 MEASURES = {  # of code_eval, and their names in the table
     "functions": {"compiles": "compiles, greedy", "compiles, drawn": "compiles, drawn", "pass@1": "pass@1, greedy",
@@ -50,13 +61,21 @@ def main(argv=None):
     common += [f"--tokenizer_dir={flags.tokenizer_dir}"] if flags.tokenizer_dir else []
     common += ["--unsafe"] if flags.unsafe else []
     of_code_eval = [] if flags.problems == "own" else [f"--problems={flags.problems}"]
-    found = {}
+    found, weights = {}, weights_of(path)
+
+    def results_of(file):
+        settings, records, _ = read_results(file)
+        if settings["weights"] != weights:
+            raise BadInput(f"checkpoint {path} was replaced since this command began: start it again, with another "
+                           "--out_dir")
+        return records
+
     for task in MEASURES if has_fim else ["functions"]:
         run("scripts.code_eval", *common, *of_code_eval, f"--task={task}", f"--out_dir={out_dir / task}")
-        found[task] = read_results(out_dir / task / "samples.jsonl")[1]
+        found[task] = results_of(out_dir / task / "samples.jsonl")
     run("scripts.solve", *common, f"--problems={flags.problems}", f"--out_dir={out_dir / 'search'}")
     lines = [f"Checkpoint `{path.parent.name}/{path.name}`. In brackets: the 95% interval over problems or gaps.", "",
-             *scores(found), "", *compare_search.table(read_results(out_dir / "search" / "searches.jsonl")[1])]
+             *scores(found), "", *compare_search.table(results_of(out_dir / "search" / "searches.jsonl"))]
     (out_dir / "table.txt").write_text("\n".join(lines) + "\n")
     print("\n" + "\n".join(lines) + f"\n\n{out_dir / 'table.txt'}")
 
@@ -65,7 +84,8 @@ def run(module, *flags):
     """Runs a script of this project in a process of its own, and prints the command and how long it took."""
     begun, command = time.monotonic(), [sys.executable, "-m", module, *flags]
     print(f"$ {shlex.join(['python3', *command[1:]])}", flush=True)
-    status = subprocess.run(command, env={**os.environ}, stdin=subprocess.DEVNULL).returncode
+    status = subprocess.run(command, env={**os.environ}, stdin=subprocess.DEVNULL,
+                            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM)).returncode
     if status:
         raise BadInput(f"{module} ended with status {status}: see above")
     print(f"({(time.monotonic() - begun) / 60:.1f} minutes)\n", flush=True)

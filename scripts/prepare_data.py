@@ -18,15 +18,22 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
+from nanochat.common import (
+    BadInput,
+    end_with_parent,
+    expand_path,
+    flag,
+    get_base_dir,
+    read_flags,
+    require_writable_dir,
+    run_script,
+)
 from nanochat.data import corpus
 from nanochat.data.contamination import telling_sequences
 from nanochat.data.debian import check_names, debian_sources
@@ -103,14 +110,6 @@ class Progress:
 # Worker processes
 
 
-def _end_with_parent():
-    """Ends this worker when its parent ends. Otherwise it would wait for work for ever if the parent is killed."""
-    def watch():
-        wait([multiprocessing.parent_process().sentinel])
-        os._exit(1)
-    Thread(target=watch, daemon=True).start()
-
-
 @contextmanager
 def worker_pool(workers):
     """Yields a function run(function, calls, done), which calls `function` in `workers` processes.
@@ -124,7 +123,8 @@ def worker_pool(workers):
         yield run
         return
     # spawn, because this process has threads by now (apt's downloads, pyarrow, tqdm), and fork would break them
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=end_with_parent,
+                             initargs=(os.getpid(),)) as pool:
         def run(function, calls, done):
             futures = {pool.submit(function, *arguments): i for i, arguments in enumerate(calls)}
             try:

@@ -8,6 +8,7 @@ mirrored or renamed.
 Sudokus are minimal: without any one of its digits a puzzle would have several solutions. The same flags make the same
 puzzles, but for --qqwing, which draws its own.
 """
+import multiprocessing
 import os
 import re
 import shutil
@@ -71,7 +72,7 @@ def read_shape(flags):
 def begin_worker():
     """Leaves Ctrl-C to the parent process, and ends with it: a worker whose parent was killed would wait for ever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
+    end_with_parent(multiprocessing.parent_process().pid)
 
 
 def make(flags, shape, number):
@@ -85,6 +86,7 @@ def make(flags, shape, number):
 def by_qqwing(count):
     """Returns `count` 9 × 9 Sudokus made by qqwing, as `make` does."""
     output = subprocess.run(["qqwing", "--generate", str(count), "--solution", "--csv"], check=True, text=True,
+                            preexec_fn=partial(end_with_parent, os.getpid()),
                             capture_output=True).stdout
     rows = re.findall(r"([1-9.]{81}),([1-9]{81})", output)
     grids = [[[int(letter) for letter in text.replace(".", "0")] for text in row] for row in rows]

@@ -17,7 +17,7 @@ from nanochat.device.ranks import Dist
 from nanochat.infer.load import find_checkpoint
 from nanochat.model.trm import TRM, TRMConfig
 from nanochat.run.checkpoint_files import OPTIMIZER, find_problem
-from nanochat.run.meta import load_meta
+from nanochat.run.meta import META, load_meta, read_config
 from nanochat.train.puzzles import solve
 
 CELL, MARGIN, TOP = 32, 8, 24  # in SVG's pixels
@@ -41,7 +41,9 @@ def load_averaged(path):
         raise BadInput(f"--run: {path} is of the task {meta.task}: give a run of puzzle_train")
     if problem := find_problem(path):
         raise BadInput(f"--run: {path} is damaged ({problem}): use another checkpoint")
-    model = TRM(TRMConfig(**meta.config)).init_weights(meta.flags["seed"])
+    if not isinstance(seed := meta.flags.get("seed"), int):
+        raise BadInput(f"--run: {path} cannot be used: the flags in its {META} have no seed: use another checkpoint")
+    model = TRM(read_config(path, meta, TRMConfig)).init_weights(seed)
     state = load_file(path / OPTIMIZER)
     model.load_state_dict({name: state[f"{name}.ema"] for name, _ in model.named_parameters()}, strict=False)
     return model, meta
@@ -87,7 +89,7 @@ def main(argv=None):
     if not flags.out.parent.is_dir() or flags.out.is_dir():
         raise BadInput(f"--out={flags.out} is a folder, or its folder does not exist: name a file")
     model, meta = load_averaged(find_checkpoint(flags.run))
-    puzzles = read_puzzles(flags.data_dir or meta.flags["data_dir"] or get_base_dir() / "puzzles", "val")
+    puzzles = read_puzzles(flags.data_dir or meta.flags.get("data_dir") or get_base_dir() / "puzzles", "val")
     if (puzzles.side ** 2, puzzles.vocab_size) != (model.config.cells, model.config.vocab_size):
         raise BadInput(f"--run={flags.run} solves grids of {model.config.cells} cells, and the puzzles have "
                        f"{puzzles.side ** 2}: give its own --data_dir")

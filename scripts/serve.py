@@ -42,6 +42,7 @@ def main(argv=None):
     try:
         import uvicorn
 
+        from nanochat.infer.connections import TimedConnection
         from nanochat.infer.server import Server, make_app
     except ImportError as error:
         raise BadInput(f"there is no {error.name}: pip install '.[serve]'") from None
@@ -65,7 +66,7 @@ def main(argv=None):
               file=sys.stderr, flush=True)
         # uvicorn's log of requests would show queries; the server logs what happens to each completion by itself.
         config = uvicorn.Config(make_app(server, api_key=of_server.api_key), log_config=None, access_log=False,
-                                log_level="warning", ws="none", limit_concurrency=MAX_CONNECTIONS,
+                                log_level="warning", http=TimedConnection, ws="none", limit_concurrency=MAX_CONNECTIONS,
                                 timeout_graceful_shutdown=2, timeout_keep_alive=KEEP_ALIVE_S)
         try:
             uvicorn.Server(config).run(sockets=[listening])

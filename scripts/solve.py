@@ -32,11 +32,11 @@ from nanochat.infer.load import (
     load_language_meta,
     load_model,
     resolve_inference_device_type,
+    weights_of,
 )
 from nanochat.infer.problems import Problem, digest, read_problems, usable
 from nanochat.infer.search import COMPILES, METHODS, Budget, Search
 from nanochat.infer.unfinished import brackets, closers
-from nanochat.run.checkpoint_files import MODEL, sha256_of_files
 
 DEFAULT_METHOD, DEFAULT_BUDGET = "best_of", 512
 BUDGETS = (256, 512, 1024)  # of a comparison
@@ -148,9 +148,10 @@ def main(argv=None):
                         flags.seed)
     methods = fitting(methods, meta, is_comparison)
 
-    def load(num_writers):
+    def load(num_writers, weights=None):
         dist = compute_init(device_type)
-        model, tokenizer, _ = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, quantize=of_model.quantize)
+        model, tokenizer, _ = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, quantize=of_model.quantize,
+                                         weights=weights)
         num_writers = num_writers if dist.device_type == "cpu" else 1
         return [Writer(model, tokenizer, dist, sampling) for _ in range(num_writers)]
 
@@ -165,14 +166,14 @@ def main(argv=None):
         "format": 1, "task": "search", "items": digest(problems), "num_items": len(problems), "methods": methods,
         "budgets": [asdict(budget) for budget in budgets], **asdict(sampling), "quantize": of_model.quantize,
         "checkpoint": f"{path.parent.name}/{path.name}",
-        "weights": sha256_of_files([path / MODEL])[path / MODEL][:16], "device_type": device_type}
+        "weights": weights_of(path), "device_type": device_type}
     out_dir = require_writable_dir(judging.out_dir or get_base_dir() / "solve" / "_".join(
         [path.parent.name, path.name, hashlib.sha256(repr(settings).encode()).hexdigest()[:8]]))
     try:
         with (FileLock(out_dir / ".lock", timeout=0), Judge(judging.unsafe) as judge,
               Results(out_dir / "searches.jsonl", settings) as results):
             torch.set_num_threads(1)  # the searches themselves run at the same time
-            writers = load(workers)
+            writers = load(workers, settings["weights"])
             with progress(len(problems)) as show:
                 compare_methods(writers, judge, problems, methods, budgets, results, show)
             compute_cleanup(writers[0].dist)

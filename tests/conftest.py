@@ -93,6 +93,11 @@ def corpus_dir(tmp_path_factory):
 # Training
 
 
+def last_of_each(*flags):
+    """Returns the flags, of those --name=value that have one name the last: a test's own come after the common ones."""
+    return list({flag.partition("=")[0]: flag for flag in flags}.values())
+
+
 def run_python(*arguments, devices=1, **env):
     """Runs Python in a process of its own, which has `devices` XLA devices, and returns the CompletedProcess."""
     environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
@@ -139,7 +144,7 @@ def train(base_dir, tiny, warm_ranks):
     """
 
     def run(*flags, run="test", devices=1, status=0, new_process=(), **env):
-        flags = [f"--run={run}", *tiny, *flags]
+        flags = last_of_each(f"--run={run}", *tiny, *flags)
         if new_process:
             process = run_python(*new_process, *flags, devices=devices, **env)
         else:
@@ -157,7 +162,7 @@ def reference(tiny, warm_ranks, tmp_path_factory):
     @functools.cache
     def run(*flags, devices=1):
         base_dir = tmp_path_factory.mktemp("reference")
-        process = warm_ranks(devices).call(base_train.main, ["--run=reference", *tiny, *flags],
+        process = warm_ranks(devices).call(base_train.main, last_of_each("--run=reference", *tiny, *flags),
                                            NANOCHAT_BASE_DIR=str(base_dir))
         assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
         return add_records(process, base_dir / "checkpoints" / "reference")

@@ -56,12 +56,34 @@ def test_a_value_outside_of_a_flag_s_range_is_refused_in_one_line(argument, mess
     assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("argv, message", [
+    (["--depth=2", "--verbose", "--depth", "4"], "--depth is given twice, with two values: --depth=2 and --depth=4: "),
+    (["--rate=0.5", "--rate=0.25"], "--rate is given twice, with two values: --rate=0.5 and --rate=0.25: "),
+    (["--names=a,b", "--names=c"], "--names is given twice, with two values: --names=a,b and --names=c: "),
+    (["--out-dir=/a", "--out_dir=/b"], "--out_dir is given twice, with two values: --out_dir=/a and --out_dir=/b: "),
+])
+def test_a_flag_with_two_values_is_refused(argv, message):
+    with pytest.raises(BadInput) as refusal:
+        read(*argv)
+    assert str(refusal.value) == message + "leave one of them out"
+
+
+def test_a_flag_given_twice_with_one_value_goes_on_and_says_so(capsys):
+    assert read("--depth=4", "--verbose", "--depth=04", "--verbose") == Flags(depth=4, verbose=True)
+    assert capsys.readouterr().err.splitlines() == [
+        f"{name} is given twice, with the same value" for name in ("--depth", "--verbose")]
+    assert read("--depth=4") == Flags() and not capsys.readouterr().err
+
+
 def test_a_base_directory_below_the_home_directory(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.setenv("NANOCHAT_BASE_DIR", "~/data")
     assert get_base_dir() == Path("/home/someone/data")
     monkeypatch.delenv("NANOCHAT_BASE_DIR")
     assert get_base_dir() == Path("/home/someone/.cache/nanochat")
+    monkeypatch.setenv("HOME", "")
+    with pytest.raises(BadInput, match="there is no home directory for ~/.cache/nanochat: write the path in full"):
+        get_base_dir()
 
 
 def run_main(body, **options):
@@ -99,9 +121,11 @@ def test_a_script_runs_with_closed_outputs():
     assert process.wait(timeout=30) == 2
 
 
-def test_a_worker_ends_when_its_parent_is_killed():
-    worker = "end_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
-    process = run_main(f" if os.fork(): time.sleep(60)\n else: {worker}", stdout=subprocess.PIPE)
+@pytest.mark.parametrize("before", ["pass", "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"])
+def test_a_worker_ends_when_its_parent_is_killed(before):
+    worker = f"{before}; end_with_parent(parent); print(os.getpid(), flush=True); time.sleep(60)"
+    process = run_main(f" parent = os.getpid()\n if os.fork(): time.sleep(60)\n else: {worker}",
+                       stdout=subprocess.PIPE)
     pid = int(process.stdout.readline())
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)  # until nobody holds the pipes
@@ -112,3 +136,8 @@ def test_a_worker_ends_when_its_parent_is_killed():
         time.sleep(0.1)
     os.kill(pid, signal.SIGKILL)
     pytest.fail("the worker outlived its parent")
+
+
+def test_a_worker_whose_parent_has_ended_before_it_began_ends():
+    process = run_main(" end_with_parent(1)")
+    assert process.wait(timeout=30) == -signal.SIGKILL

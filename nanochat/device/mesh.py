@@ -4,9 +4,10 @@ A mesh has three axes, data × fsdp × tensor. Chips along `data` and `fsdp` rea
 the same weights; those along `fsdp` hold a part of each, and gather a layer's weights when they come to it (ZeRO-3,
 arXiv 1910.02054). With 1 × 1 for the last two, every chip holds all weights.
 """
+import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanochat.common import BadInput
 
@@ -20,6 +21,18 @@ class Mesh:
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+    variables: str = field(default="", compare=False, repr=False)  # of the environment that name it; "": flags do
+
+    @property
+    def source(self):
+        """What asked for this many chips along fsdp, for an error."""
+        return self.variables or f"--mesh_fsdp={self.fsdp}"
+
+    def ask_for(self, *sizes):
+        """Returns what to give for another number of chips along fsdp, one of `sizes`, for an error."""
+        if not self.variables:
+            return f"--mesh_fsdp={_in_words(sizes)}"
+        return _in_environment(self.chips, sizes)
 
     @property
     def chips(self):
@@ -49,22 +62,27 @@ def make_mesh(data, fsdp, tensor, chips, environment=os.environ):
     If all three have their defaults, TPU_MESH_CONFIG counts, "4,2" for example, the chips along the axes that
     TPU_AXIS_NAMES lists, by default data,fsdp,tensor. Raises BadInput if the product is another number of chips.
     """
-    source = f"--mesh_data={data} --mesh_fsdp={fsdp} --mesh_tensor={tensor}"
+    source, variables = f"--mesh_data={data} --mesh_fsdp={fsdp} --mesh_tensor={tensor}", ""
     if (data, fsdp, tensor) == (-1, 1, 1) and environment.get("TPU_MESH_CONFIG"):
-        sizes = _read_environment(environment["TPU_MESH_CONFIG"], environment.get("TPU_AXIS_NAMES") or ",".join(AXES))
+        config, names = environment["TPU_MESH_CONFIG"], environment.get("TPU_AXIS_NAMES") or ",".join(AXES)
+        sizes = _read_environment(config, names)
         data, fsdp, tensor = (sizes.get(axis, 1) for axis in AXES)
-        source = f"TPU_MESH_CONFIG={environment['TPU_MESH_CONFIG']}"
+        source = variables = f"TPU_MESH_CONFIG={config} with TPU_AXIS_NAMES={names}"
     if tensor > 1:
-        raise BadInput(f"{source}: tensor parallelism does not exist yet; divide the weights with --mesh_fsdp="
-                       f"{fsdp * tensor} instead")
+        instead = _in_environment(chips, _nearest_divisors(chips, fsdp * tensor)) if variables else \
+            f"--mesh_fsdp={fsdp * tensor}"
+        raise BadInput(f"{source}: tensor parallelism does not exist yet; divide the weights with {instead} instead")
     others = fsdp * tensor
     if data == -1 and chips % others == 0:
         data = chips // others
     if data * others != chips:
         product = f"{'?' if data == -1 else data} × {fsdp} × {tensor}"
-        raise BadInput(f"{source} are {product} chips along data, fsdp and tensor, and there are {chips}: use "
-                       f"--mesh_data=-1 with --mesh_fsdp={_nearest_divisors(chips, fsdp)}")
-    return Mesh(data, fsdp, tensor)
+        nearest = _nearest_divisors(chips, fsdp)
+        instead = _in_environment(chips, nearest) if variables else \
+            f"--mesh_data=-1 with --mesh_fsdp={_in_words(nearest)}"
+        raise BadInput(f"{source} are {product} chips along data, fsdp and tensor, and there are {chips}: "
+                       f"use {instead}")
+    return Mesh(data, fsdp, tensor, variables)
 
 
 def _read_environment(config, names):
@@ -73,8 +91,9 @@ def _read_environment(config, names):
     sizes = config.strip("() ").split(",")
     are_sizes = all(re.fullmatch(r"\s*[1-9][0-9]{0,5}\s*", size) for size in sizes)
     if not are_sizes or len(set(axes)) < len(axes) or not set(axes) <= {*AXES} or len(sizes) > len(axes):
-        raise BadInput(f"TPU_MESH_CONFIG={config} with TPU_AXIS_NAMES={names} is no mesh: give the chips along each "
-                       "axis and its names, such as TPU_MESH_CONFIG=4,2 TPU_AXIS_NAMES=data,fsdp")
+        raise BadInput(f"TPU_MESH_CONFIG={config[:40]} with TPU_AXIS_NAMES={names[:80]} is no mesh: set the chips "
+                       "along each axis and its names, such as TPU_MESH_CONFIG=4,2 TPU_AXIS_NAMES=data,fsdp, or unset "
+                       "both")
     return dict(zip(axes, map(int, sizes), strict=False))
 
 
@@ -85,12 +104,24 @@ def require_divisible(mesh, sizes):
     """
     for what, size in sizes.items():
         if size % mesh.fsdp:
-            raise BadInput(f"--mesh_fsdp={mesh.fsdp} does not divide {what}, {size}: use --mesh_fsdp="
-                           f"{_nearest_divisors(size, mesh.fsdp)}")
+            # The variables name all axes, so their fsdp must divide the chips, too.
+            nearest = _nearest_divisors(math.gcd(size, mesh.chips) if mesh.variables else size, mesh.fsdp)
+            raise BadInput(f"{mesh.source}: {mesh.fsdp} chips along fsdp do not divide {what}, {size}: use "
+                           f"{mesh.ask_for(*nearest)}")
 
 
 def _nearest_divisors(number, near):
-    """Returns the divisors of `number` that come before and after `near`, in words."""
+    """Returns the divisors of `number` that come before and after `near`, and `near` if it is one."""
     divisors = [n for n in range(1, number + 1) if number % n == 0]
     below, above = [n for n in divisors if n < near], [n for n in divisors if n > near]
-    return " or ".join(map(str, below[-1:] + ([near] if number % near == 0 else []) + above[:1]))
+    return below[-1:] + ([near] if number % near == 0 else []) + above[:1]
+
+
+def _in_words(values):
+    return " or ".join(map(str, values))
+
+
+def _in_environment(chips, fsdps):
+    """Returns the environment variables that ask for one of `fsdps` chips along fsdp, in words."""
+    configs = _in_words(f"{chips // fsdp},{fsdp}" for fsdp in fsdps)
+    return f"TPU_MESH_CONFIG={configs} with TPU_AXIS_NAMES=data,fsdp, or unset both"

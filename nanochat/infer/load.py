@@ -3,6 +3,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir
@@ -12,8 +13,8 @@ from nanochat.device.tpu import count_tpu_chips
 from nanochat.infer.quantize import Int8GPT
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig
-from nanochat.run.checkpoint_files import MODEL, find_problem, latest
-from nanochat.run.meta import META, load_meta
+from nanochat.run.checkpoint_files import MODEL, find_problem, latest, sha256_of_files
+from nanochat.run.meta import META, load_meta, read_config
 
 QUANTIZATIONS = ("none", "int8")
 
@@ -53,10 +54,7 @@ def load_language_meta(path):
     meta = load_meta(path)
     if meta.task != "language":
         raise BadInput(f"{path} is of the task {meta.task} and no model of text: give a run of base_train")
-    try:
-        GPTConfig(**meta.config)
-    except TypeError as error:
-        raise BadInput(f"{path} is not a checkpoint ({META}: {error}): give a step_… directory") from None
+    read_config(path, meta, GPTConfig)
     return meta
 
 
@@ -68,12 +66,20 @@ def resolve_inference_device_type(requested):
     return resolve_device_type(requested)
 
 
-def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"):
+def weights_of(path):
+    """Returns the beginning of the checksum of a checkpoint's weights, by which results name them. Raises BadInput."""
+    try:
+        return sha256_of_files([path / MODEL])[path / MODEL][:16]
+    except OSError as error:
+        raise BadInput(f"checkpoint {path} is damaged ({MODEL}: {error.strerror}): use another one") from None
+
+
+def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none", weights=None):
     """Returns (model, tokenizer, Meta) of the checkpoint at `path`; the model is on the device of `dist`, for
     evaluation.
 
-    quantize: "none", or "int8": an Int8GPT, on the CPU only. Raises BadInput if the weights are damaged or the
-    tokenizer is not the one it was trained with.
+    quantize: "none", or "int8": an Int8GPT, on the CPU only. weights: what weights_of returned before. Raises BadInput
+    if the weights are damaged or are others by now, or the tokenizer is not the one it was trained with.
     """
     if quantize not in QUANTIZATIONS:
         raise BadInput(f"--quantize={quantize} is unknown: choose {' or '.join(QUANTIZATIONS)}")
@@ -88,6 +94,12 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     check_tokenizer(tokenizer, meta.config["vocab_size"], meta.tokenizer_sha256)
     dtype = torch.bfloat16 if dist.device_type in ("tpu", "cuda") else torch.float32
     model = GPT(GPTConfig(**meta.config), get_kernels(kernel, dist.device_type), dtype)
-    model.load_state_dict(load_file(Path(path) / MODEL), assign=True)
+    try:
+        model.load_state_dict(load_file(Path(path) / MODEL), assign=True)
+    except (OSError, RuntimeError, SafetensorError) as error:  # it was deleted meanwhile, or is of another config
+        raise BadInput(f"checkpoint {path} is damaged ({' '.join(str(error).split())[:200]}): use another "
+                       "one") from None
+    if weights is not None and weights != weights_of(path):
+        raise BadInput(f"checkpoint {path} was replaced since this command began: start it again")
     model = model.to(dist.device).eval().requires_grad_(False)
     return Int8GPT(model) if quantize == "int8" else model, tokenizer, meta

@@ -54,8 +54,7 @@ class Sandbox:
         and write files and use the network."""
         self.unsafe = unsafe
         need("prlimit", "util-linux")
-        if os.geteuid() == 0:
-            need("setpriv", "util-linux")
+        need("setpriv", "util-linux")
         if unsafe:
             return
         need("bwrap", "bubblewrap", "; --unsafe runs the programs without a sandbox, with limits only")
@@ -102,7 +101,7 @@ class Sandbox:
         folder.chmod(0o777)
         mine = subprocess.run(["ps", "-L", "--no-headers", "-U", str(NOBODY if os.geteuid() == 0 else os.getuid())],
                               capture_output=True).stdout.count(b"\n")  # the limit counts all processes of the user
-        command = [*less_privileged(), *limited(limits, mine), *command]
+        command = [*less_privileged(), "setpriv", "--pdeathsig=KILL", *limited(limits, mine), *command]
         process = start(command, cwd=folder, env={"PATH": "/usr/bin:/bin", "TMPDIR": str(folder)})
 
         def kill():

@@ -10,9 +10,10 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from nanochat.common import BadInput, Failure
+from nanochat.common import BadInput, Failure, end_with_parent
 from nanochat.device import tpu
 from nanochat.preflight import schedule
 from nanochat.preflight.source_lines import REPOSITORY
@@ -107,7 +108,8 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, sch
 def _run_compiler(program, tpu_slice, folder, timeout_s, processes, options):
     code = f"from nanochat.preflight.compiler_process import compile_folder; compile_folder({str(folder.resolve())!r})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, text=True, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.PIPE, env=_compiler_environment(tpu_slice, options))
+                               stderr=subprocess.PIPE, env=_compiler_environment(tpu_slice, options),
+                               preexec_fn=partial(end_with_parent, os.getpid()))
     processes.append(process)
     try:
         _, errors = process.communicate(timeout=timeout_s)

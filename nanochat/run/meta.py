@@ -5,7 +5,7 @@ a field, or adds one that older programs must not ignore, raises FORMAT_VERSION.
 """
 import base64
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -55,7 +55,12 @@ class Meta:
 
     @classmethod
     def from_json(cls, found):
-        """Returns the Meta of a JSON object of this or an older version. Raises KeyError if a field is missing."""
+        """Returns the Meta of a JSON object of this or an older version. Raises KeyError if a field is missing, and
+        TypeError if it is of another type."""
+        for name, kind in (("step", int), ("config", dict), ("tokenizer_sha256", str), ("data_fingerprint", str),
+                           ("flags", dict), ("rng", str)):
+            if not isinstance(found[name], kind):
+                raise TypeError(f"{name} is {json.dumps(found[name])[:40]}")
         return cls(
             task=found.get("task", "language"),
             step=found["step"],
@@ -87,6 +92,28 @@ def load_meta(path):
         raise BadInput(f"{path} is not a checkpoint ({META} has no {error}): give a step_… directory") from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise BadInput(f"{path} is not a checkpoint ({META}: {error}): give a step_… directory") from None
+
+
+def read_config(path, meta, config_class):
+    """Returns the config, an object of the data class `config_class`, of the model in the checkpoint at `path`. Raises
+    BadInput if a field is missing, is unknown or has a value that it cannot have."""
+    def refuse(problem):
+        return BadInput(f"{path} cannot be used: the model's config in its {META} {problem}: use another checkpoint")
+
+    types = {each.name: each.type for each in fields(config_class)}
+    for name in [*types, *meta.config]:
+        if name not in meta.config:
+            raise refuse(f"has no {name}")
+        if name not in types:
+            raise refuse(f"has {name}, which this program does not know")
+        value = meta.config[name]
+        is_right = type(value) is types[name] or type(value) is int and types[name] is float
+        if not is_right or types[name] is int and value < 0:
+            raise refuse(f"has {name} = {json.dumps(value)[:40]}")
+    try:
+        return config_class(**meta.config)
+    except (BadInput, ArithmeticError) as error:
+        raise refuse(f"makes no model ({error})") from None
 
 
 FLAGS_OF_CONFIG = {"n_layer": "--depth", "n_embd": "--model_dim", "n_head": "--num_heads",

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import socket
 import sys
-import threading
 import time
 import traceback
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from nanochat.common import BadInput, require_writable_dir
+from nanochat.common import BadInput, end_with_parent, require_writable_dir
 from nanochat.device import tpu
 from nanochat.device.tpu import count_tpu_chips
 from nanochat.run import watchdog
@@ -61,17 +60,10 @@ def begin_as_rank(run_dir):
     """Makes this spawned process end with its parent, and lock the run's directory until then. Every spawned process
     calls it first."""
     watchdog.print_stacks_on_signal()
-    parent = multiprocessing.parent_process().pid
+    end_with_parent(multiprocessing.parent_process().pid)
     file = open(run_dir / RANKS_LOCK)
     fcntl.flock(file, fcntl.LOCK_SH)
     _held_as_rank.append(file)
-
-    def end_with_parent():
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
 
 
 def expected_world_size(device_type):

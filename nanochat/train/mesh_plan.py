@@ -12,20 +12,20 @@ def plan_mesh(flags, config, device_type, world_size):
     if mesh.fsdp == 1:
         return mesh
     if device_type not in ("tpu", "xla"):
-        raise BadInput(f"--mesh_fsdp={mesh.fsdp}, but this runs on {device_type}: it is for XLA devices, use 1")
+        raise BadInput(f"{mesh.source}, but this runs on {device_type}: fsdp is for XLA devices, use {mesh.ask_for(1)}")
     if devices.shard_optimizer == "off":
-        raise BadInput(f"--mesh_fsdp={mesh.fsdp} divides the weights, and with --shard_optimizer=off each rank has all "
-                       "of the optimizer's: leave one of them out")
+        raise BadInput(f"{mesh.source} divides the weights, and with --shard_optimizer=off each rank has all of "
+                       "the optimizer's: leave one of them out")
     if flags.distillation.teacher:
         raise BadInput(f"--teacher={flags.distillation.teacher} needs all weights of the student on each chip: use "
-                       "--mesh_fsdp=1, or no teacher")
+                       f"no teacher, or {mesh.ask_for(1)} instead of {mesh.source}")
     require_divisible(mesh, {
         "the width (--model_dim)": config.n_embd,
         "the width of keys and values (--num_kv_heads × head size)": config.n_kv_head * config.head_dim})
     if config.vocab_size % mesh.chips:
-        raise BadInput(f"--mesh_fsdp={mesh.fsdp} divides the vocabulary among all {mesh.chips} chips, and "
-                       f"{config.vocab_size} tokens cannot be divided by {mesh.chips}: use --mesh_fsdp=1, or a "
-                       f"tokenizer with {-(-config.vocab_size // mesh.chips) * mesh.chips} tokens")
+        raise BadInput(f"{mesh.source} divides the vocabulary among all {mesh.chips} chips, and "
+                       f"{config.vocab_size} tokens cannot be divided by {mesh.chips}: use {mesh.ask_for(1)}, "
+                       f"or a tokenizer with {-(-config.vocab_size // mesh.chips) * mesh.chips} tokens")
     return mesh
 
 

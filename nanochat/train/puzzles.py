@@ -227,8 +227,8 @@ class PuzzleTask:
                       data_fingerprint=self.fingerprint)
         now = self.flags.as_dict()
         for name in ("total_batch_size", "optimizer", "seed"):  # the carry and the optimizer's state are of these
-            if meta.flags[name] != now[name]:
-                raise BadInput(f"{path} was trained with --{name}={meta.flags[name]}, and this run has {now[name]}: "
+            if (saved := meta.flags.get(name)) != now[name]:
+                raise BadInput(f"{path} was trained with --{name}={saved}, and this run has {now[name]}: "
                                "resume with the flags it was trained with, or choose another --run")
         return self
 

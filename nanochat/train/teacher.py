@@ -12,7 +12,7 @@ from nanochat.kernels.distillation import Teaching
 from nanochat.kernels.flash_shapes import require_shapes
 from nanochat.model.gpt import GPT, GPTConfig
 from nanochat.run.checkpoint_files import MODEL, find_problem
-from nanochat.run.meta import META, load_meta
+from nanochat.run.meta import META, load_meta, read_config
 
 
 class Teacher(NamedTuple):
@@ -39,7 +39,7 @@ def find_teacher(flags, plan, tokenizer, directory):
     meta = load_meta(path)
     if meta.task != "language":
         raise BadInput(f"{what} is of the task {meta.task} and no model of text: give a run of base_train")
-    config = GPTConfig(**meta.config)
+    config = read_config(path, meta, GPTConfig)
     if path.resolve().parent == directory.resolve():
         raise BadInput(f"{what} is a checkpoint of this run: give another run, or train under another --run")
     if meta.tokenizer_sha256 != tokenizer.sha256:

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from scripts.prepare_data import main
+from tests.conftest import last_of_each
 
 LICENCE_MIT = "Permission is hereby granted, free of charge, to any person obtaining a copy"
 
@@ -58,5 +59,6 @@ def manifest(out_dir):
 
 
 def prepare(out_dir, *flags):
-    main([f"--out_dir={out_dir}", f"--cache_dir={out_dir.parent / 'downloads'}", "--workers=1", *map(str, flags)])
+    main(last_of_each(
+        f"--out_dir={out_dir}", f"--cache_dir={out_dir.parent / 'downloads'}", "--workers=1", *map(str, flags)))
     return manifest(out_dir)

@@ -9,6 +9,7 @@ import pytest
 from nanochat.run.checkpoint_files import list_checkpoints
 from nanochat.run.stopping import EXIT_STATUS, Requests
 from nanochat.train.prepare import REQUESTS_FILE
+from tests.conftest import last_of_each
 from tests.data import hash_batches
 from tests.data.test_shards import damage
 
@@ -28,10 +29,11 @@ def train(byte_tokenizer_dir, corpus_dir, tmp_path, base_dir, warm_ranks):
             threading.Thread(target=stop_run, args=(run_dir, stop_at), daemon=True).start()
         process = warm_ranks(devices).call(
             hash_batches.main,
-            [f"--run={name}", "--device_type=xla", "--depth=1", "--model_dim=64", "--num_heads=2", "--max_seq_len=32",
-             "--device_batch_size=4", f"--total_batch_size={ROWS_PER_STEP * 32}", f"--num_iterations={STEPS}",
-             "--eval_every=-1", "--sample_every=-1", "--save_every=1000", "--log_every=2",
-             f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={data_dir}", *flags],
+            last_of_each(
+                f"--run={name}", "--device_type=xla", "--depth=1", "--model_dim=64", "--num_heads=2",
+                "--max_seq_len=32", "--device_batch_size=4", f"--total_batch_size={ROWS_PER_STEP * 32}",
+                f"--num_iterations={STEPS}", "--eval_every=-1", "--sample_every=-1", "--save_every=1000",
+                "--log_every=2", f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={data_dir}", *flags),
             HASHES=str(tmp_path / name))
         done = list_checkpoints(run_dir)
         return (process.returncode, process.stdout + process.stderr,

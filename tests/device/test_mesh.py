@@ -34,19 +34,22 @@ def test_the_environment_names_a_mesh_where_no_flag_does():
     ((4, 4, 1), {}, "4 × 4 × 1 .* there are 8"),
     ((-1, 16, 1), {}, "there are 8: use --mesh_data=-1 with --mesh_fsdp=8"),
     ((-1, 2, 2), {}, "tensor parallelism .* --mesh_fsdp=4"),
-    ((-1, 1, 1), {"TPU_MESH_CONFIG": "4,4"}, "TPU_MESH_CONFIG=4,4 .* there are 8"),
-    ((-1, 1, 1), {"TPU_MESH_CONFIG": "2,2,2", "TPU_AXIS_NAMES": "data,model,fsdp"}, "TPU_MESH_CONFIG=2,2,2: tensor"),
+    ((-1, 1, 1), {"TPU_MESH_CONFIG": "4,4"}, "TPU_MESH_CONFIG=4,4 with TPU_AXIS_NAMES=data,fsdp,tensor are 4 × 4 .* "
+     "there are 8: use TPU_MESH_CONFIG=4,2 or 2,4 or 1,8 with TPU_AXIS_NAMES=data,fsdp, or unset both"),
+    ((-1, 1, 1), {"TPU_MESH_CONFIG": "2,2,2", "TPU_AXIS_NAMES": "data,model,fsdp"},
+     "TPU_MESH_CONFIG=2,2,2 .*: tensor parallelism .* with TPU_MESH_CONFIG=4,2 or 2,4 or 1,8 with"),
     ((-1, 1, 1), {"TPU_MESH_CONFIG": "two"}, "TPU_MESH_CONFIG=two .* is no mesh"),
     ((-1, 1, 1), {"TPU_MESH_CONFIG": "9" * 5000}, "is no mesh"),
     ((-1, 1, 1), {"TPU_MESH_CONFIG": "4,2", "TPU_AXIS_NAMES": "data,width"}, "TPU_AXIS_NAMES=data,width is no mesh"),
     ((-1, 1, 1), {"TPU_MESH_CONFIG": "4,2", "TPU_AXIS_NAMES": "data,data"}, "is no mesh"),
 ])
 def test_a_mesh_that_does_not_match_is_refused_with_what_works(flags, environment, words):
-    with pytest.raises(BadInput, match=words):
+    with pytest.raises(BadInput, match=words) as refusal:
         make_mesh(*flags, 8, environment)
+    assert not environment or "--mesh" not in str(refusal.value)  # a flag that nobody gave
 
 
 def test_a_size_that_fsdp_does_not_divide_is_named_with_what_works():
     require_divisible(Mesh(1, 4), {"the width": 64})
-    with pytest.raises(BadInput, match="--mesh_fsdp=4 does not divide the width, 66: use --mesh_fsdp=3 or 6"):
+    with pytest.raises(BadInput, match="--mesh_fsdp=4: 4 chips .* do not divide the width, 66: use --mesh_fsdp=3 or 6"):
         require_divisible(Mesh(1, 4), {"the width": 66})

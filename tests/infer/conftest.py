@@ -13,6 +13,7 @@ import uvicorn
 
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
+from nanochat.infer.connections import TimedConnection
 from nanochat.infer.engine import Engine
 from nanochat.infer.infill import Infiller
 from nanochat.infer.load import load_model
@@ -79,13 +80,14 @@ def infiller(infilling_run, byte_tokenizer_dir):
 
 
 @contextmanager
-def serving(infiller, api_key=None, max_tokens=64, timeout_s=60.0):
-    """Yields an httpx.Client of a server in a thread of this process, and the Server."""
+def serving(infiller, api_key=None, max_tokens=64, timeout_s=60.0, **options):
+    """Yields an httpx.Client of a server in a thread of this process, and the Server. options: of uvicorn."""
     server = Server(infiller, name="tiny", device="cpu", max_tokens=max_tokens, timeout_s=timeout_s)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         runner = uvicorn.Server(uvicorn.Config(make_app(server, api_key=api_key), log_config=None, access_log=False,
-                                               ws="none", timeout_graceful_shutdown=1, timeout_keep_alive=600))
+                                               http=TimedConnection, ws="none", timeout_graceful_shutdown=1,
+                                               timeout_keep_alive=600, **options))
         thread = threading.Thread(target=runner.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

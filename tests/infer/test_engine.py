@@ -316,14 +316,16 @@ def test_bad_input_is_one_line_and_status_2(base_dir):
 
 
 def test_another_tokenizer_is_refused(tmp_path):
-    meta = make_meta(tokenizer_sha256="0" * 64, config={"vocab_size": 65536})
-    path = checkpoint.save(tmp_path, make_model().state_dict(), {}, meta, num_lanes=0)
+    model = make_model()
+    meta = make_meta(tokenizer_sha256="0" * 64, config=asdict(model.config) | {"vocab_size": 65536})
+    path = checkpoint.save(tmp_path, model.state_dict(), {}, meta, num_lanes=0)
     with pytest.raises(BadInput, match="is not the checkpoint's"):
         load_model(path, Dist("cpu", torch.device("cpu")))
 
 
 def test_a_damaged_checkpoint_is_not_used(trained, tmp_path):
-    path = checkpoint.save(tmp_path, make_model().state_dict(), {}, make_meta(), num_lanes=0)
+    model = make_model()
+    path = checkpoint.save(tmp_path, model.state_dict(), {}, make_meta(config=asdict(model.config)), num_lanes=0)
     with open(path / checkpoint_files.MODEL, "r+b") as file:
         file.truncate(1000)
     with pytest.raises(BadInput, match="damaged .model.safetensors does not match its checksum"):

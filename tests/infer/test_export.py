@@ -24,6 +24,7 @@ from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig, KVCache
 from nanochat.run import checkpoint
 from scripts import export as script
+from tests.conftest import last_of_each
 from tests.data.headers import HEADERS
 from tests.run.states import make_meta, names
 
@@ -194,7 +195,8 @@ def trained(tmp_path, byte_tokenizer_dir):
 
 @pytest.fixture
 def run(trained, byte_tokenizer_dir):
-    return lambda *flags: script.main([f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", *flags])
+    return lambda *flags: script.main(last_of_each(
+        f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", *flags))
 
 
 def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir):

@@ -100,10 +100,12 @@ def test_hostile_programs_are_contained_when_an_ordinary_user_runs_them(tmp_path
         folder.rmdir()
 
 
-def test_a_program_ends_with_the_process_that_judges_it():
-    require_sandbox()
+@pytest.mark.parametrize("unsafe", [False, True])
+def test_a_program_ends_with_the_process_that_judges_it(unsafe):
+    if not unsafe:
+        require_sandbox()
     call = ("from nanochat.infer.sandbox import *; "
-            f"Sandbox().run(['sleep', '1000'], Limits(5, 100, 2**30, 65536, file_bytes={FILE_BYTES}))")
+            f"Sandbox(unsafe={unsafe}).run(['sleep', '1000'], Limits(5, 100, 2**30, 65536, file_bytes={FILE_BYTES}))")
     judging = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT)
     until(processes)
     judging.kill()

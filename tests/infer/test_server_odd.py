@@ -1,4 +1,5 @@
 """The server gets what no client should send, and what would wear it out; and the script is run as a person does."""
+import contextlib
 import gc
 import json
 import logging
@@ -15,6 +16,7 @@ import time
 import httpx
 import pytest
 
+from nanochat.infer import connections
 from tests.infer.conftest import SOURCE, serving
 from tests.infer.test_server import VIM
 
@@ -121,6 +123,39 @@ def test_memory_does_not_grow_while_text_is_typed(infiller):
             counts.append(len(gc.get_objects()))
         assert len(server.thread._jobs) <= 2
     assert counts[3] - counts[1] < 50, counts  # fewer than one object in two requests
+
+
+def test_connections_on_which_nothing_comes_keep_nobody_out(infiller, monkeypatch):
+    monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", 1)
+    begun = [b"", b"POST /infill HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n{"]
+    with serving(infiller, limit_concurrency=7) as (client, _), contextlib.ExitStack() as stack:
+        address = (client.base_url.host, client.base_url.port)
+        waiting = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(6)]
+        for connection, text in zip(waiting, begun * 2, strict=True):
+            connection.sendall(text)
+        deadline = time.monotonic() + 30
+        while open_now := [connection for connection in waiting if not has_ended(connection)]:
+            assert time.monotonic() < deadline, "the server waits for ever for what does not come"
+            for connection in open_now:
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"x")  # a byte now and then, for ever
+            time.sleep(0.1)
+        assert client.get("/health").json() == {"status": "ok"}
+        time.sleep(1.2)  # the timers of a connection that has had its answer are over
+        assert client.post("/infill", json=VIM).json()["content"] == "urn a + b;"
+
+
+def has_ended(connection):
+    """Returns whether the server has closed a connection; what it answered before is read."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(1 << 16):
+            pass
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 # -----------------------------------------------------------------------------

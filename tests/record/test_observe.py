@@ -12,6 +12,7 @@ from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.prepare import prepare, run_directory
 from nanochat.train.trainer import Trainer
+from tests.conftest import last_of_each
 
 
 @pytest.fixture
@@ -26,11 +27,11 @@ def make_trainer(dist, byte_tokenizer_dir):
     """Makes a Trainer of a tiny model in this process; `width` sets its programs apart from those of other tests."""
 
     def make(*flags, width):
-        flags = parse_flags([
+        flags = parse_flags(last_of_each(
             "--device_type=xla", "--depth=2", f"--model_dim={width}", "--num_heads=2", "--max_seq_len=32",
             "--synthetic_data", "--device_batch_size=2", "--total_batch_size=128", "--num_iterations=8",
             "--eval_every=-1", "--sample_every=-1", "--save_every=-1", "--log_every=2",
-            f"--tokenizer_dir={byte_tokenizer_dir}", *flags])
+            f"--tokenizer_dir={byte_tokenizer_dir}", *flags))
         run_directory(flags).mkdir(parents=True)
         return Trainer(prepare(flags, "xla", make_task), dist)
 

@@ -5,7 +5,17 @@ import pytest
 import torch
 
 from nanochat.common import BadInput
-from nanochat.run.meta import FORMAT_VERSION, META, Meta, load_meta, require_match, restore_rng, rng_state
+from nanochat.model.gpt import GPTConfig
+from nanochat.run.meta import (
+    FORMAT_VERSION,
+    META,
+    Meta,
+    load_meta,
+    read_config,
+    require_match,
+    restore_rng,
+    rng_state,
+)
 from tests.run.states import make_meta, save
 
 # As a run of base_train wrote it before format_version, with fewer flags and a shorter state of the generator.
@@ -64,6 +74,8 @@ def test_fields_that_the_first_checkpoints_lack_have_defaults(tmp_path):
     ('{"format_version": 3, "step": 4}', "has format version 3 and this program reads versions up to 2: update"),
     ('{"format_version": "9"}', "has format version 9 and this program reads versions up to 2: update"),
     ('{"step": 4}', "is not a checkpoint .meta.json has no 'config'.: give a step_"),
+    (VERSION_1.replace('"step": 2', '"step": "2"'), 'is not a checkpoint .meta.json: step is "2"'),
+    (VERSION_1.replace('"synthetic"', "null"), "is not a checkpoint .meta.json: data_fingerprint is null"),
     ('{"step": 4', "is not a checkpoint .meta.json: Expecting ',' delimiter"),
     ("[4]", "is not a checkpoint"),
     (None, "is not a checkpoint .meta.json: .*No such file"),
@@ -74,6 +86,29 @@ def test_a_newer_version_and_a_damaged_file_are_refused_in_one_line(tmp_path, co
     with pytest.raises(BadInput, match=message) as error:
         load_meta(tmp_path)
     assert "\n" not in str(error.value)
+
+
+CONFIG = json.loads(VERSION_1)["config"]
+
+
+@pytest.mark.parametrize("config, problem", [
+    ({name: CONFIG[name] for name in CONFIG if name != "softcap"}, "has no softcap"),
+    (CONFIG | {"n_experts": 4}, "has n_experts, which this program does not know"),
+    (CONFIG | {"n_head": "2"}, 'has n_head = "2"'),
+    (CONFIG | {"n_layer": 2.0}, "has n_layer = 2.0"),
+    (CONFIG | {"n_layer": True}, "has n_layer = true"),
+    (CONFIG | {"n_layer": -1}, "has n_layer = -1"),
+    (CONFIG | {"window_pattern": None}, "has window_pattern = null"),
+    (CONFIG | {"n_head": 0}, "makes no model"),
+    (CONFIG | {"n_head": 3}, "makes no model .--model_dim=64 does not divide"),
+    ({}, "has no vocab_size"),
+])
+def test_a_config_that_makes_no_model_is_refused_by_the_name_of_its_field(tmp_path, config, problem):
+    (tmp_path / META).write_text(json.dumps(json.loads(VERSION_1) | {"config": config}))
+    with pytest.raises(BadInput, match=f"the model's config in its meta.json {problem}") as error:
+        read_config(tmp_path, load_meta(tmp_path), GPTConfig)
+    assert "\n" not in str(error.value)
+    assert read_config(tmp_path, make_meta(config=CONFIG | {"softcap": 15}), GPTConfig) == GPTConfig(**CONFIG)
 
 
 @pytest.mark.parametrize("change, message", [

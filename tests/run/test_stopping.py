@@ -19,6 +19,7 @@ from nanochat.run.stopping import EXIT_STATUS, SAVE, STOP, Requests, stop_on_pre
 from nanochat.run.watchdog import Heartbeats
 from nanochat.train.flags import Flags
 from nanochat.train.liveness import Liveness
+from tests.conftest import last_of_each
 from tests.run.conftest import OUTAGE
 
 TIMEOUT_S = 240
@@ -178,11 +179,11 @@ def start(tmp_path, byte_tokenizer_dir):
     def run(name, *flags):
         environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
         process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.base_train", f"--run={name}", "--device_type=xla", "--depth=2",
-             "--model_dim=64", "--num_heads=2", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128",
-             "--num_iterations=120", "--eval_every=-1", "--sample_every=-1", "--save_every=100", "--log_every=5",
-             "--synthetic_data", f"--checkpoint_mirror={tmp_path}/mirror", f"--tokenizer_dir={byte_tokenizer_dir}",
-             *flags],
+            [sys.executable, "-m", "scripts.base_train", *last_of_each(
+                f"--run={name}", "--device_type=xla", "--depth=2", "--model_dim=64", "--num_heads=2",
+                "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128", "--num_iterations=120",
+                "--eval_every=-1", "--sample_every=-1", "--save_every=100", "--log_every=5", "--synthetic_data",
+                f"--checkpoint_mirror={tmp_path}/mirror", f"--tokenizer_dir={byte_tokenizer_dir}", *flags)],
             env={**environment, "CPU_NUM_DEVICES": "2", "WANDB_MODE": "disabled"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         timers.append(threading.Timer(TIMEOUT_S, process.kill))

@@ -12,7 +12,7 @@ import torch
 from nanochat.common import BadInput, get_base_dir
 from nanochat.run import checkpoint, checkpoint_files
 from scripts import base_eval, base_train
-from tests.conftest import run_python
+from tests.conftest import last_of_each, run_python
 from tests.infer.test_sandbox import require_sandbox
 from tests.warm import TIMEOUT_S
 
@@ -203,7 +203,7 @@ def test_a_run_with_fill_in_the_middle_records_its_bits_per_byte_and_keeps_its_r
     fim = {record["step"]: record["fim_bpb"] for record in trained.records if "fim_bpb" in record}
     assert sorted(fim) == sorted(trained.bpb) == [0, 3, 6] and fim[6] < fim[0]
     with pytest.raises(BadInput, match="was trained with --fim_rate=0.5, and this run has 0:"):
-        base_train.main([*tiny, "--run=fim", *flags[1:], "--num_iterations=8"])
+        base_train.main(last_of_each(*tiny, "--run=fim", *flags[1:], "--num_iterations=8"))
     base_eval.main(["--checkpoint=fim", f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/val",
                     "--eval_tokens=1024", "--device_type=cpu", "--fim"])
     lines = capsys.readouterr().out.splitlines()[-3:]

@@ -8,6 +8,7 @@ from nanochat.run import checkpoint_files
 from nanochat.run.meta import load_meta
 from nanochat.run.mirror import Mirror
 from scripts import base_train
+from tests.conftest import last_of_each
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def test_a_step_past_the_horizon_trains_nothing_and_deletes_nothing(train, tiny,
         again.stdout
     (run_dir / ".finished").unlink()  # as if it had been interrupted on its way to a later step
     with pytest.raises(BadInput, match="step_000006 is past step 4, with which this run would end: raise --num_iter"):
-        base_train.main([*tiny, "--run=test", "--save_every=2", "--num_iterations=4"])
+        base_train.main(last_of_each(*tiny, "--run=test", "--save_every=2", "--num_iterations=4"))
     assert steps_of(run_dir) == [2, 4, 6]
     finished = train("--save_every=2")  # exactly at the horizon: it lacks its last evaluation
     assert finished.bpb.keys() == {6} and (run_dir / ".finished").exists()
@@ -41,7 +42,7 @@ def test_a_start_that_is_refused_changes_no_mark_and_moves_nothing_aside(train, 
                          (["--checkpoint_mirror="], "--checkpoint_mirror= is neither")]:
         for start in (["--num_iterations=8"], ["--resume=never"]):
             with pytest.raises(BadInput, match=words):
-                base_train.main([*tiny, "--run=test", *start, *flags])
+                base_train.main(last_of_each(*tiny, "--run=test", *start, *flags))
             assert sorted({*os.listdir(run_dir), "mirror.json"}) == before and ".finished" in before
 
 

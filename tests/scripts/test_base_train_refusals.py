@@ -8,6 +8,7 @@ import pytest
 
 from nanochat.common import BadInput
 from scripts.base_train import main
+from tests.conftest import last_of_each
 from tests.warm import TIMEOUT_S
 
 
@@ -37,7 +38,7 @@ from tests.warm import TIMEOUT_S
 ])
 def test_bad_flags_are_refused_with_the_value_and_what_to_do(tiny, flags, words):
     with pytest.raises(BadInput, match=words) as refusal:
-        main([*tiny, *flags])
+        main(last_of_each(*tiny, *flags))
     assert "\n" not in str(refusal.value)
 
 
@@ -51,12 +52,12 @@ def test_bad_data_names_the_file_and_its_row_group(train, tiny, tmp_path, corpus
     assert process.stderr.count("\n") == 1 and "Traceback" not in process.stderr
     pq.write_table(pa.table({"code": ["int x;"]}), broken / "shard_00000.parquet")
     with pytest.raises(BadInput, match="no column named text"):
-        main([*tiny, f"--data_dir={broken}"])
+        main(last_of_each(*tiny, f"--data_dir={broken}"))
     damaged = bytearray(whole)
     damaged[40:4000] = bytes(3960)  # in the pages of the first row group; the footer is whole
     (broken / "shard_00000.parquet").write_bytes(damaged)
     with pytest.raises(BadInput, match="shard_00000.parquet.* row group 0"):
-        main([*tiny, f"--data_dir={broken}"])
+        main(last_of_each(*tiny, f"--data_dir={broken}"))
 
 
 def test_resuming_something_else_is_refused(train, tiny, corpus_dir):
@@ -64,7 +65,7 @@ def test_resuming_something_else_is_refused(train, tiny, corpus_dir):
     for flags, words in [(["--depth=3"], "another architecture: --depth is 2 there and 3 here"),
                          ([f"--data_dir={corpus_dir}/val"], "other data than that in --data_dir")]:
         with pytest.raises(BadInput, match=words):
-            main([*tiny, "--run=test", "--num_iterations=8", *flags])
+            main(last_of_each(*tiny, "--run=test", "--num_iterations=8", *flags))
     restarted = train("--resume=never", "--depth=3")
     assert sorted(restarted.losses) == [1, 2, 3, 4, 5, 6]
 
@@ -91,4 +92,4 @@ def test_too_little_disk_for_two_checkpoints_is_said_before_the_first_step(base_
 def test_a_run_that_is_to_judge_code_needs_a_compiler(tiny, monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(BadInput, match=r"there is no g\+\+.*apt-get install"):
-        main([*tiny, "--code_eval_every=4"])
+        main(last_of_each(*tiny, "--code_eval_every=4"))

@@ -1,5 +1,6 @@
 """scripts/code_eval.py with the real compiler, and models that have learnt nothing."""
 import json
+import shutil
 from dataclasses import asdict
 
 import pytest
@@ -7,11 +8,14 @@ import torch
 
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
-from nanochat.device.ranks import Dist
+from nanochat.device.ranks import Dist, compute_init
 from nanochat.infer import engine
 from nanochat.infer.evaluate import Sampling, Writer
 from nanochat.run import checkpoint
+from nanochat.run.checkpoint_files import MODEL
+from scripts import code_eval as script
 from scripts.code_eval import main
+from tests.conftest import last_of_each
 from tests.infer.test_engine import make_model
 from tests.infer.test_sandbox import require_sandbox
 from tests.run.states import make_meta
@@ -34,9 +38,9 @@ def code_eval(base_dir, byte_tokenizer_dir, tmp_path, capsys):
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(PROBLEM | {"task_id": name}) + "\n" for name in "xy"))
 
     def run(name, out_dir, *flags):
-        main([f"--checkpoint={name}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", "--max_tokens=10",
-              f"--problems={tmp_path / 'problems.jsonl'}", "--num_samples=2", f"--out_dir={tmp_path / out_dir}",
-              *flags])
+        main(last_of_each(
+            f"--checkpoint={name}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", "--max_tokens=10",
+            f"--problems={tmp_path / 'problems.jsonl'}", "--num_samples=2", f"--out_dir={tmp_path / out_dir}", *flags))
         run.output = capsys.readouterr().out
         return tmp_path / out_dir / "samples.jsonl"
     return run
@@ -74,6 +78,23 @@ def test_bad_input_is_refused_before_the_work(code_eval, tmp_path, flags, messag
     with pytest.raises(BadInput, match=message):
         code_eval("a", "out", *flags)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_is_replaced_or_deleted_in_the_middle_is_one_line(code_eval, base_dir, monkeypatch):
+    """Its results would have the name of the weights that were there before."""
+    path = base_dir / "checkpoints" / "a" / "step_000007"
+
+    def replace(device_type):
+        shutil.rmtree(path)
+        shutil.copytree(base_dir / "checkpoints" / "b" / "step_000007", path)
+        return compute_init(device_type)
+
+    with monkeypatch.context() as patch, pytest.raises(BadInput, match="/a/step_000007 was replaced since this comm"):
+        patch.setattr(script, "compute_init", replace)
+        code_eval("a", "out")
+    (path / MODEL).unlink()
+    with pytest.raises(BadInput, match="checkpoint .* is damaged .model.safetensors: No such file"):
+        code_eval("a", "other")
 
 
 @pytest.mark.skipif(not hasattr(engine, "Special"), reason="this engine reads no special tokens")

@@ -50,7 +50,7 @@ def test_same_bytes_for_any_number_of_workers_and_order_of_flags(tmp_path):
               f"--source={','.join(map(str, order))}"])
     assert shard_hashes(tmp_path / "1") == shard_hashes(tmp_path / "2")
     assert len(shard_hashes(tmp_path / "1")) > 3
-    prepare(tmp_path / "other_seed", *flags, "--seed=6", f"--projects_dir={tmp_path / 'in'}")
+    prepare(tmp_path / "other_seed", *flags[::2], "--seed=6", f"--projects_dir={tmp_path / 'in'}")
     assert shard_hashes(tmp_path / "1") != shard_hashes(tmp_path / "other_seed")
 
 

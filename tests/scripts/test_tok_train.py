@@ -10,6 +10,7 @@ import rustbpe
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import SHIPPED_DIR, Tokenizer, load_tokenizer
 from scripts import tok_train
+from tests.conftest import last_of_each
 from tests.data.headers import HEADERS, write_headers
 
 
@@ -19,7 +20,7 @@ def headers_dir(tmp_path_factory):
 
 
 def train(data_dir, out_dir, *flags):
-    tok_train.main([f"--data_dir={data_dir}", f"--out_dir={out_dir}", "--vocab_size=1000", *flags])
+    tok_train.main(last_of_each(f"--data_dir={data_dir}", f"--out_dir={out_dir}", "--vocab_size=1000", *flags))
     return load_tokenizer(out_dir)
 
 

@@ -13,6 +13,7 @@ from nanochat.common import BadInput
 from nanochat.preflight import hlo
 from nanochat.preflight.source_lines import IN_NAME, REPOSITORY
 from scripts import tpu_preflight
+from tests.conftest import last_of_each
 
 pytestmark = pytest.mark.skipif(not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("jax")),
                                 reason="needs libtpu and jax: pip install '.[tpu]'")
@@ -26,7 +27,8 @@ def preflight(tmp_path_factory):
         environment = {key: value for key, value in os.environ.items()
                        if key not in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "LIBTPU_INIT_ARGS", "XLA_FLAGS")}
         path = tmp_path_factory.mktemp("preflight") / "report.json"
-        process = subprocess.run([sys.executable, "-m", "scripts.tpu_preflight", f"--json={path}", *flags],
+        process = subprocess.run([sys.executable, "-m", "scripts.tpu_preflight", f"--json={path}",
+                                  *last_of_each(*flags)],
                                  capture_output=True, text=True, timeout=timeout_s, env=environment)
         assert process.returncode == status, process.stdout[-2000:] + process.stderr[-4000:]
         process.report = json.loads(path.read_text()) if path.exists() else None
@@ -93,7 +95,7 @@ def test_bad_flags_are_refused_in_one_line(preflight, tiny):
     (["--accelerator=v6e-4", f"--dump_dir={__file__}"], "is not a folder: name another one")])
 def test_bad_flags_are_found_before_anything_is_traced(tiny, flags, message):
     with pytest.raises(BadInput, match=message):
-        tpu_preflight.read_preflight_flags([*tiny, *flags])
+        tpu_preflight.read_preflight_flags(last_of_each(*tiny, *flags))
 
 
 def test_a_compiler_that_takes_too_long_is_one_line(preflight, tiny):
@@ -123,8 +125,8 @@ def test_the_compiled_programs_are_those_that_base_train_runs(train, tiny, tmp_p
     """
     if "--teacher=teacher" in kernel:
         train("--synthetic_data", "--num_iterations=1", "--eval_every=-1", "--sample_every=-1", run="teacher")
-    flags = [*tiny, *kernel, "--compute_dtype=bfloat16", "--synthetic_data", "--num_iterations=2",
-             "--eval_tokens=2048", "--eval_every=2", "--sample_every=-1", "--save_every=-1"]
+    flags = last_of_each(*tiny, *kernel, "--compute_dtype=bfloat16", "--synthetic_data", "--num_iterations=2",
+                         "--eval_tokens=2048", "--eval_every=2", "--sample_every=-1", "--save_every=-1")
     environment = os.environ | {
         "CPU_NUM_DEVICES": "4", "XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text "
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
@@ -149,8 +151,8 @@ def test_the_compiled_programs_are_those_that_base_train_runs(train, tiny, tmp_p
 def test_base_train_ends_with_3_before_it_trains_what_does_not_fit(base_dir, tiny):
     """Its many layers' weights and their state alone take 15.8 GiB. Narrow layers are quick to compile."""
     process = subprocess.run(
-        [sys.executable, "-m", "scripts.base_train", "--preflight", "--device_type=xla", "--synthetic_data", *tiny,
-         "--depth=6144", "--total_batch_size=128"],
+        [sys.executable, "-m", "scripts.base_train", "--preflight", "--device_type=xla", "--synthetic_data",
+         *last_of_each(*tiny, "--depth=6144", "--total_batch_size=128")],
         capture_output=True, text=True, timeout=300, env=os.environ | {"TPU_ACCELERATOR_TYPE": "v5litepod-1"})
     assert process.returncode == 3, process.stdout[-2000:] + process.stderr[-4000:]
     assert "does not fit into 15.75 GiB" in process.stdout and not (base_dir / "checkpoints").exists()
@@ -173,7 +175,7 @@ print(*sorted(set(re.findall('"([^"]*) aten__mm"', text))), sep=chr(10))
 
 def test_operations_are_named_by_the_line_that_they_come_from_also_in_loops(tiny):
     """Checked on the matrix products, whose lines show what they are."""
-    flags = ["--kernel=chunked", *tiny]
+    flags = last_of_each("--kernel=chunked", *tiny)
     output = subprocess.run([sys.executable, "-c", LINES_OF_PRODUCTS, *flags], check=True, timeout=300, text=True,
                             stdout=subprocess.PIPE).stdout
     names = re.findall(r"^(\S+\.py):(\d+)", output, re.MULTILINE)

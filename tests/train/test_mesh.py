@@ -6,6 +6,7 @@ import pytest
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts.base_train import main
+from tests.conftest import last_of_each
 
 CHUNKED = ("--kernel=chunked", "--log_every=1", "--num_heads=4", "--depth=3")
 FLASH = ("--kernel=flash", "--log_every=1", "--depth=3", "--model_dim=256", "--num_heads=2", "--num_kv_heads=1",
@@ -77,10 +78,25 @@ def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, tokenizer_di
     (["--mesh_fsdp=2", "--shard_optimizer=off"], 2, "--shard_optimizer=off"),
     (["--mesh_fsdp=2", "--teacher=x"], 2, "--teacher=x .* --mesh_fsdp=1"),
     (["--mesh_fsdp=2", "--device_type=cpu"], 1, "there are 1"),
-    (["--mesh_fsdp=8", "--model_dim=60", "--num_heads=2"], 8, "does not divide the width .*60: .*--mesh_fsdp=6 or 10"),
+    (["--mesh_fsdp=8", "--model_dim=60", "--num_heads=2"], 8, "do not divide the width .*60: .*--mesh_fsdp=6 or 10"),
 ])
 def test_meshes_that_cannot_be_are_refused_before_anything_starts(tiny, monkeypatch, flags, devices, words):
     monkeypatch.setenv("CPU_NUM_DEVICES", str(devices))
     with pytest.raises(BadInput, match=words) as refusal:
-        main([*tiny, "--kernel=chunked", *flags])
+        main(last_of_each(*tiny, "--kernel=chunked", *flags))
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("config, flags, words", [
+    ("1,8", ["--model_dim=60", "--num_heads=2"], "do not divide the width .*60: use TPU_MESH_CONFIG=2,4 .* unset"),
+    ("1,8", [], "270 tokens cannot be divided by 8: use TPU_MESH_CONFIG=8,1 .* 272 tokens"),
+    ("4,2", ["--teacher=x"], "--teacher=x .* TPU_MESH_CONFIG=8,1"),
+    ("8", ["--kernel=current", "--mesh_data=2"], "--mesh_data=2 --mesh_fsdp=1"),  # the flags count
+    ("2,2", [], "there are 8: use TPU_MESH_CONFIG=8,1 or 4,2 or 2,4"),
+])
+def test_a_mesh_of_the_environment_is_refused_by_its_variables(tiny, monkeypatch, config, flags, words):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "8")
+    monkeypatch.setenv("TPU_MESH_CONFIG", config)
+    with pytest.raises(BadInput, match=words) as refusal:
+        main(last_of_each(*tiny, "--kernel=chunked", *flags))
+    assert ("--mesh" in str(refusal.value)) == ("--mesh_data=2" in flags)

@@ -14,7 +14,7 @@ from nanochat.model.trm import TRM, cross_entropy
 from nanochat.train import puzzles as task
 from nanochat.train.puzzles import EpisodeLoss, make_plan, parse_flags
 from scripts import prepare_puzzles, puzzle_show, puzzle_train
-from tests.conftest import add_records, run_python
+from tests.conftest import add_records, last_of_each, run_python
 
 TINY = ["--hidden=16", "--heads=2", "--mixer=mlp", "--prefix=4", "--recursions=1", "--cycles=2",
         "--supervision_steps=4", "--optimizer=muon", "--lr=0.003", "--loss=softmax", "--ema=0.9", "--warmup_steps=2",
@@ -130,7 +130,7 @@ class Scripted(torch.nn.Module):
 
 
 def test_episodes_are_those_of_a_slow_loop_over_single_slots(data_dir):
-    flags = parse_flags([*TINY, "--supervision_steps=5", "--explore=0.5"])
+    flags = parse_flags(last_of_each(*TINY, "--supervision_steps=5", "--explore=0.5"))
     puzzles = read_puzzles(data_dir, "train")
     loss = EpisodeLoss(make_plan(flags, puzzles, "cpu", 1), flags.puzzles, Scripted(), "cpu")
     feed = PuzzleFeed(puzzles, Dist("cpu", None), 0, seed=0, total_batch_size=8, explore=0.5, max_steps=5)
@@ -175,7 +175,7 @@ def solve(base_dir, data_dir, warm_ranks):
     """Runs puzzle_train on tiny puzzles and returns the CompletedProcess, with what add_records adds."""
 
     def run(*flags, run="puzzles", devices=1, status=0):
-        argv = [f"--run={run}", "--device_type=xla", f"--data_dir={data_dir}", *TINY, *flags]
+        argv = last_of_each(f"--run={run}", "--device_type=xla", f"--data_dir={data_dir}", *TINY, *flags)
         process = warm_ranks(devices).call(puzzle_train.main, argv)
         assert process.returncode == status, process.stdout[-2000:] + process.stderr[-4000:]
         return add_records(process, base_dir / "checkpoints" / run)
@@ -229,7 +229,8 @@ with exclusive_use(run_directory(flags)):
 
 @pytest.mark.slow
 def test_fifty_steps_are_two_programs_without_a_fallback_to_the_host_or_a_fetch_between_lines(base_dir, data_dir):
-    process = run_python("-c", COUNT, f"--data_dir={data_dir}", *TINY, "--num_iterations=50", "--mixer=attention")
+    process = run_python("-c", COUNT, *last_of_each(
+        f"--data_dir={data_dir}", *TINY, "--num_iterations=50", "--mixer=attention"))
     assert process.returncode == 0, process.stderr[-3000:]
     found = json.loads(process.stdout.splitlines()[-1])
     assert found["programs_of_a_step"] == 2 and found["compilations"][1] == found["compilations"][-1]

@@ -7,6 +7,7 @@ from nanochat.device.ranks import resolve_device_type
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.prepare import prepare
+from tests.conftest import last_of_each
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_a_student_resumes_bit_for_bit_before_and_after_its_teacher_leaves(train
 def test_a_teacher_that_cannot_teach_is_refused(base_dir, tiny, teacher):
     def refusal(*flags, run="student"):
         with pytest.raises(BadInput) as error:
-            prepare(parse_flags([f"--run={run}", *tiny, *flags]), resolve_device_type("cpu"), make_task)
+            prepare(parse_flags(last_of_each(f"--run={run}", *tiny, *flags)), resolve_device_type("cpu"), make_task)
         return str(error.value)
 
     assert "no checkpoint at nobody" in refusal("--teacher=nobody")
