@@ -213,7 +213,9 @@ def chip_seconds_per_token(trial, accelerator, folder):
     if not report["fits"] or "estimate" not in report:
         print(f"warning: {trial.variant} does not fit into a chip of {accelerator}", flush=True)
         return None
-    return report["estimate"]["hours"] * 3600 * report["chips"] / report["plan"]["units"]
+    run = report["estimate"]  # of a step in the last stage, and of all of them
+    is_of_last = run["hours"] / run.get("hours_of_last", run["hours"])
+    return is_of_last * run["step_s"] * report["chips"] / report["plan"]["total_batch_size"]
 
 
 # -----------------------------------------------------------------------------

@@ -189,8 +189,9 @@ class DataLoader:
         return Batch(torch.from_numpy(rows)[self._part], dict(self._states), self.run)
 
     def change_rows(self, batch_size, seq_len):
-        """From the next batch on, rows have another length: they are those of a loader with this length that begins with
-        the states of the last batch. What was made ahead is made again. Only for endless loaders without fim_rate."""
+        """From the next batch on, rows have another length: they are those of a loader with this length that begins
+        with the states of the last batch. What was made ahead is made again. Only for endless loaders without
+        fim_rate."""
         if self._num_rows != math.inf or "fim_rate" in self.run:
             raise ValueError("the rows of an evaluation, and of fill in the middle, keep their length")
         self.close()

@@ -12,8 +12,7 @@ from nanochat.preflight import estimate, hlo, schedule
 from nanochat.preflight.compile import compile_programs
 from nanochat.preflight.explain import explain
 
-
-MICRO_STEP = "micro_step"
+MICRO_STEP = "micro_step"  # the kind of these programs, see kind_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
         "accelerator": request.accelerator, "chips": tpu_slice.chips, "hosts": tpu_slice.hosts,
         "topology": tpu_slice.topology, "zone": request.zone, "flags": flags, "kernel": plan.kernel,
         "plan": {"unit": plan.unit, "total_batch_size": plan.units(0, 1), "grad_accum_steps": plan.micro_steps(0),
-                 "num_iterations": plan.num_iterations, "units": plan.units(0, plan.num_iterations), f"flops_per_{plan.unit[:-1]}": plan.flops_per_unit,
+                 "num_iterations": plan.num_iterations, f"flops_per_{plan.unit[:-1]}": plan.flops_per_unit,
                  "parameters": sum(plan.parameters.values())},
         "trace_s": trace_s, "usable_hbm_bytes": tpu_slice.tpu.usable_hbm_bytes,
         "memory": programs.memory_groups(), "programs": {}, "out_of_memory": {},

@@ -139,8 +139,8 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         raise BadInput(f"--{name}={getattr(batch, name):g} is a horizon of {num_iterations:.3g} steps, which is not "
                        f"between 1 and {MAX_STEPS:,}: change it, or set --num_iterations")
     if lengths[-1][0] >= num_iterations:
-        raise BadInput(f"--seq_len_ramp={batch.seq_len_ramp}: the run ends after step {num_iterations}, before it comes "
-                       f"to rows of {lengths[-1][1]}: let them begin earlier, or train for longer")
+        raise BadInput(f"--seq_len_ramp={batch.seq_len_ramp}: the run ends after step {num_iterations}, before it "
+                       f"comes to rows of {lengths[-1][1]}: let them begin earlier, or train for longer")
     dtype = "bfloat16" if device_type in ("tpu", "cuda") else "float32"
     total = schedule[0][1]
     return Plan(
