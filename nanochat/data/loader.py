@@ -24,7 +24,8 @@ import torch
 
 from nanochat.data.fim import KINDS, Infilling
 from nanochat.data.lanes import NUM_LANES, PADDING, Lane, LaneState, RandomLane, check_lane_states
-from nanochat.data.shards import Units, fingerprint, open_shards
+from nanochat.data.projects import FILE_SEP
+from nanochat.data.shards import Units, fingerprint, open_shards, require_files
 
 READ_AHEAD_BYTES = 256 << 20  # bytes of text that all lanes of a rank hold together, at most
 BLOCK_TOKENS = 1 << 15  # tokens of the rows that a worker makes at a time, at most (but at least one row)
@@ -132,7 +133,10 @@ class DataLoader:
         run = {"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": fingerprint(shards),
                "tokenizer": tokenizer.sha256}
         infilling = None
+        if any(shard.is_packed for shard in shards):
+            tokenizer.special(FILE_SEP)  # raises BadInput if it has none
         if fim_rate:
+            require_files(shards, "fill in the middle")
             infilling = Infilling(fim_rate, seed, tuple(fim_kinds))
             run |= {"fim_rate": fim_rate, "fim_kinds": list(fim_kinds)}
         self._begin(run, batch_size, rank, world_size, threads, state, state_seq_len, num_rows,
