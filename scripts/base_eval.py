@@ -96,8 +96,8 @@ def print_projects(path, meta, shards, flags, seq_len, model, tokenizer, dist):
         if not rows.num_files:
             raise BadInput(f"--project: no project in {shards[0].parent} has two files in one document: name another "
                            "--data_dir")
-    print(f"{path} (step {meta.step}): {rows.num_files:,} files, the first {seq_len // 2} tokens of each at most: given "
-          f"their project {found[True]:.4f} bits per byte, alone {found[False]:.4f} "
+    print(f"{path} (step {meta.step}): {rows.num_files:,} files, the first {seq_len // 2} tokens of each: given their "
+          f"project {found[True]:.4f} bits per byte, alone {found[False]:.4f} "
           f"({found[True] / found[False] - 1:+.1%})")
 
 
