@@ -229,6 +229,7 @@ def build(sources, flags, workers, work_dir, staging):
 def pack_projects(index, sides, source_of, staging, flags, run):
     """Joins the files of each source. Returns the Index of the documents, and which of them are on each side, as build
     has them for files. Sources are on one side each, and stay in their order."""
+    require_disk(staging, int(sum(index.nbytes[side].sum() for side in sides.values())) // 3, "joining the files")
     calls, names = [], []
     for name, side in sides.items():
         (staging / "packed" / name).mkdir(parents=True, exist_ok=True)
