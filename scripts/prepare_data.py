@@ -219,7 +219,7 @@ def build(sources, flags, workers, work_dir, staging):
         run(corpus.write_shard, calls, done)
         bar.close()
     totals = {name: {"documents": int(side.sum()), "bytes": int(index.nbytes[side].sum()),
-                     "shards": sum(path.parent.name == name for path, _ in calls)} for name, side in sides.items()}
+                     "shards": sum(path.parent.name == name for path, *_ in calls)} for name, side in sides.items()}
     if flags.pack == "project":
         for name, total in totals.items():
             total["files"] = num_files[name]

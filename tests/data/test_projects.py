@@ -92,11 +92,11 @@ def test_rows_of_projects_hold_file_separators_and_resume(corpora):
     tokenizer, paths = load_tokenizer(), list_shards(corpora / "one" / "base_data_v3")
 
     def rows(count, **options):
-        with DataLoader(paths, tokenizer, batch_size=4, seq_len=256, num_lanes=4, **options) as loader:
+        with DataLoader(paths, tokenizer, batch_size=4, seq_len=1024, num_lanes=4, **options) as loader:
             return [next(loader) for _ in range(count)]
 
     batches = rows(6)
-    assert sum(int((batch.rows == tokenizer.special("<|file_sep|>")).sum()) for batch in batches) > 10
+    assert sum(int((batch.rows == tokenizer.special("<|file_sep|>")).sum()) for batch in batches) > 5
     [again] = rows(1, state=batches[3].state)
     assert np.array_equal(again.rows, batches[4].rows)
     with pytest.raises(BadInput, match="holds whole projects .* and fill in the middle needs single files"):
