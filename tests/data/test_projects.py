@@ -1,4 +1,7 @@
 """Rows that hold a project: its files in dependency order, and how they become tokens."""
+import re
+from dataclasses import asdict
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -8,8 +11,12 @@ from nanochat.data.loader import DataLoader
 from nanochat.data.projects import DOCUMENT_BYTES, dependency_order, encode_documents, join_files
 from nanochat.data.shards import TextPiece, list_shards, open_shards, require_files
 from nanochat.data.tokenizer import load_tokenizer
+from nanochat.run import checkpoint
 from nanochat.train.project_eval import ProjectRows, require_packed
+from scripts import base_eval
 from tests.data.projects import cpp, prepare, read, shard_hashes
+from tests.infer.test_engine import make_model
+from tests.run.states import make_meta
 
 
 def texts_of(**includes):
@@ -122,3 +129,19 @@ def test_a_file_given_its_project_counts_the_same_tokens_as_alone(corpora):
             text = tokenizer.decode(own.tolist())
             assert not len(own) or text.count("{ return ") >= 20 and "\0" not in text and ".cpp\n" not in text
         assert int((together >= 0).sum()) > 1.5 * int((alone >= 0).sum())
+
+
+def test_base_eval_says_what_the_project_of_a_file_is_worth(corpora, byte_tokenizer_dir, tmp_path, capsys):
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
+    model = make_model(vocab_size=tokenizer.n_vocab)
+    meta = make_meta(20, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
+    trained = checkpoint.save(tmp_path / "run", model.state_dict(), {}, meta, num_lanes=0)
+    flags = [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", "--project"]
+    base_eval.main([*flags, f"--data_dir={corpora}/one/val"])
+    said = capsys.readouterr().out
+    numbers = re.search(r"11 files, .* given their project ([\d.]+) bits per byte, alone ([\d.]+) ", said)
+    assert numbers and 1 < float(numbers[1]) < 20 and numbers[1] != numbers[2]
+    for others, message in (([f"--data_dir={corpora}/files/val"], "holds single files"),
+                            ([f"--data_dir={corpora}/one/val", "--fim"], "--fim and --project are two")):
+        with pytest.raises(BadInput, match=message):
+            base_eval.main([*flags, *others])
