@@ -105,7 +105,7 @@ def describe_plan(trials):
         plan, tokens = trial.plan, trial.plan.tokens(0, trial.plan.num_iterations)
         rows.append((trial.variant, [format_count(sum(plan.parameters.values())), f"{plan.total_batch_size:,}",
                                      f"{plan.num_iterations:,}", format_count(tokens),
-                                     f"{plan.flops_per_token * tokens:.3g}"]))
+                                     f"{plan.flops(0, plan.num_iterations):.3g}"]))
     print(format_table(rows))
     done = sum(trial.is_finished() for trial in trials)
     print(f"{len(trials)} runs, seeds {', '.join(str(seed) for seed in dict.fromkeys(t.seed for t in trials))}; "
@@ -216,7 +216,9 @@ def chip_seconds_per_token(trial, accelerator, folder):
     if not report["fits"] or "estimate" not in report:
         print(f"warning: {trial.variant} does not fit into a chip of {accelerator}", flush=True)
         return None
-    return report["estimate"]["step_s"] * report["chips"] / report["plan"]["total_batch_size"]
+    run = report["estimate"]  # of a step in the last stage, and of all of them
+    is_of_last = run["hours"] / run.get("hours_of_last", run["hours"])
+    return is_of_last * run["step_s"] * report["chips"] / report["plan"]["total_batch_size"]
 
 
 # -----------------------------------------------------------------------------
@@ -247,7 +249,7 @@ def cost_of(curves, plan, chip_s_per_token):
     """Returns what one run of a variant costs, {unit: number or None}; the seconds are medians over seeds."""
     tokens = plan.tokens(0, plan.num_iterations)
     cpu_s = [curve.cpu_s for curve in curves if curve.cpu_s is not None]
-    return {"tokens": tokens, "flops": plan.flops_per_token * tokens,
+    return {"tokens": tokens, "flops": plan.flops(0, plan.num_iterations),
             "train_s": float(np.median([curve.seconds[-1] for curve in curves])),
             "cpu_s": float(np.median(cpu_s)) if cpu_s else None,
             "chip_s": None if chip_s_per_token is None else chip_s_per_token * tokens}
@@ -272,12 +274,18 @@ def make_rows(comparisons, curves, costs):
 def draw(path, curves, plans, chip_seconds):
     """Writes the picture of validation over tokens, FLOPs, seconds and chip-seconds, and returns its path."""
     panels = [("tokens", lambda name, curve: curve.tokens),
-              ("FLOPs", lambda name, curve: curve.tokens * plans[name].flops_per_token),
+              ("FLOPs", lambda name, curve: flops_at(plans[name], curve.tokens)),
               ("seconds of training on this machine", lambda name, curve: curve.seconds)]
     if any(chip_seconds.values()):
         panels.append(("estimated chip-seconds", lambda name, curve: curve.tokens * (chip_seconds[name] or np.nan)))
     return save_figure(path, "Validation, bits per byte", [
         lambda axes, label=label, x_of=x_of: draw_curves(axes, curves, label, x_of) for label, x_of in panels])
+
+
+def flops_at(plan, tokens):
+    """Returns the FLOPs after which a run has seen so many tokens, an array; rows that become longer cost more."""
+    steps = [0, *plan.switches, plan.num_iterations]
+    return np.interp(tokens, [plan.tokens(0, step) for step in steps], [plan.flops(0, step) for step in steps])
 
 
 def draw_curves(axes, curves, label, x_of):

@@ -3,6 +3,8 @@
     python3 -m scripts.base_eval --checkpoint=RUN --data_dir=some/parquet --eval_tokens=1000000
 
 With --fim, of middles of that text instead, by kind: with what comes after them, without it, and from left to right.
+With --project, of files in shards of prepare_data --pack=project: given what stands before them in their project, and
+alone.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +13,11 @@ from pathlib import Path
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.data.fim import KINDS, check_fim
 from nanochat.data.loader import DataLoader
-from nanochat.data.shards import list_shards
+from nanochat.data.shards import list_shards, open_shards
 from nanochat.device.ranks import DEVICE_TYPES, compute_init, prepare_xla_environment, resolve_device_type
 from nanochat.infer.load import find_checkpoint, load_language_meta, load_model
 from nanochat.train.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
+from nanochat.train.project_eval import ProjectRows, require_packed
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Flags:
     tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
                                       of=expand_path)
     fim: bool = flag(False, "bits per byte of middles, for a model that was trained with --fim_rate")
+    project: bool = flag(False, "bits per byte of files given what stands before them in their project, and alone, for "
+                         "shards of prepare_data --pack=project")
     eval_tokens: int = flag(2**20, "tokens to evaluate, each document once at most", at_least=1, at_most=2**28)
     max_seq_len: int = flag(-1, "positions per row; -1: as in training", at_least=1, unset=-1)
     device_batch_size: int = flag(8, "rows at a time", at_least=1)
@@ -45,7 +50,11 @@ def main(argv=None):
         raise BadInput(f"--max_seq_len={seq_len} is more than the {trained_len} positions of the model")
     if flags.eval_tokens < seq_len:
         raise BadInput(f"--eval_tokens={flags.eval_tokens} is less than one row of {seq_len}")
+    if flags.fim and flags.project:
+        raise BadInput("--fim and --project are two evaluations: leave one of them out")
     shards = list_shards(flags.data_dir, "val")
+    if flags.project:
+        require_packed(open_shards(shards))
     dist = compute_init(device_type)
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, kernel=flags.kernel,
                                         quantize=flags.quantize)
@@ -55,6 +64,8 @@ def main(argv=None):
                         num_rows=flags.eval_tokens // seq_len, **(fim_options or {})) as loader:
             return bits_per_byte(model, loader, tokenizer.token_bytes(), dist, **options)
 
+    if flags.project:
+        return print_projects(path, meta, shards, flags, seq_len, model, tokenizer, dist)
     if flags.fim:
         check_fim("--fim", tokenizer, seq_len)
         print(f"{path} (step {meta.step}): bits per byte of middles")
@@ -73,6 +84,21 @@ def print_middles(tokenizer, evaluate):
         suffix, without, plain = (of.bits_per_byte for of in found)
         print(f"{kind:<12}{found[0].num_bytes:>12,}{suffix:>13.4f}{without:>10.4f}{plain:>15.4f}   with its suffix "
               f"{suffix / without - 1:+.1%} and {suffix / plain - 1:+.1%}", flush=True)
+
+
+def print_projects(path, meta, shards, flags, seq_len, model, tokenizer, dist):
+    """Prints the bits per byte of files given their project, and alone."""
+    found = {}
+    for with_project in (True, False):
+        rows = ProjectRows(open_shards(shards), tokenizer, seq_len, flags.device_batch_size, flags.eval_tokens,
+                           with_project)
+        found[with_project] = bits_per_byte(model, rows, tokenizer.token_bytes(), dist, view=rows.view).bits_per_byte
+        if not rows.num_files:
+            raise BadInput(f"--project: no project in {shards[0].parent} has two files in one document: name another "
+                           "--data_dir")
+    print(f"{path} (step {meta.step}): {rows.num_files:,} files, the first {seq_len // 2} tokens of each: given their "
+          f"project {found[True]:.4f} bits per byte, alone {found[False]:.4f} "
+          f"({found[True] / found[False] - 1:+.1%})")
 
 
 if __name__ == "__main__":

@@ -8,15 +8,12 @@ It may be killed at any time: the same command resumes and makes the same shards
 import errno
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,7 +23,6 @@ from tqdm import tqdm
 
 from nanochat.common import (
     BadInput,
-    end_with_parent,
     expand_path,
     flag,
     get_base_dir,
@@ -38,6 +34,7 @@ from nanochat.data import corpus
 from nanochat.data.contamination import telling_sequences
 from nanochat.data.debian import check_names, debian_sources
 from nanochat.data.sources import distinguish, installed_headers, open_projects, open_source
+from nanochat.data.workers import worker_pool
 from nanochat.infer.problems import digest, read_excluded
 
 TRAIN_DIR, VAL_DIR, MANIFEST, LOCK_FILE = "base_data_v3", "val", "manifest.json", ".prepare_data.lock"
@@ -66,6 +63,8 @@ class CorpusFlags:
     exclude_problems: list = flag((), "drop documents that contain a part of a prompt of these problems: files for "
                                   "code_eval --problems, or own (the project's), separated by commas", of=names)
     eval_only: bool = flag(False, f"make an evaluation corpus: only {VAL_DIR}/")
+    pack: str = flag("file", "what a document is: a file, or a project's files in the order in which they include each "
+                     "other", choices=("file", "project"))
     shard_bytes: int = flag(100_000_000, "bytes of text in one shard", at_least=1, at_most=1_000_000_000)
     seed: int = flag(1337, "seed of the split and of the order of documents", at_least=0)
 
@@ -104,36 +103,6 @@ class Progress:
             self.bar.close()
         else:
             self._print()
-
-
-# -----------------------------------------------------------------------------
-# Worker processes
-
-
-@contextmanager
-def worker_pool(workers):
-    """Yields a function run(function, calls, done), which calls `function` in `workers` processes.
-
-    `calls` is a list of tuples of arguments. done(i, result) is called when call number i has ended, in any order.
-    """
-    if workers == 1:
-        def run(function, calls, done):
-            for i, arguments in enumerate(calls):
-                done(i, function(*arguments))
-        yield run
-        return
-    # spawn, because this process has threads by now (apt's downloads, pyarrow, tqdm), and fork would break them
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=end_with_parent,
-                             initargs=(os.getpid(),)) as pool:
-        def run(function, calls, done):
-            futures = {pool.submit(function, *arguments): i for i, arguments in enumerate(calls)}
-            try:
-                for future in as_completed(futures):
-                    done(futures[future], future.result())
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        yield run
 
 
 # -----------------------------------------------------------------------------
@@ -238,12 +207,15 @@ def build(sources, flags, workers, work_dir, staging):
         sides = {VAL_DIR: kept & is_val} if flags.eval_only else {TRAIN_DIR: kept & ~is_val, VAL_DIR: kept & is_val}
         if not all(side.any() for side in sides.values()):
             raise BadInput("every training document is a copy of a validation document: add sources")
+        num_files = {name: int(side.sum()) for name, side in sides.items()}
+        if flags.pack == "project":
+            index, sides = pack_projects(index, sides, source_of, staging, flags, run)
         calls = []
         for name, side in sides.items():
             (staging / name).mkdir(parents=True, exist_ok=True)
-            calls += [(staging / name / f"shard_{number:05d}.parquet", pieces)
+            calls += [(staging / name / f"shard_{number:05d}.parquet", pieces, flags.pack == "project")
                       for number, pieces in enumerate(corpus.plan_shards(index, side, flags.shard_bytes))]
-        nbytes = int(index.nbytes[kept].sum())
+        nbytes = int(sum(index.nbytes[side].sum() for side in sides.values()))
         require_disk(staging, nbytes // 3, "writing the shards")
         bar, shards = Progress(f"writing {len(calls)} shards", nbytes), {}
         index.signature = None  # the largest part by far, and not needed any more
@@ -255,8 +227,29 @@ def build(sources, flags, workers, work_dir, staging):
         run(corpus.write_shard, calls, done)
         bar.close()
     totals = {name: {"documents": int(side.sum()), "bytes": int(index.nbytes[side].sum()),
-                     "shards": sum(path.parent.name == name for path, _ in calls)} for name, side in sides.items()}
+                     "shards": sum(path.parent.name == name for path, *_ in calls)} for name, side in sides.items()}
+    if flags.pack == "project":
+        for name, total in totals.items():
+            total["files"] = num_files[name]
     return {**make_manifest(flags, sources, stats, val_projects, totals), "shards": dict(sorted(shards.items()))}
+
+
+def pack_projects(index, sides, source_of, staging, flags, run):
+    """Joins the files of each source. Returns the Index of the documents, and which of them are on each side, as build
+    has them for files. Sources are on one side each, and stay in their order."""
+    require_disk(staging, int(sum(index.nbytes[side].sum() for side in sides.values())) // 3, "joining the files")
+    calls, names = [], []
+    for name, side in sides.items():
+        (staging / "packed" / name).mkdir(parents=True, exist_ok=True)
+        for source in np.unique(source_of[side]):
+            parts = corpus.parts_of(index, side & (source_of == source))
+            calls.append((staging / "packed" / name / f"{source:06d}.parquet", parts, flags.seed))
+            names.append(name)
+    bar = Progress(f"ordering the files of {len(calls)} sources", len(calls))
+    run(corpus.pack, calls, lambda i, _: bar.update(1))
+    bar.close()
+    packed = corpus.load_index([path for path, *_ in calls], with_signatures=False)
+    return packed, {name: np.array([names[number] == name for number in packed.run]) for name in sides}
 
 
 def make_manifest(flags, sources, stats, val_projects, totals):
@@ -352,7 +345,8 @@ def main(argv=None):
 def prepare(sources, flags, workers, out_dir):
     """Makes the corpus, or resumes making it; does nothing if `out_dir` already holds it."""
     recipe = [flags.seed, flags.max_file_bytes, flags.val_fraction, list(flags.val_projects), flags.eval_only,
-              flags.shard_bytes, *([digest(excluded)] if (excluded := read_excluded(flags.exclude_problems)) else [])]
+              flags.shard_bytes, *([digest(excluded)] if (excluded := read_excluded(flags.exclude_problems)) else []),
+              *([flags.pack] if flags.pack != "file" else [])]
     identity = json.dumps([corpus.RECIPE, recipe, [source.identity() for source in sources]])
     identity = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
     work_dir = out_dir / ".work"
@@ -390,7 +384,8 @@ def report(manifest, out_dir):
     print(f"read {sum(source['files'] for source in manifest['sources'])} files of {len(manifest['sources'])} sources; "
           f"dropped {counts(manifest['dropped'])}")
     for name, total in manifest["totals"].items():
-        print(f"{out_dir / name}: {total['documents']} documents, {total['bytes'] / 1e6:.1f} MB of text, "
+        files = f"{total['files']} files in " if "files" in total else ""
+        print(f"{out_dir / name}: {files}{total['documents']} documents, {total['bytes'] / 1e6:.1f} MB of text, "
               f"{total['shards']} shards")
     print(f"projects held out for validation: {', '.join(manifest['val_projects'])}")
     print(f"versions, licences and numbers of files: {out_dir / MANIFEST}")

@@ -31,7 +31,7 @@ def trace_run(flags, chips):
     programs = Programs(task.plan, training)
     puzzles = read_puzzles(flags.data_dir, "val")
     return programs, programs.trace(
-        next(task.open_batches(dist, 0)),
+        {"micro_step": next(task.open_batches(dist, 0))},
         lambda: task.solve_held_out(training.model, puzzles, dist, is_cut_short=lambda: False))
 
 

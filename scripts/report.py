@@ -89,6 +89,8 @@ def summarise(runs, usd_per_hour=None):
             ("steps", lambda run: f"{run.records[-1]['step']:,}"),
             *((unit, lambda run, unit=unit: of(run.last(unit), lambda number: format_count(int(number))))
               for unit in ("tokens", "puzzles")),
+            ("positions per row", lambda run: ", ".join(f"{length:,} at step {step:,}"
+                                                        for step, length in run.lengths())),
             ("loss, last 20 steps", lambda run: of(run.series("loss")[1][-20:], lambda values: f"{values.mean():.4f}")),
             ("validation, bits per byte", lambda run: of(run.last("val_bpb"), "{:.4f}".format)),
             ("the best, at step", best_validation),
@@ -176,6 +178,7 @@ def draw(runs, out_dir):
         ("optimizer", "Learning rates and gradients", [
             (lambda axes: draw_lines(axes, runs, "lr_multiplier", "learning rates, × those of the flags", "work"),
              "lr_multiplier"),
+            (lambda axes: draw_lines(axes, runs, "seq_len", "positions per row", "work", is_count=True), "seq_len"),
             (lambda axes: draw_lines(axes, runs, "grad_norm", "norm of the gradient", "work", is_log=True),
              "grad_norm"),
             (lambda axes: draw_lines(axes, runs, "bad_steps", "steps skipped as not finite", "work", is_count=True),

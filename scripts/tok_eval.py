@@ -25,7 +25,7 @@ from pathlib import Path
 import tiktoken
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
-from nanochat.data.shards import list_shards, open_shards
+from nanochat.data.shards import list_shards, open_shards, require_files
 from nanochat.data.tokenizer import load_tokenizer
 from scripts.tok_train import read_documents
 
@@ -174,6 +174,7 @@ def find_entrants(tokenizer_dir, package):
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     shards = open_shards(list_shards(flags.data_dir, "val"))
+    require_files(shards, "comparing tokenizers")
     *others, ours = entrants = find_entrants(flags.tokenizer_dir, flags.npm_package)
     documents = first_documents(shards, flags.max_bytes_per_source)
     kinds = by_kind(documents)

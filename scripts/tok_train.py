@@ -16,7 +16,7 @@ import rustbpe
 from tqdm import tqdm
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
-from nanochat.data.shards import list_shards, open_shards
+from nanochat.data.shards import list_shards, open_shards, require_files
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 # The split pattern: it cuts text into pieces, and no token crosses the border between two. There is no look-around, so
@@ -111,6 +111,7 @@ def main(argv=None):
         raise BadInput(f"{out_dir} is not empty (it holds {there[0]}{' …' if there[1:] else ''}), and checkpoints may "
                        "need a tokenizer in it: name another --out_dir")
     shards = open_shards(list_shards(flags.data_dir))
+    require_files(shards, "training a tokenizer")
 
     trainer, usage, started = rustbpe.Tokenizer(), Usage(), time.monotonic()
     n_merged = flags.vocab_size - len(SPECIAL_TOKENS)

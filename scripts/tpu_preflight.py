@@ -26,7 +26,7 @@ from nanochat.device import tpu
 from nanochat.device.tpu import GIB
 from nanochat.preflight import explain
 from nanochat.preflight.compile import require_packages
-from nanochat.preflight.report import Request, advice, find_batch, make_report, name_buffer_of_gpt
+from nanochat.preflight.report import MICRO_STEP, Request, advice, find_batch, kind_of, make_report, name_buffer_of_gpt
 from nanochat.preflight.trace import prepare_environment
 from nanochat.train.flags import TITLES, Flags
 from nanochat.train.plan import make_plan
@@ -126,16 +126,27 @@ def trace_run(flags, chips):
     loss = DistillationLoss(found, fill_with_placeholders(teacher)) if found else next_token_loss
     training = make_step(plan, fill_with_placeholders(model), dist, loss, teacher)
     rows, length = plan.device_batch_size, plan.config.max_seq_len
+    first_steps = {name: first for first, _, name in plan.stages}
 
     def evaluate():
         loader = SyntheticLoader(tokenizer.n_vocab, batch_size=rows, seq_len=length, world_size=chips,
                                  num_rows=2 * rows * chips)
         bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist)
 
-    windows = Counter(window or length for window in plan.config.windows())  # the kernels' branches, shortest first
+    lengths = {name: plan.seq_len(first) for name, first in first_steps.items()}
     programs = Programs(plan, training, lambda shape: name_buffer_of_gpt(shape, plan.config, rows, length),
-                        [Fraction(windows[size], plan.config.n_layer) for size in sorted(windows)])
-    return programs, programs.trace({"rows": torch.zeros(rows, length + 1, dtype=torch.int32)}, evaluate)
+                        {name: branch_shares(plan.config, lengths.get(name, length))
+                         for name in (*lengths, "update", "evaluate")})
+    batches = {name: {"rows": torch.zeros(plan.rows(first), lengths[name] + 1, dtype=torch.int32)}
+               for name, first in first_steps.items()}
+    return programs, programs.trace(batches, evaluate)
+
+
+def branch_shares(config, length):
+    """Returns the fraction of the layers that run each branch of the attention kernel, the shortest window first, for
+    rows of `length`."""
+    windows = Counter(min(window or length, length) for window in config.windows())
+    return [Fraction(windows[size], config.n_layer) for size in sorted(windows)]
 
 
 # -----------------------------------------------------------------------------
@@ -182,7 +193,7 @@ def describe(report):
         if program["pallas_uncounted"]:
             lines.append(f"  {name}: Pallas kernels of unknown cost, not counted: {program['pallas_uncounted']}")
     for name, program in report["programs"].items():
-        if name != "micro_step":
+        if kind_of(name) != MICRO_STEP:
             continue
         lines += ["", f"most expensive operations of {name} (estimates):"]
         lines += [f"  {1000 * line['estimated_s']:7.2f} ms {line['runs']:4} × {line['name']:<28} {line['source']}  "
@@ -208,6 +219,12 @@ def describe(report):
                   f"{run[f'{unit}_per_s']:,.0f} {unit}/s, MFU {run['mfu']:.1%}; "
                   f"update {run['shares']['update']:.1%} of a step",
                   f"estimate: {run['hours']:.1f} h for {plan['num_iterations']:,} steps{cost and f', {cost}'}"]
+        lines[-2:-2] = [f"estimate: {1000 * stage['step_s']:.0f} ms a step in steps {stage['first']:,} to "
+                        f"{stage['last']:,} ({name}), MFU {stage['mfu']:.1%}, {stage['hours']:.1f} h"
+                        for name, stage in run["stages"].items() if len(run["stages"]) > 1]
+        if len(run["stages"]) > 1:
+            lines.append(f"estimate: {1 - run['hours'] / run['hours_of_last']:.1%} less than with the last of these "
+                         "programs throughout")
     lines.append("")
     if report["fits"]:
         lines.append(f"fits: {gib(report['peak_bytes'])} of {gib(usable)} ({report['peak_bytes'] / usable:.0%})")

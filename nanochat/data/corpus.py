@@ -22,6 +22,8 @@ from rensa import RMinHash
 from nanochat.data.archives import sha256_of
 from nanochat.data.contamination import overlaps
 from nanochat.data.licences import licence_finder
+from nanochat.data.projects import join_files
+from nanochat.data.shards import PACKED
 from nanochat.data.sources import SUFFIXES, check_sums, iter_files
 
 RECIPE = 1  # to be increased when a change to this file makes another corpus from the same files
@@ -29,10 +31,12 @@ NUM_PERMUTATIONS, VALUES_PER_BAND = 128, 8  # 16 bands: pairs of similarity 0.8 
 NEAR_DUPLICATE_SIMILARITY = 0.8  # estimated Jaccard similarity of the sets of 5-word sequences
 RUN_BYTES, RUN_ROW_GROUP_DOCUMENTS = 32_000_000, 64
 MAX_SHARDS = 100_000  # their names have five digits
+PACKED_ROW_GROUP_DOCUMENTS = 8  # of projects, for the same reason
 SHARD_ROW_GROUP_DOCUMENTS = 256  # about 2 MB of text, so that many row groups can be read concurrently in little memory
 SCHEMA = pa.schema([("text", pa.string()), ("path", pa.string()), ("source", pa.string()), ("licence", pa.string())])
 RUN_SCHEMA = SCHEMA.append(pa.field("key", pa.uint64())).append(pa.field("nbytes", pa.int64())).append(
     pa.field("signature", pa.binary(4 * NUM_PERMUTATIONS)))
+PACKED_RUN_SCHEMA = RUN_SCHEMA.remove(RUN_SCHEMA.get_field_index("signature"))
 
 # -----------------------------------------------------------------------------
 # Selection of files
@@ -204,16 +208,18 @@ class Index:
     signature: np.ndarray  # (N, NUM_PERMUTATIONS) uint32
 
 
-def load_index(runs):
-    """Returns the Index of all documents in `runs`, a list of paths, in their order."""
+def load_index(runs, with_signatures=True):
+    """Returns the Index of all documents in `runs`, a list of paths, in their order; without signatures there are none
+    in it."""
     columns = {"run": [], "document": [], "key": [], "nbytes": [], "signature": []}
     for number, path in enumerate(runs):
-        table = pq.read_table(path, columns=["key", "nbytes", "signature"]).combine_chunks()
+        names = ["key", "nbytes", *(["signature"] if with_signatures else [])]
+        table = pq.read_table(path, columns=names).combine_chunks()
         columns["run"].append(np.full(len(table), number))
         columns["document"].append(np.arange(len(table)))
         columns["key"].append(table["key"].to_numpy())
         columns["nbytes"].append(table["nbytes"].to_numpy())
-        signature_bytes = b"".join(table["signature"].to_pylist())
+        signature_bytes = b"".join(table["signature"].to_pylist()) if with_signatures else b""
         columns["signature"].append(np.frombuffer(signature_bytes, np.uint32).reshape(-1, NUM_PERMUTATIONS))
     return Index(runs, **{name: np.concatenate(parts) for name, parts in columns.items()})
 
@@ -256,33 +262,70 @@ def plan_shards(index, kept, shard_bytes):
     shard_of = (ends - 1) * num_shards // ends[-1]
     plan = []
     for documents in np.split(chosen, np.flatnonzero(np.diff(shard_of)) + 1):
-        documents = np.sort(documents)  # by run, and by number in each run
-        run, starts = np.unique(index.run[documents], return_index=True)
-        plan.append([(index.runs[number], in_run)
-                     for number, in_run in zip(run, np.split(index.document[documents], starts[1:]), strict=True)])
+        plan.append(parts_of(index, documents))
     return plan
 
 
-def write_shard(path, parts):
-    """Writes the shard `path`, unless it exists: the documents `parts` = [(path of a run, numbers)], sorted by key.
+def parts_of(index, documents):
+    """Returns [(path of a run, numbers of documents in it)] of these documents, a bool mask or numbers in the index."""
+    documents = np.flatnonzero(documents) if documents.dtype == bool else np.sort(documents)  # by run, and in each run
+    run, starts = np.unique(index.run[documents], return_index=True)
+    return [(index.runs[number], in_run)
+            for number, in_run in zip(run, np.split(index.document[documents], starts[1:]), strict=True)]
 
-    Returns the size and the SHA-256 of the file, as describe_shard does.
-    """
+
+def pack(path, parts, seed):
+    """Writes the run `path`, unless it exists: the files `parts` of one source, joined as projects.py says."""
     if path.exists():
-        return describe_shard(path)
+        return
+    files = _read_parts(parts).sort_by([("path", "ascending"), ("key", "ascending")]).to_pylist()
+    by_path = {}
+    for file in files:
+        name = file["path"]
+        while name in by_path:  # two archives of a package may have it
+            name += "'"
+        by_path[name] = file
+    documents = []
+    for paths, text in join_files({name: file["text"].encode() for name, file in by_path.items()}):
+        key = hashlib.blake2b(text, digest_size=8, key=seed.to_bytes(8, "little")).digest()
+        licences = sorted({by_path[name]["licence"] for name in paths})
+        documents.append({"text": text, "path": paths[0], "source": files[0]["source"],
+                          "licence": " AND ".join(licences), "key": int.from_bytes(key, "little"),
+                          "nbytes": len(text)})
+    documents.sort(key=lambda document: document["key"])
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    _write_parquet(partial, PACKED_RUN_SCHEMA, (
+        pa.Table.from_pylist(documents[start:start + RUN_ROW_GROUP_DOCUMENTS], PACKED_RUN_SCHEMA)
+        for start in range(0, len(documents), RUN_ROW_GROUP_DOCUMENTS)), compression_level=1)
+    partial.rename(path)
+
+
+def _read_parts(parts):
+    """Returns the documents `parts` = [(path of a run, numbers)] as a table with their keys."""
     tables = []
     for run, documents in parts:
         groups, row_group = np.unique(documents // RUN_ROW_GROUP_DOCUMENTS, return_inverse=True)
         table = pq.ParquetFile(run).read_row_groups(groups, columns=[*SCHEMA.names, "key"])
         tables.append(table.take(row_group * RUN_ROW_GROUP_DOCUMENTS + documents % RUN_ROW_GROUP_DOCUMENTS))
-    table = pa.concat_tables(tables).combine_chunks()
-    del tables
+    return pa.concat_tables(tables).combine_chunks()
+
+
+def write_shard(path, parts, is_packed=False):
+    """Writes the shard `path`, unless it exists: the documents `parts` = [(path of a run, numbers)], sorted by key.
+
+    is_packed: they are projects and no files, which the shard then says.
+    Returns the size and the SHA-256 of the file, as describe_shard does.
+    """
+    if path.exists():
+        return describe_shard(path)
+    table = _read_parts(parts)
     order = np.argsort(table["key"].to_numpy())
-    table = table.select(SCHEMA.names)
-    row_groups = (table.take(order[start:start + SHARD_ROW_GROUP_DOCUMENTS])
-                  for start in range(0, len(order), SHARD_ROW_GROUP_DOCUMENTS))
+    schema, size = (SCHEMA.with_metadata(PACKED), PACKED_ROW_GROUP_DOCUMENTS) if is_packed else (
+        SCHEMA, SHARD_ROW_GROUP_DOCUMENTS)
+    table = table.select(SCHEMA.names).replace_schema_metadata(schema.metadata)
+    row_groups = (table.take(order[start:start + size]) for start in range(0, len(order), size))
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    _write_parquet(partial, SCHEMA, row_groups)
+    _write_parquet(partial, schema, row_groups)
     partial.rename(path)
     return describe_shard(path)
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanochat.common import BadInput
+from nanochat.data.projects import encode_documents
 
 NUM_LANES = 64
 PADDING = -1  # instead of a token, after the end of the data
@@ -133,7 +134,7 @@ class Lane:
         """Returns for each (ref, TextPiece) a list of the tokens of its parts: itself, unless it is rewritten."""
         if self.infilling:
             return self.infilling.encode(self.number, group, self.tokenizer, self.row_tokens)
-        documents = self.tokenizer.encode_documents([text.text for _, text in group])
+        documents = encode_documents([text for _, text in group], self.tokenizer)
         return [[tokens[1:] if ref[2] else tokens] for (ref, _), tokens in zip(group, documents, strict=True)]
 
     def _groups(self, texts):

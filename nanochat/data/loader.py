@@ -24,7 +24,8 @@ import torch
 
 from nanochat.data.fim import KINDS, Infilling
 from nanochat.data.lanes import NUM_LANES, PADDING, Lane, LaneState, RandomLane, check_lane_states
-from nanochat.data.shards import Units, fingerprint, open_shards
+from nanochat.data.projects import FILE_SEP
+from nanochat.data.shards import Units, fingerprint, open_shards, require_files
 
 READ_AHEAD_BYTES = 256 << 20  # bytes of text that all lanes of a rank hold together, at most
 BLOCK_TOKENS = 1 << 15  # tokens of the rows that a worker makes at a time, at most (but at least one row)
@@ -103,6 +104,7 @@ class DataLoader:
 
     shards: paths of parquet files. batch_size: rows in a batch. seq_len: T, one less than the tokens of a row.
     state: the lane states of all ranks in one dict, saved with any world size; None begins a new run.
+    state_seq_len: seq_len of the rows before that state; None: the same.
     skip_bad: skip corrupt files and row groups, with a warning, instead of raising BadInput.
     num_rows: rows 0 to num_rows - 1 of a new run, for an evaluation. It ends with the batch of the last one, or when
         the data ends, after as many batches on every rank, and no document is in it twice: what is missing from the
@@ -117,7 +119,8 @@ class DataLoader:
     _part = slice(None)  # this rank's part of the rows that are made for a batch
 
     def __init__(self, shards, tokenizer, *, batch_size, seq_len, rank=0, world_size=1, seed=0, num_lanes=NUM_LANES,
-                 threads=2, state=None, skip_bad=False, num_rows=None, fim_rate=0.0, fim_kinds=KINDS):
+                 threads=2, state=None, state_seq_len=None, skip_bad=False, num_rows=None, fim_rate=0.0,
+                 fim_kinds=KINDS):
         shards = open_shards(shards, skip_bad)
         self._n_documents = sum(sum(shard.row_group_documents) for shard in shards)
         n_bytes = sum(shard.n_bytes for shard in shards)
@@ -130,29 +133,38 @@ class DataLoader:
         run = {"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": fingerprint(shards),
                "tokenizer": tokenizer.sha256}
         infilling = None
+        if any(shard.is_packed for shard in shards):
+            tokenizer.special(FILE_SEP)  # raises BadInput if it has none
         if fim_rate:
+            require_files(shards, "fill in the middle")
             infilling = Infilling(fim_rate, seed, tuple(fim_kinds))
             run |= {"fim_rate": fim_rate, "fim_kinds": list(fim_kinds)}
-        self._begin(run, batch_size, rank, world_size, threads, state, num_rows, lambda lane, lane_state: Lane(
-            lane, lane_state, units, tokenizer, seq_len + 1, read_bytes,
-            math.inf if num_rows is None else units.number_in_epoch(lane), infilling))
+        self._begin(run, batch_size, rank, world_size, threads, state, state_seq_len, num_rows,
+                    lambda lane, lane_state, row_tokens: Lane(
+                        lane, lane_state, units, tokenizer, row_tokens, read_bytes,
+                        math.inf if num_rows is None else units.number_in_epoch(lane), infilling))
 
-    def _begin(self, run, batch_size, rank, world_size, threads, state, num_rows, make_lane):
-        states = check_lane_states(state, run, world_size)
-        self.run, self.fingerprint, self.seq_len = run, run["data"], run["seq_len"]
-        self.batch_size, self.world_size = batch_size, world_size
+    def _begin(self, run, batch_size, rank, world_size, threads, state, state_seq_len, num_rows, make_lane):
+        states = check_lane_states(state, run | {"seq_len": state_seq_len or run["seq_len"]}, world_size)
+        self.fingerprint, self.world_size, self._num_threads = run["data"], world_size, threads
         self._next_row = rank + sum(lane.rows for lane in states.values())
         self._states = {lane: states[lane] for lane in range(rank, run["num_lanes"], world_size)}
         self._num_rows = math.inf if num_rows is None else num_rows
         self.unfinished_lanes = set(self._states)  # this rank's lanes that have not come to the end of the data
+        self._make_lane = make_lane
+        self._start(run, batch_size)
+
+    def _start(self, run, batch_size):
+        """Starts the threads that make rows from the lanes' states on."""
+        self.run, self.seq_len, self.batch_size = run, run["seq_len"], batch_size
         self._wanted = queue.SimpleQueue()  # RowQueues that need their next block; None ends a worker
         block_rows = max(1, BLOCK_TOKENS // self.seq_len)
-        self._rows = {lane: RowQueue(make_lane(lane, lane_state), block_rows, self._wanted,
-                                     _rows_of_lane(lane, run["num_lanes"], self._num_rows))
+        self._rows = {lane: RowQueue(self._make_lane(lane, LaneState(*lane_state), self.seq_len + 1), block_rows,
+                                     self._wanted, _rows_of_lane(lane, run["num_lanes"], self._num_rows))
                       for lane, lane_state in self._states.items()}
         self._error = None
         self._threads = [threading.Thread(target=_work, args=[self._wanted], name=f"tokenize-{i}", daemon=True)
-                         for i in range(threads)]
+                         for i in range(self._num_threads)]
         for thread in self._threads:
             thread.start()
 
@@ -179,6 +191,15 @@ class DataLoader:
         if self._part != slice(None) and (rows[:, 0] == PADDING).all():
             raise StopIteration  # the text has ended, on every rank
         return Batch(torch.from_numpy(rows)[self._part], dict(self._states), self.run)
+
+    def change_rows(self, batch_size, seq_len):
+        """From the next batch on, rows have another length: they are those of a loader with this length that begins
+        with the states of the last batch. What was made ahead is made again. Only for endless loaders without
+        fim_rate."""
+        if self._num_rows != math.inf or "fim_rate" in self.run:
+            raise ValueError("the rows of an evaluation, and of fill in the middle, keep their length")
+        self.close()
+        self._start(self.run | {"seq_len": seq_len}, batch_size)
 
     @property
     def stats(self):
@@ -223,8 +244,9 @@ class SyntheticLoader(DataLoader):
     """A loader of random tokens, to try a machine without data. Its arguments are those of DataLoader."""
 
     def __init__(self, n_vocab, *, batch_size, seq_len, rank=0, world_size=1, seed=0, num_lanes=NUM_LANES, threads=1,
-                 state=None, num_rows=None):
+                 state=None, state_seq_len=None, num_rows=None):
         self._n_documents = 1
         self._begin({"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": "synthetic",
                      "tokenizer": f"{n_vocab} random tokens"}, batch_size, rank, world_size, threads, state,
-                    num_rows, lambda *args: RandomLane(*args, n_vocab, seq_len + 1, seed))
+                    state_seq_len, num_rows,
+                    lambda lane, state, row_tokens: RandomLane(lane, state, n_vocab, row_tokens, seed))

@@ -26,6 +26,7 @@ from nanochat.common import BadInput, get_base_dir
 DEFAULT_DIRS = {"train": "parquet/base_data_v3", "val": "parquet/val"}  # under the base directory
 PIECE_BYTES = 256 * 1024  # longer documents are read and tokenized piece by piece
 READ_BATCH_BYTES = 1 << 20  # bytes of text that Arrow decodes at a time
+PACKED = {"pack": "project"}  # in the metadata of a shard whose documents are projects
 KEPT_BYTES = 64 << 20  # decoded text stays in memory if all shards together are smaller than this
 
 
@@ -44,6 +45,7 @@ class Shard:
     n_bytes: int  # size of the file
     row_group_documents: tuple[int, ...]  # number of documents in each row group
     digest: str  # SHA-256 of name, size and footer
+    is_packed: bool = False  # its documents are projects, see projects.py
 
 
 class TextPiece(NamedTuple):
@@ -52,6 +54,7 @@ class TextPiece(NamedTuple):
     index: int  # 0 for the first piece of a document
     is_last: bool
     text: str | bytes  # bytes if the text is not valid UTF-8
+    is_packed: bool = False  # it is of a project, see projects.py
 
 
 def list_shards(data_dir=None, split="train"):
@@ -122,7 +125,15 @@ def _open_shard(path):
         raise BadInput(f"{path}: its column text holds {text_type}, not strings: name other data")
     n_documents = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     digest = hashlib.sha256(f"{path.name} {size} ".encode() + footer).hexdigest()
-    return Shard(path, size, n_documents, digest)
+    is_packed = PACKED["pack"].encode() == (metadata.metadata or {}).get(b"pack")
+    return Shard(path, size, n_documents, digest, is_packed)
+
+
+def require_files(shards, what):
+    """Raises BadInput if a shard holds projects, for `what`, which reads files."""
+    if packed := [shard.path for shard in shards if shard.is_packed]:
+        raise BadInput(f"{packed[0]} holds whole projects (prepare_data --pack=project), and {what} needs single "
+                       "files: name a corpus without --pack")
 
 
 def fingerprint(shards):
@@ -150,6 +161,7 @@ def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 
                 begin, end = end, end + len(batch)
                 for number, text in _texts(batch.column(0), begin, max(begin, document), min(end, stop)):
                     for piece in _cut(number, text):
+                        piece = piece._replace(is_packed=True) if shard.is_packed else piece
                         if piece.index >= first_piece or number > document:
                             pieces.append(piece)
                             n_bytes += len(piece.text)

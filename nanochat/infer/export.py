@@ -71,7 +71,7 @@ def config_json(model, tokenizer):
         "max_position_embeddings": config.max_seq_len,
         "hidden_act": "relu2",
         "rms_norm_eps": NORM_EPS,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
         "final_logit_softcapping": config.softcap or None,
         "attention_bias": False,
         "tie_word_embeddings": False,

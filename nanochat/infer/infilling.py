@@ -8,7 +8,7 @@ import random
 import re
 from dataclasses import dataclass
 
-from nanochat.data.shards import open_shards, read_pieces
+from nanochat.data.shards import open_shards, read_pieces, require_files
 
 DOCUMENT_KINDS = ("single line", "several lines", "random span", "block", "arguments", "condition")
 FUNCTION_KINDS = ("single line", "several lines")
@@ -61,7 +61,9 @@ def function_tasks(problems, tasks_per_kind, seed):
 
 def read_documents(paths):
     """Yields the texts of parquet shards that are neither very short nor very long."""
-    for shard in open_shards(paths):
+    shards = open_shards(paths)
+    require_files(shards, "finding gaps")
+    for shard in shards:
         for row_group, num_documents in enumerate(shard.row_group_documents):
             document = 0
             while document < num_documents:

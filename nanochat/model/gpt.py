@@ -27,6 +27,7 @@ class GPTConfig:
     n_kv_head: int = 8
     window_pattern: str = "L"  # one letter per layer, repeated: L sees all positions, S the last max_seq_len / 2
     softcap: float = 15.0
+    rotary_base: float = 10_000.0  # older checkpoints do not say it
 
     def __post_init__(self):
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
@@ -55,7 +56,14 @@ def config_for_depth(depth, **overrides):
     width = overrides.pop("n_embd", None) or width
     heads = overrides.pop("n_head", None) or max(width // HEAD_DIM, 1)
     kv_heads = overrides.pop("n_kv_head", None) or heads
-    return GPTConfig(n_layer=depth, n_embd=width, n_head=heads, n_kv_head=kv_heads, **overrides)
+    base = overrides.pop("rotary_base", None) or rotary_base_for(overrides.get("max_seq_len", GPTConfig.max_seq_len))
+    return GPTConfig(n_layer=depth, n_embd=width, n_head=heads, n_kv_head=kv_heads, rotary_base=base, **overrides)
+
+
+def rotary_base_for(max_seq_len):
+    """Returns the base of the rotary frequencies for a model that will see `max_seq_len` positions. It is chosen once
+    for the final length: a base that changes during a run would change what the model has learnt of distances."""
+    return 10_000.0 if max_seq_len <= 4096 else 100_000.0 if max_seq_len <= 2**15 else 500_000.0
 
 
 class KVCache:
@@ -108,7 +116,7 @@ class GPT(nn.Module):
         self.resid_scale = parameter(layers)
         self.x0_scale = parameter(layers)
         self.lm_head = parameter(config.vocab_size, width)
-        cos, sin = rotary_tables(torch.arange(config.max_seq_len), config.head_dim)
+        cos, sin = rotary_tables(torch.arange(config.max_seq_len), config.head_dim, config.rotary_base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         windows = torch.tensor([window or config.max_seq_len for window in config.windows()], dtype=torch.int32)

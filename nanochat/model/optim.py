@@ -268,10 +268,14 @@ class MuonAdamW:
                 old_tensor.copy_(torch.where(is_good, new_tensor, old_tensor))
             if self.masters[name] is not p:
                 p.copy_(self._new_weight(name, self.masters[name].to(p.dtype)))
+        self.clear(sums)
+        return result
+
+    def clear(self, sums):
+        """Sets the sums of gradients and `sums` to zero, as every update does at its end."""
         self._clear_gradients()
         for total in sums:
             total.zero_()
-        return result
 
     def _clear_gradients(self):
         """Sets the sums of gradients to zero. The results of an XLA program are in the order in which they were last

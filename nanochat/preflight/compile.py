@@ -68,7 +68,7 @@ def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, schedu
     """
     processes = []
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(_compile_in_subprocess, program, tpu_slice, Path(folder) / program.name, timeout_s,
+        futures = [pool.submit(_compile_in_subprocess, program, tpu_slice, _folder(folder, program), timeout_s,
                                processes, schedule_options) for program in programs]
         try:
             for program, future in zip(programs, futures, strict=True):
@@ -77,6 +77,10 @@ def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, schedu
             pool.shutdown(wait=False, cancel_futures=True)
             for process in processes:
                 process.kill()  # does nothing to a process that has ended
+
+
+def _folder(folder, program):
+    return Path(folder) / program.name.replace(" ", "_")  # libtpu takes no path with a space
 
 
 def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, schedule_options):

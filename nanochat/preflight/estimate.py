@@ -210,18 +210,30 @@ def parse_size(text):
 
 
 def report_run(reports, plan, tpu_slice):
-    """Returns the estimated speed and duration of a run as a JSON object.
+    """Returns the estimated speed and duration of a run as a JSON object: of a step in the last stage, of each stage,
+    and the hours that the run takes, and would take with the batches of the last stage throughout.
 
     reports: the ProgramReports of the run's programs. plan: of a Task. tpu_slice: a tpu.Slice.
     """
+    stages = {}
+    for first, last, name in plan.stages:
+        own = [report for report in reports if report.name in (name, "update")]
+        stages[name] = {"first": first, "last": last} | report_stage(own, first, last, plan, tpu_slice)
+    final = stages[name]
+    return {name: value for name, value in final.items() if name not in ("first", "last", "hours")} | {
+        "hours": sum(stage["hours"] for stage in stages.values()), "stages": stages,
+        "hours_of_last": plan.units(0, plan.num_iterations) / final[f"{plan.unit}_per_s"] / 3600}
+
+
+def report_stage(reports, first, last, plan, tpu_slice):
+    """Returns the estimated speed of the steps from `first` up to and without `last`, which run these programs."""
     step_s, low_s, high_s = (sum(report.runs_per_step * getattr(report, name) for report in reports)
                              for name in ("estimated_s", "low_s", "high_s"))
-    units_per_s = plan.units(0, 1) / step_s
+    units_per_s, units = plan.units(0, 1) / step_s, plan.units(first, last)
     return {
         "step_s": step_s, "step_low_s": low_s, "step_high_s": high_s,
         f"{plan.unit}_per_s": units_per_s,
-        "mfu": units_per_s * plan.flops_per_unit / (tpu_slice.tpu.peak_flops * tpu_slice.chips),
-        "hours": plan.units(0, plan.num_iterations) / units_per_s / 3600,
-        "shares": {report.name: report.runs_per_step * report.estimated_s / step_s for report in reports
-                   if report.runs_per_step},
+        "mfu": units_per_s * plan.flops(first, last) / units / (tpu_slice.tpu.peak_flops * tpu_slice.chips),
+        "hours": units / units_per_s / 3600,
+        "shares": {report.name: report.runs_per_step * report.estimated_s / step_s for report in reports},
     }

@@ -17,12 +17,12 @@ def fill_with_placeholders(model):
 class Programs:
     """The programs of a run, and what stays in a chip's memory between them."""
 
-    def __init__(self, plan, training, name_buffer=lambda shape: "", branch_shares=()):
+    def __init__(self, plan, training, name_buffer=lambda shape: "", branch_shares=None):
         """plan: of a Task; training: its TrainingStep, whose model has gone through fill_with_placeholders, and whose
         carry is of placeholders. name_buffer("bf16[8192,65536]") says in words what an array of this shape holds.
-        branch_shares: as in hlo.Module.ops."""
+        branch_shares: {name of a program: as in hlo.Module.ops}."""
         self.plan, self.training, self.name_buffer = plan, training, name_buffer
-        self.branch_shares = branch_shares
+        self.branch_shares = branch_shares or {}
         make_placeholders()  # what the optimizer has set to zero so far
 
     def resident_bytes(self):
@@ -42,19 +42,22 @@ class Programs:
             groups[group] += size
         return groups
 
-    def trace(self, batch, evaluate):
-        """Returns {name: TracedProgram} of micro_step, update and evaluate.
+    def trace(self, batches, evaluate):
+        """Returns {name: TracedProgram} of the micro-steps, update and evaluate.
 
-        batch: {name: CPU tensor}, a micro-batch; evaluate(): runs an evaluation of two batches. Every program is traced
-        twice and the second one is taken: the first may differ, because caches are filled while it is traced.
+        batches: {name of the micro-step: {name: CPU tensor}}, a micro-batch for each stage of the run; evaluate(): runs
+        an evaluation of two batches. Every program is traced twice and the second one is taken: the first may differ,
+        because caches are filled while it is traced.
         """
         micro_steps = min(self.plan.micro_steps(0), 2)
         self.training.loss_scales = {micro_steps: placeholder((), torch.float32)}
-        names = 2 * [*["micro_step"] * micro_steps, "update"]
+        names = [program for name in batches for program in 2 * [*[name] * micro_steps, "update"]]
 
         def train():
-            for _ in range(2):
-                self.training.run(iter([batch] * micro_steps), micro_steps, self.training.optimizer.scheduled(1))
+            for name, batch in batches.items():
+                self.training.micro_step_name = name
+                for _ in range(2):
+                    self.training.run(iter([batch] * micro_steps), micro_steps, self.training.optimizer.scheduled(1))
 
         programs = trace(names, train, self.training.state())
         return programs | trace(["evaluate", "evaluate"], evaluate, self.training.state())

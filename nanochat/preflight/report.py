@@ -12,6 +12,8 @@ from nanochat.preflight import estimate, hlo, schedule
 from nanochat.preflight.compile import compile_programs
 from nanochat.preflight.explain import explain
 
+MICRO_STEP = "micro_step"  # the kind of these programs, see kind_of
+
 
 @dataclass(frozen=True)
 class Request:
@@ -35,7 +37,7 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
     say: is called with a line of text whenever there is progress.
     """
     tpu_slice, plan = tpu.parse_accelerator(request.accelerator), programs.plan
-    traced = [program for name, program in traced.items() if name in request.programs]
+    traced = [program for name, program in traced.items() if kind_of(name) in request.programs]
     say(f"traced {', '.join(program.name for program in traced)} in {trace_s:.0f} s; compiling for "
         f"{request.accelerator} ({tpu_slice.tpu.name} {tpu_slice.topology})")
     report = {
@@ -48,7 +50,7 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
         "memory": programs.memory_groups(), "programs": {}, "out_of_memory": {},
         "explained": {},
     }
-    runs_per_step = {"micro_step": plan.micro_steps(0), "update": 1, "evaluate": 0}
+    runs_per_step = {MICRO_STEP: plan.micro_steps(0), "update": 1, "evaluate": 0}
     resident_bytes, fitting, started = programs.resident_bytes(), [], time.monotonic()
     options = None if request.heuristic else \
         schedule.LIBTPU_OPTIONS_WITH_BUNDLES if request.explain else schedule.LIBTPU_OPTIONS
@@ -60,21 +62,27 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
                 report["out_of_memory"][program.name] = explain_out_of_memory(
                     program, compiled, sum(resident_bytes.values()), programs.name_buffer)
             else:
-                fitting.append(estimate.report_program(program, compiled, runs_per_step[program.name], resident_bytes,
-                                                       tpu_slice, programs.branch_shares))
+                shares = programs.branch_shares.get(program.name, ())
+                fitting.append(estimate.report_program(program, compiled, runs_per_step[kind_of(program.name)],
+                                                       resident_bytes, tpu_slice, shares))
                 report["programs"][program.name] = asdict(fitting[-1])
                 if request.explain:
-                    ops = hlo.parse(compiled.hlo_text).ops(programs.branch_shares)
+                    ops = hlo.parse(compiled.hlo_text).ops(shares)
                     found = explain(request.explain, ops, compiled.schedules, tpu_slice.tpu)
                     report["explained"] |= {program.name: found} if found else {}
     report["compile_wall_s"] = time.monotonic() - started
     peak = max((program.peak_bytes for program in fitting), default=0)
     report["peak_bytes"] = peak or None
     report["fits"] = not report["out_of_memory"] and peak <= tpu_slice.tpu.usable_hbm_bytes
-    if {"micro_step", "update"} <= report["programs"].keys():
+    if {"update", *(name for _, _, name in plan.stages)} <= report["programs"].keys():
         run = estimate.report_run(fitting, plan, tpu_slice)
         report["estimate"] = run | costs(run["hours"], request)
     return report
+
+
+def kind_of(name):
+    """Returns the kind of the program with this name: there is a micro_step for each length of rows."""
+    return name.partition(" ")[0]
 
 
 def costs(hours, request):

@@ -34,15 +34,24 @@ class Run:
         return values[-1] if len(values) else None
 
     def median(self, name):
-        """Returns the median of `name` since the newest process started, or None if no record has it.
+        """Returns the median of `name` since the newest process started, and since rows became longer (--seq_len_ramp),
+        or None if no record has it.
 
-        The first record of a process is left out, because its steps include compiling.
+        The first record of these is left out, because its steps include compiling, or shorter rows.
         """
         interruptions = self.interruptions()
         start = interruptions[-1]["step"] if interruptions else self.records[0]["step"]
+        if lengths := self.lengths():
+            start = max(start, lengths[-1][0])
         steps, values = self.series(name)
         values = values[steps >= start]
         return float(np.median(values[1:] if len(values) > 1 else values)) if len(values) else None
+
+    def lengths(self):
+        """Returns [(step, positions per row)]: the first record of each length; [] for rows of one length."""
+        steps, values = self.series("seq_len")
+        return [(int(step), int(value)) for i, (step, value) in enumerate(zip(steps, values, strict=True))
+                if i == 0 or values[i - 1] != value]
 
     @property
     def unit(self):

@@ -6,8 +6,8 @@ GIB = 2**30
 PACKAGES = ("torch", "torch_xla", "libtpu", "jax")
 # Flags that change a step's time or memory; the preflight must have had the values of the run.
 OF_THE_PROGRAMS = ("depth", "max_seq_len", "model_dim", "num_heads", "num_kv_heads", "window_pattern",
-                   "device_batch_size", "total_batch_size", "kernel", "compute_dtype", "activation_checkpointing",
-                   "shard_optimizer", "teacher")
+                   "device_batch_size", "total_batch_size", "seq_len_ramp", "kernel", "compute_dtype",
+                   "activation_checkpointing", "shard_optimizer", "teacher")
 
 
 def markdown_block(run, flags, report):
@@ -16,7 +16,9 @@ def markdown_block(run, flags, report):
     run: a Run (record/history.py); flags: {name: value} of its checkpoint, {} if there is none; report: the JSON object
     that tpu_preflight --json wrote. The first record of a process is left out, because its steps include compiling.
     """
-    estimate = report.get("estimate", {})
+    estimate, lengths = report.get("estimate", {}), run.lengths()
+    if lengths:
+        estimate = estimate.get("stages", {}).get(f"micro_step {lengths[-1][1]}", {})
     rows = [
         ("step, ms", run.median("step_ms"), scaled(estimate.get("step_s"), 1000), "{:,.0f}",
          of_range(estimate, "step_low_s", "step_high_s")),

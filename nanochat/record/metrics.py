@@ -18,6 +18,7 @@ The console line shows these metrics, too:
 Only the file has these:
     loss            of one step, every step: mean over the global batch, nats per token; null if it was not finite
     grad_norm, epoch, goodput (0 to 1)
+    seq_len         with --seq_len_ramp, the positions per row of the last step
     bad_steps       updates skipped so far because they were not finite
     interruptions   how often the run was resumed
     seconds         since the run began; seconds_train, seconds_compile, … are its parts, see goodput.py

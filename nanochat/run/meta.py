@@ -13,7 +13,7 @@ import torch
 from nanochat.common import BadInput
 
 META = "meta.json"
-FORMAT_VERSION = 2  # version 1 is the same without the field format_version
+FORMAT_VERSION = 3  # version 1 has no format_version, and version 2 no rotary_base in the config of a GPT
 
 
 @dataclass(frozen=True)

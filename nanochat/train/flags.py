@@ -87,6 +87,8 @@ class BatchFlags:
                                  at_most=2**40, unset=-1)
     batch_ramp: str = flag("", "STEP:FACTOR,…: from that step on the batch is FACTOR × total_batch_size, in whole "
                            "micro-steps, and the learning rates are √FACTOR as high")
+    seq_len_ramp: str = flag("", "STEP:LENGTH,…, such as 0:1024,4000:2048,8000:4096: from that step on rows have "
+                             "LENGTH positions, in batches of as many tokens; the last is --max_seq_len")
 
 
 @dataclass(frozen=True)

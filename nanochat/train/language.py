@@ -52,8 +52,14 @@ class LanguageTask:
                 "batch_schedule": self.plan.batch_schedule}
 
     def resumed(self, path, meta):
-        require_match(path, meta, config=asdict(self.plan.config), tokenizer_sha256=self.tokenizer.sha256,
+        config = asdict(self.plan.config)
+        del config["rotary_base"]  # the resumed run keeps that of the checkpoint
+        require_match(path, meta, config=config, tokenizer_sha256=self.tokenizer.sha256,
                       data_fingerprint=self.data_fingerprint)
+        if (ramp := meta.flags.get("seq_len_ramp", "")) != self.flags.batch.seq_len_ramp:
+            raise BadInput(f"{path} was trained with {f'--seq_len_ramp={ramp}' if ramp else 'rows of one length'}, and "
+                           f"this run has --seq_len_ramp={self.flags.batch.seq_len_ramp}: resume with the flags it was "
+                           "trained with, or choose another --run")
         if (rate := meta.flags.get("fim_rate", 0)) != self.flags.data.fim_rate:
             raise BadInput(f"{path} was trained with --fim_rate={rate:g}, and this run has "
                            f"{self.flags.data.fim_rate:g}: resume with the flags it was trained with, or choose "
@@ -67,15 +73,18 @@ class LanguageTask:
         return state_bytes(optimizer.masters, optimizer.state)
 
     def open_batches(self, dist, step, lane_states=None):
-        return RowFeed(self.open_loader(dist, lane_states), self.plan)
+        return RowFeed(self.open_loader(dist, step, lane_states), self.plan, step)
 
-    def open_loader(self, dist, lane_states=None, num_rows=None, fim_rate=0.0):
-        """Returns the loader of this rank. lane_states: of all lanes, to resume from; num_rows: of the validation text,
-        of which `fim_rate` of the documents are rewritten."""
+    def open_loader(self, dist, step=0, lane_states=None, num_rows=None, fim_rate=0.0):
+        """Returns the loader of this rank. lane_states: of all lanes after `step` steps, to resume from; num_rows: of
+        the validation text, of which `fim_rate` of the documents are rewritten."""
         flags, plan, validation = self.flags, self.plan, num_rows is not None
-        common = dict(batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len, rank=dist.rank,
-                      world_size=dist.world_size, seed=flags.run.seed + validation, state=lane_states,
-                      num_rows=num_rows)
+        common = dict(rank=dist.rank, world_size=dist.world_size, seed=flags.run.seed + validation, num_rows=num_rows)
+        if validation:
+            common |= dict(batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len)
+        else:
+            common |= dict(batch_size=plan.rows(step), seq_len=plan.seq_len(step), state=lane_states,
+                           state_seq_len=plan.seq_len(max(step - 1, 0)))
         if flags.data.synthetic_data:
             return SyntheticLoader(self.tokenizer.n_vocab, **common)
         shards = list_shards(flags.data.val_dir, "val") if validation else list_shards(flags.data.data_dir)
@@ -100,9 +109,15 @@ class LanguageTask:
         if restored:
             training.load_state(restored.optimizer_state)
         training.materialise()
+        if self.plan.switches and self.plan.device_type != "cpu":
+            training.rehearse({name: {"rows": torch.zeros(self.plan.rows(first), self.plan.seq_len(first) + 1,
+                                                          dtype=torch.int32)}
+                               for first, last, name in self.plan.stages if last > step})
         return training
 
     def before_step(self, training, step):
+        if self.plan.switches:
+            training.micro_step_name = self.plan.micro_step_name(step)
         if self.teacher and step == self.teacher.last_step and training.teacher:
             training.dismiss_teacher(next_token_loss)
 
@@ -183,9 +198,11 @@ def check_data(flags):
 class RowFeed:
     """Iterates over this rank's micro-batches, {"rows": int32 (B, T + 1)}, and knows where in the data they end."""
 
-    def __init__(self, loader, plan):
+    def __init__(self, loader, plan, step):
+        """loader: a DataLoader with the rows of `step`, the one that comes next."""
         self.loader, self._plan = loader, plan
         self._last, self._taken = None, []
+        self._step, self._left = step, plan.micro_steps(step)  # the step that is being taken, and what is left of it
 
     def __iter__(self):
         return self
@@ -193,6 +210,12 @@ class RowFeed:
     def __next__(self):
         self._last = next(self.loader)
         self._taken.append(self._last.rows)
+        self._left -= 1
+        if not self._left:
+            self._step += 1
+            self._left = self._plan.micro_steps(self._step)
+            if self._step in self._plan.switches:  # at once, so that it reads ahead while the device updates
+                self.loader.change_rows(self._plan.rows(self._step), self._plan.seq_len(self._step))
         return {"rows": self._last.rows}
 
     def taken(self):
@@ -212,6 +235,9 @@ class RowFeed:
     def metrics(self):
         """Returns what the log says of the data up to the last micro-batch."""
         stats = self.loader.stats
+        if self._plan.switches:
+            return {"tokens": self._plan.tokens(0, self._step), "epoch": stats["epoch"],
+                    "seq_len": self._plan.seq_len(max(self._step - 1, 0))}
         return {"tokens": stats["rows"] * self._plan.world_size * self._plan.config.max_seq_len,
                 "epoch": stats["epoch"]}
 

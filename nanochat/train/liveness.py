@@ -10,7 +10,9 @@ COMPILING_STEPS = 3  # first steps of a process, which may compile
 class Liveness:
     def __init__(self, run, dist, first_step):
         """run: a Run; first_step: the step with which this process begins."""
-        self._rank, self._first_step, self._flags = dist.rank, first_step, run.flags.record
+        self._rank, self._flags = dist.rank, run.flags.record
+        # A step whose batch has another shape than the last one waits for the loader to begin anew.
+        self._slow_steps = {*range(first_step, first_step + COMPILING_STEPS), *run.plan.switches}
         self._heartbeats = Heartbeats(run.heartbeats_file)
         self._requests = Requests(run.requests_file, dist.rank, dist.world_size)
         self._step_seconds = []  # of the last steps, on average over each console line
@@ -27,7 +29,7 @@ class Liveness:
 
     def beat(self, phase, step):
         """Tells the watchdog that this rank begins `phase` (watchdog.PHASES), and by when it will have ended."""
-        if phase == "step" and step < self._first_step + COMPILING_STEPS:
+        if phase == "step" and step in self._slow_steps:
             phase = "compile"
         usual_s = statistics.median(self._step_seconds) if self._step_seconds else 0
         # One step of each console line waits for the device to finish all of them.

@@ -1,8 +1,7 @@
 """The plan of a run: all that follows from its flags and the number of its devices, before anything is started."""
 import math
 import os
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +18,7 @@ from nanochat.model.layers import MATRICES, SCALES
 from nanochat.model.optim import OptimConfig
 from nanochat.train.flags import MAX_STEPS
 from nanochat.train.mesh_plan import describe_mesh, plan_mesh
+from nanochat.train.stages import batch_schedule, length_schedule, spans, value_at
 
 ASSUMED_MFU = 0.3  # for the estimated time
 MAX_DEVICE_BYTES = 512 << 30  # more than any TPU or GPU has
@@ -36,22 +36,23 @@ class Plan:
     device_type: str
     world_size: int
     mesh: Mesh
-    device_batch_size: int  # rows in a micro-step on one device
+    device_batch_size: int  # rows of max_seq_len in a micro-step on one device
     total_batch_size: int  # tokens of the first optimizer step
     grad_accum_steps: int  # micro-steps of the first optimizer step
     num_iterations: int
-    flops_per_token: float
+    flops_per_token: float  # in rows of max_seq_len
     matrix_params: int  # with the head; the unit of the horizon
     parameters: dict  # group -> number
     batch_schedule: tuple  # ((step, tokens), …): the size of the batch from that step on; the first step is 0
+    length_schedule: tuple  # ((step, positions), …) of a row from that step on; the last is max_seq_len
     unit = "tokens"  # in which work is counted, see Task
 
     def batch_tokens(self, step):
         """Tokens of optimizer step `step`, counted from 0."""
-        return next(tokens for first, tokens in reversed(self.batch_schedule) if first <= step)
+        return value_at(self.batch_schedule, step)
 
     def micro_steps(self, step):
-        """Micro-steps of optimizer step `step`. The micro-batch is always the same, and so are the programs."""
+        """Micro-steps of optimizer step `step`. A micro-batch always has as many tokens."""
         return self.batch_tokens(step) * self.grad_accum_steps // self.total_batch_size
 
     @property
@@ -65,11 +66,37 @@ class Plan:
 
     def tokens(self, begin, end):
         """Tokens of the steps from `begin` up to and without `end`."""
-        ends = [first for first, _ in self.batch_schedule[1:]] + [end]
-        return sum(tokens * max(0, min(last, end) - max(first, begin))
-                   for (first, tokens), last in zip(self.batch_schedule, ends, strict=True))
+        return sum(tokens * (last - first) for first, last, tokens in spans(self.batch_schedule, begin, end))
 
     units = tokens
+
+    def flops(self, begin, end):
+        """Useful FLOPs of the same steps."""
+        return sum(flops.flops_per_token(self.config, length) * self.tokens(first, last)
+                   for first, last, length in spans(self.length_schedule, begin, end))
+
+    def seq_len(self, step):
+        """Positions of a row in optimizer step `step`."""
+        return value_at(self.length_schedule, step)
+
+    def rows(self, step):
+        """Rows in a micro-step of optimizer step `step` on one device."""
+        return self.device_batch_size * self.config.max_seq_len // self.seq_len(step)
+
+    @property
+    def switches(self):
+        """The steps with which rows become longer."""
+        return tuple(first for first, _ in self.length_schedule[1:])
+
+    def micro_step_name(self, step):
+        """The name of the program that is the micro-step of optimizer step `step`: there is one for each length."""
+        return f"micro_step {self.seq_len(step)}" if self.switches else "micro_step"
+
+    @property
+    def stages(self):
+        """((first step, step after the last, name of the micro-step), …) of the whole run."""
+        return tuple((first, last, self.micro_step_name(first))
+                     for first, last, _ in spans(self.length_schedule, 0, self.num_iterations))
 
     @property
     def flops_per_unit(self):
@@ -90,25 +117,30 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     config = config_for_depth(
         model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=model.window_pattern,
         softcap=model.softcap, n_embd=max(model.model_dim, 0), n_head=max(model.num_heads, 0),
-        n_kv_head=max(model.num_kv_heads, 0))
+        n_kv_head=max(model.num_kv_heads, 0),
+        rotary_base=meta.config.get("rotary_base", GPTConfig.rotary_base) if meta else None)
     parameters = count_parameters(config)
     _require_memory(parameters, config, batch, device_type)
     mesh = plan_mesh(flags, config, device_type, world_size)
     kernel = get_kernels(devices.kernel, device_type, Sharding.of_mesh(mesh)).name
     require_shapes(kernel, config, device_type)
+    lengths = _plan_lengths(flags, config, kernel, device_type)
     matrix_params = parameters["matrices"] + parameters["head"]
     flops_per_token = flops.flops_per_token(config, model.max_seq_len)
     schedule = plan_batches(batch, model.max_seq_len, world_size, matrix_params, meta)
     if batch.num_iterations > 0:
         num_iterations = batch.num_iterations
     elif batch.target_flops > 0:
-        num_iterations = _steps_to_see(batch.target_flops / flops_per_token, schedule)
+        num_iterations = _steps_to_spend(batch.target_flops, config, schedule, lengths)
     else:
         num_iterations = _steps_to_see(batch.target_param_data_ratio * matrix_params, schedule)
     if not 1 <= num_iterations <= MAX_STEPS:
         name = "target_flops" if batch.target_flops > 0 else "target_param_data_ratio"
         raise BadInput(f"--{name}={getattr(batch, name):g} is a horizon of {num_iterations:.3g} steps, which is not "
                        f"between 1 and {MAX_STEPS:,}: change it, or set --num_iterations")
+    if lengths[-1][0] >= num_iterations:
+        raise BadInput(f"--seq_len_ramp={batch.seq_len_ramp}: the run ends after step {num_iterations}, before it "
+                       f"comes to rows of {lengths[-1][1]}: let them begin earlier, or train for longer")
     dtype = "bfloat16" if device_type in ("tpu", "cuda") else "float32"
     total = schedule[0][1]
     return Plan(
@@ -120,7 +152,28 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         mesh=mesh, device_batch_size=batch.device_batch_size, total_batch_size=total,
         grad_accum_steps=total // (batch.device_batch_size * model.max_seq_len * world_size),
         num_iterations=num_iterations, flops_per_token=flops_per_token, matrix_params=matrix_params,
-        parameters=parameters, batch_schedule=schedule)
+        parameters=parameters, batch_schedule=schedule, length_schedule=lengths)
+
+
+def _plan_lengths(flags, config, kernel, device_type):
+    """Returns the length schedule of base_train's Flags. Raises BadInput if it fits neither the kernel nor the other
+    flags."""
+    ramp, taught = flags.batch.seq_len_ramp, flags.distillation
+    schedule = length_schedule(ramp, config.max_seq_len)
+    if len(schedule) == 1:
+        return schedule
+    if flags.data.fim_rate:
+        raise BadInput(f"--seq_len_ramp={ramp} with --fim_rate={flags.data.fim_rate:g}: fill in the middle divides "
+                       "documents by the length of a row, so rows cannot become longer: leave one of them out")
+    if taught.teacher and taught.kd_until < 1:
+        raise BadInput(f"--seq_len_ramp={ramp} with --kd_until={taught.kd_until:g}: every length would need another "
+                       "program once the teacher has gone: use --kd_until=1, or leave one of them out")
+    for _, length in schedule:
+        try:
+            require_shapes(kernel, replace(config, max_seq_len=length), device_type)
+        except BadInput as error:
+            raise BadInput(f"--seq_len_ramp={ramp}: {error}") from None
+    return schedule
 
 
 def _require_memory(parameters, config, batch, device_type):
@@ -163,7 +216,7 @@ def plan_batches(batch, seq_len, world_size, matrix_params, meta=None):
         nearest = sorted({max(total // micro, 1) * micro, (total // micro + 1) * micro})
         raise BadInput(f"--total_batch_size={total} tokens does not divide by {product}: "
                        f"use {' or '.join(map(str, nearest))}")
-    schedule = saved or _batch_schedule(batch.batch_ramp, total, micro)
+    schedule = saved or batch_schedule(batch.batch_ramp, total, micro)
     if any(tokens % micro for _, tokens in schedule):
         raise BadInput(f"the run's batches ({', '.join(f'{tokens:,}' for _, tokens in schedule)} tokens) do not all "
                        f"divide by {product}: use fewer devices, or a smaller --device_batch_size")
@@ -179,17 +232,13 @@ def _saved_schedule(batch, meta):
     return meta.batch_schedule if is_same else None
 
 
-def _batch_schedule(ramp, total, micro):
-    """Returns ((step, tokens), …) for --batch_ramp=STEP:FACTOR,…, in whole micro-steps; a factor multiplies `total`."""
-    schedule = [(0, total)]
-    for entry in filter(None, ramp.split(",")):
-        match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,3}(?:\.[0-9]*)?)", entry)
-        step, factor = (int(match[1]), float(match[2])) if match else (0, 0)
-        if step <= schedule[-1][0] or not factor:
-            raise BadInput(f"--batch_ramp={ramp}: {entry} is not STEP:FACTOR with rising steps: give for example "
-                           "2000:1.2,4000:1.5")
-        schedule.append((step, max(1, round(factor * total / micro)) * micro))
-    return tuple(schedule)
+def _steps_to_spend(target_flops, config, batches, lengths):
+    """Returns the number of steps after which the run comes nearest to `target_flops`."""
+    whole = flops.flops_per_token(config, config.max_seq_len)
+    firsts = sorted({first for first, _ in (*batches, *lengths)})
+    return _steps_to_see(target_flops / whole, [
+        (first, value_at(batches, first) * (flops.flops_per_token(config, value_at(lengths, first)) / whole))
+        for first in firsts])
 
 
 def _steps_to_see(tokens, schedule):
@@ -214,7 +263,8 @@ def describe_plan(plan, tokenizer):
     micro = f"{plan.device_batch_size} rows × {config.max_seq_len} × {plan.world_size} devices"
     ramp = "".join(f", {tokens:,} from step {first:,} on ({plan.micro_steps(first)} micro-steps)"
                    for first, tokens in plan.batch_schedule[1:])
-    tokens = plan.tokens(0, plan.num_iterations)
+    tokens, total_flops = plan.tokens(0, plan.num_iterations), plan.flops(0, plan.num_iterations)
+    in_the_end = " in the end" if plan.switches else ""
     lines = {
         "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, "
                    f"{str(plan.dtype).removeprefix('torch.')} compute",
@@ -226,14 +276,18 @@ def describe_plan(plan, tokenizer):
         "batch": f"{plan.total_batch_size:,} tokens = {micro} × {plan.grad_accum_steps} micro-steps{ramp}",
         "horizon": f"{plan.num_iterations:,} steps, {tokens:,} tokens "
                    f"({tokens / plan.matrix_params:.1f} per matrix parameter)",
-        "compute": f"{plan.flops_per_token:.3e} FLOPs per token, {plan.flops_per_token * tokens:.3e} in all",
+        "compute": f"{plan.flops_per_token:.3e} FLOPs per token{in_the_end}, {total_flops:.3e} in all",
         "tokenizer": f"{tokenizer.n_vocab:,} tokens, sha256 {tokenizer.sha256[:12]}",
     }
+    if plan.switches:
+        lines["rows"] = ", ".join(
+            f"{plan.rows(first)} × {length:,} " + (f"from step {first:,} on" if first else "per micro-step and device")
+            for first, length in plan.length_schedule)
     if plan.mesh.fsdp > 1:
         lines["mesh"] = describe_mesh(plan)
     peak = tpu.peak_flops_here(plan.device_type)
     if peak:
-        hours = plan.flops_per_token * tokens / (peak * plan.world_size * ASSUMED_MFU) / 3600
+        hours = total_flops / (peak * plan.world_size * ASSUMED_MFU) / 3600
         price = tpu.usd_per_hour(accelerator, spot=True) if accelerator else None
         cost = f", {hours * price:.0f} USD on spot in the dearest region" if price else ""
         lines["estimate"] = f"{hours:.1f} h{cost}, if {ASSUMED_MFU:.0%} of the peak is reached"

@@ -99,6 +99,7 @@ class PuzzlePlan:
     unit = "puzzles"  # each supervision step of a puzzle counts
     kernel = "current"
     all_micro_steps = (1,)
+    switches = ()
 
     @property
     def slots(self):
@@ -118,6 +119,13 @@ class PuzzlePlan:
 
     def batch_growth(self, step):
         return 1.0
+
+    def flops(self, begin, end):
+        return self.flops_per_unit * self.units(begin, end)
+
+    @property
+    def stages(self):
+        return ((0, self.num_iterations, "micro_step"),)
 
     def units(self, begin, end):
         return self.total_batch_size * (end - begin)

@@ -64,6 +64,15 @@ class TrainingStep:
         """From now on micro-steps have the loss `loss`, which needs no teacher: they are another program."""
         self.loss, self.teacher, self.micro_step_name = loss, None, "micro_step without teacher"
 
+    def rehearse(self, batches):
+        """Runs micro-steps of {name of the program: {name: CPU tensor}}, so that they are compiled, and takes back what
+        they have added."""
+        scale = next(iter(self.loss_scales.values()))
+        for name, batch in batches.items():
+            self._run_micro_step(name, batch, scale)
+        with one_program(self.dist, "clear"), torch.no_grad():
+            self.optimizer.clear(self.sums.values())
+
     def micro_step(self, batch, scale):
         """Adds the gradients of one micro-batch, and its losses × `scale` to `sums`.
 
@@ -88,17 +97,18 @@ class TrainingStep:
 
         Returns what update returns, still on the device: nothing here waits for it.
         """
-        device, observer = self.dist.device, self.observer
-        scale = self.loss_scales[micro_steps]
         for _ in range(micro_steps):
-            with observer.data_wait():
+            with self.observer.data_wait():
                 batch = next(batches)
-            batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with observer.program(self.micro_step_name, self.optimizer.mesh.fsdp > 1, **batch, scale=scale):
-                self.micro_step(batch, scale)
-        scheduled = scheduled.to(device)
-        with observer.program("update", collective=True, scheduled=scheduled):
+            self._run_micro_step(self.micro_step_name, batch, self.loss_scales[micro_steps])
+        scheduled = scheduled.to(self.dist.device)
+        with self.observer.program("update", collective=True, scheduled=scheduled):
             return self.update(scheduled)
+
+    def _run_micro_step(self, name, batch, scale):
+        batch = {key: tensor.to(self.dist.device) for key, tensor in batch.items()}
+        with self.observer.program(name, self.optimizer.mesh.fsdp > 1, **batch, scale=scale):
+            self.micro_step(batch, scale)
 
     # Checkpoints. The carry is among the optimizer's state, in the order of the slots, whatever the number of ranks.
 

@@ -88,13 +88,13 @@ class StepLog:
 
     def _speed(self, first, step, elapsed_s):
         plan = self._plan
-        units_per_s = plan.units(first - 1, step) / elapsed_s
+        units, flops = plan.units(first - 1, step), plan.flops(first - 1, step)
         scheduled = self._training.optimizer.scheduled(step - 1, plan.batch_growth(step - 1))
         return {"lr_multiplier": scheduled[0].item(),
                 "step_ms": 1000 * elapsed_s / (step - first + 1),
-                f"{plan.unit}_per_s": units_per_s,
-                "mfu": mfu(units_per_s, plan.flops_per_unit, tpu.peak_flops_here(plan.device_type), plan.world_size),
-                "time_left_s": plan.units(step, plan.num_iterations) / units_per_s}
+                f"{plan.unit}_per_s": units / elapsed_s,
+                "mfu": mfu(units / elapsed_s, flops / units, tpu.peak_flops_here(plan.device_type), plan.world_size),
+                "time_left_s": elapsed_s * plan.flops(step, plan.num_iterations) / flops}
 
     def write_event(self, step, found):
         """Logs {metric: value} of an event after `step` steps, if it has any."""

@@ -25,8 +25,9 @@ class Task(Protocol):
     name: as in a checkpoint's Meta. changing_flags: names of the flags whose change is told when a run resumes.
     plan: `num_iterations`; `micro_steps(step)` and `all_micro_steps`, the numbers of micro-steps; `batch_growth(step)`,
         the batch of a step over that of the first; `device_type`, `world_size`; and the unit in which work is counted:
-        `unit` ("tokens"), `units(begin, end)` of these steps, `flops_per_unit`. For the preflight also `kernel`, a
-        name, and `parameters`, {group: number}.
+        `unit` ("tokens"), `units(begin, end)` of these steps, `flops(begin, end)`, and `flops_per_unit`, in the end;
+        `switches`, the steps with which the shape of a batch changes. For the preflight also `kernel`, a name,
+        `parameters`, {group: number}, and `stages`, ((first step, step after the last, name of the micro-step), …).
     num_lanes: how many states a checkpoint has of the data, from all ranks together.
     """
 

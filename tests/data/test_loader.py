@@ -90,6 +90,44 @@ def test_it_is_restored_exactly_after_every_step_on_any_number_of_ranks(shards):
     assert min(in_the_middle_of[what] for what in ("document", "piece", "buffer")) > 10
 
 
+def test_rows_become_longer_at_a_step_and_hold_the_same_whatever_the_ranks_and_wherever_they_resume(shards):
+    """Steps of 16 × 128 tokens, in rows of 32, 64 and then 128."""
+    lengths = [32] * 4 + [64] * 3 + [128] * 4
+
+    def run(world_size, begin=0, state=None):
+        before, now = lengths[max(begin - 1, 0)], lengths[begin]
+        loaders = [open_loader(shards, rank=rank, world_size=world_size, seq_len=now, state=state,
+                               state_seq_len=before, batch_size=2048 // now // world_size)
+                   for rank in range(world_size)]
+        for step in range(begin, len(lengths)):
+            if lengths[step] != now:
+                now = lengths[step]
+                for loader in loaders:
+                    loader.change_rows(2048 // now // world_size, now)
+            batches = [next(loader) for loader in loaders]
+            yield (torch.stack([batch.rows for batch in batches], dim=1).flatten(0, 1),
+                   as_saved({lane: saved for batch in batches for lane, saved in batch.state.items()}))
+        for loader in loaders:
+            assert loader.stats["dropped_share"] < 0.1
+            loader.close()
+
+    steps = list(run(1))
+    assert [tuple(rows.shape) for rows, _ in steps] == [(2048 // length, length + 1) for length in lengths]
+    for world_size in (2, 4):
+        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(steps, run(world_size), strict=True))
+    for begin, world_size in zip(range(1, len(lengths)), itertools.cycle((1, 2, 4)), strict=False):
+        for (rows, state), (expected, after) in zip(run(world_size, begin, steps[begin - 1][1]), steps[begin:],
+                                                    strict=True):
+            assert torch.equal(rows, expected) and state == after, f"resumed before step {begin}"
+    with pytest.raises(BadInput, match="is for seq_len 64, but this run has 32"):
+        next(run(1, 4, steps[5][1]))
+
+
+def test_rows_of_an_evaluation_keep_their_length(shards):
+    with open_loader(shards, num_rows=10) as loader, pytest.raises(ValueError, match="keep their length"):
+        loader.change_rows(1, 64)
+
+
 def test_what_is_skipped_of_a_corrupt_shard_is_the_same_for_any_number_of_ranks_and_after_restoring(tmp_path,
                                                                                                     monkeypatch):
     monkeypatch.setattr(shards_module, "READ_BATCH_BYTES", 2000)

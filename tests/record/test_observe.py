@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanochat.device.programs import compile_seconds
+from nanochat.device.programs import compilations, compile_seconds
 from nanochat.device.ranks import Dist, compute_cleanup, compute_init
 from nanochat.record.observe import Observer, Profile
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.prepare import prepare, run_directory
+from nanochat.train.step import TrainingStep
 from nanochat.train.trainer import Trainer
 from tests.conftest import last_of_each
 
@@ -77,6 +78,27 @@ def test_a_growing_batch_compiles_nothing_and_raises_the_learning_rate_with_its_
     assert len({record["compilations"] for record in logged}) == 1
     assert [record["lr_multiplier"] ** 2 for record in logged] == pytest.approx([1, 1, 1, 2, 3])
     assert [record["tokens"] for record in logged] == [64, 128, 256, 512, 896]
+
+
+def test_rows_that_grow_have_a_program_for_each_length_compiled_before_the_first_step(make_trainer, dist, monkeypatch):
+    counted, rehearse = [], TrainingStep.rehearse
+
+    def counting(*args):
+        counted.append(compilations())
+        rehearse(*args)
+        counted.append(compilations())
+
+    monkeypatch.setattr(TrainingStep, "rehearse", counting)
+    trainer = make_trainer("--seq_len_ramp=0:8,3:16,5:32", "--log_every=1", width=144)
+    assert counted[1] - counted[0] == 4  # three micro-steps, and one that sets the gradients to zero
+    assert trainer.train() == 0
+    assert compilations() - counted[1] == 1  # the update
+    assert {name for name in dist.program_runs if name.startswith("micro_step")} == {
+        "micro_step 8", "micro_step 16", "micro_step 32"}
+    logged = [record for record in records(trainer) if "tokens" in record]
+    assert [record["tokens"] for record in logged] == [128 * step for step in range(1, 9)]
+    assert [record["seq_len"] for record in logged] == [8] * 3 + [16] * 2 + [32] * 3
+    assert not any("recompiled" in record for record in logged)
 
 
 class NarrowAfter:

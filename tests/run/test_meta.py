@@ -71,8 +71,8 @@ def test_fields_that_the_first_checkpoints_lack_have_defaults(tmp_path):
 
 
 @pytest.mark.parametrize("content, message", [
-    ('{"format_version": 3, "step": 4}', "has format version 3 and this program reads versions up to 2: update"),
-    ('{"format_version": "9"}', "has format version 9 and this program reads versions up to 2: update"),
+    ('{"format_version": 4, "step": 4}', "has format version 4 and this program reads versions up to 3: update"),
+    ('{"format_version": "9"}', "has format version 9 and this program reads versions up to 3: update"),
     ('{"step": 4}', "is not a checkpoint .meta.json has no 'config'.: give a step_"),
     (VERSION_1.replace('"step": 2', '"step": "2"'), 'is not a checkpoint .meta.json: step is "2"'),
     (VERSION_1.replace('"synthetic"', "null"), "is not a checkpoint .meta.json: data_fingerprint is null"),

@@ -159,7 +159,8 @@ assert {signal.SIGINT, signal.SIGTERM} <= blocked, blocked
 
 
 def test_the_systems_sigterm_does_not_end_the_copying_on_a_machine_that_is_preempted(tmp_path):
-    run = SimpleNamespace(flags=Flags(), heartbeats_file=tmp_path / "beats", requests_file=tmp_path / "requests")
+    run = SimpleNamespace(flags=Flags(), plan=SimpleNamespace(switches=()), heartbeats_file=tmp_path / "beats",
+                          requests_file=tmp_path / "requests")
     Heartbeats(run.heartbeats_file, create=True)
     parent = Requests(run.requests_file, create=True)
     for is_preempted in (False, True):

@@ -93,6 +93,25 @@ def test_a_batch_that_grows_keeps_its_programs_its_data_and_its_bits(train):
     assert on_one.records[-2]["tokens"] == 4608
 
 
+@pytest.mark.slow
+def test_rows_that_become_longer_keep_the_bits_of_a_run_that_resumes_before_at_and_after_the_switch(train, tiny):
+    ramp = "--seq_len_ramp=0:8,2:16,4:32"
+    whole = train(ramp, "--save_every=1", "--keep_checkpoints=9", "--log_every=1", run="parts", devices=2)
+    assert {record["step"]: (record["tokens"], record["seq_len"]) for record in whole.records if "tokens" in record} \
+        == {step: (512 * step, 8 if step < 3 else 16 if step < 5 else 32) for step in range(1, 7)}
+    assert len({record["compilations"] for record in whole.records if "compilations" in record}) == 1
+    run_dir = get_base_dir() / "checkpoints" / "parts"
+    for step, devices in ((3, 2), (2, 2), (1, 2), (2, 1)):
+        checkpoint_files.set_aside_after(run_dir, step)
+        resumed = train(ramp, "--save_every=1", "--keep_checkpoints=9", "--log_every=1", run="parts", devices=devices)
+        assert f"step_{step:06d}" in resumed.stdout
+        if devices == 2:
+            assert resumed.losses == whole.losses and resumed.bpb == whole.bpb
+        assert resumed.losses == pytest.approx(whole.losses, rel=2e-6)
+    with pytest.raises(BadInput, match=r"with --seq_len_ramp=0:8,2:16,4:32, and this run has --seq_len_ramp=: resume"):
+        base_train.main([*tiny, "--run=parts", "--num_iterations=8"])
+
+
 def test_steps_that_are_not_finite_end_the_run_with_the_last_good_checkpoint_and_the_offending_batch(train):
     train("--device_type=cpu", "--save_every=3", "--eval_every=-1")
     run_dir = get_base_dir() / "checkpoints" / "test"

@@ -2,9 +2,11 @@
 import pytest
 
 from nanochat.common import BadInput
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.model import flops
 from nanochat.run.meta import Meta
 from nanochat.train.flags import parse_flags
-from nanochat.train.plan import make_plan
+from nanochat.train.plan import describe_plan, make_plan
 
 
 def plan_of(*flags, world_size=8):
@@ -36,6 +38,56 @@ def test_the_horizon_in_tokens_counts_the_batches_that_grow():
     assert ramp.num_iterations == 2000 + round((tokens - 1000 * (524288 + 786432)) / 1048576)
     assert ramp.tokens(0, ramp.num_iterations) == pytest.approx(tokens, abs=1048576 / 2)
     assert ramp.tokens(999, 1001) == 524288 + 786432 and ramp.tokens(2500, 2501) == 1048576
+
+
+def test_rows_that_become_longer_keep_the_tokens_of_a_micro_step_and_cost_more_flops():
+    ramp = "--seq_len_ramp=0:1024,100:2048,200:4096"
+    flags = "--max_seq_len=4096", "--device_batch_size=2", "--total_batch_size=524288"
+    plan, full = plan_of(*flags, ramp, "--num_iterations=300"), plan_of(*flags, "--num_iterations=300")
+    assert [(plan.rows(step), plan.seq_len(step)) for step in (0, 99, 100, 199, 200, 299)] == \
+        [(8, 1024)] * 2 + [(4, 2048)] * 2 + [(2, 4096)] * 2
+    assert plan.stages == ((0, 100, "micro_step 1024"), (100, 200, "micro_step 2048"), (200, 300, "micro_step 4096"))
+    assert full.stages == ((0, 300, "micro_step"),) and full.switches == () and full.length_schedule == ((0, 4096),)
+    assert plan.tokens(0, 300) == full.tokens(0, 300) and plan.micro_steps(0) == full.micro_steps(0) == 8
+    assert full.flops(0, 300) == full.flops_per_token * full.tokens(0, 300)
+    by_length = [flops.flops_per_token(plan.config, length) for length in (1024, 2048, 4096)]
+    assert plan.flops(50, 250) == 524288 * (50 * by_length[0] + 100 * by_length[1] + 50 * by_length[2])
+    assert plan_of(*flags, ramp, f"--target_flops={plan.flops(0, 300)}").num_iterations == 300
+    assert plan_of(*flags, f"--target_flops={full.flops(0, 300)}").num_iterations == 300
+    described = "\n".join(describe_plan(plan, load_tokenizer()))
+    assert "8 × 1,024 per micro-step and device, 4 × 2,048 from step 100 on, 2 × 4,096 from step 200 on" in described
+
+
+@pytest.mark.parametrize("ramp, message", [
+    ("0:1024,100:4096,50:8192", "50:8192 is not STEP:LENGTH with steps and lengths that rise"),
+    ("0:2048,100:1024,200:4096", "100:1024 is not STEP:LENGTH with steps and lengths that rise"),
+    ("0:1024,0:4096", "0:4096 is not STEP:LENGTH"), ("0:1024,100", "100 is not STEP:LENGTH"),
+    ("0:1024,", " is not STEP:LENGTH"), ("0:0,1:4096", "0:0 is not STEP:LENGTH"), ("0:1e3", "0:1e3 is not STEP:LENGTH"),
+    ("5:1024,100:4096", "does not say how long rows are before step 5"),
+    ("0:1000,100:4096", "rows of 4096 are not whole rows of 1000"),
+    ("0:1024,100:2048", "ends with rows of 2048, and the model has --max_seq_len=4096"),
+    ("0:1024,300:4096", "the run ends after step 300, before it comes to rows of 4096")])
+def test_a_ramp_that_is_odd_is_refused_in_one_line(ramp, message):
+    with pytest.raises(BadInput, match=f"--seq_len_ramp={ramp}.*{message}") as error:
+        plan_of("--max_seq_len=4096", "--num_iterations=300", f"--seq_len_ramp={ramp}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--fim_rate=0.5"], "with --fim_rate=0.5"), (["--teacher=x", "--kd_until=0.5"], "with --kd_until=0.5"),
+    (["--kernel=flash", "--seq_len_ramp=0:64,9:4096"], "sequences of up to 4096 in steps of 128, not .* and 64:")])
+def test_a_ramp_that_does_not_fit_other_flags_is_refused(flags, message):
+    flags = ["--max_seq_len=4096", "--num_iterations=300", "--seq_len_ramp=0:1024,9:4096", *flags]
+    with pytest.raises(BadInput, match=f"--seq_len_ramp=0:.*,9:4096.*{message}"):
+        make_plan(parse_flags(flags), 65536, "tpu", 8)
+
+
+def test_the_rotary_base_is_that_of_the_final_length_and_stays_that_of_the_checkpoint():
+    for length, base in ((1024, 10_000), (4096, 10_000), (8192, 100_000), (32768, 100_000), (65536, 500_000)):
+        assert plan_of(f"--max_seq_len={length}", "--device_batch_size=1").config.rotary_base == base
+    flags = parse_flags(["--max_seq_len=8192", "--device_batch_size=1"])
+    old = Meta(step=1, config={"max_seq_len": 8192}, tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
+    assert make_plan(flags, 65536, "cpu", 8, old).config.rotary_base == 10_000
 
 
 def test_a_schedule_that_more_devices_cannot_divide_is_refused():

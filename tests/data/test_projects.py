@@ -1,0 +1,147 @@
+"""Rows that hold a project: its files in dependency order, and how they become tokens."""
+import re
+from dataclasses import asdict
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat.common import BadInput
+from nanochat.data.loader import DataLoader
+from nanochat.data.projects import DOCUMENT_BYTES, dependency_order, encode_documents, join_files
+from nanochat.data.shards import TextPiece, list_shards, open_shards, require_files
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.run import checkpoint
+from nanochat.train.project_eval import ProjectRows, require_packed
+from scripts import base_eval
+from tests.data.projects import cpp, prepare, read, shard_hashes
+from tests.infer.test_engine import make_model
+from tests.run.states import make_meta
+
+
+def texts_of(**includes):
+    """Returns {path: text} of files that include others; "a_h" stands for a.h."""
+    return {name.replace("__", "/").replace("_", "."): "".join(f'#include "{path}"\n' for path in paths).encode()
+            for name, paths in includes.items()}
+
+
+def test_headers_come_right_before_the_first_file_that_includes_them():
+    texts = texts_of(b_cpp=["b.h", "x/deep.h"], a_cpp=["a.h"], b_h=["a.h"], a_h=[], unused_h=[], x__deep_h=["../b.h"])
+    assert dependency_order(texts) == ["a.h", "a.cpp", "b.h", "x/deep.h", "b.cpp", "unused.h"]
+    texts["a.h"] = b'  #  include  "b.h"\n#include <c.h>\nint x; // #include "d.h"\n'
+    texts |= {"c.h": b"", "d.h": b""}
+    assert dependency_order(texts)[:3] == ["b.h", "a.h", "a.cpp"], "b.h includes a.h, which was begun: a circle"
+    assert sorted(dependency_order(texts)) == sorted(texts)
+
+
+def test_a_header_is_looked_for_beside_the_file_then_by_its_folders_then_near_it():
+    texts = texts_of(src__m_cpp=["m.h", "lib/n.h", "o.h"], src__m_h=[], m_h=[], include__lib__n_h=[], include__n_h=[],
+                     src__deep__o_h=[], other__o_h=[])
+    assert dependency_order(texts)[:4] == ["src/m.h", "include/lib/n.h", "src/deep/o.h", "src/m.cpp"]
+
+
+def test_a_long_chain_of_headers_needs_no_recursion():
+    texts = {f"{number:05d}.h": f'#include "{number + 1:05d}.h"\n'.encode() for number in range(5000)}
+    assert dependency_order(texts) == sorted(texts, reverse=True)
+
+
+def test_a_project_that_is_long_becomes_several_documents_of_whole_files():
+    texts = {f"{number}.cpp": cpp(number, 700).encode() for number in range(20)}
+    documents = list(join_files(texts))
+    assert len(documents) > 2 and [path for paths, _ in documents for path in paths] == sorted(texts)
+    for paths, text in documents:
+        assert len(text) <= DOCUMENT_BYTES
+        assert text == b"".join(b"\0" + path.encode() + b"\n" + texts[path] for path in paths)
+
+
+def test_separators_become_the_token_between_files_only_where_a_shard_says_so():
+    tokenizer = load_tokenizer()
+    text = "\0a.h\nint x;\n\0b.cpp\nint y;\n"
+    pieces = TextPiece(0, 0, True, text, True), TextPiece(1, 0, True, text), TextPiece(2, 1, True, text[1:], True)
+    packed, plain, later = encode_documents(pieces, tokenizer)
+    separator = tokenizer.special("<|file_sep|>")
+    files = [tokenizer.encode(part) for part in ("a.h\nint x;\n", "b.cpp\nint y;\n")]
+    assert list(packed) == [tokenizer.bos_id, separator, *files[0], separator, *files[1]]
+    assert list(plain) == [tokenizer.bos_id, *tokenizer.encode(text)]
+    assert list(later) == [tokenizer.bos_id, *files[0], separator, *files[1]]
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """The corpora of three projects: of files, and packed by one worker and by two."""
+    folder = tmp_path_factory.mktemp("projects")
+    for name in "abv":
+        for number in range(12):
+            path = folder / "in" / name / f"file{number:02d}.{'h' if number % 2 else 'cpp'}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            includes = "" if number % 2 else f'#include "file{11 - number:02d}.h"\n'
+            path.write_text(includes + cpp(f"{name}{number}"))
+    flags = [f"--projects_dir={folder / 'in'}", "--val_projects=v", "--shard_bytes=20000"]
+    prepare(folder / "files", *flags)
+    prepare(folder / "one", *flags, "--pack=project")
+    prepare(folder / "two", *flags, "--pack=project", "--workers=2")
+    return folder
+
+
+def test_a_packed_corpus_has_the_same_files_and_the_same_bytes_for_any_number_of_workers(corpora):
+    assert shard_hashes(corpora / "one") == shard_hashes(corpora / "two")
+    for side, projects in (("base_data_v3", {"a", "b"}), ("val", {"v"})):
+        documents, files = read(corpora / "one", side), read(corpora / "files", side)
+        assert {document["source"] for document in documents} == projects and len(documents) == len(projects)
+        parts = [part.partition("\n")[::2] for document in documents for part in document["text"].split("\0")[1:]]
+        assert sorted(parts) == sorted((file["path"], file["text"]) for file in files)
+        assert [path for path, _ in parts[:4]] == ["file11.h", "file00.cpp", "file09.h", "file02.cpp"]
+    shard = next((corpora / "one" / "val").iterdir())
+    assert pq.read_metadata(shard).metadata[b"pack"] == b"project"
+
+
+def test_rows_of_projects_hold_file_separators_and_resume(corpora):
+    tokenizer, paths = load_tokenizer(), list_shards(corpora / "one" / "base_data_v3")
+
+    def rows(count, **options):
+        with DataLoader(paths, tokenizer, batch_size=4, seq_len=1024, num_lanes=4, **options) as loader:
+            return [next(loader) for _ in range(count)]
+
+    batches = rows(6)
+    assert sum(int((batch.rows == tokenizer.special("<|file_sep|>")).sum()) for batch in batches) > 5
+    [again] = rows(1, state=batches[3].state)
+    assert np.array_equal(again.rows, batches[4].rows)
+    with pytest.raises(BadInput, match="holds whole projects .* and fill in the middle needs single files"):
+        rows(1, fim_rate=0.5)
+    with pytest.raises(BadInput, match="training a tokenizer needs single files"):
+        require_files(open_shards(paths), "training a tokenizer")
+    with pytest.raises(BadInput, match="--project: .* holds single files"):
+        require_packed(open_shards(list_shards(corpora / "files" / "val")))
+
+
+def test_a_file_given_its_project_counts_the_same_tokens_as_alone(corpora):
+    tokenizer, shards = load_tokenizer(), open_shards(list_shards(corpora / "one" / "val"))
+    found = {}
+    for with_project in (True, False):
+        rows = ProjectRows(shards, tokenizer, 2048, 4, 1 << 20, with_project)
+        found[with_project] = [(batch.rows.clone(), rows.view(batch.rows)[1]) for batch in rows]
+        assert rows.num_files == 11  # all but the first
+    for (together, counts), (alone, counts_alone) in zip(found[True], found[False], strict=True):
+        assert together.shape == alone.shape == (4, 2049)
+        for row in range(4):
+            own = together[row][counts[row]]
+            assert own.equal(alone[row][counts_alone[row]])
+            text = tokenizer.decode(own.tolist())
+            assert not len(own) or text.count("{ return ") >= 20 and "\0" not in text and ".cpp\n" not in text
+        assert int((together >= 0).sum()) > 1.5 * int((alone >= 0).sum())
+
+
+def test_base_eval_says_what_the_project_of_a_file_is_worth(corpora, byte_tokenizer_dir, tmp_path, capsys):
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
+    model = make_model(vocab_size=tokenizer.n_vocab)
+    meta = make_meta(20, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
+    trained = checkpoint.save(tmp_path / "run", model.state_dict(), {}, meta, num_lanes=0)
+    flags = [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", "--project"]
+    base_eval.main([*flags, f"--data_dir={corpora}/one/val"])
+    said = capsys.readouterr().out
+    numbers = re.search(r"11 files, .* given their project ([\d.]+) bits per byte, alone ([\d.]+) ", said)
+    assert numbers and 1 < float(numbers[1]) < 20 and numbers[1] != numbers[2]
+    for others, message in (([f"--data_dir={corpora}/files/val"], "holds single files"),
+                            ([f"--data_dir={corpora}/one/val", "--fim"], "--fim and --project are two")):
+        with pytest.raises(BadInput, match=message):
+            base_eval.main([*flags, *others])
