@@ -12,7 +12,7 @@ class Liveness:
         """run: a Run; first_step: the step with which this process begins."""
         self._rank, self._first_step, self._flags = dist.rank, first_step, run.flags.record
         self._heartbeats = Heartbeats(run.heartbeats_file)
-        self._requests = Requests(run.requests_file, dist.rank, dist.world_size)
+        self._requests = Requests(run.requests_file, dist.rank, dist.world_size, spans_hosts=dist.hosts > 1)
         self._step_seconds = []  # of the last steps, on average over each console line
 
     @property

@@ -27,6 +27,7 @@ class Task(Protocol):
         the batch of a step over that of the first; `device_type`, `world_size`; and the unit in which work is counted:
         `unit` ("tokens"), `units(begin, end)` of these steps, `flops_per_unit`. For the preflight also `kernel`, a
         name, and `parameters`, {group: number}.
+    data_fingerprint: of the training data; None if they are made up.
     num_lanes: how many states a checkpoint has of the data, from all ranks together.
     """
 
