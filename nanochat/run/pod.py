@@ -74,7 +74,7 @@ class Pod:
         self.host, self.names, self.link, self.failure = host, [], None, None
         self.handlers = {"beat": lambda index, message: None, "value": self._on_value, "values": self._on_values,
                          "failed": self._on_failed, "ended": self._on_ended, "over": self._on_over}
-        self.serves = {"join": self._serve_join}  # kind of connection -> function(connection, message)
+        self.serves = {}  # kind of request -> function(connection, message), on the first host
         self._report, self._listener, self._token = report, None, secrets.token_hex(16)
         self._members, self._hellos = {}, {}  # index -> Member, index -> what it said of itself
         self._values, self._said, self._status = {}, {}, None
@@ -100,8 +100,8 @@ class Pod:
                     "these hosts to join this one: " + ", ".join(
                         address for index, address in enumerate(self.host.addresses) if index not in self._hellos)))
                 hellos = [self._hellos[index] for index in range(self.host.count)]
-            for member in self._members.values():
-                member.send({"hellos": hellos, "token": self._token})
+            for index in self._members:
+                self.tell(index, {"hellos": hellos, "token": self._token})
         else:
             hellos = self._join_first(about)
         self.names = [hello["name"] for hello in hellos]
@@ -116,11 +116,11 @@ class Pod:
     def _listen(self):
         address = self.host.addresses[0], self.host.port
         try:
+            known = {socket.gethostbyname(address) for address in self.host.addresses}
             self._listener = socket.create_server(address)
         except OSError as error:
             raise BadInput(f"the other hosts cannot join this one at {address[0]}:{address[1]} ({error.strerror}): end "
                            "the run that uses it, or correct NANOCHAT_HOSTS or NANOCHAT_POD_PORT on all") from None
-        known = {socket.gethostbyname(address) for address in self.host.addresses}
 
         def accept():
             while True:
@@ -146,7 +146,7 @@ class Pod:
             with connection:
                 if kind in self.serves and hmac.compare_digest(str(message.get("token")), self._token):
                     self.serves[kind](connection, message)
-        except (OSError, EOFError, ValueError):  # whoever asks finds its connection ended
+        except (OSError, EOFError, ValueError, KeyError):  # whoever asks finds its connection ended
             connection.close()
 
     def _serve_join(self, connection, message):
@@ -286,9 +286,9 @@ class Pod:
             if self.failure:
                 return
             self.failure = PodError(message, status)
-            self._changed.notify_all()
-        for index in list(self._members):  # the first host tells all, the others tell the first
-            self.tell(index, {"kind": "failed", "message": message, "status": status})
+            for index in list(self._members):  # the first host tells all, the others tell the first
+                self.tell(index, {"kind": "failed", "message": message, "status": status})
+            self._changed.notify_all()  # only now: who waits may end the connections
         self._start(self._end_at_last)
 
     def _end_at_last(self):

@@ -79,7 +79,10 @@ def train_on_pod(run, pod, requests):
         print(line, file=sys.stderr, flush=True)
 
     status = spawn(run, report=report, trouble=pod.trouble)
-    return pod.end(status, *reports[-1:])
+    status = pod.end(status, *reports[-1:])
+    if pod.failure and not reports:
+        report(f"error: {pod.failure}")
+    return status
 
 
 def spawn(run, **watch):

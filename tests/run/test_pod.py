@@ -64,18 +64,19 @@ def test_a_host_whose_process_ends_is_named_on_all_others(lost):
 
 
 def test_a_host_that_falls_silent_is_named(monkeypatch):
-    monkeypatch.setattr(pod_module, "LOST_S", 1)
+    monkeypatch.setattr(pod_module, "LOST_S", 3)
     monkeypatch.setattr(pod_module, "BEAT_S", 0.1)
     with joined_pods(3) as pods:
-        time.sleep(2)
+        time.sleep(3.5)
         assert not any(pod.trouble() for pod in pods)
         monkeypatch.setattr(pods[2], "tell", lambda index, message: None)
         wait_for(lambda: all(pod.trouble() for pod in pods))
-        assert "host w2 has not been heard of for 1 s" in pods[1].trouble()
+        assert "host w2 has not been heard of for 3 s" in pods[1].trouble()
 
 
 def test_a_host_that_does_not_come_is_waited_for_and_named(monkeypatch):
     monkeypatch.setattr(pod_module, "JOIN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(pod_module, "LOST_S", 1)
     pods = make_pods(3)
     found = on_all(pods[:2], Pod.join, {})
     assert "these hosts to join this one: 127.0.0.3" in str(found[0]) and isinstance(found[0], PodError)
