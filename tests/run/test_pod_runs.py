@@ -2,6 +2,7 @@
 own. What XLA cannot do between CPU processes, pod_host.py does instead; the rest is the program as it is."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 TIMEOUT_S = 240
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 DISK_BYTES = 8 * 2**20
-LONG = ("--num_iterations=100000", "--eval_every=-1", "--save_every=20", "--keep_checkpoints=2")
+LONG = ("--num_iterations=100000", "--eval_every=-1", "--save_every_minutes=0.02", "--keep_checkpoints=2")
 
 
 @pytest.fixture(scope="module")
@@ -123,21 +124,25 @@ def run_dirs(tmp_path):
     return [tmp_path / f"w{index}/checkpoints/test" for index in (0, 1)]
 
 
-def test_a_stop_at_one_host_stops_both_and_the_run_goes_on_to_the_losses_of_one_host(start, train, run_dirs):
-    """The second host's clock is an hour fast, and loses what it knows between the two parts."""
-    flags = ("--num_iterations=120", "--eval_every=60", "--save_every=100")
-    first, second = start(*flags, clock_s=3600)
+def test_a_stop_at_one_host_stops_both_and_the_run_goes_on_to_the_bits_of_one_host(
+        start, train, run_dirs, tmp_path, base_dir):
+    """The second host's clock is an hour fast, then an hour slow. Between the two parts the first host loses its disk,
+    and the mirror has the checkpoint."""
+    flags = ("--num_iterations=80", "--eval_every=40", "--save_every=100")
+    mirror = f"--checkpoint_mirror={tmp_path}/mirror"
+    first, second = start(*flags, mirror, clock_s=3600)
     first.wait_for("step 00010")
     second.process.send_signal(signal.SIGTERM)
     assert (first.end(), second.end()) == (EXIT_STATUS, EXIT_STATUS), first.text + second.text
     assert "SIGTERM: the run stops" in second.text and "SIGTERM" not in first.text
     [saved] = checkpoint_files.list_checkpoints(run_dirs[0])
     stopped_at = checkpoint_files.step_of(saved)
-    assert 10 <= stopped_at < 100 and checkpoint.load(saved).lane_states.keys() == set(range(64))
+    assert 10 <= stopped_at < 80 and checkpoint.load(saved).lane_states.keys() == set(range(64))
     assert not list(run_dirs[1].glob("step_*"))
     assert first.count("step 00005/") == 1 and second.count("step 0") == 0  # one console, that of the first host
     assert "host 0 of 2: w0, joined to w1" in first.text and "host 1 of 2: w1, joined to w0" in second.text
-    first, second = start(*flags, clock_s=-3600)
+    shutil.rmtree(run_dirs[0])
+    first, second = start(*flags, mirror, clock_s=-3600)
     assert (first.end(), second.end()) == (0, 0), first.text + second.text
     assert f"received {saved.name} from host w0" in second.text and f"resuming from {saved}" in first.text
     assert [path.name for path in checkpoint_files.list_checkpoints(run_dirs[1])] == [saved.name]
@@ -145,11 +150,14 @@ def test_a_stop_at_one_host_stops_both_and_the_run_goes_on_to_the_losses_of_one_
     records = [json.loads(line) for line in (run_dirs[0] / "metrics.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     bpb = {record["step"]: record["val_bpb"] for record in records if "val_bpb" in record}
-    assert list(losses) == list(range(1, 121)) and losses == pytest.approx(alone.losses, rel=1e-4)
-    assert bpb.keys() == {0, 60, 120} and bpb == pytest.approx(alone.bpb, rel=1e-4)
+    assert list(losses) == list(range(1, 81)) and losses == alone.losses
+    assert bpb.keys() == {0, 40, 80} and bpb == alone.bpb
+    weights = [(folder / "step_000080/model.safetensors").read_bytes()
+               for folder in (run_dirs[0], base_dir / "checkpoints/alone")]
+    assert weights[0] == weights[1]
     assert all(0 <= record.get("seconds_lost", 0) < 600 for record in records)
-    for life in start(*flags):  # nothing is left to do, which both know
-        assert life.end() == 0 and "has reached step 120" in life.text
+    for life in start(*flags, mirror):  # nothing is left to do, which both know
+        assert life.end() == 0 and "has reached step 80" in life.text
 
 
 def fill(disk):
