@@ -104,12 +104,14 @@ class Pod:
                 self.tell(index, {"hellos": hellos, "token": self._token})
         else:
             hellos = self._join_first(about)
-        self.names = [hello["name"] for hello in hellos]
+        names = [hello["name"] for hello in hellos]
+        self.names = [name if names.count(name) == 1 else f"{name} ({address})"
+                      for name, address in zip(names, self.host.addresses, strict=True)]
         self.link = Link(self.host, self._token)
         for index, member in self._members.items():
             self._start(self._read, index, member)
         self._start(self._beat)
-        self._report(f"host {self.host.index} of {self.host.count}: {self.host.name}, joined to "
+        self._report(f"host {self.host.index} of {self.host.count}: {self.names[self.host.index]}, joined to "
                      + ", ".join(name for index, name in enumerate(self.names) if index != self.host.index))
         return [hello["about"] for hello in hellos]
 
@@ -279,7 +281,8 @@ class Pod:
     def fail(self, message, status):
         """Ends the run on all hosts with this status, unless it has failed already. message: what is wrong here."""
         if not self._is_over:
-            self._fail(f"host {self.host.name}: {message}", status)
+            name = self.names[self.host.index] if self.names else self.host.name
+            self._fail(f"host {name}: {message}", status)
 
     def _fail(self, message, status):
         with self._changed:
