@@ -25,7 +25,7 @@ from nanochat.run.stopping import SAVE, STOP
 
 POLL_S = 0.05
 PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "numpy")
-VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")  # of which XLA makes other programs
+VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS", "TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # which make other programs
 
 
 # -----------------------------------------------------------------------------
