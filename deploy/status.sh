@@ -4,13 +4,14 @@
 #   deploy/status.sh [HOST…]   HOST: an IP, an ssh host or a VM's name (default: NAME of deploy/config.env)
 #
 #   --watch                    repeat every --poll_s seconds (default 10) until Ctrl-C
-#   --worker N                 which VM of a pod (default 0)
+#   --worker N|all             which VM of a pod (default all: the first writes log and checkpoints, so the others have a
+#                              line each)
 #
 # Exit status 1: a VM is not READY or cannot be reached; 2: gcloud refused for a reason that no waiting mends; 3: there
 # is no such VM; 4: gcloud could not say whether there is one. Of several VMs, it is the highest.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
-WATCH="" WORKER=0
+WATCH=""
 parse "WATCH" "$@"
 [ ${#ARGS[@]} -gt 0 ] || ARGS=(${NAME:+"$NAME"})
 [ ${#ARGS[@]} -gt 0 ] || die 2 "no VM is named: status.sh HOST, or set NAME in deploy/config.env"
@@ -42,6 +43,23 @@ mirror_trouble() { # prints what is wrong with the mirror, or nothing
     "$(field mirror_error | grep . || echo the newest checkpoint is on the VM alone)"
 }
 
+worker_line() { # worker_line I prints one line about worker I of a pod
+  local line
+  printf '  worker %s (%s)  ' "$1" "${TARGETS[$1]}"
+  if ! vm "$1" probe >"$TMP/probe" 2>"$TMP/ssh"; then echo "unreachable: $(tail -n 1 "$TMP/ssh")"; return 1; fi
+  line="no run yet"
+  [ "$(field state)" = none ] || line="$(field run) $(field state)$(field exit | sed 's/./ with status &/')"
+  line="$line   $(field disk) GB free"
+  [ -z "$(field error)" ] || line="$line   error  $(field error)"
+  echo "$line"
+}
+
+other_workers() { # prints a line for every worker of a pod but the first
+  local i status=0
+  for i in "${!TARGETS[@]}"; do [ "$i" = 0 ] || worker_line "$i" || status=$?; done
+  return $status
+}
+
 run_lines() {
   if ! vm 0 probe >"$TMP/probe" 2>"$TMP/ssh"; then echo "  unreachable: $(tail -n 1 "$TMP/ssh")"; return 1; fi
   [ "$(field state)" != none ] || { echo "  no run yet, $(field disk) GB free"; return 0; }
@@ -67,7 +85,7 @@ show() {
   for host in "${ARGS[@]}"; do
     this=0
     if is_vm "$host"; then vm_line "$host" || this=$?; else echo "$host"; fi
-    [ $this != 0 ] || (resolve "$host" && run_lines) || this=$?
+    [ $this != 0 ] || (resolve "$host" && { run_lines || this=$?; other_workers || this=$?; exit $this; }) || this=$?
     [ $this -le $status ] || status=$this
   done
   return $status

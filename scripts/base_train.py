@@ -18,7 +18,7 @@ from functools import partial
 from nanochat.common import BadInput, end_with_parent, run_script
 from nanochat.device import tpu
 from nanochat.device.ranks import resolve_device_type
-from nanochat.run.processes import require_one_host
+from nanochat.run.hosts import this_host
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.launch import launch
@@ -27,7 +27,7 @@ from nanochat.train.launch import launch
 def main(argv=None):
     flags = parse_flags(argv, __doc__)
     device_type = resolve_device_type(flags.devices.device_type)
-    require_one_host(device_type)
+    this_host(device_type)  # a pod that is not whole is refused first; and the preflight learns its type
     if flags.run.preflight:
         status = run_preflight(sys.argv[1:] if argv is None else argv)
         if status:

@@ -8,7 +8,6 @@ A run whose name has a checkpoint resumes from it, in the middle of its episodes
 """
 from nanochat.common import BadInput, run_script
 from nanochat.device.ranks import resolve_device_type
-from nanochat.run.processes import require_one_host
 from nanochat.train.launch import launch
 from nanochat.train.puzzles import make_task, parse_flags
 
@@ -18,7 +17,6 @@ def main(argv=None):
     if flags.run.preflight:
         raise BadInput("--preflight is for base_train: use python3 -m scripts.puzzle_preflight")
     device_type = resolve_device_type(flags.devices.device_type)
-    require_one_host(device_type)
     return launch(flags, device_type, make_task)
 
 

@@ -49,9 +49,9 @@ def thread_barrier(dist):
     On other devices it does nothing, and an early rank waits inside the all-reduce. On a CPU the all-reduce gives up
     after some 15 s, which is too short while another rank saves a checkpoint. Raises TimeoutError.
     """
-    if dist.device_type == "xla" and dist.world_size > 1:
+    if dist.num_threads > 1:
         with _barriers_lock:
-            barrier = _thread_barriers.setdefault(dist.world_size, threading.Barrier(dist.world_size))
+            barrier = _thread_barriers.setdefault(dist.num_threads, threading.Barrier(dist.num_threads))
         try:
             barrier.wait(BARRIER_TIMEOUT_S)
         except threading.BrokenBarrierError:

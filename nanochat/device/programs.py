@@ -37,7 +37,7 @@ def one_program(dist, name, collective=False):
         return
     import torch_xla
     import torch_xla.core.xla_model as xm
-    ranks_are_threads = dist.device_type == "xla" and dist.world_size > 1
+    ranks_are_threads = dist.num_threads > 1
     runs = dist.program_runs[name] = dist.program_runs.get(name, 0) + 1
     one_at_a_time = ranks_are_threads and runs <= 2
     if ranks_are_threads and (collective or one_at_a_time):

@@ -71,22 +71,29 @@ class Dist:
     device: torch.device
     rank: int = 0
     world_size: int = 1
+    hosts: int = 1  # over which the ranks are spread, as many on each
     program_runs: dict = field(default_factory=dict, compare=False, repr=False)  # name of program -> number of runs
 
     @property
     def is_xla(self):
         return self.device_type in ("tpu", "xla")
 
+    @property
+    def num_threads(self):
+        """How many ranks are threads of this process: on several XLA devices of a CPU, those of this host."""
+        return self.world_size // self.hosts if self.device_type == "xla" else 1
+
 
 _this_thread = threading.local()  # ranks on CPU XLA devices are threads of one process
 
 
-def compute_init(device_type):
-    """Starts the runtime for this rank and returns its Dist. `device_type` as resolve_device_type gave it."""
+def compute_init(device_type, hosts=1):
+    """Starts the runtime for this rank and returns its Dist. `device_type` as resolve_device_type gave it; hosts: over
+    which the ranks of the run are spread."""
     if device_type in ("tpu", "xla"):
         import torch_xla
         import torch_xla.runtime as xr
-        dist = Dist(device_type, torch_xla.device(), xr.global_ordinal(), xr.world_size())
+        dist = Dist(device_type, torch_xla.device(), xr.global_ordinal(), xr.world_size(), hosts)
     elif device_type == "cuda":
         local_rank, world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         torch.cuda.set_device(local_rank)

@@ -151,15 +151,16 @@ def state_bytes(*states):
     return sum(tensor.numel() * tensor.element_size() for state in states for tensor in state.values())
 
 
-def check_disk_space(run_dir, checkpoint_bytes):
-    """Raises BadInput unless the disk has room for two checkpoints, including those that the run already has.
+def check_disk_space(run_dir, checkpoint_bytes, copies=2):
+    """Raises BadInput unless the disk has room for so many checkpoints, including those that the run already has.
 
     A run needs two because the new one must be in place before the last old one is deleted.
     """
     own = sum(file.stat().st_size for file in Path(run_dir).glob("step_*/*"))
     free = shutil.disk_usage(run_dir).free
-    if own + free < 2 * checkpoint_bytes:
-        raise BadInput(f"too little disk in {run_dir}: two checkpoints take {2 * checkpoint_bytes / 1e9:.2f} GB and "
+    if own + free < copies * checkpoint_bytes:
+        what = "two checkpoints take" if copies == 2 else "a checkpoint takes"
+        raise BadInput(f"too little disk in {run_dir}: {what} {copies * checkpoint_bytes / 1e9:.2f} GB and "
                        f"{(own + free) / 1e9:.2f} GB are free: free some, or set NANOCHAT_BASE_DIR to a larger disk")
 
 

@@ -66,27 +66,13 @@ def begin_as_rank(run_dir):
     _held_as_rank.append(file)
 
 
-def expected_world_size(device_type):
-    """Returns the world size that environment and hardware imply, before any runtime is started."""
+def expected_world_size(device_type, hosts=1):
+    """Returns the world size that environment and hardware imply, before any runtime is started. hosts: of the run."""
     if device_type == "tpu":
         accelerator = tpu.detect_accelerator()
         return tpu.parse_accelerator(accelerator).chips if accelerator else count_tpu_chips()
-    return {"xla": int(os.environ.get("CPU_NUM_DEVICES", 1)), "cuda": int(os.environ.get("WORLD_SIZE", 1))}.get(
+    return {"xla": hosts * int(os.environ.get("CPU_NUM_DEVICES", 1)), "cuda": int(os.environ.get("WORLD_SIZE", 1))}.get(
         device_type, 1)
-
-
-def require_one_host(device_type):
-    """Raises BadInput if this machine is one of several hosts of a TPU slice, a pod: their ranks do not agree on when
-    to stop, and do not share a disk."""
-    if device_type != "tpu":
-        return
-    accelerator = tpu.detect_accelerator()
-    names = list(filter(None, os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")))
-    hosts = max(tpu.parse_accelerator(accelerator).hosts if accelerator else 1, len(names))
-    if hosts > 1:
-        what = f"TPU_WORKER_HOSTNAMES={','.join(names)}" if len(names) == hosts else f"TPU type {accelerator}"
-        raise BadInput(f"{what} is a TPU with {hosts} hosts, and training on several hosts is not supported: use one "
-                       "with a single host, such as v5litepod-8, v6e-4 or v6e-8")
 
 
 def end_process_on_error(function, status_path):

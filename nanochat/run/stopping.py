@@ -9,6 +9,8 @@ the request is due at the tick after the highest answer, which no rank has passe
 A rank that has answered waits for ranks at lower ticks. It does not wait for a rank at the same or a higher tick that
 has not seen the request yet, because that rank may itself be waiting for this one's gradients. Without a request, a
 tick writes one number to memory and reads two.
+
+If the run has several hosts, their parent processes agree instead (agreement.py), and a rank waits for them alone.
 """
 import fcntl
 import os
@@ -16,11 +18,12 @@ import signal
 import sys
 import threading
 import time
-import urllib.request
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 
 import numpy as np
+
+from nanochat.run.hosts import metadata
 
 EXIT_STATUS = 75  # EX_TEMPFAIL: the state is saved, start me again
 STOP, SAVE = 1, 2  # kinds of request
@@ -31,15 +34,18 @@ _NEVER = 2**62
 # tick it is at, the last request that it answered, the tick it answered with, the last request whose outcome it read.
 # _STOP_ASKED counts how often a stop was asked for.
 _STOP_ASKED, _IS_PREEMPTED, _WAITS_FOR_MIRROR, _NUMBER, _KIND, _AGREED_NUMBER, _AGREED_TICK, _TICK = range(8)
-_ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER, _END = (_TICK + i * MAX_RANKS for i in range(1, 5))
+_ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER, _SAVE_ASKED = (_TICK + i * MAX_RANKS for i in range(1, 5))
+_END = _SAVE_ASKED + 1  # _SAVE_ASKED: with several hosts, whether rank 0 asks for a save
+HOLD_S = 0.01  # in which what a rank has written is seen by its parent
 
 
 class Requests:
     """The requests of one host's processes to its ranks, in a file that all of them open."""
 
-    def __init__(self, path, rank=None, world_size=0, create=False):
+    def __init__(self, path, rank=None, world_size=0, create=False, spans_hosts=False):
         """
-        rank, world_size: given by the ranks, and not by a process that only asks for a stop.
+        rank, world_size: given by the ranks, and not by a process that only asks for a stop. spans_hosts: the ranks are
+            on several hosts, whose parents agree.
         create: makes the file anew; one process does so before the others open it.
         """
         if create:
@@ -47,7 +53,7 @@ class Requests:
         self.is_stopping = False  # once agreed_action has returned STOP
         self._file = open(path, "r+b")
         self._shared = np.memmap(self._file, np.int64, "r+")
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._spans_hosts = rank, world_size, spans_hosts
         self._tick, self._number, self._kind, self._due_tick = 0, 0, 0, 0
 
     def ask_to_stop(self, is_preempted=False):
@@ -84,6 +90,8 @@ class Requests:
         shared = self._shared
         self._tick += 1
         shared[_TICK + self._rank] = self._tick
+        if self._spans_hosts:
+            return self._action_of_hosts(wants_save)
         if self._rank == 0 and (wants_save or shared[_STOP_ASKED]) and not self.is_stopping:
             self._publish(STOP if shared[_STOP_ASKED] else SAVE)
         if not self._due_tick and shared[_NUMBER] > self._number:
@@ -97,7 +105,7 @@ class Requests:
     def finish(self):
         """Says that this rank has no further tick, so that requests from now on have no effect."""
         with self._lock():
-            for field in (_ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER):
+            for field in (_ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER) + (_TICK,) * self._spans_hosts:
                 self._shared[field + self._rank] = _NEVER
 
     def _publish(self, kind):
@@ -127,6 +135,55 @@ class Requests:
                 raise TimeoutError(f"rank {self._rank} waited {AGREE_TIMEOUT_S} s for ranks "
                                    f"{np.flatnonzero(missing).tolist()} to agree on when to stop or save")
             time.sleep(0.002)
+
+    # Several hosts
+
+    def _action_of_hosts(self, wants_save):
+        shared, number = self._shared, int(self._shared[_NUMBER])
+        if self._rank == 0:
+            shared[_SAVE_ASKED] = wants_save
+        if not self._due_tick and number > self._number:
+            deadline = time.monotonic() + AGREE_TIMEOUT_S
+            while shared[_AGREED_NUMBER] < number:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"rank {self._rank} waited {AGREE_TIMEOUT_S} s for the hosts to agree on when "
+                                       "to stop or save")
+                time.sleep(0.002)
+            self._number, self._kind, self._due_tick = number, int(shared[_KIND]), int(shared[_AGREED_TICK])
+        if self._tick != self._due_tick:
+            return 0
+        self._due_tick = 0
+        self.is_stopping = self._kind == STOP
+        if self._rank == 0:
+            shared[_SAVE_ASKED] = 0
+        shared[_READ_NUMBER + self._rank] = self._number
+        return self._kind
+
+    @property
+    def save_is_asked(self):
+        """Whether rank 0 asks for a save; of a run with several hosts."""
+        return bool(self._shared[_SAVE_ASKED])
+
+    def hold(self, number, kind):
+        """Publishes the request `number` to this host's ranks, and returns the highest tick that any of them has come
+        to. Until `decide` says when it is due, none passes another tick."""
+        self._shared[_KIND] = kind
+        self._shared[_NUMBER] = number
+        time.sleep(HOLD_S)
+        return int(self._shared[_TICK:_TICK + MAX_RANKS].max())
+
+    def decide(self, number, tick):
+        """Says that the request `number` is due at this tick."""
+        self._shared[_AGREED_TICK] = tick
+        self._shared[_AGREED_NUMBER] = number
+
+    def is_done(self, number, num_ranks):
+        """Returns whether all ranks of this host, so many, have done what the request asks for."""
+        return int((self._shared[_READ_NUMBER:_READ_NUMBER + MAX_RANKS] >= number).sum()) >= num_ranks
+
+    def note_preemption(self):
+        """Notes that a host of the run is about to end."""
+        self._shared[_IS_PREEMPTED] = 1
 
     def _of_ranks(self, field):
         return self._shared[field:field + self._world_size]
@@ -201,24 +258,12 @@ def stop_on_preemption_notice(requests, report=print, poll_s=1.0):
 
     instance/preempted becomes TRUE at most 30 s before the VM ends. instance/maintenance-event becomes
     TERMINATE_ON_HOST_MAINTENANCE before maintenance that ends the VM; its other values are NONE and, not on TPU VMs,
-    MIGRATE_ON_HOST_MAINTENANCE. $GCE_METADATA_HOST is the server's address, as in Google's own libraries. A server that
-    cannot be reached is asked again.
+    MIGRATE_ON_HOST_MAINTENANCE. A server that cannot be reached is asked again.
     """
-    host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
-
-    def ask(key):
-        request = urllib.request.Request(f"http://{host}/computeMetadata/v1/instance/{key}",
-                                         headers={"Metadata-Flavor": "Google"})
-        try:
-            with urllib.request.urlopen(request, timeout=5) as answer:
-                return answer.read().strip().decode(errors="replace")
-        except OSError:  # URLError is one
-            return ""
-
     def watch():
         while True:
             for key, what in (("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")):
-                if ask(key) == what:
+                if metadata(key) == what:
                     report(f"this VM is about to end (instance/{key} is {what}): the run stops after a few steps and "
                            "saves a checkpoint")
                     return requests.ask_to_stop(is_preempted=True)

@@ -75,12 +75,12 @@ def print_stacks_on_signal():
 
 
 @contextmanager
-def watching(heartbeats, report=lambda line: print(line, file=sys.stderr, flush=True)):
+def watching(heartbeats, report=lambda line: print(line, file=sys.stderr, flush=True), trouble=lambda: None):
     """Watches, from a thread, the processes that this process spawns in the block.
 
-    Once a process is killed or a rank is late, the thread reports it, kills all processes (after they have printed
-    their stacks, if a rank is late), and ends this process with status 1 unless the block ends first. The context is
-    an Event that is set after the report.
+    Once a process is killed or a rank is late, or trouble() returns a line, the thread reports it, kills all processes
+    (after they have printed their stacks, if a rank is late), and ends this process with status 1 unless the block ends
+    first. The context is an Event that is set after the report.
     """
     children = {}  # pid -> process; its object keeps the exit code, whoever waited for it
     has_reported, is_over, started = threading.Event(), threading.Event(), time.monotonic()
@@ -94,6 +94,9 @@ def watching(heartbeats, report=lambda line: print(line, file=sys.stderr, flush=
                 for pid in [pid for pid, code in ended.items() if code < 0 and code != -signal.SIGTERM]:
                     report(f"error: rank {', '.join(map(str, heartbeats.ranks_of(pid))) or '?'} (process {pid}) was "
                            f"ended by {signal.Signals(-ended[pid]).name}: the run ends")
+                return end()
+            if elsewhere := trouble():
+                report(f"error: {elsewhere}: the run ends")
                 return end()
             if late := heartbeats.late(time.monotonic() - started):
                 report(f"error: {late}. The stacks of all processes follow, then the run ends")

@@ -13,7 +13,10 @@ import torch
 
 from nanochat.device import tpu
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, spawn_ranks
+from nanochat.run.agreement import StopAgreement, describe, require_alike, serve_lanes
+from nanochat.run.hosts import this_host
 from nanochat.run.mirror import MirrorError
+from nanochat.run.pod import PodError, membership
 from nanochat.run.processes import begin_as_rank, end_process_on_error, exclusive_use
 from nanochat.run.stopping import (
     EXIT_STATUS,
@@ -29,9 +32,13 @@ from nanochat.train.trainer import Trainer
 
 def launch(flags, device_type, make_task):
     """Trains, and returns the exit status. make_task: see prepare; device_type: as resolve_device_type returns it."""
-    train_here = train_on_xla if device_type in ("tpu", "xla") else train_without_parent
     try:
-        return train_here(flags, device_type, make_task)
+        if device_type in ("tpu", "xla"):
+            return train_on_xla(flags, device_type, make_task)
+        return train_without_parent(flags, device_type, make_task)
+    except PodError as error:  # on another host, before training began
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.status
     except MirrorError as error:  # an outage, before training began
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_STATUS
@@ -45,20 +52,43 @@ def train_on_xla(flags, device_type, make_task):
     accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
     if accelerator:
         os.environ["LIBTPU_INIT_ARGS"] = tpu.libtpu_init_args(tpu.parse_accelerator(accelerator).tpu)
-    with exclusive_use(run_directory(flags)):
-        run = prepare(flags, device_type, make_task)
-        if run.finished_step:
-            return say_finished(run)
-        requests = Requests(run.requests_file)
-        stop_on_signals(requests)
-        if device_type == "tpu":
-            stop_on_preemption_notice(requests)
-        return spawn(run)
+    with membership(this_host(device_type)) as pod:
+        if pod:
+            found = pod.join(describe(flags, device_type))
+            require_alike(pod.names, found, "start the same code with the same command on all hosts")
+        with exclusive_use(run_directory(flags)):
+            run = prepare(flags, device_type, make_task, pod)
+            if run.finished_step:
+                return pod.end(say_finished(run)) if pod else say_finished(run)
+            requests = Requests(run.requests_file)
+            stop_on_signals(requests)
+            if device_type == "tpu":
+                stop_on_preemption_notice(requests)
+            return train_on_pod(run, pod, requests) if pod else spawn(run)
 
 
-def spawn(run):
-    """Trains in a process for each chip, or in a thread for each XLA device of a CPU. Returns the exit status."""
-    with watching(Heartbeats(run.heartbeats_file)) as has_reported, tempfile.TemporaryDirectory() as scratch:
+def train_on_pod(run, pod, requests):
+    """Trains on this host as one of several. Returns the exit status, which is the same on all."""
+    if pod.is_first:
+        serve_lanes(pod, run.directory)
+    StopAgreement(pod, requests, num_ranks=run.plan.world_size // pod.host.count)
+    reports = []
+
+    def report(line):
+        reports.append(line.removeprefix("error: "))
+        print(line, file=sys.stderr, flush=True)
+
+    status = spawn(run, report=report, trouble=pod.trouble)
+    status = pod.end(status, *reports[-1:])
+    if pod.failure and not reports:
+        report(f"error: {pod.failure}")
+    return status
+
+
+def spawn(run, **watch):
+    """Trains in a process for each chip, or in a thread for each XLA device of a CPU. Returns the exit status. watch:
+    further arguments of `watching`."""
+    with watching(Heartbeats(run.heartbeats_file), **watch) as has_reported, tempfile.TemporaryDirectory() as scratch:
         status_path = Path(scratch) / "status"
         status_path.write_text("0")
         try:
@@ -78,7 +108,7 @@ def _train_as_rank(index, run, status_path):
 
 def train(run):
     """Trains as one rank of the run. Returns the exit status."""
-    dist = compute_init(run.plan.device_type)
+    dist = compute_init(run.plan.device_type, run.hosts)
     status = Trainer(run, dist).train()
     compute_cleanup(dist)
     return status

@@ -14,7 +14,7 @@ class Liveness:
         # A step whose batch has another shape than the last one waits for the loader to begin anew.
         self._slow_steps = {*range(first_step, first_step + COMPILING_STEPS), *run.plan.switches}
         self._heartbeats = Heartbeats(run.heartbeats_file)
-        self._requests = Requests(run.requests_file, dist.rank, dist.world_size)
+        self._requests = Requests(run.requests_file, dist.rank, dist.world_size, spans_hosts=dist.hosts > 1)
         self._step_seconds = []  # of the last steps, on average over each console line
 
     @property

@@ -1,4 +1,5 @@
 """Prepares a run, in the parent process: everything is decided and checked before a device is touched."""
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,8 +7,10 @@ from pathlib import Path
 from nanochat.common import BadInput, get_base_dir
 from nanochat.record.observe import parse_profile_steps
 from nanochat.run import checkpoint_files
+from nanochat.run.agreement import agree_on_checkpoint, require_alike
 from nanochat.run.meta import load_meta
 from nanochat.run.mirror import Mirror, patiently, run_mirror
+from nanochat.run.pod import Link
 from nanochat.run.processes import expected_world_size
 from nanochat.run.stopping import Requests
 from nanochat.run.uploader import STATE_FILE, MirrorState
@@ -27,6 +30,12 @@ class Run:
     finished_step: int | None  # if that checkpoint is the end of the run, so there is nothing left to do
     mirror: Mirror | None
     profile_steps: tuple  # (begin, end), see Profile
+    link: Link | None = None  # to the first host, if there are several
+
+    @property
+    def hosts(self):
+        """How many hosts train the run."""
+        return self.link.host.count if self.link else 1
 
     @property
     def flags(self):
@@ -59,10 +68,13 @@ class Run:
         """Marks the run as finished, in its folder."""
         (self.directory / FINISHED_FILE).touch()
 
-    def check_world_size(self, world_size):
-        """Raises BadInput if the number of ranks is another than the plan's."""
-        if world_size != self.plan.world_size:
-            raise BadInput(f"the runtime has {world_size} devices and {self.plan.world_size} were expected: set "
+    def check_ranks(self, dist):
+        """Raises BadInput if the number of ranks is another than the plan's, or if rank 0 is not on the first host."""
+        if dist.rank == 0 and self.link and not self.link.host.is_first:
+            raise BadInput(f"rank 0 is on host {self.link.host.name}, which is not the first: set NANOCHAT_HOSTS, with "
+                           "the address of this host first, and NANOCHAT_HOST_INDEX on all hosts")
+        if dist.world_size != self.plan.world_size:
+            raise BadInput(f"the runtime has {dist.world_size} devices and {self.plan.world_size} were expected: set "
                            "TPU_ACCELERATOR_TYPE to the type of this TPU, to v5litepod-8 for example")
 
 
@@ -75,46 +87,69 @@ def run_directory(flags):
     return get_base_dir() / "checkpoints" / name
 
 
-def prepare(flags, device_type, make_task):
+def prepare(flags, device_type, make_task, pod=None):
     """Returns the Run for a script's flags. Raises BadInput for anything that can be refused now, and MirrorError if
     the mirror cannot be reached.
 
     device_type: as resolve_device_type returns it. make_task(flags, device_type, world_size, directory) -> Task. Only
     one process may prepare a run at a time (exclusive_use): this deletes what interrupted saves have left, and may
-    fetch a checkpoint from the mirror.
+    fetch a checkpoint from the mirror. pod: the Pod, if there are several hosts; all prepare the run at the same time,
+    and the first alone uses the mirror.
     """
-    record, directory = flags.record, run_directory(flags)
-    task = make_task(flags, device_type, expected_world_size(device_type), directory)
+    record, directory, is_first = flags.record, run_directory(flags), pod is None or pod.is_first
+    task = make_task(flags, device_type, expected_world_size(device_type, pod.host.count if pod else 1), directory)
+    if pod:
+        require_alike(pod.names, pod.gather("which data they have", what_is_trained(task)), "give all hosts the same "
+                      "data, tokenizer and devices")
     profile_steps = parse_profile_steps(record.profile_steps, task.plan.num_iterations)
     mirror = None
-    if record.checkpoint_mirror is not None:
+    if record.checkpoint_mirror is not None and is_first:
         mirror = run_mirror(record.checkpoint_mirror, flags.run.run, record.keep_checkpoints, record.keep_every)
     mirror_state = reach(mirror, directory)
     checkpoint_files.clean_partial(directory)
     Requests(directory / REQUESTS_FILE, create=True)
     Heartbeats(directory / HEARTBEATS_FILE, create=True)
     if record.saves:
-        checkpoint_files.check_disk_space(directory, task.state_bytes())
+        checkpoint_files.check_disk_space(directory, task.state_bytes(), copies=2 if is_first else 1)
     path = finished_step = None
     if flags.run.resume == "auto":
-        path = newest_checkpoint(directory, mirror)
+        path, is_finished = resumed_checkpoint(directory, mirror, pod)
+    elif not is_first:
+        checkpoint_files.set_aside_after(directory, -1)  # copies of what the first host has; see Run.begin
     if path:
         meta = load_meta(path)
         if meta.task != task.name:
             raise BadInput(f"{path} is of the task {meta.task}, and this run is of {task.name}: choose another --run")
         task = task.resumed(path, meta)
         # A run without the mark may lack its last evaluation.
-        if meta.step >= task.plan.num_iterations and (directory / FINISHED_FILE).exists():
+        if meta.step >= task.plan.num_iterations and is_finished:
             finished_step = meta.step
         elif meta.step > task.plan.num_iterations:
             raise BadInput(f"{path} is past step {task.plan.num_iterations}, with which this run would end: raise "
                            "--num_iterations (or the other horizon that you gave), or choose another --run")
-        if changes := changed_flags(meta.flags, task):
+        if is_first and (changes := changed_flags(meta.flags, task)):
             print(f"changed since the checkpoint: {changes}", flush=True)
     if mirror and path:
         mirror_state.saved(path.name)
         mirror_state.write(directory)
-    return Run(task, directory, path, finished_step, mirror, profile_steps)
+    return Run(task, directory, path, finished_step, mirror, profile_steps, pod.link if pod else None)
+
+
+def what_is_trained(task):
+    """Returns what must be the same for the ranks of all hosts, {name: JSON value}."""
+    identity = json.loads(json.dumps(task.identity()))
+    return {"number of devices": task.plan.world_size, "hash of the data": task.data_fingerprint,
+            "hash of the tokenizer": identity["tokenizer_sha256"], "model": identity["config"],
+            "batches": identity["batch_schedule"]}
+
+
+def resumed_checkpoint(directory, mirror, pod=None):
+    """Returns the path of the checkpoint from which the run goes on, or None, and whether the run had come to its end
+    with it."""
+    def find():
+        return newest_checkpoint(directory, mirror), (directory / FINISHED_FILE).exists()
+
+    return agree_on_checkpoint(pod, directory, find) if pod else find()
 
 
 def reach(mirror, directory):

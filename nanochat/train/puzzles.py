@@ -206,7 +206,7 @@ class PuzzleTask:
     """See Task (task.py), which says what each method is for."""
     flags: Flags
     plan: PuzzlePlan
-    fingerprint: str  # of the training puzzles
+    data_fingerprint: str  # of the training puzzles
     name = "puzzles"
     num_lanes = 0
     changing_flags = tuple(field.name for group in (PuzzleFlags, UpdateFlags) for field in fields(group)
@@ -232,7 +232,7 @@ class PuzzleTask:
 
     def resumed(self, path, meta):
         require_match(path, meta, config=asdict(self.plan.config), tokenizer_sha256=None,
-                      data_fingerprint=self.fingerprint)
+                      data_fingerprint=self.data_fingerprint)
         now = self.flags.as_dict()
         for name in ("total_batch_size", "optimizer", "seed"):  # the carry and the optimizer's state are of these
             if (saved := meta.flags.get(name)) != now[name]:

@@ -4,12 +4,14 @@ import time
 from nanochat.device.collectives import thread_barrier
 from nanochat.device.ranks import print0
 from nanochat.run import checkpoint
+from nanochat.run.agreement import send_lanes
 from nanochat.run.uploader import Uploader
 
 
 class Saves:
     def __init__(self, run, dist, step, before_rename):
         """run: a Run; step: the step of the newest checkpoint, or 0; before_rename: see checkpoint.save."""
+        self._link = None if run.link is None or run.link.host.is_first else run.link
         self._run_dir, self._dist, self._every_minutes = run.directory, dist, run.flags.record.save_every_minutes
         self._saved_step, self._saved_at = step, time.monotonic()
         self._saver = self._uploader = None
@@ -43,7 +45,10 @@ class Saves:
         if self._saved_step == step:
             return
         self._saved_step = step
-        checkpoint.save_lane_states(self._run_dir, step, lane_states)
+        if self._link:  # rank 0 is on another host
+            send_lanes(self._link, step, lane_states)
+        else:
+            checkpoint.save_lane_states(self._run_dir, step, lane_states)
         state = training.host_state()
         if self._saver:
             self._saver.save(*state, make_meta())

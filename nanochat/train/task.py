@@ -28,6 +28,7 @@ class Task(Protocol):
         `unit` ("tokens"), `units(begin, end)` of these steps, `flops(begin, end)`, and `flops_per_unit`, in the end;
         `switches`, the steps with which the shape of a batch changes. For the preflight also `kernel`, a name,
         `parameters`, {group: number}, and `stages`, ((first step, step after the last, name of the micro-step), …).
+    data_fingerprint: of the training data; None if they are made up.
     num_lanes: how many states a checkpoint has of the data, from all ranks together.
     """
 

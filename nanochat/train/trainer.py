@@ -18,7 +18,7 @@ class Trainer:
 
     def __init__(self, run, dist):
         """run: a Run, from prepare; dist: this rank's Dist."""
-        run.check_world_size(dist.world_size)
+        run.check_ranks(dist)
         self.run, self.task, self.dist = run, run.task, dist
         restored = checkpoint.load(run.checkpoint) if run.checkpoint else None
         meta = restored.meta if restored else None

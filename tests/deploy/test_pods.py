@@ -25,6 +25,10 @@ def test_every_worker_is_set_up_and_trains_and_stops(laptop, pod):
     assert all(vm.trainers() for vm in pod)
     assert "worker 1" in laptop.run(*train, status=6)
     assert "step" in laptop.run("status.sh", pod[1].ip)
+    shown = laptop.run("status.sh", hosts)
+    assert shown.count("  step ") == 1 and all(f"  worker {index} ({pod[index].ip})  a running" in shown
+                                               for index in (1, 2))
+    assert "worker" not in laptop.run("status.sh", hosts, "--worker=1")
     output = laptop.run("stop_run.sh", hosts)
     assert "[worker 2] run a ended with status 75" in output
     assert not any(vm.trainers() for vm in pod)

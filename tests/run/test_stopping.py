@@ -165,7 +165,7 @@ def test_the_systems_sigterm_does_not_end_the_copying_on_a_machine_that_is_preem
     parent = Requests(run.requests_file, create=True)
     for is_preempted in (False, True):
         parent.ask_to_stop(is_preempted)
-        is_told_to_end = Liveness(run, SimpleNamespace(rank=0, world_size=1), 0).begin_to_wait_for_mirror()
+        is_told_to_end = Liveness(run, SimpleNamespace(rank=0, world_size=1, hosts=1), 0).begin_to_wait_for_mirror()
         assert parent.waits_for_mirror and not is_told_to_end()
         parent.ask_to_stop()
         assert is_told_to_end() == (not is_preempted)

@@ -1,0 +1,111 @@
+"""Which hosts a run has, and which of them this machine is. A pod is a TPU with several hosts.
+
+On a TPU the hosts follow from its type, and from $TPU_WORKER_HOSTNAMES and $TPU_WORKER_ID or the metadata server. These
+variables come first, for tests and for machines that know better:
+    NANOCHAT_HOSTS        the hosts' addresses, separated by commas, the same list on all: "10.0.0.1,10.0.0.2"
+    NANOCHAT_HOST_INDEX   which of them this machine is, counted from 0
+    NANOCHAT_HOST_NAME    its name in messages; default: that of the machine
+    NANOCHAT_POD_PORT     the port of the first host at which the others join it; default: 7690
+"""
+import os
+import socket
+import urllib.request
+from dataclasses import dataclass
+
+from nanochat.common import BadInput
+from nanochat.device import tpu
+
+PORT = 7690
+
+
+@dataclass(frozen=True)
+class Host:
+    """This machine among the hosts of a run."""
+    index: int
+    addresses: tuple  # of all hosts; the first is the one that the others join
+    name: str
+    port: int = PORT
+
+    @property
+    def count(self):
+        return len(self.addresses)
+
+    @property
+    def is_first(self):
+        return self.index == 0
+
+
+def this_host(device_type):
+    """Returns the Host that this machine is, or None if the run has one host only. Raises BadInput if there are several
+    and it cannot be found out which.
+
+    device_type: as resolve_device_type returns it. Sets $TPU_ACCELERATOR_TYPE on a pod where it is not set.
+    """
+    if addresses := _listed("NANOCHAT_HOSTS"):
+        return _host(addresses, os.environ.get("NANOCHAT_HOST_INDEX", ""), "NANOCHAT_HOST_INDEX")
+    if device_type != "tpu":
+        return None
+    addresses, accelerator = _listed("TPU_WORKER_HOSTNAMES"), _accelerator()
+    hosts = tpu.parse_accelerator(accelerator).hosts if accelerator else 1
+    if max(hosts, len(addresses)) == 1:
+        return None
+    index, source = os.environ.get("TPU_WORKER_ID", ""), "TPU_WORKER_ID"
+    if not addresses:  # "name:id:address,…", as torch_xla reads them
+        endpoints = metadata("attributes/worker-network-endpoints").split(",")
+        addresses = tuple(endpoint.split(":")[2] for endpoint in endpoints if endpoint.count(":") >= 2)
+        index, source = metadata("attributes/agent-worker-number"), "the metadata server's agent-worker-number"
+    if len(addresses) != hosts:
+        raise BadInput(f"a TPU of type {accelerator} has {hosts} hosts, and {len(addresses)} are named: set "
+                       "TPU_ACCELERATOR_TYPE to the type of the whole TPU, and TPU_WORKER_HOSTNAMES to the addresses "
+                       "of all of its hosts")
+    return _host(addresses, index, source)
+
+
+def _listed(variable):
+    return tuple(filter(None, os.environ.get(variable, "").replace(" ", "").split(",")))
+
+
+def _accelerator():
+    """Returns the accelerator string of the whole TPU, or None. The PCI bus shows the chips of this host only, so on a
+    host of a pod the metadata server is asked."""
+    found = tpu.detect_accelerator()
+    if os.environ.get("TPU_ACCELERATOR_TYPE"):
+        return found
+    told = metadata("attributes/accelerator-type")
+    try:
+        is_pod = bool(told) and tpu.parse_accelerator(told).hosts > 1
+    except BadInput:  # a type that is not in the tables
+        return found
+    if not is_pod:
+        return found
+    os.environ["TPU_ACCELERATOR_TYPE"] = told
+    return tpu.detect_accelerator()
+
+
+def _host(addresses, index, source):
+    if len(addresses) == 1:
+        return None
+    if not (index.isascii() and index.isdigit() and int(index) < len(addresses)):
+        raise BadInput(f"the run has {len(addresses)} hosts ({', '.join(addresses)}), and {source} is '{index}': set "
+                       f"NANOCHAT_HOSTS to their addresses, and NANOCHAT_HOST_INDEX to a number from 0 to "
+                       f"{len(addresses) - 1}")
+    port = os.environ.get("NANOCHAT_POD_PORT") or str(PORT)
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise BadInput(f"NANOCHAT_POD_PORT={port} is not a port: give a number from 1 to {2**16 - 1}")
+    name = os.environ.get("NANOCHAT_HOST_NAME") or socket.gethostname()
+    return Host(int(index), addresses, name, int(port))
+
+
+def metadata(key, timeout_s=5):
+    """Returns what Google Cloud's metadata server says of instance/`key`, "" if it cannot be reached.
+
+    $GCE_METADATA_HOST is the server's address, as in Google's own libraries.
+    """
+    server = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
+    request = urllib.request.Request(f"http://{server}/computeMetadata/v1/instance/{key}",
+                                     headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return answer.read().strip().decode(errors="replace")
+    except OSError:  # URLError is one
+        return ""

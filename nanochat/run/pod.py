@@ -1,0 +1,393 @@
+"""The channel between the hosts of a run: a TCP connection from the parent process of every host to that of the first.
+
+Through it the hosts learn who is there, agree (agreement.py), and notice within LOST_S seconds that one has died or
+cannot be reached; then all end. The ranks' gradients never come here: they go from chip to chip.
+
+A connection begins with a message that says of which kind it is: "join", which lasts as long as the run, or a request
+for which this channel's owner has set a function in `serves`. The first host takes connections from the addresses of
+the run's hosts only, and serves requests only to those that know its token, which it tells those that have joined.
+"""
+import hmac
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+from nanochat.common import BadInput
+from nanochat.run import wire
+from nanochat.run.hosts import Host
+from nanochat.run.mirror import MirrorError
+from nanochat.run.stopping import EXIT_STATUS
+
+JOIN_TIMEOUT_S = 300  # for all hosts to be there
+GATHER_TIMEOUT_S = 3600  # for all hosts to say something: they may fetch or check a checkpoint before
+END_TIMEOUT_S = 7200  # for the first host, which saves and waits for its mirror at the end
+LAST_WORDS_S = 300  # for the others, whose ranks are done before
+BEAT_S, LOST_S = 1, 20  # how often each host says that it is there; after which silence it counts as lost
+GRACE_S = 30  # from the run's failure to the end of this process, whatever it does
+REQUEST_TIMEOUT_S = 60
+RETRY_S = 0.5
+
+
+class PodError(Exception):
+    """The run has ended on another host; `status` is the exit status with which all end."""
+
+    def __init__(self, message, status):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a process of any host needs to send requests to the first host. Ranks get it, too."""
+    host: Host
+    token: str
+
+    @contextmanager
+    def request(self, **message):
+        """Connects to the first host for the block, and sends the message."""
+        with _connect(self.host) as connection:
+            wire.send(connection, {**message, "token": self.token})
+            yield connection
+
+
+class Member:
+    """Another host, and the connection to it."""
+
+    def __init__(self, connection, name):
+        self.connection, self.name, self.has_ended = connection, name, False
+        self._lock = threading.Lock()  # messages of several threads must not mix
+
+    def send(self, message):
+        with self._lock:
+            wire.send(self.connection, message)
+
+
+class Pod:
+    """This host's end of the channel."""
+
+    def __init__(self, host, report=lambda line: print(line, flush=True)):
+        self.host, self.names, self.link, self.failure = host, [], None, None
+        self.handlers = {"beat": lambda index, message: None, "value": self._on_value, "values": self._on_values,
+                         "failed": self._on_failed, "ended": self._on_ended, "over": self._on_over}
+        self.serves = {}  # kind of request -> function(connection, message), on the first host
+        self._report, self._listener, self._token = report, None, secrets.token_hex(16)
+        self._members, self._hellos = {}, {}  # index -> Member, index -> what it said of itself
+        self._values, self._said, self._status = {}, {}, None
+        self._readers, self._is_over = [], False
+        self._changed = threading.Condition(threading.RLock())  # guards all these
+
+    @property
+    def is_first(self):
+        return self.host.is_first
+
+    # Joining
+
+    def join(self, about):
+        """Waits for all hosts, and returns what each says of itself, a list. about: what this one does.
+
+        Raises PodError if one does not come, and BadInput if the first host refuses this one.
+        """
+        if self.is_first:
+            self._listen()
+            with self._changed:
+                self._hellos[0] = {"about": about, "name": self.host.name}
+                self._wait(lambda: len(self._hellos) == self.host.count, JOIN_TIMEOUT_S, lambda: (
+                    "these hosts to join this one: " + ", ".join(
+                        address for index, address in enumerate(self.host.addresses) if index not in self._hellos)))
+                hellos = [self._hellos[index] for index in range(self.host.count)]
+            for index in self._members:
+                self.tell(index, {"hellos": hellos, "token": self._token})
+        else:
+            hellos = self._join_first(about)
+        names = [hello["name"] for hello in hellos]
+        self.names = [name if names.count(name) == 1 else f"{name} ({address})"
+                      for name, address in zip(names, self.host.addresses, strict=True)]
+        self.link = Link(self.host, self._token)
+        for index, member in self._members.items():
+            self._start(self._read, index, member)
+        self._start(self._beat)
+        self._report(f"host {self.host.index} of {self.host.count}: {self.names[self.host.index]}, joined to "
+                     + ", ".join(name for index, name in enumerate(self.names) if index != self.host.index))
+        return [hello["about"] for hello in hellos]
+
+    def _listen(self):
+        address = self.host.addresses[0], self.host.port
+        try:
+            known = {socket.gethostbyname(address) for address in self.host.addresses}
+            self._listener = socket.create_server(address)
+        except OSError as error:
+            raise BadInput(f"the other hosts cannot join this one at {address[0]}:{address[1]} ({error.strerror}): end "
+                           "the run that uses it, or correct NANOCHAT_HOSTS or NANOCHAT_POD_PORT on all") from None
+
+        def accept():
+            while True:
+                try:
+                    connection, (peer, _) = self._listener.accept()
+                except OSError:  # closed
+                    return
+                if peer in known:
+                    self._start(self._serve, connection)
+                else:
+                    connection.close()
+
+        self._start(accept)
+
+    def _serve(self, connection):
+        """Serves a new connection at the first host."""
+        connection.settimeout(LOST_S)
+        try:
+            message = wire.receive(connection)
+            kind = message.get("kind")
+            if kind == "join":
+                return self._serve_join(connection, message)
+            with connection:
+                if kind in self.serves and hmac.compare_digest(str(message.get("token")), self._token):
+                    self.serves[kind](connection, message)
+        except (OSError, EOFError, ValueError, KeyError):  # whoever asks finds its connection ended
+            connection.close()
+
+    def _serve_join(self, connection, message):
+        index = message.get("index")
+        with self._changed:
+            is_new = index in range(1, self.host.count) and index not in self._hellos
+            if is_new and message.get("addresses") == list(self.host.addresses):
+                self._hellos[index] = {"about": message["about"], "name": str(message["name"])}
+                self._members[index] = Member(connection, str(message["name"]))
+                self._changed.notify_all()
+                return
+        why = f"another process has joined as host {index} already" if index in self._hellos else \
+            f"it has other hosts ({', '.join(self.host.addresses)}) than host {index}"
+        wire.send(connection, {"refused": f"the first host refuses this one: {why}: start the same command once on "
+                                          "every host, with the same NANOCHAT_HOSTS"})
+        connection.close()
+
+    def _join_first(self, about):
+        deadline, has_said = time.monotonic() + JOIN_TIMEOUT_S, False
+        first = f"{self.host.addresses[0]}:{self.host.port}"
+        while True:
+            try:
+                connection = _connect(self.host)
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise PodError(f"the first host has not been reached at {first} for {JOIN_TIMEOUT_S} s ({error}): "
+                                   "start the run there, too, and let hosts reach each other at this port",
+                                   1) from None
+            if not has_said:
+                self._report(f"waiting for the first host at {first}, for up to {JOIN_TIMEOUT_S} s")
+                has_said = True
+            time.sleep(RETRY_S)
+        wire.send(connection, {"kind": "join", "index": self.host.index, "name": self.host.name, "about": about,
+                               "addresses": list(self.host.addresses)})
+        connection.settimeout(JOIN_TIMEOUT_S + LOST_S)
+        try:
+            message = wire.receive(connection)
+        except (OSError, EOFError, ValueError) as error:
+            raise PodError(f"the first host, at {first}, has ended before all hosts had joined ({error})", 1) from None
+        if "refused" in message:
+            raise BadInput(message["refused"])
+        if message.get("kind") == "failed":
+            raise PodError(message["message"], message["status"])
+        connection.settimeout(LOST_S)
+        self._token = message["token"]
+        self._members[0] = Member(connection, message["hellos"][0]["name"])
+        return message["hellos"]
+
+    # Messages
+
+    def tell(self, index, message):
+        """Sends a message, {"kind": …, …}, to the host `index`, whose handler for the kind gets it. A host that cannot
+        be reached is noticed by its silence."""
+        if index == self.host.index:
+            self.handlers[message["kind"]](index, message)
+            return
+        try:
+            self._members[index].send(message)
+        except OSError:
+            pass
+
+    def tell_all(self, message):
+        """Sends a message from the first host to all, itself included."""
+        for index in range(self.host.count):
+            self.tell(index, message)
+
+    def gather(self, name, value):
+        """Returns what each host has said by this call with the same name, a list. Raises PodError if the run has
+        ended on another host."""
+        self.tell(0, {"kind": "value", "name": name, "value": value})
+        with self._changed:
+            self._wait(lambda: name in self._values, GATHER_TIMEOUT_S, lambda: self._missing(
+                self._said.get(name, {}), f"say {name}"))
+            return self._values[name]
+
+    def _on_value(self, index, message):
+        with self._changed:
+            said = self._said.setdefault(message["name"], {})
+            said[index] = message["value"]
+            is_whole = len(said) == self.host.count
+        if is_whole:
+            self.tell_all({"kind": "values", "name": message["name"],
+                           "values": [said[index] for index in range(self.host.count)]})
+
+    def _on_values(self, index, message):
+        with self._changed:
+            self._values[message["name"]] = message["values"]
+            self._changed.notify_all()
+
+    def _missing(self, there, what):
+        names = [name for index, name in enumerate(self.names) if index not in there]
+        return f"{', '.join(names if self.is_first else self.names[:1])} to {what}"
+
+    def _wait(self, condition, timeout_s, what):
+        """Waits, holding self._changed, until condition() holds. what(): for what, in words."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if self.failure:
+                raise self.failure
+            if time.monotonic() > deadline:
+                raise PodError(f"waited {timeout_s} s for {what()}: look at their logs, and start the run again on all "
+                               "hosts", 1)
+            self._changed.wait(1)
+
+    def _beat(self):
+        while not self._is_over:
+            for index in list(self._members):
+                self.tell(index, {"kind": "beat"})
+            time.sleep(BEAT_S)
+
+    def _read(self, index, member):
+        """Handles the messages of another host until its end."""
+        while True:
+            try:
+                message = wire.receive(member.connection)
+            except TimeoutError:
+                return self._lose(member, f"has not been heard of for {LOST_S} s: it died, or the network did")
+            except (OSError, EOFError, ValueError) as error:
+                return self._lose(member, f"has ended without a word ({error})")
+            self.handlers[message["kind"]](index, message)
+
+    def _lose(self, member, what):
+        if not self._is_over:
+            self._fail(f"host {member.name} {what}", 1)
+        member.connection.close()
+
+    # The end
+
+    def fail(self, message, status):
+        """Ends the run on all hosts with this status, unless it has failed already. message: what is wrong here."""
+        if not self._is_over:
+            name = self.names[self.host.index] if self.names else self.host.name
+            self._fail(f"host {name}: {message}", status)
+
+    def _fail(self, message, status):
+        with self._changed:
+            if self.failure:
+                return
+            self.failure = PodError(message, status)
+            for index in list(self._members):  # the first host tells all, the others tell the first
+                self.tell(index, {"kind": "failed", "message": message, "status": status})
+            self._changed.notify_all()  # only now: who waits may end the connections
+        self._start(self._end_at_last)
+
+    def _end_at_last(self):
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline:
+            if self._is_over:
+                return
+            time.sleep(0.1)
+        print(f"error: {self.failure}", file=sys.stderr, flush=True)
+        os._exit(self.failure.status)
+
+    def _on_failed(self, index, message):
+        self._fail(message["message"], message["status"])
+
+    def trouble(self):
+        """Returns why the run has to end here, in a line, or None. Watchdogs ask (see watching)."""
+        return str(self.failure) if self.failure else None
+
+    def end(self, status, reason=""):
+        """Returns the exit status of the run, which is the same on all hosts, once all have come to their end here.
+
+        status: that of this host's ranks; reason: of a status that is neither 0 nor EXIT_STATUS, in a line.
+        """
+        if status not in (0, EXIT_STATUS):
+            self.fail(reason or f"its ranks ended with status {status}", status)
+        try:
+            with self._changed:
+                if self.is_first:
+                    self._wait(lambda: all(member.has_ended for member in self._members.values()), LAST_WORDS_S,
+                               lambda: self._missing({0} | {index for index, member in self._members.items()
+                                                            if member.has_ended}, "end"))
+                    self._status = status
+                else:
+                    self.tell(0, {"kind": "ended"})
+                    self._wait(lambda: self._status is not None, END_TIMEOUT_S, lambda: (
+                        f"host {self.names[0]} to save and to wait for its mirror"))
+        except PodError as failure:
+            return failure.status
+        if self.is_first:
+            self.tell_all({"kind": "over", "status": status})
+        return self._status
+
+    def _on_ended(self, index, message):
+        with self._changed:
+            self._members[index].has_ended = True
+            self._changed.notify_all()
+
+    def _on_over(self, index, message):
+        with self._changed:
+            self._is_over, self._status = True, message["status"]
+            self._changed.notify_all()
+
+    def close(self):
+        """Ends the connections, once the others have read what was sent."""
+        self._is_over = True
+        for member in self._members.values():
+            try:
+                member.connection.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass
+        deadline = time.monotonic() + 3
+        for reader in self._readers:
+            reader.join(max(0, deadline - time.monotonic()))
+        for connection in [member.connection for member in self._members.values()] + [self._listener]:
+            if connection:
+                connection.close()
+
+    def _start(self, function, *arguments):
+        thread = threading.Thread(target=function, args=arguments, name="pod", daemon=True)
+        thread.start()
+        if function == self._read:
+            self._readers.append(thread)
+
+
+def _connect(host):
+    """Returns a connection to the first host, from the address by which it knows this one."""
+    own = socket.gethostbyname(host.addresses[host.index])
+    connection = socket.create_connection((host.addresses[0], host.port), timeout=REQUEST_TIMEOUT_S,
+                                          source_address=(own, 0))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+@contextmanager
+def _member_of(pod):
+    try:
+        yield pod
+    except BaseException as error:
+        pod.fail(" ".join(str(error).split()) or type(error).__name__,
+                 {BadInput: 2, MirrorError: EXIT_STATUS}.get(type(error), 1))
+        raise
+    finally:
+        pod.close()
+
+
+def membership(host):
+    """Returns a context: the Pod of a Host, or None for None. An error that ends the block ends the run on all hosts:
+    BadInput with status 2 everywhere, an outage of the mirror with 75, and any other with 1."""
+    return _member_of(Pod(host)) if host else nullcontext()

@@ -1,0 +1,213 @@
+"""What hosts agree on: that they are alike, the checkpoint to resume, and the tick at which all ranks stop or save."""
+import time
+
+import numpy as np
+import pytest
+
+from nanochat.common import BadInput
+from nanochat.run import agreement, checkpoint, checkpoint_files
+from nanochat.run.agreement import StopAgreement, agree_on_checkpoint, require_alike, send_lanes, serve_lanes
+from nanochat.run.pod import PodError
+from nanochat.run.stopping import SAVE, STOP, Requests
+from nanochat.train.flags import Flags
+from tests.run.pods import joined_pods, on_all
+from tests.run.states import make_meta, make_state, save
+
+
+def test_hosts_that_differ_are_refused_with_both_values():
+    same = agreement.describe(Flags(), "xla")
+    require_alike(["w0", "w1"], [same, dict(same)], "advice")
+    other = agreement.describe(Flags().replace(depth=4, data_dir="/data"), "xla") | {"torch": "1.0"}
+    with pytest.raises(BadInput) as error:
+        require_alike(["w0", "w1", "w2"], [same, same, other], "start the same command")
+    assert str(error.value) == (f"the hosts differ: torch is {same['torch']} on w0 and 1.0 on w2; --data_dir is not "
+                                "given on w0 and /data on w2; --depth is 16 on w0 and 4 on w2: start the same command")
+
+
+def test_another_line_of_code_is_another_version(tmp_path, monkeypatch):
+    own = agreement.code_version()
+    assert own == agreement.code_version() and len(own) == 12
+    for folder in ("nanochat/run", "scripts"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "nanochat/run/a.py").write_text("x = 1\n")
+    monkeypatch.setattr(agreement, "__file__", str(tmp_path / "nanochat/run/agreement.py"))
+    first = agreement.code_version()
+    (tmp_path / "nanochat/run/a.py").write_text("x = 2\n")
+    assert len({own, first, agreement.code_version()}) == 3
+
+
+# -----------------------------------------------------------------------------
+# Stopping and saving
+
+
+def run_ranks_of_hosts(pods, tmp_path, program, ranks=2):
+    """Runs program(global rank, its Requests, those of its host's parent) for `ranks` ranks of each host. Returns
+    {rank: result}."""
+    parents = []
+    for pod in pods:
+        parents.append(Requests(tmp_path / f"requests_{pod.host.index}", create=True))
+    agreements = on_all(pods, lambda pod: StopAgreement(pod, parents[pod.host.index], ranks))
+    assert all(isinstance(found, StopAgreement) for found in agreements)
+    numbers = list(range(ranks * len(pods)))
+
+    def run(number):
+        index = number // ranks
+        requests = Requests(tmp_path / f"requests_{index}", number, len(numbers), spans_hosts=True)
+        return program(number, requests, parents[index])
+
+    results = on_all(numbers, run)
+    for found in results:
+        if isinstance(found, Exception):
+            raise found
+    return dict(enumerate(results))
+
+
+@pytest.mark.parametrize("stopped", [0, 5])
+def test_ranks_of_all_hosts_save_and_stop_at_the_same_ticks(tmp_path, stopped):
+    """Nothing synchronises the ranks, so one may be hundreds of ticks ahead of another. A stop is asked for on the
+    first host or on the last, while saves are."""
+    with joined_pods(3) as pods:
+        def program(rank, requests, parent):
+            random, done, wants_save = np.random.default_rng(rank), [], False
+            for tick in range(100_000):
+                if rank == stopped and tick == 300:
+                    parent.ask_to_stop()
+                wants_save |= random.random() < 0.05
+                if kind := requests.agreed_action(wants_save):
+                    done.append((tick, kind))
+                    wants_save = False
+                if requests.is_stopping:
+                    return done
+                time.sleep(random.uniform(0, 0.0005) * (rank + 1))
+
+        results = run_ranks_of_hosts(pods, tmp_path, program)
+        assert all(done == results[0] for done in results.values())
+        kinds = [kind for _, kind in results[0]]
+        assert kinds[-1] == STOP and SAVE in kinds and kinds.count(STOP) == 1
+
+
+def test_ranks_that_wait_for_gradients_of_other_hosts_still_agree(tmp_path):
+    """After each tick a rank waits until the others are at most two ticks behind it, and after every third until they
+    have all reached it."""
+    with joined_pods(2) as pods:
+        ticks = [0] * 4
+
+        def program(rank, requests, parent):
+            random = np.random.default_rng(rank)
+            for tick in range(1, 100_000):
+                kind = requests.agreed_action(wants_save=random.random() < 0.5)
+                if kind == STOP:
+                    return tick
+                ticks[rank] = tick
+                deadline = time.monotonic() + 20
+                while min(ticks) < tick - 2 or (tick % 3 == 0 and min(ticks) < tick):
+                    assert time.monotonic() < deadline, "a deadlock"
+                    time.sleep(0.0001)
+                time.sleep(random.uniform(0, 0.002))
+                if rank == 3 and tick == 300:
+                    parent.ask_to_stop(is_preempted=True)
+
+        assert len(set(run_ranks_of_hosts(pods, tmp_path, program).values())) == 1
+        assert all(Requests(tmp_path / f"requests_{index}").is_preempted for index in (0, 1))
+
+
+def test_a_stop_before_the_first_tick_stops_at_it_and_one_after_the_last_has_no_effect(tmp_path):
+    with joined_pods(2) as pods:
+        def early(rank, requests, parent):
+            parent.ask_to_stop()
+            time.sleep(0.5 * (rank % 2))
+            while not requests.agreed_action():
+                time.sleep(0.01)
+            return requests._tick
+
+        assert len(set(run_ranks_of_hosts(pods, tmp_path, early).values())) == 1
+    with joined_pods(2) as pods:
+        def late(rank, requests, parent):
+            kinds = [requests.agreed_action() for _ in range(5)]
+            if rank == 1:  # it has no further tick, but the others have
+                requests.finish()
+                parent.ask_to_stop()
+            else:
+                time.sleep(0.5)
+                kinds += [requests.agreed_action()]
+            requests.finish()
+            return kinds
+
+        assert not any(map(any, run_ranks_of_hosts(pods, tmp_path, late).values()))
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """The run's folder of each of three hosts."""
+    directories = [tmp_path / f"w{index}" for index in range(3)]
+    for directory in directories:
+        directory.mkdir()
+    return directories
+
+
+def agree(pods, hosts):
+    def find(directory):
+        return checkpoint_files.latest_good(directory), {"is": "finished"}
+
+    return on_all(pods, lambda pod: agree_on_checkpoint(
+        pod, hosts[pod.host.index], lambda: find(hosts[pod.host.index]), report=lambda *_, **__: None))
+
+
+def test_a_host_without_the_checkpoint_or_with_a_damaged_or_newer_one_gets_that_of_the_first(hosts):
+    for step in (100, 200):
+        save(hosts[0], step)
+    damaged = save(hosts[1], 200)
+    (damaged / "model.safetensors").write_bytes(b"damaged")
+    save(hosts[1], 100)
+    save(hosts[1], 300)
+    with joined_pods(3) as pods:
+        found = agree(pods, hosts)
+    assert found == [(directory / "step_000200", {"is": "finished"}) for directory in hosts]
+    assert all(checkpoint_files.find_problem(path) is None for path, _ in found)
+    for directory in hosts[1:]:
+        assert checkpoint_files.list_checkpoints(directory) == [directory / "step_000200"]
+    with joined_pods(3) as pods:  # now all have it, and nothing is sent
+        before = (hosts[2] / "step_000200").stat().st_mtime_ns
+        assert agree(pods, hosts) == found and (hosts[2] / "step_000200").stat().st_mtime_ns == before
+
+
+def test_a_run_whose_first_host_has_lost_its_checkpoints_is_refused(hosts):
+    save(hosts[2], 100)
+    with joined_pods(3) as pods:
+        found = agree(pods, hosts)
+    assert all(isinstance(error, BadInput) and "host w2 has step_000100 of this run, and host w0, whose disk counts, "
+               "has no checkpoint" in str(error) for error in found)
+
+
+def test_a_checkpoint_that_is_damaged_on_its_way_or_finds_no_room_is_refused(hosts, monkeypatch):
+    save(hosts[0], 100)
+    with joined_pods(3) as pods:
+        receive, full = agreement._receive_checkpoint, OSError(28, "No space left on device")
+
+        def damage(pod, partial):
+            receive(pod, partial)
+            if pod.host.index == 2:
+                raise full
+            (partial / "model.safetensors").write_bytes(b"damaged")
+
+        monkeypatch.setattr(agreement, "_receive_checkpoint", damage)
+        found = agree(pods, hosts)
+    assert found[0][0].name == "step_000100"
+    assert isinstance(found[1], PodError) and "model.safetensors does not match its checksum" in str(found[1])
+    assert isinstance(found[2], BadInput) and "has no room for step_000100" in str(found[2])
+    assert not checkpoint_files.list_checkpoints(hosts[1])
+
+
+def test_the_lanes_of_all_hosts_come_to_the_disk_of_the_first(hosts):
+    with joined_pods(3) as pods:
+        serve_lanes(pods[0], hosts[0])
+        checkpoint.save_lane_states(hosts[0], 100, {0: {"rows": 100}, 3: {"rows": 103}})
+        assert on_all(pods[1:], lambda pod: send_lanes(
+            pod.link, 100, {lane: {"rows": 100 + lane} for lane in (pod.host.index, pod.host.index + 3)})) == [None] * 2
+    path = checkpoint.save(hosts[0], *make_state(100), make_meta(100), num_lanes=6, timeout_s=5)
+    assert checkpoint.load(path).lane_states == {lane: {"rows": 100 + lane if lane else 100} for lane in range(6)}
+    assert not list(hosts[1].iterdir()) and not list(hosts[2].iterdir())

@@ -1,0 +1,86 @@
+"""Which hosts a run has, and which this machine is: from variables, from the metadata server, or one alone."""
+import http.server
+import threading
+
+import pytest
+
+from nanochat.common import BadInput
+from nanochat.run.hosts import PORT, Host, this_host
+
+ENDPOINTS = "unknown:unknown:10.0.0.7,unknown:unknown:10.0.0.8,unknown:unknown:10.0.0.9,unknown:unknown:10.0.0.10"
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """A machine called vm, without any of the variables and without a metadata server."""
+    for name in ("NANOCHAT_HOSTS", "NANOCHAT_HOST_INDEX", "NANOCHAT_HOST_NAME", "NANOCHAT_POD_PORT",
+                 "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-16")
+    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")
+    monkeypatch.setattr("socket.gethostname", lambda: "vm")
+
+
+@pytest.fixture
+def metadata(monkeypatch):
+    """Sets what the metadata server says, {key: value}."""
+    says = {}
+
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            value = says.get(self.path.removeprefix("/computeMetadata/v1/instance/attributes/"))
+            self.send_response(404 if value is None else 200)
+            self.end_headers()
+            self.wfile.write((value or "").encode())
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
+        yield says
+        server.shutdown()
+
+
+def test_a_tpu_with_one_host_and_every_other_machine_is_alone(monkeypatch):
+    assert this_host("xla") is this_host("cpu") is this_host("cuda") is None
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+    assert this_host("tpu") is None
+
+
+def test_the_variables_of_the_tpu_say_which_host_this_is(monkeypatch):
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4")
+    monkeypatch.setenv("TPU_WORKER_ID", "2")
+    host = this_host("tpu")
+    assert host == Host(2, ("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"), "vm", PORT)
+    assert host.count == 4 and not host.is_first
+
+
+def test_the_metadata_server_says_which_host_this_is(metadata, monkeypatch):
+    metadata |= {"worker-network-endpoints": ENDPOINTS, "agent-worker-number": "3", "accelerator-type": "v5litepod-16"}
+    expected = Host(3, ("10.0.0.7", "10.0.0.8", "10.0.0.9", "10.0.0.10"), "vm", PORT)
+    assert this_host("tpu") == expected
+    monkeypatch.delenv("TPU_ACCELERATOR_TYPE")  # the PCI bus shows this host's chips only
+    assert this_host("tpu") == expected
+
+
+def test_variables_for_tests_and_users_come_first(monkeypatch):
+    for name, value in (("HOSTS", "a, b"), ("HOST_INDEX", "1"), ("HOST_NAME", "me"), ("POD_PORT", "99")):
+        monkeypatch.setenv(f"NANOCHAT_{name}", value)
+    assert this_host("tpu") == this_host("xla") == Host(1, ("a", "b"), "me", 99)
+
+
+@pytest.mark.parametrize("variables, words", [
+    ({}, "v5litepod-16 has 4 hosts, and 0 are named"),
+    ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, "v5litepod-16 has 4 hosts, and 2 are named"),
+    ({"TPU_WORKER_HOSTNAMES": "a,b,c,d"}, "TPU_WORKER_ID is ''"),
+    ({"NANOCHAT_HOSTS": "a,b", "NANOCHAT_HOST_INDEX": "2"}, "NANOCHAT_HOST_INDEX is '2'"),
+    ({"NANOCHAT_HOSTS": "a,b", "NANOCHAT_HOST_INDEX": "0", "NANOCHAT_POD_PORT": "x"}, "NANOCHAT_POD_PORT=x is not"),
+])
+def test_what_cannot_be_a_pod_is_refused_with_what_to_do(monkeypatch, variables, words):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BadInput, match=words):
+        this_host("tpu")

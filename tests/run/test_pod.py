@@ -1,0 +1,158 @@
+"""The channel between hosts: who may join, who is named when one is lost, and how all come to the same end."""
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from nanochat.common import BadInput
+from nanochat.run import pod as pod_module
+from nanochat.run import wire
+from nanochat.run.mirror import MirrorError
+from nanochat.run.pod import Link, Pod, PodError
+from nanochat.run.stopping import EXIT_STATUS
+from tests.run.pods import joined_pods, make_pods, on_all
+
+
+@pytest.fixture(autouse=True)
+def nobody_ends_this_process(monkeypatch):
+    monkeypatch.setattr(pod_module, "GRACE_S", 3600)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_all_hosts_hear_what_each_says():
+    with joined_pods(3) as pods:
+        assert all(pod.names == ["w0", "w1", "w2"] for pod in pods)
+        for number in range(20):
+            assert on_all(pods, lambda pod, number=number: pod.gather(f"number {number}", [pod.host.index, number])) \
+                == [[[0, number], [1, number], [2, number]]] * 3
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_addresses():
+    pods = make_pods(2)
+    pods = [Pod(replace(pod.host, name="vm"), report=lambda line: None) for pod in pods]
+    on_all(pods, Pod.join, {})
+    assert pods[1].names == ["vm (127.0.0.1)", "vm (127.0.0.2)"]
+    on_all(pods, Pod.close)
+
+
+@pytest.mark.parametrize("status", [0, EXIT_STATUS])
+def test_all_hosts_end_with_the_status_of_the_first(status):
+    with joined_pods(3) as pods:
+        assert on_all(pods, lambda pod: pod.end(status if pod.is_first else 0)) == [status] * 3
+        assert not any(pod.failure for pod in pods)
+
+
+def test_a_host_that_fails_ends_all_with_its_name_its_reason_and_its_status():
+    with joined_pods(3) as pods:
+        assert pods[1].end(1, "rank 5 (process 7) was ended by SIGKILL") == 1
+        wait_for(lambda: all(pod.trouble() for pod in pods))
+        assert {pod.trouble() for pod in pods} == {"host w1: rank 5 (process 7) was ended by SIGKILL"}
+        assert on_all([pods[0], pods[2]], lambda pod: pod.end(0)) == [1, 1]
+        with pytest.raises(PodError, match="host w1: rank 5"):
+            pods[2].gather("something", 1)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_host_whose_process_ends_is_named_on_all_others(lost):
+    with joined_pods(3) as pods:
+        for member in pods[lost]._members.values():  # as when its process is killed
+            member.connection.shutdown(socket.SHUT_RDWR)
+        others = [pod for pod in pods if pod is not pods[lost]]
+        wait_for(lambda: all(pod.trouble() for pod in others))
+        assert all(f"host w{lost} has ended without a word" in pod.trouble() and pod.failure.status == 1
+                   for pod in others)
+
+
+def test_a_host_that_falls_silent_is_named(monkeypatch):
+    monkeypatch.setattr(pod_module, "LOST_S", 3)
+    monkeypatch.setattr(pod_module, "BEAT_S", 0.1)
+    with joined_pods(3) as pods:
+        time.sleep(3.5)
+        assert not any(pod.trouble() for pod in pods)
+        monkeypatch.setattr(pods[2], "tell", lambda index, message: None)
+        wait_for(lambda: all(pod.trouble() for pod in pods))
+        assert "host w2 has not been heard of for 3 s" in pods[1].trouble()
+
+
+def test_a_host_that_does_not_come_is_waited_for_and_named(monkeypatch):
+    monkeypatch.setattr(pod_module, "JOIN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(pod_module, "LOST_S", 1)
+    pods = make_pods(3)
+    found = on_all(pods[:2], Pod.join, {})
+    assert "these hosts to join this one: 127.0.0.3" in str(found[0]) and isinstance(found[0], PodError)
+    on_all(pods, Pod.close)
+    assert isinstance(found[1], PodError)
+    late = make_pods(2)[1]
+    with pytest.raises(PodError, match=r"the first host has not been reached at 127\.0\.0\.1:"):
+        late.join({})
+
+
+def test_strangers_are_sent_away_and_the_run_goes_on():
+    with joined_pods(2) as pods:
+        address = pods[0].host.addresses[0], pods[0].host.port
+        pods[0].serves["echo"] = lambda connection, message: wire.send(connection, {"heard": message["word"]})
+        with pods[1].link.request(kind="echo", word="hello") as connection:
+            assert wire.receive(connection) == {"heard": "hello"}
+        for link in (Link(pods[1].host, "guess"), Link(pods[1].host, None)):  # without the token
+            with link.request(kind="echo", word="hello") as connection, pytest.raises((EOFError, OSError)):
+                wire.receive(connection)
+        with socket.create_connection(address, source_address=("127.0.0.9", 0)) as connection:  # no host of the run
+            connection.settimeout(30)
+            with pytest.raises((EOFError, OSError)):
+                wire.receive(connection)
+        with socket.create_connection(address, source_address=("127.0.0.2", 0)) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            connection.settimeout(30)
+            with pytest.raises((EOFError, OSError)):
+                wire.receive(connection)
+        again = Pod(pods[1].host, report=lambda line: None)  # the same host, started twice
+        with pytest.raises(BadInput, match="another process has joined as host 1 already"):
+            again.join({})
+        assert pods[0].trouble() is pods[1].trouble() is None
+
+
+def test_the_first_host_says_that_its_port_is_in_use():
+    with joined_pods(2) as pods, pytest.raises(BadInput, match=f"join this one at 127.0.0.1:{pods[0].host.port}"):
+        Pod(pods[0].host).join({})
+
+
+@pytest.mark.parametrize("error, status", [(BadInput("no shards in /data"), 2), (MirrorError("an outage"), EXIT_STATUS),
+                                           (RuntimeError("a bug"), 1)])
+def test_an_error_before_training_ends_all_hosts_with_its_text(error, status):
+    def work(pod):
+        with pod_module._member_of(pod):
+            pod.join({})
+            if pod.host.index == 1:
+                raise error
+            pod.gather("that they are ready", True)
+
+    found = on_all(make_pods(3), work)
+    assert found[1] is error
+    assert all(isinstance(other, PodError) and other.status == status and str(other) == f"host w1: {error}"
+               for other in (found[0], found[2]))
+
+
+def test_a_process_that_hangs_ends_soon_after_the_run(tmp_path):
+    """The main thread, which hangs here, could be waiting for a file system."""
+    code = """
+import sys, time
+from nanochat.run import pod
+from nanochat.run.hosts import Host
+from tests.run.pods import free_port
+pod.GRACE_S = 0.2
+alone = pod.Pod(Host(0, ("127.0.0.1",), "w0", free_port()))
+alone.join({})
+alone.fail("the disk is broken", 1)
+time.sleep(100)
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 1 and process.stderr == "error: host w0: the disk is broken\n"

@@ -1,0 +1,214 @@
+"""Trainings on two "hosts": network namespaces of this machine with a cable between them, each with a folder of its
+own. What XLA cannot do between CPU processes, pod_host.py does instead; the rest is the program as it is."""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nanochat.run import checkpoint, checkpoint_files
+from nanochat.run.pod import GRACE_S, LOST_S
+from nanochat.run.stopping import EXIT_STATUS
+
+pytestmark = pytest.mark.slow
+TIMEOUT_S = 240
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+DISK_BYTES = 8 * 2**20
+LONG = ("--num_iterations=100000", "--eval_every=-1", "--save_every_minutes=0.02", "--keep_checkpoints=2")
+
+
+@pytest.fixture(scope="module")
+def network():
+    """Two network namespaces. Returns a function: the beginning of a command that runs in that of host 0 or 1."""
+    keepers = []
+
+    def inside(index):
+        return ["nsenter", f"--target={keepers[index].pid}", "--user", "--net", "--preserve-credentials", "--"]
+
+    def keep(*command):
+        keepers.append(subprocess.Popen([*command, "sh", "-c", "echo ready; exec sleep 100000"], text=True,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        if (said := keepers[-1].stdout.readline()) != "ready\n":
+            pytest.skip(f"no network namespaces here: {said.strip()}")
+
+    def ip(index, *arguments):
+        subprocess.run([*inside(index), "ip", *arguments], check=True)
+
+    try:
+        keep("unshare", "--user", "--map-root-user", "--net")
+        keep(*inside(0), "unshare", "--net")
+        ip(0, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(keepers[1].pid))
+        for index, address in enumerate(ADDRESSES):
+            ip(index, "address", "add", f"{address}/24", "dev", "cable")
+            ip(index, "link", "set", "lo", "up")
+            ip(index, "link", "set", "cable", "up")
+        yield inside
+    finally:
+        for keeper in keepers:
+            keeper.kill()
+            keeper.wait()
+
+
+class Life:
+    """One host's process of a run, from its start to its end."""
+
+    def __init__(self, command, **environment):
+        environment = {name: value for name, value in {**os.environ, **environment}.items() if name != "PJRT_DEVICE"}
+        self.process = subprocess.Popen(command, env={**environment, "CPU_NUM_DEVICES": "1", "WANDB_MODE": "disabled"},
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.lines, self._news = [], threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            with self._news:
+                self.lines.append(line.rstrip())
+                self._news.notify_all()
+
+    def count(self, words):
+        return sum(words in line for line in self.lines)
+
+    def wait_for(self, words, times=1):
+        """Waits for so many lines with these words."""
+        deadline = time.monotonic() + TIMEOUT_S
+        with self._news:
+            while self.count(words) < times:
+                assert self.process.poll() is None and time.monotonic() < deadline, \
+                    f"no line with: {words}\n" + "\n".join(self.lines[-60:])
+                self._news.wait(0.2)
+
+    def end(self):
+        """Returns the exit status."""
+        status = self.process.wait(TIMEOUT_S)
+        self._reader.join(10)
+        return status
+
+    @property
+    def text(self):
+        return "\n".join(self.lines)
+
+
+@pytest.fixture
+def start(network, tiny, tmp_path):
+    """Starts a run on both hosts and returns their Lives."""
+    lives = []
+
+    def run(*flags, only_on_1=(), before=(), clock_s=0):
+        started = []
+        for index in (0, 1):
+            started.append(Life(
+                [*network(index), *before, sys.executable, "-m", "tests.run.pod_host", "--run=test", *tiny,
+                 "--total_batch_size=128", "--log_every=5", *flags, *(only_on_1 if index else ())],
+                NANOCHAT_HOSTS=",".join(ADDRESSES), NANOCHAT_HOST_INDEX=str(index), NANOCHAT_POD_PORT="7690",
+                NANOCHAT_HOST_NAME=f"w{index}", NANOCHAT_BASE_DIR=str(tmp_path / f"w{index}"),
+                POD_CLOCK_S=str(clock_s * index)))
+        lives.extend(started)
+        return started
+
+    yield run
+    for life in lives:
+        life.process.kill()
+        life.process.wait()
+
+
+@pytest.fixture
+def run_dirs(tmp_path):
+    """The run's folder on each host."""
+    return [tmp_path / f"w{index}/checkpoints/test" for index in (0, 1)]
+
+
+def test_a_stop_at_one_host_stops_both_and_the_run_goes_on_to_the_bits_of_one_host(
+        start, train, run_dirs, tmp_path, base_dir):
+    """The second host's clock is an hour fast, then an hour slow. Between the two parts the first host loses its disk,
+    and the mirror has the checkpoint."""
+    flags = ("--num_iterations=80", "--eval_every=40", "--save_every=100")
+    mirror = f"--checkpoint_mirror={tmp_path}/mirror"
+    first, second = start(*flags, mirror, clock_s=3600)
+    first.wait_for("step 00010")
+    second.process.send_signal(signal.SIGTERM)
+    assert (first.end(), second.end()) == (EXIT_STATUS, EXIT_STATUS), first.text + second.text
+    assert "SIGTERM: the run stops" in second.text and "SIGTERM: " not in first.text
+    [saved] = checkpoint_files.list_checkpoints(run_dirs[0])
+    stopped_at = checkpoint_files.step_of(saved)
+    assert 10 <= stopped_at < 80 and checkpoint.load(saved).lane_states.keys() == set(range(64))
+    assert not list(run_dirs[1].glob("step_*"))
+    assert first.count("step 00005/") == 1 and second.count("step 0") == 0  # one console, that of the first host
+    assert "host 0 of 2: w0, joined to w1" in first.text and "host 1 of 2: w1, joined to w0" in second.text
+    shutil.rmtree(run_dirs[0])
+    first, second = start(*flags, mirror, clock_s=-3600)
+    assert (first.end(), second.end()) == (0, 0), first.text + second.text
+    assert f"received {saved.name} from host w0" in second.text and f"resuming from {saved}" in first.text
+    assert [path.name for path in checkpoint_files.list_checkpoints(run_dirs[1])] == [saved.name]
+    alone = train(*flags, "--total_batch_size=128", "--log_every=5", run="alone", devices=2)
+    records = [json.loads(line) for line in (run_dirs[0] / "metrics.jsonl").read_text().splitlines()]
+    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
+    bpb = {record["step"]: record["val_bpb"] for record in records if "val_bpb" in record}
+    assert list(losses) == list(range(1, 81)) and losses == alone.losses
+    assert bpb.keys() == {0, 40, 80} and bpb == alone.bpb
+    weights = [(folder / "step_000080/model.safetensors").read_bytes()
+               for folder in (run_dirs[0], base_dir / "checkpoints/alone")]
+    assert weights[0] == weights[1]
+    assert all(0 <= record.get("seconds_lost", 0) < 600 for record in records)
+    for life in start(*flags, mirror):  # nothing is left to do, which both know
+        assert life.end() == 0 and "has reached step 80" in life.text
+
+
+def fill(disk):
+    """Writes to the disk until nothing fits, and returns the file."""
+    ballast = disk / "ballast"
+    with open(ballast, "wb", buffering=0) as file, pytest.raises(OSError):
+        while True:
+            file.write(bytes(4096))
+    return ballast
+
+
+def test_full_disks_do_not_stop_a_run_and_a_killed_host_ends_it_with_its_name(start, tmp_path):
+    for index in (0, 1):
+        (tmp_path / f"w{index}").mkdir()
+    mount = ("unshare", "--mount", "sh", "-c", f"mount -t tmpfs -o size={DISK_BYTES} tmpfs $NANOCHAT_BASE_DIR && "
+             'exec "$@"', "sh")
+    first, second = start(*LONG, before=mount)
+    first.wait_for("saved ", 2)
+    disks = [Path(f"/proc/{life.process.pid}/root{tmp_path}/w{index}") for index, life in enumerate((first, second))]
+    fill(disks[1])
+    first.wait_for("saved ", first.count("saved ") + 2)  # the second host's disk is not needed
+    ballast = fill(disks[0])
+    first.wait_for("the disk is full")
+    first.wait_for("step ", first.count("step ") + 2)
+    ballast.unlink()
+    first.wait_for("saved ", first.count("saved ") + 1)
+    os.kill(second.process.pid, signal.SIGKILL)
+    began = time.monotonic()
+    assert second.end() == -signal.SIGKILL and first.end() == 1, first.text[-3000:]
+    print(f"the first host ended {time.monotonic() - began:.1f} s after the second was killed")
+    assert "error: host w1 has ended without a word" in first.text
+
+
+def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(start, network, run_dirs):
+    assert LOST_S + GRACE_S < 60
+    first, second = start(*LONG)
+    first.wait_for("saved ")
+    subprocess.run([*network(0), "ip", "link", "set", "cable", "down"], check=True)
+    began = time.monotonic()
+    try:
+        assert (first.end(), second.end()) == (1, 1), first.text[-3000:] + second.text[-3000:]
+    finally:
+        subprocess.run([*network(0), "ip", "link", "set", "cable", "up"], check=True)
+    print(f"both hosts ended {time.monotonic() - began:.1f} s after the cut")
+    assert f"error: host w1 has not been heard of for {LOST_S} s" in first.text
+    assert f"error: host w0 has not been heard of for {LOST_S} s" in second.text
+    assert checkpoint_files.latest_good(run_dirs[0]) is not None
+
+
+def test_flags_that_differ_are_refused_on_both_hosts_with_both_values(start, run_dirs):
+    words = "error: the hosts differ: --seed is 0 on w0 and 5 on w1; --depth is 2 on w0 and 3 on w1: start the same"
+    for life in start(only_on_1=["--depth=3", "--seed=5"]):
+        assert life.end() == 2 and words in life.text, life.text
+    assert not any(path.exists() for path in run_dirs)
