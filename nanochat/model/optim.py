@@ -21,8 +21,7 @@ ADAM_EPS = 1e-10
 MUON_BETA2 = 0.95
 REFERENCE_WIDTH = 768  # the width at which the learning rates of AdamW and the weight decay were tuned
 REFERENCE_BATCH_TOKENS = 2**19  # the batch at which all learning rates were tuned
-REFERENCE_RUN_TOKENS = 2**32  # from this length of a run on, the learning rates stay as they were tuned
-SHORTEST_RUN_TOKENS = 2**16  # no shorter run was tried
+REFERENCE_RUN_TOKENS, SHORTEST_RUN_TOKENS = 2**32, 2**16  # longer runs have the tuned rates; no shorter was tried
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,8 @@ def batch_lr_scale(total_batch_size):
 
 
 def run_lr_scale(run_tokens):
-    """A shorter run needs higher learning rates: (2^32 / tokens)^(1/4), 16 for 2^16 tokens and 1 for 2^32 or more. The
-    form is that of arXiv 2409.19913, whose best rates fall with tokens^-0.32; the exponent is from our own runs
-    (dev/LOG.md)."""
+    """Shorter runs need higher learning rates: (2^32 / tokens)^(1/4), from 16 at 2^16 tokens to 1 at 2^32, the form of
+    arXiv 2409.19913 (exponent 0.32 there; ours: dev/LOG.md)."""
     tokens = min(max(run_tokens, SHORTEST_RUN_TOKENS), REFERENCE_RUN_TOKENS)
     return (REFERENCE_RUN_TOKENS / tokens) ** 0.25
 
