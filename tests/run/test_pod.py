@@ -64,7 +64,8 @@ def test_a_host_that_fails_ends_all_with_its_name_its_reason_and_its_status():
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_host_whose_process_ends_is_named_on_all_others(lost):
     with joined_pods(3) as pods:
-        for member in pods[lost]._members.values():  # as when its process is killed
+        pods[lost]._is_over = True  # it is killed: it tells nobody of what follows
+        for member in pods[lost]._members.values():
             member.connection.shutdown(socket.SHUT_RDWR)
         others = [pod for pod in pods if pod is not pods[lost]]
         wait_for(lambda: all(pod.trouble() for pod in others))

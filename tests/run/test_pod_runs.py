@@ -15,6 +15,7 @@ import pytest
 from nanochat.run import checkpoint, checkpoint_files
 from nanochat.run.pod import GRACE_S, LOST_S
 from nanochat.run.stopping import EXIT_STATUS
+from tests.conftest import last_of_each
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 240
@@ -104,8 +105,9 @@ def start(network, tiny, tmp_path):
         started = []
         for index in (0, 1):
             started.append(Life(
-                [*network(index), *before, sys.executable, "-m", "tests.run.pod_host", "--run=test", *tiny,
-                 "--total_batch_size=128", "--log_every=5", *flags, *(only_on_1 if index else ())],
+                [*network(index), *before, sys.executable, "-m", "tests.run.pod_host", *last_of_each(
+                    "--run=test", *tiny, "--total_batch_size=128", "--log_every=5", *flags,
+                    *(only_on_1 if index else ()))],
                 NANOCHAT_HOSTS=",".join(ADDRESSES), NANOCHAT_HOST_INDEX=str(index), NANOCHAT_POD_PORT="7690",
                 NANOCHAT_HOST_NAME=f"w{index}", NANOCHAT_BASE_DIR=str(tmp_path / f"w{index}"),
                 POD_CLOCK_S=str(clock_s * index)))

@@ -109,7 +109,7 @@ def test_rows_that_become_longer_keep_the_bits_of_a_run_that_resumes_before_at_a
             assert resumed.losses == whole.losses and resumed.bpb == whole.bpb
         assert resumed.losses == pytest.approx(whole.losses, rel=2e-6)
     with pytest.raises(BadInput, match=r"with --seq_len_ramp=0:8,2:16,4:32, and this run has --seq_len_ramp=: resume"):
-        base_train.main([*tiny, "--run=parts", "--num_iterations=8"])
+        base_train.main(last_of_each(*tiny, "--run=parts", "--num_iterations=8"))
 
 
 def test_steps_that_are_not_finite_end_the_run_with_the_last_good_checkpoint_and_the_offending_batch(train):
