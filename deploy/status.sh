@@ -4,8 +4,8 @@
 #   deploy/status.sh [HOST…]   HOST: an IP, an ssh host or a VM's name (default: NAME of deploy/config.env)
 #
 #   --watch                    repeat every --poll_s seconds (default 10) until Ctrl-C
-#   --worker N|all             which VM of a pod (default all: the first writes log and checkpoints, so the others have a
-#                              line each)
+#   --worker N|all             which VM of a pod (default all: the first writes log and checkpoints, so the others have
+#                              a line each)
 #
 # Exit status 1: a VM is not READY or cannot be reached; 2: gcloud refused for a reason that no waiting mends; 3: there
 # is no such VM; 4: gcloud could not say whether there is one. Of several VMs, it is the highest.
@@ -49,9 +49,7 @@ worker_line() { # worker_line I prints one line about worker I of a pod
   if ! vm "$1" probe >"$TMP/probe" 2>"$TMP/ssh"; then echo "unreachable: $(tail -n 1 "$TMP/ssh")"; return 1; fi
   line="no run yet"
   [ "$(field state)" = none ] || line="$(field run) $(field state)$(field exit | sed 's/./ with status &/')"
-  line="$line   $(field disk) GB free"
-  [ -z "$(field error)" ] || line="$line   error  $(field error)"
-  echo "$line"
+  echo "$line   $(field disk) GB free$(field error | sed 's/^/   error  /')"
 }
 
 other_workers() { # prints a line for every worker of a pod but the first

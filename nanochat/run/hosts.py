@@ -41,11 +41,11 @@ def this_host(device_type):
 
     device_type: as resolve_device_type returns it. Sets $TPU_ACCELERATOR_TYPE on a pod where it is not set.
     """
-    if addresses := _listed("NANOCHAT_HOSTS"):
+    if addresses := _listed(os.environ.get("NANOCHAT_HOSTS", "")):
         return _host(addresses, os.environ.get("NANOCHAT_HOST_INDEX", ""), "NANOCHAT_HOST_INDEX")
     if device_type != "tpu":
         return None
-    addresses, accelerator = _listed("TPU_WORKER_HOSTNAMES"), _accelerator()
+    addresses, accelerator = _listed(os.environ.get("TPU_WORKER_HOSTNAMES", "")), _accelerator()
     hosts = tpu.parse_accelerator(accelerator).hosts if accelerator else 1
     if max(hosts, len(addresses)) == 1:
         return None
@@ -61,8 +61,8 @@ def this_host(device_type):
     return _host(addresses, index, source)
 
 
-def _listed(variable):
-    return tuple(filter(None, os.environ.get(variable, "").replace(" ", "").split(",")))
+def _listed(text):
+    return tuple(filter(None, text.replace(" ", "").split(",")))
 
 
 def _accelerator():

@@ -61,10 +61,12 @@ class Meta:
                            ("flags", dict), ("rng", str)):
             if not isinstance(found[name], kind):
                 raise TypeError(f"{name} is {json.dumps(found[name])[:40]}")
+        task = found.get("task", "language")
+        added = {"rotary_base": 10_000.0} if task == "language" and found.get("format_version", 1) < 3 else {}
         return cls(
-            task=found.get("task", "language"),
+            task=task,
             step=found["step"],
-            config=found["config"],
+            config=found["config"] | added,
             tokenizer_sha256=found["tokenizer_sha256"],
             data_fingerprint=found["data_fingerprint"],
             flags=found["flags"],

@@ -50,7 +50,7 @@ def test_a_checkpoint_of_version_1_is_loaded(tmp_path):
     (tmp_path / META).write_text(VERSION_1)
     assert load_meta(tmp_path) == Meta(
         step=2, config=dict(vocab_size=270, max_seq_len=32, n_layer=2, n_embd=64, n_head=2, n_kv_head=2,
-                            window_pattern="L", softcap=15.0),
+                            window_pattern="L", softcap=15.0, rotary_base=10_000.0),
         tokenizer_sha256="bac1784d222182e732567be781cabb632fc139b6ac4994d7846ab9456a55048e",
         data_fingerprint="synthetic",
         flags=dict(run="parts", device_type="xla", data_dir=None, synthetic_data=True, depth=2, batch_ramp="2:1.4",
@@ -108,7 +108,8 @@ def test_a_config_that_makes_no_model_is_refused_by_the_name_of_its_field(tmp_pa
     with pytest.raises(BadInput, match=f"the model's config in its meta.json {problem}") as error:
         read_config(tmp_path, load_meta(tmp_path), GPTConfig)
     assert "\n" not in str(error.value)
-    assert read_config(tmp_path, make_meta(config=CONFIG | {"softcap": 15}), GPTConfig) == GPTConfig(**CONFIG)
+    meta = make_meta(config=CONFIG | {"softcap": 15, "rotary_base": 10_000})
+    assert read_config(tmp_path, meta, GPTConfig) == GPTConfig(**CONFIG)
 
 
 @pytest.mark.parametrize("change, message", [
