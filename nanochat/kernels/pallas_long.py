@@ -20,18 +20,13 @@ from jax.experimental.pallas import tpu as pltpu
 from nanochat.kernels.attention_tiles import BACKWARD_TILES, FORWARD_TILES, list_tiles, pipeline
 from nanochat.kernels.flash_shapes import HEAD_DIM, SEGMENT
 from nanochat.kernels.pallas_parts import (
-    LOG2_E,
-    SCALE,
     VMEM_LIMIT_BYTES,
     by_window,
-    d_rotated_norm,
     dot,
     log_sums_shape,
-    masked,
-    minus_columns,
     sums_of_128,
 )
-from nanochat.kernels.pallas_short import forward_tiles, prepare_backward
+from nanochat.kernels.pallas_short import begin_backward, forward_tiles, write_gradients
 
 
 def list_pairs(segments, segment, window):
@@ -104,22 +99,10 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, log_sums_ref, d_out_ref, cos_q,
         dk_sum[...], dv_sum[...] = jnp.zeros_like(dk_sum), jnp.zeros_like(dv_sum)
 
     def work(tiles, is_second, is_last):
-        keys_once, queries_once = prepare_backward(
-            q_ref.shape[2], (q_ref, k_ref, v_ref, log_sums_ref, d_out_ref), (cos_q, sin_q), (cos_k, sin_k),
-            (q, q_t, k, k_t, v_t, d_out_t, normed_t, scales, log_sums), eps)
-        scores, d_weights, probabilities, means, d_scores = {}, {}, {}, {}, {}
-
-        def compute_scores(n):
-            keys_once(tiles[n].keys)
-            queries_once(tiles[n].rows)
-            scores[n] = dot(q[tiles[n].queries], k_t[:, tiles[n].keys])
-
-        def compute_d_weights(n):
-            d_weights[n] = dot(d_out_ref[0, tiles[n].queries], v_t[:, tiles[n].keys])
-
-        def compute_probabilities(n):
-            p = jnp.exp2(minus_columns(scores.pop(n), log_sums[tiles[n].queries]))
-            probabilities[n] = masked(p, tiles[n], window, keys_axis=1)
+        (compute_scores, compute_d_weights, compute_probabilities), d_weights, probabilities = begin_backward(
+            tiles, (q_ref, k_ref, v_ref, log_sums_ref, d_out_ref), (cos_q, sin_q), (cos_k, sin_k),
+            (q, q_t, k, k_t, v_t, d_out_t, normed_t, scales, log_sums), eps=eps, window=window)
+        means, d_scores = {}, {}
 
         def add_to_means(n):
             mean_sum[tiles[n].queries] += sums_of_128(probabilities.pop(n) * d_weights.pop(n))
@@ -149,11 +132,8 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, log_sums_ref, d_out_ref, cos_q,
 
         def finish(rows):  # no tile that is still to come reaches these queries, or these keys
             d_q = dq_sum[:, rows] if matrix_unit > HEAD_DIM else dq_sum[rows].T
-            for which, d_x, ref in ((0, d_q * SCALE, dq_ref), (1, dk_sum[j, :, rows] / LOG2_E, dk_ref)):
-                d_x = d_rotated_norm(d_x, normed_t[which, :, rows], scales[which, :, rows], cos_q[:, rows],
-                                     sin_q[:, rows])
-                ref[0, rows] = d_x.astype(dtype).T
-            dv_ref[0, rows] = dv_sum[j, :, rows].astype(dtype).T
+            write_gradients(rows, d_q, dk_sum.at[j], dv_sum.at[j], (cos_q, sin_q), (cos_k, sin_k),
+                            (normed_t, scales), (dq_ref, dk_ref, dv_ref))
 
         if is_second:
             stages = [(3, add_to_v), (3, add_to_k), (0, compute_scores), (0, compute_d_weights), (3, add_to_q),

@@ -99,9 +99,12 @@ def _forward_kernel(place, q_ref, k_ref, v_ref, cos_ref, sin_ref, out_ref, log_s
 # The backward kernel
 
 
-def prepare_backward(length, operands, q_tables, k_tables, scratch, eps):
-    """Returns two functions of a slice of positions, which prepare the keys and the queries there once. operands: q, k,
-    v, log_sums and d_out; q_tables, k_tables: cos and sin of their positions; scratch: see _backward_kernel."""
+def begin_backward(tiles, operands, q_tables, k_tables, scratch, *, eps, window):
+    """Returns the stages with which each tile begins, functions of its number, and what the last two of them compute,
+    {number: fp32 (queries, keys)}: the scores; the products of d out and v; the probabilities.
+
+    operands: q, k, v, log_sums and d_out; q_tables, k_tables: cos and sin of their positions; scratch: see
+    _backward_kernel."""
     q_ref, k_ref, v_ref, log_sums_ref, d_out_ref = operands
     q, q_t, k, k_t, v_t, d_out_t, normed_t, scales, log_sums = scratch
     dtype = q_ref.dtype
@@ -122,7 +125,36 @@ def prepare_backward(length, operands, q_tables, k_tables, scratch, eps):
         d_out_t[:, chunk] = d_out_ref[0, chunk].T
         log_sums[chunk] = in_columns(log_sums_ref[0, 0, 0, :, chunk])
 
-    return Once(length, prepare_keys), Once(length, prepare_queries)
+    keys_once, queries_once = (Once(q_ref.shape[2], prepare) for prepare in (prepare_keys, prepare_queries))
+    scores, d_weights, probabilities = {}, {}, {}
+
+    def compute_scores(n):
+        keys_once(tiles[n].keys)
+        queries_once(tiles[n].rows)
+        scores[n] = dot(q[tiles[n].queries], k_t[:, tiles[n].keys])
+
+    def compute_d_weights(n):
+        d_weights[n] = dot(d_out_ref[0, tiles[n].queries], v_t[:, tiles[n].keys])
+
+    def compute_probabilities(n):
+        p = jnp.exp2(minus_columns(scores.pop(n), log_sums[tiles[n].queries]))
+        probabilities[n] = masked(p, tiles[n], window, keys_axis=1)
+
+    return (compute_scores, compute_d_weights, compute_probabilities), d_weights, probabilities
+
+
+def write_gradients(rows, d_q, dk_sum, dv_sum, q_tables, k_tables, norms, refs):
+    """Writes the gradients of q, k and v at the slice `rows` from their sums: d_q (128, rows), dk_sum, dv_sum (128, T).
+    norms: normed_t and scales of _backward_kernel."""
+    def write(ref, which, d_normed, tables):
+        normed, scale = (kept[which, :, rows] for kept in norms)
+        d_x = d_rotated_norm(d_normed, normed, scale, *(table[:, rows] for table in tables))
+        ref[0, rows] = d_x.astype(ref.dtype).T
+
+    dq_ref, dk_ref, dv_ref = refs
+    write(dq_ref, 0, d_q * SCALE, q_tables)
+    write(dk_ref, 1, dk_sum[:, rows] / LOG2_E, k_tables)
+    dv_ref[0, rows] = dv_sum[:, rows].astype(dv_ref.dtype).T
 
 
 def _backward_kernel(place, q_ref, k_ref, v_ref, log_sums_ref, d_out_ref, cos_ref, sin_ref, dq_ref, dk_ref, dv_ref, q,
@@ -140,22 +172,13 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, log_sums_ref, d_out_ref, cos_re
     begun = set()  # (id of a sum, first position) of the chunks of 128 that something has been added to
 
     tables = cos_ref, sin_ref
-    keys_once, queries_once = prepare_backward(
-        length, (q_ref, k_ref, v_ref, log_sums_ref, d_out_ref), tables, tables,
-        (q, q_t, k, k_t, v_t, d_out_t, normed_t, scales, log_sums), eps)
-    scores, d_weights, probabilities, means, d_scores = {}, {}, {}, {}, {}
+    (compute_scores, compute_d_weights, compute_probabilities), d_weights, probabilities = begin_backward(
+        tiles, (q_ref, k_ref, v_ref, log_sums_ref, d_out_ref), tables, tables,
+        (q, q_t, k, k_t, v_t, d_out_t, normed_t, scales, log_sums), eps=eps, window=window)
+    means, d_scores = {}, {}
 
-    def compute_scores(n):
-        keys_once(tiles[n].keys)
-        queries_once(tiles[n].rows)
-        scores[n] = dot(q[tiles[n].queries], k_t[:, tiles[n].keys])
-
-    def compute_d_weights(n):
-        d_weights[n] = dot(d_out_ref[0, tiles[n].queries], v_t[:, tiles[n].keys])
-
-    def compute_probabilities(n):
-        p = jnp.exp2(minus_columns(scores.pop(n), log_sums[tiles[n].queries]))
-        probabilities[n] = masked(p, tiles[n], window, keys_axis=1)
+    def add_to_means(n):
+        compute_probabilities(n)
         add_to(means, tiles[n], sums_of_128(probabilities[n] * d_weights[n]), axis=0)
         if tiles[n].is_last:
             start = tiles[n].rows.start
@@ -196,11 +219,7 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, log_sums_ref, d_out_ref, cos_re
 
     def finish(rows):  # no tile that is still to come reaches these queries, or these keys
         d_q = dq_sum[:, rows] if matrix_unit > HEAD_DIM else dq_sum[rows].T
-        for which, d_x, ref in ((0, d_q * SCALE, dq_ref), (1, dk_sum[:, rows] / LOG2_E, dk_ref)):
-            d_x = d_rotated_norm(d_x, normed_t[which, :, rows], scales[which, :, rows], cos_ref[:, rows],
-                                  sin_ref[:, rows])
-            ref[0, rows] = d_x.astype(dtype).T
-        dv_ref[0, rows] = dv_sum[:, rows].astype(dtype).T
+        write_gradients(rows, d_q, dk_sum, dv_sum, tables, tables, (normed_t, scales), (dq_ref, dk_ref, dv_ref))
 
     if group > 1:  # the query heads of a group follow one another and add to the same gradients of k and v
         begun.update((id(total), start) for total in (dk_sum, dv_sum) for start in range(0, length, HEAD_DIM))
@@ -212,7 +231,7 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, log_sums_ref, d_out_ref, cos_re
     longest = max(Counter(tile.rows.start for tile in tiles).values())
     row = longest + 1  # turns after which a tile's row has its mean
     pipeline(len(tiles), [(row + 2, add_to_v), (row + 2, add_to_k), (0, compute_scores), (0, compute_d_weights),
-                           (row + 2, add_to_q), (1, compute_probabilities), (row, compute_d_scores)])
+                           (row + 2, add_to_q), (1, add_to_means), (row, compute_d_scores)])
 
 
 # -----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 
 from nanochat.common import ArgumentParser
+from tests.run.life import Life
 
 TIMEOUT_S = 300
 DISK_BYTES = 32 * 2**20
@@ -44,42 +45,20 @@ def make_data(directory):
               {name: 256 + i for i, name in enumerate(SPECIAL_TOKENS)}).save(directory / "tokenizer")
 
 
-class Life:
-    """One process of the run, from its start to its end, which comes with that of this process at the latest."""
+class Trainer(Life):
+    """One process of the run, whose end comes with that of this process at the latest."""
 
     def __init__(self, base_dir, data, steps, devices):
         environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
-        self.process = subprocess.Popen(
+        super().__init__(
             [sys.executable, "-m", "scripts.base_train", "--run=chaos", "--device_type=xla", "--depth=2",
              "--model_dim=64", "--num_heads=2", "--max_seq_len=32", "--device_batch_size=2",
              f"--total_batch_size={64 * devices}", f"--num_iterations={steps}", "--eval_every=50", "--eval_tokens=4096",
              "--sample_every=-1", "--save_every=10", "--keep_checkpoints=3", "--log_every=5", "--warmup_steps=5",
              f"--tokenizer_dir={data}/tokenizer", f"--data_dir={data}/train", f"--val_dir={data}/val"],
-            env={**environment, "NANOCHAT_BASE_DIR": str(base_dir), "CPU_NUM_DEVICES": str(devices),
-                 "WANDB_MODE": "disabled"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+            {**environment, "NANOCHAT_BASE_DIR": str(base_dir), "CPU_NUM_DEVICES": str(devices),
+             "WANDB_MODE": "disabled"}, TIMEOUT_S, start_new_session=True)
         atexit.register(self.kill)
-        self.lines, self._news = [], threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self):
-        for line in self.process.stdout:
-            with self._news:
-                self.lines.append(line.rstrip())
-                self._news.notify_all()
-
-    def wait_for(self, condition):
-        """Waits until condition(lines) holds or the process has ended; returns whether it holds."""
-        deadline = time.monotonic() + TIMEOUT_S
-        with self._news:
-            while not condition(self.lines):
-                if self.process.poll() is not None and not self._reader.is_alive():
-                    return False
-                if time.monotonic() > deadline:
-                    raise TimeoutError("no sign of life:\n" + "\n".join(self.lines[-40:]))
-                self._news.wait(0.2)
-        return True
 
     def kill(self):
         if self.process.poll() is None:
@@ -94,8 +73,7 @@ class Life:
 
     def end(self, *expected):
         """Waits for the end and checks the exit status."""
-        status = self.process.wait(TIMEOUT_S)
-        self._reader.join(10)
+        status = super().end()
         if status not in expected:
             raise AssertionError(f"exit status {status}, not one of {expected}:\n" + "\n".join(self.lines[-60:]))
         return status
@@ -133,9 +111,9 @@ def fill_disk(life, base_dir, **_):
     filler = threading.Thread(target=fill)
     filler.start()
     try:
-        complained = life.wait_for(lambda lines: any("the disk is full" in line for line in lines))
+        complained = life.wait_until(lambda: life.count("the disk is full"))
         seen = life.progress()
-        assert complained and life.wait_for(lambda lines: life.progress() > seen), "a full disk ended the run:\n" + \
+        assert complained and life.wait_until(lambda: life.progress() > seen), "a full disk ended the run:\n" + \
             "\n".join(life.lines[-40:])
     finally:
         is_over.set()
@@ -199,11 +177,11 @@ def run(seed, interruptions, devices, directory, report=print):
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", base_dir], check=True)
     make_data(data)
     steps = 25 * (interruptions + 1)
-    Life(quiet_dir, data, steps, devices).end(0)
+    Trainer(quiet_dir, data, steps, devices).end(0)
     survived, faults = collections.Counter(), []
 
     def start():
-        return Life(base_dir, data, steps, devices)
+        return Trainer(base_dir, data, steps, devices)
 
     life = start()
     for number in range(interruptions):
@@ -213,7 +191,7 @@ def run(seed, interruptions, devices, directory, report=print):
         if life.process.poll() is not None:
             life = start()
         seen = life.progress()
-        if not life.wait_for(lambda _, life=life, wanted=seen + lines: life.progress() >= wanted):
+        if not life.wait_until(lambda life=life, wanted=seen + lines: life.progress() >= wanted):
             life.end(0)
             report(f"the run was finished after {number} interruptions")
             break

@@ -10,7 +10,7 @@ from nanochat.run.agreement import StopAgreement, agree_on_checkpoint, require_a
 from nanochat.run.pod import PodError
 from nanochat.run.stopping import SAVE, STOP, Requests
 from nanochat.train.flags import Flags
-from tests.run.pods import joined_pods, on_all
+from tests.run.pods import joined_pods, on_all, wait_for_gradients
 from tests.run.states import make_meta, make_state, save
 
 
@@ -87,8 +87,6 @@ def test_ranks_of_all_hosts_save_and_stop_at_the_same_ticks(tmp_path, stopped):
 
 
 def test_ranks_that_wait_for_gradients_of_other_hosts_still_agree(tmp_path):
-    """After each tick a rank waits until the others are at most two ticks behind it, and after every third until they
-    have all reached it."""
     with joined_pods(2) as pods:
         ticks = [0] * 4
 
@@ -98,11 +96,7 @@ def test_ranks_that_wait_for_gradients_of_other_hosts_still_agree(tmp_path):
                 kind = requests.agreed_action(wants_save=random.random() < 0.5)
                 if kind == STOP:
                     return tick
-                ticks[rank] = tick
-                deadline = time.monotonic() + 20
-                while min(ticks) < tick - 2 or (tick % 3 == 0 and min(ticks) < tick):
-                    assert time.monotonic() < deadline, "a deadlock"
-                    time.sleep(0.0001)
+                wait_for_gradients(ticks, rank, tick, ahead=2, together=3)
                 time.sleep(random.uniform(0, 0.002))
                 if rank == 3 and tick == 300:
                     parent.ask_to_stop(is_preempted=True)

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from nanochat.run import checkpoint, checkpoint_files
 from nanochat.run.pod import GRACE_S, LOST_S
 from nanochat.run.stopping import EXIT_STATUS
 from tests.conftest import last_of_each
+from tests.run.life import Life
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 240
@@ -56,46 +56,6 @@ def network():
             keeper.wait()
 
 
-class Life:
-    """One host's process of a run, from its start to its end."""
-
-    def __init__(self, command, **environment):
-        environment = {name: value for name, value in {**os.environ, **environment}.items() if name != "PJRT_DEVICE"}
-        self.process = subprocess.Popen(command, env={**environment, "CPU_NUM_DEVICES": "1", "WANDB_MODE": "disabled"},
-                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self.lines, self._news = [], threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self):
-        for line in self.process.stdout:
-            with self._news:
-                self.lines.append(line.rstrip())
-                self._news.notify_all()
-
-    def count(self, words):
-        return sum(words in line for line in self.lines)
-
-    def wait_for(self, words, times=1):
-        """Waits for so many lines with these words."""
-        deadline = time.monotonic() + TIMEOUT_S
-        with self._news:
-            while self.count(words) < times:
-                assert self.process.poll() is None and time.monotonic() < deadline, \
-                    f"no line with: {words}\n" + "\n".join(self.lines[-60:])
-                self._news.wait(0.2)
-
-    def end(self):
-        """Returns the exit status."""
-        status = self.process.wait(TIMEOUT_S)
-        self._reader.join(10)
-        return status
-
-    @property
-    def text(self):
-        return "\n".join(self.lines)
-
-
 @pytest.fixture
 def start(network, tiny, tmp_path):
     """Starts a run on both hosts and returns their Lives."""
@@ -103,14 +63,16 @@ def start(network, tiny, tmp_path):
 
     def run(*flags, only_on_1=(), before=(), clock_s=0):
         started = []
+        environment = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
         for index in (0, 1):
             started.append(Life(
                 [*network(index), *before, sys.executable, "-m", "tests.run.pod_host", *last_of_each(
                     "--run=test", *tiny, "--total_batch_size=128", "--log_every=5", *flags,
                     *(only_on_1 if index else ()))],
-                NANOCHAT_HOSTS=",".join(ADDRESSES), NANOCHAT_HOST_INDEX=str(index), NANOCHAT_POD_PORT="7690",
-                NANOCHAT_HOST_NAME=f"w{index}", NANOCHAT_BASE_DIR=str(tmp_path / f"w{index}"),
-                POD_CLOCK_S=str(clock_s * index)))
+                {**environment, "NANOCHAT_HOSTS": ",".join(ADDRESSES), "NANOCHAT_HOST_INDEX": str(index),
+                 "NANOCHAT_POD_PORT": "7690", "NANOCHAT_HOST_NAME": f"w{index}",
+                 "NANOCHAT_BASE_DIR": str(tmp_path / f"w{index}"), "POD_CLOCK_S": str(clock_s * index),
+                 "CPU_NUM_DEVICES": "1", "WANDB_MODE": "disabled"}, TIMEOUT_S))
         lives.extend(started)
         return started
 

@@ -1,0 +1,53 @@
+"""A process of a run, followed from its start to its end."""
+import subprocess
+import threading
+import time
+
+
+class Life:
+    """A process whose lines are read as they come. command, environment, options: for subprocess.Popen; timeout_s: how
+    long it may take to its next sign of life, and to its end."""
+
+    def __init__(self, command, environment, timeout_s, **options):
+        self.timeout_s = timeout_s
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                        text=True, **options)
+        self.lines, self._news = [], threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            with self._news:
+                self.lines.append(line.rstrip())
+                self._news.notify_all()
+
+    @property
+    def text(self):
+        return "\n".join(self.lines)
+
+    def count(self, words):
+        """Returns how many lines have these words."""
+        return sum(words in line for line in self.lines)
+
+    def wait_until(self, condition):
+        """Waits until condition() holds or the process has ended; returns whether it holds."""
+        deadline = time.monotonic() + self.timeout_s
+        with self._news:
+            while not condition():
+                if self.process.poll() is not None and not self._reader.is_alive():
+                    return False
+                if time.monotonic() > deadline:
+                    raise TimeoutError("no sign of life:\n" + "\n".join(self.lines[-60:]))
+                self._news.wait(0.2)
+        return True
+
+    def wait_for(self, words, times=1):
+        """Waits for so many lines with these words."""
+        assert self.wait_until(lambda: self.count(words) >= times), f"it ended without: {words}\n{self.text}"
+
+    def end(self):
+        """Returns the exit status."""
+        status = self.process.wait(self.timeout_s)
+        self._reader.join(10)
+        return status
