@@ -15,7 +15,7 @@ from nanochat.data.fim import KINDS, check_fim
 from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards, open_shards
 from nanochat.device.ranks import DEVICE_TYPES, compute_init, prepare_xla_environment, resolve_device_type
-from nanochat.infer.load import find_checkpoint, load_language_meta, load_model
+from nanochat.infer.load import find_checkpoint, load_language_meta, load_model, resolve_inference_device_type
 from nanochat.train.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
 from nanochat.train.project_eval import ProjectRows, require_packed
 
@@ -35,13 +35,14 @@ class Flags:
     device_batch_size: int = flag(8, "rows at a time", at_least=1)
     device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
     kernel: str = flag("auto", "attention and loss, as in base_train")
-    quantize: str = flag("none", "int8: as scripts.generate computes with it, on the CPU")
+    quantize: str = flag("none", "int8: as scripts.generate computes with it, on the CPU, which auto then is")
     seed: int = flag(1, "seed of the data order", at_least=0)
 
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    device_type = resolve_device_type(flags.device_type)
+    resolve = resolve_device_type if flags.quantize == "none" else resolve_inference_device_type
+    device_type = resolve(flags.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(flags.checkpoint)
     trained_len = load_language_meta(path).config["max_seq_len"]

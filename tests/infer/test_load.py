@@ -28,6 +28,22 @@ def test_a_checkpoint_is_found_by_path_by_run_and_as_the_newest(tmp_path, monkey
         find_checkpoint("nothing")
 
 
+@pytest.mark.parametrize("flags, device_type", [([], "xla"), (["--quantize=int8"], "cpu")])
+def test_base_eval_takes_the_cpu_for_8_bits_where_there_is_no_accelerator(monkeypatch, flags, device_type):
+    class Resolved(Exception):
+        pass
+
+    def stop(resolved):
+        raise Resolved(resolved)
+
+    for name in ("nanochat.infer.load.count_tpu_chips", "nanochat.device.ranks.count_tpu_chips"):
+        monkeypatch.setattr(name, lambda *_: 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(base_eval, "prepare_xla_environment", stop)
+    with pytest.raises(Resolved, match=f"^{device_type}$"):
+        base_eval.main(flags)
+
+
 @pytest.mark.parametrize("main, flags", [
     (base_eval.main, []), (code_eval.main, []), (eval_table.main, []), (solve.main, ["--prompt=int f() {"])])
 @pytest.mark.parametrize("fields, message", [
