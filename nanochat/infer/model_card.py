@@ -15,8 +15,8 @@ CURVE_ROWS = 20
 CODE_TAGS = "\ntags: [code, cpp]"
 # The flags that say how the model was trained, and nothing of the machine, its folders or accounts.
 RECIPE = ("depth", "max_seq_len", "model_dim", "num_heads", "num_kv_heads", "window_pattern", "softcap",
-          "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size", "batch_ramp", "fim_rate",
-          "compute_dtype", "seed", *(field.name for field in fields(OptimConfig)))
+          "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size", "batch_ramp", "seq_len_ramp",
+          "fim_rate", "compute_dtype", "seed", *(field.name for field in fields(OptimConfig)))
 
 
 def read_manifest(path):
@@ -143,6 +143,7 @@ def _data_of(manifest):
     sources = [source for source in manifest["sources"] if source.get("project", source["name"]) not in val]
     licences = sum((Counter(source["licences"]) for source in sources), Counter())
     total = (manifest.get("totals") or {}).get(Path(DEFAULT_DIRS["train"]).name, {})
+    num_files = total.get("files", total.get("documents", 0))  # with --pack=project a document is not one file
     rows = "\n".join(f"| {_cell(name)} | {count:,} |" for name, count in licences.most_common())
     projects = "\n".join(
         f"| {_cell(source['name'])} | {_cell(source.get('version') or '')} | {source.get('documents', 0):,} | "
@@ -150,8 +151,8 @@ def _data_of(manifest):
     held_out = f"\n\nHeld out for validation, whole projects: {_cell(', '.join(sorted(val)))}." if val else ""
     return f"""## Data
 
-C and C++ of {len(sources)} projects: {total.get("documents", 0):,} files with {total.get("bytes", 0):,} bytes, after
-exact and near duplicates were dropped.{held_out}
+C and C++ of {len(sources)} projects: {num_files:,} files with {total.get("bytes", 0):,} bytes, after exact and near
+duplicates were dropped.{held_out}
 
 The licences are those that the files and packages state, counted before duplicates were dropped; "unknown" states none.
 

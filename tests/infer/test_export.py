@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
-from nanochat.infer import export
+from nanochat.infer import export, model_card
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig, KVCache
 from nanochat.run import checkpoint
@@ -216,6 +216,9 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
         assert text in card
     assert "BSD-3-Clause" not in card and "| 30 |" not in card  # the checkpoint is of step 20
     assert names(tmp_path / "out") == sorted(export.FILES)
+    manifest["totals"]["base_data_v3"] |= {"documents": 2, "files": 6}  # of prepare_data --pack=project
+    assert "6 files with 700 b" in model_card._data_of(manifest)
+    assert "--seq_len_ramp=0:8,2:16\n" in model_card._recipe(make_meta(flags={"seq_len_ramp": "0:8,2:16"}))
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
     run(f"--out={tmp_path / 'bare'}")
     assert "corpus is not known" in (tmp_path / "bare" / "README.md").read_text()
