@@ -66,7 +66,8 @@ def _say(line, status):
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action):
-        return action.help if action.default in (None, "", ()) else super()._get_help_string(action)
+        is_given = action.required or action.default in (None, "", ())  # there is no default to show
+        return action.help if is_given else super()._get_help_string(action)
 
 
 class ArgumentParser(argparse.ArgumentParser):

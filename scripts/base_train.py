@@ -4,12 +4,13 @@
 
 On a laptop, the same program runs over two XLA devices of its CPU:
 
-    CPU_NUM_DEVICES=2 python3 -m scripts.base_train --depth=4 --num_iterations=100 --device_batch_size=4 \
+    CPU_NUM_DEVICES=2 python3 -m scripts.base_train --depth=4 --num_iterations=100 --device_batch_size=4 \\
         --max_seq_len=256 --total_batch_size=4096 --device_type=xla
 
 On GPUs: torchrun --nproc_per_node=8 -m scripts.base_train … A run whose name has a checkpoint resumes from it.
-No line at module level touches the XLA runtime: each chip needs a process of its own, which starts it.
+docs/training.md says more.
 """
+# No line at module level touches the XLA runtime: each chip needs a process of its own, which starts it.
 import os
 import subprocess
 import sys

@@ -1,6 +1,6 @@
 """Makes a corpus, trains a small model and completes a file, on this machine: `make demo`.
 
-The training program is the one for TPUs, here over two XLA devices of the CPU. It takes about five minutes on two
+The training program is the one for TPUs, here over two XLA devices of the CPU. It takes three to five minutes on two
 cores. Everything is written to $NANOCHAT_BASE_DIR/demo (default ~/.cache/nanochat/demo). A second demo starts again
 from the beginning.
 """

@@ -1,7 +1,7 @@
 """Makes a corpus of C and C++: parquet shards of some projects for training, and of others for validation.
 
-    python -m scripts.prepare_data --installed_headers
-    python -m scripts.prepare_data --debian_source=fmtlib,abseil,re2 --source=~/src/my_project,foo-1.2.tar.xz
+    python3 -m scripts.prepare_data --installed_headers
+    python3 -m scripts.prepare_data --debian_source=fmtlib,abseil,re2 --source=~/src/my_project,foo-1.2.tar.xz
 
 It may be killed at any time: the same command resumes and makes the same shards, byte for byte.
 """

@@ -176,7 +176,7 @@ def draw(runs, out_dir):
         ("memory", "Device memory", [
             (lambda axes: draw_memory(axes, runs), "device_memory_bytes")]),
         ("optimizer", "Learning rates and gradients", [
-            (lambda axes: draw_lines(axes, runs, "lr_multiplier", "learning rates, × those of the flags", "work"),
+            (lambda axes: draw_lines(axes, runs, "lr_multiplier", "learning rates, × their full height", "work"),
              "lr_multiplier"),
             (lambda axes: draw_lines(axes, runs, "seq_len", "positions per row", "work", is_count=True), "seq_len"),
             (lambda axes: draw_lines(axes, runs, "grad_norm", "norm of the gradient", "work", is_log=True),

@@ -1,7 +1,7 @@
 """Compares a tokenizer with OpenAI's cl100k_base and o200k_base: bytes per token, speed, and exact round trips.
 
-    python -m scripts.prepare_data --eval_only --debian_source=$(paste -sd, tokenizer/heldout.txt) --out_dir=heldout
-    python -m scripts.tok_eval --data_dir=heldout/val
+    python3 -m scripts.prepare_data --eval_only --debian_source="$(paste -sd, tokenizer/heldout.txt)" --out_dir=heldout
+    python3 -m scripts.tok_eval --data_dir=heldout/val
 
 Packages whose names begin with o or z are in no training corpus. OpenAI's vocabularies are read from the npm package
 tiktoken, which npm downloads. Without npm, run `npm pack tiktoken` on another machine, and give the path of the file

@@ -1,6 +1,6 @@
 """Trains a tokenizer: a byte-level BPE on the C++ of a corpus, with a split pattern made for C++.
 
-    python -m scripts.tok_train --data_dir=corpus/base_data_v3 --out_dir=my_tokenizer
+    python3 -m scripts.tok_train --data_dir=corpus/base_data_v3 --out_dir=my_tokenizer
 
 The same data and flags give the same files. tokenizer/README.md has the commands that made the shipped tokenizer.
 """

@@ -32,7 +32,7 @@ class Advice:
 
 
 def main(argv=None):
-    parser = ArgumentParser(description=__doc__)
+    parser = ArgumentParser(prog="python3 -m scripts.tpu_advice", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="name of a run, its directory, or its metrics.jsonl")
     run = read_run(parser.parse_args(argv).run)
     flags = read_flags(run)

@@ -1,5 +1,6 @@
 """Flags: their types, ranges and messages."""
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,6 +74,17 @@ def test_a_flag_given_twice_with_one_value_goes_on_and_says_so(capsys):
     assert capsys.readouterr().err.splitlines() == [
         f"{name} is given twice, with the same value" for name in ("--depth", "--verbose")]
     assert read("--depth=4") == Flags() and not capsys.readouterr().err
+
+
+def test_help_shows_a_default_only_where_there_is_one(capsys):
+    @dataclass(frozen=True)
+    class Needed:
+        data_dir: Path = flag(Path(), "a folder", of=expand_path, required=True)
+        depth: int = flag(4, "number of layers")
+
+    with pytest.raises(SystemExit):
+        read_flags(["--help"], "A script.", {Needed: "flags"})
+    assert re.findall(r"\(default: (.*)\)", capsys.readouterr().out) == ["4"]
 
 
 def test_a_base_directory_below_the_home_directory(monkeypatch):

@@ -31,7 +31,7 @@ class Settings:
 
     @property
     def run(self):
-        """The run's name, as base_train reads it: --run=NAME or --run NAME, the last counts."""
+        """The run's name, as base_train reads it: --run=NAME or --run NAME. It refuses two different ones."""
         name = "dummy"
         for flag, following in zip(self.flags, [*self.flags[1:], ""], strict=True):
             if flag.startswith("--run="):

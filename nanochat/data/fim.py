@@ -3,10 +3,10 @@
     BOS <|fim_prefix|> prefix <|fim_suffix|> suffix <|fim_middle|> middle <|file_sep|>
 
 The text is divided at characters and not at tokens, because an editor's cursor is usually inside a token of the whole
-text: of ours, 12% of the line starts are token boundaries. The end of the middle is a token, because rows are filled to
-the last token and a document at the end of a row would show no end. A document longer than a row is first cut at line
-starts into parts, each a document of its own: otherwise a middle would be in another row than its suffix. What is too
-much for a row at the end of a part becomes a small document from left to right.
+text: of ours, a tenth of the line starts are token boundaries. The end of the middle is a token, because rows are
+filled to the last token and a document at the end of a row would show no end. A document longer than a row is first cut
+at line starts into parts, each a document of its own: otherwise a middle would be in another row than its suffix. What
+is too much for a row at the end of a part becomes a small document from left to right.
 
 All random choices follow from the seed and from where the document is in the data, so they are the same whenever it is
 read. The format is that of arXiv 2207.14255 (prefix, suffix, middle), with the names that Qwen and llama.cpp use.

@@ -26,7 +26,7 @@ class ModelFlags:
     tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
                                       of=expand_path)
     device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
-    quantize: str = flag("none", "int8: on the CPU, a third of the memory and several times the speed")
+    quantize: str = flag("none", "int8: on the CPU, less than half of the memory and several times the speed")
 
 
 def find_checkpoint(name=""):

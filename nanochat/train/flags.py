@@ -20,7 +20,7 @@ class RunFlags:
     resume: str = flag("auto", "auto: resume the run of this name if it has a checkpoint; never: move the old run "
                        "aside", choices=("auto", "never"))
     preflight: bool = flag(False, "first compile the run's programs for this TPU, in another process; exit with status "
-                           "3 if they do not fit into its memory")
+                           "3 if they do not fit into its memory (base_train only)")
     seed: int = flag(0, "seed of the weights and of the data order", at_least=0)
     wandb_project: str = flag(os.environ.get("WANDB_PROJECT", "nanochat"), "project in WandB")
 
@@ -64,14 +64,15 @@ class DataFlags:
 @dataclass(frozen=True)
 class ModelFlags:
     depth: int = flag(16, "number of layers", at_least=1, at_most=10_000)
-    max_seq_len: int = flag(1024, "positions per row", at_least=1, at_most=2**20)
+    max_seq_len: int = flag(1024, "positions per row; the base of the rotary positions follows from it", at_least=1,
+                            at_most=2**20)
     model_dim: int = flag(-1, "width; -1: 64 × depth, rounded up to whole heads of 128", at_least=1,
                           at_most=2**16, unset=-1)
     num_heads: int = flag(-1, "attention heads; -1: width / 128", at_least=1, at_most=2**10, unset=-1)
     num_kv_heads: int = flag(-1, "key and value heads (grouped-query attention); -1: num_heads", at_least=1,
                              at_most=2**10, unset=-1)
     window_pattern: str = flag("L", "attention windows, one letter per layer, repeated: L all positions, S half of "
-                               "them")
+                               "them; the last layer is always L")
     softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)
 
 
@@ -137,7 +138,8 @@ class LanguageRecordFlags(RecordFlags):
 
 TITLES = {
     RunFlags: "run", KernelFlags: "devices", DataFlags: "data", ModelFlags: "model (everything follows from the depth)",
-    BatchFlags: "batch and horizon (the first horizon that is given counts)", OptimConfig: "optimizer",
+    BatchFlags: "batch and horizon (the first horizon that is given counts)",
+    OptimConfig: "optimizer (rates for steps of 2^19 tokens and runs of 2^32; those of others follow)",
     DistillationFlags: "distillation",
     LanguageRecordFlags: "evaluation, samples, checkpoints, logs"}
 
