@@ -17,10 +17,16 @@ from unittest import mock
 import pytest
 
 from nanochat.common import ArgumentParser, BadInput
+from nanochat.device.tpu import parse_accelerator
+from nanochat.train.flags import parse_flags
+from nanochat.train.plan import make_plan
+from scripts import tpu_preflight
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tokenizer/README.md",
              *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+HELPS = [*sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("[a-z]*.py")),
+         *sorted(f"deploy/{path.name}" for path in (ROOT / "deploy").glob("*.sh"))]
 # Programs that are not of this project: their arguments are not checked.
 OTHER_PROGRAMS = {"$EDITOR", "apt-get", "cp", "diff", "export", "gcloud", "head", "source"}
 WRAPPERS = {"nohup", "python3", "torchrun"}
@@ -80,6 +86,23 @@ def simple_commands(line):
     return [command for command in [*found, words] if command]
 
 
+def help_commands(text):
+    """The commands of a help text, each a list of words: its indented lines that begin with one. What stands behind
+    several spaces is a remark."""
+    lines = re.findall(r"^ {2,4}((?:\w+=\S+ )?(?:python3?|head|nohup|deploy/\w+\.sh)\b.*)$",
+                       re.sub(r"\s*\\\n\s*", " ", text), re.MULTILINE)
+    return [words for line in lines for words in simple_commands(re.split(" {2,}", line)[0])]
+
+
+def help_text(path):
+    """The help text of a script: its docstring, or the comment with which it begins."""
+    text = (ROOT / path).read_text()
+    if path.endswith(".py"):
+        return importlib.import_module(path.removesuffix(".py").replace("/", ".")).__doc__
+    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in text.partition("\n\n")[0].splitlines()
+                     if line.startswith("#"))
+
+
 # -----------------------------------------------------------------------------
 # Checking: each function returns what is wrong in a line, or None
 
@@ -133,6 +156,27 @@ def problem_of_deploy(script, *arguments):
         return f"{script}: {result.stderr.strip()}"
     rest = arguments[len(own) + 1:]
     return parse("scripts.base_train", *rest) if rest else None
+
+
+def problem_of_run(words):
+    """Whether base_train would refuse the flags of a command that trains, or whose run is compiled, because they do not
+    fit together: on eight chips, or what the command says."""
+    arguments, chips, device_type = words[words.index("--") + 1:] if "--" in words else [], 8, "tpu"
+    if "scripts.base_train" in words:
+        arguments = words[words.index("scripts.base_train") + 1:]
+        if "--device_type=xla" in arguments:
+            chips, device_type = 2, "xla"
+    if "scripts.tpu_preflight" in words:
+        own, flags = tpu_preflight.read_preflight_flags(words[words.index("scripts.tpu_preflight") + 1:])
+        chips = parse_accelerator(own.accelerator).chips
+    elif arguments and "--help" not in arguments:
+        flags = parse_flags(arguments)
+    else:
+        return None
+    try:
+        make_plan(flags, 65536, device_type, chips)
+    except BadInput as error:
+        return str(error)
 
 
 def run(*command):
@@ -230,6 +274,42 @@ def test_every_command_is_accepted_by_its_parser(document):
     assert found or document in ("CHANGELOG.md", "docs/design.md")
 
 
+@pytest.mark.parametrize("script", HELPS)
+def test_every_command_in_a_help_text_is_accepted_by_its_parser(script):
+    found = help_commands(help_text(script))
+    problems = [f"{shlex.join(words)}: {problem}" for words in found if (problem := problem_of_command(words))]
+    assert not problems, "\n".join(problems)
+    assert found or script in ("scripts/demo.py", "scripts/eval_table.py")  # which name a target of make
+
+
+def test_the_runs_that_the_documents_start_can_be_planned():
+    pytest.importorskip("jax")  # which --kernel=flash needs
+    found = [(document, words) for document in DOCUMENTS for words in commands((ROOT / document).read_text())]
+    found += [(script, words) for script in HELPS for words in help_commands(help_text(script))]
+    problems = [f"{place}: {shlex.join(words)}: {problem}" for place, words in found
+                if (problem := problem_of_run(words))]
+    assert not problems, "\n".join(problems)
+
+
+def test_the_commands_for_other_schedulers_are_accepted():
+    """systemd and SkyPilot."""
+    (line,) = re.findall(r"^ExecStart=%h/nanochat/(.*)$", (ROOT / "deploy/watch.service").read_text(), re.MULTILINE)
+    assert problem_of_command(shlex.split(line)) is None
+    task = (ROOT / "deploy/skypilot.yaml").read_text()
+    words = shlex.split(re.sub(r"\\\n", " ", task[task.index("exec "):]))
+    assert problem_of_module(*words[words.index("-m") + 1:]) is None
+
+
+def test_every_group_of_packages_that_is_named_is_there():
+    known = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition(
+        "[project.optional-dependencies]")[2].partition("\n[")[0], re.MULTILINE))
+    texts = {path: (ROOT / path).read_text() for path in files()
+             if path.endswith((".md", ".py", ".sh", ".yaml", ".ipynb", "Makefile")) and path != "dev/LOG.md"}
+    unknown = [f"{path}: {name}" for path, text in texts.items() for names in re.findall(r"'\.\[([\w,]+)\]'", text)
+               for name in names.split(",") if name not in known]
+    assert "serve" in known and not unknown, "\n".join(unknown)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_flag_and_file_in_the_text_is_there(document):
     problems = [problem for span in code_spans((ROOT / document).read_text()) if (problem := problem_of_span(span))]
@@ -284,6 +364,17 @@ def test_a_stale_command_is_found(line, problem):
     (words,) = [words for words in simple_commands(line) if words[0] != "head"]
     assert problem in problem_of_command(words)
     assert words in commands(f"Text.\n\n```sh\n{line}   # a remark\n```\n")
+
+
+def test_runs_that_cannot_be_planned_and_commands_in_help_texts_are_found():
+    assert "does not divide" in problem_of_run(["python3", "-m", "scripts.base_train", "--total_batch_size=1000"])
+    preflight = ["python3", "-m", "scripts.tpu_preflight", "--accelerator=v6e-4"]
+    assert problem_of_run(preflight) is None and "--num_heads" in problem_of_run([*preflight, "--num_heads=7"])
+    assert "--num_heads" in problem_of_run(["deploy/train.sh", "nano-1", "--", "--num_heads=7"])
+    assert help_commands("What it does:\n\n    CPU_NUM_DEVICES=2 python3 -m scripts.base_train --depth=4 \\\n"
+                         "        --max_seq_len=256    # a remark\nOr:\n  deploy/fetch.sh HOST [RUN]     the VM's\n"
+                         "    depth = 4\n") == [
+        ["python3", "-m", "scripts.base_train", "--depth=4", "--max_seq_len=256"], ["deploy/fetch.sh", "HOST", "[RUN]"]]
 
 
 def test_stale_flags_files_and_links_are_found():

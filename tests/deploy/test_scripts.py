@@ -108,7 +108,7 @@ def test_the_example_of_tpu_env_has_every_variable_that_is_read_each_with_a_comm
     read = set()
     for folder in ("nanochat", "scripts"):
         for path in (root / folder).rglob("*.py"):
-            read |= set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"(?!\] =)', path.read_text()))
+            read |= set(re.findall(r'environ(?:ment)?(?:\.get\(|\[)"(\w+)"(?!\] =)', path.read_text()))
     for path in DEPLOY.rglob("*.sh"):
         on_vm = path.read_text() if path.stem == "on_vm" else "".join(
             re.findall(r"<<'END'(.*?)^END$", path.read_text(), re.DOTALL | re.MULTILINE))
