@@ -323,7 +323,7 @@ def check_lane_states(saved, run, world_size):
     num_lanes = run["num_lanes"]
     if num_lanes % world_size:
         raise BadInput(f"{num_lanes} lanes cannot be divided among {world_size} ranks: "
-                       f"use {_divisors_near(num_lanes, world_size)} ranks")
+                       f"use {divisors_near(num_lanes, world_size)} ranks")
     if saved is None:
         return dict.fromkeys(range(num_lanes), LaneState())
     lanes = {}
@@ -343,12 +343,12 @@ def check_lane_states(saved, run, world_size):
         raise BadInput("the saved lanes are of different steps: resume from another checkpoint")
     if n_rows % world_size:
         raise BadInput(f"{n_rows} rows were read so far, which is not possible with {world_size} ranks: "
-                       f"use {_divisors_near(math.gcd(n_rows, num_lanes), world_size)} ranks")
+                       f"use {divisors_near(math.gcd(n_rows, num_lanes), world_size)} ranks")
     return lanes
 
 
-def _divisors_near(n, wanted):
-    """Returns the divisors of n next to `wanted`, as text: "2 or 4"."""
+def divisors_near(n, wanted):
+    """Returns the divisors of n on both sides of `wanted`, as text: "2 or 4"."""
     divisors = [d for d in range(1, n + 1) if n % d == 0]
     below = [d for d in divisors if d < wanted][-1:]
     return " or ".join(map(str, below + [d for d in divisors if d > wanted][:1]))

@@ -21,6 +21,10 @@ from nanochat.infer.judge import NO_CODE, Verdict, has_code
 from nanochat.infer.problems import STOP
 from nanochat.model.layers import IGNORE_INDEX
 
+FIELDS = {  # of a record, as far as scores and pages are made of them
+    "name": str, "group": str, "text": str, "status": str | None, "message": str, "sample": int, "exact": bool,
+    "similarity": int | float, "bits": int | float, "bytes": int, "bits_without_suffix": int | float, "method": str,
+    "budget": int, "tokens": int, "calls": int}
 SPARE_TOKENS = 8  # a text that was cut may have some more tokens than it had as a part of the whole
 
 
@@ -193,8 +197,12 @@ def read_results(path):
         lines = [json.loads(line) for line in data.splitlines()]
         if not all(isinstance(line, dict) for line in lines) or not lines or "format" not in lines[0]:
             raise ValueError("it has no settings in its first line")
-        if not all({"name", "text", "status"} <= line.keys() for line in lines[1:]):
-            raise ValueError("a line is no sample with its verdict")
+        for number, line in enumerate(lines[1:], 2):
+            if not {"name", "group", "text", "status"} <= line.keys():
+                raise ValueError(f"line {number} is no sample with its verdict")
+            for key in line.keys() & FIELDS.keys():
+                if not isinstance(line[key], FIELDS[key]):
+                    raise ValueError(f"line {number} has {key} = {json.dumps(line[key])[:40]}")
     except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not a file of results of code_eval ({error}): name another, or move it away"
                        ) from None

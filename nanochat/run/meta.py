@@ -7,6 +7,7 @@ import base64
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from shlex import quote
 
 import torch
 
@@ -122,21 +123,34 @@ FLAGS_OF_CONFIG = {"n_layer": "--depth", "n_embd": "--model_dim", "n_head": "--n
                    "n_kv_head": "--num_kv_heads", "vocab_size": "the vocabulary of --tokenizer_dir"}
 
 
+ADVICE = "resume with the flags it was trained with, or choose another --run"
+
+
 def require_match(path, meta, *, config, tokenizer_sha256, data_fingerprint):
     """Raises BadInput if the checkpoint at `path` is of another architecture, tokenizer or data than these.
 
     config: the model's config as a dict; None for anything that need not match.
     """
-    advice = "resume with the flags it was trained with, or choose another --run"
     for key, value in (config or {}).items():
         if meta.config.get(key) != value:
             raise BadInput(f"{path} is of another architecture: {FLAGS_OF_CONFIG.get(key, f'--{key}')} is "
-                           f"{meta.config.get(key)} there and {value} here: {advice}")
+                           f"{meta.config.get(key)} there and {value} here: {ADVICE}")
     for saved, value, what in ((meta.tokenizer_sha256, tokenizer_sha256, "another tokenizer than --tokenizer_dir"),
                                (meta.data_fingerprint, data_fingerprint, "other data than that in --data_dir")):
         if value is not None and saved != value:
             raise BadInput(f"{path} was trained with {what}: its fingerprint is {saved[:12]} there and {value[:12]} "
-                           f"here: {advice}")
+                           f"here: {ADVICE}")
+
+
+def require_same_flags(path, meta, flags, older=None):
+    """Raises BadInput if the checkpoint at `path` was trained with another value of one of `flags`, {name: value}.
+
+    older: {name: value} of the flags that did not exist yet when the oldest checkpoints were made.
+    """
+    for name, value in flags.items():
+        if (saved := meta.flags.get(name, (older or {}).get(name))) != value:
+            raise BadInput(f"{path} was trained with --{name}={quote(str(saved))}, and this run has "
+                           f"--{name}={quote(str(value))}: {ADVICE}")
 
 
 def rng_state():

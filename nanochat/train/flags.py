@@ -3,6 +3,7 @@ import os
 from dataclasses import asdict, dataclass, field, fields, replace
 
 from nanochat.common import expand_path, flag, read_flags
+from nanochat.data.lanes import NUM_LANES
 from nanochat.device.ranks import DEVICE_TYPES
 from nanochat.model.optim import OptimConfig
 
@@ -55,6 +56,8 @@ class DataFlags:
     tokenizer_dir: str | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
                                      of=path_text)
     tokenizer_threads: int = flag(2, "threads per rank that tokenize ahead", at_least=1, at_most=1000)
+    num_lanes: int = flag(NUM_LANES, "streams in which the data is read, a multiple of the number of devices; the rows "
+                          "of a batch depend on it", at_least=1, at_most=4096)
     skip_bad_shards: bool = flag(False, "leave out the parts of corrupt shards that cannot be read")
     fim_rate: float = flag(0.0, "share of the documents that are rewritten for fill in the middle", at_least=0,
                            at_most=1)

@@ -18,7 +18,7 @@ from nanochat.kernels.sharded import Sharding
 from nanochat.model.gpt import GPT, initial_weights
 from nanochat.model.optim import MuonAdamW, OptimConfig
 from nanochat.run.checkpoint_files import state_bytes
-from nanochat.run.meta import require_match
+from nanochat.run.meta import require_match, require_same_flags
 from nanochat.train.code_eval import evaluate_code
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
 from nanochat.train.loss_eval import bits_per_byte, with_suffixes
@@ -40,9 +40,12 @@ class LanguageTask:
     teacher: Teacher | None
     data_fingerprint: str | None  # None for synthetic data
     name = "language"
-    num_lanes = NUM_LANES
     changing_flags = tuple(field.name for group in (BatchFlags, OptimConfig, DistillationFlags)
                            for field in fields(group) if field.name != "device_batch_size")  # which changes no step
+
+    @property
+    def num_lanes(self):
+        return self.flags.data.num_lanes
 
     def describe(self):
         return [*describe_plan(self.plan, self.tokenizer), *([self.teacher.describe()] if self.teacher else [])]
@@ -56,14 +59,8 @@ class LanguageTask:
         del config["rotary_base"]  # the resumed run keeps that of the checkpoint
         require_match(path, meta, config=config, tokenizer_sha256=self.tokenizer.sha256,
                       data_fingerprint=self.data_fingerprint)
-        if (ramp := meta.flags.get("seq_len_ramp", "")) != self.flags.batch.seq_len_ramp:
-            raise BadInput(f"{path} was trained with {f'--seq_len_ramp={ramp}' if ramp else 'rows of one length'}, and "
-                           f"this run has --seq_len_ramp={self.flags.batch.seq_len_ramp}: resume with the flags it was "
-                           "trained with, or choose another --run")
-        if (rate := meta.flags.get("fim_rate", 0)) != self.flags.data.fim_rate:
-            raise BadInput(f"{path} was trained with --fim_rate={rate:g}, and this run has "
-                           f"{self.flags.data.fim_rate:g}: resume with the flags it was trained with, or choose "
-                           "another --run")
+        older, now = {"seq_len_ramp": "", "fim_rate": 0, "num_lanes": NUM_LANES}, self.flags.as_dict()
+        require_same_flags(path, meta, {name: now[name] for name in older}, older)
         return replace(self, plan=make_plan(self.flags, self.tokenizer.n_vocab, self.plan.device_type,
                                             self.plan.world_size, meta))
 
@@ -79,7 +76,8 @@ class LanguageTask:
         """Returns the loader of this rank. lane_states: of all lanes after `step` steps, to resume from; num_rows: of
         the validation text, of which `fim_rate` of the documents are rewritten."""
         flags, plan, validation = self.flags, self.plan, num_rows is not None
-        common = dict(rank=dist.rank, world_size=dist.world_size, seed=flags.run.seed + validation, num_rows=num_rows)
+        common = dict(rank=dist.rank, world_size=dist.world_size, seed=flags.run.seed + validation, num_rows=num_rows,
+                      num_lanes=self.num_lanes)
         if validation:
             common |= dict(batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len)
         else:

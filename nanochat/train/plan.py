@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanochat.common import BadInput
-from nanochat.data.lanes import NUM_LANES
+from nanochat.data.lanes import divisors_near
 from nanochat.device import tpu
 from nanochat.device.mesh import Mesh
 from nanochat.kernels.choose import get_kernels
@@ -127,7 +127,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     lengths = _plan_lengths(flags, config, kernel, device_type)
     matrix_params = parameters["matrices"] + parameters["head"]
     flops_per_token = flops.flops_per_token(config, model.max_seq_len)
-    schedule = plan_batches(batch, model.max_seq_len, world_size, matrix_params, meta)
+    schedule = plan_batches(batch, model.max_seq_len, world_size, matrix_params, flags.data.num_lanes, meta)
     if batch.num_iterations > 0:
         num_iterations = batch.num_iterations
     elif batch.target_flops > 0:
@@ -201,11 +201,12 @@ def count_parameters(config):
             "scalars": sum(sizes[name] for name in SCALES)}
 
 
-def plan_batches(batch, seq_len, world_size, matrix_params, meta=None):
+def plan_batches(batch, seq_len, world_size, matrix_params, num_lanes, meta=None):
     """Returns the batch schedule ((step, tokens), …) for BatchFlags. Raises BadInput if it does not divide evenly."""
-    if NUM_LANES % world_size:
-        raise BadInput(f"{world_size} devices do not divide the {NUM_LANES} lanes of the data: use 1, 2, 4, 8, 16, 32 "
-                       "or 64 devices (on a CPU, by CPU_NUM_DEVICES)")
+    if num_lanes % world_size:
+        raise BadInput(f"{world_size} devices do not divide the --num_lanes={num_lanes} of the data: use "
+                       f"{divisors_near(num_lanes, world_size)} devices (on a CPU, by CPU_NUM_DEVICES), or for a new "
+                       f"run --num_lanes={math.lcm(num_lanes, world_size)}")
     micro = batch.device_batch_size * seq_len * world_size
     product = f"{micro} = device_batch_size {batch.device_batch_size} × max_seq_len {seq_len} × {world_size} devices"
     saved = _saved_schedule(batch, meta)

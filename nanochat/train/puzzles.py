@@ -18,7 +18,7 @@ from nanochat.model import trm
 from nanochat.model.optim import AdamW, MuonAdamW, Rules
 from nanochat.model.trm import TRM, Block, TRMConfig
 from nanochat.run.checkpoint_files import state_bytes
-from nanochat.run.meta import require_match
+from nanochat.run.meta import require_match, require_same_flags
 from nanochat.train.flags import MAX_STEPS, DeviceFlags, FlagGroups, RecordFlags, RunFlags, path_text
 from nanochat.train.step import TrainingStep
 from nanochat.train.task import Event
@@ -233,11 +233,8 @@ class PuzzleTask:
     def resumed(self, path, meta):
         require_match(path, meta, config=asdict(self.plan.config), tokenizer_sha256=None,
                       data_fingerprint=self.data_fingerprint)
-        now = self.flags.as_dict()
-        for name in ("total_batch_size", "optimizer", "seed"):  # the carry and the optimizer's state are of these
-            if (saved := meta.flags.get(name)) != now[name]:
-                raise BadInput(f"{path} was trained with --{name}={saved}, and this run has {now[name]}: "
-                               "resume with the flags it was trained with, or choose another --run")
+        now = self.flags.as_dict()  # the carry and the optimizer's state are of these
+        require_same_flags(path, meta, {name: now[name] for name in ("total_batch_size", "optimizer", "seed")})
         return self
 
     def state_bytes(self):

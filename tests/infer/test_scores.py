@@ -1,4 +1,5 @@
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -43,8 +44,20 @@ def test_an_evaluation_that_was_cut_in_its_first_line_goes_on(tmp_path):
     path, settings = tmp_path / "samples.jsonl", {"format": 1, "seed": 0}
     path.write_text('{"format": 1, "se')
     with Results(path, settings) as results:
-        results.add({"name": "a", "text": "", "status": "passed"})
+        results.add({"name": "a", "group": "", "text": "", "status": "passed"})
     assert read_results(path)[:2] == (settings, results.records)
+
+
+@pytest.mark.parametrize("field, shown", [
+    ({"status": 1}, "status = 1"), ({"name": None}, "name = null"), ({"bits": "many"}, 'bits = "many"'),
+    ({"tokens": [3]}, r"tokens = \[3\]")])
+def test_a_record_that_was_edited_by_hand_is_refused_by_its_line_and_field(tmp_path, field, shown):
+    records = [{"name": "a", "group": "", "text": "", "status": None}] * 2
+    records[1] = records[1] | field
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [{"format": 1}, *records]))
+    with pytest.raises(BadInput, match=f"is not a file of results of code_eval .line 3 has {shown}"):
+        read_results(path)
 
 
 @pytest.mark.parametrize("content", ["x", '["format"]\n', '{"format": 1}\n"name"\n', '{"format": 1}\n{"name": "a"}\n',

@@ -221,8 +221,10 @@ def test_a_run_with_fill_in_the_middle_records_its_bits_per_byte_and_keeps_its_r
     trained = train(*flags, run="fim")
     fim = {record["step"]: record["fim_bpb"] for record in trained.records if "fim_bpb" in record}
     assert sorted(fim) == sorted(trained.bpb) == [0, 3, 6] and fim[6] < fim[0]
-    with pytest.raises(BadInput, match="was trained with --fim_rate=0.5, and this run has 0:"):
+    with pytest.raises(BadInput, match="was trained with --fim_rate=0.5, and this run has --fim_rate=0.0:"):
         base_train.main(last_of_each(*tiny, "--run=fim", *flags[1:], "--num_iterations=8"))
+    with pytest.raises(BadInput, match="was trained with --num_lanes=64, and this run has --num_lanes=128:"):
+        base_train.main(last_of_each(*tiny, "--run=fim", *flags, "--num_iterations=8", "--num_lanes=128"))
     base_eval.main(["--checkpoint=fim", f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/val",
                     "--eval_tokens=1024", "--device_type=cpu", "--fim"])
     lines = capsys.readouterr().out.splitlines()[-3:]

@@ -105,8 +105,11 @@ def test_dashes_in_flags_are_accepted():
 
 
 def test_a_world_size_that_does_not_divide_is_refused():
-    with pytest.raises(BadInput, match="3 devices do not divide the 64 lanes"):
+    with pytest.raises(BadInput, match="3 devices do not divide the --num_lanes=64 of the data: use 2 or 4 devices"):
         plan_of(world_size=3)
+    with pytest.raises(BadInput, match="use 64 devices .* or for a new run --num_lanes=128"):
+        plan_of(world_size=128)
+    assert plan_of("--num_lanes=128", world_size=128).grad_accum_steps == 1
 
 
 @pytest.mark.parametrize("flags, message", [
