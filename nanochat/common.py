@@ -7,10 +7,13 @@ import io
 import math
 import os
 import re
+import shlex
 import signal
+import subprocess
 import sys
 import threading
 from dataclasses import field, fields
+from functools import partial
 from pathlib import Path
 
 
@@ -239,3 +242,14 @@ def end_with_parent(parent, how=signal.SIGKILL):
     _LIBC.prctl(1, how)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it has ended already
         os.kill(os.getpid(), how)
+
+
+def run_module(module, *flags, env=None):
+    """Prints the command that runs a script of this project, and runs it in a process of its own, which gets SIGTERM
+    when this one ends. env: its environment; None: that of this process. Raises BadInput if it fails."""
+    command = ["-m", module, *flags]
+    print(f"$ {shlex.join(['python3', *command])}", flush=True)
+    status = subprocess.run([sys.executable, *command], env=env, stdin=subprocess.DEVNULL,
+                            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM)).returncode
+    if status:
+        raise BadInput(f"{module} ended with status {status}: see above")

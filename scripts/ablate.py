@@ -202,16 +202,16 @@ def chip_seconds_per_token(trial, accelerator, folder):
     path = folder / f"preflight_{digest}.json"
     if not path.exists():
         print(f"preflight of {trial.variant} for {accelerator}", flush=True)
-        partial = path.with_suffix(".tmp")
+        unfinished = path.with_suffix(".tmp")
         result = subprocess.run(
-            [sys.executable, "-m", "scripts.tpu_preflight", f"--accelerator={accelerator}", f"--json={partial}",
+            [sys.executable, "-m", "scripts.tpu_preflight", f"--accelerator={accelerator}", f"--json={unfinished}",
              "--programs=micro_step,update", *argv], capture_output=True, text=True, stdin=subprocess.DEVNULL,
             preexec_fn=partial(end_with_parent, os.getpid()))
         if result.returncode not in (0, DOES_NOT_FIT):
             last = (result.stderr.strip() or "no message").splitlines()[-1]
             raise BadInput(f"--accelerator={accelerator}: the preflight of variant {trial.variant} ended with status "
                            f"{result.returncode}: {last}")
-        partial.replace(path)
+        unfinished.replace(path)
     report = json.loads(path.read_text())
     if not report["fits"] or "estimate" not in report:
         print(f"warning: {trial.variant} does not fit into a chip of {accelerator}", flush=True)

@@ -55,25 +55,31 @@ def main(argv=None):
         raise BadInput("--fim and --project are two evaluations: leave one of them out")
     shards = list_shards(flags.data_dir, "val")
     if flags.project:
-        require_packed(open_shards(shards))
+        projects = open_shards(shards)
+        require_packed(projects)
     dist = compute_init(device_type)
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, kernel=flags.kernel,
                                         quantize=flags.quantize)
+    about = f"{path} (step {meta.step})"
+
+    def measure(loader, **options):
+        return bits_per_byte(model, loader, tokenizer.token_bytes(), dist, **options)
 
     def evaluate(fim_options=None, **options):
         with DataLoader(shards, tokenizer, batch_size=flags.device_batch_size, seq_len=seq_len, seed=flags.seed,
                         num_rows=flags.eval_tokens // seq_len, **(fim_options or {})) as loader:
-            return bits_per_byte(model, loader, tokenizer.token_bytes(), dist, **options)
+            return measure(loader, **options)
 
     if flags.project:
-        return print_projects(path, meta, shards, flags, seq_len, model, tokenizer, dist)
+        return print_projects(about, partial(ProjectRows, projects, tokenizer, seq_len, flags.device_batch_size,
+                                             flags.eval_tokens), measure)
     if flags.fim:
         check_fim("--fim", tokenizer, seq_len)
-        print(f"{path} (step {meta.step}): bits per byte of middles")
+        print(f"{about}: bits per byte of middles")
         return print_middles(tokenizer, evaluate)
     found = evaluate()
     whole = " (the whole text, which is shorter than --eval_tokens)" if found.is_whole_text else ""
-    print(f"{path} (step {meta.step}): {found.bits_per_byte:.4f} bits per byte over {found.num_bytes:,} bytes{whole}")
+    print(f"{about}: {found.bits_per_byte:.4f} bits per byte over {found.num_bytes:,} bytes{whole}")
 
 
 def print_middles(tokenizer, evaluate):
@@ -87,19 +93,18 @@ def print_middles(tokenizer, evaluate):
               f"{suffix / without - 1:+.1%} and {suffix / plain - 1:+.1%}", flush=True)
 
 
-def print_projects(path, meta, shards, flags, seq_len, model, tokenizer, dist):
-    """Prints the bits per byte of files given their project, and alone."""
+def print_projects(about, rows_of, measure):
+    """Prints the bits per byte of files given their project, and alone. about: the model, in words; rows_of(whether
+    their project is given): the ProjectRows; measure: see main."""
     found = {}
     for with_project in (True, False):
-        rows = ProjectRows(open_shards(shards), tokenizer, seq_len, flags.device_batch_size, flags.eval_tokens,
-                           with_project)
-        found[with_project] = bits_per_byte(model, rows, tokenizer.token_bytes(), dist, view=rows.view).bits_per_byte
+        rows = rows_of(with_project)
+        found[with_project] = measure(rows, view=rows.view).bits_per_byte
         if not rows.num_files:
-            raise BadInput(f"--project: no project in {shards[0].parent} has two files in one document: name another "
-                           "--data_dir")
-    print(f"{path} (step {meta.step}): {rows.num_files:,} files, the first {seq_len // 2} tokens of each: given their "
-          f"project {found[True]:.4f} bits per byte, alone {found[False]:.4f} "
-          f"({found[True] / found[False] - 1:+.1%})")
+            raise BadInput(f"--project: no project in {rows.shards[0].path.parent} has two files in one document: name "
+                           "another --data_dir")
+    print(f"{about}: {rows.num_files:,} files, the first {rows.seq_len // 2} tokens of each: given their project "
+          f"{found[True]:.4f} bits per byte, alone {found[False]:.4f} ({found[True] / found[False] - 1:+.1%})")
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from nanochat.train.launch import launch
 def main(argv=None):
     flags = parse_flags(argv, __doc__)
     device_type = resolve_device_type(flags.devices.device_type)
-    this_host(device_type)  # a pod that is not whole is refused first; and the preflight learns its type
     if flags.run.preflight:
+        this_host(device_type)  # a pod that is not whole is refused first; and the preflight learns its type
         status = run_preflight(sys.argv[1:] if argv is None else argv)
         if status:
             return status

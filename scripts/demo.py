@@ -6,19 +6,14 @@ from the beginning.
 """
 import json
 import os
-import shlex
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
-from nanochat.common import BadInput, end_with_parent, flag, get_base_dir, read_flags, run_script
-from nanochat.data.shards import list_shards, open_shards, read_pieces
+from nanochat.common import flag, get_base_dir, read_flags, run_module, run_script
+from nanochat.data.shards import all_pieces, list_shards, open_shards
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.record.metrics import METRICS_FILE
 
@@ -32,26 +27,17 @@ class Flags:
 
 
 def run(step, module, *flags, env):
-    """Runs a script of this project in a process of its own, and prints the command."""
-    command = [sys.executable, "-m", module, *flags]
-    print(f"\n=== {step}\n$ {shlex.join(['python3', *command[1:]])}", flush=True)
-    status = subprocess.run(command, env=env, stdin=subprocess.DEVNULL,
-                            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM)).returncode
-    if status:
-        raise BadInput(f"{module} ended with status {status}: see above")
+    """Prints the name of a step, and runs the script that does it, see run_module."""
+    print(f"\n=== {step}")
+    run_module(module, *flags, env=env)
 
 
 def unigram_bits_per_byte(data_dir):
     """Returns the bits per byte of the validation text if only the frequency of each of its tokens is known."""
     tokenizer, counts = load_tokenizer(), 0
     token_bytes = tokenizer.token_bytes().numpy()
-    for shard in open_shards(list_shards(data_dir)):
-        for row_group, n_documents in enumerate(shard.row_group_documents):
-            document = 0
-            while document < n_documents:
-                pieces, document = read_pieces(shard, row_group, document, n_documents)
-                for piece in pieces:
-                    counts = counts + np.bincount(tokenizer.encode_to_numpy(piece.text), minlength=tokenizer.n_vocab)
+    for piece in all_pieces(open_shards(list_shards(data_dir))):
+        counts = counts + np.bincount(tokenizer.encode_to_numpy(piece.text), minlength=tokenizer.n_vocab)
     seen = counts[counts > 0]
     return float(-(seen * np.log2(seen / seen.sum())).sum() / (counts * token_bytes).sum())
 

@@ -4,24 +4,18 @@ It runs code_eval on functions and on gaps in their solutions, and solve with ev
 is written to $NANOCHAT_BASE_DIR/eval. It may be killed at any time: the same command goes on. For a small model on two
 cores, about half an hour is to be expected; the whole has not been timed on an idle machine.
 """
-import os
-import shlex
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from nanochat.common import (
     BadInput,
-    end_with_parent,
     expand_path,
     flag,
     get_base_dir,
     read_flags,
     require_writable_dir,
+    run_module,
     run_script,
 )
 from nanochat.infer import compare_search
@@ -81,13 +75,9 @@ def main(argv=None):
 
 
 def run(module, *flags):
-    """Runs a script of this project in a process of its own, and prints the command and how long it took."""
-    begun, command = time.monotonic(), [sys.executable, "-m", module, *flags]
-    print(f"$ {shlex.join(['python3', *command[1:]])}", flush=True)
-    status = subprocess.run(command, env={**os.environ}, stdin=subprocess.DEVNULL,
-                            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM)).returncode
-    if status:
-        raise BadInput(f"{module} ended with status {status}: see above")
+    """Runs a script of this project, see run_module, and prints how long it took."""
+    begun = time.monotonic()
+    run_module(module, *flags)
     print(f"({(time.monotonic() - begun) / 60:.1f} minutes)\n", flush=True)
 
 

@@ -21,15 +21,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from nanochat.common import (
-    BadInput,
-    expand_path,
-    flag,
-    get_base_dir,
-    read_flags,
-    require_writable_dir,
-    run_script,
-)
+from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data import corpus
 from nanochat.data.contamination import telling_sequences
 from nanochat.data.debian import check_names, debian_sources

@@ -126,19 +126,17 @@ def trace_run(flags, chips):
     loss = DistillationLoss(found, fill_with_placeholders(teacher)) if found else next_token_loss
     training = make_step(plan, fill_with_placeholders(model), dist, loss, teacher)
     rows, length = plan.device_batch_size, plan.config.max_seq_len
-    first_steps = {name: first for first, _, name in plan.stages}
+    batches, shares = {}, {"evaluate": branch_shares(plan.config, length)}
+    for first, _, name in plan.stages:
+        batches[name] = {"rows": torch.zeros(plan.rows(first), plan.seq_len(first) + 1, dtype=torch.int32)}
+        shares[name] = branch_shares(plan.config, plan.seq_len(first))
 
     def evaluate():
         loader = SyntheticLoader(tokenizer.n_vocab, batch_size=rows, seq_len=length, world_size=chips,
                                  num_rows=2 * rows * chips)
         bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist)
 
-    lengths = {name: plan.seq_len(first) for name, first in first_steps.items()}
-    programs = Programs(plan, training, lambda shape: name_buffer_of_gpt(shape, plan.config, rows, length),
-                        {name: branch_shares(plan.config, lengths.get(name, length))
-                         for name in (*lengths, "update", "evaluate")})
-    batches = {name: {"rows": torch.zeros(plan.rows(first), lengths[name] + 1, dtype=torch.int32)}
-               for name, first in first_steps.items()}
+    programs = Programs(plan, training, lambda shape: name_buffer_of_gpt(shape, plan.config, rows, length), shares)
     return programs, programs.trace(batches, evaluate)
 
 

@@ -31,8 +31,8 @@ NUM_PERMUTATIONS, VALUES_PER_BAND = 128, 8  # 16 bands: pairs of similarity 0.8 
 NEAR_DUPLICATE_SIMILARITY = 0.8  # estimated Jaccard similarity of the sets of 5-word sequences
 RUN_BYTES, RUN_ROW_GROUP_DOCUMENTS = 32_000_000, 64
 MAX_SHARDS = 100_000  # their names have five digits
-PACKED_ROW_GROUP_DOCUMENTS = 8  # of projects, for the same reason
 SHARD_ROW_GROUP_DOCUMENTS = 256  # about 2 MB of text, so that many row groups can be read concurrently in little memory
+PACKED_ROW_GROUP_DOCUMENTS = 8  # of projects, for the same reason
 SCHEMA = pa.schema([("text", pa.string()), ("path", pa.string()), ("source", pa.string()), ("licence", pa.string())])
 RUN_SCHEMA = SCHEMA.append(pa.field("key", pa.uint64())).append(pa.field("nbytes", pa.int64())).append(
     pa.field("signature", pa.binary(4 * NUM_PERMUTATIONS)))

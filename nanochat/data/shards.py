@@ -177,6 +177,24 @@ def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 
         raise CorruptRowGroup(message + "copy or prepare the file again, or use --skip_bad_shards", pieces) from None
 
 
+def all_pieces(shards):
+    """Yields the TextPieces of all documents of the Shards, in their order. Raises what read_pieces does."""
+    for shard in shards:
+        for row_group, num_documents in enumerate(shard.row_group_documents):
+            document = first_piece = 0
+            while document < num_documents:
+                pieces, document = read_pieces(shard, row_group, document, num_documents, first_piece)
+                first_piece = pieces[-1].index + 1 if pieces and not pieces[-1].is_last else 0
+                yield from pieces
+
+
+def whole_texts(shards):
+    """Yields the texts of the documents that are one piece and valid UTF-8, which nearly all are."""
+    for piece in all_pieces(shards):
+        if piece.index == 0 and piece.is_last and isinstance(piece.text, str):
+            yield piece.text
+
+
 def _read_or_skip(skip_bad, shard, row_group, document, stop, *args, **kwargs):
     """Returns the same as read_pieces; with `skip_bad` a row group ends before the first batch that is corrupt.
 

@@ -8,7 +8,7 @@ import random
 import re
 from dataclasses import dataclass
 
-from nanochat.data.shards import open_shards, read_pieces, require_files
+from nanochat.data.shards import open_shards, require_files, whole_texts
 
 DOCUMENT_KINDS = ("single line", "several lines", "random span", "block", "arguments", "condition")
 FUNCTION_KINDS = ("single line", "several lines")
@@ -63,14 +63,7 @@ def read_documents(paths):
     """Yields the texts of parquet shards that are neither very short nor very long."""
     shards = open_shards(paths)
     require_files(shards, "finding gaps")
-    for shard in shards:
-        for row_group, num_documents in enumerate(shard.row_group_documents):
-            document = 0
-            while document < num_documents:
-                pieces, document = read_pieces(shard, row_group, document, num_documents)
-                yield from (piece.text for piece in pieces if piece.index == 0 and piece.is_last
-                            and isinstance(piece.text, str)
-                            and MIN_DOCUMENT_CHARACTERS <= len(piece.text) <= MAX_DOCUMENT_CHARACTERS)
+    yield from (text for text in whole_texts(shards) if MIN_DOCUMENT_CHARACTERS <= len(text) <= MAX_DOCUMENT_CHARACTERS)
 
 
 def _key(seed, text):

@@ -50,6 +50,11 @@ def list_tiles(length, tiles, window=None, offset=0):
     return found
 
 
+def num_scores(tiles):
+    """Returns how many scores the Tiles have."""
+    return sum((tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start) for tile in tiles)
+
+
 def pipeline(count, stages):
     """Traces every stage(n) for n from 0 to count - 1, of (delay, stage), so that a stage works on tile n at the same
     time as another with one more of delay works on tile n - 1."""

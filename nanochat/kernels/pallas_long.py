@@ -17,15 +17,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from nanochat.kernels.attention_tiles import BACKWARD_TILES, FORWARD_TILES, list_tiles, pipeline
+from nanochat.kernels.attention_tiles import BACKWARD_TILES, FORWARD_TILES, list_tiles, num_scores, pipeline
 from nanochat.kernels.flash_shapes import HEAD_DIM, SEGMENT
-from nanochat.kernels.pallas_parts import (
-    VMEM_LIMIT_BYTES,
-    by_window,
-    dot,
-    log_sums_shape,
-    sums_of_128,
-)
+from nanochat.kernels.pallas_parts import VMEM_LIMIT_BYTES, by_window, dot, log_sums_shape, sums_of_128
 from nanochat.kernels.pallas_short import begin_backward, forward_tiles, write_gradients
 
 
@@ -198,11 +192,7 @@ def _call(kernel, place, steps, operands, results, scratch, segment, flops, expo
 
 def _scores(pairs, cases):
     """Returns how many scores the tiles of all pairs have."""
-    def area(distance):
-        tiles = next(tiles for first, last, tiles in cases if first <= distance <= last)
-        return sum((tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start) for tile in tiles)
-
-    return sum(area(i - j) for i, j in pairs)
+    return sum(num_scores(next(tiles for first, last, tiles in cases if first <= i - j <= last)) for i, j in pairs)
 
 
 def forward(place, q, k, v, cos, sin, *, windows, matrix_unit, segment=SEGMENT, **options):

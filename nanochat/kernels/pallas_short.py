@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from nanochat.kernels.attention_tiles import BACKWARD_TILES, FORWARD_TILES, Once, list_tiles, pipeline
+from nanochat.kernels.attention_tiles import BACKWARD_TILES, FORWARD_TILES, Once, list_tiles, num_scores, pipeline
 from nanochat.kernels.flash_shapes import HEAD_DIM
 from nanochat.kernels.pallas_parts import (
     LOG2_E,
@@ -261,8 +261,7 @@ def _call(kernel, place, operands, results, scratch, tiles, products, interpret=
             return pl.BlockSpec((1, 1, length, HEAD_DIM), lambda b, h, g, place: (place[0], b, 0, head(h, g)))
         return pl.BlockSpec((1, length, HEAD_DIM), lambda b, h, g, place: (b, 0, head(h, g)))
 
-    area = sum((tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start) for tile in tiles)
-    scores = batch * kv_heads * group * area
+    scores = batch * kv_heads * group * num_scores(tiles)
     num_bytes = sum(math.prod(array.shape[kind.endswith("stack"):]) * array.dtype.itemsize
                     for kind, array in operands + results)
     return pl.pallas_call(

@@ -27,7 +27,7 @@ class GPTConfig:
     n_kv_head: int = 8
     window_pattern: str = "L"  # one letter per layer, repeated: L sees all positions, S the last max_seq_len / 2
     softcap: float = 15.0
-    rotary_base: float = 10_000.0  # older checkpoints do not say it
+    rotary_base: float = 10_000.0  # see rotary_base_for
 
     def __post_init__(self):
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:

@@ -214,19 +214,18 @@ class MuonAdamW:
         self.masters, self.state = {}, {}
         for name, p in self.parameters.items():
             is_copy = name in self.sharded or model.training_dtype != torch.float32
-            if name in masters:
-                self.masters[name] = master = masters[name]
-            else:
-                self.masters[name] = master = self._part_of(name, p.detach()).clone() if is_copy else p
-            if is_copy and name not in masters:
-                p.data = self._model_part(name, p.detach()).to(model.training_dtype)
+            if name not in masters:
+                masters[name] = self._part_of(name, p.detach()).clone() if is_copy else p
+                if is_copy:
+                    p.data = self._model_part(name, p.detach()).to(model.training_dtype)
+            self.masters[name] = master = masters[name]
             self.state[f"{name}.momentum"] = torch.zeros_like(master)
             self.state[f"{name}.second_moment"] = torch.zeros_like(
                 master if name in rules.adam else master[:, :, :1])
             if rules.ema_decay:
                 self.state[f"{name}.ema"] = master.detach().clone()
         model.create_main_grads()
-        self._clear_gradients()  # so that the first step's programs are those of every other step
+        self.clear()  # so that the first step's programs are those of every other step
 
     def scheduled(self, step, batch_growth=1.0):
         """Returns the numbers of `step` as a CPU tensor (4,): the multiplier of the learning rates, Muon's momentum and
@@ -269,15 +268,10 @@ class MuonAdamW:
         self.clear(sums)
         return result
 
-    def clear(self, sums):
-        """Sets the sums of gradients and `sums` to zero, as every update does at its end."""
-        self._clear_gradients()
-        for total in sums:
-            total.zero_()
-
-    def _clear_gradients(self):
-        """Sets the sums of gradients to zero. The results of an XLA program are in the order in which they were last
-        written, so another order here would make another program of the next micro-step.
+    def clear(self, sums=()):
+        """Sets the sums of gradients and `sums` to zero, as every update does at its end. The results of an XLA program
+        are in the order in which they were last written, so another order here would make another program of the next
+        micro-step.
 
         XLA assigns the memory of arguments to results of the same size: the results in the order of these lines, the
         arguments in the order in which the program uses them. In reverse, each gradient stays where it is; otherwise
@@ -285,6 +279,8 @@ class MuonAdamW:
         """
         for p in reversed(list(self.parameters.values())):
             p.main_grad.zero_()
+        for total in sums:
+            total.zero_()
 
     def _adamw(self, p, exp_avg, exp_avg_sq, grad, rule, lr, bias1, bias2):
         """AdamW (arXiv 1711.05101). Returns p and its two averages, updated."""

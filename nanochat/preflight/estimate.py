@@ -215,11 +215,9 @@ def report_run(reports, plan, tpu_slice):
 
     reports: the ProgramReports of the run's programs. plan: of a Task. tpu_slice: a tpu.Slice.
     """
-    stages = {}
-    for first, last, name in plan.stages:
-        own = [report for report in reports if report.name in (name, "update")]
-        stages[name] = {"first": first, "last": last} | report_stage(own, first, last, plan, tpu_slice)
-    final = stages[name]
+    stages = {name: report_stage([report for report in reports if report.name in (name, "update")], first, last, plan,
+                                 tpu_slice) for first, last, name in plan.stages}
+    *_, final = stages.values()
     return {name: value for name, value in final.items() if name not in ("first", "last", "hours")} | {
         "hours": sum(stage["hours"] for stage in stages.values()), "stages": stages,
         "hours_of_last": plan.units(0, plan.num_iterations) / final[f"{plan.unit}_per_s"] / 3600}
@@ -231,7 +229,7 @@ def report_stage(reports, first, last, plan, tpu_slice):
                              for name in ("estimated_s", "low_s", "high_s"))
     units_per_s, units = plan.units(0, 1) / step_s, plan.units(first, last)
     return {
-        "step_s": step_s, "step_low_s": low_s, "step_high_s": high_s,
+        "first": first, "last": last, "step_s": step_s, "step_low_s": low_s, "step_high_s": high_s,
         f"{plan.unit}_per_s": units_per_s,
         "mfu": units_per_s * plan.flops(first, last) / units / (tpu_slice.tpu.peak_flops * tpu_slice.chips),
         "hours": units / units_per_s / 3600,

@@ -146,9 +146,9 @@ class Module:
             elif instruction.opcode not in _FREE and instruction.custom_call_target not in _FREE_CUSTOM_CALLS:
                 if instruction.opcode == "fusion":
                     yield from self._collective_steps(self.computations[instruction.called("calls")], times)
-                yield _op(instruction, times, self._touched(instruction, computation),
-                          begins=instruction.name if instruction.opcode.endswith("-start") else "",
-                          kernel=self._kernel(instruction))
+                kernel = self._kernel(instruction)
+                yield _op(instruction, times, self._touched(instruction, computation, kernel),
+                          begins=instruction.name if instruction.opcode.endswith("-start") else "", kernel=kernel)
 
     def _kernel(self, instruction):
         """Returns the Pallas kernel that an instruction is, or that its fusion has, or None."""
@@ -210,10 +210,9 @@ class Module:
                 if re.fullmatch(r"-?\d+", instruction.operands[0] if instruction.operands else ""):
                     yield int(instruction.operands[0])
 
-    def _touched(self, instruction, computation):
-        """Returns the arrays that an instruction reads or writes, or the slices of them."""
+    def _touched(self, instruction, computation, kernel):
+        """Returns the arrays that an instruction reads or writes, or the slices of them. kernel: see Op."""
         opcode, shape = instruction.opcode, instruction.shape
-        kernel = self._kernel(instruction)
         if kernel and kernel.declared_cost:  # a kernel may read only a slice of an operand
             return [Array("u8", (kernel.declared_cost["bytes_accessed"],), True)]
         operands = [computation[name].shape for name in instruction.operands if name in computation]

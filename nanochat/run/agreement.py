@@ -137,8 +137,8 @@ def obtain(pod, directory, name, sums, report):
 
 def _receive_checkpoint(pod, partial):
     with pod.link.request(kind="checkpoint") as connection:
-        for _ in (*SUMMED_FILES, SUMS):
-            wire.receive_file(connection, partial)
+        for name in (*SUMMED_FILES, SUMS):
+            wire.receive_file(connection, partial / name)
 
 
 def _serve_checkpoint(connection, path):
@@ -191,7 +191,7 @@ class StopAgreement:
         self._pod, self._requests, self._num_ranks = pod, requests, num_ranks
         self._lock = threading.RLock()  # guards all below
         self._told_stops, self._told_preemption, self._open_number = 0, False, 0  # of this host
-        self._number, self._kind, self._is_due = 0, 0, False  # the first host's: of the last request
+        self._number, self._kind = 0, 0  # the first host's: of the last request
         self._held, self._done, self._is_stop_asked = {}, set(), False
         pod.handlers |= {"stop": self._on_stop, "hold": self._on_hold, "held": self._on_held, "due": self._on_due,
                          "done": self._on_done, "preempted": lambda index, message: requests.note_preemption()}

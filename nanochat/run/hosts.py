@@ -66,19 +66,15 @@ def _listed(text):
 
 
 def _accelerator():
-    """Returns the accelerator string of the whole TPU, or None. The PCI bus shows the chips of this host only, so on a
-    host of a pod the metadata server is asked."""
-    found = tpu.detect_accelerator()
-    if os.environ.get("TPU_ACCELERATOR_TYPE"):
-        return found
-    told = metadata("attributes/accelerator-type")
-    try:
-        is_pod = bool(told) and tpu.parse_accelerator(told).hosts > 1
-    except BadInput:  # a type that is not in the tables
-        return found
-    if not is_pod:
-        return found
-    os.environ["TPU_ACCELERATOR_TYPE"] = told
+    """Returns the accelerator string of the whole TPU, or None. The PCI bus shows the chips of this host only, so the
+    metadata server is asked whether there are more."""
+    if not os.environ.get("TPU_ACCELERATOR_TYPE"):
+        told = metadata("attributes/accelerator-type")
+        try:
+            if told and tpu.parse_accelerator(told).hosts > 1:
+                os.environ["TPU_ACCELERATOR_TYPE"] = told
+        except BadInput:  # a type that is not in the tables
+            pass
     return tpu.detect_accelerator()
 
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
@@ -56,10 +56,10 @@ class Link:
 
 
 class Member:
-    """Another host, and the connection to it."""
+    """The connection to another host."""
 
-    def __init__(self, connection, name):
-        self.connection, self.name, self.has_ended = connection, name, False
+    def __init__(self, connection):
+        self.connection = connection
         self._lock = threading.Lock()  # messages of several threads must not mix
 
     def send(self, message):
@@ -77,8 +77,8 @@ class Pod:
         self.serves = {}  # kind of request -> function(connection, message), on the first host
         self._report, self._listener, self._token = report, None, secrets.token_hex(16)
         self._members, self._hellos = {}, {}  # index -> Member, index -> what it said of itself
-        self._values, self._said, self._status = {}, {}, None
-        self._readers, self._is_over = [], False
+        self._values, self._said = {}, {}
+        self._readers, self._ended, self._is_over, self._status = [], set(), False, None
         self._changed = threading.Condition(threading.RLock())  # guards all these
 
     @property
@@ -108,8 +108,7 @@ class Pod:
         self.names = [name if names.count(name) == 1 else f"{name} ({address})"
                       for name, address in zip(names, self.host.addresses, strict=True)]
         self.link = Link(self.host, self._token)
-        for index, member in self._members.items():
-            self._start(self._read, index, member)
+        self._readers = [self._start(self._read, index) for index in self._members]
         self._start(self._beat)
         self._report(f"host {self.host.index} of {self.host.count}: {self.names[self.host.index]}, joined to "
                      + ", ".join(name for index, name in enumerate(self.names) if index != self.host.index))
@@ -157,7 +156,7 @@ class Pod:
             is_new = index in range(1, self.host.count) and index not in self._hellos
             if is_new and message.get("addresses") == list(self.host.addresses):
                 self._hellos[index] = {"about": message["about"], "name": str(message["name"])}
-                self._members[index] = Member(connection, str(message["name"]))
+                self._members[index] = Member(connection)
                 self._changed.notify_all()
                 return
         why = f"another process has joined as host {index} already" if index in self._hellos else \
@@ -195,7 +194,7 @@ class Pod:
             raise PodError(message["message"], message["status"])
         connection.settimeout(LOST_S)
         self._token = message["token"]
-        self._members[0] = Member(connection, message["hellos"][0]["name"])
+        self._members[0] = Member(connection)
         return message["hellos"]
 
     # Messages
@@ -260,21 +259,22 @@ class Pod:
                 self.tell(index, {"kind": "beat"})
             time.sleep(BEAT_S)
 
-    def _read(self, index, member):
+    def _read(self, index):
         """Handles the messages of another host until its end."""
+        connection = self._members[index].connection
         while True:
             try:
-                message = wire.receive(member.connection)
+                message = wire.receive(connection)
             except TimeoutError:
-                return self._lose(member, f"has not been heard of for {LOST_S} s: it died, or the network did")
+                what = f"has not been heard of for {LOST_S} s: it died, or the network did"
+                break
             except (OSError, EOFError, ValueError) as error:
-                return self._lose(member, f"has ended without a word ({error})")
+                what = f"has ended without a word ({error})"
+                break
             self.handlers[message["kind"]](index, message)
-
-    def _lose(self, member, what):
         if not self._is_over:
-            self._fail(f"host {member.name} {what}", 1)
-        member.connection.close()
+            self._fail(f"host {self.names[index]} {what}", 1)
+        connection.close()
 
     # The end
 
@@ -317,15 +317,13 @@ class Pod:
         """
         if status not in (0, EXIT_STATUS):
             self.fail(reason or f"its ranks ended with status {status}", status)
+        self.tell(0, {"kind": "ended"})
         try:
             with self._changed:
                 if self.is_first:
-                    self._wait(lambda: all(member.has_ended for member in self._members.values()), LAST_WORDS_S,
-                               lambda: self._missing({0} | {index for index, member in self._members.items()
-                                                            if member.has_ended}, "end"))
-                    self._status = status
+                    self._wait(lambda: len(self._ended) == self.host.count, LAST_WORDS_S,
+                               lambda: self._missing(self._ended, "end"))
                 else:
-                    self.tell(0, {"kind": "ended"})
                     self._wait(lambda: self._status is not None, END_TIMEOUT_S, lambda: (
                         f"host {self.names[0]} to save and to wait for its mirror"))
         except PodError as failure:
@@ -336,7 +334,7 @@ class Pod:
 
     def _on_ended(self, index, message):
         with self._changed:
-            self._members[index].has_ended = True
+            self._ended.add(index)
             self._changed.notify_all()
 
     def _on_over(self, index, message):
@@ -362,8 +360,7 @@ class Pod:
     def _start(self, function, *arguments):
         thread = threading.Thread(target=function, args=arguments, name="pod", daemon=True)
         thread.start()
-        if function == self._read:
-            self._readers.append(thread)
+        return thread
 
 
 def _connect(host):
@@ -376,7 +373,13 @@ def _connect(host):
 
 
 @contextmanager
-def _member_of(pod):
+def membership(host):
+    """Yields the Pod of a Host; or None for None. An error that ends the block ends the run on all hosts: BadInput with
+    status 2 everywhere, an outage of the mirror with 75, and any other with 1."""
+    if host is None:
+        yield None
+        return
+    pod = Pod(host)
     try:
         yield pod
     except BaseException as error:
@@ -385,9 +388,3 @@ def _member_of(pod):
         raise
     finally:
         pod.close()
-
-
-def membership(host):
-    """Returns a context: the Pod of a Host, or None for None. An error that ends the block ends the run on all hosts:
-    BadInput with status 2 everywhere, an outage of the mirror with 75, and any other with 1."""
-    return _member_of(Pod(host)) if host else nullcontext()

@@ -32,10 +32,9 @@ MAX_RANKS = 256
 _NEVER = 2**62
 # Offsets of the fields in the file, in numbers of 64 bits. Requests are numbered from 1. Each rank has four fields: the
 # tick it is at, the last request that it answered, the tick it answered with, the last request whose outcome it read.
-# _STOP_ASKED counts how often a stop was asked for.
-_STOP_ASKED, _IS_PREEMPTED, _WAITS_FOR_MIRROR, _NUMBER, _KIND, _AGREED_NUMBER, _AGREED_TICK, _TICK = range(8)
-_ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER, _SAVE_ASKED = (_TICK + i * MAX_RANKS for i in range(1, 5))
-_END = _SAVE_ASKED + 1  # _SAVE_ASKED: with several hosts, whether rank 0 asks for a save
+# _STOP_ASKED counts how often a stop was asked for. _SAVE_ASKED: with several hosts, whether rank 0 asks for a save.
+_STOP_ASKED, _IS_PREEMPTED, _WAITS_FOR_MIRROR, _SAVE_ASKED, _NUMBER, _KIND, _AGREED_NUMBER, _AGREED_TICK = range(8)
+_TICK, _ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER, _END = (8 + i * MAX_RANKS for i in range(5))
 HOLD_S = 0.01  # in which what a rank has written is seen by its parent
 
 

@@ -2,7 +2,6 @@
 import json
 import os
 import struct
-from pathlib import Path
 
 MAX_MESSAGE_BYTES = 2**28
 CHUNK_BYTES = 2**22
@@ -29,16 +28,13 @@ def receive(connection):
 def send_file(connection, path):
     """Sends the contents of a file."""
     with open(path, "rb") as file:
-        send(connection, {"name": Path(path).name, "bytes": os.fstat(file.fileno()).st_size})
+        send(connection, {"bytes": os.fstat(file.fileno()).st_size})
         connection.sendfile(file)
 
 
-def receive_file(connection, directory):
-    """Writes the next file into `directory`, a piece at a time, and returns its path. It is on disk by then."""
-    message = receive(connection)
-    if "name" not in message:
-        raise OSError(message.get("error", "no file came"))
-    path, left, buffer = Path(directory) / Path(message["name"]).name, message["bytes"], bytearray(CHUNK_BYTES)
+def receive_file(connection, path):
+    """Writes the next file to `path`, a piece at a time, and returns once it is on disk. Raises what `receive` does."""
+    left, buffer = receive(connection)["bytes"], bytearray(CHUNK_BYTES)
     with open(path, "wb", buffering=0) as file:
         while left:
             count = connection.recv_into(buffer, min(left, CHUNK_BYTES))

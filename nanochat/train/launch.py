@@ -33,8 +33,9 @@ from nanochat.train.trainer import Trainer
 def launch(flags, device_type, make_task):
     """Trains, and returns the exit status. make_task: see prepare; device_type: as resolve_device_type returns it."""
     try:
+        host = this_host(device_type)
         if device_type in ("tpu", "xla"):
-            return train_on_xla(flags, device_type, make_task)
+            return train_on_xla(flags, device_type, make_task, host)
         return train_without_parent(flags, device_type, make_task)
     except PodError as error:  # on another host, before training began
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -46,13 +47,14 @@ def launch(flags, device_type, make_task):
         return 130
 
 
-def train_on_xla(flags, device_type, make_task):
-    """Prepares the run in this process, and trains in the processes that it spawns. Returns the exit status."""
+def train_on_xla(flags, device_type, make_task, host):
+    """Prepares the run in this process, and trains in the processes that it spawns. Returns the exit status. host: this
+    Host, if there are several."""
     prepare_xla_environment(device_type)
     accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
     if accelerator:
         os.environ["LIBTPU_INIT_ARGS"] = tpu.libtpu_init_args(tpu.parse_accelerator(accelerator).tpu)
-    with membership(this_host(device_type)) as pod:
+    with membership(host) as pod:
         if pod:
             found = pod.join(describe(flags, device_type))
             require_alike(pod.names, found, "start the same code with the same command on all hosts")

@@ -118,7 +118,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=model.window_pattern,
         softcap=model.softcap, n_embd=max(model.model_dim, 0), n_head=max(model.num_heads, 0),
         n_kv_head=max(model.num_kv_heads, 0),
-        rotary_base=meta.config.get("rotary_base", GPTConfig.rotary_base) if meta else None)
+        rotary_base=meta.config["rotary_base"] if meta else None)
     parameters = count_parameters(config)
     _require_memory(parameters, config, batch, device_type)
     mesh = plan_mesh(flags, config, device_type, world_size)
@@ -244,8 +244,7 @@ def _steps_to_spend(target_flops, config, batches, lengths):
 
 def _steps_to_see(tokens, schedule):
     """Returns the number of steps after which a batch schedule comes nearest to `tokens` tokens."""
-    ends = [first for first, _ in schedule[1:]] + [math.inf]
-    for (first, batch), end in zip(schedule, ends, strict=True):
+    for first, end, batch in spans(schedule, 0, math.inf):
         if first + round(tokens / batch) <= end:
             return first + round(tokens / batch)
         tokens -= (end - first) * batch

@@ -9,7 +9,7 @@ import torch
 from nanochat.common import BadInput
 from nanochat.data.lanes import PADDING
 from nanochat.data.projects import FILE_SEP, SEPARATOR
-from nanochat.data.shards import read_pieces
+from nanochat.data.shards import whole_texts
 from nanochat.data.tokenizer import Tokenizer
 
 
@@ -70,7 +70,7 @@ class ProjectRows:
         """Yields for each file the tokens before it in its document, its own, and which of these are of its text and
         not of its path."""
         separator, sizes = self.tokenizer.special(FILE_SEP), self.tokenizer.token_bytes().numpy()
-        for text in self._documents():
+        for text in whole_texts(self.shards):  # others are one very long file
             before = np.empty(0, np.int64)
             for number, part in enumerate(text.split(SEPARATOR)[1:]):
                 own = self.tokenizer.encode_to_numpy(part).astype(np.int64)
@@ -80,13 +80,3 @@ class ProjectRows:
                 if number and counts.any():
                     yield before, file, counts
                 before = np.concatenate([before, [separator], own])
-
-    def _documents(self):
-        """Yields the texts of the documents that are read in one piece; others are one very long file."""
-        for shard in self.shards:
-            for row_group, num_documents in enumerate(shard.row_group_documents):
-                document = 0
-                while document < num_documents:
-                    pieces, document = read_pieces(shard, row_group, document, num_documents)
-                    yield from (piece.text for piece in pieces
-                                if piece.index == 0 and piece.is_last and isinstance(piece.text, str))

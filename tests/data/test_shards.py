@@ -1,5 +1,6 @@
 """Missing, unsuitable and corrupt data give clear errors, and text is the same wherever reading begins."""
 import os
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from nanochat.common import BadInput
 from nanochat.data import shards as shards_module
-from nanochat.data.shards import Units, fingerprint, list_shards, open_shards, read_pieces
+from nanochat.data.shards import Units, all_pieces, fingerprint, list_shards, open_shards, read_pieces, whole_texts
 from nanochat.data.tokenizer import load_tokenizer
 
 
@@ -198,6 +199,15 @@ def test_long_documents_are_cut_and_can_be_read_from_any_piece(tmp_path, monkeyp
             pieces += some
             index = some[-1].index + 1 if some and not some[-1].is_last else 0
         assert pieces == everything
+
+
+def test_a_document_longer_than_what_is_read_at_a_time_comes_once(tmp_path):
+    texts = ["int a;\n", "int long_one;\n" * 400_000, "int b;\n"]
+    shards = open_shards([write(tmp_path / "a.parquet", texts)])
+    pieces = list(islice(all_pieces(shards), 1000))
+    assert sum(len(piece.text) for piece in pieces) == sum(map(len, texts))
+    assert "".join(piece.text for piece in pieces) == "".join(texts)
+    assert list(islice(whole_texts(shards), 1000)) == [texts[0], texts[2]]
 
 
 @pytest.mark.parametrize("row_groups", [[1], [7], [500], [30] * 3, [5, 0, 9, 1], [20] * 100])

@@ -1,12 +1,6 @@
 import pytest
 
-from nanochat.infer.infilling import (
-    DOCUMENT_KINDS,
-    document_tasks,
-    function_tasks,
-    read_documents,
-    spans,
-)
+from nanochat.infer.infilling import DOCUMENT_KINDS, document_tasks, function_tasks, read_documents, spans
 from nanochat.infer.problems import read_problems
 
 CODE = """#include <string>

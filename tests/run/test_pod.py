@@ -11,7 +11,7 @@ from nanochat.common import BadInput
 from nanochat.run import pod as pod_module
 from nanochat.run import wire
 from nanochat.run.mirror import MirrorError
-from nanochat.run.pod import Link, Pod, PodError
+from nanochat.run.pod import Link, Pod, PodError, membership
 from nanochat.run.stopping import EXIT_STATUS
 from tests.run.pods import joined_pods, make_pods, on_all
 
@@ -41,6 +41,10 @@ def test_hosts_of_one_name_are_told_apart_by_their_addresses():
     pods = [Pod(replace(pod.host, name="vm"), report=lambda line: None) for pod in pods]
     on_all(pods, Pod.join, {})
     assert pods[1].names == ["vm (127.0.0.1)", "vm (127.0.0.2)"]
+    pods[1]._is_over = True
+    pods[1]._members[0].connection.shutdown(socket.SHUT_RDWR)
+    wait_for(pods[0].trouble)
+    assert "host vm (127.0.0.2) has ended" in pods[0].trouble()
     on_all(pods, Pod.close)
 
 
@@ -129,14 +133,14 @@ def test_the_first_host_says_that_its_port_is_in_use():
 @pytest.mark.parametrize("error, status", [(BadInput("no shards in /data"), 2), (MirrorError("an outage"), EXIT_STATUS),
                                            (RuntimeError("a bug"), 1)])
 def test_an_error_before_training_ends_all_hosts_with_its_text(error, status):
-    def work(pod):
-        with pod_module._member_of(pod):
+    def work(host):
+        with membership(host) as pod:
             pod.join({})
             if pod.host.index == 1:
                 raise error
             pod.gather("that they are ready", True)
 
-    found = on_all(make_pods(3), work)
+    found = on_all([pod.host for pod in make_pods(3)], work)
     assert found[1] is error
     assert all(isinstance(other, PodError) and other.status == status and str(other) == f"host w1: {error}"
                for other in (found[0], found[2]))

@@ -72,6 +72,23 @@ def test_bad_seeds_are_refused(write_table, seeds):
         ablate.main([str(write_table(seeds=seeds))])
 
 
+def test_chip_seconds_come_from_a_preflight_which_runs_once(write_table, tmp_path, monkeypatch):
+    (trial,) = read_trials(write_table("[variants.default]\n", seeds="[0]"))
+    report = {"fits": True, "chips": 8, "plan": {"total_batch_size": 128},
+              "estimate": {"step_s": 2.0, "hours": 3.0, "hours_of_last": 4.0}}
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/sh
+for word; do case $word in --json=*) echo '{json.dumps(report)}' >"${{word#--json=}}" ;; esac; done
+echo "$@" >>{tmp_path}/calls
+""")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    found = [ablate.chip_seconds_per_token(trial, "v5litepod-8", tmp_path) for _ in range(2)]
+    assert found == [0.75 * 2 * 8 / 128] * 2
+    assert "-m scripts.tpu_preflight --accelerator=v5litepod-8" in (tmp_path / "calls").read_text()
+    assert (tmp_path / "calls").read_text().count("\n") == 1
+
+
 def test_the_table_of_the_document_is_one(tmp_path, base_dir, corpus_dir):
     shutil.copytree(corpus_dir / "train", base_dir / "parquet" / "base_data_v3")
     shutil.copytree(corpus_dir / "val", base_dir / "parquet" / "val")

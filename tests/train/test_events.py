@@ -64,7 +64,8 @@ def test_a_plan_has_whole_steps_and_a_resumed_run_keeps_its_batches_and_its_end(
     flags = parse_flags(argv)
     try:
         plan = make_plan(flags, 256, "cpu", world_size)
-        meta = SimpleNamespace(**vars(Meta(step, {}, "", "", flags.as_dict(), "", batch_schedule=plan.batch_schedule)))
+        meta = SimpleNamespace(**vars(Meta(step, {"rotary_base": 10_000.0}, "", "", flags.as_dict(), "",
+                                           batch_schedule=plan.batch_schedule)))
         later = make_plan(flags, 256, "cpu", later_world_size, meta)
     except BadInput as error:
         assert "\n" not in str(error)

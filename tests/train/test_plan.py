@@ -1,4 +1,6 @@
 """The plan of a run: batches, horizon and schedules that follow from its flags."""
+from dataclasses import asdict
+
 import pytest
 
 from nanochat.common import BadInput
@@ -87,15 +89,16 @@ def test_the_rotary_base_is_that_of_the_final_length_and_stays_that_of_the_check
     for length, base in ((1024, 10_000), (4096, 10_000), (8192, 100_000), (32768, 100_000), (65536, 500_000)):
         assert plan_of(f"--max_seq_len={length}", "--device_batch_size=1").config.rotary_base == base
     flags = parse_flags(["--max_seq_len=8192", "--device_batch_size=1"])
-    old = Meta(step=1, config={"max_seq_len": 8192}, tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
+    old = Meta(step=1, config={"max_seq_len": 8192, "rotary_base": 10_000.0}, tokenizer_sha256="", data_fingerprint="",
+               flags={}, rng="")
     assert make_plan(flags, 65536, "cpu", 8, old).config.rotary_base == 10_000
 
 
 def test_a_schedule_that_more_devices_cannot_divide_is_refused():
     flags = ["--total_batch_size=131072", "--batch_ramp=10:1.25"]
     begun = plan_of(*flags, "--device_batch_size=4")
-    meta = Meta(step=1, config={}, tokenizer_sha256="", data_fingerprint="", flags=parse_flags(flags).as_dict(), rng="",
-                batch_schedule=begun.batch_schedule)
+    meta = Meta(step=1, config=asdict(begun.config), tokenizer_sha256="", data_fingerprint="",
+                flags=parse_flags(flags).as_dict(), rng="", batch_schedule=begun.batch_schedule)
     with pytest.raises(BadInput, match="131,072, 163,840 tokens.*do not all divide by 131072"):
         make_plan(parse_flags([*flags, "--device_batch_size=8"]), 65536, "cpu", 16, meta)
 
