@@ -40,6 +40,17 @@ def test_a_number_of_cpu_devices_that_is_none_is_one_line(devices, monkeypatch):
         prepare_xla_environment("xla")
 
 
+@pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_SPMD"])
+def test_variables_with_which_torch_xla_computes_something_else_are_refused(name, monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setenv(name, "0")
+    prepare_xla_environment("tpu")
+    monkeypatch.setenv(name, "1")
+    prepare_xla_environment("cpu")  # which has no torch_xla
+    with pytest.raises(BadInput, match=f"^{name}=1 makes torch_xla .*: unset it$"):
+        prepare_xla_environment("tpu")
+
+
 # -----------------------------------------------------------------------------
 # On a TPU, of which the tests replace what they ask
 
