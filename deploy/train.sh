@@ -45,7 +45,7 @@ case $run in *[!A-Za-z0-9._-]* | "" | . | .. | -*) fail "--run=$run: only letter
 
 if [ -z "$device" ]; then  # unless the flags name a device
   [ "${PJRT_DEVICE:-}" = TPU ] || fail "PJRT_DEVICE is '${PJRT_DEVICE:-}' in ~/.tpu_env: it would train on the CPU"
-  chips=$(shopt -s nullglob; set -- /dev/accel[0-9]* /dev/vfio/[0-9]*; echo $#)
+  chips=$(shopt -s nullglob; set -- /dev/accel[0-9]*; [ $# -gt 0 ] || set -- /dev/vfio/[0-9]*; echo $#)
   [ "$chips" -gt 0 ] || fail "no TPU chips in /dev: delete the VM and create it again"
   [ ! -f "$D/chips" ] || [ "$chips" = "$(cat "$D/chips")" ] || fail "$chips chips in /dev, setup saw $(cat "$D/chips")"
   device=--device_type=tpu

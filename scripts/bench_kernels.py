@@ -18,10 +18,9 @@ PRODUCTS = {"forward": 2, "backward": 5}  # of each pair of a query and a key wi
 UNITS = "matrix", "vector", "load", "store", "transcendental", "across lanes"
 KERNEL = """
 from functools import partial
-import jax
-import jax._src.tpu_custom_call as tpu_custom_call
+from nanochat.device.jax_import import import_jax
+jax = import_jax()
 from nanochat.kernels import pallas_attention, pallas_parts
-tpu_custom_call.get_ir_version = lambda *args, **kwargs: 7  # as nanochat.kernels.xla
 name, (batch, length, width, kv_width, window, matrix_unit) = sys.argv[1], map(int, sys.argv[2:])
 def array(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, dtype)

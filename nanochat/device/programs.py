@@ -110,11 +110,14 @@ def _compile_time():
 def device_memory(dist):
     """Returns the bytes of a TPU's memory that are in use, that were at most, and that exist, as {metric: bytes}.
 
-    On other devices the dictionary is empty.
+    On other devices, and where the runtime does not say it, the dictionary is empty.
     """
     if dist.device_type != "tpu":  # not implemented for XLA's CPU devices
         return {}
     import torch_xla.core.xla_model as xm
-    info = xm.get_memory_info(dist.device)
+    try:
+        info = xm.get_memory_info(dist.device)
+    except RuntimeError:  # a metric is no reason to end a run
+        return {}
     return {"device_memory_bytes": info["bytes_used"], "device_memory_peak_bytes": info["peak_bytes_used"],
             "device_memory_limit_bytes": info["bytes_limit"]}

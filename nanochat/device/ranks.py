@@ -7,14 +7,21 @@ import os
 import re
 import sys
 import threading
+import traceback
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, Failure
 from nanochat.device.tpu import count_tpu_chips
 
 DEVICE_TYPES = ("auto", "tpu", "xla", "cuda", "cpu")
+_HARMFUL_VARIABLES = {
+    "XLA_USE_BF16": "makes torch_xla keep all weights, sums and averages in bfloat16",
+    "XLA_DOWNCAST_BF16": "makes torch_xla keep all weights, sums and averages in bfloat16",
+    "XLA_USE_SPMD": "makes torch_xla leave out the sums over the ranks",
+}
 
 
 def resolve_device_type(requested="auto", pci_devices="/sys/bus/pci/devices"):
@@ -46,9 +53,18 @@ def resolve_device_type(requested="auto", pci_devices="/sys/bus/pci/devices"):
 
 
 def prepare_xla_environment(device_type):
-    """Sets the environment variables of torch_xla. Call it in the parent process, before torch_xla is imported."""
+    """Sets the environment variables of torch_xla. Call it in the parent process, before torch_xla is imported. Raises
+    BadInput for those with which torch_xla would compute something else."""
+    for name, what in _HARMFUL_VARIABLES.items():
+        if device_type in ("tpu", "xla") and os.environ.get(name, "").lower() not in ("", "0", "false"):
+            raise BadInput(f"{name}={os.environ[name]} {what}: unset it")
     if device_type == "tpu":
         os.environ["PJRT_DEVICE"] = "TPU"
+        # Kaggle sets these for one process with all chips. Here each chip gets a process, and torch_xla, which keeps
+        # what is set, would give all of them this place (huggingface/transformers issue 28204).
+        os.environ.pop("TPU_PROCESS_ADDRESSES", None)
+        if task := os.environ.pop("CLOUD_TPU_TASK_ID", ""):
+            os.environ.setdefault("TPU_WORKER_ID", task)
     elif device_type == "xla":
         os.environ["PJRT_DEVICE"] = "CPU"
         devices = os.environ.setdefault("CPU_NUM_DEVICES", "1")
@@ -93,6 +109,8 @@ def compute_init(device_type, hosts=1):
     if device_type in ("tpu", "xla"):
         import torch_xla
         import torch_xla.runtime as xr
+        if device_type == "tpu" and not torch_xla._XLAC._xla_runtime_is_initialized():
+            _start_on_one_chip()
         dist = Dist(device_type, torch_xla.device(), xr.global_ordinal(), xr.world_size(), hosts)
     elif device_type == "cuda":
         local_rank, world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -108,11 +126,45 @@ def compute_init(device_type, hosts=1):
     return dist
 
 
-def spawn_ranks(function, *args):
+def _start_on_one_chip():
+    """Starts the runtime of a process that spawn_ranks has not started, with the first chip alone. With all chips of
+    the host it would wait for the other hosts of a pod. Raises Failure."""
+    import torch_xla
+    torch_xla.tpu.configure_one_chip_topology()
+    try:
+        torch_xla.device()
+    except RuntimeError as error:
+        raise Failure(f"the TPU cannot be used ({' '.join(str(error).split())[:300]}): if a run is using it, wait for "
+                      "its end, or add --device_type=cpu") from None
+
+
+def spawn_ranks(function, *args, begin):
     """Calls function(index, *args) in a process for each TPU chip, or in a thread for each XLA device of a CPU, and
-    returns when all have ended. Nothing may have started the XLA runtime before."""
+    returns when all have ended. Nothing may have started the XLA runtime before.
+
+    begin(): called first in every process, before the runtime starts there. Raises BrokenProcessPool if a process ends
+    by itself, and BadInput if torch_xla finds no chips.
+    """
     import torch_xla.distributed.xla_multiprocessing as xmp
+    from torch_xla._internal import pjrt, tpu
+    if os.environ["PJRT_DEVICE"] == "TPU" and not tpu.num_available_chips():
+        raise BadInput("torch_xla counts TPU chips on the PCI bus, and sees none in /sys/bus/pci/devices: give this "
+                       "container the machine's /sys (docker run --privileged)")
+    pjrt.initialize_multiprocess = partial(_start_runtime, begin)  # the processes get this function by its name
     xmp.spawn(function, args=args, nprocs=None)
+
+
+def _start_runtime(begin, local_rank, local_world_size):
+    """Starts the runtime in a spawned process, and ends the process if that fails: the runtimes of the others would
+    wait for this one, and torch_xla's spawn for them."""
+    from torch_xla._internal import pjrt
+    try:
+        begin()
+        pjrt.initialize_multiprocess(local_rank, local_world_size)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def compute_cleanup(dist):

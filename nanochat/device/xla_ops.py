@@ -3,12 +3,13 @@
 Each is built once for each set of shapes and kept, so that tracing it in later steps costs one dictionary look-up.
 torch_xla and jax are imported inside the functions only.
 """
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+
+from nanochat.device.jax_import import import_jax
 
 _computations = {}  # key -> XLA computation
 
@@ -199,8 +200,7 @@ def _row_major_matmul(x, weight):
 
 
 def _lower(function, tensors):
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX only translates here: the chips belong to torch_xla
-    import jax
+    jax = import_jax()
     from torch_xla.core import xla_builder as xb
     arguments = [jax.ShapeDtypeStruct(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors]
     platform = "cpu" if function.keywords.get("interpret") else "tpu"

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.device import tpu
+from nanochat.device.jax_import import import_jax
 from nanochat.device.xla_ops import jax_call, loop, row_major_matmul, take, use_device_of
 from nanochat.kernels import distillation, plain
 from nanochat.kernels.gpt_layer import AttentionByHand, gpt_layer_for_loop
@@ -24,7 +25,7 @@ def get_kernels(name, interpret, sharding):
     do: the numbers are right, and it is slow. sharding: how the ranks divide the weights."""
     matrix_unit = _matrix_unit()
     if name == "flash":
-        _pin_mosaic_version()
+        import_jax()
 
     def run_all(x, stacks, windows, rotary, recompute):
         sizes, of_layers = windows or ((), None)
@@ -100,12 +101,6 @@ def _pallas_attention(interpret, matrix_unit, windows):
 def _with_options(function, **options):
     """functools.partial, and the same object whenever the options are the same: programs are kept under it."""
     return partial(function, **options)
-
-
-def _pin_mosaic_version():
-    """jaxlib 0.7.1 writes Pallas kernels in Mosaic version 8, libtpu 0.0.21 reads 7 (pytorch/xla issue 9614)."""
-    import jax._src.tpu_custom_call as tpu_custom_call
-    tpu_custom_call.get_ir_version = lambda *args, **kwargs: 7
 
 
 # -----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ variables come first, for tests and for machines that know better:
     NANOCHAT_HOST_NAME    its name in messages; default: that of the machine
     NANOCHAT_POD_PORT     the port of the first host at which the others join it; default: 7690
 """
+import http.client
 import os
 import socket
 import urllib.request
@@ -103,5 +104,5 @@ def metadata(key, timeout_s=5):
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return answer.read().strip().decode(errors="replace")
-    except OSError:  # URLError is one
+    except (OSError, http.client.HTTPException):  # URLError is an OSError
         return ""

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -94,7 +95,7 @@ def spawn(run, **watch):
         status_path = Path(scratch) / "status"
         status_path.write_text("0")
         try:
-            spawn_ranks(_train_as_rank, run, str(status_path))
+            spawn_ranks(_train_as_rank, run, str(status_path), begin=partial(begin_as_rank, run.directory))
         except BrokenProcessPool:  # a rank ended its process; one that was killed could leave no status
             has_reported.wait(timeout=10)
             return int(status_path.read_text()) or 1
@@ -102,8 +103,7 @@ def spawn(run, **watch):
 
 
 def _train_as_rank(index, run, status_path):
-    """Runs in every spawned process."""
-    begin_as_rank(run.directory)
+    """Runs as every rank, in a process of its own on a TPU."""
     stop_on_signal_to_rank(Requests(run.requests_file))
     end_process_on_error(lambda: train(run), status_path)
 

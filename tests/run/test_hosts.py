@@ -1,10 +1,12 @@
 """Which hosts a run has, and which this machine is: from variables, from the metadata server, or one alone."""
 import http.server
+import socket
 import threading
 
 import pytest
 
 from nanochat.common import BadInput
+from nanochat.run import hosts
 from nanochat.run.hosts import PORT, Host, this_host
 
 ENDPOINTS = "unknown:unknown:10.0.0.7,unknown:unknown:10.0.0.8,unknown:unknown:10.0.0.9,unknown:unknown:10.0.0.10"
@@ -41,6 +43,20 @@ def metadata(monkeypatch):
         monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
         yield says
         server.shutdown()
+
+
+def test_an_answer_that_breaks_off_is_none(monkeypatch):
+    """Its error is no OSError: it would end the thread that waits for the notice of a preemption."""
+    def answer(listener):
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 10\r\n\r\nTR")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, args=[listener], daemon=True).start()
+        monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{listener.getsockname()[1]}")
+        assert hosts.metadata("preempted") == ""
 
 
 def test_a_tpu_with_one_host_and_every_other_machine_is_alone(monkeypatch):

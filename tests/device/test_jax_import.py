@@ -1,0 +1,39 @@
+"""JAX beside torch_xla on a TPU VM, which this machine looks like to them: its PCI bus shows eight chips."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("jax")
+pytest.importorskip("libtpu")
+
+KERNEL = """
+import glob, json, os, sys
+from functools import partial
+real_glob = glob.glob
+glob.glob = lambda path: real_glob(path.replace("/sys/bus/pci/devices", sys.argv[1]))
+from nanochat.device.jax_import import import_jax
+jax = import_jax()
+assert jax._src.hardware_utils.num_available_tpu_chips_and_device_id()[0] == 8
+from nanochat.kernels import pallas_attention
+stack, table = jax.ShapeDtypeStruct((1, 1, 128, 128), "bfloat16"), jax.ShapeDtypeStruct((128, 128), "float32")
+kernel = jax.jit(partial(pallas_attention.forward, eps=1e-6, windows=(), matrix_unit=128))
+place = jax.ShapeDtypeStruct((2,), "int32")
+kernel.trace(place, *[stack] * 3, table, table).lower(lowering_platforms=("tpu",))
+print(json.dumps([os.environ["LIBTPU_INIT_ARGS"], list(jax._src.xla_bridge.backends())]))
+"""
+
+
+@pytest.mark.parametrize("platforms", [{}, {"JAX_PLATFORMS": "tpu,cpu"}])
+def test_on_a_tpu_vm_jax_writes_kernels_and_leaves_the_tpu_and_libtpus_options_alone(tmp_path, platforms):
+    for index in range(8):
+        (tmp_path / str(index)).mkdir()
+        (tmp_path / str(index) / "vendor").write_text("0x1ae0\n")
+        (tmp_path / str(index) / "device").write_text("0x0063\n")
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    process = subprocess.run([sys.executable, "-c", KERNEL, str(tmp_path)], capture_output=True, text=True, timeout=300,
+                             env=environment | platforms | {"LIBTPU_INIT_ARGS": "--a=1"})
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert json.loads(process.stdout) == ["--a=1", ["cpu"]]
