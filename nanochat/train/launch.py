@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from nanochat.common import BadInput
 from nanochat.device import tpu
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, spawn_ranks
 from nanochat.run.agreement import StopAgreement, describe, require_alike, serve_lanes
@@ -37,6 +38,9 @@ def launch(flags, device_type, make_task):
         host = this_host(device_type)
         if device_type in ("tpu", "xla"):
             return train_on_xla(flags, device_type, make_task, host)
+        if host:
+            raise BadInput(f"NANOCHAT_HOSTS={os.environ.get('NANOCHAT_HOSTS')} is for XLA devices, and this runs on "
+                           f"{device_type}, where each host would train alone: unset it")
         return train_without_parent(flags, device_type, make_task)
     except PodError as error:  # on another host, before training began
         print(f"error: {error}", file=sys.stderr, flush=True)

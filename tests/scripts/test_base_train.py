@@ -206,6 +206,13 @@ def test_evaluating_a_checkpoint_gives_what_the_run_found(train, byte_tokenizer_
     assert found == pytest.approx(trained.bpb[6], abs=1e-4)  # the same text, on another backend
 
 
+def test_several_hosts_are_for_xla_devices(tiny, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_HOSTS", "10.0.0.7,10.0.0.8")
+    monkeypatch.setenv("NANOCHAT_HOST_INDEX", "1")
+    with pytest.raises(BadInput, match="NANOCHAT_HOSTS=10.0.0.7,10.0.0.8 is for XLA devices, and this runs on cpu"):
+        base_train.main(last_of_each(*tiny, "--device_type=cpu"))
+
+
 @pytest.mark.slow
 def test_a_run_says_how_much_of_its_code_compiles(train):
     require_sandbox()
