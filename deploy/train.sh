@@ -105,12 +105,9 @@ STOP=$SCRIPT
 
 token=$$.$RANDOM
 # shellcheck disable=SC2317,SC2329  # `each` and `retry` call these by name
-{
-check() { retry vm "$1" "$CHECK" "$token" "$AGAIN" "$MIN_FREE_GB" ${FLAGS[@]+"${FLAGS[@]}"}; }
-start() { vm "$1" "$START" "$token"; }
-stop() { vm "$1" "$STOP" "$token"; }
-alive() { [ -n "$DRY_RUN" ] || vm "$1" 'running'; }
-}
+{ check() { retry vm "$1" "$CHECK" "$token" "$AGAIN" "$MIN_FREE_GB" ${FLAGS[@]+"${FLAGS[@]}"}; }
+start() { vm "$1" "$START" "$token"; }; stop() { vm "$1" "$STOP" "$token"; }
+alive() { [ -n "$DRY_RUN" ] || vm "$1" 'running'; }; }
 each check || exit
 each start || { status=$?; say "not started everywhere: stopping it"; each stop || true; exit $status; }
 status=0; retry vm 0 "$FOLLOW" "$WAIT_S" || status=$?

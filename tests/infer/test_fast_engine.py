@@ -92,7 +92,8 @@ def test_a_checkpoint_is_loaded_with_8_bits_on_the_cpu_only(tmp_path, shipped):
     ids = torch.tensor([shipped.encode(CODE)[:CONTEXT]])
     with torch.no_grad():
         exact, found = model(ids), loaded(ids)
-        assert 0 < (found - exact).norm() < 0.03 * exact.norm()
+        bound = 0.03 if torch.cpu._is_vnni_supported() else 0.06  # without VNNI, activations have 7 bits and not 8
+        assert 0 < (found - exact).norm() < bound * exact.norm()
         assert loaded(ids, ids, "mean").item() == pytest.approx(model(ids, ids, "mean").item(), rel=0.01)
     with pytest.raises(BadInput, match="--quantize=int8 is for the CPU, not for xla"):
         load_model(path, Dist("xla", torch.device("cpu")), quantize="int8")

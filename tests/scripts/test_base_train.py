@@ -108,7 +108,7 @@ def test_rows_that_become_longer_keep_the_bits_of_a_run_that_resumes_before_at_a
         if devices == 2:
             assert resumed.losses == whole.losses and resumed.bpb == whole.bpb
         assert resumed.losses == pytest.approx(whole.losses, rel=2e-6)
-    with pytest.raises(BadInput, match=r"with --seq_len_ramp=0:8,2:16,4:32, and this run has --seq_len_ramp=: resume"):
+    with pytest.raises(BadInput, match="--seq_len_ramp=0:8,2:16,4:32, and this run has --seq_len_ramp='': resume"):
         base_train.main(last_of_each(*tiny, "--run=parts", "--num_iterations=8"))
 
 
