@@ -99,7 +99,8 @@ def test_rows_that_become_longer_keep_the_bits_of_a_run_that_resumes_before_at_a
     whole = train(ramp, "--save_every=1", "--keep_checkpoints=9", "--log_every=1", run="parts", devices=2)
     assert {record["step"]: (record["tokens"], record["seq_len"]) for record in whole.records if "tokens" in record} \
         == {step: (512 * step, 8 if step < 3 else 16 if step < 5 else 32) for step in range(1, 7)}
-    assert len({record["compilations"] for record in whole.records if "compilations" in record}) == 1
+    compilations = {record["step"]: record["compilations"] for record in whole.records if "compilations" in record}
+    assert len({compilations[step] for step in range(2, 7)}) == 1  # saving has small programs, compiled after step 1
     run_dir = get_base_dir() / "checkpoints" / "parts"
     for step, devices in ((3, 2), (2, 2), (1, 2), (2, 1)):
         checkpoint_files.set_aside_after(run_dir, step)
