@@ -38,7 +38,7 @@ from nanochat.infer.problems import Problem, digest, read_problems, usable
 from nanochat.infer.search import COMPILES, METHODS, Budget, Search
 from nanochat.infer.unfinished import brackets, closers
 
-DEFAULT_METHOD, DEFAULT_BUDGET = "best_of", 512
+DEFAULT_METHOD, DEFAULT_BUDGET = "tree", 512
 BUDGETS = (256, 512, 1024)  # of a comparison
 TOKENS_PER_CALL = 4
 

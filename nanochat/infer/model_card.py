@@ -179,11 +179,17 @@ def _recipe(meta):
         return f"## Recipe\n\nNot known here. Tokenizer sha256 `{meta.tokenizer_sha256}`."
     flags = " ".join(f"--{name}={meta.flags[name]}" for name in RECIPE
                      if meta.flags.get(name) not in (None, "", -1, -1.0))
+    teacher = Path(meta.flags.get("teacher") or "")
+    distilled = f"""
+
+It also learned from the predictions of another model, {"/".join(teacher.parts[-2:])}: weight {meta.flags["kd_weight"]:g}
+at temperature {meta.flags["kd_temperature"]:g}, in the first {meta.flags["kd_until"]:.0%} of the steps.\
+""" if teacher.parts else ""
     return f"""## Recipe
 
 ```
 base_train {flags}
-```
+```{distilled}
 
 Matrices by Muon, the rest by AdamW; the learning rate rises, stays, and falls linearly. Tokenizer sha256
 `{meta.tokenizer_sha256}`."""

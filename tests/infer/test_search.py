@@ -137,7 +137,7 @@ def solve(learner, byte_tokenizer_dir, base_dir, capsys):
 
 def test_the_script_prints_code_that_compiles_and_its_verdict(solve, judge, tmp_path):
     (tmp_path / "tests.cpp").write_text(TESTS)
-    flags = ["--prompt=int f(int a)", f"--tests={tmp_path / 'tests.cpp'}", "--budget=400", "--method=tree"]
+    flags = ["--prompt=int f(int a)", f"--tests={tmp_path / 'tests.cpp'}", "--budget=400"]
     status, output = solve(*flags)
     assert status == 0 and "// passed: tree, " in output.out
     assert judge.judge(output.out, TESTS).passed
