@@ -182,7 +182,7 @@ def _recipe(meta):
     teacher = Path(meta.flags.get("teacher") or "")
     distilled = f"""
 
-It also learned from the predictions of another model, {"/".join(teacher.parts[-2:])}: weight {meta.flags["kd_weight"]:g}
+It also learned from the predictions of the model {"/".join(teacher.parts[-2:])}: weight {meta.flags["kd_weight"]:g}
 at temperature {meta.flags["kd_temperature"]:g}, in the first {meta.flags["kd_until"]:.0%} of the steps.\
 """ if teacher.parts else ""
     return f"""## Recipe
