@@ -220,7 +220,7 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
     assert "6 files with 700 b" in model_card._data_of(manifest)
     assert "--seq_len_ramp=0:8,2:16\n" in model_card._recipe(make_meta(flags={"seq_len_ramp": "0:8,2:16"}))
     taught = {"teacher": "/home/me/large/step_000100", "kd_weight": 0.5, "kd_temperature": 2.0, "kd_until": 0.8}
-    assert "model, large/step_000100: weight 0.5\nat temperature 2, in the first 80% of the steps." in \
+    assert "of the model large/step_000100: weight 0.5\nat temperature 2, in the first 80% of the steps." in \
         model_card._recipe(make_meta(flags=taught))
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
     run(f"--out={tmp_path / 'bare'}")
