@@ -12,6 +12,7 @@ how far to trust them.
 Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
 """
 import json
+import math
 import os
 import sys
 import time
@@ -61,6 +62,10 @@ class PreflightFlags:
     usd_per_chip_hour: float | None = flag(None, "price of a chip; default: the prices in "
                                            "nanochat/device/prices.csv, on spot and on demand", of=float, at_least=0)
     zone: str | None = flag(None, "zone whose prices count, such as us-west4-a; default: the dearest")
+    preemptions_per_day: float | None = flag(None, "also say what so many preemptions a day cost, and how often to "
+                                             "save then", of=float, above=0, at_most=1000)
+    restart_minutes: float = flag(10.0, "from a preemption until the run trains again: a new VM, setup, compiling",
+                                  at_least=0, at_most=10_000)
 
 
 def read_preflight_flags(argv=None, description=__doc__, titles=TITLES, flags_of_training=Flags):
@@ -207,28 +212,46 @@ def describe(report):
                   f"{buffer['source']}" for buffer in oom["largest"]]
     if "estimate" in report:
         run = report["estimate"]
-        cost = ", ".join(f"{run[key]:.0f} USD {name}" for key, name in (("usd_spot", "on spot"),
-                                                                          ("usd_on_demand", "on demand"))
-                         if run[key] is not None)
-        cost += f" in {report['zone'] or 'the dearest region (--zone)'}" if cost else ""
+        cost = describe_cost(run, report["zone"])
         plan, unit = report["plan"], report["plan"]["unit"]
         lines += ["", f"estimate: {1000 * run['step_s']:.0f} ms a step of {plan['total_batch_size']:,} {unit} "
                   f"({span_ms(run['step_low_s'], run['step_high_s'], 0)}), "
                   f"{run[f'{unit}_per_s']:,.0f} {unit}/s, MFU {run['mfu']:.1%}; "
                   f"update {run['shares']['update']:.1%} of a step",
-                  f"estimate: {run['hours']:.1f} h for {plan['num_iterations']:,} steps{cost and f', {cost}'}"]
+                  f"estimate: {run['hours']:.1f} h for {plan['num_iterations']:,} steps{cost}"]
         lines[-2:-2] = [f"estimate: {1000 * stage['step_s']:.0f} ms a step in steps {stage['first']:,} to "
                         f"{stage['last']:,} ({name}), MFU {stage['mfu']:.1%}, {stage['hours']:.1f} h"
                         for name, stage in run["stages"].items() if len(run["stages"]) > 1]
         if len(run["stages"]) > 1:
             lines.append(f"estimate: {1 - run['hours'] / run['hours_of_last']:.1%} less than with the last of these "
                          "programs throughout")
+    if "preemptions" in report:
+        lines += describe_preemptions(report["preemptions"], report["zone"])
     lines.append("")
     if report["fits"]:
         lines.append(f"fits: {gib(report['peak_bytes'])} of {gib(usable)} ({report['peak_bytes'] / usable:.0%})")
     else:
         lines.append(f"does not fit into {gib(usable)}. Try {', or '.join(advice(report))}")
     return lines
+
+
+def describe_cost(found, zone):
+    """Returns ", 62 USD on spot …" for a JSON object with costs; "" if no price is known."""
+    cost = "".join(f", {found[key]:.0f} USD {name}" for key, name in (("usd_spot", "on spot"),
+                                                                      ("usd_on_demand", "on demand"))
+                   if found.get(key) is not None)
+    return cost and f"{cost} in {zone or 'the dearest region (--zone)'}"
+
+
+def describe_preemptions(found, zone):
+    """Returns lines about a report's preemptions."""
+    saved = "no checkpoint" if math.isinf(found["save_every_s"]) else \
+        f"a checkpoint every {found['save_every_s'] / 60:.1f} min"
+    wall = f"{found['hours']:.1f} h{describe_cost(found, zone)}" if math.isfinite(found["hours"]) else "it never ends"
+    return [f"estimate: with {found['per_day']:g} preemptions a day, {found['restart_s'] / 60:g} min of restarting for "
+            f"each, and {saved}: goodput {found['goodput']:.1%}, {wall}",
+            f"estimate: then --save_every_minutes={max(found['best_save_every_s'] / 60, 0.1):.1f} would be best: "
+            f"goodput {found['best_goodput']:.1%}"]
 
 
 def main(argv=None):
@@ -243,7 +266,8 @@ def run(own, train_flags, trace=None):
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if own.json == "-" else \
         (lambda line: print(line, flush=True))
     request = Request(own.accelerator, tuple(own.programs.split(",")), own.jobs, own.timeout_s, own.dump_dir,
-                      own.heuristic, own.explain, own.usd_per_chip_hour, own.zone)
+                      own.heuristic, own.explain, own.usd_per_chip_hour, own.zone, own.preemptions_per_day,
+                      own.restart_minutes)
     report = preflight(train_flags, request, say, trace)
     if own.find_batch:
         def try_batch(batch_size, activation_checkpointing):

@@ -11,6 +11,7 @@ from nanochat.device import tpu
 from nanochat.preflight import estimate, hlo, schedule
 from nanochat.preflight.compile import compile_programs
 from nanochat.preflight.explain import explain
+from nanochat.preflight.preemptions import report_preemptions
 
 MICRO_STEP = "micro_step"  # the kind of these programs, see kind_of
 
@@ -27,6 +28,8 @@ class Request:
     explain: str | None = None  # a part of the name or the line of an operation to explain
     usd_per_chip_hour: float | None = None  # instead of the prices in device/prices.csv
     zone: str | None = None  # where they hold; None: the dearest
+    preemptions_per_day: float | None = None  # None: nothing is said about them
+    restart_minutes: float = 10.0  # from a preemption until the run trains again
 
 
 def make_report(programs, traced, trace_s, flags, request, say=print):
@@ -77,7 +80,18 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
     if {"update", *(name for _, _, name in plan.stages)} <= report["programs"].keys():
         run = estimate.report_run(fitting, plan, tpu_slice)
         report["estimate"] = run | costs(run["hours"], request)
+        if request.preemptions_per_day:
+            report["preemptions"] = found = report_preemptions(
+                request.preemptions_per_day, request.restart_minutes, sum(plan.parameters.values()),
+                save_every_s(flags, run["step_s"]), run["hours"])
+            found["usd_spot"] = costs(found["hours"], request)["usd_spot"]
     return report
+
+
+def save_every_s(flags, step_s):
+    """Returns the seconds between two checkpoints of a run with these flags, whose steps take so long; inf: none."""
+    return min(flags["save_every"] * step_s if flags["save_every"] > 0 else math.inf,
+               flags["save_every_minutes"] * 60 if flags["save_every_minutes"] > 0 else math.inf)
 
 
 def kind_of(name):

@@ -46,7 +46,9 @@ def tiny(byte_tokenizer_dir):
 @pytest.fixture(scope="module")
 def tiny_report(preflight, tiny):
     """The report of a tiny run, compiled for four chips."""
-    return preflight("--accelerator=v5litepod-4", "--kernel=current", *tiny).report
+    process = preflight("--accelerator=v5litepod-4", "--kernel=current", "--preemptions_per_day=4", *tiny)
+    assert "with 4 preemptions a day, 10 min of restarting for each, and a checkpoint every " in process.stdout
+    return process.report
 
 
 def test_a_tiny_run_is_compiled_for_four_chips_and_fits(tiny_report):
@@ -59,6 +61,8 @@ def test_a_tiny_run_is_compiled_for_four_chips_and_fits(tiny_report):
     assert update["collectives"]["all-gather"][1] > 0.99 * weights
     assert update["alias_bytes"] >= gradients + report["memory"]["optimizer"] and micro["alias_bytes"] >= gradients
     assert micro["runs_per_step"] == 2 and report["estimate"]["tokens_per_s"] > 0
+    assert report["preemptions"]["hours"] > report["estimate"]["hours"]
+    assert report["preemptions"]["usd_spot"] > report["estimate"]["usd_spot"]
 
 
 def test_the_top_operations_are_named_by_lines_of_this_repository_that_exist(preflight, tiny, tiny_report):
@@ -90,6 +94,7 @@ def test_bad_flags_are_refused_in_one_line(preflight, tiny):
     (["--accelerator=v6e-4", "--heuristic", "--explain=fusion"], "--explain=fusion: the schedule that it needs"),
     (["--accelerator=v6e-4", "--explain="], "--explain=: name an operation"),
     (["--accelerator=v6e-4", "--jobs=0"], "--jobs=0 is not a whole number"),
+    (["--accelerator=v6e-4", "--preemptions_per_day=0"], "--preemptions_per_day=0 is not"),
     (["--accelerator=v6e-4", "--json=/nowhere/report.json"], "--json=/nowhere/report.json: /nowhere is not a folder"),
     (["--accelerator=v6e-4", "--json=/tmp"], "--json=/tmp is a folder"),
     (["--accelerator=v6e-4", f"--dump_dir={__file__}"], "is not a folder: name another one")])
