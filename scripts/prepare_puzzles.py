@@ -4,6 +4,7 @@ mirrored or renamed.
     python3 -m scripts.prepare_puzzles --puzzle=sudoku --box=2x2
     python3 -m scripts.prepare_puzzles --puzzle=sudoku --box=3x3 --train=2000 --qqwing
     python3 -m scripts.prepare_puzzles --puzzle=maze --side=15 --min_path=30
+    python3 -m scripts.prepare_puzzles --puzzle=arc1
 
 Sudokus are minimal: without any one of its digits a puzzle would have several solutions. The same flags make the same
 puzzles, but for --qqwing, which draws its own.
@@ -16,7 +17,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from nanochat.common import (
     require_writable_dir,
     run_script,
 )
-from nanochat.data import mazes, sudoku
+from nanochat.data import arc, mazes, sudoku
 from nanochat.data.puzzles import write_puzzles
 
 ROUNDS = 20  # of which each makes as many puzzles as are still missing
@@ -43,12 +44,16 @@ SHARES = {"train": 0.75, "val": 0.25}  # of the really different puzzles
 
 @dataclass(frozen=True)
 class Flags:
-    puzzle: str = flag("sudoku", "sudoku or maze", choices=("sudoku", "maze"))
+    puzzle: str = flag("sudoku", "sudoku, maze, or the tasks of ARC-AGI-1 or 2", choices=("sudoku", "maze",
+                                                                                           *arc.VERSIONS))
     box: str = flag("2x2", "ROWSxCOLUMNS of a Sudoku's box: 2x2 is the 4 × 4 Sudoku, 2x3 the 6 × 6, 3x3 the usual one")
     side: int = flag(15, "rows and columns of a maze", at_least=5, at_most=99)
     min_path: int = flag(20, "a maze's shortest path is longer than so many cells", at_least=1, at_most=10_000)
-    train: int = flag(2000, "puzzles to train on", at_least=1, at_most=10**7)
-    val: int = flag(300, "held-out puzzles", at_least=1, at_most=10**6)
+    train: int = flag(-1, "puzzles to train on; -1: 2,000. Of ARC: training tasks; -1: all", at_least=1, at_most=10**7,
+                      unset=-1)
+    val: int = flag(-1, "held-out puzzles; -1: 300. Of ARC: evaluation tasks; -1: all", at_least=1, at_most=10**6,
+                    unset=-1)
+    forms: int = flag(8, "forms of each task of ARC to train on", at_least=1, at_most=64)
     seed: int = flag(0, "of the puzzles", at_least=0)
     qqwing: bool = flag(False, "9 × 9 Sudokus by Debian's qqwing, which is much faster")
     out_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/puzzles", of=expand_path)
@@ -67,6 +72,18 @@ def read_shape(flags):
     if flags.qqwing and not shutil.which("qqwing"):
         raise BadInput("--qqwing: there is no qqwing: apt-get install qqwing, or leave --qqwing out")
     return int(match[1]), int(match[2])
+
+
+def make_arc(flags):
+    """Returns {"train": puzzles, "val": puzzles} of the tasks of ARC, and the number of the tasks' forms. Raises
+    BadInput."""
+    training, evaluation = arc.read_tasks(flags.puzzle)
+    for name, wanted, tasks in (("train", flags.train, training), ("val", flags.val, evaluation)):
+        if wanted > len(tasks):
+            raise BadInput(f"--{name}={wanted}: {flags.puzzle} has {len(tasks)} such tasks: ask for fewer")
+    training, evaluation = (tasks[:wanted] if wanted > 0 else tasks
+                            for wanted, tasks in ((flags.train, training), (flags.val, evaluation)))
+    return arc.make_splits(training, evaluation, flags.forms, flags.seed)
 
 
 def begin_worker():
@@ -136,19 +153,22 @@ def make_all(flags, shape):
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    shape = read_shape(flags)
+    is_arc = flags.puzzle in arc.VERSIONS
+    if not is_arc:
+        flags = replace(flags, train=2000 if flags.train < 0 else flags.train, val=300 if flags.val < 0 else flags.val)
+    shape = (arc.SIDE,) if is_arc else read_shape(flags)
     out_dir = require_writable_dir(flags.out_dir or get_base_dir() / "puzzles")
     try:
         with FileLock(out_dir / ".lock", timeout=0):
-            splits = make_all(flags, shape)
-            write_puzzles(out_dir, flags.puzzle, shape, splits)
+            splits, tasks = make_arc(flags) if is_arc else (make_all(flags, shape), 0)
+            write_puzzles(out_dir, "arc" if is_arc else flags.puzzle, shape, splits, tasks)
     except Timeout:
         raise BadInput(f"another prepare_puzzles is writing to {out_dir}: wait for it, or choose another --out_dir"
                        ) from None
     guesses = np.array([guesses for _, _, guesses in splits["val"]])
     filled = np.mean([np.count_nonzero(puzzle) for puzzle, _, _ in splits["val"]])
     about = f": {filled:.1f} digits and {guesses.mean():.1f} guesses on average, {np.mean(guesses > 0):.0%} need some" \
-        if flags.puzzle == "sudoku" else ""
+        if flags.puzzle == "sudoku" else f"; {tasks:,} forms of tasks" if is_arc else ""
     print(f"{out_dir}: {len(splits['train']):,} puzzles to train on, {len(splits['val']):,} held out{about}")
 
 

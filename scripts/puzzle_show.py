@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -51,7 +52,8 @@ def load_averaged(path):
 
 def draw(puzzles, number, answers, step_s):
     """Returns an SVG of the answers to a puzzle, a list of arrays (cells,), which are shown one after the other."""
-    side, puzzle, solution = puzzles.side, puzzles.puzzles[number], puzzles.solutions[number]
+    side, solution = puzzles.side, puzzles.solutions[number]
+    puzzle = puzzles.puzzles[number] if not puzzles.tasks else np.zeros_like(solution)  # no part of a task's answer
     size = side * CELL + 2 * MARGIN
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size} {size + TOP}" width="{size}" '
              f'height="{size + TOP}" font-family="monospace" font-size="18" text-anchor="middle">',
@@ -90,9 +92,11 @@ def main(argv=None):
         raise BadInput(f"--out={flags.out} is a folder, or its folder does not exist: name a file")
     model, meta = load_averaged(find_checkpoint(flags.run))
     puzzles = read_puzzles(flags.data_dir or meta.flags.get("data_dir") or get_base_dir() / "puzzles", "val")
-    if (puzzles.side ** 2, puzzles.vocab_size) != (model.config.cells, model.config.vocab_size):
-        raise BadInput(f"--run={flags.run} solves grids of {model.config.cells} cells, and the puzzles have "
-                       f"{puzzles.side ** 2}: give its own --data_dir")
+    of_model = model.config.cells, model.config.vocab_size, model.config.tasks
+    of_puzzles = puzzles.side ** 2, puzzles.vocab_size, puzzles.tasks
+    if of_model != of_puzzles:
+        raise BadInput("--run={} solves grids of {} cells with {} tokens of {} tasks, and the puzzles have {}, {} and "
+                       "{}: give its own --data_dir".format(flags.run, *of_model, *of_puzzles))
     if flags.puzzle >= len(puzzles.puzzles):
         raise BadInput(f"--puzzle={flags.puzzle}: the held-out puzzles are number 0 to {len(puzzles.puzzles) - 1}")
     answers = solve(model, puzzles.puzzles[flags.puzzle:flags.puzzle + 1], flags.supervision_steps,

@@ -67,9 +67,13 @@ def draw_symmetries(grids, side, generator):
 
 
 def _all_forms(grid, side):
-    square = grid.reshape(-1, side, side)
-    turned = [np.rot90(square, k, (1, 2)) for k in range(4)]
-    return [form.reshape(len(grid), -1) for form in (*turned, *(one.swapaxes(1, 2) for one in turned))]
+    return [form.reshape(len(grid), -1) for form in square_forms(grid.reshape(-1, side, side))]
+
+
+def square_forms(grids):
+    """Returns grids (…, rows, columns) turned four times, and then mirrored: a list of eight arrays."""
+    turned = [np.rot90(grids, k, (-2, -1)) for k in range(4)]
+    return [*turned, *(one.swapaxes(-2, -1) for one in turned)]
 
 
 def fingerprints(puzzles, side):

@@ -29,6 +29,7 @@ class TRMConfig:
     recursions: int = 6  # n
     cycles: int = 3  # T
     prefix: int = 16  # learned positions before the cells
+    tasks: int = 0  # if any, a puzzle begins with the number of its task, which has a learned vector
 
     def __post_init__(self):
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
@@ -118,6 +119,8 @@ class TRM(nn.Module):
         mix = (2 * config.inner_mix, config.positions) if config.mixer == "mlp" else (3 * hidden, hidden)
         self.embedding = parameter(config.vocab_size, hidden)
         self.prefix = parameter(config.positions - config.cells, hidden)
+        if config.tasks:
+            self.task_vectors = parameter(config.tasks, hidden)
         self.mix_in = parameter(layers, *mix)
         self.mix_out = parameter(layers, mix[1], mix[0] // 2 if config.mixer == "mlp" else hidden)
         self.mlp_in = parameter(layers, 2 * config.inner, hidden)
@@ -142,6 +145,8 @@ class TRM(nn.Module):
             nn.init.trunc_normal_(table, std=self.config.hidden ** -0.5, a=-2, b=2, generator=generator)
         nn.init.trunc_normal_(self.start, std=1.0, a=-2, b=2, generator=generator)
         self.prefix.zero_()
+        if self.config.tasks:
+            self.task_vectors.zero_()
         self.halt.zero_()
         self.halt_bias.fill_(-5.0)  # nothing is thought right in the beginning
         return self
@@ -156,12 +161,13 @@ class TRM(nn.Module):
         return (start.to(self.compute_dtype).expand(rows, self.config.positions, -1) for start in self.start)
 
     def forward(self, puzzle, y, z):
-        """One supervision step on puzzle (B, cells). Returns y, z, the logits of the cells, fp32 (B, cells, V), and the
-        logit of whether they are all right, fp32 (B,)."""
+        """One supervision step on puzzle (B, cells), or (B, 1 + cells) with tasks. Returns y, z, the logits of the
+        cells, fp32 (B, cells, V), and the logit of whether they are all right, fp32 (B,)."""
         config, stacks = self.config, tuple(getattr(self, name) for name in Block._fields)
-        one_hot = F.one_hot(puzzle.long(), config.vocab_size).to(self.compute_dtype)
-        cells = one_hot @ self.embedding.to(self.compute_dtype)  # no gather, whose backward pass would scatter
+        cells = self._looked_up(puzzle[:, -config.cells:], self.embedding)
         prefix = self.prefix.to(self.compute_dtype).expand(len(puzzle), -1, -1)
+        if config.tasks:
+            prefix = torch.cat([prefix[:, :1] + self._looked_up(puzzle[:, :1], self.task_vectors), prefix[:, 1:]], 1)
         x = torch.cat([prefix, cells], 1) * config.hidden ** 0.5
         rotary = self.cos.to(self.compute_dtype), self.sin.to(self.compute_dtype)
         with torch.no_grad():
@@ -170,6 +176,10 @@ class TRM(nn.Module):
         answer = y[:, config.positions - config.cells:]
         logits = F.linear(answer, self.head.to(answer.dtype)).float()
         return y, z, logits, y[:, 0].float() @ self.halt + self.halt_bias
+
+    def _looked_up(self, numbers, table):
+        """Returns the rows (B, N, C) of a table. It is a product: the backward pass of a gather would scatter."""
+        return F.one_hot(numbers.long(), len(table)).to(self.compute_dtype) @ table.to(self.compute_dtype)
 
     def _cycles(self, times, x, y, z, stacks, rotary):
         """Returns y and z after so many cycles. On XLA they are a loop, so the program has the same length for any."""

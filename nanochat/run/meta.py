@@ -14,7 +14,7 @@ import torch
 from nanochat.common import BadInput
 
 META = "meta.json"
-FORMAT_VERSION = 3  # version 1 has no format_version, and version 2 no rotary_base in the config of a GPT
+FORMAT_VERSION = 4  # 1 has no format_version, 2 no rotary_base in a GPT's config, 3 no tasks in a TRM's
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,12 @@ class Meta:
                            ("flags", dict), ("rng", str)):
             if not isinstance(found[name], kind):
                 raise TypeError(f"{name} is {json.dumps(found[name])[:40]}")
-        task = found.get("task", "language")
-        added = {"rotary_base": 10_000.0} if task == "language" and found.get("format_version", 1) < 3 else {}
+        task, version = found.get("task", "language"), found.get("format_version", 1)
+        added = {}
+        if task == "language" and version < 3:
+            added = {"rotary_base": 10_000.0}
+        elif task == "puzzles" and version < 4:
+            added = {"tasks": 0}
         return cls(
             task=task,
             step=found["step"],

@@ -140,7 +140,7 @@ def make_plan(flags, puzzles, device_type, world_size):
     if device_type == "cuda" and world_size > 1:
         raise BadInput(f"puzzles train on one GPU, and here are {world_size}: start it without torchrun")
     config = TRMConfig(puzzles.vocab_size, puzzles.side ** 2, model.hidden, model.layers, model.heads, model.mixer,
-                       model.recursions, model.cycles, model.prefix)
+                       model.recursions, model.cycles, model.prefix, puzzles.tasks)
     is_xla = device_type in ("tpu", "xla")
     if flags.devices.shard_optimizer == "on" and not is_xla:
         raise BadInput(f"--shard_optimizer=on, but this runs on {device_type}: it is for XLA devices, use auto")
@@ -152,13 +152,11 @@ def make_plan(flags, puzzles, device_type, world_size):
 
 def make_rules(flags):
     """Returns the Rules of the optimizer for UpdateFlags."""
+    others = ("embedding", "prefix", "task_vectors", "head", "halt", "halt_bias")
     if flags.optimizer == "atan2":
         every = AdamW(flags.lr, flags.weight_decay, is_atan2=True)
-        names = (*Block._fields, "embedding", "prefix", "head", "halt", "halt_bias")
-        return Rules(dict.fromkeys(names, every), 0.0, 0.0, betas=(0.9, 0.95), ema_decay=flags.ema)
-    rule = AdamW(flags.lr)
-    return Rules({name: rule for name in ("embedding", "prefix", "head", "halt", "halt_bias")}, flags.matrix_lr, 0.0,
-                 betas=(0.9, 0.95), ema_decay=flags.ema)
+        return Rules(dict.fromkeys((*Block._fields, *others), every), 0.0, 0.0, betas=(0.9, 0.95), ema_decay=flags.ema)
+    return Rules(dict.fromkeys(others, AdamW(flags.lr)), flags.matrix_lr, 0.0, betas=(0.9, 0.95), ema_decay=flags.ema)
 
 
 class EpisodeLoss:
@@ -174,7 +172,7 @@ class EpisodeLoss:
 
         state = torch.zeros(slots, config.positions, config.hidden, dtype=model.compute_dtype, device=device)
         self.carry = {
-            "y": state, "z": state.clone(), "puzzle": whole_numbers(config.cells),
+            "y": state, "z": state.clone(), "puzzle": whole_numbers(config.cells + (config.tasks > 0)),
             "solution": whole_numbers(config.cells), "min_steps": whole_numbers(), "steps": whole_numbers(),
             "is_free": whole_numbers() + 1}
 
@@ -351,7 +349,7 @@ def solve(model, puzzles, steps, dist):
 def make_task(flags, device_type, world_size, directory):
     """Returns the PuzzleTask for puzzle_train's Flags. Raises BadInput for anything that can be refused now."""
     puzzles, held_out = (read_puzzles(flags.data_dir, split) for split in ("train", "val"))
-    if (puzzles.kind, puzzles.shape) != (held_out.kind, held_out.shape):
+    if (puzzles.kind, puzzles.shape, puzzles.tasks) != (held_out.kind, held_out.shape, held_out.tasks):
         raise BadInput(f"--data_dir={flags.data_dir}: train.parquet and val.parquet are of different puzzles: make "
                        "them again with python3 -m scripts.prepare_puzzles")
     return PuzzleTask(flags, make_plan(flags, puzzles, device_type, world_size), puzzles.fingerprint)

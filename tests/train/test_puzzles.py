@@ -7,7 +7,7 @@ import torch
 from filelock import FileLock
 
 from nanochat.common import BadInput
-from nanochat.data import mazes, sudoku
+from nanochat.data import arc, mazes, sudoku
 from nanochat.data.puzzles import PuzzleFeed, read_puzzles, write_puzzles
 from nanochat.device.ranks import Dist
 from nanochat.model.trm import TRM, cross_entropy
@@ -64,7 +64,51 @@ def test_a_mazes_solution_is_a_shortest_path_in_all_its_forms():
         assert len(path) - 2 == (other_solved == mazes.PATH).sum()
 
 
+def grid_of(cells):
+    """Returns the grid (rows, columns) of colours that is on a square of arc.py."""
+    square = cells.reshape(arc.SIDE, arc.SIDE)
+    inside = square != arc.OUTSIDE
+    grid = square[inside.any(1)][:, inside.any(0)]
+    assert grid.all()  # a rectangle
+    return grid - 1
+
+
+def test_arc_holds_out_the_questions_of_the_evaluation_tasks_with_all_their_forms():
+    training, evaluation = (tasks[:6] for tasks in arc.read_tasks("arc1"))
+    training[2].train.append(tuple(np.rot90(grid) for grid in evaluation[1].test[0]))  # which must be left out
+    splits, tasks = arc.make_splits(training, evaluation, num_forms=3, seed=0)
+    assert tasks == 36
+    pairs = [(int(puzzle[0]), arc.identity((grid_of(puzzle[1:]), grid_of(solution))))
+             for puzzle, solution, _ in splits["train"]]
+    held_out = {arc.identity(pair) for task in evaluation for pair in task.test}
+    assert len(held_out) >= 6 and not held_out & {identity for _, identity in pairs}
+    assert {number for number, _ in pairs} == set(range(36))
+    expected = {arc.identity(pair) for task in training for pair in task.train + task.test} \
+        | {arc.identity(pair) for task in evaluation for pair in task.train}
+    assert {identity for _, identity in pairs} == expected - held_out
+    assert (grid_of(splits["train"][0][0][1:]) == training[0].train[0][0]).all()  # the first form changes nothing
+    for puzzle, solution, _ in splits["val"]:
+        task = evaluation[puzzle[0] // 3 - 6]
+        assert any((grid_of(puzzle[1:]).tolist(), grid_of(solution).tolist()) == (question.tolist(), answer.tolist())
+                   for question, answer in task.test)
+
+
+def test_a_tasks_vector_learns_from_its_own_puzzles_only(tmp_path):
+    prepare_puzzles.main(["--puzzle=arc1", "--train=2", "--val=1", "--forms=1", f"--out_dir={tmp_path}"])
+    puzzles = read_puzzles(tmp_path, "train")
+    assert puzzles.tasks == 3 and puzzles.text(puzzles.solutions[0]) == puzzles.text(
+        np.concatenate([[7], puzzles.solutions[0]]))  # the number of a task is no cell
+    plan = make_plan(parse_flags(last_of_each(*TINY, "--mixer=attention")), puzzles, "cpu", 1)
+    model = TRM(plan.config).init_weights(0)
+    torch.nn.init.normal_(model.mix_out, std=0.1)
+    torch.nn.init.normal_(model.head)
+    rows = torch.from_numpy(puzzles.puzzles[puzzles.puzzles[:, 0] == 1])
+    model(rows, *model.starts(len(rows)))[2].square().sum().backward()
+    assert model.task_vectors.grad.abs().sum(1).gt(0).tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("flags, message", [
+    (["--puzzle=arc1", "--val=401"], "--val=401: arc1 has 400 such tasks: ask for fewer"),
     (["--puzzle=maze", "--side=5", "--min_path=40"], "--min_path=40: .* none has so long a path"),
     (["--box=3x4"], "--box=3x4 is not ROWSxCOLUMNS")])
 def test_puzzles_that_cannot_be_found_in_time_are_refused(tmp_path, flags, message):
@@ -211,6 +255,21 @@ def test_one_two_and_four_devices_agree_for_fifty_steps_and_eager_pytorch_does(s
     eager = solve(*flags, "--device_type=cpu", run="eager").losses
     for other in (*losses[1:], eager):
         assert list(other.values()) == pytest.approx(list(losses[0].values()), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_tasks_train_resume_and_are_shown(solve, base_dir, tmp_path):
+    prepare_puzzles.main(["--puzzle=arc2", "--train=2", "--val=2", "--forms=2", f"--out_dir={tmp_path}"])
+    flags = [f"--data_dir={tmp_path}", "--mixer=attention", "--optimizer=atan2", "--num_iterations=4",
+             "--save_every=2", "--total_batch_size=4", "--eval_puzzles=2"]
+    whole = solve(*flags)
+    assert whole.losses[4] < whole.losses[2] and "val_exact" in whole.records[-1]
+    (base_dir / "checkpoints/puzzles/step_000004").rename(tmp_path / "whole")
+    (base_dir / "checkpoints/puzzles/.finished").unlink()
+    assert solve(*flags).losses[4] == whole.losses[4]
+    puzzle_show.main(["--run=puzzles", f"--data_dir={tmp_path}", f"--out={tmp_path}/puzzle.svg",
+                      "--supervision_steps=2"])
+    assert "of 900 cells" in (tmp_path / "puzzle.svg").read_text()
 
 
 COUNT = """
