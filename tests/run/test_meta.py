@@ -60,6 +60,12 @@ def test_a_checkpoint_of_version_1_is_loaded(tmp_path):
         seconds={"other": 0.016204477999963274, "compile": 10.143464649, "train": 2.5060834309997517})
 
 
+def test_a_puzzle_checkpoint_of_version_3_has_no_tasks():
+    saved = make_meta(task="puzzles", config={"cells": 16}).to_json() | {"format_version": 3}
+    assert Meta.from_json(saved).config == {"cells": 16, "tasks": 0}
+    assert Meta.from_json(saved | {"format_version": 4}).config == {"cells": 16}
+
+
 def test_fields_that_the_first_checkpoints_lack_have_defaults(tmp_path):
     found = json.loads(VERSION_1)
     for name in ("batch_schedule", "bad_steps", "interruptions", "seconds", "time", "wandb_id"):
@@ -71,8 +77,8 @@ def test_fields_that_the_first_checkpoints_lack_have_defaults(tmp_path):
 
 
 @pytest.mark.parametrize("content, message", [
-    ('{"format_version": 4, "step": 4}', "has format version 4 and this program reads versions up to 3: update"),
-    ('{"format_version": "9"}', "has format version 9 and this program reads versions up to 3: update"),
+    ('{"format_version": 5, "step": 4}', "has format version 5 and this program reads versions up to 4: update"),
+    ('{"format_version": "9"}', "has format version 9 and this program reads versions up to 4: update"),
     ('{"step": 4}', "is not a checkpoint .meta.json has no 'config'.: give a step_"),
     (VERSION_1.replace('"step": 2', '"step": "2"'), 'is not a checkpoint .meta.json: step is "2"'),
     (VERSION_1.replace('"synthetic"', "null"), "is not a checkpoint .meta.json: data_fingerprint is null"),
