@@ -1,4 +1,5 @@
-"""Runs on a mesh with fsdp train as the unsharded model does, to fp32 rounding, and share checkpoints with it."""
+"""Runs on a mesh with fsdp or tensor train as the unsharded model does, to fp32 rounding, and share checkpoints with
+it."""
 import shutil
 
 import pytest
@@ -34,13 +35,17 @@ def tokenizer_dir(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices, fsdp", [(2, 2), (4, 2), (4, 4), (8, 4), (8, 8)])
-def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_dir, devices, fsdp):
+@pytest.mark.parametrize("data, fsdp, tensor", [
+    (1, 2, 1), (2, 2, 1), (1, 4, 1), (2, 4, 1), (1, 8, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4), (2, 2, 2)])
+def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_dir, data, fsdp, tensor):
     flags = *CHUNKED, *LONG, f"--tokenizer_dir={tokenizer_dir}"
-    sharded, whole = train(*flags, f"--mesh_fsdp={fsdp}", devices=devices), reference(*flags)
+    sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=data * fsdp * tensor)
+    whole = reference(*flags)
     assert_same(sharded, whole)
     assert norms(sharded) == pytest.approx(norms(whole), rel=1e-4)
-    assert f"{devices // fsdp} data × {fsdp} fsdp × 1 tensor" in sharded.stdout
+    assert f"{data} data × {fsdp} fsdp × {tensor} tensor" in sharded.stdout
+    for field in ("tokens", "epoch", "val_bytes", "val_whole_text"):
+        assert [record.get(field) for record in sharded.records] == [record.get(field) for record in whole.records]
 
 
 @pytest.mark.slow
