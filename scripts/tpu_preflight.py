@@ -137,9 +137,10 @@ def trace_run(flags, chips):
         shares[name] = branch_shares(plan.config, plan.seq_len(first))
 
     def evaluate():
-        loader = SyntheticLoader(tokenizer.n_vocab, batch_size=rows, seq_len=length, world_size=chips,
-                                 num_rows=2 * rows * chips)
-        bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist)
+        readers = plan.mesh.readers
+        loader = SyntheticLoader(tokenizer.n_vocab, batch_size=rows, seq_len=length, world_size=readers,
+                                 num_rows=2 * rows * readers)
+        bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist, copies=plan.mesh.tensor)
 
     programs = Programs(plan, training, lambda shape: name_buffer_of_gpt(shape, plan.config, rows, length), shares)
     return programs, programs.trace(batches, evaluate)

@@ -87,6 +87,28 @@ def scatter_sum_in_groups(tensor, groups):
     return exchange_in_groups(tensor, groups, 0, 0).unflatten(0, (len(groups[0]), -1)).float().sum(0)
 
 
+def sum_in_groups(tensor, groups):
+    """Returns the sum of what the ranks of this rank's group have, the same bits on each."""
+    return _all_reduce("sum", tensor, groups)
+
+
+def largest_in_groups(tensor, groups):
+    """Returns the largest of what the ranks of this rank's group have, element by element."""
+    return _all_reduce("max", tensor, groups)
+
+
+def place_in_group(groups, device):
+    """Returns this rank's place in its group, int32 (). The ranks find it out by an exchange, because a number that
+    each rank puts into its program would make other programs of them, whose collectives do not meet."""
+    return exchange_in_groups(torch.arange(len(groups[0]), dtype=torch.int32, device=device), groups, 0, 0)[0]
+
+
+def _all_reduce(operation, tensor, groups):
+    import torch_xla.core.xla_model as xm
+    with _no_token():
+        return xm.all_reduce(operation, tensor, groups=groups, pin_layout=False)
+
+
 @contextmanager
 def _no_token():
     """Makes the collective in the block independent of others. torch_xla chains them by a token, which it adds to their

@@ -2,7 +2,8 @@
 
 A mesh has three axes, data × fsdp × tensor. Chips along `data` and `fsdp` read different rows. Chips along `data` hold
 the same weights; those along `fsdp` hold a part of each, and gather a layer's weights when they come to it (ZeRO-3,
-arXiv 1910.02054). With 1 × 1 for the last two, every chip holds all weights.
+arXiv 1910.02054). Chips along `tensor` read the same rows, and each computes with its part of the heads, the hidden
+units and the vocabulary (arXiv 1909.08053). With 1 × 1 for the last two, every chip holds all weights.
 """
 import math
 import os
@@ -25,18 +26,45 @@ class Mesh:
 
     @property
     def source(self):
-        """What asked for this many chips along fsdp, for an error."""
-        return self.variables or f"--mesh_fsdp={self.fsdp}"
+        """What asked for the parts in which this mesh divides the weights, for an error."""
+        return self.variables or self._flags(lambda size: size)
 
-    def ask_for(self, *sizes):
-        """Returns what to give for another number of chips along fsdp, one of `sizes`, for an error."""
+    def ask_for(self, axis, *sizes):
+        """Returns what to give for another number of chips along `axis`, one of `sizes`, for an error."""
         if not self.variables:
-            return f"--mesh_fsdp={_in_words(sizes)}"
-        return _in_environment(self.chips, sizes)
+            return f"--mesh_{axis}={_in_words(sizes)}"
+        return _in_environment(self.chips, [(size, self.tensor) if axis == "fsdp" else (self.fsdp, size)
+                                            for size in sizes])
+
+    def ask_for_whole_weights(self):
+        """Returns what to give for a mesh that does not divide the weights, for an error."""
+        return _in_environment(self.chips, [(1, 1)]) if self.variables else self._flags(lambda size: 1)
+
+    def _flags(self, size):
+        return " ".join(f"--mesh_{axis}={size(getattr(self, axis))}" for axis in AXES[1:] if getattr(self, axis) > 1)
 
     @property
     def chips(self):
         return self.data * self.fsdp * self.tensor
+
+    @property
+    def divides_weights(self):
+        """Whether a chip holds a part of the weights only."""
+        return self.fsdp * self.tensor > 1
+
+    @property
+    def readers(self):
+        """How many chips, or groups of chips along tensor, read different rows."""
+        return self.data * self.fsdp
+
+    def reader(self, rank):
+        """Returns the number of a rank among the readers, which all ranks of its group along tensor share."""
+        return rank // self.tensor
+
+    @property
+    def devices_of_readers(self):
+        """What reads different rows, in words: "devices" or "groups of 2 devices"."""
+        return "devices" if self.tensor == 1 else f"groups of {self.tensor} devices"
 
     def coordinates(self, rank):
         """Returns where a rank stands along data, fsdp and tensor."""
@@ -68,18 +96,18 @@ def make_mesh(data, fsdp, tensor, chips, environment=os.environ):
         sizes = _read_environment(config, names)
         data, fsdp, tensor = (sizes.get(axis, 1) for axis in AXES)
         source = variables = f"TPU_MESH_CONFIG={config} with TPU_AXIS_NAMES={names}"
-    if tensor > 1:
-        instead = _in_environment(chips, _nearest_divisors(chips, fsdp * tensor)) if variables else \
-            f"--mesh_fsdp={fsdp * tensor}"
-        raise BadInput(f"{source}: tensor parallelism does not exist yet; divide the weights with {instead} instead")
     others = fsdp * tensor
     if data == -1 and chips % others == 0:
         data = chips // others
     if data * others != chips:
         product = f"{'?' if data == -1 else data} × {fsdp} × {tensor}"
-        nearest = _nearest_divisors(chips, fsdp)
-        instead = _in_environment(chips, nearest) if variables else \
-            f"--mesh_data=-1 with --mesh_fsdp={_in_words(nearest)}"
+        fsdps, tensors = (_nearest_divisors(chips // tensor, fsdp), [tensor]) if chips % tensor == 0 else \
+            ([1], _nearest_divisors(chips, tensor))
+        instead = f"--mesh_data=-1 with --mesh_fsdp={_in_words(fsdps)}"
+        if variables:
+            instead = _in_environment(chips, [(f, t) for f in fsdps for t in tensors])
+        elif tensor > 1:
+            instead += f" and --mesh_tensor={_in_words(tensors)}"
         raise BadInput(f"{source} are {product} chips along data, fsdp and tensor, and there are {chips}: "
                        f"use {instead}")
     return Mesh(data, fsdp, tensor, variables)
@@ -97,17 +125,17 @@ def _read_environment(config, names):
     return dict(zip(axes, map(int, sizes), strict=False))
 
 
-def require_divisible(mesh, sizes):
-    """Raises BadInput if the fsdp axis of a Mesh does not divide a size of the model.
+def require_divisible(mesh, axis, sizes):
+    """Raises BadInput if an axis of a Mesh, fsdp or tensor, does not divide a size of the model.
 
-    sizes: {what it is, with its flag: size}, of which each chip along fsdp holds an equal part.
+    sizes: {what it is, with its flag: size}, of which each chip along the axis holds an equal part.
     """
+    chips, others = getattr(mesh, axis), mesh.tensor if axis == "fsdp" else mesh.fsdp
     for what, size in sizes.items():
-        if size % mesh.fsdp:
-            # The variables name all axes, so their fsdp must divide the chips, too.
-            nearest = _nearest_divisors(math.gcd(size, mesh.chips) if mesh.variables else size, mesh.fsdp)
-            raise BadInput(f"{mesh.source}: {mesh.fsdp} chips along fsdp do not divide {what}, {size}: use "
-                           f"{mesh.ask_for(*nearest)}")
+        if size % chips:
+            nearest = _nearest_divisors(math.gcd(*sizes.values(), mesh.chips // others), chips)
+            raise BadInput(f"{mesh.source}: {chips} chips along {axis} do not divide {what}, {size}: use "
+                           f"{mesh.ask_for(axis, *nearest)}")
 
 
 def _nearest_divisors(number, near):
@@ -121,7 +149,9 @@ def _in_words(values):
     return " or ".join(map(str, values))
 
 
-def _in_environment(chips, fsdps):
-    """Returns the environment variables that ask for one of `fsdps` chips along fsdp, in words."""
-    configs = _in_words(f"{chips // fsdp},{fsdp}" for fsdp in fsdps)
-    return f"TPU_MESH_CONFIG={configs} with TPU_AXIS_NAMES=data,fsdp, or unset both"
+def _in_environment(chips, pairs):
+    """Returns the environment variables that ask for one of `pairs` of chips along fsdp and tensor, in words."""
+    axes = AXES if any(tensor > 1 for _, tensor in pairs) else AXES[:2]
+    configs = _in_words(",".join(map(str, (chips // (fsdp * tensor), fsdp, tensor)[:len(axes)]))
+                        for fsdp, tensor in pairs)
+    return f"TPU_MESH_CONFIG={configs} with TPU_AXIS_NAMES={','.join(axes)}, or unset both"

@@ -41,9 +41,9 @@ def get_kernels(name, device_type, sharding=WHOLE):
         from nanochat.kernels import xla
         return xla.get_kernels(name, device_type == "xla", sharding)
     if sharding != WHOLE:
-        raise BadInput(f"--mesh_fsdp (or TPU_MESH_CONFIG) needs layers that run as a loop on XLA, and --kernel={name} "
-                       f"has none here (device type {device_type}): use 1 chip along fsdp, or --kernel=flash or "
-                       "chunked on tpu or xla")
+        raise BadInput(f"--mesh_fsdp and --mesh_tensor (or TPU_MESH_CONFIG) need layers that run as a loop on XLA, and "
+                       f"--kernel={name} has none here (device type {device_type}): use 1 chip along both, or "
+                       "--kernel=flash or chunked on tpu or xla")
     cross_entropy = {"chunked": plain.chunked_cross_entropy, "cce": plain.cut_cross_entropy}.get(
         name, plain.full_cross_entropy)
     recompute = plain.recompute_on_xla if device_type in ("tpu", "xla") else plain.recompute

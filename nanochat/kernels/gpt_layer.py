@@ -45,13 +45,24 @@ class Saved(NamedTuple):
     v: torch.Tensor
     y: torch.Tensor  # attention's output
     h: torch.Tensor  # the hidden units after ReLU, before they are squared
-    log_sums: torch.Tensor | None = None  # see AttentionByHand; where it has none, the tuple ends with h
+    x_mid: torch.Tensor | None = None  # between attention and MLP: kept where ranks along tensor must add it up
+    log_sums: torch.Tensor | None = None  # see AttentionByHand
+
+    @classmethod
+    def of(cls, attention, sharding, stacks):
+        """The same from `stacks`, a tuple without those that there are not."""
+        there_are = *[True] * 5, bool(sharding.tensor_groups), attention.log_sums_shape is not None
+        stacks = iter(stacks)
+        return cls(*(next(stacks) if there_is else None for there_is in there_are))
+
+    def stacks(self):
+        return tuple(stack for stack in self if stack is not None)
 
 
 @cache
 def gpt_layer_for_loop(attention, sharding=WHOLE):
     """The GPT's Layer with its backward pass by hand. attention: an AttentionByHand."""
-    by_hand = LayerByHand(partial(_new_saved, attention), partial(_forward, attention), partial(_backward, attention))
+    by_hand = LayerByHand(*(partial(function, attention, sharding) for function in (_new_saved, _forward, _backward)))
     return Layer(plain_layer.forward, by_hand, sharding)
 
 
@@ -63,9 +74,9 @@ def _plain(x, x0, weights, window, tables):
 plain_layer = Layer(_plain)  # its tables are cos and sin, (T, head_dim / 2), fp32
 
 
-def _new_saved(attention, x, weights, slots):
+def _new_saved(attention, sharding, x, weights, slots):
     width, kv_width, hidden = (weight.size(-2) for weight in (weights.attn_q, weights.attn_k, weights.mlp_in))
-    widths = width, kv_width, kv_width, width, hidden
+    widths = width, kv_width, kv_width, width, hidden, *([x.size(-1)] if sharding.tensor_groups else [])
     saved = [x.new_zeros(slots, *x.shape[:-1], width) for width in widths]
     if attention.log_sums_shape:
         shape = attention.log_sums_shape(*x.shape[:-1], width)
@@ -73,8 +84,8 @@ def _new_saved(attention, x, weights, slots):
     return tuple(saved)
 
 
-def _forward(attention, x, index, saved, x0, weights, window, tables):
-    saved = Saved(*saved)
+def _forward(attention, sharding, x, index, saved, x0, weights, window, tables):
+    saved = Saved.of(attention, sharding, saved)
     x_in = _mixed(x, x0, weights)
     scale = _reciprocal_rms(x_in)
 
@@ -83,33 +94,35 @@ def _forward(attention, x, index, saved, x0, weights, window, tables):
 
     q, k, v = product(saved.q, weights.attn_q), product(saved.k, weights.attn_k), product(saved.v, weights.attn_v)
     y, log_sums = attention.forward(q, k, v, index, window, *tables)
-    x_mid = x_in + F.linear(y, weights.attn_o)
+    x_mid = x_in + sharding.sum(F.linear(y, weights.attn_o))
     h = F.relu(_reciprocal_rms(x_mid) * F.linear(x_mid, weights.mlp_in)).to(x.dtype)
     h = put(saved.h, index, h, use_from_memory=True)
-    out = x_mid + F.linear(take(h, index).square(), weights.mlp_out)
-    new_saved = q, k, v, put(saved.y, index, y), h
-    return out, new_saved if log_sums is None else (*new_saved, put(saved.log_sums, index, log_sums))
+    out = x_mid + sharding.sum(F.linear(take(h, index).square(), weights.mlp_out))
+    new_saved = Saved(q, k, v, put(saved.y, index, y), h,
+                      None if saved.x_mid is None else put(saved.x_mid, index, x_mid),
+                      None if log_sums is None else put(saved.log_sums, index, log_sums))
+    return out, new_saved.stacks()
 
 
-def _backward(attention, x, index, d_out, saved, x0, weights, window, tables):
-    saved, dtype = Saved(*saved), d_out.dtype
+def _backward(attention, sharding, x, index, d_out, saved, x0, weights, window, tables):
+    saved, dtype = Saved.of(attention, sharding, saved), d_out.dtype
     y, h = take(saved.y, index), take(saved.h, index)
     x_in = _mixed(x, x0, weights)
-    x_mid = x_in + F.linear(y, weights.attn_o)
+    x_mid = x_in + F.linear(y, weights.attn_o) if saved.x_mid is None else take(saved.x_mid, index)
     scale = _reciprocal_rms(x_mid)
     # In an order of the compiler's choice, v6e would copy this product and h into another order, and back.
     d_act = attention.row_major_matmul(d_out, weights.mlp_out)
     d_h = (2 * scale * h * d_act).to(dtype)  # with the scale of norm(x_mid)
     d_mlp_out = _gradient_of_weight(d_out, h.square())
     d_mlp_in = _gradient_of_weight(d_h, x_mid)
-    d_mid = d_out + _norm_backward(x_mid, scale, d_h @ weights.mlp_in)
+    d_mid = d_out + _norm_backward(x_mid, scale, sharding.sum(d_h @ weights.mlp_in))
     d_attn_o = _gradient_of_weight(d_mid, y)
     d_y = d_mid @ weights.attn_o
     d_q, d_k, d_v = attention.backward(saved.q, saved.k, saved.v, index, window, saved.log_sums, d_y, *tables)
     scale = _reciprocal_rms(x_in)
     normed = (scale * x_in).to(dtype)
     d_attn_q, d_attn_k, d_attn_v = (_gradient_of_weight(d, normed) for d in (d_q, d_k, d_v))
-    d_normed = d_q @ weights.attn_q + d_k @ weights.attn_k + d_v @ weights.attn_v
+    d_normed = sharding.sum(d_q @ weights.attn_q + d_k @ weights.attn_k + d_v @ weights.attn_v)
     d_in = d_mid + _norm_backward(x_in, scale, scale * d_normed)
     d_resid_scale, d_x0_scale = ((d_in.float() * source.float()).sum() for source in (x, x0))
     d_weights = type(weights)(resid_scale=d_resid_scale, x0_scale=d_x0_scale, attn_q=d_attn_q, attn_k=d_attn_k,

@@ -1,31 +1,43 @@
-"""Weights of which each rank along the mesh's axis fsdp holds a part: gathered before they are used, and their
-gradients summed and divided among the ranks as soon as they are known (ZeRO-3, arXiv 1910.02054).
+"""Weights of which each rank of a mesh holds a part, and how it computes with them.
 
-A matrix (out, in) is divided by its outputs, a table (V, C) by its rows, both dimension 0.
+Along the axis fsdp, parts are gathered before they are used, and gradients are summed and divided among the ranks as
+soon as they are known (ZeRO-3, arXiv 1910.02054). Along the axis tensor, they are never gathered: each rank computes
+with its own heads, hidden units and rows of the vocabulary, on the same tokens as the others, and the ranks add up what
+comes out (arXiv 1909.08053). model/parts.py says how each weight is divided.
 """
 from dataclasses import dataclass
 
 import torch
 
-from nanochat.device.collectives import gather_in_groups, scatter_sum_in_groups
+from nanochat.device.collectives import (
+    gather_in_groups,
+    largest_in_groups,
+    place_in_group,
+    scatter_sum_in_groups,
+    sum_in_groups,
+)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """groups: of the ranks that together hold a weight; () where each rank holds all of it, and nothing is done."""
+    """The groups of ranks along the axes fsdp and tensor; () where an axis has one chip, and nothing is done."""
     groups: tuple = ()
+    tensor_groups: tuple = ()
 
     @classmethod
     def of_mesh(cls, mesh):
-        return cls(tuple(map(tuple, mesh.groups("fsdp"))) if mesh.fsdp > 1 else ())
+        return cls(*(tuple(map(tuple, mesh.groups(axis))) if getattr(mesh, axis) > 1 else ()
+                     for axis in ("fsdp", "tensor")))
+
+    # Along fsdp. "Whole" is what the ranks along it hold together: a slice of the weight, if tensor divides it too.
 
     def gather(self, part):
         """Returns the whole weight (out, in), of this rank's part (out / ranks, in). Scalars are whole."""
-        return gather_in_groups(part, self._lists()) if self._divides(part) else part
+        return gather_in_groups(part, _lists(self.groups)) if self._divides(part) else part
 
     def scatter(self, gradient):
         """Returns this rank's part in fp32 of the sum over the ranks of a whole weight's gradient."""
-        return scatter_sum_in_groups(gradient, self._lists()) if self._divides(gradient) else gradient
+        return scatter_sum_in_groups(gradient, _lists(self.groups)) if self._divides(gradient) else gradient
 
     def whole_shape(self, stack):
         """Returns a tensor without memory that has the shape of the whole weights of a stack of parts."""
@@ -36,8 +48,30 @@ class Sharding:
     def _divides(self, tensor):
         return self.groups and tensor.dim() > 1
 
-    def _lists(self):
-        return [list(group) for group in self.groups]
+    # Along tensor
+
+    def sum(self, part):
+        """Returns the sum over the ranks along tensor of what each of them has computed with its part."""
+        return sum_in_groups(part, _lists(self.tensor_groups)) if self.tensor_groups else part
+
+    def largest(self, values):
+        """Returns the largest of the ranks' values, element by element."""
+        return largest_in_groups(values, _lists(self.tensor_groups)) if self.tensor_groups else values
+
+    def first_row(self, num_rows, device):
+        """Returns the number, int32 (), of the first row of this rank's `num_rows` rows of a table."""
+        return num_rows * place_in_group(_lists(self.tensor_groups), device)
+
+    def rows_here(self, ids, num_rows):
+        """Returns which of this rank's `num_rows` rows of a table the ids mean, the first for those that others have,
+        and whether this rank has them."""
+        ids = ids - self.first_row(num_rows, ids.device)
+        is_here = (ids >= 0) & (ids < num_rows)
+        return torch.where(is_here, ids, 0), is_here
 
 
 WHOLE = Sharding()
+
+
+def _lists(groups):
+    return [list(group) for group in groups]

@@ -14,7 +14,7 @@ from nanochat.device.xla_ops import jax_call, loop, row_major_matmul, take, use_
 from nanochat.kernels import distillation, plain
 from nanochat.kernels.gpt_layer import AttentionByHand, gpt_layer_for_loop
 from nanochat.kernels.layer_loop import run_layers
-from nanochat.kernels.sharded import WHOLE
+from nanochat.kernels.sharded import WHOLE, Sharding
 from nanochat.model.layers import IGNORE_INDEX, NORM_EPS, Kernels, apply_rotary, norm, softcapped, split_heads
 
 CHUNK_TOKENS = 8192  # tokens whose logits are held at a time, in bf16: 8192 × 65,536 × 2 bytes = 1 GiB
@@ -113,18 +113,26 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx, ids, table, dtype, sharding):
         ctx.save_for_backward(ids)
         ctx.table, ctx.sharding = table, sharding
-        return F.embedding(ids, sharding.gather(table)).to(dtype)
+        table = sharding.gather(table)
+        if not sharding.tensor_groups:
+            return F.embedding(ids, table).to(dtype)
+        rows, is_here = sharding.rows_here(ids, table.size(0))
+        return sharding.sum(torch.where(is_here[..., None], F.embedding(rows, table).to(dtype), 0.0))
 
     @staticmethod
     def backward(ctx, d_out):
         ids, = ctx.saved_tensors
-        ids, d_out, total = ids.flatten().long(), d_out.flatten(0, 1), ctx.table.main_grad
-        if ctx.sharding == WHOLE:
+        ids, d_out, total, sharding = ids.flatten().long(), d_out.flatten(0, 1), ctx.table.main_grad, ctx.sharding
+        if sharding != WHOLE:
+            use_device_of(d_out)
+        if sharding.tensor_groups:
+            ids, is_here = sharding.rows_here(ids, total.size(0) * len(sharding.groups[0] if sharding.groups else [0]))
+            d_out = torch.where(is_here[:, None], d_out, 0.0)
+        if not sharding.groups:
             total.index_add_(0, ids, d_out.float())
         else:
-            use_device_of(d_out)
-            whole = total.new_zeros(len(ctx.sharding.groups[0]) * total.size(0), total.size(1))
-            total.add_(ctx.sharding.scatter(whole.index_add_(0, ids, d_out.float()).to(d_out.dtype)))
+            whole = total.new_zeros(len(sharding.groups[0]) * total.size(0), total.size(1))
+            total.add_(sharding.scatter(whole.index_add_(0, ids, d_out.float()).to(d_out.dtype)))
         return None, None, None, None
 
 
@@ -135,16 +143,19 @@ def _chunks(x, chunk_tokens=CHUNK_TOKENS):
     return x.view(-1, size, *x.shape[1:])
 
 
-def _losses(hidden, head, targets, softcap):
+def _losses(hidden, head, targets, softcap, sharding, first_row=0):
     """Returns the losses (N,) of hidden (N, C); and for their gradient the capped logits, the softmax and a mask of the
-    targets, (N, V) each. A bounded softcap makes it safe to sum exponentials in fp32 without subtracting a maximum,
-    which would cost another pass over the logits."""
+    targets, (N, V) each, of this rank's rows of the head, which begin with `first_row`. A bounded softcap makes it safe
+    to sum exponentials in fp32 without subtracting a maximum, which would cost another pass over the logits."""
     logits = softcapped(F.linear(hidden, head).float(), softcap).to(hidden.dtype).float()
-    largest = 0.0 if 0 < softcap <= 60 else logits.max(dim=-1, keepdim=True).values
+    largest = 0.0 if 0 < softcap <= 60 else sharding.largest(logits.max(dim=-1, keepdim=True).values)
     exponentials = torch.exp(logits - largest)
     total = exponentials.sum(dim=-1, keepdim=True)
-    is_target = torch.arange(head.size(0), device=head.device) == targets[:, None]
+    rows = targets - first_row if sharding.tensor_groups else targets
+    is_target = torch.arange(head.size(0), device=head.device) == rows[:, None]
     picked = torch.where(is_target, logits, 0.0).sum(dim=-1, keepdim=True)
+    if sharding.tensor_groups:
+        total, picked = sharding.sum(torch.stack([total, picked])).unbind()
     losses = (torch.log(total) + largest - picked)[:, 0]
     losses = torch.where(targets == IGNORE_INDEX, 0.0, losses)
     return losses, logits, exponentials / total, is_target
@@ -153,16 +164,25 @@ def _losses(hidden, head, targets, softcap):
 @dataclass(frozen=True)
 class _LossBody:
     softcap: float
+    sharding: Sharding
 
     def __call__(self, index, carry, read, write, constants):
-        return (), (_losses(read[0], constants[0], read[1], self.softcap)[0],)
+        head, *first_row = constants
+        return (), (_losses(read[0], head, read[1], self.softcap, self.sharding, *first_row)[0],)
+
+
+def _head_here(hidden, head, sharding):
+    """Returns the rows of the head with which this rank computes, and, where ranks along tensor have others, the number
+    of the first."""
+    head = sharding.gather(head.to(hidden.dtype))
+    return [head, *([sharding.first_row(head.size(0), head.device)] if sharding.tensor_groups else [])]
 
 
 def _cross_entropy(sharding, hidden, head, targets, softcap):
-    head = sharding.gather(head.to(hidden.dtype))
+    constants = _head_here(hidden, head, sharding)
     chunks = _chunks(hidden), _chunks(targets.long())
     losses = torch.zeros(chunks[1].shape, device=hidden.device)
-    _, (losses,) = loop(_LossBody(softcap), (), chunks, [losses], [head])
+    _, (losses,) = loop(_LossBody(softcap, sharding), (), chunks, [losses], constants)
     return losses.flatten()
 
 
@@ -170,10 +190,11 @@ def _cross_entropy(sharding, hidden, head, targets, softcap):
 class _GradientBody:
     softcap: float
     num_tokens: int
+    sharding: Sharding
 
     def __call__(self, index, carry, read, write, constants):
-        (loss, d_head), (hidden, targets), (head,) = carry, read, constants
-        losses, logits, softmax, is_target = _losses(hidden, head, targets, self.softcap)
+        (loss, d_head), (hidden, targets), (head, *first_row) = carry, read, constants
+        losses, logits, softmax, is_target = _losses(hidden, head, targets, self.softcap, self.sharding, *first_row)
         d_loss = torch.where(targets == IGNORE_INDEX, 0.0, 1 / self.num_tokens)[:, None]
         d_logits = (softmax - is_target.float()) * d_loss
         if self.softcap:
@@ -189,17 +210,17 @@ class _MeanCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, head, targets, softcap, sharding):
-        body = _GradientBody(softcap, hidden.size(0))
+        body = _GradientBody(softcap, hidden.size(0), sharding)
         chunks = _chunks(hidden), _chunks(targets.long())
-        constants = [sharding.gather(head.to(hidden.dtype))]
+        constants = _head_here(hidden, head, sharding)
         sums = torch.zeros((), device=hidden.device), torch.zeros_like(constants[0], dtype=torch.float32)
         if len(chunks[0]) == 1:
             (loss, d_head), (d_hidden,) = body(None, sums, [chunk[0] for chunk in chunks], None, constants)
         else:
             (loss, d_head), (d_hidden,) = loop(body, sums, chunks, [torch.zeros_like(chunks[0])], constants)
-        if sharding != WHOLE:
+        if sharding.groups:
             d_head = sharding.scatter(d_head.to(hidden.dtype))
-        ctx.save_for_backward(d_hidden.view_as(hidden), d_head)
+        ctx.save_for_backward(sharding.sum(d_hidden.view_as(hidden)), d_head)
         ctx.head = head
         return loss
 

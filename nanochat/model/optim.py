@@ -186,8 +186,8 @@ class MuonAdamW:
 
     All state exists from the start, so the first step is the same program as the last. `masters` are the weights that
     are updated, in fp32; the model may compute with copies of them in its training_dtype. With `is_sharded`, each rank
-    holds and updates only its part of masters and state (ZeRO-1, arXiv 1910.02054), and on a mesh with fsdp the model
-    computes with parts, too: see parts.py. Tensors of one dimension are whole on every rank.
+    holds and updates only its part of masters and state (ZeRO-1, arXiv 1910.02054), and on a mesh that divides the
+    weights the model computes with parts, too: see parts.py. Tensors of one dimension are whole on every rank.
     """
 
     def __init__(self, model, config, total_batch_size, num_iterations, dtype=torch.float32, dist=None,
@@ -310,7 +310,10 @@ class MuonAdamW:
         if self.dist:
             whole = [gradient for name, gradient in gradients.items() if name not in self.sharded]
             all_reduce_sum([*whole, *sums], self.dist)
-        return {name: self.parts.sum_gradient(gradient) if name in self.sharded else gradient
+            if self.mesh.tensor > 1:  # ranks along it have computed the same
+                for total in (*whole, *sums):
+                    total /= self.mesh.tensor
+        return {name: self.parts.sum_gradient(name, gradient) if name in self.sharded else gradient
                 for name, gradient in gradients.items()}
 
     def _norm(self, gradients):
@@ -336,10 +339,11 @@ class MuonAdamW:
 
     def _model_part(self, name, weight):
         """Returns the part of a weight that the model computes with, in memory of its own."""
-        return self.parts.of_model(weight).clone() if name in self.sharded and self.mesh.fsdp > 1 else weight
+        is_divided = name in self.sharded and self.mesh.divides_weights
+        return self.parts.of_model(name, weight).clone() if is_divided else weight
 
     def _new_weight(self, name, part):
-        return self.parts.new_weight(part, self.lengths[name]) if name in self.sharded else part
+        return self.parts.new_weight(name, part, self.lengths[name]) if name in self.sharded else part
 
     def _gathered(self, name, part):
         """Returns the whole tensor from the ranks' parts. Every rank must call it."""
@@ -349,7 +353,7 @@ class MuonAdamW:
     def whole_weights(self):
         """Within the block, the model has its whole weights, for what cannot compute with parts of them. Every rank
         must come here."""
-        parts = {name: self.parameters[name].data for name in sorted(self.sharded) if self.mesh.fsdp > 1}
+        parts = {name: self.parameters[name].data for name in sorted(self.sharded) if self.mesh.divides_weights}
         for name, part in parts.items():
             with torch.no_grad(), one_program(self.dist, f"whole {tuple(part.shape)}", collective=True):
                 self.parameters[name].data = self._gathered(name, self.masters[name].to(part.dtype))

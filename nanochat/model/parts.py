@@ -1,10 +1,11 @@
 """Which part of each weight a rank of a mesh holds, and how gradients and new weights travel between the parts.
 
-There are two kinds of parts. What the model computes with is divided along the mesh's axis fsdp: of a stack of matrices
-(L, out, in) a rank has (L, out / fsdp, in), of a table (V, C) it has V / fsdp rows. What the optimizer keeps, the fp32
-weights and its state, is divided among all ranks: whole matrices of L / ranks layers, because Muon needs them whole
-(padded with zeros where the ranks do not divide L), and V / ranks rows of a table. So both do not depend on fsdp, but
-for the order of a table's rows, and checkpoints hold whole tensors.
+There are two kinds of parts. What the model computes with is divided along the mesh's axes tensor and fsdp: first by
+tensor, a stack of matrices (L, out, in) by outputs or, of those in INPUTS_DIVIDED, by inputs, and a table (V, C) by
+rows; then what is left by fsdp, along outputs and rows. What the optimizer keeps, the fp32 weights and its state, is
+divided among all ranks: whole matrices of L / ranks layers, because Muon needs them whole (padded with zeros where the
+ranks do not divide L), and V / ranks rows of a table. So both do not depend on the mesh, but for the order of a table's
+rows, and checkpoints hold whole tensors.
 """
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from nanochat.device.collectives import (
 from nanochat.device.mesh import Mesh
 from nanochat.device.ranks import Dist
 
+INPUTS_DIVIDED = frozenset({"attn_o", "mlp_out"})  # their inputs are what attn_q, k and v, and mlp_in make in parts
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -27,24 +30,27 @@ class Parts:
     dist: Dist
     mesh: Mesh
 
-    def of_model(self, tensor):
-        """Returns the part of a whole weight that the model computes with."""
-        _, place, _ = self.mesh.coordinates(self.dist.rank)
-        return tensor.chunk(self.mesh.fsdp, tensor.dim() - 2)[place]
+    def of_model(self, name, tensor):
+        """Returns the part that the model computes with, of a whole weight called `name`, or of a layer of it."""
+        _, *places = self.mesh.coordinates(self.dist.rank)
+        for (axis, dim), place in reversed([*zip(_divided(name), places, strict=True)]):
+            tensor = tensor.chunk(getattr(self.mesh, axis), dim)[place]
+        return tensor
 
     def of_optimizer(self, tensor):
         """Returns the part of a whole weight, or of a tensor of its state, that the optimizer keeps."""
         number = self.dist.rank
         if self._rows_are_divided(tensor):
-            data, fsdp, _ = self.mesh.coordinates(self.dist.rank)
-            number = fsdp * self.mesh.data + data
+            data, fsdp, tensor_place = self.mesh.coordinates(self.dist.rank)
+            number = (tensor_place * self.mesh.fsdp + fsdp) * self.mesh.data + data
         return self._padded(tensor).unflatten(0, (self.dist.world_size, -1))[number]
 
     def whole(self, part, length):
         """Returns the whole tensor from the optimizer's parts of all ranks. Every rank must call it."""
         whole = all_gather(part, self.dist)
         if self._rows_are_divided(part):
-            whole = whole.unflatten(0, (self.mesh.data, self.mesh.fsdp, -1)).transpose(0, 1).flatten(0, 2)
+            sizes = self.mesh.data, self.mesh.fsdp, self.mesh.tensor
+            whole = whole.unflatten(0, (*sizes, -1)).transpose(0, 2).flatten(0, 3)
         return whole[:length]
 
     def collect(self, slices, shapes, dtype):
@@ -55,29 +61,29 @@ class Parts:
         index is None. shapes: {name: shape of the whole weight}, of those that have parts; others stay whole, and the
         optimizer has none. dtype: of the model's parts.
         """
-        _, place, _ = self.mesh.coordinates(self.dist.rank)
         of_model, of_optimizer = {}, {}
         for name, index, tensor in slices:
             if name not in shapes:
                 of_model[name] = tensor
                 continue
             if index is None:
-                of_model[name], of_optimizer[name] = self.of_model(tensor).to(dtype), self.of_optimizer(tensor).clone()
+                of_model[name] = self.of_model(name, tensor).to(dtype)
+                of_optimizer[name] = self.of_optimizer(tensor).clone()
                 continue
             layers, outputs, inputs = shapes[name]
-            mine = -(-layers // self.dist.world_size)
+            mine, part = -(-layers // self.dist.world_size), self.of_model(name, tensor)
             if name not in of_model:
-                of_model[name] = torch.empty(layers, outputs // self.mesh.fsdp, inputs, dtype=dtype)
+                of_model[name] = torch.empty(layers, *part.shape, dtype=dtype)
                 of_optimizer[name] = torch.zeros(mine, outputs, inputs)
-            of_model[name][index] = tensor.chunk(self.mesh.fsdp)[place]
+            of_model[name][index] = part
             if index // mine == self.dist.rank:
                 of_optimizer[name][index % mine] = tensor
         return of_model, of_optimizer
 
-    def sum_gradient(self, gradient):
+    def sum_gradient(self, name, gradient):
         """Returns the optimizer's part of a gradient: of the sum of what the ranks have in the place of the model's
-        part, which those along fsdp have summed already."""
-        if self.mesh.fsdp == 1:
+        part, which is summed already but along the axis data."""
+        if not self.mesh.divides_weights:
             return reduce_scatter_sum(self._padded(gradient), self.dist)
         if self.mesh.data > 1:
             gradient = scatter_sum_in_groups(self._padded(gradient), self.mesh.groups("data"))
@@ -85,23 +91,36 @@ class Parts:
             gradient = self._padded(gradient)
         if self._rows_are_divided(gradient):
             return gradient
-        return exchange_in_groups(gradient, self.mesh.groups("fsdp"), split=0, concat=1)
+        for axis, dim in self._exchanges(name):
+            gradient = exchange_in_groups(gradient, self.mesh.groups(axis), split=0, concat=dim)
+        return gradient
 
-    def new_weight(self, part, length):
+    def new_weight(self, name, part, length):
         """Returns the model's part of a weight from the optimizer's parts of it, in the dtype of `part`."""
-        if self.mesh.fsdp == 1:
+        if not self.mesh.divides_weights:
             return self.whole(part, length)
-        if not self._rows_are_divided(part):
-            part = exchange_in_groups(part, self.mesh.groups("fsdp"), split=1, concat=0)
+        if self._rows_are_divided(part):
+            length //= self.mesh.fsdp * self.mesh.tensor
         else:
-            length //= self.mesh.fsdp
+            for axis, dim in reversed(self._exchanges(name)):
+                part = exchange_in_groups(part, self.mesh.groups(axis), split=dim, concat=0)
         return (gather_in_groups(part, self.mesh.groups("data")) if self.mesh.data > 1 else part)[:length]
 
+    def _exchanges(self, name):
+        """Returns the axes along which parts of a stack become whole matrices of fewer layers, in this order, and the
+        dimension of the stack that each puts together: [(axis, dimension), …]."""
+        return [(axis, dim + 3) for axis, dim in _divided(name) if getattr(self.mesh, axis) > 1]
+
     def _rows_are_divided(self, tensor):
-        """Whether it is a table, or a part of one, whose parts are divided by fsdp first and then by data."""
-        return tensor.dim() == 2 and self.mesh.fsdp > 1
+        """Whether it is a table, or a part of one, whose parts are divided by tensor, then by fsdp, then by data."""
+        return tensor.dim() == 2 and self.mesh.divides_weights
 
     def _padded(self, tensor):
-        # A table that fsdp divides has no padding: see require_divisible.
+        # A table that these axes divide has no padding: see require_divisible.
         missing = 0 if self._rows_are_divided(tensor) else -tensor.size(0) % self.dist.world_size
         return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+
+def _divided(name):
+    """Returns which dimension of a weight each axis divides, counted from the last one: fsdp what tensor leaves."""
+    return ("fsdp", -2), ("tensor", -1 if name in INPUTS_DIVIDED else -2)

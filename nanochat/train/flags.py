@@ -44,7 +44,9 @@ class KernelFlags(DeviceFlags):
                           "leave", at_least=1, at_most=2**20, unset=-1)
     mesh_fsdp: int = flag(1, "chips along the axis fsdp, which divide each weight among themselves and gather a "
                           "layer's when they come to it: for models that outgrow a chip", at_least=1, at_most=2**20)
-    mesh_tensor: int = flag(1, "chips along the axis tensor; only 1 as yet", at_least=1, at_most=2**20)
+    mesh_tensor: int = flag(1, "chips along the axis tensor, which read the same rows and divide heads, hidden units "
+                            "and vocabulary among themselves: for long rows and small batches", at_least=1,
+                            at_most=2**20)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class BatchFlags:
     target_flops: float = flag(-1.0, "train until this many FLOPs are spent; -1: as target_param_data_ratio says",
                                above=0, at_most=1e30, unset=-1)
     target_param_data_ratio: float = flag(20.0, "train on this many tokens per matrix parameter", above=0, at_most=1e6)
-    device_batch_size: int = flag(8, "rows in a micro-step on one device", at_least=1, at_most=2**20)
+    device_batch_size: int = flag(8, "rows in a micro-step on one device, or, with --mesh_tensor, on one group "
+                                  "of devices", at_least=1, at_most=2**20)
     total_batch_size: int = flag(-1, "tokens in an optimizer step; -1: from the depth", at_least=1,
                                  at_most=2**40, unset=-1)
     batch_ramp: str = flag("", "STEP:FACTOR,…: from that step on the batch is FACTOR × total_batch_size, in whole "

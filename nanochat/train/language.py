@@ -1,4 +1,5 @@
 """The task of base_train: predict the next token of C++."""
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 
@@ -70,14 +71,14 @@ class LanguageTask:
         return state_bytes(optimizer.masters, optimizer.state)
 
     def open_batches(self, dist, step, lane_states=None):
-        return RowFeed(self.open_loader(dist, step, lane_states), self.plan, step)
+        return RowFeed(self.open_loader(dist, step, lane_states), self.plan, step, dist.rank)
 
     def open_loader(self, dist, step=0, lane_states=None, num_rows=None, fim_rate=0.0):
         """Returns the loader of this rank. lane_states: of all lanes after `step` steps, to resume from; num_rows: of
         the validation text, of which `fim_rate` of the documents are rewritten."""
         flags, plan, validation = self.flags, self.plan, num_rows is not None
-        common = dict(rank=dist.rank, world_size=dist.world_size, seed=flags.run.seed + validation, num_rows=num_rows,
-                      num_lanes=self.num_lanes)
+        common = dict(rank=plan.mesh.reader(dist.rank), world_size=plan.mesh.readers,
+                      seed=flags.run.seed + validation, num_rows=num_rows, num_lanes=self.num_lanes)
         if validation:
             common |= dict(batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len)
         else:
@@ -92,7 +93,7 @@ class LanguageTask:
 
     def restore_training(self, dist, step, restored=None):
         model, weights = make_model(self.plan), None
-        if self.plan.mesh.fsdp > 1:  # the weights come in slices: whole, they may fit into no device
+        if self.plan.mesh.divides_weights:  # they come in slices: whole, they may fit into no device
             weights = ((name, None, tensor) for name, tensor in restored.model_state.items()) if restored else \
                 initial_weights(self.plan.config, self.flags.run.seed)
         elif restored:
@@ -133,7 +134,8 @@ class LanguageTask:
         num_rows = max(self.flags.record.eval_tokens // self.plan.config.max_seq_len, 1)
         token_bytes = self.tokenizer.token_bytes()
         with self.open_loader(dist, num_rows=num_rows) as loader:
-            found = bits_per_byte(training.compiled_model, loader, token_bytes, dist, is_cut_short)
+            found = bits_per_byte(training.compiled_model, loader, token_bytes, dist, is_cut_short,
+                                  copies=self.plan.mesh.tensor)
         if not found:
             return {}
         metrics = {"val_bpb": found.bits_per_byte, "val_bytes": found.num_bytes, "val_whole_text": found.is_whole_text}
@@ -141,20 +143,31 @@ class LanguageTask:
             return metrics
         with self.open_loader(dist, num_rows=max(num_rows // FIM_EVAL_PART, 1), fim_rate=1.0) as loader:
             middles = bits_per_byte(training.compiled_model, loader, token_bytes, dist, is_cut_short,
-                                    partial(with_suffixes, self.tokenizer))
+                                    partial(with_suffixes, self.tokenizer), self.plan.mesh.tensor)
         return middles and metrics | {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes} or {}
+
+    @contextmanager
+    def whole_model(self, training):
+        """Within the block, the model has its whole weights and computes with them as one chip does. Every rank must
+        come here."""
+        model, kernels = training.model, training.model.kernels
+        with training.optimizer.whole_weights():
+            if self.plan.mesh.divides_weights:
+                model.kernels = get_kernels(self.plan.kernel, self.plan.device_type)
+            yield
+            model.kernels = kernels
 
     @torch.no_grad()
     def evaluate_code(self, training, dist, step, is_cut_short):
         """Returns how much of the C++ that the model writes compiles and works."""
-        with training.optimizer.whole_weights():
+        with self.whole_model(training):
             return evaluate_code(training.model, self.tokenizer, dist, is_cut_short)
 
     @torch.no_grad()
     def sample(self, training, dist, step, is_cut_short):
         """Prints completions. Every rank makes them, so that none waits for another."""
         engine = Engine(training.model, self.tokenizer, dist)  # it remembers nothing of older weights
-        with training.optimizer.whole_weights():
+        with self.whole_model(training):
             for prompt in SAMPLE_PROMPTS:
                 if is_cut_short():
                     break
@@ -196,9 +209,10 @@ def check_data(flags):
 class RowFeed:
     """Iterates over this rank's micro-batches, {"rows": int32 (B, T + 1)}, and knows where in the data they end."""
 
-    def __init__(self, loader, plan, step):
+    def __init__(self, loader, plan, step, rank):
         """loader: a DataLoader with the rows of `step`, the one that comes next."""
         self.loader, self._plan = loader, plan
+        self._saves_lanes = rank % plan.mesh.tensor == 0  # others of its group along tensor read the same
         self._last, self._taken = None, []
         self._step, self._left = step, plan.micro_steps(step)  # the step that is being taken, and what is left of it
 
@@ -223,8 +237,9 @@ class RowFeed:
 
     @property
     def state(self):
-        """{lane: JSON value} of this rank's lanes after the last micro-batch; {} before the first."""
-        return self._last.state if self._last else {}
+        """{lane: JSON value} of this rank's lanes after the last micro-batch; {} before the first, and where another
+        rank saves them."""
+        return self._last.state if self._last and self._saves_lanes else {}
 
     @property
     def fingerprint(self):
@@ -236,7 +251,7 @@ class RowFeed:
         if self._plan.switches:
             return {"tokens": self._plan.tokens(0, self._step), "epoch": stats["epoch"],
                     "seq_len": self._plan.seq_len(max(self._step - 1, 0))}
-        return {"tokens": stats["rows"] * self._plan.world_size * self._plan.config.max_seq_len,
+        return {"tokens": stats["rows"] * self._plan.mesh.readers * self._plan.config.max_seq_len,
                 "epoch": stats["epoch"]}
 
     def close(self):

@@ -20,7 +20,7 @@ class Evaluation:
 
 @torch.no_grad()
 def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=lambda: False,
-                  view=lambda rows: (rows, rows != PADDING)):
+                  view=lambda rows: (rows, rows != PADDING), copies=1):
     """Returns the Evaluation of the rows of `loader`, the same text for every world size.
 
     Bits per byte = sum of the tokens' losses / (ln 2 × sum of the tokens' bytes). Special tokens stand for no text and
@@ -33,6 +33,7 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=lambda: False,
         ends and the result is None
     view(rows): returns the rows that the model sees, and which of their tokens count, bool; all (B, T + 1). By default
         the model sees them as they are, and all text counts
+    copies: how many ranks read each row
     """
     nats = torch.zeros((), device=dist.device)
     num_bytes = 0
@@ -52,7 +53,8 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=lambda: False,
     totals = [nats, torch.tensor([num_bytes, len(loader.unfinished_lanes)], dtype=torch.int32).to(dist.device)]
     with one_program(dist, "evaluate_reduce", collective=True):
         all_reduce_sum(totals, dist)
-    nats, (num_bytes, unfinished_lanes) = totals[0].item(), totals[1].tolist()
+    nats, (num_bytes, unfinished_lanes) = totals[0].item() / copies, totals[1].tolist()
+    num_bytes //= copies
     value = nats / (math.log(2) * num_bytes) if num_bytes else float("nan")
     return Evaluation(value, num_bytes, is_whole_text=unfinished_lanes == 0)
 

@@ -9,33 +9,54 @@ def plan_mesh(flags, config, device_type, world_size):
     of devices, their type or the other flags."""
     devices = flags.devices
     mesh = make_mesh(devices.mesh_data, devices.mesh_fsdp, devices.mesh_tensor, world_size)
-    if mesh.fsdp == 1:
+    if not mesh.divides_weights:
         return mesh
     if device_type not in ("tpu", "xla"):
-        raise BadInput(f"{mesh.source}, but this runs on {device_type}: fsdp is for XLA devices, use {mesh.ask_for(1)}")
+        raise BadInput(f"{mesh.source}, but this runs on {device_type}: only XLA devices can divide the weights, use "
+                       f"{mesh.ask_for_whole_weights()}")
     if devices.shard_optimizer == "off":
         raise BadInput(f"{mesh.source} divides the weights, and with --shard_optimizer=off each rank has all of "
                        "the optimizer's: leave one of them out")
     if flags.distillation.teacher:
         raise BadInput(f"--teacher={flags.distillation.teacher} needs all weights of the student on each chip: use "
-                       f"no teacher, or {mesh.ask_for(1)} instead of {mesh.source}")
-    require_divisible(mesh, {
-        "the width (--model_dim)": config.n_embd,
-        "the width of keys and values (--num_kv_heads × head size)": config.n_kv_head * config.head_dim})
+                       f"no teacher, or {mesh.ask_for_whole_weights()} instead of {mesh.source}")
+    require_divisible(mesh, "tensor", {
+        "the attention heads (--num_heads)": config.n_head,
+        "the heads of keys and values (--num_kv_heads)": config.n_kv_head})
+    here = " that a chip along tensor has" if mesh.tensor > 1 else ""
+    require_divisible(mesh, "fsdp", {
+        f"the width (--model_dim){here}": config.n_embd // mesh.tensor,
+        f"the width of keys and values (--num_kv_heads × head size){here}":
+            config.n_kv_head * config.head_dim // mesh.tensor})
     if config.vocab_size % mesh.chips:
         raise BadInput(f"{mesh.source} divides the vocabulary among all {mesh.chips} chips, and "
-                       f"{config.vocab_size} tokens cannot be divided by {mesh.chips}: use {mesh.ask_for(1)}, "
-                       f"or a tokenizer with {-(-config.vocab_size // mesh.chips) * mesh.chips} tokens")
+                       f"{config.vocab_size} tokens cannot be divided by {mesh.chips}: use "
+                       f"{mesh.ask_for_whole_weights()}, or a tokenizer with "
+                       f"{-(-config.vocab_size // mesh.chips) * mesh.chips} tokens")
     return mesh
 
 
 def describe_mesh(plan):
     """Returns a line about the mesh of a Plan: where its chips stand, what each holds, and what a micro-step moves."""
     mesh, weights, bytes_each = plan.mesh, sum(plan.parameters.values()), plan.dtype.itemsize
-    held = {"weights": bytes_each * weights / mesh.fsdp, "gradients": 4 * weights / mesh.fsdp,
+    parts = mesh.fsdp * mesh.tensor
+    held = {"weights": bytes_each * weights / parts, "gradients": 4 * weights / parts,
             "optimizer": 12 * weights / mesh.chips}
-    parts = ", ".join(f"{size / GIB:.2f} GiB {name}" for name, size in held.items())
+    holds = ", ".join(f"{size / GIB:.2f} GiB {name}" for name, size in held.items())
     tables = plan.parameters["embedding"] + plan.parameters["head"]
-    moved = bytes_each * (3 * plan.parameters["matrices"] + 2 * tables) * (mesh.fsdp - 1) / mesh.fsdp
-    return (f"{mesh}, chip r at (r // {mesh.fsdp}, r % {mesh.fsdp}, 0); a chip holds {parts}; a micro-step sends "
-            f"{moved / 1e9:.2f} GB from each: matrices twice, embedding and head once, all gradients once")
+    gathered = bytes_each * (3 * plan.parameters["matrices"] + 2 * tables) / mesh.tensor * _others(mesh.fsdp)
+    # A sum is sent twice: in parts that one rank each adds up, and what came out.
+    sums = (5 if plan.activation_checkpointing else 4) * plan.config.n_layer + 2
+    tokens = plan.device_batch_size * plan.config.max_seq_len
+    summed = 2 * bytes_each * sums * tokens * plan.config.n_embd * _others(mesh.tensor)
+    moved = [f"{gathered / 1e9:.2f} GB from each along fsdp: matrices twice, embedding and head once, all gradients "
+             "once"] if mesh.fsdp > 1 else []
+    if mesh.tensor > 1:
+        moved.append(f"{summed / 1e9:.2f} GB from each along tensor: {sums} sums of activations")
+    return (f"{mesh}, chip r at (r // {parts}, r // {mesh.tensor} % {mesh.fsdp}, r % {mesh.tensor}); a chip holds "
+            f"{holds}; a micro-step sends {', and '.join(moved)}")
+
+
+def _others(ranks):
+    """Returns the fraction of an array that a rank of a ring sends when each of its parts goes to another rank."""
+    return (ranks - 1) / ranks

@@ -36,7 +36,7 @@ class Plan:
     device_type: str
     world_size: int
     mesh: Mesh
-    device_batch_size: int  # rows of max_seq_len in a micro-step on one device
+    device_batch_size: int  # rows of max_seq_len in a micro-step on one device, or one group of them along tensor
     total_batch_size: int  # tokens of the first optimizer step
     grad_accum_steps: int  # micro-steps of the first optimizer step
     num_iterations: int
@@ -127,7 +127,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     lengths = _plan_lengths(flags, config, kernel, device_type)
     matrix_params = parameters["matrices"] + parameters["head"]
     flops_per_token = flops.flops_per_token(config, model.max_seq_len)
-    schedule = plan_batches(batch, model.max_seq_len, world_size, matrix_params, flags.data.num_lanes, meta)
+    schedule = plan_batches(batch, model.max_seq_len, mesh, matrix_params, flags.data.num_lanes, meta)
     if batch.num_iterations > 0:
         num_iterations = batch.num_iterations
     elif batch.target_flops > 0:
@@ -150,7 +150,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         use_compile=device_type == "cuda" and not devices.no_compile, optimizer=flags.optimizer,
         shard_optimizer=is_xla and devices.shard_optimizer != "off", device_type=device_type, world_size=world_size,
         mesh=mesh, device_batch_size=batch.device_batch_size, total_batch_size=total,
-        grad_accum_steps=total // (batch.device_batch_size * model.max_seq_len * world_size),
+        grad_accum_steps=total // (batch.device_batch_size * model.max_seq_len * mesh.readers),
         num_iterations=num_iterations, flops_per_token=flops_per_token, matrix_params=matrix_params,
         parameters=parameters, batch_schedule=schedule, length_schedule=lengths)
 
@@ -201,14 +201,15 @@ def count_parameters(config):
             "scalars": sum(sizes[name] for name in SCALES)}
 
 
-def plan_batches(batch, seq_len, world_size, matrix_params, num_lanes, meta=None):
+def plan_batches(batch, seq_len, mesh, matrix_params, num_lanes, meta=None):
     """Returns the batch schedule ((step, tokens), …) for BatchFlags. Raises BadInput if it does not divide evenly."""
-    if num_lanes % world_size:
-        raise BadInput(f"{world_size} devices do not divide the --num_lanes={num_lanes} of the data: use "
-                       f"{divisors_near(num_lanes, world_size)} devices (on a CPU, by CPU_NUM_DEVICES), or for a new "
-                       f"run --num_lanes={math.lcm(num_lanes, world_size)}")
-    micro = batch.device_batch_size * seq_len * world_size
-    product = f"{micro} = device_batch_size {batch.device_batch_size} × max_seq_len {seq_len} × {world_size} devices"
+    readers, devices = mesh.readers, mesh.devices_of_readers
+    if num_lanes % readers:
+        raise BadInput(f"{readers} {devices} do not divide the --num_lanes={num_lanes} of the data: use "
+                       f"{divisors_near(num_lanes, readers)} {devices} (on a CPU, by CPU_NUM_DEVICES), or for a new "
+                       f"run --num_lanes={math.lcm(num_lanes, readers)}")
+    micro = batch.device_batch_size * seq_len * readers
+    product = f"{micro} = device_batch_size {batch.device_batch_size} × max_seq_len {seq_len} × {readers} {devices}"
     saved = _saved_schedule(batch, meta)
     total = saved[0][1] if saved else batch.total_batch_size
     if total == -1:
@@ -260,7 +261,7 @@ def describe_plan(plan, tokenizer):
     """Returns the plan as lines for a person."""
     config = plan.config
     accelerator = tpu.detect_accelerator() if plan.device_type == "tpu" else None
-    micro = f"{plan.device_batch_size} rows × {config.max_seq_len} × {plan.world_size} devices"
+    micro = f"{plan.device_batch_size} rows × {config.max_seq_len} × {plan.mesh.readers} {plan.mesh.devices_of_readers}"
     ramp = "".join(f", {tokens:,} from step {first:,} on ({plan.micro_steps(first)} micro-steps)"
                    for first, tokens in plan.batch_schedule[1:])
     tokens, total_flops = plan.tokens(0, plan.num_iterations), plan.flops(0, plan.num_iterations)
@@ -283,7 +284,7 @@ def describe_plan(plan, tokenizer):
         lines["rows"] = ", ".join(
             f"{plan.rows(first)} × {length:,} " + (f"from step {first:,} on" if first else "per micro-step and device")
             for first, length in plan.length_schedule)
-    if plan.mesh.fsdp > 1:
+    if plan.mesh.divides_weights:
         lines["mesh"] = describe_mesh(plan)
     peak = tpu.peak_flops_here(plan.device_type)
     if peak:

@@ -39,7 +39,8 @@ class TrainingStep:
         self.observer = Observer(dist)
         self.sums = {name: torch.zeros((), device=dist.device) for name in sum_names}
         # Tensors, because a Python number would be part of the program, and another number would compile it again.
-        self.loss_scales = {n: torch.tensor(1 / (n * dist.world_size)).to(dist.device) for n in set(micro_steps)}
+        self.loss_scales = {n: torch.tensor(1 / (n * optimizer.mesh.readers)).to(dist.device)
+                            for n in set(micro_steps)}
 
     def materialise(self):
         """Computes what was put on the device so far, so that the programs of a step begin with plain buffers."""
@@ -107,7 +108,7 @@ class TrainingStep:
 
     def _run_micro_step(self, name, batch, scale):
         batch = {key: tensor.to(self.dist.device) for key, tensor in batch.items()}
-        with self.observer.program(name, self.optimizer.mesh.fsdp > 1, **batch, scale=scale):
+        with self.observer.program(name, self.optimizer.mesh.divides_weights, **batch, scale=scale):
             self.micro_step(batch, scale)
 
     # Checkpoints. The carry is among the optimizer's state, in the order of the slots, whatever the number of ranks.

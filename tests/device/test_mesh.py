@@ -26,6 +26,8 @@ def test_the_environment_names_a_mesh_where_no_flag_does():
     environment = {"TPU_MESH_CONFIG": "2,4", "TPU_AXIS_NAMES": "fsdp,data"}
     assert make_mesh(-1, 1, 1, 8, environment) == Mesh(4, 2)
     assert make_mesh(-1, 8, 1, 8, environment) == Mesh(1, 8)
+    assert make_mesh(-1, 1, 1, 8, {"TPU_MESH_CONFIG": "4,2", "TPU_AXIS_NAMES": "data,model"}) == Mesh(4, 1, 2)
+    assert make_mesh(-1, 1, 1, 8, {"TPU_MESH_CONFIG": "2,2,2"}) == Mesh(2, 2, 2)
     assert make_mesh(-1, 1, 1, 8, {"TPU_MESH_CONFIG": "(2, 4)"}) == Mesh(2, 4)
 
 
@@ -33,11 +35,12 @@ def test_the_environment_names_a_mesh_where_no_flag_does():
     ((-1, 3, 1), {}, r"--mesh_fsdp=3.* are \? × 3 × 1 chips .*there are 8: use .*--mesh_fsdp=2 or 4"),
     ((4, 4, 1), {}, "4 × 4 × 1 .* there are 8"),
     ((-1, 16, 1), {}, "there are 8: use --mesh_data=-1 with --mesh_fsdp=8"),
-    ((-1, 2, 2), {}, "tensor parallelism .* --mesh_fsdp=4"),
+    ((-1, 3, 2), {}, r"are \? × 3 × 2 chips .* there are 8: use .*--mesh_fsdp=2 or 4 and --mesh_tensor=2"),
+    ((-1, 1, 3), {}, "there are 8: use .*--mesh_fsdp=1 and --mesh_tensor=2 or 4"),
     ((-1, 1, 1), {"TPU_MESH_CONFIG": "4,4"}, "TPU_MESH_CONFIG=4,4 with TPU_AXIS_NAMES=data,fsdp,tensor are 4 × 4 .* "
      "there are 8: use TPU_MESH_CONFIG=4,2 or 2,4 or 1,8 with TPU_AXIS_NAMES=data,fsdp, or unset both"),
-    ((-1, 1, 1), {"TPU_MESH_CONFIG": "2,2,2", "TPU_AXIS_NAMES": "data,model,fsdp"},
-     "TPU_MESH_CONFIG=2,2,2 .*: tensor parallelism .* with TPU_MESH_CONFIG=4,2 or 2,4 or 1,8 with"),
+    ((-1, 1, 1), {"TPU_MESH_CONFIG": "2,2,4", "TPU_AXIS_NAMES": "data,model,fsdp"},
+     "TPU_MESH_CONFIG=2,2,4 .* are 2 × 4 × 2 .*: use TPU_MESH_CONFIG=2,2,2 or 1,4,2 with .*=data,fsdp,tensor"),
     ((-1, 1, 1), {"TPU_MESH_CONFIG": "two"}, "TPU_MESH_CONFIG=two .* is no mesh"),
     ((-1, 1, 1), {"TPU_MESH_CONFIG": "9" * 5000}, "is no mesh"),
     ((-1, 1, 1), {"TPU_MESH_CONFIG": "4,2", "TPU_AXIS_NAMES": "data,width"}, "TPU_AXIS_NAMES=data,width is no mesh"),
@@ -49,7 +52,17 @@ def test_a_mesh_that_does_not_match_is_refused_with_what_works(flags, environmen
     assert not environment or "--mesh" not in str(refusal.value)  # a flag that nobody gave
 
 
-def test_a_size_that_fsdp_does_not_divide_is_named_with_what_works():
-    require_divisible(Mesh(1, 4), {"the width": 64})
-    with pytest.raises(BadInput, match="--mesh_fsdp=4: 4 chips .* do not divide the width, 66: use --mesh_fsdp=3 or 6"):
-        require_divisible(Mesh(1, 4), {"the width": 66})
+def test_a_size_that_an_axis_does_not_divide_is_named_with_what_works():
+    require_divisible(Mesh(1, 4), "fsdp", {"the width": 64})
+    with pytest.raises(BadInput, match="--mesh_fsdp=4: 4 chips along fsdp do not divide the width, 66: use "
+                       "--mesh_fsdp=2$"):
+        require_divisible(Mesh(1, 4), "fsdp", {"the width": 66})
+    with pytest.raises(BadInput, match="--mesh_fsdp=2 --mesh_tensor=4: 4 .* the heads, 6: use --mesh_tensor=1$"):
+        require_divisible(Mesh(1, 2, 4), "tensor", {"the heads": 6, "the other heads": 3})
+
+
+def test_ranks_along_tensor_read_the_same_rows():
+    mesh = Mesh(2, 2, 2)
+    assert [mesh.reader(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3] and mesh.readers == 4
+    for group in mesh.groups("tensor"):
+        assert len({mesh.reader(rank) for rank in group}) == 1

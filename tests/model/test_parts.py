@@ -5,12 +5,13 @@ import torch
 from nanochat.device.mesh import Mesh
 from nanochat.device.ranks import Dist
 from nanochat.model.gpt import GPT, GPTConfig, initial_weights
-from nanochat.model.parts import Parts
+from nanochat.model.parts import INPUTS_DIVIDED, Parts
 
-CONFIG = GPTConfig(vocab_size=48, max_seq_len=8, n_layer=3, n_embd=32, n_head=2, n_kv_head=1)
+CONFIG = GPTConfig(vocab_size=48, max_seq_len=8, n_layer=3, n_embd=32, n_head=4, n_kv_head=2)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(1, 2), Mesh(2, 2), Mesh(2, 4), Mesh(1, 8)])
+@pytest.mark.parametrize("mesh", [
+    Mesh(1, 2), Mesh(2, 2), Mesh(2, 4), Mesh(1, 8), Mesh(1, 1, 2), Mesh(2, 1, 2), Mesh(1, 2, 2), Mesh(2, 2, 2)])
 def test_weights_in_slices_give_the_parts_of_whole_weights_and_those_hold_everything_once(mesh):
     model = GPT(CONFIG, None).init_weights(3)
     whole = {name: p.detach() for name, p in model.named_parameters() if p.dim() > 1}
@@ -20,10 +21,14 @@ def test_weights_in_slices_give_the_parts_of_whole_weights_and_those_hold_everyt
     for parts, (of_model, of_optimizer) in zip(ranks, found, strict=True):
         assert of_optimizer.keys() == shapes.keys() and torch.equal(of_model["x0_scale"], model.x0_scale)
         for name, weight in whole.items():
-            assert torch.equal(of_model[name], parts.of_model(weight))
+            assert torch.equal(of_model[name], parts.of_model(name, weight))
             assert torch.equal(of_optimizer[name], parts.of_optimizer(weight))
-    for group in mesh.groups("fsdp"):
-        for name, weight in whole.items():
-            assert torch.equal(torch.cat([found[rank][0][name] for rank in group], weight.dim() - 2), weight)
+    for name, weight in whole.items():
+        for data in range(mesh.data):
+            first, along_tensor = data * mesh.fsdp * mesh.tensor, []
+            for place in range(mesh.tensor):  # what fsdp divides is put together first, as the layers do it
+                ranks_along_fsdp = range(first + place, first + mesh.fsdp * mesh.tensor, mesh.tensor)
+                along_tensor.append(torch.cat([found[rank][0][name] for rank in ranks_along_fsdp], -2))
+            assert torch.equal(torch.cat(along_tensor, -1 if name in INPUTS_DIVIDED else -2), weight)
     kept = sum(part.square().sum() for _, of_optimizer in found for part in of_optimizer.values())
     assert float(kept) == pytest.approx(float(sum(weight.square().sum() for weight in whole.values())), rel=1e-5)

@@ -155,6 +155,30 @@ def test_the_compiled_programs_are_those_that_base_train_runs(train, tiny, tmp_p
         assert trained[hlo_hash] == [str(index) for index in donated], name
 
 
+TRACE_AS_RANKS = """
+import functools, json, sys
+from nanochat.preflight import trace
+trace.prepare_environment()
+from nanochat.device import ranks
+from nanochat.train.flags import parse_flags
+from scripts import tpu_preflight
+dist = ranks.Dist
+for rank in (0, 3, 6):
+    ranks.Dist = functools.partial(dist, rank=rank)
+    _, programs = tpu_preflight.trace_run(parse_flags(sys.argv[1:]), chips=8)
+    print(json.dumps({name: program.hlo_hash for name, program in programs.items()}))
+"""
+
+
+def test_all_ranks_of_a_mesh_run_the_same_programs(tiny):
+    """Otherwise their collectives would not meet on a TPU, where each rank traces for itself."""
+    of_model = [flag for flag in tiny if "tokenizer" not in flag]  # all ranks divide the shipped one's tokens
+    flags = last_of_each(*of_model, "--kernel=chunked", "--num_heads=4", "--mesh_fsdp=2", "--mesh_tensor=2")
+    traced = subprocess.run([sys.executable, "-c", TRACE_AS_RANKS, *flags], check=True, timeout=300, text=True,
+                            stdout=subprocess.PIPE).stdout.splitlines()
+    assert len(traced) == 3 and len(set(traced)) == 1 and len(set(json.loads(traced[0]).values())) == 3
+
+
 def test_base_train_ends_with_3_before_it_trains_what_does_not_fit(base_dir, tiny):
     """Its many layers' weights and their state alone take 15.8 GiB. Narrow layers are quick to compile."""
     process = subprocess.run(

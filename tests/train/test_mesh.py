@@ -1,4 +1,5 @@
-"""Runs on a mesh with fsdp train as the unsharded model does, to fp32 rounding, and share checkpoints with it."""
+"""Runs on a mesh with fsdp or tensor train as the unsharded model does, to fp32 rounding, and share checkpoints with
+it."""
 import shutil
 
 import pytest
@@ -7,6 +8,7 @@ from nanochat.common import BadInput, get_base_dir
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts.base_train import main
 from tests.conftest import last_of_each
+from tests.infer.test_sandbox import require_sandbox
 
 CHUNKED = ("--kernel=chunked", "--log_every=1", "--num_heads=4", "--depth=3")
 FLASH = ("--kernel=flash", "--log_every=1", "--depth=3", "--model_dim=256", "--num_heads=2", "--num_kv_heads=1",
@@ -34,13 +36,17 @@ def tokenizer_dir(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices, fsdp", [(2, 2), (4, 2), (4, 4), (8, 4), (8, 8)])
-def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_dir, devices, fsdp):
+@pytest.mark.parametrize("data, fsdp, tensor", [
+    (1, 2, 1), (2, 2, 1), (1, 4, 1), (2, 4, 1), (1, 8, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4), (2, 2, 2)])
+def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_dir, data, fsdp, tensor):
     flags = *CHUNKED, *LONG, f"--tokenizer_dir={tokenizer_dir}"
-    sharded, whole = train(*flags, f"--mesh_fsdp={fsdp}", devices=devices), reference(*flags)
+    sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=data * fsdp * tensor)
+    whole = reference(*flags)
     assert_same(sharded, whole)
     assert norms(sharded) == pytest.approx(norms(whole), rel=1e-4)
-    assert f"{devices // fsdp} data × {fsdp} fsdp × 1 tensor" in sharded.stdout
+    assert f"{data} data × {fsdp} fsdp × {tensor} tensor" in sharded.stdout
+    for field in ("tokens", "epoch", "val_bytes", "val_whole_text"):
+        assert [record.get(field) for record in sharded.records] == [record.get(field) for record in whole.records]
 
 
 @pytest.mark.slow
@@ -51,34 +57,81 @@ def test_flash_with_windows_grouped_queries_and_recomputation_does_too(train, re
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, tokenizer_dir):
+@pytest.mark.parametrize("fsdp, tensor", [(1, 2), (2, 2)])
+def test_flash_does_too_where_tensor_divides_its_heads(train, reference, tokenizer_dir, fsdp, tensor):
+    flags = *FLASH, f"--tokenizer_dir={tokenizer_dir}", "--model_dim=512", "--num_heads=4", "--num_kv_heads=2"
+    sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=fsdp * tensor)
+    assert_same(sharded, reference(*flags))
+
+
+@pytest.mark.slow
+def test_tensor_takes_logits_without_a_bound_and_several_chunks_of_tokens_and_longer_rows(train, reference,
+                                                                                         tokenizer_dir):
+    """9,216 tokens are two chunks of the loss. Rates are lower still, because they rise with the batch."""
+    flags = (*CHUNKED, f"--tokenizer_dir={tokenizer_dir}", "--softcap=0", "--device_batch_size=288",
+             "--total_batch_size=9216", "--seq_len_ramp=0:16,2:32", "--matrix_lr=0.0003", "--embedding_lr=0.005",
+             "--unembedding_lr=0.00006", "--scalar_lr=0.008")
+    assert_same(train(*flags, "--mesh_tensor=2", devices=2), reference(*flags))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
+def test_the_code_of_a_divided_model_is_that_of_the_whole(train, reference, tokenizer_dir, axis):
+    require_sandbox()
+    flags = *CHUNKED, f"--tokenizer_dir={tokenizer_dir}", "--code_eval_every=3", "--eval_every=-1"
+    found, expected = ([(record["step"], record["code_bpb"]) for record in run.records if "code_bpb" in record]
+                       for run in (train(*flags, f"--mesh_{axis}=2", devices=2), reference(*flags)))
+    assert [step for step, _ in found] == [3, 6]  # it trains on after the first
+    assert dict(found) == pytest.approx(dict(expected), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, others", [((1, 4, 1), ((2, 2, 1), (1, 1, 1), (1, 2, 1))),
+                                          ((1, 1, 2), ((1, 2, 1), (1, 1, 1), (1, 2, 2)))])
+def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, tokenizer_dir, mesh, others):
+    def shape(data, fsdp, tensor):
+        return (f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}"), data * fsdp * tensor
+
     flags = *CHUNKED, f"--tokenizer_dir={tokenizer_dir}", "--save_every=3"
-    first = train(*flags, "--mesh_fsdp=4", "--sample_every=3", devices=4)  # a sample needs the whole weights
+    mesh_flags, devices = shape(*mesh)
+    first = train(*flags, *mesh_flags, "--sample_every=3", devices=devices)  # a sample needs the whole weights
     assert "--- sample at step 3" in first.stdout
     whole = reference(*flags)
-    for devices, fsdp in ((4, 4), (4, 2), (1, 1), (2, 2)):
-        name = f"mesh-{devices}-{fsdp}"
+    for other in (mesh, *others):
+        mesh_flags, devices = shape(*other)
+        name = "mesh-" + "-".join(map(str, other))
         folder = get_base_dir() / "checkpoints"
         shutil.copytree(folder / "test", folder / name)
         shutil.rmtree(folder / name / "step_000006")
         (folder / name / ".finished").unlink()
-        resumed = train(*flags, f"--mesh_fsdp={fsdp}", run=name, devices=devices)
+        resumed = train(*flags, *mesh_flags, run=name, devices=devices)
         later = {step: loss for step, loss in resumed.losses.items() if step > 3}
         assert later == pytest.approx({step: whole.losses[step] for step in (4, 5, 6)}, rel=1e-5)
-        if (devices, fsdp) == (4, 4):  # the same mesh gives the same bits
+        if other == mesh:  # the same mesh gives the same bits
             assert later == {step: first.losses[step] for step in (4, 5, 6)}
 
 
 @pytest.mark.parametrize("flags, devices, words", [
     (["--mesh_fsdp=2"], 1, "--mesh_fsdp=2 .* there are 1: use .*--mesh_fsdp=1"),
     (["--mesh_data=2", "--mesh_fsdp=2"], 2, "2 × 2 × 1 chips .* there are 2"),
-    (["--mesh_tensor=2"], 2, "tensor parallelism"),
+    (["--mesh_tensor=2"], 1, "--mesh_tensor=2 .* there are 1: use .*--mesh_fsdp=1 and --mesh_tensor=1"),
+    (["--mesh_tensor=4"], 4, "4 chips along tensor do not divide the attention heads .*2: use --mesh_tensor=2"),
+    (["--mesh_tensor=2", "--num_kv_heads=1"], 2, "do not divide the heads of keys and values .*1: use --mesh_tensor=1"),
+    (["--mesh_tensor=2", "--mesh_fsdp=4"], 8, "270 tokens cannot be divided by 8: use --mesh_fsdp=1 --mesh_tensor=1, "
+     "or a tokenizer with 272 tokens"),
+    (["--mesh_tensor=2", "--mesh_fsdp=4", "--model_dim=60"], 8,
+     "4 chips along fsdp do not divide the width .* a chip along tensor has, 30: use --mesh_fsdp=2"),
+    (["--mesh_tensor=2", "--kernel=current"], 2, "--mesh_tensor .* --kernel=current"),
+    (["--mesh_tensor=2", "--shard_optimizer=off"], 2, "--mesh_tensor=2 .* --shard_optimizer=off"),
+    (["--mesh_tensor=2", "--teacher=x"], 2, "--teacher=x .* --mesh_tensor=1"),
+    (["--mesh_tensor=2", "--mesh_data=3"], 6, "3 groups of 2 devices do not divide .* use 2 or 4 groups of 2 devices"),
+    (["--mesh_tensor=2", "--total_batch_size=300"], 2, "64 = .* 1 groups of 2 devices: use 256 or 320"),
     (["--mesh_fsdp=4"], 4, "270 tokens cannot be divided by 4: use .* 272 tokens"),
     (["--mesh_fsdp=2", "--kernel=current"], 2, "--mesh_fsdp .* --kernel=current"),
     (["--mesh_fsdp=2", "--shard_optimizer=off"], 2, "--shard_optimizer=off"),
     (["--mesh_fsdp=2", "--teacher=x"], 2, "--teacher=x .* --mesh_fsdp=1"),
     (["--mesh_fsdp=2", "--device_type=cpu"], 1, "there are 1"),
-    (["--mesh_fsdp=8", "--model_dim=60", "--num_heads=2"], 8, "do not divide the width .*60: .*--mesh_fsdp=6 or 10"),
+    (["--mesh_fsdp=8", "--model_dim=60", "--num_heads=2"], 8, "do not divide the width .*60: use --mesh_fsdp=4"),
 ])
 def test_meshes_that_cannot_be_are_refused_before_anything_starts(tiny, monkeypatch, flags, devices, words):
     monkeypatch.setenv("CPU_NUM_DEVICES", str(devices))
@@ -92,6 +145,7 @@ def test_meshes_that_cannot_be_are_refused_before_anything_starts(tiny, monkeypa
     ("1,8", [], "270 tokens cannot be divided by 8: use TPU_MESH_CONFIG=8,1 .* 272 tokens"),
     ("4,2", ["--teacher=x"], "--teacher=x .* TPU_MESH_CONFIG=8,1"),
     ("8", ["--kernel=current", "--mesh_data=2"], "--mesh_data=2 --mesh_fsdp=1"),  # the flags count
+    ("1,2,4", [], "do not divide the attention heads .*2: use TPU_MESH_CONFIG=2,2,2 with .*=data,fsdp,tensor"),
     ("2,2", [], "there are 8: use TPU_MESH_CONFIG=8,1 or 4,2 or 2,4"),
 ])
 def test_a_mesh_of_the_environment_is_refused_by_its_variables(tiny, monkeypatch, config, flags, words):
