@@ -40,15 +40,16 @@ TAIL_BYTES = 64 << 10  # of a file, in which most footers are
 FOOTERS_AT_ONCE = 16
 NUM_FETCHES = 8  # in the background of a process, at the same time
 PADDING_BYTES = 100  # which pyarrow reads after a column of old files of parquet-mr, whose sizes are too small
+BLOCK_BYTES = 4096  # of the disk; a part fills its first and last one incompletely
 EVICTED_SHARE = 0.1  # of the limit that is made free when it is reached, because that lists all parts
 
 
 def data_place(text):
     """Returns the value of a flag that names a folder of data, in a bucket or on this machine, as a text. Raises
     BadInput if it is neither."""
-    if re.match(r"gs://[a-z0-9][a-z0-9._-]+(/|$)", text) and text.isprintable():
+    if re.match(r"gs://[a-z0-9][a-z0-9._-]*(/|$)", text) and text.isprintable():
         return text.rstrip("/")
-    if re.match(r"gs/?/?:|gs//|[A-Za-z][A-Za-z0-9+.-]*:/", text) or text.lower().startswith("gs:"):
+    if re.match(r"gs:|gs//|[a-z][a-z0-9+.-]*:/", text, re.IGNORECASE):
         raise BadInput("it is neither gs://BUCKET/FOLDER nor a folder of this machine: correct it")
     return str(expand_path(text))
 
@@ -201,15 +202,15 @@ def _cache_folder(base_dir):
 def _reserve(partial, begin, end, limit):
     """Returns the file `partial`, open for writing, with room on the disk for its bytes from `begin` to `end`. Deletes
     older parts if the cache would be larger than `limit` bytes."""
-    folder, counter = partial.parent, partial.parent / "bytes"
+    folder, counter, n_bytes = partial.parent, partial.parent / "bytes", end - begin + 2 * BLOCK_BYTES
     with FileLock(folder / "room.lock", timeout=ROOM_TIMEOUT_S):
         try:
             used = int(counter.read_text())
         except (OSError, ValueError):
             used = limit
-        if used + end - begin > limit:
-            used = _evict(folder, max(0, (1 - EVICTED_SHARE) * limit - (end - begin)))
-        counter.write_text(str(used + end - begin))
+        if used + n_bytes > limit:
+            used = _evict(folder, max(0, (1 - EVICTED_SHARE) * limit - n_bytes))
+        counter.write_text(str(used + n_bytes))
         file = partial.open("wb")
         try:
             if end > begin:
@@ -258,7 +259,7 @@ def check_cache(shards, num_lanes):
     folder = _cache_folder(get_base_dir())
     limit, n_bytes = shards[0].path.cache_gb * 1e9, sum(shard.n_bytes for shard in shards)
     largest = max(shard.row_group_bytes for shard in shards)
-    needed = min(n_bytes, 2 * num_lanes * (largest + PADDING_BYTES))
+    needed = min(n_bytes, 2 * num_lanes * (largest + 2 * BLOCK_BYTES))
     if needed > limit:
         raise BadInput(f"--data_cache_gb={limit / 1e9:g} is too small: each of {num_lanes} lanes holds two row groups, "
                        f"of up to {largest / 1e6:,.1f} MB: give it at least {needed / 1e9:.3g}, or write smaller row "

@@ -8,6 +8,7 @@ long that is tried.
 """
 import http.client
 import json
+import math
 import os
 import threading
 import time
@@ -54,8 +55,8 @@ class Patience:
                          "same command again later")
         if time.monotonic() >= Patience.silent_until:
             Patience.silent_until = time.monotonic() + SAY_S
-            print(f"warning: {self.url} cannot be reached ({error}); waiting for it, for up to {left_s / 60:.0f} more "
-                  "minutes", flush=True)
+            print(f"warning: {self.url} cannot be reached ({error}); waiting for it, for up to "
+                  f"{math.ceil(left_s / 60)} more minutes", flush=True)
         time.sleep(min(self.pause_s, left_s))
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
