@@ -7,12 +7,13 @@ from tests.deploy.cloud import Cloud, Failure
 
 class Storage(Cloud):
     """Emulated Cloud Storage. `failures`: (code, status, message) of the next answers to requests for content; `cuts`:
-    after how many bytes the next contents end with their connection; `stall`: an Event for which contents wait."""
+    after how many bytes the next contents end with their connection; `stall`: an Event for which contents wait;
+    `lives_for`: how many contents it answers in all."""
 
     def __init__(self):
         super().__init__()
         self.failures, self.cuts, self.page_size, self.fetched, self.stall = [], [], 1000, [], None
-        self.generations = {}
+        self.generations, self.lives_for = {}, 10**9
         storage = self
 
         class Handler(self.server.RequestHandlerClass):
@@ -48,6 +49,8 @@ class Storage(Cloud):
 
     def storage(self, method, path, query, body, headers):
         if query.get("alt") == "media":
+            if len(self.fetched) >= self.lives_for:
+                raise Failure(503, "UNAVAILABLE", "Try again later")
             if self.failures:
                 raise Failure(*self.failures.pop(0))
             self.fetched.append((path, headers["Range"]))
