@@ -28,15 +28,22 @@ class BadInput(Exception):
 class Failure(Exception):
     """What went wrong and is no fault of the input, such as a compiler that takes too long. Its message is one line:
     what happened, and what to do. The exit status is 1."""
+    status = 1
+
+
+class Outage(Failure):
+    """A service that could not be reached for as long as it was waited for, and that may be reached later. The exit
+    status is 75, as that of a run that is to be started again."""
+    status = 75
 
 
 def run_script(main):
     """Runs main() and ends the process with the status that it returns (None: 0). What the terminal or log cannot show,
     such as é in ASCII, is printed as \\xe9.
 
-    BadInput, Failure, Ctrl-C and a full disk end it with one line on stderr and status 2, 1, 130 and 1. If whoever
-    reads the output has ended, as `head` does, it ends without a word and with status 141, as a program that SIGPIPE
-    ends.
+    BadInput, Failure, Outage, Ctrl-C and a full disk end it with one line on stderr and status 2, 1, 75, 130 and 1. If
+    whoever reads the output has ended, as `head` does, it ends without a word and with status 141, as a program that
+    SIGPIPE ends.
     """
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None: closed
     for stream in (sys.stdout, sys.stderr):
@@ -50,7 +57,7 @@ def run_script(main):
     except BadInput as error:
         status = _say(f"error: {error}", 2)
     except Failure as error:
-        status = _say(f"error: {error}", 1)
+        status = _say(f"error: {error}", error.status)
     except KeyboardInterrupt:
         status = _say("stopped by Ctrl-C", 130)
     except OSError as error:
@@ -199,6 +206,9 @@ def expand_path(text):
     text = os.fspath(text)
     if not text:
         raise BadInput("a path is needed: an empty one names nothing")
+    if text.startswith("gs:/"):
+        raise BadInput(f"{text} is in a bucket, and a path on this machine is needed: copy it here with gcloud storage "
+                       "cp -r")
     if len(text) > 4000 or any(len(part.encode(errors="surrogatepass")) > 255 for part in text.split("/")):
         raise BadInput(f"{text[:40]}… is too long for a path")
     try:

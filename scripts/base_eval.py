@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
+from nanochat.data.bucket import CACHE_GB, check_cache, data_place, in_bucket
 from nanochat.data.fim import KINDS, check_fim
+from nanochat.data.lanes import NUM_LANES
 from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards, open_shards
 from nanochat.device.ranks import DEVICE_TYPES, compute_init, prepare_xla_environment, resolve_device_type
@@ -23,8 +25,10 @@ from nanochat.train.project_eval import ProjectRows, require_packed
 @dataclass(frozen=True)
 class Flags:
     checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
-    data_dir: Path | None = flag(None, "folder of parquet shards; default: $NANOCHAT_BASE_DIR/parquet/val",
-                                 of=expand_path)
+    data_dir: str | None = flag(None, "folder of parquet shards, or gs://…; default: $NANOCHAT_BASE_DIR/parquet/val",
+                                of=data_place)
+    data_cache_gb: float = flag(CACHE_GB, "gigabytes of this machine's disk for what is read of shards in gs://…",
+                                above=0, at_most=1e6)
     tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
                                       of=expand_path)
     fim: bool = flag(False, "bits per byte of middles, for a model that was trained with --fim_rate")
@@ -53,7 +57,9 @@ def main(argv=None):
         raise BadInput(f"--eval_tokens={flags.eval_tokens} is less than one row of {seq_len}")
     if flags.fim and flags.project:
         raise BadInput("--fim and --project are two evaluations: leave one of them out")
-    shards = list_shards(flags.data_dir, "val")
+    shards = list_shards(flags.data_dir, "val", flags.data_cache_gb)
+    if flags.data_dir and in_bucket(flags.data_dir):
+        print(f"data: {check_cache(open_shards(shards), NUM_LANES)}", flush=True)
     if flags.project:
         projects = open_shards(shards)
         require_packed(projects)

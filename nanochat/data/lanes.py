@@ -74,6 +74,8 @@ class Lane:
         self.to_restore = state
         self._pieces = self._tokenize(state)
         self._peeked = None
+        if state.next[0] < num_units:
+            units.read_ahead(number, state.next[0])
 
     def make_rows(self, count):
         """Returns the next rows, int32 (count, row_tokens), and a list with the LaneState's fields after each row.
@@ -154,6 +156,8 @@ class Lane:
         """Yields lists of (ref, TextPiece), beginning with this piece of this document of the lane's unit `number`."""
         while number < self.num_units:
             shard, row_group, first, stop = unit = self.units.get(self.number, number)
+            if number + 1 < self.num_units:
+                self.units.read_ahead(self.number, number + 1)
             while first + document < stop:
                 self.reading = f"{shard.path}, row group {row_group}"
                 texts, document = self.units.read(unit, first + document, piece, self.read_bytes)

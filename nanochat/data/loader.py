@@ -33,7 +33,7 @@ BLOCK_TOKENS = 1 << 15  # tokens of the rows that a worker makes at a time, at m
 # packs all rows: among many lanes some would have no text, and others more than they are asked for.
 SMALL_BYTES = 1 << 20  # of the files
 SMALL_BYTES_PER_TOKEN = 4  # of the files, for a token that is asked for; a token takes about one byte there
-TIMEOUT_S = 300
+TIMEOUT_S = 540  # more than a bucket is waited for, less than a step may take by default
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 A shard is a parquet file with a column `text`; other columns are never read. Each of its rows is called a document
 here, because a row is something else: one sequence of the training batch. Shards may come from anywhere and have row
 groups of a gigabyte. So no file stays open, and no more text is held than the caller asks for; only if all shards
-together are small, their text stays in memory.
+together are small, their text stays in memory. Where the shards are in a bucket, bucket.py fetches what is read.
 
     paths = list_shards(data_dir)         # or list_shards(split="val"), from the default directory
     shards = open_shards(paths)           # checked: BadInput names the file and what is wrong with it
@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.common import BadInput, get_base_dir
+from nanochat.data.bucket import CACHE_GB, BucketFile, fetch_footers, in_bucket, list_bucket, text_range
 
 DEFAULT_DIRS = {"train": "parquet/base_data_v3", "val": "parquet/val"}  # under the base directory
 PIECE_BYTES = 256 * 1024  # longer documents are read and tokenized piece by piece
@@ -41,11 +42,12 @@ class CorruptRowGroup(BadInput):
 @dataclass(frozen=True)
 class Shard:
     """A parquet file with text, as its footer describes it."""
-    path: Path
+    path: Path | BucketFile
     n_bytes: int  # size of the file
     row_group_documents: tuple[int, ...]  # number of documents in each row group
     digest: str  # SHA-256 of name, size and footer
     is_packed: bool = False  # its documents are projects, see projects.py
+    row_group_bytes: int = 0  # of the text of its largest row group, compressed
 
 
 class TextPiece(NamedTuple):
@@ -57,12 +59,19 @@ class TextPiece(NamedTuple):
     is_packed: bool = False  # it is of a project, see projects.py
 
 
-def list_shards(data_dir=None, split="train"):
-    """Returns the paths of the parquet files in `data_dir`, or in the default directory of `split`, sorted by name.
+def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
+    """Returns the paths of the parquet files in `data_dir`, or in the default directory of `split`, sorted by name; for
+    a `data_dir` in a bucket, BucketFiles, of which at most `cache_gb` gigabytes are on this machine's disk.
 
     If there are none, those one level deeper are returned, because `gcloud storage cp -r` nests the directory that it
     copies. Raises BadInput if there are none at all.
     """
+    if data_dir and in_bucket(data_dir):
+        files = list_bucket(data_dir, cache_gb)
+        if not files:
+            raise BadInput(f"no {split} data: {data_dir} has no *.parquet file in it: correct the URL, or copy some "
+                           "there with gcloud storage cp")
+        return sorted(files, key=lambda file: (file.name, file.url.split("/")))
     data_dir = Path(data_dir) if data_dir else get_base_dir() / DEFAULT_DIRS[split]
     try:
         paths = list(data_dir.glob("*.parquet")) or list(data_dir.glob("*/*.parquet"))
@@ -85,10 +94,11 @@ def open_shards(paths, skip_bad=False):
     Raises BadInput for a file that is not a whole parquet file with a column of text (with `skip_bad`, prints a warning
     and leaves it out instead), and if every document is empty.
     """
+    fetch_footers([path for path in paths if isinstance(path, BucketFile)])
     shards = []
     for path in paths:
         try:
-            shards.append(_open_shard(Path(path)))
+            shards.append(_open_shard(path if isinstance(path, BucketFile) else Path(path)))
         except BadInput as error:
             if not skip_bad:
                 raise
@@ -106,9 +116,9 @@ def open_shards(paths, skip_bad=False):
 
 def _open_shard(path):
     try:
-        metadata = pq.read_metadata(path)
-        schema = metadata.schema.to_arrow_schema()
-        with path.open("rb") as file:
+        with path.open_footer() if isinstance(path, BucketFile) else path.open("rb") as file:
+            metadata = pq.read_metadata(file if isinstance(path, BucketFile) else path)
+            schema = metadata.schema.to_arrow_schema()
             size = file.seek(0, 2)
             file.seek(size - 8 - metadata.serialized_size)
             footer = file.read()
@@ -126,7 +136,8 @@ def _open_shard(path):
     n_documents = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     digest = hashlib.sha256(f"{path.name} {size} ".encode() + footer).hexdigest()
     is_packed = PACKED["pack"].encode() == (metadata.metadata or {}).get(b"pack")
-    return Shard(path, size, n_documents, digest, is_packed)
+    largest = max((text_range(metadata, i)[1] for i in range(metadata.num_row_groups)), default=0)
+    return Shard(path, size, n_documents, digest, is_packed, largest)
 
 
 def require_files(shards, what):
@@ -154,7 +165,11 @@ def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 
     pieces, n_bytes = [], 0
     try:
         # Buffered and without pre_buffer, Arrow holds one page at a time and not the whole column.
-        with pq.ParquetFile(shard.path, buffer_size=READ_BATCH_BYTES, page_checksum_verification=True) as file:
+        source, metadata = shard.path, None
+        if isinstance(source, BucketFile):
+            source, metadata = source.open_row_group(row_group)
+        with pq.ParquetFile(source, metadata=metadata, buffer_size=READ_BATCH_BYTES,
+                            page_checksum_verification=True) as file:
             begin = end = 0  # documents of the batch
             batch_size = _documents_per_batch(file.metadata.row_group(row_group))
             for batch in file.iter_batches(batch_size, [row_group], ["text"], use_threads=False):
@@ -313,6 +328,12 @@ class Units:
         """
         epoch, index = divmod(number * self.num_lanes + lane, len(self.units))
         return self.units[self._order(epoch)[index]]
+
+    def read_ahead(self, lane, number):
+        """Lets the row group of a unit be fetched, if it is in a bucket, before it is read."""
+        shard, row_group, _, _ = self.get(lane, number)
+        if isinstance(shard.path, BucketFile) and (shard.digest, row_group) not in self._kept:
+            shard.path.read_ahead(row_group)
 
     def number_in_epoch(self, lane):
         """Returns how many units of `lane` are in the first epoch."""

@@ -13,8 +13,6 @@ import errno
 import os
 import re
 import shutil
-import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -22,18 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.common import BadInput
+from nanochat.data.gcloud import gcloud, problem_in
 from nanochat.record.metrics import METRICS_FILE
 from nanochat.run.checkpoint_files import SUMMED_FILES, SUMS, find_problem
 
 COPY_TIMEOUT_S, LIST_TIMEOUT_S = 1800, 120
 TRY_TIMEOUT_S = 60  # for each attempt to reach the mirror at the start of a run
 OUTAGE_S, PAUSE_S = 600, 15  # how long a start waits for a mirror that cannot be reached; between its attempts
-# What gcloud's error line says when trying again does not help: no permission, no such bucket, not logged in, not a
-# bucket's name. Whatever else it says may be an outage.
-_REFUSALS = re.compile(
-    r"PERMISSION_DENIED|UNAUTHENTICATED|INVALID_ARGUMENT|HTTPError 40[0134]|does not have (permission|storage\.)|"
-    r"not found: 404|bucket does not exist|invalid bucket|InvalidUrl|active account|(valid|invalid) credentials|"
-    r"anonymous caller|reauthentication|invalid_grant|authentication scopes|billing", re.IGNORECASE)
 _UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
                 errno.ENETUNREACH, errno.EAGAIN, errno.EBUSY}  # errors of a file system whose server does not answer
 
@@ -196,48 +189,24 @@ def patiently(action, url, on_failure=lambda message: None, report=print):
             time.sleep(PAUSE_S)
 
 
-_gcloud_processes = set()  # that run now
-
-
 def _gcloud_storage(*arguments, timeout_s):
     """Returns the standard output of `gcloud storage …`; "" if there is nothing to list or to delete."""
-    try:  # in a session of its own: so its helpers can be ended with it, and Ctrl-C is for base_train alone
-        process = subprocess.Popen(
-            ["gcloud", "storage", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, errors="replace", start_new_session=True)
+    try:
+        status, output, said = gcloud("storage", *arguments, timeout_s=timeout_s)
+    except TimeoutError as error:
+        raise MirrorError(str(error)) from None
     except OSError as error:
         raise BadInput(f"--checkpoint_mirror=gs://… needs gcloud, which cannot be started here ({error.strerror}): "
                        "install it, or give a directory") from None
-    _gcloud_processes.add(process)
-    try:
-        output, said = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        raise MirrorError(f"gcloud storage {arguments[0]} has not ended after {timeout_s} s") from None
-    finally:
-        _gcloud_processes.discard(process)
-        _kill(process)
-    if process.returncode == 0:
+    if status == 0:
         return output
     if "matched no objects" in said and arguments[0] != "cp":
         return ""
-    problem = next((line for line in reversed(said.splitlines()) if "ERROR" in line), said.strip()[-200:])
-    problem = problem.removeprefix("ERROR: ").removesuffix(".") or f"gcloud ended with status {process.returncode}"
-    if _REFUSALS.search(problem):
+    problem, is_refusal = problem_in(said, status)
+    if is_refusal:
         raise BadInput(f"--checkpoint_mirror: {problem}: correct the bucket, its permissions or the login, or start "
                        "without the flag")
     raise MirrorError(problem)
-
-
-def _kill(process):
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def end_transfers():
-    """Ends every gcloud that this process has started and that still runs."""
-    for process in list(_gcloud_processes):
-        _kill(process)
 
 
 def _within(timeout_s, function):

@@ -17,7 +17,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, Outage
 from nanochat.run import wire
 from nanochat.run.hosts import Host
 from nanochat.run.mirror import MirrorError
@@ -375,7 +375,7 @@ def _connect(host):
 @contextmanager
 def membership(host):
     """Yields the Pod of a Host; or None for None. An error that ends the block ends the run on all hosts: BadInput with
-    status 2 everywhere, an outage of the mirror with 75, and any other with 1."""
+    status 2 everywhere, an outage of the mirror or of the data with 75, and any other with 1."""
     if host is None:
         yield None
         return
@@ -384,7 +384,7 @@ def membership(host):
         yield pod
     except BaseException as error:
         pod.fail(" ".join(str(error).split()) or type(error).__name__,
-                 {BadInput: 2, MirrorError: EXIT_STATUS}.get(type(error), 1))
+                 {BadInput: 2, MirrorError: EXIT_STATUS, Outage: EXIT_STATUS}.get(type(error), 1))
         raise
     finally:
         pod.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from nanochat.common import BadInput, end_with_parent, require_writable_dir
+from nanochat.common import BadInput, Failure, end_with_parent, require_writable_dir
 from nanochat.device import tpu
 from nanochat.device.tpu import count_tpu_chips
 from nanochat.run import watchdog
@@ -86,8 +86,8 @@ def end_process_on_error(function, status_path):
         if status:
             Path(status_path).write_text(str(status))
     except BaseException as error:
-        status = 2 if isinstance(error, BadInput) else 1
-        if status == 2:
+        status = 2 if isinstance(error, BadInput) else error.status if isinstance(error, Failure) else 1
+        if isinstance(error, (BadInput, Failure)):
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             traceback.print_exc()

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nanochat.common import BadInput
-from nanochat.run.mirror import MirrorError, end_transfers
+from nanochat.data.gcloud import end_all
+from nanochat.run.mirror import MirrorError
 
 STATE_FILE = "mirror.json"
 FIRST_RETRY_S, RETRY_S = 5, 60  # the first pause between attempts to copy, which doubles, and the longest
@@ -101,7 +102,7 @@ class Uploader:
                     said = True
                 self._condition.wait(POLL_S)
             self._is_over = True
-            end_transfers()
+            end_all()
             if not self._state.behind_since:
                 return True
             self._report(f"warning: {self._wanted.name} is on this machine's disk only, and not in {self._mirror.url}"

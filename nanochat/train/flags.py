@@ -3,6 +3,7 @@ import os
 from dataclasses import asdict, dataclass, field, fields, replace
 
 from nanochat.common import expand_path, flag, read_flags
+from nanochat.data.bucket import CACHE_GB, data_place
 from nanochat.data.lanes import NUM_LANES
 from nanochat.device.ranks import DEVICE_TYPES
 from nanochat.model.optim import OptimConfig
@@ -51,10 +52,12 @@ class KernelFlags(DeviceFlags):
 
 @dataclass(frozen=True)
 class DataFlags:
-    data_dir: str | None = flag(None, "folder of parquet shards for training; default: "
-                                "$NANOCHAT_BASE_DIR/parquet/base_data_v3", of=path_text)
-    val_dir: str | None = flag(None, "folder of parquet shards for validation; default: $NANOCHAT_BASE_DIR/parquet/val",
-                               of=path_text)
+    data_dir: str | None = flag(None, "folder of parquet shards for training, or gs://…; default: "
+                                "$NANOCHAT_BASE_DIR/parquet/base_data_v3", of=data_place)
+    val_dir: str | None = flag(None, "folder of parquet shards for validation, or gs://…; default: "
+                               "$NANOCHAT_BASE_DIR/parquet/val", of=data_place)
+    data_cache_gb: float = flag(CACHE_GB, "gigabytes of this machine's disk for what is read of shards in gs://…",
+                                above=0, at_most=1e6)
     tokenizer_dir: str | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
                                      of=path_text)
     tokenizer_threads: int = flag(2, "threads per rank that tokenize ahead", at_least=1, at_most=1000)

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from nanochat.common import BadInput
+from nanochat.data.bucket import check_cache
 from nanochat.data.fim import check_fim
 from nanochat.data.lanes import NUM_LANES
 from nanochat.data.loader import DataLoader, SyntheticLoader
@@ -40,6 +41,7 @@ class LanguageTask:
     tokenizer: Tokenizer
     teacher: Teacher | None
     data_fingerprint: str | None  # None for synthetic data
+    bucket: str | None = None  # about the data and its cache, if it is in a bucket
     name = "language"
     changing_flags = tuple(field.name for group in (BatchFlags, OptimConfig, DistillationFlags)
                            for field in fields(group) if field.name != "device_batch_size")  # which changes no step
@@ -49,7 +51,8 @@ class LanguageTask:
         return self.flags.data.num_lanes
 
     def describe(self):
-        return [*describe_plan(self.plan, self.tokenizer), *([self.teacher.describe()] if self.teacher else [])]
+        return [*describe_plan(self.plan, self.tokenizer), *([f"       data  {self.bucket}"] if self.bucket else []),
+                *([self.teacher.describe()] if self.teacher else [])]
 
     def identity(self):
         return {"config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
@@ -71,7 +74,12 @@ class LanguageTask:
         return state_bytes(optimizer.masters, optimizer.state)
 
     def open_batches(self, dist, step, lane_states=None):
-        return RowFeed(self.open_loader(dist, step, lane_states), self.plan, step, dist.rank)
+        loader = self.open_loader(dist, step, lane_states)
+        if self.data_fingerprint not in (None, loader.fingerprint):  # a bucket is listed again in this process
+            loader.close()
+            raise BadInput(f"--data_dir={self.flags.data.data_dir}: its shards have changed since this command began: "
+                           "start it again")
+        return RowFeed(loader, self.plan, step, dist.rank)
 
     def open_loader(self, dist, step=0, lane_states=None, num_rows=None, fim_rate=0.0):
         """Returns the loader of this rank. lane_states: of all lanes after `step` steps, to resume from; num_rows: of
@@ -86,9 +94,8 @@ class LanguageTask:
                            state_seq_len=plan.seq_len(max(step - 1, 0)))
         if flags.data.synthetic_data:
             return SyntheticLoader(self.tokenizer.n_vocab, **common)
-        shards = list_shards(flags.data.val_dir, "val") if validation else list_shards(flags.data.data_dir)
-        return DataLoader(shards, self.tokenizer, threads=flags.data.tokenizer_threads,
-                          skip_bad=flags.data.skip_bad_shards,
+        return DataLoader(list_data(flags.data, "val" if validation else "train"), self.tokenizer,
+                          threads=flags.data.tokenizer_threads, skip_bad=flags.data.skip_bad_shards,
                           fim_rate=fim_rate if validation else flags.data.fim_rate, **common)
 
     def restore_training(self, dist, step, restored=None):
@@ -183,7 +190,7 @@ def make_task(flags, device_type, world_size, directory):
     """
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     plan = make_plan(flags, tokenizer.n_vocab, device_type, world_size)
-    data_fingerprint = check_data(flags)
+    data_fingerprint, bucket = check_data(flags)
     teacher = find_teacher(flags, plan, tokenizer, directory)
     if teacher:
         flags = flags.replace(teacher=str(teacher.path))  # the one that is meant now, if it is trained further
@@ -191,19 +198,25 @@ def make_task(flags, device_type, world_size, directory):
         Judge()  # raises BadInput if there is no compiler or no sandbox
     if flags.data.fim_rate:
         check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, flags.model.max_seq_len)
-    return LanguageTask(flags, plan, tokenizer, teacher, data_fingerprint)
+    return LanguageTask(flags, plan, tokenizer, teacher, data_fingerprint, bucket)
+
+
+def list_data(data, split):
+    """Returns the paths of the shards of a `split`, train or val, for DataFlags."""
+    return list_shards(data.val_dir if split == "val" else data.data_dir, split, data.data_cache_gb)
 
 
 def check_data(flags):
-    """Returns the fingerprint of the training data, None for synthetic data. Raises BadInput if data cannot be used."""
+    """Returns the fingerprint of the training data, and a text about data in a bucket; None for what there is not.
+    Raises BadInput if data cannot be used."""
     data = flags.data
     if data.synthetic_data:
         if data.fim_rate:
             raise BadInput(f"--fim_rate={data.fim_rate:g} is for text, and --synthetic_data has none: leave one out")
-        return None
-    if flags.record.eval_every > 0:
-        open_shards(list_shards(data.val_dir, "val"), data.skip_bad_shards)
-    return fingerprint(open_shards(list_shards(data.data_dir), data.skip_bad_shards))
+        return None, None
+    held_out = open_shards(list_data(data, "val"), data.skip_bad_shards) if flags.record.eval_every > 0 else []
+    shards = open_shards(list_data(data, "train"), data.skip_bad_shards)
+    return fingerprint(shards), check_cache([*shards, *held_out], data.num_lanes)
 
 
 class RowFeed:

@@ -1,0 +1,290 @@
+"""Parquet files in a bucket (gs://…): what is read of them is fetched into a cache on this machine's disk.
+
+    files = list_bucket("gs://my-bucket/parquet/val", cache_gb=20)    # BucketFiles
+    files[0].open_footer()          # a pyarrow file that has the footer, at its place
+    files[0].open_row_group(3)      # … the text of row group 3; and the file's metadata
+    files[0].read_ahead(3)          # fetches that in the background
+
+Lanes read row groups in a random order, so single row groups are fetched, and not whole files, of which each would be
+fetched again and again. The cache, $NANOCHAT_BASE_DIR/bucket_cache, is shared by all processes of the machine: together
+they keep its limit, and fetch each part once. A part is a sparse file that has the bytes at their place, so pyarrow
+reads it like the file itself, and never one that is not whole. The parts that were not read for longest are deleted.
+
+pyarrow's own GcsFileSystem is not used: to read a part, it asks for everything from there to the end of the file.
+
+Raises BadInput if the bucket refuses for good, Outage if it has not been reached for OUTAGE_S, and Failure if the disk
+is full.
+"""
+import errno
+import hashlib
+import os
+import re
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
+
+from nanochat.common import BadInput, Failure, Outage, expand_path, get_base_dir, require_writable_dir
+from nanochat.data.storage import Interruption, Patience, endpoint, list_folder, read_range
+
+CACHE_GB = 20.0
+CACHE_DIR = "bucket_cache"  # under the base directory
+OUTAGE_S = 480  # less than loader.TIMEOUT_S, and than the default of --step_timeout_s, so that this is what is reported
+ROOM_TIMEOUT_S = 60  # for others that make room in the cache
+TAIL_BYTES = 64 << 10  # of a file, in which most footers are
+FOOTERS_AT_ONCE = 16
+NUM_FETCHES = 8  # in the background of a process, at the same time
+PADDING_BYTES = 100  # which pyarrow reads after a column of old files of parquet-mr, whose sizes are too small
+BLOCK_BYTES = 4096  # of the disk; a part fills its first and last one incompletely
+EVICTED_SHARE = 0.1  # of the limit that is made free when it is reached, because that lists all parts
+
+
+def data_place(text):
+    """Returns the value of a flag that names a folder of data, in a bucket or on this machine, as a text. Raises
+    BadInput if it is neither."""
+    if re.match(r"gs://[a-z0-9][a-z0-9._-]*(/|$)", text) and text.isprintable():
+        return text.rstrip("/")
+    if re.match(r"gs:|gs//|[a-z][a-z0-9+.-]*:/", text, re.IGNORECASE):
+        raise BadInput("it is neither gs://BUCKET/FOLDER nor a folder of this machine: correct it")
+    return str(expand_path(text))
+
+
+def in_bucket(place):
+    """Returns whether a folder that data_place returned is in a bucket."""
+    return str(place).startswith("gs://")
+
+
+@dataclass(frozen=True)
+class BucketFile:
+    """A file in a bucket, as it was when it was listed."""
+    url: str
+    size: int
+    generation: str  # another one has other bytes
+    cache_gb: float = CACHE_GB
+
+    def __str__(self):
+        return self.url
+
+    @property
+    def parent(self):
+        return self.url.rpartition("/")[0]
+
+    @property
+    def name(self):
+        return self.url.rpartition("/")[2]
+
+    def open_footer(self, outage_s=OUTAGE_S):
+        """Returns a pyarrow file of this one's size, of which only the footer may be read. outage_s: for how long it
+        waits for a bucket that does not answer."""
+        tail = max(0, self.size - TAIL_BYTES)
+        file = self._open(tail, self.size, outage_s)
+        if self.size >= 8:
+            file.seek(self.size - 8)
+            footer = self.size - 8 - int.from_bytes(file.read(4), "little")
+            if 0 <= footer < tail and file.read(4) == b"PAR1":
+                file = self._open(footer, self.size, outage_s)
+            file.seek(0)
+        return file
+
+    def open_row_group(self, row_group, outage_s=OUTAGE_S):
+        """Returns a pyarrow file of which only the text of a row group may be read, and the metadata from the footer.
+        outage_s: as above."""
+        with self.open_footer(outage_s) as file:
+            metadata = pq.read_metadata(file)
+        begin, n_bytes = text_range(metadata, row_group)
+        if begin + n_bytes > self.size:
+            raise BadInput(f"{self} is not a whole parquet file: copy or prepare it again")
+        return self._open(begin, min(begin + n_bytes + PADDING_BYTES, self.size), outage_s), metadata
+
+    def read_ahead(self, row_group):
+        """Fetches a row group in the background."""
+        def work():
+            with _fetches:
+                _try(self.open_row_group, row_group, outage_s=0)
+
+        threading.Thread(target=work, name="read-ahead", daemon=True).start()
+
+    def _open(self, begin, end, outage_s):
+        """Returns a pyarrow file with the bytes from `begin` to `end`."""
+        folder = _cache_folder(get_base_dir())
+        path = folder / hashlib.sha256(f"{self.url} {self.generation} {begin} {end}".encode()).hexdigest()[:32]
+        for _ in range(5):  # more than once only if the cache is so small that others need its room at once
+            try:
+                if path.stat().st_size == end:
+                    os.utime(path)
+                    return pa.OSFile(str(path))
+            except FileNotFoundError:
+                pass
+            try:
+                with FileLock(folder / f"{path.name[:2]}.lock", timeout=OUTAGE_S):
+                    if not path.exists() or path.stat().st_size != end:
+                        self._fetch(path, begin, end, outage_s)
+            except Timeout:
+                raise Outage(f"{self}: another process has not fetched it for {OUTAGE_S / 60:.0f} minutes: start the "
+                             "same command again") from None
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise Failure(f"the disk is full ({error.strerror}), and so {self} cannot be read: free some space "
+                                  f"for {folder}, or lower --data_cache_gb={self.cache_gb:g}") from None
+                if not isinstance(error, FileNotFoundError):  # others needed its room
+                    raise
+        raise Failure(f"the cache {folder} is too small for all that read from it: raise --data_cache_gb, or use fewer")
+
+    def _fetch(self, path, begin, end, outage_s):
+        partial = path.with_suffix(".partial")
+        file = _reserve(partial, begin, end, self.cache_gb * 1e9)
+        try:
+            with file:
+                self._download(file.fileno(), begin, end, outage_s)
+                os.fsync(file.fileno())
+            partial.rename(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+    def _download(self, descriptor, begin, end, outage_s):
+        """Writes the bytes to the file at their place. Where a connection breaks, it goes on from there."""
+        patience = Patience(self.url, outage_s)
+        while begin < end:
+            try:
+                for part in read_range(self.url, self.generation, begin, end):
+                    begin += os.pwrite(descriptor, part, begin)
+                    patience.begin()
+                if begin < end:
+                    raise Interruption("the connection was cut")
+            except Interruption as error:
+                patience.wait(error)
+
+
+def _try(function, *args, **kwargs):
+    """Fetches ahead. If that fails, whoever needs it will try again and find out why."""
+    try:
+        function(*args, **kwargs)
+    except (BadInput, Failure, pa.ArrowException, OSError):
+        pass
+
+
+def fetch_footers(files):
+    """Fetches the footers of BucketFiles into the cache, many at the same time."""
+    with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
+        list(pool.map(lambda file: _try(file.open_footer, outage_s=0), files))
+    for file in files:
+        file.open_footer()
+
+
+def text_range(metadata, row_group):
+    """Returns where the column text of a row group begins in its file, and its bytes there."""
+    columns = metadata.row_group(row_group)
+    column = next(column for column in map(columns.column, range(columns.num_columns))
+                  if column.path_in_schema == "text")
+    begin = column.data_page_offset
+    if column.has_dictionary_page and column.dictionary_page_offset:
+        begin = min(begin, column.dictionary_page_offset)
+    return begin, column.total_compressed_size
+
+
+# -----------------------------------------------------------------------------
+# The cache
+
+_fetches = threading.Semaphore(NUM_FETCHES)
+
+
+@cache
+def _cache_folder(base_dir):
+    return require_writable_dir(base_dir / CACHE_DIR)
+
+
+def _reserve(partial, begin, end, limit):
+    """Returns the file `partial`, open for writing, with room on the disk for its bytes from `begin` to `end`. Deletes
+    older parts if the cache would be larger than `limit` bytes."""
+    folder, counter, n_bytes = partial.parent, partial.parent / "bytes", end - begin + 2 * BLOCK_BYTES
+    with FileLock(folder / "room.lock", timeout=ROOM_TIMEOUT_S):
+        try:
+            used = int(counter.read_text())
+        except (OSError, ValueError):
+            used = limit
+        if used + n_bytes > limit:
+            used = _evict(folder, max(0, (1 - EVICTED_SHARE) * limit - n_bytes))
+        counter.write_text(str(used + n_bytes))
+        file = partial.open("wb")
+        try:
+            if end > begin:
+                os.posix_fallocate(file.fileno(), begin, end - begin)
+        except BaseException:
+            file.close()
+            partial.unlink()
+            raise
+    return file
+
+
+def _parts_in(folder):
+    """Returns [(when it was read last, bytes on the disk, path)] of the cache, in any order."""
+    found = []
+    for entry in os.scandir(folder):
+        if re.fullmatch(r"[0-9a-f]{32}(\.partial)?", entry.name):
+            try:
+                stat = entry.stat()
+            except FileNotFoundError:
+                continue
+            found.append((stat.st_mtime_ns, stat.st_blocks * 512, entry.path))
+    return found
+
+
+def _evict(folder, limit):
+    """Deletes the parts that were not read for longest until all have at most `limit` bytes. Returns how many."""
+    parts = sorted(_parts_in(folder))
+    used = sum(n_bytes for _, n_bytes, _ in parts)
+    for _, n_bytes, path in parts:
+        if used <= limit:
+            break
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        used -= n_bytes
+    return used
+
+
+def check_cache(shards, num_lanes):
+    """Returns a text about the Shards in a bucket and their cache, None if none is in a bucket. Raises BadInput if the
+    lanes need more than the cache may have, or the disk has less."""
+    shards = [shard for shard in shards if isinstance(shard.path, BucketFile)]
+    if not shards:
+        return None
+    folder = _cache_folder(get_base_dir())
+    limit, n_bytes = shards[0].path.cache_gb * 1e9, sum(shard.n_bytes for shard in shards)
+    largest = max(shard.row_group_bytes for shard in shards)
+    needed = min(n_bytes, 2 * num_lanes * (largest + 2 * BLOCK_BYTES))
+    if needed > limit:
+        raise BadInput(f"--data_cache_gb={limit / 1e9:g} is too small: each of {num_lanes} lanes holds two row groups, "
+                       f"of up to {largest / 1e6:,.1f} MB: give it at least {needed / 1e9:.3g}, or write smaller row "
+                       "groups")
+    free = shutil.disk_usage(folder).free
+    available = free + sum(used for _, used, _ in _parts_in(folder))
+    if available < min(limit, n_bytes):
+        raise BadInput(f"--data_cache_gb={limit / 1e9:g}, but there is only room for {available / 1e9:.3g} GB in "
+                       f"{folder}: give less than that, or free some space")
+    places = " and ".join(sorted({shard.path.parent for shard in shards}))
+    return (f"{n_bytes / 1e9:,.3g} GB in {places}; a cache of up to {limit / 1e9:g} GB in {folder}, where "
+            f"{free / 1e9:,.1f} GB are free")
+
+
+# -----------------------------------------------------------------------------
+# What there is
+
+
+def list_bucket(url, cache_gb=CACHE_GB):
+    """Returns the BucketFiles of the parquet files in a folder, or of those one level deeper if there are none, as they
+    were when this process first asked."""
+    return [BucketFile(*file, cache_gb) for file in _parquet_files(url.rstrip("/"), endpoint())]
+
+
+@cache
+def _parquet_files(url, _):
+    files, folders = list_folder(url, OUTAGE_S)
+    return files or [file for folder in folders for file in list_folder(folder, OUTAGE_S)[0]]

@@ -1,0 +1,324 @@
+"""Shards in a bucket, served on loopback: the same rows as from disk, in little room, through outages and kills."""
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat.common import BadInput, Failure, Outage, expand_path
+from nanochat.data import bucket as bucket_module
+from nanochat.data import shards as shards_module
+from nanochat.data import storage as storage_module
+from nanochat.data.bucket import CACHE_DIR, BucketFile, check_cache, data_place
+from nanochat.data.loader import DataLoader
+from nanochat.data.shards import fingerprint, list_shards, open_shards
+from tests.data.documents import ByteTokenizer, write
+from tests.data.storage import Storage
+from tests.data.test_loader import read_steps
+from tests.deploy.cloud import Failure as Answer
+from tests.run.conftest import gcloud  # noqa: F401
+
+URL = "gs://b/corpus/train"
+LANES = 4
+CACHE_GB = 700e3 / 1e9  # less than the 1.2 MB of the data
+OUTAGE = (503, "UNAVAILABLE", "Try again later")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three shards of ten row groups, whose texts have 40 kB compressed."""
+    path, rng = tmp_path / "train", np.random.default_rng(0)
+    path.mkdir()
+    for i in range(3):
+        write(path / f"shard_{i}.parquet", [rng.bytes(5000).hex() for _ in range(80)], row_group_size=8)
+    return path
+
+
+@pytest.fixture
+def storage(folder, gcloud, tmp_path, monkeypatch):  # noqa: F811
+    """The same data in a bucket, of which a process keeps no text in memory."""
+    storage = Storage()
+    storage.copy(folder, "b", "corpus/train")
+    for name, value in storage.env(tmp_path / "gcloud").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{gcloud}:{os.environ['PATH']}")
+    monkeypatch.setattr(shards_module, "KEPT_BYTES", 0)
+    monkeypatch.setattr(storage_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(storage_module, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(storage_module.Patience, "silent_until", 0)
+    monkeypatch.setattr(storage_module, "_tokens", {})
+    bucket_module._parquet_files.cache_clear()
+    yield storage
+    storage.close()
+
+
+def open_loader(shards, **options):
+    return DataLoader(shards, ByteTokenizer(), **{"seq_len": 1024, "num_lanes": LANES, **options})
+
+
+def steps_of(shards, steps=150, world_size=1, **options):
+    """The rows of each step, and the states after it. 150 steps are one pass over the data and a quarter."""
+    return list(read_steps(shards, steps, world_size, loader=open_loader, **options))
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for (rows, state), (rows_there, state_there) in zip(found, expected, strict=True):
+        assert torch.equal(rows, rows_there) and state == state_there
+
+
+def cached_bytes(base_dir):
+    return sum(used for _, used, _ in bucket_module._parts_in(base_dir / CACHE_DIR))
+
+
+# -----------------------------------------------------------------------------
+# The same as from disk
+
+
+def test_shards_have_the_order_and_the_fingerprint_of_those_on_disk_also_one_level_deeper(folder, storage, tmp_path):
+    (folder / "b").mkdir()
+    (folder / "a").mkdir()
+    for path in list(folder.glob("*.parquet")):
+        path.rename(folder / "b" / path.name)
+    write(folder / "a" / "shard_1.parquet", ["int x;"])
+    write(folder / "a" / "other.parquet", ["int y;"])
+    storage.copy(folder, "b", "deep")
+    storage.put("b", "deep/notes.txt", b"")
+    storage.page_size = 2
+    on_disk, there = list_shards(folder), list_shards("gs://b/deep")
+    assert [str(file).removeprefix("gs://b/deep") for file in there] == \
+        [str(path).removeprefix(str(folder)) for path in on_disk]
+    assert fingerprint(open_shards(there)) == fingerprint(open_shards(on_disk))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batches_are_those_from_disk_and_the_cache_keeps_its_limit(folder, storage, base_dir, world_size):
+    expected = steps_of(list_shards(folder), world_size=world_size)
+    peak, is_over = [], threading.Event()
+
+    def watch():
+        while not is_over.wait(0.002):
+            peak.append(cached_bytes(base_dir))
+
+    shards = list_shards(URL, cache_gb=CACHE_GB)
+    (base_dir / CACHE_DIR).mkdir(parents=True)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    found = steps_of(shards, world_size=world_size)
+    is_over.set()
+    watcher.join()
+    assert_same(found, expected)
+    assert CACHE_GB * 1e9 * 0.5 < max(peak) <= CACHE_GB * 1e9
+    assert len(storage.fetched) > len(set(storage.fetched))  # what was evicted is fetched again
+
+
+def test_a_run_goes_on_from_disk_to_a_bucket_and_back(folder, storage):
+    expected, places = steps_of(list_shards(folder), 60), [folder, URL, folder, URL]
+    state, found = None, []
+    for begin, place in zip(range(0, 60, 15), places, strict=True):
+        found += steps_of(list_shards(place), 15, world_size=1 + begin % 2, state=state)
+        state = found[-1][1]
+    assert_same(found, expected)
+
+
+def test_a_footer_of_any_length_is_found(storage, tmp_path, monkeypatch):
+    (path := tmp_path / "many").mkdir()
+    write(path / "x.parquet", [f"int x{i};" for i in range(2000)], row_group_size=1)
+    storage.copy(path, "b", "many")
+    assert (path / "x.parquet").stat().st_size > 2 * bucket_module.TAIL_BYTES
+    assert fingerprint(open_shards(list_shards("gs://b/many"))) == fingerprint(open_shards(list_shards(path)))
+
+
+# -----------------------------------------------------------------------------
+# The cache
+
+READ = """
+import sys
+from nanochat.data import shards
+shards.KEPT_BYTES = 0
+from tests.data.test_bucket import steps_of
+from nanochat.data.shards import list_shards
+for rows, _ in steps_of(list_shards(sys.argv[1], cache_gb=float(sys.argv[2])), 60):
+    print(rows.sum().item())
+"""
+
+
+def start_reader(cache_gb):
+    return subprocess.Popen([sys.executable, "-c", READ, URL, str(cache_gb)], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("cache_gb", [1, pytest.param(CACHE_GB, marks=pytest.mark.slow)])
+def test_two_processes_fetch_each_part_once_and_share_the_limit(folder, storage, base_dir, cache_gb):
+    expected = [str(rows.sum().item()) for rows, _ in steps_of(list_shards(folder), 60)]
+    for process in [start_reader(cache_gb) for _ in range(2)]:
+        output, said = process.communicate(timeout=120)
+        assert process.returncode == 0 and output.split() == expected, said
+    assert cached_bytes(base_dir) <= cache_gb * 1e9
+    if cache_gb == 1:
+        assert len(storage.fetched) == len(set(storage.fetched))
+
+
+def test_a_process_that_is_killed_in_the_middle_of_a_fetch_leaves_nothing_that_is_read(folder, storage, base_dir):
+    storage.stall = threading.Event()
+    process = start_reader(1)
+    assert storage.stalled.wait(60)
+    partial = wait_for(lambda: list((base_dir / CACHE_DIR).glob("*.partial")))
+    process.kill()
+    process.communicate()
+    storage.stall.set()
+    storage.stall = None
+    assert partial[0].exists()
+    assert_same(steps_of(list_shards(URL), 30), steps_of(list_shards(folder), 30))
+    assert not partial[0].exists()
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def test_a_restart_fetches_nothing_that_is_in_the_cache(storage):
+    open_shards(list_shards(URL))
+    storage.fetched.clear()
+    bucket_module._parquet_files.cache_clear()
+    open_shards(list_shards(URL))
+    assert storage.fetched == []
+
+
+def test_a_part_that_a_crash_of_the_machine_has_cut_is_fetched_again(folder, storage, base_dir):
+    open_shards(list_shards(URL))
+    for _, _, path in bucket_module._parts_in(base_dir / CACHE_DIR):
+        os.truncate(path, 10)
+    assert fingerprint(open_shards(list_shards(URL))) == fingerprint(open_shards(list_shards(folder)))
+
+
+def test_a_cache_that_is_too_small_or_a_disk_with_less_is_refused_before_any_work(folder, storage, monkeypatch):
+    with pytest.raises(BadInput, match="--data_cache_gb=0.0001 is too small: each of 4 lanes holds two row groups, of "
+                                       "up to 0.1 MB: give it at least 0.0"):
+        check_cache(open_shards(list_shards(URL, cache_gb=1e-4)), LANES)
+    with pytest.raises(BadInput, match="--data_cache_gb=20, but there is only room for 0.0"):
+        monkeypatch.setattr(bucket_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        check_cache(open_shards(list_shards(URL)), LANES)
+    assert check_cache(open_shards(list_shards(folder)), LANES) is None
+
+
+def test_a_full_disk_is_one_line_with_status_1(storage, monkeypatch, base_dir):
+    def is_full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(bucket_module.os, "posix_fallocate", is_full)
+    with pytest.raises(Failure, match="the disk is full .*lower --data_cache_gb=20") as error:
+        open_shards(list_shards(URL))
+    assert error.value.status == 1 and not list((base_dir / CACHE_DIR).glob("*.partial"))
+
+
+# -----------------------------------------------------------------------------
+# Outages and refusals
+
+
+def test_an_outage_and_connections_that_break_are_waited_for_and_change_no_row(folder, storage, capsys):
+    shards = list_shards(URL)
+    storage.failures += [OUTAGE] * 40 + [(429, "RESOURCE_EXHAUSTED", "Too many requests")] * 5
+    storage.cuts += [1000] * 40
+    assert_same(steps_of(shards, 30), steps_of(list_shards(folder), 30))
+    assert not storage.failures and not storage.cuts
+    said = capsys.readouterr().out
+    assert f"warning: {URL}/shard_" in said
+    assert "cannot be reached (503 Try again later); waiting for it, for up to 8 more minutes" in said
+    assert said.count("\n") == 1  # and not one for each attempt
+    begins = [int(part.split("=")[1].split("-")[0]) for _, part in storage.fetched]
+    assert any(begin + 1000 in begins for begin in begins)  # it goes on where the connection broke
+
+
+def test_a_bucket_that_is_gone_for_good_is_one_line_with_status_75(storage, monkeypatch):
+    shards = list_shards(URL)
+    open_shards(shards)
+    storage.close()
+    monkeypatch.setattr(bucket_module, "OUTAGE_S", 0.3)
+    with pytest.raises(Outage, match="gs://b/other has not been reached for 0 minutes .*start the same command again"):
+        list_shards("gs://b/other")
+    monkeypatch.setattr(BucketFile.open_row_group, "__defaults__", (0.3,))
+    with pytest.raises(Outage, match=rf"{URL}/shard_\d.parquet has not been reached .*Connection refused") as error:
+        steps_of(shards)
+    assert error.value.status == 75 and "\n" not in str(error.value)
+
+
+def test_a_file_that_changes_during_a_run_is_one_line(folder, storage):
+    shards = list_shards(URL)
+    open_shards(shards)
+    storage.put("b", "corpus/train/shard_1.parquet", (folder / "shard_1.parquet").read_bytes())
+    with pytest.raises(BadInput, match=f"{URL}/shard_1.parquet was replaced or deleted after it was listed"):
+        steps_of(shards, skip_bad=True)
+
+
+@pytest.mark.parametrize("answer, words", [
+    ((404, "NOT_FOUND", "The specified bucket does not exist."), "The specified bucket does not exist: correct the"),
+    ((401, "UNAUTHENTICATED", "Invalid Credentials"), f"{URL}: 401 Invalid Credentials: let the account"),
+    ((403, "PERMISSION_DENIED", "tpu@p.iam does not have storage.objects.list access."), "403 tpu@p.iam does not have"),
+])
+def test_what_trying_again_does_not_mend_is_refused_at_once(storage, answer, words):
+    storage.broken = answer
+    with pytest.raises(BadInput, match=words) as error:
+        list_shards(URL)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_may_be_listed_and_not_read_are_refused_and_never_skipped(storage):
+    storage.failures += [(403, "PERMISSION_DENIED", "tpu@p.iam does not have storage.objects.get access")] * 1000
+    with pytest.raises(BadInput, match="403 tpu@p.iam does not have storage.objects.get access"):
+        open_shards(list_shards(URL), skip_bad=True)
+
+
+def test_a_login_that_expires_is_renewed(storage, monkeypatch):
+    storage_module._tokens["newest"] = "old"
+    handle = storage.handle
+
+    def check(method, path, body, headers):
+        if headers["Authorization"] != "Bearer x":
+            raise Answer(401, "UNAUTHENTICATED", "Invalid Credentials")
+        return handle(method, path, body, headers)
+
+    monkeypatch.setattr(storage, "handle", check)
+    assert len(list_shards(URL)) == 3
+
+
+def test_without_a_login_or_without_gcloud_a_bucket_is_refused(storage, monkeypatch):
+    monkeypatch.delenv("CLOUDSDK_AUTH_ACCESS_TOKEN")
+    with pytest.raises(BadInput, match=f"{URL}: .*You do not currently have an active account selected: log in"):
+        list_shards(URL)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(BadInput, match="needs gcloud, which cannot be started here"):
+        list_shards(URL)
+
+
+def test_files_that_are_not_whole_parquet_files_and_empty_folders_are_named(storage, folder):
+    whole = (folder / "shard_0.parquet").read_bytes()
+    for name, content in (("empty", b""), ("short", b"PAR1"), ("cut", whole[:-100]), ("text", b"int x;" * 100)):
+        storage.put("b", f"{name}/x.parquet", content)
+        with pytest.raises(BadInput, match=f"gs://b/{name}/x.parquet is not a whole parquet file"):
+            open_shards(list_shards(f"gs://b/{name}"))
+    with pytest.raises(BadInput, match=r"no val data: gs://b/nothing has no \*.parquet file in it"):
+        list_shards("gs://b/nothing", "val")
+
+
+@pytest.mark.parametrize("place", ["gs:/x", "gs://", "gs:///x", "gs//x", "GS://x", "gs:x", "s3://x", "http://x/y",
+                                   "gs://b/\n", "gs://B/x"])
+def test_a_place_that_is_neither_a_bucket_nor_a_folder_is_refused(place):
+    with pytest.raises(BadInput, match="it is neither gs://BUCKET/FOLDER nor a folder of this machine"):
+        data_place(place)
+
+
+def test_a_folder_stays_a_folder_and_other_flags_refuse_buckets(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert data_place("~/x") == "/home/me/x" and data_place("gs://b/x/") == "gs://b/x" and data_place("gs") == "gs"
+    with pytest.raises(BadInput, match="gs://b/x is in a bucket, and a path on this machine is needed: copy it"):
+        expand_path("gs://b/x")

@@ -1,0 +1,87 @@
+"""base_train and base_eval with --data_dir=gs://… end where they end with the same data on disk."""
+import json
+import os
+import re
+
+import pytest
+
+from nanochat.run.stopping import EXIT_STATUS
+from scripts import base_eval
+from tests.conftest import last_of_each
+from tests.data import impatient
+from tests.data.storage import Storage
+from tests.data.test_batches import STEPS, hashes, train  # noqa: F401
+from tests.run.conftest import gcloud  # noqa: F401
+
+
+@pytest.fixture
+def storage(gcloud, corpus_dir, tmp_path, monkeypatch):  # noqa: F811
+    """gs://b/corpus, with the folders train and val; `env` are the variables with which a process sees it."""
+    storage = Storage()
+    storage.copy(corpus_dir, "b", "corpus")
+    storage.environment = {**storage.env(tmp_path / "gcloud"), "PATH": f"{gcloud}:{os.environ['PATH']}"}
+    for name, value in storage.environment.items():
+        monkeypatch.setenv(name, value)
+    yield storage
+    storage.close()
+
+
+def flags_of(place, run):
+    return f"--data_dir={place}/train", f"--val_dir={place}/val", f"--run={run}"
+
+
+def records(base_dir, run, *names):
+    """The values of these names in all lines of the run's metrics that have them."""
+    lines = map(json.loads, (base_dir / "checkpoints" / run / "metrics.jsonl").read_text().splitlines())
+    return [tuple(line.get(name) for name in names) for line in lines]
+
+
+def test_a_run_from_a_bucket_has_the_losses_and_evaluations_of_one_from_disk(storage, corpus_dir, tiny, base_dir,
+                                                                           warm_ranks, capsys):
+    for place, run in ((corpus_dir, "disk"), ("gs://b/corpus", "bucket")):
+        process = warm_ranks(2).call(impatient.main, last_of_each(*tiny, "--save_every=6", *flags_of(place, run)),
+                                     **storage.environment)
+        assert process.returncode == 0, process.stderr
+    assert "       data  0.00" in process.stdout
+    assert " GB in gs://b/corpus/train and gs://b/corpus/val; a cache of up to 20 GB in " \
+        f"{base_dir}/bucket_cache, where " in process.stdout
+    found = records(base_dir, "bucket", "step", "loss", "val_bpb")
+    assert found == records(base_dir, "disk", "step", "loss", "val_bpb") and any(bpb for _, _, bpb in found)
+    lines = []
+    for place in (corpus_dir, "gs://b/corpus"):
+        base_eval.main([f"--data_dir={place}/val", "--checkpoint=bucket", "--device_type=cpu", "--eval_tokens=4096",
+                        next(flag for flag in tiny if "tokenizer_dir" in flag)])
+        lines.append(capsys.readouterr().out.splitlines())
+    assert lines[0][-1] == lines[1][-1] and "bits per byte" in lines[0][-1]
+    assert lines[1][0].startswith("data: ") and "gs://b/corpus/val" in lines[1][0]
+
+
+@pytest.mark.slow
+def test_a_run_sees_the_same_batches_when_it_goes_on_from_a_bucket_and_then_from_disk(train, storage, tmp_path,  # noqa: F811
+                                                                                     base_dir, byte_tokenizer_dir):
+    assert train("whole")[0] == 0
+    status, _, first = train("parts", data_dir="gs://b/corpus/train", stop_at=20)
+    assert status == EXIT_STATUS and 20 <= first < STEPS
+    status, _, second = train("parts", devices=1, stop_at=60)
+    assert status == EXIT_STATUS and first < second < STEPS
+    status, output, last = train("parts", devices=4, data_dir="gs://b/corpus/train")
+    assert status == 0 and last == STEPS and "resuming from" in output
+    assert hashes(tmp_path / "parts") == hashes(tmp_path / "whole")
+
+
+def test_a_bucket_that_is_gone_while_a_run_trains_ends_it_with_one_line_and_status_75(storage, tiny, warm_ranks):
+    storage.lives_for = 7  # the footers of both splits, and what is read of them at the start
+    process = warm_ranks(2).call(impatient.main, last_of_each(*tiny, *flags_of("gs://b/corpus", "gone")),
+                                 **storage.environment)
+    assert process.returncode == EXIT_STATUS, process.stderr
+    assert "error: gs://b/corpus/" in process.stderr and "has not been reached for" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+@pytest.mark.parametrize("value, words", [
+    ("gs:/b/corpus", "is neither gs://BUCKET/FOLDER nor a folder"), ("gs://b/none", r"has no \*.parquet file in it")])
+def test_a_wrong_place_is_one_line_before_any_work(storage, tiny, warm_ranks, value, words):
+    process = warm_ranks(1).call(impatient.main, last_of_each(*tiny, f"--data_dir={value}", "--run=wrong"),
+                                 **storage.environment)
+    assert process.returncode == 2 and process.stderr.count("\n") == 1
+    assert re.search(words, process.stderr)
