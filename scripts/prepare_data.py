@@ -72,8 +72,8 @@ class PlaceFlags:
                         at_most=1000, unset=-1)
     engine: str = flag("local", "where the work is done: by processes of this machine, or on a Ray cluster",
                        choices=("local", "ray"))
-    ray_address: str | None = flag(None, "HOST:PORT of the Ray cluster; auto: the one of which this machine is a node; "
-                                   "local: start one here; default: $RAY_ADDRESS")
+    ray_address: str | None = flag(None, "HOST:PORT of the Ray cluster, auto (the one of this machine) or local (start "
+                                   "one here); default: $RAY_ADDRESS")
 
 
 # -----------------------------------------------------------------------------
@@ -172,8 +172,7 @@ def split_projects(sources, stats, flags):
 
 
 def remove_leftovers(work_dir):
-    """Removes what a killed run had begun. A task of it may still run on another machine: moved away, what it has begun
-    cannot be finished with parts missing."""
+    """Removes what a killed run had begun; moved away first, because a task of it may still run on another machine."""
     for leftover in [*work_dir.rglob("*.partial"), *work_dir.rglob("*.gone"), *work_dir.glob("probe_*")]:
         gone = leftover.rename(leftover.with_suffix(".gone"))
         shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
@@ -183,8 +182,7 @@ def build(sources, flags, engine, work_dir, staging):
     """Makes the shards in `staging` and returns the manifest, a dict. engine: what choose_engine returns."""
     remove_leftovers(work_dir)
     with engine(task_bytes(sources, flags)) as run:
-        on_cluster = isinstance(run, RayRun)
-        if on_cluster:
+        if on_cluster := isinstance(run, RayRun):
             run.check(work_dir, sources)
         directories, stats = scan_all(sources, flags, work_dir, run)
         val_projects = split_projects(sources, stats, flags)

@@ -1,8 +1,8 @@
 """A Ray cluster in place of the processes of one machine (workers.py), where one machine is not enough.
 
-Plain tasks, and no Ray Data: all that tasks hand on are files in one folder that all nodes see, so memory is what a task
-holds, a lost node costs nothing but its running tasks, and the order of documents is that of one machine. Blocks of Ray
-Data would lie in the nodes' memory, be lost with them, and need a sort to come back into an order.
+Plain tasks, and no Ray Data: all that tasks hand on are files in one folder that all nodes see, so memory is what a
+task holds, a lost node costs nothing but its running tasks, and the order of documents is that of one machine. Blocks
+of Ray Data would lie in the nodes' memory, be lost with them, and need a sort to come back into an order.
 """
 import hashlib
 import importlib.metadata
@@ -117,7 +117,7 @@ class RayRun:
                        "smaller --shard_bytes and --max_file_bytes")
 
     def check(self, folder, sources):
-        """Raises BadInput unless every node has this machine's versions and sees `folder` and the Sources as it does."""
+        """Raises BadInput unless each node has this machine's versions and sees `folder` and the Sources as it does."""
         probe = folder / f"probe_{uuid.uuid4().hex}"
         probe.mkdir()
         files = [path for source in sources for path in
