@@ -47,7 +47,8 @@ def cluster(monkeypatch):
 
 
 def start(address, *flags):
-    COMMANDS.append(subprocess.Popen([sys.executable, "-m", "scripts.prepare_data", "--engine=ray", f"--ray_address={address}",
+    COMMANDS.append(subprocess.Popen([sys.executable, "-m", "scripts.prepare_data", "--engine=ray",
+                                      f"--ray_address={address}",
                                       *map(str, flags)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                      text=True))
     return COMMANDS[-1]
