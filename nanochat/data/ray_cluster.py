@@ -126,21 +126,27 @@ class RayRun:
         nodes = {self._task.options(num_cpus=0, memory=0, scheduling_strategy=strategy(number, soft=False)).remote(
             _versions(), _look_around, (probe, number, [(path, *_seen(path)) for path in files])): node
             for number, node in self.require_room().items()}
+        lost = 0
         try:
             ready, late = self.ray.wait(list(nodes), num_returns=len(nodes), timeout=PROBE_S)
             for reference in ready:
                 name = _name(nodes[reference])
                 try:
                     problem, *_ = self.ray.get(reference)
-                except self.ray.exceptions.RayError as error:
-                    cause = getattr(error, "cause", None) or error
-                    problem = f"{cause}" if isinstance(cause, BadInput) else (
-                        f"it cannot run this program ({str(cause).strip().splitlines()[-1]}): install the same "
+                except self.ray.exceptions.RayTaskError as error:
+                    problem = f"{error.cause}" if isinstance(error.cause, BadInput) else (
+                        f"it cannot run this program ({str(error.cause).strip().splitlines()[-1]}): install the same "
                         "version there, with '.[data,ray]'")
+                except self.ray.exceptions.RayError:
+                    print(f"node {name} is lost: the others do its work", flush=True)
+                    lost += 1
+                    continue
                 if not problem and not any((probe / f"seen_{nodes[reference]['NodeID']}").glob("file")):
                     problem = f"what it writes to {folder} is not seen here: name an --out_dir that all nodes share"
                 if problem:
                     raise BadInput(f"node {name}: {problem}")
+            if lost == len(nodes):
+                raise BadInput("every node of the cluster is lost: start it again")
             if late:
                 raise BadInput(f"node {_name(nodes[late[0]])} did not answer in {PROBE_S} s: check it")
         finally:
@@ -165,7 +171,7 @@ class RayRun:
                     try:
                         result, cpu_s, peak_bytes = ray.get(reference)
                     except ray.exceptions.RayTaskError as error:
-                        raise error.cause from None
+                        raise (error.cause if isinstance(error.cause, Exception) else error) from None
                     except ray.exceptions.RayError as error:  # its worker or node is lost
                         self._again(function, tries[i], error)
                         waiting.appendleft(i)

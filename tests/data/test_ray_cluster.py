@@ -112,7 +112,8 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
     while process.poll() is None and len(list(scans.glob("*/stats.json"))) < 3:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGKILL, output
     kept = {path: path.stat().st_mtime_ns for path in scans.rglob("*.parquet") if ".partial" not in str(path)}
     assert kept and not (tmp_path / "again" / "val").exists()
     prepare(tmp_path / "packed", *flags, "--pack=project")
