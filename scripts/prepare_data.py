@@ -125,7 +125,7 @@ def choose_engine(places):
 
 
 def task_bytes(sources, flags):
-    """Returns the most memory in bytes that a task of this corpus takes. What they are made of was measured."""
+    """Returns the memory in bytes that a task of this corpus may take, well above what was measured."""
     project = max(source.nbytes * (8 if source.archives else 1) for source in sources) if flags.pack == "project" else 0
     return 600_000_000 + 6 * max(flags.shard_bytes, flags.max_file_bytes, project)
 

@@ -28,7 +28,7 @@ LOCAL_STORE_BYTES = 80_000_000  # of Ray's own memory, which this program hardly
 _CONNECT = """
 import sys, ray
 try:
-    ray.init(sys.argv[1], logging_level="ERROR", log_to_driver=False)
+    ray.init(sys.stdin.read(), logging_level="ERROR", log_to_driver=False)
 except Exception as error:
     sys.exit(" ".join(str(error).split())[:400])
 """
@@ -70,7 +70,7 @@ def ray_cluster(address, workers, task_bytes):
         options |= {"num_cpus": workers, "include_dashboard": False, "object_store_memory": LOCAL_STORE_BYTES}
     else:  # ray.init waits for ever where another program answers, and cannot be interrupted, so a process tries it
         try:
-            tried = subprocess.run([sys.executable, "-c", _CONNECT, address], capture_output=True, text=True,
+            tried = subprocess.run([sys.executable, "-c", _CONNECT], input=address, capture_output=True, text=True,
                                    timeout=CONNECT_S)
         except subprocess.TimeoutExpired:
             raise BadInput(f"--ray_address={address}: no Ray cluster answered in {CONNECT_S} s: check the address, and "
