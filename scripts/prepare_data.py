@@ -10,21 +10,22 @@ import hashlib
 import json
 import os
 import shutil
-import sys
-import time
 from collections import Counter
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock, Timeout
-from tqdm import tqdm
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data import corpus
 from nanochat.data.contamination import telling_sequences
 from nanochat.data.debian import check_names, debian_sources
+from nanochat.data.duplicates import find_duplicates, load_index, shuffle_duplicates
+from nanochat.data.progress import Progress
+from nanochat.data.ray_cluster import RayRun, find_address, ray_cluster
 from nanochat.data.sources import distinguish, installed_headers, open_projects, open_source
 from nanochat.data.workers import worker_pool
 from nanochat.infer.problems import digest, read_excluded
@@ -67,34 +68,12 @@ class PlaceFlags:
                                 "$NANOCHAT_BASE_DIR/parquet", of=expand_path)
     cache_dir: Path | None = flag(None, "directory for downloads; default: $NANOCHAT_BASE_DIR/downloads",
                                   of=expand_path)
-    workers: int = flag(-1, "number of processes; -1: one per core, 8 at most", at_least=1, at_most=1000, unset=-1)
-
-
-class Progress:
-    """Shows progress: a tqdm bar on a terminal, otherwise plain lines, at most one in ten seconds."""
-
-    def __init__(self, label, total_bytes):
-        self.label, self.total, self.done = label, total_bytes, 0
-        self.started = self.printed = time.monotonic()
-        self.bar = tqdm(total=total_bytes, desc=label, unit="B", unit_scale=True) if sys.stderr.isatty() else None
-
-    def update(self, nbytes):
-        self.done += nbytes
-        if self.bar:
-            self.bar.update(nbytes)
-        elif self.done < self.total and time.monotonic() - self.printed > 10:
-            self._print()
-
-    def _print(self):
-        self.printed = time.monotonic()
-        print(tqdm.format_meter(self.done, self.total, self.printed - self.started, ncols=0, prefix=self.label,
-                                unit="B", unit_scale=True), flush=True)
-
-    def close(self):
-        if self.bar:
-            self.bar.close()
-        else:
-            self._print()
+    workers: int = flag(-1, "number of processes; -1: one per core, 8 at most, or all of a cluster", at_least=1,
+                        at_most=1000, unset=-1)
+    engine: str = flag("local", "where the work is done: by processes of this machine, or on a Ray cluster",
+                       choices=("local", "ray"))
+    ray_address: str | None = flag(None, "HOST:PORT of the Ray cluster, auto (the one of this machine) or local (start "
+                                   "one here); default: $RAY_ADDRESS")
 
 
 # -----------------------------------------------------------------------------
@@ -133,6 +112,22 @@ def require_disk(directory, nbytes, what):
     if free < nbytes:
         raise BadInput(f"{what} needs about {nbytes / 1e6:.0f} MB in {directory}, which has {free / 1e6:.0f} MB free: "
                        "free some space or choose another --out_dir")
+
+
+def choose_engine(places):
+    """Returns a function of the bytes of memory that a task may take, whose result is a context manager of run(…), as
+    worker_pool. Raises BadInput if the cluster cannot be reached."""
+    if places.engine == "local":
+        if places.ray_address:
+            raise BadInput("--ray_address needs --engine=ray: give both, or neither")
+        return lambda task_bytes: worker_pool(min(os.cpu_count(), 8) if places.workers == -1 else places.workers)
+    return partial(ray_cluster, find_address(places.ray_address), None if places.workers == -1 else places.workers)
+
+
+def task_bytes(sources, flags):
+    """Returns the memory in bytes that a task of this corpus may take, well above what was measured."""
+    project = max(source.nbytes * (8 if source.archives else 1) for source in sources) if flags.pack == "project" else 0
+    return 600_000_000 + 6 * max(flags.shard_bytes, flags.max_file_bytes, project)
 
 
 def scan_all(sources, flags, work_dir, run):
@@ -176,11 +171,19 @@ def split_projects(sources, stats, flags):
     return set(flags.val_projects) or corpus.choose_validation(bytes_by_project, flags.val_fraction, flags.seed)
 
 
-def build(sources, flags, workers, work_dir, staging):
-    """Makes the shards in `staging` and returns the manifest, a dict."""
-    for leftover in work_dir.rglob("*.partial"):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    with worker_pool(workers) as run:
+def remove_leftovers(work_dir):
+    """Removes what a killed run had begun; moved away first, because a task of it may still run on another machine."""
+    for leftover in [*work_dir.rglob("*.partial"), *work_dir.rglob("*.gone"), *work_dir.glob("probe_*")]:
+        gone = leftover.rename(leftover.with_suffix(".gone"))
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+
+
+def build(sources, flags, engine, work_dir, staging):
+    """Makes the shards in `staging` and returns the manifest, a dict. engine: what choose_engine returns."""
+    remove_leftovers(work_dir)
+    with engine(task_bytes(sources, flags)) as run:
+        if on_cluster := isinstance(run, RayRun):
+            run.check(work_dir, sources)
         directories, stats = scan_all(sources, flags, work_dir, run)
         val_projects = split_projects(sources, stats, flags)
         validates = [source.project in val_projects for source in sources]
@@ -188,8 +191,16 @@ def build(sources, flags, workers, work_dir, staging):
         # Of several copies the first is kept. Validation comes first, so it stays whole and training loses the copies.
         order = sorted(range(len(sources)), key=lambda i: not validates[i])
         runs = [(i, path) for i in order for path in sorted(directories[i].glob("run_*.parquet"))]
-        index = corpus.load_index([path for _, path in runs])
-        exact, near = corpus.find_duplicates(index)
+        paths = [path for _, path in runs]
+        index = load_index(paths, with_signatures=not on_cluster)
+        if on_cluster:
+            require_disk(staging, 1000 * len(index.key), "looking for duplicates")
+            bar = Progress("looking for duplicates, %", 100)
+            exact, near = shuffle_duplicates(paths, np.bincount(index.run), staging / "duplicates", run,
+                                             lambda fraction: bar.update(100 * fraction))
+            bar.close()
+        else:
+            exact, near = find_duplicates(index)
         source_of = np.array([i for i, _ in runs])[index.run]
         for i, stat in enumerate(stats):
             stat["dropped"]["exact_duplicate"] = int(exact[source_of == i].sum())
@@ -218,6 +229,8 @@ def build(sources, flags, workers, work_dir, staging):
             bar.update(nbytes // len(calls))
         run(corpus.write_shard, calls, done)
         bar.close()
+        if on_cluster:
+            print(run.cost(sum(source.nbytes for source in sources)), flush=True)
     totals = {name: {"documents": int(side.sum()), "bytes": int(index.nbytes[side].sum()),
                      "shards": sum(path.parent.name == name for path, *_ in calls)} for name, side in sides.items()}
     if flags.pack == "project":
@@ -240,7 +253,7 @@ def pack_projects(index, sides, source_of, staging, flags, run):
     bar = Progress(f"ordering the files of {len(calls)} sources", len(calls))
     run(corpus.pack, calls, lambda i, _: bar.update(1))
     bar.close()
-    packed = corpus.load_index([path for path, *_ in calls], with_signatures=False)
+    packed = load_index([path for path, *_ in calls], with_signatures=False)
     return packed, {name: np.array([names[number] == name for number in packed.run]) for name in sides}
 
 
@@ -315,12 +328,12 @@ def main(argv=None):
         raise BadInput("--val_projects and --eval_only exclude each other: an evaluation corpus has no training part")
     read_excluded(flags.exclude_problems)  # before any work
     out_dir = require_writable_dir(places.out_dir or get_base_dir() / "parquet")
-    workers = min(os.cpu_count(), 8) if places.workers == -1 else places.workers
+    engine = choose_engine(places)
     try:
         with FileLock(out_dir / LOCK_FILE, timeout=0):
             found = find_sources(sources, flags.eval_only, places.cache_dir or get_base_dir() / "downloads")
             check_apart(found, sources.projects_dir, out_dir)
-            return prepare(found, flags, workers, out_dir)
+            return prepare(found, flags, engine, out_dir)
     except Timeout:
         raise BadInput(f"another prepare_data is writing to {out_dir}: wait for it or choose another --out_dir"
                        ) from None
@@ -334,7 +347,7 @@ def main(argv=None):
         raise BadInput(f"{error}: mend this and run the same command again, which resumes") from None
 
 
-def prepare(sources, flags, workers, out_dir):
+def prepare(sources, flags, engine, out_dir):
     """Makes the corpus, or resumes making it; does nothing if `out_dir` already holds it."""
     recipe = [flags.seed, flags.max_file_bytes, flags.val_fraction, list(flags.val_projects), flags.eval_only,
               flags.shard_bytes, *([digest(excluded)] if (excluded := read_excluded(flags.exclude_problems)) else []),
@@ -359,7 +372,7 @@ def prepare(sources, flags, workers, out_dir):
         check_out_dir(out_dir)
         staging.mkdir(parents=True, exist_ok=True)
         require_disk(staging, sum(source.nbytes for source in sources), "the corpus")
-        manifest = build(sources, flags, workers, work_dir, staging)
+        manifest = build(sources, flags, engine, work_dir, staging)
         (staging / ".manifest.partial").write_text(json.dumps({"identity": identity, **manifest}, indent=1))
         os.replace(staging / ".manifest.partial", staging / MANIFEST)
     publish(staging, out_dir)

@@ -28,7 +28,7 @@ DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tokenizer/README.m
 HELPS = [*sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("[a-z]*.py")),
          *sorted(f"deploy/{path.name}" for path in (ROOT / "deploy").glob("*.sh"))]
 # Programs that are not of this project: their arguments are not checked.
-OTHER_PROGRAMS = {"$EDITOR", "apt-get", "cp", "diff", "export", "gcloud", "head", "source"}
+OTHER_PROGRAMS = {"ray", "$EDITOR", "apt-get", "cp", "diff", "export", "gcloud", "head", "source"}
 WRAPPERS = {"nohup", "python3", "torchrun"}
 
 

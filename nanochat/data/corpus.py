@@ -2,33 +2,32 @@
 
 The shuffle is an external merge sort. `scan` reads one source as a stream and writes runs: small parquet files sorted
 by a 64-bit key, the seeded hash of a document's text. After that only the keys and the MinHash signatures (0.5 kB per
-document) are in memory, to find duplicates and to plan the shards. `write_shard` collects the documents of one range of
-keys from all runs. So the order is a uniform shuffle of the whole corpus, and depends only on the texts and the seed.
+document) are read, to find duplicates (duplicates.py) and to plan the shards. `write_shard` collects the documents of
+one range of keys from all runs. So the order is a uniform shuffle of the whole corpus, and depends only on the texts
+and the seed.
 """
 import hashlib
 import json
 import os
 import re
 import shutil
+import uuid
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rensa import RMinHash
 
 from nanochat.data.archives import sha256_of
 from nanochat.data.contamination import overlaps
+from nanochat.data.duplicates import NUM_PERMUTATIONS, signature
 from nanochat.data.licences import licence_finder
 from nanochat.data.projects import join_files
 from nanochat.data.shards import PACKED
-from nanochat.data.sources import SUFFIXES, check_sums, iter_files
+from nanochat.data.sources import SUFFIXES, check_sums, check_unchanged, iter_files
 
 RECIPE = 1  # to be increased when a change to this file makes another corpus from the same files
-NUM_PERMUTATIONS, VALUES_PER_BAND = 128, 8  # 16 bands: pairs of similarity 0.8 are found with probability 0.95
-NEAR_DUPLICATE_SIMILARITY = 0.8  # estimated Jaccard similarity of the sets of 5-word sequences
 RUN_BYTES, RUN_ROW_GROUP_DOCUMENTS = 32_000_000, 64
 MAX_SHARDS = 100_000  # their names have five digits
 SHARD_ROW_GROUP_DOCUMENTS = 256  # about 2 MB of text, so that many row groups can be read concurrently in little memory
@@ -89,18 +88,6 @@ _ASCII = bytes(range(128))
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))
 
 
-def signature(data):
-    """Returns the MinHash signature of the set of all sequences of 5 words, as 4 * NUM_PERMUTATIONS bytes.
-
-    Punctuation and white space are ignored. MinHash: Broder, "On the resemblance and containment of documents", 1997.
-    """
-    words = re.findall(rb"\w+", data)
-    minhash = RMinHash(NUM_PERMUTATIONS, 0)
-    sequences = [b" ".join(five) for five in zip(*(words[i:] for i in range(5)), strict=False)]
-    minhash.update(sequences or [b" ".join(words)])
-    return np.array(minhash.digest(), np.uint32).tobytes()
-
-
 # -----------------------------------------------------------------------------
 # Runs
 
@@ -118,8 +105,9 @@ def scan(source, scans_dir, seed, max_file_bytes, excluded=frozenset()):
     finished = Path(scans_dir, hashlib.blake2b(json.dumps(identity).encode(), digest_size=12).hexdigest())
     if finished.exists():
         return finished
-    partial = Path(f"{finished}.{os.getpid()}.partial")
+    partial = _partial(finished)
     partial.mkdir(parents=True)
+    check_unchanged(source)
     check_sums(source)
     stats, dropped, licences = Counter(files=0, documents=0, bytes=0, recoded=0, runs=0), Counter(), Counter()
     licence_of, documents, buffered_bytes = licence_finder(source), [], 0
@@ -194,58 +182,6 @@ def choose_validation(bytes_by_project, fraction, seed):
 
 
 # -----------------------------------------------------------------------------
-# Duplicates
-
-
-@dataclass
-class Index:
-    """Describes all N documents. Of several copies, the one that comes first in this order is kept."""
-    runs: list[Path]
-    run: np.ndarray  # (N,) index into runs
-    document: np.ndarray  # (N,) number of the document in its run
-    key: np.ndarray  # (N,) uint64
-    nbytes: np.ndarray  # (N,)
-    signature: np.ndarray  # (N, NUM_PERMUTATIONS) uint32
-
-
-def load_index(runs, with_signatures=True):
-    """Returns the Index of all documents in `runs`, a list of paths, in their order; without signatures there are none
-    in it."""
-    columns = {"run": [], "document": [], "key": [], "nbytes": [], "signature": []}
-    for number, path in enumerate(runs):
-        names = ["key", "nbytes", *(["signature"] if with_signatures else [])]
-        table = pq.read_table(path, columns=names).combine_chunks()
-        columns["run"].append(np.full(len(table), number))
-        columns["document"].append(np.arange(len(table)))
-        columns["key"].append(table["key"].to_numpy())
-        columns["nbytes"].append(table["nbytes"].to_numpy())
-        signature_bytes = b"".join(table["signature"].to_pylist()) if with_signatures else b""
-        columns["signature"].append(np.frombuffer(signature_bytes, np.uint32).reshape(-1, NUM_PERMUTATIONS))
-    return Index(runs, **{name: np.concatenate(parts) for name, parts in columns.items()})
-
-
-def find_duplicates(index):
-    """Returns two (N,) bool arrays: the documents equal to an earlier one in the index, and those similar to one.
-
-    This is locality-sensitive hashing: documents whose signatures agree in a whole band are compared with the first of
-    them. The fraction of equal values in two signatures estimates the Jaccard similarity of the documents.
-    """
-    exact = np.ones(len(index.key), bool)
-    exact[np.unique(index.key, return_index=True)[1]] = False
-    near = np.zeros(len(index.key), bool)
-    weights = np.random.default_rng(0).integers(1, 2**63, VALUES_PER_BAND, dtype=np.uint64)
-    for band in range(0, NUM_PERMUTATIONS, VALUES_PER_BAND):
-        band_hash = index.signature[:, band:band + VALUES_PER_BAND] @ weights  # modulo 2^64
-        _, first, group = np.unique(band_hash, return_index=True, return_inverse=True)
-        earliest = first[group]
-        candidates = np.flatnonzero((earliest != np.arange(len(earliest))) & ~exact & ~near)
-        for part in np.array_split(candidates, len(candidates) // 65536 + 1):  # to limit memory
-            similarity = (index.signature[part] == index.signature[earliest[part]]).mean(axis=1)
-            near[part[similarity >= NEAR_DUPLICATE_SIMILARITY]] = True
-    return exact, near
-
-
-# -----------------------------------------------------------------------------
 # Shards
 
 
@@ -293,7 +229,7 @@ def pack(path, parts, seed):
                           "licence": " AND ".join(licences), "key": int.from_bytes(key, "little"),
                           "nbytes": len(text)})
     documents.sort(key=lambda document: document["key"])
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = _partial(path)
     _write_parquet(partial, PACKED_RUN_SCHEMA, (
         pa.Table.from_pylist(documents[start:start + RUN_ROW_GROUP_DOCUMENTS], PACKED_RUN_SCHEMA)
         for start in range(0, len(documents), RUN_ROW_GROUP_DOCUMENTS)), compression_level=1)
@@ -324,7 +260,7 @@ def write_shard(path, parts, is_packed=False):
         SCHEMA, SHARD_ROW_GROUP_DOCUMENTS)
     table = table.select(SCHEMA.names).replace_schema_metadata(schema.metadata)
     row_groups = (table.take(order[start:start + size]) for start in range(0, len(order), size))
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = _partial(path)
     _write_parquet(partial, schema, row_groups)
     partial.rename(path)
     return describe_shard(path)
@@ -334,6 +270,11 @@ def describe_shard(path):
     """Returns {"bytes": size, "sha256": hexadecimal} of a file. Raises OSError."""
     with open(path, "rb") as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": sha256_of(file)}
+
+
+def _partial(path):
+    """Returns the name that `path` has until it is whole: another one for each try, on whatever machine."""
+    return path.with_name(f"{path.name}.{os.getpid()}_{uuid.uuid4().hex}.partial")
 
 
 def _write_parquet(path, schema, row_groups, compression_level=None):

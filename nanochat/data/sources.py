@@ -282,3 +282,13 @@ def check_sums(source):
     for archive, sha256 in zip(source.archives, source.sha256s, strict=False):
         if sha256:
             check_sha256(archive, sha256)
+
+
+def check_unchanged(source):
+    """Raises BadInput if the files of `source`, as this machine sees them, are not those of its fingerprint."""
+    paths = source.archives or [os.path.join(source.directory, file) for file in source.files]
+    with readable():
+        if source.fingerprint and _fingerprint(paths)[1] != source.fingerprint:
+            raise BadInput(f"{source.directory or source.archives[0]} has changed since the command began, or another "
+                           "machine of the cluster sees other files there: run the same command again, or put the "
+                           "sources where all machines share them")

@@ -1,0 +1,260 @@
+"""A Ray cluster in place of the processes of one machine (workers.py), where one machine is not enough.
+
+Plain tasks, and no Ray Data: all that tasks hand on are files in one folder that all nodes see, so memory is what a
+task holds, a lost node costs nothing but its running tasks, and the order of documents is that of one machine. Blocks
+of Ray Data would lie in the nodes' memory, be lost with them, and need a sort to come back into an order.
+"""
+import hashlib
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter, deque
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from nanochat.common import BadInput
+
+TRIES = 5  # of a task whose worker or node is lost
+CONNECT_S, PROBE_S, NO_ROOM_S, STALL_S = 60, 120, 600, 6 * 3600
+LOCAL_STORE_BYTES = 80_000_000  # of Ray's own memory, which this program hardly uses
+
+_CONNECT = """
+import sys, ray
+try:
+    ray.init(sys.stdin.read(), logging_level="ERROR", log_to_driver=False)
+except Exception as error:
+    sys.exit(" ".join(str(error).split())[:400])
+"""
+
+
+def find_address(address):
+    """Returns the address of the cluster: `address`, or $RAY_ADDRESS. Raises BadInput without ray, and if there is no
+    address, or nothing answers there."""
+    try:
+        importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        raise BadInput("--engine=ray needs ray, which is not installed: pip install '.[data,ray]'") from None
+    address = address or os.environ.get("RAY_ADDRESS")
+    if not address:
+        raise BadInput("--engine=ray: no cluster is named: give --ray_address=HOST:PORT or set RAY_ADDRESS (auto: the "
+                       "cluster of which this machine is a node; local: start one here)")
+    if address in ("auto", "local"):
+        return address
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not (port.isascii() and port.isdigit() and 1024 <= int(port[:6]) < 65536):
+        raise BadInput(f"--ray_address={address} is not HOST:PORT, auto or local; ray:// is not supported: run this "
+                       "command on a node of the cluster")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, UnicodeError) as error:
+        raise BadInput(f"--ray_address={address}: nothing answers there ({error}): check the address, and that the "
+                       "cluster runs") from None
+    return address
+
+
+@contextmanager
+def ray_cluster(address, workers, task_bytes):
+    """Yields a RayRun. address: what find_address returns. workers: tasks at a time at most; None: what has room.
+    task_bytes: memory of a task. Raises BadInput if the cluster cannot be used."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options = {"logging_level": "ERROR", "log_to_driver": False}
+    if address == "local":
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options |= {"num_cpus": workers, "include_dashboard": False, "object_store_memory": LOCAL_STORE_BYTES}
+    else:  # ray.init waits for ever where another program answers, and cannot be interrupted, so a process tries it
+        try:
+            tried = subprocess.run([sys.executable, "-c", _CONNECT], input=address, capture_output=True, text=True,
+                                   timeout=CONNECT_S)
+        except subprocess.TimeoutExpired:
+            raise BadInput(f"--ray_address={address}: no Ray cluster answered in {CONNECT_S} s: check the address, and "
+                           "that this machine is a node of the cluster") from None
+        if tried.returncode:
+            reason = (tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[-1]
+            raise BadInput(f"--ray_address={address}: {reason}")
+    import ray
+    ray.init(address, **options)
+    try:
+        run = RayRun(ray, workers, task_bytes)
+        run.require_room()
+        yield run
+    finally:
+        ray.shutdown()
+
+
+class RayRun:
+    """run(function, calls, done), as worker_pool yields it, on the nodes of a Ray cluster."""
+
+    def __init__(self, ray, workers, task_bytes):
+        self.ray, self.workers, self.task_bytes = ray, workers, task_bytes
+        self.started = self.looked = time.monotonic()
+        self.alive, self.node_s, self.cpu_s, self.peak_bytes, self.tasks, self.again = {}, 0.0, 0.0, 0, 0, 0
+        self._task = ray.remote(max_retries=0, num_cpus=1, memory=task_bytes)(_measured)
+        self.look()
+
+    def look(self):
+        """Counts the time of the nodes, and says which of them are gone. Returns those with room for a task."""
+        now, nodes = time.monotonic(), {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
+        self.node_s += (now - self.looked) * len(self.alive)
+        for gone in self.alive.keys() - nodes.keys():
+            print(f"node {_name(self.alive[gone])} is gone: its tasks are done again by others", flush=True)
+        self.looked, self.alive = now, nodes
+        return {number: node for number, node in nodes.items() if node["Resources"].get("CPU", 0) >= 1
+                and node["Resources"].get("memory", 0) >= self.task_bytes}
+
+    def require_room(self):
+        """Returns the nodes with room for a task. Raises BadInput if there are none."""
+        if nodes := self.look():
+            return nodes
+        raise BadInput(f"no node of the cluster has a core and the {self.task_bytes / 1e6:.0f} MB that a task needs "
+                       f"({len(self.alive)} nodes are there): add nodes, start them with more --memory, or give a "
+                       "smaller --shard_bytes and --max_file_bytes")
+
+    def check(self, folder, sources):
+        """Raises BadInput unless each node has this machine's versions and sees `folder` and the Sources as it does."""
+        probe = folder / f"probe_{uuid.uuid4().hex}"
+        probe.mkdir()
+        files = [path for source in sources for path in
+                 [*source.archives, *(os.path.join(source.directory, file) for file in source.files[:1])]]
+        strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        nodes = {self._task.options(num_cpus=0, memory=0, scheduling_strategy=strategy(number, soft=False)).remote(
+            _versions(), _look_around, (probe, number, [(path, *_seen(path)) for path in files])): node
+            for number, node in self.require_room().items()}
+        lost = 0
+        try:
+            ready, late = self.ray.wait(list(nodes), num_returns=len(nodes), timeout=PROBE_S)
+            for reference in ready:
+                name = _name(nodes[reference])
+                try:
+                    problem, *_ = self.ray.get(reference)
+                except self.ray.exceptions.RayTaskError as error:
+                    problem = f"{error.cause}" if isinstance(error.cause, BadInput) else (
+                        f"it cannot run this program ({str(error.cause).strip().splitlines()[-1]}): install the same "
+                        "version there, with '.[data,ray]'")
+                except self.ray.exceptions.RayError:
+                    print(f"node {name} is lost: the others do its work", flush=True)
+                    lost += 1
+                    continue
+                if not problem and not any((probe / f"seen_{nodes[reference]['NodeID']}").glob("file")):
+                    problem = f"what it writes to {folder} is not seen here: name an --out_dir that all nodes share"
+                if problem:
+                    raise BadInput(f"node {name}: {problem}")
+            if lost == len(nodes):
+                raise BadInput("every node of the cluster is lost: start it again")
+            if late:
+                raise BadInput(f"node {_name(nodes[late[0]])} did not answer in {PROBE_S} s: check it")
+        finally:
+            for path in sorted(probe.rglob("*"), reverse=True):
+                path.rmdir() if path.is_dir() else path.unlink()
+            probe.rmdir()
+
+    def __call__(self, function, calls, done):
+        ray, tries, waiting, running = self.ray, Counter(), deque(range(len(calls))), {}
+        ended = room = time.monotonic()
+        try:
+            while waiting or running:
+                cores = sum(int(node["Resources"].get("CPU", 0)) for node in self.alive.values())
+                while waiting and len(running) < (self.workers or 2 * cores + 2):
+                    i = waiting.popleft()
+                    tries[i] += 1
+                    running[self._task.remote(_versions(), function, calls[i])] = i
+                ready, _ = ray.wait(list(running), timeout=5)
+                now = time.monotonic()
+                for reference in ready:
+                    i, ended = running.pop(reference), now
+                    try:
+                        result, cpu_s, peak_bytes = ray.get(reference)
+                    except ray.exceptions.RayTaskError as error:
+                        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+                    except ray.exceptions.RayError as error:  # its worker or node is lost
+                        self._again(function, tries[i], error)
+                        waiting.appendleft(i)
+                        continue
+                    self.tasks, self.cpu_s = self.tasks + 1, self.cpu_s + cpu_s
+                    self.peak_bytes = max(self.peak_bytes, peak_bytes)
+                    done(i, result)
+                if not ready or now - self.looked > 5:
+                    room = now if self.look() else room
+                if now - room > NO_ROOM_S:
+                    self.require_room()
+                if now - ended > STALL_S:
+                    raise BadInput(f"no task ended in {STALL_S // 3600} hours: look at the nodes and their disks, and "
+                                   "run the same command again, which resumes")
+        except BaseException:
+            for reference in running:
+                ray.cancel(reference, force=True)
+            raise
+
+    def _again(self, function, tries, error):
+        reason = str(error).strip().splitlines()[0]
+        if tries == TRIES:
+            raise BadInput(f"a task ({function.__name__}) was lost {TRIES} times, perhaps because memory ran out "
+                           f"({reason}): give the nodes more, and run the same command again, which resumes")
+        self.again += 1
+        print(f"a task ({function.__name__}) was lost with its worker or node: try {tries + 1} of {TRIES}", flush=True)
+
+    def cost(self, nbytes):
+        """Returns a line: what the run took, and the bytes of sources per second."""
+        self.look()
+        seconds = self.looked - self.started
+        return (f"ray: {len(self.alive)} nodes, {self.node_s / 3600:.3f} node-hours, {self.cpu_s:.0f} CPU-seconds in "
+                f"{self.tasks} tasks ({self.again} done again), {nbytes / 1e6 / seconds:.1f} MB of sources per "
+                f"second, at most {self.peak_bytes / 1e6:.0f} of {self.task_bytes / 1e6:.0f} MB in a worker")
+
+
+def _name(node):
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}:{node['NodeManagerPort']})"
+
+
+# -----------------------------------------------------------------------------
+# On the nodes
+
+
+@cache
+def _versions():
+    """Returns what decides the bytes of a corpus, as {name: version}."""
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+    return {"Python": ".".join(platform.python_version_tuple()[:2]), "nanochat/data": code.hexdigest()[:12],
+            **{name: importlib.metadata.version(name) for name in ("numpy", "pyarrow", "rensa")}}
+
+
+def _measured(versions, function, arguments):
+    """Calls function(*arguments). Returns its result, the CPU seconds, and the most bytes that this process ever had.
+    Raises BadInput where the versions differ from those of the machine that asks."""
+    for name, version in versions.items():
+        if _versions()[name] != version:
+            raise BadInput(f"{name} is {_versions()[name]} on {socket.gethostname()}, and {version} where the command "
+                           "runs, which would make other bytes: install the same version")
+    before = time.process_time()
+    result = function(*arguments)
+    return result, time.process_time() - before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _seen(path):
+    """Returns (size, time of change) of a file, or () if there is none."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return ()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _look_around(folder, node, files):
+    """Writes to the shared folder as scan does, and returns what is wrong on this node, or ""."""
+    try:
+        partial = folder / f"{node}.partial"
+        partial.mkdir()
+        (partial / "file").write_bytes(b"")
+        partial.rename(folder / f"seen_{node}")
+    except OSError as error:
+        return f"it cannot write to {folder.parent} ({error.strerror}): name an --out_dir that all nodes share"
+    for path, *seen in files:
+        if _seen(path) != tuple(seen):
+            return f"it does not see {path} as this machine does: put the sources where all nodes share them"
+    return ""
