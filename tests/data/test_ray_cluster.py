@@ -4,9 +4,11 @@ import glob
 import http.server
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -32,6 +34,8 @@ def cluster(monkeypatch):
     monkeypatch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)  # read when ray was imported
     options = {"object_store_memory": 80 << 20, "include_dashboard": False, "node_ip_address": "127.0.0.1"}
     before = {child.pid for child in psutil.Process().children(recursive=True)}
+    folder, started = tempfile.mkdtemp(dir="/tmp"), []  # its sockets need short names
+    monkeypatch.setenv("RAY_TMPDIR", folder)
     cluster = cluster_utils.Cluster()
     try:
         cluster.add_node(num_cpus=0, memory=10**9, **options)
@@ -42,6 +46,7 @@ def cluster(monkeypatch):
         for process in COMMANDS:
             process.kill()
         cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
     _, alive = psutil.wait_procs(started, timeout=20)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
@@ -132,14 +137,12 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
 
 @pytest.mark.parametrize("address, message", [
     (None, "no cluster is named: give --ray_address=HOST:PORT"),
-    ("auto", "Could not find any running Ray instance|no Ray cluster answered"),
     ("127.0.0.1:1025", "nothing answers there .*refused"),
     ("ray://127.0.0.1:10001", "is not HOST:PORT, auto or local; ray:// is not supported"),
     ("127.0.0.1", "is not HOST:PORT"), ("x:²", "is not HOST:PORT"), ("x:" + "9" * 5000, "is not HOST:PORT"),
 ])
 def test_a_cluster_that_is_not_there_is_one_line(tmp_path, monkeypatch, address, message):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray_cluster, "CONNECT_S", 30)
     with pytest.raises(BadInput, match=message) as error:
         prepare(tmp_path / "out", f"--projects_dir={two_projects(tmp_path)}", "--engine=ray",
                 *([f"--ray_address={address}"] if address else []))
