@@ -59,6 +59,15 @@ class Flags:
     out_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/puzzles", of=expand_path)
 
 
+def require_own_flags(flags):
+    """Raises BadInput if a flag is given that is for other puzzles."""
+    for name, puzzles in (("box", ["sudoku"]), ("qqwing", ["sudoku"]), ("side", ["maze"]), ("min_path", ["maze"]),
+                          ("forms", [*arc.VERSIONS])):
+        if flags.puzzle not in puzzles and getattr(flags, name) != getattr(Flags, name):
+            raise BadInput(f"--{name} is for --puzzle={' or '.join(puzzles)}, and this is --puzzle={flags.puzzle}: "
+                           "leave one of them out")
+
+
 def read_shape(flags):
     """Returns the shape of the puzzles as Puzzles has it. Raises BadInput."""
     if flags.puzzle == "maze":
@@ -153,6 +162,7 @@ def make_all(flags, shape):
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    require_own_flags(flags)
     is_arc = flags.puzzle in arc.VERSIONS
     if not is_arc:
         flags = replace(flags, train=2000 if flags.train < 0 else flags.train, val=300 if flags.val < 0 else flags.val)

@@ -12,7 +12,6 @@ how far to trust them.
 Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
 """
 import json
-import math
 import os
 import sys
 import time
@@ -78,6 +77,11 @@ def read_preflight_flags(argv=None, description=__doc__, titles=TITLES, flags_of
     if own.explain is not None and (own.heuristic or not own.explain):
         raise BadInput(f"--explain={own.explain}: " + ("the schedule that it needs is not read with --heuristic: leave "
                                                         "one of them out" if own.explain else "name an operation"))
+    if own.preemptions_per_day is None and own.restart_minutes != PreflightFlags.restart_minutes:
+        raise BadInput(f"--restart_minutes={own.restart_minutes:g} needs --preemptions_per_day: give both, or neither")
+    if own.preemptions_per_day is not None and not {"micro_step", "update"} <= set(own.programs.split(",")):
+        raise BadInput(f"--preemptions_per_day={own.preemptions_per_day:g} needs the time of a step, and so micro_step "
+                       f"and update in --programs={own.programs}")
     accelerator = tpu.parse_accelerator(own.accelerator).accelerator
     if own.json not in (None, "-"):
         _require_folder("json", own.json, Path(own.json).parent)
@@ -246,9 +250,10 @@ def describe_cost(found, zone):
 
 def describe_preemptions(found, zone):
     """Returns lines about a report's preemptions."""
-    saved = "no checkpoint" if math.isinf(found["save_every_s"]) else \
+    saved = "no checkpoint" if found["save_every_s"] is None else \
         f"a checkpoint every {found['save_every_s'] / 60:.1f} min"
-    wall = f"{found['hours']:.1f} h{describe_cost(found, zone)}" if math.isfinite(found["hours"]) else "it never ends"
+    wall = f"{found['hours']:.1f} h{describe_cost(found, zone)}" if found["hours"] is not None else \
+        "it never ends"
     return [f"estimate: with {found['per_day']:g} preemptions a day, {found['restart_s'] / 60:g} min of restarting for "
             f"each, and {saved}: goodput {found['goodput']:.1%}, {wall}",
             f"estimate: then --save_every_minutes={max(found['best_save_every_s'] / 60, 0.1):.1f} would be best: "

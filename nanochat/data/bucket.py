@@ -17,6 +17,7 @@ is full.
 """
 import errno
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -98,7 +99,7 @@ class BucketFile:
             metadata = pq.read_metadata(file)
         begin, n_bytes = text_range(metadata, row_group)
         if begin + n_bytes > self.size:
-            raise BadInput(f"{self} is not a whole parquet file: copy or prepare it again")
+            raise pa.ArrowInvalid(f"it ends at {self.size:,} bytes")  # as pyarrow does for a file on disk
         return self._open(begin, min(begin + n_bytes + PADDING_BYTES, self.size), outage_s), metadata
 
     def read_ahead(self, row_group):
@@ -113,26 +114,24 @@ class BucketFile:
         """Returns a pyarrow file with the bytes from `begin` to `end`."""
         folder = _cache_folder(get_base_dir())
         path = folder / hashlib.sha256(f"{self.url} {self.generation} {begin} {end}".encode()).hexdigest()[:32]
-        for _ in range(5):  # more than once only if the cache is so small that others need its room at once
+        for _ in range(5):  # more than twice only if the cache is so small that others need its room at once
             try:
-                if path.stat().st_size == end:
+                if path.exists() and path.stat().st_size == end:
                     os.utime(path)
                     return pa.OSFile(str(path))
-            except FileNotFoundError:
-                pass
-            try:
                 with FileLock(folder / f"{path.name[:2]}.lock", timeout=OUTAGE_S):
                     if not path.exists() or path.stat().st_size != end:
                         self._fetch(path, begin, end, outage_s)
-            except Timeout:
-                raise Outage(f"{self}: another process has not fetched it for {OUTAGE_S / 60:.0f} minutes: start the "
-                             "same command again") from None
+            except Timeout as error:
+                raise Outage(f"{self}: another process has held {error.lock_file} for too long: start the same command "
+                             "again") from None
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise Failure(f"the disk is full ({error.strerror}), and so {self} cannot be read: free some space "
                                   f"for {folder}, or lower --data_cache_gb={self.cache_gb:g}") from None
                 if not isinstance(error, FileNotFoundError):  # others needed its room
-                    raise
+                    raise Failure(f"the cache {folder} cannot be used ({error}): mend this, or delete it while nothing "
+                                  "runs") from None
         raise Failure(f"the cache {folder} is too small for all that read from it: raise --data_cache_gb, or use fewer")
 
     def _fetch(self, path, begin, end, outage_s):
@@ -153,7 +152,10 @@ class BucketFile:
         while begin < end:
             try:
                 for part in read_range(self.url, self.generation, begin, end):
-                    begin += os.pwrite(descriptor, part, begin)
+                    written = os.pwrite(descriptor, part, begin)
+                    begin += written
+                    if written < len(part):  # the next part would not be at its place
+                        raise Interruption("the disk took only a part of it")
                     patience.begin()
                 if begin < end:
                     raise Interruption("the connection was cut")
@@ -162,19 +164,27 @@ class BucketFile:
 
 
 def _try(function, *args, **kwargs):
-    """Fetches ahead. If that fails, whoever needs it will try again and find out why."""
+    """Fetches ahead, and returns whether that worked. If not, whoever needs it will try again and find out why."""
     try:
         function(*args, **kwargs)
     except (BadInput, Failure, pa.ArrowException, OSError):
-        pass
+        return False
+    return True
 
 
 def fetch_footers(files):
-    """Fetches the footers of BucketFiles into the cache, many at the same time."""
-    with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
-        list(pool.map(lambda file: _try(file.open_footer, outage_s=0), files))
-    for file in files:
-        file.open_footer()
+    """Fetches the footers of BucketFiles into the cache, many at the same time, but only one while the bucket does not
+    answer."""
+    while files:
+        num_fetched = 0
+        with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
+            for is_fetched in pool.map(lambda file: _try(file.open_footer, outage_s=0), files):
+                if not is_fetched:
+                    break  # which cancels those that have not begun
+                num_fetched += 1
+        for file in files[num_fetched:num_fetched + 1]:
+            file.open_footer()
+        files = files[num_fetched + 1:]
 
 
 def text_range(metadata, row_group):
@@ -262,8 +272,8 @@ def check_cache(shards, num_lanes):
     needed = min(n_bytes, 2 * num_lanes * (largest + 2 * BLOCK_BYTES))
     if needed > limit:
         raise BadInput(f"--data_cache_gb={limit / 1e9:g} is too small: each of {num_lanes} lanes holds two row groups, "
-                       f"of up to {largest / 1e6:,.1f} MB: give it at least {needed / 1e9:.3g}, or write smaller row "
-                       "groups")
+                       f"of up to {largest / 1e6:,.1f} MB: give it at least {math.ceil(needed / 1e7) / 100:g}, or "
+                       "write smaller row groups")
     free = shutil.disk_usage(folder).free
     available = free + sum(used for _, used, _ in _parts_in(folder))
     if available < min(limit, n_bytes):

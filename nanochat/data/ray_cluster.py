@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import platform
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -41,6 +42,7 @@ def find_address(address):
         importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
         raise BadInput("--engine=ray needs ray, which is not installed: pip install '.[data,ray]'") from None
+    name = "--ray_address" if address else "RAY_ADDRESS"
     address = address or os.environ.get("RAY_ADDRESS")
     if not address:
         raise BadInput("--engine=ray: no cluster is named: give --ray_address=HOST:PORT or set RAY_ADDRESS (auto: the "
@@ -49,12 +51,12 @@ def find_address(address):
         return address
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not (port.isascii() and port.isdigit() and 1024 <= int(port[:6]) < 65536):
-        raise BadInput(f"--ray_address={address} is not HOST:PORT, auto or local; ray:// is not supported: run this "
+        raise BadInput(f"{name}={address} is not HOST:PORT, auto or local; ray:// is not supported: run this "
                        "command on a node of the cluster")
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except (OSError, UnicodeError) as error:
-        raise BadInput(f"--ray_address={address}: nothing answers there ({error}): check the address, and that the "
+        raise BadInput(f"{name}={address}: nothing answers there ({error}): check the address, and that the "
                        "cluster runs") from None
     return address
 
@@ -73,11 +75,11 @@ def ray_cluster(address, workers, task_bytes):
             tried = subprocess.run([sys.executable, "-c", _CONNECT], input=address, capture_output=True, text=True,
                                    timeout=CONNECT_S)
         except subprocess.TimeoutExpired:
-            raise BadInput(f"--ray_address={address}: no Ray cluster answered in {CONNECT_S} s: check the address, and "
+            raise BadInput(f"{address}: no Ray cluster answered in {CONNECT_S} s: check the address, and "
                            "that this machine is a node of the cluster") from None
         if tried.returncode:
             reason = (tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[-1]
-            raise BadInput(f"--ray_address={address}: {reason}")
+            raise BadInput(f"{address}, the address of the Ray cluster: {reason}")
     import ray
     ray.init(address, **options)
     try:
@@ -135,7 +137,7 @@ class RayRun:
                     problem, *_ = self.ray.get(reference)
                 except self.ray.exceptions.RayTaskError as error:
                     problem = f"{error.cause}" if isinstance(error.cause, BadInput) else (
-                        f"it cannot run this program ({str(error.cause).strip().splitlines()[-1]}): install the same "
+                        f"it cannot run this program ({_last_line(error.cause)}): install the same "
                         "version there, with '.[data,ray]'")
                 except self.ray.exceptions.RayError:
                     print(f"node {name} is lost: the others do its work", flush=True)
@@ -150,9 +152,7 @@ class RayRun:
             if late:
                 raise BadInput(f"node {_name(nodes[late[0]])} did not answer in {PROBE_S} s: check it")
         finally:
-            for path in sorted(probe.rglob("*"), reverse=True):
-                path.rmdir() if path.is_dir() else path.unlink()
-            probe.rmdir()
+            shutil.rmtree(probe, ignore_errors=True)  # a late node may still write there
 
     def __call__(self, function, calls, done):
         ray, tries, waiting, running = self.ray, Counter(), deque(range(len(calls))), {}
@@ -192,7 +192,7 @@ class RayRun:
             raise
 
     def _again(self, function, tries, error):
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if tries == TRIES:
             raise BadInput(f"a task ({function.__name__}) was lost {TRIES} times, perhaps because memory ran out "
                            f"({reason}): give the nodes more, and run the same command again, which resumes")
@@ -206,6 +206,10 @@ class RayRun:
         return (f"ray: {len(self.alive)} nodes, {self.node_s / 3600:.3f} node-hours, {self.cpu_s:.0f} CPU-seconds in "
                 f"{self.tasks} tasks ({self.again} done again), {nbytes / 1e6 / seconds:.1f} MB of sources per "
                 f"second, at most {self.peak_bytes / 1e6:.0f} of {self.task_bytes / 1e6:.0f} MB in a worker")
+
+
+def _last_line(error):
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _name(node):

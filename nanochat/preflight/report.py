@@ -81,10 +81,12 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
         run = estimate.report_run(fitting, plan, tpu_slice)
         report["estimate"] = run | costs(run["hours"], request)
         if request.preemptions_per_day:
-            report["preemptions"] = found = report_preemptions(
+            found = report_preemptions(
                 request.preemptions_per_day, request.restart_minutes, sum(plan.parameters.values()),
                 save_every_s(flags, run["step_s"]), run["hours"])
             found["usd_spot"] = costs(found["hours"], request)["usd_spot"]
+            report["preemptions"] = {name: None if value == math.inf else value  # JSON has no infinity
+                                     for name, value in found.items()}
     return report
 
 

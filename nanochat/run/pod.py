@@ -384,7 +384,7 @@ def membership(host):
         yield pod
     except BaseException as error:
         pod.fail(" ".join(str(error).split()) or type(error).__name__,
-                 {BadInput: 2, MirrorError: EXIT_STATUS, Outage: EXIT_STATUS}.get(type(error), 1))
+                 2 if isinstance(error, BadInput) else EXIT_STATUS if isinstance(error, (MirrorError, Outage)) else 1)
         raise
     finally:
         pod.close()

@@ -50,11 +50,11 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=lambda: False,
         # Also where the lanes of this rank have ended before those of others, who may need its part of the weights.
         with one_program(dist, "evaluate", collective=True):
             nats += model(rows[:, :-1].contiguous().to(dist.device), targets.to(dist.device)).sum()
+    num_bytes *= dist.rank % copies == 0  # of the neighbours that read the same rows one counts: int32 is soon full
     totals = [nats, torch.tensor([num_bytes, len(loader.unfinished_lanes)], dtype=torch.int32).to(dist.device)]
     with one_program(dist, "evaluate_reduce", collective=True):
         all_reduce_sum(totals, dist)
     nats, (num_bytes, unfinished_lanes) = totals[0].item() / copies, totals[1].tolist()
-    num_bytes //= copies
     value = nats / (math.log(2) * num_bytes) if num_bytes else float("nan")
     return Evaluation(value, num_bytes, is_whole_text=unfinished_lanes == 0)
 

@@ -221,8 +221,50 @@ def test_a_full_disk_is_one_line_with_status_1(storage, monkeypatch, base_dir):
     assert error.value.status == 1 and not list((base_dir / CACHE_DIR).glob("*.partial"))
 
 
+def test_a_cache_that_cannot_be_used_is_one_line(storage, base_dir):
+    (base_dir / CACHE_DIR).mkdir(parents=True)
+    for number in range(256):
+        (base_dir / CACHE_DIR / f"{number:02x}.lock").mkdir()
+    with pytest.raises(Failure, match="the cache .* cannot be used .*mend this, or delete it while nothing runs"):
+        open_shards(list_shards(URL))
+
+
+def test_what_is_skipped_on_disk_is_skipped_in_a_bucket(folder, storage):
+    (folder / "shard_1.parquet").write_bytes(without_middle((folder / "shard_1.parquet").read_bytes()))
+    storage.copy(folder, "b", "hole")
+    expected = steps_of(list_shards(folder), 60, skip_bad=True)
+    assert_same(steps_of(list_shards("gs://b/hole"), 60, skip_bad=True), expected)
+
+
+def without_middle(data):
+    """Returns a parquet file without the data of its last row groups, and with its footer."""
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    return data[:footer // 2] + data[footer:]
+
+
 # -----------------------------------------------------------------------------
 # Outages and refusals
+
+
+def test_during_an_outage_not_every_file_is_tried_in_turn(storage, tmp_path, monkeypatch):
+    for number in range(100):
+        storage.put("b", f"many/{number:03}.parquet", b"x" * 100)
+    files = list_shards("gs://b/many")
+    tries = []
+
+    def fail(*_, **options):
+        tries.append(1)
+        time.sleep(0.2)  # as a server that does not answer
+        return False
+    monkeypatch.setattr(bucket_module, "_try", fail)
+    monkeypatch.setattr(BucketFile, "open_footer", lambda self: raise_(Outage(f"{self} has not been reached")))
+    with pytest.raises(Outage, match="000.parquet has not been reached"):
+        bucket_module.fetch_footers(files)
+    assert len(tries) <= 3 * bucket_module.FOOTERS_AT_ONCE
+
+
+def raise_(error):
+    raise error
 
 
 def test_an_outage_and_connections_that_break_are_waited_for_and_change_no_row(folder, storage, capsys):

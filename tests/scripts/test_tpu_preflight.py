@@ -95,6 +95,8 @@ def test_bad_flags_are_refused_in_one_line(preflight, tiny):
     (["--accelerator=v6e-4", "--explain="], "--explain=: name an operation"),
     (["--accelerator=v6e-4", "--jobs=0"], "--jobs=0 is not a whole number"),
     (["--accelerator=v6e-4", "--preemptions_per_day=0"], "--preemptions_per_day=0 is not"),
+    (["--accelerator=v6e-4", "--restart_minutes=5"], "--restart_minutes=5 needs --preemptions_per_day"),
+    (["--accelerator=v6e-4", "--preemptions_per_day=4", "--programs=evaluate"], "needs the time of a step"),
     (["--accelerator=v6e-4", "--json=/nowhere/report.json"], "--json=/nowhere/report.json: /nowhere is not a folder"),
     (["--accelerator=v6e-4", "--json=/tmp"], "--json=/tmp is a folder"),
     (["--accelerator=v6e-4", f"--dump_dir={__file__}"], "is not a folder: name another one")])
