@@ -141,7 +141,8 @@ class BucketFile:
             with file:
                 self._download(file.fileno(), begin, end, outage_s)
                 os.fsync(file.fileno())
-            partial.rename(path)
+            with FileLock(partial.parent / "room.lock", timeout=ROOM_TIMEOUT_S):  # it is counted under one of the names
+                partial.rename(path)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise

@@ -134,7 +134,8 @@ def test_a_run_of_the_same_name_with_other_flags_is_refused(write_table):
 
 
 @pytest.mark.slow
-def test_a_killed_table_goes_on_and_repeats_no_finished_run(write_table, base_dir):
+def test_a_killed_table_goes_on_and_repeats_no_finished_run(write_table, base_dir, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # several threads wait for each other where all cores are busy
     table = write_table(num_iterations=400, save_every=20)
     command = [sys.executable, "-m", "scripts.ablate", str(table)]
     metrics = base_dir / "checkpoints" / "rates.fast.0" / "metrics.jsonl"
