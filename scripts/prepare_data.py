@@ -328,10 +328,9 @@ def main(argv=None):
         raise BadInput("--val_projects and --eval_only exclude each other: an evaluation corpus has no training part")
     read_excluded(flags.exclude_problems)  # before any work
     out_dir = require_writable_dir(places.out_dir or get_base_dir() / "parquet").absolute()  # for nodes of a cluster
-    engine = choose_engine(places)
+    engine, cache_dir = choose_engine(places), (places.cache_dir or get_base_dir() / "downloads").absolute()
     try:
         with FileLock(out_dir / LOCK_FILE, timeout=0):
-            cache_dir = (places.cache_dir or get_base_dir() / "downloads").absolute()
             found = find_sources(sources, flags.eval_only, cache_dir)
             check_apart(found, sources.projects_dir, out_dir)
             return prepare(found, flags, engine, out_dir)
