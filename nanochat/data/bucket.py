@@ -10,7 +10,7 @@ fetched again and again. The cache, $NANOCHAT_BASE_DIR/bucket_cache, is shared b
 they keep its limit, and fetch each part once. A part is a sparse file that has the bytes at their place, so pyarrow
 reads it like the file itself, and never one that is not whole. The parts that were not read for longest are deleted.
 
-pyarrow's own GcsFileSystem is not used: to read a part, it asks for everything from there to the end of the file.
+pyarrow's own GcsFileSystem is not used: to open a file, it asked for all of it (dev/LOG.md).
 
 Raises BadInput if the bucket refuses for good, Outage if it has not been reached for OUTAGE_S, and Failure if the disk
 is full.

@@ -10,10 +10,9 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
-from nanochat.common import BadInput, Failure, end_with_parent
+from nanochat.common import BadInput, Failure
 from nanochat.device import tpu
 from nanochat.preflight import schedule
 from nanochat.preflight.source_lines import REPOSITORY
@@ -110,10 +109,11 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, sch
 
 
 def _run_compiler(program, tpu_slice, folder, timeout_s, processes, options):
-    code = f"from nanochat.preflight.compiler_process import compile_folder; compile_folder({str(folder.resolve())!r})"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, text=True, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.PIPE, env=_compiler_environment(tpu_slice, options),
-                               preexec_fn=partial(end_with_parent, os.getpid()))
+    process = subprocess.Popen(  # without preexec_fn: with it jax, which is in this process, warns of a fork
+        [sys.executable, "-c", f"from nanochat.common import end_with_parent; end_with_parent({os.getpid()}); "
+         f"from nanochat.preflight.compiler_process import compile_folder; compile_folder({str(folder.resolve())!r})"],
+        cwd=REPOSITORY, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        env=_compiler_environment(tpu_slice, options))
     processes.append(process)
     try:
         _, errors = process.communicate(timeout=timeout_s)

@@ -223,7 +223,7 @@ class RowFeed:
     """Iterates over this rank's micro-batches, {"rows": int32 (B, T + 1)}, and knows where in the data they end."""
 
     def __init__(self, loader, plan, step, rank):
-        """loader: a DataLoader with the rows of `step`, the one that comes next."""
+        """loader: a DataLoader with the rows of `step`, the one that comes next; rank: of this process."""
         self.loader, self._plan = loader, plan
         self._saves_lanes = rank % plan.mesh.tensor == 0  # others of its group along tensor read the same
         self._last, self._taken = None, []
