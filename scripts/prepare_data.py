@@ -195,7 +195,7 @@ def build(sources, flags, engine, work_dir, staging):
         index = load_index(paths, with_signatures=not on_cluster)
         if on_cluster:
             require_disk(staging, 1000 * len(index.key), "looking for duplicates")
-            bar = Progress("looking for duplicates, %", 100)
+            bar = Progress("looking for duplicates", 100, "%")
             exact, near = shuffle_duplicates(paths, np.bincount(index.run), staging / "duplicates", run,
                                              lambda fraction: bar.update(100 * fraction))
             bar.close()
@@ -250,7 +250,7 @@ def pack_projects(index, sides, source_of, staging, flags, run):
             parts = corpus.parts_of(index, side & (source_of == source))
             calls.append((staging / "packed" / name / f"{source:06d}.parquet", parts, flags.seed))
             names.append(name)
-    bar = Progress(f"ordering the files of {len(calls)} sources", len(calls))
+    bar = Progress(f"ordering the files of {len(calls)} sources", len(calls), " sources")
     run(corpus.pack, calls, lambda i, _: bar.update(1))
     bar.close()
     packed = load_index([path for path, *_ in calls], with_signatures=False)

@@ -126,8 +126,9 @@ def _open_shard(path):
         raise BadInput(f"the path {path} is not UTF-8, which pyarrow needs: rename the folder or file") from None
     except (pa.ArrowException, OSError) as error:
         raise BadInput(f"{path} is not a whole parquet file ({_first_line(error)}): copy or prepare it again") from None
-    if "text" not in schema.names:
-        raise BadInput(f"{path} has no column named text (it has {', '.join(schema.names)}): name other data")
+    if (found := schema.names.count("text")) != 1:
+        raise BadInput(f"{path} has {'several columns' if found else 'no column'} named text (it has "
+                       f"{', '.join(schema.names)}): name other data")
     text_type = schema.field("text").type
     text_type = text_type.value_type if pa.types.is_dictionary(text_type) else text_type
     if not any(is_text(text_type) for is_text in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary,

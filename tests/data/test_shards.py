@@ -83,6 +83,9 @@ def test_files_without_text_are_named(tmp_path):
     pq.write_table(pa.table({"content": ["int x;"]}), tmp_path / "other.parquet")
     with pytest.raises(BadInput, match=r"other\.parquet has no column named text \(it has content\)"):
         open_shards([tmp_path / "other.parquet"])
+    pq.write_table(pa.table([["int x;"], ["int y;"]], ["text", "text"]), tmp_path / "twice.parquet")
+    with pytest.raises(BadInput, match=r"twice\.parquet has several columns named text \(it has text, text\)"):
+        open_shards([tmp_path / "twice.parquet"])
     with pytest.raises(BadInput, match=r"numbers\.parquet: its column text holds int64"):
         open_shards([write(tmp_path / "numbers.parquet", [1, 2], text_type=pa.int64())])
     with pytest.raises(BadInput, match="every document is empty"):
