@@ -131,7 +131,7 @@ def trace_run(flags, chips):
     with torch.device("meta"):
         model = make_model(plan)
         found = find_teacher(flags, plan, tokenizer, run_directory(flags))
-        teacher = make_teacher(found, plan) if found else None
+        teacher = make_teacher(found, plan, dist) if found else None
     loss = DistillationLoss(found, fill_with_placeholders(teacher)) if found else next_token_loss
     training = make_step(plan, fill_with_placeholders(model), dist, loss, teacher)
     rows, length = plan.device_batch_size, plan.config.max_seq_len

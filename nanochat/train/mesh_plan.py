@@ -17,9 +17,14 @@ def plan_mesh(flags, config, device_type, world_size):
     if devices.shard_optimizer == "off":
         raise BadInput(f"{mesh.source} divides the weights, and with --shard_optimizer=off each rank has all of "
                        "the optimizer's: leave one of them out")
-    if flags.distillation.teacher:
-        raise BadInput(f"--teacher={flags.distillation.teacher} needs all weights of the student on each chip: use "
-                       f"no teacher, or {mesh.ask_for_whole_weights()} instead of {mesh.source}")
+    require_parts(mesh, config)
+    return mesh
+
+
+def require_parts(mesh, config):
+    """Raises BadInput if a Mesh cannot divide the weights of a GPTConfig's model."""
+    if not mesh.divides_weights:
+        return
     require_divisible(mesh, "tensor", {
         "the attention heads (--num_heads)": config.n_head,
         "the heads of keys and values (--num_kv_heads)": config.n_kv_head})
@@ -33,7 +38,6 @@ def plan_mesh(flags, config, device_type, world_size):
                        f"{config.vocab_size} tokens cannot be divided by {mesh.chips}: use "
                        f"{mesh.ask_for_whole_weights()}, or a tokenizer with "
                        f"{-(-config.vocab_size // mesh.chips) * mesh.chips} tokens")
-    return mesh
 
 
 def describe_mesh(plan):
