@@ -87,7 +87,8 @@ def estimate_memory(flags, config, parameters, mesh):
                     with --activation_checkpointing, once; and the larger of two. For the loss 4 b V × (8,192 tokens at
                     most) of logits and their gradients, (b + 4) V d of the head and its gradient, and 10 N d b; for the
                     backward pass of a layer 36 N d b, and if F > 1 its weights and gradients, 2 b matrices / L
-        update:     4 P of gradients in other places; 8 P / F if F > 1, because parts are exchanged for whole layers
+        update:     4 P of gradients in other places; 8 P / F if F > 1, because parts are exchanged for whole layers;
+                    and 4 / F for each parameter of the layers that pad L to a multiple of the chips
         samples:    b P if F > 1: the whole weights
 
     The factors 4, 10, 36 and 8 are fitted to peaks that libtpu's compiler reports (docs/mesh.md). Without fsdp, v5e and
@@ -97,27 +98,34 @@ def estimate_memory(flags, config, parameters, mesh):
     from nanochat.kernels.xla import CHUNK_TOKENS
     size = 4 if flags.devices.compute_dtype == "float32" else 2
     fsdp, weights, kv_width = mesh.fsdp, sum(parameters.values()), config.n_kv_head * config.head_dim
-    held = sum(held_bytes(parameters, size, mesh, flags.devices.shard_optimizer != "off").values())
+    held = sum(held_bytes(parameters, size, mesh, config.n_layer, flags.devices.shard_optimizer != "off").values())
+    padding = _padded(parameters, mesh, config.n_layer) - parameters["matrices"]
     width = size * tokens * config.n_embd  # an activation of all tokens
     layer = size * tokens * (6 * config.n_embd + 2 * kv_width)
     kept = config.n_layer * width + layer * (1 if flags.devices.activation_checkpointing else config.n_layer)
     loss = 4 * size * config.vocab_size * min(tokens, CHUNK_TOKENS) + (size + 4) * parameters["head"] + 10 * width
     backward = 36 * width + (2 * size * parameters["matrices"] / config.n_layer if fsdp > 1 else 0)
     needed = {"micro-step": held + kept + max(loss, backward),
-              "update": held + (8 * weights / fsdp if fsdp > 1 else 4 * weights)}
+              "update": held + (4 * padding + (8 if fsdp > 1 else 4) * weights) / fsdp}
     if fsdp > 1 and max(flags.record.sample_every, flags.record.code_eval_every) > 0:
         needed["samples"] = held + size * weights
     return needed
 
 
-def held_bytes(parameters, size, mesh, is_sharded=True):
+def held_bytes(parameters, size, mesh, layers, is_sharded=True):
     """Returns the bytes that a chip holds between programs, {what: bytes}. parameters: {group: number}; size: the bytes
-    of a weight; is_sharded: the chips divide the optimizer's state, fp32 weights and averages, one of them for matrices
-    and two for tables."""
+    of a weight; is_sharded: the chips divide the optimizer's state, fp32 weights and averages, one of them for
+    matrices, of which a chip has whole layers, and two for tables."""
     weights, parts = sum(parameters.values()), mesh.fsdp * mesh.tensor
-    state = 8 * parameters["matrices"] + 12 * (parameters["embedding"] + parameters["head"])
+    matrices = _padded(parameters, mesh, layers) if is_sharded else parameters["matrices"]
+    state = 8 * matrices + 12 * (parameters["embedding"] + parameters["head"])
     return {"weights": size * weights / parts, "gradients": 4 * weights / parts,
             "optimizer": state / (mesh.chips if is_sharded else 1)}
+
+
+def _padded(parameters, mesh, layers):
+    """Returns the number of parameters in the matrices, with the layers that pad theirs to a multiple of the chips."""
+    return parameters["matrices"] // layers * (layers + -layers % mesh.chips)
 
 
 def _require_mesh(mesh, flags, config, device_type):
@@ -158,7 +166,7 @@ def describe_mesh(plan):
     because = f"; {mesh.reason}" if mesh.reason else ""
     if not mesh.divides_weights:
         return f"{mesh}{because}"
-    held = held_bytes(plan.parameters, bytes_each, mesh)
+    held = held_bytes(plan.parameters, bytes_each, mesh, plan.config.n_layer)
     holds = ", ".join(f"{size / GIB:.2f} GiB {name}" for name, size in held.items())
     tables = plan.parameters["embedding"] + plan.parameters["head"]
     gathered = bytes_each * (3 * plan.parameters["matrices"] + 2 * tables) / mesh.tensor * _others(mesh.fsdp)
