@@ -26,9 +26,19 @@ from nanochat.device import tpu
 from nanochat.device.tpu import GIB
 from nanochat.preflight import explain
 from nanochat.preflight.compile import require_packages
-from nanochat.preflight.report import MICRO_STEP, Request, advice, find_batch, kind_of, make_report, name_buffer_of_gpt
+from nanochat.preflight.report import (
+    MICRO_STEP,
+    Request,
+    advice,
+    find_batch,
+    find_mesh,
+    kind_of,
+    make_report,
+    name_buffer_of_gpt,
+)
 from nanochat.preflight.trace import prepare_environment
 from nanochat.train.flags import TITLES, Flags
+from nanochat.train.mesh_plan import possible_meshes
 from nanochat.train.plan import make_plan
 from nanochat.train.prepare import run_directory
 
@@ -49,6 +59,7 @@ class PreflightFlags:
                          "estimate of a step")
     find_batch: bool = flag(False, "search for the largest --device_batch_size that fits, with and without "
                             "--activation_checkpointing")
+    find_mesh: bool = flag(False, "search for the smallest --mesh_fsdp that fits")
     heuristic: bool = flag(False, "count the cycles by the compiler's heuristic, and Pallas kernels by the FLOPs that "
                            "they declare, instead of the machine's own schedule")
     explain: str | None = flag(None, "say what the dearest operation whose name or line of Python contains OPERATION "
@@ -131,7 +142,7 @@ def trace_run(flags, chips):
     with torch.device("meta"):
         model = make_model(plan)
         found = find_teacher(flags, plan, tokenizer, run_directory(flags))
-        teacher = make_teacher(found, plan) if found else None
+        teacher = make_teacher(found, plan, dist) if found else None
     loss = DistillationLoss(found, fill_with_placeholders(teacher)) if found else next_token_loss
     training = make_step(plan, fill_with_placeholders(model), dist, loss, teacher)
     rows, length = plan.device_batch_size, plan.config.max_seq_len
@@ -143,11 +154,19 @@ def trace_run(flags, chips):
     def evaluate():
         readers = plan.mesh.readers
         loader = SyntheticLoader(tokenizer.n_vocab, batch_size=rows, seq_len=length, world_size=readers,
-                                 num_rows=2 * rows * readers)
+                                 num_rows=2 * rows * readers, num_lanes=flags.data.num_lanes)
         bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist, copies=plan.mesh.tensor)
 
     programs = Programs(plan, training, lambda shape: name_buffer_of_gpt(shape, plan.config, rows, length), shares)
     return programs, programs.trace(batches, evaluate)
+
+
+def meshes_of(flags, accelerator):
+    """Returns the meshes that the flags allow on the chips of an accelerator string, the fewest along fsdp first."""
+    chips = tpu.parse_accelerator(accelerator).chips
+    flags = flags.replace(mesh_data=-1, mesh_fsdp=1)
+    plan = make_plan(flags, load_tokenizer(flags.data.tokenizer_dir).n_vocab, "tpu", chips)
+    return possible_meshes(flags, plan.config, "tpu", chips)
 
 
 def branch_shares(config, length):
@@ -275,15 +294,26 @@ def run(own, train_flags, trace=None):
                       own.heuristic, own.explain, own.usd_per_chip_hour, own.zone, own.preemptions_per_day,
                       own.restart_minutes)
     report = preflight(train_flags, request, say, trace)
+
+    def memory_of(*programs, **flags):
+        memory_only = replace(request, programs=programs, dump_dir=None, heuristic=True, explain=None)
+        return preflight(train_flags.replace(**flags), memory_only, say=lambda line: None)
+
+    if own.find_mesh:
+        report["find_mesh"] = find_mesh(
+            lambda fsdp: memory_of("micro_step", "update", mesh_data=-1, mesh_fsdp=fsdp),
+            [mesh.fsdp for mesh in meshes_of(train_flags, own.accelerator)], say)
     if own.find_batch:
         def try_batch(batch_size, activation_checkpointing):
-            trial = train_flags.replace(device_batch_size=batch_size, total_batch_size=-1,
-                                        activation_checkpointing=activation_checkpointing)
-            memory_only = replace(request, programs=("micro_step",), dump_dir=None, heuristic=True, explain=None)
-            return preflight(trial, memory_only, say=lambda line: None)
+            return memory_of("micro_step", device_batch_size=batch_size, total_batch_size=-1,
+                             activation_checkpointing=activation_checkpointing)
 
         report["find_batch"] = find_batch(try_batch, train_flags.batch.device_batch_size, say)
     say("\n".join(describe(report)))
+    if own.find_mesh:
+        found = report["find_mesh"]
+        say(f"smallest --mesh_fsdp that fits: {found['smallest']}; {len(found['peak_bytes'])} tried, "
+            f"{found['seconds']:.0f} s")
     if own.find_batch:
         found = report["find_batch"]
         say(f"largest --device_batch_size (doubled or halved): {found['without']['largest']}, with "

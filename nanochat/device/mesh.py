@@ -23,6 +23,7 @@ class Mesh:
     fsdp: int = 1
     tensor: int = 1
     variables: str = field(default="", compare=False, repr=False)  # of the environment that name it; "": flags do
+    reason: str = field(default="", compare=False, repr=False)  # why it was chosen, if no number says so
 
     @property
     def source(self):

@@ -37,6 +37,7 @@ class TpuType:
     matrix_unit: int = 128  # width of a matrix unit
     scoped_vmem_kib: int | None = None  # VMEM for the tiles of one operation, if libtpu is slower with its own
     async_gathers: bool = True  # libtpu, or torch_xla, lets all-gathers run beside products without being told
+    async_exchange_chips: int = 2**20  # of the largest slice for which libtpu compiles exchanges that others hide
 
 
 # Figures from Google's "TPU versions" pages; usable HBM from the out-of-memory reports of libtpu 0.0.21. Matrix units:
@@ -45,7 +46,7 @@ TPU_TYPES = {tpu.name: tpu for tpu in (
     TpuType("v4", "v4", 275e12, 32 * GIB, _gib(30.75), 1200e9, 600e9, 2**18, 3, 2, 4, "tpu-ubuntu2204-base",
             async_gathers=False),
     TpuType("v5e", "v5litepod", 197e12, 16 * GIB, _gib(15.75), 819e9, 400e9, 2**17, 2, 1, 8, "v2-alpha-tpuv5-lite",
-            scoped_vmem_kib=32768),
+            scoped_vmem_kib=32768, async_exchange_chips=16),
     TpuType("v5p", "v5p", 459e12, 95 * GIB, _gib(95.74), 2765e9, 1200e9, 2**18, 3, 2, 4, "v2-alpha-tpuv5"),
     TpuType("v6e", "v6e", 918e12, 32 * GIB, _gib(31.25), 1640e9, 800e9, 2**19, 2, 1, 8, "v2-alpha-tpuv6e",
             matrix_unit=256, scoped_vmem_kib=65536),
@@ -65,7 +66,8 @@ _GPU_PEAK_FLOPS = (
 )
 
 
-# Options with which collectives run beside products. On a mesh with fsdp, 84% of the gathered bytes do.
+# Options with which collectives run beside products. On a mesh with fsdp, 84% of the gathered bytes do. libtpu refuses
+# asynchronous exchanges for slices "on limited ICI": of v5e for 32 chips and more, of v4, v5p and v6e for none tried.
 _ASYNC_EXCHANGES = {"xla_tpu_enable_async_all_to_all": "true"}
 _ASYNC_GATHERS = {
     "xla_enable_async_all_gather": "true", "xla_tpu_enable_async_collective_fusion": "true",
@@ -74,14 +76,16 @@ _ASYNC_GATHERS = {
     "xla_tpu_overlap_compute_collective_tc": "true"}
 
 
-def libtpu_init_args(tpu, others=()):
-    """Returns $LIBTPU_INIT_ARGS, extended by the options of a TpuType and by `others`, {name: value}.
+def libtpu_init_args(tpu_slice, others=()):
+    """Returns $LIBTPU_INIT_ARGS, extended by the options of a Slice and by `others`, {name: value}.
 
     An option that the variable already sets stays as it is.
     """
+    tpu = tpu_slice.tpu
     arguments = os.environ.get("LIBTPU_INIT_ARGS", "").split()
     options = dict(others) | ({"xla_tpu_scoped_vmem_limit_kib": tpu.scoped_vmem_kib} if tpu.scoped_vmem_kib else {})
-    options |= _ASYNC_EXCHANGES | ({} if tpu.async_gathers else _ASYNC_GATHERS)
+    options |= _ASYNC_EXCHANGES if tpu_slice.chips <= tpu.async_exchange_chips else {}
+    options |= ({} if tpu.async_gathers else _ASYNC_GATHERS)
     return " ".join(arguments + [f"--{name}={value}" for name, value in options.items()
                                  if not any(argument.startswith(f"--{name}=") for argument in arguments)])
 

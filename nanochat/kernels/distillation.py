@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from nanochat.kernels.sharded import WHOLE, Sharding
 from nanochat.model.layers import IGNORE_INDEX, softcapped
 
 
@@ -31,17 +32,23 @@ class Terms:
     weight: float
     temperature: float
     num_tokens: int
+    sharding: Sharding = WHOLE
 
-    def losses(self, hidden, head, targets, teacher_hidden, teacher_head):
-        """Returns the losses (N,) in nats, and the gradient of their mean with respect to the logits (N, V)."""
+    def losses(self, hidden, head, targets, teacher_hidden, teacher_head, first_row=0):
+        """Returns the losses (N,) in nats, and the gradient of their mean with respect to the logits (N, rows of the
+        heads). Along tensor, both heads are this rank's rows, which begin with `first_row`."""
+        log_softmax = self.sharding.log_softmax
         logits = softcapped(F.linear(hidden, head).float(), self.softcap)
         taught = softcapped(F.linear(teacher_hidden, teacher_head).float(), self.teacher_softcap)
-        by_text = F.log_softmax(logits, dim=-1)
-        by_student = by_text if self.temperature == 1 else F.log_softmax(logits / self.temperature, dim=-1)
-        by_teacher = F.log_softmax(taught / self.temperature, dim=-1)
-        is_target = torch.arange(head.size(0), device=head.device) == targets[:, None]
+        by_text = log_softmax(logits)
+        by_student = by_text if self.temperature == 1 else log_softmax(logits / self.temperature)
+        by_teacher = log_softmax(taught / self.temperature)
+        rows = targets - first_row if self.sharding.tensor_groups else targets
+        is_target = torch.arange(head.size(0), device=head.device) == rows[:, None]
         cross_entropy = -torch.where(is_target, by_text, 0.0).sum(dim=-1)
         divergence = (by_teacher.exp() * (by_teacher - by_student)).sum(dim=-1)
+        if self.sharding.tensor_groups:
+            cross_entropy, divergence = self.sharding.sum(torch.stack([cross_entropy, divergence])).unbind()
         losses = (1 - self.weight) * cross_entropy + self.weight * self.temperature**2 * divergence
         d_logits = (1 - self.weight) * (by_text.exp() - is_target.float()) \
             + self.weight * self.temperature * (by_student.exp() - by_teacher.exp())
@@ -64,17 +71,22 @@ class MeanLoss(torch.autograd.Function):
     pass, while they are there.
 
     chunks(tensor): its chunks, all of one size on XLA. run(body, carry, read, write): as xla_ops.loop. in_place: the
-    backward pass adds to the head's main_grad itself (see GPT.create_main_grads).
+    backward pass adds to the head's main_grad itself (see GPT.create_main_grads). sharding: how the ranks divide both
+    heads.
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, softcap, teaching, chunks, run, in_place):
-        body = _ChunkBody(_terms(hidden, softcap, teaching))
+    def forward(ctx, hidden, head, targets, softcap, teaching, chunks, run, in_place, sharding):
+        body = _ChunkBody(_terms(hidden, softcap, teaching, sharding))
+        head_here, *first_row = sharding.head(head, hidden.dtype)
+        teacher_head = sharding.gather(teaching.head.to(hidden.dtype))
         read = [chunks(x) for x in (hidden, targets.long(), teaching.hidden)]
-        sums = torch.zeros((), device=hidden.device), torch.zeros_like(head, dtype=torch.float32)
+        sums = torch.zeros((), device=hidden.device), torch.zeros_like(head_here, dtype=torch.float32)
         (loss, d_head), (d_hidden,) = run(body, sums, read, [chunks(torch.zeros_like(hidden))],
-                                          [head.to(hidden.dtype), teaching.head.to(hidden.dtype)])
-        ctx.save_for_backward(torch.cat([*d_hidden]).view_as(hidden), d_head)
+                                          [head_here, teacher_head, *first_row])
+        if sharding.groups:
+            d_head = sharding.scatter(d_head.to(hidden.dtype))
+        ctx.save_for_backward(sharding.sum(torch.cat([*d_hidden]).view_as(hidden)), d_head)
         ctx.head_for_main_grad = head if in_place else None
         return loss
 
@@ -85,7 +97,7 @@ class MeanLoss(torch.autograd.Function):
         if ctx.head_for_main_grad is not None:
             ctx.head_for_main_grad.main_grad.add_(d_head)
             d_head = None
-        return d_hidden * d_loss.to(d_hidden.dtype), d_head, *[None] * 6
+        return d_hidden * d_loss.to(d_hidden.dtype), d_head, *[None] * 7
 
 
 def run_chunks(body, carry, read, write, constants):
@@ -103,12 +115,12 @@ class _ChunkBody:
     terms: Terms
 
     def __call__(self, index, carry, read, write, constants):
-        (loss, d_head), (hidden, targets, teacher_hidden), (head, teacher_head) = carry, read, constants
-        losses, d_logits = self.terms.losses(hidden, head, targets, teacher_hidden, teacher_head)
+        (loss, d_head), (hidden, targets, teacher_hidden), (head, *others) = carry, read, constants
+        losses, d_logits = self.terms.losses(hidden, head, targets, teacher_hidden, *others)
         d_logits = d_logits.to(hidden.dtype)
         return (loss + losses.sum() / self.terms.num_tokens, d_head + (d_logits.t() @ hidden).float()), \
             (d_logits @ head,)
 
 
-def _terms(hidden, softcap, teaching):
-    return Terms(softcap, teaching.softcap, teaching.weight, teaching.temperature, hidden.size(0))
+def _terms(hidden, softcap, teaching, sharding=WHOLE):
+    return Terms(softcap, teaching.softcap, teaching.weight, teaching.temperature, hidden.size(0), sharding)

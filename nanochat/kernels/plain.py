@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.kernels import distillation
+from nanochat.kernels.sharded import WHOLE
 from nanochat.model.layers import IGNORE_INDEX, causal_mask, softcapped
 
 CHUNK_TOKENS = 1024  # tokens whose logits chunked_cross_entropy holds at a time: 1024 × 65,536 × 4 bytes = 256 MiB
@@ -88,7 +89,7 @@ def cut_cross_entropy(hidden, head, targets, softcap):
 def mean_distillation(hidden, head, targets, softcap, teaching):
     """See layers.Kernels. It holds the logits of CHUNK_TOKENS tokens of student and teacher."""
     return distillation.MeanLoss.apply(hidden, head, targets, softcap, teaching, lambda x: x.split(CHUNK_TOKENS),
-                                       distillation.run_chunks, False)
+                                       distillation.run_chunks, False, WHOLE)
 
 
 # -----------------------------------------------------------------------------

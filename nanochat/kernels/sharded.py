@@ -8,6 +8,7 @@ comes out (arXiv 1909.08053). model/parts.py says how each weight is divided.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from nanochat.device.collectives import (
     gather_in_groups,
@@ -61,6 +62,20 @@ class Sharding:
     def first_row(self, num_rows, device):
         """Returns the number, int32 (), of the first row of this rank's `num_rows` rows of a table."""
         return num_rows * place_in_group(_lists(self.tensor_groups), device)
+
+    def head(self, part, dtype):
+        """Returns the rows of the head with which this rank computes, of its part, in `dtype`, and, where ranks along
+        tensor have others, the number of the first: a list of one tensor or two."""
+        head = self.gather(part.to(dtype))
+        return [head, *([self.first_row(head.size(0), head.device)] if self.tensor_groups else [])]
+
+    def log_softmax(self, logits):
+        """Returns the logarithms of the probabilities (N, V / ranks) of this rank's rows of the head, from its fp32
+        logits of them."""
+        if not self.tensor_groups:
+            return F.log_softmax(logits, dim=-1)
+        logits = logits - self.largest(logits.max(dim=-1, keepdim=True).values)
+        return logits - self.sum(logits.exp().sum(dim=-1, keepdim=True)).log()
 
     def rows_here(self, ids, num_rows):
         """Returns which of this rank's `num_rows` rows of a table the ids mean, the first for those that others have,

@@ -39,8 +39,8 @@ def get_kernels(name, interpret, sharding):
     def embedding(ids, table, dtype):
         return _Embedding.apply(ids, table, dtype, sharding)
 
-    return Kernels(name, plain.attention, partial(_cross_entropy, sharding), mean_cross_entropy, _mean_distillation,
-                   embedding, recompute=None, run_layers=run_all)
+    return Kernels(name, plain.attention, partial(_cross_entropy, sharding), mean_cross_entropy,
+                   partial(_mean_distillation, sharding), embedding, recompute=None, run_layers=run_all)
 
 
 # -----------------------------------------------------------------------------
@@ -171,15 +171,8 @@ class _LossBody:
         return (), (_losses(read[0], head, read[1], self.softcap, self.sharding, *first_row)[0],)
 
 
-def _head_here(hidden, head, sharding):
-    """Returns the rows of the head with which this rank computes, and, where ranks along tensor have others, the number
-    of the first."""
-    head = sharding.gather(head.to(hidden.dtype))
-    return [head, *([sharding.first_row(head.size(0), head.device)] if sharding.tensor_groups else [])]
-
-
 def _cross_entropy(sharding, hidden, head, targets, softcap):
-    constants = _head_here(hidden, head, sharding)
+    constants = sharding.head(head, hidden.dtype)
     chunks = _chunks(hidden), _chunks(targets.long())
     losses = torch.zeros(chunks[1].shape, device=hidden.device)
     _, (losses,) = loop(_LossBody(softcap, sharding), (), chunks, [losses], constants)
@@ -212,7 +205,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden, head, targets, softcap, sharding):
         body = _GradientBody(softcap, hidden.size(0), sharding)
         chunks = _chunks(hidden), _chunks(targets.long())
-        constants = _head_here(hidden, head, sharding)
+        constants = sharding.head(head, hidden.dtype)
         sums = torch.zeros((), device=hidden.device), torch.zeros_like(constants[0], dtype=torch.float32)
         if len(chunks[0]) == 1:
             (loss, d_head), (d_hidden,) = body(None, sums, [chunk[0] for chunk in chunks], None, constants)
@@ -231,9 +224,9 @@ class _MeanCrossEntropy(torch.autograd.Function):
         return d_hidden * d_loss.to(d_hidden.dtype), None, None, None, None
 
 
-def _mean_distillation(hidden, head, targets, softcap, teaching):
+def _mean_distillation(sharding, hidden, head, targets, softcap, teaching):
     """See layers.Kernels. Chunks are half as large, because there are logits of two models."""
-    return distillation.MeanLoss.apply(hidden, head, targets, softcap, teaching, _half_chunks, loop, True)
+    return distillation.MeanLoss.apply(hidden, head, targets, softcap, teaching, _half_chunks, loop, True, sharding)
 
 
 def _half_chunks(x):

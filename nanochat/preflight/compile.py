@@ -146,4 +146,4 @@ def _compiler_environment(tpu_slice, options):
     return {key: value for key, value in os.environ.items() if key != "TPU_ACCELERATOR_TYPE"} | {
         "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu's lock file protects a TPU, and none is used here
-        "LIBTPU_INIT_ARGS": tpu.libtpu_init_args(tpu_slice.tpu, torch_xla_flags | options), "TF_CPP_MIN_LOG_LEVEL": "2"}
+        "LIBTPU_INIT_ARGS": tpu.libtpu_init_args(tpu_slice, torch_xla_flags | options), "TF_CPP_MIN_LOG_LEVEL": "2"}

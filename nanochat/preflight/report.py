@@ -149,7 +149,27 @@ def advice(report):
         suggestions.append("--activation_checkpointing")
     if flags["device_batch_size"] > 1:
         suggestions.append(f"--device_batch_size={flags['device_batch_size'] // 2}")
+    if report.get("chips", 1) > 1 and flags.get("mesh_fsdp") == 1:
+        suggestions.append("--find_mesh, which finds the --mesh_fsdp that fits")
     return suggestions or ["a smaller model", "a TPU with more memory"]
+
+
+def find_mesh(try_mesh, sizes, say=print):
+    """Searches for the smallest --mesh_fsdp that fits, one of `sizes`, from the first of them on.
+
+    try_mesh: function of a number of chips along fsdp; returns the report of such a run.
+    Returns a JSON object with the smallest (None if none fits) and the peak memory of all that it tried.
+    """
+    peak_bytes, smallest, started = {}, None, time.monotonic()
+    for fsdp in sizes:
+        report = try_mesh(fsdp)
+        peak_bytes[fsdp] = report["peak_bytes"] if report["fits"] else None
+        say(f"--mesh_fsdp={fsdp}: " + (f"fits, {report['peak_bytes'] / tpu.GIB:.2f} GiB" if report["fits"] else
+                                       f"{' and '.join(report['out_of_memory'])} do not fit"))
+        if report["fits"]:
+            smallest = fsdp
+            break
+    return {"smallest": smallest, "peak_bytes": peak_bytes, "seconds": time.monotonic() - started}
 
 
 def find_batch(try_batch, start, say=print):

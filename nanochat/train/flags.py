@@ -2,18 +2,29 @@
 import os
 from dataclasses import asdict, dataclass, field, fields, replace
 
-from nanochat.common import expand_path, flag, read_flags
+from nanochat.common import BadInput, expand_path, flag, read_flags
 from nanochat.data.bucket import CACHE_GB, data_place
 from nanochat.data.lanes import NUM_LANES
 from nanochat.device.ranks import DEVICE_TYPES
 from nanochat.model.optim import OptimConfig
 
 MAX_STEPS = 10**9  # of a run
+MAX_CHIPS = 2**20
+AUTO = "auto"
 
 
 def path_text(text):
     """Returns the path that a flag names, as a text that a checkpoint can hold."""
     return str(expand_path(text))
+
+
+def chips_or_auto(text):
+    """Returns the number of chips that a flag names, or AUTO. Raises BadInput."""
+    if text == AUTO:
+        return AUTO
+    if not text.isdecimal() or not 1 <= int(text[:20]) <= MAX_CHIPS:
+        raise BadInput(f"give a whole number of chips, from 1 to {MAX_CHIPS}, or {AUTO}")
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -42,12 +53,13 @@ class KernelFlags(DeviceFlags):
     kernel: str = flag("auto", "attention, loss and layers: auto, current, chunked, flash (TPU), cce (CUDA)")
     activation_checkpointing: bool = flag(False, "compute activations again in the backward pass: less memory, slower")
     mesh_data: int = flag(-1, "chips along the mesh's axis data, which hold the same weights; -1: what the other axes "
-                          "leave", at_least=1, at_most=2**20, unset=-1)
-    mesh_fsdp: int = flag(1, "chips along the axis fsdp, which divide each weight among themselves and gather a "
-                          "layer's when they come to it: for models that outgrow a chip", at_least=1, at_most=2**20)
+                          "leave", at_least=1, at_most=MAX_CHIPS, unset=-1)
+    mesh_fsdp: int | str = flag(1, "chips along the axis fsdp, which divide each weight among themselves and gather a "
+                          "layer's when they come to it: for models that outgrow a chip; auto: as few as fit, by "
+                                "an estimate of a TPU's memory", of=chips_or_auto)
     mesh_tensor: int = flag(1, "chips along the axis tensor, which read the same rows and divide heads, hidden units "
                             "and vocabulary among themselves: for long rows and small batches", at_least=1,
-                            at_most=2**20)
+                            at_most=MAX_CHIPS)
 
 
 @dataclass(frozen=True)

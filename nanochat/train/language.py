@@ -109,7 +109,7 @@ class LanguageTask:
             model.init_weights(self.flags.run.seed)
         loss, teacher = next_token_loss, None
         if self.teacher and step < self.teacher.last_step:
-            teacher = load_teacher(self.teacher, self.plan, dist.device)
+            teacher = load_teacher(self.teacher, self.plan, dist)
             loss = DistillationLoss(self.teacher, teacher)
         training = make_step(self.plan, model if weights else model.to(dist.device), dist, loss, teacher, weights)
         if restored:

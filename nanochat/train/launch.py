@@ -58,7 +58,7 @@ def train_on_xla(flags, device_type, make_task, host):
     prepare_xla_environment(device_type)
     accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
     if accelerator:
-        os.environ["LIBTPU_INIT_ARGS"] = tpu.libtpu_init_args(tpu.parse_accelerator(accelerator).tpu)
+        os.environ["LIBTPU_INIT_ARGS"] = tpu.libtpu_init_args(tpu.parse_accelerator(accelerator))
     with membership(host) as pod:
         if pod:
             found = pod.join(describe(flags, device_type))

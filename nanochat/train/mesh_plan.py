@@ -1,25 +1,150 @@
-"""The mesh of a run: checked against its model, and described for a person."""
+"""The mesh of a run: chosen by memory if --mesh_fsdp=auto asks for it, checked against its model, and described."""
+from dataclasses import replace
+
 from nanochat.common import BadInput
-from nanochat.device.mesh import make_mesh, require_divisible
+from nanochat.device import tpu
+from nanochat.device.mesh import Mesh, make_mesh, require_divisible
 from nanochat.device.tpu import GIB
+from nanochat.kernels.choose import get_kernels
+from nanochat.train.flags import AUTO
+
+ROOM = 0.95  # of a chip's memory, which an estimate may fill: no compiled peak was more than 4% above its estimate
 
 
-def plan_mesh(flags, config, device_type, world_size):
-    """Returns the Mesh for base_train's Flags and a GPTConfig. Raises BadInput if it does not fit the model, the number
-    of devices, their type or the other flags."""
+def plan_mesh(flags, config, parameters, device_type, world_size):
+    """Returns the Mesh for base_train's Flags, a GPTConfig and its {group: number of parameters}. Raises BadInput if it
+    does not fit the model, the number of devices, their type or the other flags."""
     devices = flags.devices
+    if devices.mesh_fsdp == AUTO:
+        return choose_mesh(flags, config, parameters, device_type, world_size)
     mesh = make_mesh(devices.mesh_data, devices.mesh_fsdp, devices.mesh_tensor, world_size)
+    _require_mesh(mesh, flags, config, device_type)
+    return mesh
+
+
+def choose_mesh(flags, config, parameters, device_type, chips):
+    """Returns the Mesh for --mesh_fsdp=auto: as few chips along fsdp as fit, by estimate_memory, into ROOM of a chip's
+    memory, and the others along data. It follows from the flags, the number of chips and their type alone.
+
+    Where the memory of a device is not known, on other devices than TPUs, all are along data. Raises BadInput if
+    nothing fits, or if the flags ask for what the estimate does not know.
+    """
+    devices = flags.devices
+    if (devices.mesh_data, devices.mesh_tensor) != (-1, 1):
+        raise BadInput(f"--mesh_fsdp={AUTO} chooses the whole mesh, and --mesh_data={devices.mesh_data} "
+                       f"--mesh_tensor={devices.mesh_tensor} is given: leave both out, or give --mesh_fsdp a number")
+    accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
+    if not accelerator:
+        return Mesh(chips, reason=f"the memory of a device ({device_type}) is not known, so none divides the weights")
+    kernel = get_kernels(devices.kernel, device_type).name
+    if kernel != "flash":
+        raise BadInput(f"--mesh_fsdp={AUTO} knows the memory of --kernel=flash only, and this run has {kernel}: give "
+                       "--mesh_fsdp a number")
+    if flags.distillation.teacher:
+        raise BadInput(f"--mesh_fsdp={AUTO} does not count the memory of --teacher={flags.distillation.teacher}: give "
+                       "--mesh_fsdp a number; tpu_preflight --find_mesh finds the smallest")
+    chip, tried = tpu.parse_accelerator(accelerator).tpu, []
+    has = f"{chip.usable_hbm_bytes / GIB:.2f} GiB of a {chip.name}, of which {ROOM:.0%} may be filled"
+    for mesh in possible_meshes(flags, config, device_type, chips):
+        needed = estimate_memory(flags, config, parameters, mesh)
+        largest = max(needed, key=needed.get)
+        tried.append(f"{needed[largest] / GIB:.2f} GiB ({largest}) with --mesh_fsdp={mesh.fsdp}")
+        if needed[largest] <= ROOM * chip.usable_hbm_bytes:
+            return replace(mesh, reason=f"by estimate a chip needs {', '.join(tried)}, of {has}")
+    instead = "--sample_every=-1 without --code_eval_every" if largest == "samples" else \
+        "--activation_checkpointing, a smaller --device_batch_size"
+    raise BadInput(f"--mesh_fsdp={AUTO}: by estimate a chip needs {tried[-1]}, and there are {has}: use {instead}, "
+                   "more chips, or the number that tpu_preflight --find_mesh finds")
+
+
+def possible_meshes(flags, config, device_type, chips):
+    """Returns the Meshes that the model and the other flags allow on so many chips, the fewest along fsdp first; along
+    tensor as --mesh_tensor says."""
+    found, tensor = [], flags.devices.mesh_tensor
+    for fsdp in range(1, chips // tensor + 1):
+        if chips % (fsdp * tensor) == 0:
+            mesh = Mesh(chips // (fsdp * tensor), fsdp, tensor)
+            try:
+                _require_mesh(mesh, flags, config, device_type)
+                found.append(mesh)
+            except BadInput:
+                pass
+    return found
+
+
+def estimate_memory(flags, config, parameters, mesh):
+    """Returns the bytes that a chip of a TPU needs at the most while each program of a run runs, {program: bytes}, with
+    the kernel flash on a Mesh without tensor.
+
+    P parameters, d width, d_kv that of keys and values, V vocabulary, L layers, N tokens of a micro-step on a chip, b
+    bytes of a number that is computed with, F chips along fsdp. A chip holds
+
+        b P / F weights + 4 P / F gradients + (8 matrices + 12 tables) / chips of the optimizer,
+
+    and more while a program runs:
+
+        micro-step: L N d b for the inputs of the layers; N (6 d + 2 d_kv) b for what else a layer keeps, L times or,
+                    with --activation_checkpointing, once; and the larger of two. For the loss 4 b V × (8,192 tokens at
+                    most) of logits and their gradients, (b + 4) V d of the head and its gradient, and 10 N d b; for the
+                    backward pass of a layer 36 N d b, and if F > 1 its weights and gradients, 2 b matrices / L
+        update:     4 P of gradients in other places; 8 P / F if F > 1, because parts are exchanged for whole layers;
+                    and 4 / F for each parameter of the layers that pad L to a multiple of the chips
+        samples:    b P if F > 1: the whole weights
+
+    The factors 4, 10, 36 and 8 are fitted to peaks that libtpu's compiler reports (docs/mesh.md). Without fsdp, v5e and
+    v4 need half as much for the logits; how much follows from where the compiler places them.
+    """
+    tokens = flags.batch.device_batch_size * config.max_seq_len
+    from nanochat.kernels.xla import CHUNK_TOKENS
+    size = 4 if flags.devices.compute_dtype == "float32" else 2
+    fsdp, weights, kv_width = mesh.fsdp, sum(parameters.values()), config.n_kv_head * config.head_dim
+    held = sum(held_bytes(parameters, size, mesh, config.n_layer, flags.devices.shard_optimizer != "off").values())
+    padding = _padded(parameters, mesh, config.n_layer) - parameters["matrices"]
+    width = size * tokens * config.n_embd  # an activation of all tokens
+    layer = size * tokens * (6 * config.n_embd + 2 * kv_width)
+    kept = config.n_layer * width + layer * (1 if flags.devices.activation_checkpointing else config.n_layer)
+    loss = 4 * size * config.vocab_size * min(tokens, CHUNK_TOKENS) + (size + 4) * parameters["head"] + 10 * width
+    backward = 36 * width + (2 * size * parameters["matrices"] / config.n_layer if fsdp > 1 else 0)
+    needed = {"micro-step": held + kept + max(loss, backward),
+              "update": held + (4 * padding + (8 if fsdp > 1 else 4) * weights) / fsdp}
+    if fsdp > 1 and max(flags.record.sample_every, flags.record.code_eval_every) > 0:
+        needed["samples"] = held + size * weights
+    return needed
+
+
+def held_bytes(parameters, size, mesh, layers, is_sharded=True):
+    """Returns the bytes that a chip holds between programs, {what: bytes}. parameters: {group: number}; size: the bytes
+    of a weight; is_sharded: the chips divide the optimizer's state, fp32 weights and averages, one of them for
+    matrices, of which a chip has whole layers, and two for tables."""
+    weights, parts = sum(parameters.values()), mesh.fsdp * mesh.tensor
+    matrices = _padded(parameters, mesh, layers) if is_sharded else parameters["matrices"]
+    state = 8 * matrices + 12 * (parameters["embedding"] + parameters["head"])
+    return {"weights": size * weights / parts, "gradients": 4 * weights / parts,
+            "optimizer": state / (mesh.chips if is_sharded else 1)}
+
+
+def _padded(parameters, mesh, layers):
+    """Returns the number of parameters in the matrices, with the layers that pad theirs to a multiple of the chips."""
+    return parameters["matrices"] // layers * (layers + -layers % mesh.chips)
+
+
+def _require_mesh(mesh, flags, config, device_type):
+    """Raises BadInput if a Mesh fits neither the model nor the devices nor the other flags."""
     if not mesh.divides_weights:
-        return mesh
+        return
     if device_type not in ("tpu", "xla"):
         raise BadInput(f"{mesh.source}, but this runs on {device_type}: only XLA devices can divide the weights, use "
                        f"{mesh.ask_for_whole_weights()}")
-    if devices.shard_optimizer == "off":
+    if flags.devices.shard_optimizer == "off":
         raise BadInput(f"{mesh.source} divides the weights, and with --shard_optimizer=off each rank has all of "
                        "the optimizer's: leave one of them out")
-    if flags.distillation.teacher:
-        raise BadInput(f"--teacher={flags.distillation.teacher} needs all weights of the student on each chip: use "
-                       f"no teacher, or {mesh.ask_for_whole_weights()} instead of {mesh.source}")
+    require_parts(mesh, config)
+
+
+def require_parts(mesh, config):
+    """Raises BadInput if a Mesh cannot divide the weights of a GPTConfig's model."""
+    if not mesh.divides_weights:
+        return
     require_divisible(mesh, "tensor", {
         "the attention heads (--num_heads)": config.n_head,
         "the heads of keys and values (--num_kv_heads)": config.n_kv_head})
@@ -33,15 +158,15 @@ def plan_mesh(flags, config, device_type, world_size):
                        f"{config.vocab_size} tokens cannot be divided by {mesh.chips}: use "
                        f"{mesh.ask_for_whole_weights()}, or a tokenizer with "
                        f"{-(-config.vocab_size // mesh.chips) * mesh.chips} tokens")
-    return mesh
 
 
 def describe_mesh(plan):
     """Returns a line about the mesh of a Plan: where its chips stand, what each holds, and what a micro-step moves."""
-    mesh, weights, bytes_each = plan.mesh, sum(plan.parameters.values()), plan.dtype.itemsize
-    parts = mesh.fsdp * mesh.tensor
-    held = {"weights": bytes_each * weights / parts, "gradients": 4 * weights / parts,
-            "optimizer": 12 * weights / mesh.chips}
+    mesh, bytes_each = plan.mesh, plan.dtype.itemsize
+    because = f"; {mesh.reason}" if mesh.reason else ""
+    if not mesh.divides_weights:
+        return f"{mesh}{because}"
+    held = held_bytes(plan.parameters, bytes_each, mesh, plan.config.n_layer)
     holds = ", ".join(f"{size / GIB:.2f} GiB {name}" for name, size in held.items())
     tables = plan.parameters["embedding"] + plan.parameters["head"]
     gathered = bytes_each * (3 * plan.parameters["matrices"] + 2 * tables) / mesh.tensor * _others(mesh.fsdp)
@@ -53,8 +178,8 @@ def describe_mesh(plan):
              "once"] if mesh.fsdp > 1 else []
     if mesh.tensor > 1:
         moved.append(f"{summed / 1e9:.2f} GB from each along tensor: {sums} sums of activations")
-    return (f"{mesh}, chip r at (r // {parts}, r // {mesh.tensor} % {mesh.fsdp}, r % {mesh.tensor}); a chip holds "
-            f"{holds}; a micro-step sends {', and '.join(moved)}")
+    return (f"{mesh}, chip r at (r // {mesh.fsdp * mesh.tensor}, r // {mesh.tensor} % {mesh.fsdp}, r % {mesh.tensor}); "
+            f"a chip holds {holds}; a micro-step sends {', and '.join(moved)}{because}")
 
 
 def _others(ranks):

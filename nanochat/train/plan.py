@@ -121,7 +121,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         rotary_base=meta.config["rotary_base"] if meta else None)
     parameters = count_parameters(config)
     _require_memory(parameters, config, batch, device_type)
-    mesh = plan_mesh(flags, config, device_type, world_size)
+    mesh = plan_mesh(flags, config, parameters, device_type, world_size)
     kernel = get_kernels(devices.kernel, device_type, Sharding.of_mesh(mesh)).name
     require_shapes(kernel, config, device_type)
     lengths = _plan_lengths(flags, config, kernel, device_type)
@@ -284,7 +284,7 @@ def describe_plan(plan, tokenizer):
         lines["rows"] = ", ".join(
             f"{plan.rows(first)} × {length:,} " + (f"from step {first:,} on" if first else "per micro-step and device")
             for first, length in plan.length_schedule)
-    if plan.mesh.divides_weights:
+    if plan.mesh.divides_weights or plan.mesh.reason:
         lines["mesh"] = describe_mesh(plan)
     peak = tpu.peak_flops_here(plan.device_type)
     if peak:

@@ -10,9 +10,12 @@ from nanochat.infer.load import find_checkpoint
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.distillation import Teaching
 from nanochat.kernels.flash_shapes import require_shapes
+from nanochat.kernels.sharded import Sharding
 from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.model.parts import Parts
 from nanochat.run.checkpoint_files import MODEL, find_problem
 from nanochat.run.meta import META, load_meta, read_config
+from nanochat.train.mesh_plan import require_parts
 
 
 class Teacher(NamedTuple):
@@ -51,6 +54,7 @@ def find_teacher(flags, plan, tokenizer, directory):
                        f"{plan.config.max_seq_len}")
     try:
         require_shapes(plan.kernel, config, plan.device_type)
+        require_parts(plan.mesh, config)
     except BadInput as error:
         raise BadInput(f"{what}: {error}") from None
     if problem := find_problem(path, (MODEL, META)):
@@ -59,17 +63,23 @@ def find_teacher(flags, plan, tokenizer, directory):
                    round(taught.kd_until * plan.num_iterations))
 
 
-def make_teacher(teacher, plan):
-    """Returns the teacher's GPT, on torch's default device and without weights, with the kernels of the student."""
-    model = GPT(teacher.config, get_kernels(plan.kernel, plan.device_type), plan.dtype)
-    return model.requires_grad_(False).to(plan.dtype)
+def make_teacher(teacher, plan, dist, weights=None):
+    """Returns the teacher's GPT on torch's default device, with the kernels of the student, and this rank's parts of
+    `weights`, {name: whole weight}, which are divided as the student's; without them its weights mean nothing."""
+    model = GPT(teacher.config, get_kernels(plan.kernel, plan.device_type, Sharding.of_mesh(plan.mesh)), plan.dtype)
+    if weights:
+        model.load_state_dict(weights)
+    model = model.requires_grad_(False).to(plan.dtype)
+    parts = Parts(dist, plan.mesh)
+    for name, weight in model.named_parameters():
+        if plan.mesh.divides_weights and weight.dim() > 1:
+            weight.data = parts.of_model(name, weight).clone()
+    return model
 
 
-def load_teacher(teacher, plan, device):
-    """Returns the teacher's GPT with its weights, on a device."""
-    model = make_teacher(teacher, plan)
-    model.load_state_dict(load_file(teacher.path / MODEL))
-    return model.to(device)
+def load_teacher(teacher, plan, dist):
+    """Returns the teacher's GPT with its weights, or this rank's parts of them, on its device."""
+    return make_teacher(teacher, plan, dist, load_file(teacher.path / MODEL)).to(dist.device)
 
 
 class DistillationLoss:

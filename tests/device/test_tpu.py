@@ -111,9 +111,11 @@ def test_a_zone_without_a_known_price_counts_at_the_dearest_of_the_type():
 
 def test_libtpu_gets_the_options_of_its_chip_that_are_not_set_already(monkeypatch):
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    v5e, v4 = tpu.TPU_TYPES["v5e"], tpu.TPU_TYPES["v4"]
+    v5e, v4 = tpu.parse_accelerator("v5litepod-16"), tpu.parse_accelerator("v4-512")
     exchanges = "--xla_tpu_enable_async_all_to_all=true"
     assert tpu.libtpu_init_args(v5e) == f"--xla_tpu_scoped_vmem_limit_kib=32768 {exchanges}"
+    assert tpu.libtpu_init_args(tpu.parse_accelerator("v5litepod-32")) == "--xla_tpu_scoped_vmem_limit_kib=32768"
+    assert exchanges in tpu.libtpu_init_args(tpu.parse_accelerator("v6e-256"))
     assert tpu.libtpu_init_args(v4).startswith(f"{exchanges} --xla_enable_async_all_gather=true")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=1 --a=2")
     assert tpu.libtpu_init_args(v5e, {"b": 3}) == f"--xla_tpu_scoped_vmem_limit_kib=1 --a=2 --b=3 {exchanges}"

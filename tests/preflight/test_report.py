@@ -27,6 +27,26 @@ def test_the_advice_follows_from_what_is_large(kernel, checkpointing, batch_size
         "out_of_memory": {"micro_step": {"largest": [{"what": what}]}}}) == advice
 
 
+def test_the_smallest_mesh_is_found_from_below():
+    def try_mesh(fsdp):
+        tried.append(fsdp)
+        return {"fits": fsdp >= fits_from, "peak_bytes": 2**34 // fsdp, "out_of_memory": {"update": {}}}
+
+    for fits_from, smallest, calls in ((4, 4, [1, 2, 4]), (1, 1, [1]), (16, None, [1, 2, 4, 8])):
+        tried, said = [], []
+        found = report.find_mesh(try_mesh, (1, 2, 4, 8), said.append)
+        assert found["smallest"] == smallest and tried == calls == list(found["peak_bytes"])
+        assert found["peak_bytes"][calls[-1]] == (2**34 // smallest if smallest else None)
+        assert len(said) == len(calls) and ("update do" in said[0]) == (fits_from > 1)
+
+
+def test_who_cannot_fit_into_a_chip_of_many_is_told_of_the_mesh():
+    common = {"kernel": "flash", "flags": {"activation_checkpointing": True, "device_batch_size": 1, "mesh_fsdp": 1},
+              "out_of_memory": {"update": {"largest": []}}}
+    assert "--find_mesh" in report.advice(common | {"chips": 8})[0]
+    assert report.advice(common | {"chips": 1}) == ["a smaller model", "a TPU with more memory"]
+
+
 @pytest.mark.parametrize("start", [1, 8, 64])
 def test_the_largest_batch_is_found_by_doubling_and_halving(start):
     def try_batch(batch_size, activation_checkpointing):

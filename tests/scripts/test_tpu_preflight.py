@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import BadInput
+from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
 from nanochat.preflight import hlo
 from nanochat.preflight.source_lines import IN_NAME, REPOSITORY
 from scripts import tpu_preflight
@@ -157,6 +158,17 @@ def test_the_compiled_programs_are_those_that_base_train_runs(train, tiny, tmp_p
         assert trained[hlo_hash] == [str(index) for index in donated], name
 
 
+@pytest.mark.slow
+def test_a_mesh_compiles_for_a_pod_whose_exchanges_cannot_be_asynchronous(preflight, tiny):
+    of_model = [flag for flag in tiny if "tokenizer" not in flag]
+    process = preflight(*of_model, "--accelerator=v5litepod-32", "--kernel=chunked", "--mesh_fsdp=2",
+                        "--programs=update", "--heuristic", "--total_batch_size=4096", "--find_mesh")
+    report = process.report
+    assert report["fits"] and report["programs"]["update"]["collectives"]["all-to-all"][0] > 0
+    assert report["find_mesh"]["smallest"] == 1 and [*report["find_mesh"]["peak_bytes"]] == ["1"]
+    assert "smallest --mesh_fsdp that fits: 1; 1 tried" in process.stdout
+
+
 TRACE_AS_RANKS = """
 import functools, json, sys
 from nanochat.preflight import trace
@@ -165,20 +177,31 @@ from nanochat.device import ranks
 from nanochat.train.flags import parse_flags
 from scripts import tpu_preflight
 dist = ranks.Dist
-for rank in (0, 3, 6):
+for rank in (0, 3, 254):
     ranks.Dist = functools.partial(dist, rank=rank)
-    _, programs = tpu_preflight.trace_run(parse_flags(sys.argv[1:]), chips=8)
-    print(json.dumps({name: program.hlo_hash for name, program in programs.items()}))
+    run, programs = tpu_preflight.trace_run(parse_flags(sys.argv[1:]), chips=256)
+    hashes = {name: program.hlo_hash for name, program in programs.items()}
+    print(json.dumps([hashes, run.memory_groups().get("teacher")]))
 """
 
 
-def test_all_ranks_of_a_mesh_run_the_same_programs(tiny):
-    """Otherwise their collectives would not meet on a TPU, where each rank traces for itself."""
+@pytest.mark.parametrize("teacher", [(), pytest.param(("--teacher=teacher",), marks=pytest.mark.slow)])
+def test_all_ranks_of_a_mesh_run_the_same_programs(train, tiny, teacher):
+    """Otherwise their collectives would not meet on a TPU, where each rank traces for itself. Each of these 256 holds a
+    quarter of the teacher's weights, in bf16."""
     of_model = [flag for flag in tiny if "tokenizer" not in flag]  # all ranks divide the shipped one's tokens
-    flags = last_of_each(*of_model, "--kernel=chunked", "--num_heads=4", "--mesh_fsdp=2", "--mesh_tensor=2")
+    if teacher:
+        train("--synthetic_data", f"--tokenizer_dir={SHIPPED_DIR}", "--num_heads=4", "--num_iterations=1",
+              "--eval_every=-1", "--save_every=1", run="teacher")
+    flags = last_of_each(*of_model, "--kernel=chunked", "--num_heads=4", "--mesh_fsdp=2", "--mesh_tensor=2",
+                         "--num_lanes=128", "--total_batch_size=16384", *teacher)
     traced = subprocess.run([sys.executable, "-c", TRACE_AS_RANKS, *flags], check=True, timeout=300, text=True,
                             stdout=subprocess.PIPE).stdout.splitlines()
-    assert len(traced) == 3 and len(set(traced)) == 1 and len(set(json.loads(traced[0]).values())) == 3
+    hashes, teacher_bytes = json.loads(traced[0])
+    assert len(traced) == 3 and len(set(traced)) == 1 and len(set(hashes.values())) == 3
+    if teacher:
+        weights = 2 * 12 * 128**2 + 2 * load_tokenizer(SHIPPED_DIR).n_vocab * 128
+        assert teacher_bytes == pytest.approx(2 * weights / 4, rel=0.01)
 
 
 def test_base_train_ends_with_3_before_it_trains_what_does_not_fit(base_dir, tiny):
