@@ -1,9 +1,9 @@
 """The cycles of a Tiny Recursive Model. On XLA they are loops of the program, and so is the backward pass.
 
-Autograd would unroll the last cycle, and the program would grow with the recursions. Here a loop over the applications
-of the network has a loop over its layers in it. The forward pass puts what the backward pass needs into stacks, with a
-slot for each layer of each application of the last cycle. The backward pass differentiates the layer as it stands, but
-computes none of the products again: in their place it takes what was kept.
+Autograd would unroll the last cycle, and the program would grow with the recursions. Here an iteration of a loop is one
+layer of one application of the network. In the last cycle it puts what the backward pass needs into stacks, with a slot
+for each iteration. The backward loop differentiates the layer as it stands, but computes none of its products again: in
+their place it takes what was kept.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ def keep_nothing(tensor):
 
 
 def norm(x, keep):
-    """RMSNorm without parameters, over the last dimension. Its backward pass needs what it keeps, and x no more."""
+    """RMSNorm of x (…, C) without parameters, over the last dimension. Its backward pass reads what is kept, not x."""
     with torch.no_grad():
         scale = keep(torch.rsqrt(x.float().square().mean(-1) + NORM_EPS))
         normed = keep((x.float() * scale[..., None]).to(x.dtype))
@@ -43,8 +43,8 @@ class _Norm(torch.autograd.Function):
 
 
 def run_cycles(layer, x, y, z, stacks, tables, recursions, cycles):
-    """Returns y and z (B, P, C) after so many cycles. Only the last one has a gradient, and it ends at the y and z with
-    which this cycle begins. The returned z has none.
+    """Returns y and z (B, P, C) after so many cycles, from those before and the puzzle x. Only the last cycle has a
+    gradient: of x and the weights, through y. The returned z has none.
 
     layer(x, weights, tables, keep) -> (B, P, C): differentiable; an equal object at every call. weights: its slices of
         `stacks`. What is worth keeping for its backward pass it passes through `keep`, which returns the same values
@@ -73,108 +73,99 @@ class _Cycles(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, z, tables, layer, recursions, cycles, is_training, weights_type, *stacks):
         weights = weights_type(*(stack.detach().to(x.dtype) for stack in stacks))
-        body = _Application(layer, weights_type, len(tables), recursions)
+        shape = _Shape(layer, weights_type, len(tables), len(weights[0]), recursions)
 
         def run(cycles, *carry):
-            counter = torch.empty(cycles * (recursions + 1), device=x.device)
-            return loop(body, carry, (counter,), (), (x, *tables, *weights))[0]
+            counter = torch.empty(cycles * shape.slots, device=x.device)
+            return loop(_Forward(shape), carry, (counter,), (), (x, *tables, *weights))[0]
 
-        state = torch.stack([z, y])
+        state = torch.stack([z, y, y])
         first = cycles - 1 if is_training else cycles
         if first:
             state, = run(first, state)
         if is_training:
-            slots = (recursions + 1) * len(weights[0])
             kept = _kept_shapes(layer, tuple(x.shape), weights_type(*(tuple(w.shape[1:]) for w in weights)),
-                                  tuple(tuple(table.shape) for table in tables), x.dtype)
-            state, *kept = run(1, state, *(x.new_zeros(slots, *shape, dtype=dtype) for shape, dtype in kept))
-            ctx.save_for_backward(*kept, *tables, *weights)
-            ctx.others = layer, weights_type, len(kept), len(tables), recursions
-        z, y = state.unbind(0)
+                                tuple(tuple(table.shape) for table in tables), x.dtype)
+            state, *kept = run(1, state, *(x.new_zeros(shape.slots, *size, dtype=dtype) for size, dtype in kept))
+            ctx.save_for_backward(*tables, *weights, *kept)
+            ctx.shape = shape
+        z, y, _ = state.unbind(0)
         ctx.mark_non_differentiable(z)
         return y, z
 
     @staticmethod
     def backward(ctx, d_y, _):
-        layer, weights_type, num_kept, num_tables, recursions = ctx.others
-        sums = [torch.zeros_like(stack, dtype=torch.float32) for stack in ctx.saved_tensors[num_kept + num_tables:]]
-        body = _BackwardApplication(layer, weights_type, num_kept, num_tables, recursions)
-        counter = torch.empty(recursions + 1, device=d_y.device)
-        (_, d_x, *sums), _ = loop(body, (d_y, torch.zeros_like(d_y), *sums), (counter,), (), ctx.saved_tensors,
-                                  reverse=True)
+        shape = ctx.shape
+        sums = [torch.zeros_like(stack, dtype=torch.float32) for stack in shape.weights(ctx.saved_tensors)]
+        counter = torch.empty(shape.slots, device=d_y.device)
+        (_, d_x, *sums), _ = loop(_Backward(shape), (d_y, torch.zeros_like(d_y), *sums), (counter,), (),
+                                  ctx.saved_tensors, reverse=True)
         return d_x, *[None] * 8, *sums
 
 
 @dataclass(frozen=True)
-class _Application:
-    """Iteration i is application i % (recursions + 1) of the network in its cycle: the last one updates the answer."""
+class _Shape:
+    """What the loops' bodies know. Iteration i is layer i % layers of application i // layers of the network; the last
+    application of each cycle updates the answer, the others the latent."""
     layer: Callable
     weights_type: type
     num_tables: int
+    layers: int
     recursions: int
+
+    @property
+    def slots(self):
+        return (self.recursions + 1) * self.layers
+
+    def weights(self, constants):
+        """Returns the stacks of weights in (*tables, *weights, …)."""
+        return self.weights_type(*constants[self.num_tables:self.num_tables + len(self.weights_type._fields)])
+
+    def place(self, index):
+        """Returns the number of the layer, and whether the application updates the answer."""
+        return index % self.layers, index // self.layers % (self.recursions + 1) == self.recursions
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """The state is the latent, the answer, and the output of the last layer but that of the network."""
+    shape: _Shape
 
     def __call__(self, index, carry, read, write, constants):
         (state, *kept), (x, *rest) = carry, constants
-        tables, weights = rest[:self.num_tables], rest[self.num_tables:]
-        is_answer = index % (self.recursions + 1) == self.recursions
-        body = _Layer(self.layer, self.weights_type, len(weights[0]))
-        x = state[0] + state[1] + torch.where(is_answer, 0, x)
-        (out, *kept), _ = loop(body, (x, *kept), weights, (), (index, *tables))
-        return (put(state, is_answer.int(), out), *kept), ()
-
-
-@dataclass(frozen=True)
-class _Layer:
-    layer: Callable
-    weights_type: type
-    layers: int
-
-    def __call__(self, index, carry, read, write, constants):
-        (x, *kept), (application, *tables) = carry, constants
-        slot, new = application * self.layers + index, []
+        number, is_answer = self.shape.place(index)
+        new = []
 
         def keep(tensor):
-            new.append(put(kept[len(new)], slot, tensor, use_from_memory=True))
-            return take(new[-1], slot)
+            new.append(put(kept[len(new)], index, tensor, use_from_memory=True))
+            return take(new[-1], index)
 
         keep = keep if kept else keep_nothing
-        return (self.layer(keep(x), self.weights_type(*read), tables, keep), *new), ()
+        x = torch.where(number == 0, state[0] + state[1] + torch.where(is_answer, 0, x), state[2])
+        weights = self.shape.weights_type(*(take(stack, number) for stack in self.shape.weights(rest)))
+        out = self.shape.layer(keep(x), weights, rest[:self.shape.num_tables], keep)
+        return (put(state, torch.where(number == self.shape.layers - 1, is_answer.int(), 2), out), *new), ()
 
 
 @dataclass(frozen=True)
-class _BackwardApplication:
-    layer: Callable
-    weights_type: type
-    num_kept: int
-    num_tables: int
-    recursions: int
+class _Backward:
+    """The gradient of an application's input is the one of the output of the application before: all but the last
+    update the latent."""
+    shape: _Shape
 
     def __call__(self, index, carry, read, write, constants):
         d_out, d_x, *sums = carry
-        others, weights = constants[:self.num_kept + self.num_tables], constants[self.num_kept + self.num_tables:]
-        body = _BackwardLayer(self.layer, self.weights_type, self.num_kept, len(weights[0]))
-        (d_in,), sums = loop(body, (d_out,), weights, sums, (index, *others), reverse=True)
-        d_x = d_x + torch.where(index == self.recursions, 0, d_in)  # the answer is updated without the puzzle
-        return (d_in, d_x, *sums), ()
-
-
-@dataclass(frozen=True)
-class _BackwardLayer:
-    layer: Callable
-    weights_type: type
-    num_kept: int
-    layers: int
-
-    def __call__(self, index, carry, read, write, constants):
-        application, *others = constants
-        slot, tables = application * self.layers + index, others[self.num_kept:]
-        x, *kept = (take(stack, slot) for stack in others[:self.num_kept])
-        x, *weights = (tensor.detach().requires_grad_() for tensor in (x, *read))
+        number, is_answer = self.shape.place(index)
+        stacks, tables = self.shape.weights(constants), constants[:self.shape.num_tables]
+        x, *kept = (take(stack, index) for stack in constants[len(tables) + len(stacks):])
+        x, *weights = (t.detach().requires_grad_() for t in (x, *(take(stack, number) for stack in stacks)))
         left = iter(kept)
         with torch.enable_grad():
-            out = self.layer(x, self.weights_type(*weights), tables, lambda tensor: _Kept.apply(tensor, next(left)))
-            d_in, *d_weights = torch.autograd.grad(out, [x, *weights], carry[0])
-        return (d_in,), tuple(total + d.float() for total, d in zip(write, d_weights, strict=True))
+            out = self.shape.layer(x, self.shape.weights_type(*weights), tables,
+                                   lambda tensor: _Kept.apply(tensor, next(left)))
+            d_in, *d_weights = torch.autograd.grad(out, [x, *weights], d_out)
+        sums = (put(total, number, take(total, number) + d.float()) for total, d in zip(sums, d_weights, strict=True))
+        return (d_in, d_x + torch.where((number == 0) & ~is_answer, d_in, 0), *sums), ()
 
 
 class _Kept(torch.autograd.Function):
