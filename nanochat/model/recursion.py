@@ -79,14 +79,15 @@ class _Cycles(torch.autograd.Function):
             counter = torch.empty(cycles * shape.slots, device=x.device)
             return loop(_Forward(shape), carry, (counter,), (), (x, *tables, *weights))[0]
 
-        state = torch.stack([z, y, y])
+        state, into = torch.stack([z, y, y]), z + y + x
         first = cycles - 1 if is_training else cycles
         if first:
-            state, = run(first, state)
+            state, into = run(first, state, into)
         if is_training:
-            kept = _kept_shapes(layer, tuple(x.shape), weights_type(*(tuple(w.shape[1:]) for w in weights)),
-                                tuple(tuple(table.shape) for table in tables), x.dtype)
-            state, *kept = run(1, state, *(x.new_zeros(shape.slots, *size, dtype=dtype) for size, dtype in kept))
+            kept = (x.new_zeros(shape.slots, *size, dtype=dtype) for size, dtype in _kept_shapes(
+                layer, tuple(x.shape), weights_type(*(tuple(w.shape[1:]) for w in weights)),
+                tuple(tuple(table.shape) for table in tables), x.dtype))
+            state, _, *kept = run(1, state, into, *kept)
             ctx.save_for_backward(*tables, *weights, *kept)
             ctx.shape = shape
         z, y, _ = state.unbind(0)
@@ -128,12 +129,14 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Forward:
-    """The state is the latent, the answer, and the output of the last layer but that of the network."""
+    """Goes from the state and a layer's input to the state and the next layer's input. The state is the latent, the
+    answer, and a place for what a layer writes that is not the network's last."""
     shape: _Shape
 
     def __call__(self, index, carry, read, write, constants):
-        (state, *kept), (x, *rest) = carry, constants
+        (state, into, *kept), (x, *rest) = carry, constants
         number, is_answer = self.shape.place(index)
+        is_last = number == self.shape.layers - 1
         new = []
 
         def keep(tensor):
@@ -141,10 +144,12 @@ class _Forward:
             return take(new[-1], index)
 
         keep = keep if kept else keep_nothing
-        x = torch.where(number == 0, state[0] + state[1] + torch.where(is_answer, 0, x), state[2])
         weights = self.shape.weights_type(*(take(stack, number) for stack in self.shape.weights(rest)))
-        out = self.shape.layer(keep(x), weights, rest[:self.shape.num_tables], keep)
-        return (put(state, torch.where(number == self.shape.layers - 1, is_answer.int(), 2), out), *new), ()
+        out = self.shape.layer(keep(into), weights, rest[:self.shape.num_tables], keep)
+        state = put(state, torch.where(is_last, is_answer.int(), 2), out)
+        _, answer_is_next = self.shape.place(index + 1)
+        into = torch.where(is_last, state[0] + state[1] + torch.where(answer_is_next, 0, x), out)
+        return (state, into, *new), ()
 
 
 @dataclass(frozen=True)
