@@ -14,8 +14,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat.common import BadInput
-from nanochat.device.xla_ops import loop
-from nanochat.model.layers import apply_rotary, norm, rotary_tables, split_heads
+from nanochat.model.layers import apply_rotary, rotary_tables, split_heads
+from nanochat.model.recursion import norm, run_cycles
 
 
 @dataclass(frozen=True)
@@ -66,43 +66,29 @@ class Block(NamedTuple):
     mlp_out: torch.Tensor  # (C, I)
 
 
-def swiglu(x, into, out):
+def swiglu(x, into, out, keep):
     """SwiGLU (arXiv 2002.05202) over the last dimension of x."""
-    gate, value = F.linear(x, into).chunk(2, dim=-1)
+    gate, value = (keep(F.linear(x, weight)) for weight in into.chunk(2))
     return F.linear(F.silu(gate) * value, out)
 
 
-def network(config, x, stacks, rotary):
-    """f: x (B, P, C) -> (B, P, C). Each part is added and normalised afterwards; there are no gains and no biases."""
-    for weights in zip(*(stack.unbind(0) for stack in stacks), strict=True):
-        w = Block(*(weight.to(x.dtype) for weight in weights))
-        if config.mixer == "mlp":
-            x = norm(x + swiglu(x.mT, w.mix_in, w.mix_out).mT)
-        else:
-            q, k, v = (split_heads(part, config.hidden // config.heads)
-                       for part in F.linear(x, w.mix_in).chunk(3, dim=-1))
-            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-            mixed = F.scaled_dot_product_attention(q, k, v)  # every position sees all
-            x = norm(x + F.linear(mixed.transpose(1, 2).flatten(2), w.mix_out))
-        x = norm(x + swiglu(x, w.mlp_in, w.mlp_out))
-    return x
-
-
-def cycle(config, x, y, z, stacks, rotary):
-    """Returns y and z after one cycle."""
-    for _ in range(config.recursions):
-        z = network(config, z + y + x, stacks, rotary)
-    return network(config, y + z, stacks, rotary), z
-
-
 @dataclass(frozen=True)
-class _CycleBody:
-    """A cycle as the body of a loop of an XLA program (xla_ops.loop)."""
+class Layer:
+    """A layer of f. Each part is added and normalised afterwards; there are no gains and no biases."""
     config: TRMConfig
 
-    def __call__(self, index, carry, read, write, constants):
-        x, cos, sin, *stacks = constants
-        return cycle(self.config, x, *carry, stacks, (cos, sin)), ()
+    def __call__(self, x, weights, rotary, keep):
+        """x (B, P, C) -> (B, P, C). weights: a Block; `keep`: see recursion.py."""
+        w = Block(*(weight.to(x.dtype) for weight in weights))
+        if self.config.mixer == "mlp":
+            x = norm(x + swiglu(x.mT, w.mix_in, w.mix_out, keep).mT, keep)
+        else:
+            q, k, v = (split_heads(keep(F.linear(x, weight)), self.config.hidden // self.config.heads)
+                       for weight in w.mix_in.chunk(3))
+            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+            mixed = F.scaled_dot_product_attention(q, k, v)  # every position sees all
+            x = norm(x + F.linear(keep(mixed.transpose(1, 2).flatten(2)), w.mix_out), keep)
+        return norm(x + swiglu(x, w.mlp_in, w.mlp_out, keep), keep)
 
 
 class TRM(nn.Module):
@@ -163,16 +149,14 @@ class TRM(nn.Module):
     def forward(self, puzzle, y, z):
         """One supervision step on puzzle (B, cells), or (B, 1 + cells) with tasks. Returns y, z, the logits of the
         cells, fp32 (B, cells, V), and the logit of whether they are all right, fp32 (B,)."""
-        config, stacks = self.config, tuple(getattr(self, name) for name in Block._fields)
+        config, stacks = self.config, Block(*(getattr(self, name) for name in Block._fields))
         cells = self._looked_up(puzzle[:, -config.cells:], self.embedding)
         prefix = self.prefix.to(self.compute_dtype).expand(len(puzzle), -1, -1)
         if config.tasks:
             prefix = torch.cat([prefix[:, :1] + self._looked_up(puzzle[:, :1], self.task_vectors), prefix[:, 1:]], 1)
         x = torch.cat([prefix, cells], 1) * config.hidden ** 0.5
         rotary = self.cos.to(self.compute_dtype), self.sin.to(self.compute_dtype)
-        with torch.no_grad():
-            y, z = self._cycles(config.cycles - 1, x.detach(), y, z, stacks, rotary)
-        y, z = cycle(config, x, y, z, stacks, rotary)
+        y, z = run_cycles(Layer(config), x, y, z, stacks, rotary, config.recursions, config.cycles)
         answer = y[:, config.positions - config.cells:]
         logits = F.linear(answer, self.head.to(answer.dtype)).float()
         return y, z, logits, y[:, 0].float() @ self.halt + self.halt_bias
@@ -180,16 +164,6 @@ class TRM(nn.Module):
     def _looked_up(self, numbers, table):
         """Returns the rows (B, N, C) of a table. It is a product: the backward pass of a gather would scatter."""
         return F.one_hot(numbers.long(), len(table)).to(self.compute_dtype) @ table.to(self.compute_dtype)
-
-    def _cycles(self, times, x, y, z, stacks, rotary):
-        """Returns y and z after so many cycles. On XLA they are a loop, so the program has the same length for any."""
-        if x.device.type != "xla" or not times:
-            for _ in range(times):
-                y, z = cycle(self.config, x, y, z, stacks, rotary)
-            return y, z
-        counter = torch.empty(times, device=x.device)
-        stacks = [stack.detach().to(x.dtype) for stack in stacks]
-        return loop(_CycleBody(self.config), (y, z), (counter,), (), (x, *rotary, *stacks))[0]
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import torch_xla
 from filelock import FileLock
 
 from nanochat.common import BadInput
@@ -210,6 +211,42 @@ def test_more_cycles_are_the_same_function_of_the_weights_as_by_hand():
     torch.testing.assert_close(found[0], y)
     found[2].square().sum().backward()
     assert model.mix_in.grad.isfinite().all() and model.mix_in.grad.abs().sum() > 0
+
+
+def supervision_step(device, mixer="attention", tasks=0, recursions=3, cycles=3):
+    """Returns a TRM's state, logits and gradients after one supervision step as {name: tensor}."""
+    config = task.TRMConfig(vocab_size=5, cells=16, hidden=16, heads=2, mixer=mixer, recursions=recursions,
+                            cycles=cycles, prefix=4, tasks=tasks)
+    model, generator = TRM(config).init_weights(0), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():  # small, so that the recursion does not double an error each time
+            p += 0.05 * torch.randn(p.shape, generator=generator)
+    puzzle = torch.randint(3, (3, 16 + (tasks > 0)), generator=generator).to(device)
+    model.to(device)
+    y, z, logits, halt = model(puzzle, *(state.clone() for state in model.starts(3)))
+    (cross_entropy(logits, puzzle[:, -16:], is_stablemax=True).sum() + y.sin().sum() + halt.sum()).backward()
+    return {"y": y.detach(), "z": z, "logits": logits.detach(), "halt": halt.detach()} \
+        | {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tasks", [0, 3])
+@pytest.mark.parametrize("mixer, cycles", [("attention", 3), ("mlp", 3), ("attention", 1)])
+def test_a_supervision_step_on_xla_is_that_of_autograd_forward_and_backward(mixer, cycles, tasks):
+    expected = supervision_step("cpu", mixer, tasks, cycles=cycles)
+    found = supervision_step(torch_xla.device(), mixer, tasks, cycles=cycles)
+    torch_xla.sync()
+    assert all(expected[name].abs().max() > 0 for name in expected)
+    for name, other in expected.items():
+        torch.testing.assert_close(found[name].cpu(), other, rtol=0, atol=1e-5 * float(other.abs().max()), msg=name)
+
+
+def test_the_program_does_not_grow_with_the_recursions_or_the_cycles():
+    def instructions(**config):
+        tensors = list(supervision_step(torch_xla.device(), **config).values())
+        return torch_xla._XLAC._get_xla_tensors_hlo(tensors).count(" = ")
+
+    once = instructions(recursions=2, cycles=2)
+    assert 100 < once == instructions(recursions=6, cycles=2) == instructions(recursions=6, cycles=4)
 
 
 # -----------------------------------------------------------------------------

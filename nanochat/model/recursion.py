@@ -1,0 +1,199 @@
+"""The cycles of a Tiny Recursive Model. On XLA they are loops of the program, and so is the backward pass.
+
+Autograd would unroll the last cycle, and the program would grow with the recursions. Here an iteration of a loop is one
+layer of one application of the network. In the last cycle it puts what the backward pass needs into stacks, with a slot
+for each iteration. The backward loop differentiates the layer as it stands, but computes none of its products again: in
+their place it takes what was kept.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+
+from nanochat.device.xla_ops import loop, put, take
+from nanochat.model.layers import NORM_EPS
+
+
+def keep_nothing(tensor):
+    """What a layer calls `keep` where autograd keeps what it needs, or where nothing has a gradient."""
+    return tensor
+
+
+def norm(x, keep):
+    """RMSNorm of x (…, C) without parameters, over the last dimension. Its backward pass reads what is kept, not x."""
+    with torch.no_grad():
+        scale = keep(torch.rsqrt(x.float().square().mean(-1) + NORM_EPS))
+        normed = keep((x.float() * scale[..., None]).to(x.dtype))
+    return _Norm.apply(x, normed, scale)
+
+
+class _Norm(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x, normed, scale):
+        ctx.save_for_backward(normed, scale)
+        return normed.view_as(normed)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        normed, scale = (tensor.float() for tensor in ctx.saved_tensors)
+        d_x = scale[..., None] * (d_out.float() - normed * (normed * d_out.float()).mean(-1, keepdim=True))
+        return d_x.to(d_out.dtype), None, None
+
+
+def run_cycles(layer, x, y, z, stacks, tables, recursions, cycles):
+    """Returns y and z (B, P, C) after so many cycles, from those before and the puzzle x. Only the last cycle has a
+    gradient: of x and the weights, through y. The returned z has none.
+
+    layer(x, weights, tables, keep) -> (B, P, C): differentiable; an equal object at every call. weights: its slices of
+        `stacks`. What is worth keeping for its backward pass it passes through `keep`, which returns the same values
+    stacks: a NamedTuple of weights, each (layers, …), fp32; tables: further tensors, which have no gradient
+    """
+    if x.device.type == "xla":
+        return _Cycles.apply(x, y, z, tables, layer, recursions, cycles, torch.is_grad_enabled(), type(stacks), *stacks)
+    has_gradient = torch.is_grad_enabled()
+    for number in range(cycles):
+        y, z = y.detach(), z.detach()
+        with torch.set_grad_enabled(has_gradient and number == cycles - 1):
+            for _ in range(recursions):
+                z = _network(layer, z + y + x, stacks, tables)
+            y = _network(layer, y + z, stacks, tables)
+    return y, z.detach()
+
+
+def _network(layer, x, stacks, tables):
+    for weights in zip(*(stack.unbind(0) for stack in stacks), strict=True):
+        x = layer(x, type(stacks)(*weights), tables, keep_nothing)
+    return x
+
+
+class _Cycles(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x, y, z, tables, layer, recursions, cycles, is_training, weights_type, *stacks):
+        weights = weights_type(*(stack.detach().to(x.dtype) for stack in stacks))
+        shape = _Shape(layer, weights_type, len(tables), len(weights[0]), recursions)
+
+        def run(cycles, *carry):
+            counter = torch.empty(cycles * shape.slots, device=x.device)
+            return loop(_Forward(shape), carry, (counter,), (), (x, *tables, *weights))[0]
+
+        state, into = torch.stack([z, y, y]), z + y + x
+        first = cycles - 1 if is_training else cycles
+        if first:
+            state, into = run(first, state, into)
+        if is_training:
+            kept = (x.new_zeros(shape.slots, *size, dtype=dtype) for size, dtype in _kept_shapes(
+                layer, tuple(x.shape), weights_type(*(tuple(w.shape[1:]) for w in weights)),
+                tuple(tuple(table.shape) for table in tables), x.dtype))
+            state, _, *kept = run(1, state, into, *kept)
+            ctx.save_for_backward(*tables, *weights, *kept)
+            ctx.shape = shape
+        z, y, _ = state.unbind(0)
+        ctx.mark_non_differentiable(z)
+        return y, z
+
+    @staticmethod
+    def backward(ctx, d_y, _):
+        shape = ctx.shape
+        sums = [torch.zeros_like(stack, dtype=torch.float32) for stack in shape.weights(ctx.saved_tensors)]
+        counter = torch.empty(shape.slots, device=d_y.device)
+        (_, d_x, *sums), _ = loop(_Backward(shape), (d_y, torch.zeros_like(d_y), *sums), (counter,), (),
+                                  ctx.saved_tensors, reverse=True)
+        return d_x, *[None] * 8, *sums
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the loops' bodies know. Iteration i is layer i % layers of application i // layers of the network; the last
+    application of each cycle updates the answer, the others the latent."""
+    layer: Callable
+    weights_type: type
+    num_tables: int
+    layers: int
+    recursions: int
+
+    @property
+    def slots(self):
+        return (self.recursions + 1) * self.layers
+
+    def weights(self, constants):
+        """Returns the stacks of weights in (*tables, *weights, …)."""
+        return self.weights_type(*constants[self.num_tables:self.num_tables + len(self.weights_type._fields)])
+
+    def place(self, index):
+        """Returns the number of the layer, and whether the application updates the answer."""
+        return index % self.layers, index // self.layers % (self.recursions + 1) == self.recursions
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """Goes from the state and a layer's input to the state and the next layer's input. The state is the latent, the
+    answer, and a place for what a layer writes that is not the network's last."""
+    shape: _Shape
+
+    def __call__(self, index, carry, read, write, constants):
+        (state, into, *kept), (x, *rest) = carry, constants
+        number, is_answer = self.shape.place(index)
+        is_last = number == self.shape.layers - 1
+        new = []
+
+        def keep(tensor):
+            new.append(put(kept[len(new)], index, tensor, use_from_memory=True))
+            return take(new[-1], index)
+
+        keep = keep if kept else keep_nothing
+        weights = self.shape.weights_type(*(take(stack, number) for stack in self.shape.weights(rest)))
+        out = self.shape.layer(keep(into), weights, rest[:self.shape.num_tables], keep)
+        state = put(state, torch.where(is_last, is_answer.int(), 2), out)
+        _, answer_is_next = self.shape.place(index + 1)
+        into = torch.where(is_last, state[0] + state[1] + torch.where(answer_is_next, 0, x), out)
+        return (state, into, *new), ()
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The gradient of an application's input is the one of the output of the application before: all but the last
+    update the latent."""
+    shape: _Shape
+
+    def __call__(self, index, carry, read, write, constants):
+        d_out, d_x, *sums = carry
+        number, is_answer = self.shape.place(index)
+        stacks, tables = self.shape.weights(constants), constants[:self.shape.num_tables]
+        x, *kept = (take(stack, index) for stack in constants[len(tables) + len(stacks):])
+        x, *weights = (t.detach().requires_grad_() for t in (x, *(take(stack, number) for stack in stacks)))
+        left = iter(kept)
+        with torch.enable_grad():
+            out = self.shape.layer(x, self.shape.weights_type(*weights), tables,
+                                   lambda tensor: _Kept.apply(tensor, next(left)))
+            d_in, *d_weights = torch.autograd.grad(out, [x, *weights], d_out)
+        sums = (put(total, number, take(total, number) + d.float()) for total, d in zip(sums, d_weights, strict=True))
+        return (d_in, d_x + torch.where((number == 0) & ~is_answer, d_in, 0), *sums), ()
+
+
+class _Kept(torch.autograd.Function):
+    """Has the value `kept` and the gradient of `computed`, which is then never computed."""
+
+    @staticmethod
+    def forward(ctx, computed, kept):
+        return kept.view_as(kept)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return d_out, None
+
+
+@cache
+def _kept_shapes(layer, shape, weight_shapes, table_shapes, dtype):
+    """Returns the shape and dtype of each tensor that a layer keeps, its input first."""
+    shapes = []
+
+    def keep(tensor):
+        shapes.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    empty = partial(torch.empty, dtype=dtype, device="meta")
+    layer(keep(empty(shape)), type(weight_shapes)(*map(empty, weight_shapes)), [*map(empty, table_shapes)], keep)
+    return shapes
