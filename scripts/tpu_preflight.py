@@ -37,8 +37,7 @@ from nanochat.preflight.report import (
     name_buffer_of_gpt,
 )
 from nanochat.preflight.trace import prepare_environment
-from nanochat.train.flags import TITLES, Flags
-from nanochat.train.mesh_plan import possible_meshes
+from nanochat.train.flags import AUTO, TITLES, Flags
 from nanochat.train.plan import make_plan
 from nanochat.train.prepare import run_directory
 
@@ -161,12 +160,31 @@ def trace_run(flags, chips):
     return programs, programs.trace(batches, evaluate)
 
 
-def meshes_of(flags, accelerator):
-    """Returns the meshes that the flags allow on the chips of an accelerator string, the fewest along fsdp first."""
-    chips = tpu.parse_accelerator(accelerator).chips
-    flags = flags.replace(mesh_data=-1, mesh_fsdp=1)
-    plan = make_plan(flags, load_tokenizer(flags.data.tokenizer_dir).n_vocab, "tpu", chips)
-    return possible_meshes(flags, plan.config, "tpu", chips)
+def flags_of_meshes(flags, accelerator):
+    """Returns {chips along fsdp: Flags} for each mesh on which a run is possible, the fewest first. All its axes are
+    given, so that TPU_MESH_CONFIG names none of them."""
+    from nanochat.train.teacher import find_teacher
+    tokenizer, found = load_tokenizer(flags.data.tokenizer_dir), {}
+    chips, tensor = tpu.parse_accelerator(accelerator).chips, flags.devices.mesh_tensor
+    for fsdp in (fsdp for fsdp in range(1, chips // tensor + 1) if chips % (fsdp * tensor) == 0):
+        trial = flags.replace(mesh_data=chips // (fsdp * tensor), mesh_fsdp=fsdp)
+        try:
+            find_teacher(trial, make_plan(trial, tokenizer.n_vocab, "tpu", chips), tokenizer, run_directory(flags))
+        except BadInput:
+            continue
+        found[fsdp] = trial
+    return found
+
+
+def require_searchable(own, flags):
+    """Raises BadInput if base_train's flags leave nothing to what is to be searched for."""
+    devices = flags.devices
+    if own.find_mesh and (devices.mesh_data != -1 or devices.mesh_fsdp == AUTO):
+        raise BadInput(f"--find_mesh searches for the mesh, and --mesh_data={devices.mesh_data} "
+                       f"--mesh_fsdp={devices.mesh_fsdp} is given: leave both out")
+    if own.find_batch and devices.mesh_fsdp == AUTO:
+        raise BadInput(f"--find_batch with --mesh_fsdp={AUTO}, which chooses another mesh for another batch: give "
+                       "--mesh_fsdp a number")
 
 
 def branch_shares(config, length):
@@ -280,7 +298,9 @@ def describe_preemptions(found, zone):
 
 
 def main(argv=None):
-    return run(*read_preflight_flags(argv))
+    own, flags = read_preflight_flags(argv)
+    require_searchable(own, flags)
+    return run(own, flags)
 
 
 def run(own, train_flags, trace=None):
@@ -295,18 +315,17 @@ def run(own, train_flags, trace=None):
                       own.restart_minutes)
     report = preflight(train_flags, request, say, trace)
 
-    def memory_of(*programs, **flags):
+    def memory_of(flags, *programs):
         memory_only = replace(request, programs=programs, dump_dir=None, heuristic=True, explain=None)
-        return preflight(train_flags.replace(**flags), memory_only, say=lambda line: None)
+        return preflight(flags, memory_only, say=lambda line: None)
 
     if own.find_mesh:
-        report["find_mesh"] = find_mesh(
-            lambda fsdp: memory_of("micro_step", "update", mesh_data=-1, mesh_fsdp=fsdp),
-            [mesh.fsdp for mesh in meshes_of(train_flags, own.accelerator)], say)
+        trials = flags_of_meshes(train_flags, own.accelerator)
+        report["find_mesh"] = find_mesh(lambda fsdp: memory_of(trials[fsdp], "micro_step", "update"), trials, say)
     if own.find_batch:
         def try_batch(batch_size, activation_checkpointing):
-            return memory_of("micro_step", device_batch_size=batch_size, total_batch_size=-1,
-                             activation_checkpointing=activation_checkpointing)
+            return memory_of(train_flags.replace(device_batch_size=batch_size, total_batch_size=-1,
+                                                 activation_checkpointing=activation_checkpointing), "micro_step")
 
         report["find_batch"] = find_batch(try_batch, train_flags.batch.device_batch_size, say)
     say("\n".join(describe(report)))

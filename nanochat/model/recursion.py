@@ -2,8 +2,8 @@
 
 Autograd would unroll the last cycle, and the program would grow with the recursions. Here an iteration of a loop is one
 layer of one application of the network. In the last cycle it puts what the backward pass needs into stacks, with a slot
-for each iteration. The backward loop differentiates the layer as it stands, but computes none of its products again: in
-their place it takes what was kept.
+for each iteration. The backward loop differentiates the layer as it stands, but computes none of its products with
+weights again: in their place it takes what was kept.
 """
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -97,6 +97,7 @@ class TRM(nn.Module):
     def __init__(self, config, compute_dtype=torch.float32):
         super().__init__()
         self.config, self.compute_dtype = config, compute_dtype
+        self.layer = Layer(config)  # made here, because torch.compile cannot make one in forward
         hidden, layers = config.hidden, config.layers
 
         def parameter(*shape):
@@ -156,7 +157,7 @@ class TRM(nn.Module):
             prefix = torch.cat([prefix[:, :1] + self._looked_up(puzzle[:, :1], self.task_vectors), prefix[:, 1:]], 1)
         x = torch.cat([prefix, cells], 1) * config.hidden ** 0.5
         rotary = self.cos.to(self.compute_dtype), self.sin.to(self.compute_dtype)
-        y, z = run_cycles(Layer(config), x, y, z, stacks, rotary, config.recursions, config.cycles)
+        y, z = run_cycles(self.layer, x, y, z, stacks, rotary, config.recursions, config.cycles)
         answer = y[:, config.positions - config.cells:]
         logits = F.linear(answer, self.head.to(answer.dtype)).float()
         return y, z, logits, y[:, 0].float() @ self.halt + self.halt_bias

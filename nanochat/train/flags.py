@@ -22,7 +22,7 @@ def chips_or_auto(text):
     """Returns the number of chips that a flag names, or AUTO. Raises BadInput."""
     if text == AUTO:
         return AUTO
-    if not text.isdecimal() or not 1 <= int(text[:20]) <= MAX_CHIPS:
+    if not text.isdecimal() or len(text) > 7 or not 1 <= int(text) <= MAX_CHIPS:
         raise BadInput(f"give a whole number of chips, from 1 to {MAX_CHIPS}, or {AUTO}")
     return int(text)
 
@@ -55,7 +55,7 @@ class KernelFlags(DeviceFlags):
     mesh_data: int = flag(-1, "chips along the mesh's axis data, which hold the same weights; -1: what the other axes "
                           "leave", at_least=1, at_most=MAX_CHIPS, unset=-1)
     mesh_fsdp: int | str = flag(1, "chips along the axis fsdp, which divide each weight among themselves and gather a "
-                          "layer's when they come to it: for models that outgrow a chip; auto: as few as fit, by "
+                                "layer's when they come to it: for models that outgrow a chip; auto: as few as fit, by "
                                 "an estimate of a TPU's memory", of=chips_or_auto)
     mesh_tensor: int = flag(1, "chips along the axis tensor, which read the same rows and divide heads, hidden units "
                             "and vocabulary among themselves: for long rows and small batches", at_least=1,

@@ -8,7 +8,7 @@ from nanochat.device.tpu import GIB
 from nanochat.kernels.choose import get_kernels
 from nanochat.train.flags import AUTO
 
-ROOM = 0.95  # of a chip's memory, which an estimate may fill: no compiled peak was more than 4% above its estimate
+ROOM = 0.95  # of a chip's memory, which an estimate may fill: no compiled peak was more than 5% above its estimate
 
 
 def plan_mesh(flags, config, parameters, device_type, world_size):
@@ -51,19 +51,21 @@ def choose_mesh(flags, config, parameters, device_type, chips):
         tried.append(f"{needed[largest] / GIB:.2f} GiB ({largest}) with --mesh_fsdp={mesh.fsdp}")
         if needed[largest] <= ROOM * chip.usable_hbm_bytes:
             return replace(mesh, reason=f"by estimate a chip needs {', '.join(tried)}, of {has}")
-    instead = "--sample_every=-1 without --code_eval_every" if largest == "samples" else \
+    instead = "a smaller --device_batch_size" if devices.activation_checkpointing else \
         "--activation_checkpointing, a smaller --device_batch_size"
+    if largest == "samples":
+        instead = "--sample_every=-1 without --code_eval_every"
     raise BadInput(f"--mesh_fsdp={AUTO}: by estimate a chip needs {tried[-1]}, and there are {has}: use {instead}, "
                    "more chips, or the number that tpu_preflight --find_mesh finds")
 
 
 def possible_meshes(flags, config, device_type, chips):
-    """Returns the Meshes that the model and the other flags allow on so many chips, the fewest along fsdp first; along
-    tensor as --mesh_tensor says."""
-    found, tensor = [], flags.devices.mesh_tensor
-    for fsdp in range(1, chips // tensor + 1):
-        if chips % (fsdp * tensor) == 0:
-            mesh = Mesh(chips // (fsdp * tensor), fsdp, tensor)
+    """Returns the Meshes without tensor that the model and the other flags allow on so many chips, the fewest along
+    fsdp first."""
+    found = []
+    for fsdp in range(1, chips + 1):
+        if chips % fsdp == 0:
+            mesh = Mesh(chips // fsdp, fsdp)
             try:
                 _require_mesh(mesh, flags, config, device_type)
                 found.append(mesh)

@@ -67,9 +67,9 @@ def make_teacher(teacher, plan, dist, weights=None):
     """Returns the teacher's GPT on torch's default device, with the kernels of the student, and this rank's parts of
     `weights`, {name: whole weight}, which are divided as the student's; without them its weights mean nothing."""
     model = GPT(teacher.config, get_kernels(plan.kernel, plan.device_type, Sharding.of_mesh(plan.mesh)), plan.dtype)
+    model = model.requires_grad_(False).to(plan.dtype)
     if weights:
         model.load_state_dict(weights)
-    model = model.requires_grad_(False).to(plan.dtype)
     parts = Parts(dist, plan.mesh)
     for name, weight in model.named_parameters():
         if plan.mesh.divides_weights and weight.dim() > 1:

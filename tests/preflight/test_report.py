@@ -43,7 +43,8 @@ def test_the_smallest_mesh_is_found_from_below():
 def test_who_cannot_fit_into_a_chip_of_many_is_told_of_the_mesh():
     common = {"kernel": "flash", "flags": {"activation_checkpointing": True, "device_batch_size": 1, "mesh_fsdp": 1},
               "out_of_memory": {"update": {"largest": []}}}
-    assert "--find_mesh" in report.advice(common | {"chips": 8})[0]
+    assert "tpu_preflight --find_mesh" in report.advice(common | {"chips": 8})[0]
+    assert "--find_mesh" not in str(report.advice(common | {"chips": 8, "kernel": "current"}))  # it has no mesh
     assert report.advice(common | {"chips": 1}) == ["a smaller model", "a TPU with more memory"]
 
 

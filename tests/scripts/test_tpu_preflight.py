@@ -13,6 +13,8 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
 from nanochat.preflight import hlo
 from nanochat.preflight.source_lines import IN_NAME, REPOSITORY
+from nanochat.train.flags import parse_flags
+from nanochat.train.plan import make_plan
 from scripts import tpu_preflight
 from tests.conftest import last_of_each
 
@@ -104,6 +106,30 @@ def test_bad_flags_are_refused_in_one_line(preflight, tiny):
 def test_bad_flags_are_found_before_anything_is_traced(tiny, flags, message):
     with pytest.raises(BadInput, match=message):
         tpu_preflight.read_preflight_flags(last_of_each(*tiny, *flags))
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--find_mesh", "--mesh_data=4"], "--find_mesh searches .* --mesh_data=4 --mesh_fsdp=1 is given: leave both out"),
+    (["--find_mesh", "--mesh_fsdp=auto"], "--find_mesh searches .* --mesh_fsdp=auto is given"),
+    (["--find_batch", "--mesh_fsdp=auto"], "--find_batch with --mesh_fsdp=auto.* give --mesh_fsdp a number")])
+def test_a_search_for_what_is_given_is_refused_before_anything_is_traced(tiny, flags, message):
+    with pytest.raises(BadInput, match=message):
+        tpu_preflight.main(last_of_each(*tiny, "--accelerator=v6e-4", *flags))
+
+
+@pytest.mark.parametrize("flags, sizes", [
+    (["--kernel=flash"], [1, 2, 4, 8]), (["--kernel=chunked", "--mesh_tensor=2"], [1, 2, 4]),
+    (["--kernel=current"], [1]), (["--shard_optimizer=off"], [1]),
+    (["--kernel=chunked", "--model_dim=1020", "--num_heads=6"], [1, 2, 4])])
+def test_the_search_for_a_mesh_tries_those_on_which_a_run_is_possible(monkeypatch, flags, sizes):
+    """Also where the environment names another one."""
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    monkeypatch.setenv("TPU_MESH_CONFIG", "1,8")
+    trials = tpu_preflight.flags_of_meshes(parse_flags(flags), "v5litepod-8")
+    assert [*trials] == sizes
+    for fsdp, trial in trials.items():
+        mesh = make_plan(trial, 65536, "tpu", 8).mesh
+        assert (mesh.fsdp, mesh.tensor, mesh.chips) == (fsdp, trial.devices.mesh_tensor, 8)
 
 
 def test_a_compiler_that_takes_too_long_is_one_line(preflight, tiny):

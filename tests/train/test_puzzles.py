@@ -1,5 +1,6 @@
-"""Puzzles and the model that solves them: without XLA, and as a run of puzzle_train."""
+"""Puzzles and the model that solves them, also on XLA, and as a run of puzzle_train."""
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -213,8 +214,9 @@ def test_more_cycles_are_the_same_function_of_the_weights_as_by_hand():
     assert model.mix_in.grad.isfinite().all() and model.mix_in.grad.abs().sum() > 0
 
 
-def supervision_step(device, mixer="attention", tasks=0, recursions=3, cycles=3):
-    """Returns a TRM's state, logits and gradients after one supervision step as {name: tensor}."""
+def supervision_step(device, mixer="attention", tasks=0, recursions=3, cycles=3, run=lambda model: model):
+    """Returns a TRM's state, logits and gradients after one supervision step as {name: tensor}. run(model): what is
+    called in its place."""
     config = task.TRMConfig(vocab_size=5, cells=16, hidden=16, heads=2, mixer=mixer, recursions=recursions,
                             cycles=cycles, prefix=4, tasks=tasks)
     model, generator = TRM(config).init_weights(0), torch.Generator().manual_seed(0)
@@ -223,7 +225,7 @@ def supervision_step(device, mixer="attention", tasks=0, recursions=3, cycles=3)
             p += 0.05 * torch.randn(p.shape, generator=generator)
     puzzle = torch.randint(3, (3, 16 + (tasks > 0)), generator=generator).to(device)
     model.to(device)
-    y, z, logits, halt = model(puzzle, *(state.clone() for state in model.starts(3)))
+    y, z, logits, halt = run(model)(puzzle, *(state.clone() for state in model.starts(3)))
     (cross_entropy(logits, puzzle[:, -16:], is_stablemax=True).sum() + y.sin().sum() + halt.sum()).backward()
     return {"y": y.detach(), "z": z, "logits": logits.detach(), "halt": halt.detach()} \
         | {name: p.grad for name, p in model.named_parameters()}
@@ -238,6 +240,16 @@ def test_a_supervision_step_on_xla_is_that_of_autograd_forward_and_backward(mixe
     assert all(expected[name].abs().max() > 0 for name in expected)
     for name, other in expected.items():
         torch.testing.assert_close(found[name].cpu(), other, rtol=0, atol=1e-5 * float(other.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("mixer, tasks", [("attention", 0), ("mlp", 3)])
+def test_torch_compile_captures_a_supervision_step_as_one_graph(mixer, tasks):
+    """As on CUDA, where puzzle_train compiles the model. The backend runs the graph as it is."""
+    of_model = dict(mixer=mixer, tasks=tasks, recursions=1, cycles=2)
+    expected = supervision_step("cpu", **of_model)
+    found = supervision_step("cpu", **of_model, run=partial(torch.compile, backend="eager", fullgraph=True))
+    for name, other in expected.items():
+        torch.testing.assert_close(found[name], other, rtol=0, atol=1e-5 * float(other.abs().max()), msg=name)
 
 
 def test_the_program_does_not_grow_with_the_recursions_or_the_cycles():
