@@ -133,6 +133,18 @@ def test_a_run_of_the_same_name_with_other_flags_is_refused(write_table):
         ablate.main([str(write_table(num_iterations=100))])
 
 
+def wait_for_step_40(metrics, process):
+    """Returns when the run that writes `metrics` has come to step 40. Otherwise it kills `process` and fails."""
+    deadline = time.monotonic() + 240
+    try:
+        while not (metrics.exists() and '"step": 40,' in metrics.read_text()):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+    except BaseException:
+        process.kill()
+        raise
+
+
 @pytest.mark.slow
 def test_a_killed_table_goes_on_and_repeats_no_finished_run(write_table, base_dir, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # several threads wait for each other where all cores are busy
@@ -140,10 +152,7 @@ def test_a_killed_table_goes_on_and_repeats_no_finished_run(write_table, base_di
     command = [sys.executable, "-m", "scripts.ablate", str(table)]
     metrics = base_dir / "checkpoints" / "rates.fast.0" / "metrics.jsonl"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 240
-        while not (metrics.exists() and '"step": 40,' in metrics.read_text()):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.05)
+        wait_for_step_40(metrics, process)
         process.kill()
     first = base_dir / "checkpoints" / "rates.default.0" / "metrics.jsonl"
     before = first.read_bytes()
@@ -175,15 +184,13 @@ def processes():
 
 
 @pytest.mark.slow
-def test_sigterm_stops_after_a_checkpoint_with_status_75(write_table, base_dir):
+def test_sigterm_stops_after_a_checkpoint_with_status_75(write_table, base_dir, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     table = write_table(num_iterations=100_000, seeds="[0]")
     metrics = base_dir / "checkpoints" / "rates.default.0" / "metrics.jsonl"
     with subprocess.Popen([sys.executable, "-m", "scripts.ablate", str(table)], stdout=subprocess.PIPE,
                           text=True) as process:
-        deadline = time.monotonic() + 240
-        while not (metrics.exists() and '"step": 40,' in metrics.read_text()):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.05)
+        wait_for_step_40(metrics, process)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 75 and "the same command goes on" in output
