@@ -31,7 +31,7 @@ class Cloud:
         self.vanishing = False  # whether a deletion finds that the node has just been deleted
         self.undeletable = 0  # how many of the next deletions fail
         self.hidden = 0  # how many of the next requests for an existing node are answered NOT_FOUND
-        self.lag_s = 0  # how long a creation takes: until then, the node is NOT_FOUND and the operation not done
+        self.held = False  # while set, no creation ends: new nodes are NOT_FOUND and the operations not done
         self.hosts = {"v5litepod-16": 4, "v4-32": 4}
         self._ids, self._lock = 1000, threading.RLock()
         cloud = self
@@ -97,7 +97,7 @@ class Cloud:
     def tpu(self, method, path, query, body):
         if path[4:] in self.operations:
             operation = self.operations[path[4:]]
-            return operation if time.time() >= operation["metadata"]["ready_at"] else {**operation, "done": False}
+            return {**operation, "done": False} if self.held else operation
         if match := re.fullmatch(NODE, path):
             parent, zone = match.groups()
             if method == "GET":
@@ -109,7 +109,7 @@ class Cloud:
         if self.hidden and name in self.nodes:
             self.hidden -= 1
             raise Failure(404, "NOT_FOUND", f"Resource '{name}' was not found")
-        if name not in self.nodes or time.time() < self.nodes[name]["visible_at"]:
+        if name not in self.nodes or self.held and self.nodes[name]["state"] == "CREATING":
             raise Failure(404, "NOT_FOUND", f"Resource '{name}' was not found")
         node = self.nodes[name]
         if method == "DELETE" and self.undeletable:
@@ -142,7 +142,7 @@ class Cloud:
             return self.operation(parent, None, {"code": 8, "message": message})
         self._ids += 1
         node = {**body, "name": path, "id": str(self._ids), "state": "CREATING", "createTime": time.strftime(
-            "%Y-%m-%dT%H:%M:%S.123456789Z", time.gmtime()), "fault": fault, "visible_at": time.time() + self.lag_s}
+            "%Y-%m-%dT%H:%M:%S.123456789Z", time.gmtime()), "fault": fault}
         self.nodes[path] = node
         return self.operation(parent, node)
 
@@ -162,8 +162,7 @@ class Cloud:
     def operation(self, parent, node, error=None):
         name = f"{parent}/operations/op{len(self.operations)}"
         operation = {"name": name, "done": True, "metadata": {
-            "@type": "type.googleapis.com/google.cloud.tpu.v2.OperationMetadata",
-            "ready_at": node["visible_at"] if node else 0}}
+            "@type": "type.googleapis.com/google.cloud.tpu.v2.OperationMetadata"}}
         operation |= {"error": error} if error else {
             "response": {"@type": "type.googleapis.com/google.cloud.tpu.v2.Node", "name": node["name"]}}
         self.operations[name] = operation

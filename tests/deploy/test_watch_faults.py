@@ -83,7 +83,7 @@ def test_the_budget_ends_in_time_though_gcloud_hangs_and_watch_was_killed(world)
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [["keeper"], ["keeper", "worker"]], ids="+".join)
 def test_a_watch_that_is_killed_during_the_creation_makes_no_second_vm(world, killed):
-    world.cloud.lag_s = 10  # long enough for a new watch.sh to find the old create.sh
+    world.cloud.held = True
     watch = world.watch(run=("--num_iterations=9",))
     eventually(lambda: any(request.startswith("POST") for request in world.cloud.requests), 60)
     pids = {"keeper": watch.pid, "worker": int((world.state / "worker").read_text())}
@@ -94,6 +94,8 @@ def test_a_watch_that_is_killed_during_the_creation_makes_no_second_vm(world, ki
         if "worker" not in killed:
             world.wait("watch.sh was killed; the budget is still watched")
         watch = world.watch(run=("--num_iterations=9",))
+    world.wait("a creation was interrupted")
+    world.cloud.held = False
     output = world.end(watch, 0)
     assert len(world.booted) == 1 and not world.cloud.nodes, output
     assert ("create.sh that an earlier watch.sh left behind is ended" in world.journal()) == ("worker" in killed)
