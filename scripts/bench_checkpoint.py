@@ -20,6 +20,7 @@ from nanochat.model.optim import MuonAdamW
 from nanochat.run import checkpoint
 from nanochat.run.checkpoint_files import state_bytes
 from nanochat.run.meta import Meta
+from nanochat.run.saver import Saver
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import make_plan
 
@@ -43,7 +44,7 @@ def main(argv=None):
     num_bytes = state_bytes(*state)
     run_dir = Path(tempfile.mkdtemp(prefix="bench_checkpoint_", dir=require_writable_dir(get_base_dir())))
     try:
-        saver = checkpoint.Saver(run_dir, num_lanes=NUM_LANES, keep=1)
+        saver = Saver(run_dir, num_lanes=NUM_LANES, keep=1)
         started = time.monotonic()
         checkpoint.save_lane_states(run_dir, 1, {lane: {} for lane in range(NUM_LANES)})
         copies = ({name: tensor.clone() for name, tensor in part.items()} for part in state)  # as MuonAdamW.host_state

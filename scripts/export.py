@@ -50,7 +50,7 @@ def main(argv=None):
     path = find_checkpoint(flags.checkpoint).absolute()
     if out == path or out in path.parents or path in out.parents:
         raise BadInput(f"--out={out} and the checkpoint {path} are in each other: name another place")
-    model_bytes = sum(file.stat().st_size for file in path.glob(MODEL))
+    model_bytes = sum(file.stat().st_size for file in path.glob(f"{Path(MODEL).stem}*.safetensors"))
     try:
         with export.new_place(out, flags.force, 1.1 * model_bytes) as folder:
             model, tokenizer, meta = load_model(path, Dist("cpu", torch.device("cpu")),

@@ -10,7 +10,6 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, run_script
 from nanochat.data.puzzles import read_puzzles
@@ -19,6 +18,7 @@ from nanochat.infer.load import find_checkpoint
 from nanochat.model.trm import TRM, TRMConfig
 from nanochat.run.checkpoint_files import OPTIMIZER, find_problem
 from nanochat.run.meta import META, load_meta, read_config
+from nanochat.run.pieces import load_tensors
 from nanochat.train.puzzles import solve
 
 CELL, MARGIN, TOP = 32, 8, 24  # in SVG's pixels
@@ -45,7 +45,7 @@ def load_averaged(path):
     if not isinstance(seed := meta.flags.get("seed"), int):
         raise BadInput(f"--run: {path} cannot be used: the flags in its {META} have no seed: use another checkpoint")
     model = TRM(read_config(path, meta, TRMConfig)).init_weights(seed)
-    state = load_file(path / OPTIMIZER)
+    state = load_tensors(path, OPTIMIZER)
     model.load_state_dict({name: state[f"{name}.ema"] for name, _ in model.named_parameters()}, strict=False)
     return model, meta
 

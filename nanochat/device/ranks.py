@@ -88,6 +88,7 @@ class Dist:
     rank: int = 0
     world_size: int = 1
     hosts: int = 1  # over which the ranks are spread, as many on each
+    local_rank: int = 0  # among those of this host
     program_runs: dict = field(default_factory=dict, compare=False, repr=False)  # name of program -> number of runs
 
     @property
@@ -95,9 +96,14 @@ class Dist:
         return self.device_type in ("tpu", "xla")
 
     @property
+    def num_local(self):
+        """How many ranks this host has."""
+        return self.world_size // self.hosts
+
+    @property
     def num_threads(self):
         """How many ranks are threads of this process: on several XLA devices of a CPU, those of this host."""
-        return self.world_size // self.hosts if self.device_type == "xla" else 1
+        return self.num_local if self.device_type == "xla" else 1
 
 
 _this_thread = threading.local()  # ranks on CPU XLA devices are threads of one process
@@ -111,7 +117,8 @@ def compute_init(device_type, hosts=1):
         import torch_xla.runtime as xr
         if device_type == "tpu" and not torch_xla._XLAC._xla_runtime_is_initialized():
             _start_on_one_chip()
-        dist = Dist(device_type, torch_xla.device(), xr.global_ordinal(), xr.world_size(), hosts)
+        dist = Dist(device_type, torch_xla.device(), xr.global_ordinal(), xr.world_size(), hosts,
+                    xr.local_ordinal())
     elif device_type == "cuda":
         local_rank, world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         torch.cuda.set_device(local_rank)
@@ -119,7 +126,7 @@ def compute_init(device_type, hosts=1):
         device = torch.device("cuda", local_rank)
         if world_size > 1:
             torch.distributed.init_process_group("nccl", device_id=device)
-        dist = Dist("cuda", device, int(os.environ.get("RANK", 0)), world_size)
+        dist = Dist("cuda", device, int(os.environ.get("RANK", 0)), world_size, local_rank=local_rank)
     else:
         dist = Dist("cpu", torch.device("cpu"))
     _this_thread.dist = dist

@@ -1,10 +1,10 @@
 """Finds and loads the model of a checkpoint, to complete text or to evaluate."""
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir
 from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
@@ -13,8 +13,9 @@ from nanochat.device.tpu import count_tpu_chips
 from nanochat.infer.quantize import Int8GPT
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig
-from nanochat.run.checkpoint_files import MODEL, find_problem, latest, sha256_of_files
+from nanochat.run.checkpoint_files import MODEL, find_problem, latest, sha256_of_files, tensor_files
 from nanochat.run.meta import META, load_meta, read_config
+from nanochat.run.pieces import load_tensors
 
 QUANTIZATIONS = ("none", "int8")
 
@@ -69,7 +70,8 @@ def resolve_inference_device_type(requested):
 def weights_of(path):
     """Returns the beginning of the checksum of a checkpoint's weights, by which results name them. Raises BadInput."""
     try:
-        return sha256_of_files([path / MODEL])[path / MODEL][:16]
+        sums = [*sha256_of_files([path / name for name in tensor_files(path, MODEL)]).values()]
+        return (sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest())[:16]
     except OSError as error:
         raise BadInput(f"checkpoint {path} is damaged ({MODEL}: {error.strerror}): use another one") from None
 
@@ -87,7 +89,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
         raise BadInput(f"--quantize=int8 is for the CPU, not for {dist.device_type}: leave it out, or add "
                        "--device_type=cpu")
     meta = load_language_meta(path)
-    problem = find_problem(path, (MODEL, META))
+    problem = find_problem(path, weights_only=True)
     if problem:
         raise BadInput(f"checkpoint {path} is damaged ({problem}): use another one")
     tokenizer = load_tokenizer(tokenizer_dir)
@@ -95,7 +97,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     dtype = torch.bfloat16 if dist.device_type in ("tpu", "cuda") else torch.float32
     model = GPT(GPTConfig(**meta.config), get_kernels(kernel, dist.device_type), dtype)
     try:
-        model.load_state_dict(load_file(Path(path) / MODEL), assign=True)
+        model.load_state_dict(load_tensors(path, MODEL), assign=True)
     except (OSError, RuntimeError, SafetensorError) as error:  # it was deleted meanwhile, or is of another config
         raise BadInput(f"checkpoint {path} is damaged ({' '.join(str(error).split())[:200]}): use another "
                        "one") from None

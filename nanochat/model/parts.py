@@ -43,7 +43,10 @@ class Parts:
         if self._rows_are_divided(tensor):
             data, fsdp, tensor_place = self.mesh.coordinates(self.dist.rank)
             number = (tensor_place * self.mesh.fsdp + fsdp) * self.mesh.data + data
-        return self._padded(tensor).unflatten(0, (self.dist.world_size, -1))[number]
+        rows = -(-tensor.size(0) // self.dist.world_size)
+        part = tensor[number * rows:(number + 1) * rows]
+        missing = rows - part.size(0)  # a table that the axes divide has no padding: see require_divisible
+        return torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
 
     def whole(self, part, length):
         """Returns the whole tensor from the optimizer's parts of all ranks. Every rank must call it."""

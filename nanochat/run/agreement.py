@@ -19,7 +19,7 @@ from pathlib import Path
 from nanochat.common import BadInput
 from nanochat.run import checkpoint_files, wire
 from nanochat.run.checkpoint import save_lane_states
-from nanochat.run.checkpoint_files import SUMMED_FILES, SUMS
+from nanochat.run.checkpoint_files import SUMS, read_sums
 from nanochat.run.pod import REQUEST_TIMEOUT_S, PodError
 from nanochat.run.stopping import SAVE, STOP
 
@@ -137,13 +137,15 @@ def obtain(pod, directory, name, sums, report):
 
 def _receive_checkpoint(pod, partial):
     with pod.link.request(kind="checkpoint") as connection:
-        for name in (*SUMMED_FILES, SUMS):
-            wire.receive_file(connection, partial / name)
+        for name in wire.receive(connection)["files"]:
+            wire.receive_file(connection, partial / Path(name).name)
 
 
 def _serve_checkpoint(connection, path):
     connection.settimeout(REQUEST_TIMEOUT_S)
-    for name in (*SUMMED_FILES, SUMS):
+    names = [*read_sums(path), SUMS]
+    wire.send(connection, {"files": names})
+    for name in names:
         wire.send_file(connection, path / name)
 
 

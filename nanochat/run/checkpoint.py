@@ -5,29 +5,22 @@ is whole unless something damaged it later; its checksums tell, and `latest_good
 
 Before a run spawns its ranks, its parent process calls, once and only there, so that all ranks agree:
     clean_partial(run_dir); check_disk_space(run_dir, bytes); path = latest_good(run_dir)
-Then every rank calls `load(path)`. To save, every rank calls `save_lane_states(…)`, and rank 0 calls `Saver.save(…)`,
-which writes in the background.
+Then every rank calls `load(path)`. To save, every rank calls `save_lane_states(…)`, the ranks that write tensors (see
+pieces.py) call `write_part`, and rank 0 calls `save`, which waits for the others: saver.py does both in the background.
 """
 import errno
 import json
-import re
-import shutil
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from nanochat.run.checkpoint_files import (
     LANES,
     MODEL,
     OPTIMIZER,
-    SUMMED_FILES,
     SUMS,
+    bytes_in,
     final_dir,
     find_problem,
     is_disk_full,
@@ -36,15 +29,20 @@ from nanochat.run.checkpoint_files import (
     prune,
     set_aside,
     sha256_of_files,
-    state_bytes,
     sync_to_disk,
 )
 from nanochat.run.meta import META, Meta, load_meta
+from nanochat.run.pieces import Layout, load_tensors, remove_files, sizes_of, write_files
 
 LANES_TIMEOUT_S = 300  # for the ranks to hand over the states of their lanes
+PIECES_TIMEOUT_S = 1800  # for the ranks that write tensors
 RETRY_S = 15  # between attempts to write to a full disk
-PROBE_S, PROBE_BYTES = 1, 2**20  # how often, and by which file, a missing state is found to be due to a full disk
-SAVE_TIMEOUT_S = 1800
+PROBE_S, PROBE_BYTES = 1, 2**20  # how often, and by which file, a missing part is found to be due to a full disk
+FULL, NOT_FINITE = "disk_is_full", "weights_are_not_finite"  # files that tell rank 0 why a rank's part is missing
+
+
+class NotFinite(Exception):
+    """A weight is not finite, so the state is not to be saved."""
 
 
 def save_lane_states(run_dir, step, lane_states, report=print):
@@ -83,61 +81,73 @@ def save_lane_states(run_dir, step, lane_states, report=print):
         threading.Thread(target=write_later, name="lanes", daemon=True).start()
 
 
-def save(run_dir, model_state, optimizer_state, meta, *, num_lanes, keep=None, keep_every=-1,
+def write_part(run_dir, step, layout, model_state, optimizer_state):
+    """Adds this rank's tensors to the checkpoint of `step` that rank 0 saves. Other ranks than rank 0 only.
+
+    layout: the Layout of the whole checkpoint; the states: {name: tensor} of the files that this rank writes. If the
+    disk is full, or a weight is not finite, rank 0 gets to know. Raises OSError and NotFinite.
+    """
+    partial = partial_dir(run_dir, step)
+    partial.mkdir(parents=True, exist_ok=True)
+    (partial / FULL).unlink(missing_ok=True)
+    try:
+        require_finite(model_state)
+        write_files(partial, layout.files_with(model_state, optimizer_state))
+    except NotFinite:
+        (partial / NOT_FINITE).touch()
+        raise
+    except OSError as error:
+        if is_disk_full(error):
+            (partial / FULL).touch()
+        raise
+
+
+def require_finite(model_state):
+    """Raises NotFinite unless all weights, {name: tensor}, are finite."""
+    if not all(tensor.isfinite().all() for tensor in model_state.values()):
+        raise NotFinite
+
+
+def save(run_dir, model_state, optimizer_state, meta, *, num_lanes, layout=None, keep=None, keep_every=-1,
          timeout_s=LANES_TIMEOUT_S, before_rename=lambda: None):
     """Saves the checkpoint of step `meta.step` and returns its path, once it is on disk and was read back. Rank 0 only.
 
-    model_state, optimizer_state: {name: tensor}. meta: a Meta.
+    model_state, optimizer_state: {name: tensor}, those that this rank writes. meta: a Meta.
     num_lanes: the number of lane states to wait for, from all ranks together, for at most `timeout_s` seconds.
+    layout: the Layout of the whole checkpoint, whose other files other ranks write; None: there are no others.
     keep: how many of the newest checkpoints remain afterwards (None: all), besides those whose step is a multiple of
         `keep_every`.
     before_rename: called when the checkpoint is written and before it gets its final name.
-    Raises TimeoutError if lane states are missing, and OSError (ENOSPC) if the disk is full even without the old
-    checkpoints.
+    Raises TimeoutError if parts of other ranks are missing, OSError (ENOSPC) if the disk is full even without the old
+    checkpoints, and NotFinite if another rank has found that.
     """
     final, partial = final_dir(run_dir, meta.step), partial_dir(run_dir, meta.step)
     if final.is_dir():
         if find_problem(final) is None:
             return final  # it holds the same state, because a resumed run repeats its steps bit for bit
         set_aside(final)
+    layout = layout or Layout.of(sizes_of(model_state), sizes_of(optimizer_state))
+    mine = layout.files_with(model_state, optimizer_state)
     partial.mkdir(parents=True, exist_ok=True)
-    make_room(run_dir, state_bytes(model_state, optimizer_state), keep_every)
+    make_room(run_dir, layout.num_bytes - bytes_in(partial), keep_every)
     try:
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(_save_tensors, (model_state, optimizer_state), (partial / MODEL, partial / OPTIMIZER)))
-        _write_text(partial / META, json.dumps(meta.to_json(), indent=1))
+        write_files(partial, mine)
+        texts = {**layout.indexes(), META: json.dumps(meta.to_json(), indent=1)}
+        for name, text in texts.items():
+            _write_text(partial / name, text)
+        _wait_for_files(partial, layout.files)
         _merge_lane_states(partial, num_lanes, timeout_s)
-        sums = sha256_of_files([partial / name for name in SUMMED_FILES])
+        sums = sha256_of_files([partial / name for name in (*layout.files, LANES, *texts)])
         _write_text(partial / SUMS, "".join(f"{digest}  {path.name}\n" for path, digest in sums.items()))
         before_rename()
     except BaseException:
-        for name in (MODEL, OPTIMIZER):  # frees the disk; ranks may still write to the directory
-            (partial / name).unlink(missing_ok=True)
+        remove_files(partial, mine)  # frees the disk; ranks may still write to the directory
         raise
     sync_to_disk(partial)
     partial.rename(final)
     sync_to_disk(run_dir)
     prune(run_dir, meta.step, keep, keep_every)
     return final
-
-
-def _save_tensors(state, path):
-    """Writes {name: tensor} and reads it back."""
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    try:
-        save_file(state, path)
-    except SafetensorError as error:  # only its text has the number of the OSError behind it
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]), str(error), str(path)) from None if number else error
-    sync_to_disk(path)
-    found = load_file(path)
-    for name, tensor in state.items():
-        if not torch.equal(_bytes_of(tensor), _bytes_of(found[name])):
-            raise OSError(errno.EIO, f"{name} was read back with other bytes than were written", str(path))
-
-
-def _bytes_of(tensor):
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _write_text(path, text):
@@ -147,29 +157,48 @@ def _write_text(path, text):
         raise OSError(errno.EIO, "other text was read back than was written", str(path))
 
 
-def _merge_lane_states(partial, num_lanes, timeout_s):
-    """Merges the files that the ranks' save_lane_states wrote into one, and deletes them.
+def _wait_for_files(partial, files):
+    def missing():
+        if (partial / NOT_FINITE).exists():
+            raise NotFinite
+        if (partial / FULL).exists():
+            raise OSError(errno.ENOSPC, "another rank has no room for its part", str(partial))
+        names = [name for name in files if not (partial / name).exists()]
+        return names and f"write {', '.join(names[:3])}{' …' if names[3:] else ''} to {partial}"
 
-    Raises OSError (ENOSPC) if states are missing while the disk is full: their ranks cannot write them, and to wait for
-    them would stop the run.
+    _wait_for_ranks(partial, missing, PIECES_TIMEOUT_S)
+
+
+def _wait_for_ranks(partial, missing, timeout_s):
+    """Waits until missing() is false; else it returns what other ranks have yet to do.
+
+    Raises TimeoutError, and OSError (ENOSPC) if something is missing while the disk is full: the ranks cannot write it,
+    and to wait for them would stop the run.
     """
-    if (partial / LANES).exists():  # merged by an earlier attempt, after which the disk was full
-        return
     deadline, next_probe = time.monotonic() + timeout_s, time.monotonic() + PROBE_S
-    while True:
-        merged, files = {}, list(partial.glob("lanes_from_*.json"))
-        for file in files:
-            merged.update({int(lane): state for lane, state in json.loads(file.read_text()).items()})
-        missing = sorted(set(range(num_lanes)) - merged.keys())
-        if not missing:
-            break
+    while what := missing():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout_s:.0f} s for the ranks that own lanes {', '.join(map(str, missing))} "
-                               f"to write their loader state to {partial}")
+            raise TimeoutError(f"waited {timeout_s:.0f} s for the ranks that {what}")
         if time.monotonic() > next_probe:
             _write_probe(partial / "probe")
             next_probe = time.monotonic() + PROBE_S
         time.sleep(0.02)
+
+
+def _merge_lane_states(partial, num_lanes, timeout_s):
+    """Merges the files that the ranks' save_lane_states wrote into one, and deletes them."""
+    if (partial / LANES).exists():  # merged by an earlier attempt, after which the disk was full
+        return
+    merged, files = {}, []
+
+    def missing():
+        files[:] = partial.glob("lanes_from_*.json")
+        for file in files:
+            merged.update({int(lane): state for lane, state in json.loads(file.read_text()).items()})
+        lanes = sorted(set(range(num_lanes)) - merged.keys())
+        return lanes and f"own lanes {', '.join(map(str, lanes))} to write their loader state to {partial}"
+
+    _wait_for_ranks(partial, missing, timeout_s)
     unfinished = partial / f"{LANES}.unfinished"
     _write_text(unfinished, json.dumps(dict(sorted(merged.items()))))
     unfinished.rename(partial / LANES)
@@ -184,74 +213,6 @@ def _write_probe(path):
         sync_to_disk(path)
     finally:
         path.unlink(missing_ok=True)
-
-
-class Saver:
-    """Saves checkpoints in the background, one at a time; rank 0 only.
-
-    If the disk is full, the run continues, and the Saver tries to save the same state again every RETRY_S until save
-    is called with a newer one. The next call of a method raises any other error. A state whose weights are not finite
-    is not saved. `saved_step` is the step of the newest checkpoint on disk.
-    """
-
-    def __init__(self, run_dir, *, num_lanes, keep, saved_step=0, keep_every=-1, before_rename=lambda: None,
-                 on_saved=lambda path: None, report=print):
-        """saved_step: that of the checkpoint that the run resumes from. on_saved: called with the path of each finished
-        checkpoint, in the background. report: called with each message. The other arguments are those of the function
-        `save`."""
-        self.saved_step = saved_step
-        self._save = dict(num_lanes=num_lanes, keep=keep, keep_every=keep_every, before_rename=before_rename)
-        self._run_dir, self._on_saved, self._report = Path(run_dir), on_saved, report
-        self._error, self._thread = None, None
-        self._superseded = threading.Event()
-
-    def save(self, model_state, optimizer_state, meta):
-        """Waits for the checkpoint that is being written, and begins to save this one.
-
-        model_state, optimizer_state: {name: tensor} in host memory, never changed again (see MuonAdamW.host_state).
-        """
-        self._superseded.set()
-        self.finish()
-        self._superseded.clear()
-        self._thread = threading.Thread(target=self._work, args=(model_state, optimizer_state, meta),
-                                        name="save", daemon=True)
-        self._thread.start()
-
-    def check(self):
-        """Raises the error that ended saving in the background, if there was one."""
-        if self._error:
-            raise self._error
-
-    def finish(self, timeout_s=SAVE_TIMEOUT_S):
-        """Waits until the last checkpoint is on disk. Raises TimeoutError after `timeout_s` seconds."""
-        if self._thread:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                raise TimeoutError(f"the last checkpoint in {self._run_dir} is not safe on disk after {timeout_s} s")
-        self.check()
-
-    def _work(self, model_state, optimizer_state, meta):
-        started = time.monotonic()
-        if not all(tensor.isfinite().all() for tensor in model_state.values()):
-            self._report(f"warning: step {meta.step} is not saved: its weights are not finite")
-            return self._give_up(meta.step)
-        while True:
-            try:
-                path = save(self._run_dir, model_state, optimizer_state, meta, **self._save)
-                self.saved_step = meta.step
-                self._report(f"saved {path} (in {time.monotonic() - started:.1f} s)")
-                return self._on_saved(path)
-            except BaseException as error:
-                if not is_disk_full(error):
-                    self._error = error
-                    return
-                self._report(f"warning: the disk is full ({error}): step {meta.step} is not saved; the run continues, "
-                             f"trying again every {RETRY_S} s")
-            if self._superseded.wait(RETRY_S):
-                return self._give_up(meta.step)
-
-    def _give_up(self, step):
-        shutil.rmtree(partial_dir(self._run_dir, step), ignore_errors=True)
 
 
 # -----------------------------------------------------------------------------
@@ -271,4 +232,4 @@ def load(path):
     """Returns the Checkpoint at `path`. Its tensors are memory-mapped, so that the ranks of a host share the pages."""
     path, meta = Path(path), load_meta(path)
     lane_states = {int(lane): state for lane, state in json.loads((path / LANES).read_text()).items()}
-    return Checkpoint(path, meta, load_file(path / MODEL), load_file(path / OPTIMIZER), lane_states)
+    return Checkpoint(path, meta, load_tensors(path, MODEL), load_tensors(path, OPTIMIZER), lane_states)

@@ -1,8 +1,8 @@
 """The directories and files of a run's checkpoints: which there are, whether they are whole, and whether more fit.
 
     <base dir>/checkpoints/<run>/step_000100/
-        model.safetensors      the weights by name
-        optimizer.safetensors  the optimizer's state by name
+        model.safetensors      the weights by name; those of large models are in pieces, see pieces.py
+        optimizer.safetensors  the optimizer's state by name, in pieces as well
         lanes.json             the position of each lane in the data, with its buffered documents
         meta.json              see meta.py
         SHA256SUMS             the checksums of these files, which `sha256sum -c SHA256SUMS` checks as well
@@ -12,18 +12,20 @@ no run resumes from; it is deleted once a new checkpoint of its step or a later 
 """
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from nanochat.common import BadInput
 from nanochat.run.meta import META
 
 MODEL, OPTIMIZER, LANES, SUMS = "model.safetensors", "optimizer.safetensors", "lanes.json", "SHA256SUMS"
-SUMMED_FILES = (MODEL, OPTIMIZER, LANES, META)
+MAX_THREADS = 16  # that read files to compute their checksums
 
 
 # -----------------------------------------------------------------------------
@@ -68,17 +70,51 @@ def latest_good(run_dir, report=warnings.warn):
     return None
 
 
-def find_problem(path, names=SUMMED_FILES):
-    """Returns what is wrong with the files `names` of the checkpoint, in a few words, or None. Reads them whole."""
-    path = Path(path)
-    try:
-        lines = (path / SUMS).read_text(errors="replace").splitlines()
+def index_of(kind):
+    """Returns the name of the file that says in which piece a tensor is. kind: MODEL or OPTIMIZER."""
+    return f"{kind}.index.json"
+
+
+def tensor_files(path, kind):
+    """Returns the names of the files that have the tensors of `kind`, MODEL or OPTIMIZER, of the checkpoint at `path`:
+    one file, or an index and its pieces."""
+    index = Path(path) / index_of(kind)
+    return [index.name, *sorted({*json.loads(index.read_text())["weight_map"].values()})] if index.exists() else [kind]
+
+
+def read_sums(path):
+    """Returns {name of a file: its checksum} of the checkpoint at `path`. Raises OSError."""
+    lines = (Path(path) / SUMS).read_text(errors="replace").splitlines()
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
+def is_whole(names):
+    """Returns whether a set of names of files is that of a whole checkpoint."""
+    def has(kind):
+        pieces = [match for match in (re.fullmatch(rf"{Path(kind).stem}-\d+-of-(\d+)\.safetensors", name)
+                                      for name in names) if match]
+        return kind in names or index_of(kind) in names and pieces and len(pieces) == int(pieces[0][1])
+
+    return {LANES, META, SUMS} <= names and all(map(has, (MODEL, OPTIMIZER)))
+
+
+def find_problem(path, weights_only=False):
+    """Returns what is wrong with the files of the checkpoint, or with those of its weights and its description only, in
+    a few words, or None. Reads them whole."""
+    path, kinds = Path(path), (MODEL,) if weights_only else (MODEL, OPTIMIZER)
+
+    def differing(names):
         found = sha256_of_files([path / name for name in names])
+        return next((f"{file.name} does not match its checksum" for file, digest in found.items()
+                     if expected.get(file.name) != digest), None)
+
+    try:
+        expected = read_sums(path)
+        problem = differing([index_of(kind) for kind in kinds if (path / index_of(kind)).exists()])
+        return problem or differing([name for kind in kinds for name in tensor_files(path, kind)]
+                                    + ([META] if weights_only else [LANES, META]))
     except OSError as error:
         return f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error)
-    expected = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    return next((f"{file.name} does not match its checksum" for file, digest in found.items()
-                 if expected.get(file.name) != digest), None)
 
 
 def sha256_of_files(paths):
@@ -90,7 +126,7 @@ def sha256_of_files(paths):
                 digest.update(memoryview(buffer)[:count])
         return digest.hexdigest()
 
-    with ThreadPoolExecutor(len(paths)) as pool:
+    with ThreadPoolExecutor(MAX_THREADS) as pool:
         return dict(zip(paths, pool.map(sha256, paths), strict=True))
 
 
@@ -162,6 +198,15 @@ def check_disk_space(run_dir, checkpoint_bytes, copies=2):
         what = "two checkpoints take" if copies == 2 else "a checkpoint takes"
         raise BadInput(f"too little disk in {run_dir}: {what} {copies * checkpoint_bytes / 1e9:.2f} GB and "
                        f"{(own + free) / 1e9:.2f} GB are free: free some, or set NANOCHAT_BASE_DIR to a larger disk")
+
+
+def bytes_in(path):
+    """Returns the bytes of the files in a directory, which others may be writing and renaming."""
+    total = 0
+    for file in path.iterdir():
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
 
 
 def make_room(run_dir, needed_bytes, keep_every):

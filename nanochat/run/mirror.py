@@ -22,10 +22,11 @@ from pathlib import Path
 from nanochat.common import BadInput
 from nanochat.data.gcloud import gcloud, problem_in
 from nanochat.record.metrics import METRICS_FILE
-from nanochat.run.checkpoint_files import SUMMED_FILES, SUMS, find_problem
+from nanochat.run.checkpoint_files import SUMS, find_problem, is_whole, read_sums
 
 COPY_TIMEOUT_S, LIST_TIMEOUT_S = 1800, 120
 TRY_TIMEOUT_S = 60  # for each attempt to reach the mirror at the start of a run
+PARTIAL = ".partial"  # ends the names of files that are being copied to a directory
 OUTAGE_S, PAUSE_S = 600, 15  # how long a start waits for a mirror that cannot be reached; between its attempts
 _UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
                 errno.ENETUNREACH, errno.EAGAIN, errno.EBUSY}  # errors of a file system whose server does not answer
@@ -55,7 +56,7 @@ class Mirror:
 
     def whole_copies(self):
         """Returns the names of the whole copies, such as step_000100, oldest first."""
-        return [name for name, files in self._copies().items() if _is_whole(files)]
+        return [name for name, files in self._copies().items() if is_whole(files)]
 
     def try_to_write(self, scratch):
         """Writes a small file to the mirror and deletes it. scratch: a directory on this machine's disk."""
@@ -70,7 +71,7 @@ class Mirror:
 
     def copy(self, path):
         """Copies the checkpoint at `path` and its run's metrics there."""
-        self._copy([path / name for name in SUMMED_FILES], f"{self.url}/{path.name}")
+        self._copy([path / name for name in read_sums(path)], f"{self.url}/{path.name}")
         self._copy([path.parent / METRICS_FILE], self.url)
         self._copy([path / SUMS], f"{self.url}/{path.name}")
 
@@ -78,7 +79,7 @@ class Mirror:
         """Deletes what the copy `newest`, a name, makes superfluous: older copies and incomplete ones. Copies of later
         steps stay."""
         copies = {name: files for name, files in self._copies().items() if int(name[5:]) <= int(newest[5:])}
-        whole = [name for name, files in copies.items() if _is_whole(files)]
+        whole = [name for name, files in copies.items() if is_whole(files)]
         kept = set(whole[-self.keep:])
         if self.keep_every > 0:
             kept |= {name for name in whole if int(name[5:]) % self.keep_every == 0}
@@ -104,11 +105,13 @@ class Mirror:
         """Copies the newest whole copy of a step later than `after_step`, and the metrics, into `run_dir`. Returns the
         checkpoint's path, or None if there is none. Reports damaged copies and tries the one before."""
         run_dir = Path(run_dir)
-        for step in reversed([name for name in self.whole_copies() if int(name[5:]) > after_step]):
+        copies = {name: files for name, files in self._copies().items() if is_whole(files)}
+        for step in reversed([name for name in copies if int(name[5:]) > after_step]):
             partial = run_dir / f"{step}.tmp"
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            self._copy([f"{self.url}/{step}/{name}" for name in (*SUMMED_FILES, SUMS)], partial)
+            self._copy([f"{self.url}/{step}/{name}" for name in sorted(copies[step])
+                        if not name.endswith(PARTIAL)], partial)
             problem = find_problem(partial)
             if problem is None:
                 self._copy([f"{self.url}/{METRICS_FILE}"], run_dir)
@@ -146,7 +149,7 @@ class Mirror:
             Path(directory).mkdir(parents=True, exist_ok=True)
             for source in map(Path, sources):
                 target = Path(directory) / (name or source.name)
-                partial = target.with_name(f"{target.name}.partial")
+                partial = target.with_name(target.name + PARTIAL)
                 shutil.copyfile(source, partial)
                 partial.replace(target)
 
@@ -161,10 +164,6 @@ class Mirror:
             _within(timeout_s, lambda: shutil.rmtree(pattern[:-2]))
         else:
             _within(timeout_s, Path(pattern).unlink)
-
-
-def _is_whole(files):
-    return {*SUMMED_FILES, SUMS} <= files
 
 
 # -----------------------------------------------------------------------------

@@ -130,6 +130,8 @@ class RecordFlags:
                            at_least=1, unset=-1)
     save_every_minutes: float = flag(-1.0, "minutes between checkpoints, also at the end; -1: by steps only", above=0,
                                      unset=-1)
+    checkpoint_piece_gb: float = flag(4.0, "larger files of weights or of the optimizer's state become pieces "
+                                      "of so many GB", above=0)
     keep_checkpoints: int = flag(3, "number of newest checkpoints that stay on disk", at_least=1)
     keep_every: int = flag(-1, "checkpoints of steps that are multiples of this stay for good; -1: none", at_least=1,
                            unset=-1)

@@ -5,6 +5,8 @@ from nanochat.device.collectives import thread_barrier
 from nanochat.device.ranks import print0
 from nanochat.run import checkpoint
 from nanochat.run.agreement import send_lanes
+from nanochat.run.pieces import Layout
+from nanochat.run.saver import PartSaver, Saver
 from nanochat.run.uploader import Uploader
 
 
@@ -15,13 +17,17 @@ class Saves:
         self._run_dir, self._dist, self._every_minutes = run.directory, dist, run.flags.record.save_every_minutes
         self._saved_step, self._saved_at = step, time.monotonic()
         self._saver = self._uploader = None
+        self._piece_bytes = round(run.flags.record.checkpoint_piece_gb * 1e9)
+        if self._link:  # the first host writes the checkpoints
+            return
         if dist.rank > 0:
+            self._saver = PartSaver(run.directory)
             return
         if run.mirror:
             self._uploader = Uploader(run.mirror, run.directory, run.starts_over, report=print0)
             if run.checkpoint:
                 self._uploader.upload(run.checkpoint)
-        self._saver = checkpoint.Saver(
+        self._saver = Saver(
             run.directory, num_lanes=run.task.num_lanes, keep=run.flags.record.keep_checkpoints, saved_step=step,
             keep_every=run.flags.record.keep_every, before_rename=before_rename,
             on_saved=self._uploader.upload if self._uploader else lambda path: None, report=print0)
@@ -49,20 +55,25 @@ class Saves:
             send_lanes(self._link, step, lane_states)
         else:
             checkpoint.save_lane_states(self._run_dir, step, lane_states)
-        state = training.host_state()
-        if self._saver:
-            self._saver.save(*state, make_meta())
-        thread_barrier(self._dist)
+        layout, dist = Layout.of(*training.sizes(), self._piece_bytes), self._dist
+        mine = layout.tensors_of(dist.local_rank, dist.num_local) if self._saver else ()
+        state = training.host_state(mine)
+        if dist.rank == 0:
+            self._saver.save(*state, make_meta(), layout)
+        elif mine:
+            self._saver.save(step, layout, *state)
+        thread_barrier(dist)
 
     def mirror_behind_s(self):
         """Returns for how many seconds the mirror has lacked the newest checkpoint, or None without a mirror."""
         return self._uploader.behind_s() if self._uploader else None
 
     def finish(self):
-        """Waits until the last checkpoint is on disk. Returns whether the last state that `save` was given is there."""
+        """Waits until the last checkpoint, or this rank's part of it, is on disk. Returns whether the last state that
+        `save` was given is there, on rank 0."""
         if self._saver:
             self._saver.finish()
-        return not self._saver or self._saver.saved_step == self._saved_step
+        return self._dist.rank > 0 or self._saver.saved_step == self._saved_step
 
     def finish_mirror(self, is_told_to_end):
         """Waits until the last checkpoint is in the mirror, see Uploader.finish. Returns whether the mirror lacks

@@ -113,17 +113,23 @@ class TrainingStep:
 
     # Checkpoints. The carry is among the optimizer's state, in the order of the slots, whatever the number of ranks.
 
+    def sizes(self):
+        """Returns ({name: bytes}, {name: bytes}) of what host_state returns."""
+        weights, state = self.optimizer.sizes()
+        return weights, state | {f"carry.{name}": tensor.numel() * tensor.element_size() * self.dist.world_size
+                                 for name, tensor in self.carry.items()}
+
     @torch.no_grad()
-    def host_state(self):
+    def host_state(self, names=None):
         """Returns ({name: weight}, {name: state}) as the optimizer's host_state does, with the carry. Every rank must
         call it."""
-        weights, state = self.optimizer.host_state()
+        weights, state = self.optimizer.host_state(names)
         ranks = self.dist.world_size
         for name, tensor in self.carry.items():
             if ranks > 1:
                 with one_program(self.dist, f"gather {name}", collective=True):
                     tensor = all_gather(tensor, self.dist).unflatten(0, (ranks, -1)).transpose(0, 1).flatten(0, 1)
-            if self.dist.rank == 0:
+            if names is None or f"carry.{name}" in names:
                 state[f"carry.{name}"] = tensor.detach().to("cpu", copy=True)
         return weights, state
 

@@ -3,7 +3,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file
 
 from nanochat.common import BadInput
 from nanochat.infer.load import find_checkpoint
@@ -14,7 +13,8 @@ from nanochat.kernels.sharded import Sharding
 from nanochat.model.gpt import GPT, GPTConfig
 from nanochat.model.parts import Parts
 from nanochat.run.checkpoint_files import MODEL, find_problem
-from nanochat.run.meta import META, load_meta, read_config
+from nanochat.run.meta import load_meta, read_config
+from nanochat.run.pieces import load_tensors
 from nanochat.train.mesh_plan import require_parts
 
 
@@ -57,7 +57,7 @@ def find_teacher(flags, plan, tokenizer, directory):
         require_parts(plan.mesh, config)
     except BadInput as error:
         raise BadInput(f"{what}: {error}") from None
-    if problem := find_problem(path, (MODEL, META)):
+    if problem := find_problem(path, weights_only=True):
         raise BadInput(f"{what} is damaged ({problem}): use another checkpoint")
     return Teacher(path, config, taught.kd_weight, taught.kd_temperature,
                    round(taught.kd_until * plan.num_iterations))
@@ -79,7 +79,7 @@ def make_teacher(teacher, plan, dist, weights=None):
 
 def load_teacher(teacher, plan, dist):
     """Returns the teacher's GPT with its weights, or this rank's parts of them, on its device."""
-    return make_teacher(teacher, plan, dist, load_file(teacher.path / MODEL)).to(dist.device)
+    return make_teacher(teacher, plan, dist, load_tensors(teacher.path, MODEL)).to(dist.device)
 
 
 class DistillationLoss:

@@ -144,9 +144,9 @@ class Trainer:
         elif is_stopped:
             self.save()
         self.batches.close()
+        is_saved = self.saves.finish()
         if self.dist.rank > 0:
             return 0
-        is_saved = self.saves.finish()
         is_told_to_end = self.liveness.begin_to_wait_for_mirror()
         self.log.close(timeout_s=5 if is_stopped else 60)
         is_mirrored = self.saves.finish_mirror(is_told_to_end)

@@ -6,8 +6,9 @@ import threading
 import pytest
 import torch
 
-from nanochat.run import checkpoint, checkpoint_files
+from nanochat.run import checkpoint, checkpoint_files, pieces
 from nanochat.run.meta import META
+from nanochat.run.saver import Saver
 from tests.run.states import flip_a_byte, make_meta, make_state, save
 
 
@@ -18,7 +19,7 @@ def begin_save(saver, run_dir, step, state=None):
 
 def test_a_save_returns_at_once_and_a_second_one_waits_for_the_first(tmp_path):
     saved, slow = [], threading.Event()
-    saver = checkpoint.Saver(tmp_path, num_lanes=1, keep=2, before_rename=lambda: slow.wait(60), on_saved=saved.append)
+    saver = Saver(tmp_path, num_lanes=1, keep=2, before_rename=lambda: slow.wait(60), on_saved=saved.append)
     begin_save(saver, tmp_path, 1)
     assert checkpoint_files.latest(tmp_path) is None
     slow.set()
@@ -36,7 +37,7 @@ def test_the_next_call_raises_an_error_of_the_background_and_nonfinite_weights_a
     def fail():
         raise OSError(5, "Input/output error")
 
-    saver = checkpoint.Saver(tmp_path, num_lanes=1, keep=2, before_rename=fail, report=said.append)
+    saver = Saver(tmp_path, num_lanes=1, keep=2, before_rename=fail, report=said.append)
     begin_save(saver, tmp_path, 1, ({"w": torch.tensor([float("nan")])}, {}))
     saver.finish()
     assert said == ["warning: step 1 is not saved: its weights are not finite"] and saver.saved_step == 0
@@ -52,14 +53,15 @@ def test_the_next_call_raises_an_error_of_the_background_and_nonfinite_weights_a
 @pytest.mark.parametrize("name", [checkpoint_files.MODEL, META])
 def test_a_checkpoint_that_does_not_read_back_as_it_was_written_gets_no_final_name(tmp_path, monkeypatch, name):
     """The file is changed between writing and reading back, as a bad disk might change it."""
-    sync = checkpoint.sync_to_disk
+    module = checkpoint if name == META else pieces
+    sync = module.sync_to_disk
 
     def sync_and_alter(path):
         sync(path)
-        if path.name == name:
+        if path.name.startswith(name):
             flip_a_byte(path)
 
-    monkeypatch.setattr(checkpoint, "sync_to_disk", sync_and_alter)
+    monkeypatch.setattr(module, "sync_to_disk", sync_and_alter)
     with pytest.raises(OSError, match="read back"):
         save(tmp_path, 1)
     assert checkpoint_files.latest(tmp_path) is None
@@ -70,10 +72,11 @@ import os, sys, threading, time
 from pathlib import Path
 import torch
 from nanochat.run import checkpoint, checkpoint_files
+from nanochat.run.saver import Saver
 from tests.run.states import make_meta
 checkpoint.RETRY_S = 0.1
 run_dir, state = Path(sys.argv[1]), ({"w": torch.ones(500_000)}, {})
-saver = checkpoint.Saver(run_dir, num_lanes=1, keep=2, report=lambda line: print(line, flush=True))
+saver = Saver(run_dir, num_lanes=1, keep=2, report=lambda line: print(line, flush=True))
 def save(step):
     checkpoint.save_lane_states(run_dir, step, {0: {"text": "x" * 300_000}})
     saver.save(*state, make_meta(step))
@@ -106,10 +109,11 @@ import os, sys, time
 from pathlib import Path
 import torch
 from nanochat.run import checkpoint, checkpoint_files
+from nanochat.run.saver import Saver
 from tests.run.states import make_meta
 checkpoint.RETRY_S = 0.1
 run_dir, state = Path(sys.argv[1]), ({"w": torch.ones(500_000)}, {})
-saver = checkpoint.Saver(run_dir, num_lanes=1, keep=2, report=lambda line: print(line, flush=True))
+saver = Saver(run_dir, num_lanes=1, keep=2, report=lambda line: print(line, flush=True))
 ballast = run_dir / "ballast"
 with open(ballast, "wb", buffering=0) as file:
     try:
