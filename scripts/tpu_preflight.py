@@ -23,6 +23,7 @@ from pathlib import Path
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device import tpu
+from nanochat.device.mesh import all_meshes
 from nanochat.device.tpu import GIB
 from nanochat.preflight import explain
 from nanochat.preflight.compile import require_packages
@@ -165,14 +166,14 @@ def flags_of_meshes(flags, accelerator):
     given, so that TPU_MESH_CONFIG names none of them."""
     from nanochat.train.teacher import find_teacher
     tokenizer, found = load_tokenizer(flags.data.tokenizer_dir), {}
-    chips, tensor = tpu.parse_accelerator(accelerator).chips, flags.devices.mesh_tensor
-    for fsdp in (fsdp for fsdp in range(1, chips // tensor + 1) if chips % (fsdp * tensor) == 0):
-        trial = flags.replace(mesh_data=chips // (fsdp * tensor), mesh_fsdp=fsdp)
+    chips = tpu.parse_accelerator(accelerator).chips
+    for mesh in all_meshes(chips, flags.devices.mesh_tensor):
+        trial = flags.replace(mesh_data=mesh.data, mesh_fsdp=mesh.fsdp)
         try:
             find_teacher(trial, make_plan(trial, tokenizer.n_vocab, "tpu", chips), tokenizer, run_directory(flags))
         except BadInput:
             continue
-        found[fsdp] = trial
+        found[mesh.fsdp] = trial
     return found
 
 
