@@ -81,7 +81,13 @@ def describe_host(found):
             f"ended; it has {_gb(found['memory_bytes'])}" + _too_little(memory, found["memory_bytes"]),
             f"the first host's disk: {found['checkpoints']} checkpoints of {_gb(found['checkpoint_bytes'])}, and {data}"
             f"; the boot disk has {_gb(found['disk_bytes'])}" + _too_little(needed, found["disk_bytes"])
-            + (": use a larger one, or --keep_checkpoints=1" if needed > found["disk_bytes"] else "")]
+            + (f": attach another{_fewer(found)}" if needed > found["disk_bytes"] else "")]
+
+
+def _fewer(found):
+    """Returns ", or --keep_checkpoints=2" for as many as the disk has room for, with one more; "" if for none."""
+    room = (found["disk_bytes"] - (found["data_bytes"] or 0)) // found["checkpoint_bytes"]
+    return f", or --keep_checkpoints={room - 1}" if room > 1 else ""
 
 
 def _too_little(needed, available):

@@ -58,8 +58,10 @@ def test_a_host_is_compared_with_what_its_vm_has(plan_on, tmp_path):
     assert found["starting_bytes"] == pytest.approx(4 * 4 * (16 * LAYER + 2 * TABLE), rel=1e-4)
     assert found["checkpoints_bytes"] == 4 * found["checkpoint_bytes"] == 4 * found["saving_bytes"]
     assert "TOO LITTLE" not in str(describe_host(found))
-    memory, disk = describe_host(found | {"memory_bytes": 5e9, "disk_bytes": 12e9})
-    assert memory.endswith("it has 5.0 GB, TOO LITTLE") and "TOO LITTLE: use a larger one" in disk
+    memory, disk = describe_host(found | {"memory_bytes": 5e9, "disk_bytes": 12_000_000_000})
+    assert memory.endswith("it has 5.0 GB, TOO LITTLE")
+    assert disk.endswith("TOO LITTLE: attach another, or --keep_checkpoints=2")  # three of 3.2 GB
+    assert describe_host(found | {"disk_bytes": 6_000_000_000})[1].endswith("TOO LITTLE: attach another")
 
 
 @pytest.mark.parametrize("flags, size", [
