@@ -276,7 +276,9 @@ def describe(report):
     for name, found in report["explained"].items():
         lines += ["", f"of {name}:", *explain.describe(found)]
     for name, oom in report["out_of_memory"].items():
-        lines += ["", f"{name} does not fit: it needs {gib(oom['needed_bytes'])}. Largest buffers:"]
+        lines += ["", f"{name} does not fit: it needs " + (
+            f"{gib(oom['needed_bytes'])}" if oom["memory"] == "hbm" else
+            f"{oom['needed_bytes'] / 2**20:.2f} MiB of VMEM for one operation") + ". Largest buffers:"]
         lines += [f"  {gib(buffer['bytes']):>10}  {buffer['what'] or 'a temporary':<26} {buffer['shape']:<28} "
                   f"{buffer['source']}" for buffer in oom["largest"]]
     if "estimate" in report:
@@ -301,7 +303,8 @@ def describe(report):
     if report["fits"]:
         lines.append(f"fits: {gib(report['peak_bytes'])} of {gib(usable)} ({report['peak_bytes'] / usable:.0%})")
     else:
-        lines.append(f"does not fit into {gib(usable)}. Try {', or '.join(advice(report))}")
+        into = gib(usable) if all(oom["memory"] == "hbm" for oom in report["out_of_memory"].values()) else "VMEM"
+        lines.append(f"does not fit into {into}. Try {', or '.join(advice(report))}")
     return lines
 
 

@@ -120,8 +120,10 @@ def costs(hours, request):
 def explain_out_of_memory(program, compiled, resident_bytes, name_buffer):
     """Returns a JSON object about a program that does not fit: the bytes that it needs, and its largest buffers."""
     needed, buffers = estimate.large_buffers(compiled.out_of_memory)
+    is_vmem = "memory space vmem" in compiled.out_of_memory  # of one operation, such as a Pallas kernel
     return {
-        "needed_bytes": needed + resident_bytes,  # the compiler's report covers temporaries only
+        "memory": "vmem" if is_vmem else "hbm",
+        "needed_bytes": needed + (0 if is_vmem else resident_bytes),  # the compiler's report covers temporaries only
         "compile_s": compiled.seconds, "traced_instructions": program.instructions,
         "largest": [asdict(buffer) | {"what": name_buffer(buffer.shape)} for buffer in buffers[:10]],
         "report": compiled.out_of_memory[:4000],
@@ -149,6 +151,8 @@ def name_buffer_of_gpt(shape, config, batch_size, seq_len):
 def advice(report):
     """Returns the flags that would make a run fit that does not, the most promising first."""
     flags = report["flags"]
+    if any(oom["memory"] == "vmem" for oom in report["out_of_memory"].values()):
+        return ["a shorter --max_seq_len", "--kernel=chunked"]
     found = {buffer["what"] for oom in report["out_of_memory"].values() for buffer in oom["largest"][:5]}
     suggestions = []
     if report["kernel"] == "current" and found & {"attention scores", "logits"}:
