@@ -38,6 +38,8 @@ def main(argv=None):
     own, flags = read_preflight_flags(argv, __doc__, TITLES, Flags)
     if own.find_batch:
         raise BadInput("--find_batch is for base_train: a puzzle's batch is --total_batch_size, whatever fits")
+    if own.slices > 1:
+        raise BadInput("--slices is for base_train: how several would share a batch of puzzles is not known")
     if own.find_mesh:
         raise BadInput("--find_mesh is for base_train: puzzle_train divides no weights")
     return run(own, flags, trace_run)

@@ -23,8 +23,10 @@ from pathlib import Path
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device import tpu
+from nanochat.device.host_types import dcn_gbps
+from nanochat.device.mesh import all_meshes
 from nanochat.device.tpu import GIB
-from nanochat.preflight import explain
+from nanochat.preflight import between_slices, explain
 from nanochat.preflight.compile import require_packages
 from nanochat.preflight.report import (
     MICRO_STEP,
@@ -38,6 +40,7 @@ from nanochat.preflight.report import (
 )
 from nanochat.preflight.trace import prepare_environment
 from nanochat.train.flags import AUTO, TITLES, Flags
+from nanochat.train.host_plan import describe_host, estimate_host
 from nanochat.train.plan import make_plan
 from nanochat.train.prepare import run_directory
 
@@ -75,6 +78,10 @@ class PreflightFlags:
                                              "save then", of=float, above=0, at_most=1000)
     restart_minutes: float = flag(10.0, "from a preemption until the run trains again: a new VM, setup, compiling",
                                   at_least=0, at_most=10_000)
+    slices: int = flag(1, "estimate a run on so many of these TPUs, which exchange gradients over the data-centre "
+                       "network; base_train trains on one", at_least=1, at_most=1024)
+    dcn_gbps: float | None = flag(None, "Gbit/s of a host to other slices; default: what Google says of this TPU",
+                                  of=float, above=0, at_most=1e6)
 
 
 def read_preflight_flags(argv=None, description=__doc__, titles=TITLES, flags_of_training=Flags):
@@ -92,14 +99,19 @@ def read_preflight_flags(argv=None, description=__doc__, titles=TITLES, flags_of
     if own.preemptions_per_day is not None and not {"micro_step", "update"} <= set(own.programs.split(",")):
         raise BadInput(f"--preemptions_per_day={own.preemptions_per_day:g} needs the time of a step, and so micro_step "
                        f"and update in --programs={own.programs}")
-    accelerator = tpu.parse_accelerator(own.accelerator).accelerator
+    tpu_slice = tpu.parse_accelerator(own.accelerator)
+    if own.slices == 1 and own.dcn_gbps is not None:
+        raise BadInput(f"--dcn_gbps={own.dcn_gbps:g} is the network between slices, and there is one: give --slices")
+    if own.slices > 1 and own.dcn_gbps is None and dcn_gbps(tpu_slice) is None:
+        raise BadInput(f"--slices={own.slices}: the network between slices of {tpu_slice.tpu.name} is not known: give "
+                       "--dcn_gbps, the Gbit/s of a host")
     if own.json not in (None, "-"):
         _require_folder("json", own.json, Path(own.json).parent)
         if Path(own.json).is_dir():
             raise BadInput(f"--json={own.json} is a folder: name a file")
     if own.dump_dir and own.dump_dir.exists():
         _require_folder("dump_dir", own.dump_dir, own.dump_dir)
-    return replace(own, accelerator=accelerator), flags_of_training(*of_training)
+    return replace(own, accelerator=tpu_slice.accelerator), flags_of_training(*of_training)
 
 
 def _require_folder(name, value, folder):
@@ -114,11 +126,24 @@ def _require_folder(name, value, folder):
 
 
 def preflight(flags, request, say=print, trace=None):
-    """Traces the programs of a run by trace(flags, chips), by default trace_run, compiles those that `request` names,
-    and returns the report (preflight/report.py)."""
-    started = time.monotonic()
-    programs, traced = (trace or trace_run)(flags, tpu.parse_accelerator(request.accelerator).chips)
-    return make_report(programs, traced, time.monotonic() - started, flags.as_dict(), request, say)
+    """Traces the programs of a run by trace(flags, chips), compiles those that `request` names, and returns the report
+    (preflight/report.py). Without `trace`, the run is base_train's, and the report has its hosts, too."""
+    started, tpu_slice = time.monotonic(), tpu.parse_accelerator(request.accelerator)
+    of_slice = flags_of_slice(flags, tpu_slice.chips, request.slices) if request.slices > 1 else flags
+    programs, traced = (trace or trace_run)(of_slice, tpu_slice.chips)
+    report = make_report(programs, traced, time.monotonic() - started, flags.as_dict(), request, say)
+    return report if trace else report | {"host": estimate_host(flags, programs.plan, tpu_slice)}
+
+
+def flags_of_slice(flags, chips, slices):
+    """Returns the Flags of one of `slices` slices of so many chips that train the run of `flags` together: its part of
+    every batch and of the lanes. Raises BadInput if they do not divide."""
+    n_vocab = load_tokenizer(flags.data.tokenizer_dir).n_vocab
+    of_mesh = flags.replace(total_batch_size=-1, batch_ramp="", seq_len_ramp="", num_lanes=chips)
+    readers = slices * make_plan(of_mesh, n_vocab, "tpu", chips).mesh.readers
+    whole = make_plan(flags.replace(mesh_data=readers, mesh_fsdp=1, mesh_tensor=1), n_vocab, "tpu", readers)
+    return flags.replace(total_batch_size=whole.total_batch_size // slices, num_iterations=whole.num_iterations,
+                         num_lanes=flags.data.num_lanes // slices)
 
 
 def trace_run(flags, chips):
@@ -165,14 +190,14 @@ def flags_of_meshes(flags, accelerator):
     given, so that TPU_MESH_CONFIG names none of them."""
     from nanochat.train.teacher import find_teacher
     tokenizer, found = load_tokenizer(flags.data.tokenizer_dir), {}
-    chips, tensor = tpu.parse_accelerator(accelerator).chips, flags.devices.mesh_tensor
-    for fsdp in (fsdp for fsdp in range(1, chips // tensor + 1) if chips % (fsdp * tensor) == 0):
-        trial = flags.replace(mesh_data=chips // (fsdp * tensor), mesh_fsdp=fsdp)
+    chips = tpu.parse_accelerator(accelerator).chips
+    for mesh in all_meshes(chips, flags.devices.mesh_tensor):
+        trial = flags.replace(mesh_data=mesh.data, mesh_fsdp=mesh.fsdp)
         try:
             find_teacher(trial, make_plan(trial, tokenizer.n_vocab, "tpu", chips), tokenizer, run_directory(flags))
         except BadInput:
             continue
-        found[fsdp] = trial
+        found[mesh.fsdp] = trial
     return found
 
 
@@ -221,6 +246,8 @@ def describe(report):
                      f"{program['runs_per_step']:4} "
                      f"{program['traced_instructions']:6} {program['compiled_instructions']:8} "
                      f"{program['compile_s']:7.0f}")
+    if "between_slices" in report:
+        lines += between_slices.describe(report["between_slices"])
     for name, program in report["programs"].items():
         lines.append(f"  {name}: the error bar is {program['doubt']}")
         for kind, (count, num_bytes, overlapped) in program["collectives"].items():
@@ -249,7 +276,9 @@ def describe(report):
     for name, found in report["explained"].items():
         lines += ["", f"of {name}:", *explain.describe(found)]
     for name, oom in report["out_of_memory"].items():
-        lines += ["", f"{name} does not fit: it needs {gib(oom['needed_bytes'])}. Largest buffers:"]
+        lines += ["", f"{name} does not fit: it needs " + (
+            f"{gib(oom['needed_bytes'])}" if oom["memory"] == "hbm" else
+            f"{oom['needed_bytes'] / 2**20:.2f} MiB of VMEM for one operation") + ". Largest buffers:"]
         lines += [f"  {gib(buffer['bytes']):>10}  {buffer['what'] or 'a temporary':<26} {buffer['shape']:<28} "
                   f"{buffer['source']}" for buffer in oom["largest"]]
     if "estimate" in report:
@@ -269,11 +298,13 @@ def describe(report):
                          "programs throughout")
     if "preemptions" in report:
         lines += describe_preemptions(report["preemptions"], report["zone"])
+    lines += ["", *describe_host(report["host"])] if "host" in report else []
     lines.append("")
     if report["fits"]:
         lines.append(f"fits: {gib(report['peak_bytes'])} of {gib(usable)} ({report['peak_bytes'] / usable:.0%})")
     else:
-        lines.append(f"does not fit into {gib(usable)}. Try {', or '.join(advice(report))}")
+        into = gib(usable) if all(oom["memory"] == "hbm" for oom in report["out_of_memory"].values()) else "VMEM"
+        lines.append(f"does not fit into {into}. Try {', or '.join(advice(report))}")
     return lines
 
 
@@ -312,7 +343,7 @@ def run(own, train_flags, trace=None):
         (lambda line: print(line, flush=True))
     request = Request(own.accelerator, tuple(own.programs.split(",")), own.jobs, own.timeout_s, own.dump_dir,
                       own.heuristic, own.explain, own.usd_per_chip_hour, own.zone, own.preemptions_per_day,
-                      own.restart_minutes)
+                      own.restart_minutes, own.slices, own.dcn_gbps)
     report = preflight(train_flags, request, say, trace)
 
     def memory_of(flags, *programs):

@@ -48,6 +48,10 @@ class Mesh:
     def chips(self):
         return self.data * self.fsdp * self.tensor
 
+    def as_dict(self):
+        """Returns {axis: number of chips along it}."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
     @property
     def divides_weights(self):
         """Whether a chip holds a part of the weights only."""
@@ -83,6 +87,12 @@ class Mesh:
 
     def __str__(self):
         return " × ".join(f"{getattr(self, axis)} {axis}" for axis in AXES)
+
+
+def all_meshes(chips, tensor=1):
+    """Returns the Meshes of so many chips with `tensor` of them along that axis, the fewest along fsdp first."""
+    return [Mesh(chips // (fsdp * tensor), fsdp, tensor) for fsdp in range(1, chips // tensor + 1)
+            if chips % (fsdp * tensor) == 0]
 
 
 def make_mesh(data, fsdp, tensor, chips, environment=os.environ):

@@ -43,12 +43,11 @@ class Terms:
         by_text = log_softmax(logits)
         by_student = by_text if self.temperature == 1 else log_softmax(logits / self.temperature)
         by_teacher = log_softmax(taught / self.temperature)
-        rows = targets - first_row if self.sharding.tensor_groups else targets
+        rows = self.sharding.count_from(first_row, targets)
         is_target = torch.arange(head.size(0), device=head.device) == rows[:, None]
         cross_entropy = -torch.where(is_target, by_text, 0.0).sum(dim=-1)
         divergence = (by_teacher.exp() * (by_teacher - by_student)).sum(dim=-1)
-        if self.sharding.tensor_groups:
-            cross_entropy, divergence = self.sharding.sum(torch.stack([cross_entropy, divergence])).unbind()
+        cross_entropy, divergence = self.sharding.sums(cross_entropy, divergence)
         losses = (1 - self.weight) * cross_entropy + self.weight * self.temperature**2 * divergence
         d_logits = (1 - self.weight) * (by_text.exp() - is_target.float()) \
             + self.weight * self.temperature * (by_student.exp() - by_teacher.exp())

@@ -55,6 +55,10 @@ class Sharding:
         """Returns the sum over the ranks along tensor of what each of them has computed with its part."""
         return sum_in_groups(part, _lists(self.tensor_groups)) if self.tensor_groups else part
 
+    def sums(self, *parts):
+        """Returns the sums of several tensors of one shape, which travel together."""
+        return self.sum(torch.stack(parts)).unbind() if self.tensor_groups else parts
+
     def largest(self, values):
         """Returns the largest of the ranks' values, element by element."""
         return largest_in_groups(values, _lists(self.tensor_groups)) if self.tensor_groups else values
@@ -76,6 +80,10 @@ class Sharding:
             return F.log_softmax(logits, dim=-1)
         logits = logits - self.largest(logits.max(dim=-1, keepdim=True).values)
         return logits - self.sum(logits.exp().sum(dim=-1, keepdim=True)).log()
+
+    def count_from(self, first_row, ids):
+        """Returns the ids as numbers of this rank's rows of a table, of which `first_row` is the first."""
+        return ids - first_row if self.tensor_groups else ids
 
     def rows_here(self, ids, num_rows):
         """Returns which of this rank's `num_rows` rows of a table the ids mean, the first for those that others have,

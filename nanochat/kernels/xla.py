@@ -151,11 +151,10 @@ def _losses(hidden, head, targets, softcap, sharding, first_row=0):
     largest = 0.0 if 0 < softcap <= 60 else sharding.largest(logits.max(dim=-1, keepdim=True).values)
     exponentials = torch.exp(logits - largest)
     total = exponentials.sum(dim=-1, keepdim=True)
-    rows = targets - first_row if sharding.tensor_groups else targets
+    rows = sharding.count_from(first_row, targets)
     is_target = torch.arange(head.size(0), device=head.device) == rows[:, None]
     picked = torch.where(is_target, logits, 0.0).sum(dim=-1, keepdim=True)
-    if sharding.tensor_groups:
-        total, picked = sharding.sum(torch.stack([total, picked])).unbind()
+    total, picked = sharding.sums(total, picked)
     losses = (torch.log(total) + largest - picked)[:, 0]
     losses = torch.where(targets == IGNORE_INDEX, 0.0, losses)
     return losses, logits, exponentials / total, is_target

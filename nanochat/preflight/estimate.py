@@ -209,25 +209,26 @@ def parse_size(text):
 # A step and a run
 
 
-def report_run(reports, plan, tpu_slice):
+def report_run(reports, plan, tpu_slice, slices=1, between_s=0.0):
     """Returns the estimated speed and duration of a run as a JSON object: of a step in the last stage, of each stage,
     and the hours that the run takes, and would take with the batches of the last stage throughout.
 
-    reports: the ProgramReports of the run's programs. plan: of a Task. tpu_slice: a tpu.Slice.
+    reports: the ProgramReports of the run's programs. plan: of a Task. tpu_slice: a tpu.Slice. slices: how many of them
+    train the run, each by this plan; between_s: the seconds of a step in which they exchange gradients.
     """
     stages = {name: report_stage([report for report in reports if report.name in (name, "update")], first, last, plan,
-                                 tpu_slice) for first, last, name in plan.stages}
+                                 tpu_slice, slices, between_s) for first, last, name in plan.stages}
     *_, final = stages.values()
     return {name: value for name, value in final.items() if name not in ("first", "last", "hours")} | {
         "hours": sum(stage["hours"] for stage in stages.values()), "stages": stages,
-        "hours_of_last": plan.units(0, plan.num_iterations) / final[f"{plan.unit}_per_s"] / 3600}
+        "hours_of_last": slices * plan.units(0, plan.num_iterations) / final[f"{plan.unit}_per_s"] / 3600}
 
 
-def report_stage(reports, first, last, plan, tpu_slice):
+def report_stage(reports, first, last, plan, tpu_slice, slices, between_s):
     """Returns the estimated speed of the steps from `first` up to and without `last`, which run these programs."""
-    step_s, low_s, high_s = (sum(report.runs_per_step * getattr(report, name) for report in reports)
+    step_s, low_s, high_s = (between_s + sum(report.runs_per_step * getattr(report, name) for report in reports)
                              for name in ("estimated_s", "low_s", "high_s"))
-    units_per_s, units = plan.units(0, 1) / step_s, plan.units(first, last)
+    units_per_s, units = slices * plan.units(0, 1) / step_s, slices * plan.units(first, last)
     return {
         "first": first, "last": last, "step_s": step_s, "step_low_s": low_s, "step_high_s": high_s,
         f"{plan.unit}_per_s": units_per_s,

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 from nanochat.device import tpu
 from nanochat.preflight import estimate, hlo, schedule
+from nanochat.preflight.between_slices import exchange
 from nanochat.preflight.compile import compile_programs
 from nanochat.preflight.explain import explain
 from nanochat.preflight.preemptions import report_preemptions
@@ -30,12 +31,15 @@ class Request:
     zone: str | None = None  # where they hold; None: the dearest
     preemptions_per_day: float | None = None  # None: nothing is said about them
     restart_minutes: float = 10.0  # from a preemption until the run trains again
+    slices: int = 1  # that train the run together, each the `accelerator`
+    dcn_gbps: float | None = None  # Gbit/s between slices of a host, instead of what device/host_types.py knows
 
 
 def make_report(programs, traced, trace_s, flags, request, say=print):
     """Compiles the traced programs of a run that `request` names and returns the report, a JSON object.
 
-    programs: a Programs. traced: its {name: TracedProgram}; trace_s: the seconds that tracing took.
+    programs: a Programs, of one slice if there are several. traced: its {name: TracedProgram}; trace_s: the seconds
+    that tracing took.
     flags: {name: value} of all flags of the run.
     say: is called with a line of text whenever there is progress.
     """
@@ -45,10 +49,11 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
         f"{request.accelerator} ({tpu_slice.tpu.name} {tpu_slice.topology})")
     report = {
         "accelerator": request.accelerator, "chips": tpu_slice.chips, "hosts": tpu_slice.hosts,
-        "topology": tpu_slice.topology, "zone": request.zone, "flags": flags, "kernel": plan.kernel,
-        "plan": {"unit": plan.unit, "total_batch_size": plan.units(0, 1), "grad_accum_steps": plan.micro_steps(0),
-                 "num_iterations": plan.num_iterations, f"flops_per_{plan.unit[:-1]}": plan.flops_per_unit,
-                 "parameters": sum(plan.parameters.values())},
+        "topology": tpu_slice.topology, "slices": request.slices, "zone": request.zone, "flags": flags,
+        "kernel": plan.kernel,
+        "plan": {"unit": plan.unit, "total_batch_size": request.slices * plan.units(0, 1),
+                 "grad_accum_steps": plan.micro_steps(0), "num_iterations": plan.num_iterations,
+                 f"flops_per_{plan.unit[:-1]}": plan.flops_per_unit, "parameters": sum(plan.parameters.values())},
         "trace_s": trace_s, "usable_hbm_bytes": tpu_slice.tpu.usable_hbm_bytes,
         "memory": programs.memory_groups(), "programs": {}, "out_of_memory": {},
         "explained": {},
@@ -77,8 +82,12 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
     peak = max((program.peak_bytes for program in fitting), default=0)
     report["peak_bytes"] = peak or None
     report["fits"] = not report["out_of_memory"] and peak <= tpu_slice.tpu.usable_hbm_bytes
+    between_s = 0.0
+    if request.slices > 1:
+        report["between_slices"] = exchange(sum(plan.parameters.values()), request.slices, tpu_slice, request.dcn_gbps)
+        between_s = report["between_slices"]["seconds"]
     if {"update", *(name for _, _, name in plan.stages)} <= report["programs"].keys():
-        run = estimate.report_run(fitting, plan, tpu_slice)
+        run = estimate.report_run(fitting, plan, tpu_slice, request.slices, between_s)
         report["estimate"] = run | costs(run["hours"], request)
         if request.preemptions_per_day:
             found = report_preemptions(
@@ -102,17 +111,19 @@ def kind_of(name):
 
 
 def costs(hours, request):
-    """Returns the price of `hours` on the requested TPU in USD, on spot and on demand; None where it is not known."""
+    """Returns the price of `hours` on the requested slices in USD, on spot and on demand; None where it is unknown."""
     prices = {name: tpu.usd_per_hour(request.accelerator, spot, request.usd_per_chip_hour, request.zone)
               for name, spot in (("usd_spot", True), ("usd_on_demand", False))}
-    return {name: None if price is None else price * hours for name, price in prices.items()}
+    return {name: None if price is None else request.slices * price * hours for name, price in prices.items()}
 
 
 def explain_out_of_memory(program, compiled, resident_bytes, name_buffer):
     """Returns a JSON object about a program that does not fit: the bytes that it needs, and its largest buffers."""
     needed, buffers = estimate.large_buffers(compiled.out_of_memory)
+    is_vmem = "memory space vmem" in compiled.out_of_memory  # of one operation, such as a Pallas kernel
     return {
-        "needed_bytes": needed + resident_bytes,  # the compiler's report covers temporaries only
+        "memory": "vmem" if is_vmem else "hbm",
+        "needed_bytes": needed + (0 if is_vmem else resident_bytes),  # the compiler's report covers temporaries only
         "compile_s": compiled.seconds, "traced_instructions": program.instructions,
         "largest": [asdict(buffer) | {"what": name_buffer(buffer.shape)} for buffer in buffers[:10]],
         "report": compiled.out_of_memory[:4000],
@@ -140,6 +151,8 @@ def name_buffer_of_gpt(shape, config, batch_size, seq_len):
 def advice(report):
     """Returns the flags that would make a run fit that does not, the most promising first."""
     flags = report["flags"]
+    if any(oom["memory"] == "vmem" for oom in report["out_of_memory"].values()):
+        return ["a shorter --max_seq_len", "--kernel=chunked"]
     found = {buffer["what"] for oom in report["out_of_memory"].values() for buffer in oom["largest"][:5]}
     suggestions = []
     if report["kernel"] == "current" and found & {"attention scores", "logits"}:

@@ -32,6 +32,7 @@ class Meta:
     nonfinite_steps: dict = field(default_factory=dict)  # {"total": …, "in_a_row": …}
     seconds: dict = field(default_factory=dict)  # {name: seconds}, see Goodput
     task: str = "language"  # what is learnt; checkpoints of the first runs do not say it
+    mesh: dict = field(default_factory=dict)  # {axis: chips} on which it was trained; it may go on on another
     is_pause: bool = False  # the run ended here, finished or told to stop: the time until it goes on is not lost
 
     def to_json(self):
@@ -51,6 +52,7 @@ class Meta:
             "interruptions": self.interruptions,
             "bad_steps": self.nonfinite_steps,
             "seconds": self.seconds,
+            "mesh": self.mesh,
             "is_pause": self.is_pause,
         }
 
@@ -82,6 +84,7 @@ class Meta:
             interruptions=found.get("interruptions", 0),
             nonfinite_steps=found.get("bad_steps", {}),
             seconds=found.get("seconds", {}),
+            mesh=found.get("mesh", {}),
             is_pause=found.get("is_pause", False),
         )
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 from nanochat.common import BadInput
 from nanochat.device import tpu
-from nanochat.device.mesh import Mesh, make_mesh, require_divisible
+from nanochat.device.mesh import Mesh, all_meshes, make_mesh, require_divisible
 from nanochat.device.tpu import GIB
 from nanochat.kernels.choose import get_kernels
 from nanochat.train.flags import AUTO
@@ -63,14 +63,12 @@ def possible_meshes(flags, config, device_type, chips):
     """Returns the Meshes without tensor that the model and the other flags allow on so many chips, the fewest along
     fsdp first."""
     found = []
-    for fsdp in range(1, chips + 1):
-        if chips % fsdp == 0:
-            mesh = Mesh(chips // fsdp, fsdp)
-            try:
-                _require_mesh(mesh, flags, config, device_type)
-                found.append(mesh)
-            except BadInput:
-                pass
+    for mesh in all_meshes(chips):
+        try:
+            _require_mesh(mesh, flags, config, device_type)
+            found.append(mesh)
+        except BadInput:
+            pass
     return found
 
 

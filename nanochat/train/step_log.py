@@ -26,9 +26,10 @@ class StepLog:
         self._first_step, self._waiting, self._begun_at = first_step, [], time.monotonic()
         self._logger = None
         if dist.rank == 0:
-            flags = run.flags
+            flags, mesh = run.flags, training.optimizer.mesh  # which --mesh_fsdp=auto and variables do not say
             self._logger = MetricsLogger(
-                run.directory, flags.run.run, flags.as_dict(), total_steps=self._plan.num_iterations,
+                run.directory, flags.run.run, flags.as_dict() | {"mesh": mesh.as_dict()},
+                total_steps=self._plan.num_iterations,
                 resume_step=meta.step if meta else None, wandb_project=flags.run.wandb_project,
                 wandb_id=meta.wandb_id if meta else None)
 

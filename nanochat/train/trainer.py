@@ -58,7 +58,7 @@ class Trainer:
             step=self.step, interruptions=self.interruptions,
             nonfinite_steps=self.nonfinite.counts(), seconds=self.goodput.seconds(), time=time.time(),
             rng=rng_state(), task=self.task.name, data_fingerprint=self.batches.fingerprint, flags=run.flags.as_dict(),
-            wandb_id=self.log.wandb_id, **self.task.identity(),
+            wandb_id=self.log.wandb_id, **self.task.identity(), mesh=self.training.optimizer.mesh.as_dict(),
             is_pause=self.step >= run.plan.num_iterations
             or self.liveness.is_stopping and not self.liveness.is_preempted)
 

@@ -24,7 +24,7 @@ def test_large_buffers_are_named_by_their_shape(shape, what):
 def test_the_advice_follows_from_what_is_large(kernel, checkpointing, batch_size, what, advice):
     assert report.advice({
         "kernel": kernel, "flags": {"activation_checkpointing": checkpointing, "device_batch_size": batch_size},
-        "out_of_memory": {"micro_step": {"largest": [{"what": what}]}}}) == advice
+        "out_of_memory": {"micro_step": {"memory": "hbm", "largest": [{"what": what}]}}}) == advice
 
 
 def test_the_smallest_mesh_is_found_from_below():
@@ -42,7 +42,7 @@ def test_the_smallest_mesh_is_found_from_below():
 
 def test_who_cannot_fit_into_a_chip_of_many_is_told_of_the_mesh():
     common = {"kernel": "flash", "flags": {"activation_checkpointing": True, "device_batch_size": 1, "mesh_fsdp": 1},
-              "out_of_memory": {"update": {"largest": []}}}
+              "out_of_memory": {"update": {"memory": "hbm", "largest": []}}}
     assert "tpu_preflight --find_mesh" in report.advice(common | {"chips": 8})[0]
     assert "--find_mesh" not in str(report.advice(common | {"chips": 8, "kernel": "current"}))  # it has no mesh
     assert report.advice(common | {"chips": 1}) == ["a smaller model", "a TPU with more memory"]

@@ -39,7 +39,8 @@ VERSION_1 = """{
 
 def test_a_meta_is_restored_as_it_was_saved():
     meta = make_meta(7, wandb_id="abcd1234", time=1795257657.2, batch_schedule=((0, 512), (2, 768)), interruptions=2,
-                     nonfinite_steps={"total": 3, "in_a_row": 1}, seconds={"train": 20.5, "other": 1.5}, is_pause=True)
+                     nonfinite_steps={"total": 3, "in_a_row": 1}, seconds={"train": 20.5, "other": 1.5}, is_pause=True,
+                     mesh={"data": 2, "fsdp": 4, "tensor": 1})
     saved = json.loads(json.dumps(meta.to_json()))
     assert Meta.from_json(saved) == meta
     assert saved["format_version"] == FORMAT_VERSION and saved["bad_steps"] == {"total": 3, "in_a_row": 1}

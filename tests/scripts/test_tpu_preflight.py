@@ -69,11 +69,15 @@ def test_a_tiny_run_is_compiled_for_four_chips_and_fits(tiny_report):
 
 
 def test_the_top_operations_are_named_by_lines_of_this_repository_that_exist(preflight, tiny, tiny_report):
-    flash_report = preflight("--accelerator=v5litepod-4", "--kernel=flash", "--programs=micro_step",
-                             "--explain=pallas_call", *tiny).report
+    flash = preflight("--accelerator=v5litepod-4", "--kernel=flash", "--programs=micro_step",
+                      "--explain=pallas_call", "--slices=2", *tiny)
+    flash_report = flash.report
     micro = flash_report["programs"]["micro_step"]
     assert micro["pallas_calls"] > 0 and 0.9 * micro["cycles"] < micro["scheduled_cycles"] <= micro["cycles"]
     assert micro["low_s"] <= micro["estimated_s"] <= micro["high_s"]
+    assert micro["runs_per_step"] == 1 and flash_report["plan"]["total_batch_size"] == 1024  # half of it in a slice
+    assert "between slices  0.00 GB of gradients in each of 2; a host sends 0.00 GB at 100 Gbit/s" in flash.stdout
+    assert "the first host's disk: 1 checkpoints of " in flash.stdout
     explained = flash_report["explained"]["micro_step"]
     assert "pallas_call" in explained["source"] and explained["use"]["matrix"] > 0
     assert any("vmatmul" in line or "vld" in line for line in explained["critical_loop"]["program"])
@@ -100,6 +104,9 @@ def test_bad_flags_are_refused_in_one_line(preflight, tiny):
     (["--accelerator=v6e-4", "--preemptions_per_day=0"], "--preemptions_per_day=0 is not"),
     (["--accelerator=v6e-4", "--restart_minutes=5"], "--restart_minutes=5 needs --preemptions_per_day"),
     (["--accelerator=v6e-4", "--preemptions_per_day=4", "--programs=evaluate"], "needs the time of a step"),
+    (["--accelerator=v6e-4", "--slices=0"], "--slices=0 is not a whole number"),
+    (["--accelerator=v6e-4", "--dcn_gbps=50"], "--dcn_gbps=50 is the network between slices, and there is one"),
+    (["--accelerator=v4-32", "--slices=2"], "--slices=2: the network between slices of v4 is not known: give --dcn_g"),
     (["--accelerator=v6e-4", "--json=/nowhere/report.json"], "--json=/nowhere/report.json: /nowhere is not a folder"),
     (["--accelerator=v6e-4", "--json=/tmp"], "--json=/tmp is a folder"),
     (["--accelerator=v6e-4", f"--dump_dir={__file__}"], "is not a folder: name another one")])
@@ -130,6 +137,30 @@ def test_the_search_for_a_mesh_tries_those_on_which_a_run_is_possible(monkeypatc
     for fsdp, trial in trials.items():
         mesh = make_plan(trial, 65536, "tpu", 8).mesh
         assert (mesh.fsdp, mesh.tensor, mesh.chips) == (fsdp, trial.devices.mesh_tensor, 8)
+
+
+@pytest.mark.parametrize("flags, batch, lanes, steps", [
+    (["--total_batch_size=131072", "--num_iterations=7"], 65536, 32, 7),
+    (["--target_param_data_ratio=1"], 65536, 32, 2048),  # 2^17 tokens a step of both, by the horizon
+    (["--total_batch_size=131072", "--num_iterations=7", "--mesh_tensor=2", "--mesh_fsdp=2"], 65536, 32, 7)])
+def test_a_slice_has_its_part_of_batches_and_lanes_and_all_steps(monkeypatch, flags, batch, lanes, steps):
+    monkeypatch.setenv("TPU_MESH_CONFIG", "1,8")  # which the flags go before, where they name a mesh
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    found = tpu_preflight.flags_of_slice(parse_flags(flags), chips=8, slices=2)
+    assert (found.batch.total_batch_size, found.data.num_lanes, found.batch.num_iterations) == (batch, lanes, steps)
+    plan = make_plan(found, 65536, "tpu", 8)
+    assert plan.num_iterations == steps and plan.batch_tokens(0) == batch
+    assert plan.mesh.fsdp == (2 if "--mesh_tensor=2" in flags else 8)
+
+
+@pytest.mark.parametrize("flags, slices, message", [
+    (["--total_batch_size=65536"], 2, "--total_batch_size=65536 tokens does not divide by 131072 = .* × 16 devices"),
+    ([], 16, "128 devices do not divide the --num_lanes=64"),
+    (["--mesh_fsdp=3"], 2, "--mesh_data=-1 --mesh_fsdp=3")])
+def test_slices_that_do_not_divide_a_batch_are_refused(monkeypatch, flags, slices, message):
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    with pytest.raises(BadInput, match=message):
+        tpu_preflight.flags_of_slice(parse_flags(flags), chips=8, slices=slices)
 
 
 def test_a_compiler_that_takes_too_long_is_one_line(preflight, tiny):
@@ -305,6 +336,15 @@ def test_both_chips_compile_every_kernel_at_depth_2(preflight, accelerator, seq_
         micro = report["programs"]["micro_step"]
         assert report["fits"] and not micro["pallas_uncounted"]
         assert (micro["pallas_calls"] > 0) == (kernel == "flash")
+
+
+@pytest.mark.slow
+def test_rows_whose_attention_does_not_fit_into_vmem_are_named(preflight, tiny):
+    """A v4 has 16 MiB of it, and has tens of GiB of HBM left, so that a mesh would not help."""
+    process = preflight(*tiny, "--accelerator=v4-8", "--max_seq_len=2048", "--total_batch_size=8192", "--kernel=flash",
+                        "--programs=micro_step", "--heuristic", status=3)
+    assert re.search(r"micro_step does not fit: it needs 2\d\.\d\d MiB of VMEM for one operation", process.stdout)
+    assert "does not fit into VMEM. Try a shorter --max_seq_len, or --kernel=chunked" in process.stdout
 
 
 @pytest.mark.slow

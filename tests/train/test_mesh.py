@@ -1,11 +1,13 @@
 """Runs on a mesh with fsdp or tensor train as the unsharded model does, to fp32 rounding, and share checkpoints with
 it."""
+import json
 import shutil
 
 import pytest
 
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from nanochat.run.meta import load_meta
 from scripts.base_train import main
 from tests.conftest import last_of_each
 from tests.infer.test_sandbox import require_sandbox
@@ -80,6 +82,20 @@ def test_auto_leaves_the_weights_whole_on_devices_of_unknown_memory(train, refer
     run = train(*flags, "--mesh_fsdp=auto", devices=2)
     assert "2 data × 1 fsdp × 1 tensor; the memory of a device (xla) is not known" in run.stdout
     assert_same(run, reference(*flags))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_and_wandb_say_the_mesh_that_was_taken_and_the_run_goes_on_on_another(train, tokenizer_dir):
+    flags = *CHUNKED, f"--tokenizer_dir={tokenizer_dir}", "--save_every=3"
+    train(*flags, "--mesh_fsdp=auto", "--num_iterations=3", run="meshes", devices=2, WANDB_MODE="offline")
+    directory = get_base_dir() / "checkpoints" / "meshes"
+    first = load_meta(directory / "step_000003")
+    assert first.mesh == {"data": 2, "fsdp": 1, "tensor": 1} and first.flags["mesh_fsdp"] == "auto"
+    recorded, = directory.glob("wandb/offline-run-*/*.wandb")
+    assert json.dumps(first.mesh, separators=(",", ":")).encode() in recorded.read_bytes()
+    train(*flags, "--mesh_fsdp=2", "--mesh_tensor=2", "--num_iterations=6", run="meshes", devices=4,
+          WANDB_MODE="offline")
+    assert load_meta(directory / "step_000006").mesh == {"data": 1, "fsdp": 2, "tensor": 2}
 
 
 @pytest.mark.slow
