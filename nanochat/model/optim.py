@@ -19,7 +19,6 @@ from nanochat.model.parts import Parts
 ADAM_BETAS = (0.8, 0.95)
 ADAM_EPS = 1e-10
 MUON_BETA2 = 0.95
-GATHER_BYTES = 2**30  # of a whole tensor that every device has at a time while a checkpoint is copied
 REFERENCE_WIDTH = 768  # the width at which the learning rates of AdamW and the weight decay were tuned
 REFERENCE_BATCH_TOKENS = 2**19  # the batch at which all learning rates were tuned
 REFERENCE_RUN_TOKENS, SHORTEST_RUN_TOKENS = 2**32, 2**16  # longer runs have the tuned rates; no shorter was tried
@@ -379,44 +378,22 @@ class MuonAdamW:
 
     def sizes(self):
         """Returns ({name: bytes}, {name: bytes}) of the weights and the state that host_state returns."""
-        def size(name, tensor):
-            parameter = name.partition(".")[0]
-            length = self.lengths[parameter] if parameter in self.sharded else tensor.size(0)
-            return tensor.numel() // tensor.size(0) * length * tensor.element_size()
-
-        return tuple({name: size(name, tensor) for name, tensor in tensors.items()}
-                     for tensors in (self.masters, self.state))
+        return tuple({name: tensor.nbytes // tensor.size(0) * self.lengths[name.partition(".")[0]]
+                      for name, tensor in tensors.items()} for tensors in (self.masters, self.state))
 
     @torch.no_grad()
     def host_state(self, names=None):
-        """Returns ({name: weight}, {name: state}): whole fp32 copies in host memory, of the tensors in `names`, or of
-        all.
-
-        Every rank must call it, because the parts of the ranks are gathered, whoever needs them.
-        """
+        """Returns ({name: weight}, {name: state}): whole fp32 copies in host memory of the tensors in `names`, or of
+        all. Every rank must call it, because the ranks' parts are gathered, whoever needs them."""
         return tuple({name: copy for name, tensor in tensors.items()
                       if (copy := self._host_copy(name, tensor, names is None or name in names)) is not None}
                      for tensors in (self.masters, self.state))
 
     def _host_copy(self, name, tensor, is_wanted):
-        """Returns a whole copy of a tensor in host memory, or None if it is not wanted. Large tensors are gathered some
-        columns at a time, because all devices get what is gathered."""
-        parameter, columns = name.partition(".")[0], tensor.size(1) if tensor.dim() > 1 else 1
-        if parameter not in self.sharded:
-            return tensor.detach().to("cpu", copy=True) if is_wanted else None
-        length = self.lengths[parameter]
-        size = tensor.numel() // tensor.size(0) * length * tensor.element_size()
-        width = next(columns // n for n in range(1, columns + 1)
-                     if columns % n == 0 and (size // n <= GATHER_BYTES or n == columns))
-        copy = torch.empty(length, *tensor.shape[1:], dtype=tensor.dtype) if is_wanted else None
-        for begin in range(0, columns, width):
-            # Where to begin is a tensor, because a Python number would be another program for each.
-            chosen = None if width == columns else torch.arange(begin, begin + width).to(tensor.device)
-            with one_program(self.dist, f"gather {(*tensor.shape[:1], width, *tensor.shape[2:])}", collective=True):
-                part = self._gathered(parameter, tensor if chosen is None else tensor.index_select(1, chosen))
-            if is_wanted:
-                copy[:, begin:begin + width] = part.detach().cpu()
-        return copy
+        parameter = name.partition(".")[0]
+        if parameter in self.sharded:
+            return self.parts.whole_on_host(tensor, self.lengths[parameter], is_wanted)
+        return tensor.detach().to("cpu", copy=True) if is_wanted else None
 
     @torch.no_grad()
     def load_state_dict(self, state):

@@ -19,8 +19,10 @@ from nanochat.device.collectives import (
     scatter_sum_in_groups,
 )
 from nanochat.device.mesh import Mesh
+from nanochat.device.programs import one_program
 from nanochat.device.ranks import Dist
 
+GATHER_BYTES = 2**30  # of a whole tensor that every device has at a time while the ranks' parts are copied to the host
 INPUTS_DIVIDED = frozenset({"attn_o", "mlp_out"})  # their inputs are what attn_q, k and v, and mlp_in make in parts
 
 
@@ -55,6 +57,26 @@ class Parts:
             sizes = self.mesh.data, self.mesh.fsdp, self.mesh.tensor
             whole = whole.unflatten(0, (*sizes, -1)).transpose(0, 2).flatten(0, 3)
         return whole[:length]
+
+    def whole_on_host(self, part, length, is_wanted):
+        """Returns the whole tensor in host memory from the optimizer's parts of all ranks, or None if it is not wanted.
+        Every rank must call it.
+
+        Every device gets what is gathered, so a large tensor is gathered some columns at a time.
+        """
+        columns = part.size(1)
+        size = part.nbytes // part.size(0) * length
+        width = next(columns // n for n in range(1, columns + 1)
+                     if columns % n == 0 and (size // n <= GATHER_BYTES or n == columns))
+        whole = torch.empty(length, *part.shape[1:], dtype=part.dtype) if is_wanted else None
+        for begin in range(0, columns, width):
+            # Where to begin is a tensor, because a Python number would make another program of each.
+            chosen = None if width == columns else torch.arange(begin, begin + width).to(part.device)
+            with one_program(self.dist, f"gather {(part.size(0), width, *part.shape[2:])}", collective=True):
+                gathered = self.whole(part if chosen is None else part.index_select(1, chosen), length)
+            if is_wanted:
+                whole[:, begin:begin + width] = gathered.detach().cpu()
+        return whole
 
     def collect(self, slices, shapes, dtype):
         """Returns ({name: what the model computes with}, {name: the optimizer's part}) of weights that come in slices,

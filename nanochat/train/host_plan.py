@@ -7,7 +7,6 @@ files, which the processes of a host share and the system takes back when it nee
 from nanochat.common import BadInput
 from nanochat.data.bucket import in_bucket
 from nanochat.device import host_types
-from nanochat.model.gpt import GPT
 from nanochat.train.language import list_data
 from nanochat.train.mesh_plan import held_bytes
 
@@ -25,18 +24,14 @@ def estimate_host(flags, plan, tpu_slice):
 
 def starting_bytes(plan):
     """Returns the bytes that a rank holds in host memory when it brings its weights to its chip: whole fp32 weights or,
-    on a mesh that divides them, its parts of them, those of the optimizer in fp32, and the larger table. A resumed run
-    has, where the chips do not divide the layers, the largest stack of layers instead, padded (Parts.of_optimizer)."""
+    on a mesh that divides them, its parts of them, those of the optimizer in fp32, and the larger table."""
     if not plan.mesh.divides_weights:
         return 4 * sum(plan.parameters.values())
     layers, tables = plan.config.n_layer, (plan.parameters["embedding"], plan.parameters["head"])
     padded = (layers + -layers % plan.mesh.chips) / layers
     masters = 4 * (padded * plan.parameters["matrices"] + sum(tables)) / plan.mesh.chips
-    largest = max(tables)
-    if padded > 1:
-        largest = max(largest, *(padded * p.numel() for p in GPT.on_meta(plan.config).parameters() if p.dim() == 3))
     weights = held_bytes(plan.parameters, plan.dtype.itemsize, plan.mesh, layers)["weights"]
-    return weights + masters + 4 * largest
+    return weights + masters + 4 * max(tables)
 
 
 def saved_bytes(parameters):
