@@ -8,16 +8,13 @@ import torch_xla.debug.metrics as met
 
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, config_for_depth
+from nanochat.model.muon import cautious_weight_decay, newton_schulz, newton_schulz_of_all, normalise_neurons
 from nanochat.model.optim import (
     MuonAdamW,
     OptimConfig,
     batch_lr_scale,
-    cautious_weight_decay,
     lr_multiplier,
     muon_momentum,
-    newton_schulz,
-    newton_schulz_of_all,
-    normalise_neurons,
     run_lr_scale,
     width_lr_scale,
     width_weight_decay_scale,
