@@ -1,5 +1,5 @@
-"""What Muon (Jordan et al. 2024) does to stacks of matrices: it orthogonalises the direction of an update, evens out its
-neurons, and lets only those weights decay that the update shrinks, too."""
+"""What Muon (Jordan et al. 2024) does to stacks of matrices: it makes the direction of an update orthogonal, evens out
+its neurons, and lets only those weights decay that the update shrinks, too."""
 import torch
 
 from nanochat.device.xla_ops import repeat
