@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from nanochat.common import BadInput
 from nanochat.kernels import plain
+from nanochat.model.gates import ATTENTION, MLP, VALUES, gate_of, gated
 from nanochat.model.layers import softcapped
 
 TINY = 1e-30  # instead of 0, by which nothing can be divided
@@ -91,16 +92,22 @@ class _Int8Layer:
         self.attn_o = Int8Matrix(model.attn_o[index].detach())
         self.mlp_in = Int8Matrix(model.mlp_in[index].detach())
         self.mlp_out = Int8Matrix(model.mlp_out[index].detach(), is_input_positive=True)  # after ReLU²
+        if config.layer_gates:
+            self.gate_map, self.gate_scale = model.gate_map[index].detach(), model.gate_scale[index].detach()
 
     def __call__(self, x, x0, rotary, attend):
         x = (x * self.resid_scale).add_(x0, alpha=self.x0_scale)  # (B, T, C)
-        qkv = self.qkv(_norm(x)).unflatten(-1, (-1, self.head_dim))  # (B, T, heads, head_dim)
+        normed = _norm(x)
+        qkv = self.qkv(normed).unflatten(-1, (-1, self.head_dim))  # (B, T, heads, head_dim)
         q, k, v = self.heads
         qk, v = qkv.split([q + k, v], dim=2)
+        v = gated(gate_of(self, VALUES, normed[:, :, None]), v)
         qk = _norm(torch.addcmul(qk * rotary[0], qk.roll(self.head_dim // 2, dims=-1), rotary[1]))
         q, k = qk.transpose(1, 2).split([q, k], dim=1)  # (B, heads, T, head_dim)
-        x = x.add_(self.attn_o(attend(q, k, v.transpose(1, 2)).transpose(1, 2).flatten(2)))
-        return x.add_(self.mlp_out(self.mlp_in(_norm(x)).relu_().square_()))
+        attended = self.attn_o(attend(q, k, v.transpose(1, 2)).transpose(1, 2).flatten(2))
+        x = x.add_(gated(gate_of(self, ATTENTION, normed), attended))
+        normed = _norm(x)
+        return x.add_(gated(gate_of(self, MLP, normed), self.mlp_out(self.mlp_in(normed).relu_().square_())))
 
 
 def _norm(x):

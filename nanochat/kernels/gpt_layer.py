@@ -17,6 +17,7 @@ from nanochat.device.xla_ops import put, take
 from nanochat.kernels import plain
 from nanochat.kernels.layer_loop import Layer, LayerByHand
 from nanochat.kernels.sharded import WHOLE
+from nanochat.model.gates import ATTENTION, MLP, VALUES, gate_backward, gate_of, gated
 from nanochat.model.layers import NORM_EPS, gpt_layer
 
 
@@ -89,15 +90,18 @@ def _forward(attention, sharding, x, index, saved, x0, weights, window, tables):
     x_in = _mixed(x, x0, weights)
     scale = _reciprocal_rms(x_in)
 
-    def product(stack, weight):
-        return put(stack, index, (scale * F.linear(x_in, weight)).to(x.dtype), use_from_memory=True)
+    def product(stack, weight, gate=None):
+        return put(stack, index, gated(gate, scale * F.linear(x_in, weight)).to(x.dtype), use_from_memory=True)
 
-    q, k, v = product(saved.q, weights.attn_q), product(saved.k, weights.attn_k), product(saved.v, weights.attn_v)
+    q, k = product(saved.q, weights.attn_q), product(saved.k, weights.attn_k)
+    v = product(saved.v, weights.attn_v, gate_of(weights, VALUES, x_in, scale))
     y, log_sums = attention.forward(q, k, v, index, window, *tables)
-    x_mid = x_in + sharding.sum(F.linear(y, weights.attn_o))
-    h = F.relu(_reciprocal_rms(x_mid) * F.linear(x_mid, weights.mlp_in)).to(x.dtype)
+    x_mid = x_in + gated(gate_of(weights, ATTENTION, x_in, scale), sharding.sum(F.linear(y, weights.attn_o)))
+    scale = _reciprocal_rms(x_mid)
+    h = F.relu(scale * F.linear(x_mid, weights.mlp_in)).to(x.dtype)
     h = put(saved.h, index, h, use_from_memory=True)
-    out = x_mid + sharding.sum(F.linear(take(h, index).square(), weights.mlp_out))
+    out = x_mid + gated(gate_of(weights, MLP, x_mid, scale),
+                        sharding.sum(F.linear(take(h, index).square(), weights.mlp_out)))
     new_saved = Saved(q, k, v, put(saved.y, index, y), h,
                       None if saved.x_mid is None else put(saved.x_mid, index, x_mid),
                       None if log_sums is None else put(saved.log_sums, index, log_sums))
@@ -108,25 +112,47 @@ def _backward(attention, sharding, x, index, d_out, saved, x0, weights, window, 
     saved, dtype = Saved.of(attention, sharding, saved), d_out.dtype
     y, h = take(saved.y, index), take(saved.h, index)
     x_in = _mixed(x, x0, weights)
-    x_mid = x_in + F.linear(y, weights.attn_o) if saved.x_mid is None else take(saved.x_mid, index)
+    has_gates = hasattr(weights, "gate_map")
+    scale_in = _reciprocal_rms(x_in) if has_gates else None
+    gate_in = gate_of(weights, ATTENTION, x_in, scale_in)
+    x_mid = x_in + gated(gate_in, F.linear(y, weights.attn_o)) if saved.x_mid is None else take(saved.x_mid, index)
     scale = _reciprocal_rms(x_mid)
+    gate = gate_of(weights, MLP, x_mid, scale)
     # In an order of the compiler's choice, v6e would copy this product and h into another order, and back.
     d_act = attention.row_major_matmul(d_out, weights.mlp_out)
-    d_h = (2 * scale * h * d_act).to(dtype)  # with the scale of norm(x_mid)
-    d_mlp_out = _gradient_of_weight(d_out, h.square())
+    d_h = (2 * scale * h * gated(gate, d_act)).to(dtype)  # with the scale of norm(x_mid)
+    d_mlp_out = _gradient_of_weight(d_out, gated(gate, h.square()))
     d_mlp_in = _gradient_of_weight(d_h, x_mid)
-    d_mid = d_out + _norm_backward(x_mid, scale, sharding.sum(d_h @ weights.mlp_in))
-    d_attn_o = _gradient_of_weight(d_mid, y)
-    d_y = d_mid @ weights.attn_o
+    d_scaled = sharding.sum(d_h @ weights.mlp_in)
+    if has_gates:  # what leaves the MLP × its gradient is half of this sum, because the MLP is of the second degree
+        change = (x_mid.float() * d_scaled.float()).sum(-1, keepdim=True) / 2
+        d_gate, d_scale = gate_backward(weights, MLP, x_mid, scale, change)
+        d_scaled = d_scaled + d_gate * weights.gate_map[MLP]
+        d_map = _gradient_of_weight(d_gate.to(dtype), x_mid)
+    d_mid = d_out + _norm_backward(x_mid, scale, d_scaled)
+    d_attn_o = _gradient_of_weight(d_mid, gated(gate_in, y))
+    d_y = gated(gate_in, d_mid @ weights.attn_o)
     d_q, d_k, d_v = attention.backward(saved.q, saved.k, saved.v, index, window, saved.log_sums, d_y, *tables)
     scale = _reciprocal_rms(x_in)
+    d_of_gates = ()
+    if has_gates:
+        changes = [(out.float() * d_out.float()).sum(-1, keepdim=True)
+                   for out, d_out in ((take(saved.v, index), d_v), (y, d_y))]
+        d_gates, d_scales = zip(*(gate_backward(weights, which, x_in, scale, change)
+                                  for which, change in zip((VALUES, ATTENTION), changes, strict=True)), strict=True)
+        d_v = gated(gate_of(weights, VALUES, x_in, scale), d_v)
+        d_maps = _gradient_of_weight(torch.cat(d_gates, -1).to(dtype), x_in)
+        d_of_gates = torch.cat([d_maps, d_map]), torch.stack([*d_scales, d_scale])
     normed = (scale * x_in).to(dtype)
     d_attn_q, d_attn_k, d_attn_v = (_gradient_of_weight(d, normed) for d in (d_q, d_k, d_v))
     d_normed = sharding.sum(d_q @ weights.attn_q + d_k @ weights.attn_k + d_v @ weights.attn_v)
-    d_in = d_mid + _norm_backward(x_in, scale, scale * d_normed)
+    d_scaled = scale * d_normed
+    if has_gates:
+        d_scaled = d_scaled + d_gates[0] * weights.gate_map[VALUES] + d_gates[1] * weights.gate_map[ATTENTION]
+    d_in = d_mid + _norm_backward(x_in, scale, d_scaled)
     d_resid_scale, d_x0_scale = ((d_in.float() * source.float()).sum() for source in (x, x0))
-    d_weights = type(weights)(resid_scale=d_resid_scale, x0_scale=d_x0_scale, attn_q=d_attn_q, attn_k=d_attn_k,
-                              attn_v=d_attn_v, attn_o=d_attn_o, mlp_in=d_mlp_in, mlp_out=d_mlp_out)
+    d_weights = type(weights)(d_resid_scale, d_x0_scale, d_attn_q, d_attn_k, d_attn_v, d_attn_o, d_mlp_in, d_mlp_out,
+                              *d_of_gates)
     return weights.resid_scale * d_in, weights.x0_scale * d_in, d_weights
 
 

@@ -12,7 +12,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat.common import BadInput
-from nanochat.model.layers import LayerWeights, causal_mask, gpt_layer, norm, rotary_tables, softcapped
+from nanochat.model.gates import NUM_GATES
+from nanochat.model.layers import (
+    GatedLayerWeights,
+    LayerWeights,
+    causal_mask,
+    gpt_layer,
+    norm,
+    rotary_tables,
+    softcapped,
+)
 
 HEAD_DIM = 128  # the TPU's matrix unit is 128 (v5e) or 256 (v6e) wide
 
@@ -28,6 +37,7 @@ class GPTConfig:
     window_pattern: str = "L"  # one letter per layer, repeated: L sees all positions, S the last max_seq_len / 2
     softcap: float = 15.0
     rotary_base: float = 10_000.0  # see rotary_base_for
+    layer_gates: bool = False  # see gates.py
 
     def __post_init__(self):
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
@@ -115,6 +125,8 @@ class GPT(nn.Module):
         self.mlp_out = parameter(layers, width, 4 * width)
         self.resid_scale = parameter(layers)
         self.x0_scale = parameter(layers)
+        if config.layer_gates:
+            self.gate_map, self.gate_scale = parameter(layers, NUM_GATES, width), parameter(layers, NUM_GATES, 1)
         self.lm_head = parameter(config.vocab_size, width)
         cos, sin = rotary_tables(torch.arange(config.max_seq_len), config.head_dim, config.rotary_base)
         self.register_buffer("cos", cos, persistent=False)
@@ -166,7 +178,8 @@ class GPT(nn.Module):
         their own position.
         """
         x0 = norm(self.kernels.embedding(ids, self.wte, self.compute_dtype))  # (B, T, C)
-        stacks = LayerWeights(*(getattr(self, name) for name in LayerWeights._fields))
+        weights_type = GatedLayerWeights if self.config.layer_gates else LayerWeights
+        stacks = weights_type(*(getattr(self, name) for name in weights_type._fields))
         windows = self.config.windows()
         if self.kernels.run_layers and cache is None:
             rotary = self.cos[:ids.size(1)], self.sin[:ids.size(1)]
@@ -184,7 +197,7 @@ class GPT(nn.Module):
                 return cache.attend(index, q, k, v, positions, windows[index])
 
             def run_layer(x, x0, *weights, attend=attend):
-                return gpt_layer(x, x0, weights, rotary, attend)
+                return gpt_layer(x, x0, weights_type(*weights), rotary, attend)
 
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = self.kernels.recompute(run_layer, x, x0, *weights)
@@ -229,3 +242,6 @@ def initial_weights(config, seed=0):
             yield name, layer, torch.zeros(shapes[name][1:])
     yield "resid_scale", None, torch.full(shapes["resid_scale"], 1.0)
     yield "x0_scale", None, torch.full(shapes["x0_scale"], 0.1)
+    if config.layer_gates:  # every gate is 1
+        yield "gate_map", None, torch.zeros(shapes["gate_map"])
+        yield "gate_scale", None, torch.ones(shapes["gate_scale"])

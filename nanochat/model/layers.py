@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from nanochat.model.gates import ATTENTION, MLP, VALUES, gate_of, gated
+
 NORM_EPS = torch.finfo(torch.float32).eps  # for every dtype
 IGNORE_INDEX = -1  # the loss of a target with this value is 0
 
@@ -21,6 +23,10 @@ class LayerWeights(NamedTuple):
     mlp_in: torch.Tensor  # (4 C, C)
     mlp_out: torch.Tensor  # (C, 4 C)
 
+
+# The same for a model with gates (gates.py). gate_map is (3, C), gate_scale (3, 1).
+GatedLayerWeights = NamedTuple("GatedLayerWeights", [*LayerWeights.__annotations__.items(), ("gate_map", torch.Tensor),
+                                                     ("gate_scale", torch.Tensor)])
 
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_out")  # Muon updates these, AdamW the rest
 SCALES = ("resid_scale", "x0_scale")
@@ -40,9 +46,10 @@ class Kernels:
     embedding(ids, table, dtype): the vectors in table (V, C) of ids (B, T) -> (B, T, C)
     recompute(function, *args): function(*args), which is computed again in the backward pass instead of keeping its
         activations
-    run_layers(x, stacks, windows, rotary, recompute): x (B, T, C) after all layers, whose weights are the LayerWeights
-        `stacks`; windows is the sizes that occur, ints, and each layer's, int32 (layers,), or None where every layer
-        sees all positions; rotary is cos and sin (T, head_dim / 2). None where the model runs one layer after the other
+    run_layers(x, stacks, windows, rotary, recompute): x (B, T, C) after all layers, whose weights are `stacks`,
+        LayerWeights or GatedLayerWeights; windows is the sizes that occur, ints, and each layer's, int32 (layers,), or
+        None where every layer sees all positions; rotary is cos and sin (T, head_dim / 2). None where the model runs
+        one layer after the other
     """
     name: str
     attention: Callable
@@ -97,14 +104,18 @@ def softcapped(logits, softcap):
 def gpt_layer(x, x0, weights, rotary, attend):
     """One layer of the GPT: returns x (B, T, C) after attention and MLP.
 
-    x0: the embedding, which every layer adds; weights: LayerWeights, cast to the dtype of x here; rotary: cos and sin
-    (T, head_dim / 2) in the dtype of x; attend(q, k, v): attention as in Kernels, with this layer's window.
+    x0: the embedding, which every layer adds; weights: LayerWeights or GatedLayerWeights, cast to the dtype of x here;
+    rotary: cos and sin (T, head_dim / 2) in the dtype of x; attend(q, k, v): attention as in Kernels, with this layer's
+    window.
     """
-    w = LayerWeights(*(weight.to(x.dtype) for weight in weights))
+    w = type(weights)(*(weight.to(x.dtype) for weight in weights))
     x = w.resid_scale * x + w.x0_scale * x0
     normed = norm(x)
     head_dim = 2 * rotary[0].size(-1)
-    q, k, v = (split_heads(F.linear(normed, weight), head_dim) for weight in (w.attn_q, w.attn_k, w.attn_v))
+    q, k, v = (F.linear(normed, weight) for weight in (w.attn_q, w.attn_k, w.attn_v))
+    q, k, v = (split_heads(product, head_dim) for product in (q, k, gated(gate_of(w, VALUES, normed), v)))
     q, k = norm(apply_rotary(q, *rotary)), norm(apply_rotary(k, *rotary))  # QK-norm
-    x = x + F.linear(attend(q, k, v).transpose(1, 2).flatten(2), w.attn_o)
-    return x + F.linear(F.relu(F.linear(norm(x), w.mlp_in)).square(), w.mlp_out)
+    attended = F.linear(attend(q, k, v).transpose(1, 2).flatten(2), w.attn_o)
+    x = x + gated(gate_of(w, ATTENTION, normed), attended)
+    normed = norm(x)
+    return x + gated(gate_of(w, MLP, normed), F.linear(F.relu(F.linear(normed, w.mlp_in)).square(), w.mlp_out))

@@ -106,8 +106,7 @@ class Rules:
 
 
 def gpt_rules(config, total_batch_size, run_tokens, width):
-    """Returns the Rules of a GPT. config: OptimConfig; total_batch_size: tokens of the first step; run_tokens: of all
-    steps."""
+    """Returns a GPT's Rules. config: OptimConfig; total_batch_size: tokens of the first step; run_tokens: in all."""
     scale = batch_lr_scale(total_batch_size) * run_lr_scale(run_tokens)
     adam_scale = scale * width_lr_scale(width)
     return Rules({
@@ -115,6 +114,7 @@ def gpt_rules(config, total_batch_size, run_tokens, width):
         "lm_head": AdamW(config.unembedding_lr * adam_scale),
         "resid_scale": AdamW(config.scalar_lr * 0.01 * scale),  # it multiplies the residual stream once per layer
         "x0_scale": AdamW(config.scalar_lr * scale),
+        "gate_map": AdamW(0.001 * adam_scale), "gate_scale": AdamW(0.035 * scale),  # other rates were not tried
     }, config.matrix_lr * scale, config.weight_decay * width_weight_decay_scale(width))
 
 

@@ -130,6 +130,7 @@ FLAGS_OF_CONFIG = {"n_layer": "--depth", "n_embd": "--model_dim", "n_head": "--n
                    "n_kv_head": "--num_kv_heads", "vocab_size": "the vocabulary of --tokenizer_dir"}
 
 
+OLDER_CONFIG = {"layer_gates": False}  # of checkpoints from before a field existed
 ADVICE = "resume with the flags it was trained with, or choose another --run"
 
 
@@ -139,9 +140,9 @@ def require_match(path, meta, *, config, tokenizer_sha256, data_fingerprint):
     config: the model's config as a dict; None for anything that need not match.
     """
     for key, value in (config or {}).items():
-        if meta.config.get(key) != value:
+        if (saved := meta.config.get(key, OLDER_CONFIG.get(key))) != value:
             raise BadInput(f"{path} is of another architecture: {FLAGS_OF_CONFIG.get(key, f'--{key}')} is "
-                           f"{meta.config.get(key)} there and {value} here: {ADVICE}")
+                           f"{saved} there and {value} here: {ADVICE}")
     for saved, value, what in ((meta.tokenizer_sha256, tokenizer_sha256, "another tokenizer than --tokenizer_dir"),
                                (meta.data_fingerprint, data_fingerprint, "other data than that in --data_dir")):
         if value is not None and saved != value:

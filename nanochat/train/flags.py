@@ -94,6 +94,8 @@ class ModelFlags:
     window_pattern: str = flag("L", "attention windows, one letter per layer, repeated: L all positions, S half of "
                                "them; the last layer is always L")
     softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)
+    layer_gates: bool = flag(False, "attention's values and what attention and MLP add are multiplied by gates, "
+                             "learnt numbers that depend on the token")
 
 
 @dataclass(frozen=True)

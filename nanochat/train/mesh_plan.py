@@ -145,6 +145,9 @@ def require_parts(mesh, config):
     """Raises BadInput if a Mesh cannot divide the weights of a GPTConfig's model."""
     if not mesh.divides_weights:
         return
+    if config.layer_gates:
+        raise BadInput(f"{mesh.source} divides the weights, and the gates of --layer_gates cannot be "
+                       f"divided: use {mesh.ask_for_whole_weights()}, or leave --layer_gates out")
     require_divisible(mesh, "tensor", {
         "the attention heads (--num_heads)": config.n_head,
         "the heads of keys and values (--num_kv_heads)": config.n_kv_head})

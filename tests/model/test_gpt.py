@@ -45,6 +45,11 @@ def reference_logits(model, ids):
             out[i + half] = x[i + half] * math.cos(angle) - x[i] * math.sin(angle)
         return out
 
+    def gate(layer, which, h):  # (T, 1)
+        if not c.layer_gates:
+            return 1
+        return w["gate_scale"][layer, which] * (1 + torch.tanh(h @ w["gate_map"][layer, which] / 2))[:, None]
+
     rows = []
     for row in ids:
         x = x0 = rms(w["wte"][row])
@@ -52,6 +57,7 @@ def reference_logits(model, ids):
             x = w["resid_scale"][layer] * x + w["x0_scale"][layer] * x0
             h = rms(x)
             q, k, v = (h @ w[name][layer].T for name in ("attn_q", "attn_k", "attn_v"))
+            v = gate(layer, 0, h) * v
             attended = torch.zeros_like(x)
             for head in range(c.n_head):
                 mine = slice(head * c.head_dim, (head + 1) * c.head_dim)
@@ -62,14 +68,16 @@ def reference_logits(model, ids):
                     query = rms(rotate(q[t, mine], t))
                     scores = torch.stack([query @ rms(rotate(k[s, shared], s)) for s in range(first, t + 1)])
                     attended[t, mine] = torch.softmax(scores / math.sqrt(c.head_dim), 0) @ v[first:t + 1, shared]
-            x = x + attended @ w["attn_o"][layer].T
-            x = x + F.relu(rms(x) @ w["mlp_in"][layer].T).square() @ w["mlp_out"][layer].T
+            x = x + gate(layer, 1, h) * (attended @ w["attn_o"][layer].T)
+            h = rms(x)
+            x = x + gate(layer, 2, h) * (F.relu(h @ w["mlp_in"][layer].T).square() @ w["mlp_out"][layer].T)
         logits = rms(x) @ w["lm_head"].T
         rows.append(c.softcap * torch.tanh(logits / c.softcap))
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("overrides", [{}, {"n_kv_head": 2}, {"n_kv_head": 1, "window_pattern": "SSL"}])
+@pytest.mark.parametrize("overrides", [{}, {"n_kv_head": 2}, {"n_kv_head": 1, "window_pattern": "SSL"},
+                                       {"layer_gates": True}])
 def test_logits_equal_an_independent_reference(overrides):
     config = GPTConfig(**{**TINY, **overrides})
     model, ids = build(config), some_ids(config)
@@ -102,13 +110,13 @@ def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
 @pytest.mark.parametrize("kernel, device_type", [
     ("current", "cpu"), ("chunked", "cpu"), ("current", "xla"), ("chunked", "xla"), ("flash", "xla")])
-@pytest.mark.parametrize("softcap", [15.0, 0.0])
+@pytest.mark.parametrize("softcap, layer_gates", [(15.0, False), (0.0, True)])
 def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_checkpointing, device_type, softcap,
-                                                          monkeypatch):
+                                                          layer_gates, monkeypatch):
     monkeypatch.setattr(plain, "CHUNK_TOKENS", 5)
     monkeypatch.setattr(xla, "CHUNK_TOKENS", 8 if activation_checkpointing else 100)
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
-                       window_pattern="SL", softcap=softcap)
+                       window_pattern="SL", softcap=softcap, layer_gates=layer_gates)
     ids, targets = some_ids(config), some_ids(config, seed=5)
     targets[0, 3] = IGNORE_INDEX
     reference = build(config)
@@ -132,8 +140,9 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
                                    msg=lambda m, name=name: name + m)
 
 
-def test_cached_hidden_states_equal_uncached_ones():
-    config = GPTConfig(**{**TINY, "n_kv_head": 2, "window_pattern": "SL"})
+@pytest.mark.parametrize("layer_gates", [False, True])
+def test_cached_hidden_states_equal_uncached_ones(layer_gates):
+    config = GPTConfig(**{**TINY, "n_kv_head": 2, "window_pattern": "SL", "layer_gates": layer_gates})
     model, ids = build(config), some_ids(config)
     with torch.no_grad():
         cache = KVCache(config, 2, config.max_seq_len, torch.float32, "cpu")

@@ -1,0 +1,73 @@
+"""--layer_gates. tests/model/test_gpt.py compares their logits with a reference,
+their gradients on every kernel, and their cached generation."""
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from nanochat.common import BadInput
+from nanochat.infer.export import check_exportable
+from nanochat.infer.quantize import Int8GPT
+from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.run.meta import Meta, require_match
+from nanochat.train.flags import parse_flags
+from nanochat.train.plan import describe_plan, make_plan
+from tests.model.test_gpt import TINY, build, some_ids
+
+GATED = GPTConfig(**TINY, layer_gates=True)
+
+
+def test_a_model_with_gates_begins_as_the_plain_one():
+    plain, gated = build(GPTConfig(**TINY)), build(GATED)
+    new = GPT(GATED, gated.kernels).init_weights(seed=1)
+    missing = gated.load_state_dict(plain.state_dict(), strict=False).missing_keys
+    assert missing == ["gate_map", "gate_scale"]
+    ids = some_ids(GATED)
+    assert not torch.equal(gated(ids), plain(ids))
+    gated.gate_map.data, gated.gate_scale.data = new.gate_map.data, new.gate_scale.data
+    assert torch.equal(gated(ids), plain(ids))
+
+
+def test_no_gradient_comes_from_the_future():
+    model, ids = build(GATED), some_ids(GATED)
+    embedded = []
+
+    def embedding(*arguments):
+        embedded.append(plain_embedding(*arguments).detach().requires_grad_())
+        return embedded[0]
+
+    plain_embedding = model.kernels.embedding
+    object.__setattr__(model.kernels, "embedding", embedding)
+    model(ids)[:, 5].square().sum().backward()
+    found = embedded[0].grad.abs().sum(-1)  # (B, T)
+    assert (found[:, :6] > 0).all() and (found[:, 6:] == 0).all()
+
+
+def test_weights_of_8_bits_have_the_gates_too():
+    model, ids = build(GATED), some_ids(GATED)
+    exact, rounded = model(ids), Int8GPT(model)(ids)
+    model.gate_map.data.zero_()
+    model.gate_scale.data.fill_(1)
+    assert (rounded - exact).abs().mean() < 0.1 * (model(ids) - exact).abs().mean()
+
+
+def test_what_cannot_have_gates_refuses_them():
+    with pytest.raises(BadInput, match="the model has gate_map, gate_scale, which cannot be exported"):
+        check_exportable(build(GATED))
+    flags = parse_flags(["--layer_gates", "--mesh_fsdp=2"])
+    with pytest.raises(BadInput, match="--mesh_fsdp=2.* the gates of --layer_gates cannot be divided: use"):
+        make_plan(flags, 65536, "tpu", 8)
+
+
+def test_a_checkpoint_from_before_the_flag_has_no_gates():
+    config = {name: value for name, value in asdict(GPTConfig(**TINY)).items() if name != "layer_gates"}
+    meta = Meta(step=1, config=config, tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
+    require_match("here", meta, config=asdict(GPTConfig(**config)), tokenizer_sha256=None, data_fingerprint=None)
+    with pytest.raises(BadInput, match="--layer_gates is False there and True here"):
+        require_match("here", meta, config=asdict(GATED), tokenizer_sha256=None, data_fingerprint=None)
+
+
+def test_the_plan_counts_the_gates():
+    plan = make_plan(parse_flags(["--depth=4", "--layer_gates"]), 65536, "cpu", 1)
+    assert plan.parameters["gates"] == 4 * 3 * 257
+    assert "3,084 gates" in describe_plan(plan, type("Tokenizer", (), {"n_vocab": 65536, "sha256": "0" * 64}))[2]
