@@ -14,7 +14,8 @@ import torch
 from nanochat.common import BadInput
 
 META = "meta.json"
-FORMAT_VERSION = 4  # 1 has no format_version, 2 no rotary_base in a GPT's config, 3 no tasks in a TRM's
+# 1 has no format_version, 2 no rotary_base in a GPT's config, 3 no tasks in a TRM's, 4 no layer_gates in a GPT's
+FORMAT_VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,8 @@ class Meta:
             if not isinstance(found[name], kind):
                 raise TypeError(f"{name} is {json.dumps(found[name])[:40]}")
         task, version = found.get("task", "language"), found.get("format_version", 1)
-        added = {}
-        if task == "language" and version < 3:
-            added = {"rotary_base": 10_000.0}
-        elif task == "puzzles" and version < 4:
-            added = {"tasks": 0}
+        older = {"language": ((3, "rotary_base", 10_000.0), (5, "layer_gates", False)), "puzzles": ((4, "tasks", 0),)}
+        added = {name: value for since, name, value in older.get(task, ()) if version < since}
         return cls(
             task=task,
             step=found["step"],
@@ -130,7 +128,6 @@ FLAGS_OF_CONFIG = {"n_layer": "--depth", "n_embd": "--model_dim", "n_head": "--n
                    "n_kv_head": "--num_kv_heads", "vocab_size": "the vocabulary of --tokenizer_dir"}
 
 
-OLDER_CONFIG = {"layer_gates": False}  # of checkpoints from before a field existed
 ADVICE = "resume with the flags it was trained with, or choose another --run"
 
 
@@ -140,9 +137,9 @@ def require_match(path, meta, *, config, tokenizer_sha256, data_fingerprint):
     config: the model's config as a dict; None for anything that need not match.
     """
     for key, value in (config or {}).items():
-        if (saved := meta.config.get(key, OLDER_CONFIG.get(key))) != value:
+        if meta.config.get(key) != value:
             raise BadInput(f"{path} is of another architecture: {FLAGS_OF_CONFIG.get(key, f'--{key}')} is "
-                           f"{saved} there and {value} here: {ADVICE}")
+                           f"{meta.config.get(key)} there and {value} here: {ADVICE}")
     for saved, value, what in ((meta.tokenizer_sha256, tokenizer_sha256, "another tokenizer than --tokenizer_dir"),
                                (meta.data_fingerprint, data_fingerprint, "other data than that in --data_dir")):
         if value is not None and saved != value:

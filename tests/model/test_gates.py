@@ -59,12 +59,11 @@ def test_what_cannot_have_gates_refuses_them():
         make_plan(flags, 65536, "tpu", 8)
 
 
-def test_a_checkpoint_from_before_the_flag_has_no_gates():
-    config = {name: value for name, value in asdict(GPTConfig(**TINY)).items() if name != "layer_gates"}
-    meta = Meta(step=1, config=config, tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
-    require_match("here", meta, config=asdict(GPTConfig(**config)), tokenizer_sha256=None, data_fingerprint=None)
-    with pytest.raises(BadInput, match="--layer_gates is False there and True here"):
-        require_match("here", meta, config=asdict(GATED), tokenizer_sha256=None, data_fingerprint=None)
+def test_a_run_resumes_with_the_gates_that_it_began_with():
+    meta = Meta(step=1, config=asdict(GATED), tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
+    require_match("here", meta, config=asdict(GATED), tokenizer_sha256=None, data_fingerprint=None)
+    with pytest.raises(BadInput, match="--layer_gates is True there and False here"):
+        require_match("here", meta, config=asdict(GPTConfig(**TINY)), tokenizer_sha256=None, data_fingerprint=None)
 
 
 def test_the_plan_counts_the_gates():
