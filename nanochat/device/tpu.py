@@ -35,6 +35,7 @@ class TpuType:
     max_chips_per_host: int  # of a slice that is one host
     runtime_version: str  # of the VM image
     matrix_unit: int = 128  # width of a matrix unit
+    max_whole: int | None = None  # positions of a sequence for which attention has room in VMEM, if few
     scoped_vmem_kib: int | None = None  # VMEM for the tiles of one operation, if libtpu is slower with its own
     async_gathers: bool = True  # libtpu, or torch_xla, lets all-gathers run beside products without being told
     async_exchange_chips: int = 2**20  # of the largest slice for which libtpu compiles exchanges that others hide
@@ -44,7 +45,7 @@ class TpuType:
 # 4 of 128 × 128 in each core of v4, v5e and v5p, 4 of 256 × 256 on v6e.
 TPU_TYPES = {tpu.name: tpu for tpu in (
     TpuType("v4", "v4", 275e12, 32 * GIB, _gib(30.75), 1200e9, 600e9, 2**18, 3, 2, 4, "tpu-ubuntu2204-base",
-            async_gathers=False),
+            max_whole=1024, async_gathers=False),
     TpuType("v5e", "v5litepod", 197e12, 16 * GIB, _gib(15.75), 819e9, 400e9, 2**17, 2, 1, 8, "v2-alpha-tpuv5-lite",
             scoped_vmem_kib=32768, async_exchange_chips=16),
     TpuType("v5p", "v5p", 459e12, 95 * GIB, _gib(95.74), 2765e9, 1200e9, 2**18, 3, 2, 4, "v2-alpha-tpuv5"),

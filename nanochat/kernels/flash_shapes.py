@@ -16,6 +16,12 @@ def require_shapes(kernel, config, device_type):
                        "change --num_heads or --max_seq_len, or use --kernel=chunked")
 
 
+def segment_of(length, max_whole):
+    """Returns how many positions of a longer sequence a kernel works on at a time, if the chip has room for sequences
+    of `max_whole` as a whole: half of that at most, because some sums are of all segments."""
+    return next(segment for segment in range(max_whole // 2, 0, -128) if length % segment == 0)
+
+
 def is_length(length, step=128):
     """Whether the kernels can run sequences of this length. step: that of lengths up to MAX_WHOLE."""
     return length % step == 0 if length <= MAX_WHOLE else length % SEGMENT == 0 and length <= MAX_SEQ_LEN

@@ -7,11 +7,14 @@ logarithm of each query's sum of exponentials, so that the backward pass knows e
 score.
 """
 from nanochat.kernels import pallas_long, pallas_short
-from nanochat.kernels.flash_shapes import MAX_WHOLE
+from nanochat.kernels.flash_shapes import MAX_WHOLE, segment_of
 
 
-def _kernels(q):
-    return pallas_short if q.shape[2] <= MAX_WHOLE else pallas_long
+def _run(name, place, q, *others, max_whole=None, **options):
+    length, max_whole = q.shape[2], max_whole or MAX_WHOLE
+    if length <= max_whole:
+        return getattr(pallas_short, name)(place, q, *others, **options)
+    return getattr(pallas_long, name)(place, q, *others, segment=segment_of(length, max_whole), **options)
 
 
 def forward(place, q, *others, **options):
@@ -21,12 +24,13 @@ def forward(place, q, *others, **options):
     q: a stack (layers, B, T, H × 128); others: k and v, (layers, B, T, H_kv × 128), and cos and sin, as in
     pallas_parts.rotated_norm, fp32.
     options: `windows`, the sizes that occur, ints; empty: all layers see all positions, and place[1] says nothing.
-    `matrix_unit`, the width of the chip's matrix units; `eps`; `interpret`.
+    `matrix_unit`, the width of the chip's matrix units; `max_whole`, the positions of a sequence that it has in VMEM as
+    a whole, MAX_WHOLE by default; `eps`; `interpret`.
     """
-    return _kernels(q).forward(place, q, *others, **options)
+    return _run("forward", place, q, *others, **options)
 
 
 def backward(place, q, *others, **options):
     """Gradients of the layer's q, k and v from that of its output. others: k and v; log_sums, a stack (layers, …) of
     what `forward` returned; d_out (B, T, H × 128); cos and sin. The rest as in `forward`."""
-    return _kernels(q).backward(place, q, *others, **options)
+    return _run("backward", place, q, *others, **options)

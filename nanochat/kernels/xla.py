@@ -23,13 +23,13 @@ CHUNK_TOKENS = 8192  # tokens whose logits are held at a time, in bf16: 8192 × 
 def get_kernels(name, interpret, sharding):
     """Returns the Kernels `chunked` or `flash`. interpret: Pallas kernels run as plain XLA operations, which a CPU can
     do: the numbers are right, and it is slow. sharding: how the ranks divide the weights."""
-    matrix_unit = _matrix_unit()
+    chip = _options_of_chip()
     if name == "flash":
         import_jax()
 
     def run_all(x, stacks, windows, rotary, recompute):
         sizes, of_layers = windows or ((), None)
-        attention = _pallas_attention(interpret, matrix_unit, sizes) if name == "flash" else PYTORCH_ATTENTION
+        attention = _pallas_attention(interpret, *chip, sizes) if name == "flash" else PYTORCH_ATTENTION
         tables = _pallas_tables(*rotary) if name == "flash" else rotary
         return run_layers(gpt_layer_for_loop(attention, sharding), x, stacks, of_layers, tables, recompute)
 
@@ -72,18 +72,22 @@ def _pallas_tables(cos, sin):
     return torch.cat([cos.t(), cos.t()]), torch.cat([sin.t(), -sin.t()])
 
 
-def _matrix_unit():
-    """The width of the matrix units of this machine's TPU, or of that for which it compiles (preflight)."""
-    accelerator = tpu.detect_accelerator()
-    return tpu.parse_accelerator(accelerator).tpu.matrix_unit if accelerator else 128
+def _options_of_chip():
+    """Returns matrix_unit and max_whole (see pallas_attention) of this machine's TPU, or of that for which it compiles
+    (preflight)."""
+    if accelerator := tpu.detect_accelerator():
+        found = tpu.parse_accelerator(accelerator).tpu
+        return found.matrix_unit, found.max_whole
+    return 128, None
 
 
 @cache
-def _pallas_attention(interpret, matrix_unit, windows):
+def _pallas_attention(interpret, matrix_unit, max_whole, windows):
     from nanochat.kernels import pallas_attention, pallas_parts
 
     def call(function, index, window, *arrays):
-        options = dict(eps=NORM_EPS, windows=windows, matrix_unit=matrix_unit, interpret=interpret)
+        options = dict(eps=NORM_EPS, windows=windows, matrix_unit=matrix_unit, max_whole=max_whole,
+                       interpret=interpret)
         place = torch.stack([index, torch.zeros_like(index) if window is None else window])
         return jax_call(_with_options(function, **options), place, *arrays)
 

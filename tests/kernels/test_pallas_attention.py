@@ -8,6 +8,7 @@ import torch
 
 from nanochat.kernels import pallas_attention, pallas_long, plain
 from nanochat.kernels.attention_tiles import BACKWARD_TILES, FORWARD_TILES, list_tiles
+from nanochat.kernels.flash_shapes import segment_of
 from nanochat.kernels.xla import _pallas_tables
 from nanochat.model.layers import NORM_EPS, apply_rotary, norm, rotary_tables, split_heads
 
@@ -70,6 +71,26 @@ def test_in_segments_they_are_those_of_float64_too(length, heads, kv_heads, wind
     by_segments = by_pallas(*operands, window, matrix_unit, pallas_long, segment=256)
     for found, exact in zip(by_segments, in_float64(*operands, window), strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("length, max_whole, segment", [
+    (8192, 4096, 2048), (32768, 4096, 2048), (2048, 1024, 512), (1536, 1024, 512), (1152, 1024, 384)])
+def test_segments_have_room_and_divide_the_sequence(length, max_whole, segment):
+    assert segment_of(length, max_whole) == segment
+
+
+def test_a_chip_with_little_room_works_in_segments(monkeypatch):
+    operands, segments, run = some_operands(512, 2, 1, torch.float32), [], pallas_long.forward
+
+    def run_and_note(*args, segment, **options):
+        segments.append(segment)
+        return run(*args, segment=segment, **options)
+
+    monkeypatch.setattr(pallas_long, "forward", run_and_note)
+    found = by_pallas(*operands, None, 128, max_whole=256)
+    assert segments == [128]
+    for tensor, exact in zip(found, in_float64(*operands, None), strict=True):
+        torch.testing.assert_close(tensor.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
 
 
 @pytest.mark.parametrize("matrix_unit", [128, 256])
