@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.run import watchdog
-from nanochat.run.checkpoint import SAVE_TIMEOUT_S
+from nanochat.run.saver import SAVE_TIMEOUT_S
 from nanochat.run.uploader import WAIT_S
 
 RANKS = 3

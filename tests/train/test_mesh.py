@@ -87,7 +87,8 @@ def test_auto_leaves_the_weights_whole_on_devices_of_unknown_memory(train, refer
 @pytest.mark.slow
 def test_a_checkpoint_and_wandb_say_the_mesh_that_was_taken_and_the_run_goes_on_on_another(train, tokenizer_dir):
     flags = *CHUNKED, f"--tokenizer_dir={tokenizer_dir}", "--save_every=3"
-    train(*flags, "--mesh_fsdp=auto", "--num_iterations=3", run="meshes", devices=2, WANDB_MODE="offline")
+    train(*flags, "--mesh_fsdp=auto", "--num_iterations=3", run="meshes", devices=2, WANDB_MODE="offline",
+          new_process=("-m", "scripts.base_train"))
     directory = get_base_dir() / "checkpoints" / "meshes"
     first = load_meta(directory / "step_000003")
     assert first.mesh == {"data": 2, "fsdp": 1, "tensor": 1} and first.flags["mesh_fsdp"] == "auto"
