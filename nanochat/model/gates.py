@@ -3,7 +3,7 @@ adds are multiplied by a number each that depends on the token.
 
 A gate is a × 2 × sigmoid(map · norm(x)), where x is what the layer's attention or MLP reads, and a a number and map a
 vector that are learnt. It is 1 at first, so a model begins as the plain one. These are hyper-connections (arXiv
-2409.19606, 2512.24880) of one stream: in dev/LOG.md more streams were dearer and no better.
+2409.19606, 2512.24880) of one stream: more streams were dearer, and no better in the runs of dev/LOG.md.
 """
 import torch
 

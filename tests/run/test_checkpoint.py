@@ -1,5 +1,4 @@
 """Checkpoints are saved whole or not at all, and load as they were saved."""
-import multiprocessing
 import subprocess
 import threading
 import time
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from nanochat.run import checkpoint, checkpoint_files
-from tests.run.states import flip_a_byte, make_meta, make_state, names, save
+from tests.run.states import flip_a_byte, kill_at_any_moment, make_meta, make_state, names, save
 
 
 def test_a_checkpoint_loads_as_it_was_saved_bit_for_bit(tmp_path):
@@ -72,23 +71,7 @@ def _save_for_ever(run_dir):
 
 
 def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
-    context = multiprocessing.get_context("forkserver")  # this process may have an XLA runtime and its threads
-    context.set_forkserver_preload([__name__])
-    for moment in range(6):
-        process = context.Process(target=_save_for_ever, args=(tmp_path,))
-        process.start()
-        give_up = time.monotonic() + 60
-        while checkpoint_files.latest(tmp_path) is None and time.monotonic() < give_up:
-            time.sleep(0.001)
-        time.sleep(0.007 * moment)
-        process.kill()
-        process.join()
-        for path in checkpoint_files.list_checkpoints(tmp_path):
-            assert checkpoint_files.find_problem(path) is None
-        assert checkpoint_files.latest(tmp_path) is not None
-        checkpoint_files.clean_partial(tmp_path)
-        assert not any(name.endswith(".tmp") for name in names(tmp_path))
-        checkpoint_files.set_aside_after(tmp_path, -1)
+    kill_at_any_moment(_save_for_ever, tmp_path, pause_s=0.007)
 
 
 def test_an_error_while_saving_leaves_the_old_checkpoint_and_frees_the_disk(tmp_path, monkeypatch):

@@ -1,28 +1,19 @@
 """Which checkpoints a run has, keeps, sets aside and resumes from, and how much disk they need."""
-import os
 
 import pytest
 
 from nanochat.common import BadInput
 from nanochat.run import checkpoint_files
 from nanochat.run.meta import META
-from tests.run.states import flip_a_byte, make_state, names, save
+from tests.run.states import DAMAGES, damage, flip_a_byte, make_state, names, save
 
 
 @pytest.mark.parametrize("name", [checkpoint_files.MODEL, checkpoint_files.OPTIMIZER, checkpoint_files.LANES, META,
                                   checkpoint_files.SUMS])
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "emptied"])
-def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_used(tmp_path, name, damage):
+@pytest.mark.parametrize("how", DAMAGES)
+def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_used(tmp_path, name, how):
     good, bad = save(tmp_path, 100), save(tmp_path, 200)
-    file = bad / name
-    if damage == "truncated":
-        os.truncate(file, file.stat().st_size - 10)
-    elif damage == "flipped":
-        flip_a_byte(file, offset=5)
-    elif damage == "emptied":
-        os.truncate(file, 0)
-    else:
-        file.unlink()
+    damage(bad / name, how)
     messages = []
     assert checkpoint_files.latest_good(tmp_path, messages.append) == good
     assert len(messages) == 1 and str(bad) in messages[0] and "damaged" in messages[0]

@@ -1,10 +1,7 @@
 """Checkpoints whose tensors are divided into pieces that several ranks write."""
 import json
-import multiprocessing
-import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 
@@ -17,7 +14,7 @@ from nanochat.run.checkpoint_files import MODEL, OPTIMIZER
 from nanochat.run.mirror import run_mirror
 from nanochat.run.pieces import Layout, load_tensors, sizes_of
 from nanochat.run.saver import PartSaver, Saver
-from tests.run.states import flip_a_byte, make_meta, names
+from tests.run.states import DAMAGES, damage, kill_at_any_moment, make_meta, names, run_on_small_disk
 
 PIECE_BYTES = 1000
 WRITERS = 3
@@ -96,18 +93,10 @@ def test_the_library_that_others_read_such_checkpoints_with_reads_them(tmp_path)
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "optimizer.safetensors.index.json",
                                   "model-00003-of-00007.safetensors", "optimizer-00001-of-00007.safetensors"])
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "emptied"])
-def test_any_damage_to_a_piece_or_an_index_is_found_and_the_checkpoint_before_is_used(tmp_path, name, damage):
+@pytest.mark.parametrize("how", DAMAGES)
+def test_any_damage_to_a_piece_or_an_index_is_found_and_the_checkpoint_before_is_used(tmp_path, name, how):
     good, bad = save_in_pieces(tmp_path, 100), save_in_pieces(tmp_path, 200)
-    file = bad / name
-    if damage == "truncated":
-        os.truncate(file, file.stat().st_size - 10)
-    elif damage == "flipped":
-        flip_a_byte(file, offset=5)
-    elif damage == "emptied":
-        os.truncate(file, 0)
-    else:
-        file.unlink()
+    damage(bad / name, how)
     messages = []
     is_of_weights = name.startswith("model")
     assert bool(checkpoint_files.find_problem(bad, weights_only=True)) == is_of_weights
@@ -228,15 +217,8 @@ assert checkpoint_files.latest_good(run_dir).name == "step_000001" and saver.sav
 
 def test_a_part_that_finds_no_room_stops_no_run_and_is_saved_once_there_is_space(tmp_path):
     """A disk of 7 MB has room for the first rank's part and for probes, and not for the other's 4 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = f"mount -t tmpfs -o size=7m tmpfs {disk} && exec {sys.executable} -c '{FULL_DISK}' {disk}"
-    process = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command],
-                             capture_output=True, text=True, timeout=120)
-    if "unshare" in process.stderr or "mount:" in process.stderr:
-        pytest.skip(f"no user namespaces here: {process.stderr.strip()}")
-    assert process.returncode == 0, process.stdout + process.stderr
-    complaint = process.stdout.partition("now there is space")[0]
+    said = run_on_small_disk(tmp_path, FULL_DISK, megabytes=7)
+    complaint = said.partition("now there is space")[0]
     assert "warning: the disk is full" in complaint and "another rank has no room for its part" in complaint
 
 
@@ -248,21 +230,7 @@ def _save_for_ever(run_dir):
 
 
 def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
-    context = multiprocessing.get_context("forkserver")  # this process may have an XLA runtime and its threads
-    context.set_forkserver_preload([__name__])
-    for moment in range(6):
-        process = context.Process(target=_save_for_ever, args=(tmp_path,))
-        process.start()
-        give_up = time.monotonic() + 60
-        while checkpoint_files.latest(tmp_path) is None and time.monotonic() < give_up:
-            time.sleep(0.001)
-        time.sleep(0.011 * moment)
-        process.kill()
-        process.join()
-        paths = checkpoint_files.list_checkpoints(tmp_path)
-        assert paths and all(checkpoint_files.find_problem(path) is None for path in paths)
-        checkpoint_files.clean_partial(tmp_path)
-        checkpoint_files.set_aside_after(tmp_path, -1)
+    kill_at_any_moment(_save_for_ever, tmp_path, pause_s=0.011)
 
 
 # Runs

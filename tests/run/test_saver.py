@@ -1,6 +1,4 @@
 """Saving in the background, and on a full disk."""
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 from nanochat.run import checkpoint, checkpoint_files, pieces
 from nanochat.run.meta import META
 from nanochat.run.saver import Saver
-from tests.run.states import flip_a_byte, make_meta, make_state, save
+from tests.run.states import flip_a_byte, make_meta, make_state, run_on_small_disk, save
 
 
 def begin_save(saver, run_dir, step, state=None):
@@ -135,14 +133,6 @@ assert checkpoint_files.latest_good(run_dir) and not list(run_dir.glob("step_*/p
 
 @pytest.mark.parametrize("script, step", [(FULL_DISK, 2), (LANES_DO_NOT_FIT, 1)], ids=["nothing", "lanes"])
 def test_a_full_disk_stops_no_run_and_the_newest_state_is_saved_once_there_is_space(tmp_path, script, step):
-    """The disk is a file system of 6 MB, which anybody may mount in a user namespace."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = f"mount -t tmpfs -o size=6m tmpfs {disk} && exec {sys.executable} -c '{script}' {disk}"
-    process = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command],
-                             capture_output=True, text=True, timeout=120)
-    if "unshare" in process.stderr or "mount:" in process.stderr:
-        pytest.skip(f"no user namespaces here: {process.stderr.strip()}")
-    assert process.returncode == 0, process.stdout + process.stderr
-    complaint = process.stdout.partition("now there is space")[0]
+    said = run_on_small_disk(tmp_path, script, megabytes=6)
+    complaint = said.partition("now there is space")[0]
     assert "warning: the disk is full" in complaint and f"step {step} is not saved" in complaint
