@@ -14,7 +14,13 @@ import torch
 
 from nanochat.common import BadInput
 from nanochat.device import tpu
-from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, spawn_ranks
+from nanochat.device.ranks import (
+    compute_cleanup,
+    compute_init,
+    keep_freed_memory,
+    prepare_xla_environment,
+    spawn_ranks,
+)
 from nanochat.run.agreement import StopAgreement, describe, require_alike, serve_lanes
 from nanochat.run.hosts import this_host
 from nanochat.run.mirror import MirrorError
@@ -122,6 +128,8 @@ def train(run):
 
 def train_without_parent(flags, device_type, make_task):
     """Trains on CUDA or cpu, where rank 0 does what on XLA the parent of the ranks does. Returns the exit status."""
+    if device_type == "cpu":
+        keep_freed_memory()
     dist = compute_init(device_type)
     with exclusive_use(run_directory(flags)) if dist.rank == 0 else nullcontext():
         found = [prepare(flags, device_type, make_task) if dist.rank == 0 else None]
