@@ -155,6 +155,30 @@ def put(stack, index, value, use_from_memory=False):
     return result
 
 
+def take_columns(x, index, width):
+    """Returns columns index × width to (index + 1) × width of x (…, columns), or the last ones if x has not so many.
+    index: int32 scalar."""
+    def build(x, index):
+        return x.dynamic_slice(_first_column(x, index, width), [*x.shape().sizes[:-1], width])
+
+    return _call(f"take {width} columns", build, x, index)
+
+
+def put_columns(x, index, value):
+    """Returns x with `value` in the columns that take_columns returns."""
+    def build(x, index, value):
+        return x.dynamic_update_slice(value, _first_column(x, index, value.shape().sizes[-1]))
+
+    return _call("put columns", build, x, index, value)
+
+
+def _first_column(x, index, width):
+    """Returns where in x column index × width begins, an index for each dimension. All three are of xla_builder."""
+    from torch_xla.core import xla_builder as xb
+    width = xb.Op.scalar(index.builder(), width, dtype=xb.Type.S32)
+    return [index.zeros_like()] * (x.shape().rank - 1) + [index * width]
+
+
 def _call(name, build, *tensors):
     import torch_xla
     from torch_xla.core import xla_builder as xb

@@ -28,7 +28,7 @@ LAYER_NAMES = {"resid_scale": "resid_scale", "x0_scale": "x0_scale",
                "mlp_in": "mlp.fc1.weight", "mlp_out": "mlp.fc2.weight"}
 OTHER_NAMES = {"wte": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
 CONFIG_FIELDS = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern", "softcap",
-                 "rotary_base", "layer_gates"}
+                 "rotary_base", "layer_gates", "value_embeddings"}
 
 
 def check_exportable(model):

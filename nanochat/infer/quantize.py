@@ -49,6 +49,7 @@ class Int8GPT:
         if "fbgemm" not in torch.backends.quantized.supported_engines:
             raise BadInput("--quantize=int8 needs an x86 processor: leave it out")
         self.config, self.wte = model.config, model.wte.detach()
+        self.value_table = model.value_table.detach() if model.config.value_embeddings else None
         self.cos = torch.cat([model.cos, model.cos], dim=-1)[:, None]  # (max_seq_len, 1, head_dim)
         self.sin = torch.cat([model.sin, -model.sin], dim=-1)[:, None]
         self.lm_head = Int8Matrix(model.lm_head.detach())
@@ -60,12 +61,16 @@ class Int8GPT:
         positions = slice(0, ids.size(1)) if positions is None else positions
         rotary = self.cos[positions], self.sin[positions]
         x = x0 = _norm(F.embedding(ids, self.wte))
-        for index, (layer, window) in enumerate(zip(self.layers, self.config.windows(), strict=True)):
+        values = None if self.value_table is None else F.embedding(ids, self.value_table).unflatten(
+            -1, (-1, self.config.n_kv_head, self.config.head_dim)).unbind(2)
+        config = self.config
+        for index, (layer, window, slot) in enumerate(zip(self.layers, config.windows(), config.value_slots(),
+                                                          strict=True)):
             def attend(q, k, v, index=index, window=window):
                 if cache is None:
                     return plain.attention(q, k, v, window)
                 return cache.attend(index, q, k, v, positions, window)
-            x = layer(x, x0, rotary, attend)
+            x = layer(x, x0, rotary, attend, None if slot is None else values[slot])
         return _norm(x)
 
     def logits(self, hidden):
@@ -95,13 +100,14 @@ class _Int8Layer:
         if config.layer_gates:
             self.gate_map, self.gate_scale = model.gate_map[index].detach(), model.gate_scale[index].detach()
 
-    def __call__(self, x, x0, rotary, attend):
+    def __call__(self, x, x0, rotary, attend, value):
         x = (x * self.resid_scale).add_(x0, alpha=self.x0_scale)  # (B, T, C)
         normed = _norm(x)
         qkv = self.qkv(normed).unflatten(-1, (-1, self.head_dim))  # (B, T, heads, head_dim)
         q, k, v = self.heads
         qk, v = qkv.split([q + k, v], dim=2)
         v = gated(gate_of(self, VALUES, normed[:, :, None]), v)
+        v = v if value is None else v + value  # (B, T, heads, head_dim)
         qk = _norm(torch.addcmul(qk * rotary[0], qk.roll(self.head_dim // 2, dims=-1), rotary[1]))
         q, k = qk.transpose(1, 2).split([q, k], dim=1)  # (B, heads, T, head_dim)
         attended = self.attn_o(attend(q, k, v.transpose(1, 2)).transpose(1, 2).flatten(2))

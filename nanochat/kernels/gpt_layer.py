@@ -67,9 +67,9 @@ def gpt_layer_for_loop(attention, sharding=WHOLE):
     return Layer(plain_layer.forward, by_hand, sharding)
 
 
-def _plain(x, x0, weights, window, tables):
+def _plain(x, x0, weights, window, tables, value):
     rotary = [table.to(x.dtype) for table in tables]
-    return gpt_layer(x, x0, weights, rotary, lambda q, k, v: plain.attention(q, k, v, window))
+    return gpt_layer(x, x0, weights, rotary, lambda q, k, v: plain.attention(q, k, v, window), value)
 
 
 plain_layer = Layer(_plain)  # its tables are cos and sin, (T, head_dim / 2), fp32
@@ -85,16 +85,17 @@ def _new_saved(attention, sharding, x, weights, slots):
     return tuple(saved)
 
 
-def _forward(attention, sharding, x, index, saved, x0, weights, window, tables):
+def _forward(attention, sharding, x, index, saved, x0, weights, window, tables, value):
     saved = Saved.of(attention, sharding, saved)
     x_in = _mixed(x, x0, weights)
     scale = _reciprocal_rms(x_in)
 
-    def product(stack, weight, gate=None):
-        return put(stack, index, gated(gate, scale * F.linear(x_in, weight)).to(x.dtype), use_from_memory=True)
+    def product(stack, weight, gate=None, value=None):
+        found = gated(gate, scale * F.linear(x_in, weight))
+        return put(stack, index, (found if value is None else found + value).to(x.dtype), use_from_memory=True)
 
     q, k = product(saved.q, weights.attn_q), product(saved.k, weights.attn_k)
-    v = product(saved.v, weights.attn_v, gate_of(weights, VALUES, x_in, scale))
+    v = product(saved.v, weights.attn_v, gate_of(weights, VALUES, x_in, scale), value)
     y, log_sums = attention.forward(q, k, v, index, window, *tables)
     x_mid = x_in + gated(gate_of(weights, ATTENTION, x_in, scale), sharding.sum(F.linear(y, weights.attn_o)))
     scale = _reciprocal_rms(x_mid)
@@ -108,7 +109,7 @@ def _forward(attention, sharding, x, index, saved, x0, weights, window, tables):
     return out, new_saved.stacks()
 
 
-def _backward(attention, sharding, x, index, d_out, saved, x0, weights, window, tables):
+def _backward(attention, sharding, x, index, d_out, saved, x0, weights, window, tables, value):
     saved, dtype = Saved.of(attention, sharding, saved), d_out.dtype
     y, h = take(saved.y, index), take(saved.h, index)
     x_in = _mixed(x, x0, weights)
@@ -133,11 +134,12 @@ def _backward(attention, sharding, x, index, d_out, saved, x0, weights, window, 
     d_attn_o = _gradient_of_weight(d_mid, gated(gate_in, y))
     d_y = gated(gate_in, d_mid @ weights.attn_o)
     d_q, d_k, d_v = attention.backward(saved.q, saved.k, saved.v, index, window, saved.log_sums, d_y, *tables)
-    scale = _reciprocal_rms(x_in)
+    scale, d_value = _reciprocal_rms(x_in), d_v
     d_of_gates = ()
     if has_gates:
+        v = take(saved.v, index).float()
         changes = [(out.float() * d_out.float()).sum(-1, keepdim=True)
-                   for out, d_out in ((take(saved.v, index), d_v), (y, d_y))]
+                   for out, d_out in ((v if value is None else v - value, d_v), (y, d_y))]
         d_gates, d_scales = zip(*(gate_backward(weights, which, x_in, scale, change)
                                   for which, change in zip((VALUES, ATTENTION), changes, strict=True)), strict=True)
         d_v = gated(gate_of(weights, VALUES, x_in, scale), d_v)
@@ -153,7 +155,7 @@ def _backward(attention, sharding, x, index, d_out, saved, x0, weights, window, 
     d_resid_scale, d_x0_scale = ((d_in.float() * source.float()).sum() for source in (x, x0))
     d_weights = type(weights)(d_resid_scale, d_x0_scale, d_attn_q, d_attn_k, d_attn_v, d_attn_o, d_mlp_in, d_mlp_out,
                               *d_of_gates)
-    return weights.resid_scale * d_in, weights.x0_scale * d_in, d_weights
+    return weights.resid_scale * d_in, weights.x0_scale * d_in, d_value, d_weights
 
 
 def _mixed(x, x0, weights):

@@ -27,11 +27,11 @@ def get_kernels(name, interpret, sharding):
     if name == "flash":
         import_jax()
 
-    def run_all(x, stacks, windows, rotary, recompute):
+    def run_all(x, stacks, windows, rotary, recompute, values):
         sizes, of_layers = windows or ((), None)
         attention = _pallas_attention(interpret, *chip, sizes) if name == "flash" else PYTORCH_ATTENTION
         tables = _pallas_tables(*rotary) if name == "flash" else rotary
-        return run_layers(gpt_layer_for_loop(attention, sharding), x, stacks, of_layers, tables, recompute)
+        return run_layers(gpt_layer_for_loop(attention, sharding), x, stacks, of_layers, tables, recompute, values)
 
     def mean_cross_entropy(hidden, head, targets, softcap):
         return _MeanCrossEntropy.apply(hidden, head, targets, softcap, sharding)

@@ -24,6 +24,7 @@ from nanochat.model.layers import (
 )
 
 HEAD_DIM = 128  # the TPU's matrix unit is 128 (v5e) or 256 (v6e) wide
+VALUE_SPREAD = 1.5  # of value embeddings at the start, over that of the matrices (nanochat)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class GPTConfig:
     softcap: float = 15.0
     rotary_base: float = 10_000.0  # see rotary_base_for
     layer_gates: bool = False  # see gates.py
+    value_embeddings: bool = False  # every second layer adds a vector of the token to attention's values
 
     def __post_init__(self):
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
@@ -53,6 +55,12 @@ class GPTConfig:
     @property
     def head_dim(self):
         return self.n_embd // self.n_head
+
+    def value_slots(self):
+        """Which value embedding each layer adds, a number, or None: every second layer has its own, and the last one
+        always (nanochat's measurements; the idea is of arXiv 2410.17897)."""
+        return [i // 2 if self.value_embeddings and i % 2 == (self.n_layer - 1) % 2 else None
+                for i in range(self.n_layer)]
 
     def windows(self):
         """Attention window of each layer, in positions; None is unlimited. The last layer always sees everything."""
@@ -127,12 +135,16 @@ class GPT(nn.Module):
         self.x0_scale = parameter(layers)
         if config.layer_gates:
             self.gate_map, self.gate_scale = parameter(layers, NUM_GATES, width), parameter(layers, NUM_GATES, 1)
+        if config.value_embeddings:  # a row has the vectors of a token for all layers that add one
+            self.value_table = parameter(config.vocab_size, -(-layers // 2) * kv_width)
         self.lm_head = parameter(config.vocab_size, width)
         cos, sin = rotary_tables(torch.arange(config.max_seq_len), config.head_dim, config.rotary_base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         windows = torch.tensor([window or config.max_seq_len for window in config.windows()], dtype=torch.int32)
         self.register_buffer("windows", windows, persistent=False)
+        slots = [-(-layers // 2) if slot is None else slot for slot in config.value_slots()]
+        self.register_buffer("slots", torch.tensor(slots, dtype=torch.int32), persistent=False)
 
     @classmethod
     def on_meta(cls, config):
@@ -180,12 +192,13 @@ class GPT(nn.Module):
         x0 = norm(self.kernels.embedding(ids, self.wte, self.compute_dtype))  # (B, T, C)
         weights_type = GatedLayerWeights if self.config.layer_gates else LayerWeights
         stacks = weights_type(*(getattr(self, name) for name in weights_type._fields))
-        windows = self.config.windows()
+        windows, slots, values = self.config.windows(), self.config.value_slots(), self.values(ids)
         if self.kernels.run_layers and cache is None:
             rotary = self.cos[:ids.size(1)], self.sin[:ids.size(1)]
             sizes = tuple(sorted({window or self.config.max_seq_len for window in windows}))
             return norm(self.kernels.run_layers(x0, stacks, (sizes, self.windows) if any(windows) else None, rotary,
-                                                self.activation_checkpointing))
+                                                self.activation_checkpointing,
+                                                None if values is None else (self.slots, values)))
         positions = torch.arange(ids.size(1), device=ids.device) if positions is None else positions
         rotary = self.cos[positions].to(self.compute_dtype), self.sin[positions].to(self.compute_dtype)
         x = x0
@@ -196,14 +209,21 @@ class GPT(nn.Module):
                     return self.kernels.attention(q, k, v, windows[index])
                 return cache.attend(index, q, k, v, positions, windows[index])
 
-            def run_layer(x, x0, *weights, attend=attend):
-                return gpt_layer(x, x0, weights_type(*weights), rotary, attend)
+            def run_layer(x, x0, value, *weights, attend=attend):
+                return gpt_layer(x, x0, weights_type(*weights), rotary, attend, value)
 
+            value = None if slots[index] is None else values.split(stacks.attn_v.size(1), -1)[slots[index]]
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = self.kernels.recompute(run_layer, x, x0, *weights)
+                x = self.kernels.recompute(run_layer, x, x0, value, *weights)
             else:
-                x = run_layer(x, x0, *weights)
+                x = run_layer(x, x0, value, *weights)
         return norm(x)
+
+    def values(self, ids):
+        """What layers add to attention's values at ids (B, T), (B, T, slots × C_kv), see value_slots; or None."""
+        if not self.config.value_embeddings:
+            return None
+        return self.kernels.embedding(ids, self.value_table, self.compute_dtype)
 
     def logits(self, hidden):
         """fp32 logits (…, V) of hidden states (…, C)."""
@@ -245,3 +265,6 @@ def initial_weights(config, seed=0):
     if config.layer_gates:  # every gate is 1
         yield "gate_map", None, torch.zeros(shapes["gate_map"])
         yield "gate_scale", None, torch.ones(shapes["gate_scale"])
+    if config.value_embeddings:
+        spread = VALUE_SPREAD * bound
+        yield "value_table", None, torch.empty(shapes["value_table"]).uniform_(-spread, spread, generator=generator)

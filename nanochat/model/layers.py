@@ -46,10 +46,12 @@ class Kernels:
     embedding(ids, table, dtype): the vectors in table (V, C) of ids (B, T) -> (B, T, C)
     recompute(function, *args): function(*args), which is computed again in the backward pass instead of keeping its
         activations
-    run_layers(x, stacks, windows, rotary, recompute): x (B, T, C) after all layers, whose weights are `stacks`,
+    run_layers(x, stacks, windows, rotary, recompute, values): x (B, T, C) after all layers, whose weights are `stacks`,
         LayerWeights or GatedLayerWeights; windows is the sizes that occur, ints, and each layer's, int32 (layers,), or
-        None where every layer sees all positions; rotary is cos and sin (T, head_dim / 2). None where the model runs
-        one layer after the other
+        None where every layer sees all positions; rotary is cos and sin (T, head_dim / 2); values is which of
+        the n blocks of C_kv columns of an array (B, T, n × C_kv) each layer adds to attention's values, int32
+        (layers,), n where it adds none, and that array; or None. run_layers itself is None where the model runs one
+        layer after the other
     """
     name: str
     attention: Callable
@@ -101,19 +103,20 @@ def softcapped(logits, softcap):
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
-def gpt_layer(x, x0, weights, rotary, attend):
+def gpt_layer(x, x0, weights, rotary, attend, value=None):
     """One layer of the GPT: returns x (B, T, C) after attention and MLP.
 
     x0: the embedding, which every layer adds; weights: LayerWeights or GatedLayerWeights, cast to the dtype of x here;
     rotary: cos and sin (T, head_dim / 2) in the dtype of x; attend(q, k, v): attention as in Kernels, with this layer's
-    window.
+    window; value: what is added to attention's values, (B, T, C_kv), or None.
     """
     w = type(weights)(*(weight.to(x.dtype) for weight in weights))
     x = w.resid_scale * x + w.x0_scale * x0
     normed = norm(x)
     head_dim = 2 * rotary[0].size(-1)
     q, k, v = (F.linear(normed, weight) for weight in (w.attn_q, w.attn_k, w.attn_v))
-    q, k, v = (split_heads(product, head_dim) for product in (q, k, gated(gate_of(w, VALUES, normed), v)))
+    v = gated(gate_of(w, VALUES, normed), v)
+    q, k, v = (split_heads(product, head_dim) for product in (q, k, v if value is None else v + value))
     q, k = norm(apply_rotary(q, *rotary)), norm(apply_rotary(k, *rotary))  # QK-norm
     attended = F.linear(attend(q, k, v).transpose(1, 2).flatten(2), w.attn_o)
     x = x + gated(gate_of(w, ATTENTION, normed), attended)

@@ -19,7 +19,7 @@ from nanochat.model.parts import Parts
 ADAM_BETAS = (0.8, 0.95)
 ADAM_EPS = 1e-10
 MUON_BETA2 = 0.95
-REFERENCE_WIDTH = 768  # the width at which the learning rates of AdamW and the weight decay were tuned
+REFERENCE_WIDTH = 768  # the width at which the learning rates of AdamW were tuned
 REFERENCE_BATCH_TOKENS = 2**19  # the batch at which all learning rates were tuned
 REFERENCE_RUN_TOKENS, SHORTEST_RUN_TOKENS = 2**32, 2**16  # longer runs have the tuned rates; no shorter was tried
 
@@ -32,7 +32,8 @@ class OptimConfig:
     embedding_lr: float = flag(0.3, "learning rate of AdamW for the embedding, at width 768", at_least=0)
     unembedding_lr: float = flag(0.004, "learning rate of AdamW for the head, at width 768", at_least=0)
     scalar_lr: float = flag(0.5, "learning rate of AdamW for the scales of the residual stream", at_least=0)
-    weight_decay: float = flag(0.2, "weight decay of the matrices, at width 768", at_least=0)
+    weight_decay: float = flag(4.0, "the matrices decay by exp(-weight_decay) in a run, at the full learning rate",
+                               at_least=0)
     warmup_steps: int = flag(40, "steps in which the learning rates rise", at_least=0)
     warmdown_ratio: float = flag(0.5, "fraction of the run in which the learning rates fall", at_least=0, at_most=1)
     final_lr_frac: float = flag(0.05, "fraction of the learning rates that is left at the end", at_least=0, at_most=1)
@@ -78,9 +79,11 @@ def width_lr_scale(width):
     return (width / REFERENCE_WIDTH) ** -0.5
 
 
-def width_weight_decay_scale(width):
-    """The best weight decay falls about with 1 / width² (nanochat's measurements, tuned at width 768)."""
-    return (REFERENCE_WIDTH / width) ** 2
+def decay_rate(weight_decay, matrix_lr, num_steps):
+    """Returns what AdamW and Muon call weight decay, so that its product with the learning rate adds up to
+    `weight_decay` in `num_steps` steps: weights forget what is older than 1 / weight_decay of the run, whatever its
+    batch, width and length (arXiv 2405.13698; dev/LOG.md)."""
+    return weight_decay / (matrix_lr * num_steps) if matrix_lr else 0.0
 
 
 # -----------------------------------------------------------------------------
@@ -108,14 +111,16 @@ class Rules:
 def gpt_rules(config, total_batch_size, run_tokens, width):
     """Returns a GPT's Rules. config: OptimConfig; total_batch_size: tokens of the first step; run_tokens: in all."""
     scale = batch_lr_scale(total_batch_size) * run_lr_scale(run_tokens)
+    matrix_lr = config.matrix_lr * scale
     adam_scale = scale * width_lr_scale(width)
     return Rules({
         "wte": AdamW(config.embedding_lr * adam_scale),
         "lm_head": AdamW(config.unembedding_lr * adam_scale),
         "resid_scale": AdamW(config.scalar_lr * 0.01 * scale),  # it multiplies the residual stream once per layer
         "x0_scale": AdamW(config.scalar_lr * scale),
+        "value_table": AdamW(config.embedding_lr / 2 * adam_scale),  # nanochat
         "gate_map": AdamW(0.001 * adam_scale), "gate_scale": AdamW(0.035 * scale),  # other rates were not tried
-    }, config.matrix_lr * scale, config.weight_decay * width_weight_decay_scale(width))
+    }, matrix_lr, decay_rate(config.weight_decay, matrix_lr, run_tokens / total_batch_size))
 
 
 class MuonAdamW:

@@ -26,6 +26,7 @@ _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$", re.
 _FREE = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
                    "partition-id", "replica-id", "async-update", "domain", "add-dependency"})
 _FREE_CUSTOM_CALLS = frozenset({"ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound"})
+UPDATED_BY = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written into the first, in place
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 PALLAS_CALL = "tpu_custom_call"
 
@@ -263,8 +264,8 @@ class Module:
         """Returns the Array that a fusion writes in place into a larger one, None if it writes all of its result."""
         while result.opcode in ("bitcast", "copy", "reshape") and result.operands[0] in fused:
             result = fused[result.operands[0]]
-        if result.opcode == "dynamic-update-slice":
-            return fused[result.operands[1]].shape[0]
+        if result.opcode in UPDATED_BY:
+            return fused[result.operands[UPDATED_BY[result.opcode]]].shape[0]
         if result.opcode == "fusion":
             inner = self.computations[result.called("calls")]
             return self._part_written(next(i for i in inner.values() if i.is_root), inner)
@@ -286,6 +287,8 @@ class Module:
                     below = user.shape
                 elif position == 0 and user.opcode == "dynamic-update-slice":
                     below = []  # written in place: counted with the results
+                elif position == 0 and user.opcode == "scatter":  # the same, and read, because it adds
+                    below = fused[user.operands[UPDATED_BY["scatter"]]].shape
                 elif user.opcode in COLLECTIVES or user.opcode == "tuple" and user.is_root:
                     below = []  # handed on untouched
                 if below is None:

@@ -14,8 +14,9 @@ import torch
 from nanochat.common import BadInput
 
 META = "meta.json"
-# 1 has no format_version, 2 no rotary_base in a GPT's config, 3 no tasks in a TRM's, 4 no layer_gates in a GPT's
-FORMAT_VERSION = 5
+# 1 has no format_version, 2 no rotary_base in a GPT's config, 3 no tasks in a TRM's, 4 no layer_gates in a GPT's, 5 no
+# value_embeddings
+FORMAT_VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Meta:
             if not isinstance(found[name], kind):
                 raise TypeError(f"{name} is {json.dumps(found[name])[:40]}")
         task, version = found.get("task", "language"), found.get("format_version", 1)
-        older = {"language": ((3, "rotary_base", 10_000.0), (5, "layer_gates", False)), "puzzles": ((4, "tasks", 0),)}
+        older = {"language": ((3, "rotary_base", 10_000.0), (5, "layer_gates", False), (6, "value_embeddings", False)),
+                 "puzzles": ((4, "tasks", 0),)}
         added = {name: value for since, name, value in older.get(task, ()) if version < since}
         return cls(
             task=task,

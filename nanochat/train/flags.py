@@ -96,6 +96,8 @@ class ModelFlags:
     softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)
     layer_gates: bool = flag(False, "attention's values and what attention and MLP add are multiplied by gates, "
                              "learnt numbers that depend on the token")
+    value_embeddings: bool = flag(False, "every second layer adds to attention's values a vector that it learns for "
+                                  "each token of the vocabulary")
 
 
 @dataclass(frozen=True)

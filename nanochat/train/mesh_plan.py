@@ -118,7 +118,8 @@ def held_bytes(parameters, size, mesh, layers, is_sharded=True):
     matrices, of which a chip has whole layers, and two for tables."""
     weights, parts = sum(parameters.values()), mesh.fsdp * mesh.tensor
     matrices = _padded(parameters, mesh, layers) if is_sharded else parameters["matrices"]
-    state = 8 * matrices + 12 * (parameters["embedding"] + parameters["head"])
+    tables = parameters["embedding"] + parameters["head"] + parameters.get("value embeddings", 0)
+    state = 8 * matrices + 12 * tables
     return {"weights": size * weights / parts, "gradients": 4 * weights / parts,
             "optimizer": state / (mesh.chips if is_sharded else 1)}
 
@@ -148,6 +149,9 @@ def require_parts(mesh, config):
     if config.layer_gates:
         raise BadInput(f"{mesh.source} divides the weights, and the gates of --layer_gates cannot be "
                        f"divided: use {mesh.ask_for_whole_weights()}, or leave --layer_gates out")
+    if config.value_embeddings:
+        raise BadInput(f"{mesh.source} divides the weights, and every chip looks up whole --value_embeddings: use "
+                       f"{mesh.ask_for_whole_weights()}, or leave --value_embeddings out")
     require_divisible(mesh, "tensor", {
         "the attention heads (--num_heads)": config.n_head,
         "the heads of keys and values (--num_kv_heads)": config.n_kv_head})

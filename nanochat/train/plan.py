@@ -116,7 +116,8 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         raise BadInput(f"--shard_optimizer=on, but this runs on {device_type}: it is for XLA devices, use auto")
     config = config_for_depth(
         model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=model.window_pattern,
-        softcap=model.softcap, layer_gates=model.layer_gates, n_embd=max(model.model_dim, 0),
+        softcap=model.softcap, layer_gates=model.layer_gates, value_embeddings=model.value_embeddings,
+        n_embd=max(model.model_dim, 0),
         n_head=max(model.num_heads, 0), n_kv_head=max(model.num_kv_heads, 0),
         rotary_base=meta.config["rotary_base"] if meta else None)
     parameters = count_parameters(config)
@@ -199,7 +200,8 @@ def count_parameters(config):
     sizes = {name: p.numel() for name, p in GPT.on_meta(config).named_parameters()}
     return {"matrices": sum(sizes[name] for name in MATRICES), "embedding": sizes["wte"], "head": sizes["lm_head"],
             "scalars": sum(sizes[name] for name in SCALES),
-            **({"gates": sizes["gate_map"] + sizes["gate_scale"]} if config.layer_gates else {})}
+            **({"gates": sizes["gate_map"] + sizes["gate_scale"]} if config.layer_gates else {}),
+            **({"value embeddings": sizes["value_table"]} if config.value_embeddings else {})}
 
 
 def plan_batches(batch, seq_len, mesh, matrix_params, num_lanes, meta=None):

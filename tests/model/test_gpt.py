@@ -58,6 +58,8 @@ def reference_logits(model, ids):
             h = rms(x)
             q, k, v = (h @ w[name][layer].T for name in ("attn_q", "attn_k", "attn_v"))
             v = gate(layer, 0, h) * v
+            if c.value_embeddings and (c.n_layer - layer) % 2:
+                v += w["value_table"][row].chunk((c.n_layer + 1) // 2, dim=1)[layer // 2]
             attended = torch.zeros_like(x)
             for head in range(c.n_head):
                 mine = slice(head * c.head_dim, (head + 1) * c.head_dim)
@@ -77,7 +79,8 @@ def reference_logits(model, ids):
 
 
 @pytest.mark.parametrize("overrides", [{}, {"n_kv_head": 2}, {"n_kv_head": 1, "window_pattern": "SSL"},
-                                       {"layer_gates": True}])
+                                       {"layer_gates": True}, {"n_kv_head": 2, "value_embeddings": True},
+                                       {"n_layer": 3, "value_embeddings": True, "layer_gates": True}])
 def test_logits_equal_an_independent_reference(overrides):
     config = GPTConfig(**{**TINY, **overrides})
     model, ids = build(config), some_ids(config)
@@ -110,13 +113,14 @@ def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
 @pytest.mark.parametrize("kernel, device_type", [
     ("current", "cpu"), ("chunked", "cpu"), ("current", "xla"), ("chunked", "xla"), ("flash", "xla")])
-@pytest.mark.parametrize("softcap, layer_gates", [(15.0, False), (0.0, True)])
+@pytest.mark.parametrize("softcap, layer_gates, value_embeddings", [(15.0, False, False), (0.0, True, True)])
 def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_checkpointing, device_type, softcap,
-                                                          layer_gates, monkeypatch):
+                                                          layer_gates, value_embeddings, monkeypatch):
     monkeypatch.setattr(plain, "CHUNK_TOKENS", 5)
     monkeypatch.setattr(xla, "CHUNK_TOKENS", 8 if activation_checkpointing else 100)
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
-                       window_pattern="SL", softcap=softcap, layer_gates=layer_gates)
+                       window_pattern="SL", softcap=softcap, layer_gates=layer_gates,
+                       value_embeddings=value_embeddings)
     ids, targets = some_ids(config), some_ids(config, seed=5)
     targets[0, 3] = IGNORE_INDEX
     reference = build(config)
@@ -140,9 +144,9 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
                                    msg=lambda m, name=name: name + m)
 
 
-@pytest.mark.parametrize("layer_gates", [False, True])
-def test_cached_hidden_states_equal_uncached_ones(layer_gates):
-    config = GPTConfig(**{**TINY, "n_kv_head": 2, "window_pattern": "SL", "layer_gates": layer_gates})
+@pytest.mark.parametrize("options", [{}, {"layer_gates": True}, {"value_embeddings": True}])
+def test_cached_hidden_states_equal_uncached_ones(options):
+    config = GPTConfig(**{**TINY, "n_kv_head": 2, "window_pattern": "SL", **options})
     model, ids = build(config), some_ids(config)
     with torch.no_grad():
         cache = KVCache(config, 2, config.max_seq_len, torch.float32, "cpu")

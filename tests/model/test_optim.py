@@ -13,11 +13,11 @@ from nanochat.model.optim import (
     MuonAdamW,
     OptimConfig,
     batch_lr_scale,
+    gpt_rules,
     lr_multiplier,
     muon_momentum,
     run_lr_scale,
     width_lr_scale,
-    width_weight_decay_scale,
 )
 
 
@@ -36,11 +36,18 @@ def test_learning_rate_rises_stays_and_falls():
 
 
 def test_scales_are_one_where_the_rates_were_tuned():
-    assert batch_lr_scale(2**19) == width_lr_scale(768) == width_weight_decay_scale(768) == 1
+    assert batch_lr_scale(2**19) == width_lr_scale(768) == 1
     assert batch_lr_scale(2**17) == 0.5
-    assert width_lr_scale(768 * 4) == 0.5 and width_weight_decay_scale(768 * 2) == 0.25
+    assert width_lr_scale(768 * 4) == 0.5
     assert [run_lr_scale(2**power) for power in (10, 16, 28, 32, 40)] == [16, 16, 2, 1, 1]
     assert [muon_momentum(step) for step in (0, 300, 9999)] == pytest.approx([0.85, 0.95, 0.95])
+
+
+@pytest.mark.parametrize("batch, steps, width", [(2**10, 100, 128), (2**19, 50_000, 1024)])
+def test_matrices_decay_as_far_in_a_run_of_any_batch_length_and_width(batch, steps, width):
+    rules = gpt_rules(OptimConfig(weight_decay=3), batch, batch * steps, width)
+    assert rules.matrix_lr * rules.matrix_weight_decay * steps == pytest.approx(3)
+    assert gpt_rules(OptimConfig(matrix_lr=0), batch, batch * steps, width).matrix_weight_decay == 0
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 16), (3, 64, 16), (3, 16, 64)])

@@ -178,3 +178,29 @@ ENTRY %main (b: bf16[16,1024]) -> bf16[16,1024] {
 ''').ops()
     assert op.kernel.declared_cost == {"flops": 12, "transcendentals": 3, "bytes_accessed": 4096}
     assert op.instruction.name == "fusion.1" and op.hbm_bytes == 4096
+
+
+def test_of_a_table_to_whose_rows_a_fusion_adds_the_rows_count():
+    (op,) = hlo.parse('''HloModule m, is_scheduled=true
+
+%add (p: f32[], q: f32[]) -> f32[] {
+  %p = f32[]{:T(128)} parameter(0)
+  %q = f32[]{:T(128)} parameter(1)
+  ROOT %sum = f32[]{:T(128)} add(%p, %q)
+}
+
+%fused (table: f32[4096,128], rows: u32[8], new: f32[8,128]) -> f32[4096,128] {
+  %table = f32[4096,128]{1,0:T(8,128)} parameter(0)
+  %rows = u32[8]{0:T(128)} parameter(1)
+  %new = f32[8,128]{1,0:T(8,128)} parameter(2)
+  ROOT %scatter.1 = f32[4096,128]{1,0:T(8,128)} scatter(%table, %rows, %new), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add
+}
+
+ENTRY %main (a: f32[4096,128], b: u32[8], c: f32[8,128]) -> f32[4096,128] {
+  %a = f32[4096,128]{1,0:T(8,128)} parameter(0)
+  %b = u32[8]{0:T(128)} parameter(1)
+  %c = f32[8,128]{1,0:T(8,128)} parameter(2)
+  ROOT %fusion.1 = f32[4096,128]{1,0:T(8,128)} fusion(%a, %b, %c), kind=kCustom, calls=%fused
+}
+''').ops()
+    assert op.hbm_bytes == 3 * 8 * 128 * 4 + 8 * 4  # what is added; the rows, read and written; their numbers

@@ -51,7 +51,8 @@ def test_a_checkpoint_of_version_1_is_loaded(tmp_path):
     (tmp_path / META).write_text(VERSION_1)
     assert load_meta(tmp_path) == Meta(
         step=2, config=dict(vocab_size=270, max_seq_len=32, n_layer=2, n_embd=64, n_head=2, n_kv_head=2,
-                            window_pattern="L", softcap=15.0, rotary_base=10_000.0, layer_gates=False),
+                            window_pattern="L", softcap=15.0, rotary_base=10_000.0, layer_gates=False,
+                            value_embeddings=False),
         tokenizer_sha256="bac1784d222182e732567be781cabb632fc139b6ac4994d7846ab9456a55048e",
         data_fingerprint="synthetic",
         flags=dict(run="parts", device_type="xla", data_dir=None, synthetic_data=True, depth=2, batch_ramp="2:1.4",
@@ -67,9 +68,10 @@ def test_a_puzzle_checkpoint_of_version_3_has_no_tasks():
     assert Meta.from_json(saved | {"format_version": 4}).config == {"cells": 16}
 
 
-def test_a_checkpoint_of_version_4_has_no_gates():
+def test_a_checkpoint_of_version_4_has_no_gates_and_no_value_embeddings():
     saved = make_meta(config={"n_layer": 2}).to_json() | {"format_version": 4}
-    assert Meta.from_json(saved).config == {"n_layer": 2, "layer_gates": False}
+    assert Meta.from_json(saved).config == {"n_layer": 2, "layer_gates": False, "value_embeddings": False}
+    assert Meta.from_json(saved | {"format_version": 5}).config == {"n_layer": 2, "value_embeddings": False}
 
 
 def test_fields_that_the_first_checkpoints_lack_have_defaults(tmp_path):
@@ -83,8 +85,8 @@ def test_fields_that_the_first_checkpoints_lack_have_defaults(tmp_path):
 
 
 @pytest.mark.parametrize("content, message", [
-    ('{"format_version": 6, "step": 4}', "has format version 6 and this program reads versions up to 5: update"),
-    ('{"format_version": "9"}', "has format version 9 and this program reads versions up to 5: update"),
+    ('{"format_version": 7, "step": 4}', "has format version 7 and this program reads versions up to 6: update"),
+    ('{"format_version": "9"}', "has format version 9 and this program reads versions up to 6: update"),
     ('{"step": 4}', "is not a checkpoint .meta.json has no 'config'.: give a step_"),
     (VERSION_1.replace('"step": 2', '"step": "2"'), 'is not a checkpoint .meta.json: step is "2"'),
     (VERSION_1.replace('"synthetic"', "null"), "is not a checkpoint .meta.json: data_fingerprint is null"),
@@ -120,7 +122,8 @@ def test_a_config_that_makes_no_model_is_refused_by_the_name_of_its_field(tmp_pa
     with pytest.raises(BadInput, match=f"the model's config in its meta.json {problem}") as error:
         read_config(tmp_path, load_meta(tmp_path), GPTConfig)
     assert "\n" not in str(error.value)
-    meta = make_meta(config=CONFIG | {"softcap": 15, "rotary_base": 10_000, "layer_gates": False})
+    meta = make_meta(config=CONFIG | {"softcap": 15, "rotary_base": 10_000, "layer_gates": False,
+                                       "value_embeddings": False})
     assert read_config(tmp_path, meta, GPTConfig) == GPTConfig(**CONFIG)
 
 

@@ -1,0 +1,63 @@
+"""--value_embeddings. tests/model/test_gpt.py compares their logits with a reference, their gradients on every kernel,
+and their cached generation."""
+from dataclasses import asdict
+
+import pytest
+
+from nanochat.common import BadInput
+from nanochat.infer.export import check_exportable
+from nanochat.infer.quantize import Int8GPT
+from nanochat.model.gpt import GPTConfig
+from nanochat.run.meta import Meta, require_match
+from nanochat.train.flags import parse_flags
+from nanochat.train.plan import describe_plan, make_plan
+from tests.model.test_gpt import TINY, build, some_ids
+
+WITH = GPTConfig(**TINY, value_embeddings=True)
+
+
+@pytest.mark.parametrize("layers, slots", [(1, [0]), (2, [None, 0]), (3, [0, None, 1]), (4, [None, 0, None, 1])])
+def test_every_second_layer_has_values_of_its_own_and_the_last_one_always(layers, slots):
+    config = GPTConfig(**{**TINY, "n_layer": layers}, value_embeddings=True)
+    assert config.value_slots() == slots
+    assert build(config).value_table.shape == (61, 32 * (1 + max(slot or 0 for slot in slots)))
+
+
+def test_a_token_changes_nothing_before_it():
+    model, ids = build(WITH), some_ids(WITH)
+    before = model(ids)
+    model.value_table.data[ids[0, 6]] += 1
+    changed = (model(ids)[0] != before[0]).any(-1)
+    first = ids[0].tolist().index(ids[0, 6])
+    assert not changed[:first].any() and changed[first]
+
+
+def test_weights_of_8_bits_have_the_values_too():
+    model, ids = build(WITH), some_ids(WITH)
+    exact, rounded = model(ids), Int8GPT(model)(ids)
+    model.value_table.data.zero_()
+    assert (rounded - exact).abs().mean() < 0.3 * (model(ids) - exact).abs().mean()
+
+
+def test_what_cannot_have_values_refuses_them():
+    with pytest.raises(BadInput, match="the model has value_table, which cannot be exported"):
+        check_exportable(build(WITH))
+    flags = parse_flags(["--value_embeddings", "--mesh_fsdp=2"])
+    with pytest.raises(BadInput, match="--mesh_fsdp=2.* every chip looks up whole --value_embeddings: use"):
+        make_plan(flags, 65536, "tpu", 8)
+
+
+def test_a_run_resumes_with_the_values_that_it_began_with():
+    meta = Meta(step=1, config=asdict(WITH), tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
+    require_match("here", meta, config=asdict(WITH), tokenizer_sha256=None, data_fingerprint=None)
+    with pytest.raises(BadInput, match="--value_embeddings is True there and False here"):
+        require_match("here", meta, config=asdict(GPTConfig(**TINY)), tokenizer_sha256=None, data_fingerprint=None)
+
+
+def test_the_plan_counts_the_values_and_no_flops_of_theirs():
+    plan, plain = (make_plan(parse_flags(["--depth=4", *flags]), 65536, "cpu", 1)
+                   for flags in (["--value_embeddings"], []))
+    assert plan.parameters["value embeddings"] == 65536 * 2 * 256
+    assert plan.flops_per_token == plain.flops_per_token and plan.num_iterations == plain.num_iterations
+    text = describe_plan(plan, type("Tokenizer", (), {"n_vocab": 65536, "sha256": "0" * 64}))[2]
+    assert "33,554,432 value embeddings" in text
