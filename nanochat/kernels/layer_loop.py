@@ -6,7 +6,7 @@ in place, slice by slice.
 
 A layer is a function that PyTorch can differentiate. By default the backward loop computes each layer again from its
 input, and differentiates it inside the traced body of the loop. A layer may bring its own backward pass, written by
-hand (LayerByHand): then the forward loop can keep what that needs, and nothing is computed twice.
+hand (LayerByHand): then the forward loop can keep what that needs, so that nothing is computed twice, or little.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,14 +46,14 @@ class Layer:
     sharding: Sharding = WHOLE
 
 
-def run_layers(layer, x, stacks, windows, tables, recompute=False):
+def run_layers(layer, x, stacks, windows, tables, keeps_input_only=False):
     """Returns x (B, T, C) after all layers. Its backward pass adds to the `main_grad` of each of `stacks`.
 
     stacks: a NamedTuple of weights, each (layers, …); windows: int32 (layers,), or None where every layer sees all
-    positions; tables: further tensors, which have no gradient. recompute: the layers keep only their inputs, also
-    where the layer is written by hand.
+    positions; tables: further tensors, which have no gradient. keeps_input_only: also of a layer that is written by
+    hand.
     """
-    keeps_input_only = recompute or layer.by_hand is None
+    keeps_input_only = keeps_input_only or layer.by_hand is None
     return _AllLayers.apply(x, windows, tables, layer, keeps_input_only, torch.is_grad_enabled(), type(stacks), *stacks)
 
 
