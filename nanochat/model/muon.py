@@ -36,7 +36,7 @@ def newton_schulz_of_all(stacks, dtype):
     """Returns newton_schulz of each stack of matrices, {name: (L, m, n)}.
 
     Matrices of one shape, transposed or not, go through it as one stack: a third of the products, and a program that
-    compiles in two thirds of the time. The largest come first: exchanges hide behind their products.
+    compiles in two thirds of the time. The largest come first, as they were measured.
     """
     groups = {}
     for name, stack in stacks.items():

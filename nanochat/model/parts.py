@@ -134,8 +134,8 @@ class Parts:
     def new_weights(self, parts, lengths):
         """Returns new_weight for each of `parts`, {name: part}; lengths: {name: length}.
 
-        Parts of one shape travel together: the compiler hides one exchange behind the products of a loop (Muon has one
-        for each shape), and no more, however small it is.
+        Parts of one shape travel together: behind the products of a loop (Muon has one for each shape) the compiler
+        hides one exchange at the most, however small it is.
         """
         if self.mesh.divides_weights:
             return {name: self.new_weight(name, part, lengths[name]) for name, part in parts.items()}
