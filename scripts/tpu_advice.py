@@ -164,7 +164,7 @@ def about_memory(run, flags):
     if not peak or not limit or peak / limit > MEMORY_TIGHT:
         return
     used = f"Device memory peaks at {peak / limit:.0%} of {limit / GIB:.1f} GiB"
-    if flags.get("activation_checkpointing"):
+    if flags.get("activation_checkpointing") in ("qkv", "all", True):  # True: of an older checkpoint
         yield Advice(0, f"{used}: try without --activation_checkpointing, which computes activations twice")
         return
     batch = flags.get("device_batch_size")

@@ -26,6 +26,7 @@ from nanochat.device import tpu
 from nanochat.device.host_types import dcn_gbps
 from nanochat.device.mesh import all_meshes
 from nanochat.device.tpu import GIB
+from nanochat.model.layers import RECOMPUTED
 from nanochat.preflight import between_slices, explain
 from nanochat.preflight.compile import require_packages
 from nanochat.preflight.report import (
@@ -59,7 +60,7 @@ class PreflightFlags:
                             "there", metavar="FILE", of=file_or_dash)
     programs: str = flag(",".join(PROGRAMS), "the programs to compile; without micro_step or update there is no "
                          "estimate of a step")
-    find_batch: bool = flag(False, "search for the largest --device_batch_size that fits, with and without "
+    find_batch: bool = flag(False, "search for the largest --device_batch_size that fits, with each value of "
                             "--activation_checkpointing")
     find_mesh: bool = flag(False, "search for the smallest --mesh_fsdp that fits")
     heuristic: bool = flag(False, "count the cycles by the compiler's heuristic, and Pallas kernels by the FLOPs that "
@@ -354,11 +355,12 @@ def run(own, train_flags, trace=None):
         trials = flags_of_meshes(train_flags, own.accelerator)
         report["find_mesh"] = find_mesh(lambda fsdp: memory_of(trials[fsdp], "micro_step", "update"), trials, say)
     if own.find_batch:
-        def try_batch(batch_size, activation_checkpointing):
+        def try_batch(batch_size, setting):
             return memory_of(train_flags.replace(device_batch_size=batch_size, total_batch_size=-1,
-                                                 activation_checkpointing=activation_checkpointing), "micro_step")
+                                                 activation_checkpointing=setting), "micro_step")
 
-        report["find_batch"] = find_batch(try_batch, train_flags.batch.device_batch_size, say)
+        settings = ("none", "all") if report["kernel"] == "current" else RECOMPUTED
+        report["find_batch"] = find_batch(try_batch, train_flags.batch.device_batch_size, settings, say)
     say("\n".join(describe(report)))
     if own.find_mesh:
         found = report["find_mesh"]
@@ -366,9 +368,9 @@ def run(own, train_flags, trace=None):
             f"{found['seconds']:.0f} s")
     if own.find_batch:
         found = report["find_batch"]
-        say(f"largest --device_batch_size (doubled or halved): {found['without']['largest']}, with "
-            f"--activation_checkpointing {found['with']['largest']}; {found['compilations']} compilations, "
-            f"{found['seconds']:.0f} s")
+        say("largest --device_batch_size by --activation_checkpointing: "
+            + ", ".join(f"{setting} {each['largest']}" for setting, each in found["settings"].items())
+            + f"; {found['compilations']} compilations, {found['seconds']:.0f} s")
     if own.json == "-":
         print(json.dumps(report, indent=1))
     elif own.json:

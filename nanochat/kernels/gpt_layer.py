@@ -41,18 +41,18 @@ class AttentionByHand:
 
 class Saved(NamedTuple):
     """Stacks that are kept for the backward pass, of (B, T, width) each but the last."""
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    q: torch.Tensor | None  # q, k and v are all kept, or none of them: then the backward pass computes them again
+    k: torch.Tensor | None
+    v: torch.Tensor | None
     y: torch.Tensor  # attention's output
     h: torch.Tensor  # the hidden units after ReLU, before they are squared
     x_mid: torch.Tensor | None = None  # between attention and MLP: kept where ranks along tensor must add it up
     log_sums: torch.Tensor | None = None  # see AttentionByHand
 
     @classmethod
-    def of(cls, attention, sharding, stacks):
+    def of(cls, attention, sharding, keeps_qkv, stacks):
         """The same from `stacks`, a tuple without those that there are not."""
-        there_are = *[True] * 5, bool(sharding.tensor_groups), attention.log_sums_shape is not None
+        there_are = *[keeps_qkv] * 3, True, True, bool(sharding.tensor_groups), attention.log_sums_shape is not None
         stacks = iter(stacks)
         return cls(*(next(stacks) if there_is else None for there_is in there_are))
 
@@ -61,9 +61,11 @@ class Saved(NamedTuple):
 
 
 @cache
-def gpt_layer_for_loop(attention, sharding=WHOLE):
-    """The GPT's Layer with its backward pass by hand. attention: an AttentionByHand."""
-    by_hand = LayerByHand(*(partial(function, attention, sharding) for function in (_new_saved, _forward, _backward)))
+def gpt_layer_for_loop(attention, sharding=WHOLE, keeps_qkv=True):
+    """The GPT's Layer with its backward pass by hand. attention: an AttentionByHand; keeps_qkv: otherwise the backward
+    pass computes q, k and v again."""
+    by_hand = LayerByHand(*(partial(function, attention, sharding, keeps_qkv)
+                            for function in (_new_saved, _forward, _backward)))
     return Layer(plain_layer.forward, by_hand, sharding)
 
 
@@ -75,9 +77,10 @@ def _plain(x, x0, weights, window, tables, value):
 plain_layer = Layer(_plain)  # its tables are cos and sin, (T, head_dim / 2), fp32
 
 
-def _new_saved(attention, sharding, x, weights, slots):
+def _new_saved(attention, sharding, keeps_qkv, x, weights, slots):
     width, kv_width, hidden = (weight.size(-2) for weight in (weights.attn_q, weights.attn_k, weights.mlp_in))
-    widths = width, kv_width, kv_width, width, hidden, *([x.size(-1)] if sharding.tensor_groups else [])
+    widths = (*([width, kv_width, kv_width] if keeps_qkv else []), width, hidden,
+              *([x.size(-1)] if sharding.tensor_groups else []))
     saved = [x.new_zeros(slots, *x.shape[:-1], width) for width in widths]
     if attention.log_sums_shape:
         shape = attention.log_sums_shape(*x.shape[:-1], width)
@@ -85,32 +88,40 @@ def _new_saved(attention, sharding, x, weights, slots):
     return tuple(saved)
 
 
-def _forward(attention, sharding, x, index, saved, x0, weights, window, tables, value):
-    saved = Saved.of(attention, sharding, saved)
+def _forward(attention, sharding, keeps_qkv, x, index, saved, x0, weights, window, tables, value):
+    saved = Saved.of(attention, sharding, keeps_qkv, saved)
     x_in = _mixed(x, x0, weights)
     scale = _reciprocal_rms(x_in)
-
-    def product(stack, weight, gate=None, value=None):
-        found = gated(gate, scale * F.linear(x_in, weight))
-        return put(stack, index, (found if value is None else found + value).to(x.dtype), use_from_memory=True)
-
-    q, k = product(saved.q, weights.attn_q), product(saved.k, weights.attn_k)
-    v = product(saved.v, weights.attn_v, gate_of(weights, VALUES, x_in, scale), value)
-    y, log_sums = attention.forward(q, k, v, index, window, *tables)
+    products = _queries_keys_values(x_in, scale, weights, value)
+    if keeps_qkv:
+        (q, k, v), at = (put(stack, index, product, use_from_memory=True)
+                         for stack, product in zip(saved[:3], products, strict=True)), index
+    else:
+        (q, k, v), at = (product[None] for product in products), torch.zeros_like(index)
+    y, log_sums = attention.forward(q, k, v, at, window, *tables)
     x_mid = x_in + gated(gate_of(weights, ATTENTION, x_in, scale), sharding.sum(F.linear(y, weights.attn_o)))
     scale = _reciprocal_rms(x_mid)
     h = F.relu(scale * F.linear(x_mid, weights.mlp_in)).to(x.dtype)
     h = put(saved.h, index, h, use_from_memory=True)
     out = x_mid + gated(gate_of(weights, MLP, x_mid, scale),
                         sharding.sum(F.linear(take(h, index).square(), weights.mlp_out)))
-    new_saved = Saved(q, k, v, put(saved.y, index, y), h,
+    new_saved = Saved(*((q, k, v) if keeps_qkv else [None] * 3), put(saved.y, index, y), h,
                       None if saved.x_mid is None else put(saved.x_mid, index, x_mid),
                       None if log_sums is None else put(saved.log_sums, index, log_sums))
     return out, new_saved.stacks()
 
 
-def _backward(attention, sharding, x, index, d_out, saved, x0, weights, window, tables, value):
-    saved, dtype = Saved.of(attention, sharding, saved), d_out.dtype
+def _queries_keys_values(x_in, scale, weights, value):
+    """Yields attention's queries, keys and values, (B, T, width) each. scale: the reciprocal root mean square of x_in;
+    value: what is added to the values, or None."""
+    yield (scale * F.linear(x_in, weights.attn_q)).to(x_in.dtype)
+    yield (scale * F.linear(x_in, weights.attn_k)).to(x_in.dtype)
+    product = gated(gate_of(weights, VALUES, x_in, scale), scale * F.linear(x_in, weights.attn_v))
+    yield (product if value is None else product + value).to(x_in.dtype)
+
+
+def _backward(attention, sharding, keeps_qkv, x, index, d_out, saved, x0, weights, window, tables, value):
+    saved, dtype = Saved.of(attention, sharding, keeps_qkv, saved), d_out.dtype
     y, h = take(saved.y, index), take(saved.h, index)
     x_in = _mixed(x, x0, weights)
     has_gates = hasattr(weights, "gate_map")
@@ -133,11 +144,16 @@ def _backward(attention, sharding, x, index, d_out, saved, x0, weights, window, 
     d_mid = d_out + _norm_backward(x_mid, scale, d_scaled)
     d_attn_o = _gradient_of_weight(d_mid, gated(gate_in, y))
     d_y = gated(gate_in, d_mid @ weights.attn_o)
-    d_q, d_k, d_v = attention.backward(saved.q, saved.k, saved.v, index, window, saved.log_sums, d_y, *tables)
-    scale, d_value = _reciprocal_rms(x_in), d_v
+    scale = _reciprocal_rms(x_in)
+    q, k, v, log_sums, at = saved.q, saved.k, saved.v, saved.log_sums, index
+    if not keeps_qkv:
+        q, k, v = (product[None] for product in _queries_keys_values(x_in, scale, weights, value))
+        log_sums, at = None if log_sums is None else take(log_sums, index)[None], torch.zeros_like(index)
+    d_q, d_k, d_v = attention.backward(q, k, v, at, window, log_sums, d_y, *tables)
+    d_value = d_v
     d_of_gates = ()
     if has_gates:
-        v = take(saved.v, index).float()
+        v = take(v, at).float()
         changes = [(out.float() * d_out.float()).sum(-1, keepdim=True)
                    for out, d_out in ((v if value is None else v - value, d_v), (y, d_y))]
         d_gates, d_scales = zip(*(gate_backward(weights, which, x_in, scale, change)

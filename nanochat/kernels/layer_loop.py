@@ -6,7 +6,7 @@ in place, slice by slice.
 
 A layer is a function that PyTorch can differentiate. By default the backward loop computes each layer again from its
 input, and differentiates it inside the traced body of the loop. A layer may bring its own backward pass, written by
-hand (LayerByHand): then the forward loop can keep what that needs, and nothing is computed twice.
+hand (LayerByHand): then the forward loop can keep what that needs, so that nothing is computed twice, or little.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,15 +48,15 @@ class Layer:
     sharding: Sharding = WHOLE
 
 
-def run_layers(layer, x, stacks, windows, tables, recompute=False, values=None):
+def run_layers(layer, x, stacks, windows, tables, keeps_input_only=False, values=None):
     """Returns x (B, T, C) after all layers. Its backward pass adds to the `main_grad` of each of `stacks`.
 
     stacks: a NamedTuple of weights, each (layers, …); windows: int32 (layers,), or None where every layer sees all
-    positions; tables: further tensors, which have no gradient. recompute: the layers keep only their inputs, also
-    where the layer is written by hand. values: which of the n blocks of C_kv columns of an array (B, T, n × C_kv) each
-    layer adds to attention's values, int32 (layers,), n where it adds none; and that array; or None.
+    positions; tables: further tensors, which have no gradient. keeps_input_only: also of a layer that is written by
+    hand. values: which of the n blocks of C_kv columns of an array (B, T, n × C_kv) each layer adds to attention's
+    values, int32 (layers,), n where it adds none; and that array; or None.
     """
-    keeps_input_only = recompute or layer.by_hand is None
+    keeps_input_only = keeps_input_only or layer.by_hand is None
     slots, values = values or (None, None)
     return _AllLayers.apply(x, values, slots, windows, tables, layer, keeps_input_only, torch.is_grad_enabled(),
                             type(stacks), *stacks)
@@ -70,10 +70,10 @@ class _AllLayers(torch.autograd.Function):
         read = [stack.detach() for stack in stacks] + [numbers for numbers in (windows, slots) if numbers is not None]
         constants = (x, *tables, *([] if values is None else [values.detach()]))
         layers = stacks[0].size(0)
-        slots = layers if is_training and not keeps_input_only else 1
+        kept = layers if is_training and not keeps_input_only else 1
         inputs = x.new_zeros(layers if is_training else 1, *x.shape)
         whole = weights_type(*map(layer.sharding.whole_shape, stacks))
-        saved = layer.by_hand.new_saved(x, whole, slots) if layer.by_hand else ()
+        saved = layer.by_hand.new_saved(x, whole, kept) if layer.by_hand else ()
         (out, inputs, *saved), _ = loop(_ForwardBody(slices), (x, inputs, *saved), read, (), constants)
         if is_training:
             ctx.save_for_backward(inputs, *([] if keeps_input_only else saved))

@@ -31,7 +31,8 @@ def get_kernels(name, interpret, sharding):
         sizes, of_layers = windows or ((), None)
         attention = _pallas_attention(interpret, *chip, sizes) if name == "flash" else PYTORCH_ATTENTION
         tables = _pallas_tables(*rotary) if name == "flash" else rotary
-        return run_layers(gpt_layer_for_loop(attention, sharding), x, stacks, of_layers, tables, recompute, values)
+        layer = gpt_layer_for_loop(attention, sharding, keeps_qkv=recompute != "qkv")
+        return run_layers(layer, x, stacks, of_layers, tables, recompute == "all", values)
 
     def mean_cross_entropy(hidden, head, targets, softcap):
         return _MeanCrossEntropy.apply(hidden, head, targets, softcap, sharding)

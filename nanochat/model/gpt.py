@@ -113,9 +113,10 @@ class KVCache:
 
 class GPT(nn.Module):
 
-    def __init__(self, config, kernels, compute_dtype=torch.float32, activation_checkpointing=False):
-        """kernels: layers.Kernels; compute_dtype: of activations and products; activation_checkpointing: the backward
-        pass computes the activations of the layers again instead of keeping them."""
+    def __init__(self, config, kernels, compute_dtype=torch.float32, activation_checkpointing="none"):
+        """kernels: layers.Kernels; compute_dtype: of activations and products; activation_checkpointing: what the
+        backward pass computes again instead of keeping it, one of layers.RECOMPUTED; "none" or "all" where the kernels
+        run one layer after the other."""
         super().__init__()
         self.config, self.kernels, self.compute_dtype = config, kernels, compute_dtype
         self.activation_checkpointing = activation_checkpointing
@@ -213,7 +214,7 @@ class GPT(nn.Module):
                 return gpt_layer(x, x0, weights_type(*weights), rotary, attend, value)
 
             value = None if slots[index] is None else values.split(stacks.attn_v.size(1), -1)[slots[index]]
-            if self.activation_checkpointing and torch.is_grad_enabled():
+            if self.activation_checkpointing == "all" and torch.is_grad_enabled():
                 x = self.kernels.recompute(run_layer, x, x0, value, *weights)
             else:
                 x = run_layer(x, x0, value, *weights)

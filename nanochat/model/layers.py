@@ -32,6 +32,9 @@ MATRICES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_out")  # Muon
 SCALES = ("resid_scale", "x0_scale")
 
 
+RECOMPUTED = ("none", "qkv", "all")  # what the backward pass computes again of a layer: qkv is queries, keys, values
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The functions with which a GPT computes. nanochat/kernels/choose.py has the choices.
@@ -48,10 +51,10 @@ class Kernels:
         activations
     run_layers(x, stacks, windows, rotary, recompute, values): x (B, T, C) after all layers, whose weights are `stacks`,
         LayerWeights or GatedLayerWeights; windows is the sizes that occur, ints, and each layer's, int32 (layers,), or
-        None where every layer sees all positions; rotary is cos and sin (T, head_dim / 2); values is which of
-        the n blocks of C_kv columns of an array (B, T, n × C_kv) each layer adds to attention's values, int32
-        (layers,), n where it adds none, and that array; or None. run_layers itself is None where the model runs one
-        layer after the other
+        None where every layer sees all positions; rotary is cos and sin (T, head_dim / 2); recompute is one of
+        RECOMPUTED; values is which of the n blocks of C_kv columns of an array (B, T, n × C_kv) each layer adds to
+        attention's values, int32 (layers,), n where it adds none, and that array; or None. run_layers itself is None
+        where the model runs one layer after the other
     """
     name: str
     attention: Callable

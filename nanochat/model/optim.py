@@ -192,7 +192,7 @@ class MuonAdamW:
         averages = {name: momentum * self.state[f"{name}.momentum"] + (1 - momentum) * gradient
                     for name, gradient in gradients.items() if name not in self.rules.adam}
         nesterov = {name: momentum * average + (1 - momentum) * gradients[name] for name, average in averages.items()}
-        directions = newton_schulz_of_all(nesterov, self.dtype)
+        directions, new_weights = newton_schulz_of_all(nesterov, self.dtype), {}
         for name, p in self.parameters.items():
             old = self.masters[name], self.state[f"{name}.momentum"], self.state[f"{name}.second_moment"]
             if rule := self.rules.adam.get(name):
@@ -206,7 +206,12 @@ class MuonAdamW:
             for old_tensor, new_tensor in zip(old, new, strict=True):
                 old_tensor.copy_(torch.where(is_good, new_tensor, old_tensor))
             if self.masters[name] is not p:
-                p.copy_(self._new_weight(name, self.masters[name].to(p.dtype)))
+                new_weights[name] = self.masters[name].to(p.dtype)
+        if self.parts:
+            new_weights |= self.parts.new_weights(
+                {name: new_weights[name] for name in new_weights if name in self.sharded}, self.lengths)
+        for name, weight in new_weights.items():
+            self.parameters[name].copy_(weight)
         self.clear(sums)
         return result
 

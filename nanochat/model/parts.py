@@ -131,6 +131,23 @@ class Parts:
                 part = exchange_in_groups(part, self.mesh.groups(axis), split=dim, concat=0)
         return (gather_in_groups(part, self.mesh.groups("data")) if self.mesh.data > 1 else part)[:length]
 
+    def new_weights(self, parts, lengths):
+        """Returns new_weight for each of `parts`, {name: part}; lengths: {name: length}.
+
+        Parts of one shape travel together: behind the products of a loop (Muon has one for each shape) the compiler
+        hides one exchange at the most, however small it is.
+        """
+        if self.mesh.divides_weights:
+            return {name: self.new_weight(name, part, lengths[name]) for name, part in parts.items()}
+        groups, found = {}, {}
+        for name, part in parts.items():
+            groups.setdefault(part.shape, []).append(name)
+        for names in groups.values():
+            together = all_gather(torch.stack([parts[name] for name in names]), self.dist)
+            each = together.unflatten(0, (self.dist.world_size, len(names))).unbind(1)
+            found |= {name: whole.flatten(0, 1)[:lengths[name]] for name, whole in zip(names, each, strict=True)}
+        return found
+
     def _exchanges(self, name):
         """Returns the axes along which parts of a stack become whole matrices of fewer layers, in this order, and the
         dimension of the stack that each puts together: [(axis, dimension), …]."""

@@ -157,7 +157,7 @@ def advice(report):
     suggestions = []
     if report["kernel"] == "current" and found & {"attention scores", "logits"}:
         suggestions.append("--kernel=flash")
-    if not flags.get("activation_checkpointing", True) and found & {"activations", "activations of all layers",
+    if flags.get("activation_checkpointing") == "none" and found & {"activations", "activations of all layers",
                                                           "attention scores", ""}:
         suggestions.append("--activation_checkpointing")
     if flags["device_batch_size"] > 1:
@@ -185,27 +185,36 @@ def find_mesh(try_mesh, sizes, say=print):
     return {"smallest": smallest, "peak_bytes": peak_bytes, "seconds": time.monotonic() - started}
 
 
-def find_batch(try_batch, start, say=print):
-    """Searches for the largest --device_batch_size that fits, without and with --activation_checkpointing.
+def find_batch(try_batch, start, settings, say=print):
+    """Searches for the largest --device_batch_size that fits with each of `settings`, the values of
+    --activation_checkpointing that are to be tried, in the order in which they need less memory.
 
-    try_batch: function of a batch size and of whether activations are recomputed; returns the report of such a run.
-    start: the first batch size, which is doubled while everything fits, and halved until something does.
-    Returns a JSON object with the largest batch size (None if there is none) and the peak memory of all that it tried.
+    try_batch: function of a batch size and a setting; returns the report of such a run.
+    start: the first batch size, which is doubled while everything fits, and halved until something does; last comes
+    the size between the largest and its double. A setting begins with the largest of the one before.
+    Returns a JSON object with the largest batch size of each (None if there is none) and the peak memory of all that it
+    tried.
     """
     found, started = {}, time.monotonic()
-    for checkpointing in (False, True):
-        largest, has_failed, peak_bytes, batch = None, False, {}, start
-        while batch and batch not in peak_bytes:
-            report = try_batch(batch, checkpointing)
-            peak_bytes[batch] = report["peak_bytes"]
-            say(f"--device_batch_size={batch}{' --activation_checkpointing' if checkpointing else ''}: "
-                + (f"fits, {report['peak_bytes'] / tpu.GIB:.2f} GiB" if report["fits"] else "does not fit"))
-            if report["fits"]:
-                largest = max(batch, largest or 0)
-            has_failed = has_failed or not report["fits"]
-            if has_failed and report["fits"]:
-                break
-            batch = batch // 2 if has_failed else batch * 2
-        found["with" if checkpointing else "without"] = {"largest": largest, "peak_bytes": peak_bytes}
-    compilations = sum(len(half["peak_bytes"]) for half in found.values())
-    return found | {"compilations": compilations, "seconds": time.monotonic() - started}
+    for setting in settings:
+        peak_bytes = {}
+
+        def fits(batch, setting=setting, peak_bytes=peak_bytes):
+            if batch not in peak_bytes:
+                report = try_batch(batch, setting)
+                peak_bytes[batch] = report["peak_bytes"] if report["fits"] else None
+                said = f"fits, {peak_bytes[batch] / tpu.GIB:.2f} GiB" if report["fits"] else "does not fit"
+                say(f"--device_batch_size={batch} --activation_checkpointing={setting}: {said}")
+            return peak_bytes[batch] is not None
+
+        batch = start
+        while batch and not fits(batch):
+            batch //= 2
+        while batch and fits(2 * batch):
+            batch *= 2
+        if batch > 1 and fits(batch * 3 // 2):
+            batch = batch * 3 // 2
+        start = batch or start
+        found[setting] = {"largest": batch or None, "peak_bytes": peak_bytes}
+    compilations = sum(len(each["peak_bytes"]) for each in found.values())
+    return {"settings": found, "compilations": compilations, "seconds": time.monotonic() - started}

@@ -6,6 +6,7 @@ from nanochat.common import BadInput, expand_path, flag, read_flags
 from nanochat.data.bucket import CACHE_GB, data_place
 from nanochat.data.lanes import NUM_LANES
 from nanochat.device.ranks import DEVICE_TYPES
+from nanochat.model.layers import RECOMPUTED
 from nanochat.model.optim import OptimConfig
 
 MAX_STEPS = 10**9  # of a run
@@ -51,7 +52,10 @@ class DeviceFlags:
 @dataclass(frozen=True)
 class KernelFlags(DeviceFlags):
     kernel: str = flag("auto", "attention, loss and layers: auto, current, chunked, flash (TPU), cce (CUDA)")
-    activation_checkpointing: bool = flag(False, "compute activations again in the backward pass: less memory, slower")
+    activation_checkpointing: str = flag(
+        "none", "what the backward pass computes again, for less memory and more time: none, qkv (queries, keys and "
+        "values; where layers are a loop: chunked and flash on XLA), or all, also meant without a value",
+        choices=RECOMPUTED, nargs="?", const="all")
     mesh_data: int = flag(-1, "chips along the mesh's axis data, which hold the same weights; -1: what the other axes "
                           "leave", at_least=1, at_most=MAX_CHIPS, unset=-1)
     mesh_fsdp: int | str = flag(1, "chips along the axis fsdp, which divide each weight among themselves and gather a "

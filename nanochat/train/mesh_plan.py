@@ -51,7 +51,7 @@ def choose_mesh(flags, config, parameters, device_type, chips):
         tried.append(f"{needed[largest] / GIB:.2f} GiB ({largest}) with --mesh_fsdp={mesh.fsdp}")
         if needed[largest] <= ROOM * chip.usable_hbm_bytes:
             return replace(mesh, reason=f"by estimate a chip needs {', '.join(tried)}, of {has}")
-    instead = "a smaller --device_batch_size" if devices.activation_checkpointing else \
+    instead = "a smaller --device_batch_size" if devices.activation_checkpointing == "all" else \
         "--activation_checkpointing, a smaller --device_batch_size"
     if largest == "samples":
         instead = "--sample_every=-1 without --code_eval_every"
@@ -83,10 +83,11 @@ def estimate_memory(flags, config, parameters, mesh):
 
     and more while a program runs:
 
-        micro-step: L N d b for the inputs of the layers; N (6 d + 2 d_kv) b for what else a layer keeps, L times or,
-                    with --activation_checkpointing, once; and the larger of two. For the loss 4 b V × (8,192 tokens at
-                    most) of logits and their gradients, (b + 4) V d of the head and its gradient, and 10 N d b; for the
-                    backward pass of a layer 36 N d b, and if F > 1 its weights and gradients, 2 b matrices / L
+        micro-step: L N d b for the inputs of the layers; N (6 d + 2 d_kv) b for what else a layer keeps, L times, or
+                    what --activation_checkpointing computes again, once; and the larger of two. For the loss 4 b V ×
+                    (8,192 tokens at most) of logits and their gradients, (b + 4) V d of the head and its gradient, and
+                    10 N d b; for the backward pass of a layer 36 N d b, and if F > 1 its weights and gradients,
+                    2 b matrices / L
         update:     4 P of gradients in other places; 8 P / F if F > 1, because parts are exchanged for whole layers;
                     and 4 / F for each parameter of the layers that pad L to a multiple of the chips
         samples:    b P if F > 1: the whole weights
@@ -101,8 +102,9 @@ def estimate_memory(flags, config, parameters, mesh):
     held = sum(held_bytes(parameters, size, mesh, config.n_layer, flags.devices.shard_optimizer != "off").values())
     padding = _padded(parameters, mesh, config.n_layer) - parameters["matrices"]
     width = size * tokens * config.n_embd  # an activation of all tokens
-    layer = size * tokens * (6 * config.n_embd + 2 * kv_width)
-    kept = config.n_layer * width + layer * (1 if flags.devices.activation_checkpointing else config.n_layer)
+    qkv, layer = (size * tokens * (count * config.n_embd + 2 * kv_width) for count in (1, 6))
+    again = {"none": 0, "qkv": qkv, "all": layer}[flags.devices.activation_checkpointing]
+    kept = config.n_layer * (width + layer - again) + again
     loss = 4 * size * config.vocab_size * min(tokens, CHUNK_TOKENS) + (size + 4) * parameters["head"] + 10 * width
     backward = 36 * width + (2 * size * parameters["matrices"] / config.n_layer if fsdp > 1 else 0)
     needed = {"micro-step": held + kept + max(loss, backward),
@@ -178,7 +180,7 @@ def describe_mesh(plan):
     tables = plan.parameters["embedding"] + plan.parameters["head"]
     gathered = bytes_each * (3 * plan.parameters["matrices"] + 2 * tables) / mesh.tensor * _others(mesh.fsdp)
     # A sum is sent twice: in parts that one rank each adds up, and what came out.
-    sums = (5 if plan.activation_checkpointing else 4) * plan.config.n_layer + 2
+    sums = (5 if plan.activation_checkpointing == "all" else 4) * plan.config.n_layer + 2
     tokens = plan.device_batch_size * plan.config.max_seq_len
     summed = 2 * bytes_each * sums * tokens * plan.config.n_embd * _others(mesh.tensor)
     moved = [f"{gathered / 1e9:.2f} GB from each along fsdp: matrices twice, embedding and head once, all gradients "

@@ -29,7 +29,7 @@ class Plan:
     config: GPTConfig
     kernel: str  # see kernels/choose.py
     dtype: torch.dtype  # of activations and products
-    activation_checkpointing: bool
+    activation_checkpointing: str
     use_compile: bool  # torch.compile
     optimizer: OptimConfig
     shard_optimizer: bool  # each rank keeps and updates a part of the optimizer's state
@@ -123,7 +123,12 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     parameters = count_parameters(config)
     _require_memory(parameters, config, batch, device_type)
     mesh = plan_mesh(flags, config, parameters, device_type, world_size)
-    kernel = get_kernels(devices.kernel, device_type, Sharding.of_mesh(mesh)).name
+    kernels = get_kernels(devices.kernel, device_type, Sharding.of_mesh(mesh))
+    kernel = kernels.name
+    if devices.activation_checkpointing == "qkv" and not kernels.run_layers:
+        raise BadInput(f"--activation_checkpointing=qkv needs layers that run as a loop on XLA, and --kernel={kernel} "
+                       f"has none here (device type {device_type}): give all, or --kernel=flash or chunked on tpu or "
+                       "xla")
     require_shapes(kernel, config, device_type)
     lengths = _plan_lengths(flags, config, kernel, device_type)
     matrix_params = parameters["matrices"] + parameters["head"]

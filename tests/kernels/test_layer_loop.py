@@ -25,7 +25,7 @@ def gpt_weights():
             torch.randn(BATCH, TIME, WIDTH, generator=generator))
 
 
-def by_loop(layer, stacks, x, windows, tables, recompute=False):
+def by_loop(layer, stacks, x, windows, tables, keeps_input_only=False):
     """Output, gradient of x and gradients of the stacks, as one XLA program each way."""
     device = torch_xla.device()
     stacks = type(stacks)(*(stack.clone().to(device).requires_grad_() for stack in stacks))
@@ -33,7 +33,7 @@ def by_loop(layer, stacks, x, windows, tables, recompute=False):
         stack.main_grad = torch.zeros_like(stack)
     x = x.clone().to(device).requires_grad_()
     windows = None if windows is None else torch.tensor(windows, dtype=torch.int32).to(device)
-    out = run_layers(layer, x, stacks, windows, [table.to(device) for table in tables], recompute)
+    out = run_layers(layer, x, stacks, windows, [table.to(device) for table in tables], keeps_input_only)
     out.square().sum().backward()
     torch_xla.sync()
     return [tensor.detach().cpu() for tensor in (out, x.grad, *(stack.main_grad for stack in stacks))]
@@ -51,11 +51,13 @@ def by_autograd(layer, stacks, x, windows, tables):
 
 
 @pytest.mark.parametrize("windows", [None, (3, 2, 6)])
-@pytest.mark.parametrize("layer, recompute", [(plain_layer, False), (BY_HAND, False), (BY_HAND, True)])
-def test_the_loop_gives_the_gradients_of_autograd_by_default_and_by_hand(layer, recompute, windows):
+@pytest.mark.parametrize("layer, keeps_input_only", [
+    (plain_layer, False), (BY_HAND, False), (BY_HAND, True),
+    (gpt_layer_for_loop(PYTORCH_ATTENTION, keeps_qkv=False), False)])
+def test_the_loop_gives_the_gradients_of_autograd_by_default_and_by_hand(layer, keeps_input_only, windows):
     stacks, x = gpt_weights()
     tables = rotary_tables(torch.arange(TIME), WIDTH // HEADS)
-    found = by_loop(layer, stacks, x, windows, tables, recompute)
+    found = by_loop(layer, stacks, x, windows, tables, keeps_input_only)
     for one, other in zip(found, by_autograd(plain_layer, stacks, x, windows, tables), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5 * float(other.abs().max()), rtol=1e-4)
 

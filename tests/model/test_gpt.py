@@ -110,14 +110,15 @@ def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
         assert numeric == pytest.approx(analytic, rel=0.02, abs=0.02 * direction.norm().item()), name
 
 
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
-@pytest.mark.parametrize("kernel, device_type", [
-    ("current", "cpu"), ("chunked", "cpu"), ("current", "xla"), ("chunked", "xla"), ("flash", "xla")])
+@pytest.mark.parametrize("kernel, device_type, activation_checkpointing", [
+    *((kernel, device_type, setting) for setting in ("none", "all") for kernel, device_type in (
+        ("current", "cpu"), ("chunked", "cpu"), ("current", "xla"), ("chunked", "xla"), ("flash", "xla"))),
+    ("chunked", "xla", "qkv"), ("flash", "xla", "qkv")])
 @pytest.mark.parametrize("softcap, layer_gates, value_embeddings", [(15.0, False, False), (0.0, True, True)])
 def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_checkpointing, device_type, softcap,
                                                           layer_gates, value_embeddings, monkeypatch):
     monkeypatch.setattr(plain, "CHUNK_TOKENS", 5)
-    monkeypatch.setattr(xla, "CHUNK_TOKENS", 8 if activation_checkpointing else 100)
+    monkeypatch.setattr(xla, "CHUNK_TOKENS", 100 if activation_checkpointing == "none" else 8)
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
                        window_pattern="SL", softcap=softcap, layer_gates=layer_gates,
                        value_embeddings=value_embeddings)

@@ -18,9 +18,9 @@ def test_large_buffers_are_named_by_their_shape(shape, what):
 
 
 @pytest.mark.parametrize("kernel, checkpointing, batch_size, what, advice", [
-    ("current", False, 8, "logits", ["--kernel=flash", "--device_batch_size=4"]),
-    ("flash", False, 8, "activations", ["--activation_checkpointing", "--device_batch_size=4"]),
-    ("flash", True, 1, "activations", ["a smaller model", "a TPU with more memory"])])
+    ("current", "none", 8, "logits", ["--kernel=flash", "--device_batch_size=4"]),
+    ("flash", "none", 8, "activations", ["--activation_checkpointing", "--device_batch_size=4"]),
+    ("flash", "all", 1, "activations", ["a smaller model", "a TPU with more memory"])])
 def test_the_advice_follows_from_what_is_large(kernel, checkpointing, batch_size, what, advice):
     assert report.advice({
         "kernel": kernel, "flags": {"activation_checkpointing": checkpointing, "device_batch_size": batch_size},
@@ -41,7 +41,7 @@ def test_the_smallest_mesh_is_found_from_below():
 
 
 def test_who_cannot_fit_into_a_chip_of_many_is_told_of_the_mesh():
-    common = {"kernel": "flash", "flags": {"activation_checkpointing": True, "device_batch_size": 1, "mesh_fsdp": 1},
+    common = {"kernel": "flash", "flags": {"activation_checkpointing": "all", "device_batch_size": 1, "mesh_fsdp": 1},
               "out_of_memory": {"update": {"memory": "hbm", "largest": []}}}
     assert "tpu_preflight --find_mesh" in report.advice(common | {"chips": 8})[0]
     assert "--find_mesh" not in str(report.advice(common | {"chips": 8, "kernel": "current"}))  # it has no mesh
@@ -49,20 +49,20 @@ def test_who_cannot_fit_into_a_chip_of_many_is_told_of_the_mesh():
 
 
 @pytest.mark.parametrize("start", [1, 8, 64])
-def test_the_largest_batch_is_found_by_doubling_and_halving(start):
-    def try_batch(batch_size, activation_checkpointing):
-        fits = batch_size <= (40 if activation_checkpointing else 5)
+def test_the_largest_batch_is_found_by_doubling_halving_and_looking_between(start):
+    def try_batch(batch_size, setting):
+        fits = batch_size <= {"none": 6, "qkv": 11, "all": 50}[setting]
         return {"fits": fits, "peak_bytes": batch_size * 2**30 if fits else None}
 
-    found = report.find_batch(try_batch, start, say=lambda line: None)
-    assert found["without"]["largest"] == 4 and found["with"]["largest"] == 32
-    assert found["with"]["peak_bytes"][64] is None and found["with"]["peak_bytes"][32] == 2**35
-    assert sorted(found["without"]["peak_bytes"]) == {1: [1, 2, 4, 8], 8: [4, 8], 64: [4, 8, 16, 32, 64]}[start]
+    found = report.find_batch(try_batch, start, ("none", "qkv", "all"), say=lambda line: None)["settings"]
+    assert [each["largest"] for each in found.values()] == [6, 9, 36]
+    assert found["qkv"]["peak_bytes"] == {6: 6 * 2**30, 12: None, 9: 9 * 2**30}
+    assert sorted(found["none"]["peak_bytes"]) == {1: [1, 2, 4, 6, 8], 8: [4, 6, 8], 64: [4, 6, 8, 16, 32, 64]}[start]
 
 
 def test_no_batch_may_fit():
-    found = report.find_batch(lambda *_: {"fits": False, "peak_bytes": None}, 2, say=lambda line: None)
-    assert found["without"] == found["with"] == {"largest": None, "peak_bytes": {2: None, 1: None}}
+    found = report.find_batch(lambda *_: {"fits": False, "peak_bytes": None}, 2, ("none", "all"), say=lambda line: None)
+    assert found["settings"]["none"] == found["settings"]["all"] == {"largest": None, "peak_bytes": {2: None, 1: None}}
     assert found["compilations"] == 4
 
 

@@ -124,6 +124,7 @@ def test_a_world_size_that_does_not_divide_is_refused():
     (["--total_batch_size=1"], "--total_batch_size=1 tokens does not divide by 65536 = .*: use 65536$"),
     (["--batch_ramp=9:" + "9" * 400], "is not STEP:FACTOR"),
     (["--batch_ramp=" + "9" * 5000 + ":2"], "is not STEP:FACTOR"),
+    (["--activation_checkpointing=qkv"], "--activation_checkpointing=qkv needs layers that run as a loop .*=current"),
     (["--softcap=1e-300"], "--softcap=1e-300 is not a number of at least 1 and of at most 10000.0, or 0"),
     (["--depth=10000", "--model_dim=65536"], "--model_dim=65536 is a model of .* parameters, which needs at least"),
     (["--device_batch_size=1048576", "--max_seq_len=1048576"],
@@ -132,6 +133,11 @@ def test_what_no_machine_can_compute_is_refused_in_one_line(flags, message):
     with pytest.raises(BadInput, match=message) as error:
         plan_of(*flags)
     assert "\n" not in str(error.value)
+
+
+def test_activation_checkpointing_without_a_value_means_all():
+    assert plan_of().activation_checkpointing == "none"
+    assert plan_of("--activation_checkpointing").activation_checkpointing == "all"
 
 
 def test_shapes_that_a_kernel_cannot_run_are_refused_before_a_device_is_opened():
