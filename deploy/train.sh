@@ -5,7 +5,8 @@
 #   deploy/train.sh HOST --again               repeats the last command line; the run resumes
 #
 # The flags after -- are those of python -m scripts.base_train. Before the start, these are checked: code, packages,
-# .tpu_env, PJRT_DEVICE=TPU, number of chips, disk, data and tokenizer. On a pod the run starts on every VM or on none.
+# .tpu_env, PJRT_DEVICE=TPU, number of chips, disk, data and tokenizer. On a pod the run starts on every VM or on none;
+# the log of the first is shown, and the last line of another one if the run ends there with an error.
 # The VM keeps RUN.log, RUN.exit and RUN.command in ~/nanochat.d/runs/.
 #
 #   --min_free_gb N            refuse to start with less free disk than this (default 20)
