@@ -5,8 +5,7 @@
 #   deploy/train.sh HOST --again               repeats the last command line; the run resumes
 #
 # The flags after -- are those of python -m scripts.base_train. Before the start, these are checked: code, packages,
-# .tpu_env, PJRT_DEVICE=TPU, number of chips, disk, data and tokenizer. On a pod the run starts on every VM or on none;
-# the log of the first is shown, and the last line of another one if the run ends there with an error.
+# .tpu_env, PJRT_DEVICE=TPU, number of chips, disk, data and tokenizer. On a pod the run starts on every VM or on none.
 # The VM keeps RUN.log, RUN.exit and RUN.command in ~/nanochat.d/runs/.
 #
 #   --min_free_gb N            refuse to start with less free disk than this (default 20)
@@ -87,10 +86,8 @@ START=$SCRIPT
 
 script <<'END'
 run=$D/runs/$(current) pid=$(cat "$D/runs/pid")
-if [ "$2" = 0 ]; then
-  timeout "$1" tail -s 0.3 -F --pid="$pid" -c "+$(($(cat "$D/runs/offset") + 1))" "$run.log" 2>/dev/null |
-    sed -u '/^step /q' || true
-else timeout "$1" tail -s 0.3 -f --pid="$pid" /dev/null || true; fi
+timeout "$1" tail -s 0.3 -F --pid="$pid" -c "+$(($(cat "$D/runs/offset") + 1))" "$run.log" 2>/dev/null |
+  if [ "$2" = 0 ]; then sed -u '/^step /q'; else cat >/dev/null; fi || true
 if kill -0 "$pid" 2>/dev/null; then
   [ "$2" != 0 ] || echo "the run continues in the background: logs.sh and status.sh show it, stop_run.sh ends it"
 else
@@ -107,35 +104,13 @@ END
 STOP=$SCRIPT
 
 token=$$.$RANDOM
-: "${LAST_WORDS_S:=30}"  # how long worker 0 may take to say by itself that the run has ended at another worker
 # shellcheck disable=SC2317,SC2329  # `each` and `retry` call these by name
 { check() { retry vm "$1" "$CHECK" "$token" "$AGAIN" "$MIN_FREE_GB" ${FLAGS[@]+"${FLAGS[@]}"}; }
 start() { vm "$1" "$START" "$token"; }; stop() { vm "$1" "$STOP" "$token"; }
-alive() { [ -n "$DRY_RUN" ] || vm "$1" 'running'; }; }
-# follow prints the log of worker 0 up to its first step, or to its end. A run that ends with an error at another worker
-# ends here, too, after that worker's last line: worker 0 may be waiting for a host that will never join it.
-follow() (
-  local first i
-  trap 'kill -- $(jobs -p | sed "s/^/-/") 2>/dev/null || true' EXIT
-  trap 'exit 143' INT TERM
-  set -m  # each of them becomes a process group, which can be ended
-  retry vm 0 "$FOLLOW" "$WAIT_S" 0 </dev/null &
-  first=$!
-  for i in "${!TARGETS[@]}"; do [ "$i" = 0 ] || watch_worker "$i" "$first" </dev/null & done
-  set +m
-  wait "$first" || { i=$?; exit "$(cat "$TMP/ended" 2>/dev/null || echo $i)"; }
-)
-watch_worker() { # watch_worker I FIRST: ends the process group FIRST if the run ends with an error at worker I
-  local status=0
-  vm "$1" "$FOLLOW" "$WAIT_S" "$1" 2>&1 | sed "s/^/[worker $1] /" || status=$?
-  [ $status != 0 ] && [ $status != 255 ] || return 0
-  echo $status >"$TMP/ended"
-  sleep "$LAST_WORDS_S"
-  kill -- "-$2" 2>/dev/null || true
-}
+follow() { retry vm "$1" "$FOLLOW" "$WAIT_S" "$1"; }; alive() { [ -n "$DRY_RUN" ] || vm "$1" 'running'; }; }
 each check || exit
 each start || { status=$?; say "not started everywhere: stopping it"; each stop || true; exit $status; }
-status=0; follow || status=$?
+status=0; first_of follow || status=$?
 if [ ${#TARGETS[@]} -gt 1 ] && { [ $status != 0 ] || ! each alive; }; then
   say "not running everywhere: stopping it"
   each stop || true
