@@ -87,9 +87,9 @@ START=$SCRIPT
 script <<'END'
 run=$D/runs/$(current) pid=$(cat "$D/runs/pid")
 timeout "$1" tail -s 0.3 -F --pid="$pid" -c "+$(($(cat "$D/runs/offset") + 1))" "$run.log" 2>/dev/null |
-  sed -u '/^step /q' || true
+  if [ "$2" = 0 ]; then sed -u '/^step /q'; else cat >/dev/null; fi || true
 if kill -0 "$pid" 2>/dev/null; then
-  echo "the run continues in the background: logs.sh and status.sh show it, stop_run.sh ends it"
+  [ "$2" != 0 ] || echo "the run continues in the background: logs.sh and status.sh show it, stop_run.sh ends it"
 else
   ended 30 || { echo "its main process ended, others still run: stop_run.sh --kill ends them" >&2; exit 1; }
   echo "the run ended with status $(cat "$run.exit"): $(tail -n 1 "$run.log")"
@@ -107,10 +107,10 @@ token=$$.$RANDOM
 # shellcheck disable=SC2317,SC2329  # `each` and `retry` call these by name
 { check() { retry vm "$1" "$CHECK" "$token" "$AGAIN" "$MIN_FREE_GB" ${FLAGS[@]+"${FLAGS[@]}"}; }
 start() { vm "$1" "$START" "$token"; }; stop() { vm "$1" "$STOP" "$token"; }
-alive() { [ -n "$DRY_RUN" ] || vm "$1" 'running'; }; }
+follow() { retry vm "$1" "$FOLLOW" "$WAIT_S" "$1"; }; alive() { [ -n "$DRY_RUN" ] || vm "$1" 'running'; }; }
 each check || exit
 each start || { status=$?; say "not started everywhere: stopping it"; each stop || true; exit $status; }
-status=0; retry vm 0 "$FOLLOW" "$WAIT_S" || status=$?
+status=0; first_of follow || status=$?
 if [ ${#TARGETS[@]} -gt 1 ] && { [ $status != 0 ] || ! each alive; }; then
   say "not running everywhere: stopping it"
   each stop || true

@@ -80,3 +80,28 @@ each() {
   done
   return $status
 }
+
+# first_of COMMAND runs COMMAND I for every host I, all concurrently, until that of host 0 ends, and returns its status.
+# If another fails first, host 0 has $LAST_WORDS_S to end by itself, as a run does; the other's status is returned.
+: "${LAST_WORDS_S:=30}"
+first_of() (
+  local first i
+  trap 'kill -- $(jobs -p | sed "s/^/-/") 2>/dev/null || true' EXIT
+  trap 'exit 143' INT TERM
+  set -m  # each of them becomes a process group, which can be ended
+  "$@" 0 </dev/null &
+  first=$!
+  for i in "${!TARGETS[@]}"; do
+    [ "$i" = 0 ] || end_if_it_fails "$first" "$i" "$@" </dev/null &
+  done
+  set +m
+  wait "$first" || { i=$?; exit "$(cat "$TMP/failed" 2>/dev/null || echo $i)"; }
+)
+end_if_it_fails() { # end_if_it_fails FIRST I COMMAND: for first_of; FIRST is the process group of host 0
+  local status=0
+  "${@:3}" "$2" 2>&1 | sed "s/^/[worker $2] /" || status=$?
+  [ $status != 0 ] && [ $status != 255 ] || return 0
+  echo $status >"$TMP/failed"
+  sleep "$LAST_WORDS_S"
+  kill -- "-$1" 2>/dev/null || true
+}

@@ -81,8 +81,12 @@ def exchange_in_groups(tensor, groups, split, concat):
     """Returns `tensor` after each rank has sent the r-th of its parts along dimension `split` to rank r of its group;
     what a rank gets is put together along dimension `concat`."""
     import torch_xla.core.xla_model as xm
+    if split:
+        # Parts that are not whole blocks of memory are put one after the other first. Left to the compiler, the
+        # exchange of a single layer becomes a copy of so many instructions that it did not compile for 32 chips.
+        tensor = tensor.unflatten(split, (len(groups[0]), -1)).movedim(split, 0).flatten(0, 1)
     with _no_token():
-        return xm.all_to_all(tensor, split, concat, len(groups[0]), groups, pin_layout=False)
+        return xm.all_to_all(tensor, 0, concat, len(groups[0]), groups, pin_layout=False)
 
 
 def scatter_sum_in_groups(tensor, groups):

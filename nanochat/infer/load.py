@@ -101,6 +101,8 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     except (OSError, RuntimeError, SafetensorError) as error:  # it was deleted meanwhile, or is of another config
         raise BadInput(f"checkpoint {path} is damaged ({' '.join(str(error).split())[:200]}): use another "
                        "one") from None
+    for parameter in model.parameters():  # in half of the bytes on a TPU; every product would cast them first
+        parameter.data = parameter.data.to(dtype)
     if weights is not None and weights != weights_of(path):
         raise BadInput(f"checkpoint {path} was replaced since this command began: start it again")
     model = model.to(dist.device).eval().requires_grad_(False)

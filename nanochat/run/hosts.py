@@ -9,6 +9,7 @@ variables come first, for tests and for machines that know better:
 """
 import http.client
 import os
+import re
 import socket
 import urllib.request
 from dataclasses import dataclass
@@ -86,11 +87,19 @@ def _host(addresses, index, source):
         raise BadInput(f"the run has {len(addresses)} hosts ({', '.join(addresses)}), and {source} is '{index}': set "
                        f"NANOCHAT_HOSTS to their addresses, and NANOCHAT_HOST_INDEX to a number from 0 to "
                        f"{len(addresses) - 1}")
+    if len({*addresses}) < len(addresses) or not all(map(_is_address, addresses)):
+        raise BadInput(f"the run's hosts are {', '.join(addresses)[:200]}: set NANOCHAT_HOSTS to one address for each, "
+                       "and no address twice")
     port = os.environ.get("NANOCHAT_POD_PORT") or str(PORT)
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise BadInput(f"NANOCHAT_POD_PORT={port} is not a port: give a number from 1 to {2**16 - 1}")
     name = os.environ.get("NANOCHAT_HOST_NAME") or socket.gethostname()
     return Host(int(index), addresses, name, int(port))
+
+
+def _is_address(text):
+    """Whether it is spelt like a name of a host or an address."""
+    return re.fullmatch(r"([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?", text) is not None
 
 
 def metadata(key, timeout_s=5):

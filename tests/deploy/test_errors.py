@@ -152,7 +152,7 @@ def test_a_gcloud_that_hangs_is_ended_with_its_children(laptop):
     assert why(laptop, "describe", "nano") == "other: gcloud gave no answer for 1 s, and was ended"
     child = (laptop.home / "child").read_text().strip()
     state = subprocess.run(["ps", "-o", "stat=", "-p", child], capture_output=True, text=True).stdout
-    assert state.strip() in ("", "Z"), "the process that gcloud started still runs"
+    assert state.strip()[:1] in ("", "Z"), "the process that gcloud started still runs"
 
 
 @pytest.mark.parametrize("awk", ["mawk", "gawk", "original-awk", "busybox awk"])

@@ -51,6 +51,17 @@ def test_a_worker_that_fails_at_once_stops_the_others(laptop, pod):
     assert not any(vm.trainers() for vm in pod)
 
 
+def test_a_worker_that_ends_while_the_first_waits_for_it_is_named_and_stops_the_others(laptop, pod):
+    """As a host does whose program ends before it has joined the first one."""
+    laptop.run("push.sh", pod[0].all)
+    pod[2].program(pod[2].home / "nanochat.d/venv/bin/python", "sleep 1; echo 'error: no disk' >&2; exit 2")
+    output = laptop.run("train.sh", pod[0].all, "--min_free_gb=0", "--", "--run=a", "--synthetic_data=1",
+                        "--hang_at=1", status=2, env={"LAST_WORDS_S": "1"}, timeout_s=60)
+    assert output.count("plan: run a") == 1
+    assert "[worker 2] the run ended with status 2: error: no disk" in output
+    assert "not running everywhere: stopping it" in output and not any(vm.trainers() for vm in pod)
+
+
 def test_one_worker_alone(laptop, pod):
     laptop.run("push.sh", pod[0].all, "--worker=1")
     assert [(vm.home / "nanochat").exists() for vm in pod] == [False, True, False]

@@ -1,13 +1,19 @@
 """Which checkpoint a name stands for."""
 import json
 import os
+from dataclasses import asdict
 
 import pytest
+import torch
 
 from nanochat.common import BadInput
-from nanochat.infer.load import find_checkpoint
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.device.ranks import Dist
+from nanochat.infer.load import find_checkpoint, load_model
+from nanochat.run import checkpoint
 from nanochat.run.meta import META
 from scripts import base_eval, code_eval, eval_table, solve
+from tests.infer.test_engine import make_model
 from tests.run.states import make_meta, save
 
 
@@ -26,6 +32,19 @@ def test_a_checkpoint_is_found_by_path_by_run_and_as_the_newest(tmp_path, monkey
     assert find_checkpoint(str(first)) == first
     with pytest.raises(BadInput, match="no checkpoint at nothing"):
         find_checkpoint("nothing")
+
+
+def test_an_accelerator_holds_the_weights_in_bf16_and_computes_what_it_does_with_fp32(tmp_path):
+    tokenizer = load_tokenizer()
+    model = make_model(vocab_size=tokenizer.n_vocab)
+    meta = make_meta(config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
+    path = checkpoint.save(tmp_path, model.state_dict(), {}, meta, num_lanes=0)
+    loaded, _, _ = load_model(path, Dist("cuda", torch.device("cpu")), kernel="current")
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    model.compute_dtype = torch.bfloat16
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids), model(ids)) and torch.equal(loaded(ids, ids), model(ids, ids))
 
 
 @pytest.mark.parametrize("flags, device_type", [([], "xla"), (["--quantize=int8"], "cpu")])

@@ -94,6 +94,9 @@ def test_variables_for_tests_and_users_come_first(monkeypatch):
     ({"TPU_WORKER_HOSTNAMES": "a,b,c,d"}, "TPU_WORKER_ID is ''"),
     ({"NANOCHAT_HOSTS": "a,b", "NANOCHAT_HOST_INDEX": "2"}, "NANOCHAT_HOST_INDEX is '2'"),
     ({"NANOCHAT_HOSTS": "a,b", "NANOCHAT_HOST_INDEX": "0", "NANOCHAT_POD_PORT": "x"}, "NANOCHAT_POD_PORT=x is not"),
+    ({"NANOCHAT_HOSTS": "a,a", "NANOCHAT_HOST_INDEX": "1"}, "hosts are a, a: .* no address twice"),
+    ({"NANOCHAT_HOSTS": "a..b,c", "NANOCHAT_HOST_INDEX": "0"}, r"hosts are a\.\.b, c: "),
+    ({"NANOCHAT_HOSTS": f"a,{300 * 'x'}", "NANOCHAT_HOST_INDEX": "0"}, "hosts are a, xxx"),
 ])
 def test_what_cannot_be_a_pod_is_refused_with_what_to_do(monkeypatch, variables, words):
     for name, value in variables.items():
