@@ -56,8 +56,8 @@ def damage(file, how):
 
 
 def kill_at_any_moment(save_for_ever, run_dir, pause_s):
-    """Kills a process that runs save_for_ever(run_dir) a bit later each time, and checks that it leaves whole checkpoints
-    and nothing else that a start does not delete."""
+    """Kills a process that runs save_for_ever(run_dir) a bit later each time, and checks that it leaves whole
+    checkpoints and nothing else that a start does not delete."""
     context = multiprocessing.get_context("forkserver")  # this process may have an XLA runtime and its threads
     context.set_forkserver_preload([save_for_ever.__module__])
     for moment in range(6):
@@ -77,8 +77,8 @@ def kill_at_any_moment(save_for_ever, run_dir, pause_s):
 
 
 def run_on_small_disk(tmp_path, script, megabytes):
-    """Runs a Python script, which must succeed, with the path of a file system of so many MB, which anybody may mount in a
-    user namespace. Returns what it printed."""
+    """Runs a Python script, which must succeed, with the path of a file system of so many MB, which anybody may mount in
+    a user namespace. Returns what it printed."""
     disk = tmp_path / "disk"
     disk.mkdir()
     command = f"mount -t tmpfs -o size={megabytes}m tmpfs {disk} && exec {sys.executable} -c '{script}' {disk}"
