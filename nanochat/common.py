@@ -235,8 +235,8 @@ def require_writable_dir(path):
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
-        raise BadInput(f"cannot write to {path} ({error.strerror}): "
-                       "set NANOCHAT_BASE_DIR to a writable directory") from None
+        raise BadInput(f"cannot write to {path} ({error.strerror}): choose a writable directory, with the flag that "
+                       "names it or with NANOCHAT_BASE_DIR") from None
     return path
 
 

@@ -107,8 +107,9 @@ def print_projects(about, rows_of, measure):
         rows = rows_of(with_project)
         found[with_project] = measure(rows, view=rows.view).bits_per_byte
         if not rows.num_files:
-            raise BadInput(f"--project: no project in {rows.shards[0].path.parent} has two files in one document: name "
-                           "another --data_dir")
+            raise BadInput(f"--project: no document in {rows.shards[0].path.parent} has a second file of which more "
+                           f"than the path fits into {rows.seq_len // 2} tokens: name another --data_dir or longer "
+                           "rows")
     print(f"{about}: {rows.num_files:,} files, the first {rows.seq_len // 2} tokens of each: given their project "
           f"{found[True]:.4f} bits per byte, alone {found[False]:.4f} ({found[True] / found[False] - 1:+.1%})")
 

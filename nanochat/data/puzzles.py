@@ -74,9 +74,10 @@ def write_puzzles(folder, kind, shape, splits, tasks=0):
 def read_puzzles(folder, split):
     """Returns the Puzzles of a split, "train" or "val". Raises BadInput."""
     folder = Path(folder)
+    path = folder / f"{split}.parquet"
+    advice = "make them with python3 -m scripts.prepare_puzzles --out_dir of this folder"
     try:
         found = json.loads((folder / DESCRIPTION).read_text())
-        path = folder / f"{split}.parquet"
         table = pq.read_table(path, columns=list(COLUMNS))
         columns = [np.stack(column.to_numpy()) for column in table.columns]
         puzzles = Puzzles(found["kind"], tuple(found["shape"]), *columns,
@@ -90,9 +91,11 @@ def read_puzzles(folder, split):
             if tokens.size and not (0 <= tokens.min() and tokens.max() < number):
                 raise ValueError(f"{path.name} has tokens that are not 0 to {number - 1}")
         return puzzles
+    except FileNotFoundError:
+        raise BadInput(f"--data_dir={folder} has no puzzles, which are {DESCRIPTION} and {path.name}: {advice}"
+                       ) from None
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, pa.ArrowException) as error:
-        raise BadInput(f"--data_dir={folder}: {error}: make the puzzles with python3 -m scripts.prepare_puzzles "
-                       "--out_dir of this folder") from None
+        raise BadInput(f"--data_dir={folder} has no puzzles that can be read ({error!r}): {advice}") from None
 
 
 class PuzzleFeed:

@@ -229,8 +229,8 @@ class PuzzleTask:
                 "batch_schedule": ((0, self.plan.total_batch_size),)}
 
     def resumed(self, path, meta):
-        require_match(path, meta, config=asdict(self.plan.config), tokenizer_sha256=None,
-                      data_fingerprint=self.data_fingerprint)
+        require_match(path, meta, config=None, tokenizer_sha256=None, data_fingerprint=self.data_fingerprint)
+        require_match(path, meta, config=asdict(self.plan.config), tokenizer_sha256=None, data_fingerprint=None)
         now = self.flags.as_dict()  # the carry and the optimizer's state are of these
         require_same_flags(path, meta, {name: now[name] for name in ("total_batch_size", "optimizer", "seed")})
         return self

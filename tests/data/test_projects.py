@@ -142,6 +142,7 @@ def test_base_eval_says_what_the_project_of_a_file_is_worth(corpora, byte_tokeni
     numbers = re.search(r"11 files, .* given their project ([\d.]+) bits per byte, alone ([\d.]+) ", said)
     assert numbers and 1 < float(numbers[1]) < 20 and numbers[1] != numbers[2]
     for others, message in (([f"--data_dir={corpora}/files/val"], "holds single files"),
+                            ([f"--data_dir={corpora}/one/val", "--max_seq_len=4"], "the path fits into 2 tokens"),
                             ([f"--data_dir={corpora}/one/val", "--fim"], "--fim and --project are two")):
         with pytest.raises(BadInput, match=message):
             base_eval.main([*flags, *others])

@@ -1,6 +1,8 @@
 """Puzzles and the model that solves them, also on XLA, and as a run of puzzle_train."""
 import json
+from dataclasses import asdict
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,8 +132,16 @@ def test_after_a_kill_new_puzzles_are_not_taken_for_the_old_ones(tmp_path):
     write_puzzles(tmp_path, "sudoku", (2, 2), {"train": [row], "val": [row]})
     with pytest.raises(TypeError):
         write_puzzles(tmp_path, "sudoku", (2, 2), {"train": [row], "val": None})
-    with pytest.raises(BadInput, match="puzzles.json"):
+    with pytest.raises(BadInput, match="has no puzzles, which are puzzles.json and train.parquet: make them"):
         read_puzzles(tmp_path, "train")
+
+
+def test_a_run_does_not_resume_with_other_puzzles_and_the_message_says_so(data_dir):
+    made = task.make_task(parse_flags(last_of_each(*TINY, f"--data_dir={data_dir}")), "cpu", 1, None)
+    config = {**asdict(made.plan.config), "vocab_size": 7, "cells": 36}
+    meta = SimpleNamespace(config=config, data_fingerprint="other", tokenizer_sha256="")
+    with pytest.raises(BadInput, match="was trained with other data than that in --data_dir"):
+        made.resumed("step_000001", meta)
 
 
 def test_no_held_out_puzzle_is_a_form_of_one_to_train_on(data_dir):
