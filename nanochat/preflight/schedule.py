@@ -29,7 +29,7 @@ _REGISTER_NUMBERS = 1024  # in fp32
 _EXTRA_RUNS = 2  # of a pipelined loop, to fill and to empty the pipeline
 _MATMUL = re.compile(r"= (vmatmul\S*)(\.mxu\d)(\S*)")
 _UNITS = {"MXU": "matrix", "XLU": "across lanes", "VALU": "vector", "EUP": "transcendental", "LOAD": "load",
-          "STORE": "store", "SALU": "scalar"}
+          "STORE": "store", "SALU": "scalar", "VLOAD": "load", "VSTORE": "store"}  # the last two since libtpu 0.0.22
 _BUNDLE = re.compile(r" *(0x[0-9a-f]+|0) .*?\{(.*)")
 
 
@@ -195,14 +195,15 @@ def _matrix_cycles(instruction):
 
 
 def _read_use(lines):
-    """Returns {unit: slots of a bundle}, and of each bundle {unit: slots in use}."""
+    """Returns {unit: slots of a bundle}, and of each bundle {unit: slots in use}. Columns such as VLOAD:FILL, a part of
+    VLOAD, are left out."""
     names, slots, rows = [], {}, []
     for line in lines:
-        words = line.replace("|", " ").split()
-        if words and words[0] in _UNITS:
+        words = re.split(r"[\s|,]+", line.strip())
+        if words[0] in _UNITS:
             names = [_UNITS.get(word, word) for word in words]
-        elif words and words[0].isdigit():
-            row = dict(zip(names, map(int, words), strict=True))
+        elif words[0].isdigit():
+            row = {name: int(word) for name, word in zip(names, words, strict=True) if ":" not in name}
             if slots:
                 rows.append(row)
             else:

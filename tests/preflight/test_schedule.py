@@ -105,6 +105,15 @@ def test_loops_within_loops_are_multiplied_and_a_loop_of_unknown_length_is_said(
     assert schedule.critical.units["load"] == pytest.approx(1 / 3)
 
 
+def test_columns_of_newer_compilers_are_read_too():
+    """Since libtpu 0.0.22 there are commas, and two more columns, of what is a part of the loads and stores."""
+    use = ["MXU, XLU, VALU, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU", "4 3 4 1 3 3 1 1 2"]
+    for line in USE[4:]:
+        matrix, across, vector, special, load, store, scalar = line.split()
+        use.append(" ".join([matrix, across, vector, special, load, load, store, store, scalar]))
+    assert read_schedule(PROGRAM, use) == read_schedule(PROGRAM, USE)
+
+
 BRANCHES = """
 $region0: #{kernel}
   // region range: [0, 8)
