@@ -6,7 +6,7 @@ in place, slice by slice.
 
 A layer is a function that PyTorch can differentiate. By default the backward loop computes each layer again from its
 input, and differentiates it inside the traced body of the loop. A layer may bring its own backward pass, written by
-hand (LayerByHand): then the forward loop can keep what that needs, so that nothing is computed twice, or little.
+hand (LayerByHand): then the forward loop can keep what that needs, so that little or nothing is computed twice.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,9 +52,9 @@ def run_layers(layer, x, stacks, windows, tables, keeps_input_only=False, values
     """Returns x (B, T, C) after all layers. Its backward pass adds to the `main_grad` of each of `stacks`.
 
     stacks: a NamedTuple of weights, each (layers, …); windows: int32 (layers,), or None where every layer sees all
-    positions; tables: further tensors, which have no gradient. keeps_input_only: also of a layer that is written by
-    hand. values: which of the n blocks of C_kv columns of an array (B, T, n × C_kv) each layer adds to attention's
-    values, int32 (layers,), n where it adds none; and that array; or None.
+    positions; tables: further tensors, which have no gradient. keeps_input_only: a layer that is written by hand is
+    computed again from its input, too. values: which of the n blocks of C_kv columns of an array (B, T, n × C_kv) each
+    layer adds to attention's values, int32 (layers,), n where it adds none; and that array; or None.
     """
     keeps_input_only = keeps_input_only or layer.by_hand is None
     slots, values = values or (None, None)

@@ -36,13 +36,13 @@ def newton_schulz_of_all(stacks, dtype):
     """Returns newton_schulz of each stack of matrices, {name: (L, m, n)}.
 
     Matrices of one shape, transposed or not, go through it as one stack: a third of the products, and a program that
-    compiles in two thirds of the time. The largest come first, as they were measured.
+    compiles in two thirds of the time.
     """
     groups = {}
     for name, stack in stacks.items():
         groups.setdefault(_wide(stack).shape[1:], []).append(name)
     results = {}
-    for _, names in sorted(groups.items(), key=lambda group: group[0].numel(), reverse=True):
+    for names in groups.values():
         together = newton_schulz(torch.cat([_wide(stacks[name].to(dtype)) for name in names]), dtype)
         for name, x in zip(names, together.split([stacks[name].size(0) for name in names]), strict=True):
             results[name] = x if x.shape == stacks[name].shape else x.mT
