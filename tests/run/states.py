@@ -77,8 +77,8 @@ def kill_at_any_moment(save_for_ever, run_dir, pause_s):
 
 
 def run_on_small_disk(tmp_path, script, megabytes):
-    """Runs a Python script, which must succeed, with the path of a file system of so many MB, which anybody may mount in
-    a user namespace. Returns what it printed."""
+    """Runs a Python script, which must succeed, with the path of a file system of so many MB, which anybody may mount
+    in a user namespace. Returns what it printed."""
     disk = tmp_path / "disk"
     disk.mkdir()
     command = f"mount -t tmpfs -o size={megabytes}m tmpfs {disk} && exec {sys.executable} -c '{script}' {disk}"
