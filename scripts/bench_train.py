@@ -7,6 +7,7 @@ Each has a process. Rounds alternate between them, so that other work on the mac
 medians of the rounds' ratios.
 """
 import multiprocessing
+import os
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -16,7 +17,7 @@ import torch
 
 from nanochat.common import flag, read_flags, run_script
 from nanochat.device.programs import synchronize
-from nanochat.device.ranks import compute_init, keep_freed_memory, prepare_xla_environment
+from nanochat.device.ranks import MALLOC_VARIABLES, compute_init, keep_freed_memory, prepare_xla_environment
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_model, make_step
 from nanochat.train.plan import make_plan
@@ -78,12 +79,15 @@ def run(steps):
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    for variable in MALLOC_VARIABLES:  # for the process that gives memory back
+        os.environ.pop(variable, None)
     names, processes = ("glibc", "eager", "XLA"), []
     for name in names:
         if name == "XLA":
             prepare_xla_environment("xla")
         arguments = flags, "xla" if name == "XLA" else "cpu", name == "eager"
-        processes.append(ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), begin, arguments))
+        processes.append(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
+        processes[-1].submit(begin, *arguments).result()  # raises what is refused
         processes[-1].submit(run, 2).result()  # compilation, first touch of memory
     print(f"depth {flags.depth}, {flags.device_batch_size} × {flags.max_seq_len} tokens a step, tokens/s:")
     by_xla, by_keeping = [], []

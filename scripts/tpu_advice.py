@@ -165,7 +165,7 @@ def about_memory(run, flags):
         return
     used = f"Device memory peaks at {peak / limit:.0%} of {limit / GIB:.1f} GiB"
     if flags.get("activation_checkpointing") in ("qkv", "all", True):  # True: of an older checkpoint
-        yield Advice(0, f"{used}: try without --activation_checkpointing, which computes activations twice")
+        yield Advice(0, f"{used}: try without --activation_checkpointing, which computes some or all of them twice")
         return
     batch = flags.get("device_batch_size")
     if batch and rows_per_step(run, flags) <= batch:

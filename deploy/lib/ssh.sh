@@ -87,7 +87,8 @@ each() {
 first_of() (
   local first i
   trap 'kill -- $(jobs -p | sed "s/^/-/") 2>/dev/null || true' EXIT
-  trap 'exit 143' INT TERM
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
   set -m  # each of them becomes a process group, which can be ended
   "$@" 0 </dev/null &
   first=$!

@@ -83,6 +83,7 @@ def prepare_xla_environment(device_type):
 _KEEP_FREED_MEMORY = (("MALLOC_ARENA_MAX", -8, 1),  # otherwise each thread keeps its own
                       ("MALLOC_MMAP_MAX_", -4, 0),  # otherwise what is large is mapped, and unmapped when it is freed
                       ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1))
+MALLOC_VARIABLES = tuple(variable for variable, *_ in _KEEP_FREED_MEMORY)
 
 
 def keep_freed_memory():

@@ -138,6 +138,8 @@ def without_token(collective, tensor):
     """
     import torch_xla
     key = (collective, tensor.device, _shapes([tensor]))
+    # Gone at every call, so that what comes after it is the same program in all steps: building takes it away, too.
+    torch_xla._XLAC._set_all_reduce_token(str(tensor.device), None)
     if key not in _computations:
         use_device_of(tensor)
         _computations[key] = _build_without_token(collective, tensor)
@@ -147,12 +149,11 @@ def without_token(collective, tensor):
 def _build_without_token(collective, tensor):
     import torch_xla
     from torch_xla.core import xla_builder as xb
-    placeholder, device = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype), str(tensor.device)
-    torch_xla._XLAC._set_all_reduce_token(device, None)
+    placeholder = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
     context = torch_xla._XLAC.lowering.LoweringContext("Collective")
     context.set_name_string("collective")
     context.build([collective(placeholder)])
-    torch_xla._XLAC._set_all_reduce_token(device, None)
+    torch_xla._XLAC._set_all_reduce_token(str(tensor.device), None)
     builder = xb.create_builder("collective")
     operand = xb.mkparam(builder, 0, xb.tensor_shape(tensor))
     zero = xb.Op.scalar(builder, 0.0, dtype=xb.Type.F32)

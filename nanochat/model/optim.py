@@ -32,8 +32,8 @@ class OptimConfig:
     embedding_lr: float = flag(0.3, "learning rate of AdamW for the embedding, at width 768", at_least=0)
     unembedding_lr: float = flag(0.004, "learning rate of AdamW for the head, at width 768", at_least=0)
     scalar_lr: float = flag(0.5, "learning rate of AdamW for the scales of the residual stream", at_least=0)
-    weight_decay: float = flag(4.0, "the matrices decay by exp(-weight_decay) in a run, at the full learning rate",
-                               at_least=0)
+    weight_decay: float = flag(4.0, "in a run, the matrices decay by exp(-weight_decay) at most: at the full learning "
+                               "rate, and where updates shrink the weights, too", at_least=0)
     warmup_steps: int = flag(40, "steps in which the learning rates rise", at_least=0)
     warmdown_ratio: float = flag(0.5, "fraction of the run in which the learning rates fall", at_least=0, at_most=1)
     final_lr_frac: float = flag(0.05, "fraction of the learning rates that is left at the end", at_least=0, at_most=1)
@@ -80,10 +80,10 @@ def width_lr_scale(width):
 
 
 def decay_rate(weight_decay, matrix_lr, num_steps):
-    """Returns what AdamW and Muon call weight decay, so that its product with the learning rate adds up to
-    `weight_decay` in `num_steps` steps: weights forget what is older than 1 / weight_decay of the run, whatever its
-    batch, width and length (arXiv 2405.13698; dev/LOG.md)."""
-    return weight_decay / (matrix_lr * num_steps) if matrix_lr else 0.0
+    """Returns what AdamW and Muon call weight decay, with which weights are multiplied by exp(-weight_decay) in
+    `num_steps` steps at the learning rate `matrix_lr`: they forget what is older than 1 / weight_decay of the run,
+    whatever its batch, width and length (arXiv 2405.13698; dev/LOG.md). 0 if there is no learning rate."""
+    return -math.expm1(-weight_decay / num_steps) / matrix_lr if matrix_lr else 0.0
 
 
 # -----------------------------------------------------------------------------

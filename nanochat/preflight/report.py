@@ -157,9 +157,9 @@ def advice(report):
     suggestions = []
     if report["kernel"] == "current" and found & {"attention scores", "logits"}:
         suggestions.append("--kernel=flash")
-    if flags.get("activation_checkpointing") == "none" and found & {"activations", "activations of all layers",
-                                                          "attention scores", ""}:
-        suggestions.append("--activation_checkpointing")
+    if flags.get("activation_checkpointing") in ("none", "qkv") and found & {
+            "activations", "activations of all layers", "attention scores", ""}:
+        suggestions.append("--activation_checkpointing=all")
     if flags["device_batch_size"] > 1:
         suggestions.append(f"--device_batch_size={flags['device_batch_size'] // 2}")
     if report.get("chips", 1) > 1 and flags.get("mesh_fsdp") in (1, "auto") and report["kernel"] != "current":

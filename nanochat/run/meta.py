@@ -70,13 +70,14 @@ class Meta:
         older = {"language": ((3, "rotary_base", 10_000.0), (5, "layer_gates", False), (6, "value_embeddings", False)),
                  "puzzles": ((4, "tasks", 0),)}
         added = {name: value for since, name, value in older.get(task, ()) if version < since}
+        flags = _flags_of_version(version, found["flags"]) if task == "language" else found["flags"]
         return cls(
             task=task,
             step=found["step"],
             config=found["config"] | added,
             tokenizer_sha256=found["tokenizer_sha256"],
             data_fingerprint=found["data_fingerprint"],
-            flags=found["flags"],
+            flags=flags,
             rng=found["rng"],
             wandb_id=found.get("wandb_id"),
             time=found.get("time"),
@@ -87,6 +88,18 @@ class Meta:
             mesh=found.get("mesh", {}),
             is_pause=found.get("is_pause", False),
         )
+
+
+def _flags_of_version(version, flags):
+    """Returns the flags of a checkpoint of this or an older version, {name: value}, with values as they are today."""
+    if version >= 6:
+        return flags
+    found = dict(flags)
+    if "weight_decay" in found:  # it was a number for each step, and is one for the whole run now
+        found["weight_decay"] = f"{found['weight_decay']} a step"
+    if isinstance(kept := found.get("activation_checkpointing"), bool):
+        found["activation_checkpointing"] = "all" if kept else "none"
+    return found
 
 
 def load_meta(path):

@@ -55,8 +55,9 @@ def choose_mesh(flags, config, parameters, device_type, chips):
         "--activation_checkpointing, a smaller --device_batch_size"
     if largest == "samples":
         instead = "--sample_every=-1 without --code_eval_every"
-    if keeps_whole := [name for name, is_given in (("--layer_gates", config.layer_gates), (
-            "--shard_optimizer=off", devices.shard_optimizer == "off")) if is_given and chips > 1]:
+    undivided = {"--layer_gates": config.layer_gates, "--value_embeddings": config.value_embeddings,
+                 "--shard_optimizer=off": devices.shard_optimizer == "off"}
+    if keeps_whole := [name for name, is_given in undivided.items() if is_given and chips > 1]:
         instead = f"no {' and no '.join(keeps_whole)}, because the weights cannot be divided then, {instead}"
     raise BadInput(f"--mesh_fsdp={AUTO}: by estimate a chip needs {tried[-1]}, and there are {has}: use {instead}, "
                    "more chips, or the number that tpu_preflight --find_mesh finds")
@@ -107,7 +108,8 @@ def estimate_memory(flags, config, parameters, mesh):
     width = size * tokens * config.n_embd  # an activation of all tokens
     qkv, layer = (size * tokens * (count * config.n_embd + 2 * kv_width) for count in (1, 6))
     again = {"none": 0, "qkv": qkv, "all": layer}[flags.devices.activation_checkpointing]
-    kept = config.n_layer * (width + layer - again) + again
+    values = 2 * size * tokens * kv_width * sum(slot is not None for slot in config.value_slots())  # with gradients
+    kept = config.n_layer * (width + layer - again) + again + values
     loss = 4 * size * config.vocab_size * min(tokens, CHUNK_TOKENS) + (size + 4) * parameters["head"] + 10 * width
     backward = 36 * width + (2 * size * parameters["matrices"] / config.n_layer if fsdp > 1 else 0)
     needed = {"micro-step": held + kept + max(loss, backward),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 import torch_xla
 
-from nanochat.device.collectives import reduce_scatter_sum
+from nanochat.device.collectives import all_gather, all_reduce_sum, reduce_scatter_sum
 
 
 def test_nothing_is_added_to_what_a_reduce_scatter_sums():
@@ -17,3 +17,17 @@ def test_nothing_is_added_to_what_a_reduce_scatter_sums():
     program = torch_xla._XLAC._get_xla_tensors_hlo([part])
     assert re.search(r"ENTRY \S+ \((.*)\) ->", program)[1] == "p0.1: f32[8,3,5]"
     assert "reduce-scatter(" in program
+
+
+def test_collectives_are_the_same_program_in_every_step(monkeypatch):
+    monkeypatch.setattr("torch_xla.runtime.world_size", lambda: 4)  # torch_xla leaves all-reduces of one rank out
+    device, programs = torch_xla.device(), []
+    dist = SimpleNamespace(world_size=4, device=device, is_xla=True)
+    for _ in range(3):
+        torch_xla._XLAC._set_all_reduce_token(str(device), None)  # as at the end of a step
+        total, tensor = torch.ones(3).to(device), torch.ones(8, 3, 7).to(device)
+        all_reduce_sum([total], dist)
+        gathered = all_gather(reduce_scatter_sum(tensor, dist), dist)
+        programs.append(torch_xla._XLAC._get_xla_tensors_hlo([total, gathered]))
+    torch_xla._XLAC._set_all_reduce_token(str(device), None)
+    assert "all-reduce(" in programs[0] and programs[0] == programs[1] == programs[2]

@@ -19,7 +19,8 @@ def test_large_buffers_are_named_by_their_shape(shape, what):
 
 @pytest.mark.parametrize("kernel, checkpointing, batch_size, what, advice", [
     ("current", "none", 8, "logits", ["--kernel=flash", "--device_batch_size=4"]),
-    ("flash", "none", 8, "activations", ["--activation_checkpointing", "--device_batch_size=4"]),
+    ("flash", "none", 8, "activations", ["--activation_checkpointing=all", "--device_batch_size=4"]),
+    ("flash", "qkv", 8, "activations", ["--activation_checkpointing=all", "--device_batch_size=4"]),
     ("flash", "all", 1, "activations", ["a smaller model", "a TPU with more memory"])])
 def test_the_advice_follows_from_what_is_large(kernel, checkpointing, batch_size, what, advice):
     assert report.advice({

@@ -68,6 +68,13 @@ def test_a_puzzle_checkpoint_of_version_3_has_no_tasks():
     assert Meta.from_json(saved | {"format_version": 4}).config == {"cells": 16}
 
 
+def test_flags_of_version_5_have_the_values_of_today():
+    saved = make_meta(flags={"weight_decay": 0.2, "activation_checkpointing": True, "depth": 4}).to_json()
+    assert Meta.from_json(saved).flags["weight_decay"] == 0.2
+    assert Meta.from_json(saved | {"format_version": 5}).flags == {
+        "weight_decay": "0.2 a step", "activation_checkpointing": "all", "depth": 4}
+
+
 def test_a_checkpoint_of_version_4_has_no_gates_and_no_value_embeddings():
     saved = make_meta(config={"n_layer": 2}).to_json() | {"format_version": 4}
     assert Meta.from_json(saved).config == {"n_layer": 2, "layer_gates": False, "value_embeddings": False}
