@@ -1,8 +1,12 @@
 """Pods, which are several VMs: a run starts on all of them or on none, and errors name the worker."""
+import os
+import signal
+import time
+
 import pytest
 
 from tests.deploy.cloud import Cloud
-from tests.deploy.conftest import ROOT
+from tests.deploy.conftest import ROOT, eventually
 
 
 @pytest.fixture
@@ -81,3 +85,15 @@ def test_a_pod_is_reached_by_its_name_wherever_its_vms_are_now(laptop, pod):
     cloud.node("pod")["networkEndpoints"][1]["accessConfig"]["externalIp"] = pod[1].ip
     assert "[worker 1] w1: ~/nanochat is now" in laptop.run("push.sh", "pod", *zones)
     cloud.close()
+
+
+def test_ctrl_c_ends_the_following_and_not_the_run(laptop, pod):
+    laptop.run("push.sh", pod[0].all)
+    following = laptop.start("train.sh", pod[0].all, "--min_free_gb=0", "--", "--run=a", "--synthetic_data=1",
+                             "--num_iterations=100000", "--hang_at=1")
+    eventually(lambda: all(vm.trainers() for vm in pod), timeout_s=60)
+    time.sleep(8)  # it follows what it has started
+    os.killpg(following.pid, signal.SIGINT)
+    assert following.wait(timeout=60) == 130
+    eventually(lambda: "no longer following" in following.stdout.readline())
+    assert all(vm.trainers() for vm in pod)
