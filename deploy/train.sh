@@ -111,10 +111,7 @@ follow() { retry vm "$1" "$FOLLOW" "$WAIT_S" "$1"; }; alive() { [ -n "$DRY_RUN" 
 each check || exit
 each start || { status=$?; say "not started everywhere: stopping it"; each stop || true; exit $status; }
 status=0; first_of follow || status=$?
-if [ $status = 130 ]; then # Ctrl-C
-  say "no longer following; what has started goes on: deploy/logs.sh shows it, deploy/stop_run.sh ends it"
-  exit 130
-fi
+[ $status != 130 ] || { say "no longer following; the run goes on: logs.sh shows it, stop_run.sh ends it"; exit 130; }
 if [ ${#TARGETS[@]} -gt 1 ] && { [ $status != 0 ] || ! each alive; }; then
   say "not running everywhere: stopping it"
   each stop || true

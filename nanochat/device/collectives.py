@@ -25,6 +25,12 @@ def all_reduce_sum(tensors, dist):
 
 def reduce_scatter_sum(tensor, dist):
     """Returns this rank's part, (n, …), of the sum of `tensor` (world_size × n, …) over all ranks. On XLA only."""
+    if dist.device_type != "tpu":  # ranks that are threads need torch_xla's token: or collectives meet in other orders
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+        torch_xla._XLAC._set_all_reduce_token(str(dist.device), None)
+        parts = tensor.unflatten(0, (dist.world_size, -1))
+        return xm.reduce_scatter(xm.REDUCE_SUM, parts, 1.0, 0, dist.world_size, pin_layout=False)[0]
     # Divided so that nothing moves in memory. As rows, because XLA would give matrices the order that suits Muon's
     # products, and copy the whole tensor for it before it is summed.
     parts = tensor.flatten(0, -2).unflatten(0, (dist.world_size, -1))
