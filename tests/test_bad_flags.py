@@ -34,7 +34,7 @@ WORK = {
     "ablate": ["run_all"], "base_eval": ["DataLoader"], "base_train": ["spawn", "Trainer", "run_preflight"],
     "bench_checkpoint": ["make_state"], "bench_generate": ["make_model"], "bench_host": ["Contender"],
     "bench_judge": ["Judge"], "bench_kernels": ["measure"], "bench_loader": ["compare_speed"],
-    "bench_schedule": ["measure"], "bench_serve": ["get_context"], "bench_train": ["Contender"], "code_eval": ["Judge"],
+    "bench_schedule": ["measure"], "bench_serve": ["get_context"], "bench_train": ["ProcessPoolExecutor"], "code_eval": ["Judge"],
     "demo": ["run"], "eval_table": ["run"], "export": ["load_model"], "generate": ["Engine"],
     "import_nanochat": ["read_weights"], "prepare_data": ["build"], "prepare_puzzles": ["make_all"],
     "puzzle_preflight": ["run"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED, "report": ["draw"],
