@@ -110,7 +110,8 @@ start() { vm "$1" "$START" "$token"; }; stop() { vm "$1" "$STOP" "$token"; }
 follow() { retry vm "$1" "$FOLLOW" "$WAIT_S" "$1"; }; alive() { [ -n "$DRY_RUN" ] || vm "$1" 'running'; }; }
 each check || exit
 each start || { status=$?; say "not started everywhere: stopping it"; each stop || true; exit $status; }
-status=0; first_of follow || status=$?; [ $status != 130 ] || { say "no longer following; the run goes on: logs.sh shows it, stop_run.sh ends it"; exit 130; }
+status=0; first_of follow || status=$?
+[ $status != 130 ] || { say "no longer following; the run goes on: logs.sh shows it, stop_run.sh ends it"; exit 130; }
 if [ ${#TARGETS[@]} -gt 1 ] && { [ $status != 0 ] || ! each alive; }; then
   say "not running everywhere: stopping it"; each stop || true; exit $((status ? status : 1))
 fi
