@@ -37,10 +37,7 @@ class Contender:
     def __init__(self, flags, dist):
         self.flags, self.dist = flags, dist
         self.tokens = flags.device_batch_size * flags.max_seq_len  # in an optimizer step
-        plan = make_plan(parse_flags([
-            f"--depth={flags.depth}", f"--max_seq_len={flags.max_seq_len}", "--kernel=current", "--num_iterations=1000",
-            f"--device_batch_size={flags.device_batch_size}", f"--total_batch_size={self.tokens}"]),
-            flags.vocab_size, dist.device_type, 1)
+        plan = plan_of(flags, dist.device_type)
         self.training = make_step(plan, make_model(plan).init_weights().to(dist.device), dist)
         self.training.materialise()
         self.generator = torch.Generator().manual_seed(0)
@@ -62,6 +59,14 @@ class Contender:
         return steps * self.tokens / (time.perf_counter() - started)
 
 
+def plan_of(flags, device_type):
+    """Returns the Plan of a run with these Flags. Raises BadInput."""
+    return make_plan(parse_flags([
+        f"--depth={flags.depth}", f"--max_seq_len={flags.max_seq_len}", "--kernel=current", "--num_iterations=1000",
+        f"--device_batch_size={flags.device_batch_size}",
+        f"--total_batch_size={flags.device_batch_size * flags.max_seq_len}"]), flags.vocab_size, device_type, 1)
+
+
 _here = []  # the Contender of this process
 
 
@@ -79,6 +84,7 @@ def run(steps):
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    plan_of(flags, "cpu")
     for variable in MALLOC_VARIABLES:  # for the process that gives memory back
         os.environ.pop(variable, None)
     names, processes = ("glibc", "eager", "XLA"), []
@@ -87,7 +93,7 @@ def main(argv=None):
             prepare_xla_environment("xla")
         arguments = flags, "xla" if name == "XLA" else "cpu", name == "eager"
         processes.append(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
-        processes[-1].submit(begin, *arguments).result()  # raises what is refused
+        processes[-1].submit(begin, *arguments).result()
         processes[-1].submit(run, 2).result()  # compilation, first touch of memory
     print(f"depth {flags.depth}, {flags.device_batch_size} × {flags.max_seq_len} tokens a step, tokens/s:")
     by_xla, by_keeping = [], []

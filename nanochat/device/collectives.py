@@ -1,8 +1,11 @@
 """Communication between the ranks of a run: sums, parts and copies of tensors, and a barrier for threads."""
 import threading
 from contextlib import contextmanager
+from functools import cache, partial
 
 import torch
+
+from nanochat.device.xla_ops import without_token
 
 
 def all_reduce_sum(tensors, dist):
@@ -22,12 +25,17 @@ def all_reduce_sum(tensors, dist):
 
 def reduce_scatter_sum(tensor, dist):
     """Returns this rank's part, (n, …), of the sum of `tensor` (world_size × n, …) over all ranks. On XLA only."""
-    import torch_xla
+    # Divided so that nothing moves in memory. As rows, because XLA would give matrices the order that suits Muon's
+    # products, and copy the whole tensor for it before it is summed.
+    parts = tensor.flatten(0, -2).unflatten(0, (dist.world_size, -1))
+    return without_token(_scatter_sum(dist.world_size), parts)[0].unflatten(0, (-1, *tensor.shape[1:-1]))
+
+
+@cache
+def _scatter_sum(world_size):
     import torch_xla.core.xla_model as xm
-    # Remove the token of an earlier collective, which torch_xla would add to the tensor in a pass over memory.
-    torch_xla._XLAC._set_all_reduce_token(str(dist.device), None)
-    parts = tensor.unflatten(0, (dist.world_size, -1))  # divided so that nothing moves in memory
-    return xm.reduce_scatter(xm.REDUCE_SUM, parts, 1.0, 0, dist.world_size, pin_layout=False)[0]
+    return partial(xm.reduce_scatter, xm.REDUCE_SUM, scale=1.0, scatter_dim=0, shard_count=world_size,
+                   pin_layout=False)
 
 
 def all_gather(part, dist):

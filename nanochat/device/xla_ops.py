@@ -129,6 +129,40 @@ class _RepeatBody:
         return (self.function(carry[0]),), ()
 
 
+def without_token(collective, tensor):
+    """Returns collective(tensor): a function of torch_xla's that makes one tensor of one. Use the same object at every
+    call.
+
+    torch_xla orders collectives by a token that it adds to their operands: a zero that is an argument of the program,
+    so that XLA does not know its value, and writes the sum to memory. Here the token is a constant.
+    """
+    import torch_xla
+    key = (collective, tensor.device, _shapes([tensor]))
+    # Gone at every call, so that what comes after it is the same program in all steps: building takes it away, too.
+    torch_xla._XLAC._set_all_reduce_token(str(tensor.device), None)
+    if key not in _computations:
+        use_device_of(tensor)
+        _computations[key] = _build_without_token(collective, tensor)
+    return torch_xla._XLAC._xla_user_computation("nanochat::collective", [tensor], _computations[key])[0]
+
+
+def _build_without_token(collective, tensor):
+    import torch_xla
+    from torch_xla.core import xla_builder as xb
+    placeholder = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
+    context = torch_xla._XLAC.lowering.LoweringContext("Collective")
+    context.set_name_string("collective")
+    context.build([collective(placeholder)])
+    torch_xla._XLAC._set_all_reduce_token(str(tensor.device), None)
+    builder = xb.create_builder("collective")
+    operand = xb.mkparam(builder, 0, xb.tensor_shape(tensor))
+    zero = xb.Op.scalar(builder, 0.0, dtype=xb.Type.F32)
+    number = len(context.device_parameter_id_tensor_mapping())
+    place = context.tensor_parameter_id(placeholder)
+    computation = xb.computation_from_module_proto("collective", context.hlo())
+    return xb.Op.call(computation, [operand if i == place else zero for i in range(number)]).build("collective")
+
+
 def take(stack, index):
     """Returns stack[index]. index: int32 scalar."""
     def build(stack, index):
