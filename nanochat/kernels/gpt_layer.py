@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanochat.device.xla_ops import put, take
+from nanochat.device.xla_ops import put, put_columns, take, take_columns
 from nanochat.kernels import plain
 from nanochat.kernels.layer_loop import Layer, LayerByHand
 from nanochat.kernels.sharded import WHOLE
@@ -69,9 +69,9 @@ def gpt_layer_for_loop(attention, sharding=WHOLE, keeps_qkv=True):
     return Layer(plain_layer.forward, by_hand, sharding)
 
 
-def _plain(x, x0, weights, window, tables, value):
+def _plain(x, x0, weights, window, tables):
     rotary = [table.to(x.dtype) for table in tables]
-    return gpt_layer(x, x0, weights, rotary, lambda q, k, v: plain.attention(q, k, v, window), value)
+    return gpt_layer(x, x0, weights, rotary, lambda q, k, v: plain.attention(q, k, v, window))
 
 
 plain_layer = Layer(_plain)  # its tables are cos and sin, (T, head_dim / 2), fp32
@@ -88,11 +88,11 @@ def _new_saved(attention, sharding, keeps_qkv, x, weights, slots):
     return tuple(saved)
 
 
-def _forward(attention, sharding, keeps_qkv, x, index, saved, x0, weights, window, tables, value):
+def _forward(attention, sharding, keeps_qkv, x, index, saved, x0, weights, window, tables, values):
     saved = Saved.of(attention, sharding, keeps_qkv, saved)
     x_in = _mixed(x, x0, weights)
     scale = _reciprocal_rms(x_in)
-    products = _queries_keys_values(x_in, scale, weights, value)
+    products = _queries_keys_values(x_in, scale, weights, _value_of(values, weights))
     if keeps_qkv:
         (q, k, v), at = (put(stack, index, product, use_from_memory=True)
                          for stack, product in zip(saved[:3], products, strict=True)), index
@@ -120,8 +120,9 @@ def _queries_keys_values(x_in, scale, weights, value):
     yield (product if value is None else product + value).to(x_in.dtype)
 
 
-def _backward(attention, sharding, keeps_qkv, x, index, d_out, saved, x0, weights, window, tables, value):
+def _backward(attention, sharding, keeps_qkv, x, index, d_out, saved, x0, weights, window, tables, values, d_values):
     saved, dtype = Saved.of(attention, sharding, keeps_qkv, saved), d_out.dtype
+    value = _value_of(values, weights)
     y, h = take(saved.y, index), take(saved.h, index)
     x_in = _mixed(x, x0, weights)
     has_gates = hasattr(weights, "gate_map")
@@ -150,7 +151,8 @@ def _backward(attention, sharding, keeps_qkv, x, index, d_out, saved, x0, weight
         q, k, v = (product[None] for product in _queries_keys_values(x_in, scale, weights, value))
         log_sums, at = None if log_sums is None else take(log_sums, index)[None], torch.zeros_like(index)
     d_q, d_k, d_v = attention.backward(q, k, v, at, window, log_sums, d_y, *tables)
-    d_value = d_v
+    if values:
+        d_values = [_with_gradient_of_value(*d_values, *values, d_v)]
     d_of_gates = ()
     if has_gates:
         v = take(v, at).float()
@@ -171,7 +173,27 @@ def _backward(attention, sharding, keeps_qkv, x, index, d_out, saved, x0, weight
     d_resid_scale, d_x0_scale = ((d_in.float() * source.float()).sum() for source in (x, x0))
     d_weights = type(weights)(d_resid_scale, d_x0_scale, d_attn_q, d_attn_k, d_attn_v, d_attn_o, d_mlp_in, d_mlp_out,
                               *d_of_gates)
-    return weights.resid_scale * d_in, weights.x0_scale * d_in, d_value, d_weights
+    return weights.resid_scale * d_in, weights.x0_scale * d_in, d_values, d_weights
+
+
+def _value_of(values, weights):
+    """Returns what the layer adds to attention's values, (B, T, C_kv), or None where no layer adds any.
+
+    values: None, or the layer's number and an array (B, T, n × C_kv). The layer adds the block of columns with that
+    number, or 0 if the number is n.
+    """
+    if values is None:
+        return None
+    number, array = values
+    value = take_columns(array, number, weights.attn_v.size(-2))
+    return torch.where(number < array.size(-1) // value.size(-1), value, 0.0).to(value.dtype)
+
+
+def _with_gradient_of_value(d_values, number, array, d_value):
+    """Returns d_values, the gradient of the array in _value_of, after this layer has written its block of it."""
+    adds = number < array.size(-1) // d_value.size(-1)
+    before = take_columns(d_values, number, d_value.size(-1))
+    return put_columns(d_values, number, torch.where(adds, d_value, before))
 
 
 def _mixed(x, x0, weights):

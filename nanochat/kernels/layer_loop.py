@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nanochat.device.xla_ops import loop, put, put_columns, take, take_columns
+from nanochat.device.xla_ops import loop, put, take
 from nanochat.kernels.sharded import WHOLE, Sharding
 
 
@@ -24,9 +24,12 @@ class LayerByHand:
     writes to slot `index` of them, and the backward pass reads that slot.
 
     new_saved(x, weights, slots) -> saved: stacks of zeros; weights are stacks or the slices of a layer
-    forward(x, index, saved, x0, weights, window, tables, value) -> (x after the layer, saved)
-    backward(x, index, d_out, saved, x0, weights, window, tables, value) -> (d x, d x0, d value, a tuple of the
-        gradients of weights); d value is not used where value is None
+    forward(x, index, saved, x0, weights, window, tables, values) -> (x after the layer, saved)
+    backward(x, index, d_out, saved, x0, weights, window, tables, values, d_values) -> (d x, d x0, d_values, a tuple of
+        the gradients of weights)
+
+    values is None, or an int32 scalar and an array, see run_layers. d_values is a list with the gradient of that array,
+    of which each layer writes its part; an empty one without values.
     """
     new_saved: Callable
     forward: Callable
@@ -37,9 +40,8 @@ class LayerByHand:
 class Layer:
     """A layer for run_layers. Use the same object at every call: otherwise its loops are built again each time.
 
-    forward(x, x0, weights, window, tables, value) -> x (B, T, C) after the layer, differentiable. x0 is the input of
-        the first layer, weights this layer's slice of each stack in the dtype of x, window an int32 scalar or None,
-        value what the layer adds to attention's values, (B, T, C_kv), or None
+    forward(x, x0, weights, window, tables) -> x (B, T, C) after the layer, differentiable. x0 is the input of the first
+        layer, weights this layer's slice of each stack in the dtype of x, window an int32 scalar or None
     by_hand: the same layer with its own backward pass; None: the backward pass differentiates `forward`
     sharding: how the ranks divide the weights. The loops gather those of a layer, and scatter their gradients
     """
@@ -53,21 +55,21 @@ def run_layers(layer, x, stacks, windows, tables, keeps_input_only=False, values
 
     stacks: a NamedTuple of weights, each (layers, …); windows: int32 (layers,), or None where every layer sees all
     positions; tables: further tensors, which have no gradient. keeps_input_only: a layer that is written by hand is
-    computed again from its input, too. values: which of the n blocks of C_kv columns of an array (B, T, n × C_kv) each
-    layer adds to attention's values, int32 (layers,), n where it adds none; and that array; or None.
+    computed again from its input, too. values, for layers written by hand: a number for each layer, int32 (layers,),
+    and an array that all of them read and whose gradient each writes a part of, until all of it is written; or None.
     """
     keeps_input_only = keeps_input_only or layer.by_hand is None
-    slots, values = values or (None, None)
-    return _AllLayers.apply(x, values, slots, windows, tables, layer, keeps_input_only, torch.is_grad_enabled(),
+    numbers, values = values or (None, None)
+    return _AllLayers.apply(x, values, numbers, windows, tables, layer, keeps_input_only, torch.is_grad_enabled(),
                             type(stacks), *stacks)
 
 
 class _AllLayers(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, x, values, slots, windows, tables, layer, keeps_input_only, is_training, weights_type, *stacks):
+    def forward(ctx, x, values, numbers, windows, tables, layer, keeps_input_only, is_training, weights_type, *stacks):
         slices = _Slices(layer, weights_type, windows is not None, values is not None)
-        read = [stack.detach() for stack in stacks] + [numbers for numbers in (windows, slots) if numbers is not None]
+        read = [stack.detach() for stack in stacks] + [each for each in (windows, numbers) if each is not None]
         constants = (x, *tables, *([] if values is None else [values.detach()]))
         layers = stacks[0].size(0)
         kept = layers if is_training and not keeps_input_only else 1
@@ -84,7 +86,7 @@ class _AllLayers(torch.autograd.Function):
     def backward(ctx, d_out):
         inputs, *saved = ctx.saved_tensors
         slices, read, constants, stacks = ctx.others
-        d_values = [constants[-1]] if slices.has_values else []  # all of it is replaced
+        d_values = [constants[-1]] if slices.has_values else []  # has the shape; the layers overwrite all of it
         (d_x, d_x0, *d_values), gradients = loop(
             _BackwardBody(slices, len(saved)), (d_out, torch.zeros_like(d_out), *d_values), read,
             [stack.main_grad for stack in stacks], (inputs, *saved, *constants), reverse=True)
@@ -102,26 +104,13 @@ class _Slices:
     has_values: bool
 
     def __call__(self, read, constants):
-        """Returns a layer's x0, its whole weights in the dtype of x0, its window or None, the tables, and its value or
-        None."""
+        """Returns x0, a layer's whole weights in the dtype of x0, its window or None, the tables, and the values: its
+        number and the array, or None."""
         x0, *tables = constants
-        number = len(self.weights_type._fields)
-        weights = self.weights_type(*(self.layer.sharding.gather(weight.to(x0.dtype)) for weight in read[:number]))
-        window = read[number] if self.has_windows else None
-        if not self.has_values:
-            return x0, weights, window, tables, None
-        *tables, values = tables
-        value = take_columns(values, read[-1], weights.attn_v.size(-2))
-        return x0, weights, window, tables, torch.where(self.has_value(read, value, values), value, 0.0).to(value.dtype)
-
-    def has_value(self, read, value, values):
-        """Returns whether a layer adds something to attention's values, a boolean scalar."""
-        return read[-1] < values.size(-1) // value.size(-1)
-
-    def put_gradient(self, d_values, d_value, read):
-        """Returns the gradient of all layers' values with that of this layer's."""
-        before = take_columns(d_values, read[-1], d_value.size(-1))
-        return put_columns(d_values, read[-1], torch.where(self.has_value(read, d_value, d_values), d_value, before))
+        count = len(self.weights_type._fields)
+        weights = self.weights_type(*(self.layer.sharding.gather(weight.to(x0.dtype)) for weight in read[:count]))
+        values = (read[-1], tables.pop()) if self.has_values else None
+        return x0, weights, read[count] if self.has_windows else None, tables, values
 
 
 @dataclass(frozen=True)
@@ -131,12 +120,12 @@ class _ForwardBody:
     def __call__(self, index, carry, read, write, constants):
         (x, inputs, *saved), layer = carry, self.slices.layer
         inputs = put(inputs, _slot(inputs, index), x)
-        x0, weights, window, tables, value = self.slices(read, constants)
+        x0, weights, window, tables, values = self.slices(read, constants)
         if layer.by_hand:
             slot = _slot(saved[0], index)
-            out, saved = layer.by_hand.forward(x, slot, saved, x0, weights, window, tables, value)
+            out, saved = layer.by_hand.forward(x, slot, saved, x0, weights, window, tables, values)
         else:
-            out = layer.forward(x, x0, weights, window, tables, value)
+            out = layer.forward(x, x0, weights, window, tables)
         return (out, inputs, *saved), ()
 
 
@@ -148,31 +137,28 @@ class _BackwardBody:
     def __call__(self, index, carry, read, write, constants):
         (d_out, d_x0, *d_values), (inputs, *rest), layer = carry, constants, self.slices.layer
         saved = rest[:self.num_saved]
-        x0, *others = self.slices(read, rest[self.num_saved:])  # weights, window, tables, value
+        x0, weights, window, tables, values = self.slices(read, rest[self.num_saved:])
         x = take(inputs, index)
         if layer.by_hand:
-            by_hand = layer.by_hand
+            by_hand, given = layer.by_hand, (x0, weights, window, tables, values)
             if not saved:
                 index = torch.zeros_like(index)
-                _, saved = by_hand.forward(x, index, by_hand.new_saved(x, others[0], 1), x0, *others)
-            d_x, d_x0_here, d_value, d_weights = by_hand.backward(x, index, d_out, saved, x0, *others)
+                _, saved = by_hand.forward(x, index, by_hand.new_saved(x, weights, 1), *given)
+            d_x, d_x0_here, d_values, d_weights = by_hand.backward(x, index, d_out, saved, *given, d_values)
         else:
-            d_x, d_x0_here, d_value, d_weights = _differentiated(layer, x, d_out, x0, *others)
+            d_x, d_x0_here, d_weights = _differentiated(layer, x, d_out, x0, weights, window, tables)
         parts = map(layer.sharding.scatter, d_weights)
         added = tuple(total + part.to(total.dtype) for total, part in zip(write, parts, strict=True))
-        d_values = (self.slices.put_gradient(gradients, d_value, read) for gradients in d_values)
         return (d_x, d_x0 + d_x0_here, *d_values), added
 
 
-def _differentiated(layer, x, d_out, x0, weights, window, tables, value):
-    """Computes the layer again, and returns the gradients of x, of x0, of its value, if it has one, and of its
-    weights."""
+def _differentiated(layer, x, d_out, x0, weights, window, tables):
+    """Computes the layer again, and returns the gradients of x, of x0 and of its weights."""
     with torch.enable_grad():
         x, x0, *weights_ = (tensor.detach().requires_grad_() for tensor in (x, x0, *weights))
-        values = [] if value is None else [value.detach().requires_grad_()]
-        out = layer.forward(x, x0, type(weights)(*weights_), window, tables, *(values or [None]))
-        d_x, d_x0, *d_others = torch.autograd.grad(out, [x, x0, *values, *weights_], d_out)
-    return d_x, d_x0, d_others[0], d_others[len(values):]
+        out = layer.forward(x, x0, type(weights)(*weights_), window, tables)
+        d_x, d_x0, *d_weights = torch.autograd.grad(out, [x, x0, *weights_], d_out)
+    return d_x, d_x0, d_weights
 
 
 def _slot(stack, index):

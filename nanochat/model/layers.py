@@ -30,8 +30,6 @@ GatedLayerWeights = NamedTuple("GatedLayerWeights", [*LayerWeights.__annotations
 
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_out")  # Muon updates these, AdamW the rest
 SCALES = ("resid_scale", "x0_scale")
-
-
 RECOMPUTED = ("none", "qkv", "all")  # what the backward pass computes again of a layer: qkv is queries, keys, values
 
 

@@ -192,7 +192,8 @@ class MuonAdamW:
         averages = {name: momentum * self.state[f"{name}.momentum"] + (1 - momentum) * gradient
                     for name, gradient in gradients.items() if name not in self.rules.adam}
         nesterov = {name: momentum * average + (1 - momentum) * gradients[name] for name, average in averages.items()}
-        directions, new_weights = newton_schulz_of_all(nesterov, self.dtype), {}
+        directions = newton_schulz_of_all(nesterov, self.dtype)
+        new_weights = {}  # of those that the model has a copy of
         for name, p in self.parameters.items():
             old = self.masters[name], self.state[f"{name}.momentum"], self.state[f"{name}.second_moment"]
             if rule := self.rules.adam.get(name):

@@ -117,8 +117,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     config = config_for_depth(
         model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=model.window_pattern,
         softcap=model.softcap, layer_gates=model.layer_gates, value_embeddings=model.value_embeddings,
-        n_embd=max(model.model_dim, 0),
-        n_head=max(model.num_heads, 0), n_kv_head=max(model.num_kv_heads, 0),
+        n_embd=max(model.model_dim, 0), n_head=max(model.num_heads, 0), n_kv_head=max(model.num_kv_heads, 0),
         rotary_base=meta.config["rotary_base"] if meta else None)
     parameters = count_parameters(config)
     _require_memory(parameters, config, batch, device_type)

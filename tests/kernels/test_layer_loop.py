@@ -45,7 +45,7 @@ def by_autograd(layer, stacks, x, windows, tables):
     out = x
     for index in range(LAYERS):
         weights = type(stacks)(*(stack[index] for stack in stacks))
-        out = layer.forward(out, x, weights, None if windows is None else torch.tensor(windows[index]), tables, None)
+        out = layer.forward(out, x, weights, None if windows is None else torch.tensor(windows[index]), tables)
     out.square().sum().backward()
     return [tensor.detach() for tensor in (out, x.grad, *(stack.grad for stack in stacks))]
 
@@ -67,7 +67,7 @@ class GatedWeights(NamedTuple):
     value: torch.Tensor
 
 
-def gated(x, x0, weights, window, tables, value):
+def gated(x, x0, weights, window, tables):
     return x + torch.sigmoid(x @ weights.gate) * (x0 @ weights.value)
 
 
