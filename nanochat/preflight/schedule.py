@@ -189,9 +189,11 @@ def _read_program(lines):
 
 
 def _matrix_cycles(instruction):
-    """Returns the cycles for which a matrix unit works on one instruction, measured on products of known size: a
-    register of 16 rows of bfloat16 takes 16 on v5e, half a register 8; v6e (`mubr`) takes two rows per cycle."""
-    return 8 if ".lmr" in instruction or ".mubr" in instruction or ".bf16" not in instruction else 16
+    """Returns the cycles for which a matrix unit works on one instruction, measured on products of known size: a row
+    takes a cycle on v5e, and half a cycle on v6e (`mubr`). A register has 16 rows of bfloat16 or 8 of float32; with
+    `lmr`, half a register is used."""
+    rows = 8 if ".lmr" in instruction or ".bf16" not in instruction else 16
+    return rows // 2 if ".mubr" in instruction else rows
 
 
 def _read_use(lines):
