@@ -16,8 +16,10 @@ from nanochat.data.fim import KINDS, check_fim
 from nanochat.data.lanes import NUM_LANES
 from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards, open_shards
-from nanochat.device.ranks import DEVICE_TYPES, compute_init, prepare_xla_environment, resolve_device_type
+from nanochat.device.ranks import DEVICE_TYPES, prepare_xla_environment, print0, resolve_device_type
 from nanochat.infer.load import find_checkpoint, load_language_meta, load_model, resolve_inference_device_type
+from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
+from nanochat.model.gpt import GPTConfig
 from nanochat.train.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
 from nanochat.train.project_eval import ProjectRows, require_packed
 
@@ -44,12 +46,13 @@ class Flags:
 
 
 def main(argv=None):
-    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    flags, of_mesh = read_flags(argv, __doc__, {Flags: "flags", MeshFlags: "mesh"})
     resolve = resolve_device_type if flags.quantize == "none" else resolve_inference_device_type
     device_type = resolve(flags.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(flags.checkpoint)
-    trained_len = load_language_meta(path).config["max_seq_len"]
+    config = GPTConfig(**load_language_meta(path).config)
+    trained_len = config.max_seq_len
     seq_len = trained_len if flags.max_seq_len == -1 else flags.max_seq_len
     if seq_len > trained_len:
         raise BadInput(f"--max_seq_len={seq_len} is more than the {trained_len} positions of the model")
@@ -61,42 +64,49 @@ def main(argv=None):
     if flags.data_dir and in_bucket(flags.data_dir):
         print(f"data: {check_cache(open_shards(shards), NUM_LANES)}", flush=True)
     if flags.project:
-        projects = open_shards(shards)
-        require_packed(projects)
-    dist = compute_init(device_type)
+        require_packed(open_shards(shards))
+    mesh = of_mesh.mesh(config, device_type, flags.kernel)
+    return run_on_mesh(partial(evaluate_checkpoint, flags, path, seq_len, shards, mesh), mesh, device_type)
+
+
+def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
+    """Evaluates the checkpoint at `path` on rows of `seq_len` tokens of `shards`, as one rank of a Mesh; rank 0
+    prints."""
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, kernel=flags.kernel,
-                                        quantize=flags.quantize)
+                                        quantize=flags.quantize, mesh=mesh)
     about = f"{path} (step {meta.step})"
 
-    def measure(loader, **options):
-        return bits_per_byte(model, loader, tokenizer.token_bytes(), dist, **options)
+    def measure(loader, copies, **options):
+        return bits_per_byte(model, loader, tokenizer.token_bytes(), dist, copies=copies, **options)
 
     def evaluate(fim_options=None, **options):
         with DataLoader(shards, tokenizer, batch_size=flags.device_batch_size, seq_len=seq_len, seed=flags.seed,
-                        num_rows=flags.eval_tokens // seq_len, **(fim_options or {})) as loader:
-            return measure(loader, **options)
+                        rank=mesh.reader(dist.rank), world_size=mesh.readers, num_rows=flags.eval_tokens // seq_len,
+                        **(fim_options or {})) as loader:
+            return measure(loader, mesh.tensor, **options)
 
     if flags.project:
-        return print_projects(about, partial(ProjectRows, projects, tokenizer, seq_len, flags.device_batch_size,
-                                             flags.eval_tokens), measure)
+        rows_of = partial(ProjectRows, open_shards(shards), tokenizer, seq_len, flags.device_batch_size,
+                          flags.eval_tokens)
+        return print_projects(about, rows_of, partial(measure, copies=mesh.chips))
     if flags.fim:
         check_fim("--fim", tokenizer, seq_len)
-        print(f"{about}: bits per byte of middles")
+        print0(f"{about}: bits per byte of middles")
         return print_middles(tokenizer, evaluate)
     found = evaluate()
     whole = " (the whole text, which is shorter than --eval_tokens)" if found.is_whole_text else ""
-    print(f"{about}: {found.bits_per_byte:.4f} bits per byte over {found.num_bytes:,} bytes{whole}")
+    print0(f"{about}: {found.bits_per_byte:.4f} bits per byte over {found.num_bytes:,} bytes{whole}")
 
 
 def print_middles(tokenizer, evaluate):
     """Prints the bits per byte of middles of each kind. evaluate: see main."""
-    print(f"{'middles':<12}{'bytes':>12}{'with suffix':>13}{'without':>10}{'left to right':>15}")
+    print0(f"{'middles':<12}{'bytes':>12}{'with suffix':>13}{'without':>10}{'left to right':>15}")
     for kind in KINDS:
         found = [evaluate({"fim_rate": 1.0, "fim_kinds": (kind,)}, view=partial(view, tokenizer))
                  for view in (with_suffixes, without_suffixes, from_left_to_right)]
         suffix, without, plain = (of.bits_per_byte for of in found)
-        print(f"{kind:<12}{found[0].num_bytes:>12,}{suffix:>13.4f}{without:>10.4f}{plain:>15.4f}   with its suffix "
-              f"{suffix / without - 1:+.1%} and {suffix / plain - 1:+.1%}", flush=True)
+        print0(f"{kind:<12}{found[0].num_bytes:>12,}{suffix:>13.4f}{without:>10.4f}{plain:>15.4f}   with its suffix "
+              f"{suffix / without - 1:+.1%} and {suffix / plain - 1:+.1%}")
 
 
 def print_projects(about, rows_of, measure):
@@ -110,7 +120,7 @@ def print_projects(about, rows_of, measure):
             raise BadInput(f"--project: no document in {rows.shards[0].path.parent} has a second file of which more "
                            f"than the path fits into {rows.seq_len // 2} tokens: name another --data_dir or longer "
                            "rows")
-    print(f"{about}: {rows.num_files:,} files, the first {rows.seq_len // 2} tokens of each: given their project "
+    print0(f"{about}: {rows.num_files:,} files, the first {rows.seq_len // 2} tokens of each: given their project "
           f"{found[True]:.4f} bits per byte, alone {found[False]:.4f} ({found[True] / found[False] - 1:+.1%})")
 
 

@@ -9,12 +9,23 @@ The completion goes to standard output, everything else to standard error.
 import os
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
-from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
+from nanochat.device.ranks import prepare_xla_environment
 from nanochat.infer.engine import Engine
-from nanochat.infer.load import ModelFlags, find_checkpoint, load_model, resolve_inference_device_type
+from nanochat.infer.load import (
+    ModelFlags,
+    find_checkpoint,
+    load_language_meta,
+    load_model,
+    resolve_inference_device_type,
+)
+from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
+from nanochat.model.gpt import GPTConfig
+
+LOOP = "chunked"  # kernels that can compute with parts of the weights
 
 
 @dataclass(frozen=True)
@@ -49,25 +60,37 @@ class SamplingFlags:
 
 
 def main(argv=None):
-    of_model, of_prompt, sampling = read_flags(argv, __doc__, {
-        ModelFlags: "model", PromptFlags: "prompt (without any: standard input)", SamplingFlags: "sampling"})
+    of_model, of_prompt, sampling, of_mesh = read_flags(argv, __doc__, {
+        ModelFlags: "model", PromptFlags: "prompt (without any: standard input)", SamplingFlags: "sampling",
+        MeshFlags: "mesh"})
     device_type = resolve_inference_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
+    mesh = of_mesh.mesh(GPTConfig(**load_language_meta(path).config), device_type, LOOP)
     prompt = of_prompt.read()
-    dist = compute_init(device_type)
-    model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir,
-                                        quantize=of_model.quantize)
-    print(f"{path}: step {meta.step}, on {dist.device}", file=sys.stderr)
+    return run_on_mesh(partial(complete, of_model, path, prompt, of_prompt.echo, sampling, mesh), mesh, device_type)
+
+
+def complete(of_model, path, prompt, echo, sampling, mesh, dist):
+    """Completes the bytes `prompt` by the checkpoint at `path`, as one rank of a Mesh: all draw the same tokens, and
+    rank 0 prints them."""
+    model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, quantize=of_model.quantize,
+                                        kernel=LOOP if mesh.divides_weights else "auto", mesh=mesh)
+
+    def say(text):
+        if dist.rank == 0:
+            print(text, file=sys.stderr)
 
     def show(text):
-        print(text, end="", flush=True)
+        if dist.rank == 0:
+            print(text, end="", flush=True)
 
     def say_cut(num_tokens, num_read):
-        print(f"the prompt has {num_tokens:,} tokens: only the last {num_read:,} are read, because the model sees "
-              f"{model.config.max_seq_len:,} together with those of --max_tokens", file=sys.stderr)
+        say(f"the prompt has {num_tokens:,} tokens: only the last {num_read:,} are read, because the model sees "
+            f"{model.config.max_seq_len:,} together with those of --max_tokens")
 
-    shown_prompt = prompt.decode(errors="replace") if of_prompt.echo else ""
+    say(f"{path}: step {meta.step}, on {mesh if mesh.divides_weights else dist.device}")
+    shown_prompt = prompt.decode(errors="replace") if echo else ""
     options = asdict(sampling) | {"stop": sampling.stop or [], "on_cut": say_cut}
     engine = Engine(model, tokenizer, dist)
     if sampling.num_samples == 1:
@@ -79,9 +102,8 @@ def main(argv=None):
         for i, sample in enumerate(samples):
             show(f"--- sample {i + 1} of {len(samples)}, seed {sampling.seed + i}\n{shown_prompt}{sample.text}\n")
     took = engine.timings
-    print(f"{took.predicted_tokens} tokens in {took.predicted_ms / 1000:.1f} s, {took.prompt_tokens} of the prompt in "
-          f"{took.prompt_ms / 1000:.1f} s{', compilation included' if dist.is_xla else ''}", file=sys.stderr)
-    compute_cleanup(dist)
+    say(f"{took.predicted_tokens} tokens in {took.predicted_ms / 1000:.1f} s, {took.prompt_tokens} of the prompt in "
+        f"{took.prompt_ms / 1000:.1f} s{', compilation included' if dist.is_xla else ''}")
 
 
 if __name__ == "__main__":

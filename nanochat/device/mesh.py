@@ -89,6 +89,9 @@ class Mesh:
         return " × ".join(f"{getattr(self, axis)} {axis}" for axis in AXES)
 
 
+ONE_CHIP = Mesh()
+
+
 def all_meshes(chips, tensor=1):
     """Returns the Meshes of so many chips with `tensor` of them along that axis, the fewest along fsdp first."""
     return [Mesh(chips // (fsdp * tensor), fsdp, tensor) for fsdp in range(1, chips // tensor + 1)

@@ -265,3 +265,10 @@ def _lower(function, tensors):
     lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,))
     proto = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
     return xb.computation_from_module_proto(getattr(function, "__name__", "jax"), proto)
+
+
+def wait_for(first, tensors):
+    """Makes everything that is computed from `tensors`, a list, wait in the program until `first` is computed. All of
+    them are changed in place: use no views of others."""
+    import torch_xla.core.xla_model as xm
+    xm.optimization_barrier_([first, *tensors])

@@ -8,11 +8,14 @@ from safetensors import SafetensorError
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir
 from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
+from nanochat.device.mesh import ONE_CHIP
 from nanochat.device.ranks import DEVICE_TYPES, resolve_device_type
 from nanochat.device.tpu import count_tpu_chips
 from nanochat.infer.quantize import Int8GPT
 from nanochat.kernels.choose import get_kernels
+from nanochat.kernels.sharded import Sharding
 from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.model.parts import Parts
 from nanochat.run.checkpoint_files import MODEL, find_problem, latest, sha256_of_files, tensor_files
 from nanochat.run.meta import META, load_meta, read_config
 from nanochat.run.pieces import load_tensors
@@ -76,12 +79,14 @@ def weights_of(path):
         raise BadInput(f"checkpoint {path} is damaged ({MODEL}: {error.strerror}): use another one") from None
 
 
-def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none", weights=None):
+def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none", weights=None,
+               mesh=ONE_CHIP):
     """Returns (model, tokenizer, Meta) of the checkpoint at `path`; the model is on the device of `dist`, for
     evaluation.
 
-    quantize: "none", or "int8": an Int8GPT, on the CPU only. weights: what weights_of returned before. Raises BadInput
-    if the weights are damaged or are others by now, or the tokenizer is not the one it was trained with.
+    quantize: "none", or "int8": an Int8GPT, on the CPU only. weights: what weights_of returned before. mesh: of which
+    this rank's parts are loaded, if it divides the weights. Raises BadInput if the weights are damaged or are others by
+    now, or the tokenizer is not the one it was trained with.
     """
     if quantize not in QUANTIZATIONS:
         raise BadInput(f"--quantize={quantize} is unknown: choose {' or '.join(QUANTIZATIONS)}")
@@ -95,14 +100,16 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     tokenizer = load_tokenizer(tokenizer_dir)
     check_tokenizer(tokenizer, meta.config["vocab_size"], meta.tokenizer_sha256)
     dtype = torch.bfloat16 if dist.device_type in ("tpu", "cuda") else torch.float32
-    model = GPT(GPTConfig(**meta.config), get_kernels(kernel, dist.device_type), dtype)
+    model = GPT(GPTConfig(**meta.config), get_kernels(kernel, dist.device_type, Sharding.of_mesh(mesh)), dtype)
     try:
         model.load_state_dict(load_tensors(path, MODEL), assign=True)
     except (OSError, RuntimeError, SafetensorError) as error:  # it was deleted meanwhile, or is of another config
         raise BadInput(f"checkpoint {path} is damaged ({' '.join(str(error).split())[:200]}): use another "
                        "one") from None
-    for parameter in model.parameters():  # in half of the bytes on a TPU; every product would cast them first
-        parameter.data = parameter.data.to(dtype)
+    parts = Parts(dist, mesh)
+    for name, parameter in model.named_parameters():
+        part = parts.of_model(name, parameter.data) if mesh.divides_weights and parameter.dim() > 1 else parameter.data
+        parameter.data = part.to(dtype)  # in half of the bytes on a TPU; every product would cast it first
     if weights is not None and weights != weights_of(path):
         raise BadInput(f"checkpoint {path} was replaced since this command began: start it again")
     model = model.to(dist.device).eval().requires_grad_(False)

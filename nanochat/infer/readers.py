@@ -133,6 +133,7 @@ class StaticReader:
     def __init__(self, model, dist, num_slots):
         self.model, self.dist = model, dist
         self.positions = [0] * num_slots  # of each slot's next token
+        self._gathers = model.kernels.whole is not None  # weights, from the other ranks
         with one_program(dist, f"cache {num_slots}"):
             self.cache = KVCache(model.config, num_slots, model.config.max_seq_len, model.compute_dtype, dist.device)
 
@@ -143,7 +144,7 @@ class StaticReader:
         length = min(max(MIN_PREFILL_LEN, 1 << (len(ids) - 1).bit_length()), config.max_seq_len)
         padded = torch.tensor([ids + [0] * (length - len(ids))]).to(device)
         last, rows = torch.tensor([len(ids) - 1]).to(device), torch.tensor(list(slots)).to(device)
-        with one_program(self.dist, f"prefill {length} {len(rows)} {len(self.positions)}"):
+        with one_program(self.dist, f"prefill {length} {len(rows)} {len(self.positions)}", self._gathers):
             prompt = KVCache(config, 1, config.max_seq_len, self.model.compute_dtype, device)
             # The padding writes to cache positions after the prompt. The tokens that are generated there overwrite
             # them before any position looks at them.
@@ -162,7 +163,7 @@ class StaticReader:
         device = self.dist.device
         ids = torch.tensor(tokens)[:, None].to(device)
         positions = torch.tensor(self.positions)[:, None, None].to(device)
-        with one_program(self.dist, f"decode {len(tokens)}"):
+        with one_program(self.dist, f"decode {len(tokens)}", self._gathers):
             logits = self.model.logits(self.model.hidden(ids, self.cache, positions))[:, 0]
         self.positions = [position + 1 for position in self.positions]
         return logits.cpu()

@@ -17,6 +17,8 @@ from nanochat.device.collectives import (
     scatter_sum_in_groups,
     sum_in_groups,
 )
+from nanochat.device.xla_ops import wait_for
+from nanochat.model.parts import INPUTS_DIVIDED
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,23 @@ class Sharding:
         if not self.groups or stack.dim() < 3:
             return stack
         return torch.empty(stack.size(0), len(self.groups[0]) * stack.size(1), *stack.shape[2:], device="meta")
+
+    # Along both
+
+    def whole(self, after, parts):
+        """See layers.Kernels."""
+        tensors = [part.clone() for part in parts.values()]
+        wait_for(after, tensors)
+        return [self._whole(name, tensor) for name, tensor in zip(parts, tensors, strict=True)]
+
+    def _whole(self, name, part):
+        part = self.gather(part)
+        if not self.tensor_groups or part.dim() < 2:
+            return part
+        parts = gather_in_groups(part, _lists(self.tensor_groups))
+        if name in INPUTS_DIVIDED:
+            return parts.unflatten(0, (len(self.tensor_groups[0]), -1)).movedim(0, 1).flatten(1)
+        return parts
 
     def _divides(self, tensor):
         return self.groups and tensor.dim() > 1

@@ -41,7 +41,8 @@ def get_kernels(name, interpret, sharding):
         return _Embedding.apply(ids, table, dtype, sharding)
 
     return Kernels(name, plain.attention, partial(_cross_entropy, sharding), mean_cross_entropy,
-                   partial(_mean_distillation, sharding), embedding, recompute=None, run_layers=run_all)
+                   partial(_mean_distillation, sharding), embedding, recompute=None, run_layers=run_all,
+                   whole=None if sharding == WHOLE else sharding.whole)
 
 
 # -----------------------------------------------------------------------------

@@ -211,6 +211,7 @@ class GPT(nn.Module):
                 return cache.attend(index, q, k, v, positions, windows[index])
 
             def run_layer(x, x0, value, *weights, attend=attend):
+                weights = self._whole(x, dict(zip(weights_type._fields, weights, strict=True)))
                 return gpt_layer(x, x0, weights_type(*weights), rotary, attend, value)
 
             value = None if slots[index] is None else values.split(stacks.attn_v.size(1), -1)[slots[index]]
@@ -220,6 +221,9 @@ class GPT(nn.Module):
                 x = run_layer(x, x0, value, *weights)
         return norm(x)
 
+    def _whole(self, after, weights):
+        return weights.values() if self.kernels.whole is None else self.kernels.whole(after, weights)
+
     def values(self, ids):
         """What layers add to attention's values at ids (B, T), (B, T, slots × C_kv), see value_slots; or None."""
         if not self.config.value_embeddings:
@@ -228,7 +232,8 @@ class GPT(nn.Module):
 
     def logits(self, hidden):
         """fp32 logits (…, V) of hidden states (…, C)."""
-        return softcapped(F.linear(hidden, self.lm_head.to(hidden.dtype)).float(), self.config.softcap)
+        head, = self._whole(hidden, {"lm_head": self.lm_head.to(hidden.dtype)})
+        return softcapped(F.linear(hidden, head).float(), self.config.softcap)
 
     def forward(self, ids, targets=None, reduction="none", teaching=None):
         """Logits (B, T, V) of ids (B, T). With targets (B, T): the losses of the tokens instead, fp32, nats, (B, T), or

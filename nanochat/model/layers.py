@@ -53,6 +53,8 @@ class Kernels:
         RECOMPUTED; values is which of the n blocks of C_kv columns of an array (B, T, n × C_kv) each layer adds to
         attention's values, int32 (layers,), n where it adds none, and that array; or None. run_layers itself is None
         where the model runs one layer after the other
+    whole(after, parts): the whole weights, a list, of {name: this rank's part}, gathered once the tensor `after` is
+        known, so that few are whole at a time; None where ranks have whole weights. The functions above take parts
     """
     name: str
     attention: Callable
@@ -62,6 +64,7 @@ class Kernels:
     embedding: Callable
     recompute: Callable
     run_layers: Callable | None = None
+    whole: Callable | None = None
 
 
 # -----------------------------------------------------------------------------

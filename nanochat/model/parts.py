@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanochat.common import BadInput
 from nanochat.device.collectives import (
     all_gather,
     exchange_in_groups,
@@ -18,7 +19,7 @@ from nanochat.device.collectives import (
     reduce_scatter_sum,
     scatter_sum_in_groups,
 )
-from nanochat.device.mesh import Mesh
+from nanochat.device.mesh import Mesh, require_divisible
 from nanochat.device.programs import one_program
 from nanochat.device.ranks import Dist
 
@@ -166,3 +167,28 @@ class Parts:
 def _divided(name):
     """Returns which dimension of a weight each axis divides, counted from the last one: fsdp what tensor leaves."""
     return ("fsdp", -2), ("tensor", -1 if name in INPUTS_DIVIDED else -2)
+
+
+def require_parts(mesh, config):
+    """Raises BadInput if a Mesh cannot divide the weights of a GPTConfig's model."""
+    if not mesh.divides_weights:
+        return
+    if config.layer_gates:
+        raise BadInput(f"{mesh.source} divides the weights, and the gates of --layer_gates cannot be "
+                       f"divided: use {mesh.ask_for_whole_weights()}, or leave --layer_gates out")
+    if config.value_embeddings:
+        raise BadInput(f"{mesh.source} divides the weights, and every chip looks up whole --value_embeddings: use "
+                       f"{mesh.ask_for_whole_weights()}, or leave --value_embeddings out")
+    require_divisible(mesh, "tensor", {
+        "the attention heads (--num_heads)": config.n_head,
+        "the heads of keys and values (--num_kv_heads)": config.n_kv_head})
+    here = " that a chip along tensor has" if mesh.tensor > 1 else ""
+    require_divisible(mesh, "fsdp", {
+        f"the width (--model_dim){here}": config.n_embd // mesh.tensor,
+        f"the width of keys and values (--num_kv_heads × head size){here}":
+            config.n_kv_head * config.head_dim // mesh.tensor})
+    if config.vocab_size % mesh.chips:
+        raise BadInput(f"{mesh.source} divides the vocabulary among all {mesh.chips} chips, and "
+                       f"{config.vocab_size} tokens cannot be divided by {mesh.chips}: use "
+                       f"{mesh.ask_for_whole_weights()}, or a tokenizer with "
+                       f"{-(-config.vocab_size // mesh.chips) * mesh.chips} tokens")

@@ -2,17 +2,22 @@
 import fcntl
 import multiprocessing
 import os
+import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from nanochat.common import BadInput, Failure, end_with_parent, require_writable_dir
 from nanochat.device import tpu
+from nanochat.device.ranks import spawn_ranks
 from nanochat.device.tpu import count_tpu_chips
 from nanochat.run import watchdog
 
@@ -56,9 +61,16 @@ def _wait_for_orphans(run_dir):
 _held_as_rank = []  # keeps the lock files open until the process ends
 
 
+def begin_with_parent():
+    """Makes this spawned process end with its parent, and at once on Ctrl-C. Every spawned process calls it, or
+    begin_as_rank, first."""
+    watchdog.print_stacks_on_signal()
+    end_with_parent(multiprocessing.parent_process().pid)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def begin_as_rank(run_dir):
-    """Makes this spawned process end with its parent, and lock the run's directory until then. Every spawned process
-    calls it first."""
+    """Makes this spawned process end with its parent, and lock the run's directory until then."""
     watchdog.print_stacks_on_signal()
     end_with_parent(multiprocessing.parent_process().pid)
     file = open(run_dir / RANKS_LOCK)
@@ -73,6 +85,27 @@ def expected_world_size(device_type, hosts=1):
         return tpu.parse_accelerator(accelerator).chips if accelerator else count_tpu_chips()
     return {"xla": hosts * int(os.environ.get("CPU_NUM_DEVICES", 1)), "cuda": int(os.environ.get("WORLD_SIZE", 1))}.get(
         device_type, 1)
+
+
+def run_as_ranks(function, *args, begin, if_broken=lambda: None):
+    """Calls function(*args), which returns an exit status, as every rank, see ranks.spawn_ranks. Returns the exit
+    status: that of a rank which failed, or 0.
+
+    begin: see spawn_ranks. if_broken(): called when a rank has ended its process; one that was killed left no status.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        status_path = Path(scratch) / "status"
+        status_path.write_text("0")
+        try:
+            spawn_ranks(_run_as_rank, partial(function, *args), str(status_path), begin=begin)
+        except BrokenProcessPool:
+            if_broken()
+            return int(status_path.read_text()) or 1
+        return int(status_path.read_text())
+
+
+def _run_as_rank(index, function, status_path):
+    end_process_on_error(function, status_path)
 
 
 def end_process_on_error(function, status_path):

@@ -4,11 +4,8 @@ No line at module level touches the XLA runtime: xmp.spawn starts a process for 
 """
 import os
 import sys
-import tempfile
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -19,13 +16,12 @@ from nanochat.device.ranks import (
     compute_init,
     keep_freed_memory,
     prepare_xla_environment,
-    spawn_ranks,
 )
 from nanochat.run.agreement import StopAgreement, describe, require_alike, serve_lanes
 from nanochat.run.hosts import this_host
 from nanochat.run.mirror import MirrorError
 from nanochat.run.pod import PodError, membership
-from nanochat.run.processes import begin_as_rank, end_process_on_error, exclusive_use
+from nanochat.run.processes import begin_as_rank, exclusive_use, run_as_ranks
 from nanochat.run.stopping import (
     EXIT_STATUS,
     Requests,
@@ -101,21 +97,14 @@ def train_on_pod(run, pod, requests):
 def spawn(run, **watch):
     """Trains in a process for each chip, or in a thread for each XLA device of a CPU. Returns the exit status. watch:
     further arguments of `watching`."""
-    with watching(Heartbeats(run.heartbeats_file), **watch) as has_reported, tempfile.TemporaryDirectory() as scratch:
-        status_path = Path(scratch) / "status"
-        status_path.write_text("0")
-        try:
-            spawn_ranks(_train_as_rank, run, str(status_path), begin=partial(begin_as_rank, run.directory))
-        except BrokenProcessPool:  # a rank ended its process; one that was killed could leave no status
-            has_reported.wait(timeout=10)
-            return int(status_path.read_text()) or 1
-        return int(status_path.read_text())
+    with watching(Heartbeats(run.heartbeats_file), **watch) as has_reported:
+        return run_as_ranks(_train_as_rank, run, begin=partial(begin_as_rank, run.directory),
+                            if_broken=lambda: has_reported.wait(timeout=10))
 
 
-def _train_as_rank(index, run, status_path):
-    """Runs as every rank, in a process of its own on a TPU."""
+def _train_as_rank(run):
     stop_on_signal_to_rank(Requests(run.requests_file))
-    end_process_on_error(lambda: train(run), status_path)
+    return train(run)
 
 
 def train(run):

@@ -3,9 +3,10 @@ from dataclasses import replace
 
 from nanochat.common import BadInput
 from nanochat.device import tpu
-from nanochat.device.mesh import Mesh, all_meshes, make_mesh, require_divisible
+from nanochat.device.mesh import Mesh, all_meshes, make_mesh
 from nanochat.device.tpu import GIB
 from nanochat.kernels.choose import get_kernels
+from nanochat.model.parts import require_parts
 from nanochat.train.flags import AUTO
 
 ROOM = 0.95  # of a chip's memory, which an estimate may fill: no compiled peak was more than 5% above its estimate
@@ -147,31 +148,6 @@ def _require_mesh(mesh, flags, config, device_type):
         raise BadInput(f"{mesh.source} divides the weights, and with --shard_optimizer=off each rank has all of "
                        "the optimizer's: leave one of them out")
     require_parts(mesh, config)
-
-
-def require_parts(mesh, config):
-    """Raises BadInput if a Mesh cannot divide the weights of a GPTConfig's model."""
-    if not mesh.divides_weights:
-        return
-    if config.layer_gates:
-        raise BadInput(f"{mesh.source} divides the weights, and the gates of --layer_gates cannot be "
-                       f"divided: use {mesh.ask_for_whole_weights()}, or leave --layer_gates out")
-    if config.value_embeddings:
-        raise BadInput(f"{mesh.source} divides the weights, and every chip looks up whole --value_embeddings: use "
-                       f"{mesh.ask_for_whole_weights()}, or leave --value_embeddings out")
-    require_divisible(mesh, "tensor", {
-        "the attention heads (--num_heads)": config.n_head,
-        "the heads of keys and values (--num_kv_heads)": config.n_kv_head})
-    here = " that a chip along tensor has" if mesh.tensor > 1 else ""
-    require_divisible(mesh, "fsdp", {
-        f"the width (--model_dim){here}": config.n_embd // mesh.tensor,
-        f"the width of keys and values (--num_kv_heads × head size){here}":
-            config.n_kv_head * config.head_dim // mesh.tensor})
-    if config.vocab_size % mesh.chips:
-        raise BadInput(f"{mesh.source} divides the vocabulary among all {mesh.chips} chips, and "
-                       f"{config.vocab_size} tokens cannot be divided by {mesh.chips}: use "
-                       f"{mesh.ask_for_whole_weights()}, or a tokenizer with "
-                       f"{-(-config.vocab_size // mesh.chips) * mesh.chips} tokens")
 
 
 def describe_mesh(plan):

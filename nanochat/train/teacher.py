@@ -11,11 +11,10 @@ from nanochat.kernels.distillation import Teaching
 from nanochat.kernels.flash_shapes import require_shapes
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.gpt import GPT, GPTConfig
-from nanochat.model.parts import Parts
+from nanochat.model.parts import Parts, require_parts
 from nanochat.run.checkpoint_files import MODEL, find_problem
 from nanochat.run.meta import load_meta, read_config
 from nanochat.run.pieces import load_tensors
-from nanochat.train.mesh_plan import require_parts
 
 
 class Teacher(NamedTuple):

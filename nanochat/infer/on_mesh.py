@@ -1,0 +1,58 @@
+"""A trained model on all chips of this machine, each with its parts of the weights, for one that outgrows a chip."""
+import os
+import signal
+from dataclasses import dataclass
+
+from nanochat.common import BadInput, flag
+from nanochat.device import tpu
+from nanochat.device.mesh import ONE_CHIP, Mesh
+from nanochat.device.ranks import compute_cleanup, compute_init
+from nanochat.kernels.choose import get_kernels
+from nanochat.kernels.sharded import Sharding
+from nanochat.model.parts import require_parts
+from nanochat.run.processes import begin_with_parent, expected_world_size, run_as_ranks
+
+
+@dataclass(frozen=True)
+class MeshFlags:
+    mesh_fsdp: int = flag(1, "chips that divide the weights, and gather a layer's when they come to it", at_least=1)
+    mesh_tensor: int = flag(1, "chips that divide heads, hidden units and vocabulary", at_least=1)
+
+    def mesh(self, config, device_type, kernel):
+        """Returns the Mesh of all chips of this machine for a GPTConfig, or ONE_CHIP if the flags divide nothing.
+        Raises BadInput if it does not fit the model, the chips or the kernel."""
+        if (self.mesh_fsdp, self.mesh_tensor) == (1, 1):
+            return ONE_CHIP
+        accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
+        if accelerator and tpu.parse_accelerator(accelerator).hosts > 1:
+            raise BadInput(f"--mesh_fsdp={self.mesh_fsdp} --mesh_tensor={self.mesh_tensor}: a trained model runs on "
+                           f"the chips of one host, and this one is part of a {accelerator}: leave both out, or copy "
+                           "the checkpoint to a TPU of one host")
+        chips, parts = expected_world_size(device_type), self.mesh_fsdp * self.mesh_tensor
+        if chips % parts:
+            instead = f"give two numbers whose product divides {chips}" if chips > 1 else "leave both out"
+            raise BadInput(f"--mesh_fsdp={self.mesh_fsdp} --mesh_tensor={self.mesh_tensor} need {parts} chips or a "
+                           f"multiple of that, and there are {chips} (device type {device_type}): {instead}")
+        mesh = Mesh(chips // parts, self.mesh_fsdp, self.mesh_tensor)
+        get_kernels(kernel, device_type, Sharding.of_mesh(mesh))
+        require_parts(mesh, config)
+        return mesh
+
+
+def run_on_mesh(function, mesh, device_type):
+    """Calls function(dist): here, with one device, or as every rank of a Mesh that divides the weights. Returns the
+    exit status. function: picklable, returns nothing. prepare_xla_environment must have been called."""
+    if not mesh.divides_weights:
+        function(compute_init(device_type))
+        return 0
+    if accelerator := tpu.detect_accelerator() if device_type == "tpu" else None:
+        os.environ["LIBTPU_INIT_ARGS"] = tpu.libtpu_init_args(tpu.parse_accelerator(accelerator))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends this process while it waits for the ranks, and them with it
+    return run_as_ranks(_as_rank, function, device_type, begin=begin_with_parent)
+
+
+def _as_rank(function, device_type):
+    dist = compute_init(device_type)
+    function(dist)
+    compute_cleanup(dist)
+    return 0

@@ -1,0 +1,86 @@
+"""A trained model whose weights the chips of one machine divide."""
+import re
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch_xla
+
+from nanochat.common import BadInput
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.device.xla_ops import wait_for
+from nanochat.run import checkpoint
+from scripts import base_eval, generate
+from tests.conftest import run_python
+from tests.infer.test_engine import CONTEXT, make_model
+from tests.run.states import make_meta
+
+MESH = ["--mesh_fsdp=2", "--mesh_tensor=2"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, byte_tokenizer_dir):
+    """Flags that name a checkpoint with its tokenizer."""
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
+    model = make_model(vocab_size=-(-tokenizer.n_vocab // 4) * 4)
+    meta = make_meta(config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
+    path = checkpoint.save(tmp_path_factory.mktemp("saved"), model.state_dict(), {}, meta, num_lanes=0)
+    return [f"--checkpoint={path}", f"--tokenizer_dir={byte_tokenizer_dir}"]
+
+
+def run_on_mesh(script, *flags):
+    done = run_python("-m", f"scripts.{script}", "--device_type=xla", *flags, *MESH, devices=4)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_mesh_finds_the_bits_per_byte_of_one_device(saved, corpus_dir, capsys):
+    flags = [*saved, f"--data_dir={corpus_dir}/val", "--eval_tokens=20000", "--kernel=chunked"]
+    base_eval.main([*flags, "--device_type=cpu"])
+    one, num_bytes = re.search(r"([\d.]+) bits per byte over ([\d,]+) bytes", capsys.readouterr().out).groups()
+    found = run_on_mesh("base_eval", *flags)
+    assert found.count("\n") == 1 and f" {one} bits per byte over {num_bytes} bytes" in found
+
+
+def test_a_mesh_draws_the_tokens_of_one_device(saved, capsys):
+    flags = [*saved, "--prompt=#include <vector>", f"--max_tokens={CONTEXT // 4}", "--seed=3"]
+    generate.main([*flags, "--device_type=cpu"])
+    text = capsys.readouterr().out
+    assert len(text) > CONTEXT // 8
+    assert run_on_mesh("generate", *flags) == text
+
+
+@pytest.mark.parametrize("script", [base_eval, generate])
+@pytest.mark.parametrize("flags, message", [
+    (["--mesh_fsdp=3", "--device_type=xla"], "--mesh_fsdp=3 --mesh_tensor=1 need 3 chips or a multiple of "
+     "that, and there are 4 (device type xla): give two numbers whose product divides 4"),
+    (["--mesh_fsdp=2", "--device_type=cpu"], "and there are 1 (device type cpu): leave both out"),
+    (["--mesh_tensor=4", "--device_type=xla"], "4 chips along tensor do not divide the heads of keys and values "
+     "(--num_kv_heads), 2: use"),
+    (["--mesh_fsdp=0"], "--mesh_fsdp=0 is not a whole number of at least 1")])
+def test_a_mesh_that_does_not_fit_is_refused_before_any_process_starts(script, flags, message, saved, corpus_dir,
+                                                                       monkeypatch):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "4")
+    monkeypatch.setattr("nanochat.infer.on_mesh.run_as_ranks", None)
+    mine = [f"--data_dir={corpus_dir}/val", "--kernel=chunked"] if script is base_eval else ["--prompt=x"]
+    with pytest.raises(BadInput, match=re.escape(message)):
+        script.main([*saved, *mine, *flags])
+
+
+def test_one_host_of_several_is_refused(saved, monkeypatch):
+    monkeypatch.setattr("nanochat.infer.load.count_tpu_chips", lambda *_: 4)
+    monkeypatch.setattr("nanochat.device.ranks.count_tpu_chips", lambda *_: 4)
+    monkeypatch.setattr("nanochat.device.tpu.detect_accelerator", lambda: "v4-32")
+    with pytest.raises(BadInput, match="on the chips of one host, and this one is part of a v4-32: leave both out"):
+        generate.main([*saved, "--prompt=x", "--device_type=tpu", "--mesh_fsdp=4"])
+
+
+def test_weights_are_gathered_when_a_layer_needs_them():
+    """Without it the TPU compiler gathers all layers first: a token of 6.98B parameters on v5litepod-8 with
+    --mesh_fsdp=8 has its peak at 14.4 GiB, and with it at 4.3."""
+    device = torch_xla.device()
+    x, part = torch.ones(3).to(device) * 2, torch.ones(5).to(device)
+    wait_for(x, [part])
+    program = torch_xla._XLAC._get_xla_tensors_hlo([part + 1])
+    assert "opt-barrier(" in program and "multiply(" in program  # part waits for the product
