@@ -1,15 +1,9 @@
 """--layer_gates. tests/model/test_gpt.py compares their logits with a reference,
 their gradients on every kernel, and their cached generation."""
-from dataclasses import asdict
-
-import pytest
 import torch
 
-from nanochat.common import BadInput
-from nanochat.infer.export import check_exportable
 from nanochat.infer.quantize import Int8GPT
 from nanochat.model.gpt import GPT, GPTConfig
-from nanochat.run.meta import Meta, require_match
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import describe_plan, make_plan
 from tests.model.test_gpt import TINY, build, some_ids
@@ -49,21 +43,6 @@ def test_weights_of_8_bits_have_the_gates_too():
     model.gate_map.data.zero_()
     model.gate_scale.data.fill_(1)
     assert (rounded - exact).abs().mean() < 0.1 * (model(ids) - exact).abs().mean()
-
-
-def test_what_cannot_have_gates_refuses_them():
-    with pytest.raises(BadInput, match="the model has gate_map, gate_scale, which cannot be exported"):
-        check_exportable(build(GATED))
-    flags = parse_flags(["--layer_gates", "--mesh_fsdp=2"])
-    with pytest.raises(BadInput, match="--mesh_fsdp=2.* the gates of --layer_gates cannot be divided: use"):
-        make_plan(flags, 65536, "tpu", 8)
-
-
-def test_a_run_resumes_with_the_gates_that_it_began_with():
-    meta = Meta(step=1, config=asdict(GATED), tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
-    require_match("here", meta, config=asdict(GATED), tokenizer_sha256=None, data_fingerprint=None)
-    with pytest.raises(BadInput, match="--layer_gates is True there and False here"):
-        require_match("here", meta, config=asdict(GPTConfig(**TINY)), tokenizer_sha256=None, data_fingerprint=None)
 
 
 def test_the_plan_counts_the_gates():

@@ -1,14 +1,9 @@
 """--value_embeddings. tests/model/test_gpt.py compares their logits with a reference, their gradients on every kernel,
 and their cached generation."""
-from dataclasses import asdict
-
 import pytest
 
-from nanochat.common import BadInput
-from nanochat.infer.export import check_exportable
 from nanochat.infer.quantize import Int8GPT
 from nanochat.model.gpt import GPTConfig
-from nanochat.run.meta import Meta, require_match
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import describe_plan, make_plan
 from tests.model.test_gpt import TINY, build, some_ids
@@ -37,21 +32,6 @@ def test_weights_of_8_bits_have_the_values_too():
     exact, rounded = model(ids), Int8GPT(model)(ids)
     model.value_table.data.zero_()
     assert (rounded - exact).abs().mean() < 0.3 * (model(ids) - exact).abs().mean()
-
-
-def test_what_cannot_have_values_refuses_them():
-    with pytest.raises(BadInput, match="the model has value_table, which cannot be exported"):
-        check_exportable(build(WITH))
-    flags = parse_flags(["--value_embeddings", "--mesh_fsdp=2"])
-    with pytest.raises(BadInput, match="--mesh_fsdp=2.* every chip looks up whole --value_embeddings: use"):
-        make_plan(flags, 65536, "tpu", 8)
-
-
-def test_a_run_resumes_with_the_values_that_it_began_with():
-    meta = Meta(step=1, config=asdict(WITH), tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
-    require_match("here", meta, config=asdict(WITH), tokenizer_sha256=None, data_fingerprint=None)
-    with pytest.raises(BadInput, match="--value_embeddings is True there and False here"):
-        require_match("here", meta, config=asdict(GPTConfig(**TINY)), tokenizer_sha256=None, data_fingerprint=None)
 
 
 def test_the_plan_counts_the_values_and_no_flops_of_theirs():

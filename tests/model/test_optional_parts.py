@@ -1,0 +1,37 @@
+"""What --layer_gates and --value_embeddings have in common: they belong to a model from its first step on, and some
+things cannot have them."""
+from dataclasses import asdict
+
+import pytest
+
+from nanochat.common import BadInput
+from nanochat.infer.export import check_exportable
+from nanochat.model.gpt import GPTConfig
+from nanochat.run.meta import Meta, require_match
+from nanochat.train.flags import parse_flags
+from nanochat.train.plan import make_plan
+from tests.model.test_gpt import TINY, build
+
+
+@pytest.mark.parametrize("part, weights", [
+    ("layer_gates", "gate_map, gate_scale"), ("value_embeddings", "value_table")])
+def test_export_refuses_them(part, weights):
+    with pytest.raises(BadInput, match=f"the model has {weights}, which cannot be exported"):
+        check_exportable(build(GPTConfig(**TINY, **{part: True})))
+
+
+@pytest.mark.parametrize("part, because", [
+    ("layer_gates", "the gates of --layer_gates cannot be divided"),
+    ("value_embeddings", "every chip looks up whole --value_embeddings")])
+def test_a_mesh_that_divides_the_weights_refuses_them(part, because):
+    with pytest.raises(BadInput, match=f"--mesh_fsdp=2.* {because}: use"):
+        make_plan(parse_flags([f"--{part}", "--mesh_fsdp=2"]), 65536, "tpu", 8)
+
+
+@pytest.mark.parametrize("part", ["layer_gates", "value_embeddings"])
+def test_a_run_resumes_with_those_that_it_began_with(part):
+    config = asdict(GPTConfig(**TINY, **{part: True}))
+    meta = Meta(step=1, config=config, tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
+    require_match("here", meta, config=config, tokenizer_sha256=None, data_fingerprint=None)
+    with pytest.raises(BadInput, match=f"--{part} is True there and False here"):
+        require_match("here", meta, config=asdict(GPTConfig(**TINY)), tokenizer_sha256=None, data_fingerprint=None)
