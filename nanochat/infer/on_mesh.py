@@ -1,6 +1,7 @@
 """A trained model on all chips of this machine, each with its parts of the weights, for one that outgrows a chip."""
 import os
 import signal
+import sys
 from dataclasses import dataclass
 
 from nanochat.common import BadInput, flag
@@ -48,7 +49,12 @@ def run_on_mesh(function, mesh, device_type):
     if accelerator := tpu.detect_accelerator() if device_type == "tpu" else None:
         os.environ["LIBTPU_INIT_ARGS"] = tpu.libtpu_init_args(tpu.parse_accelerator(accelerator))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends this process while it waits for the ranks, and them with it
-    return run_as_ranks(_as_rank, function, device_type, begin=begin_with_parent)
+    return run_as_ranks(_as_rank, function, device_type, begin=begin_with_parent, if_broken=_say_if_killed)
+
+
+def _say_if_killed(status):
+    if not status:
+        print("error: a process of this command was killed: has the machine too little memory?", file=sys.stderr)
 
 
 def _as_rank(function, device_type):

@@ -87,11 +87,11 @@ def expected_world_size(device_type, hosts=1):
         device_type, 1)
 
 
-def run_as_ranks(function, *args, begin, if_broken=lambda: None):
+def run_as_ranks(function, *args, begin, if_broken):
     """Calls function(*args), which returns an exit status, as every rank, see ranks.spawn_ranks. Returns the exit
     status: that of a rank which failed, or 0.
 
-    begin: see spawn_ranks. if_broken(): called when a rank has ended its process; one that was killed left no status.
+    begin: see spawn_ranks. if_broken(status): called when a rank has ended its process; one that was killed left 0.
     """
     with tempfile.TemporaryDirectory() as scratch:
         status_path = Path(scratch) / "status"
@@ -99,8 +99,9 @@ def run_as_ranks(function, *args, begin, if_broken=lambda: None):
         try:
             spawn_ranks(_run_as_rank, partial(function, *args), str(status_path), begin=begin)
         except BrokenProcessPool:
-            if_broken()
-            return int(status_path.read_text()) or 1
+            status = int(status_path.read_text())
+            if_broken(status)
+            return status or 1
         return int(status_path.read_text())
 
 

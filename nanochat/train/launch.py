@@ -99,7 +99,7 @@ def spawn(run, **watch):
     further arguments of `watching`."""
     with watching(Heartbeats(run.heartbeats_file), **watch) as has_reported:
         return run_as_ranks(_train_as_rank, run, begin=partial(begin_as_rank, run.directory),
-                            if_broken=lambda: has_reported.wait(timeout=10))
+                            if_broken=lambda status: has_reported.wait(timeout=10))
 
 
 def _train_as_rank(run):

@@ -1,5 +1,6 @@
 """A trained model whose weights the chips of one machine divide."""
 import re
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 
 import pytest
@@ -8,7 +9,9 @@ import torch_xla
 
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
+from nanochat.device.mesh import Mesh
 from nanochat.device.xla_ops import wait_for
+from nanochat.infer import on_mesh
 from nanochat.run import checkpoint
 from scripts import base_eval, generate
 from tests.conftest import run_python
@@ -74,6 +77,17 @@ def test_one_host_of_several_is_refused(saved, monkeypatch):
     monkeypatch.setattr("nanochat.device.tpu.detect_accelerator", lambda: "v4-32")
     with pytest.raises(BadInput, match="on the chips of one host, and this one is part of a v4-32: leave both out"):
         generate.main([*saved, "--prompt=x", "--device_type=tpu", "--mesh_fsdp=4"])
+
+
+def test_a_process_that_was_killed_is_said(monkeypatch, capsys):
+    def kill(*_, **__):
+        raise BrokenProcessPool
+
+    monkeypatch.setattr("nanochat.run.processes.spawn_ranks", kill)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert on_mesh.run_on_mesh(print, Mesh(fsdp=2), "xla") == 1
+    assert capsys.readouterr().err == (
+        "error: a process of this command was killed: has the machine too little memory?\n")
 
 
 def test_weights_are_gathered_when_a_layer_needs_them():
