@@ -59,6 +59,11 @@ def _say_if_killed(status):
 
 def _as_rank(function, device_type):
     dist = compute_init(device_type)
-    function(dist)
+    try:
+        function(dist)
+    except BadInput:  # which every rank meets
+        if dist.rank == 0:
+            raise
+        return 2
     compute_cleanup(dist)
     return 0

@@ -1,6 +1,7 @@
 """A trained model whose weights the chips of one machine divide."""
 import re
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import pytest
@@ -10,6 +11,7 @@ import torch_xla
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.mesh import Mesh
+from nanochat.device.ranks import Dist
 from nanochat.device.xla_ops import wait_for
 from nanochat.infer import on_mesh
 from nanochat.run import checkpoint
@@ -88,6 +90,16 @@ def test_a_process_that_was_killed_is_said(monkeypatch, capsys):
     assert on_mesh.run_on_mesh(print, Mesh(fsdp=2), "xla") == 1
     assert capsys.readouterr().err == (
         "error: a process of this command was killed: has the machine too little memory?\n")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_one_rank_says_what_all_of_them_refuse(rank, monkeypatch):
+    def refuse(dist):
+        raise BadInput("the checkpoint is damaged")
+
+    monkeypatch.setattr(on_mesh, "compute_init", lambda _: Dist("xla", torch.device("cpu"), rank, 2))
+    with pytest.raises(BadInput) if rank == 0 else nullcontext():
+        assert on_mesh._as_rank(refuse, "xla") == 2
 
 
 def test_weights_are_gathered_when_a_layer_needs_them():
