@@ -90,7 +90,8 @@ def test_a_pod_is_reached_by_its_name_wherever_its_vms_are_now(laptop, pod):
 def test_ctrl_c_ends_the_following_and_not_the_run(laptop, pod):
     laptop.run("push.sh", pod[0].all)
     following = laptop.start("train.sh", pod[0].all, "--min_free_gb=0", "--", "--run=a", "--synthetic_data=1",
-                             "--num_iterations=100000", "--hang_at=1")
+                             "--num_iterations=100000", "--hang_at=1",
+                             under=("env", "--default-signal=INT"))  # which a test in the background ignores
     eventually(lambda: all(vm.trainers() for vm in pod), timeout_s=60)
     time.sleep(8)  # it follows what it has started
     os.killpg(following.pid, signal.SIGINT)
