@@ -99,19 +99,19 @@ def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
 
 
 def print_middles(tokenizer, evaluate):
-    """Prints the bits per byte of middles of each kind. evaluate: see main."""
+    """Prints the bits per byte of middles of each kind. evaluate: see evaluate_checkpoint."""
     print0(f"{'middles':<12}{'bytes':>12}{'with suffix':>13}{'without':>10}{'left to right':>15}")
     for kind in KINDS:
         found = [evaluate({"fim_rate": 1.0, "fim_kinds": (kind,)}, view=partial(view, tokenizer))
                  for view in (with_suffixes, without_suffixes, from_left_to_right)]
         suffix, without, plain = (of.bits_per_byte for of in found)
         print0(f"{kind:<12}{found[0].num_bytes:>12,}{suffix:>13.4f}{without:>10.4f}{plain:>15.4f}   with its suffix "
-              f"{suffix / without - 1:+.1%} and {suffix / plain - 1:+.1%}")
+               f"{suffix / without - 1:+.1%} and {suffix / plain - 1:+.1%}")
 
 
 def print_projects(about, rows_of, measure):
     """Prints the bits per byte of files given their project, and alone. about: the model, in words; rows_of(whether
-    their project is given): the ProjectRows; measure: see main."""
+    their project is given): the ProjectRows; measure: see evaluate_checkpoint."""
     found = {}
     for with_project in (True, False):
         rows = rows_of(with_project)
@@ -121,7 +121,7 @@ def print_projects(about, rows_of, measure):
                            f"than the path fits into {rows.seq_len // 2} tokens: name another --data_dir or longer "
                            "rows")
     print0(f"{about}: {rows.num_files:,} files, the first {rows.seq_len // 2} tokens of each: given their project "
-          f"{found[True]:.4f} bits per byte, alone {found[False]:.4f} ({found[True] / found[False] - 1:+.1%})")
+           f"{found[True]:.4f} bits per byte, alone {found[False]:.4f} ({found[True] / found[False] - 1:+.1%})")
 
 
 if __name__ == "__main__":

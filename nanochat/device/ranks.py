@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from nanochat.common import BadInput, Failure
+from nanochat.device import tpu
 from nanochat.device.tpu import count_tpu_chips
 
 DEVICE_TYPES = ("auto", "tpu", "xla", "cuda", "cpu")
@@ -77,6 +78,13 @@ def prepare_xla_environment(device_type):
         os.environ["XLA_THREAD_POOL_SIZE"] = str(max(int(devices) * 2, os.cpu_count() or 1))
         for variable, _, value in _KEEP_FREED_MEMORY:  # glibc reads them when the ranks' process starts
             os.environ.setdefault(variable, str(value))
+
+
+def prepare_libtpu(device_type):
+    """Sets the options of libtpu for ranks on several chips of a TPU. Call it after prepare_xla_environment."""
+    accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
+    if accelerator:
+        os.environ["LIBTPU_INIT_ARGS"] = tpu.libtpu_init_args(tpu.parse_accelerator(accelerator))
 
 
 # variable of glibc, parameter of its mallopt, value

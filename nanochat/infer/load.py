@@ -79,8 +79,7 @@ def weights_of(path):
         raise BadInput(f"checkpoint {path} is damaged ({MODEL}: {error.strerror}): use another one") from None
 
 
-def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none", weights=None,
-               mesh=ONE_CHIP):
+def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none", weights=None, mesh=ONE_CHIP):
     """Returns (model, tokenizer, Meta) of the checkpoint at `path`; the model is on the device of `dist`, for
     evaluation.
 
@@ -108,8 +107,8 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
                        "one") from None
     parts = Parts(dist, mesh)
     for name, parameter in model.named_parameters():
-        part = parts.of_model(name, parameter.data) if mesh.divides_weights and parameter.dim() > 1 else parameter.data
-        parameter.data = part.to(dtype)  # in half of the bytes on a TPU; every product would cast it first
+        # in half of the bytes on a TPU; every product would cast it first
+        parameter.data = parts.of_model(name, parameter.data).to(dtype)
     if weights is not None and weights != weights_of(path):
         raise BadInput(f"checkpoint {path} was replaced since this command began: start it again")
     model = model.to(dist.device).eval().requires_grad_(False)

@@ -1,5 +1,4 @@
 """A trained model on all chips of this machine, each with its parts of the weights, for one that outgrows a chip."""
-import os
 import signal
 import sys
 from dataclasses import dataclass
@@ -7,7 +6,7 @@ from dataclasses import dataclass
 from nanochat.common import BadInput, flag
 from nanochat.device import tpu
 from nanochat.device.mesh import ONE_CHIP, Mesh
-from nanochat.device.ranks import compute_cleanup, compute_init
+from nanochat.device.ranks import compute_cleanup, compute_init, prepare_libtpu
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.parts import require_parts
@@ -44,10 +43,8 @@ def run_on_mesh(function, mesh, device_type):
     """Calls function(dist): here, with one device, or as every rank of a Mesh that divides the weights. Returns the
     exit status. function: picklable, returns nothing. prepare_xla_environment must have been called."""
     if not mesh.divides_weights:
-        function(compute_init(device_type))
-        return 0
-    if accelerator := tpu.detect_accelerator() if device_type == "tpu" else None:
-        os.environ["LIBTPU_INIT_ARGS"] = tpu.libtpu_init_args(tpu.parse_accelerator(accelerator))
+        return _as_rank(function, device_type)
+    prepare_libtpu(device_type)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends this process while it waits for the ranks, and them with it
     return run_as_ranks(_as_rank, function, device_type, begin=begin_with_parent, if_broken=_say_if_killed)
 

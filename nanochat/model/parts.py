@@ -34,7 +34,10 @@ class Parts:
     mesh: Mesh
 
     def of_model(self, name, tensor):
-        """Returns the part that the model computes with, of a whole weight called `name`, or of a layer of it."""
+        """Returns the part that the model computes with, of a whole weight called `name`, or of a layer of it. Single
+        numbers, and rows of them, are whole on every rank."""
+        if tensor.dim() < 2:
+            return tensor
         _, *places = self.mesh.coordinates(self.dist.rank)
         for (axis, dim), place in reversed([*zip(_divided(name), places, strict=True)]):
             tensor = tensor.chunk(getattr(self.mesh, axis), dim)[place]

@@ -10,11 +10,11 @@ from functools import partial
 import torch
 
 from nanochat.common import BadInput
-from nanochat.device import tpu
 from nanochat.device.ranks import (
     compute_cleanup,
     compute_init,
     keep_freed_memory,
+    prepare_libtpu,
     prepare_xla_environment,
 )
 from nanochat.run.agreement import StopAgreement, describe, require_alike, serve_lanes
@@ -58,9 +58,7 @@ def train_on_xla(flags, device_type, make_task, host):
     """Prepares the run in this process, and trains in the processes that it spawns. Returns the exit status. host: this
     Host, if there are several."""
     prepare_xla_environment(device_type)
-    accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
-    if accelerator:
-        os.environ["LIBTPU_INIT_ARGS"] = tpu.libtpu_init_args(tpu.parse_accelerator(accelerator))
+    prepare_libtpu(device_type)
     with membership(host) as pod:
         if pod:
             found = pod.join(describe(flags, device_type))

@@ -71,7 +71,7 @@ def make_teacher(teacher, plan, dist, weights=None):
         model.load_state_dict(weights)
     parts = Parts(dist, plan.mesh)
     for name, weight in model.named_parameters():
-        if plan.mesh.divides_weights and weight.dim() > 1:
+        if plan.mesh.divides_weights:
             weight.data = parts.of_model(name, weight).clone()
     return model
 
