@@ -13,7 +13,7 @@ from nanochat.common import flag
 from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.mesh import Mesh
 from nanochat.device.programs import one_program
-from nanochat.model.muon import cautious_weight_decay, newton_schulz_of_all, normalise_neurons
+from nanochat.model.muon import cautious_weight_decay, normalise_neurons, orthogonalised
 from nanochat.model.parts import Parts
 
 ADAM_BETAS = (0.8, 0.95)
@@ -192,7 +192,7 @@ class MuonAdamW:
         averages = {name: momentum * self.state[f"{name}.momentum"] + (1 - momentum) * gradient
                     for name, gradient in gradients.items() if name not in self.rules.adam}
         nesterov = {name: momentum * average + (1 - momentum) * gradients[name] for name, average in averages.items()}
-        directions = newton_schulz_of_all(nesterov, self.dtype)
+        directions = orthogonalised(nesterov, self.dtype)
         new_weights = {}  # of those that the model has a copy of
         for name, p in self.parameters.items():
             old = self.masters[name], self.state[f"{name}.momentum"], self.state[f"{name}.second_moment"]
