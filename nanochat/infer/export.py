@@ -1,7 +1,8 @@
 """Writes a checkpoint as files that other programs read: safetensors, and a folder for Hugging Face's transformers.
 
-Neither needs transformers to be installed. A model whose residual stream is not scaled and whose layers all see
-everything is a `nanochat` of transformers. Any other takes modeling_nanochat_scaled.py, which is copied beside it.
+Neither needs transformers to be installed. A model whose residual stream is not scaled, whose layers all see everything,
+and that has no gates and value embeddings is a `nanochat` of transformers. Any other takes modeling_nanochat_scaled.py,
+which is copied beside it.
 """
 import contextlib
 import json
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nanochat.common import BadInput
-from nanochat.model.layers import NORM_EPS
+from nanochat.model.layers import NORM_EPS, SCALES
 from nanochat.run.checkpoint_files import SUMS, sha256_of_files, sync_to_disk
 
 CODE = "modeling_nanochat_scaled"
@@ -25,8 +26,10 @@ FILES = {MODEL, CARD, CURVE, SUMS, f"{CODE}.py", "config.json", "generation_conf
 LAYER_NAMES = {"resid_scale": "resid_scale", "x0_scale": "x0_scale",
                "attn_q": "self_attn.q_proj.weight", "attn_k": "self_attn.k_proj.weight",
                "attn_v": "self_attn.v_proj.weight", "attn_o": "self_attn.o_proj.weight",
-               "mlp_in": "mlp.fc1.weight", "mlp_out": "mlp.fc2.weight"}
-OTHER_NAMES = {"wte": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
+               "mlp_in": "mlp.fc1.weight", "mlp_out": "mlp.fc2.weight",
+               "gate_map": "gate_map", "gate_scale": "gate_scale"}
+OTHER_NAMES = {"wte": "model.embed_tokens.weight", "lm_head": "lm_head.weight",
+               "value_table": "model.value_table.weight"}
 CONFIG_FIELDS = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern", "softcap",
                  "rotary_base", "layer_gates", "value_embeddings"}
 
@@ -41,15 +44,17 @@ def check_exportable(model):
 
 def is_scaled(model):
     """Returns whether the GPT is more than what transformers' own `nanochat` computes."""
-    return bool((model.resid_scale != 1).any() or (model.x0_scale != 0).any() or any(model.config.windows()))
+    config = model.config
+    return bool((model.resid_scale != 1).any() or (model.x0_scale != 0).any() or any(config.windows())
+                or config.layer_gates or config.value_embeddings)
 
 
 def weights(model):
     """Returns the weights of the GPT by their names in transformers, {name: tensor}."""
     state = model.state_dict()
-    named = {OTHER_NAMES[name]: state[name] for name in OTHER_NAMES}
+    named = {theirs: state[ours] for ours, theirs in OTHER_NAMES.items() if ours in state}
     for ours, theirs in LAYER_NAMES.items():
-        if ours.endswith("_scale") and not is_scaled(model):
+        if ours not in state or ours in SCALES and not is_scaled(model):
             continue
         for layer, weight in enumerate(state[ours].unbind(0)):
             named[f"model.layers.{layer}.{theirs}"] = weight.reshape(weight.shape or (1,))
@@ -85,7 +90,8 @@ def config_json(model, tokenizer):
             "auto_map": {"AutoConfig": f"{CODE}.ScaledNanoChatConfig", "AutoModel": f"{CODE}.ScaledNanoChatModel",
                          "AutoModelForCausalLM": f"{CODE}.ScaledNanoChatForCausalLM"},
             "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
-            "sliding_window": next(filter(None, windows), None)}
+            "sliding_window": next(filter(None, windows), None),
+            "layer_gates": config.layer_gates, "value_embeddings": config.value_embeddings}
     return found
 
 

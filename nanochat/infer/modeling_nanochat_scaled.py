@@ -1,10 +1,12 @@
-"""NanoChat with a scaled residual stream and attention windows, for Hugging Face's transformers.
+"""NanoChat with a scaled residual stream, attention windows, gates and value embeddings, for Hugging Face's transformers.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
 This file lies in the folder of an exported model and needs nothing else of the program that trained it. It extends the
-NanoChat of transformers by two things. The input of each layer is resid_scale × x + x0_scale × x0, where x0 is the
-normalised embedding (modded-nanogpt). And a layer may see only the last `sliding_window` positions.
+NanoChat of transformers. The input of each layer is resid_scale × x + x0_scale × x0, where x0 is the normalised embedding
+(modded-nanogpt). A layer may see only the last `sliding_window` positions. With `layer_gates`, attention's values and
+what attention and MLP add are multiplied by scale × 2 × sigmoid(map · normalised input) (arXiv 2409.19606). With
+`value_embeddings`, every second layer adds a vector of the token to attention's values (arXiv 2410.17897).
 
 The model has a name of its own, because transformers would otherwise load these weights without the scales, and without
 an error, where trust_remote_code is left out. Licence: MIT.
@@ -15,17 +17,27 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.nanochat.configuration_nanochat import NanoChatConfig
-from transformers.models.nanochat.modeling_nanochat import NanoChatDecoderLayer, NanoChatForCausalLM, NanoChatModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.nanochat.modeling_nanochat import (
+    NanoChatAttention,
+    NanoChatDecoderLayer,
+    NanoChatForCausalLM,
+    NanoChatModel,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 
 class ScaledNanoChatConfig(NanoChatConfig):
     """layer_types: "full_attention" or "sliding_attention" for each layer; sliding_window: the positions that a layer
-    of the second kind sees, its own among them."""
+    of the second kind sees, its own among them; layer_gates, value_embeddings: whether the model has them."""
     model_type = "nanochat_scaled"
     layer_types: list[str] | None = None
     sliding_window: int | None = None
+    layer_gates: bool = False
+    value_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
         if self.layer_types is None:
@@ -33,16 +45,50 @@ class ScaledNanoChatConfig(NanoChatConfig):
         super().__post_init__(**kwargs)
 
 
+class ScaledNanoChatAttention(NanoChatAttention):
+    def forward(self, hidden_states, gate, value_embedding, position_embeddings, attention_mask=None,
+                past_key_values=None, **kwargs):
+        """As NanoChatAttention. gate: what the values are multiplied by, (B, T, 1); value_embedding: what is added to
+        them, (B, T, width of the values)."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        v = gate * self.v_proj(hidden_states) + value_embedding
+        q, k, v = (x.view(shape).transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attended, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling,
+                                   dropout=self.attention_dropout if self.training else 0.0, **kwargs)
+        return self.o_proj(attended.flatten(2)), weights
+
+
 class ScaledNanoChatLayer(NanoChatDecoderLayer):
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
+        self.self_attn = ScaledNanoChatAttention(config, layer_idx)
         self.resid_scale = nn.Parameter(torch.ones(1))
         self.x0_scale = nn.Parameter(torch.zeros(1))
+        if config.layer_gates:  # of attention's values, of attention, of the MLP
+            self.gate_map = nn.Parameter(torch.zeros(3, config.hidden_size))
+            self.gate_scale = nn.Parameter(torch.ones(3, 1))
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
 
-    def forward(self, hidden_states, x0, **kwargs):
-        scaled = self.resid_scale * hidden_states + self.x0_scale * x0  # (B, T, C)
-        return super().forward(scaled, sliding_window=self.sliding_window, **kwargs)
+    def forward(self, hidden_states, x0, value_embedding, **kwargs):
+        x = self.resid_scale * hidden_states + self.x0_scale * x0  # (B, T, C)
+        normed = self.input_layernorm(x)
+        attended, _ = self.self_attn(normed, self.gate(0, normed), value_embedding, sliding_window=self.sliding_window,
+                                     **kwargs)
+        x = x + self.gate(1, normed) * attended
+        normed = self.post_attention_layernorm(x)
+        return x + self.gate(2, normed) * self.mlp(normed)
+
+    def gate(self, which, normed):
+        if not hasattr(self, "gate_map"):
+            return 1.0
+        logit = (normed.float() * self.gate_map[which].float()).sum(-1, keepdim=True)
+        return (self.gate_scale[which].float() * 2 * torch.sigmoid(logit)).to(normed.dtype)  # (B, T, 1)
 
 
 class ScaledNanoChatModel(NanoChatModel):
@@ -51,6 +97,9 @@ class ScaledNanoChatModel(NanoChatModel):
     def __init__(self, config):
         super().__init__(config)
         self.layers = nn.ModuleList(ScaledNanoChatLayer(config, i) for i in range(config.num_hidden_layers))
+        if config.value_embeddings:  # every second layer's, the last one's among them, side by side
+            width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+            self.value_table = nn.Embedding(config.vocab_size, -(-config.num_hidden_layers // 2) * width)
         self.post_init()
 
     @merge_with_config_defaults
@@ -59,6 +108,8 @@ class ScaledNanoChatModel(NanoChatModel):
                 use_cache=None, **kwargs):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        if self.config.value_embeddings and input_ids is None:
+            raise ValueError("a model with value embeddings needs input_ids")
         embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
@@ -73,8 +124,11 @@ class ScaledNanoChatModel(NanoChatModel):
             masks = {kind: makers[kind](**arguments) for kind in set(self.config.layer_types)}
         rotary = self.rotary_emb(embeddings, position_ids=position_ids)
         x0 = hidden_states = self.norm(embeddings)
-        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
-            hidden_states = layer(hidden_states, x0, attention_mask=masks[kind], position_embeddings=rotary,
+        values = [0.0] * len(self.layers)
+        if self.config.value_embeddings:
+            values[(len(values) - 1) % 2::2] = self.value_table(input_ids).chunk(-(-len(values) // 2), dim=-1)
+        for layer, kind, value in zip(self.layers, self.config.layer_types, values, strict=True):
+            hidden_states = layer(hidden_states, x0, value, attention_mask=masks[kind], position_embeddings=rotary,
                                   position_ids=position_ids, past_key_values=past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 

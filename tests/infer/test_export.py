@@ -93,6 +93,9 @@ def make_model(tokenizer, scaled=True, kv_heads=2, pattern="SL", softcap=15.0, *
     else:
         model.resid_scale.fill_(1.0)
         model.x0_scale.fill_(0.0)
+    if model.config.layer_gates:
+        model.gate_map.normal_(0.0, 0.3, generator=generator)
+        model.gate_scale.uniform_(0.5, 1.5, generator=generator)
     return model.eval().requires_grad_(False)
 
 
@@ -127,21 +130,25 @@ def stress_strings(count, seed=0):
             for _ in range(count)]
 
 
-# Scales of the residual stream, heads of keys and values, windows, softcap.
-COMBINATIONS = list(itertools.product((False, True), (4, 1), ("L", "SSL"), (15.0, 0.0)))
-SOME = [(False, 4, "L", 15.0), (False, 1, "L", 0.0), (False, 4, "SSL", 0.0), (True, 1, "SSL", 15.0)]
+GATES, VALUES = {"layer_gates": True}, {"value_embeddings": True}
+# Scales of the residual stream, heads of keys and values, windows, softcap, other parts.
+COMBINATIONS = list(itertools.product((False, True), (4, 1), ("L", "SSL"), (15.0, 0.0), ({}, GATES, VALUES)))
+SOME = [(False, 4, "L", 15.0, {}), (False, 1, "L", 0.0, {}), (False, 4, "SSL", 0.0, {}), (True, 1, "SSL", 15.0, {}),
+        (False, 4, "L", 15.0, GATES), (False, 2, "L", 15.0, {"n_layer": 4, **VALUES}),
+        (True, 2, "SSL", 15.0, GATES | VALUES)]
 
 
 @pytest.mark.parametrize("combinations", [SOME, pytest.param(COMBINATIONS, marks=pytest.mark.slow)])
 def test_every_combination_of_the_model_is_exact_in_transformers(tmp_path, byte_tokenizer_dir, combinations):
     tokenizer = load_tokenizer(byte_tokenizer_dir)
     ids, jobs, models = text_ids(tokenizer, CONTEXT), [], []
-    for scaled, kv_heads, pattern, softcap in combinations:
-        models.append(make_model(tokenizer, scaled, kv_heads, pattern, softcap))
-        folder = tmp_path / f"{scaled} {kv_heads} {pattern} {softcap}"
+    for number, (scaled, kv_heads, pattern, softcap, parts) in enumerate(combinations):
+        models.append(make_model(tokenizer, scaled, kv_heads, pattern, softcap, **parts))
+        folder = tmp_path / str(number)
         folder.mkdir()
+        export.check_exportable(models[-1])
         export.write_for_transformers(folder, models[-1], tokenizer, card="")
-        needs_code = scaled or pattern != "L"
+        needs_code = scaled or pattern != "L" or bool(parts)
         assert (folder / f"{export.CODE}.py").exists() == needs_code
         jobs.append({"folder": str(folder), "trusted": needs_code, "ids": ids, "prompt_len": PROMPT_LEN})
     found = read(tmp_path, jobs)

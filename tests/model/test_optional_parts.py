@@ -5,19 +5,11 @@ from dataclasses import asdict
 import pytest
 
 from nanochat.common import BadInput
-from nanochat.infer.export import check_exportable
 from nanochat.model.gpt import GPTConfig
 from nanochat.run.meta import Meta, require_match
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import make_plan
-from tests.model.test_gpt import TINY, build
-
-
-@pytest.mark.parametrize("part, weights", [
-    ("layer_gates", "gate_map, gate_scale"), ("value_embeddings", "value_table")])
-def test_export_refuses_them(part, weights):
-    with pytest.raises(BadInput, match=f"the model has {weights}, which cannot be exported"):
-        check_exportable(build(GPTConfig(**TINY, **{part: True})))
+from tests.model.test_gpt import TINY
 
 
 @pytest.mark.parametrize("part, because", [
