@@ -1,8 +1,8 @@
 """Writes a checkpoint as files that other programs read: safetensors, and a folder for Hugging Face's transformers.
 
-Neither needs transformers to be installed. A model whose residual stream is not scaled, whose layers all see everything,
-and that has no gates and value embeddings is a `nanochat` of transformers. Any other takes modeling_nanochat_scaled.py,
-which is copied beside it.
+Neither needs transformers to be installed. A model whose residual stream is not scaled, whose layers all see
+everything, and which has neither gates nor value embeddings is a `nanochat` of transformers. Any other takes
+modeling_nanochat_scaled.py, which is copied beside it.
 """
 import contextlib
 import json

@@ -1,12 +1,13 @@
-"""NanoChat with a scaled residual stream, attention windows, gates and value embeddings, for Hugging Face's transformers.
+"""NanoChat with a scaled residual stream, attention windows, gates and value embeddings, for transformers.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
 This file lies in the folder of an exported model and needs nothing else of the program that trained it. It extends the
-NanoChat of transformers. The input of each layer is resid_scale × x + x0_scale × x0, where x0 is the normalised embedding
-(modded-nanogpt). A layer may see only the last `sliding_window` positions. With `layer_gates`, attention's values and
-what attention and MLP add are multiplied by scale × 2 × sigmoid(map · normalised input) (arXiv 2409.19606). With
-`value_embeddings`, every second layer adds a vector of the token to attention's values (arXiv 2410.17897).
+NanoChat of transformers by four things. The input of each layer is resid_scale × x + x0_scale × x0, where x0 is the
+normalised embedding (modded-nanogpt). A layer may see only the last `sliding_window` positions. With `layer_gates`,
+attention's values and what attention and MLP add are multiplied by scale × 2 × sigmoid(map · normalised input) (arXiv
+2409.19606). With `value_embeddings`, every second layer adds a vector of the token to attention's values (arXiv
+2410.17897).
 
 The model has a name of its own, because transformers would otherwise load these weights without the scales, and without
 an error, where trust_remote_code is left out. Licence: MIT.
@@ -16,8 +17,8 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.nanochat.configuration_nanochat import NanoChatConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.nanochat.configuration_nanochat import NanoChatConfig
 from transformers.models.nanochat.modeling_nanochat import (
     NanoChatAttention,
     NanoChatDecoderLayer,
