@@ -191,7 +191,7 @@ def new_place(out, force, needed_bytes):
         raise BadInput(f"--out={out} cannot be written ({error.strerror}): name another place") from None
     try:
         if free < needed_bytes:
-            raise BadInput(f"--out={out}: an export takes {needed_bytes / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are "
+            raise BadInput(f"--out={out}: an export takes {needed_bytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are "
                            "free: free some, or name another place")
         yield partial
         for path in (*partial.iterdir(), partial):

@@ -16,7 +16,8 @@ CODE_TAGS = "\ntags: [code, cpp]"
 # The flags that say how the model was trained, and nothing of the machine, its folders or accounts.
 RECIPE = ("depth", "max_seq_len", "model_dim", "num_heads", "num_kv_heads", "window_pattern", "softcap",
           "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size", "batch_ramp", "seq_len_ramp",
-          "fim_rate", "compute_dtype", "seed", *(field.name for field in fields(OptimConfig)))
+          "layer_gates", "value_embeddings", "fim_rate", "compute_dtype", "seed",
+          *(field.name for field in fields(OptimConfig)))
 
 
 def read_manifest(path):
@@ -68,8 +69,9 @@ def _head(name, model, meta, is_scaled):
     attention = f"{config.n_head} attention heads" + (
         f" that share {config.n_kv_head} keys and values" if config.n_kv_head < config.n_head else "")
     origin = "imported from karpathy/nanochat with" if _is_imported(meta) else "pre-trained with"
-    architecture = "NanoChat, as transformers has it" if not is_scaled else \
-        "that of NanoChat in transformers, with a scaled residual stream"
+    architecture = "NanoChat, as transformers has it" if not is_scaled else ", ".join([
+        "that of NanoChat in transformers, with a scaled residual stream", *["gates"] * config.layer_gates,
+        *["value embeddings"] * config.value_embeddings])
     softcap = f", logits within ±{config.softcap:g}" if config.softcap else ""
     short = f"; {windows} of the layers see the last {config.max_seq_len // 2:,}" if windows else ""
     return f"""---
@@ -92,8 +94,8 @@ def _usage(is_scaled):
     trust = ", trust_remote_code=True" if is_scaled else ""
     note = """
 
-`trust_remote_code=True` runs `modeling_nanochat_scaled.py`, which is in this folder: transformers' own NanoChat has
-neither the scales of the residual stream nor attention windows.""" if is_scaled else ""
+`trust_remote_code=True` runs `modeling_nanochat_scaled.py`, which is in this folder: transformers' own NanoChat has no
+scales of the residual stream, attention windows, gates or value embeddings.""" if is_scaled else ""
     return f"""## Use
 
 ```python
@@ -177,8 +179,9 @@ def _cell(text):
 def _recipe(meta):
     if _is_imported(meta):
         return f"## Recipe\n\nNot known here. Tokenizer sha256 `{meta.tokenizer_sha256}`."
-    flags = " ".join(f"--{name}={meta.flags[name]}" for name in RECIPE
-                     if meta.flags.get(name) not in (None, "", -1, -1.0))
+    given = {name: meta.flags[name] for name in RECIPE if meta.flags.get(name) not in (None, "", -1, -1.0)}
+    flags = " ".join(f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()
+                     if value is not False)
     teacher = Path(meta.flags.get("teacher") or "")
     distilled = f"""
 

@@ -92,8 +92,21 @@ class ScaledNanoChatLayer(NanoChatDecoderLayer):
         return (self.gate_scale[which].float() * 2 * torch.sigmoid(logit)).to(normed.dtype)  # (B, T, 1)
 
 
-class ScaledNanoChatModel(NanoChatModel):
+class Scaled:
+    """What the model has in common with and without its head."""
     config_class = ScaledNanoChatConfig
+
+    def post_init(self):
+        super().post_init()
+        self._no_split_modules = {"ScaledNanoChatLayer"}  # transformers has collected its own, which are replaced
+
+    def resize_token_embeddings(self, *args, **kwargs):
+        if self.config.value_embeddings:
+            raise ValueError("a model with value embeddings keeps its vocabulary: they have a row for each token")
+        return super().resize_token_embeddings(*args, **kwargs)
+
+
+class ScaledNanoChatModel(Scaled, NanoChatModel):
 
     def __init__(self, config):
         super().__init__(config)
@@ -134,8 +147,7 @@ class ScaledNanoChatModel(NanoChatModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
 
-class ScaledNanoChatForCausalLM(NanoChatForCausalLM):
-    config_class = ScaledNanoChatConfig
+class ScaledNanoChatForCausalLM(Scaled, NanoChatForCausalLM):
 
     def __init__(self, config):
         super().__init__(config)

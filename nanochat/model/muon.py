@@ -30,11 +30,16 @@ def orthogonalised(stacks, dtype):
 
 
 def equal_rows(matrices):
-    """Returns matrices (L, m, n) with rows of equal length, fp32, and a norm of 1 / 1.01 over all, so that no singular
-    value is above 1. Rows shorter than 1e-15 are taken for zeros."""
+    """Returns matrices (L, m, n) with rows of equal length, fp32, and a norm of at most 1 / 1.01, so that no singular
+    value is above 1.
+
+    A row below a hundredth of the usual length stays as much shorter: a neuron that gets no gradient any more comes to
+    rest, instead of following what is left of its momentum. So does a matrix whose rows are below 1e-8.
+    """
     matrices = matrices.float()
-    length = matrices.norm(dim=-1, keepdim=True).clamp(min=1e-15) * (1.01 * matrices.size(-2) ** 0.5)
-    return matrices / length
+    lengths = matrices.norm(dim=-1, keepdim=True)
+    shortest = 0.01 * lengths.square().mean(dim=-2, keepdim=True).sqrt() + 1e-8
+    return matrices / (torch.maximum(lengths, shortest) * (1.01 * matrices.size(-2) ** 0.5))
 
 
 def polar_express(x):
@@ -54,12 +59,13 @@ def _wide(matrices):
 
 def normalise_neurons(update, second_moment, beta2):
     """Divides each neuron (output) of the update by the running root mean square of its updates (NorMuon, arXiv
-    2510.05491). Returns the update, with the norm of an orthogonal matrix, and the new `second_moment` (L, m, 1)."""
+    2510.05491). Returns the update, with the norm of an orthogonal matrix unless next to nothing is left of it, and the
+    new `second_moment` (L, m, 1)."""
     update = update.float()
     second_moment = second_moment.lerp(update.square().mean(dim=-1, keepdim=True), 1 - beta2)
     update = update * second_moment.clamp(min=1e-10).rsqrt()
     norm = min(update.shape[-2:]) ** 0.5
-    return update * (norm / update.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-10)), second_moment
+    return update * (norm / update.norm(dim=(-2, -1), keepdim=True).clamp(min=0.1)), second_moment
 
 
 def cautious_weight_decay(weights, update):

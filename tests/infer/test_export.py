@@ -161,6 +161,19 @@ def test_every_combination_of_the_model_is_exact_in_transformers(tmp_path, byte_
     assert len({found[f"{number} logits"].tobytes() for number in range(len(models))}) == len(models)
 
 
+def test_transformers_keeps_layers_and_value_embeddings_whole():
+    from nanochat.infer import modeling_nanochat_scaled as code
+    model = code.ScaledNanoChatForCausalLM(code.ScaledNanoChatConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, value_embeddings=True))
+    assert set(model._no_split_modules) <= {type(module).__name__ for module in model.modules()}
+    for part in (model, model.model):
+        with pytest.raises(ValueError, match="value embeddings keeps its vocabulary"):
+            part.resize_token_embeddings(40)
+    with pytest.raises(ValueError, match="value embeddings needs input_ids"):
+        model(inputs_embeds=torch.zeros(1, 3, 32))
+
+
 @pytest.mark.slow
 def test_a_model_of_the_usual_size_and_many_texts_are_exact(tmp_path):
     tokenizer = load_tokenizer(SHIPPED_DIR)
@@ -226,6 +239,8 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
     manifest["totals"]["base_data_v3"] |= {"documents": 2, "files": 6}  # of prepare_data --pack=project
     assert "6 files with 700 b" in model_card._data_of(manifest)
     assert "--seq_len_ramp=0:8,2:16\n" in model_card._recipe(make_meta(flags={"seq_len_ramp": "0:8,2:16"}))
+    assert "base_train --layer_gates --seed=0\n" in model_card._recipe(make_meta(flags={
+        "layer_gates": True, "value_embeddings": False, "seed": 0}))
     taught = {"teacher": "/home/me/large/step_000100", "kd_weight": 0.5, "kd_temperature": 2.0, "kd_until": 0.8}
     assert "of the model large/step_000100: weight 0.5\nat temperature 2, in the first 80% of the steps." in \
         model_card._recipe(make_meta(flags=taught))

@@ -12,6 +12,7 @@ from nanochat.model.muon import cautious_weight_decay, equal_rows, normalise_neu
 from nanochat.model.optim import (
     MuonAdamW,
     OptimConfig,
+    Rules,
     batch_lr_scale,
     gpt_rules,
     lr_multiplier,
@@ -64,15 +65,41 @@ def test_polar_express_brings_every_singular_value_near_one(smallest, dtype):
 def test_rows_count_the_same_however_long_they_are(shape):
     generator = torch.Generator().manual_seed(0)
     stack = torch.randn(shape, generator=generator)
-    longer = stack * torch.logspace(-9, 2, shape[1])[:, None]
+    longer = stack * torch.logspace(-1, 0, shape[1])[:, None]
     expected = orthogonalised({"w": stack}, torch.float32)["w"]
     torch.testing.assert_close(orthogonalised({"w": longer}, torch.float32)["w"], expected)
     assert torch.linalg.svdvals(equal_rows(longer)).max() <= 1
-    longer[:, 1] = 0
-    longer[:, 2] = 1e-25
-    longer[2] = 0
+    longer[:, 1], longer[:, 2], longer[1], longer[2] = 0, 1e-25, 0, 1e-30
     result = orthogonalised({"w": longer}, torch.bfloat16)["w"]
-    assert result.isfinite().all() and result[:, 1:3].abs().max() < 1e-3 and not result[2].any()
+    assert result.isfinite().all() and result[:, 1:3].abs().max() < 1e-3 and not result[1].any()
+    updates = normalise_neurons(result, torch.zeros(3, shape[1], 1), beta2=0.95)[0]
+    assert updates[2].abs().max() < 1e-6 < updates[0].abs().max()
+
+
+def test_a_neuron_without_gradients_comes_to_rest():
+    class Neurons(torch.nn.Module):
+        training_dtype = torch.float32
+
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(1, 64, 16))
+
+        def create_main_grads(self):
+            self.w.main_grad = torch.zeros_like(self.w)
+
+    model, generator = Neurons(), torch.Generator().manual_seed(0)
+    optimizer = MuonAdamW(model, OptimConfig(warmup_steps=0), 2**19, 1000, rules=Rules({}, 1.0, 0.0))
+    lengths = []
+    for step in range(400):
+        model.w.main_grad.copy_(torch.randn(model.w.shape, generator=generator))
+        if step >= 100:
+            model.w.main_grad[:, 0] = 0
+        before = model.w.detach().clone()
+        optimizer.update(optimizer.scheduled(step), torch.zeros(()))
+        lengths.append((model.w - before).detach().norm(dim=-1)[0, :2])
+    moved, other = torch.stack(lengths).unbind(1)
+    assert moved[:100].mean() == pytest.approx(other[:100].mean().item(), rel=0.1)
+    assert moved[-100:].max() < 0.1 * other[-100:].min()
 
 
 def test_matrices_of_one_shape_are_orthogonalised_together_as_each_alone():
