@@ -28,6 +28,19 @@ VALUE_SPREAD = 1.5  # of value embeddings at the start, over that of the matrice
 
 
 @dataclass(frozen=True)
+class Start:
+    """Where a model's weights begin."""
+    embedding_spread: float = 1.0  # standard deviation of the embedding
+    mlp_in_spread: float = 1.0  # of the matrices mlp_in, over that of attention's
+    resid_scales: tuple = (1.0, 1.0)  # of the first layer and of the last; in between they change evenly
+    x0_scales: tuple = (0.1, 0.1)
+
+
+# nanochat's, which are worth 0.15 bits per byte with value embeddings, and nothing without (dev/LOG.md, 2026-11-24).
+START_WITH_VALUES = Start(0.8, 0.4, (1.15, 1.05), (0.2, 0.05))
+
+
+@dataclass(frozen=True)
 class GPTConfig:
     vocab_size: int = 65536
     max_seq_len: int = 1024
@@ -256,18 +269,20 @@ def initial_weights(config, seed=0):
     the index is None, the whole weight. So whoever keeps parts of them never holds a whole stack."""
     shapes = {name: p.shape for name, p in GPT.on_meta(config).named_parameters()}
     generator = torch.Generator().manual_seed(seed)
+    start = START_WITH_VALUES if config.value_embeddings else Start()
     bound = (3 / config.n_embd) ** 0.5  # uniform with the standard deviation 1 / sqrt(width)
-    yield "wte", None, torch.empty(shapes["wte"]).normal_(0.0, 1.0, generator=generator)
+    yield "wte", None, torch.empty(shapes["wte"]).normal_(0.0, start.embedding_spread, generator=generator)
     # near-uniform predictions at the start
     yield "lm_head", None, torch.empty(shapes["lm_head"]).normal_(0.0, 0.001, generator=generator)
     for name in ("attn_q", "attn_k", "attn_v", "mlp_in"):
+        spread = start.mlp_in_spread * bound if name == "mlp_in" else bound
         for layer in range(config.n_layer):
-            yield name, layer, torch.empty(shapes[name][1:]).uniform_(-bound, bound, generator=generator)
+            yield name, layer, torch.empty(shapes[name][1:]).uniform_(-spread, spread, generator=generator)
     for name in ("attn_o", "mlp_out"):  # every layer begins as the identity
         for layer in range(config.n_layer):
             yield name, layer, torch.zeros(shapes[name][1:])
-    yield "resid_scale", None, torch.full(shapes["resid_scale"], 1.0)
-    yield "x0_scale", None, torch.full(shapes["x0_scale"], 0.1)
+    for name, (first, last) in (("resid_scale", start.resid_scales), ("x0_scale", start.x0_scales)):
+        yield name, None, torch.linspace(first, last, config.n_layer)
     if config.layer_gates:  # every gate is 1
         yield "gate_map", None, torch.zeros(shapes["gate_map"])
         yield "gate_scale", None, torch.ones(shapes["gate_scale"])

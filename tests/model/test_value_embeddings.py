@@ -1,9 +1,10 @@
 """--value_embeddings. tests/model/test_gpt.py compares their logits with a reference, their gradients on every kernel,
 and their cached generation."""
 import pytest
+import torch
 
 from nanochat.infer.quantize import Int8GPT
-from nanochat.model.gpt import GPTConfig
+from nanochat.model.gpt import GPT, GPTConfig
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import describe_plan, make_plan
 from tests.model.test_gpt import TINY, build, some_ids
@@ -16,6 +17,16 @@ def test_every_second_layer_has_values_of_its_own_and_the_last_one_always(layers
     config = GPTConfig(**{**TINY, "n_layer": layers}, value_embeddings=True)
     assert config.value_slots() == slots
     assert build(config).value_table.shape == (61, 32 * (1 + max(slot or 0 for slot in slots)))
+
+
+def test_the_other_weights_begin_as_nanochats():
+    model = GPT(GPTConfig(**{**TINY, "n_layer": 4}, value_embeddings=True), kernels=None).init_weights(seed=1)
+    plain = GPT(GPTConfig(**{**TINY, "n_layer": 4}), kernels=None).init_weights(seed=1)
+    torch.testing.assert_close(model.mlp_in, 0.4 * plain.mlp_in)
+    torch.testing.assert_close(model.wte, 0.8 * plain.wte)
+    torch.testing.assert_close(model.resid_scale[[0, -1]], torch.tensor([1.15, 1.05]))
+    torch.testing.assert_close(model.x0_scale[[0, -1]], torch.tensor([0.2, 0.05]))
+    assert set(plain.resid_scale.tolist()) == {1.0} and torch.equal(plain.x0_scale, torch.full((4,), 0.1))
 
 
 def test_a_token_changes_nothing_before_it():
