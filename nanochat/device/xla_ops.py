@@ -3,8 +3,6 @@
 Each is built once for each set of shapes and kept, so that tracing it in later steps costs one dictionary look-up.
 torch_xla and jax are imported inside the functions only.
 """
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -111,22 +109,6 @@ def _build_loop(body, carry, read, write, constants, reverse):
     parameters = tuple(xb.mkparam(builder, i, xb.tensor_shape(t))
                        for i, t in enumerate([index, *carry, *read, *write, *constants, *scalars]))
     return xb.Op.mkwhile(parameters, condition, iterate).build("loop"), scalars
-
-
-def repeat(function, x, times):
-    """Returns function(… function(x)), applied `times` times, as one loop of the program.
-
-    function: the same object at every call; it uses no other tensor, and its result has the shape and dtype of x.
-    """
-    return loop(_RepeatBody(function), (x,), (torch.empty(times, device=x.device),), ())[0][0]
-
-
-@dataclass(frozen=True)
-class _RepeatBody:
-    function: Callable
-
-    def __call__(self, index, carry, read, write, constants):
-        return (self.function(carry[0]),), ()
 
 
 def without_token(collective, tensor):

@@ -138,8 +138,8 @@ class Parts:
     def new_weights(self, parts, lengths):
         """Returns new_weight for each of `parts`, {name: part}; lengths: {name: length}.
 
-        Parts of one shape travel together: behind the products of a loop (Muon has one for each shape) the compiler
-        hides one exchange at the most, however small it is.
+        Parts of one shape travel together: the compiler hides few exchanges behind Muon's products, however small they
+        are.
         """
         if self.mesh.divides_weights:
             return {name: self.new_weight(name, part, lengths[name]) for name, part in parts.items()}

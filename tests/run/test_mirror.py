@@ -206,7 +206,7 @@ def test_a_gcloud_that_hangs_is_ended_with_its_helpers(run_dir, tmp_path, monkey
         run_mirror("gs://b/x", "run", 1, -1).try_to_write(run_dir)
     helper = (tmp_path / "helper").read_text().strip()
     states = subprocess.run(["ps", "-o", "stat=", "-p", helper], capture_output=True, text=True).stdout
-    assert states.strip() in ("", "Z", "ZN")  # a zombie where nothing collects orphans
+    assert states.strip()[:1] in ("", "Z")  # a zombie where nothing collects orphans
 
 
 def test_a_file_system_that_does_not_answer_is_an_outage():
