@@ -119,7 +119,7 @@ def warm_ranks():
 def tiny(byte_tokenizer_dir, corpus_dir):
     """Flags of a run that takes seconds. Its learning rates are low, so that rounding in another order, as on another
     number of devices, does not grow within its steps."""
-    return ["--matrix_lr=0.00125", "--embedding_lr=0.02", "--unembedding_lr=0.00025", "--scalar_lr=0.03",
+    return ["--matrix_lr=0.0005", "--embedding_lr=0.02", "--unembedding_lr=0.00025", "--scalar_lr=0.03",
             "--device_type=xla", "--depth=2", "--model_dim=64", "--num_heads=2", "--max_seq_len=32",
             "--device_batch_size=2", "--total_batch_size=512", "--num_iterations=6", "--eval_tokens=1024",
             "--eval_every=3", "--sample_every=-1", "--save_every=-1", "--log_every=2",

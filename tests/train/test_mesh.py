@@ -14,7 +14,8 @@ from tests.infer.test_sandbox import require_sandbox
 
 CHUNKED = ("--kernel=chunked", "--log_every=1", "--num_heads=4", "--depth=3")
 FLASH = ("--kernel=flash", "--log_every=1", "--depth=3", "--model_dim=256", "--num_heads=2", "--num_kv_heads=1",
-         "--max_seq_len=128", "--device_batch_size=1", "--window_pattern=SL", "--activation_checkpointing")
+         "--max_seq_len=128", "--device_batch_size=1", "--window_pattern=SL", "--activation_checkpointing",
+         "--matrix_lr=0.0002")
 LONG = ("--num_iterations=20", "--eval_every=20")
 
 
@@ -45,7 +46,8 @@ def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_di
     sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=data * fsdp * tensor)
     whole = reference(*flags)
     assert_same(sharded, whole)
-    assert norms(sharded) == pytest.approx(norms(whole), rel=1e-4)
+    assert norms(sharded)[:10] == pytest.approx(norms(whole)[:10], rel=1e-5)
+    assert norms(sharded) == pytest.approx(norms(whole), rel=1e-3)  # rounding grows, by 20 steps to 1e-4
     assert f"{data} data × {fsdp} fsdp × {tensor} tensor" in sharded.stdout
     for field in ("tokens", "epoch", "val_bytes", "val_whole_text"):
         assert [record.get(field) for record in sharded.records] == [record.get(field) for record in whole.records]
