@@ -16,7 +16,8 @@ CHUNKED = ("--kernel=chunked", "--log_every=1", "--num_heads=4", "--depth=3")
 FLASH = ("--kernel=flash", "--log_every=1", "--depth=3", "--model_dim=256", "--num_heads=2", "--num_kv_heads=1",
          "--max_seq_len=128", "--device_batch_size=1", "--window_pattern=SL", "--activation_checkpointing",
          "--matrix_lr=0.0002")
-LONG = ("--num_iterations=20", "--eval_every=20")
+LOWER_RATES = ("--matrix_lr=0.0003", "--embedding_lr=0.005", "--unembedding_lr=0.00006", "--scalar_lr=0.008")
+LONG = ("--num_iterations=20", "--eval_every=20", *LOWER_RATES)  # more steps, in which rounding would grow
 
 
 def assert_same(run, other):
@@ -46,8 +47,7 @@ def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_di
     sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=data * fsdp * tensor)
     whole = reference(*flags)
     assert_same(sharded, whole)
-    assert norms(sharded)[:10] == pytest.approx(norms(whole)[:10], rel=1e-5)
-    assert norms(sharded) == pytest.approx(norms(whole), rel=1e-3)  # rounding grows, by 20 steps to 1e-4
+    assert norms(sharded) == pytest.approx(norms(whole), rel=1e-4)
     assert f"{data} data × {fsdp} fsdp × {tensor} tensor" in sharded.stdout
     for field in ("tokens", "epoch", "val_bytes", "val_whole_text"):
         assert [record.get(field) for record in sharded.records] == [record.get(field) for record in whole.records]
@@ -73,8 +73,7 @@ def test_tensor_takes_logits_without_a_bound_and_several_chunks_of_tokens_and_lo
                                                                                          tokenizer_dir):
     """9,216 tokens are two chunks of the loss. Rates are lower still, because they rise with the batch."""
     flags = (*CHUNKED, f"--tokenizer_dir={tokenizer_dir}", "--softcap=0", "--device_batch_size=288",
-             "--total_batch_size=9216", "--seq_len_ramp=0:16,2:32", "--matrix_lr=0.0003", "--embedding_lr=0.005",
-             "--unembedding_lr=0.00006", "--scalar_lr=0.008")
+             "--total_batch_size=9216", "--seq_len_ramp=0:16,2:32", *LOWER_RATES)
     assert_same(train(*flags, "--mesh_tensor=2", devices=2), reference(*flags))
 
 
