@@ -15,7 +15,7 @@ from nanochat.kernels import distillation, plain
 from nanochat.kernels.gpt_layer import AttentionByHand, gpt_layer_for_loop
 from nanochat.kernels.layer_loop import run_layers
 from nanochat.kernels.sharded import WHOLE, Sharding
-from nanochat.model.layers import IGNORE_INDEX, NORM_EPS, Kernels, apply_rotary, norm, softcapped, split_heads
+from nanochat.model.layers import IGNORE_INDEX, NORM_EPS, Kernels, apply_rotary, norm, split_heads
 
 CHUNK_TOKENS = 8192  # tokens whose logits are held at a time, in bf16: 8192 × 65,536 × 2 bytes = 1 GiB
 
@@ -150,20 +150,46 @@ def _chunks(x, chunk_tokens=CHUNK_TOKENS):
 
 
 def _losses(hidden, head, targets, softcap, sharding, first_row=0):
-    """Returns the losses (N,) of hidden (N, C); and for their gradient the capped logits, the softmax and a mask of the
-    targets, (N, V) each, of this rank's rows of the head, which begin with `first_row`. A bounded softcap makes it safe
-    to sum exponentials in fp32 without subtracting a maximum, which would cost another pass over the logits."""
-    logits = softcapped(F.linear(hidden, head).float(), softcap).to(hidden.dtype).float()
+    """Returns the losses (N,) of hidden (N, C), and what their gradients need: `weights` (N, V), `of_target` (N, 1) and
+    `total` (N, 1), of this rank's rows of the head, which begin with `first_row`.
+
+    A loss's gradient with respect to the logits is (softmax - one-hot) × slope, where slope is the derivative of the
+    softcap. Times `total`, the sum of a row's exponentials, it is exponentials × slope, and (exponential - total) ×
+    slope at the target. The first is known as soon as the logits are, so the product that makes them writes it, and
+    nothing else of this size: `weights`, with -1 at the target, where `of_target` belongs.
+
+    A bounded softcap makes it safe to sum exponentials in fp32 without subtracting a maximum, which would cost another
+    pass over the logits.
+    """
+    logits, slope = _capped(F.linear(hidden, head).float(), softcap)
     largest = 0.0 if 0 < softcap <= 60 else sharding.largest(logits.max(dim=-1, keepdim=True).values)
     exponentials = torch.exp(logits - largest)
     total = exponentials.sum(dim=-1, keepdim=True)
     rows = sharding.count_from(first_row, targets)
     is_target = torch.arange(head.size(0), device=head.device) == rows[:, None]
-    picked = torch.where(is_target, logits, 0.0).sum(dim=-1, keepdim=True)
+    is_here = ((rows >= 0) & (rows < head.size(0)))[:, None]
+    of_targets = F.embedding(rows.clamp(0, head.size(0) - 1), head)
+    picked, slope_of_target = _capped((hidden.float() * of_targets.float()).sum(dim=-1, keepdim=True), softcap)
+    picked = torch.where(is_here, picked, 0.0)
     total, picked = sharding.sums(total, picked)
     losses = (torch.log(total) + largest - picked)[:, 0]
     losses = torch.where(targets == IGNORE_INDEX, 0.0, losses)
-    return losses, logits, exponentials / total, is_target
+    weights = torch.where(is_target, -1.0, exponentials * slope).to(hidden.dtype)
+    of_target = (torch.exp(picked - largest) - total) * slope_of_target
+    return losses, weights, of_target.to(hidden.dtype), total
+
+
+def _capped(logits, softcap):
+    """Returns softcapped(logits, softcap) and its derivative there, which is never negative."""
+    if not softcap:
+        return logits, 1.0
+    tanh = torch.tanh(logits / softcap)
+    return softcap * tanh, 1 - tanh.square()
+
+
+def _with_targets(weights, of_target):
+    """Returns what `_losses` gives as one tensor."""
+    return torch.where(weights < 0, of_target, weights)
 
 
 @dataclass(frozen=True)
@@ -191,20 +217,20 @@ class _GradientBody:
     sharding: Sharding
 
     def __call__(self, index, carry, read, write, constants):
+        import torch_xla.core.xla_model as xm
         (loss, d_head), (hidden, targets), (head, *first_row) = carry, read, constants
-        losses, logits, softmax, is_target = _losses(hidden, head, targets, self.softcap, self.sharding, *first_row)
-        d_loss = torch.where(targets == IGNORE_INDEX, 0.0, 1 / self.num_tokens)[:, None]
-        d_logits = (softmax - is_target.float()) * d_loss
-        if self.softcap:
-            d_logits = d_logits * (1 - (logits / self.softcap).square())
-        d_logits = d_logits.to(hidden.dtype)
-        d_head = d_head + (d_logits.t() @ hidden).float()
-        return (loss + losses.sum() / self.num_tokens, d_head), (d_logits @ head,)
+        losses, weights, of_target, total = _losses(hidden, head, targets, self.softcap, self.sharding, *first_row)
+        xm.optimization_barrier_([weights])  # else XLA keeps the logits, and both products compute exponentials again
+        scale = torch.where(targets == IGNORE_INDEX, 0.0, 1 / self.num_tokens)[:, None] / total
+        # Twice, because a result of which both products need the same copy would be written to HBM first.
+        d_head = d_head + (_with_targets(weights.t(), of_target.t()) @ (hidden * scale).to(hidden.dtype)).float()
+        d_hidden = (_with_targets(weights, of_target) @ head) * scale
+        return (loss + losses.sum() / self.num_tokens, d_head), (d_hidden.to(hidden.dtype),)
 
 
 class _MeanCrossEntropy(torch.autograd.Function):
-    """The mean loss. Its gradients are computed in the forward pass, chunk by chunk, while the logits are in memory:
-    d logits = (softmax - one-hot) × (1 - (logits / softcap)²) / tokens."""
+    """The mean loss. Its gradients are computed in the forward pass, chunk by chunk, while what _losses gives is in
+    memory."""
 
     @staticmethod
     def forward(ctx, hidden, head, targets, softcap, sharding):
