@@ -133,14 +133,15 @@ class MuonAdamW:
     """
 
     def __init__(self, model, config, total_batch_size, num_iterations, dtype=torch.float32, dist=None,
-                 is_sharded=False, rules=None, mesh=None, weights=None):
+                 is_sharded=False, rules=None, mesh=None, weights=None, gradient_sums=torch.float32):
         """
         model: with whole weights on the device, of which it keeps this rank's parts; or `weights` has them.
         config: OptimConfig; total_batch_size: tokens of the first step; dtype: that in which Muon orthogonalises.
         dist: this rank's Dist, or None if there is one rank. rules: Rules; None: those of a GPT. With rules, config
         only has the schedule of the learning rates, and total_batch_size is not read.
         mesh: of the ranks, by default one of data only. weights: an iterable of (name, index, tensor), see
-        Parts.collect, for models that no device has room for.
+        Parts.collect, for models that no device has room for. gradient_sums: the dtype in which gradients travel when
+        sharded ranks sum them.
         """
         self.config, self.num_iterations, self.dtype, self.dist = config, num_iterations, dtype, dist
         self.rules = rules = rules or gpt_rules(
@@ -149,7 +150,7 @@ class MuonAdamW:
         shapes = {name: p.shape for name, p in model.named_parameters()}
         self.sharded = frozenset(name for name, shape in shapes.items() if is_sharded and len(shape) > 1)
         self.mesh = mesh or Mesh(data=dist.world_size if dist else 1)
-        self.parts = Parts(dist, self.mesh) if is_sharded else None
+        self.parts = Parts(dist, self.mesh, gradient_sums) if is_sharded else None
         self.lengths = {name: shape[0] for name, shape in shapes.items()}
         masters = {} if weights is None else self._place(model, weights, shapes)
         self.parameters = dict(model.named_parameters())

@@ -32,6 +32,7 @@ class Parts:
     """The parts of one rank. `length` is the size of the whole weight's first dimension."""
     dist: Dist
     mesh: Mesh
+    gradient_sums: torch.dtype = torch.float32
 
     def of_model(self, name, tensor):
         """Returns the part that the model computes with, of a whole weight called `name`, or of a layer of it. Single
@@ -111,11 +112,11 @@ class Parts:
 
     def sum_gradient(self, name, gradient):
         """Returns the optimizer's part of a gradient: of the sum of what the ranks have in the place of the model's
-        part, which is summed already but along the axis data."""
+        part, which is summed already but along the axis data. Gradients travel to that sum in `gradient_sums`."""
         if not self.mesh.divides_weights:
-            return reduce_scatter_sum(self._padded(gradient), self.dist)
+            return reduce_scatter_sum(self._padded(gradient).to(self.gradient_sums), self.dist).float()
         if self.mesh.data > 1:
-            gradient = scatter_sum_in_groups(self._padded(gradient), self.mesh.groups("data"))
+            gradient = scatter_sum_in_groups(self._padded(gradient).to(self.gradient_sums), self.mesh.groups("data"))
         elif not self._rows_are_divided(gradient):
             gradient = self._padded(gradient)
         if self._rows_are_divided(gradient):

@@ -56,6 +56,9 @@ class KernelFlags(DeviceFlags):
         "none", "what the backward pass computes again, for less memory and more time: none, qkv (queries, keys and "
         "values; where layers are a loop: chunked and flash on XLA), or all, also meant without a value",
         choices=RECOMPUTED, nargs="?", const="all")
+    gradient_sums: str = flag("float32", "dtype in which gradients travel when the chips sum them: bfloat16 halves "
+                              "that traffic, and rounds each chip's gradients first (XLA; what is summed within the "
+                              "micro-step, along fsdp, is bfloat16 anyway)", choices=("float32", "bfloat16"))
     mesh_data: int = flag(-1, "chips along the mesh's axis data, which hold the same weights; -1: what the other axes "
                           "leave", at_least=1, at_most=MAX_CHIPS, unset=-1)
     mesh_fsdp: int | str = flag(1, "chips along the axis fsdp, which divide each weight among themselves and gather a "

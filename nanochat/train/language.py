@@ -290,5 +290,5 @@ def make_step(plan, model, dist, loss=next_token_loss, teacher=None, weights=Non
     """Returns the TrainingStep of a Plan for a model whose weights are on the device of `dist`, or come from `weights`
     (see MuonAdamW), with another loss and the model that it reads, if they are given."""
     optimizer = MuonAdamW(model, plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.dtype, dist,
-                          plan.shard_optimizer, mesh=plan.mesh, weights=weights)
+                          plan.shard_optimizer, mesh=plan.mesh, weights=weights, gradient_sums=plan.gradient_sums)
     return TrainingStep(model, optimizer, loss, dist, plan.all_micro_steps, plan.use_compile, teacher)

@@ -33,6 +33,7 @@ class Plan:
     use_compile: bool  # torch.compile
     optimizer: OptimConfig
     shard_optimizer: bool  # each rank keeps and updates a part of the optimizer's state
+    gradient_sums: torch.dtype  # in which gradients travel when the ranks sum them
     device_type: str
     world_size: int
     mesh: Mesh
@@ -114,6 +115,10 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     is_xla = device_type in ("tpu", "xla")
     if devices.shard_optimizer == "on" and not is_xla:
         raise BadInput(f"--shard_optimizer=on, but this runs on {device_type}: it is for XLA devices, use auto")
+    shard_optimizer = is_xla and devices.shard_optimizer != "off"
+    if devices.gradient_sums == "bfloat16" and not shard_optimizer:
+        where = f"on {device_type}" if not is_xla else "with --shard_optimizer=off"
+        raise BadInput(f"--gradient_sums=bfloat16, but {where} gradients are summed in fp32: leave it out")
     config = config_for_depth(
         model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=model.window_pattern,
         softcap=model.softcap, layer_gates=model.layer_gates, value_embeddings=model.value_embeddings,
@@ -153,8 +158,8 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         dtype=getattr(torch, dtype if devices.compute_dtype == "auto" else devices.compute_dtype),
         activation_checkpointing=devices.activation_checkpointing,
         use_compile=device_type == "cuda" and not devices.no_compile, optimizer=flags.optimizer,
-        shard_optimizer=is_xla and devices.shard_optimizer != "off", device_type=device_type, world_size=world_size,
-        mesh=mesh, device_batch_size=batch.device_batch_size, total_batch_size=total,
+        shard_optimizer=shard_optimizer, gradient_sums=getattr(torch, devices.gradient_sums), device_type=device_type,
+        world_size=world_size, mesh=mesh, device_batch_size=batch.device_batch_size, total_batch_size=total,
         grad_accum_steps=total // (batch.device_batch_size * model.max_seq_len * mesh.readers),
         num_iterations=num_iterations, flops_per_token=flops_per_token, matrix_params=matrix_params,
         parameters=parameters, batch_schedule=schedule, length_schedule=lengths)

@@ -71,6 +71,14 @@ def test_an_optimizer_that_ranks_share_trains_as_one_that_each_keeps_whole(train
     assert "resuming from" in resumed.stdout and resumed.losses == pytest.approx(whole.losses, rel=rel)
 
 
+def test_gradients_may_travel_as_bfloat16(train):
+    flags = ("--depth=3", "--model_dim=64", "--num_heads=2", "--eval_every=-1", "--warmup_steps=2", "--kernel=chunked")
+    exact, rounded = (train(*flags, f"--gradient_sums={dtype}", run=dtype, devices=2)
+                      for dtype in ("float32", "bfloat16"))
+    assert rounded.losses == pytest.approx(exact.losses, rel=2e-3) and rounded.losses != exact.losses
+    assert rounded.losses[1] == exact.losses[1]  # before the first sum
+
+
 def test_a_batch_that_grows_keeps_its_programs_its_data_and_its_bits(train):
     ramp = "--batch_ramp=2:1.4,4:2"  # on two devices 4 micro-steps, then 5.6 rounded to 6, then 8
     whole = train(ramp, "--profile_steps=3:5", run="whole", devices=2)

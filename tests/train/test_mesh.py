@@ -54,6 +54,13 @@ def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_di
 
 
 @pytest.mark.slow
+def test_gradients_may_travel_as_bfloat16_along_data(train, reference, tokenizer_dir):
+    flags = *CHUNKED, *LONG, f"--tokenizer_dir={tokenizer_dir}"
+    rounded, exact = train(*flags, "--mesh_fsdp=2", "--gradient_sums=bfloat16", devices=4), reference(*flags)
+    assert rounded.losses == pytest.approx(exact.losses, rel=2e-3) and rounded.losses != exact.losses
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [2, 4])
 def test_flash_with_windows_grouped_queries_and_recomputation_does_too(train, reference, tokenizer_dir, fsdp):
     flags = *FLASH, f"--tokenizer_dir={tokenizer_dir}"

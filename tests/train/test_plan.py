@@ -85,6 +85,14 @@ def test_a_ramp_that_does_not_fit_other_flags_is_refused(flags, message):
         make_plan(parse_flags(flags), 65536, "tpu", 8)
 
 
+@pytest.mark.parametrize("device_type, flags, message", [
+    ("cpu", [], "on cpu gradients"), ("cuda", [], "on cuda gradients"),
+    ("tpu", ["--shard_optimizer=off"], "with --shard_optimizer=off gradients")])
+def test_sums_in_bfloat16_where_there_are_none_are_refused(device_type, flags, message):
+    with pytest.raises(BadInput, match=f"--gradient_sums=bfloat16, but {message} are summed in fp32: leave it out"):
+        make_plan(parse_flags(["--gradient_sums=bfloat16", *flags]), 65536, device_type, 8)
+
+
 def test_the_rotary_base_is_that_of_the_final_length_and_stays_that_of_the_checkpoint():
     for length, base in ((1024, 10_000), (4096, 10_000), (8192, 100_000), (32768, 100_000), (65536, 500_000)):
         assert plan_of(f"--max_seq_len={length}", "--device_batch_size=1").config.rotary_base == base
