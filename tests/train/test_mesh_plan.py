@@ -32,7 +32,7 @@ def plan_on(monkeypatch):
     ("v5litepod-8", "--depth=16 --device_batch_size=48 --activation_checkpointing=qkv", 15.09, None),
     ("v5litepod-8", "--depth=16 --device_batch_size=128 --activation_checkpointing", 15.5, None),
     ("v5litepod-8", "--depth=16 --max_seq_len=16384 --device_batch_size=1", 9.60, None),
-    ("v6e-4", "--depth=16 --max_seq_len=2048", 11.91, None),
+    ("v6e-4", "--depth=16 --max_seq_len=2048", 9.91, None),
     ("v6e-4", "--depth=16 --max_seq_len=2048 --device_batch_size=32", 26.0, None),
     ("v6e-4", "--depth=16 --max_seq_len=2048 --device_batch_size=48 --activation_checkpointing=qkv", 27.78, None),
     ("v6e-4", "--depth=16 --max_seq_len=2048 --device_batch_size=64 --activation_checkpointing", 17.4, None),
