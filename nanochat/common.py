@@ -45,28 +45,40 @@ def run_script(main):
     whoever reads the output has ended, as `head` does, it ends without a word and with status 141, as a program that
     SIGPIPE ends.
     """
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None: closed
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    prepare_output()
     try:
         try:
             status = main()
         finally:
             sys.stdout.flush()
-    except BadInput as error:
-        status = _say(f"error: {error}", 2)
-    except Failure as error:
-        status = _say(f"error: {error}", error.status)
     except KeyboardInterrupt:
         status = _say("stopped by Ctrl-C", 130)
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        status = say_error(error)
+        if status is None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the end of the process fails to write, too
-        status = 141 if error.errno == errno.EPIPE else _say(
-            f"error: the disk is full ({error}): free some space and run the same command again", 1)
     sys.exit(status)
+
+
+def prepare_output():
+    """Lets this process print where the output is closed, or has no sign for a letter."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None: closed
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def say_error(error):
+    """Prints what run_script says of an error that ends a process, and returns the status; None for other errors."""
+    if isinstance(error, BadInput):
+        return _say(f"error: {error}", 2)
+    if isinstance(error, Failure):
+        return _say(f"error: {error}", error.status)
+    if not isinstance(error, OSError) or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+        return None
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the end of the process fails to write, too
+    return 141 if error.errno == errno.EPIPE else _say(
+        f"error: the disk is full ({error}): free some space and run the same command again", 1)
 
 
 def _say(line, status):

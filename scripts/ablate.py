@@ -15,6 +15,7 @@ It may be killed at any time: the same command goes on where it was, and repeats
 variants differ from the reference by more than their seeds do, and draws validation over tokens, FLOPs, seconds and,
 with --accelerator, the preflight's chip-seconds. docs/ablations.md says more.
 """
+import errno
 import hashlib
 import json
 import os
@@ -70,6 +71,8 @@ def main(argv=None):
     accelerator = flags.accelerator and tpu.parse_accelerator(flags.accelerator).accelerator
     for trial in trials:
         require_same_flags(trial)
+        if trial.is_finished():
+            curve_of(trial)
     describe_plan(trials)
     if flags.dry_run:
         return 0
@@ -230,19 +233,54 @@ def write_results(trials, chip_seconds, folder):
     curves = {}
     for trial in trials:
         if trial.is_finished():
-            curves.setdefault(trial.variant, []).append(
-                read_curve(read_run(str(trial.directory)), trial.seed, trial.notes().get("cpu_s")))
+            curves.setdefault(trial.variant, []).append(curve_of(trial))
     plans = {trial.variant: trial.plan for trial in trials}
     names = [name for name in plans if name in curves]
-    comparisons = compare({name: [curve.bits_per_byte[-1] for curve in curves[name]] for name in names})
+    finals = {name: [curve.bits_per_byte[-1] for curve in curves[name]] for name in names}
+    comparisons = compare(finals, reference=trials[0].variant)
     costs = {name: cost_of(curves[name], plans[name], chip_seconds.get(name)) for name in names}
     rows = make_rows(comparisons, curves, costs)
-    picture = draw(folder / "ablation.png", {name: curves[name] for name in names}, plans, chip_seconds)
-    (folder / "report.html").write_text(make_page([folder], rows, [picture]), encoding="utf-8")
-    (folder / "results.json").write_text(json.dumps(
-        {name: asdict(comparisons[name]) | costs[name] | {"seeds": {
-            curve.seed: curve.bits_per_byte[-1] for curve in curves[name]}} for name in names}, indent=1))
+    results = {name: asdict(comparisons[name]) | costs[name] | {"seeds": {
+        curve.seed: curve.bits_per_byte[-1] for curve in curves[name]}} for name in names}
+    with replacing(folder / "ablation.png") as partial_path:
+        draw(partial_path, {name: curves[name] for name in names}, plans, chip_seconds)
+    with replacing(folder / "report.html") as partial_path:
+        partial_path.write_text(make_page([folder], rows, [folder / "ablation.png"]), encoding="utf-8")
+    with replacing(folder / "results.json") as partial_path:
+        partial_path.write_text(json.dumps(results, indent=1))
     return format_table(rows)
+
+
+def curve_of(trial):
+    """Returns the Curve of a finished trial. Raises BadInput if its record does not end with the trial's last step."""
+    last, remedy = trial.plan.num_iterations, f"delete {trial.directory}, and the same command trains it again"
+    try:
+        run = read_run(str(trial.directory))
+    except BadInput as error:
+        raise BadInput(f"{trial.variant}, seed {trial.seed}, has finished, but its record is lost ({error}): "
+                       f"{remedy}") from None
+    steps = run.series("val_bpb")[0]
+    if not len(steps) or steps[-1] != last:
+        where = f"step {steps[-1]:g}" if len(steps) else "none"
+        raise BadInput(f"{trial.variant}, seed {trial.seed}: its last evaluation is of {where}, not of step {last}, so "
+                       f"it was trained on by hand, or its metrics.jsonl is damaged: {remedy}")
+    return read_curve(run, trial.seed, trial.notes().get("cpu_s"))
+
+
+@contextmanager
+def replacing(path):
+    """Gives the path of a file that takes the name `path` when the block ends. Raises BadInput if it cannot."""
+    partial_path = path.with_name(f"partial_{path.name}")
+    try:
+        yield partial_path
+        partial_path.replace(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise BadInput(f"{path} cannot be written ({error.strerror}): move it away, and start the same command "
+                       "again") from None
+    finally:
+        partial_path.unlink(missing_ok=True)
 
 
 def cost_of(curves, plan, chip_s_per_token):

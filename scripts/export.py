@@ -5,6 +5,7 @@
 
 A folder that exists is not touched without --force, and one that is not whole never has the name --out.
 """
+import errno
 import importlib.util
 import os
 from dataclasses import dataclass, replace
@@ -66,6 +67,8 @@ def main(argv=None):
                     curve=run and draw_curve(run, folder / export.CURVE))
                 export.write_for_transformers(folder, model, tokenizer, card)
     except (OSError, UnicodeError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # run_script says so
         raise BadInput(f"--out={out} cannot be written ({error}): nothing is left of it; name another place") from None
     print(f"{path} (step {meta.step}) is exported to {out}")
     if flags.format == "transformers":

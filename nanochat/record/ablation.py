@@ -36,27 +36,29 @@ def read_curve(run, seed, cpu_s=None):
     return Curve(seed, bits_per_byte, run.work(steps), np.interp(steps, [0, *known_steps], [0, *seconds]), cpu_s)
 
 
-def compare(finals):
-    """Returns {variant: Comparison} of {variant: [final bits per byte, one of each seed]}, first variant: reference.
+def compare(finals, reference):
+    """Returns {variant: Comparison} of {variant: [final bits per byte, one of each seed]}. reference: the name of the
+    variant with which the others are compared; without one of that name in `finals` there is no comparison.
 
     The test is Welch's (1947), which compares two means whose spreads may differ. Its p-values are corrected by Holm's
     method (1979), so that a table without any true difference shows one with a probability of at most 5%.
     """
-    reference, *others = finals
+    others = [name for name in finals if reference in finals and name != reference]
     p_values = {name: welch_p(finals[name], finals[reference]) for name in others}
     corrected = holm({name: p for name, p in p_values.items() if p is not None})
     found = {}
     for name, values in finals.items():
-        difference = None if name == reference else float(np.mean(values) - np.mean(finals[reference]))
+        difference = float(np.mean(values) - np.mean(finals[reference])) if name in others else None
+        in_words = "the reference" if name == reference else verdict(difference, corrected.get(name))
         found[name] = Comparison(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None,
-                                 difference, corrected.get(name), verdict(difference, corrected.get(name)))
+                                 difference, corrected.get(name), in_words)
     return found
 
 
 def verdict(difference, p_value):
     """Returns in words what is known about a variant's difference from the reference."""
     if difference is None:
-        return "the reference"
+        return "no run of the reference finished"
     if p_value is None:
         return "needs two seeds"
     return "not beyond the spread of seeds" if p_value >= LEVEL else "better" if difference < 0 else "worse"

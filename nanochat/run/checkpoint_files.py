@@ -77,9 +77,14 @@ def index_of(kind):
 
 def tensor_files(path, kind):
     """Returns the names of the files that have the tensors of `kind`, MODEL or OPTIMIZER, of the checkpoint at `path`:
-    one file, or an index and its pieces."""
+    one file, or an index and its pieces. Raises OSError, also if the index is damaged."""
     index = Path(path) / index_of(kind)
-    return [index.name, *sorted({*json.loads(index.read_text())["weight_map"].values()})] if index.exists() else [kind]
+    if not index.exists():
+        return [kind]
+    try:
+        return [index.name, *sorted({*json.loads(index.read_text())["weight_map"].values()})]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise OSError(errno.EINVAL, "it is no index of pieces", str(index)) from None
 
 
 def read_sums(path):

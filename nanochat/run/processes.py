@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from nanochat.common import BadInput, Failure, end_with_parent, require_writable_dir
+from nanochat.common import BadInput, end_with_parent, prepare_output, require_writable_dir, say_error
 from nanochat.device import tpu
 from nanochat.device.ranks import spawn_ranks
 from nanochat.device.tpu import count_tpu_chips
@@ -106,6 +106,7 @@ def run_as_ranks(function, *args, begin, if_broken):
 
 
 def _run_as_rank(index, function, status_path):
+    prepare_output()
     end_process_on_error(function, status_path)
 
 
@@ -117,13 +118,13 @@ def end_process_on_error(function, status_path):
     """
     try:
         status = function()
+        sys.stdout.flush()
         if status:
             Path(status_path).write_text(str(status))
     except BaseException as error:
-        status = 2 if isinstance(error, BadInput) else error.status if isinstance(error, Failure) else 1
-        if isinstance(error, (BadInput, Failure)):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
+        status = say_error(error)
+        if status is None:
+            status = 1
             traceback.print_exc()
         Path(status_path).write_text(str(status))
         sys.stdout.flush()

@@ -14,14 +14,16 @@ import re
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
+from nanochat.data.shards import fingerprint, open_shards
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.record.metrics import METRICS_FILE
 from nanochat.run.processes import expected_world_size
 from nanochat.train.flags import Flags, parse_flags
-from nanochat.train.language import make_task
+from nanochat.train.language import list_data, make_task
 from nanochat.train.plan import Plan
 from nanochat.train.prepare import FINISHED_FILE, run_directory
 
+LONGEST_NAME = 100  # of a variant: file systems take names of 255 bytes
 NOTES_FILE = "ablate.json"  # in a run's folder: its flags, and the CPU seconds of its processes
 
 
@@ -33,6 +35,7 @@ class Trial:
     argv: tuple  # the flags of base_train
     flags: Flags
     plan: Plan
+    inputs: dict  # {name: hash} of the data and the tokenizer, which may change while the flags stay
 
     @property
     def directory(self):
@@ -46,10 +49,10 @@ class Trial:
             return {}
 
     def write_notes(self, cpu_s):
-        """Notes the run's flags and CPU seconds in its folder; None while it runs, and for good if it is killed."""
+        """Notes the run's flags, inputs and CPU seconds in its folder; None while it runs, and if it was killed."""
         self.directory.mkdir(parents=True, exist_ok=True)
         partial = self.directory / f"{NOTES_FILE}.tmp"
-        partial.write_text(json.dumps({"flags": self.flags.as_dict(), "cpu_s": cpu_s}))
+        partial.write_text(json.dumps({"flags": self.flags.as_dict(), "inputs": self.inputs, "cpu_s": cpu_s}))
         partial.replace(self.directory / NOTES_FILE)
 
     def is_finished(self):
@@ -71,7 +74,7 @@ def read_trials(path):
                 plans[name] = plans.get(name) or plan_of(flags)
             except BadInput as error:
                 raise BadInput(f"{path}: variant {name}: {error}") from None
-            trials.append(Trial(name, seed, tuple(argv), flags, plans[name]))
+            trials.append(Trial(name, seed, tuple(argv), flags, *plans[name]))
     return trials
 
 
@@ -96,6 +99,10 @@ def read_table(path):
         raise BadInput(f"{path}: flags = {common} is not a section: write [flags], and one flag per line below it")
     if not isinstance(variants, dict) or not variants or not all(isinstance(own, dict) for own in variants.values()):
         raise BadInput(f"{path} names no variants: add a section [variants.NAME] for each, with its flags below it")
+    for name in variants:
+        if not 1 <= len(name) <= LONGEST_NAME:
+            raise BadInput(f"{path}: a variant's name has {len(name)} letters ({name[:20]!r}): give it 1 to "
+                           f"{LONGEST_NAME}")
     return seeds, common, variants
 
 
@@ -115,20 +122,27 @@ def to_flags(values, where):
 
 
 def plan_of(flags):
-    """Returns the Plan of a run on this machine, after all checks that need no device. Raises BadInput."""
+    """Returns a run's Plan on this machine and its inputs, after all checks that need no device. Raises BadInput."""
     device_type = resolve_device_type(flags.devices.device_type)
     prepare_xla_environment(device_type)
     if flags.record.eval_every < 0:
         raise BadInput("--eval_every=-1: without evaluations there is nothing to compare")
-    return make_task(flags, device_type, expected_world_size(device_type), run_directory(flags)).plan
+    task = make_task(flags, device_type, expected_world_size(device_type), run_directory(flags))
+    inputs = {"hash of the tokenizer": task.tokenizer.sha256}
+    if not flags.data.synthetic_data:
+        inputs |= {"hash of the data": task.data_fingerprint,
+                   "hash of the validation": fingerprint(open_shards(list_data(flags.data, "val")))}
+    return task.plan, inputs
 
 
 def require_same_flags(trial):
-    """Raises BadInput if the run's folder is of a run with other flags."""
+    """Raises BadInput if the run's folder is of a run with other flags, data or tokenizer."""
     if not (trial.directory / METRICS_FILE).exists():
         return
-    saved, now = trial.notes().get("flags", {}), trial.flags.as_dict()
+    notes = trial.notes()
+    saved, now = notes.get("flags", {}) | notes.get("inputs", {}), trial.flags.as_dict() | trial.inputs
     changed = [f"{name} {saved[name]} -> {now[name]}" for name in now if name in saved and saved[name] != now[name]]
     if changed or not saved:
-        raise BadInput(f"{trial.directory} is of a run with other flags ({', '.join(changed) or 'not of a table'}): "
-                       "rename the variant or the table, or delete that folder")
+        raise BadInput(f"{trial.directory} is of a run with other flags or data "
+                       f"({', '.join(changed) or 'not of a table'}): rename the variant or the table, or delete that "
+                       "folder")

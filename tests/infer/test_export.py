@@ -292,7 +292,8 @@ def test_an_export_is_replaced_only_with_force_and_nothing_else_ever_is(tmp_path
     assert names(tmp_path) == ["a_run", "out"] and "thesis.tex" in names(out)
 
 
-@pytest.mark.parametrize("error, shown", [(OSError(errno.ENOSPC, "No space left"), BadInput),
+@pytest.mark.parametrize("error, shown", [(OSError(errno.EIO, "Input/output error"), BadInput),
+                                          (OSError(errno.ENOSPC, "No space left"), OSError),
                                           (KeyboardInterrupt(), KeyboardInterrupt)])
 def test_an_export_that_fails_leaves_nothing_and_the_old_one_as_it_was(tmp_path, run, monkeypatch, error, shown):
     run(f"--out={tmp_path / 'old'}")

@@ -9,8 +9,9 @@ import torch
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
-from nanochat.infer.load import find_checkpoint, load_model
+from nanochat.infer.load import find_checkpoint, load_model, weights_of
 from nanochat.run import checkpoint
+from nanochat.run.checkpoint_files import find_problem
 from nanochat.run.meta import META
 from scripts import base_eval, code_eval, eval_table, solve
 from tests.infer.test_engine import make_model
@@ -73,3 +74,13 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path, monkeypatch, main, 
     (save(tmp_path / "checkpoints" / "run", 1) / META).write_text(json.dumps(make_meta(**fields).to_json()))
     with pytest.raises(BadInput, match=message):
         main(["--checkpoint=run", "--device_type=cpu", *flags])
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": 3}'])
+def test_a_damaged_index_of_pieces_is_a_damaged_checkpoint(tmp_path, text):
+    path = save(tmp_path, 1)
+    index = path / "model.safetensors.index.json"
+    index.write_text(text)
+    with pytest.raises(BadInput, match="is damaged .model.safetensors: it is no index of pieces"):
+        weights_of(path)
+    assert find_problem(path) == f"{index.name} does not match its checksum"

@@ -1,5 +1,8 @@
 """A trained model whose weights the chips of one machine divide."""
+import os
 import re
+import subprocess
+import sys
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -46,6 +49,19 @@ def test_a_mesh_finds_the_bits_per_byte_of_one_device(saved, corpus_dir, capsys)
     one, num_bytes = re.search(r"([\d.]+) bits per byte over ([\d,]+) bytes", capsys.readouterr().out).groups()
     found = run_on_mesh("base_eval", *flags)
     assert found.count("\n") == 1 and f" {one} bits per byte over {num_bytes} bytes" in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell, status, said", [
+    ("generate --prompt=int --max_tokens=3 > /dev/full", 1, "error: the disk is full"),
+    ("generate --prompt=int --max_tokens=3 --echo | true; exit ${PIPESTATUS[0]}", 141, ""),
+    ("PYTHONIOENCODING=ascii generate '--prompt=// größe' --max_tokens=3 --echo", 0, "")])
+def test_output_that_cannot_be_written_is_as_on_one_device(shell, status, said, saved):
+    script = " ".join([sys.executable, "-m", "scripts.generate", "--device_type=xla", *saved, *MESH])
+    done = subprocess.run(["bash", "-c", shell.replace("generate", script)], capture_output=True, text=True,
+                          timeout=300, env={**os.environ, "CPU_NUM_DEVICES": "4"})
+    assert done.returncode == status and "Traceback" not in done.stderr, done.stderr
+    assert said in done.stderr and (status or r"// gr\xf6\xdfe" in done.stdout)
 
 
 def test_a_mesh_draws_the_tokens_of_one_device(saved, capsys):

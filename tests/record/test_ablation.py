@@ -25,16 +25,21 @@ def test_p_values_are_corrected_for_their_number():
 
 def test_a_difference_is_one_only_beyond_the_spread_of_the_seeds():
     found = compare({"reference": [2.00, 2.02, 2.01], "same": [2.01, 2.03, 1.99], "better": [1.90, 1.91, 1.89],
-                     "worse": [2.20, 2.22, 2.19], "one seed": [1.0]})
+                     "worse": [2.20, 2.22, 2.19], "one seed": [1.0]}, "reference")
     assert {name: one.verdict for name, one in found.items()} == {
         "reference": "the reference", "same": "not beyond the spread of seeds", "better": "better", "worse": "worse",
         "one seed": "needs two seeds"}
     assert found["better"].difference == pytest.approx(-0.11) and found["one seed"].deviation is None
 
 
+def test_without_the_reference_nothing_is_compared():
+    found = compare({"same": [2.01, 2.03], "better": [1.90, 1.91]}, "reference")
+    assert {(one.verdict, one.difference) for one in found.values()} == {("no run of the reference finished", None)}
+
+
 def test_a_table_without_a_true_difference_shows_one_in_at_most_five_of_a_hundred_cases():
     random = np.random.default_rng(0)
     tables = 150
     false = sum(any(one.verdict in ("better", "worse") for one in compare(
-        {str(name): list(random.normal(2, 0.01, 3)) for name in range(6)}).values()) for _ in range(tables))
+        {str(name): list(random.normal(2, 0.01, 3)) for name in range(6)}, "0").values()) for _ in range(tables))
     assert false / tables <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / tables)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import BadInput
+from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from nanochat.train.trials import read_trials
 from scripts import ablate
 from tests.test_documents import fenced_blocks
@@ -59,6 +60,8 @@ def test_a_table_is_every_variant_with_every_seed_and_a_variant_s_flags_count(wr
     ("[variants.'a b']", "variant a b: --run=rates.a b.0 is not a plain name"),
     ("[variants.a]\ndepth = 2\ndepth = 3", "cannot be read as a table of TOML"),
     ("[variant.a]", "variant is unknown"),
+    ('[variants.""]', "a variant's name has 0 letters"),
+    (f"[variants.{'a' * 270}]", "a variant's name has 270 letters"),
 ])
 def test_bad_tables_are_refused_with_one_line(write_table, variants, message):
     with pytest.raises(BadInput, match=message) as error:
@@ -110,7 +113,7 @@ def finish(trial, shift=0.0):
 
 
 def test_finished_runs_are_not_repeated_and_their_differences_are_told(write_table, base_dir, capsys):
-    table = write_table()
+    table = write_table(num_iterations=6)
     shifts = {("default", 0): 0.0, ("default", 1): 0.001, ("fast", 0): -0.5, ("fast", 1): -0.501}
     for trial in read_trials(table):
         finish(trial, shifts[trial.variant, trial.seed])
@@ -129,8 +132,55 @@ def test_finished_runs_are_not_repeated_and_their_differences_are_told(write_tab
 def test_a_run_of_the_same_name_with_other_flags_is_refused(write_table):
     for trial in read_trials(write_table()):
         finish(trial)
-    with pytest.raises(BadInput, match="rates.default.0 is of a run with other flags .num_iterations 200 -> 100"):
+    with pytest.raises(BadInput, match="rates.default.0 is of a run with other flags or data .num_iterations 200 -"):
         ablate.main([str(write_table(num_iterations=100))])
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "train", "val"])
+def test_so_is_one_whose_data_or_tokenizer_has_changed_in_place(what, write_table, tmp_path, byte_tokenizer_dir,
+                                                                corpus_dir):
+    shutil.copytree(byte_tokenizer_dir, tmp_path / "tokenizer")
+    shutil.copytree(corpus_dir, tmp_path / "data")
+    places = {"tokenizer_dir": f"{tmp_path}/tokenizer", "data_dir": f"{tmp_path}/data/train",
+              "val_dir": f"{tmp_path}/data/val"}
+    for trial in read_trials(write_table(num_iterations=6, **places)):
+        finish(trial)
+    assert ablate.main([str(write_table(num_iterations=6, **places))]) == 0
+    if what == "tokenizer":
+        ranks = {bytes([byte]): byte for byte in range(256)} | {b"//": 256}
+        Tokenizer(ranks, r"[^\n]+|\n", {name: 257 + i for i, name in enumerate(SPECIAL_TOKENS)}).save(tmp_path / what)
+    else:
+        source = next((corpus_dir / ("val" if what == "train" else "train")).glob("*.parquet"))
+        shutil.copy(source, tmp_path / "data" / what / "shard_00009.parquet")
+    name = {"tokenizer": "hash of the tokenizer", "train": "hash of the data", "val": "hash of the validation"}[what]
+    with pytest.raises(BadInput, match=f"rates.default.0 is of a run with other flags or data .{name} .* -> "):
+        ablate.main([str(write_table(num_iterations=6, **places))])
+
+
+@pytest.mark.parametrize("lines, message", [
+    (None, "has finished, but its record is lost .* delete .*rates.default.0, and the same command trains it again"),
+    (0, "has finished, but its record is lost"), (3, "its last evaluation is of step 0, not of step 6, so it was")])
+def test_a_finished_run_whose_record_does_not_end_with_its_last_step_is_refused(lines, message, write_table):
+    table = write_table(num_iterations=6)
+    for trial in read_trials(table):
+        finish(trial)
+    metrics = read_trials(table)[0].directory / "metrics.jsonl"
+    text = metrics.read_text().splitlines(keepends=True)
+    metrics.unlink()
+    if lines is not None:
+        metrics.write_text("".join(text[:lines]))
+    with pytest.raises(BadInput, match=f"default, seed 0.* {message}"):
+        ablate.main([str(table)])
+
+
+def test_results_that_cannot_be_written_are_one_line_and_the_old_ones_stay(write_table, base_dir):
+    table, folder = write_table(num_iterations=6), base_dir / "ablations" / "rates"
+    for trial in read_trials(table):
+        finish(trial)
+    (folder / "report.html").mkdir(parents=True)
+    with pytest.raises(BadInput, match="report.html cannot be written .Is a directory.: move it away"):
+        ablate.main([str(table)])
+    assert [path.name for path in folder.glob("partial_*")] == []
 
 
 def wait_for_step_40(metrics, process):
