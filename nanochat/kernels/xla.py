@@ -167,14 +167,13 @@ def _losses(hidden, head, targets, softcap, sharding, first_row=0):
     total = exponentials.sum(dim=-1, keepdim=True)
     rows = sharding.count_from(first_row, targets)
     is_target = torch.arange(head.size(0), device=head.device) == rows[:, None]
-    is_here = ((rows >= 0) & (rows < head.size(0)))[:, None]
-    of_targets = F.embedding(rows.clamp(0, head.size(0) - 1), head)
-    picked, slope_of_target = _capped((hidden.float() * of_targets.float()).sum(dim=-1, keepdim=True), softcap)
-    picked = torch.where(is_here, picked, 0.0)
+    # From these logits and not from the head's row: the product may be rounded, and total - exponential must not be.
+    picked = torch.where(is_target, logits, 0.0).sum(dim=-1, keepdim=True)
     total, picked = sharding.sums(total, picked)
     losses = (torch.log(total) + largest - picked)[:, 0]
     losses = torch.where(targets == IGNORE_INDEX, 0.0, losses)
     weights = torch.where(is_target, -1.0, exponentials * slope).to(hidden.dtype)
+    slope_of_target = 1 - (picked / softcap).square() if softcap else 1.0
     of_target = (torch.exp(picked - largest) - total) * slope_of_target
     return losses, weights, of_target.to(hidden.dtype), total
 
