@@ -161,13 +161,12 @@ def _losses(hidden, head, targets, softcap, sharding, first_row=0):
     A bounded softcap makes it safe to sum exponentials in fp32 without subtracting a maximum, which would cost another
     pass over the logits.
     """
-    logits, slope = _capped(F.linear(hidden, head).float(), softcap)
+    logits, slope = _capped(F.linear(hidden.float(), head.float()), softcap)  # a product in bfloat16 rounds its result
     largest = 0.0 if 0 < softcap <= 60 else sharding.largest(logits.max(dim=-1, keepdim=True).values)
     exponentials = torch.exp(logits - largest)
     total = exponentials.sum(dim=-1, keepdim=True)
     rows = sharding.count_from(first_row, targets)
     is_target = torch.arange(head.size(0), device=head.device) == rows[:, None]
-    # From these logits and not from the head's row: the product may be rounded, and total - exponential must not be.
     picked = torch.where(is_target, logits, 0.0).sum(dim=-1, keepdim=True)
     total, picked = sharding.sums(total, picked)
     losses = (torch.log(total) + largest - picked)[:, 0]
