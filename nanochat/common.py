@@ -74,11 +74,16 @@ def say_error(error):
         return _say(f"error: {error}", 2)
     if isinstance(error, Failure):
         return _say(f"error: {error}", error.status)
-    if not isinstance(error, OSError) or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+    if not isinstance(error, BrokenPipeError) and not is_disk_full(error):
         return None
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the end of the process fails to write, too
-    return 141 if error.errno == errno.EPIPE else _say(
+    return 141 if isinstance(error, BrokenPipeError) else _say(
         f"error: the disk is full ({error}): free some space and run the same command again", 1)
+
+
+def is_disk_full(error):
+    """Returns whether the exception says that the disk, or the user's quota, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _say(line, status):

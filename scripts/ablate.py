@@ -15,7 +15,6 @@ It may be killed at any time: the same command goes on where it was, and repeats
 variants differ from the reference by more than their seeds do, and draws validation over tokens, FLOPs, seconds and,
 with --accelerator, the preflight's chip-seconds. docs/ablations.md says more.
 """
-import errno
 import hashlib
 import json
 import os
@@ -37,6 +36,7 @@ from nanochat.common import (
     expand_path,
     flag,
     get_base_dir,
+    is_disk_full,
     read_flags,
     require_writable_dir,
     run_script,
@@ -275,7 +275,7 @@ def replacing(path):
         yield partial_path
         partial_path.replace(path)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_disk_full(error):
             raise
         raise BadInput(f"{path} cannot be written ({error.strerror}): move it away, and start the same command "
                        "again") from None

@@ -5,7 +5,6 @@
 
 A folder that exists is not touched without --force, and one that is not whole never has the name --out.
 """
-import errno
 import importlib.util
 import os
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
+from nanochat.common import BadInput, expand_path, flag, is_disk_full, read_flags, run_script
 from nanochat.device.ranks import Dist
 from nanochat.infer import export, model_card
 from nanochat.infer.load import find_checkpoint, load_model
@@ -67,7 +66,7 @@ def main(argv=None):
                     curve=run and draw_curve(run, folder / export.CURVE))
                 export.write_for_transformers(folder, model, tokenizer, card)
     except (OSError, UnicodeError, SafetensorError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_disk_full(error):
             raise  # run_script says so
         raise BadInput(f"--out={out} cannot be written ({error}): nothing is left of it; name another place") from None
     print(f"{path} (step {meta.step}) is exported to {out}")

@@ -15,7 +15,6 @@ pyarrow's own GcsFileSystem is not used: to open a file, it asked for all of it 
 Raises BadInput if the bucket refuses for good, Outage if it has not been reached for OUTAGE_S, and Failure if the disk
 is full.
 """
-import errno
 import hashlib
 import math
 import os
@@ -30,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
-from nanochat.common import BadInput, Failure, Outage, expand_path, get_base_dir, require_writable_dir
+from nanochat.common import BadInput, Failure, Outage, expand_path, get_base_dir, is_disk_full, require_writable_dir
 from nanochat.data.storage import Interruption, Patience, endpoint, list_folder, read_range
 
 CACHE_GB = 20.0
@@ -126,7 +125,7 @@ class BucketFile:
                 raise Outage(f"{self}: another process has held {error.lock_file} for too long: start the same command "
                              "again") from None
             except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                if is_disk_full(error):
                     raise Failure(f"the disk is full ({error.strerror}), and so {self} cannot be read: free some space "
                                   f"for {folder}, or lower --data_cache_gb={self.cache_gb:g}") from None
                 if not isinstance(error, FileNotFoundError):  # others needed its room

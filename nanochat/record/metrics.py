@@ -24,7 +24,6 @@ Only the file has these:
     seconds         since the run began; seconds_train, seconds_compile, … are its parts, see goodput.py
     data_wait, host_dispatch, compilations, compile_s, device_memory_…: see observe.py
 """
-import errno
 import json
 import math
 import os
@@ -32,6 +31,7 @@ import secrets
 import time
 from pathlib import Path
 
+from nanochat.common import is_disk_full
 from nanochat.record import wandb_log
 
 METRICS_FILE = "metrics.jsonl"
@@ -74,7 +74,7 @@ class MetricsLogger:
         try:
             self.flush()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not is_disk_full(error):
                 raise
             if not self._is_disk_full:
                 self._console(f"warning: {self.path}: {error.strerror}: records wait in memory")

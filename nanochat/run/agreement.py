@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, is_disk_full
 from nanochat.run import checkpoint_files, wire
 from nanochat.run.checkpoint import save_lane_states
 from nanochat.run.checkpoint_files import SUMS, read_sums
@@ -119,7 +119,7 @@ def obtain(pod, directory, name, sums, report):
             problem = "its SHA256SUMS is another" if _digest(partial / SUMS) != sums else \
                 checkpoint_files.find_problem(partial)
         except OSError as error:
-            if checkpoint_files.is_disk_full(error):
+            if is_disk_full(error):
                 raise BadInput(f"the disk is full: {directory} has no room for {name}: free some space") from None
             problem = str(error)
         except (EOFError, ValueError) as error:

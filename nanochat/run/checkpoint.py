@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanochat.common import is_disk_full
 from nanochat.run.checkpoint_files import (
     LANES,
     MODEL,
@@ -23,7 +24,6 @@ from nanochat.run.checkpoint_files import (
     bytes_in,
     final_dir,
     find_problem,
-    is_disk_full,
     make_room,
     partial_dir,
     prune,

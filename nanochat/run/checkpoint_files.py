@@ -229,11 +229,6 @@ def make_room(run_dir, needed_bytes, keep_every):
                   str(run_dir))
 
 
-def is_disk_full(error):
-    """Returns whether the exception says that the disk, or the user's quota, is full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
 def sync_to_disk(path):
     """Returns once the file's contents, or the directory's names, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -5,9 +5,10 @@ import threading
 import time
 from pathlib import Path
 
+from nanochat.common import is_disk_full
 from nanochat.run import checkpoint
 from nanochat.run.checkpoint import NotFinite
-from nanochat.run.checkpoint_files import is_disk_full, partial_dir
+from nanochat.run.checkpoint_files import partial_dir
 
 SAVE_TIMEOUT_S = 1800
 
