@@ -1,10 +1,10 @@
-"""Measures the training speed of XLA against eager PyTorch, with the same model and optimizer on this CPU, in one run;
-and that of eager PyTorch in a process that keeps the memory that it frees against one that gives it back:
+"""Measures the speed of training on this CPU, with the same model and optimizer, in one run, in tokens a second:
 
     python3 -m scripts.bench_train --depth=4
 
-Each has a process. Rounds alternate between them, so that other work on the machine falls on all; the ratios are the
-medians of the rounds' ratios.
+current: eager, with PyTorch's attention and loss; chunked: eager, with this project's, the default on a CPU; XLA; and
+glibc: current in a process that gives the memory that it frees back. Each has a process. Rounds alternate between them,
+so that other work on the machine falls on all; the ratios are the medians of the rounds' ratios.
 """
 import multiprocessing
 import os
@@ -12,6 +12,7 @@ import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -31,14 +32,25 @@ class Flags:
     device_batch_size: int = flag(4, "rows in a micro-step", at_least=1)
     steps: int = flag(3, "optimizer steps in a round", at_least=1)
     rounds: int = flag(5, "rounds of each", at_least=1)
+    compute_dtype: str = flag("float32", "of activations and products", choices=("float32", "bfloat16"))
+
+
+class Way(NamedTuple):
+    """A way to train."""
+    device_type: str = "cpu"
+    kernel: str = "current"
+    keeps_memory: bool = True  # that it frees, for its next use
+
+
+WAYS = {"current": Way(), "chunked": Way(kernel="chunked"), "XLA": Way("xla"), "glibc": Way(keeps_memory=False)}
 
 
 class Contender:
-    def __init__(self, flags, dist):
-        self.flags, self.dist = flags, dist
+    def __init__(self, flags, way):
+        self.flags, self.dist = flags, compute_init(way.device_type)
         self.tokens = flags.device_batch_size * flags.max_seq_len  # in an optimizer step
-        plan = plan_of(flags, dist.device_type)
-        self.training = make_step(plan, make_model(plan).init_weights().to(dist.device), dist)
+        plan = plan_of(flags, way)
+        self.training = make_step(plan, make_model(plan).init_weights().to(self.dist.device), self.dist)
         self.training.materialise()
         self.generator = torch.Generator().manual_seed(0)
         self.step = 0
@@ -59,22 +71,23 @@ class Contender:
         return steps * self.tokens / (time.perf_counter() - started)
 
 
-def plan_of(flags, device_type):
-    """Returns the Plan of a run with these Flags. Raises BadInput."""
+def plan_of(flags, way):
+    """Returns the Plan of a run with these Flags, trained in this Way. Raises BadInput."""
     return make_plan(parse_flags([
-        f"--depth={flags.depth}", f"--max_seq_len={flags.max_seq_len}", "--kernel=current", "--num_iterations=1000",
+        f"--depth={flags.depth}", f"--max_seq_len={flags.max_seq_len}", f"--kernel={way.kernel}",
+        f"--compute_dtype={flags.compute_dtype}", "--num_iterations=1000",
         f"--device_batch_size={flags.device_batch_size}",
-        f"--total_batch_size={flags.device_batch_size * flags.max_seq_len}"]), flags.vocab_size, device_type, 1)
+        f"--total_batch_size={flags.device_batch_size * flags.max_seq_len}"]), flags.vocab_size, way.device_type, 1)
 
 
 _here = []  # the Contender of this process
 
 
-def begin(flags, device_type, keeps_memory):
+def begin(flags, way):
     """Makes a process ready: called first in each."""
-    if keeps_memory:
+    if way.keeps_memory:
         keep_freed_memory()
-    _here.append(Contender(flags, compute_init(device_type)))
+    _here.append(Contender(flags, way))
 
 
 def run(steps):
@@ -84,31 +97,31 @@ def run(steps):
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    plan_of(flags, "cpu")
+    plan_of(flags, Way())
     for variable in MALLOC_VARIABLES:  # for the process that gives memory back
         os.environ.pop(variable, None)
-    names, processes = ("glibc", "eager", "XLA"), []
-    for name in names:
-        if name == "XLA":
+    processes = {}
+    for name, way in WAYS.items():
+        if way.device_type == "xla":
             prepare_xla_environment("xla")
-        arguments = flags, "xla" if name == "XLA" else "cpu", name == "eager"
-        processes.append(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
-        processes[-1].submit(begin, *arguments).result()
-        processes[-1].submit(run, 2).result()  # compilation, first touch of memory
-    print(f"depth {flags.depth}, {flags.device_batch_size} × {flags.max_seq_len} tokens a step, tokens/s:")
-    by_xla, by_keeping = [], []
+        processes[name] = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        processes[name].submit(begin, flags, way).result()
+        processes[name].submit(run, 2).result()  # compilation, first touch of memory
+    print(f"depth {flags.depth}, {flags.device_batch_size} × {flags.max_seq_len} tokens a step, {flags.compute_dtype}, "
+          f"{torch.get_num_threads()} threads; tokens/s:")
+    ratios = {name: [] for name in WAYS}
     for number in range(flags.rounds):
-        (glibc, _), (eager, eager_loss), (xla, xla_loss) = (process.submit(run, flags.steps).result()
-                                                            for process in processes)
-        by_xla.append(xla / eager)
-        by_keeping.append(eager / glibc)
-        print(f"round {number + 1}: XLA {xla:8,.0f}   eager {eager:8,.0f}   ratio {by_xla[-1]:.2f}   "
-              f"eager, memory given back {glibc:8,.0f}   ratio {by_keeping[-1]:.2f}", flush=True)
-    for process in processes:
+        found = {name: process.submit(run, flags.steps).result() for name, process in processes.items()}
+        speeds = {name: speed for name, (speed, _) in found.items()}
+        for name, speed in speeds.items():
+            ratios[name].append(speed / speeds["current"])
+        print(f"round {number + 1}: " + "   ".join(f"{name} {speed:8,.0f}" for name, speed in speeds.items()),
+              flush=True)
+    for process in processes.values():
         process.shutdown()
-    print(f"XLA is {statistics.median(by_xla):.2f} times as fast as eager PyTorch ({torch.get_num_threads()} threads; "
-          f"last losses {xla_loss:.4f} and {eager_loss:.4f})")
-    print(f"eager PyTorch that keeps freed memory is {statistics.median(by_keeping):.2f} times as fast as without")
+    print("times as fast as current: "
+          + ", ".join(f"{name} {statistics.median(ratios[name]):.2f}" for name in WAYS if name != "current"))
+    print("last losses: " + ", ".join(f"{name} {loss:.4f}" for name, (_, loss) in found.items()))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
 """Chooses the kernels by name: how the layers are run, attention, and the loss.
 
-| name      | layers            | attention         | cross-entropy                               | runs on      |
-|-----------|-------------------|-------------------|---------------------------------------------|--------------|
-| `current` | one after another | PyTorch's         | PyTorch's                                   | everywhere   |
-| `chunked` | a loop (on XLA)   | PyTorch's         | in chunks of tokens: never holds all logits | everywhere   |
-| `flash`   | a loop            | one Pallas kernel | in chunks of tokens                         | TPU with jax |
-| `cce`     | one after another | PyTorch's         | cut cross-entropy, from its package         | CUDA         |
+| name      | layers            | attention              | cross-entropy                               | runs on      |
+|-----------|-------------------|------------------------|---------------------------------------------|--------------|
+| `current` | one after another | PyTorch's              | PyTorch's                                   | everywhere   |
+| `chunked` | a loop (on XLA)   | PyTorch's; own on cpu  | in chunks of tokens: never holds all logits | everywhere   |
+| `flash`   | a loop            | one Pallas kernel      | in chunks of tokens                         | TPU with jax |
+| `cce`     | one after another | PyTorch's              | cut cross-entropy, from its package         | CUDA         |
 
-`auto` is `flash` on a TPU where jax is installed, and else `current`.
+`auto` is `flash` on a TPU where jax is installed, `chunked` on cpu, and else `current`.
 """
 import importlib.util
 from functools import partial
 
 from nanochat.common import BadInput
-from nanochat.kernels import distillation, plain
+from nanochat.kernels import distillation, on_cpu, plain
 from nanochat.kernels.sharded import WHOLE
 from nanochat.model.layers import Kernels
 
@@ -33,7 +33,8 @@ def get_kernels(name, device_type, sharding=WHOLE):
     cannot run them."""
     available = available_kernels(device_type)
     if name == "auto":
-        name = "flash" if device_type == "tpu" and "flash" in available else "current"
+        best = {"tpu": "flash", "cpu": "chunked"}.get(device_type)
+        name = best if best in available else "current"
     if name not in available:
         raise BadInput(f"--kernel={name} does not run here (device type {device_type}): "
                        f"choose {' or '.join(available)}")
@@ -48,8 +49,10 @@ def get_kernels(name, device_type, sharding=WHOLE):
         name, plain.full_cross_entropy)
     recompute = plain.recompute_on_xla if device_type in ("tpu", "xla") else plain.recompute
     mean_distillation = distillation.mean_loss if name == "current" else plain.mean_distillation
-    return Kernels(name, plain.attention, cross_entropy, partial(_mean, cross_entropy), mean_distillation,
-                   plain.embedding, recompute)
+    attention, mean_cross_entropy = plain.attention, partial(_mean, cross_entropy)
+    if device_type == "cpu" and name == "chunked":
+        attention, mean_cross_entropy = on_cpu.attention, on_cpu.mean_cross_entropy
+    return Kernels(name, attention, cross_entropy, mean_cross_entropy, mean_distillation, plain.embedding, recompute)
 
 
 def _mean(cross_entropy, *arguments):

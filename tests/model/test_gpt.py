@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import torch_xla
 
 from nanochat.common import BadInput
-from nanochat.kernels import plain, xla
+from nanochat.kernels import on_cpu, plain, xla
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig, KVCache, config_for_depth
 from nanochat.model.layers import IGNORE_INDEX
@@ -90,6 +90,7 @@ def test_logits_equal_an_independent_reference(overrides):
 @pytest.mark.parametrize("kernel", ["current", "chunked"])
 def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
     monkeypatch.setattr(plain, "CHUNK_TOKENS", 7)
+    monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 4)
     config = GPTConfig(vocab_size=17, max_seq_len=6, n_layer=2, n_embd=8, n_head=2, n_kv_head=1, window_pattern="SL")
     model = build(config, kernel, compute_dtype=torch.float64).double()
     ids = some_ids(config)
@@ -118,6 +119,9 @@ def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
 def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_checkpointing, device_type, softcap,
                                                           layer_gates, value_embeddings, monkeypatch):
     monkeypatch.setattr(plain, "CHUNK_TOKENS", 5)
+    monkeypatch.setattr(on_cpu, "CHUNK_TOKENS", 5)
+    monkeypatch.setattr(on_cpu, "BLOCK_LOGITS", 2 * 61)
+    monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 5)
     monkeypatch.setattr(xla, "CHUNK_TOKENS", 100 if activation_checkpointing == "none" else 8)
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
                        window_pattern="SL", softcap=softcap, layer_gates=layer_gates,
