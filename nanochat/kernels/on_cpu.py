@@ -9,7 +9,7 @@ from nanochat.model.layers import IGNORE_INDEX, causal_mask
 
 BLOCK_QUERIES = 128  # queries whose scores are computed together
 CHUNK_TOKENS = 1024  # tokens for which the loss adds to the head's gradient at once
-BLOCK_LOGITS = 2**20  # that the loss holds at a time, 4 MiB
+BLOCK_LOGITS, BLOCK_TOKENS = 2**20, 64  # that the loss holds at a time, 4 MiB; but of so many tokens at least
 
 
 def attention(q, k, v, window):
@@ -83,7 +83,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, head, targets, softcap):
         head_here, wants_gradient = head.to(hidden.dtype), any(ctx.needs_input_grad)
-        rows = max(BLOCK_LOGITS // head.size(0), 1)
+        rows = max(BLOCK_LOGITS // head.size(0), BLOCK_TOKENS)
         loss = torch.zeros((), dtype=torch.float64)
         d_hidden, d_head = torch.empty_like(hidden), torch.zeros(head.shape)
         for chunk, chunk_targets, d_chunk in zip(*(x.split(CHUNK_TOKENS) for x in (hidden, targets, d_hidden)),

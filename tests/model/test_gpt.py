@@ -120,7 +120,8 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
                                                           layer_gates, value_embeddings, monkeypatch):
     monkeypatch.setattr(plain, "CHUNK_TOKENS", 5)
     monkeypatch.setattr(on_cpu, "CHUNK_TOKENS", 5)
-    monkeypatch.setattr(on_cpu, "BLOCK_LOGITS", 2 * 61)
+    monkeypatch.setattr(on_cpu, "BLOCK_TOKENS", 2)
+    monkeypatch.setattr(on_cpu, "BLOCK_LOGITS", 1)
     monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 5)
     monkeypatch.setattr(xla, "CHUNK_TOKENS", 100 if activation_checkpointing == "none" else 8)
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
