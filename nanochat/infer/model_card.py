@@ -14,7 +14,8 @@ MANIFEST = "manifest.json"  # of scripts/prepare_data.py
 CURVE_ROWS = 20
 CODE_TAGS = "\ntags: [code, cpp]"
 # The flags that say how the model was trained, and nothing of the machine, its folders or accounts.
-RECIPE = ("depth", "max_seq_len", "model_dim", "num_heads", "num_kv_heads", "window_pattern", "softcap",
+RECIPE = ("depth", "max_seq_len", "model_dim", "num_heads", "num_kv_heads", "window_pattern",
+          "short_window", "softcap",
           "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size", "batch_ramp", "seq_len_ramp",
           "layer_gates", "value_embeddings", "fim_rate", "compute_dtype", "seed",
           *(field.name for field in fields(OptimConfig)))
@@ -65,7 +66,7 @@ def _is_imported(meta):
 def _head(name, model, meta, is_scaled):
     config = model.config
     parameters = sum(p.numel() for p in model.parameters())
-    windows = sum(window is not None for window in config.windows())
+    windows = [window for window in config.windows() if window]
     attention = f"{config.n_head} attention heads" + (
         f" that share {config.n_kv_head} keys and values" if config.n_kv_head < config.n_head else "")
     origin = "imported from karpathy/nanochat with" if _is_imported(meta) else "pre-trained with"
@@ -73,7 +74,7 @@ def _head(name, model, meta, is_scaled):
         "that of NanoChat in transformers, with a scaled residual stream", *["gates"] * config.layer_gates,
         *["value embeddings"] * config.value_embeddings])
     softcap = f", logits within ±{config.softcap:g}" if config.softcap else ""
-    short = f"; {windows} of the layers see the last {config.max_seq_len // 2:,}" if windows else ""
+    short = f"; {len(windows)} of the layers see the last {windows[0]:,}" if windows else ""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation{"" if _is_imported(meta) else CODE_TAGS}

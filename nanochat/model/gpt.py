@@ -24,6 +24,7 @@ from nanochat.model.layers import (
 )
 
 HEAD_DIM = 128  # the TPU's matrix unit is 128 (v5e) or 256 (v6e) wide
+WINDOW_PATTERN = "SSSL"  # see GPTConfig; nanochat's, and 5% fewer bits per byte than L in dev/LOG.md, 2026-11-24
 VALUE_SPREAD = 1.5  # of value embeddings at the start, over that of the matrices (nanochat)
 
 
@@ -48,7 +49,8 @@ class GPTConfig:
     n_embd: int = 1024
     n_head: int = 8
     n_kv_head: int = 8
-    window_pattern: str = "L"  # one letter per layer, repeated: L sees all positions, S the last max_seq_len / 2
+    window_pattern: str = "L"  # one letter per layer, repeated: L sees all positions, S the last short_window
+    short_window: int = 0  # 0: half of max_seq_len
     softcap: float = 15.0
     rotary_base: float = 10_000.0  # see rotary_base_for
     layer_gates: bool = False  # see gates.py
@@ -78,7 +80,8 @@ class GPTConfig:
     def windows(self):
         """Attention window of each layer, in positions; None is unlimited. The last layer always sees everything."""
         pattern = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.n_layer - 1)] + ["L"]
-        return [None if letter == "L" else max(self.max_seq_len // 2, 1) for letter in pattern]
+        short = self.short_window or max(self.max_seq_len // 2, 1)
+        return [None if letter == "L" or short >= self.max_seq_len else short for letter in pattern]
 
 
 def config_for_depth(depth, **overrides):
@@ -87,8 +90,17 @@ def config_for_depth(depth, **overrides):
     width = overrides.pop("n_embd", None) or width
     heads = overrides.pop("n_head", None) or max(width // HEAD_DIM, 1)
     kv_heads = overrides.pop("n_kv_head", None) or heads
-    base = overrides.pop("rotary_base", None) or rotary_base_for(overrides.get("max_seq_len", GPTConfig.max_seq_len))
-    return GPTConfig(n_layer=depth, n_embd=width, n_head=heads, n_kv_head=kv_heads, rotary_base=base, **overrides)
+    max_seq_len = overrides.get("max_seq_len", GPTConfig.max_seq_len)
+    base = overrides.pop("rotary_base", None) or rotary_base_for(max_seq_len)
+    pattern = overrides.pop("window_pattern", None) or WINDOW_PATTERN
+    short_window = overrides.pop("short_window", None) or short_window_for(max_seq_len)
+    return GPTConfig(n_layer=depth, n_embd=width, n_head=heads, n_kv_head=kv_heads, rotary_base=base,
+                     window_pattern=pattern, short_window=short_window if "S" in pattern else 0, **overrides)
+
+
+def short_window_for(max_seq_len):
+    """Returns how many positions a layer with a short window sees: a quarter, in whole tiles of TPUs (nanochat)."""
+    return -(-max_seq_len // 4 // 128) * 128
 
 
 def rotary_base_for(max_seq_len):

@@ -15,8 +15,8 @@ from nanochat.common import BadInput
 
 META = "meta.json"
 # 1 has no format_version, 2 no rotary_base in a GPT's config, 3 no tasks in a TRM's, 4 no layer_gates in a GPT's, 5 no
-# value_embeddings
-FORMAT_VERSION = 6
+# value_embeddings, 6 no short_window
+FORMAT_VERSION = 7
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Meta:
             if not isinstance(found[name], kind):
                 raise TypeError(f"{name} is {json.dumps(found[name])[:40]}")
         task, version = found.get("task", "language"), found.get("format_version", 1)
-        older = {"language": ((3, "rotary_base", 10_000.0), (5, "layer_gates", False), (6, "value_embeddings", False)),
+        older = {"language": ((3, "rotary_base", 10_000.0), (5, "layer_gates", False), (6, "value_embeddings", False),
+                              (7, "short_window", _half_if_any(found["config"]))),
                  "puzzles": ((4, "tasks", 0),)}
         added = {name: value for since, name, value in older.get(task, ()) if version < since}
         flags = _flags_of_version(version, found["flags"]) if task == "language" else found["flags"]
@@ -88,6 +89,11 @@ class Meta:
             mesh=found.get("mesh", {}),
             is_pause=found.get("is_pause", False),
         )
+
+
+def _half_if_any(config):
+    """Returns the short window, in positions, of a GPT whose config does not say it; 0 if it has none."""
+    return config["max_seq_len"] // 2 if "S" in str(config.get("window_pattern")) else 0
 
 
 def _flags_of_version(version, flags):

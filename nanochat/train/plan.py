@@ -119,8 +119,12 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     if devices.gradient_sums == "bfloat16" and not shard_optimizer:
         where = f"on {device_type}" if not is_xla else "with --shard_optimizer=off"
         raise BadInput(f"--gradient_sums=bfloat16, but {where} gradients are summed in fp32: leave it out")
+    pattern, window = model.window_pattern, max(model.short_window, 0)
+    if meta:
+        pattern, window = pattern or meta.config["window_pattern"], window or meta.config["short_window"]
     config = config_for_depth(
-        model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=model.window_pattern,
+        model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=pattern,
+        short_window=window,
         softcap=model.softcap, layer_gates=model.layer_gates, value_embeddings=model.value_embeddings,
         n_embd=max(model.model_dim, 0), n_head=max(model.num_heads, 0), n_kv_head=max(model.num_kv_heads, 0),
         rotary_base=meta.config["rotary_base"] if meta else None)
@@ -276,13 +280,14 @@ def describe_plan(plan, tokenizer):
     micro = f"{plan.device_batch_size} rows × {config.max_seq_len} × {plan.mesh.readers} {plan.mesh.devices_of_readers}"
     ramp = "".join(f", {tokens:,} from step {first:,} on ({plan.micro_steps(first)} micro-steps)"
                    for first, tokens in plan.batch_schedule[1:])
+    short = f" (S: {config.short_window:,} positions)" if config.short_window else ""
     tokens, total_flops = plan.tokens(0, plan.num_iterations), plan.flops(0, plan.num_iterations)
     in_the_end = " in the end" if plan.switches else ""
     lines = {
         "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, "
                    f"{str(plan.dtype).removeprefix('torch.')} compute",
         "model": f"depth {config.n_layer}, width {config.n_embd}, {config.n_head} heads of {config.head_dim} "
-                 f"({config.n_kv_head} for keys and values), windows {config.window_pattern}, "
+                 f"({config.n_kv_head} for keys and values), windows {config.window_pattern}{short}, "
                  f"vocabulary {config.vocab_size:,}",
         "parameters": f"{sum(plan.parameters.values()):,} = "
                       + " + ".join(f"{n:,} {group}" for group, n in plan.parameters.items()),

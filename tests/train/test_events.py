@@ -1,4 +1,5 @@
 """What happens between two steps, for any horizon, any flags and any moment at which a run is stopped and resumed."""
+from dataclasses import asdict
 from types import SimpleNamespace
 
 from hypothesis import example, given, settings
@@ -64,7 +65,7 @@ def test_a_plan_has_whole_steps_and_a_resumed_run_keeps_its_batches_and_its_end(
     flags = parse_flags(argv)
     try:
         plan = make_plan(flags, 256, "cpu", world_size)
-        meta = SimpleNamespace(**vars(Meta(step, {"rotary_base": 10_000.0}, "", "", flags.as_dict(), "",
+        meta = SimpleNamespace(**vars(Meta(step, asdict(plan.config), "", "", flags.as_dict(), "",
                                            batch_schedule=plan.batch_schedule)))
         later = make_plan(flags, 256, "cpu", later_world_size, meta)
     except BadInput as error:

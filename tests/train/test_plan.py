@@ -97,9 +97,24 @@ def test_the_rotary_base_is_that_of_the_final_length_and_stays_that_of_the_check
     for length, base in ((1024, 10_000), (4096, 10_000), (8192, 100_000), (32768, 100_000), (65536, 500_000)):
         assert plan_of(f"--max_seq_len={length}", "--device_batch_size=1").config.rotary_base == base
     flags = parse_flags(["--max_seq_len=8192", "--device_batch_size=1"])
-    old = Meta(step=1, config={"max_seq_len": 8192, "rotary_base": 10_000.0}, tokenizer_sha256="", data_fingerprint="",
-               flags={}, rng="")
-    assert make_plan(flags, 65536, "cpu", 8, old).config.rotary_base == 10_000
+    assert make_plan(flags, 65536, "cpu", 8, meta_with(rotary_base=10_000.0)).config.rotary_base == 10_000
+
+
+def test_windows_are_those_of_the_checkpoint_unless_a_flag_says_otherwise():
+    def windows(meta, *flags):
+        return make_plan(parse_flags(["--depth=4", *flags]), 65536, "cpu", 8, meta).config.windows()
+
+    assert windows(None) == [256] * 3 + [None]
+    assert windows(None, "--short_window=100") == [100] * 3 + [None]
+    assert windows(meta_with()) == [None] * 4
+    assert windows(meta_with(window_pattern="SL", short_window=512)) == [512, None, 512, None]
+    assert windows(meta_with(), "--window_pattern=SSL") == [256, 256, None, None]
+
+
+def meta_with(**config):
+    """Returns the Meta of a checkpoint whose model has this config and no windows."""
+    return Meta(step=1, config={"rotary_base": 10_000.0, "window_pattern": "L", "short_window": 0} | config,
+                tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
 
 
 def test_a_schedule_that_more_devices_cannot_divide_is_refused():
@@ -132,7 +147,7 @@ def test_a_world_size_that_does_not_divide_is_refused():
     (["--total_batch_size=1"], "--total_batch_size=1 tokens does not divide by 65536 = .*: use 65536$"),
     (["--batch_ramp=9:" + "9" * 400], "is not STEP:FACTOR"),
     (["--batch_ramp=" + "9" * 5000 + ":2"], "is not STEP:FACTOR"),
-    (["--activation_checkpointing=qkv"], "--activation_checkpointing=qkv needs layers that run as a loop .*=current"),
+    (["--activation_checkpointing=qkv"], "--activation_checkpointing=qkv needs layers that run as a loop .*=chunked has none here"),
     (["--softcap=1e-300"], "--softcap=1e-300 is not a number of at least 1 and of at most 10000.0, or 0"),
     (["--depth=10000", "--model_dim=65536"], "--model_dim=65536 is a model of .* parameters, which needs at least"),
     (["--device_batch_size=1048576", "--max_seq_len=1048576"],
