@@ -24,7 +24,6 @@ from nanochat.model.layers import (
 )
 
 HEAD_DIM = 128  # the TPU's matrix unit is 128 (v5e) or 256 (v6e) wide
-WINDOW_PATTERN = "SSSL"  # see GPTConfig; nanochat's, and 5% fewer bits per byte than L in dev/LOG.md, 2026-11-24
 VALUE_SPREAD = 1.5  # of value embeddings at the start, over that of the matrices (nanochat)
 
 
@@ -92,10 +91,10 @@ def config_for_depth(depth, **overrides):
     kv_heads = overrides.pop("n_kv_head", None) or heads
     max_seq_len = overrides.get("max_seq_len", GPTConfig.max_seq_len)
     base = overrides.pop("rotary_base", None) or rotary_base_for(max_seq_len)
-    pattern = overrides.pop("window_pattern", None) or WINDOW_PATTERN
+    is_short = "S" in overrides.get("window_pattern", GPTConfig.window_pattern)
     short_window = overrides.pop("short_window", None) or short_window_for(max_seq_len)
     return GPTConfig(n_layer=depth, n_embd=width, n_head=heads, n_kv_head=kv_heads, rotary_base=base,
-                     window_pattern=pattern, short_window=short_window if "S" in pattern else 0, **overrides)
+                     short_window=short_window if is_short else 0, **overrides)
 
 
 def short_window_for(max_seq_len):

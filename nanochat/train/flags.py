@@ -6,7 +6,6 @@ from nanochat.common import BadInput, expand_path, flag, read_flags
 from nanochat.data.bucket import CACHE_GB, data_place
 from nanochat.data.lanes import NUM_LANES
 from nanochat.device.ranks import DEVICE_TYPES
-from nanochat.model.gpt import WINDOW_PATTERN
 from nanochat.model.layers import RECOMPUTED
 from nanochat.model.optim import OptimConfig
 
@@ -99,11 +98,10 @@ class ModelFlags:
     num_heads: int = flag(-1, "attention heads; -1: width / 128", at_least=1, at_most=2**10, unset=-1)
     num_kv_heads: int = flag(-1, "key and value heads (grouped-query attention); -1: num_heads", at_least=1,
                              at_most=2**10, unset=-1)
-    window_pattern: str = flag("", "attention windows, one letter per layer, repeated: L all positions, S "
-                               "--short_window; the last layer is always L; default: of a resumed run, its own, else "
-                               f"{WINDOW_PATTERN}")
-    short_window: int = flag(-1, "positions that a layer S sees; -1: of a resumed run, as before, else a quarter of "
-                             "--max_seq_len, in whole 128s", at_least=1, at_most=2**20, unset=-1)
+    window_pattern: str = flag("L", "attention windows, one letter per layer, repeated: L all positions, S the last "
+                               "--short_window of them; the last layer is always L")
+    short_window: int = flag(-1, "positions that a layer S sees; -1: a quarter of --max_seq_len, in whole 128s, and as "
+                             "before in a resumed run", at_least=1, at_most=2**20, unset=-1)
     softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)
     layer_gates: bool = flag(False, "attention's values and what attention and MLP add are multiplied by gates, "
                              "learnt numbers that depend on the token")

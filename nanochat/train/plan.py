@@ -119,13 +119,14 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     if devices.gradient_sums == "bfloat16" and not shard_optimizer:
         where = f"on {device_type}" if not is_xla else "with --shard_optimizer=off"
         raise BadInput(f"--gradient_sums=bfloat16, but {where} gradients are summed in fp32: leave it out")
-    pattern, window = model.window_pattern, max(model.short_window, 0)
-    if meta:
-        pattern, window = pattern or meta.config["window_pattern"], window or meta.config["short_window"]
+    if model.short_window > 0 and "S" not in model.window_pattern:
+        raise BadInput(f"--short_window={model.short_window}, but no layer of --window_pattern={model.window_pattern} "
+                       "is short: give a pattern with S, such as SSSL, too")
+    short_window = max(model.short_window, 0) or (meta.config["short_window"] if meta else None)
     config = config_for_depth(
-        model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=pattern,
-        short_window=window,
-        softcap=model.softcap, layer_gates=model.layer_gates, value_embeddings=model.value_embeddings,
+        model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=model.window_pattern,
+        short_window=short_window, softcap=model.softcap, layer_gates=model.layer_gates,
+        value_embeddings=model.value_embeddings,
         n_embd=max(model.model_dim, 0), n_head=max(model.num_heads, 0), n_kv_head=max(model.num_kv_heads, 0),
         rotary_base=meta.config["rotary_base"] if meta else None)
     parameters = count_parameters(config)

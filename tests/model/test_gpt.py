@@ -182,10 +182,11 @@ def test_depth_sets_everything_and_depth_16_has_the_known_size():
     sizes = {name: p.numel() for name, p in GPT.on_meta(config).named_parameters()}
     assert sizes["wte"] == sizes["lm_head"] == 65536 * 1024
     assert sum(n for name, n in sizes.items() if name.startswith(("attn", "mlp"))) == 16 * 12 * 1024**2
-    assert config.windows() == 3 * ([256] * 3 + [None]) + [256] * 3 + [None]
-    assert config_for_depth(4, max_seq_len=600).windows() == [256] * 3 + [None]  # a quarter, in whole 128s
-    assert config_for_depth(4, max_seq_len=128).windows() == [None] * 4
-    assert config_for_depth(4, short_window=100).windows() == [100] * 3 + [None]
+    assert config.windows() == [None] * 16
+    assert config_for_depth(4, window_pattern="SSSL").windows() == [256] * 3 + [None]
+    assert config_for_depth(4, window_pattern="SL", max_seq_len=600).windows() == [256, None] * 2  # whole 128s
+    assert config_for_depth(4, window_pattern="S", max_seq_len=128).windows() == [None] * 4
+    assert config_for_depth(4, window_pattern="S", short_window=100).windows() == [100] * 3 + [None]
     assert config_for_depth(4, short_window=100, window_pattern="L") == config_for_depth(4, window_pattern="L")
     assert config_for_depth(5).n_embd == 384  # 320 is not a multiple of 128
     assert config_for_depth(4, n_embd=64, n_head=2).head_dim == 32
