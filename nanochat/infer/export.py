@@ -30,8 +30,8 @@ LAYER_NAMES = {"resid_scale": "resid_scale", "x0_scale": "x0_scale",
                "gate_map": "gate_map", "gate_scale": "gate_scale"}
 OTHER_NAMES = {"wte": "model.embed_tokens.weight", "lm_head": "lm_head.weight",
                "value_table": "model.value_table.weight"}
-CONFIG_FIELDS = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern", "softcap",
-                 "rotary_base", "layer_gates", "value_embeddings"}
+CONFIG_FIELDS = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern",
+                 "short_window", "softcap", "rotary_base", "layer_gates", "value_embeddings"}
 
 
 def check_exportable(model):

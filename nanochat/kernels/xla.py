@@ -178,11 +178,12 @@ def _losses(hidden, head, targets, softcap, sharding, first_row=0):
 
 
 def _capped(logits, softcap):
-    """Returns softcapped(logits, softcap) and its derivative there, which is never negative."""
+    """Returns softcapped(logits, softcap) and its derivative there, which is never negative: a chip's tanh may exceed 1
+    by rounding."""
     if not softcap:
         return logits, 1.0
     tanh = torch.tanh(logits / softcap)
-    return softcap * tanh, 1 - tanh.square()
+    return softcap * tanh, (1 - tanh.square()).clamp(min=0.0)
 
 
 def _with_targets(weights, of_target):

@@ -93,7 +93,7 @@ class Meta:
 
 def _half_if_any(config):
     """Returns the short window, in positions, of a GPT whose config does not say it; 0 if it has none."""
-    return config["max_seq_len"] // 2 if "S" in str(config.get("window_pattern")) else 0
+    return max(config["max_seq_len"] // 2, 1) if "S" in str(config.get("window_pattern")) else 0
 
 
 def _flags_of_version(version, flags):

@@ -17,10 +17,10 @@ from nanochat.infer.engine import Engine
 from nanochat.infer.judge import Judge
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
-from nanochat.model.gpt import GPT, initial_weights
+from nanochat.model.gpt import GPT, GPTConfig, initial_weights
 from nanochat.model.optim import MuonAdamW, OptimConfig
 from nanochat.run.checkpoint_files import state_bytes
-from nanochat.run.meta import require_match, require_same_flags
+from nanochat.run.meta import read_config, require_match, require_same_flags
 from nanochat.train.code_eval import evaluate_code
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
 from nanochat.train.loss_eval import bits_per_byte, with_suffixes
@@ -59,14 +59,15 @@ class LanguageTask:
                 "batch_schedule": self.plan.batch_schedule}
 
     def resumed(self, path, meta):
-        config = asdict(self.plan.config)
-        del config["rotary_base"]  # the resumed run keeps that of the checkpoint
-        require_match(path, meta, config=config, tokenizer_sha256=self.tokenizer.sha256,
+        read_config(path, meta, GPTConfig)
+        if not meta.flags:
+            raise BadInput(f"{path} was imported, and has nothing to go on with but the weights: choose another --run")
+        plan = make_plan(self.flags, self.tokenizer.n_vocab, self.plan.device_type, self.plan.world_size, meta)
+        require_match(path, meta, config=asdict(plan.config), tokenizer_sha256=self.tokenizer.sha256,
                       data_fingerprint=self.data_fingerprint)
         older, now = {"seq_len_ramp": "", "fim_rate": 0, "num_lanes": NUM_LANES}, self.flags.as_dict()
         require_same_flags(path, meta, {name: now[name] for name in older}, older)
-        return replace(self, plan=make_plan(self.flags, self.tokenizer.n_vocab, self.plan.device_type,
-                                            self.plan.world_size, meta))
+        return replace(self, plan=plan)
 
     def state_bytes(self):
         optimizer = MuonAdamW(GPT.on_meta(self.plan.config), self.plan.optimizer, self.plan.total_batch_size,

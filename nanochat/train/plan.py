@@ -281,9 +281,9 @@ def describe_plan(plan, tokenizer):
     micro = f"{plan.device_batch_size} rows × {config.max_seq_len} × {plan.mesh.readers} {plan.mesh.devices_of_readers}"
     ramp = "".join(f", {tokens:,} from step {first:,} on ({plan.micro_steps(first)} micro-steps)"
                    for first, tokens in plan.batch_schedule[1:])
-    short = f" (S: {config.short_window:,} positions)" if config.short_window else ""
     tokens, total_flops = plan.tokens(0, plan.num_iterations), plan.flops(0, plan.num_iterations)
     in_the_end = " in the end" if plan.switches else ""
+    short = f" (S: {config.short_window:,} positions)" if any(config.windows()) else ""
     lines = {
         "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, "
                    f"{str(plan.dtype).removeprefix('torch.')} compute",

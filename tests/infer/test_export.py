@@ -135,7 +135,7 @@ GATES, VALUES = {"layer_gates": True}, {"value_embeddings": True}
 COMBINATIONS = list(itertools.product((False, True), (4, 1), ("L", "SSL"), (15.0, 0.0), ({}, GATES, VALUES)))
 SOME = [(False, 4, "L", 15.0, {}), (False, 1, "L", 0.0, {}), (False, 4, "SSL", 0.0, {}), (True, 1, "SSL", 15.0, {}),
         (False, 4, "L", 15.0, GATES), (False, 2, "L", 15.0, {"n_layer": 4, **VALUES}),
-        (True, 2, "SSL", 15.0, GATES | VALUES)]
+        (True, 2, "SSL", 15.0, GATES | VALUES | {"short_window": 20})]
 
 
 @pytest.mark.parametrize("combinations", [SOME, pytest.param(COMBINATIONS, marks=pytest.mark.slow)])

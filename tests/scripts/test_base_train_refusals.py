@@ -70,6 +70,17 @@ def test_resuming_something_else_is_refused(train, tiny, corpus_dir):
     assert sorted(restarted.losses) == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_resumed_run_keeps_its_short_window(train, tiny):
+    short = ["--window_pattern=SL", "--save_every=3"]
+    train(*short, "--short_window=5", "--num_iterations=3")
+    resumed = train(*short, "--num_iterations=4")
+    assert "step_000003" in resumed.stdout and "windows SL (S: 5 positions)" in resumed.stdout
+    for flags, words in [(["--window_pattern=SL", "--short_window=6"], "--short_window is 5 there and 6 here"),
+                         ([], "--window_pattern is SL there and L here")]:
+        with pytest.raises(BadInput, match=words):
+            main(last_of_each(*tiny, "--run=test", "--num_iterations=8", *flags))
+
+
 def test_a_base_directory_that_cannot_be_written_is_refused(tiny, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", "/dev/null/base")
     with pytest.raises(BadInput, match="cannot write to /dev/null/base"):

@@ -11,7 +11,7 @@ from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
 from nanochat.infer import export
 from nanochat.infer.load import find_checkpoint, load_model
-from scripts import import_nanochat
+from scripts import base_train, import_nanochat
 from tests.data.headers import HEADERS
 from tests.data.test_huggingface import NANOCHAT
 
@@ -78,6 +78,10 @@ def test_an_imported_model_is_exact_and_exported_for_the_native_class(theirs, tm
     assert export.config_json(model, tokenizer)["pad_token_id"] is None
     with pytest.raises(BadInput, match="--run=d2 has checkpoints already"):
         run(folder)
+    with pytest.raises(BadInput, match="step_000650 was imported, and has nothing to go on with but the weights"):
+        base_train.main(["--run=d2", "--device_type=cpu", "--depth=2", "--synthetic_data", "--max_seq_len=512",
+                         f"--tokenizer_dir={folder}", "--num_iterations=700", "--total_batch_size=1024",
+                         "--device_batch_size=2"])
 
 
 def test_scales_of_the_residual_stream_are_taken(theirs, tmp_path):
