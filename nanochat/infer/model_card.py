@@ -14,8 +14,7 @@ MANIFEST = "manifest.json"  # of scripts/prepare_data.py
 CURVE_ROWS = 20
 CODE_TAGS = "\ntags: [code, cpp]"
 # The flags that say how the model was trained, and nothing of the machine, its folders or accounts.
-RECIPE = ("depth", "max_seq_len", "model_dim", "num_heads", "num_kv_heads", "window_pattern",
-          "short_window", "softcap",
+RECIPE = ("depth", "max_seq_len", "model_dim", "num_heads", "num_kv_heads", "window_pattern", "short_window", "softcap",
           "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size", "batch_ramp", "seq_len_ramp",
           "layer_gates", "value_embeddings", "fim_rate", "compute_dtype", "seed",
           *(field.name for field in fields(OptimConfig)))
