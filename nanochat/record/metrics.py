@@ -28,6 +28,7 @@ import json
 import math
 import os
 import secrets
+import threading
 import time
 from pathlib import Path
 
@@ -56,6 +57,7 @@ class MetricsLogger:
         self._names_at_resume = _rewind(self.path, resume_step)
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._unwritten, self._is_disk_full = b"", False
+        self._writing = threading.Lock()  # the thread that saves a checkpoint flushes, too
         self._wandb = None
         if run != "dummy":
             self._wandb = wandb_log.WandbLog(console, project=wandb_project, name=run, id=self.wandb_id, config=config,
@@ -70,7 +72,8 @@ class MetricsLogger:
         record = {name: None if isinstance(value, float) and not math.isfinite(value) else value
                   for name, value in record.items()}  # JSON has no NaN
         record = {"step": step, "time": round(time.time(), 3), **record}
-        self._unwritten += json.dumps(record).encode() + b"\n"
+        with self._writing:
+            self._unwritten += json.dumps(record).encode() + b"\n"
         try:
             self.flush()
         except OSError as error:
@@ -86,9 +89,10 @@ class MetricsLogger:
 
     def flush(self):
         """Writes the records that wait in memory. Raises OSError if the disk is full."""
-        while self._unwritten:
-            self._unwritten = self._unwritten[os.write(self._file, self._unwritten):]
-        self._is_disk_full = False
+        with self._writing:
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._file, self._unwritten):]
+            self._is_disk_full = False
 
     def close(self, timeout_s=wandb_log.FINISH_TIMEOUT_S):
         """Closes the file, and waits at most `timeout_s` seconds until WandB has all records."""

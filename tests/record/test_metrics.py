@@ -1,7 +1,9 @@
 """Every record is in metrics.jsonl once, even if the run is interrupted or the disk is full; and the console line."""
 import json
+import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -89,6 +91,30 @@ def test_records_wait_while_the_disk_is_full_and_none_is_lost(tmp_path):
     if "unshare" in process.stderr or "mount:" in process.stderr:
         pytest.skip(f"no user namespaces here: {process.stderr.strip()}")
     assert process.returncode == 0, process.stderr
+
+
+def test_each_record_is_written_once_while_another_thread_flushes(tmp_path, monkeypatch):
+    logger, write = start(tmp_path), os.write
+
+    def slow_write(file, data):
+        time.sleep(0.0005)  # as a disk may: the other thread's turn
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", slow_write)
+    is_done = threading.Event()
+
+    def flush():
+        while not is_done.is_set():
+            logger.flush()
+
+    thread = threading.Thread(target=flush)
+    thread.start()
+    for step in range(200):
+        logger.log(step, {"loss": 1.0}, quiet=True)
+    is_done.set()
+    thread.join()
+    logger.close()
+    assert [record["step"] for record in read(tmp_path)] == list(range(200))
 
 
 def test_the_console_line_has_every_figure_with_its_unit(tmp_path):
