@@ -1,11 +1,11 @@
 """Chooses the kernels by name: how the layers are run, attention, and the loss.
 
-| name      | layers            | attention              | cross-entropy                               | runs on      |
-|-----------|-------------------|------------------------|---------------------------------------------|--------------|
-| `current` | one after another | PyTorch's              | PyTorch's                                   | everywhere   |
-| `chunked` | a loop (on XLA)   | PyTorch's; own on cpu  | in chunks of tokens: never holds all logits | everywhere   |
-| `flash`   | a loop            | one Pallas kernel      | in chunks of tokens                         | TPU with jax |
-| `cce`     | one after another | PyTorch's              | cut cross-entropy, from its package         | CUDA         |
+| name      | layers            | attention             | cross-entropy                               | runs on      |
+|-----------|-------------------|-----------------------|---------------------------------------------|--------------|
+| `current` | one after another | PyTorch's             | PyTorch's                                   | everywhere   |
+| `chunked` | a loop (on XLA)   | PyTorch's; own on cpu | in chunks of tokens: never holds all logits | everywhere   |
+| `flash`   | a loop            | one Pallas kernel     | in chunks of tokens                         | TPU with jax |
+| `cce`     | one after another | PyTorch's             | cut cross-entropy, from its package         | CUDA         |
 
 `auto` is `flash` on a TPU where jax is installed, `chunked` on cpu, and else `current`.
 """

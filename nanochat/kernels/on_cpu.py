@@ -1,7 +1,7 @@
 """Attention and loss for training on a CPU, where memory is slow beside the products.
 
-Both work on blocks that stay in the cache, and have backward passes of their own, which need few passes over each.
-PyTorch's take longer than all other products of a small model together: scripts.bench_train compares them.
+Both work on blocks that stay in the cache, and have backward passes of their own, which read each block few times.
+scripts.bench_train compares them with PyTorch's.
 """
 import torch
 from torch.autograd.function import once_differentiable
@@ -10,7 +10,8 @@ from nanochat.model.layers import IGNORE_INDEX, causal_mask
 
 BLOCK_QUERIES = 128  # queries whose scores are computed together
 CHUNK_TOKENS = 1024  # tokens for which the loss adds to the head's gradient at once
-BLOCK_LOGITS, BLOCK_TOKENS = 2**20, 64  # that the loss holds at a time, 4 MiB; but of so many tokens at least
+BLOCK_LOGITS = 2**20  # logits that the loss computes at a time, 4 MiB
+BLOCK_TOKENS = 64  # but it takes so many tokens at least: products of fewer are slow
 
 
 def attention(q, k, v, window):
