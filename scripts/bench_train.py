@@ -42,7 +42,8 @@ class Way(NamedTuple):
     keeps_memory: bool = True  # that it frees, for its next use
 
 
-WAYS = {"current": Way(), "chunked": Way(kernel="chunked"), "XLA": Way("xla"), "glibc": Way(keeps_memory=False)}
+# XLA is the last one, because what it sets in the environment would make the processes after it keep memory, too.
+WAYS = {"current": Way(), "chunked": Way(kernel="chunked"), "glibc": Way(keeps_memory=False), "XLA": Way("xla")}
 
 
 class Contender:
