@@ -76,7 +76,7 @@ def read_meta(model):
     if set(letters) - {"L", "l"}:
         raise BadInput(f"--model={model} has attention windows ({letters}), which are a position longer in nanochat "
                        "than here: it cannot be imported")
-    return int(name[1]), GPTConfig(**sizes)
+    return int(name[1]), GPTConfig(**sizes, key_shift=False)
 
 
 def read_weights(path):

@@ -1,8 +1,8 @@
 """Writes a checkpoint as files that other programs read: safetensors, and a folder for Hugging Face's transformers.
 
 Neither needs transformers to be installed. A model whose residual stream is not scaled, whose layers all see
-everything, and which has neither gates nor value embeddings is a `nanochat` of transformers. Any other takes
-modeling_nanochat_scaled.py, which is copied beside it.
+everything, whose keys stay in place, and which has neither gates nor value embeddings is a `nanochat` of transformers.
+Any other takes modeling_nanochat_scaled.py, which is copied beside it.
 """
 import contextlib
 import json
@@ -31,7 +31,7 @@ LAYER_NAMES = {"resid_scale": "resid_scale", "x0_scale": "x0_scale",
 OTHER_NAMES = {"wte": "model.embed_tokens.weight", "lm_head": "lm_head.weight",
                "value_table": "model.value_table.weight"}
 CONFIG_FIELDS = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern",
-                 "short_window", "softcap", "rotary_base", "layer_gates", "value_embeddings"}
+                 "short_window", "softcap", "rotary_base", "key_shift", "layer_gates", "value_embeddings"}
 
 
 def check_exportable(model):
@@ -46,7 +46,7 @@ def is_scaled(model):
     """Returns whether the GPT is more than what transformers' own `nanochat` computes."""
     config = model.config
     return bool((model.resid_scale != 1).any() or (model.x0_scale != 0).any() or any(config.windows())
-                or config.layer_gates or config.value_embeddings)
+                or config.key_shift or config.layer_gates or config.value_embeddings)
 
 
 def weights(model):
@@ -91,7 +91,7 @@ def config_json(model, tokenizer):
                          "AutoModelForCausalLM": f"{CODE}.ScaledNanoChatForCausalLM"},
             "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
             "sliding_window": next(filter(None, windows), None),
-            "layer_gates": config.layer_gates, "value_embeddings": config.value_embeddings}
+            **{name: getattr(config, name) for name in ("key_shift", "layer_gates", "value_embeddings")}}
     return found
 
 

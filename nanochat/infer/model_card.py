@@ -14,9 +14,9 @@ MANIFEST = "manifest.json"  # of scripts/prepare_data.py
 CURVE_ROWS = 20
 CODE_TAGS = "\ntags: [code, cpp]"
 # The flags that say how the model was trained, and nothing of the machine, its folders or accounts.
-RECIPE = ("depth", "max_seq_len", "model_dim", "num_heads", "num_kv_heads", "window_pattern", "short_window", "softcap",
-          "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size", "batch_ramp", "seq_len_ramp",
-          "layer_gates", "value_embeddings", "fim_rate", "compute_dtype", "seed",
+RECIPE = ("depth", "max_seq_len", "model_dim", "num_heads", "num_kv_heads", "window_pattern", "short_window",
+          "key_shift", "softcap", "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size",
+          "batch_ramp", "seq_len_ramp", "layer_gates", "value_embeddings", "fim_rate", "compute_dtype", "seed",
           *(field.name for field in fields(OptimConfig)))
 
 
@@ -70,8 +70,8 @@ def _head(name, model, meta, is_scaled):
         f" that share {config.n_kv_head} keys and values" if config.n_kv_head < config.n_head else "")
     origin = "imported from karpathy/nanochat with" if _is_imported(meta) else "pre-trained with"
     architecture = "NanoChat, as transformers has it" if not is_scaled else ", ".join([
-        "that of NanoChat in transformers, with a scaled residual stream", *["gates"] * config.layer_gates,
-        *["value embeddings"] * config.value_embeddings])
+        "that of NanoChat in transformers, with a scaled residual stream", *["shifted keys"] * config.key_shift,
+        *["gates"] * config.layer_gates, *["value embeddings"] * config.value_embeddings])
     softcap = f", logits within ±{config.softcap:g}" if config.softcap else ""
     short = f"; {len(windows)} of the layers see the last {windows[0]:,}" if windows else ""
     return f"""---
@@ -179,7 +179,8 @@ def _cell(text):
 def _recipe(meta):
     if _is_imported(meta):
         return f"## Recipe\n\nNot known here. Tokenizer sha256 `{meta.tokenizer_sha256}`."
-    flags = meta.flags | {"short_window": meta.config.get("short_window") or -1}  # its default was another one once
+    flags = meta.flags | {"short_window": meta.config.get("short_window") or -1,  # whose defaults were others once
+                          "key_shift": "on" if meta.config.get("key_shift") else "off"}
     given = {name: flags[name] for name in RECIPE if flags.get(name) not in (None, "", -1, -1.0)}
     flags = " ".join(f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()
                      if value is not False)

@@ -1,10 +1,11 @@
-"""NanoChat with a scaled residual stream, attention windows, gates and value embeddings, for transformers.
+"""NanoChat with a scaled residual stream, windows, shifted keys, gates and value embeddings, for transformers.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
 This file lies in the folder of an exported model and needs nothing else of the program that trained it. It extends the
-NanoChat of transformers by four things. The input of each layer is resid_scale × x + x0_scale × x0, where x0 is the
-normalised embedding (modded-nanogpt). A layer may see only the last `sliding_window` positions. With `layer_gates`,
+NanoChat of transformers by five things. The input of each layer is resid_scale × x + x0_scale × x0, where x0 is the
+normalised embedding (modded-nanogpt). A layer may see only the last `sliding_window` positions. With `key_shift`,
+half of the channels of each head's keys are those of the position before (modded-nanogpt). With `layer_gates`,
 attention's values and what attention and MLP add are multiplied by scale × 2 × sigmoid(map · normalised input) (arXiv
 2409.19606). With `value_embeddings`, every second layer adds a vector of the token to attention's values (arXiv
 2410.17897).
@@ -33,10 +34,11 @@ from transformers.utils.output_capturing import capture_outputs
 
 class ScaledNanoChatConfig(NanoChatConfig):
     """layer_types: "full_attention" or "sliding_attention" for each layer; sliding_window: the positions that a layer
-    of the second kind sees, its own among them; layer_gates, value_embeddings: whether the model has them."""
+    of the second kind sees, its own among them; key_shift, layer_gates, value_embeddings: whether it has them."""
     model_type = "nanochat_scaled"
     layer_types: list[str] | None = None
     sliding_window: int | None = None
+    key_shift: bool = False
     layer_gates: bool = False
     value_embeddings: bool = False
 
@@ -47,22 +49,39 @@ class ScaledNanoChatConfig(NanoChatConfig):
 
 
 class ScaledNanoChatAttention(NanoChatAttention):
-    def forward(self, hidden_states, gate, value_embedding, position_embeddings, attention_mask=None,
+    def forward(self, hidden_states, gate, value_embedding, has_before, position_embeddings, attention_mask=None,
                 past_key_values=None, **kwargs):
         """As NanoChatAttention. gate: what the values are multiplied by, (B, T, 1); value_embedding: what is added to
-        them, (B, T, width of the values)."""
+        them, (B, T, width of the values); has_before: whether a position has one before it, (B or 1, T)."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
         v = gate * self.v_proj(hidden_states) + value_embedding
         q, k, v = (x.view(shape).transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
+        products = k
+        if self.config.key_shift:
+            k = self.shifted(k, past_key_values, has_before[:, None, :, None])
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         q, k = self.q_norm(q), self.k_norm(k)
-        if past_key_values is not None:
+        if past_key_values is not None and not self.config.key_shift:
             k, v = past_key_values.update(k, v, self.layer_idx)
+        elif past_key_values is not None:  # the next position needs these products: they are kept beside the keys
+            k, v = past_key_values.update(torch.cat([k, products], dim=-1), v, self.layer_idx)
+            k = k[..., :self.head_dim]
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         attended, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling,
                                    dropout=self.attention_dropout if self.training else 0.0, **kwargs)
         return self.o_proj(attended.flatten(2)), weights
+
+    def shifted(self, k, past_key_values, has_before):
+        """Returns the keys k (B, heads, T, head_dim), half of the channels from the position before."""
+        last, layers = torch.zeros_like(k[:, :, :1]), past_key_values.layers if past_key_values is not None else ()
+        if len(layers) > self.layer_idx and layers[self.layer_idx].is_initialized:
+            kept = layers[self.layer_idx].keys  # keys and their products
+            index = torch.as_tensor(layers[self.layer_idx].get_seq_length(), device=k.device).clamp(1, kept.size(2)) - 1
+            last = kept.index_select(2, index.reshape(1))[..., self.head_dim:]
+        before = torch.where(has_before, torch.cat([last, k[:, :, :-1]], dim=2), 0.0).to(k.dtype)
+        channel = torch.arange(self.head_dim, device=k.device) % (self.head_dim // 2)
+        return torch.where(channel < self.head_dim // 4, k, before)
 
 
 class ScaledNanoChatLayer(NanoChatDecoderLayer):
@@ -136,6 +155,10 @@ class ScaledNanoChatModel(Scaled, NanoChatModel):
                          "past_key_values": past_key_values, "position_ids": position_ids}
             makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
             masks = {kind: makers[kind](**arguments) for kind in set(self.config.layer_types)}
+        has_before = position_ids > 0
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:  # padding comes before no text
+            is_text = nn.functional.pad(attention_mask, (1, -1)).bool()
+            has_before = has_before & is_text[:, -embeddings.shape[1]:]
         rotary = self.rotary_emb(embeddings, position_ids=position_ids)
         x0 = hidden_states = self.norm(embeddings)
         values = [0.0] * len(self.layers)
@@ -143,7 +166,8 @@ class ScaledNanoChatModel(Scaled, NanoChatModel):
             values[(len(values) - 1) % 2::2] = self.value_table(input_ids).chunk(-(-len(values) // 2), dim=-1)
         for layer, kind, value in zip(self.layers, self.config.layer_types, values, strict=True):
             hidden_states = layer(hidden_states, x0, value, attention_mask=masks[kind], position_embeddings=rotary,
-                                  position_ids=position_ids, past_key_values=past_key_values, **kwargs)
+                                  has_before=has_before, position_ids=position_ids, past_key_values=past_key_values,
+                                  **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
 

@@ -4,13 +4,15 @@ Weights have a scale per row. Activations have one per position and are rounded 
 integers: their sums are exact, and a position's result does not depend on what else is computed with it. The products
 are FBGEMM's, which is part of PyTorch on x86.
 """
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from nanochat.common import BadInput
 from nanochat.kernels import plain
 from nanochat.model.gates import ATTENTION, MLP, VALUES, gate_of, gated
-from nanochat.model.layers import softcapped
+from nanochat.model.layers import one_later, shift_keys, softcapped
 
 TINY = 1e-30  # instead of 0, by which nothing can be divided
 _linear = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
@@ -70,7 +72,10 @@ class Int8GPT:
                 if cache is None:
                     return plain.attention(q, k, v, window)
                 return cache.attend(index, q, k, v, positions, window)
-            x = layer(x, x0, rotary, attend, None if slot is None else values[slot])
+            before = None
+            if config.key_shift:
+                before = one_later if cache is None else partial(cache.keys_before, index, positions=positions)
+            x = layer(x, x0, rotary, attend, None if slot is None else values[slot], before)
         return _norm(x)
 
     def logits(self, hidden):
@@ -100,12 +105,14 @@ class _Int8Layer:
         if config.layer_gates:
             self.gate_map, self.gate_scale = model.gate_map[index].detach(), model.gate_scale[index].detach()
 
-    def __call__(self, x, x0, rotary, attend, value):
+    def __call__(self, x, x0, rotary, attend, value, before):
         x = (x * self.resid_scale).add_(x0, alpha=self.x0_scale)  # (B, T, C)
         normed = _norm(x)
-        qkv = self.qkv(normed).unflatten(-1, (-1, self.head_dim))  # (B, T, heads, head_dim)
-        q, k, v = self.heads
-        qk, v = qkv.split([q + k, v], dim=2)
+        qkv, (q, k, v) = self.qkv(normed), self.heads
+        if before:
+            keys = qkv[..., q * self.head_dim:(q + k) * self.head_dim]
+            keys.copy_(shift_keys(keys, before(keys), self.head_dim))
+        qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split([q + k, v], dim=2)  # (B, T, heads, head_dim)
         v = gated(gate_of(self, VALUES, normed[:, :, None]), v)
         v = v if value is None else v + value  # (B, T, heads, head_dim)
         qk = _norm(torch.addcmul(qk * rotary[0], qk.roll(self.head_dim // 2, dims=-1), rotary[1]))

@@ -13,7 +13,7 @@ MIN_PREFILL_LEN = 64  # on XLA
 
 
 class BlockCache:
-    """Keys and values of each layer, (B, H_kv, max_len, head_dim), written in place.
+    """Keys and values of each layer, (B, H_kv, max_len, head_dim), and `befores`, as in KVCache, written in place.
 
     A position in the n-th block of 64 attends to the first n blocks, those after it masked, in products whose rows are
     a multiple of 4. So its result is the same to the last bit whether it is read alone or among others: MKL adds in
@@ -22,11 +22,23 @@ class BlockCache:
 
     def __init__(self, config, batch_size, dtype, device):
         max_len = -(-config.max_seq_len // BLOCK) * BLOCK
-        shape = (batch_size, config.n_kv_head, max_len, config.head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
+        whole = KVCache(config, batch_size, max_len, dtype, device)
+        self.keys, self.values, self.befores = whole.keys, whole.values, whole.befores
         self._everywhere = torch.arange(max_len, device=device)
         self._seen = {}  # window -> what _what_is_seen returned last
+
+    def keys_before(self, layer, k, positions):
+        """As KVCache.keys_before. positions: a slice."""
+        befores = self.befores[layer]
+        befores[:, positions.start + 1:positions.stop + 1] = k
+        return befores[:, positions].to(k.dtype)
+
+    def copy_prompt(self, other, length):
+        """Copies the first `length` positions of another cache, of one text, to each row of this one."""
+        for mine, theirs in zip([*self.keys, *self.values], [*other.keys, *other.values], strict=True):
+            mine[:, :, :length] = theirs[:, :, :length]
+        for mine, theirs in zip(self.befores, other.befores, strict=True):
+            mine[:, :length + 1] = theirs[:, :length + 1]
 
     def attend(self, layer, q, k, v, positions, window):
         """As KVCache.attend, computed in the dtype of the cache. positions: a slice that lies in one block."""
@@ -96,9 +108,7 @@ class Reader:
             return None
         self._samples = BlockCache(self.model.config, num_samples, self.dtype, self.device)
         self._position = len(ids)
-        for mine, theirs in zip([*self.cache.keys, *self.cache.values],
-                                [*self._samples.keys, *self._samples.values], strict=True):
-            theirs[:, :, :len(ids)] = mine[:, :, :len(ids)]
+        self._samples.copy_prompt(self.cache, len(ids))
         return logits[0]
 
     def decode(self, tokens):
@@ -150,8 +160,9 @@ class StaticReader:
             # them before any position looks at them.
             hidden = self.model.hidden(padded, prompt, torch.arange(length, device=device))  # (1, length, C)
             logits = self.model.logits(hidden.index_select(1, last))[0, 0]  # (V,)
-            for of_slots, of_prompt in ((self.cache.keys, prompt.keys), (self.cache.values, prompt.values)):
-                of_slots[:] = [old.index_copy(0, rows, new.expand(len(rows), -1, -1, -1))
+            for of_slots, of_prompt in ((self.cache.keys, prompt.keys), (self.cache.values, prompt.values),
+                                        (self.cache.befores, prompt.befores)):
+                of_slots[:] = [old.index_copy(0, rows, new.expand(len(rows), *new.shape[1:]))
                                for old, new in zip(of_slots, of_prompt, strict=True)]
         for slot in slots:
             self.positions[slot] = len(ids)

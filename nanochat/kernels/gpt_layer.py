@@ -16,15 +16,16 @@ import torch.nn.functional as F
 from nanochat.device.xla_ops import put, put_columns, take, take_columns
 from nanochat.kernels import plain
 from nanochat.kernels.layer_loop import Layer, LayerByHand
-from nanochat.kernels.sharded import WHOLE
+from nanochat.kernels.sharded import WHOLE, Sharding
 from nanochat.model.gates import ATTENTION, MLP, VALUES, gate_backward, gate_of, gated
-from nanochat.model.layers import NORM_EPS, gpt_layer
+from nanochat.model.layers import NORM_EPS, gpt_layer, one_later, shift_keys, shift_keys_backward
 
 
 @dataclass(frozen=True)
 class AttentionByHand:
     """Attention of layer `index` with its own backward pass. q, k and v are stacks of (B, T, heads × head_dim): the
-    products of attn_q, attn_k and attn_v, not yet rotated or normalised. The output y is (B, T, H × head_dim).
+    products of attn_q, attn_k and attn_v, keys shifted, not yet rotated or normalised. The output y is (B, T,
+    H × head_dim).
 
     forward(q, k, v, index, window, *tables) -> y, log_sums; window: int32 scalar, or None. log_sums is what else the
         backward pass needs, fp32, or None
@@ -50,9 +51,10 @@ class Saved(NamedTuple):
     log_sums: torch.Tensor | None = None  # see AttentionByHand
 
     @classmethod
-    def of(cls, attention, sharding, keeps_qkv, stacks):
+    def of(cls, how, stacks):
         """The same from `stacks`, a tuple without those that there are not."""
-        there_are = *[keeps_qkv] * 3, True, True, bool(sharding.tensor_groups), attention.log_sums_shape is not None
+        there_are = (*[how.keeps_qkv] * 3, True, True, bool(how.sharding.tensor_groups),
+                     how.attention.log_sums_shape is not None)
         stacks = iter(stacks)
         return cls(*(next(stacks) if there_is else None for there_is in there_are))
 
@@ -60,68 +62,74 @@ class Saved(NamedTuple):
         return tuple(stack for stack in self if stack is not None)
 
 
+@dataclass(frozen=True)
+class How:
+    """How a layer is computed."""
+    attention: AttentionByHand
+    sharding: Sharding = WHOLE
+    keeps_qkv: bool = True  # otherwise the backward pass computes q, k and v again
+    shifted_head_dim: int = 0  # of heads whose keys go through shift_keys; 0: keys stay in place
+
+
 @cache
-def gpt_layer_for_loop(attention, sharding=WHOLE, keeps_qkv=True):
-    """The GPT's Layer with its backward pass by hand. attention: an AttentionByHand; keeps_qkv: otherwise the backward
-    pass computes q, k and v again."""
-    by_hand = LayerByHand(*(partial(function, attention, sharding, keeps_qkv)
-                            for function in (_new_saved, _forward, _backward)))
-    return Layer(plain_layer.forward, by_hand, sharding)
+def gpt_layer_for_loop(how):
+    """The GPT's Layer with its backward pass by hand."""
+    by_hand = LayerByHand(*(partial(function, how) for function in (_new_saved, _forward, _backward)))
+    return Layer(partial(_plain, how.shifted_head_dim), by_hand, how.sharding)
 
 
-def _plain(x, x0, weights, window, tables):
+def _plain(shifted_head_dim, x, x0, weights, window, tables):
     rotary = [table.to(x.dtype) for table in tables]
-    return gpt_layer(x, x0, weights, rotary, lambda q, k, v: plain.attention(q, k, v, window))
+    return gpt_layer(x, x0, weights, rotary, lambda q, k, v: plain.attention(q, k, v, window),
+                     before=one_later if shifted_head_dim else None)
 
 
-plain_layer = Layer(_plain)  # its tables are cos and sin, (T, head_dim / 2), fp32
-
-
-def _new_saved(attention, sharding, keeps_qkv, x, weights, slots):
+def _new_saved(how, x, weights, slots):
     width, kv_width, hidden = (weight.size(-2) for weight in (weights.attn_q, weights.attn_k, weights.mlp_in))
-    widths = (*([width, kv_width, kv_width] if keeps_qkv else []), width, hidden,
-              *([x.size(-1)] if sharding.tensor_groups else []))
+    widths = (*([width, kv_width, kv_width] if how.keeps_qkv else []), width, hidden,
+              *([x.size(-1)] if how.sharding.tensor_groups else []))
     saved = [x.new_zeros(slots, *x.shape[:-1], width) for width in widths]
-    if attention.log_sums_shape:
-        shape = attention.log_sums_shape(*x.shape[:-1], width)
+    if how.attention.log_sums_shape:
+        shape = how.attention.log_sums_shape(*x.shape[:-1], width)
         saved.append(x.new_zeros(slots, *shape, dtype=torch.float32))
     return tuple(saved)
 
 
-def _forward(attention, sharding, keeps_qkv, x, index, saved, x0, weights, window, tables, values):
-    saved = Saved.of(attention, sharding, keeps_qkv, saved)
+def _forward(how, x, index, saved, x0, weights, window, tables, values):
+    saved = Saved.of(how, saved)
     x_in = _mixed(x, x0, weights)
     scale = _reciprocal_rms(x_in)
-    products = _queries_keys_values(x_in, scale, weights, _value_of(values, weights))
-    if keeps_qkv:
+    products = _queries_keys_values(how, x_in, scale, weights, _value_of(values, weights))
+    if how.keeps_qkv:
         (q, k, v), at = (put(stack, index, product, use_from_memory=True)
                          for stack, product in zip(saved[:3], products, strict=True)), index
     else:
         (q, k, v), at = (product[None] for product in products), torch.zeros_like(index)
-    y, log_sums = attention.forward(q, k, v, at, window, *tables)
-    x_mid = x_in + gated(gate_of(weights, ATTENTION, x_in, scale), sharding.sum(F.linear(y, weights.attn_o)))
+    y, log_sums = how.attention.forward(q, k, v, at, window, *tables)
+    x_mid = x_in + gated(gate_of(weights, ATTENTION, x_in, scale), how.sharding.sum(F.linear(y, weights.attn_o)))
     scale = _reciprocal_rms(x_mid)
     h = F.relu(scale * F.linear(x_mid, weights.mlp_in)).to(x.dtype)
     h = put(saved.h, index, h, use_from_memory=True)
     out = x_mid + gated(gate_of(weights, MLP, x_mid, scale),
-                        sharding.sum(F.linear(take(h, index).square(), weights.mlp_out)))
-    new_saved = Saved(*((q, k, v) if keeps_qkv else [None] * 3), put(saved.y, index, y), h,
+                        how.sharding.sum(F.linear(take(h, index).square(), weights.mlp_out)))
+    new_saved = Saved(*((q, k, v) if how.keeps_qkv else [None] * 3), put(saved.y, index, y), h,
                       None if saved.x_mid is None else put(saved.x_mid, index, x_mid),
                       None if log_sums is None else put(saved.log_sums, index, log_sums))
     return out, new_saved.stacks()
 
 
-def _queries_keys_values(x_in, scale, weights, value):
+def _queries_keys_values(how, x_in, scale, weights, value):
     """Yields attention's queries, keys and values, (B, T, width) each. scale: the reciprocal root mean square of x_in;
     value: what is added to the values, or None."""
     yield (scale * F.linear(x_in, weights.attn_q)).to(x_in.dtype)
-    yield (scale * F.linear(x_in, weights.attn_k)).to(x_in.dtype)
+    k = (scale * F.linear(x_in, weights.attn_k)).to(x_in.dtype)
+    yield shift_keys(k, one_later(k), how.shifted_head_dim) if how.shifted_head_dim else k
     product = gated(gate_of(weights, VALUES, x_in, scale), scale * F.linear(x_in, weights.attn_v))
     yield (product if value is None else product + value).to(x_in.dtype)
 
 
-def _backward(attention, sharding, keeps_qkv, x, index, d_out, saved, x0, weights, window, tables, values, d_values):
-    saved, dtype = Saved.of(attention, sharding, keeps_qkv, saved), d_out.dtype
+def _backward(how, x, index, d_out, saved, x0, weights, window, tables, values, d_values):
+    saved, dtype = Saved.of(how, saved), d_out.dtype
     value = _value_of(values, weights)
     y, h = take(saved.y, index), take(saved.h, index)
     x_in = _mixed(x, x0, weights)
@@ -132,11 +140,11 @@ def _backward(attention, sharding, keeps_qkv, x, index, d_out, saved, x0, weight
     scale = _reciprocal_rms(x_mid)
     gate = gate_of(weights, MLP, x_mid, scale)
     # In an order of the compiler's choice, v6e would copy this product and h into another order, and back.
-    d_act = attention.row_major_matmul(d_out, weights.mlp_out)
+    d_act = how.attention.row_major_matmul(d_out, weights.mlp_out)
     d_h = (2 * scale * h * gated(gate, d_act)).to(dtype)  # with the scale of norm(x_mid)
     d_mlp_out = _gradient_of_weight(d_out, gated(gate, h.square()))
     d_mlp_in = _gradient_of_weight(d_h, x_mid)
-    d_scaled = sharding.sum(d_h @ weights.mlp_in)
+    d_scaled = how.sharding.sum(d_h @ weights.mlp_in)
     if has_gates:  # what leaves the MLP × its gradient is half of this sum, because the MLP is of the second degree
         change = (x_mid.float() * d_scaled.float()).sum(-1, keepdim=True) / 2
         d_gate, d_scale = gate_backward(weights, MLP, x_mid, scale, change)
@@ -147,10 +155,12 @@ def _backward(attention, sharding, keeps_qkv, x, index, d_out, saved, x0, weight
     d_y = gated(gate_in, d_mid @ weights.attn_o)
     scale = _reciprocal_rms(x_in)
     q, k, v, log_sums, at = saved.q, saved.k, saved.v, saved.log_sums, index
-    if not keeps_qkv:
-        q, k, v = (product[None] for product in _queries_keys_values(x_in, scale, weights, value))
+    if not how.keeps_qkv:
+        q, k, v = (product[None] for product in _queries_keys_values(how, x_in, scale, weights, value))
         log_sums, at = None if log_sums is None else take(log_sums, index)[None], torch.zeros_like(index)
-    d_q, d_k, d_v = attention.backward(q, k, v, at, window, log_sums, d_y, *tables)
+    d_q, d_k, d_v = how.attention.backward(q, k, v, at, window, log_sums, d_y, *tables)
+    if how.shifted_head_dim:
+        d_k = shift_keys_backward(d_k, how.shifted_head_dim)
     if values:
         d_values = [_with_gradient_of_value(*d_values, *values, d_v)]
     d_of_gates = ()
@@ -165,7 +175,7 @@ def _backward(attention, sharding, keeps_qkv, x, index, d_out, saved, x0, weight
         d_of_gates = torch.cat([d_maps, d_map]), torch.stack([*d_scales, d_scale])
     normed = (scale * x_in).to(dtype)
     d_attn_q, d_attn_k, d_attn_v = (_gradient_of_weight(d, normed) for d in (d_q, d_k, d_v))
-    d_normed = sharding.sum(d_q @ weights.attn_q + d_k @ weights.attn_k + d_v @ weights.attn_v)
+    d_normed = how.sharding.sum(d_q @ weights.attn_q + d_k @ weights.attn_k + d_v @ weights.attn_v)
     d_scaled = scale * d_normed
     if has_gates:
         d_scaled = d_scaled + d_gates[0] * weights.gate_map[VALUES] + d_gates[1] * weights.gate_map[ATTENTION]

@@ -12,7 +12,7 @@ from nanochat.device import tpu
 from nanochat.device.jax_import import import_jax
 from nanochat.device.xla_ops import jax_call, loop, row_major_matmul, take, use_device_of
 from nanochat.kernels import distillation, plain
-from nanochat.kernels.gpt_layer import AttentionByHand, gpt_layer_for_loop
+from nanochat.kernels.gpt_layer import AttentionByHand, How, gpt_layer_for_loop
 from nanochat.kernels.layer_loop import run_layers
 from nanochat.kernels.sharded import WHOLE, Sharding
 from nanochat.model.layers import IGNORE_INDEX, NORM_EPS, Kernels, apply_rotary, norm, split_heads
@@ -27,12 +27,12 @@ def get_kernels(name, interpret, sharding):
     if name == "flash":
         import_jax()
 
-    def run_all(x, stacks, windows, rotary, recompute, values):
+    def run_all(x, stacks, windows, rotary, key_shift, recompute, values):
         sizes, of_layers = windows or ((), None)
         attention = _pallas_attention(interpret, *chip, sizes) if name == "flash" else PYTORCH_ATTENTION
         tables = _pallas_tables(*rotary) if name == "flash" else rotary
-        layer = gpt_layer_for_loop(attention, sharding, keeps_qkv=recompute != "qkv")
-        return run_layers(layer, x, stacks, of_layers, tables, recompute == "all", values)
+        how = How(attention, sharding, recompute != "qkv", 2 * rotary[0].size(-1) if key_shift else 0)
+        return run_layers(gpt_layer_for_loop(how), x, stacks, of_layers, tables, recompute == "all", values)
 
     def mean_cross_entropy(hidden, head, targets, softcap):
         return _MeanCrossEntropy.apply(hidden, head, targets, softcap, sharding)

@@ -6,6 +6,7 @@ product, gradients are a few large tensors for the collectives, and a loop over 
 """
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -19,6 +20,7 @@ from nanochat.model.layers import (
     causal_mask,
     gpt_layer,
     norm,
+    one_later,
     rotary_tables,
     softcapped,
 )
@@ -53,6 +55,7 @@ class GPTConfig:
     softcap: float = 15.0
     rotary_base: float = 10_000.0  # see rotary_base_for
     layer_gates: bool = False  # see gates.py
+    key_shift: bool = True  # see layers.shift_keys
     value_embeddings: bool = False  # every second layer adds a vector of the token to attention's values
 
     def __post_init__(self):
@@ -109,12 +112,26 @@ def rotary_base_for(max_seq_len):
 
 
 class KVCache:
-    """Keys and values of each layer, (B, H_kv, max_len, head_dim). The shape never changes, so XLA compiles once."""
+    """Keys and values of each layer, (B, H_kv, max_len, head_dim), and where keys are shifted, `befores`, (B, max_len +
+    1, C_kv): at each position the keys of the one before it. The shapes never change, so XLA compiles once."""
 
     def __init__(self, config, batch_size, max_len, dtype, device):
-        shape = (batch_size, config.n_kv_head, max_len, config.head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
+        def zeros(*shape):
+            return [torch.zeros(batch_size, *shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
+
+        self.keys, self.values = (zeros(config.n_kv_head, max_len, config.head_dim) for _ in range(2))
+        self.befores = zeros(max_len + 1, config.n_kv_head * config.head_dim) if config.key_shift else []
+
+    def keys_before(self, layer, k, positions):
+        """Keeps k (B, T, C_kv) of `layer` at `positions`, which are as in attend, and returns the keys of the positions
+        before them, (B, T, C_kv), 0 before the first."""
+        befores = self.befores[layer]
+        if positions.dim() == 1:
+            self.befores[layer] = befores = befores.index_copy(1, positions + 1, k)
+            return befores.index_select(1, positions)
+        everywhere = torch.arange(befores.size(1), device=k.device)
+        self.befores[layer] = befores = torch.where((positions + 1 == everywhere).mT, k, befores)
+        return befores.gather(1, positions.expand(-1, 1, k.size(-1)))
 
     def attend(self, layer, q, k, v, positions, window):
         """Writes k and v of `layer` to `positions`, and returns the attention of q (B, H, T, head_dim) to all that the
@@ -210,7 +227,7 @@ class GPT(nn.Module):
     def hidden(self, ids, cache=None, positions=None):
         """Final hidden states (B, T, C) of ids (B, T).
 
-        With a KVCache, or another object with its `attend`, `positions` says where in the text the ids stand, as the
+        With a KVCache, or another object with its methods, `positions` says where in the text the ids stand, as the
         cache takes it. Their keys and values are written to the cache, and they see everything in it at or before
         their own position.
         """
@@ -222,7 +239,7 @@ class GPT(nn.Module):
             rotary = self.cos[:ids.size(1)], self.sin[:ids.size(1)]
             sizes = tuple(sorted({window or self.config.max_seq_len for window in windows}))
             return norm(self.kernels.run_layers(x0, stacks, (sizes, self.windows) if any(windows) else None, rotary,
-                                                self.activation_checkpointing,
+                                                self.config.key_shift, self.activation_checkpointing,
                                                 None if values is None else (self.slots, values)))
         positions = torch.arange(ids.size(1), device=ids.device) if positions is None else positions
         rotary = self.cos[positions].to(self.compute_dtype), self.sin[positions].to(self.compute_dtype)
@@ -234,9 +251,13 @@ class GPT(nn.Module):
                     return self.kernels.attention(q, k, v, windows[index])
                 return cache.attend(index, q, k, v, positions, windows[index])
 
-            def run_layer(x, x0, value, *weights, attend=attend):
+            before = None
+            if self.config.key_shift:
+                before = one_later if cache is None else partial(cache.keys_before, index, positions=positions)
+
+            def run_layer(x, x0, value, *weights, attend=attend, before=before):
                 weights = self._whole(x, dict(zip(weights_type._fields, weights, strict=True)))
-                return gpt_layer(x, x0, weights_type(*weights), rotary, attend, value)
+                return gpt_layer(x, x0, weights_type(*weights), rotary, attend, value, before)
 
             value = None if slots[index] is None else values.split(stacks.attn_v.size(1), -1)[slots[index]]
             if self.activation_checkpointing == "all" and torch.is_grad_enabled():

@@ -47,12 +47,12 @@ class Kernels:
     embedding(ids, table, dtype): the vectors in table (V, C) of ids (B, T) -> (B, T, C)
     recompute(function, *args): function(*args), which is computed again in the backward pass instead of keeping its
         activations
-    run_layers(x, stacks, windows, rotary, recompute, values): x (B, T, C) after all layers, whose weights are `stacks`,
-        LayerWeights or GatedLayerWeights; windows is the sizes that occur, ints, and each layer's, int32 (layers,), or
-        None where every layer sees all positions; rotary is cos and sin (T, head_dim / 2); recompute is one of
-        RECOMPUTED; values is which of the n blocks of C_kv columns of an array (B, T, n × C_kv) each layer adds to
-        attention's values, int32 (layers,), n where it adds none, and that array; or None. run_layers itself is None
-        where the model runs one layer after the other
+    run_layers(x, stacks, windows, rotary, key_shift, recompute, values): x (B, T, C) after all layers, whose weights
+        are `stacks`, LayerWeights or GatedLayerWeights; windows is the sizes that occur, ints, and each layer's, int32
+        (layers,), or None where every layer sees all positions; rotary is cos and sin (T, head_dim / 2); key_shift says
+        whether keys go through shift_keys; recompute is one of RECOMPUTED; values is which of the n blocks of C_kv
+        columns of an array (B, T, n × C_kv) each layer adds to attention's values, int32 (layers,), n where it adds
+        none, and that array; or None. run_layers itself is None where the model runs one layer after the other
     whole(after, parts): the whole weights, a list, of {name: this rank's part}, gathered once the tensor `after` is
         known, so that few are whole at a time; None where ranks have whole weights. The functions above take parts
     """
@@ -89,6 +89,31 @@ def apply_rotary(x, cos, sin):
     return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
 
 
+def one_later(x):
+    """Gives each position of x (B, T, width) what the position before it has, and the first one 0."""
+    return F.pad(x, (0, 0, 1, -1))
+
+
+def shift_keys(k, before, head_dim):
+    """Returns the keys k (B, T, C_kv), where half of each head's channels, those that rotary turns slowest, are of the
+    position before: `before`, (B, T, C_kv).
+
+    So one layer finds what followed earlier occurrences of a token: it looks for the key of the token itself, at the
+    position after it. Otherwise one layer has to copy each token's predecessor first, and another one finds it
+    (arXiv 2209.11895); the idea is modded-nanogpt's, and its gain on C++ is in dev/LOG.md.
+    """
+    return torch.where(_keeps_place(k, head_dim), k, before)
+
+
+def shift_keys_backward(d_k, head_dim):
+    """Returns the gradient of k in shift_keys(k, one_later(k), head_dim), from that of its result."""
+    return torch.where(_keeps_place(d_k, head_dim), d_k, F.pad(d_k, (0, 0, -1, 1)))
+
+
+def _keeps_place(k, head_dim):
+    return torch.arange(k.size(-1), device=k.device) % (head_dim // 2) < head_dim // 4
+
+
 def split_heads(x, head_dim):
     """Turns (B, T, H × head_dim) into (B, H, T, head_dim)."""
     return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
@@ -107,18 +132,20 @@ def softcapped(logits, softcap):
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
-def gpt_layer(x, x0, weights, rotary, attend, value=None):
+def gpt_layer(x, x0, weights, rotary, attend, value=None, before=None):
     """One layer of the GPT: returns x (B, T, C) after attention and MLP.
 
     x0: the embedding, which every layer adds; weights: LayerWeights or GatedLayerWeights, cast to the dtype of x here;
     rotary: cos and sin (T, head_dim / 2) in the dtype of x; attend(q, k, v): attention as in Kernels, with this layer's
-    window; value: what is added to attention's values, (B, T, C_kv), or None.
+    window; value: what is added to attention's values, (B, T, C_kv), or None; before: a function that gives each
+    position of keys (B, T, C_kv) those of the position before it, for shift_keys, or None where keys stay in place.
     """
     w = type(weights)(*(weight.to(x.dtype) for weight in weights))
     x = w.resid_scale * x + w.x0_scale * x0
     normed = norm(x)
     head_dim = 2 * rotary[0].size(-1)
     q, k, v = (F.linear(normed, weight) for weight in (w.attn_q, w.attn_k, w.attn_v))
+    k = k if before is None else shift_keys(k, before(k), head_dim)
     v = gated(gate_of(w, VALUES, normed), v)
     q, k, v = (split_heads(product, head_dim) for product in (q, k, v if value is None else v + value))
     q, k = norm(apply_rotary(q, *rotary)), norm(apply_rotary(k, *rotary))  # QK-norm

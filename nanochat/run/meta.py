@@ -15,8 +15,8 @@ from nanochat.common import BadInput
 
 META = "meta.json"
 # 1 has no format_version, 2 no rotary_base in a GPT's config, 3 no tasks in a TRM's, 4 no layer_gates in a GPT's, 5 no
-# value_embeddings, 6 no short_window
-FORMAT_VERSION = 7
+# value_embeddings, 6 no short_window, 7 no key_shift
+FORMAT_VERSION = 8
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Meta:
                 raise TypeError(f"{name} is {json.dumps(found[name])[:40]}")
         task, version = found.get("task", "language"), found.get("format_version", 1)
         older = {"language": ((3, "rotary_base", 10_000.0), (5, "layer_gates", False), (6, "value_embeddings", False),
-                              (7, "short_window", _half_if_any(found["config"]))),
+                              (7, "short_window", _half_if_any(found["config"])), (8, "key_shift", False)),
                  "puzzles": ((4, "tasks", 0),)}
         added = {name: value for since, name, value in older.get(task, ()) if version < since}
         flags = _flags_of_version(version, found["flags"]) if task == "language" else found["flags"]

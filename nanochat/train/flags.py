@@ -102,6 +102,8 @@ class ModelFlags:
                                "--short_window of them; the last layer is always L")
     short_window: int = flag(-1, "positions that a layer S sees; -1: a quarter of --max_seq_len, in whole 128s, and as "
                              "before in a resumed run", at_least=1, at_most=2**20, unset=-1)
+    key_shift: str = flag("auto", "in half of each head's channels, a position's keys are those of the position before "
+                          "it; auto: on, and as before in a resumed run", choices=("auto", "on", "off"))
     softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)
     layer_gates: bool = flag(False, "attention's values and what attention and MLP add are multiplied by gates, "
                              "learnt numbers that depend on the token")

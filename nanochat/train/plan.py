@@ -123,9 +123,12 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         raise BadInput(f"--short_window={model.short_window}, but no layer of --window_pattern={model.window_pattern} "
                        "is short: give a pattern with S, such as SSSL, too")
     short_window = max(model.short_window, 0) or (meta.config["short_window"] if meta else None)
+    key_shift = model.key_shift == "on"
+    if model.key_shift == "auto":
+        key_shift = meta.config["key_shift"] if meta else True
     config = config_for_depth(
         model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=model.window_pattern,
-        short_window=short_window, softcap=model.softcap, layer_gates=model.layer_gates,
+        short_window=short_window, softcap=model.softcap, key_shift=key_shift, layer_gates=model.layer_gates,
         value_embeddings=model.value_embeddings,
         n_embd=max(model.model_dim, 0), n_head=max(model.num_heads, 0), n_kv_head=max(model.num_kv_heads, 0),
         rotary_base=meta.config["rotary_base"] if meta else None)
@@ -284,11 +287,12 @@ def describe_plan(plan, tokenizer):
     tokens, total_flops = plan.tokens(0, plan.num_iterations), plan.flops(0, plan.num_iterations)
     in_the_end = " in the end" if plan.switches else ""
     short = f" (S: {config.short_window:,} positions)" if any(config.windows()) else ""
+    shift = "" if config.key_shift else ", keys not shifted"
     lines = {
         "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, "
                    f"{str(plan.dtype).removeprefix('torch.')} compute",
         "model": f"depth {config.n_layer}, width {config.n_embd}, {config.n_head} heads of {config.head_dim} "
-                 f"({config.n_kv_head} for keys and values), windows {config.window_pattern}{short}, "
+                 f"({config.n_kv_head} for keys and values), windows {config.window_pattern}{short}{shift}, "
                  f"vocabulary {config.vocab_size:,}",
         "parameters": f"{sum(plan.parameters.values()):,} = "
                       + " + ".join(f"{n:,} {group}" for group, n in plan.parameters.items()),

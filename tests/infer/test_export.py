@@ -62,6 +62,15 @@ for number, job in enumerate(json.load(sys.stdin)):
         found[f"{number} tokens"] = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ids.shape[1] - job["prompt_len"],
             do_sample=False, eos_token_id=-1, pad_token_id=0)[0].numpy()
+        padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), prompt], dim=1)
+        is_text = torch.arange(padded.shape[1])[None] >= 7
+        with torch.no_grad():
+            found[f"{number} padded"] = model(padded, attention_mask=is_text.long()).logits[0, 7:].numpy()
+        for cache in ("dynamic", "static"):
+            found[f"{number} {cache}"] = model.generate(
+                torch.cat([padded, padded]), attention_mask=torch.cat([is_text, torch.ones_like(is_text)]).long(),
+                max_new_tokens=ids.shape[1] - job["prompt_len"], do_sample=False, eos_token_id=-1, pad_token_id=0,
+                cache_implementation=cache, disable_compile=True)[0, 7:].numpy()
         found[f"{number} class"] = type(model).__name__
         found[f"{number} end"] = model.generation_config.eos_token_id
 np.savez(sys.argv[1], **found)
@@ -81,7 +90,7 @@ def read(folder, jobs):
 @torch.no_grad()
 def make_model(tokenizer, scaled=True, kv_heads=2, pattern="SL", softcap=15.0, **sizes):
     """A model that has learnt nothing but is far from uniform."""
-    sizes = {"max_seq_len": CONTEXT, "n_layer": 3, "n_embd": 64, "n_head": 4, **sizes}
+    sizes = {"max_seq_len": CONTEXT, "n_layer": 3, "n_embd": 64, "n_head": 4, "key_shift": False, **sizes}
     config = {"n_kv_head": kv_heads, "window_pattern": pattern, "softcap": softcap, **sizes}
     model = GPT(GPTConfig(vocab_size=tokenizer.n_vocab, **config), get_kernels("current", "cpu")).init_weights(seed=1)
     generator = torch.Generator().manual_seed(2)
@@ -130,12 +139,12 @@ def stress_strings(count, seed=0):
             for _ in range(count)]
 
 
-GATES, VALUES = {"layer_gates": True}, {"value_embeddings": True}
+GATES, VALUES, SHIFT = {"layer_gates": True}, {"value_embeddings": True}, {"key_shift": True}
 # Scales of the residual stream, heads of keys and values, windows, softcap, other parts.
-COMBINATIONS = list(itertools.product((False, True), (4, 1), ("L", "SSL"), (15.0, 0.0), ({}, GATES, VALUES)))
+COMBINATIONS = list(itertools.product((False, True), (4, 1), ("L", "SSL"), (15.0, 0.0), ({}, GATES, VALUES, SHIFT)))
 SOME = [(False, 4, "L", 15.0, {}), (False, 1, "L", 0.0, {}), (False, 4, "SSL", 0.0, {}), (True, 1, "SSL", 15.0, {}),
         (False, 4, "L", 15.0, GATES), (False, 2, "L", 15.0, {"n_layer": 4, **VALUES}),
-        (True, 2, "SSL", 15.0, GATES | VALUES | {"short_window": 20})]
+        (True, 2, "L", 15.0, SHIFT), (True, 2, "SSL", 15.0, GATES | VALUES | SHIFT | {"short_window": 20})]
 
 
 @pytest.mark.parametrize("combinations", [SOME, pytest.param(COMBINATIONS, marks=pytest.mark.slow)])
@@ -155,7 +164,11 @@ def test_every_combination_of_the_model_is_exact_in_transformers(tmp_path, byte_
     for number, model in enumerate(models):
         torch.testing.assert_close(torch.tensor(found[f"{number} logits"]), model(torch.tensor([ids]))[0],
                                    atol=1e-4, rtol=0)
-        assert found[f"{number} tokens"].tolist() == greedy(model, ids[:PROMPT_LEN], CONTEXT - PROMPT_LEN)
+        expected = greedy(model, ids[:PROMPT_LEN], CONTEXT - PROMPT_LEN)
+        for way in ("tokens", "dynamic", "static"):
+            assert found[f"{number} {way}"].tolist() == expected, (number, way)
+        torch.testing.assert_close(torch.tensor(found[f"{number} padded"]), model(torch.tensor([ids[:PROMPT_LEN]]))[0],
+                                   atol=1e-4, rtol=0)
         assert str(found[f"{number} class"]).startswith("Scaled") == jobs[number]["trusted"]
         assert found[f"{number} end"].tolist() == [tokenizer.bos_id, tokenizer.special("<|file_sep|>")]
     assert len({found[f"{number} logits"].tobytes() for number in range(len(models))}) == len(models)
@@ -239,7 +252,7 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
     manifest["totals"]["base_data_v3"] |= {"documents": 2, "files": 6}  # of prepare_data --pack=project
     assert "6 files with 700 b" in model_card._data_of(manifest)
     assert "--seq_len_ramp=0:8,2:16\n" in model_card._recipe(make_meta(flags={"seq_len_ramp": "0:8,2:16"}))
-    assert "base_train --layer_gates --seed=0\n" in model_card._recipe(make_meta(flags={
+    assert "base_train --key_shift=off --layer_gates --seed=0\n" in model_card._recipe(make_meta(flags={
         "layer_gates": True, "value_embeddings": False, "seed": 0}))
     taught = {"teacher": "/home/me/large/step_000100", "kd_weight": 0.5, "kd_temperature": 2.0, "kd_until": 0.8}
     assert "of the model large/step_000100: weight 0.5\nat temperature 2, in the first 80% of the steps." in \

@@ -5,13 +5,14 @@ import pytest
 import torch
 import torch_xla
 
-from nanochat.kernels.gpt_layer import gpt_layer_for_loop, plain_layer
+from nanochat.kernels.gpt_layer import How, gpt_layer_for_loop
 from nanochat.kernels.layer_loop import Layer, run_layers
 from nanochat.kernels.xla import PYTORCH_ATTENTION
 from nanochat.model.layers import LayerWeights, rotary_tables
 
-BY_HAND = gpt_layer_for_loop(PYTORCH_ATTENTION)
 LAYERS, BATCH, TIME, WIDTH, HEADS, KV_HEADS = 3, 2, 6, 16, 2, 1
+BY_HAND = gpt_layer_for_loop(How(PYTORCH_ATTENTION))
+SHIFTED = gpt_layer_for_loop(How(PYTORCH_ATTENTION, shifted_head_dim=WIDTH // HEADS))
 
 
 def gpt_weights():
@@ -52,13 +53,14 @@ def by_autograd(layer, stacks, x, windows, tables):
 
 @pytest.mark.parametrize("windows", [None, (3, 2, 6)])
 @pytest.mark.parametrize("layer, keeps_input_only", [
-    (plain_layer, False), (BY_HAND, False), (BY_HAND, True),
-    (gpt_layer_for_loop(PYTORCH_ATTENTION, keeps_qkv=False), False)])
+    (Layer(BY_HAND.forward), False), (BY_HAND, False), (BY_HAND, True), (SHIFTED, False), (SHIFTED, True),
+    (gpt_layer_for_loop(How(PYTORCH_ATTENTION, keeps_qkv=False)), False),
+    (gpt_layer_for_loop(How(PYTORCH_ATTENTION, keeps_qkv=False, shifted_head_dim=WIDTH // HEADS)), False)])
 def test_the_loop_gives_the_gradients_of_autograd_by_default_and_by_hand(layer, keeps_input_only, windows):
     stacks, x = gpt_weights()
     tables = rotary_tables(torch.arange(TIME), WIDTH // HEADS)
     found = by_loop(layer, stacks, x, windows, tables, keeps_input_only)
-    for one, other in zip(found, by_autograd(plain_layer, stacks, x, windows, tables), strict=True):
+    for one, other in zip(found, by_autograd(layer, stacks, x, windows, tables), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5 * float(other.abs().max()), rtol=1e-4)
 
 

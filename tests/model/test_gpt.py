@@ -57,6 +57,9 @@ def reference_logits(model, ids):
             x = w["resid_scale"][layer] * x + w["x0_scale"][layer] * x0
             h = rms(x)
             q, k, v = (h @ w[name][layer].T for name in ("attn_q", "attn_k", "attn_v"))
+            if c.key_shift:
+                moves = [i for i in range(k.shape[1]) if i % (c.head_dim // 2) >= c.head_dim // 4]
+                k[:, moves] = torch.cat([torch.zeros(1, len(moves)).double(), k[:-1, moves]])
             v = gate(layer, 0, h) * v
             if c.value_embeddings and (c.n_layer - layer) % 2:
                 v += w["value_table"][row].chunk((c.n_layer + 1) // 2, dim=1)[layer // 2]
@@ -78,8 +81,9 @@ def reference_logits(model, ids):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("overrides", [{}, {"n_kv_head": 2}, {"n_kv_head": 1, "window_pattern": "SSL"},
-                                       {"layer_gates": True}, {"n_kv_head": 2, "value_embeddings": True},
+@pytest.mark.parametrize("overrides", [{}, {"key_shift": False}, {"n_kv_head": 2},
+                                       {"n_kv_head": 1, "window_pattern": "SSL"}, {"layer_gates": True},
+                                       {"n_kv_head": 2, "value_embeddings": True},
                                        {"n_layer": 3, "value_embeddings": True, "layer_gates": True}])
 def test_logits_equal_an_independent_reference(overrides):
     config = GPTConfig(**{**TINY, **overrides})
@@ -150,7 +154,7 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
                                    msg=lambda m, name=name: name + m)
 
 
-@pytest.mark.parametrize("options", [{}, {"layer_gates": True}, {"value_embeddings": True}])
+@pytest.mark.parametrize("options", [{}, {"key_shift": False}, {"layer_gates": True}, {"value_embeddings": True}])
 def test_cached_hidden_states_equal_uncached_ones(options):
     config = GPTConfig(**{**TINY, "n_kv_head": 2, "window_pattern": "SL", **options})
     model, ids = build(config), some_ids(config)

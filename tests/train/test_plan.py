@@ -110,10 +110,18 @@ def test_windows_are_those_of_the_checkpoint_unless_a_flag_says_otherwise():
     assert windows(meta_with(short_window=512), "--window_pattern=SL") == [512, None, 512, None]
 
 
+@pytest.mark.parametrize("given, of_checkpoint, found", [
+    ((), None, True), ((), False, False), ((), True, True), (("--key_shift=off",), None, False),
+    (("--key_shift=off",), True, False), (("--key_shift=on",), False, True)])
+def test_keys_are_shifted_as_in_the_checkpoint_unless_a_flag_says_otherwise(given, of_checkpoint, found):
+    meta = None if of_checkpoint is None else meta_with(key_shift=of_checkpoint)
+    assert make_plan(parse_flags(["--depth=4", *given]), 65536, "cpu", 8, meta).config.key_shift is found
+
+
 def meta_with(**config):
-    """Returns the Meta of a checkpoint whose model has this config and no windows."""
-    return Meta(step=1, config={"rotary_base": 10_000.0, "short_window": 0} | config, tokenizer_sha256="",
-                data_fingerprint="", flags={}, rng="")
+    """Returns the Meta of a checkpoint whose model has this config, no windows, and keys that stay in place."""
+    return Meta(step=1, config={"rotary_base": 10_000.0, "short_window": 0, "key_shift": False} | config,
+                tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
 
 
 def test_a_schedule_that_more_devices_cannot_divide_is_refused():
