@@ -15,7 +15,13 @@ an error, where trust_remote_code is left out. Licence: MIT.
 """
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -30,6 +36,8 @@ from transformers.models.nanochat.modeling_nanochat import (
 )
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
+
+PLAIN_LAYERS = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer  # of caches
 
 
 class ScaledNanoChatConfig(NanoChatConfig):
@@ -59,6 +67,8 @@ class ScaledNanoChatAttention(NanoChatAttention):
         q, k, v = (x.view(shape).transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
         products = k
         if self.config.key_shift:
+            if kwargs.get("cache") is not None:
+                raise ValueError("a model with shifted keys cannot be batched continuously: use generate()")
             k = self.shifted(k, past_key_values, has_before[:, None, :, None])
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -76,12 +86,19 @@ class ScaledNanoChatAttention(NanoChatAttention):
         """Returns the keys k (B, heads, T, head_dim), half of the channels from the position before."""
         last, layers = torch.zeros_like(k[:, :, :1]), past_key_values.layers if past_key_values is not None else ()
         if len(layers) > self.layer_idx and layers[self.layer_idx].is_initialized:
-            kept = layers[self.layer_idx].keys  # keys and their products
-            index = torch.as_tensor(layers[self.layer_idx].get_seq_length(), device=k.device).clamp(1, kept.size(2)) - 1
-            last = kept.index_select(2, index.reshape(1))[..., self.head_dim:]
+            layer = layers[self.layer_idx]
+            if past_key_values.offloading or type(layer) not in PLAIN_LAYERS:
+                raise ValueError("a model with shifted keys needs a dynamic or a static cache, without offloading, and "
+                                 f"this one has {type(layer).__name__}")
+            kept, length = layer.keys, layer.get_seq_length()  # keys and their products
+            if isinstance(layer, StaticLayer) and not (isinstance(length, int) and length >= kept.size(2)):
+                # a tensor, because a number would be compiled into the program, and another one at the next token
+                last = kept.index_select(2, layer.cumulative_length.clamp(min=1).reshape(1) - 1)[..., self.head_dim:]
+            elif length:
+                last = kept[:, :, -1:, self.head_dim:]
         before = torch.where(has_before, torch.cat([last, k[:, :, :-1]], dim=2), 0.0).to(k.dtype)
         channel = torch.arange(self.head_dim, device=k.device) % (self.head_dim // 2)
-        return torch.where(channel < self.head_dim // 4, k, before)
+        return torch.where(channel < (self.head_dim // 2 + 1) // 2, k, before)
 
 
 class ScaledNanoChatLayer(NanoChatDecoderLayer):
@@ -114,6 +131,7 @@ class ScaledNanoChatLayer(NanoChatDecoderLayer):
 class Scaled:
     """What the model has in common with and without its head."""
     config_class = ScaledNanoChatConfig
+    _supports_attention_backend = False  # one that keeps the keys itself would not shift them
 
     def post_init(self):
         super().post_init()
@@ -146,8 +164,12 @@ class ScaledNanoChatModel(Scaled, NanoChatModel):
         embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        last = self.config.num_hidden_layers - 1  # sees everything: its static cache knows its length as a tensor
+        past_length = past_key_values.get_seq_length(last) if past_key_values is not None else 0
+        is_flat = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2  # (B, T)
+        if self.config.key_shift and position_ids is None and attention_mask is not None and not is_flat:
+            raise ValueError("a model with shifted keys needs position_ids with a mask that is not (rows, positions)")
         if position_ids is None:
-            past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (past_length + torch.arange(embeddings.shape[1], device=embeddings.device))[None]
         masks = attention_mask  # {type of layer: mask} where generate() has made them for a compiled forward
         if not isinstance(masks, dict):
@@ -156,9 +178,9 @@ class ScaledNanoChatModel(Scaled, NanoChatModel):
             makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
             masks = {kind: makers[kind](**arguments) for kind in set(self.config.layer_types)}
         has_before = position_ids > 0
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:  # padding comes before no text
-            is_text = nn.functional.pad(attention_mask, (1, -1)).bool()
-            has_before = has_before & is_text[:, -embeddings.shape[1]:]
+        if is_flat:  # padding comes before no text
+            here = past_length + torch.arange(embeddings.shape[1], device=embeddings.device)
+            has_before = has_before & nn.functional.pad(attention_mask, (1, 0)).bool()[:, here]
         rotary = self.rotary_emb(embeddings, position_ids=position_ids)
         x0 = hidden_states = self.norm(embeddings)
         values = [0.0] * len(self.layers)

@@ -111,7 +111,7 @@ def shift_keys_backward(d_k, head_dim):
 
 
 def _keeps_place(k, head_dim):
-    return torch.arange(k.size(-1), device=k.device) % (head_dim // 2) < head_dim // 4
+    return torch.arange(k.size(-1), device=k.device) % (head_dim // 2) < (head_dim // 2 + 1) // 2
 
 
 def split_heads(x, head_dim):

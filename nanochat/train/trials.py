@@ -135,12 +135,16 @@ def plan_of(flags):
     return task.plan, inputs
 
 
+WITHOUT_FLAG = {"key_shift": "off"}  # what runs of before a flag did, where its default is something else
+
+
 def require_same_flags(trial):
     """Raises BadInput if the run's folder is of a run with other flags, data or tokenizer."""
     if not (trial.directory / METRICS_FILE).exists():
         return
     notes = trial.notes()
     saved, now = notes.get("flags", {}) | notes.get("inputs", {}), trial.flags.as_dict() | trial.inputs
+    saved = saved and WITHOUT_FLAG | saved
     changed = [f"{name} {saved[name]} -> {now[name]}" for name in now if name in saved and saved[name] != now[name]]
     if changed or not saved:
         raise BadInput(f"{trial.directory} is of a run with other flags or data "

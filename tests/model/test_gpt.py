@@ -58,7 +58,7 @@ def reference_logits(model, ids):
             h = rms(x)
             q, k, v = (h @ w[name][layer].T for name in ("attn_q", "attn_k", "attn_v"))
             if c.key_shift:
-                moves = [i for i in range(k.shape[1]) if i % (c.head_dim // 2) >= c.head_dim // 4]
+                moves = [i for i in range(k.shape[1]) if i % (c.head_dim // 2) >= math.ceil(c.head_dim / 4)]
                 k[:, moves] = torch.cat([torch.zeros(1, len(moves)).double(), k[:-1, moves]])
             v = gate(layer, 0, h) * v
             if c.value_embeddings and (c.n_layer - layer) % 2:
@@ -119,9 +119,9 @@ def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
     *((kernel, device_type, setting) for setting in ("none", "all") for kernel, device_type in (
         ("current", "cpu"), ("chunked", "cpu"), ("current", "xla"), ("chunked", "xla"), ("flash", "xla"))),
     ("chunked", "xla", "qkv"), ("flash", "xla", "qkv")])
-@pytest.mark.parametrize("softcap, layer_gates, value_embeddings", [(15.0, False, False), (0.0, True, True)])
+@pytest.mark.parametrize("softcap, has_parts", [(15.0, False), (0.0, True)])
 def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_checkpointing, device_type, softcap,
-                                                          layer_gates, value_embeddings, monkeypatch):
+                                                          has_parts, monkeypatch):
     monkeypatch.setattr(plain, "CHUNK_TOKENS", 5)
     monkeypatch.setattr(on_cpu, "CHUNK_TOKENS", 5)
     monkeypatch.setattr(on_cpu, "BLOCK_TOKENS", 2)
@@ -129,8 +129,8 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
     monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 5)
     monkeypatch.setattr(xla, "CHUNK_TOKENS", 100 if activation_checkpointing == "none" else 8)
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
-                       window_pattern="SL", softcap=softcap, layer_gates=layer_gates,
-                       value_embeddings=value_embeddings)
+                       window_pattern="SL", softcap=softcap, key_shift=has_parts, layer_gates=has_parts,
+                       value_embeddings=has_parts)
     ids, targets = some_ids(config), some_ids(config, seed=5)
     targets[0, 3] = IGNORE_INDEX
     reference = build(config)

@@ -149,6 +149,7 @@ def test_a_config_that_makes_no_model_is_refused_by_the_name_of_its_field(tmp_pa
 
 @pytest.mark.parametrize("change, message", [
     ({"config": {"n_layer": 3, "n_embd": 128}}, "another architecture: --depth is 2 there and 3 here"),
+    ({"config": {"n_layer": 2, "n_embd": 128, "key_shift": True}}, "--key_shift is off there and on here"),
     ({"tokenizer_sha256": "cc" * 32}, "another tokenizer"),
     ({"data_fingerprint": "cc" * 32}, "other data than that in --data_dir"),
 ])

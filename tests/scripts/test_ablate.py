@@ -136,6 +136,16 @@ def test_a_run_of_the_same_name_with_other_flags_is_refused(write_table):
         ablate.main([str(write_table(num_iterations=100))])
 
 
+def test_a_run_of_before_key_shift_counts_as_one_without_it(write_table):
+    for trial in read_trials(write_table()):
+        finish(trial)
+        notes = trial.notes()
+        del notes["flags"]["key_shift"]
+        (trial.directory / "ablate.json").write_text(json.dumps(notes))
+    with pytest.raises(BadInput, match="of a run with other flags or data .key_shift off -> auto.: rename"):
+        ablate.main([str(write_table())])
+
+
 @pytest.mark.parametrize("what", ["tokenizer", "train", "val"])
 def test_so_is_one_whose_data_or_tokenizer_has_changed_in_place(what, write_table, tmp_path, byte_tokenizer_dir,
                                                                 corpus_dir):
