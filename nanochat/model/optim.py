@@ -21,6 +21,7 @@ ADAM_EPS = 1e-10
 MUON_BETA2 = 0.95
 REFERENCE_WIDTH = 768  # the width at which the learning rates of AdamW were tuned
 REFERENCE_BATCH_TOKENS = 2**19  # the batch at which all learning rates were tuned
+WARMUP_STEPS = 40
 REFERENCE_RUN_TOKENS, SHORTEST_RUN_TOKENS = 2**32, 2**16  # longer runs have the tuned rates; no shorter was tried
 
 
@@ -34,7 +35,8 @@ class OptimConfig:
     scalar_lr: float = flag(0.5, "learning rate of AdamW for the scales of the residual stream", at_least=0)
     weight_decay: float = flag(4.0, "in a run, the matrices decay by exp(-weight_decay) at most: at the full learning "
                                "rate, and where updates shrink the weights, too", at_least=0)
-    warmup_steps: int = flag(40, "steps in which the learning rates rise", at_least=0)
+    warmup_steps: int = flag(-1, f"steps in which the learning rates rise; -1: {WARMUP_STEPS}, or a fifth of the run if "
+                             "that is less", at_least=0, unset=-1)
     warmdown_ratio: float = flag(0.5, "fraction of the run in which the learning rates fall", at_least=0, at_most=1)
     final_lr_frac: float = flag(0.05, "fraction of the learning rates that is left at the end", at_least=0, at_most=1)
 
@@ -47,7 +49,8 @@ def lr_multiplier(step, num_iterations, config):
     """Returns the factor of all learning rates, 0 to 1: warm-up, flat, then linear to `final_lr_frac` (the trapezoid of
     arXiv 2405.18392), where it stays."""
     step = min(step, num_iterations)
-    warmup = min(config.warmup_steps, num_iterations)
+    warmup = config.warmup_steps if config.warmup_steps >= 0 else min(WARMUP_STEPS, max(num_iterations // 5, 1))
+    warmup = min(warmup, num_iterations)
     warmdown = round(config.warmdown_ratio * num_iterations)
     if step < warmup:
         return (step + 1) / warmup
@@ -68,10 +71,10 @@ def batch_lr_scale(total_batch_size):
 
 
 def run_lr_scale(run_tokens):
-    """Shorter runs need higher learning rates: (2^32 / tokens)^(1/4), from 16 at 2^16 tokens to 1 at 2^32, the form of
-    arXiv 2409.19913 (exponent 0.32 there; ours: dev/LOG.md)."""
+    """Shorter runs need higher learning rates: (2^32 / tokens)^0.32, from 34.8 at 2^16 tokens to 1 at 2^32 (the form and
+    exponent of arXiv 2409.19913; how near the best it is: dev/LOG.md)."""
     tokens = min(max(run_tokens, SHORTEST_RUN_TOKENS), REFERENCE_RUN_TOKENS)
-    return (REFERENCE_RUN_TOKENS / tokens) ** 0.25
+    return (REFERENCE_RUN_TOKENS / tokens) ** 0.32
 
 
 def width_lr_scale(width):

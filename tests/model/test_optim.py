@@ -36,11 +36,18 @@ def test_learning_rate_rises_stays_and_falls():
     assert multipliers[99] == pytest.approx(0.1 + 0.9 / 50)
 
 
+@pytest.mark.parametrize("steps, rising", [(1, 1), (4, 1), (32, 6), (100, 20), (200, 40), (10_000, 40)])
+def test_by_default_learning_rates_rise_in_a_fifth_of_a_short_run(steps, rising):
+    multipliers = [lr_multiplier(step, steps, OptimConfig(warmdown_ratio=0)) for step in range(steps)]
+    assert multipliers.index(1.0) == rising - 1
+    assert lr_multiplier(0, 100, OptimConfig(warmup_steps=0)) == 1.0
+
+
 def test_scales_are_one_where_the_rates_were_tuned():
     assert batch_lr_scale(2**19) == width_lr_scale(768) == 1
     assert batch_lr_scale(2**17) == 0.5
     assert width_lr_scale(768 * 4) == 0.5
-    assert [run_lr_scale(2**power) for power in (10, 16, 28, 32, 40)] == [16, 16, 2, 1, 1]
+    assert [run_lr_scale(2**power) for power in (10, 16, 28, 32, 40)] == [2**5.12, 2**5.12, 2**1.28, 1, 1]
     assert [muon_momentum(step) for step in (0, 300, 9999)] == pytest.approx([0.85, 0.95, 0.95])
 
 
