@@ -22,7 +22,7 @@ MUON_BETA2 = 0.95
 REFERENCE_WIDTH = 768  # the width at which the learning rates of AdamW were tuned
 REFERENCE_BATCH_TOKENS = 2**19  # the batch at which all learning rates were tuned
 WARMUP_STEPS = 40
-REFERENCE_RUN_TOKENS, SHORTEST_RUN_TOKENS = 2**32, 2**16  # longer runs have the tuned rates; no shorter was tried
+REFERENCE_RUN_TOKENS, SHORTEST_RUN_TOKENS = 2**32, 2**18  # longer runs have the tuned rates; no shorter was tried
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def batch_lr_scale(total_batch_size):
 
 
 def run_lr_scale(run_tokens):
-    """Shorter runs need higher learning rates: (2^32 / tokens)^0.32, from 34.8 at 2^16 tokens to 1 at 2^32 (the form and
+    """Shorter runs need higher learning rates: (2^32 / tokens)^0.32, from 22.3 at 2^18 tokens to 1 at 2^32 (the form and
     exponent of arXiv 2409.19913; how near the best it is: dev/LOG.md)."""
     tokens = min(max(run_tokens, SHORTEST_RUN_TOKENS), REFERENCE_RUN_TOKENS)
     return (REFERENCE_RUN_TOKENS / tokens) ** 0.32
