@@ -52,7 +52,8 @@ def main(argv=None):
         "--val_projects=torch/c10", env=env)
     run("2. training", "scripts.base_train", "--run=dummy", "--resume=never", "--device_type=xla", "--depth=4",
         f"--num_iterations={flags.num_iterations}", "--max_seq_len=256", "--device_batch_size=2",
-        f"--total_batch_size={512 * flags.devices}", "--eval_every=1000", "--eval_tokens=16384", "--save_every=1000", "--sample_every=-1", "--log_every=10", env=env)
+        f"--total_batch_size={512 * flags.devices}", "--eval_every=1000", "--eval_tokens=16384", "--save_every=1000",
+        "--sample_every=-1", "--log_every=10", env=env)
     run("3. a completion", "scripts.generate", "--checkpoint=dummy", "--device_type=xla", f"--prompt={PROMPT}",
         "--echo", "--max_tokens=100", "--temperature=0.6", env=env)
 

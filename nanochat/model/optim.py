@@ -35,8 +35,8 @@ class OptimConfig:
     scalar_lr: float = flag(0.5, "learning rate of AdamW for the scales of the residual stream", at_least=0)
     weight_decay: float = flag(4.0, "in a run, the matrices decay by exp(-weight_decay) at most: at the full learning "
                                "rate, and where updates shrink the weights, too", at_least=0)
-    warmup_steps: int = flag(-1, f"steps in which the learning rates rise; -1: {WARMUP_STEPS}, or a fifth of the run if "
-                             "that is less", at_least=0, unset=-1)
+    warmup_steps: int = flag(-1, f"steps in which the learning rates rise; -1: {WARMUP_STEPS}, or a fifth of the run "
+                             "if that is less", at_least=0, unset=-1)
     warmdown_ratio: float = flag(0.5, "fraction of the run in which the learning rates fall", at_least=0, at_most=1)
     final_lr_frac: float = flag(0.05, "fraction of the learning rates that is left at the end", at_least=0, at_most=1)
 
@@ -71,8 +71,8 @@ def batch_lr_scale(total_batch_size):
 
 
 def run_lr_scale(run_tokens):
-    """Shorter runs need higher learning rates: (2^32 / tokens)^0.32, from 22.3 at 2^18 tokens to 1 at 2^32 (the form and
-    exponent of arXiv 2409.19913; how near the best it is: dev/LOG.md)."""
+    """Shorter runs need higher learning rates: (2^32 / tokens)^0.32, from 22.3 at 2^18 tokens to 1 at 2^32 (the form
+    and the exponent of arXiv 2409.19913; how near the best it is: dev/LOG.md)."""
     tokens = min(max(run_tokens, SHORTEST_RUN_TOKENS), REFERENCE_RUN_TOKENS)
     return (REFERENCE_RUN_TOKENS / tokens) ** 0.32
 
