@@ -37,7 +37,8 @@ CONFIG_FIELDS = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_
 def check_exportable(model):
     """Raises BadInput if the GPT has parts that the files could not express."""
     if 1 in model.config.windows():
-        raise BadInput("--checkpoint: the model has windows of 1 position, which transformers' cache cannot keep")
+        raise BadInput("--checkpoint: the model has windows of 1 position, with which the cache of transformers gives "
+                       "wrong results: it cannot be exported")
     unknown = model.state_dict().keys() - LAYER_NAMES.keys() - OTHER_NAMES.keys()
     unknown |= asdict(model.config).keys() - CONFIG_FIELDS
     if unknown:

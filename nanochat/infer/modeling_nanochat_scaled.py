@@ -68,7 +68,7 @@ class ScaledNanoChatAttention(NanoChatAttention):
         products = k
         if self.config.key_shift:
             if kwargs.get("cache") is not None:
-                raise ValueError("a model with shifted keys cannot be batched continuously: use generate()")
+                raise ValueError("shifted keys do not work with continuous batching: use generate()")
             k = self.shifted(k, past_key_values, has_before[:, None, :, None])
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -88,8 +88,8 @@ class ScaledNanoChatAttention(NanoChatAttention):
         if len(layers) > self.layer_idx and layers[self.layer_idx].is_initialized:
             layer = layers[self.layer_idx]
             if past_key_values.offloading or type(layer) not in PLAIN_LAYERS:
-                raise ValueError("a model with shifted keys needs a dynamic or a static cache, without offloading, and "
-                                 f"this one has {type(layer).__name__}")
+                raise ValueError("shifted keys work with a dynamic or a static cache that is not offloaded, and the "
+                                 f"layers of this one are {type(layer).__name__}")
             kept, length = layer.keys, layer.get_seq_length()  # keys and their products
             if isinstance(layer, StaticLayer) and not (isinstance(length, int) and length >= kept.size(2)):
                 # a tensor, because a number would be compiled into the program, and another one at the next token
@@ -168,7 +168,8 @@ class ScaledNanoChatModel(Scaled, NanoChatModel):
         past_length = past_key_values.get_seq_length(last) if past_key_values is not None else 0
         is_flat = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2  # (B, T)
         if self.config.key_shift and position_ids is None and attention_mask is not None and not is_flat:
-            raise ValueError("a model with shifted keys needs position_ids with a mask that is not (rows, positions)")
+            raise ValueError("attention_mask is not of the shape (rows, positions): give position_ids, too, because "
+                             "shifted keys must know where a text begins")
         if position_ids is None:
             position_ids = (past_length + torch.arange(embeddings.shape[1], device=embeddings.device))[None]
         masks = attention_mask  # {type of layer: mask} where generate() has made them for a compiled forward

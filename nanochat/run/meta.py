@@ -158,12 +158,11 @@ def require_match(path, meta, *, config, tokenizer_sha256, data_fingerprint):
     config: the model's config as a dict; None for anything that need not match.
     """
     for key, value in (config or {}).items():
-        there = meta.config.get(key)
-        if there != value:
-            if key == "key_shift":
-                there, value = ("on" if is_on else "off" for is_on in (there, value))
+        if meta.config.get(key) != value:
+            there, here = (("off", "on")[found] if isinstance(found, bool) else found
+                           for found in (meta.config.get(key), value))
             raise BadInput(f"{path} is of another architecture: {FLAGS_OF_CONFIG.get(key, f'--{key}')} is {there} "
-                           f"there and {value} here: {ADVICE}")
+                           f"there and {here} here: {ADVICE}")
     for saved, value, what in ((meta.tokenizer_sha256, tokenizer_sha256, "another tokenizer than --tokenizer_dir"),
                                (meta.data_fingerprint, data_fingerprint, "other data than that in --data_dir")):
         if value is not None and saved != value:

@@ -290,6 +290,13 @@ def test_one_flat_file_has_the_weights_and_says_how_to_compute_with_them(tmp_pat
     assert names(tmp_path) == ["a_run", "flat.safetensors"]
 
 
+def test_windows_of_one_position_are_refused(byte_tokenizer_dir):
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
+    export.check_exportable(make_model(tokenizer, short_window=2))
+    with pytest.raises(BadInput, match="windows of 1 position"):
+        export.check_exportable(make_model(tokenizer, short_window=1))
+
+
 def test_an_export_is_replaced_only_with_force_and_nothing_else_ever_is(tmp_path, run):
     out = tmp_path / "out"
     run(f"--out={out}")

@@ -22,13 +22,13 @@ def test_shifted_keys_need_a_cache_and_positions_that_are_understood(shifted):
     from transformers import QuantizedCache
     model, ids, logits = shifted
     mask = torch.ones(16, 16, dtype=torch.bool).tril()[None, None]
-    with pytest.raises(ValueError, match="needs position_ids"):
+    with pytest.raises(ValueError, match="give position_ids, too"):
         model(ids, attention_mask=mask)
-    with pytest.raises(ValueError, match="cannot be batched continuously"):
+    with pytest.raises(ValueError, match="do not work with continuous batching"):
         model(ids, cache=object())
     model.config.layer_types = ["full_attention"] * 2
     cache = QuantizedCache(backend="fp8", config=model.config)
-    with pytest.raises(ValueError, match="needs a dynamic or a static cache"):
+    with pytest.raises(ValueError, match="work with a dynamic or a static cache"):
         for part in ids.split(8, dim=1):
             model(part, past_key_values=cache)
 

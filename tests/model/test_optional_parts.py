@@ -25,5 +25,5 @@ def test_a_run_resumes_with_those_that_it_began_with(part):
     config = asdict(GPTConfig(**TINY, **{part: True}))
     meta = Meta(step=1, config=config, tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
     require_match("here", meta, config=config, tokenizer_sha256=None, data_fingerprint=None)
-    with pytest.raises(BadInput, match=f"--{part} is True there and False here"):
+    with pytest.raises(BadInput, match=f"--{part} is on there and off here"):
         require_match("here", meta, config=asdict(GPTConfig(**TINY)), tokenizer_sha256=None, data_fingerprint=None)

@@ -24,14 +24,14 @@ def test_importing_the_script_leaves_the_xla_runtime_uninitialised():
 
 
 def test_one_two_and_four_devices_give_the_same_losses(reference):
-    by_devices = {devices: reference(devices=devices) for devices in (1, 2, 4)}
+    slowly = "--warmup_steps=6"  # at the full rates, what rounding makes of sums in another order would grow
+    by_devices = {devices: reference(slowly, devices=devices) for devices in (1, 2, 4)}
     one = by_devices[1]
     assert sorted(one.losses) == [1, 2, 3, 4, 5, 6] and sorted(one.bpb) == [0, 3, 6]
     assert one.bpb[6] < one.bpb[0]
     for devices in (2, 4):
-        # sums in another order: what rounding makes of it grows from step to step
-        assert by_devices[devices].losses == pytest.approx(one.losses, rel=2e-5)
-        assert by_devices[devices].bpb == pytest.approx(one.bpb, rel=2e-5)
+        assert by_devices[devices].losses == pytest.approx(one.losses, rel=2e-6)
+        assert by_devices[devices].bpb == pytest.approx(one.bpb, rel=2e-6)
         assert [r["val_bytes"] for r in by_devices[devices].records if "val_bytes" in r] == \
                [r["val_bytes"] for r in one.records if "val_bytes" in r]
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from nanochat.common import BadInput
 from nanochat.device.prices import chip_price
 from nanochat.record.history import read_run
-from nanochat.record.measured import markdown_block
+from nanochat.record.measured import differences, markdown_block
 from scripts.report import draw_lines, has_shown, main
 
 # metrics.jsonl of six steps of a tiny model, as base_train wrote it. A second process resumed from step 2.
@@ -133,6 +133,9 @@ def test_the_block_for_an_issue_sets_what_was_measured_beside_the_estimate(inter
     assert "interruptions 1;" in block and "torch 2." in block
     text = markdown_block(run, {"depth": 4, "seed": 1}, report)
     assert "depth was 4 in the run and 2 in the preflight" in text
+    assert differences({"key_shift": "on"}, {"key_shift": "auto"}) == ""
+    assert differences({"key_shift": "off"}, {"key_shift": "auto"}) == \
+        "key_shift was off in the run and auto in the preflight"
     for content in ("", "[]", "{}", '{"accelerator": 1}'):
         path.write_text(content)
         with pytest.raises(BadInput, match="--preflight="):
