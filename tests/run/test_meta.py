@@ -149,7 +149,6 @@ def test_a_config_that_makes_no_model_is_refused_by_the_name_of_its_field(tmp_pa
 
 @pytest.mark.parametrize("change, message", [
     ({"config": {"n_layer": 3, "n_embd": 128}}, "another architecture: --depth is 2 there and 3 here"),
-    ({"config": {"n_layer": 2, "n_embd": 128, "key_shift": True}}, "--key_shift is off there and on here"),
     ({"tokenizer_sha256": "cc" * 32}, "another tokenizer"),
     ({"data_fingerprint": "cc" * 32}, "other data than that in --data_dir"),
 ])
@@ -159,6 +158,12 @@ def test_resuming_with_another_model_tokenizer_or_data_is_bad_input(tmp_path, ch
     require_match(tmp_path, meta, **ours)
     with pytest.raises(BadInput, match=message):
         require_match(tmp_path, meta, **{**ours, **change})
+
+
+def test_a_switch_of_the_model_is_on_or_off(tmp_path):
+    meta = make_meta(config={"key_shift": False})
+    with pytest.raises(BadInput, match="--key_shift is off there and on here: resume with the flags"):
+        require_match(tmp_path, meta, config={"key_shift": True}, tokenizer_sha256=None, data_fingerprint=None)
 
 
 def test_the_random_generator_is_restored():
