@@ -67,7 +67,7 @@ class GPTConfig:
                            "them")
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise BadInput(f"--window_pattern={self.window_pattern} is unknown: use letters S (short) and L (long), "
-                           "for example SSSL")
+                           "for example SSSL, or auto")
 
     @property
     def head_dim(self):

@@ -98,8 +98,9 @@ class ModelFlags:
     num_heads: int = flag(-1, "attention heads; -1: width / 128", at_least=1, at_most=2**10, unset=-1)
     num_kv_heads: int = flag(-1, "key and value heads (grouped-query attention); -1: num_heads", at_least=1,
                              at_most=2**10, unset=-1)
-    window_pattern: str = flag("L", "attention windows, one letter per layer, repeated: L all positions, S the last "
-                               "--short_window of them; the last layer is always L")
+    window_pattern: str = flag("auto", "attention windows, one letter per layer, repeated: L all positions, S the last "
+                               "--short_window of them; the last layer is always L; auto: SSSL, and as before in a "
+                               "resumed run")
     short_window: int = flag(-1, "positions that a layer S sees; -1: a quarter of --max_seq_len, in whole 128s, and as "
                              "before in a resumed run", at_least=1, at_most=2**20, unset=-1)
     key_shift: str = flag("auto", "in half of each head's channels, a position's keys are those of the position before "

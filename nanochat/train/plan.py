@@ -119,15 +119,18 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     if devices.gradient_sums == "bfloat16" and not shard_optimizer:
         where = f"on {device_type}" if not is_xla else "with --shard_optimizer=off"
         raise BadInput(f"--gradient_sums=bfloat16, but {where} gradients are summed in fp32: leave it out")
-    if model.short_window > 0 and "S" not in model.window_pattern:
-        raise BadInput(f"--short_window={model.short_window}, but no layer of --window_pattern={model.window_pattern} "
+    window_pattern = model.window_pattern
+    if window_pattern == "auto":
+        window_pattern = meta.config["window_pattern"] if meta else "SSSL"
+    if model.short_window > 0 and "S" not in window_pattern:
+        raise BadInput(f"--short_window={model.short_window}, but no layer of --window_pattern={window_pattern} "
                        "is short: give a pattern with S, such as SSSL, too")
     short_window = max(model.short_window, 0) or (meta.config["short_window"] if meta else None)
     key_shift = model.key_shift == "on"
     if model.key_shift == "auto":
         key_shift = meta.config["key_shift"] if meta else True
     config = config_for_depth(
-        model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=model.window_pattern,
+        model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=window_pattern,
         short_window=short_window, softcap=model.softcap, key_shift=key_shift, layer_gates=model.layer_gates,
         value_embeddings=model.value_embeddings,
         n_embd=max(model.model_dim, 0), n_head=max(model.num_heads, 0), n_kv_head=max(model.num_kv_heads, 0),
@@ -286,13 +289,13 @@ def describe_plan(plan, tokenizer):
                    for first, tokens in plan.batch_schedule[1:])
     tokens, total_flops = plan.tokens(0, plan.num_iterations), plan.flops(0, plan.num_iterations)
     in_the_end = " in the end" if plan.switches else ""
-    short = f" (S: {config.short_window:,} positions)" if any(config.windows()) else ""
+    windows = f"{config.window_pattern} (S: {config.short_window:,} positions)" if any(config.windows()) else "L"
     shift = "" if config.key_shift else ", keys not shifted"
     lines = {
         "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, "
                    f"{str(plan.dtype).removeprefix('torch.')} compute",
         "model": f"depth {config.n_layer}, width {config.n_embd}, {config.n_head} heads of {config.head_dim} "
-                 f"({config.n_kv_head} for keys and values), windows {config.window_pattern}{short}{shift}, "
+                 f"({config.n_kv_head} for keys and values), windows {windows}{shift}, "
                  f"vocabulary {config.vocab_size:,}",
         "parameters": f"{sum(plan.parameters.values()):,} = "
                       + " + ".join(f"{n:,} {group}" for group, n in plan.parameters.items()),

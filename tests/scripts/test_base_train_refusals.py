@@ -73,10 +73,10 @@ def test_resuming_something_else_is_refused(train, tiny, corpus_dir):
 def test_a_resumed_run_keeps_its_short_window(train, tiny):
     short = ["--window_pattern=SL", "--save_every=3"]
     train(*short, "--short_window=5", "--num_iterations=3")
-    resumed = train(*short, "--num_iterations=4")
+    resumed = train("--save_every=3", "--num_iterations=4")
     assert "step_000003" in resumed.stdout and "windows SL (S: 5 positions)" in resumed.stdout
     for flags, words in [(["--window_pattern=SL", "--short_window=6"], "--short_window is 5 there and 6 here"),
-                         ([], "--window_pattern is SL there and L here")]:
+                         (["--window_pattern=L"], "--window_pattern is SL there and L here")]:
         with pytest.raises(BadInput, match=words):
             main(last_of_each(*tiny, "--run=test", "--num_iterations=8", *flags))
 

@@ -104,7 +104,10 @@ def test_windows_are_those_of_the_checkpoint_unless_a_flag_says_otherwise():
     def windows(meta, *flags):
         return make_plan(parse_flags(["--depth=4", *flags]), 65536, "cpu", 8, meta).config.windows()
 
-    assert windows(None) == [None] * 4
+    assert windows(None) == [256] * 3 + [None]
+    assert windows(None, "--window_pattern=L") == [None] * 4
+    assert windows(meta_with()) == [None] * 4
+    assert windows(meta_with(window_pattern="SL", short_window=512)) == [512, None, 512, None]
     assert windows(None, "--window_pattern=SSSL") == [256] * 3 + [None]
     assert windows(None, "--window_pattern=SSSL", "--short_window=100") == [100] * 3 + [None]
     assert windows(meta_with(short_window=512), "--window_pattern=SL") == [512, None, 512, None]
@@ -120,8 +123,8 @@ def test_keys_are_shifted_as_in_the_checkpoint_unless_a_flag_says_otherwise(give
 
 def meta_with(**config):
     """Returns the Meta of a checkpoint whose model has this config, no windows, and keys that stay in place."""
-    return Meta(step=1, config={"rotary_base": 10_000.0, "short_window": 0, "key_shift": False} | config,
-                tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
+    of_all = {"rotary_base": 10_000.0, "window_pattern": "L", "short_window": 0, "key_shift": False}
+    return Meta(step=1, config=of_all | config, tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
 
 
 def test_a_schedule_that_more_devices_cannot_divide_is_refused():
@@ -155,7 +158,8 @@ def test_a_world_size_that_does_not_divide_is_refused():
     (["--batch_ramp=9:" + "9" * 400], "is not STEP:FACTOR"),
     (["--batch_ramp=" + "9" * 5000 + ":2"], "is not STEP:FACTOR"),
     (["--activation_checkpointing=qkv"], "=qkv needs layers that run as a loop .*--kernel=chunked has none here"),
-    (["--short_window=64"], "--short_window=64, but no layer of --window_pattern=L is short: give a pattern with S"),
+    (["--short_window=64", "--window_pattern=L"],
+     "--short_window=64, but no layer of --window_pattern=L is short: give a pattern with S"),
     (["--softcap=1e-300"], "--softcap=1e-300 is not a number of at least 1 and of at most 10000.0, or 0"),
     (["--depth=10000", "--model_dim=65536"], "--model_dim=65536 is a model of .* parameters, which needs at least"),
     (["--device_batch_size=1048576", "--max_seq_len=1048576"],
