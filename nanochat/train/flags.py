@@ -102,7 +102,7 @@ class ModelFlags:
                                "--short_window of them; the last layer is always L; auto: SSSL, and as before in a "
                                "resumed run")
     short_window: int = flag(-1, "positions that a layer S sees; -1: a quarter of --max_seq_len, in whole 128s, and as "
-                             "before in a resumed run", at_least=1, at_most=2**20, unset=-1)
+                             "before in a resumed run", at_least=2, at_most=2**20, unset=-1)
     key_shift: str = flag("auto", "in half of each head's channels, a position's keys are those of the position before "
                           "it; auto: on, and as before in a resumed run", choices=("auto", "on", "off"))
     softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)

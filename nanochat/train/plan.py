@@ -123,8 +123,10 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     if window_pattern == "auto":
         window_pattern = meta.config["window_pattern"] if meta else "SSSL"
     if model.short_window > 0 and "S" not in window_pattern:
-        raise BadInput(f"--short_window={model.short_window}, but no layer of --window_pattern={window_pattern} "
-                       "is short: give a pattern with S, such as SSSL, too")
+        instead = ("the checkpoint has this pattern, so leave it out" if model.window_pattern == "auto" else
+                   "give a pattern with S, such as SSSL, too")
+        raise BadInput(f"--short_window={model.short_window}, but no layer of --window_pattern={window_pattern} is "
+                       f"short: {instead}")
     short_window = max(model.short_window, 0) or (meta.config["short_window"] if meta else None)
     key_shift = model.key_shift == "on"
     if model.key_shift == "auto":

@@ -113,6 +113,11 @@ def test_windows_are_those_of_the_checkpoint_unless_a_flag_says_otherwise():
     assert windows(meta_with(short_window=512), "--window_pattern=SL") == [512, None, 512, None]
 
 
+def test_a_short_window_for_a_checkpoint_without_one_is_refused():
+    with pytest.raises(BadInput, match="no layer of --window_pattern=L is short: the checkpoint has this pattern, so"):
+        make_plan(parse_flags(["--depth=4", "--short_window=64"]), 65536, "cpu", 8, meta_with())
+
+
 @pytest.mark.parametrize("given, of_checkpoint, found", [
     ((), None, True), ((), False, False), ((), True, True), (("--key_shift=off",), None, False),
     (("--key_shift=off",), True, False), (("--key_shift=on",), False, True)])
