@@ -82,8 +82,8 @@ def say_error(error):
 
 
 def is_disk_full(error):
-    """Returns whether the exception says that the disk, or the user's quota, is full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    """Returns whether the exception says that the disk, or the user's quota, is full, or a file too large."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _say(line, status):

@@ -4,7 +4,7 @@
     python3 -m scripts.generate --checkpoint=d32 --tokenizer_dir=d32 --prompt='The capital of France is'
 
 That works for the models that nanochat made until January 2026, d20, d32 and d34 of 2025 among them. Later ones have
-value embeddings, which the model here does not have.
+value embeddings with gates of their own, which the model here does not have.
 """
 import json
 import pickle

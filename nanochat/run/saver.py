@@ -35,12 +35,16 @@ class PartSaver:
         if self._error:
             raise self._error
 
-    def finish(self, timeout_s=SAVE_TIMEOUT_S):
-        """Waits until the last state is on disk. Raises TimeoutError after `timeout_s` seconds."""
-        if self._thread:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
+    def finish(self, gives_up=lambda: False, timeout_s=SAVE_TIMEOUT_S):
+        """Waits until the last state is on disk. Once gives_up() returns True, or after `timeout_s` seconds, a full
+        disk is not tried again; raises TimeoutError if a minute later it is still being written."""
+        deadline = time.monotonic() + timeout_s
+        while self._thread and self._thread.is_alive():
+            if gives_up() or time.monotonic() > deadline:
+                self._superseded.set()
+            if time.monotonic() > deadline + 60:
                 raise TimeoutError(f"the last checkpoint in {self._run_dir} is not safe on disk after {timeout_s} s")
+            self._thread.join(1)
         self.check()
 
     def _begin(self, work, *args):

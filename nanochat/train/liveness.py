@@ -51,10 +51,12 @@ class Liveness:
         self._requests.finish()
 
     def begin_to_wait_for_mirror(self):
-        """Says that nothing is lost if the run ends from now on. Returns a function that says whether a stop was asked
-        for since then. On a machine that is about to end it was not: the system's SIGTERM is no reason to stop copying
-        before the machine does."""
-        requests = self._requests
-        requests.begin_to_wait_for_mirror()
-        times_asked = requests.times_asked
+        """Says that nothing is lost if the run ends from now on. Returns asked_from_now_on()."""
+        self._requests.begin_to_wait_for_mirror()
+        return self.asked_from_now_on()
+
+    def asked_from_now_on(self):
+        """Returns a function that says whether a stop was asked for after this call. On a machine that is about to end
+        it was not: the system's SIGTERM is no reason to stop saving or copying before the machine does."""
+        requests, times_asked = self._requests, self._requests.times_asked
         return lambda: requests.times_asked > times_asked and not requests.is_preempted

@@ -68,11 +68,11 @@ class Saves:
         """Returns for how many seconds the mirror has lacked the newest checkpoint, or None without a mirror."""
         return self._uploader.behind_s() if self._uploader else None
 
-    def finish(self):
-        """Waits until the last checkpoint, or this rank's part of it, is on disk. Returns whether the last state that
-        `save` was given is there, on rank 0."""
+    def finish(self, is_told_to_end):
+        """Waits until the last checkpoint, or this rank's part of it, is on disk; if the disk is full, until
+        is_told_to_end(). Returns whether the last state that `save` was given is there, on rank 0."""
         if self._saver:
-            self._saver.finish()
+            self._saver.finish(is_told_to_end)
         return self._dist.rank > 0 or self._saver.saved_step == self._saved_step
 
     def finish_mirror(self, is_told_to_end):

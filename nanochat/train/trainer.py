@@ -144,7 +144,7 @@ class Trainer:
         elif is_stopped:
             self.save()
         self.batches.close()
-        is_saved = self.saves.finish()
+        is_saved = self.saves.finish(self.liveness.asked_from_now_on())
         if self.dist.rank > 0:
             return 0
         is_told_to_end = self.liveness.begin_to_wait_for_mirror()

@@ -95,7 +95,7 @@ assert [path.name for path in checkpoint_files.list_checkpoints(run_dir)] == ["s
 save(3)  # replaces 2, which is not saved yet
 time.sleep(0.5)
 os.unlink(run_dir / "ballast")
-saver.finish(30)
+saver.finish(timeout_s=30)
 assert [path.name for path in checkpoint_files.list_checkpoints(run_dir)] == ["step_000001", "step_000003"]
 assert checkpoint_files.latest_good(run_dir).name == "step_000003" and saver.saved_step == 3
 assert not list(run_dir.glob("*.tmp")), "a checkpoint that was given up is still there"
@@ -125,10 +125,20 @@ saver.save(*state, make_meta(1))
 time.sleep(4)
 print("now there is space", flush=True)
 ballast.unlink()
-saver.finish(30)
+saver.finish(timeout_s=30)
 assert [path.name for path in checkpoint_files.list_checkpoints(run_dir)] == ["step_000001"]
 assert checkpoint_files.latest_good(run_dir) and not list(run_dir.glob("step_*/probe"))
 """
+
+
+GIVEN_UP = FULL_DISK.partition("save(3)")[0] + """
+saver.finish(lambda: True)
+assert saver.saved_step == 1 and not list(run_dir.glob("*.tmp"))
+"""
+
+
+def test_a_wait_for_a_full_disk_ends_when_it_is_told_to(tmp_path):
+    assert "step 2 is not saved" in run_on_small_disk(tmp_path, GIVEN_UP, megabytes=6)
 
 
 @pytest.mark.parametrize("script, step", [(FULL_DISK, 2), (LANES_DO_NOT_FIT, 1)], ids=["nothing", "lanes"])

@@ -54,7 +54,7 @@ def test_a_table_is_every_variant_with_every_seed_and_a_variant_s_flags_count(wr
     ("[variants.a]\nmatrix_lr = [1, 2]", r"variant a: matrix_lr = \[1, 2\] is not a flag of base_train with a value"),
     ("[variants.a]\nseed = 3", "variant a: seed is not for a table"),
     ("[variants.a]\nhelp = true", "variant a: help is not for a table"),
-    ("[variants.a]\nno_compile = false", "no_compile = false: write .off. if the flag takes on and off, else leave it out"),
+    ("[variants.a]\nno_compile = false", "no_compile = false: write .off. if the flag takes .*, else leave it out"),
     ("[variants.a]\ntotal_batch_size = 100", "variant a: --total_batch_size=100 tokens does not divide"),
     ("[variants.a]\neval_every = -1", "variant a: --eval_every=-1"),
     ("[variants.'a b']", "variant a b: --run=rates.a b.0 is not a plain name"),
