@@ -249,7 +249,8 @@ def test_a_supervision_step_on_xla_is_that_of_autograd_forward_and_backward(mixe
     torch_xla.sync()
     assert all(expected[name].abs().max() > 0 for name in expected)
     for name, other in expected.items():
-        torch.testing.assert_close(found[name].cpu(), other, rtol=0, atol=1e-5 * float(other.abs().max()), msg=name)
+        # On a processor without AVX-512, fp32 rounding is up to 2e-5 of the largest gradient.
+        torch.testing.assert_close(found[name].cpu(), other, rtol=0, atol=5e-5 * float(other.abs().max()), msg=name)
 
 
 @pytest.mark.parametrize("mixer, tasks", [("attention", 0), ("mlp", 3)])
