@@ -148,11 +148,11 @@ def test_weights_of_another_rank_that_are_not_finite_are_not_saved_and_the_next_
     assert "w6" not in make_layout(state).tensors_of(0, WRITERS)
     save(1, state)
     for each in (saver, *parts):
-        each.finish(60)
+        each.finish(timeout_s=60)
     assert said == ["warning: step 1 is not saved: its weights are not finite"] and saver.saved_step == 0
     save(2, make_state(2))
     for each in (saver, *parts):
-        each.finish(60)
+        each.finish(timeout_s=60)
     assert saver.saved_step == 2 and names(tmp_path) == ["step_000002"]
 
 
@@ -166,7 +166,7 @@ def test_what_goes_wrong_with_a_part_is_raised_by_the_next_call_of_its_rank(tmp_
     layout = make_layout(state)
     saver.save(1, layout, *part_of(state, layout, 1))
     with pytest.raises(OSError, match="Input/output error"):
-        saver.finish(60)
+        saver.finish(timeout_s=60)
     with pytest.raises(OSError, match="Input/output error"):
         saver.check()
 
@@ -181,7 +181,7 @@ def test_the_parts_of_a_checkpoint_that_rank_0_gives_up_end_quietly(tmp_path, mo
 
     monkeypatch.setattr(checkpoint, "write_files", write_later)
     saver.save(1, layout, *part_of(state, layout, 1))
-    saver.finish(60)
+    saver.finish(timeout_s=60)
 
 
 FULL_DISK = """
@@ -209,8 +209,8 @@ part.check()
 assert checkpoint_files.latest(run_dir) is None
 print("now there is space", flush=True)
 os.unlink(run_dir / "ballast")
-saver.finish(60)
-part.finish(60)
+saver.finish(timeout_s=60)
+part.finish(timeout_s=60)
 assert checkpoint_files.latest_good(run_dir).name == "step_000001" and saver.saved_step == 1
 """
 
