@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from nanochat.preflight.report import (
     name_buffer_of_gpt,
 )
 from nanochat.preflight.trace import prepare_environment
+from nanochat.run.meta import settled_flags
 from nanochat.train.flags import AUTO, TITLES, Flags
 from nanochat.train.host_plan import describe_host, estimate_host
 from nanochat.train.plan import make_plan
@@ -132,7 +133,8 @@ def preflight(flags, request, say=print, trace=None):
     started, tpu_slice = time.monotonic(), tpu.parse_accelerator(request.accelerator)
     of_slice = flags_of_slice(flags, tpu_slice.chips, request.slices) if request.slices > 1 else flags
     programs, traced = (trace or trace_run)(of_slice, tpu_slice.chips)
-    report = make_report(programs, traced, time.monotonic() - started, flags.as_dict(), request, say)
+    settled = settled_flags(flags.as_dict(), asdict(programs.plan.config))
+    report = make_report(programs, traced, time.monotonic() - started, settled, request, say)
     return report if trace else report | {"host": estimate_host(flags, programs.plan, tpu_slice)}
 
 

@@ -179,10 +179,7 @@ def _cell(text):
 def _recipe(meta):
     if _is_imported(meta):
         return f"## Recipe\n\nNot known here. Tokenizer sha256 `{meta.tokenizer_sha256}`."
-    flags = meta.flags | {  # whose defaults were others once
-        "window_pattern": meta.config.get("window_pattern"), "short_window": meta.config.get("short_window") or -1,
-        "key_shift": "on" if meta.config.get("key_shift") else "off"}
-    given = {name: flags[name] for name in RECIPE if flags.get(name) not in (None, "", -1, -1.0)}
+    given = {name: meta.flags[name] for name in RECIPE if meta.flags.get(name) not in (None, "", -1, -1.0)}
     flags = " ".join(f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()
                      if value is not False)
     teacher = Path(meta.flags.get("teacher") or "")

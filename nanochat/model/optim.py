@@ -49,15 +49,19 @@ def lr_multiplier(step, num_iterations, config):
     """Returns the factor of all learning rates, 0 to 1: warm-up, flat, then linear to `final_lr_frac` (the trapezoid of
     arXiv 2405.18392), where it stays."""
     step = min(step, num_iterations)
-    warmup = config.warmup_steps if config.warmup_steps >= 0 else min(WARMUP_STEPS, max(num_iterations // 5, 1))
-    warmup = min(warmup, num_iterations)
-    warmdown = round(config.warmdown_ratio * num_iterations)
+    warmup, fall = lr_stages(num_iterations, config)
     if step < warmup:
         return (step + 1) / warmup
-    if step <= num_iterations - warmdown:
+    if step <= fall:
         return 1.0
-    progress = (num_iterations - step) / warmdown
+    progress = (num_iterations - step) / (num_iterations - fall)
     return progress + (1 - progress) * config.final_lr_frac
+
+
+def lr_stages(num_iterations, config):
+    """Returns the number of steps in which the learning rates rise, and the step after which they fall."""
+    warmup = config.warmup_steps if config.warmup_steps >= 0 else min(WARMUP_STEPS, max(num_iterations // 5, 1))
+    return min(warmup, num_iterations), num_iterations - round(config.warmdown_ratio * num_iterations)
 
 
 def muon_momentum(step):

@@ -65,7 +65,7 @@ def peak_bytes(run):
 
 def differences(flags, estimated):
     """Returns the flags of programs and batch that the run and the preflight do not share, "depth 12, not 8"."""
-    same = {"on", "auto", "SSSL"}  # of key_shift and window_pattern in a new run, and of shard_optimizer on a TPU
+    same = {"on", "auto"}  # of shard_optimizer on a TPU
     return ", ".join(f"{name} was {flags[name]} in the run and {estimated[name]} in the preflight"
                      for name in OF_THE_PROGRAMS
                      if name in flags and name in estimated and flags[name] != estimated[name]

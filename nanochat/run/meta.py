@@ -46,7 +46,7 @@ class Meta:
             "config": self.config,
             "tokenizer_sha256": self.tokenizer_sha256,
             "data_fingerprint": self.data_fingerprint,
-            "flags": self.flags,
+            "flags": settled_flags(self.flags, self.config),
             "rng": self.rng,
             "wandb_id": self.wandb_id,
             "time": self.time,
@@ -71,14 +71,15 @@ class Meta:
                               (7, "short_window", _half_if_any(found["config"])), (8, "key_shift", False)),
                  "puzzles": ((4, "tasks", 0),)}
         added = {name: value for since, name, value in older.get(task, ()) if version < since}
+        config = found["config"] | added
         flags = _flags_of_version(version, found["flags"]) if task == "language" else found["flags"]
         return cls(
             task=task,
             step=found["step"],
-            config=found["config"] | added,
+            config=config,
             tokenizer_sha256=found["tokenizer_sha256"],
             data_fingerprint=found["data_fingerprint"],
-            flags=flags,
+            flags=settled_flags(flags, config),
             rng=found["rng"],
             wandb_id=found.get("wandb_id"),
             time=found.get("time"),
@@ -89,6 +90,15 @@ class Meta:
             mesh=found.get("mesh", {}),
             is_pause=found.get("is_pause", False),
         )
+
+
+def settled_flags(flags, config):
+    """Returns `flags`, {name: value}, in which those that were left to the program, or had another default once, are
+    what they became in `config`, the fields of a GPTConfig. Flags of another task stay as they are."""
+    if not flags or not {"window_pattern", "short_window", "key_shift"} <= config.keys():
+        return flags
+    return flags | {"window_pattern": config["window_pattern"], "short_window": config["short_window"] or -1,
+                    "key_shift": "on" if config["key_shift"] else "off"}
 
 
 def _half_if_any(config):

@@ -5,7 +5,7 @@ import threading
 import time
 from pathlib import Path
 
-from nanochat.common import is_disk_full
+from nanochat.common import Failure, is_disk_full
 from nanochat.run import checkpoint
 from nanochat.run.checkpoint import NotFinite
 from nanochat.run.checkpoint_files import partial_dir
@@ -35,15 +35,16 @@ class PartSaver:
         if self._error:
             raise self._error
 
-    def finish(self, gives_up=lambda: False, timeout_s=SAVE_TIMEOUT_S):
-        """Waits until the last state is on disk. Once gives_up() returns True, or after `timeout_s` seconds, a full
-        disk is not tried again; raises TimeoutError if a minute later it is still being written."""
+    def finish(self, is_told_to_end=lambda: False, timeout_s=SAVE_TIMEOUT_S):
+        """Waits until the last state is on disk. Once is_told_to_end() returns True, a full disk is not tried again.
+        Raises Failure after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while self._thread and self._thread.is_alive():
-            if gives_up() or time.monotonic() > deadline:
+            if is_told_to_end():
                 self._superseded.set()
-            if time.monotonic() > deadline + 60:
-                raise TimeoutError(f"the last checkpoint in {self._run_dir} is not safe on disk after {timeout_s} s")
+            if time.monotonic() > deadline:
+                raise Failure(f"the last checkpoint in {self._run_dir} is not on disk after {timeout_s} s: see to the "
+                              "disk, and run the same command again")
             self._thread.join(1)
         self.check()
 

@@ -15,7 +15,7 @@ from nanochat.kernels.sharded import Sharding
 from nanochat.model import flops
 from nanochat.model.gpt import GPT, GPTConfig, config_for_depth
 from nanochat.model.layers import MATRICES, SCALES
-from nanochat.model.optim import OptimConfig
+from nanochat.model.optim import OptimConfig, lr_stages
 from nanochat.train.flags import MAX_STEPS
 from nanochat.train.mesh_plan import describe_mesh, plan_mesh
 from nanochat.train.stages import batch_schedule, length_schedule, spans, value_at
@@ -119,24 +119,21 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     if devices.gradient_sums == "bfloat16" and not shard_optimizer:
         where = f"on {device_type}" if not is_xla else "with --shard_optimizer=off"
         raise BadInput(f"--gradient_sums=bfloat16, but {where} gradients are summed in fp32: leave it out")
-    window_pattern = model.window_pattern
-    if window_pattern == "auto":
-        window_pattern = meta.config["window_pattern"] if meta else "SSSL"
+    begun = meta.config if meta else \
+        {"window_pattern": "SSSL", "short_window": None, "key_shift": True, "rotary_base": None}
+    window_pattern = begun["window_pattern"] if model.window_pattern == "auto" else model.window_pattern
     if model.short_window > 0 and "S" not in window_pattern:
         instead = ("the checkpoint has this pattern, so leave it out" if model.window_pattern == "auto" else
                    "give a pattern with S, such as SSSL, too")
         raise BadInput(f"--short_window={model.short_window}, but no layer of --window_pattern={window_pattern} is "
                        f"short: {instead}")
-    short_window = max(model.short_window, 0) or (meta.config["short_window"] if meta else None)
-    key_shift = model.key_shift == "on"
-    if model.key_shift == "auto":
-        key_shift = meta.config["key_shift"] if meta else True
     config = config_for_depth(
         model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=window_pattern,
-        short_window=short_window, softcap=model.softcap, key_shift=key_shift, layer_gates=model.layer_gates,
-        value_embeddings=model.value_embeddings,
+        short_window=max(model.short_window, 0) or begun["short_window"],
+        key_shift=begun["key_shift"] if model.key_shift == "auto" else model.key_shift == "on",
+        softcap=model.softcap, layer_gates=model.layer_gates, value_embeddings=model.value_embeddings,
         n_embd=max(model.model_dim, 0), n_head=max(model.num_heads, 0), n_kv_head=max(model.num_kv_heads, 0),
-        rotary_base=meta.config["rotary_base"] if meta else None)
+        rotary_base=begun["rotary_base"])
     parameters = count_parameters(config)
     _require_memory(parameters, config, batch, device_type)
     mesh = plan_mesh(flags, config, parameters, device_type, world_size)
@@ -304,6 +301,7 @@ def describe_plan(plan, tokenizer):
         "batch": f"{plan.total_batch_size:,} tokens = {micro} × {plan.grad_accum_steps} micro-steps{ramp}",
         "horizon": f"{plan.num_iterations:,} steps, {tokens:,} tokens "
                    f"({tokens / plan.matrix_params:.1f} per matrix parameter)",
+        "rates": _describe_rates(plan),
         "compute": f"{plan.flops_per_token:.3e} FLOPs per token{in_the_end}, {total_flops:.3e} in all",
         "tokenizer": f"{tokenizer.n_vocab:,} tokens, sha256 {tokenizer.sha256[:12]}",
     }
@@ -320,3 +318,12 @@ def describe_plan(plan, tokenizer):
         cost = f", {hours * price:.0f} USD on spot in the dearest region" if price else ""
         lines["estimate"] = f"{hours:.1f} h{cost}, if {ASSUMED_MFU:.0%} of the peak is reached"
     return [f"{name:>11}  {text}" for name, text in lines.items()]
+
+
+def _describe_rates(plan):
+    """Returns the schedule of the learning rates as a text for a person."""
+    warmup, fall = lr_stages(plan.num_iterations, plan.optimizer)
+    asked, fall = plan.optimizer.warmup_steps, max(fall, warmup)
+    cut = f" (--warmup_steps={asked} is longer than the run)" if asked > warmup else ""
+    return f"rise for {warmup:,} steps{cut}, " + (
+        f"fall from step {fall:,} on" if fall < plan.num_iterations else "do not fall")

@@ -74,6 +74,9 @@ def read_trials(path):
                 plans[name] = plans.get(name) or plan_of(flags)
             except BadInput as error:
                 raise BadInput(f"{path}: variant {name}: {error}") from None
+            same = [trial.variant for trial in trials if trial.flags == flags.replace(run=trial.flags.run.run)]
+            if same:
+                raise BadInput(f"{path}: variants {same[0]} and {name} have the same flags: leave one of them out")
             trials.append(Trial(name, seed, tuple(argv), flags, *plans[name]))
     return trials
 

@@ -58,6 +58,7 @@ def test_a_table_is_every_variant_with_every_seed_and_a_variant_s_flags_count(wr
     ("[variants.a]\ntotal_batch_size = 100", "variant a: --total_batch_size=100 tokens does not divide"),
     ("[variants.a]\neval_every = -1", "variant a: --eval_every=-1"),
     ("[variants.'a b']", "variant a b: --run=rates.a b.0 is not a plain name"),
+    ("[variants.a]\n[variants.b]\nwindow_pattern = 'auto'", "variants a and b have the same flags: leave one"),
     ("[variants.a]\ndepth = 2\ndepth = 3", "cannot be read as a table of TOML"),
     ("[variant.a]", "variant is unknown"),
     ('[variants.""]', "a variant's name has 0 letters"),

@@ -61,6 +61,16 @@ def test_rows_that_become_longer_keep_the_tokens_of_a_micro_step_and_cost_more_f
     assert "8 × 1,024 per micro-step and device, 4 × 2,048 from step 100 on, 2 × 4,096 from step 200 on" in described
 
 
+@pytest.mark.parametrize("flags, said", [
+    ((), "rise for 20 steps, fall from step 50 on"), (("--warmdown_ratio=0",), "rise for 20 steps, do not fall"),
+    (("--warmup_steps=60",), "rise for 60 steps, fall from step 60 on"),
+    (("--warmup_steps=200",), "rise for 100 steps (--warmup_steps=200 is longer than the run), do not fall"),
+])
+def test_the_plan_says_when_the_learning_rates_rise_and_fall(flags, said):
+    plan = plan_of("--num_iterations=100", *flags)
+    assert f"      rates  {said}" in describe_plan(plan, load_tokenizer())
+
+
 @pytest.mark.parametrize("ramp, message", [
     ("0:1024,100:4096,50:8192", "50:8192 is not STEP:LENGTH with steps and lengths that rise"),
     ("0:2048,100:1024,200:4096", "100:1024 is not STEP:LENGTH with steps and lengths that rise"),

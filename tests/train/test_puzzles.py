@@ -232,7 +232,7 @@ def supervision_step(device, mixer="attention", tasks=0, recursions=3, cycles=3,
     model, generator = TRM(config).init_weights(0), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():  # small, so that the recursion does not double an error each time
-            p += 0.05 * torch.randn(p.shape, generator=generator)
+            p += 0.02 * torch.randn(p.shape, generator=generator)
     puzzle = torch.randint(3, (3, 16 + (tasks > 0)), generator=generator).to(device)
     model.to(device)
     y, z, logits, halt = run(model)(puzzle, *(state.clone() for state in model.starts(3)))
@@ -249,8 +249,7 @@ def test_a_supervision_step_on_xla_is_that_of_autograd_forward_and_backward(mixe
     torch_xla.sync()
     assert all(expected[name].abs().max() > 0 for name in expected)
     for name, other in expected.items():
-        # On a processor without AVX-512, fp32 rounding is up to 2e-5 of the largest gradient.
-        torch.testing.assert_close(found[name].cpu(), other, rtol=0, atol=5e-5 * float(other.abs().max()), msg=name)
+        torch.testing.assert_close(found[name].cpu(), other, rtol=0, atol=1e-5 * float(other.abs().max()), msg=name)
 
 
 @pytest.mark.parametrize("mixer, tasks", [("attention", 0), ("mlp", 3)])
