@@ -13,7 +13,7 @@ from nanochat.common import ArgumentParser, run_script
 from nanochat.record.history import read_run
 from nanochat.record.metrics import format_duration
 from nanochat.run.checkpoint_files import list_checkpoints
-from nanochat.run.meta import META
+from nanochat.run.meta import META, Meta
 
 # From these fractions of the time on, advice is given:
 DATA_WAIT = 0.05  # waiting for data
@@ -51,8 +51,8 @@ def read_flags(run):
     version, or {} if there is none."""
     for path in reversed(list_checkpoints(run.directory)):
         try:
-            return dict(json.loads((path / META).read_text())["flags"])
-        except (OSError, ValueError, TypeError, KeyError):
+            return Meta.from_json(json.loads((path / META).read_text())).flags
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue
     return {}
 

@@ -31,7 +31,8 @@ LAYER_NAMES = {"resid_scale": "resid_scale", "x0_scale": "x0_scale",
 OTHER_NAMES = {"wte": "model.embed_tokens.weight", "lm_head": "lm_head.weight",
                "value_table": "model.value_table.weight"}
 CONFIG_FIELDS = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern",
-                 "short_window", "softcap", "rotary_base", "key_shift", "layer_gates", "value_embeddings"}
+                 "short_window", "softcap", "rotary_base", "key_shift", "layer_gates",
+                 "value_embeddings", "shared_values"}
 
 
 def check_exportable(model):
@@ -94,7 +95,8 @@ def config_json(model, tokenizer):
                          "AutoModelForCausalLM": f"{CODE}.ScaledNanoChatForCausalLM"},
             "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
             "sliding_window": next(filter(None, windows), None),
-            **{name: getattr(config, name) for name in ("key_shift", "layer_gates", "value_embeddings")}}
+            **{name: getattr(config, name)
+               for name in ("key_shift", "layer_gates", "value_embeddings", "shared_values")}}
     return found
 
 

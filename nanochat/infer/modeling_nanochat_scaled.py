@@ -8,7 +8,7 @@ normalised embedding (modded-nanogpt). A layer may see only the last `sliding_wi
 half of the channels of each head's keys are those of the position before (modded-nanogpt). With `layer_gates`,
 attention's values and what attention and MLP add are multiplied by scale × 2 × sigmoid(map · normalised input) (arXiv
 2409.19606). With `value_embeddings`, every second layer adds a vector of the token to attention's values (arXiv
-2410.17897).
+2410.17897), with `shared_values` all of them the same one.
 
 The model has a name of its own, because transformers would otherwise load these weights without the scales, and without
 an error, where trust_remote_code is left out. Licence: MIT.
@@ -42,13 +42,15 @@ PLAIN_LAYERS = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidi
 
 class ScaledNanoChatConfig(NanoChatConfig):
     """layer_types: "full_attention" or "sliding_attention" for each layer; sliding_window: the positions that a layer
-    of the second kind sees, its own among them; key_shift, layer_gates, value_embeddings: whether it has them."""
+    of the second kind sees, its own among them; key_shift, layer_gates, value_embeddings, shared_values: whether it
+    has them."""
     model_type = "nanochat_scaled"
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     key_shift: bool = False
     layer_gates: bool = False
     value_embeddings: bool = False
+    shared_values: bool = False
 
     def __post_init__(self, **kwargs):
         if self.layer_types is None:
@@ -150,7 +152,8 @@ class ScaledNanoChatModel(Scaled, NanoChatModel):
         self.layers = nn.ModuleList(ScaledNanoChatLayer(config, i) for i in range(config.num_hidden_layers))
         if config.value_embeddings:  # every second layer's, the last one's among them, side by side
             width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
-            self.value_table = nn.Embedding(config.vocab_size, -(-config.num_hidden_layers // 2) * width)
+            tables = 1 if config.shared_values else -(-config.num_hidden_layers // 2)
+            self.value_table = nn.Embedding(config.vocab_size, tables * width)
         self.post_init()
 
     @merge_with_config_defaults
@@ -186,7 +189,9 @@ class ScaledNanoChatModel(Scaled, NanoChatModel):
         x0 = hidden_states = self.norm(embeddings)
         values = [0.0] * len(self.layers)
         if self.config.value_embeddings:
-            values[(len(values) - 1) % 2::2] = self.value_table(input_ids).chunk(-(-len(values) // 2), dim=-1)
+            found, layers = self.value_table(input_ids), -(-len(values) // 2)
+            values[(len(values) - 1) % 2::2] = \
+                [found] * layers if self.config.shared_values else found.chunk(layers, dim=-1)
         for layer, kind, value in zip(self.layers, self.config.layer_types, values, strict=True):
             hidden_states = layer(hidden_states, x0, value, attention_mask=masks[kind], position_embeddings=rotary,
                                   has_before=has_before, position_ids=position_ids, past_key_values=past_key_values,

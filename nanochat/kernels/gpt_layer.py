@@ -200,10 +200,10 @@ def _value_of(values, weights):
 
 
 def _with_gradient_of_value(d_values, number, array, d_value):
-    """Returns d_values, the gradient of the array in _value_of, after this layer has written its block of it."""
+    """Returns d_values, the gradient of the array in _value_of, after this layer has added to its block of it."""
     adds = number < array.size(-1) // d_value.size(-1)
     before = take_columns(d_values, number, d_value.size(-1))
-    return put_columns(d_values, number, torch.where(adds, d_value, before))
+    return put_columns(d_values, number, before + torch.where(adds, d_value, 0.0).to(d_value.dtype))
 
 
 def _mixed(x, x0, weights):

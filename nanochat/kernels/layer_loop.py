@@ -29,7 +29,7 @@ class LayerByHand:
         the gradients of weights)
 
     values is None, or an int32 scalar and an array, see run_layers. d_values is a list with the gradient of that array,
-    of which each layer writes its part; an empty one without values.
+    to which each layer adds its part; an empty one without values.
     """
     new_saved: Callable
     forward: Callable
@@ -86,7 +86,7 @@ class _AllLayers(torch.autograd.Function):
     def backward(ctx, d_out):
         inputs, *saved = ctx.saved_tensors
         slices, read, constants, stacks = ctx.others
-        d_values = [constants[-1]] if slices.has_values else []  # has the shape; the layers overwrite all of it
+        d_values = [torch.zeros_like(constants[-1])] if slices.has_values else []
         (d_x, d_x0, *d_values), gradients = loop(
             _BackwardBody(slices, len(saved)), (d_out, torch.zeros_like(d_out), *d_values), read,
             [stack.main_grad for stack in stacks], (inputs, *saved, *constants), reverse=True)

@@ -57,6 +57,7 @@ class GPTConfig:
     layer_gates: bool = False  # see gates.py
     key_shift: bool = True  # see layers.shift_keys
     value_embeddings: bool = False  # every second layer adds a vector of the token to attention's values
+    shared_values: bool = False  # the same vector in each of these layers
 
     def __post_init__(self):
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
@@ -74,10 +75,15 @@ class GPTConfig:
         return self.n_embd // self.n_head
 
     def value_slots(self):
-        """Which value embedding each layer adds, a number, or None: every second layer has its own, and the last one
+        """Which value embedding each layer adds, a number, or None: every second layer adds one, and the last one
         always (nanochat's measurements; the idea is of arXiv 2410.17897)."""
-        return [i // 2 if self.value_embeddings and i % 2 == (self.n_layer - 1) % 2 else None
+        return [None if not self.value_embeddings or (self.n_layer - 1 - i) % 2 else 0 if self.shared_values else i // 2
                 for i in range(self.n_layer)]
+
+    @property
+    def num_values(self):
+        """How many value embeddings a token has."""
+        return 1 if self.shared_values else -(-self.n_layer // 2)
 
     def windows(self):
         """Attention window of each layer, in positions; None is unlimited. The last layer always sees everything."""
@@ -178,14 +184,14 @@ class GPT(nn.Module):
         if config.layer_gates:
             self.gate_map, self.gate_scale = parameter(layers, NUM_GATES, width), parameter(layers, NUM_GATES, 1)
         if config.value_embeddings:  # a row has the vectors of a token for all layers that add one
-            self.value_table = parameter(config.vocab_size, -(-layers // 2) * kv_width)
+            self.value_table = parameter(config.vocab_size, config.num_values * kv_width)
         self.lm_head = parameter(config.vocab_size, width)
         cos, sin = rotary_tables(torch.arange(config.max_seq_len), config.head_dim, config.rotary_base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         windows = torch.tensor([window or config.max_seq_len for window in config.windows()], dtype=torch.int32)
         self.register_buffer("windows", windows, persistent=False)
-        slots = [-(-layers // 2) if slot is None else slot for slot in config.value_slots()]
+        slots = [config.num_values if slot is None else slot for slot in config.value_slots()]
         self.register_buffer("slots", torch.tensor(slots, dtype=torch.int32), persistent=False)
 
     @classmethod

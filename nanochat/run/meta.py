@@ -15,8 +15,8 @@ from nanochat.common import BadInput
 
 META = "meta.json"
 # 1 has no format_version, 2 no rotary_base in a GPT's config, 3 no tasks in a TRM's, 4 no layer_gates in a GPT's, 5 no
-# value_embeddings, 6 no short_window, 7 no key_shift
-FORMAT_VERSION = 8
+# value_embeddings, 6 no short_window, 7 no key_shift, 8 no shared_values
+FORMAT_VERSION = 9
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Meta:
                 raise TypeError(f"{name} is {json.dumps(found[name])[:40]}")
         task, version = found.get("task", "language"), found.get("format_version", 1)
         older = {"language": ((3, "rotary_base", 10_000.0), (5, "layer_gates", False), (6, "value_embeddings", False),
-                              (7, "short_window", _half_if_any(found["config"])), (8, "key_shift", False)),
+                              (7, "short_window", _half_if_any(found["config"])), (8, "key_shift", False),
+                              (9, "shared_values", False)),
                  "puzzles": ((4, "tasks", 0),)}
         added = {name: value for since, name, value in older.get(task, ()) if version < since}
         config = found["config"] | added
@@ -108,14 +109,21 @@ def _half_if_any(config):
 
 def _flags_of_version(version, flags):
     """Returns the flags of a checkpoint of this or an older version, {name: value}, with values as they are today."""
+    found = with_words(flags)
     if version >= 6:
-        return flags
-    found = dict(flags)
+        return found
     if "weight_decay" in found:  # it was a number for each step, and is one for the whole run now
         found["weight_decay"] = f"{found['weight_decay']} a step"
     if isinstance(kept := found.get("activation_checkpointing"), bool):
         found["activation_checkpointing"] = "all" if kept else "none"
     return found
+
+
+def with_words(flags):
+    """Returns `flags`, {name: value}, of a run of this or an earlier version, in which --value_embeddings had no value,
+    as a dict of its own in which it has one."""
+    has_values = flags.get("value_embeddings")
+    return flags | ({"value_embeddings": "own" if has_values else "off"} if isinstance(has_values, bool) else {})
 
 
 def load_meta(path):
@@ -156,7 +164,8 @@ def read_config(path, meta, config_class):
 
 
 FLAGS_OF_CONFIG = {"n_layer": "--depth", "n_embd": "--model_dim", "n_head": "--num_heads",
-                   "n_kv_head": "--num_kv_heads", "vocab_size": "the vocabulary of --tokenizer_dir"}
+                   "n_kv_head": "--num_kv_heads", "shared_values": "--value_embeddings=shared",
+                   "vocab_size": "the vocabulary of --tokenizer_dir"}
 
 
 ADVICE = "resume with the flags it was trained with, or choose another --run"

@@ -108,8 +108,9 @@ class ModelFlags:
     softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)
     layer_gates: bool = flag(False, "attention's values and what attention and MLP add are multiplied by gates, "
                              "learnt numbers that depend on the token")
-    value_embeddings: bool = flag(False, "every second layer adds to attention's values a vector that it learns for "
-                                  "each token of the vocabulary")
+    value_embeddings: str = flag("off", "every second layer adds to attention's values a vector that it learns for "
+                                 "each token of the vocabulary: own, also meant without a value; shared: they all add "
+                                 "the same one; off", choices=("off", "own", "shared"), nargs="?", const="own")
 
 
 @dataclass(frozen=True)

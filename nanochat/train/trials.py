@@ -17,6 +17,7 @@ from nanochat.common import BadInput
 from nanochat.data.shards import fingerprint, open_shards
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.record.metrics import METRICS_FILE
+from nanochat.run.meta import with_words
 from nanochat.run.processes import expected_world_size
 from nanochat.train.flags import Flags, parse_flags
 from nanochat.train.language import list_data, make_task
@@ -147,7 +148,7 @@ def require_same_flags(trial):
         return
     notes = trial.notes()
     saved, now = notes.get("flags", {}) | notes.get("inputs", {}), trial.flags.as_dict() | trial.inputs
-    saved = saved and WITHOUT_FLAG | saved
+    saved = saved and WITHOUT_FLAG | with_words(saved)
     changed = [f"{name} {saved[name]} -> {now[name]}" for name in now if name in saved and saved[name] != now[name]]
     if changed or not saved:
         raise BadInput(f"{trial.directory} is of a run with other flags or data "

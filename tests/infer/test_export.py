@@ -140,11 +140,13 @@ def stress_strings(count, seed=0):
 
 
 GATES, VALUES, SHIFT = {"layer_gates": True}, {"value_embeddings": True}, {"key_shift": True}
+SHARED = VALUES | {"shared_values": True}
 # Scales of the residual stream, heads of keys and values, windows, softcap, other parts.
-COMBINATIONS = list(itertools.product((False, True), (4, 1), ("L", "SSL"), (15.0, 0.0), ({}, GATES, VALUES, SHIFT)))
+COMBINATIONS = list(itertools.product((False, True), (4, 1), ("L", "SSL"), (15.0, 0.0),
+                                      ({}, GATES, VALUES, SHARED, SHIFT)))
 SOME = [(False, 4, "L", 15.0, {}), (False, 1, "L", 0.0, {}), (False, 4, "SSL", 0.0, {}), (True, 1, "SSL", 15.0, {}),
         (False, 4, "L", 15.0, GATES), (False, 2, "L", 15.0, {"n_layer": 4, **VALUES}),
-        (True, 2, "L", 15.0, SHIFT), (True, 2, "SSL", 15.0, GATES | VALUES | SHIFT | {"short_window": 20})]
+        (True, 2, "L", 15.0, SHIFT | SHARED), (True, 2, "SSL", 15.0, GATES | VALUES | SHIFT | {"short_window": 20})]
 
 
 @pytest.mark.parametrize("combinations", [SOME, pytest.param(COMBINATIONS, marks=pytest.mark.slow)])

@@ -13,6 +13,7 @@ from nanochat.model.gpt import GPT, GPTConfig, KVCache, config_for_depth
 from nanochat.model.layers import IGNORE_INDEX
 
 TINY = dict(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=32, n_head=4, n_kv_head=4)
+SHARED = {"value_embeddings": True, "shared_values": True}
 
 
 def build(config, kernel="current", device_type="cpu", **kwargs):
@@ -62,7 +63,8 @@ def reference_logits(model, ids):
                 k[:, moves] = torch.cat([torch.zeros(1, len(moves)).double(), k[:-1, moves]])
             v = gate(layer, 0, h) * v
             if c.value_embeddings and (c.n_layer - layer) % 2:
-                v += w["value_table"][row].chunk((c.n_layer + 1) // 2, dim=1)[layer // 2]
+                values = w["value_table"][row]
+                v += values if c.shared_values else values.chunk((c.n_layer + 1) // 2, dim=1)[layer // 2]
             attended = torch.zeros_like(x)
             for head in range(c.n_head):
                 mine = slice(head * c.head_dim, (head + 1) * c.head_dim)
@@ -83,7 +85,7 @@ def reference_logits(model, ids):
 
 @pytest.mark.parametrize("overrides", [{}, {"key_shift": False}, {"n_kv_head": 2},
                                        {"n_kv_head": 1, "window_pattern": "SSL"}, {"layer_gates": True},
-                                       {"n_kv_head": 2, "value_embeddings": True},
+                                       {"n_kv_head": 2, "value_embeddings": True}, SHARED,
                                        {"n_layer": 3, "value_embeddings": True, "layer_gates": True}])
 def test_logits_equal_an_independent_reference(overrides):
     config = GPTConfig(**{**TINY, **overrides})
@@ -119,7 +121,7 @@ def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
     *((kernel, device_type, setting) for setting in ("none", "all") for kernel, device_type in (
         ("current", "cpu"), ("chunked", "cpu"), ("current", "xla"), ("chunked", "xla"), ("flash", "xla"))),
     ("chunked", "xla", "qkv"), ("flash", "xla", "qkv")])
-@pytest.mark.parametrize("softcap, has_parts", [(15.0, False), (0.0, True)])
+@pytest.mark.parametrize("softcap, has_parts", [(15.0, False), (0.0, True), (15.0, "shared")])
 def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_checkpointing, device_type, softcap,
                                                           has_parts, monkeypatch):
     monkeypatch.setattr(plain, "CHUNK_TOKENS", 5)
@@ -129,8 +131,9 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
     monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 5)
     monkeypatch.setattr(xla, "CHUNK_TOKENS", 100 if activation_checkpointing == "none" else 8)
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
-                       window_pattern="SL", softcap=softcap, key_shift=has_parts, layer_gates=has_parts,
-                       value_embeddings=has_parts)
+                       window_pattern="SL", softcap=softcap, key_shift=bool(has_parts),
+                       layer_gates=has_parts is True, value_embeddings=bool(has_parts),
+                       shared_values=has_parts == "shared")
     ids, targets = some_ids(config), some_ids(config, seed=5)
     targets[0, 3] = IGNORE_INDEX
     reference = build(config)
@@ -154,7 +157,8 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
                                    msg=lambda m, name=name: name + m)
 
 
-@pytest.mark.parametrize("options", [{}, {"key_shift": False}, {"layer_gates": True}, {"value_embeddings": True}])
+@pytest.mark.parametrize("options", [{}, {"key_shift": False}, {"layer_gates": True}, {"value_embeddings": True},
+                                     SHARED])
 def test_cached_hidden_states_equal_uncached_ones(options):
     config = GPTConfig(**{**TINY, "n_kv_head": 2, "window_pattern": "SL", **options})
     model, ids = build(config), some_ids(config)

@@ -27,3 +27,7 @@ def test_a_run_resumes_with_those_that_it_began_with(part):
     require_match("here", meta, config=config, tokenizer_sha256=None, data_fingerprint=None)
     with pytest.raises(BadInput, match=f"--{part} is on there and off here"):
         require_match("here", meta, config=asdict(GPTConfig(**TINY)), tokenizer_sha256=None, data_fingerprint=None)
+    if part == "value_embeddings":
+        with pytest.raises(BadInput, match="--value_embeddings=shared is off there and on here"):
+            require_match("here", meta, config=config | {"shared_values": True}, tokenizer_sha256=None,
+                          data_fingerprint=None)

@@ -7,7 +7,7 @@ from nanochat.infer.quantize import Int8GPT
 from nanochat.model.gpt import GPT, GPTConfig
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import describe_plan, make_plan
-from tests.model.test_gpt import TINY, build, some_ids
+from tests.model.test_gpt import SHARED, TINY, build, some_ids
 
 WITH = GPTConfig(**TINY, value_embeddings=True)
 
@@ -38,8 +38,9 @@ def test_a_token_changes_nothing_before_it():
     assert not changed[:first].any() and changed[first]
 
 
-def test_weights_of_8_bits_have_the_values_too():
-    model, ids = build(WITH), some_ids(WITH)
+@pytest.mark.parametrize("config", [WITH, GPTConfig(**TINY, **SHARED)])
+def test_weights_of_8_bits_have_the_values_too(config):
+    model, ids = build(config), some_ids(config)
     exact, rounded = model(ids), Int8GPT(model)(ids)
     model.value_table.data.zero_()
     assert (rounded - exact).abs().mean() < 0.3 * (model(ids) - exact).abs().mean()
@@ -50,5 +51,7 @@ def test_the_plan_counts_the_values_and_no_flops_of_theirs():
                    for flags in (["--value_embeddings"], []))
     assert plan.parameters["value embeddings"] == 65536 * 2 * 256
     assert plan.flops_per_token == plain.flops_per_token and plan.num_iterations == plain.num_iterations
+    shared = make_plan(parse_flags(["--depth=4", "--value_embeddings=shared"]), 65536, "cpu", 1)
+    assert shared.parameters["value embeddings"] == 65536 * 256 and shared.flops_per_token == plain.flops_per_token
     text = describe_plan(plan, type("Tokenizer", (), {"n_vocab": 65536, "sha256": "0" * 64}))[2]
     assert "33,554,432 value embeddings" in text

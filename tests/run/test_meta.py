@@ -52,7 +52,7 @@ def test_a_checkpoint_of_version_1_is_loaded(tmp_path):
     assert load_meta(tmp_path) == Meta(
         step=2, config=dict(vocab_size=270, max_seq_len=32, n_layer=2, n_embd=64, n_head=2, n_kv_head=2,
                             window_pattern="L", softcap=15.0, rotary_base=10_000.0, layer_gates=False,
-                            value_embeddings=False, short_window=0, key_shift=False),
+                            value_embeddings=False, short_window=0, key_shift=False, shared_values=False),
         tokenizer_sha256="bac1784d222182e732567be781cabb632fc139b6ac4994d7846ab9456a55048e",
         data_fingerprint="synthetic",
         flags=dict(run="parts", device_type="xla", data_dir=None, synthetic_data=True, depth=2, batch_ramp="2:1.4",
@@ -78,14 +78,17 @@ def test_flags_of_version_5_have_the_values_of_today():
 def test_a_checkpoint_of_version_4_has_no_gates_and_no_value_embeddings():
     saved = make_meta(config={"n_layer": 2}).to_json() | {"format_version": 4}
     assert Meta.from_json(saved).config == {"n_layer": 2, "layer_gates": False, "value_embeddings": False,
-                                            "short_window": 0, "key_shift": False}
+                                            "short_window": 0, "key_shift": False, "shared_values": False}
     assert Meta.from_json(saved | {"format_version": 5}).config == {
-        "n_layer": 2, "value_embeddings": False, "short_window": 0, "key_shift": False}
+        "n_layer": 2, "value_embeddings": False, "short_window": 0, "key_shift": False, "shared_values": False}
 
 
-def test_keys_of_version_7_stay_in_place():
+def test_keys_of_version_7_stay_in_place_and_values_of_version_8_are_not_shared():
     saved = make_meta(config={"n_layer": 2}).to_json() | {"format_version": 7}
-    assert Meta.from_json(saved).config == {"n_layer": 2, "key_shift": False}
+    assert Meta.from_json(saved).config == {"n_layer": 2, "key_shift": False, "shared_values": False}
+    assert Meta.from_json(saved | {"format_version": 8}).config == {"n_layer": 2, "shared_values": False}
+    for flag, name in ((True, "own"), (False, "off"), ("shared", "shared")):
+        assert Meta.from_json(saved | {"flags": {"value_embeddings": flag}}).flags == {"value_embeddings": name}
 
 
 def test_flags_that_were_left_to_the_program_are_what_they_became_in_the_model():
@@ -115,8 +118,8 @@ def test_fields_that_the_first_checkpoints_lack_have_defaults(tmp_path):
 
 
 @pytest.mark.parametrize("content, message", [
-    ('{"format_version": 9, "step": 4}', "has format version 9 and this program reads versions up to 8: update"),
-    ('{"format_version": "10"}', "has format version 10 and this program reads versions up to 8: update"),
+    ('{"format_version": 10, "step": 4}', "has format version 10 and this program reads versions up to 9: update"),
+    ('{"format_version": "11"}', "has format version 11 and this program reads versions up to 9: update"),
     ('{"step": 4}', "is not a checkpoint .meta.json has no 'config'.: give a step_"),
     (VERSION_1.replace('"step": 2', '"step": "2"'), 'is not a checkpoint .meta.json: step is "2"'),
     (VERSION_1.replace('"synthetic"', "null"), "is not a checkpoint .meta.json: data_fingerprint is null"),
@@ -153,7 +156,8 @@ def test_a_config_that_makes_no_model_is_refused_by_the_name_of_its_field(tmp_pa
         read_config(tmp_path, load_meta(tmp_path), GPTConfig)
     assert "\n" not in str(error.value)
     meta = make_meta(config=CONFIG | {"softcap": 15, "rotary_base": 10_000, "layer_gates": False,
-                                       "value_embeddings": False, "short_window": 0, "key_shift": False})
+                                       "value_embeddings": False, "short_window": 0, "key_shift": False,
+                                       "shared_values": False})
     assert read_config(tmp_path, meta, GPTConfig) == GPTConfig(**CONFIG, key_shift=False)
 
 

@@ -141,6 +141,7 @@ def test_a_run_of_before_key_shift_counts_as_one_without_it(write_table):
     for trial in read_trials(write_table()):
         finish(trial)
         notes = trial.notes()
+        notes["flags"]["value_embeddings"] = False  # as it was before it had a value
         del notes["flags"]["key_shift"]
         (trial.directory / "ablate.json").write_text(json.dumps(notes))
     with pytest.raises(BadInput, match="of a run with other flags or data .key_shift off -> auto.: rename"):
