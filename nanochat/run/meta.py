@@ -164,7 +164,7 @@ def read_config(path, meta, config_class):
 
 
 FLAGS_OF_CONFIG = {"n_layer": "--depth", "n_embd": "--model_dim", "n_head": "--num_heads",
-                   "n_kv_head": "--num_kv_heads", "shared_values": "--value_embeddings=shared",
+                   "n_kv_head": "--num_kv_heads", "shared_values": "--value_embeddings",
                    "vocab_size": "the vocabulary of --tokenizer_dir"}
 
 
@@ -178,8 +178,7 @@ def require_match(path, meta, *, config, tokenizer_sha256, data_fingerprint):
     """
     for key, value in (config or {}).items():
         if meta.config.get(key) != value:
-            there, here = (("off", "on")[found] if isinstance(found, bool) else found
-                           for found in (meta.config.get(key), value))
+            there, here = (_as_flag(key, found) for found in (meta.config, config))
             raise BadInput(f"{path} is of another architecture: {FLAGS_OF_CONFIG.get(key, f'--{key}')} is {there} "
                            f"there and {here} here: {ADVICE}")
     for saved, value, what in ((meta.tokenizer_sha256, tokenizer_sha256, "another tokenizer than --tokenizer_dir"),
@@ -187,6 +186,14 @@ def require_match(path, meta, *, config, tokenizer_sha256, data_fingerprint):
         if value is not None and saved != value:
             raise BadInput(f"{path} was trained with {what}: its fingerprint is {saved[:12]} there and {value[:12]} "
                            f"here: {ADVICE}")
+
+
+def _as_flag(key, config):
+    """Returns the value of a config's field as its flag names it."""
+    value = config.get(key)
+    if key in ("value_embeddings", "shared_values"):
+        return "shared" if config.get("shared_values") else "own" if config.get("value_embeddings") else "off"
+    return ("off", "on")[value] if isinstance(value, bool) else value
 
 
 def require_same_flags(path, meta, flags, older=None):
