@@ -77,8 +77,9 @@ class GPTConfig:
     def value_slots(self):
         """Which value embedding each layer adds, a number, or None: every second layer adds one, and the last one
         always (nanochat's measurements; the idea is of arXiv 2410.17897)."""
-        return [None if not self.value_embeddings or (self.n_layer - 1 - i) % 2 else 0 if self.shared_values else i // 2
-                for i in range(self.n_layer)]
+        numbers = [0 if self.shared_values else i // 2 for i in range(self.n_layer)]
+        return [number if self.value_embeddings and i % 2 == (self.n_layer - 1) % 2 else None
+                for i, number in enumerate(numbers)]
 
     @property
     def num_values(self):

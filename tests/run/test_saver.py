@@ -4,6 +4,7 @@ import threading
 import pytest
 import torch
 
+from nanochat.common import Failure
 from nanochat.run import checkpoint, checkpoint_files, pieces
 from nanochat.run.meta import META
 from nanochat.run.saver import Saver
@@ -27,6 +28,17 @@ def test_a_save_returns_at_once_and_a_second_one_waits_for_the_first(tmp_path):
     assert [path.name for path in saved] == ["step_000001", "step_000002"]
     assert all(torch.equal(tensor, make_state(1)[0][name])
                for name, tensor in checkpoint.load(saved[0]).model_state.items())
+
+
+def test_a_save_that_takes_too_long_ends_the_wait_with_one_line(tmp_path):
+    slow = threading.Event()
+    saver = Saver(tmp_path, num_lanes=1, keep=2, before_rename=lambda: slow.wait(60))
+    begin_save(saver, tmp_path, 1)
+    with pytest.raises(Failure, match="the last checkpoint in .* is not on disk after 0 s: see to the disk"):
+        saver.finish(timeout_s=0)
+    slow.set()
+    saver.finish()
+    assert saver.saved_step == 1
 
 
 def test_the_next_call_raises_an_error_of_the_background_and_nonfinite_weights_are_not_saved(tmp_path):
