@@ -322,9 +322,9 @@ def describe_plan(plan, tokenizer):
 
 
 def _describe_rates(plan):
-    """Returns the schedule of the learning rates as a text for a person."""
+    """Returns the schedule of the learning rates as a text for a person, with steps as the log counts them, from 1."""
     warmup, fall = lr_stages(plan.num_iterations, plan.optimizer)
-    asked, fall = plan.optimizer.warmup_steps, max(fall, warmup)
+    asked, first_lower = plan.optimizer.warmup_steps, max(warmup, fall + 1) + 1
     cut = f" (--warmup_steps={asked} is longer than the run)" if asked > warmup else ""
-    return f"rise for {warmup:,} steps{cut}, " + (
-        f"fall from step {fall:,} on" if fall < plan.num_iterations else "do not fall")
+    return (f"rise until step {warmup:,}{cut}, " if warmup > 1 else "do not rise, ") + (
+        f"fall from step {first_lower:,} on" if first_lower <= plan.num_iterations else "do not fall")

@@ -120,7 +120,7 @@ def to_flags(values, where):
             raise BadInput(f"{where}: {name} = {value} is not a flag of base_train with a value: write for example "
                            "depth = 4")
         if value is False:
-            raise BadInput(f"{where}: {name} = false: write \"off\" if the flag takes on and off, else leave it out")
+            raise BadInput(f"{where}: {name} = false: write \"off\" if the flag takes that, else leave it out")
         argv.append(f"--{name}" if value is True else f"--{name}={value}")
     return argv
 

@@ -6,6 +6,7 @@ import pytest
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.model import flops
+from nanochat.model.optim import lr_multiplier
 from nanochat.run.meta import Meta
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import describe_plan, make_plan
@@ -62,13 +63,17 @@ def test_rows_that_become_longer_keep_the_tokens_of_a_micro_step_and_cost_more_f
 
 
 @pytest.mark.parametrize("flags, said", [
-    ((), "rise for 20 steps, fall from step 50 on"), (("--warmdown_ratio=0",), "rise for 20 steps, do not fall"),
-    (("--warmup_steps=60",), "rise for 60 steps, fall from step 60 on"),
-    (("--warmup_steps=200",), "rise for 100 steps (--warmup_steps=200 is longer than the run), do not fall"),
+    ((), "rise until step 20, fall from step 52 on"), (("--warmdown_ratio=0",), "rise until step 20, do not fall"),
+    (("--warmup_steps=60",), "rise until step 60, fall from step 61 on"),
+    (("--warmup_steps=0", "--warmdown_ratio=1"), "do not rise, fall from step 2 on"),
+    (("--warmup_steps=200",), "rise until step 100 (--warmup_steps=200 is longer than the run), do not fall"),
 ])
 def test_the_plan_says_when_the_learning_rates_rise_and_fall(flags, said):
     plan = plan_of("--num_iterations=100", *flags)
     assert f"      rates  {said}" in describe_plan(plan, load_tokenizer())
+    full = [step for step in range(1, 101) if lr_multiplier(step - 1, 100, plan.optimizer) == 1]
+    assert said.startswith(f"rise until step {full[0]}" if full[0] > 1 else "do not rise")
+    assert said.endswith(f"fall from step {full[-1] + 1} on" if full[-1] < 100 else "do not fall")
 
 
 @pytest.mark.parametrize("ramp, message", [
