@@ -111,6 +111,16 @@ class Sharding:
         is_here = (ids >= 0) & (ids < num_rows)
         return torch.where(is_here, ids, 0), is_here
 
+    def own_columns(self, x, width):
+        """Returns this rank's columns (…, n × width) of x (…, n × ranks × width), `width` of each block."""
+        blocks = x.unflatten(-1, (-1, len(self.tensor_groups[0]), width))
+        return blocks.index_select(-2, place_in_group(_lists(self.tensor_groups), x.device)[None]).flatten(-3)
+
+    def all_columns(self, own, width):
+        """Returns x (…, n × ranks × width) of which each rank has own_columns."""
+        parts = gather_in_groups(own[None], _lists(self.tensor_groups))
+        return parts.unflatten(-1, (-1, width)).movedim(0, -2).flatten(-3)
+
 
 WHOLE = Sharding()
 

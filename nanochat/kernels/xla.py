@@ -32,6 +32,9 @@ def get_kernels(name, interpret, sharding):
         attention = _pallas_attention(interpret, *chip, sizes) if name == "flash" else PYTORCH_ATTENTION
         tables = _pallas_tables(*rotary) if name == "flash" else rotary
         how = How(attention, sharding, recompute != "qkv", 2 * rotary[0].size(-1) if key_shift else 0)
+        if values and sharding.tensor_groups:
+            numbers, array = values
+            values = numbers, _OfOwnHeads.apply(array, sharding.whole_shape(stacks.attn_v).size(1), sharding)
         return run_layers(gpt_layer_for_loop(how), x, stacks, of_layers, tables, recompute == "all", values)
 
     def mean_cross_entropy(hidden, head, targets, softcap):
@@ -140,6 +143,21 @@ class _Embedding(torch.autograd.Function):
             whole = total.new_zeros(len(sharding.groups[0]) * total.size(0), total.size(1))
             total.add_(sharding.scatter(whole.index_add_(0, ids, d_out.float()).to(d_out.dtype)))
         return None, None, None, None
+
+
+class _OfOwnHeads(torch.autograd.Function):
+    """Returns the columns (B, T, n × width) of this rank's heads, of what n layers add to attention's values, (B, T,
+    n × C_kv), which every rank along tensor has looked up."""
+
+    @staticmethod
+    def forward(ctx, values, width, sharding):
+        ctx.width, ctx.sharding = width, sharding
+        return sharding.own_columns(values, width)
+
+    @staticmethod
+    def backward(ctx, d_own):
+        use_device_of(d_own)
+        return ctx.sharding.all_columns(d_own, ctx.width), None, None
 
 
 def _chunks(x, chunk_tokens=CHUNK_TOKENS):

@@ -266,7 +266,7 @@ class GPT(nn.Module):
                 weights = self._whole(x, dict(zip(weights_type._fields, weights, strict=True)))
                 return gpt_layer(x, x0, weights_type(*weights), rotary, attend, value, before)
 
-            value = None if slots[index] is None else values.split(stacks.attn_v.size(1), -1)[slots[index]]
+            value = None if slots[index] is None else values.chunk(self.config.num_values, -1)[slots[index]]
             if self.activation_checkpointing == "all" and torch.is_grad_enabled():
                 x = self.kernels.recompute(run_layer, x, x0, value, *weights)
             else:

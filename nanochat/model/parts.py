@@ -180,9 +180,6 @@ def require_parts(mesh, config):
     if config.layer_gates:
         raise BadInput(f"{mesh.source} divides the weights, and the gates of --layer_gates cannot be "
                        f"divided: use {mesh.ask_for_whole_weights()}, or leave --layer_gates out")
-    if config.value_embeddings:
-        raise BadInput(f"{mesh.source} divides the weights, and every chip looks up whole --value_embeddings: use "
-                       f"{mesh.ask_for_whole_weights()}, or leave --value_embeddings out")
     require_divisible(mesh, "tensor", {
         "the attention heads (--num_heads)": config.n_head,
         "the heads of keys and values (--num_kv_heads)": config.n_kv_head})

@@ -8,7 +8,7 @@ from nanochat.common import BadInput
 from nanochat.data.bucket import in_bucket
 from nanochat.device import host_types
 from nanochat.train.language import list_data
-from nanochat.train.mesh_plan import held_bytes
+from nanochat.train.mesh_plan import TABLES, held_bytes
 
 
 def estimate_host(flags, plan, tpu_slice):
@@ -24,10 +24,10 @@ def estimate_host(flags, plan, tpu_slice):
 
 def starting_bytes(plan):
     """Returns the bytes that a rank holds in host memory when it brings its weights to its chip: whole fp32 weights or,
-    on a mesh that divides them, its parts of them, those of the optimizer in fp32, and the larger table."""
+    on a mesh that divides them, its parts of them, those of the optimizer in fp32, and the largest table."""
     if not plan.mesh.divides_weights:
         return 4 * sum(plan.parameters.values())
-    layers, tables = plan.config.n_layer, (plan.parameters["embedding"], plan.parameters["head"])
+    layers, tables = plan.config.n_layer, [plan.parameters.get(name, 0) for name in TABLES]
     padded = (layers + -layers % plan.mesh.chips) / layers
     masters = 4 * (padded * plan.parameters["matrices"] + sum(tables)) / plan.mesh.chips
     weights = held_bytes(plan.parameters, plan.dtype.itemsize, plan.mesh, layers)["weights"]

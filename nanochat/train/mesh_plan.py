@@ -11,6 +11,8 @@ from nanochat.train.flags import AUTO
 
 ROOM = 0.95  # of a chip's memory, which an estimate may fill: no compiled peak was more than 5% above its estimate
 
+TABLES = ("embedding", "head", "value embeddings")  # of the parameters: a row for each token
+
 
 def plan_mesh(flags, config, parameters, device_type, world_size):
     """Returns the Mesh for base_train's Flags, a GPTConfig and its {group: number of parameters}. Raises BadInput if it
@@ -56,8 +58,7 @@ def choose_mesh(flags, config, parameters, device_type, chips):
         "--activation_checkpointing, a smaller --device_batch_size"
     if largest == "samples":
         instead = "--sample_every=-1 without --code_eval_every"
-    undivided = {"--layer_gates": config.layer_gates, "--value_embeddings": config.value_embeddings,
-                 "--shard_optimizer=off": devices.shard_optimizer == "off"}
+    undivided = {"--layer_gates": config.layer_gates, "--shard_optimizer=off": devices.shard_optimizer == "off"}
     if keeps_whole := [name for name, is_given in undivided.items() if is_given and chips > 1]:
         instead = f"no {' and no '.join(keeps_whole)}, because the weights cannot be divided then, {instead}"
     raise BadInput(f"--mesh_fsdp={AUTO}: by estimate a chip needs {tried[-1]}, and there are {has}: use {instead}, "
@@ -126,7 +127,7 @@ def held_bytes(parameters, size, mesh, layers, is_sharded=True):
     matrices, of which a chip has whole layers, and two for tables."""
     weights, parts = sum(parameters.values()), mesh.fsdp * mesh.tensor
     matrices = _padded(parameters, mesh, layers) if is_sharded else parameters["matrices"]
-    tables = parameters["embedding"] + parameters["head"] + parameters.get("value embeddings", 0)
+    tables = sum(parameters.get(name, 0) for name in TABLES)
     state = 8 * matrices + 12 * tables
     return {"weights": size * weights / parts, "gradients": 4 * weights / parts,
             "optimizer": state / (mesh.chips if is_sharded else 1)}
@@ -158,16 +159,19 @@ def describe_mesh(plan):
         return f"{mesh}{because}"
     held = held_bytes(plan.parameters, bytes_each, mesh, plan.config.n_layer)
     holds = ", ".join(f"{size / GIB:.2f} GiB {name}" for name, size in held.items())
-    tables = plan.parameters["embedding"] + plan.parameters["head"]
+    tables = sum(plan.parameters.get(name, 0) for name in TABLES)
     gathered = bytes_each * (3 * plan.parameters["matrices"] + 2 * tables) / mesh.tensor * _others(mesh.fsdp)
     # A sum is sent twice: in parts that one rank each adds up, and what came out.
-    sums = (5 if plan.activation_checkpointing == "all" else 4) * plan.config.n_layer + 2
-    tokens = plan.device_batch_size * plan.config.max_seq_len
-    summed = 2 * bytes_each * sums * tokens * plan.config.n_embd * _others(mesh.tensor)
-    moved = [f"{gathered / 1e9:.2f} GB from each along fsdp: matrices twice, embedding and head once, all gradients "
-             "once"] if mesh.fsdp > 1 else []
+    config, tokens = plan.config, plan.device_batch_size * plan.config.max_seq_len
+    sums = (5 if plan.activation_checkpointing == "all" else 4) * config.n_layer + 2
+    values = config.num_values * config.n_kv_head * config.head_dim if config.value_embeddings else 0
+    # Value embeddings are added up once, and their gradients gathered.
+    summed = bytes_each * tokens * (2 * sums * config.n_embd + 3 * values) * _others(mesh.tensor)
+    moved = [f"{gathered / 1e9:.2f} GB from each along fsdp: matrices twice, tables (embedding, head, value "
+             "embeddings) once, all gradients once"] if mesh.fsdp > 1 else []
     if mesh.tensor > 1:
-        moved.append(f"{summed / 1e9:.2f} GB from each along tensor: {sums} sums of activations")
+        moved.append(f"{summed / 1e9:.2f} GB from each along tensor: {sums} sums of activations"
+                     + ", and the vectors of --value_embeddings" * config.value_embeddings)
     return (f"{mesh}, chip r at (r // {mesh.fsdp * mesh.tensor}, r // {mesh.tensor} % {mesh.fsdp}, r % {mesh.tensor}); "
             f"a chip holds {holds}; a micro-step sends {', and '.join(moved)}{because}")
 

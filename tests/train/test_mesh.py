@@ -77,6 +77,19 @@ def test_flash_does_too_where_tensor_divides_its_heads(train, reference, tokeniz
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("values, fsdp, tensor", [
+    ("shared", 2, 1), ("shared", 1, 2), ("shared", 2, 2), ("own", 2, 2), ("own", 1, 4)])
+def test_value_embeddings_are_divided_too(train, reference, tokenizer_dir, values, fsdp, tensor):
+    flags = *CHUNKED, *LONG, f"--tokenizer_dir={tokenizer_dir}", f"--value_embeddings={values}"
+    sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", "--sample_every=20",
+                    devices=fsdp * tensor)
+    whole = reference(*flags)
+    assert_same(sharded, whole)
+    assert norms(sharded) == pytest.approx(norms(whole), rel=1e-4)
+    assert f"{fsdp} fsdp × {tensor} tensor" in sharded.stdout
+
+
+@pytest.mark.slow
 def test_tensor_takes_logits_without_a_bound_and_several_chunks_of_tokens_and_longer_rows(train, reference,
                                                                                          tokenizer_dir):
     """9,216 tokens are two chunks of the loss. Rates are lower still, because they rise with the batch."""
