@@ -216,10 +216,13 @@ def require_searchable(own, flags):
 
 
 def branch_shares(config, length):
-    """Returns the fraction of the layers that run each branch of the attention kernel, the shortest window first, for
-    rows of `length`."""
+    """Returns the fraction of the layers that run each branch of the conditionals in a loop over the layers, for rows
+    of `length`, as hlo.Module.ops takes them: in the attention kernel those of the windows, the shortest first, and in
+    the backward pass those of layers that add value embeddings, and of others."""
     windows = Counter(min(window or length, length) for window in config.windows())
-    return [Fraction(windows[size], config.n_layer) for size in sorted(windows)]
+    adding = Fraction(sum(slot is not None for slot in config.value_slots()), config.n_layer)
+    return {"branch_computations": [Fraction(windows[size], config.n_layer) for size in sorted(windows)],
+            "true_computation": [adding, 1 - adding]}
 
 
 # -----------------------------------------------------------------------------

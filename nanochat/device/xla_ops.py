@@ -180,12 +180,23 @@ def take_columns(x, index, width):
     return _call(f"take {width} columns", build, x, index)
 
 
-def put_columns(x, index, value):
-    """Returns x with `value` in the columns that take_columns returns."""
-    def build(x, index, value):
-        return x.dynamic_update_slice(value, _first_column(x, index, value.shape().sizes[-1]))
+def add_to_columns(x, index, value):
+    """Returns x with `value` added to the columns that take_columns returns, or x itself if it has not so many.
 
-    return _call("put columns", build, x, index, value)
+    The program decides it: where nothing is added, nothing of x is read or written.
+    """
+    def build(x, index, value):
+        from torch_xla.core import xla_builder as xb
+
+        def added(x, index, value):
+            first = _first_column(x, index, value.shape().sizes[-1])
+            return x.dynamic_update_slice(x.dynamic_slice(first, value.shape().sizes) + value, first)
+
+        blocks = x.shape().sizes[-1] // value.shape().sizes[-1]
+        is_there = index < xb.Op.scalar(index.builder(), blocks, dtype=xb.Type.S32)
+        return is_there.mkconditional((x, index, value), added, lambda x, index, value: x)
+
+    return _call("add to columns", build, x, index, value)
 
 
 def _first_column(x, index, width):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanochat.device.xla_ops import put, put_columns, take, take_columns
+from nanochat.device.xla_ops import add_to_columns, put, take, take_columns
 from nanochat.kernels import plain
 from nanochat.kernels.layer_loop import Layer, LayerByHand
 from nanochat.kernels.sharded import WHOLE, Sharding
@@ -162,7 +162,7 @@ def _backward(how, x, index, d_out, saved, x0, weights, window, tables, values, 
     if how.shifted_head_dim:
         d_k = shift_keys_backward(d_k, how.shifted_head_dim)
     if values:
-        d_values = [_with_gradient_of_value(*d_values, *values, d_v)]
+        d_values = [add_to_columns(*d_values, values[0], d_v)]  # where the layer adds a value
     d_of_gates = ()
     if has_gates:
         v = take(v, at).float()
@@ -197,13 +197,6 @@ def _value_of(values, weights):
     number, array = values
     value = take_columns(array, number, weights.attn_v.size(-2))
     return torch.where(number < array.size(-1) // value.size(-1), value, 0.0).to(value.dtype)
-
-
-def _with_gradient_of_value(d_values, number, array, d_value):
-    """Returns d_values, the gradient of the array in _value_of, after this layer has added to its block of it."""
-    adds = number < array.size(-1) // d_value.size(-1)
-    before = take_columns(d_values, number, d_value.size(-1))
-    return put_columns(d_values, number, before + torch.where(adds, d_value, 0.0).to(d_value.dtype))
 
 
 def _mixed(x, x0, weights):

@@ -48,7 +48,7 @@ class ProgramReport:
     top_operations: list = field(default_factory=list)
 
 
-def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, branch_shares=()):
+def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, branch_shares=None):
     """Returns the ProgramReport of a TracedProgram and its CompiledProgram, which must fit.
 
     resident_bytes: {name: bytes} of all tensors that stay on the chip, also of those that this program does not use.

@@ -120,13 +120,14 @@ class Module:
         """Returns the number of instructions, including those inside fusions and loops, each counted once."""
         return sum(map(len, self.computations.values()))
 
-    def ops(self, branch_shares=()):
+    def ops(self, branch_shares=None):
         """Returns a list of Op of all scheduled instructions: those of the entry computation and of its loops.
 
-        branch_shares: the fraction of a conditional's runs that each of its branches gets, as Fractions. All branches
-        of a conditional that has another number of them are counted as if they always ran.
+        branch_shares: the fraction of a conditional's runs that each of its branches gets, as Fractions, of
+        conditionals that choose by a number, {"branch_computations": …}, or by a truth value, {"true_computation": …}.
+        All branches of others, and of those that have another number of branches, are counted as if they always ran.
         """
-        return list(self._ops_of(self.entry, 1, branch_shares))
+        return list(self._ops_of(self.entry, 1, branch_shares or {}))
 
     def _ops_of(self, name, times, branch_shares):
         computation = self.computations[name]
@@ -138,8 +139,9 @@ class Module:
             elif instruction.opcode == "call":
                 yield from self._ops_of(instruction.called("to_apply"), times, branch_shares)
             elif instruction.opcode == "conditional":
-                branches = self._branches(instruction)
-                shares = branch_shares if len(branches) == len(branch_shares) else [1] * len(branches)
+                chosen_by, branches = self._branches(instruction)
+                shares = branch_shares.get(chosen_by, ())
+                shares = shares if len(branches) == len(shares) else [1] * len(branches)
                 for branch, share in zip(branches, shares, strict=True):
                     yield from self._ops_of(branch, round(times * share), branch_shares)
             elif instruction.opcode.endswith("-done"):
@@ -183,8 +185,8 @@ class Module:
     def _branches(instruction):
         listed = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
         if listed:
-            return re.findall(r"[\w.-]+", listed[1])
-        return [instruction.called("true_computation"), instruction.called("false_computation")]
+            return "branch_computations", re.findall(r"[\w.-]+", listed[1])
+        return "true_computation", [instruction.called("true_computation"), instruction.called("false_computation")]
 
     def trip_count(self, loop, computation):
         """Returns the number of times that the body of a `while` runs.

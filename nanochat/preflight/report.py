@@ -70,7 +70,7 @@ def make_report(programs, traced, trace_s, flags, request, say=print):
                 report["out_of_memory"][program.name] = explain_out_of_memory(
                     program, compiled, sum(resident_bytes.values()), programs.name_buffer)
             else:
-                shares = programs.branch_shares.get(program.name, ())
+                shares = programs.branch_shares.get(program.name)
                 fitting.append(estimate.report_program(program, compiled, runs_per_step[kind_of(program.name)],
                                                        resident_bytes, tpu_slice, shares))
                 report["programs"][program.name] = asdict(fitting[-1])

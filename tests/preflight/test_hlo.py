@@ -81,14 +81,17 @@ BRANCHES = """
 }
 
 %body (s:"""
-CONDITIONAL = """  %which = s32[]{:T(128)} conditional(%get.4, %tuple.2, %tuple.2), branch_computations={%short, %long}
-  %while.1 ="""
+BY_NUMBER, BY_TRUTH = "branch_computations={%short, %long}", "true_computation=%short, false_computation=%long"
 
 
-@pytest.mark.parametrize("shares, short, long", [((), 8, 8), ((Fraction(3, 4), Fraction(1, 4)), 6, 2),
-                                                ((Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)), 8, 8)])
-def test_branches_count_by_their_shares(shares, short, long):
-    program = PROGRAM.replace("%body (s:", BRANCHES.lstrip(), 1).replace("  %while.1 =", CONDITIONAL, 1)
+@pytest.mark.parametrize("chosen_by, shares, short, long", [
+    (BY_NUMBER, {}, 8, 8), (BY_NUMBER, {"branch_computations": (Fraction(3, 4), Fraction(1, 4))}, 6, 2),
+    (BY_NUMBER, {"branch_computations": (Fraction(1, 2), Fraction(1, 4), Fraction(1, 4))}, 8, 8),
+    (BY_NUMBER, {"true_computation": (Fraction(3, 4), Fraction(1, 4))}, 8, 8),
+    (BY_TRUTH, {"true_computation": (Fraction(3, 4), Fraction(1, 4))}, 6, 2)])
+def test_branches_count_by_their_shares(chosen_by, shares, short, long):
+    conditional = f"  %which = s32[]{{:T(128)}} conditional(%get.4, %tuple.2, %tuple.2), {chosen_by}\n  %while.1 ="
+    program = PROGRAM.replace("%body (s:", BRANCHES.lstrip(), 1).replace("  %while.1 =", conditional, 1)
     ops = {op.instruction.name: op for op in hlo.parse(program).ops(shares)}
     assert (ops["short.1"].times, ops["long.1"].times) == (short, long)
 
