@@ -96,10 +96,16 @@ class Meta:
 def settled_flags(flags, config):
     """Returns `flags`, {name: value}, in which those that were left to the program, or had another default once, are
     what they became in `config`, the fields of a GPTConfig. Flags of another task stay as they are."""
-    if not flags or not {"window_pattern", "short_window", "key_shift"} <= config.keys():
+    if not flags or not {"window_pattern", "short_window", "key_shift", "value_embeddings"} <= config.keys():
         return flags
     return flags | {"window_pattern": config["window_pattern"], "short_window": config["short_window"] or -1,
-                    "key_shift": "on" if config["key_shift"] else "off"}
+                    "key_shift": "on" if config["key_shift"] else "off",
+                    "value_embeddings": value_embeddings_of(config)}
+
+
+def value_embeddings_of(config):
+    """Returns the value of --value_embeddings that gives a GPTConfig with these fields."""
+    return "shared" if config.get("shared_values") else "own" if config.get("value_embeddings") else "off"
 
 
 def _half_if_any(config):
@@ -192,7 +198,7 @@ def _as_flag(key, config):
     """Returns the value of a config's field as its flag names it."""
     value = config.get(key)
     if key in ("value_embeddings", "shared_values"):
-        return "shared" if config.get("shared_values") else "own" if config.get("value_embeddings") else "off"
+        return value_embeddings_of(config)
     return ("off", "on")[value] if isinstance(value, bool) else value
 
 

@@ -108,9 +108,10 @@ class ModelFlags:
     softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)
     layer_gates: bool = flag(False, "attention's values and what attention and MLP add are multiplied by gates, "
                              "learnt numbers that depend on the token")
-    value_embeddings: str = flag("off", "every second layer adds to attention's values a vector that it learns for "
-                                 "each token of the vocabulary: own, also meant without a value; shared: they all add "
-                                 "the same one; off", choices=("off", "own", "shared"), nargs="?", const="own")
+    value_embeddings: str = flag("auto", "every second layer adds to attention's values a vector that is learnt for "
+                                 "each token of the vocabulary: shared: all of them the same one; own, also meant "
+                                 "without a value: each its own; off; auto: shared, and as before in a resumed run",
+                                 choices=("auto", "off", "own", "shared"), nargs="?", const="own")
 
 
 @dataclass(frozen=True)

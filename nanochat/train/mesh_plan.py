@@ -110,7 +110,7 @@ def estimate_memory(flags, config, parameters, mesh):
     width = size * tokens * config.n_embd  # an activation of all tokens
     qkv, layer = (size * tokens * (count * config.n_embd + 2 * kv_width) for count in (1, 6))
     again = {"none": 0, "qkv": qkv, "all": layer}[flags.devices.activation_checkpointing]
-    values = 2 * size * tokens * kv_width * sum(slot is not None for slot in config.value_slots())  # with gradients
+    values = 2 * size * tokens * kv_width * config.num_values if config.value_embeddings else 0  # with gradients
     kept = config.n_layer * (width + layer - again) + again + values
     loss = 4 * size * config.vocab_size * min(tokens, CHUNK_TOKENS) + (size + 4) * parameters["head"] + 10 * width
     backward = 36 * width + (2 * size * parameters["matrices"] / config.n_layer if fsdp > 1 else 0)

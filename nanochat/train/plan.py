@@ -16,6 +16,7 @@ from nanochat.model import flops
 from nanochat.model.gpt import GPT, GPTConfig, config_for_depth
 from nanochat.model.layers import MATRICES, SCALES
 from nanochat.model.optim import OptimConfig, lr_stages
+from nanochat.run.meta import value_embeddings_of
 from nanochat.train.flags import MAX_STEPS
 from nanochat.train.mesh_plan import describe_mesh, plan_mesh
 from nanochat.train.stages import batch_schedule, length_schedule, spans, value_at
@@ -119,20 +120,21 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     if devices.gradient_sums == "bfloat16" and not shard_optimizer:
         where = f"on {device_type}" if not is_xla else "with --shard_optimizer=off"
         raise BadInput(f"--gradient_sums=bfloat16, but {where} gradients are summed in fp32: leave it out")
-    begun = meta.config if meta else \
-        {"window_pattern": "SSSL", "short_window": None, "key_shift": True, "rotary_base": None}
+    begun = meta.config if meta else {"window_pattern": "SSSL", "short_window": None, "key_shift": True,
+                                      "rotary_base": None, "value_embeddings": True, "shared_values": True}
     window_pattern = begun["window_pattern"] if model.window_pattern == "auto" else model.window_pattern
     if model.short_window > 0 and "S" not in window_pattern:
         instead = ("the checkpoint has this pattern, so leave it out" if model.window_pattern == "auto" else
                    "give a pattern with S, such as SSSL, too")
         raise BadInput(f"--short_window={model.short_window}, but no layer of --window_pattern={window_pattern} is "
                        f"short: {instead}")
+    values = value_embeddings_of(begun) if model.value_embeddings == "auto" else model.value_embeddings
     config = config_for_depth(
         model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=window_pattern,
         short_window=max(model.short_window, 0) or begun["short_window"],
         key_shift=begun["key_shift"] if model.key_shift == "auto" else model.key_shift == "on",
         softcap=model.softcap, layer_gates=model.layer_gates,
-        value_embeddings=model.value_embeddings != "off", shared_values=model.value_embeddings == "shared",
+        value_embeddings=values != "off", shared_values=values == "shared",
         n_embd=max(model.model_dim, 0), n_head=max(model.num_heads, 0), n_kv_head=max(model.num_kv_heads, 0),
         rotary_base=begun["rotary_base"])
     parameters = count_parameters(config)

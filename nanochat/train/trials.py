@@ -139,7 +139,7 @@ def plan_of(flags):
     return task.plan, inputs
 
 
-WITHOUT_FLAG = {"key_shift": "off"}  # what runs of before a flag did, where its default is something else
+WITHOUT_FLAG = {"key_shift": "off", "value_embeddings": "off"}  # in runs of before these flags
 
 
 def require_same_flags(trial):

@@ -47,8 +47,9 @@ def plan_on(monkeypatch):
     ("v6e-16", "--depth=32 --model_dim=4096 --max_seq_len=2048 --activation_checkpointing --mesh_fsdp=16", 17.96, 8.66),
     ("v4-32", "--depth=32 --model_dim=4096 --activation_checkpointing --mesh_fsdp=16", 12.71, 8.66)])
 def test_the_estimate_is_near_what_the_compiler_needs(plan_on, accelerator, flags, micro_step, update):
-    plan = plan_on(accelerator, *flags.split())
-    found = estimate_memory(parse_flags(flags.split()), plan.config, plan.parameters, plan.mesh)
+    flags = last_of_each("--value_embeddings=off", *flags.split())
+    plan = plan_on(accelerator, *flags)
+    found = estimate_memory(parse_flags(flags), plan.config, plan.parameters, plan.mesh)
     assert 0.95 * micro_step < found["micro-step"] / GIB < 1.35 * micro_step
     assert update is None or 0.95 * update < found["update"] / GIB < 1.4 * update
 
@@ -57,14 +58,14 @@ def test_auto_takes_as_few_chips_along_fsdp_as_fit(plan_on):
     plan = plan_on("v5litepod-8", "--depth=16", "--mesh_fsdp=auto")
     assert plan.mesh == Mesh(8) and plan == plan_on("v5litepod-8", "--depth=16")
     large = plan_on("v5litepod-8", *DEPTH_32, "--mesh_fsdp=auto")
-    assert large.mesh == Mesh(4, 2) and large == plan_on("v5litepod-8", *DEPTH_32, "--mesh_fsdp=2")
+    assert large.mesh == Mesh(2, 4) and large == plan_on("v5litepod-8", *DEPTH_32, "--mesh_fsdp=4")
     assert plan_on("v6e-8", *DEPTH_32, "--mesh_fsdp=auto").mesh == Mesh(8)
     assert plan_on("v5litepod-16", *DEPTH_32, "--mesh_fsdp=auto").mesh == Mesh(8, 2)
-    assert plan_on("v5litepod-16", *DEPTH_32, "--model_dim=3072", "--mesh_fsdp=auto").mesh == Mesh(2, 8)
+    assert plan_on("v5litepod-16", *DEPTH_32, "--model_dim=3072", "--mesh_fsdp=auto").mesh == Mesh(1, 16)
     said = [line for plan in (plan, large) for line in describe_plan(plan, load_tokenizer()) if " mesh  " in line]
-    assert "8 data × 1 fsdp × 1 tensor; by estimate a chip needs 9.03 GiB (micro-step) with --mesh_fsdp=1, " in said[0]
-    assert "19.78 GiB (micro-step) with --mesh_fsdp=1, 14.53 GiB (micro-step) with --mesh_fsdp=2, of 15.75" in said[1]
-    assert "a chip holds 1.75 GiB weights, 3.50 GiB gradients, 1.88 GiB optimizer" in said[1]
+    assert "8 data × 1 fsdp × 1 tensor; by estimate a chip needs 9.53 GiB (micro-step) with --mesh_fsdp=1, " in said[0]
+    assert "20.81 GiB (update) with --mesh_fsdp=1, 15.19 GiB (update) with --mesh_fsdp=2, 12.31 GiB (mic" in said[1]
+    assert "a chip holds 0.94 GiB weights, 1.88 GiB gradients, 2.06 GiB optimizer" in said[1]
 
 
 def test_auto_leaves_the_weights_whole_where_the_memory_is_not_known(plan_on):
@@ -77,7 +78,7 @@ def test_auto_leaves_the_weights_whole_where_the_memory_is_not_known(plan_on):
     (["--mesh_data=8"], "--mesh_data=8 --mesh_tensor=1 is given"),
     (["--kernel=chunked"], "--kernel=flash only, and this run has chunked: give --mesh_fsdp a number"),
     (["--teacher=x"], "--teacher=x: give --mesh_fsdp a number"),
-    (["--device_batch_size=32"], r"84\.38 GiB \(micro-step\) with --mesh_fsdp=8, .* use --activation_checkpointing"),
+    (["--device_batch_size=32"], r"85\.16 GiB \(micro-step\) with --mesh_fsdp=8, .* use --activation_checkpointing"),
     (["--device_batch_size=64", "--activation_checkpointing"], "with --mesh_fsdp=8, .*: use a smaller --device_batch"),
     (["--shard_optimizer=off"], r"with --mesh_fsdp=1, and .*: use no --shard_optimizer=off, because the weights "),
     (["--layer_gates"], "with --mesh_fsdp=1, and .*: use no --layer_gates, because the weights cannot be divided then"),

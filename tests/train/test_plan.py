@@ -21,7 +21,7 @@ def test_the_plan_of_the_mission():
     plan = plan_of("--depth=16", "--num_iterations=50000", "--device_batch_size=8", "--max_seq_len=1024",
                    "--kernel=current", "--no_compile", "--run=NAME")
     assert (plan.total_batch_size, plan.grad_accum_steps, plan.num_iterations) == (524288, 8, 50000)
-    assert sum(plan.parameters.values()) == 335_544_320 + 32
+    assert sum(plan.parameters.values()) == 335_544_320 + 67_108_864 + 32
     assert plan_of("--depth=16", world_size=4).grad_accum_steps == 16
 
 
