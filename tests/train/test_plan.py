@@ -7,7 +7,7 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.model import flops
 from nanochat.model.optim import lr_multiplier
-from nanochat.run.meta import Meta
+from nanochat.run.meta import Meta, value_embeddings_of
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import describe_plan, make_plan
 from tests.conftest import last_of_each
@@ -141,9 +141,22 @@ def test_keys_are_shifted_as_in_the_checkpoint_unless_a_flag_says_otherwise(give
     assert make_plan(parse_flags(["--depth=4", *given]), 65536, "cpu", 8, meta).config.key_shift is found
 
 
+@pytest.mark.parametrize("given, of_checkpoint, found", [
+    ((), None, "shared"), ((), "off", "off"), ((), "own", "own"), ((), "shared", "shared"),
+    (("--value_embeddings=off",), None, "off"), (("--value_embeddings",), None, "own"),
+    (("--value_embeddings=off",), "shared", "off")])
+def test_value_embeddings_are_as_in_the_checkpoint_unless_a_flag_says_otherwise(given, of_checkpoint, found):
+    meta = None if of_checkpoint is None else meta_with(value_embeddings=of_checkpoint != "off",
+                                                        shared_values=of_checkpoint == "shared")
+    plan = make_plan(parse_flags(["--depth=4", *given]), 65536, "cpu", 8, meta)
+    assert value_embeddings_of(asdict(plan.config)) == found
+
+
 def meta_with(**config):
-    """Returns the Meta of a checkpoint whose model has this config, no windows, and keys that stay in place."""
-    of_all = {"rotary_base": 10_000.0, "window_pattern": "L", "short_window": 0, "key_shift": False}
+    """Returns the Meta of a checkpoint whose model has this config, no windows, keys that stay in place, and no value
+    embeddings."""
+    of_all = {"rotary_base": 10_000.0, "window_pattern": "L", "short_window": 0, "key_shift": False,
+              "value_embeddings": False, "shared_values": False}
     return Meta(step=1, config=of_all | config, tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
 
 
