@@ -84,6 +84,8 @@ class GPTConfig:
     @property
     def num_values(self):
         """How many value embeddings a token has."""
+        if not self.value_embeddings:
+            return 0
         return 1 if self.shared_values else -(-self.n_layer // 2)
 
     def windows(self):

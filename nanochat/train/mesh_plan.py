@@ -110,7 +110,7 @@ def estimate_memory(flags, config, parameters, mesh):
     width = size * tokens * config.n_embd  # an activation of all tokens
     qkv, layer = (size * tokens * (count * config.n_embd + 2 * kv_width) for count in (1, 6))
     again = {"none": 0, "qkv": qkv, "all": layer}[flags.devices.activation_checkpointing]
-    values = 2 * size * tokens * kv_width * config.num_values if config.value_embeddings else 0  # with gradients
+    values = 2 * size * tokens * kv_width * config.num_values  # with gradients
     kept = config.n_layer * (width + layer - again) + again + values
     loss = 4 * size * config.vocab_size * min(tokens, CHUNK_TOKENS) + (size + 4) * parameters["head"] + 10 * width
     backward = 36 * width + (2 * size * parameters["matrices"] / config.n_layer if fsdp > 1 else 0)
@@ -164,7 +164,7 @@ def describe_mesh(plan):
     # A sum is sent twice: in parts that one rank each adds up, and what came out.
     config, tokens = plan.config, plan.device_batch_size * plan.config.max_seq_len
     sums = (5 if plan.activation_checkpointing == "all" else 4) * config.n_layer + 2
-    values = config.num_values * config.n_kv_head * config.head_dim if config.value_embeddings else 0
+    values = config.num_values * config.n_kv_head * config.head_dim
     # Value embeddings are added up once, and their gradients gathered.
     summed = bytes_each * tokens * (2 * sums * config.n_embd + 3 * values) * _others(mesh.tensor)
     moved = [f"{gathered / 1e9:.2f} GB from each along fsdp: matrices twice, tables (embedding, head, value "
