@@ -137,14 +137,13 @@ def test_a_run_of_the_same_name_with_other_flags_is_refused(write_table):
         ablate.main([str(write_table(num_iterations=100))])
 
 
-def test_a_run_of_before_key_shift_counts_as_one_without_it(write_table):
+def test_a_run_of_before_a_flag_counts_as_one_without_it(write_table):
     for trial in read_trials(write_table()):
         finish(trial)
         notes = trial.notes()
-        notes["flags"]["value_embeddings"] = False  # as it was before it had a value
-        del notes["flags"]["key_shift"]
+        del notes["flags"]["key_shift"], notes["flags"]["value_embeddings"]
         (trial.directory / "ablate.json").write_text(json.dumps(notes))
-    with pytest.raises(BadInput, match="of a run with other flags or data .key_shift off -> auto.: rename"):
+    with pytest.raises(BadInput, match="data .key_shift off -> auto, value_embeddings off -> auto.: rename"):
         ablate.main([str(write_table())])
 
 
@@ -219,7 +218,7 @@ def test_a_killed_table_goes_on_and_repeats_no_finished_run(write_table, base_di
     first = base_dir / "checkpoints" / "rates.default.0" / "metrics.jsonl"
     before = first.read_bytes()
     deadline = time.monotonic() + 60  # the run that was going on is told to stop, and saves
-    while any("scripts.base_train" in line and str(table.stem) in line for line in processes()):
+    while any("scripts.base_train" in line and f"--run={table.stem}." in line for line in processes()):
         assert time.monotonic() < deadline
         time.sleep(0.2)
     again = subprocess.run(command, capture_output=True, text=True, timeout=400)
