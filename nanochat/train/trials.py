@@ -11,13 +11,13 @@ A table is a TOML file, whose keys are flags of base_train:
 """
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from nanochat.common import BadInput
 from nanochat.data.shards import fingerprint, open_shards
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.record.metrics import METRICS_FILE
-from nanochat.run.meta import with_words
+from nanochat.run.meta import settled_flags, with_words
 from nanochat.run.processes import expected_world_size
 from nanochat.train.flags import Flags, parse_flags
 from nanochat.train.language import list_data, make_task
@@ -56,6 +56,10 @@ class Trial:
         partial.write_text(json.dumps({"flags": self.flags.as_dict(), "inputs": self.inputs, "cpu_s": cpu_s}))
         partial.replace(self.directory / NOTES_FILE)
 
+    def settled(self):
+        """Returns {name: value} of the flags but --run, where auto is what it becomes in a new run."""
+        return settled_flags(self.flags.as_dict(), asdict(self.plan.config)) | {"run": None}
+
     def is_finished(self):
         return (self.directory / FINISHED_FILE).exists()
 
@@ -75,10 +79,11 @@ def read_trials(path):
                 plans[name] = plans.get(name) or plan_of(flags)
             except BadInput as error:
                 raise BadInput(f"{path}: variant {name}: {error}") from None
-            same = [trial.variant for trial in trials if trial.flags == flags.replace(run=trial.flags.run.run)]
+            trial = Trial(name, seed, tuple(argv), flags, *plans[name])
+            same = [other.variant for other in trials if other.settled() == trial.settled()]
             if same:
-                raise BadInput(f"{path}: variants {same[0]} and {name} have the same flags: leave one of them out")
-            trials.append(Trial(name, seed, tuple(argv), flags, *plans[name]))
+                raise BadInput(f"{path}: variants {same[0]} and {name} are the same run: leave one of them out")
+            trials.append(trial)
     return trials
 
 
