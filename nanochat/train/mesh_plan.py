@@ -167,10 +167,10 @@ def describe_mesh(plan):
     values = config.num_values * config.n_kv_head * config.head_dim
     # Value embeddings are added up once, and their gradients gathered.
     summed = bytes_each * tokens * (2 * sums * config.n_embd + 3 * values) * _others(mesh.tensor)
-    moved = [f"{gathered / 1e9:.2f} GB from each along fsdp: matrices twice, tables (embedding, head, value "
+    moved = [f"{gathered / 1e9:.3g} GB from each along fsdp: matrices twice, tables (embedding, head, value "
              "embeddings) once, all gradients once"] if mesh.fsdp > 1 else []
     if mesh.tensor > 1:
-        moved.append(f"{summed / 1e9:.2f} GB from each along tensor: {sums} sums of activations"
+        moved.append(f"{summed / 1e9:.3g} GB from each along tensor, adding up activations {sums} times"
                      + ", and the vectors of --value_embeddings" * config.value_embeddings)
     return (f"{mesh}, chip r at (r // {mesh.fsdp * mesh.tensor}, r // {mesh.tensor} % {mesh.fsdp}, r % {mesh.tensor}); "
             f"a chip holds {holds}; a micro-step sends {', and '.join(moved)}{because}")

@@ -105,6 +105,11 @@ class Plan:
         return self.flops_per_token
 
 
+# What a run has that resumes nothing, where its flags say "auto" or no number; None: it follows from other flags.
+OF_NEW_RUNS = {"window_pattern": "SSSL", "short_window": None, "rotary_base": None, "key_shift": True,
+               "value_embeddings": True, "shared_values": True}
+
+
 def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     """Returns the Plan for base_train's Flags. Raises BadInput for flags that do not fit together.
 
@@ -120,8 +125,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     if devices.gradient_sums == "bfloat16" and not shard_optimizer:
         where = f"on {device_type}" if not is_xla else "with --shard_optimizer=off"
         raise BadInput(f"--gradient_sums=bfloat16, but {where} gradients are summed in fp32: leave it out")
-    begun = meta.config if meta else {"window_pattern": "SSSL", "short_window": None, "key_shift": True,
-                                      "rotary_base": None, "value_embeddings": True, "shared_values": True}
+    begun = meta.config if meta else OF_NEW_RUNS
     window_pattern = begun["window_pattern"] if model.window_pattern == "auto" else model.window_pattern
     if model.short_window > 0 and "S" not in window_pattern:
         instead = ("the checkpoint has this pattern, so leave it out" if model.window_pattern == "auto" else

@@ -3,6 +3,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from nanochat.common import BadInput, get_base_dir
 from nanochat.record.observe import parse_profile_steps
@@ -191,7 +192,7 @@ def newest_checkpoint(directory, mirror):
 
 def changed_flags(saved, task):
     """Returns the task's changing_flags that are not those of a checkpoint, {name: value}, as a text such as
-    "matrix_lr 0.02 -> 0.01, weight_decay 0.2 -> 0.1"; "" if there are none."""
+    "matrix_lr 0.02 -> 0.01, weight_decay 0.2 -> 0.1, teacher big -> ''"; "" if there are none."""
     now = task.flags.as_dict()
-    return ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in task.changing_flags
+    return ", ".join(f"{name} {quote(str(saved[name]))} -> {quote(str(now[name]))}" for name in task.changing_flags
                      if name in saved and saved[name] != now[name])

@@ -179,7 +179,7 @@ def test_resuming_with_another_model_tokenizer_or_data_is_bad_input(tmp_path, ch
 
 def test_a_switch_of_the_model_is_on_or_off(tmp_path):
     meta = make_meta(config={"key_shift": False})
-    with pytest.raises(BadInput, match="--key_shift is off there and on here: resume with the flags"):
+    with pytest.raises(BadInput, match="--key_shift is off there and on here: leave --key_shift out, or"):
         require_match(tmp_path, meta, config={"key_shift": True}, tokenizer_sha256=None, data_fingerprint=None)
 
 
