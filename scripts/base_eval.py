@@ -92,6 +92,8 @@ def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
     if flags.fim:
         check_fim("--fim", tokenizer, seq_len)
         print0(f"{about}: bits per byte of middles")
+        if not meta.flags.get("fim_rate"):
+            print0("note: it was trained without --fim_rate, so it has never seen a suffix before its middle")
         return print_middles(tokenizer, evaluate)
     found = evaluate()
     whole = " (the whole text, which is shorter than --eval_tokens)" if found.is_whole_text else ""
@@ -105,8 +107,8 @@ def print_middles(tokenizer, evaluate):
         found = [evaluate({"fim_rate": 1.0, "fim_kinds": (kind,)}, view=partial(view, tokenizer))
                  for view in (with_suffixes, without_suffixes, from_left_to_right)]
         suffix, without, plain = (of.bits_per_byte for of in found)
-        print0(f"{kind:<12}{found[0].num_bytes:>12,}{suffix:>13.4f}{without:>10.4f}{plain:>15.4f}   with its suffix "
-               f"{suffix / without - 1:+.1%} and {suffix / plain - 1:+.1%}")
+        print0(f"{kind:<12}{found[0].num_bytes:>12,}{suffix:>13.4f}{without:>10.4f}{plain:>15.4f}   the suffix "
+               f"changes them by {suffix / without - 1:+.1%} and {suffix / plain - 1:+.1%}")
 
 
 def print_projects(about, rows_of, measure):

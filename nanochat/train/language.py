@@ -43,8 +43,8 @@ class LanguageTask:
     data_fingerprint: str | None  # None for synthetic data
     bucket: str | None = None  # about the data and its cache, if it is in a bucket
     name = "language"
-    changing_flags = tuple(field.name for group in (BatchFlags, OptimConfig, DistillationFlags)
-                           for field in fields(group) if field.name != "device_batch_size")  # which changes no step
+    changing_flags = *(field.name for group in (BatchFlags, OptimConfig, DistillationFlags)
+                       for field in fields(group) if field.name != "device_batch_size"), "compute_dtype"
 
     @property
     def num_lanes(self):

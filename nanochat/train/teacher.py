@@ -1,4 +1,5 @@
 """Distillation: the run's model also learns from the predictions of a trained one, base_train --teacher=RUN."""
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,10 @@ def find_teacher(flags, plan, tokenizer, directory):
     this model. tokenizer, directory: of the run that learns."""
     taught = flags.distillation
     if not taught.teacher:
+        for each in fields(taught):
+            if (value := getattr(taught, each.name)) != each.default:
+                raise BadInput(f"--{each.name}={value:g} is for a teacher, and there is none: give --teacher=RUN too, "
+                               f"or leave --{each.name} out")
         return None
     path = find_checkpoint(taught.teacher)
     what = f"--teacher={taught.teacher} ({path})"

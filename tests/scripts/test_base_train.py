@@ -244,8 +244,12 @@ def test_a_run_with_fill_in_the_middle_records_its_bits_per_byte_and_keeps_its_r
         base_train.main(last_of_each(*tiny, "--run=fim", *flags, "--num_iterations=8", "--num_lanes=128"))
     base_eval.main(["--checkpoint=fim", f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/val",
                     "--eval_tokens=1024", "--device_type=cpu", "--fim"])
-    lines = capsys.readouterr().out.splitlines()[-3:]
+    out = capsys.readouterr().out
+    assert "without --fim_rate" not in out
+    lines = out.splitlines()[-3:]
     assert [line.split()[0] for line in lines] == ["random", "line", "structure"]
     for line in lines:
         with_suffix, without, plain = map(float, line.split()[2:5])
         assert 0 < with_suffix < 10 and len({with_suffix, without, plain}) > 1
+        change = re.search("changes them by ([+-][0-9.]+)% and", line)
+        assert float(change[1]) == pytest.approx(100 * (with_suffix / without - 1), abs=0.1)
