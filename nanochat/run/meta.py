@@ -175,8 +175,10 @@ FLAGS_OF_CONFIG = {"n_layer": "--depth", "n_embd": "--model_dim", "n_head": "--n
 
 
 ADVICE = "resume with the flags it was trained with, or choose another --run"
-# Of the config: where their flags are left out, a run that resumes has what it had.
-AS_BEFORE = ("key_shift", "window_pattern", "short_window", "shared_values", "value_embeddings")
+# Fields of a GPTConfig that stay as they were when a run resumes without their flags, and their values in a new run.
+# None: it follows from other flags.
+OF_NEW_RUNS = {"window_pattern": "SSSL", "short_window": None, "rotary_base": None, "key_shift": True,
+               "value_embeddings": True, "shared_values": True}
 
 
 def require_match(path, meta, *, config, tokenizer_sha256, data_fingerprint):
@@ -188,7 +190,7 @@ def require_match(path, meta, *, config, tokenizer_sha256, data_fingerprint):
         if meta.config.get(key) != value:
             there, here = (_as_flag(key, found) for found in (meta.config, config))
             flag = FLAGS_OF_CONFIG.get(key, f"--{key}")
-            advice = f"leave {flag} out, or choose another --run" if key in AS_BEFORE else ADVICE
+            advice = f"leave {flag} out, or choose another --run" if key in OF_NEW_RUNS else ADVICE
             raise BadInput(f"{path} is of another architecture: {flag} is {there} there and {here} here: {advice}")
     for saved, value, what in ((meta.tokenizer_sha256, tokenizer_sha256, "another tokenizer than --tokenizer_dir"),
                                (meta.data_fingerprint, data_fingerprint, "other data than that in --data_dir")):

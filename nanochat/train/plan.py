@@ -16,7 +16,7 @@ from nanochat.model import flops
 from nanochat.model.gpt import GPT, GPTConfig, config_for_depth
 from nanochat.model.layers import MATRICES, SCALES
 from nanochat.model.optim import OptimConfig, lr_stages
-from nanochat.run.meta import value_embeddings_of
+from nanochat.run.meta import OF_NEW_RUNS, value_embeddings_of
 from nanochat.train.flags import MAX_STEPS
 from nanochat.train.mesh_plan import describe_mesh, plan_mesh
 from nanochat.train.stages import batch_schedule, length_schedule, spans, value_at
@@ -103,11 +103,6 @@ class Plan:
     @property
     def flops_per_unit(self):
         return self.flops_per_token
-
-
-# What a run has that resumes nothing, where its flags say "auto" or no number; None: it follows from other flags.
-OF_NEW_RUNS = {"window_pattern": "SSSL", "short_window": None, "rotary_base": None, "key_shift": True,
-               "value_embeddings": True, "shared_values": True}
 
 
 def make_plan(flags, vocab_size, device_type, world_size, meta=None):
