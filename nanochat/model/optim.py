@@ -32,7 +32,8 @@ class OptimConfig:
     matrix_lr: float = flag(0.02, "learning rate of Muon, for the matrices of the layers", at_least=0)
     embedding_lr: float = flag(0.3, "learning rate of AdamW for the embedding, at width 768", at_least=0)
     unembedding_lr: float = flag(0.004, "learning rate of AdamW for the head, at width 768", at_least=0)
-    scalar_lr: float = flag(0.05, "learning rate of AdamW for the scales of the residual stream", at_least=0)
+    scalar_lr: float = flag(0.05, "learning rate of AdamW for the scales of the embedding that each layer adds; those "
+                             "of the residual stream get a hundredth of it", at_least=0)
     weight_decay: float = flag(4.0, "in a run, the matrices decay by exp(-weight_decay) at most: at the full learning "
                                "rate, and where updates shrink the weights, too", at_least=0)
     warmup_steps: int = flag(-1, f"steps in which the learning rates rise; -1: {WARMUP_STEPS}, or a fifth of the run "

@@ -157,5 +157,5 @@ def require_same_flags(trial):
     changed = [f"{name} {saved[name]} -> {now[name]}" for name in now if name in saved and saved[name] != now[name]]
     if changed or not saved:
         raise BadInput(f"{trial.directory} is of a run with other flags or data "
-                       f"({', '.join(changed) or 'not of a table'}): rename the variant or the table, or delete that "
-                       "folder")
+                       f"({', '.join(changed) or 'not of a table'}): give it the old values, rename the "
+                       "variant or the table, or delete that folder")

@@ -146,7 +146,8 @@ def test_a_run_of_before_a_flag_counts_as_one_without_it(of_then, write_table):
         del notes["flags"]["key_shift"], notes["flags"]["value_embeddings"]
         notes["flags"] |= of_then
         (trial.directory / "ablate.json").write_text(json.dumps(notes))
-    with pytest.raises(BadInput, match="data .key_shift off -> auto, value_embeddings off -> auto.: rename"):
+    message = "data .key_shift off -> auto, value_embeddings off -> auto.: give it the old values, rename"
+    with pytest.raises(BadInput, match=message):
         ablate.main([str(write_table())])
 
 
