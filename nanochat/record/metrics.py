@@ -154,11 +154,17 @@ _CONSOLE_FORMATS = {
 }
 
 
+_NOT_FINITE = {"mean_loss": "loss not finite", "val_bpb": "validation not finite"}
+
+
 def format_line(record, total_steps=None):
     """Returns the console line of a record: `step 00100/01000 | loss 3.2101 | …`."""
-    step = f"step {record['step']:05d}" + (f"/{total_steps:05d}" if total_steps else "")
-    parts = [step] + [form(record[name]) for name, form in _CONSOLE_FORMATS.items()
-                      if record.get(name) is not None and record[name] is not False]
+    parts = [f"step {record['step']:05d}" + (f"/{total_steps:05d}" if total_steps else "")]
+    for name, form in _CONSOLE_FORMATS.items():
+        if record.get(name) is not None and record[name] is not False:
+            parts.append(form(record[name]))
+        elif name in record.keys() & _NOT_FINITE.keys():
+            parts.append(_NOT_FINITE[name])
     if record.get("mirror_behind_s", 0) >= MIRROR_BEHIND_S:
         parts.append(f"mirror behind by {format_duration(record['mirror_behind_s'])}")
     return " | ".join(parts)

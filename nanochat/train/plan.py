@@ -15,7 +15,7 @@ from nanochat.kernels.sharded import Sharding
 from nanochat.model import flops
 from nanochat.model.gpt import GPT, GPTConfig, config_for_depth
 from nanochat.model.layers import MATRICES, SCALES
-from nanochat.model.optim import OptimConfig, lr_stages
+from nanochat.model.optim import OptimConfig, gpt_rules, lr_stages
 from nanochat.run.meta import OF_NEW_RUNS, value_embeddings_of
 from nanochat.train.flags import MAX_STEPS
 from nanochat.train.mesh_plan import describe_mesh, plan_mesh
@@ -323,9 +323,15 @@ def describe_plan(plan, tokenizer):
 
 
 def _describe_rates(plan):
-    """Returns the schedule of the learning rates as a text for a person, with steps as the log counts them, from 1."""
+    """Returns the schedule of the learning rates and their height as a text for a person, with steps counted from 1, as
+    the log does."""
     warmup, fall = lr_stages(plan.num_iterations, plan.optimizer)
     asked, first_lower = plan.optimizer.warmup_steps, max(warmup, fall + 1) + 1
     cut = f" (--warmup_steps={asked} is longer than the run)" if asked > warmup else ""
-    return (f"rise until step {warmup:,}{cut}, " if warmup > 1 else "do not rise, ") + (
+    schedule = (f"rise until step {warmup:,}{cut}, " if warmup > 1 else "do not rise, ") + (
         f"fall from step {first_lower:,} on" if first_lower <= plan.num_iterations else "do not fall")
+    rules = gpt_rules(plan.optimizer, plan.total_batch_size, plan.total_batch_size * plan.num_iterations,
+                      plan.config.n_embd)
+    rates = {"matrices": rules.matrix_lr, "embedding": rules.adam["wte"].lr, "head": rules.adam["lm_head"].lr,
+             "first residual": rules.adam["x0_scale"].lr}
+    return f"{schedule}; at lr 1.000: " + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())

@@ -152,6 +152,9 @@ class Trainer:
         is_mirrored = self.saves.finish_mirror(is_told_to_end)
         if is_bad:
             return 1
+        if self.nonfinite.in_a_row and not is_stopped:
+            print0(f"warning: the last {self.nonfinite.in_a_row} steps of the run were left out: their loss or "
+                   "gradient was not finite. Look at the validation before you use its weights")
         if not is_saved:
             print0(f"error: the state of step {self.step} is not saved: the run ends with the checkpoint before it")
             return 1

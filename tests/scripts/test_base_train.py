@@ -137,6 +137,13 @@ def test_steps_that_are_not_finite_end_the_run_with_the_last_good_checkpoint_and
     assert all(part.shape == (8, 33) and part.dtype == np.int32 for part in rows)
 
 
+def test_a_run_that_ends_with_steps_that_are_not_finite_says_so(train):
+    process = train("--device_type=cpu", "--embedding_lr=1e44", "--max_bad_steps=-1")
+    assert "warning: the last 5 steps of the run were left out: their loss or gradient was not fin" in process.stdout
+    assert "step 00006/00006 | loss not finite" in process.stdout
+    assert "step 00006/00006 | validation not finite" in process.stdout
+
+
 def test_lines_of_the_log_count_no_evaluation_and_precede_every_checkpoint(train):
     """Evaluations and checkpoints at steps that are no lines of the log by themselves."""
     records = train("--log_every=4", "--eval_every=3", "--save_every=2").records

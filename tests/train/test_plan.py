@@ -1,4 +1,5 @@
 """The plan of a run: batches, horizon and schedules that follow from its flags."""
+import math
 from dataclasses import asdict
 
 import pytest
@@ -70,7 +71,11 @@ def test_rows_that_become_longer_keep_the_tokens_of_a_micro_step_and_cost_more_f
 ])
 def test_the_plan_says_when_the_learning_rates_rise_and_fall(flags, said):
     plan = plan_of("--num_iterations=100", *flags)
-    assert f"      rates  {said}" in describe_plan(plan, load_tokenizer())
+    [schedule, rates] = [line for line in describe_plan(plan, load_tokenizer()) if "  rates  " in line][0].split("; ")
+    assert schedule == f"      rates  {said}"
+    scale = math.sqrt(plan.total_batch_size / 2**19) * (2**32 / plan.tokens(0, 100)) ** 0.32
+    assert rates == (f"at lr 1.000: matrices {0.02 * scale:.3g}, embedding {0.3 * scale * 0.75**0.5:.3g}, "
+                     f"head {0.004 * scale * 0.75**0.5:.3g}, first residual {0.05 * scale:.3g}")
     full = [step for step in range(1, 101) if lr_multiplier(step - 1, 100, plan.optimizer) == 1]
     assert said.startswith(f"rise until step {full[0]}" if full[0] > 1 else "do not rise")
     assert said.endswith(f"fall from step {full[-1] + 1} on" if full[-1] < 100 else "do not fall")
