@@ -92,7 +92,7 @@ def summarise(runs, usd_per_hour=None):
             ("positions per row", lambda run: ", ".join(f"{length:,} at step {step:,}"
                                                         for step, length in run.lengths())),
             ("loss, last 20 steps", lambda run: of(run.series("loss")[1][-20:], lambda values: f"{values.mean():.4f}")),
-            ("validation, bits per byte", lambda run: of(run.last("val_bpb"), "{:.4f}".format)),
+            ("validation, bits per byte", last_validation),
             ("the best, at step", best_validation),
             ("held-out puzzles solved", lambda run: of(run.last("val_exact"), "{:.1%}".format)),
             *((f"{unit}/s, median", lambda run, unit=unit: of(run.median(f"{unit}_per_s"), "{:,.0f}".format))
@@ -120,6 +120,11 @@ def wall_s(run):
 def of(value, form):
     """Returns form(value), or None if the value is None or an empty array."""
     return None if value is None or np.size(value) == 0 else form(value)
+
+
+def last_validation(run):
+    found = [record["val_bpb"] for record in run.records if "val_bpb" in record]
+    return ("not finite" if found[-1] is None else f"{found[-1]:.4f}") if found else None
 
 
 def best_validation(run):

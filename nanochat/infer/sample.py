@@ -6,8 +6,18 @@ import torch
 from nanochat.common import BadInput
 
 
+class BrokenModel(BadInput):
+    """A model gave logits that are no numbers."""
+
+    def __init__(self):
+        super().__init__("the model's predictions are not finite, so its training went wrong: take an earlier "
+                         "checkpoint, or train it again with lower learning rates")
+
+
 def choose_token(logits, generator, temperature, top_k, top_p):
-    """Returns the id of a token, drawn by its logits (V,)."""
+    """Returns the id of a token, drawn by its logits (V,). Raises BrokenModel if one of them is no number."""
+    if logits.isnan().any():
+        raise BrokenModel
     if temperature == 0:
         return int(logits.argmax())
     logits, ids = logits.topk(min(top_k or len(logits), len(logits)))  # the likeliest first

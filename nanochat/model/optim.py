@@ -90,8 +90,9 @@ def width_lr_scale(width):
 def decay_rate(weight_decay, matrix_lr, num_steps):
     """Returns what AdamW and Muon call weight decay, with which weights are multiplied by exp(-weight_decay) in
     `num_steps` steps at the learning rate `matrix_lr`: they forget what is older than 1 / weight_decay of the run,
-    whatever its batch, width and length (arXiv 2405.13698; dev/LOG.md). 0 if there is no learning rate."""
-    return -math.expm1(-weight_decay / num_steps) / matrix_lr if matrix_lr else 0.0
+    whatever its batch, width and length (arXiv 2405.13698; dev/LOG.md). 0 if there is no learning rate, or one for
+    which fp32 has no such rate."""
+    return -math.expm1(-weight_decay / num_steps) / matrix_lr if matrix_lr > 1e-30 else 0.0
 
 
 # -----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.device.ranks import print0
 from nanochat.infer.engine import Engine
 from nanochat.infer.judge import Judge
+from nanochat.infer.sample import BrokenModel
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.gpt import GPT, GPTConfig, initial_weights
@@ -146,7 +147,9 @@ class LanguageTask:
                                   copies=self.plan.mesh.tensor)
         if not found:
             return {}
-        metrics = {"val_bpb": found.bits_per_byte, "val_bytes": found.num_bytes, "val_whole_text": found.is_whole_text}
+        metrics = {"val_bytes": found.num_bytes, "val_whole_text": found.is_whole_text}
+        if found.num_bytes:
+            metrics["val_bpb"] = found.bits_per_byte
         if not self.flags.data.fim_rate:
             return metrics
         with self.open_loader(dist, num_rows=max(num_rows // FIM_EVAL_PART, 1), fim_rate=1.0) as loader:
@@ -169,7 +172,11 @@ class LanguageTask:
     def evaluate_code(self, training, dist, step, is_cut_short):
         """Returns how much of the C++ that the model writes compiles and works."""
         with self.whole_model(training):
-            return evaluate_code(training.model, self.tokenizer, dist, is_cut_short)
+            try:
+                return evaluate_code(training.model, self.tokenizer, dist, is_cut_short)
+            except BrokenModel as error:
+                print0(f"warning: no code is evaluated at step {step}: {error}")
+                return {}
 
     @torch.no_grad()
     def sample(self, training, dist, step, is_cut_short):
@@ -179,7 +186,11 @@ class LanguageTask:
             for prompt in SAMPLE_PROMPTS:
                 if is_cut_short():
                     break
-                text = engine.complete(prompt, max_tokens=min(48, self.plan.config.max_seq_len // 2), seed=step)
+                try:
+                    text = engine.complete(prompt, max_tokens=min(48, self.plan.config.max_seq_len // 2), seed=step)
+                except BrokenModel as error:
+                    print0(f"warning: no sample at step {step}: {error}")
+                    break
                 print0(f"--- sample at step {step}\n{prompt}{text}\n---")
         return {}
 

@@ -329,9 +329,11 @@ def _describe_rates(plan):
     asked, first_lower = plan.optimizer.warmup_steps, max(warmup, fall + 1) + 1
     cut = f" (--warmup_steps={asked} is longer than the run)" if asked > warmup else ""
     schedule = (f"rise until step {warmup:,}{cut}, " if warmup > 1 else "do not rise, ") + (
-        f"fall from step {first_lower:,} on" if first_lower <= plan.num_iterations else "do not fall")
+        f"fall from step {first_lower:,} on" if first_lower <= plan.num_iterations and plan.optimizer.final_lr_frac < 1
+        else "do not fall")
     rules = gpt_rules(plan.optimizer, plan.total_batch_size, plan.total_batch_size * plan.num_iterations,
                       plan.config.n_embd)
     rates = {"matrices": rules.matrix_lr, "embedding": rules.adam["wte"].lr, "head": rules.adam["lm_head"].lr,
-             "first residual": rules.adam["x0_scale"].lr}
+             **({"value table": rules.adam["value_table"].lr} if plan.config.value_embeddings else {}),
+             "scales of the embedding": rules.adam["x0_scale"].lr}
     return f"{schedule}; at lr 1.000: " + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())

@@ -1,11 +1,12 @@
 """The training loop of one rank. It knows when something happens, and the task (task.py) what it is."""
+import math
 import time
 from dataclasses import dataclass
 
 from nanochat.device.ranks import print0, print_banner
 from nanochat.record.goodput import Goodput
 from nanochat.record.observe import Profile
-from nanochat.run import checkpoint, stopping
+from nanochat.run import checkpoint, checkpoint_files, stopping
 from nanochat.run.meta import Meta, restore_rng, rng_state
 from nanochat.train.liveness import Liveness
 from nanochat.train.nonfinite import NonfiniteSteps
@@ -34,6 +35,7 @@ class Trainer:
             print_banner()
             print0("\n".join(self.task.describe()))
             print0(f"resuming from {run.checkpoint}" if restored else f"a new run, in {run.directory}")
+        self.is_validation_finite = True
         self.log = StepLog(run, dist, self.training, self.nonfinite, self.step, meta)
         self.saves, self.save_is_asked = Saves(run, dist, self.step, before_rename=self.log.flush), False
 
@@ -66,8 +68,8 @@ class Trainer:
         """Trains to the end.
 
         Returns the exit status: 0, stopping.EXIT_STATUS if the run was asked to stop and its state is saved, or 1 after
-        too many non-finite steps in a row, or if the last state could not be saved. It is that of rank 0: other ranks
-        return 0.
+        too many non-finite steps in a row, if the last state could not be saved, or if the last validation is not
+        finite. It is that of rank 0: other ranks return 0.
         """
         first_step, record, events = self.step, self.run.flags.record, self.task.events()
         while True:
@@ -130,6 +132,8 @@ class Trainer:
         """Does one of the task's events, and logs what it returns. A stop cuts it short."""
         with self.goodput.span(event.phase):
             found = event.run(self.training, self.dist, self.step, lambda: self.agree(event.phase))
+        if "val_bpb" in found:
+            self.is_validation_finite = math.isfinite(found["val_bpb"])
         self.log.write_event(self.step, found)
 
     def finish(self):
@@ -140,7 +144,9 @@ class Trainer:
         if is_bad:
             path = self.nonfinite.write_first_batch(self.run.directory, self.dist.rank)
             print0(f"error: {self.nonfinite.in_a_row} steps in a row had a loss or gradient that is not finite: the "
-                   f"run ends at step {self.step}" + (f"; the batch of the first is in {path}" if path else ""))
+                   f"run ends at step {self.step}; " + (
+                       f"the batch of the first is in {path}" if path else
+                       "they were before the checkpoint: to try more, raise --max_bad_steps, or give it -1"))
         elif is_stopped:
             self.save()
         self.batches.close()
@@ -152,14 +158,20 @@ class Trainer:
         is_mirrored = self.saves.finish_mirror(is_told_to_end)
         if is_bad:
             return 1
-        if self.nonfinite.in_a_row and not is_stopped:
-            print0(f"warning: the last {self.nonfinite.in_a_row} steps of the run were left out: their loss or "
-                   "gradient was not finite. Look at the validation before you use its weights")
         if not is_saved:
-            print0(f"error: the state of step {self.step} is not saved: the run ends with the checkpoint before it")
+            newest = checkpoint_files.latest(self.run.directory)
+            print0(f"error: the state of step {self.step} is not saved: the run ends with "
+                   + (f"the checkpoint before it, {newest}" if newest else "no checkpoint"))
             return 1
         if is_stopped:
             return stopping.EXIT_STATUS
+        if self.nonfinite.in_a_row:
+            print0(f"warning: the last {self.nonfinite.in_a_row} steps of the run were left out: their loss or "
+                   "gradient was not finite")
+        if not self.is_validation_finite:
+            print0(f"error: the validation after step {self.step} is not finite: the model is broken. Go on from an "
+                   "earlier checkpoint, or train it again with lower learning rates")
+            return 1
         if is_mirrored:  # otherwise the same command, started again, copies the last checkpoint
             self.run.mark_finished()
         return 0

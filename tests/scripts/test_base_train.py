@@ -11,7 +11,7 @@ import torch
 
 from nanochat.common import BadInput, get_base_dir
 from nanochat.run import checkpoint, checkpoint_files
-from scripts import base_eval, base_train
+from scripts import base_eval, base_train, generate, report
 from tests.conftest import last_of_each, run_python
 from tests.infer.test_sandbox import require_sandbox
 from tests.warm import TIMEOUT_S
@@ -137,11 +137,29 @@ def test_steps_that_are_not_finite_end_the_run_with_the_last_good_checkpoint_and
     assert all(part.shape == (8, 33) and part.dtype == np.int32 for part in rows)
 
 
-def test_a_run_that_ends_with_steps_that_are_not_finite_says_so(train):
-    process = train("--device_type=cpu", "--embedding_lr=1e44", "--max_bad_steps=-1")
-    assert "warning: the last 5 steps of the run were left out: their loss or gradient was not fin" in process.stdout
-    assert "step 00006/00006 | loss not finite" in process.stdout
-    assert "step 00006/00006 | validation not finite" in process.stdout
+def test_a_run_whose_model_breaks_ends_with_status_1_and_no_script_takes_it_for_a_model(train, byte_tokenizer_dir,
+                                                                                        capsys):
+    # the update of step 1 makes the scales so large, but finite, that everything after it is not
+    break_it = "--device_type=cpu", "--scalar_lr=4e38", "--max_bad_steps=-1", "--sample_every=3", "--save_every=6"
+    process = train(*break_it, status=1)
+    run_dir = get_base_dir() / "checkpoints" / "test"
+    for said in ("warning: the last 5 steps of the run were left out: their loss or gradient was not finite\n",
+                 "step 00006/00006 | loss not finite", "step 00006/00006 | validation not finite",
+                 "warning: no sample at step 3: the model's predictions are not finite",
+                 "error: the validation after step 6 is not finite: the model is broken"):
+        assert said in process.stdout
+    assert checkpoint_files.latest_good(run_dir).name == "step_000006" and not (run_dir / ".finished").exists()
+    assert "error: the validation after step 6 is not finite" in train(*break_it, status=1).stdout  # evaluated again
+    limited = train(*break_it, "--max_bad_steps=5", status=1)
+    assert "5 steps in a row had a loss or gradient that is not finite" in limited.stdout
+    assert "they were before the checkpoint: to try more, raise --max_bad_steps" in limited.stdout
+    for temperature in (0, 1):
+        with pytest.raises(BadInput, match="the model's predictions are not finite, so its training went wrong"):
+            generate.main(["--checkpoint=test", "--prompt=int", "--max_tokens=4", f"--temperature={temperature}",
+                           f"--tokenizer_dir={byte_tokenizer_dir}"])
+    capsys.readouterr()
+    assert not report.main(["test"])
+    assert re.search(r"validation, bits per byte +not finite", capsys.readouterr().out)
 
 
 def test_lines_of_the_log_count_no_evaluation_and_precede_every_checkpoint(train):
