@@ -163,7 +163,7 @@ def format_line(record, total_steps=None):
     for name, form in _CONSOLE_FORMATS.items():
         if record.get(name) is not None and record[name] is not False:
             parts.append(form(record[name]))
-        elif name in record.keys() & _NOT_FINITE.keys():
+        elif name in record and name in _NOT_FINITE:
             parts.append(_NOT_FINITE[name])
     if record.get("mirror_behind_s", 0) >= MIRROR_BEHIND_S:
         parts.append(f"mirror behind by {format_duration(record['mirror_behind_s'])}")
