@@ -128,8 +128,8 @@ def tiny(byte_tokenizer_dir, corpus_dir):
 
 def add_records(process, run_dir):
     """Adds to a CompletedProcess what the run has recorded, and returns it: `.records` are all lines of metrics.jsonl,
-    `.losses` and `.bpb` (bits per byte) are by step."""
-    path = run_dir / "metrics.jsonl"
+    `.losses` and `.bpb` (bits per byte) are by step, `.run_dir` has its checkpoints."""
+    path, process.run_dir = run_dir / "metrics.jsonl", run_dir
     process.records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     process.losses = {record["step"]: record["loss"] for record in process.records if "loss" in record}
     process.bpb = {record["step"]: record["val_bpb"] for record in process.records if "val_bpb" in record}

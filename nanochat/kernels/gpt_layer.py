@@ -166,8 +166,8 @@ def _backward(how, x, index, d_out, saved, x0, weights, window, tables, values, 
     d_of_gates = ()
     if has_gates:
         v = take(v, at).float()
-        changes = [(out.float() * d_out.float()).sum(-1, keepdim=True)
-                   for out, d_out in ((v if value is None else v - value, d_v), (y, d_y))]
+        changes = how.sharding.sums(*((out.float() * d_out.float()).sum(-1, keepdim=True)
+                                      for out, d_out in ((v if value is None else v - value, d_v), (y, d_y))))
         d_gates, d_scales = zip(*(gate_backward(weights, which, x_in, scale, change)
                                   for which, change in zip((VALUES, ATTENTION), changes, strict=True)), strict=True)
         d_v = gated(gate_of(weights, VALUES, x_in, scale), d_v)

@@ -74,7 +74,7 @@ class _AllLayers(torch.autograd.Function):
         layers = stacks[0].size(0)
         kept = layers if is_training and not keeps_input_only else 1
         inputs = x.new_zeros(layers if is_training else 1, *x.shape)
-        whole = weights_type(*map(layer.sharding.whole_shape, stacks))
+        whole = weights_type(*map(layer.sharding.whole_shape, stacks, weights_type._fields))
         saved = layer.by_hand.new_saved(x, whole, kept) if layer.by_hand else ()
         (out, inputs, *saved), _ = loop(_ForwardBody(slices), (x, inputs, *saved), read, (), constants)
         if is_training:
@@ -107,10 +107,11 @@ class _Slices:
         """Returns x0, a layer's whole weights in the dtype of x0, its window or None, the tables, and the values: its
         number and the array, or None."""
         x0, *tables = constants
-        count = len(self.weights_type._fields)
-        weights = self.weights_type(*(self.layer.sharding.gather(weight.to(x0.dtype)) for weight in read[:count]))
+        names = self.weights_type._fields
+        weights = self.weights_type(*(self.layer.sharding.gather(weight.to(x0.dtype), name)
+                                      for weight, name in zip(read, names, strict=False)))  # windows and numbers follow
         values = (read[-1], tables.pop()) if self.has_values else None
-        return x0, weights, read[count] if self.has_windows else None, tables, values
+        return x0, weights, read[len(names)] if self.has_windows else None, tables, values
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class _BackwardBody:
             d_x, d_x0_here, d_values, d_weights = by_hand.backward(x, index, d_out, saved, *given, d_values)
         else:
             d_x, d_x0_here, d_weights = _differentiated(layer, x, d_out, x0, weights, window, tables)
-        parts = map(layer.sharding.scatter, d_weights)
+        parts = map(layer.sharding.scatter, d_weights, self.slices.weights_type._fields)
         added = tuple(total + part.to(total.dtype) for total, part in zip(write, parts, strict=True))
         return (d_x, d_x0 + d_x0_here, *d_values), added
 

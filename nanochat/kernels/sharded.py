@@ -18,7 +18,7 @@ from nanochat.device.collectives import (
     sum_in_groups,
 )
 from nanochat.device.xla_ops import wait_for
-from nanochat.model.parts import INPUTS_DIVIDED
+from nanochat.model import parts as division
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,18 @@ class Sharding:
 
     # Along fsdp. "Whole" is what the ranks along it hold together: a slice of the weight, if tensor divides it too.
 
-    def gather(self, part):
-        """Returns the whole weight (out, in), of this rank's part (out / ranks, in). Scalars are whole."""
-        return gather_in_groups(part, _lists(self.groups)) if self._divides(part) else part
+    def gather(self, part, name=None):
+        """Returns the whole weight (out, in), of this rank's part (out / ranks, in). Scalars are whole, and so is what
+        has a name in parts.WHOLE."""
+        return gather_in_groups(part, _lists(self.groups)) if self._divides(part, name) else part
 
-    def scatter(self, gradient):
+    def scatter(self, gradient, name=None):
         """Returns this rank's part in fp32 of the sum over the ranks of a whole weight's gradient."""
-        return scatter_sum_in_groups(gradient, _lists(self.groups)) if self._divides(gradient) else gradient
+        return scatter_sum_in_groups(gradient, _lists(self.groups)) if self._divides(gradient, name) else gradient
 
-    def whole_shape(self, stack):
+    def whole_shape(self, stack, name=None):
         """Returns a tensor without memory that has the shape of the whole weights of a stack of parts."""
-        if not self.groups or stack.dim() < 3:
+        if stack.dim() < 3 or not self._divides(stack, name):
             return stack
         return torch.empty(stack.size(0), len(self.groups[0]) * stack.size(1), *stack.shape[2:], device="meta")
 
@@ -57,16 +58,16 @@ class Sharding:
         return [self._whole(name, tensor) for name, tensor in zip(parts, tensors, strict=True)]
 
     def _whole(self, name, part):
-        part = self.gather(part)
-        if not self.tensor_groups or part.dim() < 2:
+        part = self.gather(part, name)
+        if not self.tensor_groups or part.dim() < 2 or name in division.WHOLE:
             return part
         parts = gather_in_groups(part, _lists(self.tensor_groups))
-        if name in INPUTS_DIVIDED:
+        if name in division.INPUTS_DIVIDED:
             return parts.unflatten(0, (len(self.tensor_groups[0]), -1)).movedim(0, 1).flatten(1)
         return parts
 
-    def _divides(self, tensor):
-        return self.groups and tensor.dim() > 1
+    def _divides(self, tensor, name):
+        return self.groups and tensor.dim() > 1 and name not in division.WHOLE
 
     # Along tensor
 

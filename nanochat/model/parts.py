@@ -25,6 +25,7 @@ from nanochat.device.ranks import Dist
 
 GATHER_BYTES = 2**30  # of a whole tensor that every device has at a time while the ranks' parts are copied to the host
 INPUTS_DIVIDED = frozenset({"attn_o", "mlp_out"})  # their inputs are what attn_q, k and v, and mlp_in make in parts
+WHOLE = frozenset({"gate_map", "gate_scale"})  # every rank has all of them, as it has single numbers and rows of them
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Parts:
 
     def of_model(self, name, tensor):
         """Returns the part that the model computes with, of a whole weight called `name`, or of a layer of it. Single
-        numbers, and rows of them, are whole on every rank."""
-        if tensor.dim() < 2:
+        numbers, rows of them, and the weights in WHOLE are whole on every rank."""
+        if tensor.dim() < 2 or name in WHOLE:
             return tensor
         _, *places = self.mesh.coordinates(self.dist.rank)
         for (axis, dim), place in reversed([*zip(_divided(name), places, strict=True)]):
@@ -177,9 +178,6 @@ def require_parts(mesh, config):
     """Raises BadInput if a Mesh cannot divide the weights of a GPTConfig's model."""
     if not mesh.divides_weights:
         return
-    if config.layer_gates:
-        raise BadInput(f"{mesh.source} divides the weights, and the gates of --layer_gates cannot be "
-                       f"divided: use {mesh.ask_for_whole_weights()}, or leave --layer_gates out")
     require_divisible(mesh, "tensor", {
         "the attention heads (--num_heads)": config.n_head,
         "the heads of keys and values (--num_kv_heads)": config.n_kv_head})

@@ -58,9 +58,8 @@ def choose_mesh(flags, config, parameters, device_type, chips):
         "--activation_checkpointing, a smaller --device_batch_size"
     if largest == "samples":
         instead = "--sample_every=-1 without --code_eval_every"
-    undivided = {"--layer_gates": config.layer_gates, "--shard_optimizer=off": devices.shard_optimizer == "off"}
-    if keeps_whole := [name for name, is_given in undivided.items() if is_given and chips > 1]:
-        instead = f"no {' and no '.join(keeps_whole)}, because the weights cannot be divided then, {instead}"
+    if devices.shard_optimizer == "off" and chips > 1:
+        instead = f"no --shard_optimizer=off, because the weights cannot be divided then, {instead}"
     raise BadInput(f"--mesh_fsdp={AUTO}: by estimate a chip needs {tried[-1]}, and there are {has}: use {instead}, "
                    "more chips, or the number that tpu_preflight --find_mesh finds")
 

@@ -4,9 +4,12 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from nanochat.run import checkpoint
+from nanochat.run.checkpoint_files import latest
 from nanochat.run.meta import load_meta
 from scripts.base_train import main
 from tests.conftest import last_of_each
@@ -87,6 +90,23 @@ def test_value_embeddings_are_divided_too(train, reference, tokenizer_dir, value
     assert_same(sharded, whole)
     assert norms(sharded) == pytest.approx(norms(whole), rel=1e-4)
     assert f"{fsdp} fsdp × {tensor} tensor" in sharded.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp, tensor, more", [(2, 1, ()), (1, 2, ("--activation_checkpointing=qkv",)),
+                                                (2, 2, ("--num_kv_heads=2",))])
+def test_gates_are_whole_and_learn_from_what_all_ranks_compute(train, reference, tokenizer_dir, fsdp, tensor, more):
+    flags = (*CHUNKED, *LOWER_RATES, f"--tokenizer_dir={tokenizer_dir}", "--layer_gates", "--num_iterations=3",
+             "--save_every=3", *more)
+    sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", "--sample_every=3",
+                    devices=fsdp * tensor)
+    whole = reference(*flags)
+    assert_same(sharded, whole)
+    found, expected = (checkpoint.load(latest(run.run_dir)) for run in (sharded, whole))
+    for name in ("gate_map", "gate_scale"):  # Adam's step would be the same if their gradients were all too small
+        average = expected.optimizer_state[f"{name}.momentum"]
+        torch.testing.assert_close(found.optimizer_state[f"{name}.momentum"], average,
+                                   atol=0.02 * float(average.abs().max()), rtol=0)
 
 
 @pytest.mark.slow
