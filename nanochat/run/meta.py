@@ -96,10 +96,12 @@ class Meta:
 def settled_flags(flags, config):
     """Returns `flags`, {name: value}, in which those that were left to the program, or had another default once, are
     what they became in `config`, the fields of a GPTConfig. Flags of another task stay as they are."""
-    if not flags or not {"window_pattern", "short_window", "key_shift", "value_embeddings"} <= config.keys():
+    if not flags or not {"window_pattern", "short_window", "key_shift", "layer_gates",
+                         "value_embeddings"} <= config.keys():
         return flags
     return flags | {"window_pattern": config["window_pattern"], "short_window": config["short_window"] or -1,
                     "key_shift": "on" if config["key_shift"] else "off",
+                    "layer_gates": "on" if config["layer_gates"] else "off",
                     "value_embeddings": value_embeddings_of(config)}
 
 
@@ -126,10 +128,11 @@ def _flags_of_version(version, flags):
 
 
 def with_words(flags):
-    """Returns `flags`, {name: value}, of a run of this or an earlier version, in which --value_embeddings had no value,
-    as a dict of its own in which it has one."""
-    has_values = flags.get("value_embeddings")
-    return flags | ({"value_embeddings": "own" if has_values else "off"} if isinstance(has_values, bool) else {})
+    """Returns `flags`, {name: value}, of a run of this or an earlier version, in which --value_embeddings and
+    --layer_gates had no value, as a dict of its own in which they have one."""
+    words = {"value_embeddings": "own", "layer_gates": "on"}
+    return flags | {name: word if flags[name] else "off" for name, word in words.items()
+                    if isinstance(flags.get(name), bool)}
 
 
 def load_meta(path):
@@ -178,7 +181,7 @@ ADVICE = "resume with the flags it was trained with, or choose another --run"
 # Fields of a GPTConfig that stay as they were when a run resumes without their flags, and their values in a new run.
 # None: it follows from other flags.
 OF_NEW_RUNS = {"window_pattern": "SSSL", "short_window": None, "rotary_base": None, "key_shift": True,
-               "value_embeddings": True, "shared_values": True}
+               "layer_gates": True, "value_embeddings": True, "shared_values": True}
 
 
 def require_match(path, meta, *, config, tokenizer_sha256, data_fingerprint):

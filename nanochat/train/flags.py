@@ -106,8 +106,9 @@ class ModelFlags:
     key_shift: str = flag("auto", "in half of each head's channels, a position's keys are those of the position before "
                           "it; auto: on, and as before in a resumed run", choices=("auto", "on", "off"))
     softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)
-    layer_gates: bool = flag(False, "attention's values and what attention and MLP add are multiplied by gates, "
-                             "learnt numbers that depend on the token")
+    layer_gates: str = flag("auto", "attention's values and what attention and MLP add are multiplied by gates, "
+                            "learnt numbers that depend on the token: on, also meant without a value; off; auto: on, "
+                            "and as before in a resumed run", choices=("auto", "on", "off"), nargs="?", const="on")
     value_embeddings: str = flag("auto", "every second layer adds to attention's values a vector that is learnt for "
                                  "each token of the vocabulary: shared: all of them the same one; own, also meant "
                                  "without a value: each its own; off; auto: shared, and as before in a resumed run",

@@ -132,7 +132,8 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=window_pattern,
         short_window=max(model.short_window, 0) or begun["short_window"],
         key_shift=begun["key_shift"] if model.key_shift == "auto" else model.key_shift == "on",
-        softcap=model.softcap, layer_gates=model.layer_gates,
+        softcap=model.softcap,
+        layer_gates=begun["layer_gates"] if model.layer_gates == "auto" else model.layer_gates == "on",
         value_embeddings=values != "off", shared_values=values == "shared",
         n_embd=max(model.model_dim, 0), n_head=max(model.num_heads, 0), n_kv_head=max(model.num_kv_heads, 0),
         rotary_base=begun["rotary_base"])

@@ -144,7 +144,7 @@ def plan_of(flags):
     return task.plan, inputs
 
 
-WITHOUT_FLAG = {"key_shift": "off", "value_embeddings": "off"}  # in runs of before these flags
+WITHOUT_FLAG = {"key_shift": "off", "value_embeddings": "off", "layer_gates": "off"}  # in runs of before these flags
 
 
 def require_same_flags(trial):

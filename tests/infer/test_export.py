@@ -254,8 +254,8 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
     manifest["totals"]["base_data_v3"] |= {"documents": 2, "files": 6}  # of prepare_data --pack=project
     assert "6 files with 700 b" in model_card._data_of(manifest)
     assert "--seq_len_ramp=0:8,2:16\n" in model_card._recipe(make_meta(flags={"seq_len_ramp": "0:8,2:16"}))
-    assert "base_train --layer_gates --seed=0\n" in model_card._recipe(make_meta(flags={
-        "layer_gates": True, "value_embeddings": False, "seed": 0}))
+    assert "base_train --layer_gates=on --value_embeddings=off --seed=0\n" in model_card._recipe(make_meta(flags={
+        "layer_gates": "on", "value_embeddings": "off", "seed": 0}))
     taught = {"teacher": "/home/me/large/step_000100", "kd_weight": 0.5, "kd_temperature": 2.0, "kd_until": 0.8}
     assert "of the model large/step_000100: weight 0.5\nat temperature 2, in the first 80% of the steps." in \
         model_card._recipe(make_meta(flags=taught))

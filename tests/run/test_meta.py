@@ -57,7 +57,7 @@ def test_a_checkpoint_of_version_1_is_loaded(tmp_path):
         data_fingerprint="synthetic",
         flags=dict(run="parts", device_type="xla", data_dir=None, synthetic_data=True, depth=2, batch_ramp="2:1.4",
                    target_param_data_ratio=20.0, window_pattern="L", short_window=-1, key_shift="off",
-                   value_embeddings="off"),
+                   layer_gates="off", value_embeddings="off"),
         rng="sGAnYrUu7QgBAAAAAQAAAA==", wandb_id="9444b218", time=1795324630.6803794,
         batch_schedule=((0, 512), (2, 768)), interruptions=1, nonfinite_steps={"total": 3, "in_a_row": 1},
         seconds={"other": 0.016204477999963274, "compile": 10.143464649, "train": 2.5060834309997517})
@@ -90,13 +90,16 @@ def test_keys_of_version_7_stay_in_place_and_values_of_version_8_are_not_shared(
     assert Meta.from_json(saved | {"format_version": 8}).config == {"n_layer": 2, "shared_values": False}
     for flag, name in ((True, "own"), (False, "off"), ("shared", "shared")):
         assert Meta.from_json(saved | {"flags": {"value_embeddings": flag}}).flags == {"value_embeddings": name}
+    for flag, name in ((True, "on"), (False, "off"), ("on", "on")):
+        assert Meta.from_json(saved | {"flags": {"layer_gates": flag}}).flags == {"layer_gates": name}
 
 
 def test_flags_that_were_left_to_the_program_are_what_they_became_in_the_model():
-    auto = {"depth": 2, "window_pattern": "auto", "short_window": -1, "key_shift": "auto", "value_embeddings": "auto"}
+    auto = {"depth": 2, "window_pattern": "auto", "short_window": -1, "key_shift": "auto", "layer_gates": "auto",
+            "value_embeddings": "auto"}
     config = {"max_seq_len": 1024, "window_pattern": "SSSL", "short_window": 256, "key_shift": True,
-              "value_embeddings": True, "shared_values": True}
-    settled = {"depth": 2, "window_pattern": "SSSL", "short_window": 256, "key_shift": "on",
+              "layer_gates": True, "value_embeddings": True, "shared_values": True}
+    settled = {"depth": 2, "window_pattern": "SSSL", "short_window": 256, "key_shift": "on", "layer_gates": "on",
                "value_embeddings": "shared"}
     saved = make_meta(config=config, flags=auto).to_json()
     assert saved["flags"] == settled == Meta.from_json(saved | {"flags": auto}).flags

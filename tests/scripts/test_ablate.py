@@ -138,16 +138,17 @@ def test_a_run_of_the_same_name_with_other_flags_is_refused(write_table):
         ablate.main([str(write_table(num_iterations=100))])
 
 
-@pytest.mark.parametrize("of_then", [{}, {"value_embeddings": False}])  # before that flag, and when it had no value
+# before these flags, and when two of them had no value
+@pytest.mark.parametrize("of_then", [{}, {"value_embeddings": False, "layer_gates": False}])
 def test_a_run_of_before_a_flag_counts_as_one_without_it(of_then, write_table):
     for trial in read_trials(write_table()):
         finish(trial)
         notes = trial.notes()
-        del notes["flags"]["key_shift"], notes["flags"]["value_embeddings"]
+        del notes["flags"]["key_shift"], notes["flags"]["value_embeddings"], notes["flags"]["layer_gates"]
         notes["flags"] |= of_then
         (trial.directory / "ablate.json").write_text(json.dumps(notes))
-    message = "data .key_shift off -> auto, value_embeddings off -> auto.: give it the old values, rename"
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(BadInput, match="data .key_shift off -> auto, layer_gates off -> auto, value_embeddings off -> "
+                                       "auto.: give it the old values, rename"):
         ablate.main([str(write_table())])
 
 

@@ -22,7 +22,7 @@ def test_the_plan_of_the_mission():
     plan = plan_of("--depth=16", "--num_iterations=50000", "--device_batch_size=8", "--max_seq_len=1024",
                    "--kernel=current", "--no_compile", "--run=NAME")
     assert (plan.total_batch_size, plan.grad_accum_steps, plan.num_iterations) == (524288, 8, 50000)
-    assert sum(plan.parameters.values()) == 335_544_320 + 67_108_864 + 32
+    assert sum(plan.parameters.values()) == 335_544_320 + 67_108_864 + 32 + 16 * 3 * 1025
     assert plan_of("--depth=16", world_size=4).grad_accum_steps == 16
 
 
@@ -140,12 +140,15 @@ def test_a_short_window_for_a_checkpoint_without_one_is_refused():
         make_plan(parse_flags(["--depth=4", "--short_window=64"]), 65536, "cpu", 8, meta_with())
 
 
+@pytest.mark.parametrize("part", ["key_shift", "layer_gates"])
 @pytest.mark.parametrize("given, of_checkpoint, found", [
-    ((), None, True), ((), False, False), ((), True, True), (("--key_shift=off",), None, False),
-    (("--key_shift=off",), True, False), (("--key_shift=on",), False, True)])
-def test_keys_are_shifted_as_in_the_checkpoint_unless_a_flag_says_otherwise(given, of_checkpoint, found):
-    meta = None if of_checkpoint is None else meta_with(key_shift=of_checkpoint)
-    assert make_plan(parse_flags(["--depth=4", *given]), 65536, "cpu", 8, meta).config.key_shift is found
+    (None, None, True), (None, False, False), (None, True, True), ("off", None, False), ("off", True, False),
+    ("on", False, True)])
+def test_shifted_keys_and_gates_are_as_in_the_checkpoint_unless_a_flag_says_otherwise(part, given, of_checkpoint,
+                                                                                       found):
+    meta = None if of_checkpoint is None else meta_with(**{part: of_checkpoint})
+    flags = parse_flags(["--depth=4", *([f"--{part}={given}"] if given else [])])
+    assert getattr(make_plan(flags, 65536, "cpu", 8, meta).config, part) is found
 
 
 @pytest.mark.parametrize("given, of_checkpoint, found", [
@@ -160,10 +163,10 @@ def test_value_embeddings_are_as_in_the_checkpoint_unless_a_flag_says_otherwise(
 
 
 def meta_with(**config):
-    """Returns the Meta of a checkpoint whose model has this config, no windows, keys that stay in place, and no value
+    """Returns the Meta of a checkpoint whose model has this config, and no windows, shifted keys, gates and value
     embeddings."""
     of_all = {"rotary_base": 10_000.0, "window_pattern": "L", "short_window": 0, "key_shift": False,
-              "value_embeddings": False, "shared_values": False}
+              "layer_gates": False, "value_embeddings": False, "shared_values": False}
     return Meta(step=1, config=of_all | config, tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
 
 
