@@ -14,7 +14,7 @@ from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.mesh import Mesh
 from nanochat.device.programs import one_program
 from nanochat.model.muon import cautious_weight_decay, normalise_neurons, orthogonalised
-from nanochat.model.parts import WHOLE, Parts
+from nanochat.model.parts import UNDIVIDED, Parts
 
 ADAM_BETAS = (0.8, 0.95)
 ADAM_EPS = 1e-10
@@ -138,8 +138,8 @@ class MuonAdamW:
     All state exists from the start, so the first step is the same program as the last. `masters` are the weights that
     are updated, in fp32; the model may compute with copies of them in its training_dtype. With `is_sharded`, each rank
     holds and updates only its part of masters and state (ZeRO-1, arXiv 1910.02054), and on a mesh that divides the
-    weights the model computes with parts, too: see parts.py. Tensors of one dimension, and those in parts.WHOLE, are
-    whole on every rank.
+    weights the model computes with parts, too: see parts.py. Tensors of one dimension, and those in parts.UNDIVIDED,
+    are whole on every rank.
     """
 
     def __init__(self, model, config, total_batch_size, num_iterations, dtype=torch.float32, dist=None,
@@ -159,7 +159,7 @@ class MuonAdamW:
         is_sharded = is_sharded and dist is not None and dist.world_size > 1
         shapes = {name: p.shape for name, p in model.named_parameters()}
         self.sharded = frozenset(name for name, shape in shapes.items()
-                                 if is_sharded and len(shape) > 1 and name not in WHOLE)
+                                 if is_sharded and len(shape) > 1 and name not in UNDIVIDED)
         self.mesh = mesh or Mesh(data=dist.world_size if dist else 1)
         self.parts = Parts(dist, self.mesh, gradient_sums) if is_sharded else None
         self.lengths = {name: shape[0] for name, shape in shapes.items()}

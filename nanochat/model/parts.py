@@ -25,7 +25,7 @@ from nanochat.device.ranks import Dist
 
 GATHER_BYTES = 2**30  # of a whole tensor that every device has at a time while the ranks' parts are copied to the host
 INPUTS_DIVIDED = frozenset({"attn_o", "mlp_out"})  # their inputs are what attn_q, k and v, and mlp_in make in parts
-WHOLE = frozenset({"gate_map", "gate_scale"})  # every rank has all of them, as it has single numbers and rows of them
+UNDIVIDED = frozenset({"gate_map", "gate_scale"})  # whole on every rank, as single numbers and rows of them
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Parts:
 
     def of_model(self, name, tensor):
         """Returns the part that the model computes with, of a whole weight called `name`, or of a layer of it. Single
-        numbers, rows of them, and the weights in WHOLE are whole on every rank."""
-        if tensor.dim() < 2 or name in WHOLE:
+        numbers, rows of them, and the weights in UNDIVIDED are whole on every rank."""
+        if tensor.dim() < 2 or name in UNDIVIDED:
             return tensor
         _, *places = self.mesh.coordinates(self.dist.rank)
         for (axis, dim), place in reversed([*zip(_divided(name), places, strict=True)]):

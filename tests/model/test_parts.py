@@ -5,7 +5,7 @@ import torch
 from nanochat.device.mesh import Mesh
 from nanochat.device.ranks import Dist
 from nanochat.model.gpt import GPT, GPTConfig, initial_weights
-from nanochat.model.parts import INPUTS_DIVIDED, WHOLE, Parts
+from nanochat.model.parts import INPUTS_DIVIDED, UNDIVIDED, Parts
 
 CONFIG = GPTConfig(vocab_size=48, max_seq_len=8, n_layer=3, n_embd=32, n_head=4, n_kv_head=2, layer_gates=True)
 
@@ -14,7 +14,7 @@ CONFIG = GPTConfig(vocab_size=48, max_seq_len=8, n_layer=3, n_embd=32, n_head=4,
     Mesh(1, 2), Mesh(2, 2), Mesh(2, 4), Mesh(1, 8), Mesh(1, 1, 2), Mesh(2, 1, 2), Mesh(1, 2, 2), Mesh(2, 2, 2)])
 def test_weights_in_slices_give_the_parts_of_whole_weights_and_those_hold_everything_once(mesh):
     model = GPT(CONFIG, None).init_weights(3)
-    whole = {name: p.detach() for name, p in model.named_parameters() if p.dim() > 1 and name not in WHOLE}
+    whole = {name: p.detach() for name, p in model.named_parameters() if p.dim() > 1 and name not in UNDIVIDED}
     shapes = {name: p.shape for name, p in whole.items()}
     ranks = [Parts(Dist("xla", torch.device("cpu"), rank, mesh.chips), mesh) for rank in range(mesh.chips)]
     found = [parts.collect(initial_weights(CONFIG, 3), shapes, torch.float32) for parts in ranks]
