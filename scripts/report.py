@@ -19,6 +19,7 @@ from nanochat.device import tpu
 from nanochat.record.history import SECONDS, read_run
 from nanochat.record.measured import markdown_block
 from nanochat.record.metrics import format_count, format_duration
+from nanochat.run.meta import with_words
 from scripts.tpu_advice import read_flags as read_run_flags
 
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
@@ -228,15 +229,16 @@ def read_text(path):
 
 
 def read_preflight(path):
-    """The report that tpu_preflight wrote to `path`, a JSON object. Raises BadInput if it is none."""
+    """The report that tpu_preflight of this or an earlier version wrote to `path`, a JSON object, with the values of
+    flags as they are today. Raises BadInput if it is none."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInput(f"--preflight={path} cannot be read: {error}") from None
     names = {"accelerator", "chips", "plan", "flags", "kernel", "fits"}
-    if not isinstance(report, dict) or not names <= report.keys():
+    if not isinstance(report, dict) or not names <= report.keys() or not isinstance(report["flags"], dict):
         raise BadInput(f"--preflight={path} is not a report of tpu_preflight --json")
-    return report
+    return report | {"flags": with_words(report["flags"])}
 
 
 def save_figure(path, title, panels):
