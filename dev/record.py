@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.infer.test_server_clients import Terminal
-from tests.infer.test_server_page import GHOST, Browser, edit
+from tests.serve.test_server_clients import Terminal
+from tests.serve.test_server_page import GHOST, Browser, edit
 
 DOCS = Path(__file__).parent.parent / "docs"
 FILE = """\

@@ -30,6 +30,8 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock, Timeout
 
+from nanochat.ablate.ablation import compare, read_curve
+from nanochat.ablate.trials import read_trials, require_same_flags
 from nanochat.common import (
     BadInput,
     end_with_parent,
@@ -43,11 +45,9 @@ from nanochat.common import (
 )
 from nanochat.device import tpu
 from nanochat.model.optim import OptimConfig
-from nanochat.record.ablation import compare, read_curve
 from nanochat.record.history import read_run
 from nanochat.record.metrics import format_count
 from nanochat.train.flags import RecordFlags, RunFlags
-from nanochat.train.trials import read_trials, require_same_flags
 from scripts.report import format_table, make_page, save_figure
 
 STOPPED = 75  # as base_train: start the same command again

@@ -18,10 +18,10 @@ from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards, open_shards
 from nanochat.device.ranks import DEVICE_TYPES, prepare_xla_environment, print0, resolve_device_type
 from nanochat.infer.load import find_checkpoint, load_language_meta, load_model, resolve_inference_device_type
+from nanochat.infer.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
 from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
+from nanochat.infer.project_eval import ProjectRows, require_packed
 from nanochat.model.gpt import GPTConfig
-from nanochat.train.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
-from nanochat.train.project_eval import ProjectRows, require_packed
 
 
 @dataclass(frozen=True)

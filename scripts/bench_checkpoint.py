@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
+from nanochat.checkpoint import checkpoint
+from nanochat.checkpoint.checkpoint_files import state_bytes
+from nanochat.checkpoint.meta import Meta
+from nanochat.checkpoint.saver import Saver
 from nanochat.common import flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data.lanes import NUM_LANES
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW
-from nanochat.run import checkpoint
-from nanochat.run.checkpoint_files import state_bytes
-from nanochat.run.meta import Meta
-from nanochat.run.saver import Saver
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import make_plan
 

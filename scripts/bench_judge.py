@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
-from nanochat.infer.judge import Judge
-from nanochat.infer.problems import read_problems
+from nanochat.judge.judge import Judge
+from nanochat.judge.problems import read_problems
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from pathlib import Path
 from nanochat.common import BadInput, end_with_parent, expand_path, flag, read_flags, run_script
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.infer.engine import Engine
-from nanochat.infer.infill import Infiller
 from nanochat.infer.quantize import Int8GPT
+from nanochat.serve.infill import Infiller
 from scripts.bench_generate import CPU, make_model, read_texts
 from scripts.serve import ServerFlags, listen
 
@@ -67,7 +67,7 @@ def run_server(flags, sender):
     try:
         import uvicorn
 
-        from nanochat.infer.server import Server, make_app
+        from nanochat.serve.server import Server, make_app
     except ImportError as error:
         print(f"error: there is no {error.name}: pip install '.[serve]'")
         return

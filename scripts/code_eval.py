@@ -27,8 +27,9 @@ from nanochat.device.ranks import (
     prepare_xla_environment,
     resolve_device_type,
 )
-from nanochat.infer.eval_report import compare_results, format_differences, format_scores, make_page, summarise
-from nanochat.infer.evaluate import (
+from nanochat.infer.load import find_checkpoint, load_language_meta, load_model, weights_of
+from nanochat.judge.eval_report import compare_results, format_differences, format_scores, make_page, summarise
+from nanochat.judge.evaluate import (
     Results,
     Sampling,
     Writer,
@@ -38,10 +39,9 @@ from nanochat.infer.evaluate import (
     judge_gap,
     read_results,
 )
-from nanochat.infer.infilling import document_tasks, function_tasks, read_documents
-from nanochat.infer.judge import Judge, JudgeFlags
-from nanochat.infer.load import find_checkpoint, load_language_meta, load_model, weights_of
-from nanochat.infer.problems import digest, read_problems, usable, without_one_line
+from nanochat.judge.infilling import document_tasks, function_tasks, read_documents
+from nanochat.judge.judge import Judge, JudgeFlags
+from nanochat.judge.problems import digest, read_problems, usable, without_one_line
 
 TASKS = ("functions", "infill", "infill_functions")
 OF_THE_CHECKPOINT = ("checkpoint", "weights", "device_type")  # settings in which two evaluations may differ

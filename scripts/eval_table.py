@@ -18,10 +18,10 @@ from nanochat.common import (
     run_module,
     run_script,
 )
-from nanochat.infer import compare_search
-from nanochat.infer.eval_report import ALL, summarise
-from nanochat.infer.evaluate import read_results
 from nanochat.infer.load import find_checkpoint, load_language_meta, resolve_inference_device_type, weights_of
+from nanochat.judge import compare_search
+from nanochat.judge.eval_report import ALL, summarise
+from nanochat.judge.evaluate import read_results
 
 MEASURES = {  # of code_eval, and their names in the table
     "functions": {"compiles": "compiles, greedy", "compiles, drawn": "compiles, drawn", "pass@1": "pass@1, greedy",

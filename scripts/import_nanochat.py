@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
+from nanochat.checkpoint import checkpoint
+from nanochat.checkpoint.checkpoint_files import list_checkpoints
+from nanochat.checkpoint.meta import Meta
 from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir, run_script
 from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
 from nanochat.model.gpt import GPT, GPTConfig
-from nanochat.run import checkpoint
-from nanochat.run.checkpoint_files import list_checkpoints
-from nanochat.run.meta import Meta
 from nanochat.train.flags import Flags as TrainFlags
 from nanochat.train.flags import RunFlags
 from nanochat.train.prepare import run_directory

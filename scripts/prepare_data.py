@@ -20,15 +20,15 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
-from nanochat.data import corpus
-from nanochat.data.contamination import telling_sequences
-from nanochat.data.debian import check_names, debian_sources
-from nanochat.data.duplicates import find_duplicates, load_index, shuffle_duplicates
-from nanochat.data.progress import Progress
-from nanochat.data.ray_cluster import RayRun, find_address, ray_cluster
-from nanochat.data.sources import distinguish, installed_headers, open_projects, open_source
-from nanochat.data.workers import worker_pool
-from nanochat.infer.problems import digest, read_excluded
+from nanochat.corpus import corpus
+from nanochat.corpus.contamination import telling_sequences
+from nanochat.corpus.debian import check_names, debian_sources
+from nanochat.corpus.duplicates import find_duplicates, load_index, shuffle_duplicates
+from nanochat.corpus.progress import Progress
+from nanochat.corpus.ray_cluster import RayRun, find_address, ray_cluster
+from nanochat.corpus.sources import distinguish, installed_headers, open_projects, open_source
+from nanochat.corpus.workers import worker_pool
+from nanochat.judge.problems import digest, read_excluded
 
 TRAIN_DIR, VAL_DIR, MANIFEST, LOCK_FILE = "base_data_v3", "val", "manifest.json", ".prepare_data.lock"
 

@@ -35,8 +35,8 @@ from nanochat.common import (
     require_writable_dir,
     run_script,
 )
-from nanochat.data import arc, mazes, sudoku
-from nanochat.data.puzzles import write_puzzles
+from nanochat.puzzles import arc, mazes, sudoku
+from nanochat.puzzles.puzzle_data import write_puzzles
 
 ROUNDS = 20  # of which each makes as many puzzles as are still missing
 SHARES = {"train": 0.75, "val": 0.25}  # of the really different puzzles

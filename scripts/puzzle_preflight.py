@@ -9,7 +9,7 @@ grid is and how many tokens there are.
 Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
 """
 from nanochat.common import BadInput, run_script
-from nanochat.train.puzzles import TITLES, Flags, make_task
+from nanochat.puzzles.task import TITLES, Flags, make_task
 from scripts.tpu_preflight import read_preflight_flags, run
 
 
@@ -18,10 +18,10 @@ def trace_run(flags, chips):
     import torch
     import torch_xla
 
-    from nanochat.data.puzzles import read_puzzles
     from nanochat.device.ranks import Dist
-    from nanochat.model.trm import TRM
     from nanochat.preflight.programs import Programs, fill_with_placeholders
+    from nanochat.puzzles.puzzle_data import read_puzzles
+    from nanochat.puzzles.trm import TRM
     task = make_task(flags, "tpu", chips, directory=None)
     dist = Dist("tpu", torch_xla.device(), world_size=chips)
     with torch.device("meta"):

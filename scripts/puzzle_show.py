@@ -11,15 +11,15 @@ from xml.sax.saxutils import escape
 import numpy as np
 import torch
 
+from nanochat.checkpoint.checkpoint_files import OPTIMIZER, find_problem
+from nanochat.checkpoint.meta import META, load_meta, read_config
+from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, run_script
-from nanochat.data.puzzles import read_puzzles
 from nanochat.device.ranks import Dist
 from nanochat.infer.load import find_checkpoint
-from nanochat.model.trm import TRM, TRMConfig
-from nanochat.run.checkpoint_files import OPTIMIZER, find_problem
-from nanochat.run.meta import META, load_meta, read_config
-from nanochat.run.pieces import load_tensors
-from nanochat.train.puzzles import solve
+from nanochat.puzzles.puzzle_data import read_puzzles
+from nanochat.puzzles.task import solve
+from nanochat.puzzles.trm import TRM, TRMConfig
 
 CELL, MARGIN, TOP = 32, 8, 24  # in SVG's pixels
 COLOURS = {"given": "#000000", "right": "#1a7f37", "wrong": "#cf222e"}

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
+from nanochat.checkpoint.meta import with_words
 from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir, run_script
 from nanochat.device import tpu
 from nanochat.record.history import SECONDS, read_run
 from nanochat.record.measured import markdown_block
 from nanochat.record.metrics import format_count, format_duration
-from nanochat.run.meta import with_words
 from scripts.tpu_advice import read_flags as read_run_flags
 
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")

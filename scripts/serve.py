@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from nanochat.common import BadInput, flag, read_flags, run_script
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.engine import Engine
-from nanochat.infer.infill import Infiller, Options
 from nanochat.infer.load import ModelFlags, find_checkpoint, load_model, resolve_inference_device_type
+from nanochat.serve.infill import Infiller, Options
 
 MAX_CONNECTIONS = 100
 KEEP_ALIVE_S = 75  # after a person's pause, an editor's next request shall not meet a connection that is being closed
@@ -42,8 +42,8 @@ def main(argv=None):
     try:
         import uvicorn
 
-        from nanochat.infer.connections import TimedConnection
-        from nanochat.infer.server import Server, make_app
+        from nanochat.serve.connections import TimedConnection
+        from nanochat.serve.server import Server, make_app
     except ImportError as error:
         raise BadInput(f"there is no {error.name}: pip install '.[serve]'") from None
     with listen(of_server) as listening:

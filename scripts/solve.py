@@ -23,9 +23,6 @@ from tqdm import tqdm
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
-from nanochat.infer.compare_search import compare_methods, table
-from nanochat.infer.evaluate import Results, Sampling, Writer
-from nanochat.infer.judge import PASSED, Judge, JudgeFlags
 from nanochat.infer.load import (
     ModelFlags,
     find_checkpoint,
@@ -34,9 +31,12 @@ from nanochat.infer.load import (
     resolve_inference_device_type,
     weights_of,
 )
-from nanochat.infer.problems import Problem, digest, read_problems, usable
-from nanochat.infer.search import COMPILES, METHODS, Budget, Search
-from nanochat.infer.unfinished import brackets, closers
+from nanochat.judge.compare_search import compare_methods, table
+from nanochat.judge.evaluate import Results, Sampling, Writer
+from nanochat.judge.judge import PASSED, Judge, JudgeFlags
+from nanochat.judge.problems import Problem, digest, read_problems, usable
+from nanochat.judge.search import COMPILES, METHODS, Budget, Search
+from nanochat.judge.unfinished import brackets, closers
 
 DEFAULT_METHOD, DEFAULT_BUDGET = "tree", 512
 BUDGETS = (256, 512, 1024)  # of a comparison

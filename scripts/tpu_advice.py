@@ -9,11 +9,11 @@ import json
 import math
 from dataclasses import dataclass
 
+from nanochat.checkpoint.checkpoint_files import list_checkpoints
+from nanochat.checkpoint.meta import META, Meta
 from nanochat.common import ArgumentParser, run_script
 from nanochat.record.history import read_run
 from nanochat.record.metrics import format_duration
-from nanochat.run.checkpoint_files import list_checkpoints
-from nanochat.run.meta import META, Meta
 
 # From these fractions of the time on, advice is given:
 DATA_WAIT = 0.05  # waiting for data

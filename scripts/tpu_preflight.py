@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
+from nanochat.checkpoint.meta import settled_flags
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device import tpu
@@ -40,7 +41,6 @@ from nanochat.preflight.report import (
     name_buffer_of_gpt,
 )
 from nanochat.preflight.trace import prepare_environment
-from nanochat.run.meta import settled_flags
 from nanochat.train.flags import AUTO, TITLES, Flags
 from nanochat.train.host_plan import describe_host, estimate_host
 from nanochat.train.plan import make_plan
@@ -159,9 +159,9 @@ def trace_run(flags, chips):
 
     from nanochat.data.loader import SyntheticLoader
     from nanochat.device.ranks import Dist
+    from nanochat.infer.loss_eval import bits_per_byte
     from nanochat.preflight.programs import Programs, fill_with_placeholders
     from nanochat.train.language import make_model, make_step, next_token_loss
-    from nanochat.train.loss_eval import bits_per_byte
     from nanochat.train.teacher import DistillationLoss, find_teacher, make_teacher
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     plan = make_plan(flags, tokenizer.n_vocab, "tpu", chips)

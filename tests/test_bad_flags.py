@@ -14,14 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nanochat.checkpoint import checkpoint
 from nanochat.common import BadInput
-from nanochat.data.puzzles import write_puzzles
 from nanochat.data.tokenizer import load_tokenizer
-from nanochat.run import checkpoint
-from nanochat.train import launch, puzzles
+from nanochat.puzzles import task as puzzles
+from nanochat.puzzles.puzzle_data import write_puzzles
+from nanochat.train import launch
 from nanochat.train.flags import TITLES
+from tests.checkpoint.states import make_meta
 from tests.infer.test_engine import make_model
-from tests.run.states import make_meta
 
 pytest.importorskip("hypothesis")
 

@@ -24,7 +24,7 @@ import tiktoken
 import torch
 
 from nanochat.common import BadInput, get_base_dir
-from nanochat.data.huggingface import read_huggingface, to_huggingface
+from nanochat.data.tokenizer_json import read_huggingface, to_huggingface
 
 SHIPPED_DIR = Path(__file__).resolve().parents[2] / "tokenizer"  # in a checkout
 INSTALLED_DIR = Path(__file__).resolve().parent / "shipped_tokenizer"  # the same after pip install, see pyproject.toml

@@ -6,6 +6,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from nanochat.checkpoint.checkpoint_files import MODEL, find_problem, latest, sha256_of_files, tensor_files
+from nanochat.checkpoint.meta import META, load_meta, read_config
+from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput, expand_path, flag, get_base_dir
 from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
 from nanochat.device.mesh import ONE_CHIP
@@ -16,9 +19,6 @@ from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.gpt import GPT, GPTConfig
 from nanochat.model.parts import Parts
-from nanochat.run.checkpoint_files import MODEL, find_problem, latest, sha256_of_files, tensor_files
-from nanochat.run.meta import META, load_meta, read_config
-from nanochat.run.pieces import load_tensors
 
 QUANTIZATIONS = ("none", "int8")
 

@@ -16,10 +16,11 @@ import threading
 import time
 from pathlib import Path
 
+from nanochat.checkpoint import checkpoint_files
+from nanochat.checkpoint.checkpoint import save_lane_states
+from nanochat.checkpoint.checkpoint_files import SUMS, read_sums
 from nanochat.common import BadInput, is_disk_full
-from nanochat.run import checkpoint_files, wire
-from nanochat.run.checkpoint import save_lane_states
-from nanochat.run.checkpoint_files import SUMS, read_sums
+from nanochat.run import wire
 from nanochat.run.pod import REQUEST_TIMEOUT_S, PodError
 from nanochat.run.stopping import SAVE, STOP
 

@@ -17,10 +17,10 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from nanochat.checkpoint.mirror import MirrorError
 from nanochat.common import BadInput, Outage
 from nanochat.run import wire
 from nanochat.run.hosts import Host
-from nanochat.run.mirror import MirrorError
 from nanochat.run.stopping import EXIT_STATUS
 
 JOIN_TIMEOUT_S = 300  # for all hosts to be there

@@ -5,6 +5,8 @@ from functools import partial
 
 import torch
 
+from nanochat.checkpoint.checkpoint_files import state_bytes
+from nanochat.checkpoint.meta import read_config, require_match, require_same_flags
 from nanochat.common import BadInput
 from nanochat.data.bucket import check_cache
 from nanochat.data.fim import check_fim
@@ -14,17 +16,15 @@ from nanochat.data.shards import fingerprint, list_shards, open_shards
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.device.ranks import print0
 from nanochat.infer.engine import Engine
-from nanochat.infer.judge import Judge
+from nanochat.infer.loss_eval import bits_per_byte, with_suffixes
 from nanochat.infer.sample import BrokenModel
+from nanochat.judge.code_eval import evaluate_code
+from nanochat.judge.judge import Judge
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.gpt import GPT, GPTConfig, initial_weights
 from nanochat.model.optim import MuonAdamW, OptimConfig
-from nanochat.run.checkpoint_files import state_bytes
-from nanochat.run.meta import read_config, require_match, require_same_flags
-from nanochat.train.code_eval import evaluate_code
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
-from nanochat.train.loss_eval import bits_per_byte, with_suffixes
 from nanochat.train.plan import Plan, describe_plan, make_plan
 from nanochat.train.step import TrainingStep
 from nanochat.train.task import Event

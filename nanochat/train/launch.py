@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from nanochat.checkpoint.mirror import MirrorError
 from nanochat.common import BadInput
 from nanochat.device.ranks import (
     compute_cleanup,
@@ -19,7 +20,6 @@ from nanochat.device.ranks import (
 )
 from nanochat.run.agreement import StopAgreement, describe, require_alike, serve_lanes
 from nanochat.run.hosts import this_host
-from nanochat.run.mirror import MirrorError
 from nanochat.run.pod import PodError, membership
 from nanochat.run.processes import begin_as_rank, exclusive_use, run_as_ranks
 from nanochat.run.stopping import (

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nanochat.checkpoint.meta import OF_NEW_RUNS, value_embeddings_of
 from nanochat.common import BadInput
 from nanochat.data.lanes import divisors_near
 from nanochat.device import tpu
@@ -16,7 +17,6 @@ from nanochat.model import flops
 from nanochat.model.gpt import GPT, GPTConfig, config_for_depth
 from nanochat.model.layers import MATRICES, SCALES
 from nanochat.model.optim import OptimConfig, gpt_rules, lr_stages
-from nanochat.run.meta import OF_NEW_RUNS, value_embeddings_of
 from nanochat.train.flags import MAX_STEPS
 from nanochat.train.mesh_plan import describe_mesh, plan_mesh
 from nanochat.train.stages import batch_schedule, length_schedule, spans, value_at

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
+from nanochat.checkpoint import checkpoint_files
+from nanochat.checkpoint.meta import load_meta
+from nanochat.checkpoint.mirror import Mirror, patiently, run_mirror
+from nanochat.checkpoint.uploader import STATE_FILE, MirrorState
 from nanochat.common import BadInput, get_base_dir
 from nanochat.record.observe import parse_profile_steps
-from nanochat.run import checkpoint_files
 from nanochat.run.agreement import agree_on_checkpoint, require_alike
-from nanochat.run.meta import load_meta
-from nanochat.run.mirror import Mirror, patiently, run_mirror
 from nanochat.run.pod import Link
 from nanochat.run.processes import expected_world_size
 from nanochat.run.stopping import Requests
-from nanochat.run.uploader import STATE_FILE, MirrorState
 from nanochat.run.watchdog import Heartbeats
 from nanochat.train.task import Task
 

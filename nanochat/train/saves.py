@@ -1,13 +1,13 @@
 """The checkpoints of a running run: every rank hands over its part, rank 0 writes them in the background."""
 import time
 
+from nanochat.checkpoint import checkpoint
+from nanochat.checkpoint.pieces import Layout
+from nanochat.checkpoint.saver import PartSaver, Saver
+from nanochat.checkpoint.uploader import Uploader
 from nanochat.device.collectives import thread_barrier
 from nanochat.device.ranks import print0
-from nanochat.run import checkpoint
 from nanochat.run.agreement import send_lanes
-from nanochat.run.pieces import Layout
-from nanochat.run.saver import PartSaver, Saver
-from nanochat.run.uploader import Uploader
 
 
 class Saves:

@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 import torch
 
+from nanochat.checkpoint.checkpoint_files import MODEL, find_problem
+from nanochat.checkpoint.meta import load_meta, read_config
+from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput
 from nanochat.infer.load import find_checkpoint
 from nanochat.kernels.choose import get_kernels
@@ -13,9 +16,6 @@ from nanochat.kernels.flash_shapes import require_shapes
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.gpt import GPT, GPTConfig
 from nanochat.model.parts import Parts, require_parts
-from nanochat.run.checkpoint_files import MODEL, find_problem
-from nanochat.run.meta import load_meta, read_config
-from nanochat.run.pieces import load_tensors
 
 
 class Teacher(NamedTuple):

@@ -3,11 +3,12 @@ import math
 import time
 from dataclasses import dataclass
 
+from nanochat.checkpoint import checkpoint, checkpoint_files
+from nanochat.checkpoint.meta import Meta, restore_rng, rng_state
 from nanochat.device.ranks import print0, print_banner
 from nanochat.record.goodput import Goodput
 from nanochat.record.observe import Profile
-from nanochat.run import checkpoint, checkpoint_files, stopping
-from nanochat.run.meta import Meta, restore_rng, rng_state
+from nanochat.run import stopping
 from nanochat.train.liveness import Liveness
 from nanochat.train.nonfinite import NonfiniteSteps
 from nanochat.train.saves import Saves

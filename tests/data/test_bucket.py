@@ -18,11 +18,11 @@ from nanochat.data import storage as storage_module
 from nanochat.data.bucket import CACHE_DIR, BucketFile, check_cache, data_place
 from nanochat.data.loader import DataLoader
 from nanochat.data.shards import fingerprint, list_shards, open_shards
+from tests.buckets import gcloud  # noqa: F401
 from tests.data.documents import ByteTokenizer, write
 from tests.data.storage import Storage
 from tests.data.test_loader import read_steps
 from tests.deploy.cloud import Failure as Answer
-from tests.run.conftest import gcloud  # noqa: F401
 
 URL = "gs://b/corpus/train"
 LANES = 4

@@ -7,11 +7,11 @@ import pytest
 
 from nanochat.run.stopping import EXIT_STATUS
 from scripts import base_eval
+from tests.buckets import gcloud  # noqa: F401
 from tests.conftest import last_of_each
 from tests.data import impatient
 from tests.data.storage import Storage
 from tests.data.test_batches import STEPS, hashes, train  # noqa: F401
-from tests.run.conftest import gcloud  # noqa: F401
 
 
 @pytest.fixture

@@ -6,17 +6,17 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from nanochat.checkpoint import checkpoint
 from nanochat.common import BadInput
 from nanochat.data.loader import DataLoader
 from nanochat.data.projects import DOCUMENT_BYTES, dependency_order, encode_documents, join_files
 from nanochat.data.shards import TextPiece, list_shards, open_shards, require_files
 from nanochat.data.tokenizer import load_tokenizer
-from nanochat.run import checkpoint
-from nanochat.train.project_eval import ProjectRows, require_packed
+from nanochat.infer.project_eval import ProjectRows, require_packed
 from scripts import base_eval
-from tests.data.projects import cpp, prepare, read, shard_hashes
+from tests.checkpoint.states import make_meta
+from tests.corpus.projects import cpp, prepare, read, shard_hashes
 from tests.infer.test_engine import make_model
-from tests.run.states import make_meta
 
 
 def texts_of(**includes):

@@ -57,7 +57,7 @@ def test_no_secret_beside_above_or_inside_the_checkout_is_pushed(laptop, folder,
     files = pushed(vm)
     assert not [name for name, text in files.items() if SECRET in text]
     assert {"nanochat/common.py", "nanochat/new.py", "nanochat/new one.py", "scripts/base_train.py", "pyproject.toml",
-            "nanochat/device/prices.csv", "nanochat/infer/page.html", "nanochat/infer/problem_set/split.cpp",
+            "nanochat/device/prices.csv", "nanochat/serve/page.html", "nanochat/judge/problem_set/split.cpp",
             "tokenizer/vocabulary.tiktoken", "tokenizer/tokenizer.json", ".tpu_env.example"} <= set(files)
     for name in ("nanochat/server.pem", "scripts/notes.txt", "nanochat/link.py", "nanochat/line?break.py"):
         assert name in output.partition("left out")[2]

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from nanochat.checkpoint import checkpoint, checkpoint_files
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.device.ranks import Dist, compute_init
@@ -17,9 +18,8 @@ from nanochat.infer.readers import Reader, StaticReader
 from nanochat.infer.sample import Sample, choose_token
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig
-from nanochat.run import checkpoint, checkpoint_files
 from scripts.generate import main
-from tests.run.states import make_meta
+from tests.checkpoint.states import make_meta
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BYTES = Tokenizer({bytes([byte]): byte for byte in range(256)}, r"(?s).", {"<|bos|>": 256, "<|pad|>": 257})

@@ -5,6 +5,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from nanochat.checkpoint import checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
@@ -15,9 +16,8 @@ from nanochat.infer.load import load_model
 from nanochat.infer.quantize import Int8GPT, Int8Matrix
 from nanochat.infer.readers import Reader
 from nanochat.infer.sample import Sample
-from nanochat.run import checkpoint
+from tests.checkpoint.states import make_meta
 from tests.infer.test_engine import BYTES, CONTEXT, PROMPT, make_model
-from tests.run.states import make_meta
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,16 +6,16 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from nanochat.checkpoint import checkpoint
+from nanochat.checkpoint.checkpoint_files import find_problem
+from nanochat.checkpoint.meta import META
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.load import find_checkpoint, load_model, weights_of
-from nanochat.run import checkpoint
-from nanochat.run.checkpoint_files import find_problem
-from nanochat.run.meta import META
 from scripts import base_eval, code_eval, eval_table, solve
+from tests.checkpoint.states import make_meta, save
 from tests.infer.test_engine import make_model
-from tests.run.states import make_meta, save
 
 
 def test_a_checkpoint_is_found_by_path_by_run_and_as_the_newest(tmp_path, monkeypatch):

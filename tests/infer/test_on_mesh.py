@@ -11,17 +11,17 @@ import pytest
 import torch
 import torch_xla
 
+from nanochat.checkpoint import checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.mesh import Mesh
 from nanochat.device.ranks import Dist
 from nanochat.device.xla_ops import wait_for
 from nanochat.infer import on_mesh
-from nanochat.run import checkpoint
 from scripts import base_eval, generate
+from tests.checkpoint.states import make_meta
 from tests.conftest import run_python
 from tests.infer.test_engine import CONTEXT, make_model
-from tests.run.states import make_meta
 
 MESH = ["--mesh_fsdp=2", "--mesh_tensor=2"]
 

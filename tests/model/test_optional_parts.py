@@ -3,9 +3,9 @@ from dataclasses import asdict
 
 import pytest
 
+from nanochat.checkpoint.meta import Meta, require_match
 from nanochat.common import BadInput
 from nanochat.model.gpt import GPTConfig
-from nanochat.run.meta import Meta, require_match
 from tests.model.test_gpt import TINY
 
 

@@ -4,14 +4,15 @@ import time
 import numpy as np
 import pytest
 
+from nanochat.checkpoint import checkpoint, checkpoint_files
 from nanochat.common import BadInput
-from nanochat.run import agreement, checkpoint, checkpoint_files
+from nanochat.run import agreement
 from nanochat.run.agreement import StopAgreement, agree_on_checkpoint, require_alike, send_lanes, serve_lanes
 from nanochat.run.pod import PodError
 from nanochat.run.stopping import SAVE, STOP, Requests
 from nanochat.train.flags import Flags
+from tests.checkpoint.states import make_meta, make_state, save
 from tests.run.pods import joined_pods, on_all, wait_for_gradients
-from tests.run.states import make_meta, make_state, save
 
 
 def test_hosts_that_differ_are_refused_with_both_values():

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from nanochat.checkpoint.mirror import MirrorError
 from nanochat.common import BadInput
 from nanochat.run import pod as pod_module
 from nanochat.run import wire
-from nanochat.run.mirror import MirrorError
 from nanochat.run.pod import Link, Pod, PodError, membership
 from nanochat.run.stopping import EXIT_STATUS
 from tests.run.pods import joined_pods, make_pods, on_all

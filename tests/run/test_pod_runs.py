@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.run import checkpoint, checkpoint_files
+from nanochat.checkpoint import checkpoint, checkpoint_files
 from nanochat.run.pod import GRACE_S, LOST_S
 from nanochat.run.stopping import EXIT_STATUS
 from tests.conftest import last_of_each

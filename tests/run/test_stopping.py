@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from nanochat.checkpoint.meta import load_meta
 from nanochat.run import stopping
-from nanochat.run.meta import load_meta
 from nanochat.run.stopping import EXIT_STATUS, SAVE, STOP, Requests, stop_on_preemption_notice
 from nanochat.run.watchdog import Heartbeats
 from nanochat.train.flags import Flags
 from nanochat.train.liveness import Liveness
+from tests.buckets import OUTAGE
 from tests.conftest import last_of_each
-from tests.run.conftest import OUTAGE
 from tests.run.pods import wait_for_gradients
 
 TIMEOUT_S = 240

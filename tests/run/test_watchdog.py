@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from nanochat.checkpoint.saver import SAVE_TIMEOUT_S
+from nanochat.checkpoint.uploader import WAIT_S
 from nanochat.run import watchdog
-from nanochat.run.saver import SAVE_TIMEOUT_S
-from nanochat.run.uploader import WAIT_S
 
 RANKS = 3
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from nanochat.ablate.trials import read_trials
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
-from nanochat.train.trials import read_trials
 from scripts import ablate
 from tests.test_documents import fenced_blocks
 

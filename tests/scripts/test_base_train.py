@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from nanochat.checkpoint import checkpoint, checkpoint_files
 from nanochat.common import BadInput, get_base_dir
-from nanochat.run import checkpoint, checkpoint_files
 from scripts import base_eval, base_train, generate, report
 from tests.conftest import last_of_each, run_python
-from tests.infer.test_sandbox import require_sandbox
+from tests.judge.test_sandbox import require_sandbox
 from tests.warm import TIMEOUT_S
 
 

@@ -3,10 +3,10 @@ import os
 
 import pytest
 
+from nanochat.checkpoint import checkpoint_files
+from nanochat.checkpoint.meta import load_meta
+from nanochat.checkpoint.mirror import Mirror
 from nanochat.common import BadInput
-from nanochat.run import checkpoint_files
-from nanochat.run.meta import load_meta
-from nanochat.run.mirror import Mirror
 from scripts import base_train
 from tests.conftest import last_of_each
 

@@ -6,19 +6,19 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from nanochat.checkpoint import checkpoint
+from nanochat.checkpoint.checkpoint_files import MODEL
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist, compute_init
 from nanochat.infer import engine
-from nanochat.infer.evaluate import Sampling, Writer
-from nanochat.run import checkpoint
-from nanochat.run.checkpoint_files import MODEL
+from nanochat.judge.evaluate import Sampling, Writer
 from scripts import code_eval as script
 from scripts.code_eval import main
+from tests.checkpoint.states import make_meta
 from tests.conftest import last_of_each
 from tests.infer.test_engine import make_model
-from tests.infer.test_sandbox import require_sandbox
-from tests.run.states import make_meta
+from tests.judge.test_sandbox import require_sandbox
 
 PROBLEM = {"prompt": "int f(int x) {\n", "declaration": "int f(int x) {\n", "canonical_solution": "    return x;\n}\n",
            "test": "int main() { return f(1) != 1; }\n"}

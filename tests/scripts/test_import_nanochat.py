@@ -9,11 +9,11 @@ import torch
 
 from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
-from nanochat.infer import export
+from nanochat.export import export
 from nanochat.infer.load import find_checkpoint, load_model
 from scripts import base_train, import_nanochat
 from tests.data.headers import HEADERS
-from tests.data.test_huggingface import NANOCHAT
+from tests.data.test_tokenizer_json import NANOCHAT
 
 SIZES = {"sequence_len": 64, "n_layer": 2, "n_embd": 32, "n_head": 4, "n_kv_head": 2}
 SPECIAL = ("<|bos|>", "<|user_start|>", "<|user_end|>")  # it has no tokens for fill in the middle

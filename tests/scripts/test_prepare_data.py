@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from nanochat.common import BadInput
 from scripts.prepare_data import main
-from tests.data.projects import make_project, prepare, read, shard_hashes
+from tests.corpus.projects import make_project, prepare, read, shard_hashes
 
 
 def test_no_project_is_on_both_sides_whatever_its_versions(tmp_path):
@@ -190,7 +190,7 @@ def test_what_is_in_the_way_in_the_folder_is_named_before_the_work(tmp_path, mon
     (tmp_path / "out").mkdir()
     prevent(tmp_path / "out")
     before = sorted((tmp_path / "out").rglob("*"))
-    monkeypatch.setattr("nanochat.data.corpus.scan", None)
+    monkeypatch.setattr("nanochat.corpus.corpus.scan", None)
     with pytest.raises(BadInput, match=message) as error:
         prepare(tmp_path / "out", f"--projects_dir={tmp_path / 'in'}")
     assert "\n" not in str(error.value)

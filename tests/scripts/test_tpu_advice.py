@@ -4,7 +4,7 @@ import json
 import pytest
 
 from scripts.tpu_advice import main
-from tests.run.states import make_meta
+from tests.checkpoint.states import make_meta
 
 # Written by base_train on two XLA devices of a CPU: the first line of a process, and two in the middle of it.
 RECORDED = [json.loads(line) for line in """\

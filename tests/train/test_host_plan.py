@@ -1,10 +1,10 @@
 """What a host needs, by hand, and against what a run saves."""
 import pytest
 
+from nanochat.checkpoint.checkpoint_files import state_bytes
 from nanochat.device import host_types, tpu
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW
-from nanochat.run.checkpoint_files import state_bytes
 from nanochat.train.flags import parse_flags
 from nanochat.train.host_plan import describe_host, estimate_host, number_of_checkpoints, saved_bytes, starting_bytes
 from nanochat.train.plan import make_plan

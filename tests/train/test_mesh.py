@@ -6,14 +6,14 @@ import shutil
 import pytest
 import torch
 
+from nanochat.checkpoint import checkpoint
+from nanochat.checkpoint.checkpoint_files import latest
+from nanochat.checkpoint.meta import load_meta
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
-from nanochat.run import checkpoint
-from nanochat.run.checkpoint_files import latest
-from nanochat.run.meta import load_meta
 from scripts.base_train import main
 from tests.conftest import last_of_each
-from tests.infer.test_sandbox import require_sandbox
+from tests.judge.test_sandbox import require_sandbox
 
 CHUNKED = ("--kernel=chunked", "--log_every=1", "--num_heads=4", "--depth=3")
 FLASH = ("--kernel=flash", "--log_every=1", "--depth=3", "--model_dim=256", "--num_heads=2", "--num_kv_heads=1",

@@ -4,11 +4,11 @@ from dataclasses import asdict
 
 import pytest
 
+from nanochat.checkpoint.meta import Meta, value_embeddings_of
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.model import flops
 from nanochat.model.optim import lr_multiplier
-from nanochat.run.meta import Meta, value_embeddings_of
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import describe_plan, make_plan
 from tests.conftest import last_of_each

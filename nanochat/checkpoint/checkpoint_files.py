@@ -1,0 +1,238 @@
+"""The directories and files of a run's checkpoints: which there are, whether they are whole, and whether more fit.
+
+    <base dir>/checkpoints/<run>/step_000100/
+        model.safetensors      the weights by name; those of large models are in pieces, see pieces.py
+        optimizer.safetensors  the optimizer's state by name, in pieces as well
+        lanes.json             the position of each lane in the data, with its buffered documents
+        meta.json              see meta.py
+        SHA256SUMS             the checksums of these files, which `sha256sum -c SHA256SUMS` checks as well
+
+step_000100.tmp is a checkpoint that is being written or deleted. step_000100.aside is a damaged or superseded one that
+no run resumes from; it is deleted once a new checkpoint of its step or a later one is in place.
+"""
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from nanochat.checkpoint.meta import META
+from nanochat.common import BadInput
+
+MODEL, OPTIMIZER, LANES, SUMS = "model.safetensors", "optimizer.safetensors", "lanes.json", "SHA256SUMS"
+MAX_THREADS = 16  # that read files to compute their checksums
+
+
+# -----------------------------------------------------------------------------
+# Finding and checking
+
+
+def final_dir(run_dir, step):
+    """Returns the path of the finished checkpoint of `step`."""
+    return Path(run_dir) / f"step_{step:06d}"
+
+
+def partial_dir(run_dir, step):
+    """Returns the path at which the checkpoint of `step` is written before it is finished."""
+    return Path(run_dir) / f"step_{step:06d}.tmp"
+
+
+def step_of(path):
+    """Returns the step of a checkpoint's path."""
+    return int(re.match(r"step_(\d+)", path.name)[1])
+
+
+def list_checkpoints(run_dir):
+    """Returns the paths of the finished checkpoints of a run, oldest first."""
+    paths = [path for path in Path(run_dir).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(paths, key=step_of)
+
+
+def latest(run_dir):
+    """Returns the path of the newest checkpoint, or None."""
+    return next(reversed(list_checkpoints(run_dir)), None)
+
+
+def latest_good(run_dir, report=warnings.warn):
+    """Returns the path of the newest undamaged checkpoint, or None. Sets damaged ones aside, and calls
+    `report(message)` for each."""
+    for path in reversed(list_checkpoints(run_dir)):
+        problem = find_problem(path)
+        if problem is None:
+            return path
+        report(f"checkpoint {path} is damaged ({problem}): it is set aside")
+        set_aside(path)
+    return None
+
+
+def index_of(kind):
+    """Returns the name of the file that says in which piece a tensor is. kind: MODEL or OPTIMIZER."""
+    return f"{kind}.index.json"
+
+
+def tensor_files(path, kind):
+    """Returns the names of the files that have the tensors of `kind`, MODEL or OPTIMIZER, of the checkpoint at `path`:
+    one file, or an index and its pieces. Raises OSError, also if the index is damaged."""
+    index = Path(path) / index_of(kind)
+    if not index.exists():
+        return [kind]
+    try:
+        return [index.name, *sorted({*json.loads(index.read_text())["weight_map"].values()})]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise OSError(errno.EINVAL, "it is no index of pieces", str(index)) from None
+
+
+def read_sums(path):
+    """Returns {name of a file: its checksum} of the checkpoint at `path`. Raises OSError."""
+    lines = (Path(path) / SUMS).read_text(errors="replace").splitlines()
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
+def is_whole(names):
+    """Returns whether a set of names of files is that of a whole checkpoint."""
+    def has(kind):
+        pieces = [match for match in (re.fullmatch(rf"{Path(kind).stem}-\d+-of-(\d+)\.safetensors", name)
+                                      for name in names) if match]
+        return kind in names or index_of(kind) in names and pieces and len(pieces) == int(pieces[0][1])
+
+    return {LANES, META, SUMS} <= names and all(map(has, (MODEL, OPTIMIZER)))
+
+
+def find_problem(path, weights_only=False):
+    """Returns what is wrong with the files of the checkpoint, or with those of its weights and its description only, in
+    a few words, or None. Reads them whole."""
+    path, kinds = Path(path), (MODEL,) if weights_only else (MODEL, OPTIMIZER)
+
+    def differing(names):
+        found = sha256_of_files([path / name for name in names])
+        return next((f"{file.name} does not match its checksum" for file, digest in found.items()
+                     if expected.get(file.name) != digest), None)
+
+    try:
+        expected = read_sums(path)
+        problem = differing([index_of(kind) for kind in kinds if (path / index_of(kind)).exists()])
+        return problem or differing([name for kind in kinds for name in tensor_files(path, kind)]
+                                    + ([META] if weights_only else [LANES, META]))
+    except OSError as error:
+        return f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error)
+
+
+def sha256_of_files(paths):
+    """Returns {path: hex digest}. Hashing releases the GIL, so the files are read concurrently."""
+    def sha256(path):
+        digest, buffer = hashlib.sha256(), bytearray(2**22)
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor(MAX_THREADS) as pool:
+        return dict(zip(paths, pool.map(sha256, paths), strict=True))
+
+
+# -----------------------------------------------------------------------------
+# Setting aside and deleting
+
+
+def set_aside(path):
+    """Renames a checkpoint to step_….aside, so that no run resumes from it."""
+    aside = Path(path).with_suffix(".aside")
+    shutil.rmtree(aside, ignore_errors=True)
+    Path(path).rename(aside)
+
+
+def set_aside_after(run_dir, step):
+    """Sets aside all checkpoints after `step`: for a run that returns to an earlier one, or (-1) that starts anew."""
+    for path in list_checkpoints(run_dir):
+        if step_of(path) > step:
+            set_aside(path)
+
+
+def clean_partial(run_dir):
+    """Deletes what interrupted saves left. Call it only while no rank is saving."""
+    for path in Path(run_dir).glob("step_*.tmp"):
+        shutil.rmtree(path)
+
+
+def prune(run_dir, step, keep, keep_every):
+    """Deletes what the new checkpoint of `step` makes superfluous; `keep` and `keep_every` as in checkpoint.save."""
+    for path in Path(run_dir).glob("step_*.tmp"):  # saves that were given up because the disk was full
+        if step_of(path) <= step:
+            shutil.rmtree(path, ignore_errors=True)
+    outdated = [path for path in Path(run_dir).glob("step_*.aside") if step_of(path) <= step]
+    if keep is not None:
+        outdated += [path for path in list_checkpoints(run_dir)[:-max(keep, 1)] if not _is_kept(path, keep_every)]
+    for path in outdated:
+        _delete(path)
+
+
+def _is_kept(path, keep_every):
+    """Returns whether the checkpoint is never deleted."""
+    return keep_every > 0 and step_of(path) % keep_every == 0
+
+
+def _delete(path):
+    doomed = path.with_suffix(".tmp")  # so that a directory that is half deleted never passes for a checkpoint
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+# -----------------------------------------------------------------------------
+# Disk space
+
+
+def state_bytes(*states):
+    """Returns the bytes of all tensors in the {name: tensor} dicts."""
+    return sum(tensor.numel() * tensor.element_size() for state in states for tensor in state.values())
+
+
+def check_disk_space(run_dir, checkpoint_bytes, copies=2):
+    """Raises BadInput unless the disk has room for so many checkpoints, including those that the run already has.
+
+    A run needs two because the new one must be in place before the last old one is deleted.
+    """
+    own = sum(file.stat().st_size for file in Path(run_dir).glob("step_*/*"))
+    free = shutil.disk_usage(run_dir).free
+    if own + free < copies * checkpoint_bytes:
+        what = "two checkpoints take" if copies == 2 else "a checkpoint takes"
+        raise BadInput(f"too little disk in {run_dir}: {what} {copies * checkpoint_bytes / 1e9:.2f} GB and "
+                       f"{(own + free) / 1e9:.2f} GB are free: free some, or set NANOCHAT_BASE_DIR to a larger disk")
+
+
+def bytes_in(path):
+    """Returns the bytes of the files in a directory, which others may be writing and renaming."""
+    total = 0
+    for file in path.iterdir():
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
+
+
+def make_room(run_dir, needed_bytes, keep_every):
+    """Deletes the oldest checkpoints until `needed_bytes` are free; never the newest nor those kept by `keep_every`.
+
+    Raises OSError (ENOSPC) if that is not enough.
+    """
+    for path in [path for path in list_checkpoints(run_dir)[:-1] if not _is_kept(path, keep_every)] + [None]:
+        free = shutil.disk_usage(run_dir).free
+        if free >= needed_bytes:
+            return
+        if path:
+            _delete(path)
+    raise OSError(errno.ENOSPC, f"a checkpoint takes {needed_bytes / 1e9:.3f} GB and {free / 1e9:.3f} GB are free",
+                  str(run_dir))
+
+
+def sync_to_disk(path):
+    """Returns once the file's contents, or the directory's names, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

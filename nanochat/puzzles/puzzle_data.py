@@ -1,0 +1,146 @@
+"""Puzzles on disk, and the puzzles of a step as a function of nothing but seed, step and slot.
+
+A folder of puzzles has train.parquet and val.parquet with the columns `puzzle` and `solution` (lists of tokens, all of
+the same length) and `guesses`, and puzzles.json, which says what they are. Token 0 is an empty cell. Where a puzzle is
+one of a task (arc.py), it begins with the task's number.
+"""
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from nanochat.common import BadInput
+from nanochat.puzzles import arc, mazes, sudoku
+
+DESCRIPTION = "puzzles.json"
+COLUMNS = ("puzzle", "solution", "guesses")
+
+
+@dataclass(frozen=True)
+class Puzzles:
+    kind: str  # "sudoku", "maze" or "arc"
+    shape: tuple  # (rows, columns) of a box of a Sudoku; (side,) of the others
+    puzzles: np.ndarray  # whole numbers (N, cells); of tasks (N, 1 + cells)
+    solutions: np.ndarray  # (N, cells)
+    guesses: np.ndarray  # (N,)
+    fingerprint: str  # of the file
+    tasks: int = 0  # 0: a puzzle says all that there is to know
+
+    @property
+    def side(self):
+        return self.shape[0] * self.shape[1] if self.kind == "sudoku" else self.shape[0]
+
+    @property
+    def vocab_size(self):
+        return self.side + 1 if self.kind == "sudoku" else len(self._letters)
+
+    @property
+    def _letters(self):
+        return {"sudoku": ".123456789ABCDEFG", "maze": mazes.LETTERS, "arc": arc.LETTERS}[self.kind]
+
+    def in_other_form(self, grids, generator):
+        """Returns the grids, a list of arrays (N, cells), each row in a random equal form, the same in all arrays.
+        The forms of tasks are puzzles of their own already."""
+        if self.tasks:
+            return grids
+        draw = sudoku.draw_symmetries if self.kind == "sudoku" else mazes.draw_symmetries
+        return draw(grids, *self.shape, generator)
+
+    def text(self, cells):
+        """Returns a grid of cells (cells,), or a puzzle, as lines of text."""
+        return ["".join(self._letters[token] for token in row)
+                for row in np.reshape(cells[-self.side ** 2:], (self.side, self.side))]
+
+
+def write_puzzles(folder, kind, shape, splits, tasks=0):
+    """Writes {"train": [(puzzle, solution, guesses), …], "val": …} to a folder. tasks: of which they are, if any."""
+    folder = Path(folder)
+    (folder / DESCRIPTION).unlink(missing_ok=True)  # after a kill, new puzzles are not taken for the old ones
+    for name, rows in splits.items():
+        table = pa.table({column: [row[number] for row in rows] for number, column in enumerate(COLUMNS)})
+        unfinished = folder / f"{name}.parquet.tmp"
+        pq.write_table(table, unfinished, compression="zstd")
+        unfinished.rename(folder / f"{name}.parquet")
+    description = {"kind": kind, "shape": shape, "tasks": tasks,
+                   "puzzles": {name: len(rows) for name, rows in splits.items()}}
+    (folder / DESCRIPTION).write_text(json.dumps(description, indent=1))
+
+
+def read_puzzles(folder, split):
+    """Returns the Puzzles of a split, "train" or "val". Raises BadInput."""
+    folder = Path(folder)
+    path = folder / f"{split}.parquet"
+    advice = "make them with python3 -m scripts.prepare_puzzles --out_dir of this folder"
+    try:
+        found = json.loads((folder / DESCRIPTION).read_text())
+        table = pq.read_table(path, columns=list(COLUMNS))
+        columns = [np.stack(column.to_numpy()) for column in table.columns]
+        puzzles = Puzzles(found["kind"], tuple(found["shape"]), *columns,
+                          fingerprint=hashlib.sha256(path.read_bytes()).hexdigest(), tasks=found.get("tasks", 0))
+        cells, leading = puzzles.side ** 2, int(puzzles.tasks > 0)
+        if puzzles.puzzles.shape[1:] != (leading + cells,) or puzzles.solutions.shape[1:] != (cells,):
+            raise ValueError(f"{path.name} has no grids of {cells} cells")
+        for tokens, number in ((puzzles.puzzles[:, :leading], puzzles.tasks),
+                               (puzzles.puzzles[:, leading:], puzzles.vocab_size),
+                               (puzzles.solutions, puzzles.vocab_size)):
+            if tokens.size and not (0 <= tokens.min() and tokens.max() < number):
+                raise ValueError(f"{path.name} has tokens that are not 0 to {number - 1}")
+        return puzzles
+    except FileNotFoundError:
+        raise BadInput(f"--data_dir={folder} has no puzzles, which are {DESCRIPTION} and {path.name}: {advice}"
+                       ) from None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, pa.ArrowException) as error:
+        raise BadInput(f"--data_dir={folder} has no puzzles that can be read ({error!r}): {advice}") from None
+
+
+class PuzzleFeed:
+    """Iterates over this rank's micro-batches from a step on, {name: CPU tensor} with a row for each of its slots.
+
+    puzzle, solution: int32 (slots, cells), what the slot takes if it is free; a task's puzzle has one number more.
+    min_steps: int32 (slots,), before which that puzzle's episode does not end. They are drawn for all slots of the run,
+    whether the slot is free or not: so they depend on seed and step only, and not on the ranks nor on what the model
+    has solved.
+    """
+
+    def __init__(self, puzzles, dist, step, *, seed, total_batch_size, explore, max_steps):
+        """explore: the share of episodes with a random minimum of 2 to max_steps steps; the others have none."""
+        self.puzzles, self._dist, self._step, self._seed = puzzles, dist, step, seed
+        self._total, self._explore, self._max_steps = total_batch_size, explore, max_steps
+        self._taken = []
+        self.fingerprint, self.state = puzzles.fingerprint, {}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        batch = {name: torch.from_numpy(values[self._dist.rank::self._dist.world_size].astype(np.int32))
+                 for name, values in self.draw(self._step).items()}
+        self._step += 1
+        self._taken.append(torch.cat([batch["puzzle"], batch["solution"]], 1))
+        return batch
+
+    def draw(self, step):
+        """Returns {name: array} of all slots of the run at `step`."""
+        generator = np.random.Generator(np.random.Philox(key=[self._seed, step]))
+        numbers = generator.integers(len(self.puzzles.puzzles), size=self._total)
+        puzzle, solution = self.puzzles.in_other_form(
+            [self.puzzles.puzzles[numbers], self.puzzles.solutions[numbers]], generator)
+        explores = generator.random(self._total) < self._explore
+        minimum = generator.integers(2, max(self._max_steps, 2) + 1, size=self._total)
+        return {"puzzle": puzzle, "solution": solution, "min_steps": np.where(explores, minimum, 0)}
+
+    def taken(self):
+        """Returns a list of the puzzles and solutions since the last call, one after the other in each row."""
+        taken, self._taken = self._taken, []
+        return taken
+
+    def metrics(self):
+        return {"puzzles": self._step * self._total}
+
+    def close(self):
+        pass

@@ -1,0 +1,203 @@
+"""The Tiny Recursive Model (arXiv 2510.04871): one small network, applied to its own answer again and again.
+
+State: an answer y and a latent z, both (B, positions, hidden). One cycle is n times z = f(z + y + x) and then
+y = f(y + z), x being the puzzle's embedding. A supervision step runs T cycles, of which only the last has a gradient,
+and reads an answer off y. Learned positions lead the puzzle's cells; the first of them says whether the answer is
+right.
+"""
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from nanochat.common import BadInput
+from nanochat.model.layers import apply_rotary, rotary_tables, split_heads
+from nanochat.puzzles.recursion import norm, run_cycles
+
+
+@dataclass(frozen=True)
+class TRMConfig:
+    vocab_size: int
+    cells: int
+    hidden: int = 512
+    layers: int = 2
+    heads: int = 8
+    mixer: str = "attention"  # over the positions; "mlp": a SwiGLU
+    recursions: int = 6  # n
+    cycles: int = 3  # T
+    prefix: int = 16  # learned positions before the cells
+    tasks: int = 0  # if any, a puzzle begins with the number of its task, which has a learned vector
+
+    def __post_init__(self):
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise BadInput(f"--hidden={self.hidden} does not divide into --heads={self.heads} of an even size: change "
+                           "one of them")
+
+    @property
+    def positions(self):
+        """Positions of the state: prefix and cells, and further ones without meaning up to a multiple of 8, in which
+        the TPU's memory is laid out."""
+        return -(-(self.prefix + self.cells) // 8) * 8
+
+    @property
+    def inner(self):
+        """Inner width of the SwiGLU over `hidden`."""
+        return self._inner_of(self.hidden)
+
+    @property
+    def inner_mix(self):
+        """Inner width of the SwiGLU over the positions."""
+        return self._inner_of(self.positions)
+
+    def _inner_of(self, width):
+        """Two thirds of four times the width, in multiples of 256, or of `hidden` if that is less."""
+        multiple = min(256, self.hidden)
+        return -(-width * 8 // (3 * multiple)) * multiple
+
+
+class Block(NamedTuple):
+    """The matrices of f. The model holds each of them as one stack over its layers, (layers, out, in)."""
+    mix_in: torch.Tensor  # query, key and value (3 C, C), or into the SwiGLU over the positions (2 I, P)
+    mix_out: torch.Tensor  # (C, C) or (P, I)
+    mlp_in: torch.Tensor  # (2 I, C)
+    mlp_out: torch.Tensor  # (C, I)
+
+
+def swiglu(x, into, out, keep):
+    """SwiGLU (arXiv 2002.05202) over the last dimension of x."""
+    gate, value = (keep(F.linear(x, weight)) for weight in into.chunk(2))
+    return F.linear(F.silu(gate) * value, out)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of f. Each part is added and normalised afterwards; there are no gains and no biases."""
+    config: TRMConfig
+
+    def __call__(self, x, weights, rotary, keep):
+        """x (B, P, C) -> (B, P, C). weights: a Block; `keep`: see recursion.py."""
+        w = Block(*(weight.to(x.dtype) for weight in weights))
+        if self.config.mixer == "mlp":
+            x = norm(x + swiglu(x.mT, w.mix_in, w.mix_out, keep).mT, keep)
+        else:
+            q, k, v = (split_heads(keep(F.linear(x, weight)), self.config.hidden // self.config.heads)
+                       for weight in w.mix_in.chunk(3))
+            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+            mixed = F.scaled_dot_product_attention(q, k, v)  # every position sees all
+            x = norm(x + F.linear(keep(mixed.transpose(1, 2).flatten(2)), w.mix_out), keep)
+        return norm(x + swiglu(x, w.mlp_in, w.mlp_out, keep), keep)
+
+
+class TRM(nn.Module):
+    training_dtype = torch.float32  # of the weights; activations and products have compute_dtype
+
+    def __init__(self, config, compute_dtype=torch.float32):
+        super().__init__()
+        self.config, self.compute_dtype = config, compute_dtype
+        self.layer = Layer(config)  # made here, because torch.compile cannot make one in forward
+        hidden, layers = config.hidden, config.layers
+
+        def parameter(*shape):
+            return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
+
+        mix = (2 * config.inner_mix, config.positions) if config.mixer == "mlp" else (3 * hidden, hidden)
+        self.embedding = parameter(config.vocab_size, hidden)
+        self.prefix = parameter(config.positions - config.cells, hidden)
+        if config.tasks:
+            self.task_vectors = parameter(config.tasks, hidden)
+        self.mix_in = parameter(layers, *mix)
+        self.mix_out = parameter(layers, mix[1], mix[0] // 2 if config.mixer == "mlp" else hidden)
+        self.mlp_in = parameter(layers, 2 * config.inner, hidden)
+        self.mlp_out = parameter(layers, hidden, config.inner)
+        self.head = parameter(config.vocab_size, hidden)
+        self.halt = parameter(hidden)
+        self.halt_bias = parameter(1)
+        self.register_buffer("start", torch.empty(2, hidden))  # of y and of z; not trained
+        cos, sin = rotary_tables(torch.arange(config.positions), hidden // config.heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    @torch.no_grad()
+    def init_weights(self, seed=0):
+        """Draws the weights with a CPU generator: every rank gets the same ones from a seed."""
+        generator = torch.Generator().manual_seed(seed)
+        for matrix in (self.mix_in, self.mlp_in):
+            nn.init.trunc_normal_(matrix, std=matrix.size(-1) ** -0.5, a=-2, b=2, generator=generator)
+        for matrix in (self.mix_out, self.mlp_out):  # every part begins as the identity: see dev/LOG.md
+            matrix.zero_()
+        for table in (self.embedding, self.head):
+            nn.init.trunc_normal_(table, std=self.config.hidden ** -0.5, a=-2, b=2, generator=generator)
+        nn.init.trunc_normal_(self.start, std=1.0, a=-2, b=2, generator=generator)
+        self.prefix.zero_()
+        if self.config.tasks:
+            self.task_vectors.zero_()
+        self.halt.zero_()
+        self.halt_bias.fill_(-5.0)  # nothing is thought right in the beginning
+        return self
+
+    def create_main_grads(self):
+        """Gives every weight `main_grad`, to which autograd adds its gradients."""
+        for p in self.parameters():
+            p.main_grad = p.grad = torch.zeros_like(p, dtype=torch.float32)
+
+    def starts(self, rows):
+        """Returns y and z at the beginning of an episode, (rows, P, C) each."""
+        return (start.to(self.compute_dtype).expand(rows, self.config.positions, -1) for start in self.start)
+
+    def forward(self, puzzle, y, z):
+        """One supervision step on puzzle (B, cells), or (B, 1 + cells) with tasks. Returns y, z, the logits of the
+        cells, fp32 (B, cells, V), and the logit of whether they are all right, fp32 (B,)."""
+        config, stacks = self.config, Block(*(getattr(self, name) for name in Block._fields))
+        cells = self._looked_up(puzzle[:, -config.cells:], self.embedding)
+        prefix = self.prefix.to(self.compute_dtype).expand(len(puzzle), -1, -1)
+        if config.tasks:
+            prefix = torch.cat([prefix[:, :1] + self._looked_up(puzzle[:, :1], self.task_vectors), prefix[:, 1:]], 1)
+        x = torch.cat([prefix, cells], 1) * config.hidden ** 0.5
+        rotary = self.cos.to(self.compute_dtype), self.sin.to(self.compute_dtype)
+        y, z = run_cycles(self.layer, x, y, z, stacks, rotary, config.recursions, config.cycles)
+        answer = y[:, config.positions - config.cells:]
+        logits = F.linear(answer, self.head.to(answer.dtype)).float()
+        return y, z, logits, y[:, 0].float() @ self.halt + self.halt_bias
+
+    def _looked_up(self, numbers, table):
+        """Returns the rows (B, N, C) of a table. It is a product: the backward pass of a gather would scatter."""
+        return F.one_hot(numbers.long(), len(table)).to(self.compute_dtype) @ table.to(self.compute_dtype)
+
+
+@functools.cache
+def parameters_by_group(config):
+    """Returns {group: number of parameters}."""
+    with torch.device("meta"):
+        sizes = {name: p.numel() for name, p in TRM(config).named_parameters()}
+    matrices = sum(sizes[name] for name in Block._fields)
+    return {"matrices": matrices, "others": sum(sizes.values()) - matrices}
+
+
+def flops_per_puzzle(config):
+    """Returns the useful FLOPs of one supervision step on one puzzle. f takes 2 per matrix parameter and position, and
+    attention 4 × hidden per pair of positions; the last cycle takes three times as many, for its gradient. In the
+    mixer over positions each matrix takes 2 per parameter and feature instead."""
+    positions, matrices = config.positions, parameters_by_group(config)["matrices"]
+    if config.mixer == "mlp":
+        mix = 3 * config.inner_mix * positions * config.layers
+        once = 2 * positions * (matrices - mix) + 2 * config.hidden * mix
+    else:
+        once = 2 * positions * matrices + 4 * config.hidden * positions ** 2 * config.layers
+    return once * (config.recursions + 1) * (config.cycles - 1 + 3)
+
+
+def cross_entropy(logits, targets, is_stablemax):
+    """Returns the loss of each target, (…), in nats, of logits (…, V) in fp32.
+
+    Stablemax (arXiv 2501.04697) has s(v) = v + 1 for v ≥ 0 and 1 / (1 - v) below in place of exp(v), so that a large
+    logit does not drown the gradients of the others.
+    """
+    one_hot = F.one_hot(targets.long(), logits.size(-1)).to(logits.dtype)
+    if is_stablemax:
+        # Each branch gets an argument at which it is finite: where() would pass on the other one's infinite gradient.
+        scores = torch.where(logits >= 0, logits.clamp(min=0) + 1, 1 / (1 - logits.clamp(max=0)))
+        return scores.sum(-1).log() - (scores * one_hot).sum(-1).log()
+    return logits.logsumexp(-1) - (logits * one_hot).sum(-1)

@@ -1,0 +1,208 @@
+"""The requests and answers of the protocols that editors speak, as their clients write and read them.
+
+Fields that a client sends and that are not here are ignored, and null is the same as a field that is not sent.
+"""
+import secrets
+import time
+import uuid
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from nanochat.serve.infill import Options
+
+EDITOR_TOKENS = 64  # for clients that name no number
+SAMPLING_TEMPERATURE = 0.8  # where several completions are asked for and no temperature: at 0 all would be the same
+
+
+def without_surrogates(text):
+    """Replaces halves of characters, which clients written in JavaScript send where they cut a text."""
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else text
+
+
+def as_list(value):
+    return [value] if isinstance(value, str) else value
+
+
+Text = Annotated[str, BeforeValidator(without_surrogates)]
+Stop = Annotated[list[Annotated[Text, Field(max_length=200)]], BeforeValidator(as_list), Field(max_length=16)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1, le=8)]
+Seed = Annotated[int, Field(ge=-2**63, lt=2**64)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data):
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+def make_options(max_tokens, num_samples=1, temperature=None, seed=None, top_p=1.0, stop=(), **others):
+    """Returns the Options of a request; None: the client did not say."""
+    if temperature is None:
+        temperature = SAMPLING_TEMPERATURE if num_samples > 1 else 0.0
+    return Options(max_tokens, num_samples, temperature=temperature, top_p=max(top_p, 1e-6), stop=tuple(stop),
+                   seed=secrets.randbits(31) if seed is None or seed < 0 else seed % 2**31, **others)
+
+
+# -----------------------------------------------------------------------------
+# llama.cpp's /infill: llama.vim, llama.vscode
+
+
+class ExtraFile(Body):
+    text: Text = ""
+
+
+class InfillBody(Body):
+    input_prefix: Text = ""
+    input_suffix: Text = ""
+    input_extra: list[ExtraFile] = Field([], max_length=256)
+    prompt: Text = ""  # the beginning of the line at the cursor
+    n_predict: int = Field(-1, ge=-1)
+    n_cmpl: Count = 1
+    n_indent: int = Field(0, ge=0)
+    temperature: Temperature | None = None
+    top_k: int = 40
+    top_p: Probability = 1.0
+    seed: Seed | None = None
+    stop: Stop = []
+    stream: bool = False
+    t_max_predict_ms: float = -1.0
+    response_fields: list[Text] = Field([], max_length=64)
+    id_slot: int = -1
+
+    def options(self, most_tokens):
+        return make_options(most_tokens if self.n_predict < 0 else min(self.n_predict, most_tokens), self.n_cmpl,
+                            self.temperature, self.seed, self.top_p, self.stop, top_k=max(self.top_k, 0),
+                            min_indent=self.n_indent,
+                            max_ms=self.t_max_predict_ms if self.t_max_predict_ms > 0 else None)
+
+
+def infill_answer(completion, index, model):
+    """Returns the answer for one sample."""
+    timings = completion.timings
+    return {
+        "index": index, "content": completion.texts[index], "stop": True, "model": model,
+        "stop_type": {"end": "eos", "stop": "word", "length": "limit"}[completion.reasons[index]],
+        "tokens_predicted": completion.num_tokens, "tokens_evaluated": timings.prompt_tokens,
+        "tokens_cached": timings.prompt_tokens + timings.predicted_tokens, "truncated": completion.is_cut,
+        "timings": {**rate("prompt", timings.read_tokens, timings.prompt_ms),
+                    **rate("predicted", timings.predicted_tokens, timings.predicted_ms)}}
+
+
+def rate(name, count, ms):
+    return {f"{name}_n": count, f"{name}_ms": float(ms), f"{name}_per_token_ms": ms / max(count, 1),
+            f"{name}_per_second": 1000 * count / ms if ms > 0 else 0.0}
+
+
+def only_fields(answer, names):
+    """Returns the fields of these names, as response_fields asks for them: {"timings/prompt_n": …}."""
+    found = {}
+    for name in names:
+        value = answer
+        for key in name.split("/"):
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is not None:
+            found[name] = value
+    return found
+
+
+# -----------------------------------------------------------------------------
+# /v1/completions: OpenAI's, and Tabby's with `segments`
+
+
+class Snippet(Body):
+    body: Text = ""
+
+
+class Segments(Body):
+    prefix: Text = ""
+    suffix: Text = ""
+    relevant_snippets_from_changed_files: list[Snippet] = Field([], max_length=256)
+
+    def min_indent(self):
+        """Returns the indentation of the line at the cursor: a completion does not leave its block."""
+        line = self.prefix[self.prefix.rfind("\n") + 1:]
+        return len(line) - len(line.lstrip(" \t")) if line.strip() else 0
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class CompletionBody(Body):
+    prompt: Annotated[list[Text], BeforeValidator(as_list), Field(min_length=1, max_length=1)] = [""]
+    suffix: Text | None = None
+    segments: Segments | None = None
+    max_tokens: int = Field(16, ge=0)
+    temperature: Temperature | None = None
+    top_p: Probability = 1.0
+    n: Count = 1
+    stop: Stop = []
+    seed: Seed | None = None
+    echo: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    logprobs: Literal[0] = 0
+    best_of: Literal[1] = 1
+    user: Text | None = None
+
+    def options(self, most_tokens):
+        temperature = 1.0 if self.temperature is None else self.temperature  # OpenAI's default
+        return make_options(min(self.max_tokens, most_tokens), self.n, temperature, self.seed, self.top_p, self.stop,
+                            top_k=0)
+
+    def tabby_options(self, most_tokens):
+        return make_options(min(EDITOR_TOKENS, most_tokens), 1, self.temperature, self.seed,
+                            min_indent=self.segments.min_indent())
+
+
+FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
+
+
+def new_answer(kind, model):
+    """Returns what all parts of one answer have in common."""
+    return {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def completion_choice(index, text, reason=None):
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": FINISH_REASONS.get(reason)}
+
+
+def usage(completion):
+    prompt_tokens = completion.timings.prompt_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion.num_tokens,
+            "total_tokens": prompt_tokens + completion.num_tokens}
+
+
+# -----------------------------------------------------------------------------
+# Codestral's /v1/fim/completions: Continue, minuet
+
+
+class FimBody(Body):
+    prompt: Text = ""
+    suffix: Text = ""
+    max_tokens: int = Field(EDITOR_TOKENS, ge=0)
+    max_completion_tokens: int | None = Field(None, ge=0)
+    temperature: Temperature | None = None
+    top_p: Probability = 1.0
+    stop: Stop = []
+    stream: bool = False
+    seed: Seed | None = Field(None, validation_alias="random_seed")
+
+    def options(self, most_tokens):
+        wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return make_options(min(wanted, most_tokens), 1, self.temperature, self.seed, self.top_p, self.stop)
+
+
+def fim_chunk(index, text, reason=None):
+    return {"index": index, "delta": {"role": "assistant", "content": text},
+            "finish_reason": FINISH_REASONS.get(reason)}
+
+
+def fim_choice(index, text, reason):
+    return {"index": index, "message": {"role": "assistant", "content": text}, "finish_reason": FINISH_REASONS[reason]}

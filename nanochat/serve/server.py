@@ -1,0 +1,262 @@
+"""The completion server: three protocols that editors speak, above one function and one model.
+
+| path                    | whose protocol                               | clients                                |
+|-------------------------|----------------------------------------------|----------------------------------------|
+| `/infill`               | llama.cpp's                                  | llama.vim, llama.vscode, the page at / |
+| `/v1/completions`       | OpenAI's; with `segments` in it, Tabby's     | openai, minuet, Tabby                  |
+| `/v1/fim/completions`   | Codestral's                                  | Continue, minuet                       |
+
+No text of a user is logged or kept: the engine holds the tokens of the last prompt, and nothing else remains.
+"""
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import os
+import platform
+from importlib.resources import files
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from nanochat.serve import protocols
+from nanochat.serve.metrics import CountRequests, Metrics
+from nanochat.serve.model_thread import ModelThread, Refused
+
+MAX_BODY_BYTES = 1 << 20  # a model reads some 10 kB of text at most
+BODY_TIMEOUT_S = 10
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+log = logging.getLogger(__name__)
+
+
+class Server:
+    """The handlers of all paths, and what they share."""
+
+    def __init__(self, infiller, *, name, device, max_tokens, timeout_s):
+        """name: what the clients call the model. max_tokens, timeout_s: limits of each request."""
+        self.infiller, self.name, self.device = infiller, name, device
+        self.max_tokens = min(max_tokens, infiller.context // 2)
+        self.timeout_s, self.thread = timeout_s, ModelThread()
+        self.metrics = Metrics(self.thread.num_waiting)
+
+    # --- one function below all protocols
+
+    async def events(self, request, prefix, suffix, extra, options, client=None):
+        """Yields (sample, text) for each piece of text, and at last the Completion. Raises Refused."""
+        if client is not None:
+            client = (request.client and request.client.host, request.headers.get("user-agent"), client)
+        job = self.thread.start(lambda job: self.infiller.complete(
+            prefix, suffix, extra, options, job.on_text, job.keep_going), client, self.timeout_s)
+        async with contextlib.aclosing(job.events(request)) as events:
+            async for event in events:
+                if not isinstance(event, tuple):
+                    self.count(request.url.path, event)
+                yield event
+
+    def count(self, path, completion):
+        self.metrics.count(completion)
+        timings = completion.timings
+        log.info("%s: %d tokens of prompt, %d of them read in %.0f ms; %d generated in %.0f ms", path,
+                 timings.prompt_tokens, timings.read_tokens, timings.prompt_ms, completion.num_tokens,
+                 timings.predicted_ms)
+
+    # --- llama.cpp
+
+    async def infill(self, request: Request):
+        body = await read_body(request, protocols.InfillBody)
+        options, is_warm_up = body.options(self.max_tokens), body.n_predict == 0
+        if is_warm_up and not (body.input_prefix or body.prompt or self.infiller.extra_tokens):
+            return JSONResponse({})  # llama.vim's other files, which would only replace what the model has read
+        events = self.events(request, body.input_prefix + body.prompt, body.input_suffix,
+                             [file.text for file in body.input_extra], options,
+                             client=None if is_warm_up else f"infill {body.id_slot}")
+        if body.stream:
+            return await stream(
+                events, lambda i, text: {"index": i, "content": text, "stop": False},
+                lambda completion: [protocols.infill_answer(completion, i, self.name) | {"content": ""}
+                                    for i in range(options.num_samples)])
+        completion = await finished(events)
+        answers = [protocols.infill_answer(completion, i, self.name) for i in range(options.num_samples)]
+        if body.response_fields:
+            answers = [protocols.only_fields(answer, body.response_fields) for answer in answers]
+        return JSONResponse(answers if options.num_samples > 1 else answers[0])
+
+    # --- OpenAI and Tabby
+
+    async def completions(self, request: Request):
+        body = await read_body(request, protocols.CompletionBody)
+        answer = protocols.new_answer("text_completion", self.name)
+        choice = protocols.completion_choice
+        if body.segments:
+            extra = [snippet.body for snippet in body.segments.relevant_snippets_from_changed_files]
+            completion = await finished(self.events(request, body.segments.prefix, body.segments.suffix, extra,
+                                                    body.tabby_options(self.max_tokens), client="tabby"))
+            return JSONResponse(answer | {"choices": [choice(0, completion.texts[0], completion.reasons[0])]})
+        options, [prompt] = body.options(self.max_tokens), body.prompt
+        events = self.events(request, prompt, body.suffix, [], options, client=body.user)
+        shown = prompt if body.echo else ""
+        if body.stream:
+            def last(completion):
+                chunks = [answer | {"choices": [choice(i, "", completion.reasons[i])]} for i in range(body.n)]
+                if body.stream_options.include_usage:
+                    chunks.append(answer | {"choices": [], "usage": protocols.usage(completion)})
+                return chunks
+
+            first = [answer | {"choices": [choice(i, shown)]} for i in range(body.n)] if shown else []
+            return await stream(events, lambda i, text: answer | {"choices": [choice(i, text)]}, last, first)
+        completion = await finished(events)
+        return JSONResponse(answer | {"usage": protocols.usage(completion), "choices": [
+            choice(i, shown + completion.texts[i], completion.reasons[i]) for i in range(body.n)]})
+
+    # --- Codestral
+
+    async def fim(self, request: Request):
+        body = await read_body(request, protocols.FimBody)
+        events = self.events(request, body.prompt, body.suffix, [], body.options(self.max_tokens), client="fim")
+        if body.stream:
+            answer = protocols.new_answer("chat.completion.chunk", self.name)
+            chunk = protocols.fim_chunk
+            return await stream(events, lambda i, text: answer | {"choices": [chunk(i, text)]}, lambda completion: [
+                answer | {"usage": protocols.usage(completion), "choices": [chunk(0, "", completion.reasons[0])]}])
+        completion = await finished(events)
+        return JSONResponse(protocols.new_answer("chat.completion", self.name) | {
+            "usage": protocols.usage(completion),
+            "choices": [protocols.fim_choice(0, completion.texts[0], completion.reasons[0])]})
+
+    # --- what needs no model
+
+    async def models(self):
+        return {"object": "list", "data": [{"id": self.name, "object": "model", "created": 0,
+                                            "owned_by": "nanochat-tpu"}]}
+
+    async def health(self):
+        return {"status": "ok"}
+
+    async def tabby_health(self):
+        return {"model": self.name, "device": self.device, "arch": platform.machine(), "cpu_info": "",
+                "cpu_count": os.cpu_count(), "cuda_devices": [],
+                # A Tabby client asks versions from 0.9 on for settings, which this server does not have.
+                "version": {"build_date": "", "build_timestamp": "", "git_sha": "", "git_describe": "v0.1.0"}}
+
+    async def show_metrics(self):
+        return Response(self.metrics.text(), media_type=self.metrics.CONTENT_TYPE)
+
+    async def page(self):
+        return HTMLResponse(files("nanochat.serve").joinpath("page.html").read_text(encoding="utf-8"), headers={
+            "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+                                       "connect-src 'self'; frame-ancestors 'none'"})
+
+
+def make_app(server, *, api_key=None, hosts=LOOPBACK):
+    """Returns the FastAPI application.
+
+    api_key: what clients must send as a bearer token; the page and /health need none. hosts: without a key, requests
+    must name one of these hosts, so that no page of another site that a browser shows can use the server.
+    """
+    @contextlib.asynccontextmanager
+    async def lifespan(app):
+        yield
+        server.thread.stop()
+
+    async def check_key(request: Request):
+        sent = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if api_key and not hmac.compare_digest(sent, api_key.encode()):
+            raise Refused(401, "this server needs its --api_key, as the header Authorization: Bearer KEY")
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None)  # whose page of documentation loads scripts of another site
+    app.add_middleware(CountRequests, metrics=server.metrics)
+    if not api_key:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*hosts, "[::1]"], www_redirect=False)
+    app.get("/")(server.page)
+    app.get("/health")(server.health)
+    with_key = {"dependencies": [Depends(check_key)]}
+    app.post("/infill", **with_key)(server.infill)
+    app.post("/v1/completions", **with_key)(server.completions)
+    app.post("/v1/fim/completions", **with_key)(server.fim)
+    app.get("/v1/models", **with_key)(server.models)
+    app.get("/v1/health", **with_key)(server.tabby_health)
+    app.get("/metrics", **with_key)(server.show_metrics)
+    app.add_exception_handler(Refused, lambda request, error: error_answer(error.status, error.message))
+    app.add_exception_handler(HTTPException, lambda request, error: error_answer(
+        error.status_code, f"{request.method} {request.url.path[:100]}: {error.detail}"))
+    app.add_exception_handler(Exception, lambda request, error: error_answer(
+        500, f"the server failed ({type(error).__name__}): its log says where"))
+    return app
+
+
+# -----------------------------------------------------------------------------
+# Requests and answers
+
+
+def error_answer(status, message):
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    # A client whose body was not read to its end would go on sending it.
+    headers = {"Connection": "close"} if status in (408, 413) else None
+    return JSONResponse({"error": {"message": message, "code": status, "type": kind}}, status, headers)
+
+
+async def read_body(request, model):
+    """Returns the request's JSON as an object of the data class `model`. Raises Refused; what it says does not repeat
+    what was sent."""
+    try:
+        data = json.loads(await asyncio.wait_for(read_bytes(request), BODY_TIMEOUT_S))
+    except asyncio.TimeoutError:
+        raise Refused(408, f"the request's body did not arrive within {BODY_TIMEOUT_S} s") from None
+    except (ValueError, RecursionError):  # of which bytes that are not UTF-8 and endless numbers are kinds
+        raise Refused(400, "the request's body is not JSON in UTF-8") from None
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise Refused(422, f"{where}: {first['msg']}") from None
+
+
+async def read_bytes(request):
+    """Returns the body. Raises Refused as soon as it is too long, or if the client hangs up."""
+    body = b""
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise Refused(499, "you hung up")
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise Refused(413, f"the request's body is longer than {MAX_BODY_BYTES:,} bytes: send less text")
+        if not message.get("more_body"):
+            return body
+
+
+async def finished(events):
+    """Returns the Completion that comes last. Raises Refused."""
+    async for event in events:
+        completion = event
+    return completion
+
+
+async def stream(events, chunk, last, first=()):
+    """Returns the answer that sends each chunk(sample, text) as it comes, and the chunks of last(completion) at the
+    end, as server-sent events. Raises Refused if the model could not begin."""
+    event = await anext(events)
+
+    async def lines():
+        nonlocal event
+        for data in first:
+            yield f"data: {json.dumps(data)}\n\n"
+        try:
+            while isinstance(event, tuple):
+                yield f"data: {json.dumps(chunk(*event))}\n\n"
+                event = await anext(events)
+            for data in last(event):
+                yield f"data: {json.dumps(data)}\n\n"
+        except Refused as error:
+            yield f"data: {error_answer(error.status, error.message).body.decode()}\n\n"
+        finally:
+            await events.aclose()
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -1,0 +1,272 @@
+"""Checkpoints whose tensors are divided into pieces that several ranks write."""
+import json
+import shutil
+import subprocess
+import threading
+import time
+
+import pytest
+import torch
+
+from nanochat.checkpoint import checkpoint, checkpoint_files
+from nanochat.checkpoint.checkpoint_files import MODEL, OPTIMIZER
+from nanochat.checkpoint.mirror import run_mirror
+from nanochat.checkpoint.pieces import Layout, load_tensors, sizes_of
+from nanochat.checkpoint.saver import PartSaver, Saver
+from nanochat.common import get_base_dir
+from tests.checkpoint.states import DAMAGES, damage, kill_at_any_moment, make_meta, names, run_on_small_disk
+
+PIECE_BYTES = 1000
+WRITERS = 3
+
+
+def make_state(step, value=0.0):
+    """Weights of 400 to 1,600 bytes and a state for each."""
+    model = {f"w{i}": torch.full((100 * (i % 4 + 1),), step + i + value) for i in range(7)}
+    return model, {f"{name}.momentum": -tensor for name, tensor in model.items()}
+
+
+def part_of(state, layout, writer):
+    mine = layout.tensors_of(writer, WRITERS)
+    return tuple({name: tensor for name, tensor in tensors.items() if name in mine} for tensors in state)
+
+
+def make_layout(state):
+    return Layout.of(*map(sizes_of, state), PIECE_BYTES)
+
+
+def save_in_pieces(run_dir, step, delay_s=0.0, **kwargs):
+    """Saves a checkpoint of one lane by three writers; returns its path."""
+    state = make_state(step)
+    layout = make_layout(state)
+
+    def write(writer):
+        time.sleep(delay_s * writer)
+        checkpoint.write_part(run_dir, step, layout, *part_of(state, layout, writer))
+
+    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(1, WRITERS)]
+    for thread in threads:
+        thread.start()
+    checkpoint.save_lane_states(run_dir, step, {0: {"row": step}})
+    path = checkpoint.save(run_dir, *part_of(state, layout, 0), make_meta(step), num_lanes=1, layout=layout, **kwargs)
+    for thread in threads:
+        thread.join()
+    return path
+
+
+def assert_holds(path, state):
+    loaded = checkpoint.load(path)
+    for saved, found in zip(state, (loaded.model_state, loaded.optimizer_state), strict=True):
+        assert saved.keys() == found.keys()
+        assert all(torch.equal(saved[name], found[name]) for name in saved)
+
+
+def test_a_piece_holds_whole_tensors_and_no_more_than_it_may_but_for_one_large_tensor():
+    layout = Layout.of({"a": 400, "b": 600, "c": 1, "huge": 5000, "d": 1000}, {"a.momentum": 7}, 1000)
+    assert layout.files == {
+        "model-00001-of-00004.safetensors": {"a": 400, "b": 600}, "model-00002-of-00004.safetensors": {"c": 1},
+        "model-00003-of-00004.safetensors": {"huge": 5000}, "model-00004-of-00004.safetensors": {"d": 1000},
+        "optimizer.safetensors": {"a.momentum": 7}}
+    assert layout.num_bytes == 7008
+    parts = [layout.tensors_of(writer, 3) for writer in range(3)]
+    assert parts == [{"huge"}, {"a", "b", "a.momentum"}, {"d", "c"}]
+    assert Layout.of({"a": 400}, {}).files == {MODEL: {"a": 400}, OPTIMIZER: {}} and not Layout.of({}, {}).indexes()
+
+
+def test_what_three_ranks_write_loads_as_it_was_even_if_some_are_late(tmp_path):
+    path = save_in_pieces(tmp_path, 7, delay_s=0.2)
+    assert_holds(path, make_state(7))
+    assert names(tmp_path) == ["step_000007"]
+    assert {"model.safetensors.index.json", "optimizer.safetensors.index.json", "model-00001-of-00007.safetensors",
+            "optimizer-00007-of-00007.safetensors"} <= set(names(path)) and MODEL not in names(path)
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=path, check=True, capture_output=True)
+
+
+def test_the_library_that_others_read_such_checkpoints_with_reads_them(tmp_path):
+    huggingface_hub = pytest.importorskip("huggingface_hub", reason="needs the extra export")
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros_like(tensor))
+                                    for name, tensor in make_state(0)[0].items()})
+    result = huggingface_hub.load_torch_model(model, save_in_pieces(tmp_path, 7), strict=True)
+    assert not result.missing_keys and not result.unexpected_keys
+    assert all(torch.equal(model[name], tensor) for name, tensor in make_state(7)[0].items())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "optimizer.safetensors.index.json",
+                                  "model-00003-of-00007.safetensors", "optimizer-00001-of-00007.safetensors"])
+@pytest.mark.parametrize("how", DAMAGES)
+def test_any_damage_to_a_piece_or_an_index_is_found_and_the_checkpoint_before_is_used(tmp_path, name, how):
+    good, bad = save_in_pieces(tmp_path, 100), save_in_pieces(tmp_path, 200)
+    damage(bad / name, how)
+    messages = []
+    is_of_weights = name.startswith("model")
+    assert bool(checkpoint_files.find_problem(bad, weights_only=True)) == is_of_weights
+    assert checkpoint_files.latest_good(tmp_path, messages.append) == good
+    assert len(messages) == 1 and "damaged" in messages[0] and names(tmp_path) == ["step_000100", "step_000200.aside"]
+
+
+def test_a_copy_in_a_mirror_is_whole_only_with_all_pieces(tmp_path):
+    run_dir = tmp_path / "run"
+    path = save_in_pieces(run_dir, 3)
+    (run_dir / "metrics.jsonl").touch()
+    mirror = run_mirror(str(tmp_path / "mirror"), "run", keep=2, keep_every=-1)
+    mirror.copy(path)
+    assert mirror.whole_copies() == ["step_000003"]
+    fetched = mirror.fetch(tmp_path / "other")
+    assert names(fetched) == names(path) and checkpoint_files.find_problem(fetched) is None
+    (tmp_path / "mirror/run/step_000003/model-00002-of-00007.safetensors").unlink()
+    assert mirror.whole_copies() == [] and mirror.fetch(tmp_path / "third") is None
+
+
+def test_a_rank_that_never_writes_its_part_is_said_after_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PIECES_TIMEOUT_S", 0.2)
+    state = make_state(1)
+    layout = make_layout(state)
+    checkpoint.write_part(tmp_path, 1, layout, *part_of(state, layout, 1))
+    with pytest.raises(TimeoutError, match="ranks that write model-0000.-of-00007.safetensors, .* … to "):
+        checkpoint.save(tmp_path, *part_of(state, layout, 0), make_meta(1), num_lanes=0, layout=layout)
+    assert checkpoint_files.latest(tmp_path) is None
+
+
+def start_savers(run_dir, said):
+    saver = Saver(run_dir, num_lanes=0, keep=2, report=said.append)
+    parts = [PartSaver(run_dir) for _ in range(1, WRITERS)]
+
+    def save(step, state):
+        layout = make_layout(state)
+        for writer, part in enumerate(parts, 1):
+            part.save(step, layout, *part_of(state, layout, writer))
+        saver.save(*part_of(state, layout, 0), make_meta(step), layout)
+
+    return saver, parts, save
+
+
+def test_weights_of_another_rank_that_are_not_finite_are_not_saved_and_the_next_checkpoint_is(tmp_path):
+    said = []
+    saver, parts, save = start_savers(tmp_path, said)
+    state = make_state(1)
+    state[0]["w6"][5] = float("inf")
+    assert "w6" not in make_layout(state).tensors_of(0, WRITERS)
+    save(1, state)
+    for each in (saver, *parts):
+        each.finish(timeout_s=60)
+    assert said == ["warning: step 1 is not saved: its weights are not finite"] and saver.saved_step == 0
+    save(2, make_state(2))
+    for each in (saver, *parts):
+        each.finish(timeout_s=60)
+    assert saver.saved_step == 2 and names(tmp_path) == ["step_000002"]
+
+
+def test_what_goes_wrong_with_a_part_is_raised_by_the_next_call_of_its_rank(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    saver = PartSaver(tmp_path)
+    monkeypatch.setattr(checkpoint, "write_files", fail)
+    state = make_state(1)
+    layout = make_layout(state)
+    saver.save(1, layout, *part_of(state, layout, 1))
+    with pytest.raises(OSError, match="Input/output error"):
+        saver.finish(timeout_s=60)
+    with pytest.raises(OSError, match="Input/output error"):
+        saver.check()
+
+
+def test_the_parts_of_a_checkpoint_that_rank_0_gives_up_end_quietly(tmp_path, monkeypatch):
+    saver, state = PartSaver(tmp_path), make_state(1)
+    layout, write = make_layout(state), checkpoint.write_files
+
+    def write_later(folder, files):
+        shutil.rmtree(folder)
+        write(folder, files)
+
+    monkeypatch.setattr(checkpoint, "write_files", write_later)
+    saver.save(1, layout, *part_of(state, layout, 1))
+    saver.finish(timeout_s=60)
+
+
+FULL_DISK = """
+import os, sys, time
+from pathlib import Path
+import torch
+from nanochat.checkpoint import checkpoint, checkpoint_files
+from nanochat.checkpoint.pieces import Layout, sizes_of
+from nanochat.checkpoint.saver import PartSaver, Saver
+from tests.checkpoint.states import make_meta
+checkpoint.RETRY_S = 0.2
+run_dir = Path(sys.argv[1])
+small, large = {"a": torch.ones(1000)}, {"a.momentum": torch.ones(1_000_000)}
+layout = Layout.of(sizes_of(small), sizes_of(large))
+saver = Saver(run_dir, num_lanes=0, keep=2, report=lambda line: print(line, flush=True))
+part = PartSaver(run_dir)
+(run_dir / "ballast").write_bytes(bytes(4_000_000))
+part.save(1, layout, {}, large)
+time.sleep(1)
+checkpoint.make_room = lambda *_: None  # room was there when rank 0 looked
+saver.save(small, {}, make_meta(1), layout)
+time.sleep(2)
+saver.check()
+part.check()
+assert checkpoint_files.latest(run_dir) is None
+print("now there is space", flush=True)
+os.unlink(run_dir / "ballast")
+saver.finish(timeout_s=60)
+part.finish(timeout_s=60)
+assert checkpoint_files.latest_good(run_dir).name == "step_000001" and saver.saved_step == 1
+"""
+
+
+def test_a_part_that_finds_no_room_stops_no_run_and_is_saved_once_there_is_space(tmp_path):
+    """A disk of 7 MB has room for the first rank's part and for probes, and not for the other's 4 MB."""
+    said = run_on_small_disk(tmp_path, FULL_DISK, megabytes=7)
+    complaint = said.partition("now there is space")[0]
+    assert "warning: the disk is full" in complaint and "another rank has no room for its part" in complaint
+
+
+def _save_for_ever(run_dir):
+    step = 0
+    while True:
+        step += 1
+        save_in_pieces(run_dir, step, keep=2)
+
+
+def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
+    kill_at_any_moment(_save_for_ever, tmp_path, pause_s=0.011)
+
+
+# Runs
+
+GATHERS_COLUMNS = """
+import nanochat.model.parts
+from nanochat.common import run_script
+from scripts.base_train import main
+nanochat.model.parts.GATHER_BYTES = 5000
+run_script(main)
+"""
+SMALL = "--checkpoint_piece_gb=3e-5", "--kernel=chunked", "--depth=3", "--save_every=3", "--log_every=1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices, mesh", [(4, ()), (2, ("--mesh_fsdp=2",))], ids=["data", "fsdp"])
+def test_a_run_saves_in_pieces_what_it_saves_whole_and_resumes_bit_for_bit(train, devices, mesh):
+    whole = train(*SMALL, *mesh, "--checkpoint_piece_gb=4", run="whole", devices=devices)
+    divided = train(*SMALL, *mesh, run="divided", devices=devices, new_process=("-c", GATHERS_COLUMNS))
+    assert divided.losses == whole.losses
+    folder = get_base_dir() / "checkpoints"
+    first, last = sorted((folder / "divided").glob("step_*"))
+    expected = sorted((folder / "whole").glob("step_*"))[-1]
+    assert len([name for name in names(last) if name.startswith("optimizer-")]) > 4 and OPTIMIZER not in names(last)
+    for kind in (MODEL, OPTIMIZER):
+        found, wanted = load_tensors(last, kind), load_tensors(expected, kind)
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    before = {name: (last / name).read_bytes() for name in names(last) if name.endswith(".safetensors")}
+    shutil.rmtree(last)
+    (folder / "divided" / ".finished").unlink()
+    resumed = train(*SMALL, *mesh, run="divided", devices=devices)
+    step = json.loads((first / "meta.json").read_text())["step"]
+    assert {s: loss for s, loss in whole.losses.items() if s > step} == \
+        {s: loss for s, loss in resumed.losses.items() if s > step}
+    assert before == {name: (last / name).read_bytes() for name in before}
+    shutil.rmtree(last)
+    (folder / "divided" / ".finished").unlink()
+    alone = train(*SMALL, "--checkpoint_piece_gb=4", run="divided", devices=1)  # on one device, and whole again
+    assert alone.losses[6] == pytest.approx(whole.losses[6], rel=1e-5) and OPTIMIZER in names(last)

@@ -1,0 +1,120 @@
+"""Copying to the mirror in the background, and what mirror.json says about it."""
+import json
+import time
+
+import pytest
+
+from nanochat.checkpoint import mirror, uploader
+from nanochat.checkpoint.mirror import Mirror, run_mirror
+from nanochat.checkpoint.uploader import MirrorState, Uploader
+from nanochat.common import BadInput
+from nanochat.run.stopping import EXIT_STATUS
+from scripts import base_train
+from tests.buckets import OUTAGE
+from tests.checkpoint.states import save
+from tests.deploy.conftest import eventually
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "metrics.jsonl").write_text("{}\n")
+    return path
+
+
+@pytest.fixture
+def state(run_dir):
+    """Returns the contents of mirror.json."""
+    return lambda: json.loads((run_dir / "mirror.json").read_text())
+
+
+def begin(there, run_dir, said, **options):
+    copies = there.whole_copies()
+    MirrorState(there.url, newest_copied=copies[-1] if copies else None).write(run_dir)
+    return Uploader(there, run_dir, report=said.append, **options)
+
+
+def test_mirror_json_says_what_is_saved_and_what_is_copied(run_dir, state, tmp_path):
+    there, said = Mirror(str(tmp_path / "mirror"), keep=1), []
+    uploads = begin(there, run_dir, said)
+    nothing = {"mirror": there.url, "newest_saved": None, "newest_copied": None, "behind_since": None, "error": None}
+    assert state() == nothing and uploads.behind_s() == 0
+    uploads.upload(save(run_dir, 1))
+    assert uploads.finish() and uploads.behind_s() == 0
+    assert state() == {**nothing, "newest_saved": "step_000001", "newest_copied": "step_000001"}
+    assert said[-1].startswith("copied step_000001 to ") and there.whole_copies() == ["step_000001"]
+    begin(there, run_dir, said).upload(run_dir / "step_000001")  # as after a restart: there is nothing to copy
+    assert state()["behind_since"] is None and state()["newest_copied"] == "step_000001"
+
+
+def test_a_mirror_that_falls_behind_is_seen_and_gets_the_newest_checkpoint_once_it_is_back(run_dir, state, bucket,
+                                                                                         monkeypatch):
+    monkeypatch.setattr(uploader, "FIRST_RETRY_S", 0.2)
+    said = []
+    uploads = begin(run_mirror("gs://b", "run", 1, -1), run_dir, said)
+    bucket.broken = OUTAGE
+    before = time.time()
+    uploads.upload(save(run_dir, 1))
+    eventually(lambda: state()["error"])
+    uploads.upload(save(run_dir, 2))
+    eventually(lambda: len(bucket.requests) > 3)
+    assert before <= state()["behind_since"] <= time.time() and uploads.behind_s() > 0
+    assert (state()["newest_saved"], state()["newest_copied"]) == ("step_000002", None)
+    bucket.broken = None
+    assert uploads.finish()
+    assert (state()["newest_copied"], state()["behind_since"], state()["error"]) == ("step_000002", None, None)
+    assert not [name for name in bucket.names() if "step_000001" in name]
+    assert sum(line.startswith("warning: ") for line in said) == 1  # the same error is said once
+
+
+def test_the_end_waits_for_the_mirror_until_it_is_told_to_end(run_dir, bucket):
+    said = []
+    uploads = begin(run_mirror("gs://b", "run", 1, -1), run_dir, said)
+    bucket.broken = OUTAGE
+    uploads.upload(save(run_dir, 1))
+    assert not uploads.finish(is_told_to_end=lambda: any("waiting" in line for line in said))
+    waiting = next(line for line in said if "waiting" in line)
+    assert "until step_000001 is in gs://b/run, for up to 30 minutes" in waiting and "Ctrl-C or SIGTERM" in waiting
+    assert "warning: step_000001 is on this machine's disk only, and not in gs://b/run" in said[-1]
+
+
+def test_the_end_does_not_wait_for_a_mirror_that_refuses_for_good(run_dir, state, bucket):
+    said = []
+    uploads = begin(run_mirror("gs://b", "run", 1, -1), run_dir, said)
+    bucket.refuses_writes = True
+    uploads.upload(save(run_dir, 1))
+    assert not uploads.finish()
+    assert "does not have storage.objects.create access" in state()["error"]
+    assert "on this machine's disk only" in said[-1]
+
+
+def test_a_run_that_starts_over_sets_the_copies_of_the_old_run_aside_at_once(run_dir, state, tmp_path):
+    there = Mirror(str(tmp_path / "mirror"), keep=1)
+    there.copy(save(run_dir, 100))
+    uploads = begin(there, run_dir, [], starts_over=True)
+    assert state()["newest_copied"] is None
+    eventually(lambda: not there.whole_copies())
+    uploads.upload(save(run_dir, 5))
+    assert uploads.finish() and there.whole_copies() == ["step_000005"]
+
+
+# -----------------------------------------------------------------------------
+# At the start of a run, in the parent process
+
+
+def test_a_start_without_a_mirror_that_can_be_written_to_says_why_and_trains_nothing(tiny, base_dir, bucket, capfd,
+                                                                                     monkeypatch):
+    def error():
+        return json.loads((base_dir / "checkpoints/dummy/mirror.json").read_text())["error"]
+
+    bucket.refuses_writes = True
+    with pytest.raises(BadInput, match="--checkpoint_mirror: .*does not have storage.objects.create access"):
+        base_train.main([*tiny, "--checkpoint_mirror=gs://b"])
+    assert "storage.objects.create" in error()
+    bucket.broken = OUTAGE
+    monkeypatch.setattr(mirror, "OUTAGE_S", 0)
+    assert base_train.main([*tiny, "--checkpoint_mirror=gs://b"]) == EXIT_STATUS
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "error: --checkpoint_mirror: gs://b/dummy has not been reached for 0" in said
+    assert "Too many requests" in said

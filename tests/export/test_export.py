@@ -1,0 +1,367 @@
+"""An exported checkpoint is the checkpoint: transformers, in a process that does not see this project, gives the same
+logits, tokens and ids."""
+import errno
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import sysconfig
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from nanochat.checkpoint import checkpoint
+from nanochat.common import BadInput
+from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
+from nanochat.export import export, model_card
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.gpt import GPT, GPTConfig, KVCache
+from scripts import export as script
+from tests.checkpoint.states import make_meta, names
+from tests.conftest import last_of_each
+from tests.data.headers import HEADERS
+
+pytest.importorskip("transformers")
+
+PROMPT_LEN, CONTEXT = 60, 96  # a short window is 48 positions: the prompt does not fit into it
+
+# What a user of an export has: the packages, the folder, and no nanochat. -S leaves out what points to this checkout.
+READER = """
+import contextlib, importlib.util, json, os, sys
+assert not importlib.util.find_spec("nanochat") and not importlib.util.find_spec("scripts")
+import numpy as np, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+torch.set_num_threads(1)
+found = {}
+for number, job in enumerate(json.load(sys.stdin)):
+    if "texts" in job:
+        tokenizer = AutoTokenizer.from_pretrained(job["folder"], trust_remote_code=job["trusted"])
+        ids = tokenizer(job["texts"], add_special_tokens=False, split_special_tokens=True).input_ids
+        assert [tokenizer.decode(text_ids) for text_ids in ids] == job["texts"]
+        assert tokenizer(job["texts"][0]).input_ids == [tokenizer.bos_token_id, *ids[0]]
+        found[f"{number} ids"] = np.concatenate([np.array([len(text_ids), *text_ids]) for text_ids in ids])
+    if "ids" in job:
+        if job["trusted"]:  # else the native class would take the weights, and leave out the scales
+            with contextlib.suppress(ValueError):
+                AutoModelForCausalLM.from_pretrained(job["folder"], trust_remote_code=False)
+                raise AssertionError("it was loaded without its code")
+        model, loading = AutoModelForCausalLM.from_pretrained(job["folder"], trust_remote_code=job["trusted"],
+                                                              output_loading_info=True)
+        assert not any(loading.values()), loading
+        ids = torch.tensor([job["ids"]])
+        with torch.no_grad():
+            found[f"{number} logits"] = model(ids).logits[0].numpy()
+        prompt = ids[:, :job["prompt_len"]]
+        found[f"{number} tokens"] = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ids.shape[1] - job["prompt_len"],
+            do_sample=False, eos_token_id=-1, pad_token_id=0)[0].numpy()
+        padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), prompt], dim=1)
+        is_text = torch.arange(padded.shape[1])[None] >= 7
+        with torch.no_grad():
+            found[f"{number} padded"] = model(padded, attention_mask=is_text.long()).logits[0, 7:].numpy()
+        for cache in ("dynamic", "static"):
+            found[f"{number} {cache}"] = model.generate(
+                torch.cat([padded, padded]), attention_mask=torch.cat([is_text, torch.ones_like(is_text)]).long(),
+                max_new_tokens=ids.shape[1] - job["prompt_len"], do_sample=False, eos_token_id=-1, pad_token_id=0,
+                cache_implementation=cache, disable_compile=True)[0, 7:].numpy()
+        found[f"{number} class"] = type(model).__name__
+        found[f"{number} end"] = model.generation_config.eos_token_id
+np.savez(sys.argv[1], **found)
+"""
+
+
+def read(folder, jobs):
+    """Returns what READER finds for the jobs, {"NUMBER what": array}."""
+    environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "HF_HOME": str(folder / "huggingface"),
+                   "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-S", "-c", READER, folder / "found.npz"], cwd=folder, env=environment,
+                          input=json.dumps(jobs), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return np.load(folder / "found.npz")
+
+
+@torch.no_grad()
+def make_model(tokenizer, scaled=True, kv_heads=2, pattern="SL", softcap=15.0, **sizes):
+    """A model that has learnt nothing but is far from uniform."""
+    sizes = {"max_seq_len": CONTEXT, "n_layer": 3, "n_embd": 64, "n_head": 4, "key_shift": False, **sizes}
+    config = {"n_kv_head": kv_heads, "window_pattern": pattern, "softcap": softcap, **sizes}
+    model = GPT(GPTConfig(vocab_size=tokenizer.n_vocab, **config), get_kernels("current", "cpu")).init_weights(seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for matrix in (model.attn_o, model.mlp_out, model.lm_head):
+        matrix.normal_(0.0, 0.3, generator=generator)
+    if scaled:
+        model.resid_scale.uniform_(0.7, 1.3, generator=generator)
+        model.x0_scale.uniform_(-0.5, 0.5, generator=generator)
+    else:
+        model.resid_scale.fill_(1.0)
+        model.x0_scale.fill_(0.0)
+    if model.config.layer_gates:
+        model.gate_map.normal_(0.0, 0.3, generator=generator)
+        model.gate_scale.uniform_(0.5, 1.5, generator=generator)
+    return model.eval().requires_grad_(False)
+
+
+def save(run_dir, model, tokenizer, **fields):
+    meta = make_meta(20, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256, **fields)
+    return checkpoint.save(run_dir, model.state_dict(), {}, meta, num_lanes=0)
+
+
+@torch.no_grad()
+def greedy(model, ids, count):
+    """Returns `ids` and the `count` likeliest tokens after them."""
+    cache = KVCache(model.config, 1, len(ids) + count, torch.float32, "cpu")
+    ids, new = list(ids), torch.tensor([ids])
+    for _ in range(count):
+        positions = torch.arange(len(ids) - new.size(1), len(ids))
+        ids.append(int(model.logits(model.hidden(new, cache, positions))[0, -1].argmax()))
+        new = torch.tensor([ids[-1:]])
+    return ids
+
+
+def text_ids(tokenizer, count):
+    return [tokenizer.bos_id, *tokenizer.encode(HEADERS[0] + HEADERS[1])][:count]
+
+
+def stress_strings(count, seed=0):
+    """Strings in which the library's split could differ from ours: runs of everything, ends of lines, all scripts."""
+    draw = random.Random(seed)
+    pieces = [" ", "\t", "\n", "\r", "\r\n", "\0", "\x7f", "\u00a0", "\u2028", "{", "}", "()", "::", "->", "//", "\"",
+              "\\", "#", "_", "<|", "|>", "<|bos|>", "0x", "1", "9", "0", "a", "Z", "int", "std", "HTTPServer",
+              "camelCase", "don't", "'S", "é", "ß", "ſ", "漢字", "한", "ا", "\U0001f600", "\u0301", "\ufeff", "ﬁ"]
+    return ["".join(draw.choice(pieces) * draw.choice((1, 1, 1, 2, 3, 17, 70)) for _ in range(draw.randint(1, 12)))
+            for _ in range(count)]
+
+
+GATES, VALUES, SHIFT = {"layer_gates": True}, {"value_embeddings": True}, {"key_shift": True}
+SHARED = VALUES | {"shared_values": True}
+# Scales of the residual stream, heads of keys and values, windows, softcap, other parts.
+COMBINATIONS = list(itertools.product((False, True), (4, 1), ("L", "SSL"), (15.0, 0.0),
+                                      ({}, GATES, VALUES, SHARED, SHIFT)))
+SOME = [(False, 4, "L", 15.0, {}), (False, 1, "L", 0.0, {}), (False, 4, "SSL", 0.0, {}), (True, 1, "SSL", 15.0, {}),
+        (False, 4, "L", 15.0, GATES), (False, 2, "L", 15.0, {"n_layer": 4, **VALUES}),
+        (True, 2, "L", 15.0, SHIFT | SHARED), (True, 2, "SSL", 15.0, GATES | VALUES | SHIFT | {"short_window": 20})]
+
+
+@pytest.mark.parametrize("combinations", [SOME, pytest.param(COMBINATIONS, marks=pytest.mark.slow)])
+def test_every_combination_of_the_model_is_exact_in_transformers(tmp_path, byte_tokenizer_dir, combinations):
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
+    ids, jobs, models = text_ids(tokenizer, CONTEXT), [], []
+    for number, (scaled, kv_heads, pattern, softcap, parts) in enumerate(combinations):
+        models.append(make_model(tokenizer, scaled, kv_heads, pattern, softcap, **parts))
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        export.check_exportable(models[-1])
+        export.write_for_transformers(folder, models[-1], tokenizer, card="")
+        needs_code = scaled or pattern != "L" or bool(parts)
+        assert (folder / f"{export.CODE}.py").exists() == needs_code
+        jobs.append({"folder": str(folder), "trusted": needs_code, "ids": ids, "prompt_len": PROMPT_LEN})
+    found = read(tmp_path, jobs)
+    for number, model in enumerate(models):
+        torch.testing.assert_close(torch.tensor(found[f"{number} logits"]), model(torch.tensor([ids]))[0],
+                                   atol=1e-4, rtol=0)
+        expected = greedy(model, ids[:PROMPT_LEN], CONTEXT - PROMPT_LEN)
+        for way in ("tokens", "dynamic", "static"):
+            assert found[f"{number} {way}"].tolist() == expected, (number, way)
+        torch.testing.assert_close(torch.tensor(found[f"{number} padded"]), model(torch.tensor([ids[:PROMPT_LEN]]))[0],
+                                   atol=1e-4, rtol=0)
+        assert str(found[f"{number} class"]).startswith("Scaled") == jobs[number]["trusted"]
+        assert found[f"{number} end"].tolist() == [tokenizer.bos_id, tokenizer.special("<|file_sep|>")]
+    assert len({found[f"{number} logits"].tobytes() for number in range(len(models))}) == len(models)
+
+
+def test_transformers_keeps_layers_and_value_embeddings_whole():
+    from nanochat.export import modeling_nanochat_scaled as code
+    model = code.ScaledNanoChatForCausalLM(code.ScaledNanoChatConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, value_embeddings=True))
+    assert set(model._no_split_modules) <= {type(module).__name__ for module in model.modules()}
+    for part in (model, model.model):
+        with pytest.raises(ValueError, match="value embeddings keeps its vocabulary"):
+            part.resize_token_embeddings(40)
+    with pytest.raises(ValueError, match="value embeddings needs input_ids"):
+        model(inputs_embeds=torch.zeros(1, 3, 32))
+
+
+@pytest.mark.slow
+def test_a_model_of_the_usual_size_and_many_texts_are_exact(tmp_path):
+    tokenizer = load_tokenizer(SHIPPED_DIR)
+    model = make_model(tokenizer, n_layer=4, n_embd=256, max_seq_len=512)
+    ids, folder = text_ids(tokenizer, 512), tmp_path / "exported"
+    script.main([f"--checkpoint={save(tmp_path / 'run', model, tokenizer)}", f"--out={folder}",
+                 f"--tokenizer_dir={SHIPPED_DIR}"])
+    paths = sorted(Path(torch.__file__).parent.joinpath("include").rglob("*.h"))[:1000]
+    texts = [*(path.read_text() for path in paths), *stress_strings(20_000)]
+    assert len(paths) == 1000
+    found = read(tmp_path, [{"folder": str(folder), "trusted": True, "ids": ids, "prompt_len": 312, "texts": texts}])
+    torch.testing.assert_close(torch.tensor(found["0 logits"]), model(torch.tensor([ids]))[0], atol=1e-4, rtol=0)
+    assert found["0 tokens"].tolist() == greedy(model, ids[:312], 200)
+    assert found["0 ids"].tolist() == [number for text_ids in map(tokenizer.encode, texts)
+                                       for number in (len(text_ids), *text_ids)]
+    assert load_tokenizer(folder).sha256 == tokenizer.sha256
+
+
+def test_ids_of_the_shipped_tokenizer_are_those_of_the_library():
+    tokenizers = pytest.importorskip("tokenizers")
+    ours = load_tokenizer(SHIPPED_DIR)
+    theirs = tokenizers.Tokenizer.from_str(ours.huggingface_json())
+    theirs.encode_special_tokens = True  # the name of a special token is text like any other
+    for text in (*HEADERS[:20], *stress_strings(500)):
+        ids = ours.encode(text)
+        assert theirs.encode(text).ids == [ours.bos_id, *ids] and theirs.decode(ids) == text
+
+
+# -----------------------------------------------------------------------------
+# scripts/export.py
+
+
+@pytest.fixture
+def trained(tmp_path, byte_tokenizer_dir):
+    """The path of a checkpoint of a tiny model."""
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
+    return save(tmp_path / "a_run", make_model(tokenizer), tokenizer)
+
+
+@pytest.fixture
+def run(trained, byte_tokenizer_dir):
+    return lambda *flags: script.main(last_of_each(
+        f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", *flags))
+
+
+def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir):
+    records = [{"step": step, "time": 100.0 + step, "loss": 9.0 - step / 10, "tokens": 1000 * step,
+                **({"val_bpb": 3.0 - step / 20} if step % 10 == 0 else {})} for step in range(31)]
+    (trained.parent / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    manifest = {"val_projects": ["held"], "totals": {"base_data_v3": {"documents": 7, "bytes": 700, "shards": 1}},
+                "sources": [{"name": "fmt", "version": "9", "project": "fmt", "documents": 8, "bytes": 800,
+                             "licences": {"MIT": 5, "GPL-2 | GPL-3": 3}},
+                            {"name": "held", "project": "held", "licences": {"BSD-3-Clause": 9}}]}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    run(f"--out={tmp_path / 'out'}", f"--manifest={tmp_path / 'manifest.json'}")
+    card = (tmp_path / "out" / "README.md").read_text()
+    for text in ("# a_run\n", "| MIT | 5 |", "| GPL-2 \\| GPL-3 | 3 |", "whole projects: held", "7 files with 700 b",
+                 "| 20 | 20,000 | 2.0000 | 7.0000 |", "![The curve of the run](curve.png)", "--depth=2",
+                 "not trained to fill in the middle"):
+        assert text in card
+    assert "BSD-3-Clause" not in card and "| 30 |" not in card  # the checkpoint is of step 20
+    assert names(tmp_path / "out") == sorted(export.FILES)
+    manifest["totals"]["base_data_v3"] |= {"documents": 2, "files": 6}  # of prepare_data --pack=project
+    assert "6 files with 700 b" in model_card._data_of(manifest)
+    assert "--seq_len_ramp=0:8,2:16\n" in model_card._recipe(make_meta(flags={"seq_len_ramp": "0:8,2:16"}))
+    assert "base_train --layer_gates=on --value_embeddings=off --seed=0\n" in model_card._recipe(make_meta(flags={
+        "layer_gates": "on", "value_embeddings": "off", "seed": 0}))
+    taught = {"teacher": "/home/me/large/step_000100", "kd_weight": 0.5, "kd_temperature": 2.0, "kd_until": 0.8}
+    assert "of the model large/step_000100: weight 0.5\nat temperature 2, in the first 80% of the steps." in \
+        model_card._recipe(make_meta(flags=taught))
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
+    run(f"--out={tmp_path / 'bare'}")
+    assert "corpus is not known" in (tmp_path / "bare" / "README.md").read_text()
+
+
+def test_a_manifest_beside_the_data_of_the_checkpoint_is_found(tmp_path, byte_tokenizer_dir):
+    from nanochat.data.shards import fingerprint, list_shards, open_shards
+    from nanochat.export.model_card import find_manifest
+    from tests.data.headers import write_headers
+    (tmp_path / "data").mkdir()
+    shards = open_shards(list_shards(write_headers(tmp_path / "data")))
+    (tmp_path / "manifest.json").write_text(json.dumps({"sources": []}))
+    meta = make_meta(flags={"data_dir": str(tmp_path / "data")}, data_fingerprint=fingerprint(shards))
+    assert find_manifest(meta) == {"sources": []}
+    (tmp_path / "data" / "shard_00001.parquet").unlink()
+    assert find_manifest(meta) is None
+
+
+def test_one_flat_file_has_the_weights_and_says_how_to_compute_with_them(tmp_path, run, trained):
+    out = tmp_path / "flat.safetensors"
+    run(f"--out={out}", "--format=safetensors")
+    with safe_open(out, "pt") as file:
+        metadata = file.metadata()
+    assert json.loads(metadata["config"])["n_head"] == 4 and metadata["step"] == "20"
+    ours, theirs = load_file(trained / "model.safetensors"), load_file(out)
+    assert torch.equal(theirs["model.layers.2.mlp.fc2.weight"], ours["mlp_out"][2])
+    assert sum(tensor.numel() for tensor in theirs.values()) == sum(tensor.numel() for tensor in ours.values())
+    with pytest.raises(BadInput, match="exists"):
+        run(f"--out={out}", "--format=safetensors")
+    run(f"--out={out}", "--format=safetensors", "--force")
+    assert names(tmp_path) == ["a_run", "flat.safetensors"]
+
+
+def test_windows_of_one_position_are_refused(byte_tokenizer_dir):
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
+    export.check_exportable(make_model(tokenizer, short_window=2))
+    with pytest.raises(BadInput, match="windows of 1 position"):
+        export.check_exportable(make_model(tokenizer, short_window=1))
+
+
+def test_an_export_is_replaced_only_with_force_and_nothing_else_ever_is(tmp_path, run):
+    out = tmp_path / "out"
+    run(f"--out={out}")
+    (out / "config.json").write_text("old")
+    with pytest.raises(BadInput, match="--out=.*exists.*--force"):
+        run(f"--out={out}")
+    assert (out / "config.json").read_text() == "old"
+    run(f"--out={out}", "--force")
+    assert (out / "config.json").read_text() != "old"
+    (out / "thesis.tex").write_text("years of work")
+    with pytest.raises(BadInput, match="something else than an export"):
+        run(f"--out={out}", "--force")
+    assert names(tmp_path) == ["a_run", "out"] and "thesis.tex" in names(out)
+
+
+@pytest.mark.parametrize("error, shown", [(OSError(errno.EIO, "Input/output error"), BadInput),
+                                          (OSError(errno.ENOSPC, "No space left"), OSError),
+                                          (KeyboardInterrupt(), KeyboardInterrupt)])
+def test_an_export_that_fails_leaves_nothing_and_the_old_one_as_it_was(tmp_path, run, monkeypatch, error, shown):
+    run(f"--out={tmp_path / 'old'}")
+    before = (tmp_path / "old" / "SHA256SUMS").read_text()
+
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(export, "save_file", fail)
+    for out in ("new", "old"):
+        with pytest.raises(shown):
+            run(f"--out={tmp_path / out}", "--force")
+    assert names(tmp_path) == ["a_run", "old"] and (tmp_path / "old" / "SHA256SUMS").read_text() == before
+
+
+@pytest.mark.slow
+def test_a_kill_in_the_middle_leaves_no_folder_of_that_name(tmp_path, trained, byte_tokenizer_dir):
+    program = ("import os\nfrom nanochat.infer import export\nfrom scripts.export import main\n"
+               "export.save_file = lambda *a, **b: os.kill(os.getpid(), 9)\n"
+               f"main(['--checkpoint={trained}', '--tokenizer_dir={byte_tokenizer_dir}', '--out={tmp_path / 'out'}'])")
+    assert subprocess.run([sys.executable, "-c", program], timeout=100).returncode == -9
+    left = [name for name in names(tmp_path) if name.startswith("out")]
+    assert len(left) == 1 and left[0].endswith(".partial")
+    script.main([f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", f"--out={tmp_path / 'out'}"])
+    assert "SHA256SUMS" in names(tmp_path / "out")
+
+
+@pytest.mark.parametrize("flags, message", [
+    ([], "--out is needed"),
+    (["--out=FOLDER/x.safetensors"], "does not fit --format=transformers"),
+    (["--out=FOLDER/x", "--format=safetensors"], "does not fit --format=safetensors"),
+    (["--out=FOLDER/file/x"], "--out=.* cannot be written"),
+    (["--out=FOLDER/file", "--force"], "something else than an export"),
+    (["--out=FOLDER/a_run/step_000020/model.safetensors", "--format=safetensors", "--force"], "something else than an"),
+    (["--out=FOLDER/link", "--force"], "is a symbolic link"),
+    (["--out=FOLDER/a_run/step_000020", "--force"], "something else than an export"),
+    (["--out=FOLDER/a_run/step_000020/x"], "in each other"),
+    (["--out=FOLDER/x", "--checkpoint=none"], "no checkpoint at none"),
+    (["--out=FOLDER/x", "--manifest=FOLDER/none"], "--manifest=.* cannot be read"),
+    (["--out=FOLDER/x", "--manifest=FOLDER/file"], "--manifest=.* is not the manifest"),
+    (["--out=FOLDER/x", f"--tokenizer_dir={SHIPPED_DIR}"], "tokenizer has 65536 tokens"),
+    (["--out=FOLDER/x", "--format=gguf"], "--format"),
+])
+def test_bad_input_is_refused_and_nothing_is_made(tmp_path, run, flags, message):
+    (tmp_path / "file").write_text("[]")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(BadInput, match=message):
+        run(*(flag.replace("FOLDER", str(tmp_path)) for flag in flags))
+    assert names(tmp_path) == ["a_run", "file", "link"]

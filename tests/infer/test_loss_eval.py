@@ -1,0 +1,81 @@
+"""Bits per byte against the formula."""
+import math
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from nanochat.data import loader
+from nanochat.data.lanes import PADDING
+from nanochat.data.loader import DataLoader
+from nanochat.data.shards import list_shards
+from nanochat.data.tokenizer import FIM_TOKENS, load_tokenizer
+from nanochat.device.ranks import Dist
+from nanochat.infer.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
+from nanochat.model.layers import IGNORE_INDEX
+
+CPU = Dist("cpu", torch.device("cpu"))
+
+
+@pytest.fixture
+def evaluate(corpus_dir, byte_tokenizer_dir):
+    def run(model, num_rows, batch_size=3):
+        tokenizer = load_tokenizer(byte_tokenizer_dir)
+        with DataLoader(list_shards(corpus_dir / "val"), tokenizer, batch_size=batch_size, seq_len=32,
+                        num_rows=num_rows) as rows:
+            return bits_per_byte(model, rows, tokenizer.token_bytes(), CPU)
+
+    return run
+
+
+def test_three_bits_for_every_byte_are_three_bits_per_byte(evaluate):
+    def model(ids, targets):
+        return torch.where(targets == IGNORE_INDEX, 0.0, 3 * math.log(2))
+
+    found = evaluate(model, num_rows=70)
+    assert found.bits_per_byte == pytest.approx(3, rel=1e-6) and not found.is_whole_text
+    assert 70 * 32 - 20 < found.num_bytes <= 70 * 32  # each token is a byte but BOS, which stands for none
+
+
+def test_a_text_that_is_shorter_than_what_is_asked_for_counts_once(evaluate, corpus_dir):
+    found = evaluate(lambda ids, targets: torch.zeros(targets.shape), num_rows=8000)
+    texts = pq.read_table(corpus_dir / "val").column("text").to_pylist()
+    size = sum(len(text.encode()) for text in texts)
+    assert found.is_whole_text and 0.9 * size < found.num_bytes <= size
+
+
+def test_the_text_is_whole_only_if_every_lane_has_come_to_its_end(evaluate, monkeypatch):
+    monkeypatch.setattr(loader, "SMALL_BYTES", 0)  # less text would be read by one lane for all ranks
+
+    def model(ids, targets):
+        return torch.zeros(targets.shape)
+
+    size = evaluate(model, num_rows=8000).num_bytes
+    found = [evaluate(model, num_rows) for num_rows in (64, 256, 512, 1024, 2048, 4096)]
+    assert [each.is_whole_text for each in found] == [each.num_bytes == size for each in found]
+    assert any(not each.is_whole_text and each.num_bytes < num_rows * 31
+               for each, num_rows in zip(found, (64, 256, 512, 1024, 2048, 4096), strict=True)), "no lane ended early"
+
+
+def test_the_rows_are_the_same_for_every_batch_size(evaluate):
+    def model(ids, targets):  # a loss that depends on each row
+        return torch.where(targets == IGNORE_INDEX, 0.0, ids.float() / 100)
+
+    one, seven = evaluate(model, 64, batch_size=1), evaluate(model, 64, batch_size=7)
+    assert one.bits_per_byte == pytest.approx(seven.bits_per_byte) and one.num_bytes == seven.num_bytes
+
+
+def test_views_of_rows_keep_the_middles_and_leave_out_what_they_say(byte_tokenizer_dir):
+    """Of rows with text from left to right, a document with an empty suffix, and one that is cropped in its middle."""
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
+    bos, pre, suf, mid, sep = map(tokenizer.special, ("<|bos|>", *FIM_TOKENS))
+    rows = torch.tensor([[7, bos, 8, bos, pre, 1, 2, suf, 3, mid, 4, 5, sep, bos, 9],
+                         [bos, pre, 1, suf, mid, 2, sep, bos, pre, 3, suf, 4, mid, 5, 6]])
+    seen = [view(tokenizer, rows) for view in (with_suffixes, without_suffixes, from_left_to_right)]
+    for found, counts in seen:
+        assert [row[of].tolist() for row, of in zip(found, counts, strict=True)] == [[4, 5], [2, 5, 6]]
+    assert [[row[row != PADDING].tolist() for row in found] for found, _ in seen] == [
+        rows.tolist(),
+        [[7, bos, 8, bos, pre, 1, 2, suf, mid, 4, 5, sep, bos, 9],
+         [bos, pre, 1, suf, mid, 2, sep, bos, pre, 3, suf, mid, 5, 6]],
+        [[7, bos, 8, bos, 1, 2, 4, 5, bos, 9], [bos, 1, 2, bos, 3, 5, 6]]]

@@ -1,0 +1,49 @@
+import pytest
+
+from nanochat.judge.infilling import DOCUMENT_KINDS, document_tasks, function_tasks, read_documents, spans
+from nanochat.judge.problems import read_problems
+
+CODE = """#include <string>
+// if (this) { is a comment
+int f(int x) {
+    const char* text = "a ) quoted ( bracket";
+    if (x > 1'000 && g(x, ')')) {
+        return g(x + 1, text);
+    }
+    while (x < 3) ++x;
+    return sizeof(x);
+}
+"""
+
+
+@pytest.mark.parametrize("kind, expected", [
+    ("arguments", ["int x", "x + 1, text", "x, ')'"]),
+    ("condition", ["x < 3", "x > 1'000 && g(x, ')')"]),
+    ("block", ["\n        return g(x + 1, text);\n    ", CODE[CODE.index("{\n    const") + 1:-2]]),
+])
+def test_spans_between_brackets_ignore_what_is_quoted(kind, expected):
+    assert sorted(CODE[begin:end] for begin, end in spans(CODE, kind)) == sorted(expected)
+
+
+def test_spans_of_lines_are_whole_lines():
+    lines = CODE.splitlines()
+    assert [CODE[begin:end] for begin, end in spans(CODE, "single line")] == [
+        line for line in lines if len(line.strip()) >= 5]
+    assert "\n".join(lines[4:7]) in [CODE[begin:end] for begin, end in spans(CODE, "several lines")]
+
+
+def test_tasks_depend_on_the_texts_and_the_seed_and_not_on_their_order(corpus_dir):
+    documents = list(read_documents(sorted(corpus_dir.glob("*/*.parquet"))))
+    tasks = document_tasks(documents, 5, seed=0)
+    assert document_tasks(documents[::-1], 5, seed=0) == tasks != document_tasks(documents, 5, seed=1)
+    assert [task.kind for task in tasks] == [kind for kind in DOCUMENT_KINDS for _ in range(5)]
+    assert all(task.prefix + task.middle + task.suffix in documents and task.middle for task in tasks)
+    assert len({task.name for task in tasks}) == len(tasks)
+
+
+def test_gaps_are_cut_from_solutions():
+    problems = {problem.name: problem for problem in read_problems()}
+    for task in function_tasks(list(problems.values()), 20, seed=0):
+        problem = problems[task.problem]
+        assert task.prefix + task.middle + task.suffix == problem.prompt + problem.solution
+        assert task.prefix.startswith(problem.prompt)

@@ -1,0 +1,123 @@
+"""What the judge says of right, wrong, broken and dishonest code, and of the project's own problems."""
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from nanochat.common import BadInput
+from nanochat.judge.judge import Judge, has_code
+from nanochat.judge.problems import STOP, read_problems, without_one_line
+from tests.judge.test_sandbox import require_sandbox
+
+DOUBLE = "int twice(int x) { %s }\n"
+TESTS = "#include <cassert>\nint main() { assert(twice(3) == 6); return 0; }\n"
+
+
+@pytest.fixture(scope="module")
+def judge():
+    require_sandbox()
+    with Judge() as judge:
+        yield judge
+
+
+@pytest.mark.parametrize("body, status, message", [
+    ("return 2 * x;", "passed", ""),
+    ("return x;", "failed", "Assertion `twice(3) == 6' failed"),
+    ("return y;", "does not compile", "source.cpp:1:27: error: 'y' was not declared"),
+    ("return *(volatile int*)0;", "crashed", "signal 11"),
+    ("throw 1;", "failed", "terminate called"),
+    ("__builtin_exit(0);", "failed", "ended before its tests"),
+])
+def test_verdicts(judge, body, status, message):
+    verdict = judge.judge(DOUBLE % body, TESTS)
+    assert verdict.status == status and message in verdict.message
+
+
+@pytest.mark.parametrize("text, has", [
+    ("  ///\n  // x\n", False), ("/* x\n y */ ;\n", False), ("/* never closed", False), ("", False),
+    ("  // x\n  return 1;", True), ("x", True)])
+def test_comments_are_no_code(text, has):
+    assert has_code(text) == has
+
+
+def test_equal_programs_are_compiled_once(judge, monkeypatch):
+    verdict = judge.judge(DOUBLE % "return 2 * x;", TESTS)
+    monkeypatch.setattr(judge.sandbox, "run", None)
+    assert judge.judge(DOUBLE % "return 2 * x;", TESTS) is verdict
+
+
+def test_the_compiler_alone_says_whether_a_file_compiles(judge):
+    assert judge.check_syntax("int f() { return 1; }").passed
+    assert not judge.check_syntax("int f() { return 1 }").compiles
+
+
+def test_the_compiler_sees_no_file_of_the_machine(judge):
+    verdict = judge.check_syntax('#include "/etc/passwd"')
+    assert verdict.message.startswith("source.cpp:1:10: fatal error: /etc/passwd: No such file")
+
+
+@pytest.mark.slow
+def test_programs_with_all_headers_are_compiled_with_a_precompiled_one(judge):
+    """Its name is not in the message, and a line's number is that of the program."""
+    code = "#include <bits/stdc++.h>\nusing namespace std;\nint twice(int x) { return %s; }\n"
+    assert judge.judge(code % "max(2, 1) * x", TESTS).passed
+    assert "source.cpp:3:27: error: 'y'" in judge.judge(code % "y", TESTS).message
+
+
+# -----------------------------------------------------------------------------
+# The problems
+
+
+def test_a_stop_string_ends_each_own_solution_and_nothing_before():
+    problems = read_problems()
+    assert len(problems) >= 40 and {problem.difficulty for problem in problems} == {"easy", "medium", "hard"}
+    for problem in problems:
+        written, _, rest = problem.solution.partition(STOP)
+        assert rest.strip("; \n") == "" and written + problem.closing() == problem.solution, problem.name
+
+
+@pytest.mark.slow
+def test_own_solutions_pass_and_with_a_line_deleted_nine_in_ten_fail(judge):
+    problems = read_problems()
+    programs = [(problem, solution) for problem in problems
+                for solution in [problem.solution, *without_one_line(problem.solution)[::3]]]
+    with ThreadPoolExecutor(2) as pool:
+        verdicts = list(pool.map(lambda pair: judge.judge(pair[0].program(pair[1]), pair[0].tests), programs))
+    outcomes = list(zip(programs, verdicts, strict=True))
+    assert not [problem.name for (problem, solution), verdict in outcomes
+                if solution == problem.solution and not verdict.passed]
+    broken = [verdict.passed for (problem, solution), verdict in outcomes if solution != problem.solution]
+    assert len(broken) > 100 and sum(broken) <= 0.1 * len(broken)
+
+
+HUMANEVAL_X = """{"task_id": "CPP/0", "prompt": "#include<vector>\\nint f(int x){\\n", "declaration": \
+"#include<vector>\\n#include<math.h>\\nint f(int x){\\n", "canonical_solution": "    return abs(x);\\n}\\n", \
+"test": "#include<assert.h>\\nint main(){ assert(f(-1) == 1); }\\n"}\n"""
+MULTIPL_E = """{"name": "HumanEval_0_f", "prompt": "long f(long x) {\\n", "tests": \
+"}\\nint main() { return f(1) != 2; }\\n", "stop_tokens": ["\\n}"]}\n"""
+
+
+def test_the_formats_of_others_are_read(judge, tmp_path):
+    (tmp_path / "problems.jsonl").write_text(HUMANEVAL_X + "\n" + MULTIPL_E)
+    first, second = read_problems(tmp_path / "problems.jsonl")
+    assert judge.judge(first.program(first.solution), first.tests).passed
+    assert first.preamble == "#include<math.h>\n" and "math" not in first.prompt
+    assert judge.judge(second.program("    return x + 1;" + second.closing()), second.tests).passed
+
+
+@pytest.mark.parametrize("content, message", [
+    ("", "holds no problem"), ("{}", "not a file of problems"), ("[1]", "not a file of problems"),
+    (MULTIPL_E.replace('"tests": "', '"tests": null, "x": "'), "not a file of problems"), ("[" * 10**5, "not a file"),
+    (MULTIPL_E.replace("HumanEval_0_f", r"\ud800"), "not a file of problems"),
+    ("\x1f\x8bxxx", "not a file of problems"), (MULTIPL_E * 2, "two problems with the name HumanEval_0_f"),
+])
+def test_a_file_without_problems_is_one_line(tmp_path, content, message):
+    (tmp_path / "problems.jsonl").write_bytes(content.encode("latin-1"))
+    with pytest.raises(BadInput, match=f"--problems=.*{message}"):
+        read_problems(tmp_path / "problems.jsonl")
+
+
+def test_a_problem_whose_library_is_missing_is_known():
+    problem = read_problems()[0]
+    assert problem.missing_header() is None
+    needy = type(problem)("needy", "#include <boost/no_such_thing.hpp>\n", "")
+    assert needy.missing_header() == "boost/no_such_thing.hpp"

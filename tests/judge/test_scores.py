@@ -1,0 +1,70 @@
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from nanochat.common import BadInput
+from nanochat.judge.evaluate import Results, read_results
+from nanochat.judge.scores import compare, pass_at_k, score
+
+
+@pytest.mark.parametrize("passed", range(6))
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_pass_at_k_is_the_share_of_all_choices_with_a_sample_that_passes(passed, k):
+    samples = [i < passed for i in range(5)]
+    choices = [any(choice) for choice in itertools.combinations(samples, k)]
+    assert pass_at_k(5, passed, k) == pytest.approx(sum(choices) / len(choices))
+
+
+def test_an_interval_covers_the_truth_about_nineteen_times_in_twenty():
+    rng = np.random.default_rng(0)
+    found = [score(rng.random(100) < 0.3, seed=trial) for trial in range(100)]
+    assert 88 <= sum(each.low <= 0.3 <= each.high for each in found) <= 100
+    assert all(each.low <= each.mean <= each.high for each in found)
+
+
+def test_bits_per_byte_are_all_bits_over_all_bytes():
+    found = score([10, 90], [10, 30])
+    assert found.mean == 2.5 and found.low == 1.0 and found.high == 3.0
+
+
+def test_chance_is_told_from_a_difference():
+    rng = np.random.default_rng(1)
+    base = rng.random(60)
+    noise = compare(base, rng.permutation(base))
+    better = compare(base + 0.05 + 0.05 * rng.random(60), base)
+    assert noise.p_value > 0.05 and noise.low < 0 < noise.high
+    assert better.p_value < 0.001 and 0.05 <= better.low <= better.mean <= better.high
+    same = compare(base, base)
+    assert (same.mean, same.p_value) == (0, 1)
+
+
+def test_an_evaluation_that_was_cut_in_its_first_line_goes_on(tmp_path):
+    path, settings = tmp_path / "samples.jsonl", {"format": 1, "seed": 0}
+    path.write_text('{"format": 1, "se')
+    with Results(path, settings) as results:
+        results.add({"name": "a", "group": "", "text": "", "status": "passed"})
+    assert read_results(path)[:2] == (settings, results.records)
+
+
+@pytest.mark.parametrize("field, shown", [
+    ({"status": 1}, "status = 1"), ({"name": None}, "name = null"), ({"bits": "many"}, 'bits = "many"'),
+    ({"tokens": [3]}, r"tokens = \[3\]")])
+def test_a_record_that_was_edited_by_hand_is_refused_by_its_line_and_field(tmp_path, field, shown):
+    records = [{"name": "a", "group": "", "text": "", "status": None}] * 2
+    records[1] = records[1] | field
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [{"format": 1}, *records]))
+    with pytest.raises(BadInput, match=f"is not a file of results of code_eval .line 3 has {shown}"):
+        read_results(path)
+
+
+@pytest.mark.parametrize("content", ["x", '["format"]\n', '{"format": 1}\n"name"\n', '{"format": 1}\n{"name": "a"}\n',
+                                     "[" * 10**5 + "\n"])
+def test_another_file_than_results_is_refused_and_kept(tmp_path, content):
+    path = tmp_path / "samples.jsonl"
+    path.write_text(content)
+    with pytest.raises(BadInput, match="is not a file of results"):
+        Results(path, {"format": 1})
+    assert path.read_text() == content

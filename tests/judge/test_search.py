@@ -1,0 +1,196 @@
+"""Search and scripts/solve.py with the real compiler and a tiny model, each line of which is wrong half of the time."""
+import json
+import random
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanochat.checkpoint import checkpoint
+from nanochat.common import BadInput
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.device.ranks import Dist
+from nanochat.infer.engine import Engine
+from nanochat.judge.evaluate import Sampling, Writer
+from nanochat.judge.judge import PASSED, Judge
+from nanochat.judge.problems import Problem
+from nanochat.judge.search import COMPILES, METHODS, UNFINISHED, Budget, Search, refill
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.gpt import GPT, GPTConfig
+from scripts import eval_table
+from scripts.solve import main
+from tests.checkpoint.states import make_meta
+from tests.judge.test_sandbox import require_sandbox
+
+PROMPT = "int f(int a) {\n"
+TESTS = "int main() { return f(1) != 4; }\n"
+STEPS = 120
+LENGTH = 112
+
+
+def example(tokenizer, generator):
+    """A row of a function, half of the lines of which are wrong: from left to right, or with a line at its end."""
+    special, encode = tokenizer.special, tokenizer.encode
+    lines = [PROMPT[:-1]] + [f"    {name} += 1;" for name in generator.choices("ab", k=3)] + ["    return a;", "}", ""]
+    gap = generator.randrange(1, 4)
+    if generator.random() < 0.5:
+        ids = [special("<|bos|>"), *encode("\n".join(lines)), special("<|bos|>")]
+    else:
+        ids = [special("<|bos|>"), special("<|fim_prefix|>"), *encode("".join(f"{line}\n" for line in lines[:gap])),
+               special("<|fim_suffix|>"), *encode("".join(f"\n{line}" for line in lines[gap + 1:])),
+               special("<|fim_middle|>"), *encode(lines[gap]), special("<|file_sep|>")]
+    return ids[:-1] + [0] * (LENGTH + 1 - len(ids)), ids[1:] + [-1] * (LENGTH + 1 - len(ids))
+
+
+@pytest.fixture(scope="module")
+def learner(one_thread, byte_tokenizer_dir):
+    """A model that writes such functions, and its tokenizer."""
+    tokenizer, generator = load_tokenizer(byte_tokenizer_dir), random.Random(0)
+    config = GPTConfig(vocab_size=tokenizer.n_vocab, max_seq_len=256, n_layer=2, n_embd=64, n_head=2, n_kv_head=2,
+                       window_pattern="L")
+    model = GPT(config, get_kernels("current", "cpu")).init_weights(seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
+    for _ in range(STEPS):
+        ids, targets = map(torch.tensor, zip(*(example(tokenizer, generator) for _ in range(8)), strict=True))
+        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=-1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.requires_grad_(False).eval(), tokenizer
+
+
+@pytest.fixture(scope="module")
+def judge():
+    require_sandbox()
+    with Judge() as judge:
+        yield judge
+
+
+def find(learner, judge, method, tokens=400, calls=100, seed=0, tests=""):
+    """Searches with one method, and returns the Search."""
+    writer = Writer(*learner, Dist("cpu", torch.device("cpu")), Sampling(1, 100, 0.8, 0.95, seed))
+    search = Search(writer, judge, Problem("f", PROMPT, tests), Budget(tokens, calls))
+    METHODS[method](search)
+    return search
+
+
+def test_the_tree_finds_what_compiles_at_a_budget_at_which_whole_functions_do_not(learner, judge):
+    found = {method: [find(learner, judge, method, seed=seed, tokens=300).answer for seed in (0, 100, 200)]
+             for method in ("sample", "best_of", "tree")}
+    num = {method: sum(answer.compiles for answer in answers) for method, answers in found.items()}
+    assert num["sample"] <= num["best_of"] < num["tree"] == 3, num
+    for answer in [answer for answers in found.values() for answer in answers if answer.status != UNFINISHED]:
+        assert (answer.status == COMPILES) == judge.check_syntax(PROMPT + answer.text + "\n}\n").passed
+
+
+def test_repair_refills_the_wrong_line_and_leaves_the_others(learner, judge):
+    text, compiled = "    a += 1;\n    b += 1;\n    a += 1;\n    return a;", []
+    for seed in range(0, 40, 10):
+        search = find(learner, judge, "sample", seed=seed)
+        found, verdict = refill(search, text, search.offer(text))
+        assert verdict.passed == judge.check_syntax(PROMPT + found + "\n}\n").passed
+        compiled += [found] if verdict.passed else []
+    assert "    a += 1;\n    a += 1;\n    a += 1;\n    return a;" in compiled
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_token_and_every_call_is_charged_and_no_budget_exceeded(learner, judge, method, monkeypatch):
+    drawn, asked = [], set()
+    choose, check = Engine._choose, judge.check_syntax
+    monkeypatch.setattr(Engine, "_choose", lambda *args: drawn.append(choose(*args)) or drawn[-1])
+    monkeypatch.setattr(judge, "check_syntax", lambda code: asked.add(code) or check(code))
+    search = find(learner, judge, method, tokens=150, calls=7)
+    assert search.num_tokens <= 150 and search.num_calls <= 7
+    assert search.num_calls == len(asked)
+    # a sample that has ended beside others that have not is given tokens that are no part of it
+    assert search.num_tokens == len(drawn) if method != "tree" else search.num_tokens <= len(drawn)
+    again = find(learner, judge, method, tokens=150, calls=7)
+    assert (again.answer, again.num_tokens, again.num_calls) == (search.answer, search.num_tokens, search.num_calls)
+
+
+def test_tests_decide_and_end_the_search(learner, judge):
+    found = find(learner, judge, "tree", tests=TESTS)
+    assert found.answer.status == PASSED and found.num_tokens < 400
+    assert judge.judge(PROMPT + found.answer.text + "\n}\n", TESTS).passed
+    wrong = find(learner, judge, "tree", tests="int main() { return f(1) != 9; }\n").answer
+    assert wrong.status == "failed" and wrong.compiles
+
+
+# -----------------------------------------------------------------------------
+# scripts/solve.py
+
+
+@pytest.fixture
+def solve(learner, byte_tokenizer_dir, base_dir, capsys):
+    """Runs the script, and returns its status and what it prints."""
+    require_sandbox()
+    model, tokenizer = learner
+    meta = make_meta(STEPS, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256, flags={"fim_rate": 0.5})
+    checkpoint.save(base_dir / "checkpoints" / "tiny", model.state_dict(), {}, meta, num_lanes=0)
+
+    def run(*flags):
+        status = main(["--checkpoint=tiny", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", *flags])
+        return status, capsys.readouterr()
+    return run
+
+
+def test_the_script_prints_code_that_compiles_and_its_verdict(solve, judge, tmp_path):
+    (tmp_path / "tests.cpp").write_text(TESTS)
+    flags = ["--prompt=int f(int a)", f"--tests={tmp_path / 'tests.cpp'}", "--budget=400"]
+    status, output = solve(*flags)
+    assert status == 0 and "// passed: tree, " in output.out
+    assert judge.judge(output.out, TESTS).passed
+    assert "alive" in output.err and "a whole function: passed" in output.err
+    assert solve(*flags)[1].out == output.out
+    (tmp_path / "tests.cpp").write_text("int main() { return 1; }\n")
+    status, output = solve("--prompt", PROMPT, f"--tests={tmp_path / 'tests.cpp'}", "--budget=20", "--method=best_of")
+    assert status == 1 and "// unfinished: best_of, " in output.out
+
+
+def test_a_comparison_that_was_killed_goes_on_to_the_same_file(solve, tmp_path):
+    row = {"prompt": PROMPT, "declaration": PROMPT, "canonical_solution": "    return a;\n}\n", "test": TESTS}
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps(row | {"task_id": name}) + "\n" for name in "xyz"))
+    flags = [f"--problems={problems}", "--budget=60,120", "--method=best_of,tree", f"--out_dir={tmp_path / 'out'}"]
+    output = solve(*flags)[1].out
+    assert "| 120 | `tree` |" in output and "p = " in output
+    samples = tmp_path / "out/searches.jsonl"
+    whole = samples.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    assert len(lines) == 1 + 3 * 4
+    samples.write_bytes(b"".join(lines[:7]) + lines[7][:20])  # in the middle of the second problem
+    assert solve(*flags)[1].out == output and samples.read_bytes() == whole
+    with pytest.raises(BadInput, match="results of another evaluation"):
+        solve(*flags, "--seed=1")
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--prompt=int f() {", "--problems=own"], "give one of --prompt, --prompt_file and --problems"),
+    (["--prompt= "], "--prompt is empty"),
+    (["--prompt=// adds two numbers"], "--prompt ends with a comment: give the signature"),
+    (["--prompt=itn f() {"], "--prompt does not compile by itself.*itn"),
+    (["--prompt=int f() {", "--tests=missing.cpp"], "--tests=missing.cpp cannot be read: No such file"),
+    (["--prompt=int f() {", "--method=best"], "there is no method best: choose of sample, best_of"),
+    (["--prompt=int f() {", "--budget=8"], "--budget=8: it must be whole numbers from 16"),
+    (["--prompt=int f() {", "--budget=100,200"], "several of --method and --budget are for --problems"),
+    (["--prompt=int f() {", "--max_tokens=200"], "--max_tokens=200 is more than half of the 256"),
+])
+def test_bad_input_is_refused(solve, flags, message):
+    with pytest.raises(BadInput, match=message):
+        solve(*flags)
+
+
+@pytest.mark.slow
+def test_one_command_makes_the_whole_table(solve, base_dir, byte_tokenizer_dir, tmp_path, capsys):
+    row = {"prompt": PROMPT, "declaration": PROMPT, "canonical_solution": "    a += 3;\n    return a;\n}\n",
+           "test": TESTS}
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps(row | {"task_id": name}) + "\n" for name in "xy"))
+    eval_table.main(["--checkpoint=tiny", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
+                     f"--problems={problems}"])
+    table = (base_dir / "eval/tiny_step_000120/table.txt").read_text()
+    assert table.strip() in capsys.readouterr().out
+    for measure in ("pass@1, greedy", "pass@10, drawn", "bits per byte of the solutions", "… pass@1", "`repair`"):
+        assert measure in table
+    assert table.count("\n| 1,024 | ") == 4

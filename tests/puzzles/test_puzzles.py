@@ -1,0 +1,356 @@
+"""Puzzles and the model that solves them, also on XLA, and as a run of puzzle_train."""
+import json
+from dataclasses import asdict
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+from filelock import FileLock
+
+from nanochat.common import BadInput
+from nanochat.device.ranks import Dist
+from nanochat.puzzles import arc, mazes, sudoku, task
+from nanochat.puzzles.puzzle_data import PuzzleFeed, read_puzzles, write_puzzles
+from nanochat.puzzles.task import EpisodeLoss, make_plan, parse_flags
+from nanochat.puzzles.trm import TRM, cross_entropy
+from scripts import prepare_puzzles, puzzle_show, puzzle_train
+from tests.conftest import add_records, last_of_each, run_python
+
+TINY = ["--hidden=16", "--heads=2", "--mixer=mlp", "--prefix=4", "--recursions=1", "--cycles=2",
+        "--supervision_steps=4", "--optimizer=muon", "--lr=0.003", "--loss=softmax", "--ema=0.9", "--warmup_steps=2",
+        "--total_batch_size=8", "--eval_puzzles=12", "--sample_every=-1", "--eval_every=4", "--save_every=3",
+        "--log_every=2", "--num_iterations=6"]
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("puzzles")
+    prepare_puzzles.main(["--train=40", "--val=12", f"--out_dir={path}"])
+    return path
+
+
+def test_a_sudoku_is_minimal_and_has_one_solution_which_the_rules_allow():
+    for seed in range(3):
+        puzzle, solution, _ = sudoku.generate(2, 3, seed)
+        assert sudoku.solve(puzzle, 2, 3)[0] == [solution]
+        for units in np.array(sudoku.units_of_cells(2, 3)).T:
+            assert len(set(zip(units, solution, strict=True))) == 36  # no unit has a digit twice
+        for cell in np.flatnonzero(puzzle):
+            fewer = [0 if at == cell else digit for at, digit in enumerate(puzzle)]
+            assert len(sudoku.solve(fewer, 2, 3)[0]) == 2
+
+
+@pytest.mark.parametrize("box", [(2, 2), (2, 3), (3, 2)])
+def test_other_forms_of_a_sudoku_have_its_fingerprint_and_its_one_solution(box):
+    made = [sudoku.generate(*box, seed) for seed in range(4)]
+    puzzles, solutions = (np.array([one[at] for one in made]) for at in range(2))
+    own = sudoku.fingerprints(puzzles, *box)
+    assert len(set(own.tolist())) > 1
+    for seed in range(5):
+        other, other_solutions = sudoku.draw_symmetries([puzzles, solutions], *box, np.random.default_rng(seed))
+        assert (sudoku.fingerprints(other, *box) == own).all() and (other != puzzles).any()
+        for puzzle, solution in zip(other.tolist(), other_solutions.tolist(), strict=True):
+            assert sudoku.solve(puzzle, *box)[0] == [solution]
+
+
+def test_a_mazes_solution_is_a_shortest_path_in_all_its_forms():
+    maze, solved = (np.array([cells]) for cells in mazes.generate(9, 8, seed=1))
+    own = mazes.fingerprints(maze, 9)
+    for seed in range(6):
+        other, other_solved = mazes.draw_symmetries([maze, solved], 9, np.random.default_rng(seed))
+        assert mazes.fingerprints(other, 9) == own
+        cells = other[0].tolist()
+        path = mazes.shortest_path(cells, 9, cells.index(mazes.START), cells.index(mazes.GOAL))
+        assert len(path) - 2 == (other_solved == mazes.PATH).sum()
+
+
+def grid_of(cells):
+    """Returns the grid (rows, columns) of colours that is on a square of arc.py."""
+    square = cells.reshape(arc.SIDE, arc.SIDE)
+    inside = square != arc.OUTSIDE
+    grid = square[inside.any(1)][:, inside.any(0)]
+    assert grid.all()  # a rectangle
+    return grid - 1
+
+
+def test_arc_holds_out_the_questions_of_the_evaluation_tasks_with_all_their_forms():
+    training, evaluation = (tasks[:6] for tasks in arc.read_tasks("arc1"))
+    training[2].train.append(tuple(np.rot90(grid) for grid in evaluation[1].test[0]))  # which must be left out
+    splits, tasks = arc.make_splits(training, evaluation, num_forms=3, seed=0)
+    assert tasks == 36
+    pairs = [(int(puzzle[0]), arc.identity((grid_of(puzzle[1:]), grid_of(solution))))
+             for puzzle, solution, _ in splits["train"]]
+    held_out = {arc.identity(pair) for task in evaluation for pair in task.test}
+    assert len(held_out) >= 6 and not held_out & {identity for _, identity in pairs}
+    assert {number for number, _ in pairs} == set(range(36))
+    expected = {arc.identity(pair) for task in training for pair in task.train + task.test} \
+        | {arc.identity(pair) for task in evaluation for pair in task.train}
+    assert {identity for _, identity in pairs} == expected - held_out
+    assert (grid_of(splits["train"][0][0][1:]) == training[0].train[0][0]).all()  # the first form changes nothing
+    for puzzle, solution, _ in splits["val"]:
+        task = evaluation[puzzle[0] // 3 - 6]
+        assert any((grid_of(puzzle[1:]).tolist(), grid_of(solution).tolist()) == (question.tolist(), answer.tolist())
+                   for question, answer in task.test)
+
+
+def test_a_tasks_vector_learns_from_its_own_puzzles_only(tmp_path):
+    prepare_puzzles.main(["--puzzle=arc1", "--train=2", "--val=1", "--forms=1", f"--out_dir={tmp_path}"])
+    puzzles = read_puzzles(tmp_path, "train")
+    assert puzzles.tasks == 3 and puzzles.text(puzzles.solutions[0]) == puzzles.text(
+        np.concatenate([[7], puzzles.solutions[0]]))  # the number of a task is no cell
+    plan = make_plan(parse_flags(last_of_each(*TINY, "--mixer=attention")), puzzles, "cpu", 1)
+    model = TRM(plan.config).init_weights(0)
+    torch.nn.init.normal_(model.mix_out, std=0.1)
+    torch.nn.init.normal_(model.head)
+    rows = torch.from_numpy(puzzles.puzzles[puzzles.puzzles[:, 0] == 1])
+    model(rows, *model.starts(len(rows)))[2].square().sum().backward()
+    assert model.task_vectors.grad.abs().sum(1).gt(0).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--puzzle=arc1", "--val=401"], "--val=401: arc1 has 400 such tasks: ask for fewer"),
+    (["--puzzle=arc2", "--side=7"], "--side is for --puzzle=maze, and this is --puzzle=arc2"),
+    (["--forms=3"], "--forms is for --puzzle=arc1 or arc2, and this is --puzzle=sudoku"),
+    (["--puzzle=maze", "--side=5", "--min_path=40"], "--min_path=40: .* none has so long a path"),
+    (["--box=3x4"], "--box=3x4 is not ROWSxCOLUMNS")])
+def test_puzzles_that_cannot_be_found_in_time_are_refused(tmp_path, flags, message):
+    with pytest.raises(BadInput, match=message):
+        prepare_puzzles.main([f"--out_dir={tmp_path}", *flags])
+
+
+def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
+    with FileLock(tmp_path / ".lock"), pytest.raises(BadInput, match="another prepare_puzzles is writing"):
+        prepare_puzzles.main([f"--out_dir={tmp_path}"])
+
+
+def test_after_a_kill_new_puzzles_are_not_taken_for_the_old_ones(tmp_path):
+    row = ([1] * 16, [1] * 16, 0)
+    write_puzzles(tmp_path, "sudoku", (2, 2), {"train": [row], "val": [row]})
+    with pytest.raises(TypeError):
+        write_puzzles(tmp_path, "sudoku", (2, 2), {"train": [row], "val": None})
+    with pytest.raises(BadInput, match="has no puzzles, which are puzzles.json and train.parquet: make them"):
+        read_puzzles(tmp_path, "train")
+
+
+def test_a_run_does_not_resume_with_other_puzzles_and_the_message_says_so(data_dir):
+    made = task.make_task(parse_flags(last_of_each(*TINY, f"--data_dir={data_dir}")), "cpu", 1, None)
+    config = {**asdict(made.plan.config), "vocab_size": 7, "cells": 36}
+    meta = SimpleNamespace(config=config, data_fingerprint="other", tokenizer_sha256="")
+    with pytest.raises(BadInput, match="was trained with other data than that in --data_dir"):
+        made.resumed("step_000001", meta)
+
+
+def test_no_held_out_puzzle_is_a_form_of_one_to_train_on(data_dir):
+    train, val = (set(sudoku.fingerprints(read_puzzles(data_dir, split).puzzles, 2, 2).tolist())
+                  for split in ("train", "val"))
+    assert train and val and not train & val
+
+
+def test_every_number_of_ranks_sees_the_same_puzzles_from_any_step_on(data_dir):
+    puzzles, options = read_puzzles(data_dir, "train"), dict(seed=3, total_batch_size=8, explore=0.5, max_steps=4)
+    alone = PuzzleFeed(puzzles, Dist("cpu", None), 0, **options)
+    next(alone)
+    expected = next(alone)
+    parts = [next(PuzzleFeed(puzzles, Dist("cpu", None, rank, 4), 1, **options)) for rank in range(4)]
+    for name, values in expected.items():
+        together = torch.stack([part[name] for part in parts], 1).flatten(0, 1)
+        assert torch.equal(together, values)
+
+
+def test_stablemax_in_fp32_is_that_of_fp64():
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.rand(500, 12, generator=generator) - 0.5) * 2000
+    targets = torch.randint(12, (500,), generator=generator)
+    score = torch.where(logits.double() >= 0, logits.double() + 1, 1 / (1 - logits.double()))
+    expected = -(score / score.sum(-1, keepdim=True)).gather(-1, targets[:, None])[:, 0].log()
+    logits.requires_grad_()
+    found = cross_entropy(logits, targets, is_stablemax=True)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    found.sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+class Scripted(torch.nn.Module):
+    """A model whose wish to halt follows from the puzzle and its own number of calls, which y counts."""
+    compute_dtype = torch.float32
+
+    def starts(self, rows):
+        return torch.zeros(rows, 24, 16), torch.zeros(rows, 24, 16)
+
+    def forward(self, puzzle, y, z):
+        calls = y[:, 0, 0] + 1
+        wishes = (puzzle.sum(-1) + calls) % 3 == 0
+        return y + 1, z, torch.zeros(len(puzzle), 16, 5), wishes.float() - 0.5
+
+
+def test_episodes_are_those_of_a_slow_loop_over_single_slots(data_dir):
+    flags = parse_flags(last_of_each(*TINY, "--supervision_steps=5", "--explore=0.5"))
+    puzzles = read_puzzles(data_dir, "train")
+    loss = EpisodeLoss(make_plan(flags, puzzles, "cpu", 1), flags.puzzles, Scripted(), "cpu")
+    feed = PuzzleFeed(puzzles, Dist("cpu", None), 0, seed=0, total_batch_size=8, explore=0.5, max_steps=5)
+    slots = [None] * 8
+    for _ in range(30):
+        batch = next(feed)
+        loss(Scripted(), **batch)
+        for at, slot in enumerate(slots):
+            if slot is None:
+                slot = {"puzzle": batch["puzzle"][at], "minimum": int(batch["min_steps"][at]), "steps": 0}
+            slot["steps"] += 1
+            wishes = (int(slot["puzzle"].sum()) + slot["steps"]) % 3 == 0
+            ends = slot["steps"] >= 5 or wishes and slot["steps"] >= slot["minimum"]
+            assert torch.equal(loss.carry["puzzle"][at], slot["puzzle"])
+            assert (int(loss.carry["steps"][at]), bool(loss.carry["is_free"][at])) == (slot["steps"], ends)
+            slots[at] = None if ends else slot
+
+
+def test_more_cycles_are_the_same_function_of_the_weights_as_by_hand():
+    config = task.TRMConfig(vocab_size=5, cells=16, hidden=16, heads=2, recursions=2, cycles=3)
+    model = TRM(config).init_weights(0)
+    torch.nn.init.normal_(model.mix_out, std=0.1)
+    puzzle = torch.arange(32).reshape(2, 16) % 5
+    y, z = model.starts(2)
+    once = TRM(task.TRMConfig(vocab_size=5, cells=16, hidden=16, heads=2, recursions=2, cycles=1))
+    once.load_state_dict(model.state_dict())
+    for _ in range(3):
+        y_after, z_after, *_ = once(puzzle, y, z)
+        y, z = y_after, z_after
+    found = model(puzzle, *model.starts(2))
+    torch.testing.assert_close(found[0], y)
+    found[2].square().sum().backward()
+    assert model.mix_in.grad.isfinite().all() and model.mix_in.grad.abs().sum() > 0
+
+
+def supervision_step(device, mixer="attention", tasks=0, recursions=3, cycles=3, run=lambda model: model):
+    """Returns a TRM's state, logits and gradients after one supervision step as {name: tensor}. run(model): what is
+    called in its place."""
+    config = task.TRMConfig(vocab_size=5, cells=16, hidden=16, heads=2, mixer=mixer, recursions=recursions,
+                            cycles=cycles, prefix=4, tasks=tasks)
+    model, generator = TRM(config).init_weights(0), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():  # small, so that the recursion does not double an error each time
+            p += 0.02 * torch.randn(p.shape, generator=generator)
+    puzzle = torch.randint(3, (3, 16 + (tasks > 0)), generator=generator).to(device)
+    model.to(device)
+    y, z, logits, halt = run(model)(puzzle, *(state.clone() for state in model.starts(3)))
+    (cross_entropy(logits, puzzle[:, -16:], is_stablemax=True).sum() + y.sin().sum() + halt.sum()).backward()
+    return {"y": y.detach(), "z": z, "logits": logits.detach(), "halt": halt.detach()} \
+        | {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tasks", [0, 3])
+@pytest.mark.parametrize("mixer, cycles", [("attention", 3), ("mlp", 3), ("attention", 1)])
+def test_a_supervision_step_on_xla_is_that_of_autograd_forward_and_backward(mixer, cycles, tasks):
+    expected = supervision_step("cpu", mixer, tasks, cycles=cycles)
+    found = supervision_step(torch_xla.device(), mixer, tasks, cycles=cycles)
+    torch_xla.sync()
+    assert all(expected[name].abs().max() > 0 for name in expected)
+    for name, other in expected.items():
+        torch.testing.assert_close(found[name].cpu(), other, rtol=0, atol=1e-5 * float(other.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("mixer, tasks", [("attention", 0), ("mlp", 3)])
+def test_torch_compile_captures_a_supervision_step_as_one_graph(mixer, tasks):
+    """As on CUDA, where puzzle_train compiles the model. The backend runs the graph as it is."""
+    of_model = dict(mixer=mixer, tasks=tasks, recursions=1, cycles=2)
+    expected = supervision_step("cpu", **of_model)
+    found = supervision_step("cpu", **of_model, run=partial(torch.compile, backend="eager", fullgraph=True))
+    for name, other in expected.items():
+        torch.testing.assert_close(found[name], other, rtol=0, atol=1e-5 * float(other.abs().max()), msg=name)
+
+
+def test_the_program_does_not_grow_with_the_recursions_or_the_cycles():
+    def instructions(**config):
+        tensors = list(supervision_step(torch_xla.device(), **config).values())
+        return torch_xla._XLAC._get_xla_tensors_hlo(tensors).count(" = ")
+
+    once = instructions(recursions=2, cycles=2)
+    assert 100 < once == instructions(recursions=6, cycles=2) == instructions(recursions=6, cycles=4)
+
+
+# -----------------------------------------------------------------------------
+# Runs
+
+
+@pytest.fixture
+def solve(base_dir, data_dir, warm_ranks):
+    """Runs puzzle_train on tiny puzzles and returns the CompletedProcess, with what add_records adds."""
+
+    def run(*flags, run="puzzles", devices=1, status=0):
+        argv = last_of_each(f"--run={run}", "--device_type=xla", f"--data_dir={data_dir}", *TINY, *flags)
+        process = warm_ranks(devices).call(puzzle_train.main, argv)
+        assert process.returncode == status, process.stdout[-2000:] + process.stderr[-4000:]
+        return add_records(process, base_dir / "checkpoints" / run)
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_run_resumes_in_the_middle_of_its_episodes_bit_for_bit_and_can_be_shown(solve, base_dir, tmp_path):
+    whole = solve("--save_every=2", devices=2)
+    folder = base_dir / "checkpoints" / "puzzles"
+    last = (folder / "step_000006" / "optimizer.safetensors").read_bytes()
+    assert not [record for record in whole.records if "recompiled" in record]
+    for step in (4, 6):
+        (folder / f"step_{step:06d}").rename(tmp_path / f"step_{step:06d}")
+    (folder / ".finished").unlink()
+    resumed = solve("--save_every=2", devices=2)
+    assert {step: resumed.losses[step] for step in (3, 4, 5, 6)} == {step: whole.losses[step] for step in (3, 4, 5, 6)}
+    assert (folder / "step_000006" / "optimizer.safetensors").read_bytes() == last  # carry and averages, too
+    puzzle_show.main(["--run=puzzles", f"--out={tmp_path}/puzzle.svg", "--supervision_steps=3"])
+    assert (tmp_path / "puzzle.svg").read_text().count("<animate ") == 3
+    with pytest.raises(BadInput, match="--out=/proc/puzzle.svg cannot be written"):
+        puzzle_show.main(["--run=puzzles", "--out=/proc/puzzle.svg", "--supervision_steps=1"])
+    with pytest.raises(BadInput, match="is of the task puzzles"):
+        from scripts import generate
+        generate.main(["--checkpoint=puzzles", "--prompt=x", "--device_type=cpu"])
+
+
+@pytest.mark.slow
+def test_one_two_and_four_devices_agree_for_fifty_steps_and_eager_pytorch_does(solve):
+    flags = ["--num_iterations=50", "--save_every=-1", "--eval_every=-1", "--log_every=10", "--optimizer=atan2"]
+    losses = [solve(*flags, run=f"on{devices}", devices=devices).losses for devices in (1, 2, 4)]
+    eager = solve(*flags, "--device_type=cpu", run="eager").losses
+    for other in (*losses[1:], eager):
+        assert list(other.values()) == pytest.approx(list(losses[0].values()), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_tasks_train_resume_and_are_shown(solve, base_dir, tmp_path):
+    prepare_puzzles.main(["--puzzle=arc2", "--train=2", "--val=2", "--forms=2", f"--out_dir={tmp_path}"])
+    flags = [f"--data_dir={tmp_path}", "--mixer=attention", "--optimizer=atan2", "--num_iterations=4",
+             "--save_every=2", "--total_batch_size=4", "--eval_puzzles=2"]
+    whole = solve(*flags)
+    assert whole.losses[4] < whole.losses[2] and "val_exact" in whole.records[-1]
+    (base_dir / "checkpoints/puzzles/step_000004").rename(tmp_path / "whole")
+    (base_dir / "checkpoints/puzzles/.finished").unlink()
+    assert solve(*flags).losses[4] == whole.losses[4]
+    puzzle_show.main(["--run=puzzles", f"--data_dir={tmp_path}", f"--out={tmp_path}/puzzle.svg",
+                      "--supervision_steps=2"])
+    assert "of 900 cells" in (tmp_path / "puzzle.svg").read_text()
+
+
+COUNT = """
+import json, sys
+from nanochat.device.ranks import compute_init, prepare_xla_environment
+from nanochat.run.processes import exclusive_use
+from nanochat.train.prepare import prepare, run_directory
+from nanochat.puzzles.task import make_task, parse_flags
+from tests.train.count_xla import count
+flags = parse_flags(sys.argv[1:])
+prepare_xla_environment("xla")
+with exclusive_use(run_directory(flags)):
+    print(json.dumps(count(prepare(flags, "xla", make_task), compute_init("xla"))))
+"""
+
+
+@pytest.mark.slow
+def test_fifty_steps_are_two_programs_without_a_fallback_to_the_host_or_a_fetch_between_lines(base_dir, data_dir):
+    process = run_python("-c", COUNT, *last_of_each(
+        f"--data_dir={data_dir}", *TINY, "--num_iterations=50", "--mixer=attention"))
+    assert process.returncode == 0, process.stderr[-3000:]
+    found = json.loads(process.stdout.splitlines()[-1])
+    assert found["programs_of_a_step"] == 2 and found["compilations"][1] == found["compilations"][-1]
+    assert not found["recompiled"] and not found["fallbacks"] and found["transfers_between_logs"] == 0

@@ -1,0 +1,119 @@
+"""A tiny model that has learnt to fill in the middle of one C++ file, and a server of it."""
+import socket
+import threading
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import uvicorn
+
+from nanochat.checkpoint import checkpoint
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.device.ranks import Dist
+from nanochat.infer.engine import Engine
+from nanochat.infer.load import load_model
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.serve.connections import TimedConnection
+from nanochat.serve.infill import Infiller
+from nanochat.serve.server import Server, make_app
+from tests.checkpoint.states import make_meta
+
+SOURCE = """\
+int add(int a, int b) {
+    return a + b;
+}
+
+int twice(int a) {
+    return add(a, a);
+}
+"""
+STEPS = 150
+
+
+def example(tokenizer, generator, length):
+    """A row of SOURCE with a middle that begins at a line's start and ends at an end of line, and what to predict."""
+    breaks = [at for at, character in enumerate(SOURCE) if character == "\n"]
+    begin, end = sorted(generator.choice(len(breaks), 2, replace=False))
+    prefix, middle = SOURCE[:breaks[begin] + 1], SOURCE[breaks[begin] + 1:breaks[end]]
+    special, encode = tokenizer.special, tokenizer.encode
+    ids = [special("<|bos|>"), special("<|fim_prefix|>"), *encode(prefix), special("<|fim_suffix|>"),
+           *encode(SOURCE[breaks[end]:]), special("<|fim_middle|>"), *encode(middle), special("<|file_sep|>")]
+    targets = [-1] * (len(ids) - len(encode(middle)) - 2) + ids[-len(encode(middle)) - 1:]
+    return ids[:-1] + [0] * (length - len(ids) + 1), targets + [-1] * (length - len(targets))
+
+
+@pytest.fixture(scope="session")
+def infilling_run(tmp_path_factory, byte_tokenizer_dir):
+    """The base directory of a run `tiny` whose model fills in the middle of SOURCE."""
+    tokenizer, threads = load_tokenizer(byte_tokenizer_dir), torch.get_num_threads()
+    torch.set_num_threads(1)
+    config = GPTConfig(vocab_size=tokenizer.n_vocab, max_seq_len=256, n_layer=2, n_embd=64, n_head=2, n_kv_head=2,
+                       window_pattern="L")
+    model = GPT(config, get_kernels("current", "cpu")).init_weights(seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
+    generator = np.random.default_rng(0)
+    for _ in range(STEPS):
+        ids, targets = map(torch.tensor, zip(*(example(tokenizer, generator, 160) for _ in range(4)), strict=True))
+        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=-1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.set_num_threads(threads)
+    base_dir = tmp_path_factory.mktemp("base")
+    meta = make_meta(STEPS, config=asdict(config), tokenizer_sha256=tokenizer.sha256, flags={"fim_rate": 1.0})
+    checkpoint.save(base_dir / "checkpoints" / "tiny", model.state_dict(), {}, meta, num_lanes=0)
+    return base_dir
+
+
+@pytest.fixture(scope="session")
+def infiller(infilling_run, byte_tokenizer_dir):
+    """Tests that share it use it one after the other."""
+    dist = Dist("cpu", torch.device("cpu"))
+    path = infilling_run / "checkpoints" / "tiny" / f"step_{STEPS:06d}"
+    model, tokenizer, _ = load_model(path, dist, tokenizer_dir=byte_tokenizer_dir)
+    return Infiller(Engine(model, tokenizer, dist), fim=True)
+
+
+@contextmanager
+def serving(infiller, api_key=None, max_tokens=64, timeout_s=60.0, **options):
+    """Yields an httpx.Client of a server in a thread of this process, and the Server. options: of uvicorn."""
+    server = Server(infiller, name="tiny", device="cpu", max_tokens=max_tokens, timeout_s=timeout_s)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        runner = uvicorn.Server(uvicorn.Config(make_app(server, api_key=api_key), log_config=None, access_log=False,
+                                               http=TimedConnection, ws="none", timeout_graceful_shutdown=1,
+                                               timeout_keep_alive=600, **options))
+        thread = threading.Thread(target=runner.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            with httpx.Client(base_url=url, timeout=60) as client:
+                yield client, server
+        finally:
+            runner.should_exit = True
+            thread.join(timeout=60)
+    assert not thread.is_alive(), "the server does not end"
+
+
+@pytest.fixture(scope="module")
+def served(infiller):
+    with serving(infiller) as found:
+        yield found
+
+
+@pytest.fixture
+def client(served):
+    return served[0]
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Threads that wait for one another cost more than these tiny products, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

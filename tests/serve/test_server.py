@@ -1,0 +1,294 @@
+"""The server's protocols, as clients see them."""
+import json
+import re
+import threading
+import time
+
+import httpx
+import pytest
+import torch
+
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.device.ranks import Dist
+from nanochat.infer.engine import Engine
+from nanochat.serve.infill import Infiller
+from nanochat.serve.model_thread import MAX_WAITING
+from tests.infer.test_engine import make_model
+from tests.serve.conftest import serving
+
+BEFORE, LINE, AFTER = "int add(int a, int b) {\n", "    ret", "\n}\n\nint twice(int a) {\n    return add(a, a);\n}\n"
+REST = "urn a + b;"  # what the model has learnt to write there
+VIM = {  # as llama.vim sends it
+    "id_slot": 0, "input_prefix": BEFORE, "input_suffix": AFTER, "prompt": LINE, "n_predict": 128, "stop": [],
+    "input_extra": [{"text": "int x;\n", "time": 1.0, "filename": "tmp"}], "n_indent": 4, "top_k": 40, "top_p": 0.9,
+    "samplers": ["top_k", "top_p", "infill"], "stream": False, "cache_prompt": True, "t_max_prompt_ms": 500,
+    "t_max_predict_ms": 60_000,
+    "response_fields": ["content", "timings/prompt_n", "timings/prompt_ms", "timings/prompt_per_token_ms",
+                        "timings/prompt_per_second", "timings/predicted_n", "timings/predicted_ms",
+                        "timings/predicted_per_token_ms", "timings/predicted_per_second", "truncated",
+                        "tokens_cached"]}
+
+
+def post(client, path, status=200, **body):
+    answer = client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def events_of(client, path, **body):
+    """The data of the server-sent events of an answer."""
+    with client.stream("POST", path, json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream"), answer.read()
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return list(map(json.loads, lines))
+
+
+# -----------------------------------------------------------------------------
+# The protocols
+
+
+def test_llama_vim_gets_the_fields_that_it_asks_for_and_no_others(client):
+    answer = post(client, "/infill", **VIM)
+    assert answer.keys() == set(VIM["response_fields"])
+    assert answer["content"] == REST and answer["timings/predicted_n"] > 0 and answer["truncated"] is False
+
+
+def test_one_more_character_makes_the_model_read_at_most_16_tokens(client):
+    for typed in ("    r", "    re", "    ret", "    retu", "    return "):
+        read = post(client, "/infill", **VIM | {"prompt": typed})["timings/prompt_n"]
+        assert read <= 16 or typed == "    r"
+    assert read > 0
+
+
+def test_a_warm_up_reads_the_prompt_and_answers_nothing(client):
+    post(client, "/infill", **VIM | {"input_prefix": "int x;\n"})
+    assert post(client, "/infill", **VIM | {"n_predict": 0, "response_fields": [""]}) == {}
+    assert post(client, "/infill", **VIM)["timings/prompt_n"] <= 16
+    other_files = {"input_prefix": "", "prompt": "", "input_suffix": "", "n_predict": 0, "response_fields": [""]}
+    assert post(client, "/infill", **VIM | other_files) == {}
+    assert post(client, "/infill", **VIM)["timings/prompt_n"] <= 16  # they have not replaced what was read
+
+
+def test_llama_vscode_gets_nested_timings_and_several_completions(client):
+    body = {name: value for name, value in VIM.items() if name != "response_fields"}
+    answer = post(client, "/infill", **body)
+    assert answer["content"] == REST and answer["timings"]["predicted_ms"] > 0 and answer["stop_type"] == "eos"
+    answers = post(client, "/infill", **body | {"n_cmpl": 2, "seed": 3})
+    assert [answer["index"] for answer in answers] == [0, 1]
+
+
+def test_infill_streams(client):
+    chunks = events_of(client, "/infill", **VIM | {"stream": True})
+    assert "".join(chunk["content"] for chunk in chunks) == REST
+    assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_openais_completion_with_a_suffix(client):
+    body = {"model": "any", "prompt": BEFORE + LINE, "suffix": AFTER, "max_tokens": 40, "temperature": 0}
+    answer = post(client, "/v1/completions", **body)
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["finish_reason"], answer["object"]) == (REST, "stop", "text_completion")
+    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
+    cut = post(client, "/v1/completions", **body | {"max_tokens": 3})["choices"][0]
+    assert REST.startswith(cut["text"]) and cut["finish_reason"] == "length"
+    stopped = post(client, "/v1/completions", **body | {"stop": " +", "echo": True})["choices"][0]
+    assert stopped["text"] == BEFORE + LINE + "urn a" and stopped["finish_reason"] == "stop"
+
+
+def test_openais_stream_gives_the_same_text_and_usage_where_it_is_asked_for(client):
+    body = {"prompt": BEFORE, "suffix": AFTER, "max_tokens": 40, "temperature": 1, "n": 2, "seed": 5}
+    whole = post(client, "/v1/completions", **body)
+    chunks = events_of(client, "/v1/completions", **body, stream=True, stream_options={"include_usage": True})
+    assert chunks.pop()["usage"] == whole["usage"]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for i in range(2):
+        assert "".join(c["text"] for c in choices if c["index"] == i) == whole["choices"][i]["text"]
+        assert [c["finish_reason"] for c in choices if c["index"] == i][-1] == whole["choices"][i]["finish_reason"]
+
+
+def test_without_a_suffix_text_is_continued_with_the_same_seed_alike(client):
+    body = {"prompt": "int main(", "max_tokens": 16, "seed": 1, "temperature": 1.0}
+    texts = [post(client, "/v1/completions", **body | {"seed": seed})["choices"][0]["text"] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_body_with_segments_is_tabbys(client):
+    answer = post(client, "/v1/completions", language="cpp", user="me", segments={
+        "prefix": BEFORE + LINE, "suffix": AFTER, "filepath": "a.cpp", "clipboard": "x", "git_url": None})
+    assert answer["choices"][0]["text"] == REST and answer["id"]
+    assert client.get("/v1/health").json()["model"] == "tiny"
+
+
+def test_codestrals_answer_and_stream(client):
+    body = {"model": "codestral", "prompt": BEFORE + LINE, "suffix": AFTER, "max_tokens": 4096, "temperature": 0.0}
+    assert post(client, "/v1/fim/completions", **body)["choices"][0]["message"]["content"] == REST
+    chunks = events_of(client, "/v1/fim/completions", **body, stream=True)
+    assert all(chunk["choices"] for chunk in chunks)
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == REST
+
+
+def test_models_health_metrics_and_the_page(client):
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert client.get("/health").json() == {"status": "ok"}
+    generated = re.compile(r"^nanochat_generated_tokens_total (\S+)", re.MULTILINE)
+    before = float(generated.search(client.get("/metrics").text)[1])
+    post(client, "/infill", **VIM)
+    text = client.get("/metrics").text
+    assert float(generated.search(text)[1]) > before
+    assert 'nanochat_requests_total{path="/infill",status="200"}' in text
+    page = client.get("/").text
+    assert "<textarea" in page and not re.findall(r"(?:src|href)=\"(?!data:)|https?://", page)
+
+
+# -----------------------------------------------------------------------------
+# One model, several requests
+
+
+class SlowInfiller:
+    """Stands before a real one and takes its time for every token, so that a test can act while it generates."""
+    extra_tokens = 0
+
+    def __init__(self, infiller):
+        self.infiller, self.context = infiller, infiller.context
+        self.begun, self.go_on, self.asked, self.prefixes = threading.Event(), threading.Event(), 0, []
+
+    def complete(self, prefix, suffix, extra, options, on_text, keep_going):
+        self.prefixes.append(prefix)
+
+        def slow_keep_going():
+            self.asked += 1
+            self.begun.set()
+            self.go_on.wait(timeout=0.02)
+            return keep_going()
+
+        return self.infiller.complete(prefix, suffix, extra, options, on_text, slow_keep_going)
+
+
+@pytest.fixture(scope="module")
+def untrained(byte_tokenizer_dir):
+    """An infiller whose model does not know when to end."""
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
+    return Infiller(Engine(make_model(vocab_size=tokenizer.n_vocab), tokenizer, Dist("cpu", torch.device("cpu"))), True)
+
+
+@pytest.fixture
+def slow(untrained):
+    slow = SlowInfiller(untrained)
+    with serving(slow) as (client, server):
+        yield slow, client, server
+        slow.go_on.set()
+
+
+LONG = {"prompt": "int main() {", "max_tokens": 48, "seed": 1}
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def in_thread(client, path, body, answers, name):
+    thread = threading.Thread(target=lambda: answers.update({name: client.post(path, json=body)}))
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_frees_the_model(slow, stream):
+    slow, client, server = slow
+    with httpx.Client(base_url=client.base_url, timeout=60) as other:
+        def hang_up():
+            with other.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
+                next(answer.iter_lines())
+
+        def give_up():
+            with pytest.raises(httpx.ReadTimeout):
+                other.post("/v1/completions", json=LONG, timeout=0.1)
+
+        hang_up() if stream else give_up()
+    assert slow.begun.is_set()
+    [job] = server.thread._jobs
+    wait_until(lambda: job._is_cancelled)
+    asked = slow.asked
+    wait_until(job.future.done)
+    assert slow.asked - asked <= 2 and slow.asked < 47
+    assert client.get("/health").status_code == 200
+
+
+def test_a_newer_request_of_the_same_editor_replaces_the_one_that_waits(slow):
+    slow, client, server = slow
+    answers = {}
+    running = in_thread(client, "/v1/completions", LONG, answers, "running")
+    slow.begun.wait(30)
+    old = in_thread(client, "/infill", VIM | {"prompt": "    r"}, answers, "old")
+    wait_until(lambda: server.thread.num_waiting() == 1)
+    other = in_thread(client, "/infill", VIM | {"id_slot": 1}, answers, "other")
+    wait_until(lambda: server.thread.num_waiting() == 2)
+    assert "nanochat_waiting_requests 2.0" in client.get("/metrics").text
+    new = in_thread(client, "/infill", VIM, answers, "new")
+    old.join(30)
+    assert "newer request" in answers["old"].json()["error"]["message"] and answers["old"].status_code == 499
+    slow.go_on.set()
+    for thread in (running, new, other):
+        thread.join(30)
+    assert {answers[name].status_code for name in ("running", "new", "other")} == {200}
+    assert BEFORE + LINE in slow.prefixes and BEFORE + "    r" not in slow.prefixes
+
+
+def test_more_requests_than_may_wait_are_refused(slow):
+    slow, client, server = slow
+    answers = {}
+    threads = [in_thread(client, "/v1/completions", LONG, answers, "running")]
+    slow.begun.wait(30)
+    threads += [in_thread(client, "/v1/completions", LONG | {"max_tokens": 1}, answers, i) for i in range(MAX_WAITING)]
+    wait_until(lambda: server.thread.num_waiting() == MAX_WAITING)
+    assert "are waiting" in post(client, "/v1/completions", 503, **LONG)["error"]["message"]
+    slow.go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert {answer.status_code for answer in answers.values()} == {200}
+
+
+def test_a_request_gets_what_is_there_when_its_time_is_up(untrained):
+    with serving(SlowInfiller(untrained), timeout_s=0.3) as (client, _):
+        answers = {}
+        threads = [in_thread(client, "/v1/completions", LONG, answers, i) for i in range(2)]
+        for thread in threads:
+            thread.join(30)
+    ran, waited = sorted(answers.values(), key=lambda answer: answer.status_code)
+    assert ran.json()["choices"][0]["finish_reason"] == "length" and 0 < ran.json()["usage"]["completion_tokens"] < 47
+    assert waited.status_code in (200, 503)  # 200: its turn came at the very end of its time
+    assert waited.status_code == 200 or "--timeout_s" in waited.json()["error"]["message"]
+
+
+def test_the_server_answers_while_the_model_generates(slow):
+    slow, client, _ = slow
+    answers = {}
+    running = in_thread(client, "/v1/completions", LONG, answers, "running")
+    slow.begun.wait(30)
+    assert client.get("/health").status_code == 200 and not answers
+    slow.go_on.set()
+    running.join(30)
+
+
+# -----------------------------------------------------------------------------
+# Who may ask
+
+
+def test_with_a_key_only_the_page_and_health_need_none(infiller):
+    with serving(infiller, api_key="secret") as (client, _):
+        assert client.get("/").status_code == client.get("/health").status_code == 200
+        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer sécret".encode()}):
+            answer = client.post("/infill", json=VIM, headers=header)
+            assert answer.status_code == 401 and "--api_key" in answer.json()["error"]["message"]
+        assert client.get("/metrics").status_code == client.get("/v1/models").status_code == 401
+        assert client.post("/infill", json=VIM, headers={"Authorization": "Bearer secret"}).json()["content"] == REST
+
+
+def test_a_page_of_another_site_cannot_use_the_server(client):
+    assert client.get("/health", headers={"Host": "evil.example:8012"}).status_code == 400
+    assert client.get("/health", headers={"Host": "localhost:8012"}).status_code == 200
+    assert client.get("/health", headers={"Host": "[::1]:8012"}).status_code == 200

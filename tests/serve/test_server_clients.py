@@ -1,0 +1,211 @@
+"""Real clients complete from a real model: Vim with llama.vim, the openai package, tabby-agent, Continue's adapter.
+
+The plugin is taken from the folder LLAMA_VIM (a checkout of ggml-org/llama.vim), and the last two from NODE_CLIENTS,
+where `npm install --ignore-scripts tabby-agent@1.5.0 @continuedev/openai-adapters@1.37.0` was run.
+"""
+import asyncio
+import json
+import os
+import queue
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.serve.conftest import SOURCE
+
+pytestmark = pytest.mark.slow
+BEFORE, AFTER = SOURCE.split("    return a + b;")
+
+
+def folder(variable, file, advice):
+    """Returns the folder that an environment variable names; skips the test if `file` is not in it."""
+    path = Path(os.environ.get(variable, "/nonexistent"))
+    if not (path / file).exists():
+        pytest.skip(f"${variable} names no folder with {file}: {advice}")
+    return path
+
+
+def wait_for(condition, describe):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, describe()
+        time.sleep(0.1)
+
+
+# -----------------------------------------------------------------------------
+# Vim with llama.vim
+
+
+class Terminal:
+    """A program in a terminal of tmux, on a socket of its own."""
+
+    def __init__(self, socket, *command):
+        self._tmux = ["tmux", "-S", str(socket), "-f", "/dev/null"]
+        self._run("new-session", "-d", "-x", "100", "-y", "24", *command)
+
+    def _run(self, *arguments):
+        return subprocess.run([*self._tmux, *arguments], check=True, capture_output=True, text=True, timeout=30).stdout
+
+    def keys(self, *keys):
+        self._run("send-keys", *keys)
+
+    def type(self, text):
+        self._run("send-keys", "-l", text)
+
+    def screen(self):
+        return self._run("capture-pane", "-p")
+
+    def close(self):
+        subprocess.run([*self._tmux, "kill-server"], capture_output=True, timeout=30)  # it may have ended
+
+
+@pytest.fixture
+def vim(client, tmp_path):
+    """Vim with SOURCE, whose first function has no body."""
+    for program in ("vim", "tmux", "curl"):
+        if not shutil.which(program):
+            pytest.skip(f"there is no {program}")
+    plugin = folder("LLAMA_VIM", "autoload/llama.vim", "git clone https://github.com/ggml-org/llama.vim")
+    file, vimrc = tmp_path / "add.cpp", tmp_path / "vimrc"
+    file.write_text(BEFORE + AFTER.removeprefix("\n"))
+    vimrc.write_text(f"""\
+set nocompatible noswapfile viminfo= encoding=utf-8
+let g:llama_config = {{'endpoint_fim': '{client.base_url}/infill', 'show_info': 2}}
+set runtimepath+={plugin}
+""")
+    terminal = Terminal(tmp_path / "tmux", "vim", "-u", str(vimrc), str(file))
+    yield terminal, file
+    terminal.close()
+
+
+def test_vim_shows_ghost_text_and_tab_accepts_it(vim):
+    terminal, file = vim
+    wait_for(lambda: "ENTER" in terminal.screen() or "int twice" in terminal.screen(), terminal.screen)
+    if "ENTER" in terminal.screen():  # llama.vim warns of Vim 9.0, with which it works
+        terminal.keys("Enter")
+    wait_for(lambda: "int twice" in terminal.screen(), terminal.screen)
+    terminal.keys("o")
+    terminal.type("    ret")
+    wait_for(lambda: "return a + b;" in terminal.screen(), terminal.screen)
+    wait_for(lambda: "t/s)" in terminal.screen(), terminal.screen)  # llama.vim shows the server's timings
+    terminal.keys("Tab")
+    terminal.keys("Escape")
+    terminal.type(":wq")
+    terminal.keys("Enter")
+    wait_for(lambda: file.read_text() == SOURCE, lambda: file.read_text() + terminal.screen())
+
+
+# -----------------------------------------------------------------------------
+# openai
+
+
+@pytest.fixture
+def openai_client(client):
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none")
+
+
+REQUEST = {"model": "tiny", "prompt": BEFORE + "    ret", "suffix": AFTER, "max_tokens": 40, "temperature": 0}
+
+
+def test_openai_completes_streams_and_lists_the_model(openai_client):
+    assert openai_client.models.list().data[0].id == "tiny"
+    completion = openai_client.completions.create(**REQUEST)
+    assert completion.choices[0].text == "urn a + b;" and completion.choices[0].finish_reason == "stop"
+    assert completion.usage.completion_tokens > 0
+    chunks = list(openai_client.completions.create(**REQUEST, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "urn a + b;" and len(chunks) > 2
+    import openai
+    with pytest.raises(openai.UnprocessableEntityError, match="temperature"):
+        openai_client.completions.create(**REQUEST | {"temperature": 9})
+
+
+def test_openai_cancels(openai_client, served):
+    _, server = served
+    with openai_client.completions.create(**REQUEST, stream=True) as stream:
+        next(iter(stream))
+    wait_for(lambda: all(job.future.done() for job in server.thread._jobs), str)
+
+    import openai
+
+    async def cancel():
+        async with openai.AsyncOpenAI(base_url=str(openai_client.base_url), api_key="none") as client:
+            task = asyncio.ensure_future(client.completions.create(**REQUEST))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(cancel())
+    assert openai_client.completions.create(**REQUEST).choices[0].text == "urn a + b;"
+
+
+# -----------------------------------------------------------------------------
+# Tabby and Continue
+
+
+def node_client(file):
+    """Returns the path of a file of npm's packages; skips the test without it."""
+    if not shutil.which("node"):
+        pytest.skip("there is no node")
+    return folder("NODE_CLIENTS", f"node_modules/{file}", "run npm install in it, as the top of this file says"
+                  ) / "node_modules" / file
+
+
+class Agent:
+    """tabby-agent, which reads a line of JSON for each call and answers with one."""
+
+    def __init__(self, command, env):
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=subprocess.DEVNULL, text=True, env=env)
+        self._lines, self._number = queue.Queue(), 0
+        threading.Thread(target=lambda: [self._lines.put(line) for line in self.process.stdout], daemon=True).start()
+
+    def call(self, function, *arguments):
+        self._number += 1
+        self.process.stdin.write(json.dumps([self._number, {"func": function, "args": arguments}]) + "\n")
+        self.process.stdin.flush()
+        while True:
+            number, answer = json.loads(self._lines.get(timeout=60))
+            if number == self._number:
+                return answer
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+
+
+def test_tabby_agent_completes(client, tmp_path):
+    agent = Agent(["node", str(node_client("tabby-agent/dist/cli.js"))], os.environ | {"HOME": str(tmp_path)})
+    try:
+        assert agent.call("initialize", {"config": {
+            "server": {"endpoint": str(client.base_url).rstrip("/"), "token": ""},
+            "anonymousUsageTracking": {"disable": True}}}) is True
+        assert agent.call("getStatus") == "ready"
+        typed = BEFORE + "    ret"
+        answer = agent.call("provideCompletions", {
+            "filepath": "/a/add.cpp", "language": "cpp", "text": typed + AFTER, "position": len(typed),
+            "manually": True})
+        assert "urn a + b;" in str(answer), answer
+    finally:
+        agent.close()
+
+
+def test_continues_adapter_streams(client):
+    adapters = node_client("@continuedev/openai-adapters/dist/index.js")
+    program = """
+const [adapters, apiBase, prompt, suffix] = process.argv.slice(1);
+const {constructLlmApi} = await import(adapters);
+const api = constructLlmApi({provider: "mistral", apiKey: "none", apiBase});
+const body = {model: "tiny", prompt, suffix, max_tokens: 2048, temperature: 0.01};
+let text = "";
+for await (const chunk of api.fimStream(body, new AbortController().signal)) text += chunk.choices[0].delta.content;
+console.log(text);
+"""
+    done = subprocess.run(["node", "--input-type=module", "-e", program, str(adapters), f"{client.base_url}/v1/",
+                           BEFORE + "    ret", AFTER], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "urn a + b;\n", done.stderr
