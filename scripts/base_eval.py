@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from nanochat.checkpoint.checkpoint_files import find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.data.bucket import CACHE_GB, check_cache, data_place, in_bucket
 from nanochat.data.fim import KINDS, check_fim
@@ -17,7 +18,7 @@ from nanochat.data.lanes import NUM_LANES
 from nanochat.data.loader import DataLoader
 from nanochat.data.shards import list_shards, open_shards
 from nanochat.device.ranks import DEVICE_TYPES, prepare_xla_environment, print0, resolve_device_type
-from nanochat.infer.load import find_checkpoint, load_language_meta, load_model, resolve_inference_device_type
+from nanochat.infer.load import load_language_meta, load_model, resolve_inference_device_type
 from nanochat.infer.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
 from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
 from nanochat.infer.project_eval import ProjectRows, require_packed

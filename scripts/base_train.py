@@ -19,6 +19,8 @@ from functools import partial
 from nanochat.common import BadInput, end_with_parent, run_script
 from nanochat.device import tpu
 from nanochat.device.ranks import resolve_device_type
+from nanochat.judge.code_eval import evaluate_code
+from nanochat.judge.judge import Judge
 from nanochat.run.hosts import this_host
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
@@ -33,7 +35,9 @@ def main(argv=None):
         status = run_preflight(sys.argv[1:] if argv is None else argv)
         if status:
             return status
-    return launch(flags, device_type, make_task)
+    if flags.record.code_eval_every > 0:
+        Judge()  # raises BadInput if there is no compiler or no sandbox
+    return launch(flags, device_type, partial(make_task, judge_code=evaluate_code))
 
 
 def run_preflight(argv):

@@ -18,6 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
+from nanochat.checkpoint.checkpoint_files import find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data.shards import list_shards
 from nanochat.device.ranks import (
@@ -27,7 +28,7 @@ from nanochat.device.ranks import (
     prepare_xla_environment,
     resolve_device_type,
 )
-from nanochat.infer.load import find_checkpoint, load_language_meta, load_model, weights_of
+from nanochat.infer.load import load_language_meta, load_model, weights_of
 from nanochat.judge.eval_report import compare_results, format_differences, format_scores, make_page, summarise
 from nanochat.judge.evaluate import (
     Results,

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanochat.checkpoint.checkpoint_files import find_checkpoint
 from nanochat.common import (
     BadInput,
     expand_path,
@@ -18,7 +19,7 @@ from nanochat.common import (
     run_module,
     run_script,
 )
-from nanochat.infer.load import find_checkpoint, load_language_meta, resolve_inference_device_type, weights_of
+from nanochat.infer.load import load_language_meta, resolve_inference_device_type, weights_of
 from nanochat.judge import compare_search
 from nanochat.judge.eval_report import ALL, summarise
 from nanochat.judge.evaluate import read_results

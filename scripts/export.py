@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from nanochat.checkpoint.checkpoint_files import MODEL
+from nanochat.checkpoint.checkpoint_files import MODEL, find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, is_disk_full, read_flags, run_script
 from nanochat.device.ranks import Dist
 from nanochat.export import export, model_card
-from nanochat.infer.load import find_checkpoint, load_model
+from nanochat.infer.load import load_model
 from nanochat.record.history import read_run
 from scripts.report import draw_lines, save_figure
 

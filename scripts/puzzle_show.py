@@ -11,12 +11,11 @@ from xml.sax.saxutils import escape
 import numpy as np
 import torch
 
-from nanochat.checkpoint.checkpoint_files import OPTIMIZER, find_problem
+from nanochat.checkpoint.checkpoint_files import OPTIMIZER, find_checkpoint, find_problem
 from nanochat.checkpoint.meta import META, load_meta, read_config
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, run_script
 from nanochat.device.ranks import Dist
-from nanochat.infer.load import find_checkpoint
 from nanochat.puzzles.puzzle_data import read_puzzles
 from nanochat.puzzles.task import solve
 from nanochat.puzzles.trm import TRM, TRMConfig

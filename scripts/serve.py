@@ -11,10 +11,11 @@ import socket
 import sys
 from dataclasses import dataclass
 
+from nanochat.checkpoint.checkpoint_files import find_checkpoint
 from nanochat.common import BadInput, flag, read_flags, run_script
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.engine import Engine
-from nanochat.infer.load import ModelFlags, find_checkpoint, load_model, resolve_inference_device_type
+from nanochat.infer.load import ModelFlags, load_model, resolve_inference_device_type
 from nanochat.serve.infill import Infiller, Options
 
 MAX_CONNECTIONS = 100

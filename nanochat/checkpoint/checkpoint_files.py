@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nanochat.checkpoint.meta import META
-from nanochat.common import BadInput
+from nanochat.common import BadInput, expand_path, get_base_dir
 
 MODEL, OPTIMIZER, LANES, SUMS = "model.safetensors", "optimizer.safetensors", "lanes.json", "SHA256SUMS"
 MAX_THREADS = 16  # that read files to compute their checksums
@@ -56,6 +56,26 @@ def list_checkpoints(run_dir):
 def latest(run_dir):
     """Returns the path of the newest checkpoint, or None."""
     return next(reversed(list_checkpoints(run_dir)), None)
+
+
+def find_checkpoint(name=""):
+    """Returns the path of the checkpoint that `name` stands for.
+
+    name: the path of a checkpoint, the path or name of a run (its newest checkpoint), RUN/step_000100, or nothing (the
+        newest checkpoint of all runs). Raises BadInput if there is none.
+    """
+    checkpoints_dir = get_base_dir() / "checkpoints"
+    if not name:
+        newest = [path for path in map(latest, checkpoints_dir.glob("*")) if path]
+        if not newest:
+            raise BadInput(f"there is no checkpoint in {checkpoints_dir}: train one with python3 -m scripts.base_train")
+        return max(newest, key=lambda path: path.stat().st_mtime)
+    for path in (expand_path(name), checkpoints_dir / name):
+        if (path / META).is_file():
+            return path
+        if latest(path):
+            return latest(path)
+    raise BadInput(f"no checkpoint at {name}: give a run in {checkpoints_dir}, or the path of a step_… directory")
 
 
 def latest_good(run_dir, report=warnings.warn):

@@ -2,8 +2,8 @@
 
 A tokenizer directory holds `vocabulary.tiktoken` (one line per token: base64 and rank), `tokenizer.json` (split pattern
 and special tokens) and `token_bytes.pt` (number of bytes of every token); or it holds the `tokenizer.pkl` of
-karpathy/nanochat, or the `tokenizer.json` of Hugging Face's library (see huggingface.py). scripts/tok_train.py makes a
-tokenizer directory.
+karpathy/nanochat, or the `tokenizer.json` of Hugging Face's library (see tokenizer_json.py). scripts/tok_train.py makes
+a tokenizer directory.
 """
 import base64
 import binascii

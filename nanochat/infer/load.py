@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from nanochat.checkpoint.checkpoint_files import MODEL, find_problem, latest, sha256_of_files, tensor_files
-from nanochat.checkpoint.meta import META, load_meta, read_config
+from nanochat.checkpoint.checkpoint_files import MODEL, find_problem, sha256_of_files, tensor_files
+from nanochat.checkpoint.meta import load_meta, read_config
 from nanochat.checkpoint.pieces import load_tensors
-from nanochat.common import BadInput, expand_path, flag, get_base_dir
+from nanochat.common import BadInput, expand_path, flag
 from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
 from nanochat.device.mesh import ONE_CHIP
 from nanochat.device.ranks import DEVICE_TYPES, resolve_device_type
@@ -31,26 +31,6 @@ class ModelFlags:
                                       of=expand_path)
     device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
     quantize: str = flag("none", "int8: on the CPU, less than half of the memory and several times the speed")
-
-
-def find_checkpoint(name=""):
-    """Returns the path of the checkpoint that `name` stands for.
-
-    name: the path of a checkpoint, the path or name of a run (its newest checkpoint), RUN/step_000100, or nothing (the
-        newest checkpoint of all runs). Raises BadInput if there is none.
-    """
-    checkpoints_dir = get_base_dir() / "checkpoints"
-    if not name:
-        newest = [path for path in map(latest, checkpoints_dir.glob("*")) if path]
-        if not newest:
-            raise BadInput(f"there is no checkpoint in {checkpoints_dir}: train one with python3 -m scripts.base_train")
-        return max(newest, key=lambda path: path.stat().st_mtime)
-    for path in (expand_path(name), checkpoints_dir / name):
-        if (path / META).is_file():
-            return path
-        if latest(path):
-            return latest(path)
-    raise BadInput(f"no checkpoint at {name}: give a run in {checkpoints_dir}, or the path of a step_… directory")
 
 
 def load_language_meta(path):

@@ -1,4 +1,5 @@
 """The task of base_train: predict the next token of C++."""
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -18,8 +19,6 @@ from nanochat.device.ranks import print0
 from nanochat.infer.engine import Engine
 from nanochat.infer.loss_eval import bits_per_byte, with_suffixes
 from nanochat.infer.sample import BrokenModel
-from nanochat.judge.code_eval import evaluate_code
-from nanochat.judge.judge import Judge
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.gpt import GPT, GPTConfig, initial_weights
@@ -43,6 +42,8 @@ class LanguageTask:
     teacher: Teacher | None
     data_fingerprint: str | None  # None for synthetic data
     bucket: str | None = None  # about the data and its cache, if it is in a bucket
+    # (model, tokenizer, dist, is_cut_short) -> {metric: value}: how much of the code that the model writes works
+    judge_code: Callable | None = None
     name = "language"
     changing_flags = *(field.name for group in (BatchFlags, OptimConfig, DistillationFlags)
                        for field in fields(group) if field.name != "device_batch_size"), "compute_dtype"
@@ -133,9 +134,10 @@ class LanguageTask:
 
     def events(self):
         record = self.flags.record
-        return (Event("evaluate", record.eval_every, True, self.evaluate),
-                Event("evaluate", record.code_eval_every, False, self.evaluate_code),
-                Event("sample", record.sample_every, False, self.sample))
+        events = [Event("evaluate", record.eval_every, True, self.evaluate)]
+        if self.judge_code:
+            events.append(Event("evaluate", record.code_eval_every, False, self.evaluate_code))
+        return [*events, Event("sample", record.sample_every, False, self.sample)]
 
     def evaluate(self, training, dist, step, is_cut_short):
         """Returns the bits per byte of the validation text, and of middles in it if the run has --fim_rate. A stop cuts
@@ -173,7 +175,7 @@ class LanguageTask:
         """Returns how much of the C++ that the model writes compiles and works."""
         with self.whole_model(training):
             try:
-                return evaluate_code(training.model, self.tokenizer, dist, is_cut_short)
+                return self.judge_code(training.model, self.tokenizer, dist, is_cut_short)
             except BrokenModel as error:
                 print0(f"warning: no code is evaluated at step {step}: {error}")
                 return {}
@@ -195,10 +197,10 @@ class LanguageTask:
         return {}
 
 
-def make_task(flags, device_type, world_size, directory):
+def make_task(flags, device_type, world_size, directory, judge_code=None):
     """Returns the LanguageTask for base_train's Flags. Raises BadInput for anything that can be refused now.
 
-    directory: of the run.
+    directory: of the run. judge_code: see LanguageTask; without it, --code_eval_every does nothing.
     """
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     plan = make_plan(flags, tokenizer.n_vocab, device_type, world_size)
@@ -206,11 +208,9 @@ def make_task(flags, device_type, world_size, directory):
     teacher = find_teacher(flags, plan, tokenizer, directory)
     if teacher:
         flags = flags.replace(teacher=str(teacher.path))  # the one that is meant now, if it is trained further
-    if flags.record.code_eval_every > 0:
-        Judge()  # raises BadInput if there is no compiler or no sandbox
     if flags.data.fim_rate:
         check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, flags.model.max_seq_len)
-    return LanguageTask(flags, plan, tokenizer, teacher, data_fingerprint, bucket)
+    return LanguageTask(flags, plan, tokenizer, teacher, data_fingerprint, bucket, judge_code)
 
 
 def list_data(data, split):

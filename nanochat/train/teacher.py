@@ -5,11 +5,10 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.checkpoint.checkpoint_files import MODEL, find_problem
+from nanochat.checkpoint.checkpoint_files import MODEL, find_checkpoint, find_problem
 from nanochat.checkpoint.meta import load_meta, read_config
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput
-from nanochat.infer.load import find_checkpoint
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.distillation import Teaching
 from nanochat.kernels.flash_shapes import require_shapes

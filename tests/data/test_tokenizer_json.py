@@ -9,13 +9,13 @@ import rustbpe
 import tiktoken
 
 from nanochat.common import BadInput
-from nanochat.data import huggingface
+from nanochat.data import tokenizer_json
 from nanochat.data.tokenizer import SPECIAL_TOKENS, load_tokenizer
 from tests.data.headers import HEADERS
 
 NANOCHAT = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)"
             r"|\s+")
-CHARACTER_OF = {byte: character for character, byte in huggingface._byte_of_character().items()}
+CHARACTER_OF = {byte: character for character, byte in tokenizer_json._byte_of_character().items()}
 TEXTS = [*HEADERS[1:40:4], " \n\n  x\t\r\n'S 'll don't 1234567 é漢字\u00a0\u2028\U0001f600 <|bos|> ((( ]]] \0\x7f"]
 
 
@@ -42,7 +42,7 @@ def make(pattern, pre_tokenizer, special_tokens=("<|bos|>", "<|user_start|>"), f
     tokens = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
     shift = len(special_tokens) if first else 0
     special = {name: i if first else len(tokens) + i for i, name in enumerate(special_tokens)}
-    merges = [[visible(part) for part in huggingface._last_pair(token, rank, tokens)]
+    merges = [[visible(part) for part in tokenizer_json._last_pair(token, rank, tokens)]
               for token, rank in tokens.items() if len(token) > 1]
     vocabulary = {**special, **{visible(token): rank + shift for token, rank in tokens.items()}}
     return make_config(vocabulary, merges if pairs else [" ".join(pair) for pair in merges], pre_tokenizer, special)
@@ -92,7 +92,7 @@ def trained():
 @pytest.mark.parametrize("pattern, pre_tokenizer, options", [
     (NANOCHAT, split_and_byte_level(NANOCHAT), {}),
     (NANOCHAT, split_and_byte_level(NANOCHAT, behavior="Removed", invert=True), {"first": False, "pairs": False}),
-    (huggingface.GPT2_PATTERN, BYTE_LEVEL, {"special_tokens": ["<|endoftext|>"], "first": False}),
+    (tokenizer_json.GPT2_PATTERN, BYTE_LEVEL, {"special_tokens": ["<|endoftext|>"], "first": False}),
 ])
 def test_ids_are_those_of_the_library_and_text_comes_back(tmp_path, pattern, pre_tokenizer, options):
     config = make(pattern, pre_tokenizer, **options)
@@ -218,7 +218,7 @@ def test_one_over_our_own_is_named(tmp_path, trained, byte_tokenizer_dir):
 
 
 @pytest.mark.parametrize("pattern, alike", [
-    (NANOCHAT, True), (huggingface.GPT2_PATTERN, True), (r"(?:a|b){2,3}|[^\S\n]+|\x41|[\[\]]", True),
+    (NANOCHAT, True), (tokenizer_json.GPT2_PATTERN, True), (r"(?:a|b){2,3}|[^\S\n]+|\x41|[\[\]]", True),
     (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
      r"|\s+", True),  # Llama 3
     (r"a$", False), (r"^a", False), (r"\bint\b", False), (r"(?m)a", False), (r"(?<=a)b", False), (r"a{2}+", False),
@@ -226,7 +226,7 @@ def test_one_over_our_own_is_named(tmp_path, trained, byte_tokenizer_dir):
     (r"(?i:ss)", False), (r"(?i:straße)", False), (r"\p{Alpha}", False), (r"\h", False), (r"\xC3", False), ("", False),
 ])
 def test_only_patterns_that_both_libraries_read_alike_are_taken(pattern, alike):
-    assert bool(huggingface._ALIKE.fullmatch(pattern)) == alike
+    assert bool(tokenizer_json._ALIKE.fullmatch(pattern)) == alike
 
 
 def test_random_vocabularies_are_read_alike_or_refused(tmp_path):
@@ -245,7 +245,7 @@ def test_random_vocabularies_are_read_alike_or_refused(tmp_path):
                 tokens.append("".join(pair))
         config = make_config(vocabulary, merges)
         try:
-            ranks, _, _ = huggingface.read_huggingface(save(tmp_path, config) / "tokenizer.json", SPECIAL_TOKENS)
+            ranks, _, _ = tokenizer_json.read_huggingface(save(tmp_path, config) / "tokenizer.json", SPECIAL_TOKENS)
         except ValueError:
             continue
         taken += 1

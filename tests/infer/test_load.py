@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from nanochat.checkpoint import checkpoint
-from nanochat.checkpoint.checkpoint_files import find_problem
+from nanochat.checkpoint.checkpoint_files import find_checkpoint, find_problem
 from nanochat.checkpoint.meta import META
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
-from nanochat.infer.load import find_checkpoint, load_model, weights_of
+from nanochat.infer.load import load_model, weights_of
 from scripts import base_eval, code_eval, eval_table, solve
 from tests.checkpoint.states import make_meta, save
 from tests.infer.test_engine import make_model

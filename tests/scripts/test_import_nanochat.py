@@ -7,10 +7,11 @@ import rustbpe
 import tiktoken
 import torch
 
+from nanochat.checkpoint.checkpoint_files import find_checkpoint
 from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
 from nanochat.export import export
-from nanochat.infer.load import find_checkpoint, load_model
+from nanochat.infer.load import load_model
 from scripts import base_train, import_nanochat
 from tests.data.headers import HEADERS
 from tests.data.test_tokenizer_json import NANOCHAT
