@@ -30,8 +30,8 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock, Timeout
 
-from nanochat.ablate.ablation import compare, read_curve
-from nanochat.ablate.trials import read_trials, require_same_flags
+from nanochat.analysis.ablation import compare, read_curve
+from nanochat.analysis.trials import read_trials, require_same_flags
 from nanochat.common import (
     BadInput,
     end_with_parent,

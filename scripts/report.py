@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
+from nanochat.analysis.measured import markdown_block
 from nanochat.checkpoint.meta import with_words
 from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir, run_script
 from nanochat.device import tpu
 from nanochat.record.history import SECONDS, read_run
-from nanochat.record.measured import markdown_block
 from nanochat.record.metrics import format_count, format_duration
 from scripts.tpu_advice import read_flags as read_run_flags
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # As in docs/design.md: an import goes down this list, never up.
 CORE = ["train", "infer", "run", "checkpoint", "kernels", "model", "record", "data", "device", "common"]
 # What a person may ignore until they need it: a room imports the core and no other room, and the core imports no room.
-ROOMS = ["ablate", "corpus", "export", "judge", "preflight", "puzzles", "serve"]
+ROOMS = ["analysis", "corpus", "export", "judge", "preflight", "puzzles", "serve"]
 SOURCES = sorted(path.relative_to(ROOT) for folder in ("nanochat", "scripts") for path in (ROOT / folder).rglob("*.py"))
 MAX_LINES = 400
 FOR_TRANSFORMERS = "nanochat.export.modeling_nanochat_scaled"  # copied into exports: the program never imports it

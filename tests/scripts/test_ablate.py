@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.ablate.trials import read_trials
+from nanochat.analysis.trials import read_trials
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts import ablate

@@ -9,10 +9,10 @@ import pytest
 from matplotlib import image
 from matplotlib.figure import Figure
 
+from nanochat.analysis.measured import differences, markdown_block
 from nanochat.common import BadInput
 from nanochat.device.prices import chip_price
 from nanochat.record.history import read_run
-from nanochat.record.measured import differences, markdown_block
 from scripts.report import draw_lines, has_shown, main, read_preflight
 
 # metrics.jsonl of six steps of a tiny model, as base_train wrote it. A second process resumed from step 2.
