@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 
-from nanochat.kernels import plain, xla
+from nanochat.kernels import plain, xla_loss
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.distillation import Teaching
 from nanochat.model.layers import IGNORE_INDEX
@@ -31,7 +31,7 @@ def reference(hidden, head, targets, softcap, teaching):
 def test_loss_and_gradients_are_those_of_a_plain_reference(name, weight, temperature, softcap, teacher_softcap,
                                                           monkeypatch):
     monkeypatch.setattr(plain, "CHUNK_TOKENS", 40)  # 40, 40, 16
-    monkeypatch.setattr(xla, "CHUNK_TOKENS", 64)  # three chunks of 32
+    monkeypatch.setattr(xla_loss, "CHUNK_TOKENS", 64)  # three chunks of 32
     generator = torch.Generator().manual_seed(1)
     hidden, head, teacher_hidden, teacher_head = (torch.randn(*shape, generator=generator) for shape in (
         (TOKENS, WIDTH), (VOCABULARY, WIDTH), (TOKENS, TEACHER_WIDTH), (VOCABULARY, TEACHER_WIDTH)))

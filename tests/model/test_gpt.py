@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import torch_xla
 
 from nanochat.common import BadInput
-from nanochat.kernels import on_cpu, plain, xla
+from nanochat.kernels import on_cpu, plain, xla_loss
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT, GPTConfig, KVCache, config_for_depth
 from nanochat.model.layers import IGNORE_INDEX
@@ -129,7 +129,7 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
     monkeypatch.setattr(on_cpu, "BLOCK_TOKENS", 2)
     monkeypatch.setattr(on_cpu, "BLOCK_LOGITS", 1)
     monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 5)
-    monkeypatch.setattr(xla, "CHUNK_TOKENS", 100 if activation_checkpointing == "none" else 8)
+    monkeypatch.setattr(xla_loss, "CHUNK_TOKENS", 100 if activation_checkpointing == "none" else 8)
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
                        window_pattern="SL", softcap=softcap, key_shift=bool(has_parts),
                        layer_gates=has_parts is True, value_embeddings=bool(has_parts),
