@@ -21,6 +21,7 @@ from nanochat.puzzles import task as puzzles
 from nanochat.puzzles.puzzle_data import write_puzzles
 from nanochat.train import launch
 from nanochat.train.flags import TITLES
+from scripts.bench import __main__ as bench
 from tests.checkpoint.states import make_meta
 from tests.infer.test_engine import make_model
 
@@ -33,9 +34,9 @@ LAUNCHED = ["spawn", "Trainer"]  # of nanochat.train.launch
 # Where the real work of each script begins: there the test stops it.
 WORK = {
     "ablate": ["run_all"], "base_eval": ["DataLoader"], "base_train": ["spawn", "Trainer", "run_preflight"],
-    "bench_checkpoint": ["make_state"], "bench_generate": ["make_model"], "bench_host": ["Contender"],
-    "bench_judge": ["Judge"], "bench_kernels": ["measure"], "bench_loader": ["compare_speed"],
-    "bench_schedule": ["measure"], "bench_serve": ["get_context"], "bench_train": ["ProcessPoolExecutor"],
+    "bench.checkpoint": ["make_state"], "bench.generate": ["make_model"], "bench.host": ["Training"],
+    "bench.judge": ["Judge"], "bench.kernels": ["measure"], "bench.loader": ["compare_all"],
+    "bench.schedule": ["measure"], "bench.serve": ["get_context"], "bench.train": ["Training"],
     "code_eval": ["Judge"],
     "demo": ["run"], "eval_table": ["run"], "export": ["load_model"], "generate": ["Engine"],
     "import_nanochat": ["read_weights"], "prepare_data": ["build"], "prepare_puzzles": ["make_all"],
@@ -112,8 +113,8 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         "ablate": [str(tmp_path / "table.toml")],
         "base_train": [f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", "--device_type=cpu",
                        f"--val_dir={corpus_dir}/val", "--depth=1", "--max_seq_len=32", "--total_batch_size=256"],
-        "bench_kernels": ["--accelerator=v6e-1"], "bench_schedule": ["--accelerator=v6e-1"],
-        "bench_serve": [f"--data_dir={tmp_path}/documents"],
+        "bench.kernels": ["--accelerator=v6e-1"], "bench.schedule": ["--accelerator=v6e-1"],
+        "bench.serve": [f"--data_dir={tmp_path}/documents"],
         "puzzle_train": [f"--data_dir={made_puzzles}", "--device_type=cpu", "--hidden=8", "--heads=2"],
         "puzzle_preflight": ["--accelerator=v6e-4", f"--data_dir={made_puzzles}"],
         "tpu_preflight": ["--accelerator=v6e-4", f"--tokenizer_dir={byte_tokenizer_dir}"],
@@ -130,7 +131,7 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         "solve": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
                   "--prompt=int f(int x) {"],
         "prepare_data": ["--source=FOLDER"], "tok_train": [f"--data_dir={corpus_dir}/train"],
-        "bench_loader": [f"--data_dir={corpus_dir}/train", f"--tokenizer_dir={byte_tokenizer_dir}"],
+        "bench.loader": [f"--data_dir={corpus_dir}/train", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "tok_eval": [f"--data_dir={corpus_dir}/val", f"--tokenizer_dir={byte_tokenizer_dir}"]}.get(name, [])
     (tmp_path / "documents").mkdir()
     pq.write_table(pa.table({"text": ["int x;\n" * 10_000]}), tmp_path / "documents/shard_00000.parquet")
@@ -180,5 +181,7 @@ def outcome_of(module, work, argv):
 
 
 def test_no_script_is_left_out():
-    scripts = {path.stem for path in Path(__file__).parent.parent.glob("scripts/*.py")} - {"__init__"}
+    folder = Path(__file__).parent.parent / "scripts"
+    scripts = {path.stem for path in folder.glob("[a-z]*.py")} | {f"bench.{name}" for name in bench.NAMES}
     assert scripts == WORK.keys()
+    assert {path.stem for path in folder.glob("bench/[a-z]*.py")} == {*bench.NAMES, "rounds"}

@@ -21,11 +21,14 @@ from nanochat.device.tpu import parse_accelerator
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import make_plan
 from scripts import tpu_preflight
+from scripts.bench import __main__ as bench
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tokenizer/README.md",
              *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-HELPS = [*sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("[a-z]*.py")),
+SCRIPTS = [f"scripts/{path.name}" for path in sorted((ROOT / "scripts").glob("[a-z]*.py"))]
+SCRIPTS += [f"scripts/bench/{name}.py" for name in bench.NAMES]
+HELPS = [*SCRIPTS,
          *sorted(f"deploy/{path.name}" for path in (ROOT / "deploy").glob("*.sh"))]
 # Programs that are not of this project: their arguments are not checked.
 OTHER_PROGRAMS = {"ray", "$EDITOR", "apt-get", "cp", "diff", "export", "gcloud", "head", "source"}
@@ -123,6 +126,8 @@ def problem_of_command(words):
 def problem_of_module(module, *arguments):
     if not module.startswith(("scripts.", "tests.")):
         return None if module == "pytest" else f"no module {module}"
+    if module == "scripts.bench":
+        module = "scripts.bench.__main__"
     if not (ROOT / f"{module.replace('.', '/')}.py").exists():
         return f"no module {module}"
     return parse(module, *arguments)
@@ -196,11 +201,11 @@ def known_flags():
     texts = [(ROOT / "deploy" / "config.env.example").read_text().lower().replace("#", " --").replace("=", " ")]
     texts += [run(path, "--help").stdout for path in sorted((ROOT / "deploy").glob("*.sh"))
               if os.access(path, os.X_OK)]
-    for path in [*sorted((ROOT / "scripts").glob("[a-z]*.py")), ROOT / "tests/run/chaos.py"]:
-        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    for path in [*SCRIPTS, "tests/run/chaos.py"]:
+        module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
         output = io.StringIO()
         with (contextlib.redirect_stdout(output), contextlib.suppress(SystemExit),
-              mock.patch("sys.argv", [path.name, "--help"])):
+              mock.patch("sys.argv", [path, "--help"])):
             module.main(["--help"]) if module.main.__code__.co_argcount else module.main()
         texts.append(output.getvalue())
     return {flag for text in texts for flag in re.findall(r"--[a-z]\w*", text)}

@@ -99,7 +99,7 @@ def keep_freed_memory():
     the ranks that are spawned. Variables that are set count. Where there is no glibc, it does nothing.
 
     By default glibc gives each large tensor back to the operating system, which clears every page of the next one: that
-    took a third of the time of training on a CPU (scripts.bench_train). A process may need half as much memory again.
+    took a third of the time of training on a CPU. A process may need half as much memory again.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     for variable, parameter, value in _KEEP_FREED_MEMORY if mallopt else ():

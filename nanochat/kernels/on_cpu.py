@@ -1,7 +1,7 @@
 """Attention and loss for training on a CPU, where memory is slow beside the products.
 
 Both work on blocks that stay in the cache, and have backward passes of their own, which read each block few times.
-scripts.bench_train compares them with PyTorch's.
+scripts.bench train compares them with PyTorch's.
 """
 import torch
 from torch.autograd.function import once_differentiable

@@ -3,7 +3,7 @@
     training = TrainingStep(model, optimizer, loss, dist)
     sums_and_norm = training.run(batches, plan.micro_steps(step), training.optimizer.scheduled(step))
 
-base_train, puzzle_train, tpu_preflight, bench_host and bench_train all run this class. It knows neither the model nor
+base_train, puzzle_train, tpu_preflight, and the benches all run this class. It knows neither the model nor
 the data: a task brings its model, optimizer, loss and batches.
 """
 import torch

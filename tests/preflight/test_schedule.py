@@ -10,7 +10,8 @@ from nanochat.preflight.compile import CompilerError
 from nanochat.preflight.explain import listing
 from nanochat.preflight.jax_programs import schedule_of
 from nanochat.preflight.schedule import Unreadable, read_folder, read_schedule
-from scripts import bench_kernels, bench_schedule
+from scripts.bench import kernels as bench_kernels
+from scripts.bench import schedule as bench_schedule
 
 needs_compiler = pytest.mark.skipif(not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("jax")),
                                     reason="needs libtpu and jax: pip install '.[tpu]'")
@@ -20,7 +21,7 @@ needs_compiler = pytest.mark.skipif(not (importlib.util.find_spec("libtpu") and 
 @pytest.mark.parametrize("accelerator", ["v5litepod-1", "v6e-1"])
 def test_a_product_takes_as_long_as_its_operations_at_the_peak_rate(accelerator, tmp_path):
     folder = tmp_path / "a name with spaces"
-    (_, bound, schedule), = bench_schedule.measure(tpu.parse_accelerator(accelerator), [(2048, 2048, 2048)], folder)
+    bound, schedule = bench_schedule.measure(tpu.parse_accelerator(accelerator), (2048, 2048, 2048), folder)
     assert schedule.uncounted_loops == 0
     assert schedule.matrix_cycles == pytest.approx(bound, rel=0.02)
     assert bound < schedule.cycles < 1.1 * bound
@@ -31,8 +32,8 @@ def test_a_product_takes_as_long_as_its_operations_at_the_peak_rate(accelerator,
 @needs_compiler
 def test_a_dump_that_is_missing_is_one_line(tmp_path):
     with pytest.raises(CompilerError, match="no schedules for product.*--heuristic") as error:
-        list(bench_schedule.measure(tpu.parse_accelerator("v5litepod-1"), [(256, 256, 256)], tmp_path,
-                                    libtpu_options={"xla_jf_dump_llo_text": "false"}))
+        bench_schedule.measure(tpu.parse_accelerator("v5litepod-1"), (256, 256, 256), tmp_path,
+                               libtpu_options={"xla_jf_dump_llo_text": "false"})
     assert "\n" not in str(error.value)
 
 
@@ -52,10 +53,11 @@ def test_a_kernel_with_branches_counts_as_often_as_its_declared_work_says(tmp_pa
     """Three segments are three pairs of a segment with itself, half visible, and three that are wholly visible: each of
     the six steps would count one and a half."""
     flags = bench_kernels.Flags(accelerator="v5litepod-1", max_seq_len=6144, device_batch_size=1, num_heads=1)
-    name, (cycles, bound, work), schedule = next(bench_kernels.measure(
+    name, cycles, schedule = next(bench_kernels.measure(
         flags, tpu.parse_accelerator(flags.accelerator), tmp_path))
-    assert name == "forward" and 1.8 * bound < schedule.matrix_cycles < 2.2 * bound
-    assert bound < work < 1.15 * bound and bound < cycles < 1.5 * bound
+    assert name == "forward" and 1.8 * cycles.bound < schedule.matrix_cycles < 2.2 * cycles.bound
+    assert cycles.bound < cycles.tiles < 1.15 * cycles.bound
+    assert cycles.bound < cycles.scheduled < 1.5 * cycles.bound
 
 
 PROGRAM = """

@@ -1,13 +1,11 @@
-"""Measures how long saving a checkpoint holds up the training loop, and how long it takes until the state is on disk:
+"""Measures how long saving a checkpoint holds up the training loop, beside the time until the state is on disk:
 
-    python3 -m scripts.bench_checkpoint --depth=16
+    python3 -m scripts.bench checkpoint --depth=16
 
 The state has the true sizes and random contents; nothing is trained. The state is in host memory, so a copy within
 memory holds up the loop here; on a TPU it is the copy from the device to the host.
 """
-import shutil
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +15,13 @@ from nanochat.checkpoint import checkpoint
 from nanochat.checkpoint.checkpoint_files import state_bytes
 from nanochat.checkpoint.meta import Meta
 from nanochat.checkpoint.saver import Saver
-from nanochat.common import flag, get_base_dir, read_flags, require_writable_dir, run_script
+from nanochat.common import flag, get_base_dir, read_flags, require_writable_dir
 from nanochat.data.lanes import NUM_LANES
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import make_plan
+from scripts.bench.rounds import Clock
 
 
 @dataclass(frozen=True)
@@ -34,29 +33,23 @@ def make_state(depth):
     """Returns random weights and a random optimizer's state of a model of this depth, each {name: tensor}."""
     plan = make_plan(parse_flags([f"--depth={depth}"]), 65536, "cpu", 1)
     optimizer = MuonAdamW(GPT.on_meta(plan.config), plan.optimizer, plan.total_batch_size, plan.num_iterations)
-    return tuple({name: torch.rand(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
-                 for state in (optimizer.masters, optimizer.state))
+    return [{name: torch.rand(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
+            for state in (optimizer.masters, optimizer.state)]
 
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     state = make_state(flags.depth)
-    num_bytes = state_bytes(*state)
-    run_dir = Path(tempfile.mkdtemp(prefix="bench_checkpoint_", dir=require_writable_dir(get_base_dir())))
-    try:
+    with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=require_writable_dir(get_base_dir())) as folder:
+        run_dir = Path(folder)
         saver = Saver(run_dir, num_lanes=NUM_LANES, keep=1)
-        started = time.monotonic()
+        clock = Clock()
         checkpoint.save_lane_states(run_dir, 1, {lane: {} for lane in range(NUM_LANES)})
-        copies = ({name: tensor.clone() for name, tensor in part.items()} for part in state)  # as MuonAdamW.host_state
+        copies = [{name: tensor.clone() for name, tensor in part.items()} for part in state]  # as MuonAdamW.host_state
         saver.save(*copies, Meta(step=1, config={}, tokenizer_sha256="", data_fingerprint="", flags={}, rng=""))
-        held_s = time.monotonic() - started
+        held_s = clock.spent().wall_s
         saver.finish()
-        safe_s = time.monotonic() - started
-        print(f"{num_bytes:,} bytes: the loop was held up for {held_s:.2f} s; written, synced, read back and "
-              f"renamed after {safe_s:.1f} s ({num_bytes / safe_s / 1e6:.0f} MB/s)")
-    finally:
-        shutil.rmtree(run_dir)
-
-
-if __name__ == "__main__":
-    run_script(main)
+        safe_s = clock.spent().wall_s
+    num_bytes = state_bytes(*state)
+    print(f"{num_bytes:,} bytes: the loop was held up for {held_s:.2f} s; written, synced, read back and renamed after "
+          f"{safe_s:.1f} s ({num_bytes / safe_s / 1e6:.0f} MB/s): the loop waits for {held_s / safe_s:.1%} of the save")

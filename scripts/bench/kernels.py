@@ -1,6 +1,6 @@
 """Compiles the attention kernels alone for a TPU, and says how many cycles they take by the machine's own schedule:
 
-    python3 -m scripts.bench_kernels --accelerator=v6e-1 --max_seq_len=2048 --window=1024
+    python3 -m scripts.bench kernels --accelerator=v6e-1 --max_seq_len=2048 --window=1024
 
 Needs no TPU, and seconds where tpu_preflight compiles a whole program. Beside the cycles stand the bound, which is the
 products of all pairs of a query and a key that it sees at the peak rate of the matrix units, and the fraction of each
@@ -9,7 +9,7 @@ unit's slots that is used. A batch, heads and layers multiply the cycles.
 import tempfile
 from dataclasses import dataclass
 
-from nanochat.common import BadInput, flag, read_flags, run_script
+from nanochat.common import BadInput, flag, read_flags
 from nanochat.kernels.flash_shapes import HEAD_DIM, MAX_SEQ_LEN, MAX_WHOLE, SEGMENT, is_length
 from nanochat.preflight.compile import require_packages
 from nanochat.preflight.jax_programs import parse_one_chip, schedule_of
@@ -46,10 +46,16 @@ class Flags:
     timeout_s: int = flag(1800, "the longest time that one kernel may take to compile", at_least=1)
 
 
+@dataclass(frozen=True)
+class Cycles:
+    """Of one layer."""
+    scheduled: float
+    bound: float  # what its products need at the peak rate
+    tiles: float  # what its tiles of scores need
+
+
 def measure(flags, tpu_slice, folder):
-    """Compiles the kernels. Yields the name of each, three numbers of cycles of a layer (those of the schedule, those
-    that its products need at the peak rate, and those for its tiles of scores), and its Schedule.
-    Raises CompilerError."""
+    """Compiles the kernels. Yields the name of each, its Cycles, and its Schedule. Raises CompilerError."""
     kv_heads = flags.num_heads if flags.num_kv_heads == -1 else flags.num_kv_heads
     window = flags.max_seq_len if flags.window == -1 else flags.window
     sizes = (flags.device_batch_size, flags.max_seq_len, flags.num_heads * HEAD_DIM, kv_heads * HEAD_DIM, window,
@@ -58,8 +64,9 @@ def measure(flags, tpu_slice, folder):
     for name, products in PRODUCTS.items():
         schedule, declared = schedule_of(f"{name} kernel", KERNEL, (name, *sizes), tpu_slice, folder, flags.timeout_s)
         flops = 2 * products * HEAD_DIM * pairs * flags.device_batch_size * flags.num_heads
-        bound, work = (count / tpu_slice.tpu.flops_per_cycle for count in (flops, declared["flops"]))
-        yield name, (schedule.cycles_with(work, declared["transcendentals"]), bound, work), schedule
+        bound = flops / tpu_slice.tpu.flops_per_cycle
+        tiles = declared["flops"] / tpu_slice.tpu.flops_per_cycle
+        yield name, Cycles(schedule.cycles_with(tiles, declared["transcendentals"]), bound, tiles), schedule
 
 
 def main(argv=None):
@@ -75,11 +82,8 @@ def main(argv=None):
     print(f"{'':>10} {'schedule':>9} {'bound':>8} {'÷ bound':>8} {'tiles':>8} {'empty':>6}  " + "  ".join(UNITS))
     with tempfile.TemporaryDirectory(prefix="bench_kernels_") as folder:
         for name, cycles, schedule in measure(flags, tpu_slice, folder):
-            mcycles = [number * flags.layers / 1e6 for number in cycles]
+            mega = flags.layers / 1e6
             uses = "  ".join(f"{schedule.use(unit):{len(unit)}.0%}" for unit in UNITS)
-            print(f"{name:>10} {mcycles[0]:9.2f} {mcycles[1]:8.2f} {mcycles[0] / mcycles[1]:8.2f} "
-                  f"{mcycles[2]:8.2f} {schedule.empty_cycles / schedule.cycles:6.1%}  {uses}", flush=True)
-
-
-if __name__ == "__main__":
-    run_script(main)
+            print(f"{name:>10} {cycles.scheduled * mega:9.2f} {cycles.bound * mega:8.2f} "
+                  f"{cycles.scheduled / cycles.bound:8.2f} {cycles.tiles * mega:8.2f} "
+                  f"{schedule.empty_cycles / schedule.cycles:6.1%}  {uses}", flush=True)

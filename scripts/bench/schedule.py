@@ -1,6 +1,6 @@
 """Checks the cycles that tpu_preflight reads from the machine's own schedule, on products of known size:
 
-    python3 -m scripts.bench_schedule --accelerator=v5litepod-1
+    python3 -m scripts.bench schedule --accelerator=v5litepod-1
 
 Compiles matrix products of bfloat16 for one chip. No schedule can be faster than the matrix units at their peak rate;
 the compiler makes plain products nearly as fast as that. Prints both, and their ratio. Needs no TPU.
@@ -8,7 +8,7 @@ the compiler makes plain products nearly as fast as that. Prints both, and their
 import tempfile
 from dataclasses import dataclass
 
-from nanochat.common import flag, read_flags, run_script
+from nanochat.common import flag, read_flags
 from nanochat.preflight.compile import require_packages
 from nanochat.preflight.jax_programs import parse_one_chip, schedule_of
 from nanochat.preflight.schedule import LIBTPU_OPTIONS
@@ -21,6 +21,7 @@ rows, inner, columns = map(int, sys.argv[1:])
 arguments = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, inner), (inner, columns))]
 lowered = jax.jit(lambda a, b: jax.numpy.dot(a, b, preferred_element_type="bfloat16")).lower(*arguments)
 """
+COLUMNS = "{:>22} {:>10} {:>10} {:>8} {:>6} {:>13} {:>20}"
 
 
 @dataclass(frozen=True)
@@ -29,27 +30,23 @@ class Flags:
     timeout_s: int = flag(600, "the longest time that one product may take to compile", at_least=1)
 
 
-def measure(tpu_slice, shapes, folder, timeout_s=600, libtpu_options=LIBTPU_OPTIONS):
-    """Compiles the products of the `shapes` (rows, inner, columns). Yields each shape, the cycles that it takes at the
-    peak rate of the matrix units, and the Schedule of its dearest operation. Raises CompilerError."""
-    for shape in shapes:
-        schedule, _ = schedule_of("product", PRODUCT, shape, tpu_slice, folder, timeout_s, libtpu_options)
-        rows, inner, columns = shape
-        yield shape, 2 * rows * inner * columns / tpu_slice.tpu.flops_per_cycle, schedule
+def measure(tpu_slice, shape, folder, timeout_s=600, libtpu_options=LIBTPU_OPTIONS):
+    """Compiles the product of a `shape` (rows, inner, columns). Returns the cycles that it takes at the peak rate of
+    the matrix units, and the Schedule of its dearest operation. Raises CompilerError."""
+    schedule, _ = schedule_of("product", PRODUCT, shape, tpu_slice, folder, timeout_s, libtpu_options)
+    rows, inner, columns = shape
+    return 2 * rows * inner * columns / tpu_slice.tpu.flops_per_cycle, schedule
 
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     tpu_slice = parse_one_chip(flags.accelerator)
     require_packages()
-    print(f"{'product':>22} {'bound':>10} {'schedule':>10} {'÷ bound':>8} {'empty':>6} {'matrix slots':>13} "
-          f"{'matrix work ÷ bound':>20}")
+    print(COLUMNS.format("product", "bound", "schedule", "÷ bound", "empty", "matrix slots", "matrix work ÷ bound"))
     with tempfile.TemporaryDirectory(prefix="bench_schedule_") as folder:
-        for shape, bound, schedule in measure(tpu_slice, SHAPES, folder, flags.timeout_s):
-            print(f"{' × '.join(map(str, shape)):>22} {bound:10,.0f} {schedule.cycles:10,} "
-                  f"{schedule.cycles / bound:8.3f} {schedule.empty_cycles / schedule.cycles:6.1%} "
-                  f"{schedule.use('matrix'):13.1%} {schedule.matrix_cycles / bound:20.3f}", flush=True)
-
-
-if __name__ == "__main__":
-    run_script(main)
+        for shape in SHAPES:
+            bound, schedule = measure(tpu_slice, shape, folder, flags.timeout_s)
+            print(COLUMNS.format(" × ".join(map(str, shape)), f"{bound:,.0f}", f"{schedule.cycles:,}",
+                                 f"{schedule.cycles / bound:.3f}",
+                                 f"{schedule.empty_cycles / schedule.cycles:.1%}", f"{schedule.use('matrix'):.1%}",
+                                 f"{schedule.matrix_cycles / bound:.3f}"), flush=True)

@@ -1,0 +1,37 @@
+"""Measures how fast one part of nanochat is, beside what it is compared with. Ratios are of one run:
+
+    python3 -m scripts.bench NAME
+
+    train       training on this CPU: PyTorch's kernels, this project's, XLA
+    host        host time of an optimizer step, kernel by kernel
+    loader      the loader beside the tokenizer alone, with fill in the middle, and its packing beside best fit
+    checkpoint  how long a save holds the training loop, and until it is safe
+    generate    completion on this CPU: prompt, tokens, drafts
+    serve       how long an editor waits for a completion
+    judge       programs that the judge decides, and what the sandbox costs
+    kernels     cycles of the attention kernels on a TPU, beside their bound
+    schedule    cycles of products of known size on a TPU, beside their bound
+
+--help behind a NAME lists the flags of that bench.
+"""
+import importlib
+import sys
+
+from nanochat.common import BadInput, run_script
+
+NAMES = ("train", "host", "loader", "checkpoint", "generate", "serve", "judge", "kernels", "schedule")
+
+
+def main(argv=None):
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if name in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    if name not in NAMES:
+        raise BadInput(f"python3 -m scripts.bench {name}: no bench has this name: give one of {', '.join(NAMES)}")
+    sys.argv[0] = f"bench {name}"  # what its --help says of the command
+    return importlib.import_module(f"scripts.bench.{name}").main(rest)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,166 @@
+"""Measures completion on this CPU: reading a prompt, generating tokens, and drafts, with and without 8 bits:
+
+    python3 -m scripts.bench generate --data_dir=some/parquet
+
+The weights are random. Drafts are measured on C++ from --data_dir, whose lines are to be filled in. They depend on the
+text and not on how good the model is: it computes as always, and is then given the next token of the text as the
+likeliest one.
+"""
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanochat.common import BadInput, expand_path, flag, read_flags
+from nanochat.data.shards import all_pieces, list_shards, open_shards
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.device.ranks import Dist
+from nanochat.infer.engine import Engine, Special
+from nanochat.infer.quantize import Int8GPT
+from nanochat.infer.readers import Reader
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.gpt import GPT, config_for_depth
+from nanochat.serve.infill import Infiller
+from scripts.bench.rounds import Clock, compare
+
+CPU = Dist("cpu", torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Flags:
+    depth: int = flag(16, "number of layers", at_least=1, at_most=64)
+    max_seq_len: int = flag(1024, "positions of the model", at_least=128, at_most=65536)
+    prompt_tokens: int = flag(300, "tokens of the prompt", at_least=1)
+    tokens: int = flag(24, "tokens generated in a round", at_least=1)
+    rounds: int = flag(5, "rounds, and texts that are continued with and without drafts", at_least=1)
+    data_dir: Path | None = flag(None, "parquet shards with a column text, to measure drafts on; none: no drafts",
+                                 of=expand_path)
+
+
+def make_model(flags, vocab_size):
+    """Returns a GPT of random weights."""
+    config = config_for_depth(flags.depth, vocab_size=vocab_size, max_seq_len=flags.max_seq_len)
+    model = GPT(config, get_kernels("current", "cpu")).init_weights()
+    for matrix in (model.attn_o, model.mlp_out, model.lm_head):  # which are zero or nearly so before training
+        torch.nn.init.normal_(matrix, 0.0, 0.02)
+    return model.eval().requires_grad_(False)
+
+
+def read_texts(data_dir, least_characters):
+    """Returns the texts of the first shards of a folder that have so many characters. Raises BadInput if none has."""
+    texts = [piece.text for piece in all_pieces(open_shards(list_shards(data_dir)[:4]))
+             if isinstance(piece.text, str) and len(piece.text) > least_characters]
+    if not texts:
+        raise BadInput(f"--data_dir={data_dir} has no document of more than {least_characters} characters: name "
+                       "another")
+    return texts
+
+
+class Reading:
+    """Reads a prompt, and tokens behind it."""
+
+    def __init__(self, model, ids, prompt_tokens):
+        self.reader = Reader(model, CPU.device)
+        self.ids = ids
+        self.prompt_tokens = prompt_tokens
+
+    def prompt(self):
+        self.reader.ids = []  # it remembers nothing
+        clock = Clock()
+        self.reader.read(self.ids[:self.prompt_tokens])
+        return clock.spent()
+
+    def token(self):
+        self.reader.read(self.ids[:self.prompt_tokens])
+        clock = Clock()
+        for length in range(self.prompt_tokens + 1, len(self.ids) + 1):
+            self.reader.read(self.ids[:length])
+        return clock.spent(len(self.ids) - self.prompt_tokens)
+
+
+# -----------------------------------------------------------------------------
+# Drafts
+
+LINES = 15  # that are filled in
+
+
+class Prompter(Int8GPT):
+    """Computes as an Int8GPT does, and its likeliest token is then that of the text `ids`."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.ids = []
+        self.num_read = 0
+
+    def hidden(self, ids, cache, positions):
+        self.num_read = positions.stop
+        return super().hidden(ids, cache, positions)
+
+    def logits(self, hidden):
+        logits = super().logits(hidden)
+        for row in range(len(logits)):
+            position = self.num_read - len(logits) + row + 1
+            if position < len(self.ids):
+                logits[row, self.ids[position]] += 1000.0
+        return logits
+
+
+class Filling:
+    """Fills in lines of one text after the other, with drafts or without."""
+
+    def __init__(self, model, tokenizer, texts, drafts):
+        self.engine = Engine(model, tokenizer, CPU)
+        self.infiller = Infiller(self.engine, True)
+        self.tokenizer = tokenizer
+        self.texts = iter(texts)
+        self.drafts = drafts
+        self.drafted = 0
+        self.accepted = 0
+
+    def token(self):
+        lines = next(self.texts).splitlines(keepends=True)
+        begin = (len(lines) - LINES) // 2
+        middle = "".join(lines[begin:begin + LINES])[:1000]
+        of_middle = [*self.tokenizer.encode(middle), self.tokenizer.special("<|file_sep|>")]
+        prompt, _ = self.infiller.prompt("".join(lines[:begin])[-1500:], "".join(lines[begin + LINES:])[:500], (),
+                                         len(of_middle))
+        ids = []
+        for part in prompt:
+            ids += [self.tokenizer.special(part.name)] if isinstance(part, Special) else self.tokenizer.encode(part)
+        self.engine.model.ids = ids + of_middle
+        self.engine.complete(prompt, temperature=0, max_tokens=0)  # reads the prompt
+        clock = Clock()
+        found = self.engine.complete(prompt, temperature=0, max_tokens=len(of_middle), drafts=self.drafts)
+        if found != middle:
+            raise AssertionError(f"with drafts={self.drafts} the text is another one")
+        self.drafted += self.engine.timings.drafted_tokens
+        self.accepted += self.engine.timings.accepted_tokens
+        return clock.spent(len(of_middle))
+
+
+def compare_drafts(model, tokenizer, texts, rounds):
+    texts = random.Random(0).choices(texts, k=rounds + 1)
+    drafting = Filling(model, tokenizer, texts, drafts=True)
+    contenders = {"without drafts": Filling(model, tokenizer, texts, drafts=False).token, "drafts": drafting.token}
+    compare("a token, int8", contenders, rounds, reference="without drafts")
+    print(f"{drafting.accepted:,} of {drafting.drafted:,} guesses were right; the text is the same")
+
+
+def main(argv=None):
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    if flags.prompt_tokens + flags.tokens > flags.max_seq_len:
+        raise BadInput(f"--prompt_tokens={flags.prompt_tokens} and --tokens={flags.tokens} are more than "
+                       f"--max_seq_len={flags.max_seq_len}")
+    tokenizer = load_tokenizer()
+    texts = read_texts(flags.data_dir, least_characters=3000) if flags.data_dir else []
+    model = make_model(flags, tokenizer.n_vocab)
+    quantized = Prompter(model)
+    ids = torch.randint(0, 60_000, (flags.prompt_tokens + flags.tokens,)).tolist()
+    fp32 = Reading(model, ids, flags.prompt_tokens)
+    int8 = Reading(quantized, ids, flags.prompt_tokens)
+    print(f"depth {flags.depth}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
+    compare(f"a prompt of {flags.prompt_tokens}", {"fp32": fp32.prompt, "int8": int8.prompt}, flags.rounds, "fp32")
+    compare("a token", {"fp32": fp32.token, "int8": int8.token}, flags.rounds, "fp32")
+    if texts:
+        compare_drafts(quantized, tokenizer, texts, flags.rounds)

@@ -1,0 +1,137 @@
+"""Measures the loader beside the tokenizer alone, with fill in the middle beside without, and the tokens it drops:
+
+    python3 -m scripts.bench loader --data_dir=DIR
+
+The tokenizer alone gets the same documents as the loader. CPU time is to be compared when the machine has other work.
+"""
+import resource
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from nanochat.common import expand_path, flag, read_flags
+from nanochat.data.loader import DataLoader
+from nanochat.data.shards import list_shards
+from nanochat.data.tokenizer import Infill, load_tokenizer
+from scripts.bench.rounds import Clock, Spent, compare
+
+# In a round the loader reads this many documents, and then the tokenizer has its turn. If the texts of a whole run were
+# held for it, the loader could not use their memory again, and new pages from the kernel would cost it 10 ns per token.
+DOCUMENTS_IN_ROUND = 1000
+UNIT = "a million characters"
+
+
+@dataclass(frozen=True)
+class Flags:
+    data_dir: Path | None = flag(None, "directory of parquet shards with a column text; default: that of training",
+                                 of=expand_path)
+    tokenizer_dir: Path | None = flag(None, "directory of the tokenizer; default: that of training", of=expand_path)
+    device_batch_size: int = flag(8, "rows in a batch", at_least=1)
+    max_seq_len: int = flag(1024, "T, one less than the tokens in a row", at_least=1)
+    threads: int = flag(2, "threads that tokenize, with and without the loader", at_least=1, at_most=1000)
+    fim_rate: float = flag(0.5, "of the loader that is compared with one without", above=0, at_most=1)
+    rounds: int = flag(20, f"rounds of {DOCUMENTS_IN_ROUND:,} documents", at_least=1)
+
+
+class Recorder:
+    """A tokenizer that remembers the round's texts, and the numbers of tokens of all documents."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.lengths = []  # threads append concurrently
+        self.begin()
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def begin(self):
+        self.groups = []
+        self.ended = time.perf_counter()
+
+    def encode_documents(self, texts):
+        documents = self._tokenizer.encode_documents(texts)
+        self.groups.append(texts)
+        self.lengths += map(len, documents)
+        self.ended = time.perf_counter()
+        return documents
+
+    def millions(self):
+        """Returns how many millions of characters the round's texts have."""
+        count = 0
+        for texts in self.groups:
+            for text in texts:
+                count += sum(map(len, text)) if isinstance(text, Infill) else len(text)
+        return count / 1e6
+
+
+def load(loader, recorder):
+    """Makes the rows of a round, and waits until the loader has made its next blocks, which it does ahead. Returns the
+    Spent of the tokenized text: rows are not counted, because some were made earlier."""
+    recorder.begin()
+    clock = Clock()
+    begun = recorder.ended
+    before = len(recorder.lengths)
+    while len(recorder.lengths) < before + DOCUMENTS_IN_ROUND:
+        next(loader)
+    while before != len(recorder.lengths):
+        before = len(recorder.lengths)
+        time.sleep(0.1)
+    return Spent((recorder.ended - begun) / recorder.millions(), clock.spent(recorder.millions()).cpu_s)
+
+
+def tokenize(pool, tokenizer, recorder):
+    """Tokenizes the texts of the loader's round, because a token takes longer in one document than in another."""
+    clock = Clock()
+    list(pool.map(tokenizer.encode_documents, recorder.groups))
+    return clock.spent(recorder.millions())
+
+
+def compare_all(flags, paths, tokenizer):
+    before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    open_loader = partial(DataLoader, paths, batch_size=flags.device_batch_size, seq_len=flags.max_seq_len,
+                          threads=flags.threads)
+    recorder = Recorder(tokenizer)
+    with open_loader(recorder) as loader, ThreadPoolExecutor(flags.threads) as pool:
+        compare(UNIT, {"loader": partial(load, loader, recorder),
+                       "tokenizer alone": partial(tokenize, pool, tokenizer, recorder)},
+                flags.rounds, reference="tokenizer alone")
+        dropped = loader.stats["dropped_share"]
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"peak memory {peak_mb:,.0f} MB, {before_mb:,.0f} MB of it before the loader was opened")
+    best_fit = best_fit_crop(recorder.lengths[:50_000], flags.max_seq_len + 1)
+    print(f"the loader dropped {dropped:.4%} of the tokens; best fit, cropping the rest, drops {best_fit:.2%}")
+
+    # Few lanes, because with fill in the middle each reads a megabyte of text at a time.
+    plain, fim = Recorder(tokenizer), Recorder(tokenizer)
+    with (open_loader(plain, num_lanes=4) as without,
+          open_loader(fim, num_lanes=4, fim_rate=flags.fim_rate) as with_fim):
+        compare(UNIT, {"without": partial(load, without, plain), "--fim_rate": partial(load, with_fim, fim)},
+                flags.rounds, reference="without")
+        print(f"with --fim_rate={flags.fim_rate:g} {with_fim.stats['dropped_share']:.4%} of the tokens were dropped")
+
+
+def best_fit_crop(documents, row_tokens, buffer_size=1000):
+    """Returns the share of the tokens that best-fit packing drops, of documents of these lengths. Each row takes the
+    longest document of a buffer that fits, and when none fits, crops the shortest."""
+    waiting = documents[::-1]
+    buffer = []
+    space = row_tokens
+    dropped = 0
+    while waiting or buffer:
+        while waiting and len(buffer) < buffer_size:
+            buffer.append(waiting.pop())
+        taken = max((length for length in buffer if length <= space), default=min(buffer))
+        buffer.remove(taken)
+        dropped += max(0, taken - space)
+        space = max(0, space - taken) or row_tokens
+    return dropped / sum(documents)
+
+
+def main(argv=None):
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    tokenizer = load_tokenizer(flags.tokenizer_dir)
+    paths = list_shards(flags.data_dir)
+    print(f"{len(paths)} shards, {flags.threads} threads, {flags.device_batch_size} rows of {flags.max_seq_len}")
+    compare_all(flags, paths, tokenizer)

@@ -1,0 +1,112 @@
+"""Measures how long an editor waits for a completion: a server on this CPU, to which text is typed:
+
+    python3 -m scripts.bench serve --data_dir=some/parquet
+
+The server computes in 8 bits, with random weights, in a process of its own. At random places of documents of
+--data_dir, one character after the other is typed, and after each one 16 tokens are asked for, as llama.vim does. Times
+are those of the clock, of the whole request over loopback. Needs pip install '.[serve]'.
+"""
+import http.client
+import json
+import random
+import socket
+import statistics
+import time
+from dataclasses import dataclass
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+
+from nanochat.common import BadInput, end_with_parent, expand_path, flag, read_flags
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.infer.engine import Engine
+from nanochat.infer.quantize import Int8GPT
+from nanochat.serve.infill import Infiller
+from scripts.bench.generate import CPU, make_model, read_texts
+
+START_TIMEOUT_S = 600
+REQUEST_TIMEOUT_S = 60
+TOKENS = 16  # of a completion
+
+
+@dataclass(frozen=True)
+class Flags:
+    data_dir: Path = flag(Path(), "parquet shards with a column text, whose documents are typed", of=expand_path,
+                          required=True)
+    depth: int = flag(16, "number of layers; the weights are random", at_least=1, at_most=64)
+    max_seq_len: int = flag(1024, "positions of the model", at_least=128, at_most=65536)
+    places: int = flag(4, "documents in which something is typed", at_least=1, at_most=10_000)
+    characters: int = flag(15, "characters typed in each", at_least=2, at_most=1000)
+
+
+def run_server(flags, sender):
+    """Serves in this process, until its parent ends. Sends the port."""
+    end_with_parent(parent_process().pid)
+    try:
+        import uvicorn
+
+        from nanochat.serve.server import Server, make_app
+    except ImportError as error:
+        print(f"error: there is no {error.name}: pip install '.[serve]'")
+        return
+    tokenizer = load_tokenizer()
+    infiller = Infiller(Engine(Int8GPT(make_model(flags, tokenizer.n_vocab)), tokenizer, CPU), True)
+    # With the protocol named, asyncio sends each answer at once (TCP_NODELAY), as in scripts/serve.py.
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    sender.send(listening.getsockname()[1])
+    app = make_app(Server(infiller, name="random", device="cpu", max_tokens=TOKENS, timeout_s=REQUEST_TIMEOUT_S))
+    uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False)).run(sockets=[listening])
+
+
+def type_texts(port, texts, flags):
+    """Types at random places of the texts, and prints how long the answers took."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
+    generator = random.Random(0)
+    first, further, read = [], [], []  # seconds, seconds, and tokens that the model read anew
+    for _ in range(flags.places):
+        text = generator.choice(texts)
+        begin = generator.randrange(2000, len(text) - 1000 - flags.characters)
+        for cursor in range(begin, begin + flags.characters):
+            before, _, line = text[:cursor].rpartition("\n")
+            body = {"input_prefix": f"{before}\n", "prompt": line, "input_suffix": text[begin + flags.characters:],
+                    "n_predict": TOKENS}
+            begun = time.perf_counter()
+            connection.request("POST", "/infill", json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
+            seconds = time.perf_counter() - begun
+            if response.status != 200:
+                raise BadInput(f"the server answers {response.status}: {answer[:300].decode(errors='replace')}")
+            if cursor == begin:
+                first.append(seconds)
+            else:
+                further.append(seconds)
+                read.append(json.loads(answer)["timings"]["prompt_n"])
+    first_s = statistics.median(first)
+    further_s = statistics.median(further)
+    slow_s = sorted(further)[9 * (len(further) - 1) // 10]
+    print(f"depth {flags.depth}, int8, {TOKENS} tokens: the first completion in a document takes {first_s:.2f} s; each "
+          f"further character {further_s:.2f} s ({further_s / first_s:.0%} of it), p90 {slow_s:.2f} s, at most "
+          f"{max(further):.2f} s; the model reads {statistics.median(read):.0f} tokens anew, at most {max(read)}")
+
+
+def main(argv=None):
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    texts = read_texts(flags.data_dir, least_characters=4000 + flags.characters)
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    server = context.Process(target=run_server, args=(flags, sender), daemon=True)
+    server.start()
+    sender.close()
+    try:
+        if not receiver.poll(START_TIMEOUT_S):
+            raise BadInput(f"the server has not started after {START_TIMEOUT_S} s: try a smaller --depth")
+        try:
+            port = receiver.recv()
+        except EOFError:
+            raise BadInput("the server has ended: see above") from None
+        type_texts(port, texts, flags)
+    finally:
+        server.terminate()
+        server.join(10)

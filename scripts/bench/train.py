@@ -1,0 +1,65 @@
+"""Measures the speed of training on this CPU, with the same model and optimizer:
+
+    python3 -m scripts.bench train --depth=4
+
+current: eager, with PyTorch's attention and loss; chunked: eager, with this project's, the default on a CPU; and XLA.
+"""
+from dataclasses import dataclass
+
+import torch
+
+from nanochat.common import flag, read_flags
+from nanochat.device.programs import synchronize
+from nanochat.device.ranks import compute_init, keep_freed_memory, prepare_xla_environment
+from nanochat.train.flags import parse_flags
+from nanochat.train.language import make_model, make_step
+from nanochat.train.plan import make_plan
+from scripts.bench.rounds import Clock, compare
+
+WAYS = {"current": ("cpu", "current"), "chunked": ("cpu", "chunked"), "XLA": ("xla", "current")}  # device type, kernel
+
+
+@dataclass(frozen=True)
+class Flags:
+    depth: int = flag(4, "number of layers", at_least=1)
+    vocab_size: int = flag(65536, "tokens in the vocabulary", at_least=2)
+    max_seq_len: int = flag(256, "positions per row", at_least=1)
+    device_batch_size: int = flag(4, "rows in a micro-step", at_least=1)
+    rounds: int = flag(15, "optimizer steps measured of each", at_least=1)
+    compute_dtype: str = flag("float32", "of activations and products", choices=("float32", "bfloat16"))
+
+
+class Training:
+    """Training in one way. run() trains a step of one micro-step, and returns the Spent of it."""
+
+    def __init__(self, flags, device_type, kernel):
+        self.vocab_size = flags.vocab_size
+        self.shape = (flags.device_batch_size, flags.max_seq_len + 1)
+        self.dist = compute_init(device_type)
+        plan = make_plan(parse_flags([
+            f"--depth={flags.depth}", f"--max_seq_len={flags.max_seq_len}", f"--kernel={kernel}",
+            f"--compute_dtype={flags.compute_dtype}", f"--device_batch_size={flags.device_batch_size}",
+            f"--total_batch_size={flags.device_batch_size * flags.max_seq_len}", "--num_iterations=1000",
+        ]), flags.vocab_size, device_type, 1)
+        self.training = make_step(plan, make_model(plan).init_weights().to(self.dist.device), self.dist)
+        self.training.materialise()
+        self.generator = torch.Generator().manual_seed(0)
+        self.step = 0
+
+    def run(self):
+        clock = Clock()
+        rows = torch.randint(self.vocab_size, self.shape, generator=self.generator, dtype=torch.int32)
+        self.training.run(iter([{"rows": rows}]), 1, self.training.optimizer.scheduled(self.step))
+        synchronize(self.dist)
+        self.step += 1
+        return clock.spent()
+
+
+def main(argv=None):
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    prepare_xla_environment("xla")
+    keep_freed_memory()
+    contenders = {name: Training(flags, *way) for name, way in WAYS.items()}
+    print(f"depth {flags.depth}, {flags.compute_dtype}, {torch.get_num_threads()} threads")
+    compare(f"a step of {flags.device_batch_size} × {flags.max_seq_len} tokens",
+            {name: training.run for name, training in contenders.items()}, flags.rounds, reference="current")
