@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from nanochat.checkpoint.checkpoint_files import find_checkpoint
+from nanochat.checkpoint.format import find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.data.bucket import CACHE_GB, check_cache, data_place, in_bucket
 from nanochat.data.fim import KINDS, check_fim

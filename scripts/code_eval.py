@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from nanochat.checkpoint.checkpoint_files import find_checkpoint
+from nanochat.checkpoint.format import find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data.shards import list_shards
 from nanochat.device.ranks import (

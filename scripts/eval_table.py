@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.checkpoint.checkpoint_files import find_checkpoint
+from nanochat.checkpoint.format import find_checkpoint
 from nanochat.common import (
     BadInput,
     expand_path,

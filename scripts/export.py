@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from nanochat.checkpoint.checkpoint_files import MODEL, find_checkpoint
+from nanochat.checkpoint.format import MODEL, find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, is_disk_full, read_flags, run_script
 from nanochat.device.ranks import Dist
 from nanochat.export import export, model_card

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from nanochat.checkpoint import checkpoint
-from nanochat.checkpoint.checkpoint_files import list_checkpoints
+from nanochat.checkpoint.format import list_checkpoints
 from nanochat.checkpoint.meta import Meta
+from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir, run_script
 from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
 from nanochat.model.gpt import GPT, GPTConfig
@@ -52,7 +52,7 @@ def main(argv=None):
     state = convert(read_weights(flags.model), config, flags.model)
     meta = Meta(step=step, config=asdict(config), tokenizer_sha256=tokenizer.sha256, data_fingerprint="imported",
                 flags={}, rng="", is_pause=True)
-    path = checkpoint.save(require_writable_dir(run_dir), state, {}, meta, num_lanes=0)
+    path = save_checkpoint(require_writable_dir(run_dir), state, {}, meta, num_lanes=0)
     print(f"{flags.model} is now {path}: it can be completed, evaluated and exported, and not trained further")
 
 

@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 import torch
 
-from nanochat.checkpoint.checkpoint_files import OPTIMIZER, find_checkpoint, find_problem
+from nanochat.checkpoint.format import OPTIMIZER, find_checkpoint, find_problem
 from nanochat.checkpoint.meta import META, load_meta, read_config
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, run_script

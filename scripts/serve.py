@@ -11,7 +11,7 @@ import socket
 import sys
 from dataclasses import dataclass
 
-from nanochat.checkpoint.checkpoint_files import find_checkpoint
+from nanochat.checkpoint.format import find_checkpoint
 from nanochat.common import BadInput, flag, read_flags, run_script
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.engine import Engine

@@ -21,7 +21,7 @@ import torch
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from nanochat.checkpoint.checkpoint_files import find_checkpoint
+from nanochat.checkpoint.format import find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.load import (

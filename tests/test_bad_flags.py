@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.checkpoint import checkpoint
+from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.puzzles import task as puzzles
@@ -101,7 +101,7 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
     tokenizer = load_tokenizer(byte_tokenizer_dir)
     model = make_model(vocab_size=tokenizer.n_vocab)
     meta = make_meta(20, config=dataclasses.asdict(model.config), tokenizer_sha256=tokenizer.sha256)
-    trained = checkpoint.save(tmp_path / "run", model.state_dict(), {}, meta, num_lanes=0)
+    trained = save_checkpoint(tmp_path / "run", model.state_dict(), {}, meta, num_lanes=0)
     nanochat = tmp_path / "model_000001.pt"
     made_puzzles = tmp_path / "FOLDER"
     sizes = {"sequence_len": 32, "vocab_size": tokenizer.n_vocab, "n_layer": 1, "n_embd": 64, "n_head": 1}

@@ -1,33 +1,40 @@
 """The mirror: copies of a run's checkpoints in a bucket (gs://…, with gcloud storage) or in another directory.
 
     <mirror>/<run>/metrics.jsonl
-    <mirror>/<run>/step_000100/…     the files listed in checkpoint_files.py
+    <mirror>/<run>/step_000100/…     the files listed in format.py
 
 A bucket cannot rename a folder, so SHA256SUMS is copied last and deleted first: a copy without it is not whole, and no
 run resumes from it. A new VM, whose disk is empty, resumes from the newest whole copy. The copies of a run that was
 abandoned (--resume=never) have SHA256SUMS.aside instead; a newer run deletes them once it has come to their step.
 
-Every method raises BadInput if the mirror refuses for good, and MirrorError if the same may work later.
+<run dir>/mirror.json is read by the scripts that look after the run from outside (deploy/):
+    {"mirror": URL of the run's folder there, "newest_saved": "step_000200" or null,
+     "newest_copied": "step_000100" or null, "behind_since": Unix time in s or null, "error": text or null}
 """
 import errno
+import json
 import os
 import re
 import shutil
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nanochat.checkpoint.checkpoint_files import SUMS, find_problem, is_whole, read_sums
+from nanochat.checkpoint.format import SUMS, Kept, find_problem, is_whole, read_sums, step_of
 from nanochat.common import BadInput
-from nanochat.data.gcloud import gcloud, problem_in
+from nanochat.data.gcloud import end_all, gcloud, problem_in
 from nanochat.record.metrics import METRICS_FILE
 
+STATE_FILE = "mirror.json"
 COPY_TIMEOUT_S, LIST_TIMEOUT_S = 1800, 120
 TRY_TIMEOUT_S = 60  # for each attempt to reach the mirror at the start of a run
-PARTIAL = ".partial"  # ends the names of files that are being copied to a directory
 OUTAGE_S, PAUSE_S = 600, 15  # how long a start waits for a mirror that cannot be reached; between its attempts
+FIRST_RETRY_S, RETRY_S = 5, 60  # the first pause between attempts to copy, which doubles, and the longest
+END_TIMEOUT_S = 1800  # for the mirror at the end of a run
+POLL_S = 0.25
+PARTIAL = ".partial"  # ends the names of files that are being copied to a directory
 _UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
                 errno.ENETUNREACH, errno.EAGAIN, errno.EBUSY}  # errors of a file system whose server does not answer
 
@@ -36,36 +43,37 @@ class MirrorError(Exception):
     """The mirror cannot be reached, and the same may work later."""
 
 
-def run_mirror(place, run, keep, keep_every):
+def run_mirror(place, run, kept):
     """Returns the Mirror of a run for the value `place` of --checkpoint_mirror. Raises BadInput if that is neither
     gs://BUCKET/… nor a path."""
     if re.match(r"gs://[^/]", place):
-        return Mirror(f"{place.rstrip('/')}/{run}", keep, keep_every)
+        return Mirror(f"{place.rstrip('/')}/{run}", kept)
     if not place or re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", place):
         raise BadInput(f"--checkpoint_mirror={place} is neither gs://BUCKET/FOLDER nor a directory: correct it (a "
                        "directory with a colon in its name is given as ./NAME)")
-    return Mirror(str(Path(place).expanduser().absolute() / run), keep, keep_every)
+    return Mirror(str(Path(place).expanduser().absolute() / run), kept)
 
 
 @dataclass(frozen=True)
 class Mirror:
-    """A folder of copies of one run's checkpoints, in a bucket or a directory."""
+    """A folder of copies of one run's checkpoints, in a bucket or a directory.
+
+    Every method raises BadInput if the mirror refuses for good, and MirrorError if the same may work later."""
     url: str  # of the folder of the run: gs://…/RUN or a path
-    keep: int  # how many of the newest checkpoints stay there
-    keep_every: int = -1  # checkpoints of steps that are multiples of this stay, too
+    kept: Kept  # which copies stay there
 
     def whole_copies(self):
         """Returns the names of the whole copies, such as step_000100, oldest first."""
         return [name for name, files in self._copies().items() if is_whole(files)]
 
-    def try_to_write(self, scratch):
+    def try_to_write(self, scratch, timeout_s=TRY_TIMEOUT_S):
         """Writes a small file to the mirror and deletes it. scratch: a directory on this machine's disk."""
         name = f"write_test_{os.getpid()}"
         source = Path(scratch) / f".{name}"
         source.write_text("base_train writes this file when it starts, and deletes it\n")
         try:
-            self._copy([source], self.url, name, timeout_s=TRY_TIMEOUT_S)
-            self._remove_files(f"{self.url}/{name}", timeout_s=TRY_TIMEOUT_S)
+            self._copy([source], self.url, name, timeout_s)
+            self._remove_files(f"{self.url}/{name}", timeout_s)
         finally:
             source.unlink()
 
@@ -78,12 +86,10 @@ class Mirror:
     def prune(self, newest):
         """Deletes what the copy `newest`, a name, makes superfluous: older copies and incomplete ones. Copies of later
         steps stay."""
-        copies = {name: files for name, files in self._copies().items() if int(name[5:]) <= int(newest[5:])}
+        copies = {name: files for name, files in self._copies().items() if step_of(name) <= step_of(newest)}
         whole = [name for name, files in copies.items() if is_whole(files)]
-        kept = set(whole[-self.keep:])
-        if self.keep_every > 0:
-            kept |= {name for name in whole if int(name[5:]) % self.keep_every == 0}
-        for name in copies.keys() - kept:
+        staying = set(whole) - set(self.kept.outdated(whole))
+        for name in copies.keys() - staying:
             if SUMS in copies[name]:
                 self._remove_files(f"{self.url}/{name}/{SUMS}")
             self._remove_files(f"{self.url}/{name}/*")
@@ -101,24 +107,26 @@ class Mirror:
                 self._copy([Path(scratch) / file], folder, f"{file}.aside")
             self._remove_files(f"{folder}/{file}")
 
-    def fetch(self, run_dir, report=print, after_step=-1):
+    def fetch(self, run_dir, after_step=-1):
         """Copies the newest whole copy of a step later than `after_step`, and the metrics, into `run_dir`. Returns the
-        checkpoint's path, or None if there is none. Reports damaged copies and tries the one before."""
+        checkpoint's path, or None if there is none. Says which copies are damaged and tries the one before."""
         run_dir = Path(run_dir)
-        copies = {name: files for name, files in self._copies().items() if is_whole(files)}
-        for step in reversed([name for name in copies if int(name[5:]) > after_step]):
-            partial = run_dir / f"{step}.tmp"
+        copies = self._copies()
+        for name in reversed(copies):
+            if step_of(name) <= after_step or not is_whole(copies[name]):
+                continue
+            partial = run_dir / f"{name}.tmp"
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            self._copy([f"{self.url}/{step}/{name}" for name in sorted(copies[step])
-                        if not name.endswith(PARTIAL)], partial)
+            files = sorted(file for file in copies[name] if not file.endswith(PARTIAL))
+            self._copy([f"{self.url}/{name}/{file}" for file in files], partial)
             problem = find_problem(partial)
             if problem is None:
                 self._copy([f"{self.url}/{METRICS_FILE}"], run_dir)
-                partial.rename(run_dir / step)
-                return run_dir / step
+                partial.rename(run_dir / name)
+                return run_dir / name
             shutil.rmtree(partial)
-            report(f"warning: {self.url}/{step} is damaged ({problem}): the one before it is used")
+            print(f"warning: {self.url}/{name} is damaged ({problem}): the one before it is used", flush=True)
         return None
 
     # What differs between a bucket and a directory
@@ -134,10 +142,11 @@ class Mirror:
         else:
             paths = _within(LIST_TIMEOUT_S, lambda: [str(path) for path in Path(self.url).glob("step_*/*")])
         found = {}
-        for match in (re.search(r"/(step_\d+)/([^/]+)$", path) for path in paths):
+        for path in paths:
+            match = re.search(r"/(step_\d+)/([^/]+)$", path)
             if match:
                 found.setdefault(match[1], set()).add(match[2])
-        return dict(sorted(found.items(), key=lambda item: int(item[0][5:])))
+        return {name: found[name] for name in sorted(found, key=step_of)}
 
     def _copy(self, sources, directory, name="", timeout_s=COPY_TIMEOUT_S):
         """Copies files to a directory, under a new name if there is one. One of the two is in the mirror."""
@@ -168,24 +177,6 @@ class Mirror:
 
 # -----------------------------------------------------------------------------
 # Errors, and how long each thing may take
-
-
-def patiently(action, url, on_failure=lambda message: None, report=print):
-    """Returns action(). While that raises MirrorError, calls on_failure(its message), says so, and tries again, for
-    OUTAGE_S seconds; then raises a MirrorError."""
-    deadline = time.monotonic() + OUTAGE_S
-    while True:
-        try:
-            return action()
-        except MirrorError as error:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise MirrorError(f"--checkpoint_mirror: {url} has not been reached for {OUTAGE_S / 60:.0f} minutes "
-                                  f"({error}): start the same command again later, or without the flag") from None
-            on_failure(str(error))
-            report(f"warning: --checkpoint_mirror: {url} cannot be reached ({error}); waiting for it, for up to "
-                   f"{left_s / 60:.0f} more minutes")
-            time.sleep(PAUSE_S)
 
 
 def _gcloud_storage(*arguments, timeout_s):
@@ -232,3 +223,174 @@ def _within(timeout_s, function):
         raise MirrorError(problem)
     raise BadInput(f"--checkpoint_mirror: {problem}: choose a directory that can be written to, or start without the "
                    "flag")
+
+
+# -----------------------------------------------------------------------------
+# The start of a run
+
+
+class Patience:
+    """The wait of a start for a mirror that cannot be reached: for OUTAGE_S seconds at most."""
+
+    def __init__(self, url):
+        self._url = url
+        self._deadline = time.monotonic() + OUTAGE_S
+
+    def wait_after(self, error):
+        """Says that there was this MirrorError, and returns when it is time to try again. Raises a MirrorError instead
+        once the wait is over."""
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise MirrorError(f"--checkpoint_mirror: {self._url} has not been reached for {OUTAGE_S / 60:.0f} minutes "
+                              f"({error}): start the same command again later, or without the flag") from None
+        print(f"warning: --checkpoint_mirror: {self._url} cannot be reached ({error}); waiting for it, for up to "
+              f"{left_s / 60:.0f} more minutes", flush=True)
+        time.sleep(PAUSE_S)
+
+
+@dataclass
+class MirrorState:
+    """The contents of mirror.json."""
+    mirror: str
+    newest_saved: str | None = None
+    newest_copied: str | None = None
+    behind_since: float | None = None  # the mirror lacks what was saved since then
+    error: str | None = None  # of the last attempt
+
+    @classmethod
+    def read(cls, run_dir):
+        """Returns the MirrorState that `write` has written."""
+        return cls(**json.loads((Path(run_dir) / STATE_FILE).read_text()))
+
+    def write(self, run_dir):
+        """Replaces the file in one step. A full disk is ignored: the next call writes it."""
+        unfinished = Path(run_dir) / f".{STATE_FILE}.unfinished"
+        try:
+            unfinished.write_text(json.dumps(asdict(self)) + "\n")
+            unfinished.replace(Path(run_dir) / STATE_FILE)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+
+    def saved(self, name):
+        """Notes that the checkpoint `name` is on this machine's disk."""
+        self.newest_saved = name
+        if name != self.newest_copied and not self.behind_since:
+            self.behind_since = time.time()
+
+    def copied(self, name):
+        """Notes that the checkpoint `name` is in the mirror."""
+        self.newest_copied = name
+        self.error = None
+        if name == self.newest_saved:
+            self.behind_since = None
+
+
+# -----------------------------------------------------------------------------
+# In the background
+
+
+class Uploader:
+    """Copies the newest checkpoint to a Mirror in the background. A copy that fails never stops the run: it is reported
+    and tried again, with a newer checkpoint once there is one."""
+
+    def __init__(self, mirror, run_dir, starts_over=False, first_retry_s=FIRST_RETRY_S):
+        """run_dir: that has a mirror.json; starts_over: sets aside all copies that are there."""
+        self._mirror = mirror
+        self._run_dir = run_dir
+        self._state = MirrorState(mirror.url) if starts_over else MirrorState.read(run_dir)
+        self._starts_over = starts_over
+        self._wanted = None  # the path of the checkpoint that is not in the mirror yet
+        self._refused = None  # the last that the mirror has refused for good
+        self._first_retry_s = self._retry_s = first_retry_s
+        self._is_over = False
+        self._condition = threading.Condition()  # guards all these
+        self._note()
+        threading.Thread(target=self._work, name="mirror", daemon=True).start()
+
+    def upload(self, path):
+        """Copies the checkpoint at `path` in the background, unless it is the newest in the mirror already. It replaces
+        one that is still waiting for its turn."""
+        with self._condition:
+            self._state.saved(path.name)
+            if self._state.behind_since:
+                self._wanted = path
+            self._note()
+
+    def behind_s(self):
+        """Returns for how many seconds the mirror has lacked the newest checkpoint; 0 if it has it."""
+        since = self._state.behind_since
+        return max(time.time() - since, 0.0) if since else 0.0
+
+    def finish(self, is_told_to_end=lambda: False):
+        """Waits until the newest checkpoint is in the mirror, or the mirror refuses it for good, or is_told_to_end(),
+        or END_TIMEOUT_S have passed. Returns whether it is there."""
+        deadline = time.monotonic() + END_TIMEOUT_S
+        has_said = False
+        with self._condition:
+            while self._wanted and self._refused != self._wanted and time.monotonic() < deadline:
+                if is_told_to_end():
+                    break
+                if not has_said and self._state.behind_since:
+                    print(f"waiting until {self._wanted.name} is in {self._mirror.url}, for up to "
+                          f"{END_TIMEOUT_S / 60:.0f} minutes. It is safe on this machine's disk: Ctrl-C or SIGTERM "
+                          "ends the wait at once", flush=True)
+                    has_said = True
+                self._condition.wait(POLL_S)
+            self._is_over = True
+            end_all()
+            if not self._state.behind_since:
+                return True
+            why = f" ({self._state.error})" if self._state.error else ""
+            print(f"warning: {self._wanted.name} is on this machine's disk only, and not in {self._mirror.url}{why}",
+                  flush=True)
+            return False
+
+    def _note(self):
+        with self._condition:
+            self._state.write(self._run_dir)
+            self._condition.notify_all()
+
+    def _work(self):
+        while not self._is_over:
+            with self._condition:
+                self._condition.wait_for(lambda: self._wanted or self._starts_over)
+                path = self._wanted
+            try:
+                self._copy(path)
+            except (MirrorError, BadInput) as error:
+                self._failed(path, error)
+
+    def _copy(self, path):
+        started = time.monotonic()
+        if self._starts_over:
+            self._mirror.set_aside()
+            self._starts_over = False
+        if not path:
+            return
+        self._mirror.copy(path)
+        print(f"copied {path.name} to {self._mirror.url} in {time.monotonic() - started:.0f} s", flush=True)
+        self._state.copied(path.name)
+        self._retry_s = self._first_retry_s
+        self._note()
+        try:
+            self._mirror.prune(path.name)
+        except (MirrorError, BadInput) as error:
+            print(f"warning: old checkpoints stay in {self._mirror.url}: {error}", flush=True)
+        with self._condition:
+            if self._wanted == path:
+                self._wanted = None
+            self._note()
+
+    def _failed(self, path, error):
+        with self._condition:
+            if self._is_over:
+                return
+            if str(error) != self._state.error:
+                what = f"{path.name} is not in" if path else "the old run is not set aside in"
+                print(f"warning: {what} {self._mirror.url}: {error}; trying again", flush=True)
+            self._state.error = str(error)
+            if isinstance(error, BadInput):
+                self._refused = path
+            self._note()
+            self._condition.wait_for(lambda: self._wanted != path, self._retry_s)
+            self._retry_s = min(2 * self._retry_s, RETRY_S)

@@ -1,4 +1,4 @@
-"""The files that hold a checkpoint's tensors, and which rank writes which.
+"""The tensors of a checkpoint: in which file each one is, which rank writes it, and how all are read.
 
 Weights and optimizer's state are a file each: model.safetensors and optimizer.safetensors. If they are larger than a
 few GB, they are divided into pieces, with whole tensors in each, and an index says what is where. Hugging Face's
@@ -20,10 +20,51 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from nanochat.checkpoint.checkpoint_files import MODEL, OPTIMIZER, index_of, sync_to_disk, tensor_files
+from nanochat.checkpoint.format import LANES, MODEL, OPTIMIZER, index_of, sync_to_disk, tensor_files
+from nanochat.checkpoint.meta import Meta, load_meta
 
 PIECE_BYTES = 4 * 10**9  # a file is larger only if one tensor is
 WRITING_THREADS = 2  # files that a rank writes at the same time
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    meta: Meta
+    model_state: dict  # name -> CPU tensor, memory-mapped: copy it, never change it in place
+    optimizer_state: dict
+    lane_states: dict  # lane -> its state
+
+
+def load_checkpoint(path):
+    """Returns the Checkpoint at `path`. Its tensors are memory-mapped, so that the ranks of a host share the pages."""
+    path = Path(path)
+    lane_states = {int(lane): state for lane, state in json.loads((path / LANES).read_text()).items()}
+    return Checkpoint(path, load_meta(path), load_tensors(path, MODEL), load_tensors(path, OPTIMIZER), lane_states)
+
+
+def load_tensors(path, kind):
+    """Returns {name: tensor} of `kind`, MODEL or OPTIMIZER, of the checkpoint at `path`: memory-mapped, so that the
+    processes of a host share the pages, and only what is used is read."""
+    tensors = {}
+    for name in tensor_files(path, kind):
+        if name.endswith(".safetensors"):
+            tensors |= load_file(Path(path) / name)
+    return tensors
+
+
+def sizes_of(state):
+    """Returns {name: bytes} of {name: tensor}."""
+    return {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
+
+
+def state_bytes(*states):
+    """Returns the bytes of all tensors in the {name: tensor} dicts."""
+    return sum(sum(sizes_of(state).values()) for state in states)
+
+
+# -----------------------------------------------------------------------------
+# Which tensors are in which file
 
 
 @dataclass(frozen=True)
@@ -34,15 +75,7 @@ class Layout:
     @classmethod
     def of(cls, model_sizes, optimizer_sizes, piece_bytes=PIECE_BYTES):
         """Returns the Layout of {tensor: bytes} of weights and optimizer's state."""
-        files = {}
-        for kind, sizes in ((MODEL, model_sizes), (OPTIMIZER, optimizer_sizes)):
-            pieces = [{}]
-            for name, size in sizes.items():
-                if pieces[-1] and sum(pieces[-1].values()) + size > piece_bytes:
-                    pieces.append({})
-                pieces[-1][name] = size
-            files |= dict(zip(_names(kind, len(pieces)), pieces, strict=True))
-        return cls(files)
+        return cls(_divide(MODEL, model_sizes, piece_bytes) | _divide(OPTIMIZER, optimizer_sizes, piece_bytes))
 
     @property
     def num_bytes(self):
@@ -51,15 +84,20 @@ class Layout:
     def tensors_of(self, writer, writers):
         """Returns the names of the tensors that one of several writers writes: each file, the largest first, goes to
         the writer that has least to write."""
-        shares = [(0, number, set()) for number in range(writers)]
+        loads = [0] * writers  # bytes
+        mine = set()
         for sizes in sorted(self.files.values(), key=lambda sizes: -sum(sizes.values())):
-            num_bytes, number, names = min(shares, key=lambda share: share[:2])
-            shares[number] = num_bytes + sum(sizes.values()), number, names | sizes.keys()
-        return shares[writer][2]
+            chosen = loads.index(min(loads))
+            loads[chosen] += sum(sizes.values())
+            if chosen == writer:
+                mine |= sizes.keys()
+        return mine
 
     def files_with(self, *states):
         """Returns {file: {name: tensor}} of the files all of whose tensors are in the states, {name: tensor}."""
-        found = {name: tensor for state in states for name, tensor in state.items()}
+        found = {}
+        for state in states:
+            found |= state
         return {file: {name: found[name] for name in names} for file, names in self.files.items()
                 if names.keys() <= found.keys()}
 
@@ -67,23 +105,32 @@ class Layout:
         """Returns {file: its text} of the indexes. There are none where one file holds all."""
         texts = {}
         for kind in (MODEL, OPTIMIZER):
-            files = {file: sizes for file, sizes in self.files.items() if file.startswith(f"{Path(kind).stem}-")}
-            if files:
-                texts[index_of(kind)] = json.dumps({
-                    "metadata": {"total_size": sum(sum(sizes.values()) for sizes in files.values())},
-                    "weight_map": {name: file for file, sizes in files.items() for name in sizes}}, indent=1)
+            weight_map, total = {}, 0
+            for file, sizes in self.files.items():
+                if file.startswith(f"{Path(kind).stem}-"):
+                    weight_map |= dict.fromkeys(sizes, file)
+                    total += sum(sizes.values())
+            if weight_map:
+                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                texts[index_of(kind)] = json.dumps(index, indent=1)
         return texts
 
 
-def _names(kind, count):
-    if count == 1:
-        return [kind]
-    return [f"{Path(kind).stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+def _divide(kind, sizes, piece_bytes):
+    """Returns {file: {tensor: bytes}}: one file of this kind, or its pieces."""
+    pieces = [{}]
+    for name, size in sizes.items():
+        if pieces[-1] and sum(pieces[-1].values()) + size > piece_bytes:
+            pieces.append({})
+        pieces[-1][name] = size
+    if len(pieces) == 1:
+        return {kind: pieces[0]}
+    return {f"{Path(kind).stem}-{number:05d}-of-{len(pieces):05d}.safetensors": piece
+            for number, piece in enumerate(pieces, 1)}
 
 
-def sizes_of(state):
-    """Returns {name: bytes} of {name: tensor}."""
-    return {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
+# -----------------------------------------------------------------------------
+# Writing
 
 
 def write_files(folder, files):
@@ -91,7 +138,7 @@ def write_files(folder, files):
     anything goes wrong, none of them is left. Raises OSError."""
     try:
         with ThreadPoolExecutor(WRITING_THREADS) as pool:
-            list(pool.map(lambda item: _write_file(folder / item[0], item[1]), files.items()))
+            list(pool.map(_write_file, [folder / file for file in files], files.values()))
     except BaseException:
         remove_files(folder, files)
         raise
@@ -111,7 +158,9 @@ def _write_file(path, state):
         save_file(state, unfinished)
     except SafetensorError as error:  # only its text has the number of the OSError behind it
         number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]), str(error), str(path)) from None if number else error
+        if number is None:
+            raise
+        raise OSError(int(number[1]), str(error), str(path)) from None
     sync_to_disk(unfinished)
     found = load_file(unfinished)
     for name, tensor in state.items():
@@ -126,10 +175,3 @@ def _unfinished(path):
 
 def _bytes_of(tensor):
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def load_tensors(path, kind):
-    """Returns {name: tensor} of `kind`, MODEL or OPTIMIZER, of the checkpoint at `path`: memory-mapped, so that the
-    processes of a host share the pages, and only what is used is read."""
-    files = [name for name in tensor_files(path, kind) if name.endswith(".safetensors")]
-    return {name: tensor for file in files for name, tensor in load_file(Path(path) / file).items()}

@@ -1,41 +1,288 @@
-"""Saves checkpoints in the background, one at a time. If the disk is full, the run goes on, and the same state is tried
-again until there is a newer one."""
+"""Saves checkpoints, which are atomic, checked, and independent of the number of ranks.
+
+A checkpoint is written as `step_000100.tmp`, synced to disk, read back, and renamed. So a directory with the final name
+is whole unless something damaged it later; its checksums tell, and `latest_good` then returns the checkpoint before it.
+
+Before a run spawns its ranks, its parent process calls, once and only there, so that all ranks agree:
+    clean_partial(run_dir); check_disk_space(run_dir, bytes); path = latest_good(run_dir)
+Then every rank calls `load_checkpoint(path)`. To save, every rank calls `save_lane_states(…)`. The ranks that write
+tensors have a Saver, which writes them in the background: Saver.save on rank 0, which waits for the files of the others
+and gives the checkpoint its name, and Saver.save_part on the others.
+"""
+import errno
+import json
 import shutil
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.checkpoint import checkpoint
-from nanochat.checkpoint.checkpoint import NotFinite
-from nanochat.checkpoint.checkpoint_files import partial_dir
+from nanochat.checkpoint.format import (
+    LANES,
+    SUMS,
+    Kept,
+    bytes_in,
+    final_dir,
+    find_problem,
+    make_room,
+    partial_dir,
+    prune,
+    set_aside,
+    sha256_of_files,
+    sync_to_disk,
+)
+from nanochat.checkpoint.meta import META
+from nanochat.checkpoint.pieces import Layout, remove_files, sizes_of, write_files
 from nanochat.common import Failure, is_disk_full
 
-SAVE_TIMEOUT_S = 1800
+END_TIMEOUT_S = 1800  # for the last checkpoint at the end of a run
+PROBE_S, PROBE_BYTES = 1, 2**20  # how often, and by which file, a missing part is found to be due to a full disk
+FULL, NOT_FINITE = "disk_is_full", "weights_are_not_finite"  # files that tell rank 0 why a rank's part is missing
 
 
-class PartSaver:
-    """Writes a rank's part of each checkpoint; on the ranks that write one, but for rank 0, which has a Saver.
+@dataclass(frozen=True)
+class SaveOptions:
+    kept: Kept = Kept()  # which checkpoints stay when there is a new one
+    retry_s: float = 15  # between attempts to write to a full disk
+    lanes_timeout_s: float = 300  # for the ranks to hand over the states of their lanes
+    pieces_timeout_s: float = 1800  # for the ranks that write tensors
 
-    The next call of a method raises any error but a full disk.
+
+class NotFinite(Exception):
+    """A weight is not finite, so the state is not to be saved."""
+
+
+# -----------------------------------------------------------------------------
+# What every rank adds
+
+
+def save_lane_states(run_dir, step, lane_states, options=SaveOptions()):
+    """Adds the states of this rank's lanes, {lane: JSON value}, to the checkpoint of `step` that rank 0 saves.
+
+    If the disk is full, a thread tries again for as long as rank 0 waits for the states. Raises any other OSError.
+    """
+    if not lane_states:
+        return
+    path = partial_dir(run_dir, step) / f"lanes_from_{min(lane_states)}.json"
+    text = json.dumps(lane_states)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_lanes(path, text)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        threading.Thread(target=_write_lanes_later, args=(path, text, options), name="lanes", daemon=True).start()
+
+
+def _write_lanes(path, text):
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(text)
+    unfinished.rename(path)
+
+
+def _write_lanes_later(path, text, options):
+    deadline = time.monotonic() + options.lanes_timeout_s
+    while time.monotonic() < deadline:
+        time.sleep(options.retry_s)
+        if not path.parent.is_dir():  # rank 0 waits for space, or has given this checkpoint up
+            continue
+        try:
+            return _write_lanes(path, text)
+        except OSError as error:
+            if not is_disk_full(error):
+                print(f"warning: {path} was not written: {error}", flush=True)
+                return
+
+
+def write_part(run_dir, step, layout, model_state, optimizer_state):
+    """Adds this rank's tensors to the checkpoint of `step` that rank 0 saves. Other ranks than rank 0 only.
+
+    layout: the Layout of the whole checkpoint; the states: {name: tensor} of the files that this rank writes. If the
+    disk is full, or a weight is not finite, rank 0 gets to know. Raises OSError and NotFinite.
+    """
+    partial = partial_dir(run_dir, step)
+    partial.mkdir(parents=True, exist_ok=True)
+    (partial / FULL).unlink(missing_ok=True)
+    try:
+        require_finite(model_state)
+        write_files(partial, layout.files_with(model_state, optimizer_state))
+    except NotFinite:
+        (partial / NOT_FINITE).touch()
+        raise
+    except OSError as error:
+        if is_disk_full(error):
+            (partial / FULL).touch()
+        raise
+
+
+def require_finite(model_state):
+    """Raises NotFinite unless all weights, {name: tensor}, are finite."""
+    if not all(tensor.isfinite().all() for tensor in model_state.values()):
+        raise NotFinite
+
+
+# -----------------------------------------------------------------------------
+# What rank 0 does
+
+
+def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layout=None, options=SaveOptions(),
+                    log=None):
+    """Saves the checkpoint of step `meta.step` and returns its path, once it is on disk and was read back. Rank 0 only.
+
+    model_state, optimizer_state: {name: tensor}, those that this rank writes. meta: a Meta.
+    num_lanes: the number of lane states to wait for, from all ranks together.
+    layout: the Layout of the whole checkpoint, whose other files other ranks write; None: there are no others.
+    log: its flush() writes the metrics up to this step, without which the checkpoint gets no final name.
+    Raises TimeoutError if parts of other ranks are missing, OSError (ENOSPC) if the disk is full even without the old
+    checkpoints, and NotFinite if another rank has found that.
+    """
+    final = final_dir(run_dir, meta.step)
+    partial = partial_dir(run_dir, meta.step)
+    if final.is_dir():
+        if find_problem(final) is None:
+            return final  # it holds the same state, because a resumed run repeats its steps bit for bit
+        set_aside(final)
+    layout = layout or Layout.of(sizes_of(model_state), sizes_of(optimizer_state))
+    mine = layout.files_with(model_state, optimizer_state)
+    partial.mkdir(parents=True, exist_ok=True)
+    make_room(run_dir, layout.num_bytes - bytes_in(partial), options.kept)
+    try:
+        write_files(partial, mine)
+        texts = layout.indexes() | {META: json.dumps(meta.to_json(), indent=1)}
+        for name, text in texts.items():
+            _write_text(partial / name, text)
+        _wait_for_files(partial, layout.files, options.pieces_timeout_s)
+        _merge_lane_states(partial, num_lanes, options.lanes_timeout_s)
+        _write_sums(partial, [*layout.files, LANES, *texts])
+        if log:
+            log.flush()
+    except BaseException:
+        remove_files(partial, mine)  # frees the disk; ranks may still write to the directory
+        raise
+    # All files are on disk. Once the directory's names are, too, one rename makes the checkpoint whole for everybody.
+    sync_to_disk(partial)
+    partial.rename(final)
+    sync_to_disk(run_dir)
+    prune(run_dir, meta.step, options.kept)
+    return final
+
+
+def _write_text(path, text):
+    path.write_text(text)
+    sync_to_disk(path)
+    if path.read_text() != text:
+        raise OSError(errno.EIO, "other text was read back than was written", str(path))
+
+
+def _write_sums(partial, names):
+    sums = sha256_of_files([partial / name for name in names])
+    _write_text(partial / SUMS, "".join(f"{digest}  {path.name}\n" for path, digest in sums.items()))
+
+
+def _wait_for_files(partial, files, timeout_s):
+    wait = _Wait(partial, timeout_s)
+    while missing := [name for name in files if not (partial / name).exists()]:
+        if (partial / NOT_FINITE).exists():
+            raise NotFinite
+        if (partial / FULL).exists():
+            raise OSError(errno.ENOSPC, "another rank has no room for its part", str(partial))
+        more = " …" if len(missing) > 3 else ""
+        wait.for_the_ranks_that(f"write {', '.join(missing[:3])}{more} to {partial}")
+
+
+def _merge_lane_states(partial, num_lanes, timeout_s):
+    """Merges the files that the ranks' save_lane_states wrote into one, and deletes them."""
+    if (partial / LANES).exists():  # merged by an earlier attempt, after which the disk was full
+        return
+    wait = _Wait(partial, timeout_s)
+    while True:
+        files = list(partial.glob("lanes_from_*.json"))
+        merged = {}
+        for file in files:
+            merged |= {int(lane): state for lane, state in json.loads(file.read_text()).items()}
+        missing = [str(lane) for lane in range(num_lanes) if lane not in merged]
+        if not missing:
+            break
+        wait.for_the_ranks_that(f"own lanes {', '.join(missing)} to write their loader state to {partial}")
+    unfinished = partial / f"{LANES}.unfinished"
+    _write_text(unfinished, json.dumps(dict(sorted(merged.items()))))
+    unfinished.rename(partial / LANES)
+    for file in files:
+        file.unlink()
+
+
+class _Wait:
+    """Rank 0's wait for files of other ranks in the directory `partial`."""
+
+    def __init__(self, partial, timeout_s):
+        self._partial = partial
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._next_probe = time.monotonic() + PROBE_S
+
+    def for_the_ranks_that(self, what):
+        """Waits a moment. Raises TimeoutError once the time is over, and OSError (ENOSPC) if something is missing while
+        the disk is full: the ranks cannot write it, and to wait for them would stop the run."""
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(f"waited {self._timeout_s:.0f} s for the ranks that {what}")
+        if time.monotonic() > self._next_probe:
+            _write_probe(self._partial / "probe")
+            self._next_probe = time.monotonic() + PROBE_S
+        time.sleep(0.02)
+
+
+def _write_probe(path):
+    """Raises OSError if PROBE_BYTES cannot be written to `path`, where nothing is left."""
+    try:
+        path.write_bytes(bytes(PROBE_BYTES))
+        sync_to_disk(path)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+# -----------------------------------------------------------------------------
+# In the background
+
+
+class Saver:
+    """Writes what this rank writes of each checkpoint, in the background and one checkpoint at a time. Rank 0 calls
+    `save`, the other ranks `save_part`.
+
+    A full disk does not end the run: the same state is tried again until there is a newer one. The next call of a
+    method raises any other error. A state whose weights are not finite is not saved.
     """
 
-    def __init__(self, run_dir):
+    def __init__(self, run_dir, num_lanes=0, options=SaveOptions(), saved_step=0, uploader=None, log=None):
+        """saved_step: the step of the checkpoint that the run resumes from. uploader: an Uploader, which gets each
+        finished checkpoint. num_lanes, options, log: see save_checkpoint."""
+        self.saved_step = saved_step  # of the newest checkpoint on disk; on rank 0
         self._run_dir = Path(run_dir)
-        self._error, self._thread = None, None
+        self._num_lanes = num_lanes
+        self._options = options
+        self._uploader = uploader
+        self._log = log
+        self._thread = None
+        self._error = None
         self._superseded = threading.Event()
 
-    def save(self, step, layout, model_state, optimizer_state):
-        """Waits for the part that is being written, and begins to write this one; see checkpoint.write_part.
+    def save(self, model_state, optimizer_state, meta, layout=None):
+        """Waits for the checkpoint that is being written, and begins to save this one; see save_checkpoint.
 
         The states are {name: tensor} in host memory, never changed again (see MuonAdamW.host_state)."""
-        self._begin(self._work, step, layout, model_state, optimizer_state)
+        self._begin(self._save, model_state, optimizer_state, meta, layout)
+
+    def save_part(self, step, layout, model_state, optimizer_state):
+        """Waits for the part that is being written, and begins to write this one; see write_part.
+
+        The states are {name: tensor} in host memory, never changed again (see MuonAdamW.host_state)."""
+        self._begin(self._save_part, step, layout, model_state, optimizer_state)
 
     def check(self):
         """Raises the error that ended saving in the background, if there was one."""
         if self._error:
             raise self._error
 
-    def finish(self, is_told_to_end=lambda: False, timeout_s=SAVE_TIMEOUT_S):
+    def finish(self, is_told_to_end=lambda: False, timeout_s=END_TIMEOUT_S):
         """Waits until the last state is on disk. Once is_told_to_end() returns True, a full disk is not tried again.
         Raises Failure after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
@@ -55,10 +302,35 @@ class PartSaver:
         self._thread = threading.Thread(target=work, args=args, name="save", daemon=True)
         self._thread.start()
 
-    def _work(self, step, *part):
+    def _save(self, model_state, optimizer_state, meta, layout):
+        started = time.monotonic()
         while True:
             try:
-                return checkpoint.write_part(self._run_dir, step, *part)
+                require_finite(model_state)
+                path = save_checkpoint(self._run_dir, model_state, optimizer_state, meta, self._num_lanes, layout,
+                                       self._options, self._log)
+                self.saved_step = meta.step
+                print(f"saved {path} (in {time.monotonic() - started:.1f} s)", flush=True)
+                if self._uploader:
+                    self._uploader.upload(path)
+                return
+            except NotFinite:
+                print(f"warning: step {meta.step} is not saved: its weights are not finite", flush=True)
+                break
+            except BaseException as error:
+                if not is_disk_full(error):
+                    self._error = error
+                    return
+                print(f"warning: the disk is full ({error}): step {meta.step} is not saved; the run continues, trying "
+                      f"again every {self._options.retry_s} s", flush=True)
+            if self._superseded.wait(self._options.retry_s):
+                break
+        shutil.rmtree(partial_dir(self._run_dir, meta.step), ignore_errors=True)  # this state is given up
+
+    def _save_part(self, step, layout, model_state, optimizer_state):
+        while True:
+            try:
+                return write_part(self._run_dir, step, layout, model_state, optimizer_state)
             except NotFinite:  # rank 0 says so
                 return
             except BaseException as error:
@@ -66,51 +338,5 @@ class PartSaver:
                     if partial_dir(self._run_dir, step).is_dir():  # otherwise rank 0 has given this checkpoint up
                         self._error = error
                     return
-            if self._superseded.wait(checkpoint.RETRY_S):
+            if self._superseded.wait(self._options.retry_s):
                 return
-
-
-class Saver(PartSaver):
-    """Saves checkpoints; rank 0 only. `saved_step` is the step of the newest checkpoint on disk. A state whose weights
-    are not finite is not saved."""
-
-    def __init__(self, run_dir, *, num_lanes, keep, saved_step=0, keep_every=-1, before_rename=lambda: None,
-                 on_saved=lambda path: None, report=print):
-        """saved_step: that of the checkpoint that the run resumes from. on_saved: called with the path of each finished
-        checkpoint, in the background. report: called with each message. The other arguments are those of
-        checkpoint.save."""
-        super().__init__(run_dir)
-        self.saved_step = saved_step
-        self._options = dict(num_lanes=num_lanes, keep=keep, keep_every=keep_every, before_rename=before_rename)
-        self._on_saved, self._report = on_saved, report
-
-    def save(self, model_state, optimizer_state, meta, layout=None):
-        """Waits for the checkpoint that is being written, and begins to save this one; see checkpoint.save.
-
-        The states are {name: tensor} in host memory, never changed again (see MuonAdamW.host_state)."""
-        self._begin(self._work, model_state, optimizer_state, meta, layout)
-
-    def _work(self, model_state, optimizer_state, meta, layout):
-        started = time.monotonic()
-        while True:
-            try:
-                checkpoint.require_finite(model_state)
-                path = checkpoint.save(self._run_dir, model_state, optimizer_state, meta, layout=layout,
-                                       **self._options)
-                self.saved_step = meta.step
-                self._report(f"saved {path} (in {time.monotonic() - started:.1f} s)")
-                return self._on_saved(path)
-            except NotFinite:
-                self._report(f"warning: step {meta.step} is not saved: its weights are not finite")
-                return self._give_up(meta.step)
-            except BaseException as error:
-                if not is_disk_full(error):
-                    self._error = error
-                    return
-                self._report(f"warning: the disk is full ({error}): step {meta.step} is not saved; the run continues, "
-                             f"trying again every {checkpoint.RETRY_S} s")
-            if self._superseded.wait(checkpoint.RETRY_S):
-                return self._give_up(meta.step)
-
-    def _give_up(self, step):
-        shutil.rmtree(partial_dir(self._run_dir, step), ignore_errors=True)

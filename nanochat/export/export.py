@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from nanochat.checkpoint.checkpoint_files import SUMS, sha256_of_files, sync_to_disk
+from nanochat.checkpoint.format import SUMS, sha256_of_files, sync_to_disk
 from nanochat.common import BadInput
 from nanochat.model.layers import NORM_EPS, SCALES
 

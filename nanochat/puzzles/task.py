@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 import torch
 import torch.nn.functional as F
 
-from nanochat.checkpoint.checkpoint_files import state_bytes
 from nanochat.checkpoint.meta import require_match, require_same_flags
+from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput, flag, get_base_dir, read_flags
 from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.programs import one_program

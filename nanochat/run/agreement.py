@@ -16,9 +16,19 @@ import threading
 import time
 from pathlib import Path
 
-from nanochat.checkpoint import checkpoint_files
-from nanochat.checkpoint.checkpoint import save_lane_states
-from nanochat.checkpoint.checkpoint_files import SUMS, read_sums
+from nanochat.checkpoint.format import (
+    SUMS,
+    Kept,
+    find_problem,
+    latest,
+    prune,
+    read_sums,
+    set_aside,
+    set_aside_after,
+    step_of,
+    sync_to_disk,
+)
+from nanochat.checkpoint.saver import save_lane_states
 from nanochat.common import BadInput, is_disk_full
 from nanochat.run import wire
 from nanochat.run.pod import REQUEST_TIMEOUT_S, PodError
@@ -87,7 +97,7 @@ def agree_on_checkpoint(pod, directory, find, report=print):
         found = {"name": path.name, "sums": _digest(path / SUMS), "note": note} if path else {}
         pod.serves["checkpoint"] = lambda connection, message: _serve_checkpoint(connection, path)
     else:
-        newest = checkpoint_files.latest(directory)
+        newest = latest(directory)
         found = {"name": newest.name} if newest else {}
     chosen, *others = pod.gather("which checkpoint they have", found)
     if not chosen:
@@ -110,15 +120,15 @@ def obtain(pod, directory, name, sums, report):
     """Returns the path of the checkpoint `name` whose SHA256SUMS has the hash `sums`, on this host's disk. Gets it from
     the first host if it is not there or damaged, and keeps no other."""
     path, partial = directory / name, directory / f"{name}.tmp"
-    if not ((path / SUMS).is_file() and _digest(path / SUMS) == sums and checkpoint_files.find_problem(path) is None):
+    if not ((path / SUMS).is_file() and _digest(path / SUMS) == sums and find_problem(path) is None):
         started = time.monotonic()
         if path.is_dir():
-            checkpoint_files.set_aside(path)
+            set_aside(path)
         partial.mkdir(parents=True)
         try:
             _receive_checkpoint(pod, partial)
             problem = "its SHA256SUMS is another" if _digest(partial / SUMS) != sums else \
-                checkpoint_files.find_problem(partial)
+                find_problem(partial)
         except OSError as error:
             if is_disk_full(error):
                 raise BadInput(f"the disk is full: {directory} has no room for {name}: free some space") from None
@@ -127,12 +137,12 @@ def obtain(pod, directory, name, sums, report):
             problem = str(error)
         if problem:
             raise PodError(f"{name} was not received whole from host {pod.names[0]}: {problem}", 1)
-        checkpoint_files.sync_to_disk(partial)
+        sync_to_disk(partial)
         partial.rename(path)
-        checkpoint_files.sync_to_disk(directory)
+        sync_to_disk(directory)
         report(f"received {name} from host {pod.names[0]} in {time.monotonic() - started:.1f} s", flush=True)
-    checkpoint_files.set_aside_after(directory, checkpoint_files.step_of(path))
-    checkpoint_files.prune(directory, checkpoint_files.step_of(path), keep=1, keep_every=-1)
+    set_aside_after(directory, step_of(path))
+    prune(directory, step_of(path), Kept(1))
     return path
 
 

@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from nanochat.checkpoint.checkpoint_files import state_bytes
 from nanochat.checkpoint.meta import read_config, require_match, require_same_flags
+from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.data.bucket import check_cache
 from nanochat.data.fim import check_fim

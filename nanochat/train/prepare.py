@@ -5,10 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from nanochat.checkpoint import checkpoint_files
+from nanochat.checkpoint.format import (
+    Kept,
+    check_disk_space,
+    clean_partial,
+    latest_good,
+    set_aside_after,
+    step_of,
+)
 from nanochat.checkpoint.meta import load_meta
-from nanochat.checkpoint.mirror import Mirror, patiently, run_mirror
-from nanochat.checkpoint.uploader import STATE_FILE, MirrorState
+from nanochat.checkpoint.mirror import STATE_FILE, Mirror, MirrorError, MirrorState, Patience, run_mirror
 from nanochat.common import BadInput, get_base_dir
 from nanochat.record.observe import parse_profile_steps
 from nanochat.run.agreement import agree_on_checkpoint, require_alike
@@ -62,7 +68,7 @@ class Run:
     def begin(self):
         """Changes the run's folder when training begins: no start that is refused comes here. Rank 0 only."""
         if self.starts_over:
-            checkpoint_files.set_aside_after(self.directory, -1)
+            set_aside_after(self.directory, -1)
         (self.directory / FINISHED_FILE).unlink(missing_ok=True)
 
     def mark_finished(self):
@@ -105,18 +111,18 @@ def prepare(flags, device_type, make_task, pod=None):
     profile_steps = parse_profile_steps(record.profile_steps, task.plan.num_iterations)
     mirror = None
     if record.checkpoint_mirror is not None and is_first:
-        mirror = run_mirror(record.checkpoint_mirror, flags.run.run, record.keep_checkpoints, record.keep_every)
+        mirror = run_mirror(record.checkpoint_mirror, flags.run.run, Kept(record.keep_checkpoints, record.keep_every))
     mirror_state = reach(mirror, directory)
-    checkpoint_files.clean_partial(directory)
+    clean_partial(directory)
     Requests(directory / REQUESTS_FILE, create=True)
     Heartbeats(directory / HEARTBEATS_FILE, create=True)
     if record.saves:
-        checkpoint_files.check_disk_space(directory, task.state_bytes(), copies=2 if is_first else 1)
+        check_disk_space(directory, task.state_bytes(), copies=2 if is_first else 1)
     path = finished_step = None
     if flags.run.resume == "auto":
         path, is_finished = resumed_checkpoint(directory, mirror, pod)
     elif not is_first:
-        checkpoint_files.set_aside_after(directory, -1)  # copies of what the first host has; see Run.begin
+        set_aside_after(directory, -1)  # copies of what the first host has; see Run.begin
     if path:
         meta = load_meta(path)
         if meta.task != task.name:
@@ -160,22 +166,21 @@ def reach(mirror, directory):
         (directory / STATE_FILE).unlink(missing_ok=True)
         return None
     state = MirrorState(mirror.url)
-
-    def try_it():
-        mirror.try_to_write(directory)
-        return mirror.whole_copies()
-
-    def note(error):
-        state.error = error
-        state.write(directory)
-
     print(f"trying whether {mirror.url} can be written to", flush=True)
-    try:
-        copies = patiently(try_it, mirror.url, note)
-    except BadInput as error:
-        note(str(error))
-        raise
-    state.newest_copied, state.error = copies[-1] if copies else None, None
+    patience = Patience(mirror.url)
+    while True:
+        try:
+            mirror.try_to_write(directory)
+            copies = mirror.whole_copies()
+            break
+        except (BadInput, MirrorError) as error:
+            state.error = str(error)
+            state.write(directory)
+            if isinstance(error, BadInput):
+                raise
+            patience.wait_after(error)
+    state.newest_copied = copies[-1] if copies else None
+    state.error = None
     state.write(directory)
     return state
 
@@ -183,11 +188,16 @@ def reach(mirror, directory):
 def newest_checkpoint(directory, mirror):
     """Returns the path of the newest undamaged checkpoint of a run, or None. If the mirror has a newer one, fetches
     that. Raises BadInput or MirrorError."""
-    path = checkpoint_files.latest_good(directory, report=lambda message: print(f"warning: {message}", flush=True))
-    if mirror:
-        step = checkpoint_files.step_of(path) if path else -1
-        path = patiently(lambda: mirror.fetch(directory, after_step=step), mirror.url) or path
-    return path
+    path = latest_good(directory)
+    if mirror is None:
+        return path
+    step = step_of(path) if path else -1
+    patience = Patience(mirror.url)
+    while True:
+        try:
+            return mirror.fetch(directory, after_step=step) or path
+        except MirrorError as error:
+            patience.wait_after(error)
 
 
 def changed_flags(saved, task):

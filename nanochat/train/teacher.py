@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.checkpoint.checkpoint_files import MODEL, find_checkpoint, find_problem
+from nanochat.checkpoint.format import MODEL, find_checkpoint, find_problem
 from nanochat.checkpoint.meta import load_meta, read_config
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput

@@ -3,8 +3,9 @@ import math
 import time
 from dataclasses import dataclass
 
-from nanochat.checkpoint import checkpoint, checkpoint_files
+from nanochat.checkpoint.format import latest
 from nanochat.checkpoint.meta import Meta, restore_rng, rng_state
+from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.device.ranks import print0, print_banner
 from nanochat.record.goodput import Goodput
 from nanochat.record.observe import Profile
@@ -22,7 +23,7 @@ class Trainer:
         """run: a Run, from prepare; dist: this rank's Dist."""
         run.check_ranks(dist)
         self.run, self.task, self.dist = run, run.task, dist
-        restored = checkpoint.load(run.checkpoint) if run.checkpoint else None
+        restored = load_checkpoint(run.checkpoint) if run.checkpoint else None
         meta = restored.meta if restored else None
         self.restore(meta)
         with self.goodput.span("load"):
@@ -38,7 +39,8 @@ class Trainer:
             print0(f"resuming from {run.checkpoint}" if restored else f"a new run, in {run.directory}")
         self.is_validation_finite = True
         self.log = StepLog(run, dist, self.training, self.nonfinite, self.step, meta)
-        self.saves, self.save_is_asked = Saves(run, dist, self.step, before_rename=self.log.flush), False
+        self.saves = Saves(run, dist, self.step, self.log)
+        self.save_is_asked = False
 
     def restore(self, meta):
         """Continues from the Meta of a checkpoint, or begins a run if it is None. The inverse of `meta`; prepare has
@@ -127,7 +129,8 @@ class Trainer:
         self.liveness.beat("save", self.step)
         self.save_is_asked = False
         with self.goodput.span("save"):
-            self.saves.save(self.step, self.batches.state, self.training, self.meta)
+            meta = self.meta() if self.dist.rank == 0 else None
+            self.saves.save(self.step, self.batches.state, self.training, meta)
 
     def run_event(self, event):
         """Does one of the task's events, and logs what it returns. A stop cuts it short."""
@@ -160,7 +163,7 @@ class Trainer:
         if is_bad:
             return 1
         if not is_saved:
-            newest = checkpoint_files.latest(self.run.directory)
+            newest = latest(self.run.directory)
             print0(f"error: the state of step {self.step} is not saved: the run ends with "
                    + (f"the checkpoint before it, {newest}" if newest else "no checkpoint"))
             return 1

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from nanochat.checkpoint import checkpoint
-from nanochat.checkpoint.checkpoint_files import state_bytes
+from nanochat.checkpoint.format import Kept
 from nanochat.checkpoint.meta import Meta
-from nanochat.checkpoint.saver import Saver
+from nanochat.checkpoint.pieces import state_bytes
+from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
 from nanochat.common import flag, get_base_dir, read_flags, require_writable_dir
 from nanochat.data.lanes import NUM_LANES
 from nanochat.model.gpt import GPT
@@ -42,9 +42,9 @@ def main(argv=None):
     state = make_state(flags.depth)
     with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=require_writable_dir(get_base_dir())) as folder:
         run_dir = Path(folder)
-        saver = Saver(run_dir, num_lanes=NUM_LANES, keep=1)
+        saver = Saver(run_dir, NUM_LANES, SaveOptions(Kept(1)))
         clock = Clock()
-        checkpoint.save_lane_states(run_dir, 1, {lane: {} for lane in range(NUM_LANES)})
+        save_lane_states(run_dir, 1, {lane: {} for lane in range(NUM_LANES)})
         copies = [{name: tensor.clone() for name, tensor in part.items()} for part in state]  # as MuonAdamW.host_state
         saver.save(*copies, Meta(step=1, config={}, tokenizer_sha256="", data_fingerprint="", flags={}, rng=""))
         held_s = clock.spent().wall_s

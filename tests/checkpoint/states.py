@@ -8,8 +8,9 @@ import time
 import pytest
 import torch
 
-from nanochat.checkpoint import checkpoint, checkpoint_files
+from nanochat.checkpoint import format
 from nanochat.checkpoint.meta import Meta
+from nanochat.checkpoint.saver import SaveOptions, save_checkpoint, save_lane_states
 
 
 def make_meta(step=1, **fields):
@@ -24,10 +25,11 @@ def make_state(seed=0):
     return model, optimizer
 
 
-def save(run_dir, step, **kwargs):
+def save(run_dir, step, keep=None, keep_every=-1):
     """Saves a checkpoint of two lanes, whose weights depend on `step`; returns its path."""
-    checkpoint.save_lane_states(run_dir, step, {0: {"row": step}, 1: {"row": step, "buffer": [1, 2, 3]}})
-    return checkpoint.save(run_dir, *make_state(step), make_meta(step), num_lanes=2, **kwargs)
+    save_lane_states(run_dir, step, {0: {"row": step}, 1: {"row": step, "buffer": [1, 2, 3]}})
+    return save_checkpoint(run_dir, *make_state(step), make_meta(step), num_lanes=2,
+                           options=SaveOptions(format.Kept(keep, keep_every)))
 
 
 def names(run_dir):
@@ -64,16 +66,16 @@ def kill_at_any_moment(save_for_ever, run_dir, pause_s):
         process = context.Process(target=save_for_ever, args=(run_dir,))
         process.start()
         give_up = time.monotonic() + 60
-        while checkpoint_files.latest(run_dir) is None and time.monotonic() < give_up:
+        while format.latest(run_dir) is None and time.monotonic() < give_up:
             time.sleep(0.001)
         time.sleep(pause_s * moment)
         process.kill()
         process.join()
-        paths = checkpoint_files.list_checkpoints(run_dir)
-        assert paths and all(checkpoint_files.find_problem(path) is None for path in paths)
-        checkpoint_files.clean_partial(run_dir)
+        paths = format.list_checkpoints(run_dir)
+        assert paths and all(format.find_problem(path) is None for path in paths)
+        format.clean_partial(run_dir)
         assert not any(name.endswith(".tmp") for name in names(run_dir))
-        checkpoint_files.set_aside_after(run_dir, -1)
+        format.set_aside_after(run_dir, -1)
 
 
 def run_on_small_disk(tmp_path, script, megabytes):

@@ -6,12 +6,15 @@ import time
 import pytest
 import torch
 
-from nanochat.checkpoint import checkpoint, checkpoint_files
+from nanochat.checkpoint import format
+from nanochat.checkpoint import saver as saver_module
+from nanochat.checkpoint.pieces import load_checkpoint
+from nanochat.checkpoint.saver import SaveOptions, save_checkpoint, save_lane_states
 from tests.checkpoint.states import flip_a_byte, kill_at_any_moment, make_meta, make_state, names, save
 
 
 def test_a_checkpoint_loads_as_it_was_saved_bit_for_bit(tmp_path):
-    loaded = checkpoint.load(save(tmp_path, 100))
+    loaded = load_checkpoint(save(tmp_path, 100))
     model, optimizer = make_state(100)
     assert loaded.meta == make_meta(100)
     assert loaded.lane_states == {0: {"row": 100}, 1: {"row": 100, "buffer": [1, 2, 3]}}
@@ -23,8 +26,8 @@ def test_a_checkpoint_loads_as_it_was_saved_bit_for_bit(tmp_path):
 
 def test_tensors_that_are_transposed_or_need_gradients_are_saved(tmp_path):
     weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())
-    path = checkpoint.save(tmp_path, {"w": weight}, {}, make_meta(), num_lanes=0)
-    assert torch.equal(checkpoint.load(path).model_state["w"], weight)
+    path = save_checkpoint(tmp_path, {"w": weight}, {}, make_meta(), num_lanes=0)
+    assert torch.equal(load_checkpoint(path).model_state["w"], weight)
 
 
 def test_a_finished_checkpoint_holds_only_files_that_sha256sum_accepts(tmp_path):
@@ -37,20 +40,21 @@ def test_a_finished_checkpoint_holds_only_files_that_sha256sum_accepts(tmp_path)
 def test_lane_states_come_from_all_ranks_even_if_they_write_late(tmp_path):
     def rank(first_lane):
         time.sleep(0.05 * first_lane)
-        checkpoint.save_lane_states(tmp_path, 5, {lane: {"lane": lane} for lane in range(first_lane, 8, 4)})
+        save_lane_states(tmp_path, 5, {lane: {"lane": lane} for lane in range(first_lane, 8, 4)})
 
     ranks = [threading.Thread(target=rank, args=(first_lane,)) for first_lane in range(4)]
     for thread in ranks:
         thread.start()
-    path = checkpoint.save(tmp_path, *make_state(), make_meta(5), num_lanes=8, timeout_s=20)
-    assert checkpoint.load(path).lane_states == {lane: {"lane": lane} for lane in range(8)}
+    path = save_checkpoint(tmp_path, *make_state(), make_meta(5), num_lanes=8, options=SaveOptions(lanes_timeout_s=20))
+    assert load_checkpoint(path).lane_states == {lane: {"lane": lane} for lane in range(8)}
 
 
 def test_a_rank_that_never_writes_its_lanes_is_named_after_the_limit(tmp_path):
-    checkpoint.save_lane_states(tmp_path, 5, {0: {}, 2: {}})
+    save_lane_states(tmp_path, 5, {0: {}, 2: {}})
     with pytest.raises(TimeoutError, match="lanes 1, 3 "):
-        checkpoint.save(tmp_path, *make_state(), make_meta(5), num_lanes=4, timeout_s=0.1)
-    assert checkpoint_files.latest(tmp_path) is None
+        save_checkpoint(tmp_path, *make_state(), make_meta(5), num_lanes=4,
+                        options=SaveOptions(lanes_timeout_s=0.1))
+    assert format.latest(tmp_path) is None
     assert not list(tmp_path.glob("*/*.safetensors"))
 
 
@@ -59,7 +63,7 @@ def test_saving_a_step_again_keeps_a_good_checkpoint_and_replaces_a_damaged_one(
     before = path.stat().st_ino
     assert save(tmp_path, 10) == path and path.stat().st_ino == before
     flip_a_byte(path / "model.safetensors")
-    assert save(tmp_path, 10) == path and checkpoint_files.find_problem(path) is None
+    assert save(tmp_path, 10) == path and format.find_problem(path) is None
     assert [name for name in names(tmp_path) if "aside" in name] == []
 
 
@@ -81,10 +85,10 @@ def test_an_error_while_saving_leaves_the_old_checkpoint_and_frees_the_disk(tmp_
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "sync_to_disk", disk_full)
+        patch.setattr(saver_module, "sync_to_disk", disk_full)
         with pytest.raises(OSError, match="No space left"):
             save(tmp_path, 2, keep=1)
-    assert checkpoint_files.latest_good(tmp_path) == old
+    assert format.latest_good(tmp_path) == old
     assert not list((tmp_path / "step_000002.tmp").glob("*.safetensors"))
     save(tmp_path, 3, keep=1)
-    assert [path.name for path in checkpoint_files.list_checkpoints(tmp_path)] == ["step_000003"]
+    assert [path.name for path in format.list_checkpoints(tmp_path)] == ["step_000003"]

@@ -5,8 +5,10 @@ import time
 
 import pytest
 
-from nanochat.checkpoint import checkpoint, checkpoint_files, mirror
-from nanochat.checkpoint.mirror import Mirror, MirrorError, patiently, run_mirror
+from nanochat.checkpoint import format, mirror
+from nanochat.checkpoint.format import Kept
+from nanochat.checkpoint.mirror import Mirror, MirrorError, Patience, run_mirror
+from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput
 from tests.buckets import OUTAGE
 from tests.checkpoint.states import save
@@ -22,7 +24,7 @@ def run_dir(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    return Mirror(str(tmp_path / "mirror" / "run"), keep=2)
+    return Mirror(str(tmp_path / "mirror" / "run"), Kept(2))
 
 
 def copy(mirror, run_dir, *steps):
@@ -37,19 +39,19 @@ def test_a_new_disk_gets_the_newest_checkpoint_and_the_metrics(run_dir, folder):
     assert folder.whole_copies() == ["step_000002", "step_000003"]
     shutil.rmtree(run_dir)
     path = folder.fetch(run_dir)
-    assert path == run_dir / "step_000003" and checkpoint_files.find_problem(path) is None
-    assert checkpoint.load(path).lane_states[0] == {"row": 3}
+    assert path == run_dir / "step_000003" and format.find_problem(path) is None
+    assert load_checkpoint(path).lane_states[0] == {"row": 3}
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
 def test_checkpoints_that_keep_every_keeps_stay_in_the_mirror(run_dir, tmp_path):
-    kept = Mirror(str(tmp_path / "mirror"), keep=1, keep_every=2)
+    kept = Mirror(str(tmp_path / "mirror"), Kept(1, every=2))
     copy(kept, run_dir, 1, 2, 3, 4, 5)
     assert kept.whole_copies() == ["step_000002", "step_000004", "step_000005"]
 
 
 def test_a_bucket_gets_checkpoints_and_gives_them_back_through_gcloud(run_dir, bucket):
-    there = run_mirror("gs://b/x/", "run", 1, -1)
+    there = run_mirror("gs://b/x/", "run", Kept(1))
     assert there.url == "gs://b/x/run" and there.whole_copies() == []
     there.try_to_write(run_dir)
     assert bucket.names() == [] and not list(run_dir.glob(".write_test*"))
@@ -57,24 +59,23 @@ def test_a_bucket_gets_checkpoints_and_gives_them_back_through_gcloud(run_dir, b
     assert there.whole_copies() == ["step_000002"]
     shutil.rmtree(run_dir)
     path = there.fetch(run_dir)
-    assert path.name == "step_000002" and checkpoint_files.find_problem(path) is None
+    assert path.name == "step_000002" and format.find_problem(path) is None
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 1}\n'
     there.set_aside()
     assert there.whole_copies() == [] and there.fetch(run_dir) is None
     assert {"x/run/metrics.jsonl.aside", "x/run/step_000002/SHA256SUMS.aside"} < set(bucket.names())
 
 
-def test_incomplete_and_damaged_copies_are_not_used(run_dir, folder, tmp_path):
-    said = []
+def test_incomplete_and_damaged_copies_are_not_used(run_dir, folder, tmp_path, capsys):
     copy(folder, run_dir, 1, 2)
     copies = tmp_path / "mirror" / "run"
     folder.copy(save(run_dir, 3))
-    (copies / "step_000003" / checkpoint_files.SUMS).unlink()  # the upload was interrupted
-    damaged = copies / "step_000002" / checkpoint_files.MODEL
+    (copies / "step_000003" / format.SUMS).unlink()  # the upload was interrupted
+    damaged = copies / "step_000002" / format.MODEL
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     shutil.rmtree(run_dir)
-    assert folder.fetch(run_dir, report=said.append).name == "step_000001"
-    assert any("step_000002 is damaged" in line for line in said)
+    assert folder.fetch(run_dir).name == "step_000001"
+    assert "step_000002 is damaged" in capsys.readouterr().out
     assert [path.name for path in run_dir.glob("step_*")] == ["step_000001"]
 
 
@@ -128,22 +129,22 @@ def test_a_copy_is_kept_although_the_mirror_has_later_steps(run_dir, folder):
 @pytest.mark.parametrize("place", ["gs:/x", "gs://", "gs:///x", "GS://x", "s3://x", "http://x/y", "file:///x", ""])
 def test_a_place_that_is_neither_a_bucket_nor_a_directory_is_refused(place):
     with pytest.raises(BadInput, match=f"--checkpoint_mirror={place} is neither gs://BUCKET/FOLDER nor a directory"):
-        run_mirror(place, "run", 1, -1)
+        run_mirror(place, "run", Kept(1))
 
 
 def test_a_relative_directory_and_one_of_the_home_directory_are_made_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
-    assert run_mirror("a:b/./c".replace("a:b", "./a:b"), "run", 1, -1).url == f"{tmp_path}/a:b/c/run"
-    assert run_mirror("~/x", "run", 1, -1).url == "/home/me/x/run"
+    assert run_mirror("a:b/./c".replace("a:b", "./a:b"), "run", Kept(1)).url == f"{tmp_path}/a:b/c/run"
+    assert run_mirror("~/x", "run", Kept(1)).url == "/home/me/x/run"
 
 
 def test_a_directory_that_cannot_be_written_to_is_refused(run_dir, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="--checkpoint_mirror: .*/file/x/run: Not a directory: choose a directory"):
-        run_mirror(f"{tmp_path}/file/x", "run", 1, -1).try_to_write(run_dir)
+        run_mirror(f"{tmp_path}/file/x", "run", Kept(1)).try_to_write(run_dir)
     with pytest.raises(BadInput, match="--checkpoint_mirror: /proc/x.*: choose a directory"):
-        run_mirror("/proc/x", "run", 1, -1).try_to_write(run_dir)
+        run_mirror("/proc/x", "run", Kept(1)).try_to_write(run_dir)
 
 
 @pytest.mark.parametrize("answer, words", [
@@ -155,13 +156,13 @@ def test_a_directory_that_cannot_be_written_to_is_refused(run_dir, tmp_path):
 def test_what_trying_again_does_not_mend_is_refused_at_once(bucket, run_dir, answer, words):
     bucket.broken = answer
     with pytest.raises(BadInput, match=f"--checkpoint_mirror: .*{words}.*: correct the bucket") as error:
-        patiently(lambda: run_mirror("gs://b/x", "run", 1, -1).try_to_write(run_dir), "gs://b/x/run")
+        run_mirror("gs://b/x", "run", Kept(1)).try_to_write(run_dir)
     assert "\n" not in str(error.value)
 
 
 def test_a_bucket_that_lists_but_refuses_writes_is_refused(bucket, run_dir):
     bucket.refuses_writes = True
-    there = run_mirror("gs://b/x", "run", 1, -1)
+    there = run_mirror("gs://b/x", "run", Kept(1))
     assert there.whole_copies() == []
     with pytest.raises(BadInput, match="tpu@p.iam does not have storage.objects.create access"):
         there.try_to_write(run_dir)
@@ -170,30 +171,29 @@ def test_a_bucket_that_lists_but_refuses_writes_is_refused(bucket, run_dir):
 def test_without_a_login_or_without_gcloud_a_bucket_is_refused(bucket, run_dir, monkeypatch):
     monkeypatch.delenv("CLOUDSDK_AUTH_ACCESS_TOKEN")
     with pytest.raises(BadInput, match="You do not currently have an active account selected"):
-        run_mirror("gs://b/x", "run", 1, -1).try_to_write(run_dir)
+        run_mirror("gs://b/x", "run", Kept(1)).try_to_write(run_dir)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(BadInput, match="needs gcloud, which cannot be started here"):
-        run_mirror("gs://b/x", "run", 1, -1).try_to_write(run_dir)
+        run_mirror("gs://b/x", "run", Kept(1)).try_to_write(run_dir)
 
 
-def test_an_outage_is_waited_for_with_a_line_and_ends_well_or_after_ten_minutes(bucket, run_dir, monkeypatch):
-    bucket.broken, said, noted = OUTAGE, [], []
-    monkeypatch.setattr(mirror, "PAUSE_S", 0.01)
-
-    def note(problem):
-        noted.append(problem)
-        if len(noted) == 2:
-            bucket.broken = None
-
-    there = run_mirror("gs://b/x", "run", 1, -1)
-    patiently(lambda: there.try_to_write(run_dir), there.url, note, said.append)
-    assert len(said) == len(noted) == 2 and "RESOURCE_EXHAUSTED: Too many requests" in noted[0]
-    assert said[0].startswith("warning: --checkpoint_mirror: gs://b/x/run cannot be reached (") \
-        and said[0].endswith("waiting for it, for up to 10 more minutes")
+def test_an_outage_is_waited_for_with_a_line_and_ends_well_or_after_ten_minutes(bucket, run_dir, monkeypatch, capsys):
     bucket.broken = OUTAGE
+    monkeypatch.setattr(mirror, "PAUSE_S", 0.01)
+    there = run_mirror("gs://b/x", "run", Kept(1))
+    patience = Patience(there.url)
+    for _ in range(2):
+        with pytest.raises(MirrorError, match="RESOURCE_EXHAUSTED: Too many requests") as outage:
+            there.try_to_write(run_dir)
+        patience.wait_after(outage.value)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and said[0].startswith("warning: --checkpoint_mirror: gs://b/x/run cannot be reached (")
+    assert said[0].endswith("waiting for it, for up to 10 more minutes")
+    bucket.broken = None
+    there.try_to_write(run_dir)
     monkeypatch.setattr(mirror, "OUTAGE_S", 0)
     with pytest.raises(MirrorError, match="gs://b/x/run has not been reached for 0 minutes .*start the same command"):
-        patiently(lambda: there.try_to_write(run_dir), there.url)
+        Patience(there.url).wait_after(outage.value)
 
 
 def test_a_gcloud_that_hangs_is_ended_with_its_helpers(run_dir, tmp_path, monkeypatch):
@@ -201,9 +201,8 @@ def test_a_gcloud_that_hangs_is_ended_with_its_helpers(run_dir, tmp_path, monkey
     (tmp_path / "gcloud").write_text(f"#!/bin/sh\nsleep 1000 &\necho $! >{tmp_path}/helper\nwait\n")
     (tmp_path / "gcloud").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(mirror, "TRY_TIMEOUT_S", 1)
     with pytest.raises(MirrorError, match="gcloud storage cp has not ended after 1 s"):
-        run_mirror("gs://b/x", "run", 1, -1).try_to_write(run_dir)
+        run_mirror("gs://b/x", "run", Kept(1)).try_to_write(run_dir, timeout_s=1)
     helper = (tmp_path / "helper").read_text().strip()
     states = subprocess.run(["ps", "-o", "stat=", "-p", helper], capture_output=True, text=True).stdout
     assert states.strip()[:1] in ("", "Z")  # a zombie where nothing collects orphans

@@ -8,11 +8,12 @@ import time
 import pytest
 import torch
 
-from nanochat.checkpoint import checkpoint, checkpoint_files
-from nanochat.checkpoint.checkpoint_files import MODEL, OPTIMIZER
+from nanochat.checkpoint import format
+from nanochat.checkpoint import saver as saver_module
+from nanochat.checkpoint.format import MODEL, OPTIMIZER
 from nanochat.checkpoint.mirror import run_mirror
-from nanochat.checkpoint.pieces import Layout, load_tensors, sizes_of
-from nanochat.checkpoint.saver import PartSaver, Saver
+from nanochat.checkpoint.pieces import Layout, load_checkpoint, load_tensors, sizes_of
+from nanochat.checkpoint.saver import SaveOptions, Saver, save_checkpoint, save_lane_states, write_part
 from nanochat.common import get_base_dir
 from tests.checkpoint.states import DAMAGES, damage, kill_at_any_moment, make_meta, names, run_on_small_disk
 
@@ -35,27 +36,28 @@ def make_layout(state):
     return Layout.of(*map(sizes_of, state), PIECE_BYTES)
 
 
-def save_in_pieces(run_dir, step, delay_s=0.0, **kwargs):
+def save_in_pieces(run_dir, step, delay_s=0.0, keep=None):
     """Saves a checkpoint of one lane by three writers; returns its path."""
     state = make_state(step)
     layout = make_layout(state)
 
     def write(writer):
         time.sleep(delay_s * writer)
-        checkpoint.write_part(run_dir, step, layout, *part_of(state, layout, writer))
+        write_part(run_dir, step, layout, *part_of(state, layout, writer))
 
     threads = [threading.Thread(target=write, args=(writer,)) for writer in range(1, WRITERS)]
     for thread in threads:
         thread.start()
-    checkpoint.save_lane_states(run_dir, step, {0: {"row": step}})
-    path = checkpoint.save(run_dir, *part_of(state, layout, 0), make_meta(step), num_lanes=1, layout=layout, **kwargs)
+    save_lane_states(run_dir, step, {0: {"row": step}})
+    path = save_checkpoint(run_dir, *part_of(state, layout, 0), make_meta(step), 1, layout,
+                           SaveOptions(format.Kept(keep)))
     for thread in threads:
         thread.join()
     return path
 
 
 def assert_holds(path, state):
-    loaded = checkpoint.load(path)
+    loaded = load_checkpoint(path)
     for saved, found in zip(state, (loaded.model_state, loaded.optimizer_state), strict=True):
         assert saved.keys() == found.keys()
         assert all(torch.equal(saved[name], found[name]) for name in saved)
@@ -94,62 +96,62 @@ def test_the_library_that_others_read_such_checkpoints_with_reads_them(tmp_path)
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "optimizer.safetensors.index.json",
                                   "model-00003-of-00007.safetensors", "optimizer-00001-of-00007.safetensors"])
 @pytest.mark.parametrize("how", DAMAGES)
-def test_any_damage_to_a_piece_or_an_index_is_found_and_the_checkpoint_before_is_used(tmp_path, name, how):
+def test_any_damage_to_a_piece_or_an_index_is_found_and_the_checkpoint_before_is_used(tmp_path, name, how, capsys):
     good, bad = save_in_pieces(tmp_path, 100), save_in_pieces(tmp_path, 200)
     damage(bad / name, how)
-    messages = []
     is_of_weights = name.startswith("model")
-    assert bool(checkpoint_files.find_problem(bad, weights_only=True)) == is_of_weights
-    assert checkpoint_files.latest_good(tmp_path, messages.append) == good
-    assert len(messages) == 1 and "damaged" in messages[0] and names(tmp_path) == ["step_000100", "step_000200.aside"]
+    assert bool(format.find_problem(bad, weights_only=True)) == is_of_weights
+    assert format.latest_good(tmp_path) == good
+    assert capsys.readouterr().out.count("is damaged") == 1
+    assert names(tmp_path) == ["step_000100", "step_000200.aside"]
 
 
 def test_a_copy_in_a_mirror_is_whole_only_with_all_pieces(tmp_path):
     run_dir = tmp_path / "run"
     path = save_in_pieces(run_dir, 3)
     (run_dir / "metrics.jsonl").touch()
-    mirror = run_mirror(str(tmp_path / "mirror"), "run", keep=2, keep_every=-1)
+    mirror = run_mirror(str(tmp_path / "mirror"), "run", format.Kept(2))
     mirror.copy(path)
     assert mirror.whole_copies() == ["step_000003"]
     fetched = mirror.fetch(tmp_path / "other")
-    assert names(fetched) == names(path) and checkpoint_files.find_problem(fetched) is None
+    assert names(fetched) == names(path) and format.find_problem(fetched) is None
     (tmp_path / "mirror/run/step_000003/model-00002-of-00007.safetensors").unlink()
     assert mirror.whole_copies() == [] and mirror.fetch(tmp_path / "third") is None
 
 
-def test_a_rank_that_never_writes_its_part_is_said_after_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "PIECES_TIMEOUT_S", 0.2)
+def test_a_rank_that_never_writes_its_part_is_said_after_the_limit(tmp_path):
     state = make_state(1)
     layout = make_layout(state)
-    checkpoint.write_part(tmp_path, 1, layout, *part_of(state, layout, 1))
+    write_part(tmp_path, 1, layout, *part_of(state, layout, 1))
     with pytest.raises(TimeoutError, match="ranks that write model-0000.-of-00007.safetensors, .* … to "):
-        checkpoint.save(tmp_path, *part_of(state, layout, 0), make_meta(1), num_lanes=0, layout=layout)
-    assert checkpoint_files.latest(tmp_path) is None
+        save_checkpoint(tmp_path, *part_of(state, layout, 0), make_meta(1), 0, layout,
+                        SaveOptions(pieces_timeout_s=0.2))
+    assert format.latest(tmp_path) is None
 
 
-def start_savers(run_dir, said):
-    saver = Saver(run_dir, num_lanes=0, keep=2, report=said.append)
-    parts = [PartSaver(run_dir) for _ in range(1, WRITERS)]
+def start_savers(run_dir):
+    saver = Saver(run_dir)
+    parts = [Saver(run_dir) for _ in range(1, WRITERS)]
 
     def save(step, state):
         layout = make_layout(state)
         for writer, part in enumerate(parts, 1):
-            part.save(step, layout, *part_of(state, layout, writer))
+            part.save_part(step, layout, *part_of(state, layout, writer))
         saver.save(*part_of(state, layout, 0), make_meta(step), layout)
 
     return saver, parts, save
 
 
-def test_weights_of_another_rank_that_are_not_finite_are_not_saved_and_the_next_checkpoint_is(tmp_path):
-    said = []
-    saver, parts, save = start_savers(tmp_path, said)
+def test_weights_of_another_rank_that_are_not_finite_are_not_saved_and_the_next_checkpoint_is(tmp_path, capsys):
+    saver, parts, save = start_savers(tmp_path)
     state = make_state(1)
     state[0]["w6"][5] = float("inf")
     assert "w6" not in make_layout(state).tensors_of(0, WRITERS)
     save(1, state)
     for each in (saver, *parts):
         each.finish(timeout_s=60)
-    assert said == ["warning: step 1 is not saved: its weights are not finite"] and saver.saved_step == 0
+    said = capsys.readouterr().out
+    assert said == "warning: step 1 is not saved: its weights are not finite\n" and saver.saved_step == 0
     save(2, make_state(2))
     for each in (saver, *parts):
         each.finish(timeout_s=60)
@@ -160,11 +162,11 @@ def test_what_goes_wrong_with_a_part_is_raised_by_the_next_call_of_its_rank(tmp_
     def fail(*_):
         raise OSError(5, "Input/output error")
 
-    saver = PartSaver(tmp_path)
-    monkeypatch.setattr(checkpoint, "write_files", fail)
+    saver = Saver(tmp_path)
+    monkeypatch.setattr(saver_module, "write_files", fail)
     state = make_state(1)
     layout = make_layout(state)
-    saver.save(1, layout, *part_of(state, layout, 1))
+    saver.save_part(1, layout, *part_of(state, layout, 1))
     with pytest.raises(OSError, match="Input/output error"):
         saver.finish(timeout_s=60)
     with pytest.raises(OSError, match="Input/output error"):
@@ -172,15 +174,15 @@ def test_what_goes_wrong_with_a_part_is_raised_by_the_next_call_of_its_rank(tmp_
 
 
 def test_the_parts_of_a_checkpoint_that_rank_0_gives_up_end_quietly(tmp_path, monkeypatch):
-    saver, state = PartSaver(tmp_path), make_state(1)
-    layout, write = make_layout(state), checkpoint.write_files
+    saver, state = Saver(tmp_path), make_state(1)
+    layout, write = make_layout(state), saver_module.write_files
 
     def write_later(folder, files):
         shutil.rmtree(folder)
         write(folder, files)
 
-    monkeypatch.setattr(checkpoint, "write_files", write_later)
-    saver.save(1, layout, *part_of(state, layout, 1))
+    monkeypatch.setattr(saver_module, "write_files", write_later)
+    saver.save_part(1, layout, *part_of(state, layout, 1))
     saver.finish(timeout_s=60)
 
 
@@ -188,30 +190,31 @@ FULL_DISK = """
 import os, sys, time
 from pathlib import Path
 import torch
-from nanochat.checkpoint import checkpoint, checkpoint_files
+from nanochat.checkpoint import format
+from nanochat.checkpoint import saver as saver_module
 from nanochat.checkpoint.pieces import Layout, sizes_of
-from nanochat.checkpoint.saver import PartSaver, Saver
+from nanochat.checkpoint.saver import SaveOptions, Saver
 from tests.checkpoint.states import make_meta
-checkpoint.RETRY_S = 0.2
 run_dir = Path(sys.argv[1])
 small, large = {"a": torch.ones(1000)}, {"a.momentum": torch.ones(1_000_000)}
 layout = Layout.of(sizes_of(small), sizes_of(large))
-saver = Saver(run_dir, num_lanes=0, keep=2, report=lambda line: print(line, flush=True))
-part = PartSaver(run_dir)
+options = SaveOptions(retry_s=0.2)
+saver = Saver(run_dir, options=options)
+part = Saver(run_dir, options=options)
 (run_dir / "ballast").write_bytes(bytes(4_000_000))
-part.save(1, layout, {}, large)
+part.save_part(1, layout, {}, large)
 time.sleep(1)
-checkpoint.make_room = lambda *_: None  # room was there when rank 0 looked
+saver_module.make_room = lambda *_: None  # room was there when rank 0 looked
 saver.save(small, {}, make_meta(1), layout)
 time.sleep(2)
 saver.check()
 part.check()
-assert checkpoint_files.latest(run_dir) is None
+assert format.latest(run_dir) is None
 print("now there is space", flush=True)
 os.unlink(run_dir / "ballast")
 saver.finish(timeout_s=60)
 part.finish(timeout_s=60)
-assert checkpoint_files.latest_good(run_dir).name == "step_000001" and saver.saved_step == 1
+assert format.latest_good(run_dir).name == "step_000001" and saver.saved_step == 1
 """
 
 

@@ -1,38 +1,46 @@
 """Saving in the background, and on a full disk."""
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nanochat.checkpoint import checkpoint, checkpoint_files, pieces
+from nanochat.checkpoint import format, pieces
+from nanochat.checkpoint import saver as saver_module
 from nanochat.checkpoint.meta import META
-from nanochat.checkpoint.saver import Saver
+from nanochat.checkpoint.pieces import load_checkpoint
+from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
 from nanochat.common import Failure
 from tests.checkpoint.states import flip_a_byte, make_meta, make_state, run_on_small_disk, save
 
 
 def begin_save(saver, run_dir, step, state=None):
-    checkpoint.save_lane_states(run_dir, step, {0: {}})
+    save_lane_states(run_dir, step, {0: {}})
     saver.save(*(state or make_state(step)), make_meta(step))
+
+
+def saver_with(run_dir, flush, uploader=None):
+    """A Saver of one lane that calls flush() before a checkpoint gets its name."""
+    return Saver(run_dir, 1, SaveOptions(format.Kept(2)), uploader=uploader, log=SimpleNamespace(flush=flush))
 
 
 def test_a_save_returns_at_once_and_a_second_one_waits_for_the_first(tmp_path):
     saved, slow = [], threading.Event()
-    saver = Saver(tmp_path, num_lanes=1, keep=2, before_rename=lambda: slow.wait(60), on_saved=saved.append)
+    saver = saver_with(tmp_path, lambda: slow.wait(60), SimpleNamespace(upload=saved.append))
     begin_save(saver, tmp_path, 1)
-    assert checkpoint_files.latest(tmp_path) is None
+    assert format.latest(tmp_path) is None
     slow.set()
     begin_save(saver, tmp_path, 2)  # waits for the first
     assert saved == [tmp_path / "step_000001"]
     saver.finish()
     assert [path.name for path in saved] == ["step_000001", "step_000002"]
     assert all(torch.equal(tensor, make_state(1)[0][name])
-               for name, tensor in checkpoint.load(saved[0]).model_state.items())
+               for name, tensor in load_checkpoint(saved[0]).model_state.items())
 
 
 def test_a_save_that_takes_too_long_ends_the_wait_with_one_line(tmp_path):
     slow = threading.Event()
-    saver = Saver(tmp_path, num_lanes=1, keep=2, before_rename=lambda: slow.wait(60))
+    saver = saver_with(tmp_path, lambda: slow.wait(60))
     begin_save(saver, tmp_path, 1)
     with pytest.raises(Failure, match="the last checkpoint in .* is not on disk after 0 s: see to the disk"):
         saver.finish(timeout_s=0)
@@ -41,29 +49,28 @@ def test_a_save_that_takes_too_long_ends_the_wait_with_one_line(tmp_path):
     assert saver.saved_step == 1
 
 
-def test_the_next_call_raises_an_error_of_the_background_and_nonfinite_weights_are_not_saved(tmp_path):
-    said = []
-
+def test_the_next_call_raises_an_error_of_the_background_and_nonfinite_weights_are_not_saved(tmp_path, capsys):
     def fail():
         raise OSError(5, "Input/output error")
 
-    saver = Saver(tmp_path, num_lanes=1, keep=2, before_rename=fail, report=said.append)
+    saver = saver_with(tmp_path, fail)
     begin_save(saver, tmp_path, 1, ({"w": torch.tensor([float("nan")])}, {}))
     saver.finish()
-    assert said == ["warning: step 1 is not saved: its weights are not finite"] and saver.saved_step == 0
+    said = capsys.readouterr().out
+    assert said == "warning: step 1 is not saved: its weights are not finite\n" and saver.saved_step == 0
     assert not list(tmp_path.glob("step_*"))
     begin_save(saver, tmp_path, 2)
     with pytest.raises(OSError, match="Input/output error"):
         saver.finish()
     with pytest.raises(OSError, match="Input/output error"):
         saver.check()
-    assert checkpoint_files.latest(tmp_path) is None
+    assert format.latest(tmp_path) is None
 
 
-@pytest.mark.parametrize("name", [checkpoint_files.MODEL, META])
+@pytest.mark.parametrize("name", [format.MODEL, META])
 def test_a_checkpoint_that_does_not_read_back_as_it_was_written_gets_no_final_name(tmp_path, monkeypatch, name):
     """The file is changed between writing and reading back, as a bad disk might change it."""
-    module = checkpoint if name == META else pieces
+    module = saver_module if name == META else pieces
     sync = module.sync_to_disk
 
     def sync_and_alter(path):
@@ -74,21 +81,21 @@ def test_a_checkpoint_that_does_not_read_back_as_it_was_written_gets_no_final_na
     monkeypatch.setattr(module, "sync_to_disk", sync_and_alter)
     with pytest.raises(OSError, match="read back"):
         save(tmp_path, 1)
-    assert checkpoint_files.latest(tmp_path) is None
+    assert format.latest(tmp_path) is None
 
 
 FULL_DISK = """
 import os, sys, threading, time
 from pathlib import Path
 import torch
-from nanochat.checkpoint import checkpoint, checkpoint_files
-from nanochat.checkpoint.saver import Saver
+from nanochat.checkpoint import format
+from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
 from tests.checkpoint.states import make_meta
-checkpoint.RETRY_S = 0.1
 run_dir, state = Path(sys.argv[1]), ({"w": torch.ones(500_000)}, {})
-saver = Saver(run_dir, num_lanes=1, keep=2, report=lambda line: print(line, flush=True))
+options = SaveOptions(format.Kept(2), retry_s=0.1)
+saver = Saver(run_dir, 1, options)
 def save(step):
-    checkpoint.save_lane_states(run_dir, step, {0: {"text": "x" * 300_000}})
+    save_lane_states(run_dir, step, {0: {"text": "x" * 300_000}}, options)
     saver.save(*state, make_meta(step))
 def fill():
     with open(run_dir / "ballast", "wb", buffering=0) as file:
@@ -103,13 +110,13 @@ fill()
 save(2)
 time.sleep(1)
 saver.check()
-assert [path.name for path in checkpoint_files.list_checkpoints(run_dir)] == ["step_000001"]
+assert [path.name for path in format.list_checkpoints(run_dir)] == ["step_000001"]
 save(3)  # replaces 2, which is not saved yet
 time.sleep(0.5)
 os.unlink(run_dir / "ballast")
 saver.finish(timeout_s=30)
-assert [path.name for path in checkpoint_files.list_checkpoints(run_dir)] == ["step_000001", "step_000003"]
-assert checkpoint_files.latest_good(run_dir).name == "step_000003" and saver.saved_step == 3
+assert [path.name for path in format.list_checkpoints(run_dir)] == ["step_000001", "step_000003"]
+assert format.latest_good(run_dir).name == "step_000003" and saver.saved_step == 3
 assert not list(run_dir.glob("*.tmp")), "a checkpoint that was given up is still there"
 """
 
@@ -118,12 +125,12 @@ LANES_DO_NOT_FIT = """
 import os, sys, time
 from pathlib import Path
 import torch
-from nanochat.checkpoint import checkpoint, checkpoint_files
-from nanochat.checkpoint.saver import Saver
+from nanochat.checkpoint import format
+from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
 from tests.checkpoint.states import make_meta
-checkpoint.RETRY_S = 0.1
 run_dir, state = Path(sys.argv[1]), ({"w": torch.ones(500_000)}, {})
-saver = Saver(run_dir, num_lanes=1, keep=2, report=lambda line: print(line, flush=True))
+options = SaveOptions(format.Kept(2), retry_s=0.1)
+saver = Saver(run_dir, 1, options)
 ballast = run_dir / "ballast"
 with open(ballast, "wb", buffering=0) as file:
     try:
@@ -131,15 +138,15 @@ with open(ballast, "wb", buffering=0) as file:
             file.write(bytes(4096))
     except OSError:
         pass
-checkpoint.save_lane_states(run_dir, 1, {0: {"text": "x" * 300_000}})
+save_lane_states(run_dir, 1, {0: {"text": "x" * 300_000}}, options)
 os.truncate(ballast, ballast.stat().st_size - 2_150_000)
 saver.save(*state, make_meta(1))
 time.sleep(4)
 print("now there is space", flush=True)
 ballast.unlink()
 saver.finish(timeout_s=30)
-assert [path.name for path in checkpoint_files.list_checkpoints(run_dir)] == ["step_000001"]
-assert checkpoint_files.latest_good(run_dir) and not list(run_dir.glob("step_*/probe"))
+assert [path.name for path in format.list_checkpoints(run_dir)] == ["step_000001"]
+assert format.latest_good(run_dir) and not list(run_dir.glob("step_*/probe"))
 """
 
 

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from nanochat.checkpoint import mirror, uploader
-from nanochat.checkpoint.mirror import Mirror, run_mirror
-from nanochat.checkpoint.uploader import MirrorState, Uploader
+from nanochat.checkpoint import mirror
+from nanochat.checkpoint.format import Kept
+from nanochat.checkpoint.mirror import Mirror, MirrorState, Uploader, run_mirror
 from nanochat.common import BadInput
 from nanochat.run.stopping import EXIT_STATUS
 from scripts import base_train
@@ -29,30 +29,29 @@ def state(run_dir):
     return lambda: json.loads((run_dir / "mirror.json").read_text())
 
 
-def begin(there, run_dir, said, **options):
+def begin(there, run_dir, **options):
     copies = there.whole_copies()
     MirrorState(there.url, newest_copied=copies[-1] if copies else None).write(run_dir)
-    return Uploader(there, run_dir, report=said.append, **options)
+    return Uploader(there, run_dir, **options)
 
 
-def test_mirror_json_says_what_is_saved_and_what_is_copied(run_dir, state, tmp_path):
-    there, said = Mirror(str(tmp_path / "mirror"), keep=1), []
-    uploads = begin(there, run_dir, said)
+def test_mirror_json_says_what_is_saved_and_what_is_copied(run_dir, state, tmp_path, capsys):
+    there = Mirror(str(tmp_path / "mirror"), Kept(1))
+    uploads = begin(there, run_dir)
     nothing = {"mirror": there.url, "newest_saved": None, "newest_copied": None, "behind_since": None, "error": None}
     assert state() == nothing and uploads.behind_s() == 0
     uploads.upload(save(run_dir, 1))
     assert uploads.finish() and uploads.behind_s() == 0
     assert state() == {**nothing, "newest_saved": "step_000001", "newest_copied": "step_000001"}
-    assert said[-1].startswith("copied step_000001 to ") and there.whole_copies() == ["step_000001"]
-    begin(there, run_dir, said).upload(run_dir / "step_000001")  # as after a restart: there is nothing to copy
+    assert capsys.readouterr().out.splitlines()[-1].startswith("copied step_000001 to ")
+    assert there.whole_copies() == ["step_000001"]
+    begin(there, run_dir).upload(run_dir / "step_000001")  # as after a restart: there is nothing to copy
     assert state()["behind_since"] is None and state()["newest_copied"] == "step_000001"
 
 
 def test_a_mirror_that_falls_behind_is_seen_and_gets_the_newest_checkpoint_once_it_is_back(run_dir, state, bucket,
-                                                                                         monkeypatch):
-    monkeypatch.setattr(uploader, "FIRST_RETRY_S", 0.2)
-    said = []
-    uploads = begin(run_mirror("gs://b", "run", 1, -1), run_dir, said)
+                                                                                         capsys):
+    uploads = begin(run_mirror("gs://b", "run", Kept(1)), run_dir, first_retry_s=0.2)
     bucket.broken = OUTAGE
     before = time.time()
     uploads.upload(save(run_dir, 1))
@@ -65,34 +64,39 @@ def test_a_mirror_that_falls_behind_is_seen_and_gets_the_newest_checkpoint_once_
     assert uploads.finish()
     assert (state()["newest_copied"], state()["behind_since"], state()["error"]) == ("step_000002", None, None)
     assert not [name for name in bucket.names() if "step_000001" in name]
-    assert sum(line.startswith("warning: ") for line in said) == 1  # the same error is said once
+    assert capsys.readouterr().out.count("warning: ") == 1  # the same error is said once
 
 
-def test_the_end_waits_for_the_mirror_until_it_is_told_to_end(run_dir, bucket):
-    said = []
-    uploads = begin(run_mirror("gs://b", "run", 1, -1), run_dir, said)
+def test_the_end_waits_for_the_mirror_until_it_is_told_to_end(run_dir, bucket, capsys):
+    uploads = begin(run_mirror("gs://b", "run", Kept(1)), run_dir)
     bucket.broken = OUTAGE
     uploads.upload(save(run_dir, 1))
-    assert not uploads.finish(is_told_to_end=lambda: any("waiting" in line for line in said))
+    said = []
+
+    def is_told_to_end():
+        said.extend(capsys.readouterr().out.splitlines())
+        return any("waiting" in line for line in said)
+
+    assert not uploads.finish(is_told_to_end)
     waiting = next(line for line in said if "waiting" in line)
+    said += capsys.readouterr().out.splitlines()
     assert "until step_000001 is in gs://b/run, for up to 30 minutes" in waiting and "Ctrl-C or SIGTERM" in waiting
     assert "warning: step_000001 is on this machine's disk only, and not in gs://b/run" in said[-1]
 
 
-def test_the_end_does_not_wait_for_a_mirror_that_refuses_for_good(run_dir, state, bucket):
-    said = []
-    uploads = begin(run_mirror("gs://b", "run", 1, -1), run_dir, said)
+def test_the_end_does_not_wait_for_a_mirror_that_refuses_for_good(run_dir, state, bucket, capsys):
+    uploads = begin(run_mirror("gs://b", "run", Kept(1)), run_dir)
     bucket.refuses_writes = True
     uploads.upload(save(run_dir, 1))
     assert not uploads.finish()
     assert "does not have storage.objects.create access" in state()["error"]
-    assert "on this machine's disk only" in said[-1]
+    assert "on this machine's disk only" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_run_that_starts_over_sets_the_copies_of_the_old_run_aside_at_once(run_dir, state, tmp_path):
-    there = Mirror(str(tmp_path / "mirror"), keep=1)
+    there = Mirror(str(tmp_path / "mirror"), Kept(1))
     there.copy(save(run_dir, 100))
-    uploads = begin(there, run_dir, [], starts_over=True)
+    uploads = begin(there, run_dir, starts_over=True)
     assert state()["newest_copied"] is None
     eventually(lambda: not there.whole_copies())
     uploads.upload(save(run_dir, 5))

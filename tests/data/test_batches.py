@@ -6,7 +6,7 @@ import time
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.checkpoint.checkpoint_files import list_checkpoints
+from nanochat.checkpoint.format import list_checkpoints
 from nanochat.run.stopping import EXIT_STATUS, Requests
 from nanochat.train.prepare import REQUESTS_FILE
 from tests.conftest import last_of_each

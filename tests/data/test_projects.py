@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.checkpoint import checkpoint
+from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.loader import DataLoader
 from nanochat.data.projects import DOCUMENT_BYTES, dependency_order, encode_documents, join_files
@@ -135,7 +135,7 @@ def test_base_eval_says_what_the_project_of_a_file_is_worth(corpora, byte_tokeni
     tokenizer = load_tokenizer(byte_tokenizer_dir)
     model = make_model(vocab_size=tokenizer.n_vocab)
     meta = make_meta(20, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
-    trained = checkpoint.save(tmp_path / "run", model.state_dict(), {}, meta, num_lanes=0)
+    trained = save_checkpoint(tmp_path / "run", model.state_dict(), {}, meta, num_lanes=0)
     flags = [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", "--project"]
     base_eval.main([*flags, f"--data_dir={corpora}/one/val"])
     said = capsys.readouterr().out

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from nanochat.checkpoint import checkpoint
+from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
 from nanochat.export import export, model_card
@@ -110,7 +110,7 @@ def make_model(tokenizer, scaled=True, kv_heads=2, pattern="SL", softcap=15.0, *
 
 def save(run_dir, model, tokenizer, **fields):
     meta = make_meta(20, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256, **fields)
-    return checkpoint.save(run_dir, model.state_dict(), {}, meta, num_lanes=0)
+    return save_checkpoint(run_dir, model.state_dict(), {}, meta, num_lanes=0)
 
 
 @torch.no_grad()

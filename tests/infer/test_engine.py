@@ -8,7 +8,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nanochat.checkpoint import checkpoint, checkpoint_files
+from nanochat.checkpoint import format
+from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.device.ranks import Dist, compute_init
@@ -259,7 +260,7 @@ def trained(tmp_path_factory):
     base_dir, tokenizer = tmp_path_factory.mktemp("base"), load_tokenizer()
     model = make_model(vocab_size=tokenizer.n_vocab)
     meta = make_meta(20, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
-    checkpoint.save(base_dir / "checkpoints" / "tiny", model.state_dict(), {}, meta, num_lanes=0)
+    save_checkpoint(base_dir / "checkpoints" / "tiny", model.state_dict(), {}, meta, num_lanes=0)
     return base_dir
 
 
@@ -318,15 +319,15 @@ def test_bad_input_is_one_line_and_status_2(base_dir):
 def test_another_tokenizer_is_refused(tmp_path):
     model = make_model()
     meta = make_meta(tokenizer_sha256="0" * 64, config=asdict(model.config) | {"vocab_size": 65536})
-    path = checkpoint.save(tmp_path, model.state_dict(), {}, meta, num_lanes=0)
+    path = save_checkpoint(tmp_path, model.state_dict(), {}, meta, num_lanes=0)
     with pytest.raises(BadInput, match="is not the checkpoint's"):
         load_model(path, Dist("cpu", torch.device("cpu")))
 
 
 def test_a_damaged_checkpoint_is_not_used(trained, tmp_path):
     model = make_model()
-    path = checkpoint.save(tmp_path, model.state_dict(), {}, make_meta(config=asdict(model.config)), num_lanes=0)
-    with open(path / checkpoint_files.MODEL, "r+b") as file:
+    path = save_checkpoint(tmp_path, model.state_dict(), {}, make_meta(config=asdict(model.config)), num_lanes=0)
+    with open(path / format.MODEL, "r+b") as file:
         file.truncate(1000)
     with pytest.raises(BadInput, match="damaged .model.safetensors does not match its checksum"):
         load_model(path, Dist("cpu", torch.device("cpu")))

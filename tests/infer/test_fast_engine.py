@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nanochat.checkpoint import checkpoint
+from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
@@ -87,7 +87,7 @@ def test_a_checkpoint_is_loaded_with_8_bits_on_the_cpu_only(tmp_path, shipped):
         model.resid_scale.copy_(torch.tensor([0.7, 1.2]))
         model.x0_scale.copy_(torch.tensor([0.4, -0.3]))
     meta = make_meta(config=asdict(model.config), tokenizer_sha256=shipped.sha256)
-    path = checkpoint.save(tmp_path, model.state_dict(), {}, meta, num_lanes=0)
+    path = save_checkpoint(tmp_path, model.state_dict(), {}, meta, num_lanes=0)
     loaded, _, _ = load_model(path, CPU, quantize="int8")
     ids = torch.tensor([shipped.encode(CODE)[:CONTEXT]])
     with torch.no_grad():

@@ -6,9 +6,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nanochat.checkpoint import checkpoint
-from nanochat.checkpoint.checkpoint_files import find_checkpoint, find_problem
+from nanochat.checkpoint.format import find_checkpoint, find_problem
 from nanochat.checkpoint.meta import META
+from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
@@ -39,7 +39,7 @@ def test_an_accelerator_holds_the_weights_in_bf16_and_computes_what_it_does_with
     tokenizer = load_tokenizer()
     model = make_model(vocab_size=tokenizer.n_vocab)
     meta = make_meta(config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
-    path = checkpoint.save(tmp_path, model.state_dict(), {}, meta, num_lanes=0)
+    path = save_checkpoint(tmp_path, model.state_dict(), {}, meta, num_lanes=0)
     loaded, _, _ = load_model(path, Dist("cuda", torch.device("cpu")), kernel="current")
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
     model.compute_dtype = torch.bfloat16

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch_xla
 
-from nanochat.checkpoint import checkpoint
+from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.mesh import Mesh
@@ -32,7 +32,7 @@ def saved(tmp_path_factory, byte_tokenizer_dir):
     tokenizer = load_tokenizer(byte_tokenizer_dir)
     model = make_model(vocab_size=-(-tokenizer.n_vocab // 4) * 4)
     meta = make_meta(config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
-    path = checkpoint.save(tmp_path_factory.mktemp("saved"), model.state_dict(), {}, meta, num_lanes=0)
+    path = save_checkpoint(tmp_path_factory.mktemp("saved"), model.state_dict(), {}, meta, num_lanes=0)
     return [f"--checkpoint={path}", f"--tokenizer_dir={byte_tokenizer_dir}"]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanochat.checkpoint import checkpoint
+from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
@@ -127,7 +127,7 @@ def solve(learner, byte_tokenizer_dir, base_dir, capsys):
     require_sandbox()
     model, tokenizer = learner
     meta = make_meta(STEPS, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256, flags={"fim_rate": 0.5})
-    checkpoint.save(base_dir / "checkpoints" / "tiny", model.state_dict(), {}, meta, num_lanes=0)
+    save_checkpoint(base_dir / "checkpoints" / "tiny", model.state_dict(), {}, meta, num_lanes=0)
 
     def run(*flags):
         status = main(["--checkpoint=tiny", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", *flags])

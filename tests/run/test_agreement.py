@@ -4,7 +4,9 @@ import time
 import numpy as np
 import pytest
 
-from nanochat.checkpoint import checkpoint, checkpoint_files
+from nanochat.checkpoint import format
+from nanochat.checkpoint.pieces import load_checkpoint
+from nanochat.checkpoint.saver import save_checkpoint, save_lane_states
 from nanochat.common import BadInput
 from nanochat.run import agreement
 from nanochat.run.agreement import StopAgreement, agree_on_checkpoint, require_alike, send_lanes, serve_lanes
@@ -146,7 +148,7 @@ def hosts(tmp_path):
 
 def agree(pods, hosts):
     def find(directory):
-        return checkpoint_files.latest_good(directory), {"is": "finished"}
+        return format.latest_good(directory), {"is": "finished"}
 
     return on_all(pods, lambda pod: agree_on_checkpoint(
         pod, hosts[pod.host.index], lambda: find(hosts[pod.host.index]), report=lambda *_, **__: None))
@@ -162,9 +164,9 @@ def test_a_host_without_the_checkpoint_or_with_a_damaged_or_newer_one_gets_that_
     with joined_pods(3) as pods:
         found = agree(pods, hosts)
     assert found == [(directory / "step_000200", {"is": "finished"}) for directory in hosts]
-    assert all(checkpoint_files.find_problem(path) is None for path, _ in found)
+    assert all(format.find_problem(path) is None for path, _ in found)
     for directory in hosts[1:]:
-        assert checkpoint_files.list_checkpoints(directory) == [directory / "step_000200"]
+        assert format.list_checkpoints(directory) == [directory / "step_000200"]
     with joined_pods(3) as pods:  # now all have it, and nothing is sent
         before = (hosts[2] / "step_000200").stat().st_mtime_ns
         assert agree(pods, hosts) == found and (hosts[2] / "step_000200").stat().st_mtime_ns == before
@@ -194,15 +196,15 @@ def test_a_checkpoint_that_is_damaged_on_its_way_or_finds_no_room_is_refused(hos
     assert found[0][0].name == "step_000100"
     assert isinstance(found[1], PodError) and "model.safetensors does not match its checksum" in str(found[1])
     assert isinstance(found[2], BadInput) and "has no room for step_000100" in str(found[2])
-    assert not checkpoint_files.list_checkpoints(hosts[1])
+    assert not format.list_checkpoints(hosts[1])
 
 
 def test_the_lanes_of_all_hosts_come_to_the_disk_of_the_first(hosts):
     with joined_pods(3) as pods:
         serve_lanes(pods[0], hosts[0])
-        checkpoint.save_lane_states(hosts[0], 100, {0: {"rows": 100}, 3: {"rows": 103}})
+        save_lane_states(hosts[0], 100, {0: {"rows": 100}, 3: {"rows": 103}})
         assert on_all(pods[1:], lambda pod: send_lanes(
             pod.link, 100, {lane: {"rows": 100 + lane} for lane in (pod.host.index, pod.host.index + 3)})) == [None] * 2
-    path = checkpoint.save(hosts[0], *make_state(100), make_meta(100), num_lanes=6, timeout_s=5)
-    assert checkpoint.load(path).lane_states == {lane: {"rows": 100 + lane if lane else 100} for lane in range(6)}
+    path = save_checkpoint(hosts[0], *make_state(100), make_meta(100), num_lanes=6)
+    assert load_checkpoint(path).lane_states == {lane: {"rows": 100 + lane if lane else 100} for lane in range(6)}
     assert not list(hosts[1].iterdir()) and not list(hosts[2].iterdir())

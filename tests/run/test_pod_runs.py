@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.checkpoint import checkpoint, checkpoint_files
+from nanochat.checkpoint import format
+from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.run.pod import GRACE_S, LOST_S
 from nanochat.run.stopping import EXIT_STATUS
 from tests.conftest import last_of_each
@@ -99,9 +100,9 @@ def test_a_stop_at_one_host_stops_both_and_the_run_goes_on_to_the_bits_of_one_ho
     second.process.send_signal(signal.SIGTERM)
     assert (first.end(), second.end()) == (EXIT_STATUS, EXIT_STATUS), first.text + second.text
     assert "SIGTERM: the run stops" in second.text and "SIGTERM: " not in first.text
-    [saved] = checkpoint_files.list_checkpoints(run_dirs[0])
-    stopped_at = checkpoint_files.step_of(saved)
-    assert 10 <= stopped_at < 80 and checkpoint.load(saved).lane_states.keys() == set(range(64))
+    [saved] = format.list_checkpoints(run_dirs[0])
+    stopped_at = format.step_of(saved)
+    assert 10 <= stopped_at < 80 and load_checkpoint(saved).lane_states.keys() == set(range(64))
     assert not list(run_dirs[1].glob("step_*"))
     assert first.count("step 00005/") == 1 and second.count("step 0") == 0  # one console, that of the first host
     assert "host 0 of 2: w0, joined to w1" in first.text and "host 1 of 2: w1, joined to w0" in second.text
@@ -109,7 +110,7 @@ def test_a_stop_at_one_host_stops_both_and_the_run_goes_on_to_the_bits_of_one_ho
     first, second = start(*flags, mirror, clock_s=-3600)
     assert (first.end(), second.end()) == (0, 0), first.text + second.text
     assert f"received {saved.name} from host w0" in second.text and f"resuming from {saved}" in first.text
-    assert [path.name for path in checkpoint_files.list_checkpoints(run_dirs[1])] == [saved.name]
+    assert [path.name for path in format.list_checkpoints(run_dirs[1])] == [saved.name]
     alone = train(*flags, "--total_batch_size=128", "--log_every=5", run="alone", devices=2)
     records = [json.loads(line) for line in (run_dirs[0] / "metrics.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
@@ -168,7 +169,7 @@ def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(start, network, ru
     print(f"both hosts ended {time.monotonic() - began:.1f} s after the cut")
     assert f"error: host w1 has not been heard of for {LOST_S} s" in first.text
     assert f"error: host w0 has not been heard of for {LOST_S} s" in second.text
-    assert checkpoint_files.latest_good(run_dirs[0]) is not None
+    assert format.latest_good(run_dirs[0]) is not None
 
 
 def test_flags_that_differ_are_refused_on_both_hosts_with_both_values(start, run_dirs):

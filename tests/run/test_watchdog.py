@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.checkpoint.saver import SAVE_TIMEOUT_S
-from nanochat.checkpoint.uploader import WAIT_S
+from nanochat.checkpoint import mirror, saver
 from nanochat.run import watchdog
 
 RANKS = 3
@@ -99,4 +98,4 @@ def test_a_step_may_take_twenty_times_its_usual_time():
 
 def test_the_end_may_take_as_long_as_its_waits_for_the_disk_and_the_mirror():
     """Ranks other than 0 come to the end at once and have nothing to do there."""
-    assert watchdog.limit_s("end", 600, usual_s=1) > SAVE_TIMEOUT_S + WAIT_S + 60
+    assert watchdog.limit_s("end", 600, usual_s=1) > saver.END_TIMEOUT_S + mirror.END_TIMEOUT_S + 60

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.checkpoint import checkpoint, checkpoint_files
+from nanochat.checkpoint import format
+from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput, get_base_dir
 from scripts import base_eval, base_train, generate, report
 from tests.conftest import last_of_each, run_python
@@ -41,14 +42,14 @@ def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train, reference)
     # The schedule depends on the horizon, so the first part is the same run with its checkpoints, cut off after step 4.
     train("--save_every=2", run="parts", devices=2)
     run_dir = get_base_dir() / "checkpoints" / "parts"
-    saved = [path.name for path in checkpoint_files.list_checkpoints(run_dir)]
+    saved = [path.name for path in format.list_checkpoints(run_dir)]
     assert saved == ["step_000002", "step_000004", "step_000006"]
-    checkpoint_files.set_aside_after(run_dir, 2)
+    format.set_aside_after(run_dir, 2)
     resumed = train("--save_every=2", run="parts", devices=2)
     assert "resuming from" in resumed.stdout and "step_000002" in resumed.stdout
     assert resumed.losses == whole.losses and resumed.bpb == whole.bpb
     assert [record["step"] for record in resumed.records if "loss" in record] == [1, 2, 3, 4, 5, 6]
-    checkpoint_files.set_aside_after(run_dir, 2)
+    format.set_aside_after(run_dir, 2)
     on_one = train("--save_every=2", run="parts", devices=1)
     assert on_one.losses == pytest.approx(whole.losses, rel=2e-6)
     finished = train("--save_every=2", run="parts", devices=2)
@@ -65,9 +66,9 @@ def test_an_optimizer_that_ranks_share_trains_as_one_that_each_keeps_whole(train
     whole = train(*flags, "--shard_optimizer=off", run="whole", devices=2)
     assert whole.losses == pytest.approx(shared.losses, rel=rel) and len(set(whole.losses.values())) == 6
     run_dir = get_base_dir() / "checkpoints" / "shared"
-    weights = checkpoint.load(checkpoint_files.latest(run_dir)).model_state["mlp_in"]
+    weights = load_checkpoint(format.latest(run_dir)).model_state["mlp_in"]
     assert weights.shape == (3, 256, 64) and not torch.equal(weights, weights.bfloat16().float())
-    checkpoint_files.set_aside_after(run_dir, 3)
+    format.set_aside_after(run_dir, 3)
     resumed = train(*flags, "--shard_optimizer=off", run="shared", devices=2)
     assert "resuming from" in resumed.stdout and resumed.losses == pytest.approx(whole.losses, rel=rel)
 
@@ -91,12 +92,12 @@ def test_a_batch_that_grows_keeps_its_programs_its_data_and_its_bits(train):
     assert len(list(get_base_dir().glob("checkpoints/whole/profile/plugins/profile/*/*.xplane.pb"))) == 1
     train(ramp, "--save_every=3", run="parts", devices=2)
     run_dir = get_base_dir() / "checkpoints" / "parts"
-    checkpoint_files.set_aside_after(run_dir, 3)
+    format.set_aside_after(run_dir, 3)
     resumed = train(ramp, "--save_every=3", run="parts", devices=2)
     assert "resuming from" in resumed.stdout
     assert resumed.losses == whole.losses and resumed.bpb == whole.bpb
     # One device alone would round 11.2 micro-steps to 11; the checkpoint has the batches the run began with.
-    checkpoint_files.set_aside_after(run_dir, 3)
+    format.set_aside_after(run_dir, 3)
     on_one = train(ramp, "--save_every=3", run="parts", devices=1)
     assert on_one.losses == pytest.approx(whole.losses, rel=2e-6)
     assert on_one.records[-2]["tokens"] == 4608
@@ -112,7 +113,7 @@ def test_rows_that_become_longer_keep_the_bits_of_a_run_that_resumes_before_at_a
     assert len({compilations[step] for step in range(2, 7)}) == 1  # saving has small programs, compiled after step 1
     run_dir = get_base_dir() / "checkpoints" / "parts"
     for step, devices in ((3, 2), (2, 2), (1, 2), (2, 1)):
-        checkpoint_files.set_aside_after(run_dir, step)
+        format.set_aside_after(run_dir, step)
         resumed = train(ramp, "--save_every=1", "--keep_checkpoints=9", "--log_every=1", run="parts", devices=devices)
         assert f"step_{step:06d}" in resumed.stdout
         if devices == 2:
@@ -125,14 +126,14 @@ def test_rows_that_become_longer_keep_the_bits_of_a_run_that_resumes_before_at_a
 def test_steps_that_are_not_finite_end_the_run_with_the_last_good_checkpoint_and_the_offending_batch(train):
     train("--device_type=cpu", "--save_every=3", "--eval_every=-1")
     run_dir = get_base_dir() / "checkpoints" / "test"
-    checkpoint_files.set_aside_after(run_dir, 3)
+    format.set_aside_after(run_dir, 3)
     # the update of step 4 makes the embedding infinite, so the steps after it are bad
     process = train("--save_every=1", "--embedding_lr=1e44", "--max_bad_steps=2", devices=2, status=1)
     assert process.stdout.count("is left out") == 2 and "Traceback" not in process.stderr
     assert "error: 2 steps in a row" in process.stdout and "step 4 is not saved" in process.stdout
     assert [process.losses[step] is None for step in range(1, 7)] == [False] * 4 + [True] * 2
     assert process.records[-1]["bad_steps"] == 2 and process.records[-1]["grad_norm"] is None
-    assert checkpoint_files.latest_good(run_dir).name == "step_000003"
+    assert format.latest_good(run_dir).name == "step_000003"
     rows = [np.load(run_dir / "bad_step_000005" / f"rank_{rank:03d}.npy") for rank in (0, 1)]
     assert all(part.shape == (8, 33) and part.dtype == np.int32 for part in rows)
 
@@ -148,7 +149,7 @@ def test_a_run_whose_model_breaks_ends_with_status_1_and_no_script_takes_it_for_
                  "warning: no sample at step 3: the model's predictions are not finite",
                  "error: the validation after step 6 is not finite: the model is broken"):
         assert said in process.stdout
-    assert checkpoint_files.latest_good(run_dir).name == "step_000006" and not (run_dir / ".finished").exists()
+    assert format.latest_good(run_dir).name == "step_000006" and not (run_dir / ".finished").exists()
     assert "error: the validation after step 6 is not finite" in train(*break_it, status=1).stdout  # evaluated again
     limited = train(*break_it, "--max_bad_steps=5", status=1)
     assert "5 steps in a row had a loss or gradient that is not finite" in limited.stdout

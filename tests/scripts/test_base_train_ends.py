@@ -3,7 +3,8 @@ import os
 
 import pytest
 
-from nanochat.checkpoint import checkpoint_files
+from nanochat.checkpoint import format
+from nanochat.checkpoint.format import Kept
 from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.mirror import Mirror
 from nanochat.common import BadInput
@@ -17,7 +18,7 @@ def run_dir(base_dir):
 
 
 def steps_of(run_dir):
-    return [int(path.name[5:]) for path in checkpoint_files.list_checkpoints(run_dir)]
+    return [int(path.name[5:]) for path in format.list_checkpoints(run_dir)]
 
 
 def test_a_step_past_the_horizon_trains_nothing_and_deletes_nothing(train, tiny, run_dir):
@@ -48,7 +49,7 @@ def test_a_start_that_is_refused_changes_no_mark_and_moves_nothing_aside(train, 
 
 def test_a_run_whose_last_state_is_not_saved_ends_with_status_1(train, run_dir):
     train("--num_iterations=4", "--save_every=3", "--eval_every=-1")
-    checkpoint_files.set_aside_after(run_dir, 3)
+    format.set_aside_after(run_dir, 3)
     # the update of step 4 makes the embedding infinite, and its loss was still finite
     process = train("--num_iterations=4", "--save_every=3", "--eval_every=-1", "--embedding_lr=1e44", status=1)
     assert "changed since the checkpoint: embedding_lr 0.02 -> 1e+44\n" in process.stdout
@@ -58,17 +59,17 @@ def test_a_run_whose_last_state_is_not_saved_ends_with_status_1(train, run_dir):
 
 def test_the_pause_of_a_finished_run_is_no_interruption_and_a_lost_process_is_one(train, run_dir):
     train("--save_every=4", "--eval_every=-1")
-    assert [load_meta(path).is_pause for path in checkpoint_files.list_checkpoints(run_dir)] == [False, True]
+    assert [load_meta(path).is_pause for path in format.list_checkpoints(run_dir)] == [False, True]
     extended = train("--num_iterations=8", "--eval_every=-1").records[-1]
     assert extended["interruptions"] == 0 and "seconds_lost" not in extended
-    checkpoint_files.set_aside_after(run_dir, 4)
+    format.set_aside_after(run_dir, 4)
     resumed = train("--num_iterations=8", "--eval_every=-1").records[-1]
     assert resumed["interruptions"] == 1 and resumed["seconds_lost"] > 0
 
 
 def test_a_run_that_starts_over_is_what_a_new_machine_gets_from_the_mirror(train, run_dir, tmp_path):
     flags = ["--eval_every=-1", "--save_every=2", "--keep_checkpoints=1", f"--checkpoint_mirror={tmp_path}/mirror"]
-    mirror = Mirror(f"{tmp_path}/mirror/test", keep=1)
+    mirror = Mirror(f"{tmp_path}/mirror/test", Kept(1))
     old = train(*flags)
     assert mirror.whole_copies() == ["step_000006"]
     train(*flags, "--resume=never", "--num_iterations=4", "--seed=1")
@@ -84,12 +85,12 @@ def test_a_newer_checkpoint_of_the_mirror_comes_before_an_older_or_damaged_one_h
     mirror = f"--checkpoint_mirror={tmp_path}/mirror"
     train("--save_every=2", "--eval_every=-1", mirror)
     metrics = (tmp_path / "mirror/test/metrics.jsonl").read_text()
-    for path in checkpoint_files.list_checkpoints(run_dir)[1:]:
+    for path in format.list_checkpoints(run_dir)[1:]:
         path.rename(tmp_path / path.name)  # as on a disk that was used before another VM went on with the run
     again = train("--save_every=2", "--eval_every=-1", mirror)
     assert "has reached step 6 (" in again.stdout and steps_of(run_dir) == [2, 6]
     assert (tmp_path / "mirror/test/metrics.jsonl").read_text() == metrics
-    for path in checkpoint_files.list_checkpoints(run_dir):
+    for path in format.list_checkpoints(run_dir):
         (path / "model.safetensors").write_bytes(b"damaged")
     resumed = train("--save_every=2", "--eval_every=-1", "--num_iterations=8", mirror)
     assert "step_000006 is damaged" in resumed.stdout and "step_000002 is damaged" in resumed.stdout

@@ -6,8 +6,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nanochat.checkpoint import checkpoint
-from nanochat.checkpoint.checkpoint_files import MODEL
+from nanochat.checkpoint.format import MODEL
+from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist, compute_init
@@ -34,7 +34,7 @@ def code_eval(base_dir, byte_tokenizer_dir, tmp_path, capsys):
         with torch.no_grad():
             model.lm_head *= 1 if name == "a" else 0.5
         meta = make_meta(7, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
-        checkpoint.save(base_dir / "checkpoints" / name, model.state_dict(), {}, meta, num_lanes=0)
+        save_checkpoint(base_dir / "checkpoints" / name, model.state_dict(), {}, meta, num_lanes=0)
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(PROBLEM | {"task_id": name}) + "\n" for name in "xy"))
 
     def run(name, out_dir, *flags):

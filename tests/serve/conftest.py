@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import uvicorn
 
-from nanochat.checkpoint import checkpoint
+from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine
@@ -66,7 +66,7 @@ def infilling_run(tmp_path_factory, byte_tokenizer_dir):
     torch.set_num_threads(threads)
     base_dir = tmp_path_factory.mktemp("base")
     meta = make_meta(STEPS, config=asdict(config), tokenizer_sha256=tokenizer.sha256, flags={"fim_rate": 1.0})
-    checkpoint.save(base_dir / "checkpoints" / "tiny", model.state_dict(), {}, meta, num_lanes=0)
+    save_checkpoint(base_dir / "checkpoints" / "tiny", model.state_dict(), {}, meta, num_lanes=0)
     return base_dir
 
 

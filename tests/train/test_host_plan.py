@@ -1,7 +1,7 @@
 """What a host needs, by hand, and against what a run saves."""
 import pytest
 
-from nanochat.checkpoint.checkpoint_files import state_bytes
+from nanochat.checkpoint.pieces import state_bytes
 from nanochat.device import host_types, tpu
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW

@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
-from nanochat.checkpoint import checkpoint
-from nanochat.checkpoint.checkpoint_files import latest
+from nanochat.checkpoint.format import latest
 from nanochat.checkpoint.meta import load_meta
+from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts.base_train import main
@@ -103,7 +103,7 @@ def test_gates_are_whole_and_learn_from_what_all_ranks_compute(train, reference,
                     devices=fsdp * tensor)
     whole = reference(*flags)
     assert_same(sharded, whole)
-    found, expected = (checkpoint.load(latest(run.run_dir)) for run in (sharded, whole))
+    found, expected = (load_checkpoint(latest(run.run_dir)) for run in (sharded, whole))
     for name in ("gate_map", "gate_scale"):  # Adam's step would be the same if their gradients were all too small
         average = expected.optimizer_state[f"{name}.momentum"]
         torch.testing.assert_close(found.optimizer_state[f"{name}.momentum"], average,

@@ -1,4 +1,4 @@
-"""The directories and files of a run's checkpoints: which there are, whether they are whole, and whether more fit.
+"""The directories and files of a run's checkpoints: which there are, whether they are whole, and which are deleted.
 
     <base dir>/checkpoints/<run>/step_000100/
         model.safetensors      the weights by name; those of large models are in pieces, see pieces.py
@@ -16,9 +16,9 @@ import json
 import os
 import re
 import shutil
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.checkpoint.meta import META
@@ -29,7 +29,7 @@ MAX_THREADS = 16  # that read files to compute their checksums
 
 
 # -----------------------------------------------------------------------------
-# Finding and checking
+# Finding
 
 
 def final_dir(run_dir, step):
@@ -43,8 +43,8 @@ def partial_dir(run_dir, step):
 
 
 def step_of(path):
-    """Returns the step of a checkpoint's path."""
-    return int(re.match(r"step_(\d+)", path.name)[1])
+    """Returns the step of a checkpoint's path or name."""
+    return int(re.match(r"step_(\d+)", Path(path).name)[1])
 
 
 def list_checkpoints(run_dir):
@@ -55,7 +55,8 @@ def list_checkpoints(run_dir):
 
 def latest(run_dir):
     """Returns the path of the newest checkpoint, or None."""
-    return next(reversed(list_checkpoints(run_dir)), None)
+    paths = list_checkpoints(run_dir)
+    return paths[-1] if paths else None
 
 
 def find_checkpoint(name=""):
@@ -78,16 +79,20 @@ def find_checkpoint(name=""):
     raise BadInput(f"no checkpoint at {name}: give a run in {checkpoints_dir}, or the path of a step_… directory")
 
 
-def latest_good(run_dir, report=warnings.warn):
-    """Returns the path of the newest undamaged checkpoint, or None. Sets damaged ones aside, and calls
-    `report(message)` for each."""
+def latest_good(run_dir):
+    """Returns the path of the newest undamaged checkpoint, or None. Sets damaged ones aside, and prints a warning for
+    each."""
     for path in reversed(list_checkpoints(run_dir)):
         problem = find_problem(path)
         if problem is None:
             return path
-        report(f"checkpoint {path} is damaged ({problem}): it is set aside")
+        print(f"warning: checkpoint {path} is damaged ({problem}): it is set aside", flush=True)
         set_aside(path)
     return None
+
+
+# -----------------------------------------------------------------------------
+# Checking
 
 
 def index_of(kind):
@@ -102,61 +107,94 @@ def tensor_files(path, kind):
     if not index.exists():
         return [kind]
     try:
-        return [index.name, *sorted({*json.loads(index.read_text())["weight_map"].values()})]
+        pieces = set(json.loads(index.read_text())["weight_map"].values())
+        return [index.name, *sorted(pieces)]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise OSError(errno.EINVAL, "it is no index of pieces", str(index)) from None
 
 
-def read_sums(path):
-    """Returns {name of a file: its checksum} of the checkpoint at `path`. Raises OSError."""
-    lines = (Path(path) / SUMS).read_text(errors="replace").splitlines()
-    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-
-
 def is_whole(names):
     """Returns whether a set of names of files is that of a whole checkpoint."""
-    def has(kind):
-        pieces = [match for match in (re.fullmatch(rf"{Path(kind).stem}-\d+-of-(\d+)\.safetensors", name)
-                                      for name in names) if match]
-        return kind in names or index_of(kind) in names and pieces and len(pieces) == int(pieces[0][1])
+    return {LANES, META, SUMS} <= names and _has_tensors(names, MODEL) and _has_tensors(names, OPTIMIZER)
 
-    return {LANES, META, SUMS} <= names and all(map(has, (MODEL, OPTIMIZER)))
+
+def _has_tensors(names, kind):
+    if kind in names:
+        return True
+    matches = [re.fullmatch(rf"{Path(kind).stem}-\d+-of-(\d+)\.safetensors", name) for name in names]
+    counts = [int(match[1]) for match in matches if match]  # each piece says how many there are
+    return index_of(kind) in names and len(counts) > 0 and len(counts) == counts[0]
+
+
+def read_sums(path):
+    """Returns {name of a file: its checksum} of the checkpoint at `path`. Raises OSError."""
+    sums = {}
+    for line in (Path(path) / SUMS).read_text(errors="replace").splitlines():
+        digest, _, name = line.partition("  ")
+        sums[name] = digest
+    return sums
 
 
 def find_problem(path, weights_only=False):
     """Returns what is wrong with the files of the checkpoint, or with those of its weights and its description only, in
     a few words, or None. Reads them whole."""
-    path, kinds = Path(path), (MODEL,) if weights_only else (MODEL, OPTIMIZER)
-
-    def differing(names):
-        found = sha256_of_files([path / name for name in names])
-        return next((f"{file.name} does not match its checksum" for file, digest in found.items()
-                     if expected.get(file.name) != digest), None)
-
+    path = Path(path)
+    kinds = [MODEL] if weights_only else [MODEL, OPTIMIZER]
+    others = [META] if weights_only else [LANES, META]
     try:
         expected = read_sums(path)
-        problem = differing([index_of(kind) for kind in kinds if (path / index_of(kind)).exists()])
-        return problem or differing([name for kind in kinds for name in tensor_files(path, kind)]
-                                    + ([META] if weights_only else [LANES, META]))
+        # The indexes come first: a damaged one would name other files than there are.
+        indexes = [index_of(kind) for kind in kinds if (path / index_of(kind)).exists()]
+        problem = _find_difference(path, indexes, expected)
+        if problem:
+            return problem
+        files = [name for kind in kinds for name in tensor_files(path, kind)]
+        return _find_difference(path, files + others, expected)
     except OSError as error:
         return f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error)
 
 
+def _find_difference(path, names, expected):
+    for file, digest in sha256_of_files([path / name for name in names]).items():
+        if expected.get(file.name) != digest:
+            return f"{file.name} does not match its checksum"
+    return None
+
+
 def sha256_of_files(paths):
     """Returns {path: hex digest}. Hashing releases the GIL, so the files are read concurrently."""
-    def sha256(path):
-        digest, buffer = hashlib.sha256(), bytearray(2**22)
-        with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                digest.update(memoryview(buffer)[:count])
-        return digest.hexdigest()
-
     with ThreadPoolExecutor(MAX_THREADS) as pool:
-        return dict(zip(paths, pool.map(sha256, paths), strict=True))
+        return dict(zip(paths, pool.map(_sha256, paths), strict=True))
+
+
+def _sha256(path):
+    digest = hashlib.sha256()
+    buffer = bytearray(2**22)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+    return digest.hexdigest()
 
 
 # -----------------------------------------------------------------------------
 # Setting aside and deleting
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which checkpoints stay when there is a new one."""
+    newest: int | None = None  # so many of the newest, which is at least one; None: all
+    every: int = -1  # those, too, whose step is a multiple of this; -1: none
+
+    def outdated(self, paths):
+        """Returns those of the paths or names of checkpoints, oldest first, that need not stay."""
+        if self.newest is None:
+            return []
+        return [path for path in paths[:-max(self.newest, 1)] if not self.is_for_ever(path)]
+
+    def is_for_ever(self, path):
+        """Whether the checkpoint is never deleted."""
+        return self.every > 0 and step_of(path) % self.every == 0
 
 
 def set_aside(path):
@@ -179,21 +217,14 @@ def clean_partial(run_dir):
         shutil.rmtree(path)
 
 
-def prune(run_dir, step, keep, keep_every):
-    """Deletes what the new checkpoint of `step` makes superfluous; `keep` and `keep_every` as in checkpoint.save."""
+def prune(run_dir, step, kept):
+    """Deletes what the new checkpoint of `step` makes superfluous. kept: a Kept."""
     for path in Path(run_dir).glob("step_*.tmp"):  # saves that were given up because the disk was full
         if step_of(path) <= step:
             shutil.rmtree(path, ignore_errors=True)
-    outdated = [path for path in Path(run_dir).glob("step_*.aside") if step_of(path) <= step]
-    if keep is not None:
-        outdated += [path for path in list_checkpoints(run_dir)[:-max(keep, 1)] if not _is_kept(path, keep_every)]
-    for path in outdated:
+    aside = [path for path in Path(run_dir).glob("step_*.aside") if step_of(path) <= step]
+    for path in aside + kept.outdated(list_checkpoints(run_dir)):
         _delete(path)
-
-
-def _is_kept(path, keep_every):
-    """Returns whether the checkpoint is never deleted."""
-    return keep_every > 0 and step_of(path) % keep_every == 0
 
 
 def _delete(path):
@@ -204,12 +235,7 @@ def _delete(path):
 
 
 # -----------------------------------------------------------------------------
-# Disk space
-
-
-def state_bytes(*states):
-    """Returns the bytes of all tensors in the {name: tensor} dicts."""
-    return sum(tensor.numel() * tensor.element_size() for state in states for tensor in state.values())
+# The disk
 
 
 def check_disk_space(run_dir, checkpoint_bytes, copies=2):
@@ -225,6 +251,19 @@ def check_disk_space(run_dir, checkpoint_bytes, copies=2):
                        f"{(own + free) / 1e9:.2f} GB are free: free some, or set NANOCHAT_BASE_DIR to a larger disk")
 
 
+def make_room(run_dir, needed_bytes, kept):
+    """Deletes the oldest checkpoints until `needed_bytes` are free; never the newest nor those that are for ever.
+
+    Raises OSError (ENOSPC) if that is not enough.
+    """
+    doomed = [path for path in list_checkpoints(run_dir)[:-1] if not kept.is_for_ever(path)]
+    while (free := shutil.disk_usage(run_dir).free) < needed_bytes:
+        if not doomed:
+            raise OSError(errno.ENOSPC, f"a checkpoint takes {needed_bytes / 1e9:.3f} GB and {free / 1e9:.3f} GB are "
+                          "free", str(run_dir))
+        _delete(doomed.pop(0))
+
+
 def bytes_in(path):
     """Returns the bytes of the files in a directory, which others may be writing and renaming."""
     total = 0
@@ -232,21 +271,6 @@ def bytes_in(path):
         with suppress(FileNotFoundError):
             total += file.stat().st_size
     return total
-
-
-def make_room(run_dir, needed_bytes, keep_every):
-    """Deletes the oldest checkpoints until `needed_bytes` are free; never the newest nor those kept by `keep_every`.
-
-    Raises OSError (ENOSPC) if that is not enough.
-    """
-    for path in [path for path in list_checkpoints(run_dir)[:-1] if not _is_kept(path, keep_every)] + [None]:
-        free = shutil.disk_usage(run_dir).free
-        if free >= needed_bytes:
-            return
-        if path:
-            _delete(path)
-    raise OSError(errno.ENOSPC, f"a checkpoint takes {needed_bytes / 1e9:.3f} GB and {free / 1e9:.3f} GB are free",
-                  str(run_dir))
 
 
 def sync_to_disk(path):

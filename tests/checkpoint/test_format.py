@@ -2,35 +2,35 @@
 
 import pytest
 
-from nanochat.checkpoint import checkpoint_files
+from nanochat.checkpoint import format
 from nanochat.checkpoint.meta import META
+from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from tests.checkpoint.states import DAMAGES, damage, flip_a_byte, make_state, names, save
 
 
-@pytest.mark.parametrize("name", [checkpoint_files.MODEL, checkpoint_files.OPTIMIZER, checkpoint_files.LANES, META,
-                                  checkpoint_files.SUMS])
+@pytest.mark.parametrize("name", [format.MODEL, format.OPTIMIZER, format.LANES, META, format.SUMS])
 @pytest.mark.parametrize("how", DAMAGES)
-def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_used(tmp_path, name, how):
+def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_used(tmp_path, name, how, capsys):
     good, bad = save(tmp_path, 100), save(tmp_path, 200)
     damage(bad / name, how)
-    messages = []
-    assert checkpoint_files.latest_good(tmp_path, messages.append) == good
-    assert len(messages) == 1 and str(bad) in messages[0] and "damaged" in messages[0]
+    assert format.latest_good(tmp_path) == good
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and f"checkpoint {bad} is damaged" in said
     assert names(tmp_path) == ["step_000100", "step_000200.aside"]
 
 
 def test_all_checkpoints_damaged_gives_none_and_deletes_nothing(tmp_path):
     for step in (1, 2):
         flip_a_byte(save(tmp_path, step) / "model.safetensors")
-    assert checkpoint_files.latest_good(tmp_path, lambda message: None) is None
+    assert format.latest_good(tmp_path) is None
     assert names(tmp_path) == ["step_000001.aside", "step_000002.aside"]
 
 
 def test_a_checkpoint_set_aside_is_deleted_once_the_run_has_passed_its_step(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
-    checkpoint_files.set_aside_after(tmp_path, 1)
+    format.set_aside_after(tmp_path, 1)
     assert names(tmp_path) == ["step_000001", "step_000002.aside", "step_000003.aside"]
     save(tmp_path, 2)
     assert names(tmp_path) == ["step_000001", "step_000002", "step_000003.aside"]
@@ -47,8 +47,8 @@ def test_what_is_left_of_a_save_that_was_given_up_is_deleted_once_the_run_has_pa
 def test_keep_leaves_the_newest_and_sorts_by_number(tmp_path):
     for step in (999_999, 1_000_000, 1_000_001):
         save(tmp_path, step, keep=2)
-    assert [path.name for path in checkpoint_files.list_checkpoints(tmp_path)] == ["step_1000000", "step_1000001"]
-    assert checkpoint_files.latest(tmp_path).name == "step_1000001"
+    assert [path.name for path in format.list_checkpoints(tmp_path)] == ["step_1000000", "step_1000001"]
+    assert format.latest(tmp_path).name == "step_1000001"
 
 
 def test_checkpoints_at_multiples_of_keep_every_are_never_deleted(tmp_path):
@@ -58,25 +58,25 @@ def test_checkpoints_at_multiples_of_keep_every_are_never_deleted(tmp_path):
 
 
 def test_too_little_disk_for_two_checkpoints_is_bad_input(tmp_path):
-    checkpoint_files.check_disk_space(tmp_path, checkpoint_files.state_bytes(*make_state()))
+    format.check_disk_space(tmp_path, state_bytes(*make_state()))
     with pytest.raises(BadInput, match="too little disk .* two checkpoints take 2000000.00 GB"):
-        checkpoint_files.check_disk_space(tmp_path, 10**15)
+        format.check_disk_space(tmp_path, 10**15)
 
 
 def test_on_a_nearly_full_disk_the_oldest_are_deleted_and_the_newest_stays(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         save(tmp_path, step)
-    usage = checkpoint_files.shutil.disk_usage(tmp_path)
+    usage = format.shutil.disk_usage(tmp_path)
 
     def nearly_full(path):
-        return usage._replace(free=10**6 if len(checkpoint_files.list_checkpoints(tmp_path)) == 1 else 0)
+        return usage._replace(free=10**6 if len(format.list_checkpoints(tmp_path)) == 1 else 0)
 
-    monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", nearly_full)
+    monkeypatch.setattr(format.shutil, "disk_usage", nearly_full)
     save(tmp_path, 4)
-    assert [path.name for path in checkpoint_files.list_checkpoints(tmp_path)] == ["step_000003", "step_000004"]
+    assert [path.name for path in format.list_checkpoints(tmp_path)] == ["step_000003", "step_000004"]
     with pytest.raises(OSError, match="0.000 GB are free"):
         save(tmp_path, 5, keep_every=3)  # step 3 is never deleted
 
 
 def test_state_bytes_counts_every_tensor():
-    assert checkpoint_files.state_bytes(*make_state()) == (2 * 8 * 8 + 16 * 8) * (4 + 2)
+    assert state_bytes(*make_state()) == (2 * 8 * 8 + 16 * 8) * (4 + 2)
