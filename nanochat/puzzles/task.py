@@ -206,6 +206,10 @@ class PuzzleTask:
     plan: PuzzlePlan
     data_fingerprint: str  # of the training puzzles
     name = "puzzles"
+    # Supervision steps of puzzles a second, and the shares of the puzzles of the last steps, of held-out ones and of
+    # their cells that are solved.
+    console = {"puzzles_per_s": "{:,.0f} puzzles/s", "exact": "{:.1%} solved",
+               "val_exact": "{:.1%} of the held-out puzzles solved", "val_cells": "{:.1%} of their cells"}
     num_lanes = 0
     changing_flags = tuple(field.name for group in (PuzzleFlags, UpdateFlags) for field in fields(group)
                            if field.name != "data_dir")

@@ -27,8 +27,10 @@ class Goodput:
         self._seconds = dict(seconds or {})
         if saved_at:
             self._seconds["lost"] = self._seconds.get("lost", 0.0) + max(time.time() - saved_at, 0.0)
-        self._name, self._since = "other", time.monotonic()
-        self._compile_seconds, self._compiled = compile_seconds, compile_seconds()
+        self._name = "other"
+        self._since = time.monotonic()
+        self._compile_seconds = compile_seconds
+        self._compiled = compile_seconds()
 
     @contextmanager
     def span(self, name):
@@ -51,9 +53,12 @@ class Goodput:
         return seconds.get(useful, 0.0) / max(sum(seconds.values()), 1e-9)
 
     def _switch(self, name):
-        now, compiled = time.monotonic(), self._compile_seconds()
+        now = time.monotonic()
+        compiled = self._compile_seconds()
         compiling = min(compiled - self._compiled, now - self._since)
         self._seconds[self._name] = self._seconds.get(self._name, 0.0) + now - self._since - compiling
         if compiling:
             self._seconds["compile"] = self._seconds.get("compile", 0.0) + compiling
-        self._name, self._since, self._compiled = name, now, compiled
+        self._name = name
+        self._since = now
+        self._compiled = compiled

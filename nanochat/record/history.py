@@ -24,9 +24,9 @@ class Run:
 
     def series(self, name):
         """Returns two arrays: the steps and the values of `name`, of all records that have it."""
-        found = [(record["step"], record[name]) for record in self.records if record.get(name) is not None]
-        steps, values = zip(*found, strict=True) if found else ((), ())
-        return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
+        records = [record for record in self.records if record.get(name) is not None]
+        steps = [record["step"] for record in records]
+        return np.array(steps, dtype=np.int64), np.array([record[name] for record in records], dtype=np.float64)
 
     def last(self, name):
         """Returns the newest value of `name`, or None if no record has it."""
@@ -55,8 +55,12 @@ class Run:
 
     @property
     def unit(self):
-        """The unit in which the run's task counts its work: "tokens" or "puzzles"."""
-        return "puzzles" if self.last("puzzles") is not None else "tokens"
+        """The unit in which the run's task counts its work, such as "tokens"."""
+        for record in self.records:
+            for name in record:
+                if name.endswith("_per_s"):
+                    return name.removesuffix("_per_s")
+        return "tokens"
 
     def work(self, steps):
         """Returns the tokens (or other units) seen until each of these steps, interpolated where a record lacks
@@ -70,8 +74,9 @@ class Run:
         It is interpolated, because the losses of all steps since the last console line are written at once.
         """
         times = {}
+        unit = self.unit
         for record in self.records:
-            if record.keys() & {self.unit, "val_bpb", "val_exact"}:
+            if any(name == unit or name.startswith("val_") for name in record):
                 times.setdefault(record["step"], record["time"] - self.records[0]["time"])
         return np.interp(steps, list(times), list(times.values())) if times else np.zeros(len(steps))
 
@@ -80,15 +85,19 @@ class Run:
 
         There `interruptions` grows or `compile_s`, the seconds that one process has spent compiling, shrinks.
         """
-        found, before = [], {}
+        found = []
+        interruptions = compile_s = None  # of the same process before
         for record in self.records:
-            for name, is_new in (("interruptions", lambda now, then: now > then),
-                                 ("compile_s", lambda now, then: now < then)):
-                if name in record and is_new(record[name], before.get(name, record[name])):
-                    found.append(record)
-                    before = {}
-                    break
-            before |= {name: record[name] for name in ("interruptions", "compile_s") if name in record}
+            now = record.get("interruptions", interruptions)
+            compiled = record.get("compile_s", compile_s)
+            has_grown = interruptions is not None and now > interruptions
+            has_shrunk = compile_s is not None and compiled < compile_s
+            if has_grown or has_shrunk:
+                found.append(record)
+                now = record.get("interruptions")
+                compiled = record.get("compile_s")
+            interruptions = now
+            compile_s = compiled
         return found
 
     def seconds(self):

@@ -1,12 +1,11 @@
 """The metrics of a run, which rank 0 writes to metrics.jsonl, to the console and to WandB.
 
 metrics.jsonl has one JSON object per line with `step` (optimizer steps completed) and `time` (Unix time, s).
-The console line shows these metrics, too:
+The console line shows those that CONSOLE lists, and those for which the task has a text; all others are in the file
+only. CONSOLE lists:
     mean_loss       mean of the finite losses of the steps since the last line
     lr_multiplier, step_ms, tokens_per_s, time_left_s
     mfu             0 to 1
-    puzzles_per_s, exact, val_exact, val_cells  of puzzle_train: supervision steps of puzzles a second, and the shares
-                    of the puzzles of the last steps, of held-out ones and of their cells that are solved
     tokens          seen so far
     val_bpb         bits per byte of the validation text
     code_bpb        with --code_eval_every, bits per byte of the solutions of problems; code_compiles and code_pass are
@@ -15,7 +14,7 @@ The console line shows these metrics, too:
     recompiled      a list of texts, one for each program that was compiled again
     mirror_behind_s with --checkpoint_mirror, for how many seconds it has lacked the newest checkpoint; shown from a
                     minute on
-Only the file has these:
+The file has, too:
     loss            of one step, every step: mean over the global batch, nats per token; null if it was not finite
     grad_norm, epoch, goodput (0 to 1)
     seq_len         with --seq_len_ramp, the positions per row of the last step
@@ -43,20 +42,25 @@ class MetricsLogger:
     """Writes the records of a run; rank 0 only. It never waits for the disk, only for its cache, nor for WandB."""
 
     def __init__(self, run_dir, run, config, *, total_steps=None, resume_step=None, wandb_project="nanochat-tpu",
-                 wandb_id=None, console=print):
+                 wandb_id=None, console=print, of_task=None):
         """
         run: the run's name; WandB is used unless it is "dummy". config: a JSON object for WandB.
         resume_step: the step of the checkpoint that the run resumes from; later records are deleted from the file.
             None means a new run; the file of an older run of this name is kept as metrics.jsonl.aside.
         wandb_id: WandB's id of the run to resume, as in the checkpoint's Meta.
-        console: called with each line and each warning.
+        console: called with each line and each warning. of_task: {metric: how the console shows it} of those that only
+            this task has.
         """
         self.path = Path(run_dir) / METRICS_FILE
         self.wandb_id = wandb_id or secrets.token_hex(4)
-        self._total_steps, self._resume_step, self._console = total_steps, resume_step, console
+        self._total_steps = total_steps
+        self._resume_step = resume_step
+        self._console = console
+        self._of_task = of_task
         self._names_at_resume = _rewind(self.path, resume_step)
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._unwritten, self._is_disk_full = b"", False
+        self._unwritten = b""
+        self._is_disk_full = False
         self._writing = threading.Lock()  # the thread that saves a checkpoint flushes, too
         self._wandb = None
         if run != "dummy":
@@ -83,7 +87,7 @@ class MetricsLogger:
                 self._console(f"warning: {self.path}: {error.strerror}: records wait in memory")
             self._is_disk_full = True
         if not quiet:
-            self._console(format_line(record, self._total_steps))
+            self._console(format_line(record, self._total_steps, self._of_task))
         if self._wandb:
             self._wandb.log(record)
 
@@ -112,7 +116,8 @@ def _rewind(path, resume_step):
     if resume_step is None:
         path.replace(path.with_suffix(".jsonl.aside"))
         return set()
-    kept, names = [], set()
+    kept = []
+    names = set()
     for line in path.read_text(errors="replace").splitlines():
         try:
             record = json.loads(line)
@@ -131,43 +136,18 @@ def _rewind(path, resume_step):
     return names
 
 
-_CONSOLE_FORMATS = {
-    "mean_loss": lambda value: f"loss {value:.4f}",
-    "lr_multiplier": lambda value: f"lr {value:.3f}",
-    "step_ms": lambda value: f"{value:,.0f} ms",
-    "tokens_per_s": lambda value: f"{value:,.0f} tok/s",
-    "puzzles_per_s": lambda value: f"{value:,.0f} puzzles/s",
-    "exact": lambda value: f"{value:.1%} solved",
-    "mfu": lambda value: f"mfu {100 * value:.1f}%",
-    "tokens": lambda value: f"{format_count(value)} tokens",
-    "time_left_s": lambda value: f"{format_duration(value)} left",
-    "code_compiles": lambda value: f"{value:.1%} of its code compiles",
-    "code_pass": lambda value: f"{value:.1%} passes",
-    "code_bpb": lambda value: f"solutions {value:.4f} bits per byte",
-    "val_bpb": lambda value: f"validation {value:.4f} bits per byte",
-    "fim_bpb": lambda value: f"middles {value:.4f}",
-    "val_bytes": lambda value: f"of {format_count(value)} bytes",
-    "val_whole_text": lambda value: "all of the validation text, which is shorter than --eval_tokens",
-    "val_exact": lambda value: f"{value:.1%} of the held-out puzzles solved",
-    "val_cells": lambda value: f"{value:.1%} of their cells",
-    "recompiled": lambda value: f"compiled again: {value[0]}" + (f" (and {len(value) - 1} more)" if value[1:] else ""),
-}
-
-
-_NOT_FINITE = {"mean_loss": "loss not finite", "val_bpb": "validation not finite"}
-
-
-def format_line(record, total_steps=None):
-    """Returns the console line of a record: `step 00100/01000 | loss 3.2101 | …`."""
-    parts = [f"step {record['step']:05d}" + (f"/{total_steps:05d}" if total_steps else "")]
-    for name, form in _CONSOLE_FORMATS.items():
-        if record.get(name) is not None and record[name] is not False:
-            parts.append(form(record[name]))
+def format_line(record, total_steps=None, of_task=None):
+    """Returns the console line of a record: `step 00100/01000 | loss 3.2101 | …`. of_task: see MetricsLogger."""
+    parts = [f"step {record['step']:05d}"]
+    if total_steps:
+        parts[0] += f"/{total_steps:05d}"
+    for name, text in (CONSOLE | (of_task or {})).items():
+        value = record.get(name)
+        if value is not None:
+            parts.append(text.format(_WORDS[name](value) if name in _WORDS else value))
         elif name in record and name in _NOT_FINITE:
             parts.append(_NOT_FINITE[name])
-    if record.get("mirror_behind_s", 0) >= MIRROR_BEHIND_S:
-        parts.append(f"mirror behind by {format_duration(record['mirror_behind_s'])}")
-    return " | ".join(parts)
+    return " | ".join(filter(None, parts))
 
 
 def format_count(count):
@@ -185,3 +165,39 @@ def format_duration(seconds):
     if hours:
         return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def _repeated_compilation(texts):
+    return f"compiled again: {texts[0]}" + (f" (and {len(texts) - 1} more)" if texts[1:] else "")
+
+
+def _whole_text(is_whole):
+    return "all of the validation text, which is shorter than --eval_tokens" if is_whole else ""
+
+
+def _mirror_behind(seconds):
+    return f"mirror behind by {format_duration(seconds)}" if seconds >= MIRROR_BEHIND_S else ""
+
+
+# How the metrics are shown that the console line has, in its order. All others are in the file only.
+CONSOLE = {
+    "mean_loss": "loss {:.4f}",
+    "lr_multiplier": "lr {:.3f}",
+    "step_ms": "{:,.0f} ms",
+    "tokens_per_s": "{:,.0f} tok/s",
+    "mfu": "mfu {:.1%}",
+    "tokens": "{} tokens",
+    "time_left_s": "{} left",
+    "code_compiles": "{:.1%} of its code compiles",
+    "code_pass": "{:.1%} passes",
+    "code_bpb": "solutions {:.4f} bits per byte",
+    "val_bpb": "validation {:.4f} bits per byte",
+    "fim_bpb": "middles {:.4f}",
+    "val_bytes": "of {} bytes",
+    "val_whole_text": "{}",
+    "recompiled": "{}",
+    "mirror_behind_s": "{}",
+}
+_WORDS = {"tokens": format_count, "val_bytes": format_count, "time_left_s": format_duration,
+          "val_whole_text": _whole_text, "recompiled": _repeated_compilation, "mirror_behind_s": _mirror_behind}
+_NOT_FINITE = {"mean_loss": "loss not finite", "val_bpb": "validation not finite"}

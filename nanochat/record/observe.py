@@ -20,7 +20,8 @@ class Observer:
 
     def begin_window(self):
         """Forgets what was measured in the last window."""
-        self._data_wait_s = self._host_s = 0.0
+        self._data_wait_s = 0.0
+        self._host_s = 0.0
         self._recompiled = []
 
     @contextmanager
@@ -86,7 +87,9 @@ class Profile:
     def __init__(self, steps, folder, dist):
         """steps: (begin, end) from parse_profile_steps. folder: where the trace is written."""
         self._begin, self._end = steps if dist.rank == 0 else (0, 0)
-        self._folder, self._dist, self._trace = folder, dist, None
+        self._folder = folder
+        self._dist = dist
+        self._trace = None
 
     def before_step(self, step):
         """Begins the trace if it is due. step: the number of steps completed."""

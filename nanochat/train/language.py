@@ -45,6 +45,7 @@ class LanguageTask:
     # (model, tokenizer, dist, is_cut_short) -> {metric: value}: how much of the code that the model writes works
     judge_code: Callable | None = None
     name = "language"
+    console = {}
     changing_flags = *(field.name for group in (BatchFlags, OptimConfig, DistillationFlags)
                        for field in fields(group) if field.name != "device_batch_size"), "compute_dtype"
 

@@ -31,7 +31,7 @@ class StepLog:
                 run.directory, flags.run.run, flags.as_dict() | {"mesh": mesh.as_dict()},
                 total_steps=self._plan.num_iterations,
                 resume_step=meta.step if meta else None, wandb_project=flags.run.wandb_project,
-                wandb_id=meta.wandb_id if meta else None)
+                wandb_id=meta.wandb_id if meta else None, of_task=run.task.console)
 
     def begin_step(self):
         """Says that a step begins. The first one after a console line begins the time of the next line."""

@@ -23,6 +23,7 @@ class Task(Protocol):
 
     flags: groups of flags, among them `run`, `devices` and `record` (flags.py), with `as_dict()`.
     name: as in a checkpoint's Meta. changing_flags: names of the flags whose change is told when a run resumes.
+    console: {metric: how the console shows it} of those that only this task has, such as {"exact": "{:.1%} solved"}.
     plan: `num_iterations`; `micro_steps(step)` and `all_micro_steps`, the numbers of micro-steps; `batch_growth(step)`,
         the batch of a step over that of the first; `device_type`, `world_size`; and the unit in which work is counted:
         `unit` ("tokens"), `units(begin, end)` of these steps, `flops(begin, end)`, and `flops_per_unit`, in the end;
