@@ -22,7 +22,7 @@ from nanochat.infer.load import load_language_meta, load_model, resolve_inferenc
 from nanochat.infer.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
 from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
 from nanochat.infer.project_eval import ProjectRows, require_packed
-from nanochat.model.gpt import GPTConfig
+from nanochat.model.config import GPTConfig
 
 
 @dataclass(frozen=True)

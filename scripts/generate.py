@@ -23,7 +23,7 @@ from nanochat.infer.load import (
     resolve_inference_device_type,
 )
 from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
-from nanochat.model.gpt import GPTConfig
+from nanochat.model.config import GPTConfig
 
 LOOP = "chunked"  # kernels that can compute with parts of the weights
 

@@ -20,7 +20,8 @@ from nanochat.checkpoint.meta import Meta
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir, run_script
 from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
-from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT
 from nanochat.train.flags import Flags as TrainFlags
 from nanochat.train.flags import RunFlags
 from nanochat.train.prepare import run_directory
@@ -28,6 +29,9 @@ from nanochat.train.prepare import run_directory
 # nanochat's names of a layer's weights, for those of layers.LayerWeights.
 LAYER_NAMES = {"attn_q": "attn.c_q.weight", "attn_k": "attn.c_k.weight", "attn_v": "attn.c_v.weight",
                "attn_o": "attn.c_proj.weight", "mlp_in": "mlp.c_fc.weight", "mlp_out": "mlp.c_proj.weight"}
+
+# The parts of a GPT that these models do not have.
+NANOCHAT = {"window_pattern": "L", "key_shift": False, "layer_gates": False, "value_embeddings": "off"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def read_meta(model):
     if set(letters) - {"L", "l"}:
         raise BadInput(f"--model={model} has attention windows ({letters}), which are a position longer in nanochat "
                        "than here: it cannot be imported")
-    return int(name[1]), GPTConfig(**sizes, key_shift=False)
+    return int(name[1]), GPTConfig(**sizes, **NANOCHAT)
 
 
 def read_weights(path):

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from nanochat.analysis.measured import markdown_block
-from nanochat.checkpoint.meta import with_words
 from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir, run_script
 from nanochat.device import tpu
 from nanochat.record.history import SECONDS, read_run
@@ -229,8 +228,7 @@ def read_text(path):
 
 
 def read_preflight(path):
-    """The report that tpu_preflight of this or an earlier version wrote to `path`, a JSON object, with the values of
-    flags as they are today. Raises BadInput if it is none."""
+    """Returns the report that tpu_preflight wrote to `path`, a JSON object. Raises BadInput if it is none."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -238,7 +236,7 @@ def read_preflight(path):
     names = {"accelerator", "chips", "plan", "flags", "kernel", "fits"}
     if not isinstance(report, dict) or not names <= report.keys() or not isinstance(report["flags"], dict):
         raise BadInput(f"--preflight={path} is not a report of tpu_preflight --json")
-    return report | {"flags": with_words(report["flags"])}
+    return report
 
 
 def save_figure(path, title, panels):

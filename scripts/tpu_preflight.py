@@ -16,11 +16,10 @@ import os
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from nanochat.checkpoint.meta import settled_flags
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device import tpu
@@ -133,7 +132,7 @@ def preflight(flags, request, say=print, trace=None):
     started, tpu_slice = time.monotonic(), tpu.parse_accelerator(request.accelerator)
     of_slice = flags_of_slice(flags, tpu_slice.chips, request.slices) if request.slices > 1 else flags
     programs, traced = (trace or trace_run)(of_slice, tpu_slice.chips)
-    settled = settled_flags(flags.as_dict(), asdict(programs.plan.config))
+    settled = flags.settled(programs.plan.config).as_dict()
     report = make_report(programs, traced, time.monotonic() - started, settled, request, say)
     return report if trace else report | {"host": estimate_host(flags, programs.plan, tpu_slice)}
 

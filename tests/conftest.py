@@ -15,6 +15,7 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["XLA_FLAGS"] = CHEAP_COMPILATION
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
 import torch_xla  # noqa: E402
 
 from scripts import base_train  # noqa: E402
@@ -62,6 +63,15 @@ def base_dir(tmp_path, monkeypatch):
     path = tmp_path / "base"
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(path))
     return path
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Threads that wait for one another cost more than these tiny products, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -141,10 +151,12 @@ def train(base_dir, tiny, warm_ranks):
     """Runs base_train on a tiny model and returns the CompletedProcess, with what add_records adds.
 
     The process is warm, or new if Python's first arguments for it are given: new_process=("-m", "scripts.base_train").
+    without: names of flags of `tiny` that are left out.
     """
 
-    def run(*flags, run="test", devices=1, status=0, new_process=(), **env):
-        flags = last_of_each(f"--run={run}", *tiny, *flags)
+    def run(*flags, run="test", devices=1, status=0, new_process=(), without=(), **env):
+        common = [flag for flag in tiny if flag.partition("=")[0].removeprefix("--") not in without]
+        flags = last_of_each(f"--run={run}", *common, *flags)
         if new_process:
             process = run_python(*new_process, *flags, devices=devices, **env)
         else:

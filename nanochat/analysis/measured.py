@@ -2,13 +2,13 @@
 import platform
 from importlib import metadata
 
+from nanochat.model.config import CONFIG_FLAGS
+
 GIB = 2**30
 PACKAGES = ("torch", "torch_xla", "libtpu", "jax")
 # Flags that change a step's time or memory; the preflight must have had the values of the run.
-OF_THE_PROGRAMS = ("depth", "max_seq_len", "model_dim", "num_heads", "num_kv_heads", "window_pattern", "short_window",
-                   "key_shift", "layer_gates", "value_embeddings", "device_batch_size", "total_batch_size",
-                   "seq_len_ramp", "kernel", "compute_dtype", "activation_checkpointing",
-                   "shard_optimizer", "gradient_sums", "teacher")
+OF_THE_PROGRAMS = (*CONFIG_FLAGS, "device_batch_size", "total_batch_size", "seq_len_ramp", "kernel", "compute_dtype",
+                   "activation_checkpointing", "shard_optimizer", "gradient_sums", "teacher")
 
 
 def markdown_block(run, flags, report):

@@ -11,9 +11,8 @@ A table is a TOML file, whose keys are flags of base_train:
 """
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from nanochat.checkpoint.meta import settled_flags, with_words
 from nanochat.common import BadInput
 from nanochat.data.shards import fingerprint, open_shards
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
@@ -34,7 +33,7 @@ class Trial:
     variant: str
     seed: int
     argv: tuple  # the flags of base_train
-    flags: Flags
+    flags: Flags  # those of the model as they became in its config
     plan: Plan
     inputs: dict  # {name: hash} of the data and the tokenizer, which may change while the flags stay
 
@@ -57,8 +56,8 @@ class Trial:
         partial.replace(self.directory / NOTES_FILE)
 
     def settled(self):
-        """Returns {name: value} of the flags but --run, where auto is what it becomes in a new run."""
-        return settled_flags(self.flags.as_dict(), asdict(self.plan.config)) | {"run": None}
+        """Returns {name: value} of the flags but --run."""
+        return self.flags.as_dict() | {"run": None}
 
     def is_finished(self):
         return (self.directory / FINISHED_FILE).exists()
@@ -79,7 +78,8 @@ def read_trials(path):
                 plans[name] = plans.get(name) or plan_of(flags)
             except BadInput as error:
                 raise BadInput(f"{path}: variant {name}: {error}") from None
-            trial = Trial(name, seed, tuple(argv), flags, *plans[name])
+            plan, inputs = plans[name]
+            trial = Trial(name, seed, tuple(argv), flags.settled(plan.config), plan, inputs)
             same = [other.variant for other in trials if other.settled() == trial.settled()]
             if same:
                 raise BadInput(f"{path}: variants {same[0]} and {name} are the same run: leave one of them out")
@@ -144,16 +144,12 @@ def plan_of(flags):
     return task.plan, inputs
 
 
-WITHOUT_FLAG = {"key_shift": "off", "value_embeddings": "off", "layer_gates": "off"}  # in runs of before these flags
-
-
 def require_same_flags(trial):
     """Raises BadInput if the run's folder is of a run with other flags, data or tokenizer."""
     if not (trial.directory / METRICS_FILE).exists():
         return
     notes = trial.notes()
     saved, now = notes.get("flags", {}) | notes.get("inputs", {}), trial.flags.as_dict() | trial.inputs
-    saved = saved and WITHOUT_FLAG | with_words(saved)
     changed = [f"{name} {saved[name]} -> {now[name]}" for name in now if name in saved and saved[name] != now[name]]
     if changed or not saved:
         raise BadInput(f"{trial.directory} is of a run with other flags or data "

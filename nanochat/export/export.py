@@ -32,7 +32,7 @@ OTHER_NAMES = {"wte": "model.embed_tokens.weight", "lm_head": "lm_head.weight",
                "value_table": "model.value_table.weight"}
 CONFIG_FIELDS = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern",
                  "short_window", "softcap", "rotary_base", "key_shift", "layer_gates",
-                 "value_embeddings", "shared_values"}
+                 "value_embeddings"}
 
 
 def check_exportable(model):
@@ -50,7 +50,7 @@ def is_scaled(model):
     """Returns whether the GPT is more than what transformers' own `nanochat` computes."""
     config = model.config
     return bool((model.resid_scale != 1).any() or (model.x0_scale != 0).any() or any(config.windows())
-                or config.key_shift or config.layer_gates or config.value_embeddings)
+                or config.key_shift or config.layer_gates or config.num_values)
 
 
 def weights(model):
@@ -96,7 +96,7 @@ def config_json(model, tokenizer):
             "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
             "sliding_window": next(filter(None, windows), None),
             **{name: getattr(config, name)
-               for name in ("key_shift", "layer_gates", "value_embeddings", "shared_values")}}
+               for name in ("key_shift", "layer_gates", "value_embeddings")}}
     return found
 
 

@@ -8,16 +8,15 @@ from pathlib import Path
 
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.shards import DEFAULT_DIRS, fingerprint, list_shards, open_shards
+from nanochat.model.config import CONFIG_FLAGS
 from nanochat.model.optim import OptimConfig
 
 MANIFEST = "manifest.json"  # of scripts/prepare_data.py
 CURVE_ROWS = 20
 CODE_TAGS = "\ntags: [code, cpp]"
 # The flags that say how the model was trained, and nothing of the machine, its folders or accounts.
-RECIPE = ("depth", "max_seq_len", "model_dim", "num_heads", "num_kv_heads", "window_pattern", "short_window",
-          "key_shift", "softcap", "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size",
-          "batch_ramp", "seq_len_ramp", "layer_gates", "value_embeddings", "fim_rate", "compute_dtype", "seed",
-          *(field.name for field in fields(OptimConfig)))
+RECIPE = (*CONFIG_FLAGS, "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size", "batch_ramp",
+          "seq_len_ramp", "fim_rate", "compute_dtype", "seed", *(field.name for field in fields(OptimConfig)))
 
 
 def read_manifest(path):
@@ -71,7 +70,7 @@ def _head(name, model, meta, is_scaled):
     origin = "imported from karpathy/nanochat with" if _is_imported(meta) else "pre-trained with"
     architecture = "NanoChat, as transformers has it" if not is_scaled else ", ".join([
         "that of NanoChat in transformers, with a scaled residual stream", *["shifted keys"] * config.key_shift,
-        *["gates"] * config.layer_gates, *["value embeddings"] * config.value_embeddings])
+        *["gates"] * config.layer_gates, *["value embeddings"] * (config.num_values > 0)])
     softcap = f", logits within ±{config.softcap:g}" if config.softcap else ""
     short = f"; {len(windows)} of the layers see the last {windows[0]:,}" if windows else ""
     return f"""---

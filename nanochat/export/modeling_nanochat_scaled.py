@@ -8,7 +8,7 @@ normalised embedding (modded-nanogpt). A layer may see only the last `sliding_wi
 half of the channels of each head's keys are those of the position before (modded-nanogpt). With `layer_gates`,
 attention's values and what attention and MLP add are multiplied by scale × 2 × sigmoid(map · normalised input) (arXiv
 2409.19606). With `value_embeddings`, every second layer adds a vector of the token to attention's values (arXiv
-2410.17897), with `shared_values` all of them the same one.
+2410.17897): all of them the same one, or each its own.
 
 The model has a name of its own, because transformers would otherwise load these weights without the scales, and without
 an error, where trust_remote_code is left out. Licence: MIT.
@@ -42,15 +42,14 @@ PLAIN_LAYERS = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidi
 
 class ScaledNanoChatConfig(NanoChatConfig):
     """layer_types: "full_attention" or "sliding_attention" for each layer; sliding_window: the positions that a layer
-    of the second kind sees, its own among them; key_shift, layer_gates, value_embeddings, shared_values: whether it
-    has them."""
+    of the second kind sees, its own among them; key_shift, layer_gates: whether it has them; value_embeddings: "off",
+    "shared" or "own"."""
     model_type = "nanochat_scaled"
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     key_shift: bool = False
     layer_gates: bool = False
-    value_embeddings: bool = False
-    shared_values: bool = False
+    value_embeddings: str = "off"
 
     def __post_init__(self, **kwargs):
         if self.layer_types is None:
@@ -140,7 +139,7 @@ class Scaled:
         self._no_split_modules = {"ScaledNanoChatLayer"}  # transformers has collected its own, which are replaced
 
     def resize_token_embeddings(self, *args, **kwargs):
-        if self.config.value_embeddings:
+        if self.config.value_embeddings != "off":
             raise ValueError("a model with value embeddings keeps its vocabulary: they have a row for each token")
         return super().resize_token_embeddings(*args, **kwargs)
 
@@ -150,9 +149,9 @@ class ScaledNanoChatModel(Scaled, NanoChatModel):
     def __init__(self, config):
         super().__init__(config)
         self.layers = nn.ModuleList(ScaledNanoChatLayer(config, i) for i in range(config.num_hidden_layers))
-        if config.value_embeddings:  # every second layer's, the last one's among them, side by side
+        if config.value_embeddings != "off":  # every second layer's, the last one's among them, side by side
             width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
-            tables = 1 if config.shared_values else -(-config.num_hidden_layers // 2)
+            tables = 1 if config.value_embeddings == "shared" else -(-config.num_hidden_layers // 2)
             self.value_table = nn.Embedding(config.vocab_size, tables * width)
         self.post_init()
 
@@ -162,7 +161,7 @@ class ScaledNanoChatModel(Scaled, NanoChatModel):
                 use_cache=None, **kwargs):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        if self.config.value_embeddings and input_ids is None:
+        if self.config.value_embeddings != "off" and input_ids is None:
             raise ValueError("a model with value embeddings needs input_ids")
         embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
         if use_cache and past_key_values is None:
@@ -188,10 +187,10 @@ class ScaledNanoChatModel(Scaled, NanoChatModel):
         rotary = self.rotary_emb(embeddings, position_ids=position_ids)
         x0 = hidden_states = self.norm(embeddings)
         values = [0.0] * len(self.layers)
-        if self.config.value_embeddings:
+        if self.config.value_embeddings != "off":
             found, layers = self.value_table(input_ids), -(-len(values) // 2)
             values[(len(values) - 1) % 2::2] = \
-                [found] * layers if self.config.shared_values else found.chunk(layers, dim=-1)
+                [found] * layers if self.config.value_embeddings == "shared" else found.chunk(layers, dim=-1)
         for layer, kind, value in zip(self.layers, self.config.layer_types, values, strict=True):
             hidden_states = layer(hidden_states, x0, value, attention_mask=masks[kind], position_embeddings=rotary,
                                   has_before=has_before, position_ids=position_ids, past_key_values=past_key_values,

@@ -17,7 +17,8 @@ from nanochat.device.tpu import count_tpu_chips
 from nanochat.infer.quantize import Int8GPT
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
-from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT
 from nanochat.model.parts import Parts
 
 QUANTIZATIONS = ("none", "int8")

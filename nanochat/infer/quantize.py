@@ -51,7 +51,7 @@ class Int8GPT:
         if "fbgemm" not in torch.backends.quantized.supported_engines:
             raise BadInput("--quantize=int8 needs an x86 processor: leave it out")
         self.config, self.wte = model.config, model.wte.detach()
-        self.value_table = model.value_table.detach() if model.config.value_embeddings else None
+        self.value_table = model.value_table.detach() if model.config.num_values else None
         self.cos = torch.cat([model.cos, model.cos], dim=-1)[:, None]  # (max_seq_len, 1, head_dim)
         self.sin = torch.cat([model.sin, -model.sin], dim=-1)[:, None]
         self.lm_head = Int8Matrix(model.lm_head.detach())

@@ -4,7 +4,6 @@ grouped-query attention and, where asked for, short attention windows. It does n
 The weights of all layers are stacked: `attn_q` is (layer, out, in). So Muon orthogonalises all layers in one batched
 product, gradients are a few large tensors for the collectives, and a loop over the layers needs no copy.
 """
-import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +11,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanochat.common import BadInput
 from nanochat.model.gates import NUM_GATES
 from nanochat.model.layers import (
     GatedLayerWeights,
@@ -25,7 +23,6 @@ from nanochat.model.layers import (
     softcapped,
 )
 
-HEAD_DIM = 128  # the TPU's matrix unit is 128 (v5e) or 256 (v6e) wide
 VALUE_SPREAD = 1.5  # of value embeddings at the start, over that of the matrices (nanochat)
 
 
@@ -40,84 +37,6 @@ class Start:
 
 # nanochat's, which are worth 0.15 bits per byte with value embeddings, and nothing without (dev/LOG.md, 2026-11-24).
 START_WITH_VALUES = Start(0.8, 0.4, (1.15, 1.05), (0.2, 0.05))
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    vocab_size: int = 65536
-    max_seq_len: int = 1024
-    n_layer: int = 16
-    n_embd: int = 1024
-    n_head: int = 8
-    n_kv_head: int = 8
-    window_pattern: str = "L"  # one letter per layer, repeated: L sees all positions, S the last short_window
-    short_window: int = 0  # 0: half of max_seq_len
-    softcap: float = 15.0
-    rotary_base: float = 10_000.0  # see rotary_base_for
-    layer_gates: bool = False  # see gates.py
-    key_shift: bool = True  # see layers.shift_keys
-    value_embeddings: bool = False  # every second layer adds a vector of the token to attention's values
-    shared_values: bool = False  # the same vector in each of these layers
-
-    def __post_init__(self):
-        if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
-            raise BadInput(f"--model_dim={self.n_embd} does not divide into --num_heads={self.n_head} heads of an even "
-                           "size: change one of them")
-        if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
-            raise BadInput(f"--num_kv_heads={self.n_kv_head} does not divide --num_heads={self.n_head}: change one of "
-                           "them")
-        if not self.window_pattern or set(self.window_pattern) - set("SL"):
-            raise BadInput(f"--window_pattern={self.window_pattern} is unknown: use letters S (short) and L (long), "
-                           "for example SSSL, or auto")
-
-    @property
-    def head_dim(self):
-        return self.n_embd // self.n_head
-
-    def value_slots(self):
-        """Which value embedding each layer adds, a number, or None: every second layer adds one, and the last one
-        always (nanochat's measurements; the idea is of arXiv 2410.17897)."""
-        numbers = [0 if self.shared_values else i // 2 for i in range(self.n_layer)]
-        return [number if self.value_embeddings and i % 2 == (self.n_layer - 1) % 2 else None
-                for i, number in enumerate(numbers)]
-
-    @property
-    def num_values(self):
-        """How many value embeddings a token has."""
-        if not self.value_embeddings:
-            return 0
-        return 1 if self.shared_values else -(-self.n_layer // 2)
-
-    def windows(self):
-        """Attention window of each layer, in positions; None is unlimited. The last layer always sees everything."""
-        pattern = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.n_layer - 1)] + ["L"]
-        short = self.short_window or max(self.max_seq_len // 2, 1)
-        return [None if letter == "L" or short >= self.max_seq_len else short for letter in pattern]
-
-
-def config_for_depth(depth, **overrides):
-    """GPTConfig in which everything follows from `depth`: width 64 × depth, rounded up to whole heads of 128."""
-    width = math.ceil(depth * 64 / HEAD_DIM) * HEAD_DIM
-    width = overrides.pop("n_embd", None) or width
-    heads = overrides.pop("n_head", None) or max(width // HEAD_DIM, 1)
-    kv_heads = overrides.pop("n_kv_head", None) or heads
-    max_seq_len = overrides.get("max_seq_len", GPTConfig.max_seq_len)
-    base = overrides.pop("rotary_base", None) or rotary_base_for(max_seq_len)
-    is_short = "S" in overrides.get("window_pattern", GPTConfig.window_pattern)
-    short_window = overrides.pop("short_window", None) or short_window_for(max_seq_len)
-    return GPTConfig(n_layer=depth, n_embd=width, n_head=heads, n_kv_head=kv_heads, rotary_base=base,
-                     short_window=short_window if is_short else 0, **overrides)
-
-
-def short_window_for(max_seq_len):
-    """Returns how many positions a layer with a short window sees: a quarter, in whole tiles of TPUs (nanochat)."""
-    return -(-max_seq_len // 4 // 128) * 128
-
-
-def rotary_base_for(max_seq_len):
-    """Returns the base of the rotary frequencies for a model that will see `max_seq_len` positions. It is chosen once
-    for the final length: a base that changes during a run would change what the model has learnt of distances."""
-    return 10_000.0 if max_seq_len <= 4096 else 100_000.0 if max_seq_len <= 2**15 else 500_000.0
 
 
 class KVCache:
@@ -186,7 +105,7 @@ class GPT(nn.Module):
         self.x0_scale = parameter(layers)
         if config.layer_gates:
             self.gate_map, self.gate_scale = parameter(layers, NUM_GATES, width), parameter(layers, NUM_GATES, 1)
-        if config.value_embeddings:  # a row has the vectors of a token for all layers that add one
+        if config.num_values:  # a row has the vectors of a token for all layers that add one
             self.value_table = parameter(config.vocab_size, config.num_values * kv_width)
         self.lm_head = parameter(config.vocab_size, width)
         cos, sin = rotary_tables(torch.arange(config.max_seq_len), config.head_dim, config.rotary_base)
@@ -280,7 +199,7 @@ class GPT(nn.Module):
 
     def values(self, ids):
         """What layers add to attention's values at ids (B, T), (B, T, slots × C_kv), see value_slots; or None."""
-        if not self.config.value_embeddings:
+        if not self.config.num_values:
             return None
         return self.kernels.embedding(ids, self.value_table, self.compute_dtype)
 
@@ -310,7 +229,7 @@ def initial_weights(config, seed=0):
     the index is None, the whole weight. So whoever keeps parts of them never holds a whole stack."""
     shapes = {name: p.shape for name, p in GPT.on_meta(config).named_parameters()}
     generator = torch.Generator().manual_seed(seed)
-    start = START_WITH_VALUES if config.value_embeddings else Start()
+    start = START_WITH_VALUES if config.num_values else Start()
     bound = (3 / config.n_embd) ** 0.5  # uniform with the standard deviation 1 / sqrt(width)
     yield "wte", None, torch.empty(shapes["wte"]).normal_(0.0, start.embedding_spread, generator=generator)
     # near-uniform predictions at the start
@@ -327,6 +246,6 @@ def initial_weights(config, seed=0):
     if config.layer_gates:  # every gate is 1
         yield "gate_map", None, torch.zeros(shapes["gate_map"])
         yield "gate_scale", None, torch.ones(shapes["gate_scale"])
-    if config.value_embeddings:
+    if config.num_values:
         spread = VALUE_SPREAD * bound
         yield "value_table", None, torch.empty(shapes["value_table"]).uniform_(-spread, spread, generator=generator)

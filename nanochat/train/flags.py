@@ -1,11 +1,12 @@
 """The flags of base_train, in groups. Each group is a data class, from which the parser is made."""
 import os
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 
 from nanochat.common import BadInput, expand_path, flag, read_flags
 from nanochat.data.bucket import CACHE_GB, data_place
 from nanochat.data.lanes import NUM_LANES
 from nanochat.device.ranks import DEVICE_TYPES
+from nanochat.model.config import CONFIG_FLAGS, as_flag, config_as_flags
 from nanochat.model.layers import RECOMPUTED
 from nanochat.model.optim import OptimConfig
 
@@ -88,31 +89,22 @@ class DataFlags:
     synthetic_data: bool = flag(False, "train on random tokens: tries a machine without data")
 
 
-@dataclass(frozen=True)
-class ModelFlags:
-    depth: int = flag(16, "number of layers", at_least=1, at_most=10_000)
-    max_seq_len: int = flag(1024, "positions per row; the base of the rotary positions follows from it", at_least=1,
-                            at_most=2**20)
-    model_dim: int = flag(-1, "width; -1: 64 × depth, rounded up to whole heads of 128", at_least=1,
-                          at_most=2**16, unset=-1)
-    num_heads: int = flag(-1, "attention heads; -1: width / 128", at_least=1, at_most=2**10, unset=-1)
-    num_kv_heads: int = flag(-1, "key and value heads (grouped-query attention); -1: num_heads", at_least=1,
-                             at_most=2**10, unset=-1)
-    window_pattern: str = flag("auto", "attention windows, one letter per layer, repeated: L all positions, S the last "
-                               "--short_window of them; the last layer is always L; auto: SSSL, and as before in a "
-                               "resumed run")
-    short_window: int = flag(-1, "positions that a layer S sees; -1: a quarter of --max_seq_len, in whole 128s, and as "
-                             "before in a resumed run", at_least=2, at_most=2**20, unset=-1)
-    key_shift: str = flag("auto", "in half of each head's channels, a position's keys are those of the position before "
-                          "it; auto: on, and as before in a resumed run", choices=("auto", "on", "off"))
-    softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)
-    layer_gates: str = flag("auto", "attention's values and what attention and MLP add are multiplied by gates, "
-                            "learnt numbers that depend on the token: on, also meant without a value; off; auto: on, "
-                            "and as before in a resumed run", choices=("auto", "on", "off"), nargs="?", const="on")
-    value_embeddings: str = flag("auto", "every second layer adds to attention's values a vector that is learnt for "
-                                 "each token of the vocabulary: shared: all of them the same one; own, also meant "
-                                 "without a value: each its own; off; auto: shared, and as before in a resumed run",
-                                 choices=("auto", "off", "own", "shared"), nargs="?", const="own")
+def _flag_of_field(config_field):
+    """Returns the flag of a field of GPTConfig. Its own default is None: a run that resumes keeps the value of its
+    checkpoint, and only a new one takes that of GPTConfig."""
+    options = {name: value for name, value in config_field.metadata.items() if name != "called"}
+    options["of"] = config_field.type
+    if config_field.type is bool:
+        options |= {"of": str, "choices": ("on", "off")}
+    if config_field.default is not None:
+        options["help"] += f" (default: {as_flag(config_field.default)})"
+    return field(default=None, metadata=options)
+
+
+# The flags of the model, {name: value}; None where the command line does not give it.
+ModelFlags = make_dataclass("ModelFlags", [(name, config_field.type | None, _flag_of_field(config_field))
+                                           for name, config_field in CONFIG_FLAGS.items()], frozen=True)
+ModelFlags.__module__ = __name__  # so that it can be handed to other processes
 
 
 @dataclass(frozen=True)
@@ -179,7 +171,8 @@ class LanguageRecordFlags(RecordFlags):
 
 
 TITLES = {
-    RunFlags: "run", KernelFlags: "devices", DataFlags: "data", ModelFlags: "model (everything follows from the depth)",
+    RunFlags: "run", KernelFlags: "devices", DataFlags: "data",
+    ModelFlags: "model (everything follows from the depth; a run that resumes keeps what it began with)",
     BatchFlags: "batch and horizon (the first horizon that is given counts)",
     OptimConfig: "optimizer (rates for steps of 2^19 tokens and runs of 2^32; those of others follow)",
     DistillationFlags: "distillation",
@@ -192,6 +185,10 @@ class FlagGroups:
     def as_dict(self):
         """Returns {name: value} of all flags, as a checkpoint's meta.json has them."""
         return {name: value for group in asdict(self).values() for name, value in group.items()}
+
+    def settled(self, config):
+        """Returns the same flags with those of the model as they became in its config."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -210,6 +207,10 @@ class Flags(FlagGroups):
         groups = [getattr(self, group.name) for group in fields(self)]
         return Flags(*(replace(group, **{name: values[name] for name in values.keys() & asdict(group).keys()})
                        for group in groups))
+
+
+    def settled(self, config):
+        return self.replace(**config_as_flags(config))
 
 
 def parse_flags(argv=None, description=None):

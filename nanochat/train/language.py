@@ -6,12 +6,12 @@ from functools import partial
 
 import torch
 
-from nanochat.checkpoint.meta import read_config, require_match, require_same_flags
+from nanochat.checkpoint.format import latest
+from nanochat.checkpoint.meta import load_meta, read_config, require_match, require_same_flags
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.data.bucket import check_cache
 from nanochat.data.fim import check_fim
-from nanochat.data.lanes import NUM_LANES
 from nanochat.data.loader import DataLoader, SyntheticLoader
 from nanochat.data.shards import fingerprint, list_shards, open_shards
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
@@ -21,7 +21,8 @@ from nanochat.infer.loss_eval import bits_per_byte, with_suffixes
 from nanochat.infer.sample import BrokenModel
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
-from nanochat.model.gpt import GPT, GPTConfig, initial_weights
+from nanochat.model.config import GPTConfig, require_as_saved
+from nanochat.model.gpt import GPT, initial_weights
 from nanochat.model.optim import MuonAdamW, OptimConfig
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
 from nanochat.train.plan import Plan, describe_plan, make_plan
@@ -39,6 +40,7 @@ class LanguageTask:
     flags: Flags
     plan: Plan
     tokenizer: Tokenizer
+    given: dict  # {flag of the model: value}, None where the command line does not give it
     teacher: Teacher | None
     data_fingerprint: str | None  # None for synthetic data
     bucket: str | None = None  # about the data and its cache, if it is in a bucket
@@ -62,15 +64,16 @@ class LanguageTask:
                 "batch_schedule": self.plan.batch_schedule}
 
     def resumed(self, path, meta):
-        read_config(path, meta, GPTConfig)
+        config = read_config(path, meta, GPTConfig)
         if not meta.flags:
             raise BadInput(f"{path} was imported, and has nothing to go on with but the weights: choose another --run")
-        plan = make_plan(self.flags, self.tokenizer.n_vocab, self.plan.device_type, self.plan.world_size, meta)
-        require_match(path, meta, config=asdict(plan.config), tokenizer_sha256=self.tokenizer.sha256,
-                      data_fingerprint=self.data_fingerprint)
-        older, now = {"seq_len_ramp": "", "fim_rate": 0, "num_lanes": NUM_LANES}, self.flags.as_dict()
-        require_same_flags(path, meta, {name: now[name] for name in older}, older)
-        return replace(self, plan=plan)
+        require_match(path, meta, tokenizer_sha256=self.tokenizer.sha256, data_fingerprint=self.data_fingerprint)
+        require_as_saved(self.given, config, path)
+        flags = self.flags.settled(config)
+        now = flags.as_dict()
+        require_same_flags(path, meta, {name: now[name] for name in ("seq_len_ramp", "fim_rate", "num_lanes")})
+        plan = make_plan(flags, self.tokenizer.n_vocab, self.plan.device_type, self.plan.world_size, meta)
+        return replace(self, flags=flags, plan=plan)
 
     def state_bytes(self):
         optimizer = MuonAdamW(GPT.on_meta(self.plan.config), self.plan.optimizer, self.plan.total_batch_size,
@@ -204,14 +207,26 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
     directory: of the run. judge_code: see LanguageTask; without it, --code_eval_every does nothing.
     """
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
-    plan = make_plan(flags, tokenizer.n_vocab, device_type, world_size)
+    plan = make_plan(flags, tokenizer.n_vocab, device_type, world_size, saved_meta(flags, directory))
+    given, flags = asdict(flags.model), flags.settled(plan.config)
     data_fingerprint, bucket = check_data(flags)
     teacher = find_teacher(flags, plan, tokenizer, directory)
     if teacher:
         flags = flags.replace(teacher=str(teacher.path))  # the one that is meant now, if it is trained further
     if flags.data.fim_rate:
-        check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, flags.model.max_seq_len)
-    return LanguageTask(flags, plan, tokenizer, teacher, data_fingerprint, bucket, judge_code)
+        check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)
+    return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, bucket, judge_code)
+
+
+def saved_meta(flags, directory):
+    """Returns the Meta of the newest checkpoint in a run's directory, whose model the run will have, or None if it does
+    not resume from one here. A checkpoint that cannot be read is left to those who check it whole."""
+    path = latest(directory) if flags.run.resume == "auto" else None
+    try:
+        meta = load_meta(path) if path else None
+        return meta if meta and read_config(path, meta, GPTConfig) else None
+    except BadInput:
+        return None
 
 
 def list_data(data, split):

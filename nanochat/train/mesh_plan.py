@@ -170,7 +170,7 @@ def describe_mesh(plan):
              "embeddings) once, all gradients once"] if mesh.fsdp > 1 else []
     if mesh.tensor > 1:
         moved.append(f"{summed / 1e9:.3g} GB from each along tensor, adding up activations {sums} times"
-                     + ", and the vectors of --value_embeddings" * config.value_embeddings)
+                     + ", and the vectors of --value_embeddings" * (config.num_values > 0))
     return (f"{mesh}, chip r at (r // {mesh.fsdp * mesh.tensor}, r // {mesh.tensor} % {mesh.fsdp}, r % {mesh.tensor}); "
             f"a chip holds {holds}; a micro-step sends {', and '.join(moved)}{because}")
 

@@ -1,11 +1,10 @@
 """The plan of a run: all that follows from its flags and the number of its devices, before anything is started."""
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from nanochat.checkpoint.meta import OF_NEW_RUNS, value_embeddings_of
 from nanochat.common import BadInput
 from nanochat.data.lanes import divisors_near
 from nanochat.device import tpu
@@ -14,7 +13,8 @@ from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.flash_shapes import require_shapes
 from nanochat.kernels.sharded import Sharding
 from nanochat.model import flops
-from nanochat.model.gpt import GPT, GPTConfig, config_for_depth
+from nanochat.model.config import GPTConfig, config_from_flags
+from nanochat.model.gpt import GPT
 from nanochat.model.layers import MATRICES, SCALES
 from nanochat.model.optim import OptimConfig, gpt_rules, lr_stages
 from nanochat.train.flags import MAX_STEPS
@@ -108,49 +108,73 @@ class Plan:
 def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     """Returns the Plan for base_train's Flags. Raises BadInput for flags that do not fit together.
 
-    device_type: as resolve_device_type returns it. meta: the Meta of the checkpoint to resume from. If the flags about
-    the batch have not changed, the batch schedule is the checkpoint's: another number of devices would round it
-    differently, and the run would see other batches.
+    device_type: as resolve_device_type returns it. meta: the Meta of the checkpoint to resume from, whose model the run
+    keeps. If the flags about the batch have not changed, the batch schedule is the checkpoint's, too: another number of
+    devices would round it differently, and the run would see other batches.
     """
-    batch, model, devices = flags.batch, flags.model, flags.devices
-    is_xla = device_type in ("tpu", "xla")
-    if devices.shard_optimizer == "on" and not is_xla:
-        raise BadInput(f"--shard_optimizer=on, but this runs on {device_type}: it is for XLA devices, use auto")
-    shard_optimizer = is_xla and devices.shard_optimizer != "off"
-    if devices.gradient_sums == "bfloat16" and not shard_optimizer:
-        where = f"on {device_type}" if not is_xla else "with --shard_optimizer=off"
-        raise BadInput(f"--gradient_sums=bfloat16, but {where} gradients are summed in fp32: leave it out")
-    begun = meta.config if meta else OF_NEW_RUNS
-    window_pattern = begun["window_pattern"] if model.window_pattern == "auto" else model.window_pattern
-    if model.short_window > 0 and "S" not in window_pattern:
-        instead = ("the checkpoint has this pattern, so leave it out" if model.window_pattern == "auto" else
-                   "give a pattern with S, such as SSSL, too")
-        raise BadInput(f"--short_window={model.short_window}, but no layer of --window_pattern={window_pattern} is "
-                       f"short: {instead}")
-    values = value_embeddings_of(begun) if model.value_embeddings == "auto" else model.value_embeddings
-    config = config_for_depth(
-        model.depth, vocab_size=vocab_size, max_seq_len=model.max_seq_len, window_pattern=window_pattern,
-        short_window=max(model.short_window, 0) or begun["short_window"],
-        key_shift=begun["key_shift"] if model.key_shift == "auto" else model.key_shift == "on",
-        softcap=model.softcap,
-        layer_gates=begun["layer_gates"] if model.layer_gates == "auto" else model.layer_gates == "on",
-        value_embeddings=values != "off", shared_values=values == "shared",
-        n_embd=max(model.model_dim, 0), n_head=max(model.num_heads, 0), n_kv_head=max(model.num_kv_heads, 0),
-        rotary_base=begun["rotary_base"])
+    batch, devices = flags.batch, flags.devices
+    config = GPTConfig(**meta.config) if meta else config_from_flags(asdict(flags.model), vocab_size)
+    shard_optimizer = plan_sharding(devices, device_type)
     parameters = count_parameters(config)
     _require_memory(parameters, config, batch, device_type)
     mesh = plan_mesh(flags, config, parameters, device_type, world_size)
-    kernels = get_kernels(devices.kernel, device_type, Sharding.of_mesh(mesh))
-    kernel = kernels.name
-    if devices.activation_checkpointing == "qkv" and not kernels.run_layers:
-        raise BadInput(f"--activation_checkpointing=qkv needs layers that run as a loop on XLA, and --kernel={kernel} "
-                       f"has none here (device type {device_type}): give all, or --kernel=flash or chunked on tpu or "
-                       "xla")
-    require_shapes(kernel, config, device_type)
+    kernel = plan_kernel(devices, config, device_type, mesh)
     lengths = _plan_lengths(flags, config, kernel, device_type)
     matrix_params = parameters["matrices"] + parameters["head"]
-    flops_per_token = flops.flops_per_token(config, model.max_seq_len)
-    schedule = plan_batches(batch, model.max_seq_len, mesh, matrix_params, flags.data.num_lanes, meta)
+    schedule = plan_batches(batch, config.max_seq_len, mesh, matrix_params, flags.data.num_lanes, meta)
+    total = schedule[0][1]
+    dtype = devices.compute_dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device_type in ("tpu", "cuda") else "float32"
+    return Plan(
+        config=config,
+        kernel=kernel,
+        dtype=getattr(torch, dtype),
+        activation_checkpointing=devices.activation_checkpointing,
+        use_compile=device_type == "cuda" and not devices.no_compile,
+        optimizer=flags.optimizer,
+        shard_optimizer=shard_optimizer,
+        gradient_sums=getattr(torch, devices.gradient_sums),
+        device_type=device_type,
+        world_size=world_size,
+        mesh=mesh,
+        device_batch_size=batch.device_batch_size,
+        total_batch_size=total,
+        grad_accum_steps=total // (batch.device_batch_size * config.max_seq_len * mesh.readers),
+        num_iterations=plan_horizon(batch, config, matrix_params, schedule, lengths),
+        flops_per_token=flops.flops_per_token(config, config.max_seq_len),
+        matrix_params=matrix_params,
+        parameters=parameters,
+        batch_schedule=schedule,
+        length_schedule=lengths)
+
+
+def plan_sharding(devices, device_type):
+    """Returns whether each rank keeps a part of the optimizer's state, for DeviceFlags. Raises BadInput."""
+    is_xla = device_type in ("tpu", "xla")
+    if devices.shard_optimizer == "on" and not is_xla:
+        raise BadInput(f"--shard_optimizer=on, but this runs on {device_type}: it is for XLA devices, use auto")
+    is_sharded = is_xla and devices.shard_optimizer != "off"
+    if devices.gradient_sums == "bfloat16" and not is_sharded:
+        where = "with --shard_optimizer=off" if is_xla else f"on {device_type}"
+        raise BadInput(f"--gradient_sums=bfloat16, but {where} gradients are summed in fp32: leave it out")
+    return is_sharded
+
+
+def plan_kernel(devices, config, device_type, mesh):
+    """Returns the name of the kernels, for DeviceFlags. Raises BadInput if they cannot run this model here."""
+    kernels = get_kernels(devices.kernel, device_type, Sharding.of_mesh(mesh))
+    if devices.activation_checkpointing == "qkv" and not kernels.run_layers:
+        raise BadInput(f"--activation_checkpointing=qkv needs layers that run as a loop on XLA, and "
+                       f"--kernel={kernels.name} has none here (device type {device_type}): give all, or "
+                       "--kernel=flash or chunked on tpu or xla")
+    require_shapes(kernels.name, config, device_type)
+    return kernels.name
+
+
+def plan_horizon(batch, config, matrix_params, schedule, lengths):
+    """Returns the number of optimizer steps, for BatchFlags. Raises BadInput if it is none that a run can have, or if
+    the run ends before its rows have their full length."""
     if batch.num_iterations > 0:
         num_iterations = batch.num_iterations
     elif batch.target_flops > 0:
@@ -164,18 +188,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     if lengths[-1][0] >= num_iterations:
         raise BadInput(f"--seq_len_ramp={batch.seq_len_ramp}: the run ends after step {num_iterations}, before it "
                        f"comes to rows of {lengths[-1][1]}: let them begin earlier, or train for longer")
-    dtype = "bfloat16" if device_type in ("tpu", "cuda") else "float32"
-    total = schedule[0][1]
-    return Plan(
-        config=config, kernel=kernel,
-        dtype=getattr(torch, dtype if devices.compute_dtype == "auto" else devices.compute_dtype),
-        activation_checkpointing=devices.activation_checkpointing,
-        use_compile=device_type == "cuda" and not devices.no_compile, optimizer=flags.optimizer,
-        shard_optimizer=shard_optimizer, gradient_sums=getattr(torch, devices.gradient_sums), device_type=device_type,
-        world_size=world_size, mesh=mesh, device_batch_size=batch.device_batch_size, total_batch_size=total,
-        grad_accum_steps=total // (batch.device_batch_size * model.max_seq_len * mesh.readers),
-        num_iterations=num_iterations, flops_per_token=flops_per_token, matrix_params=matrix_params,
-        parameters=parameters, batch_schedule=schedule, length_schedule=lengths)
+    return num_iterations
 
 
 def _plan_lengths(flags, config, kernel, device_type):
@@ -223,7 +236,7 @@ def count_parameters(config):
     return {"matrices": sum(sizes[name] for name in MATRICES), "embedding": sizes["wte"], "head": sizes["lm_head"],
             "scalars": sum(sizes[name] for name in SCALES),
             **({"gates": sizes["gate_map"] + sizes["gate_scale"]} if config.layer_gates else {}),
-            **({"value embeddings": sizes["value_table"]} if config.value_embeddings else {})}
+            **({"value embeddings": sizes["value_table"]} if config.num_values else {})}
 
 
 def plan_batches(batch, seq_len, mesh, matrix_params, num_lanes, meta=None):
@@ -291,14 +304,10 @@ def describe_plan(plan, tokenizer):
                    for first, tokens in plan.batch_schedule[1:])
     tokens, total_flops = plan.tokens(0, plan.num_iterations), plan.flops(0, plan.num_iterations)
     in_the_end = " in the end" if plan.switches else ""
-    windows = f"{config.window_pattern} (S: {config.short_window:,} positions)" if any(config.windows()) else "L"
-    shift = "" if config.key_shift else ", keys not shifted"
     lines = {
         "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, "
                    f"{str(plan.dtype).removeprefix('torch.')} compute",
-        "model": f"depth {config.n_layer}, width {config.n_embd}, {config.n_head} heads of {config.head_dim} "
-                 f"({config.n_kv_head} for keys and values), windows {windows}{shift}, "
-                 f"vocabulary {config.vocab_size:,}",
+        "model": config.describe(),
         "parameters": f"{sum(plan.parameters.values()):,} = "
                       + " + ".join(f"{n:,} {group}" for group, n in plan.parameters.items()),
         "batch": f"{plan.total_batch_size:,} tokens = {micro} × {plan.grad_accum_steps} micro-steps{ramp}",
@@ -335,6 +344,6 @@ def _describe_rates(plan):
     rules = gpt_rules(plan.optimizer, plan.total_batch_size, plan.total_batch_size * plan.num_iterations,
                       plan.config.n_embd)
     rates = {"matrices": rules.matrix_lr, "embedding": rules.adam["wte"].lr, "head": rules.adam["lm_head"].lr,
-             **({"value table": rules.adam["value_table"].lr} if plan.config.value_embeddings else {}),
+             **({"value table": rules.adam["value_table"].lr} if plan.config.num_values else {}),
              "scales of the embedding": rules.adam["x0_scale"].lr}
     return f"{schedule}; at lr 1.000: " + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())

@@ -13,7 +13,8 @@ from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.distillation import Teaching
 from nanochat.kernels.flash_shapes import require_shapes
 from nanochat.kernels.sharded import Sharding
-from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT
 from nanochat.model.parts import Parts, require_parts
 
 

@@ -20,7 +20,8 @@ from nanochat.infer.engine import Engine, Special
 from nanochat.infer.quantize import Int8GPT
 from nanochat.infer.readers import Reader
 from nanochat.kernels.choose import get_kernels
-from nanochat.model.gpt import GPT, config_for_depth
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT
 from nanochat.serve.infill import Infiller
 from scripts.bench.rounds import Clock, compare
 
@@ -40,7 +41,7 @@ class Flags:
 
 def make_model(flags, vocab_size):
     """Returns a GPT of random weights."""
-    config = config_for_depth(flags.depth, vocab_size=vocab_size, max_seq_len=flags.max_seq_len)
+    config = GPTConfig(n_layer=flags.depth, vocab_size=vocab_size, max_seq_len=flags.max_seq_len)
     model = GPT(config, get_kernels("current", "cpu")).init_weights()
     for matrix in (model.attn_o, model.mlp_out, model.lm_head):  # which are zero or nearly so before training
         torch.nn.init.normal_(matrix, 0.0, 0.02)

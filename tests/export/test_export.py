@@ -22,7 +22,8 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
 from nanochat.export import export, model_card
 from nanochat.kernels.choose import get_kernels
-from nanochat.model.gpt import GPT, GPTConfig, KVCache
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT, KVCache
 from scripts import export as script
 from tests.checkpoint.states import make_meta, names
 from tests.conftest import last_of_each
@@ -90,8 +91,10 @@ def read(folder, jobs):
 @torch.no_grad()
 def make_model(tokenizer, scaled=True, kv_heads=2, pattern="SL", softcap=15.0, **sizes):
     """A model that has learnt nothing but is far from uniform."""
-    sizes = {"max_seq_len": CONTEXT, "n_layer": 3, "n_embd": 64, "n_head": 4, "key_shift": False, **sizes}
-    config = {"n_kv_head": kv_heads, "window_pattern": pattern, "softcap": softcap, **sizes}
+    sizes = {"max_seq_len": CONTEXT, "n_layer": 3, "n_embd": 64, "n_head": 4, "key_shift": False,
+             "layer_gates": False, "value_embeddings": "off", **sizes}
+    short = CONTEXT // 2 if "S" in pattern else None
+    config = {"n_kv_head": kv_heads, "window_pattern": pattern, "short_window": short, "softcap": softcap, **sizes}
     model = GPT(GPTConfig(vocab_size=tokenizer.n_vocab, **config), get_kernels("current", "cpu")).init_weights(seed=1)
     generator = torch.Generator().manual_seed(2)
     for matrix in (model.attn_o, model.mlp_out, model.lm_head):
@@ -139,8 +142,8 @@ def stress_strings(count, seed=0):
             for _ in range(count)]
 
 
-GATES, VALUES, SHIFT = {"layer_gates": True}, {"value_embeddings": True}, {"key_shift": True}
-SHARED = VALUES | {"shared_values": True}
+GATES, SHIFT = {"layer_gates": True}, {"key_shift": True}
+VALUES, SHARED = {"value_embeddings": "own"}, {"value_embeddings": "shared"}
 # Scales of the residual stream, heads of keys and values, windows, softcap, other parts.
 COMBINATIONS = list(itertools.product((False, True), (4, 1), ("L", "SSL"), (15.0, 0.0),
                                       ({}, GATES, VALUES, SHARED, SHIFT)))
@@ -180,7 +183,7 @@ def test_transformers_keeps_layers_and_value_embeddings_whole():
     from nanochat.export import modeling_nanochat_scaled as code
     model = code.ScaledNanoChatForCausalLM(code.ScaledNanoChatConfig(
         vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, value_embeddings=True))
+        num_key_value_heads=2, value_embeddings="own"))
     assert set(model._no_split_modules) <= {type(module).__name__ for module in model.modules()}
     for part in (model, model.model):
         with pytest.raises(ValueError, match="value embeddings keeps its vocabulary"):

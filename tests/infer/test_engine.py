@@ -18,7 +18,8 @@ from nanochat.infer.load import load_model
 from nanochat.infer.readers import Reader, StaticReader
 from nanochat.infer.sample import Sample, choose_token
 from nanochat.kernels.choose import get_kernels
-from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT
 from scripts.generate import main
 from tests.checkpoint.states import make_meta
 
@@ -31,7 +32,7 @@ PROMPT = "int main(int argc, char** argv) {"
 def make_model(device_type="cpu", device="cpu", vocab_size=BYTES.n_vocab):
     """A model that has learnt nothing but is far from uniform, with windows and grouped queries."""
     config = GPTConfig(vocab_size=vocab_size, max_seq_len=CONTEXT, n_layer=2, n_embd=64, n_head=4, n_kv_head=2,
-                       window_pattern="SL")
+                       window_pattern="SL", short_window=48)
     model = GPT(config, get_kernels("current", device_type)).init_weights(seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():

@@ -17,7 +17,8 @@ from nanochat.judge.judge import PASSED, Judge
 from nanochat.judge.problems import Problem
 from nanochat.judge.search import COMPILES, METHODS, UNFINISHED, Budget, Search, refill
 from nanochat.kernels.choose import get_kernels
-from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT
 from scripts import eval_table
 from scripts.solve import main
 from tests.checkpoint.states import make_meta

@@ -2,7 +2,8 @@
 import pytest
 
 from nanochat.model import flops
-from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT
 
 
 def test_matrix_parameters_are_those_of_the_model():

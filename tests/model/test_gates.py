@@ -3,12 +3,13 @@ their gradients on every kernel, and their cached generation."""
 import torch
 
 from nanochat.infer.quantize import Int8GPT
-from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import describe_plan, make_plan
 from tests.model.test_gpt import TINY, build, some_ids
 
-GATED = GPTConfig(**TINY, layer_gates=True)
+GATED = GPTConfig(**{**TINY, "layer_gates": True})
 
 
 def test_a_model_with_gates_begins_as_the_plain_one():
@@ -46,6 +47,6 @@ def test_weights_of_8_bits_have_the_gates_too():
 
 
 def test_the_plan_counts_the_gates():
-    plan = make_plan(parse_flags(["--depth=4", "--layer_gates"]), 65536, "cpu", 1)
+    plan = make_plan(parse_flags(["--depth=4", "--layer_gates=on"]), 65536, "cpu", 1)
     assert plan.parameters["gates"] == 4 * 3 * 257
     assert "3,084 gates" in describe_plan(plan, type("Tokenizer", (), {"n_vocab": 65536, "sha256": "0" * 64}))[2]

@@ -9,11 +9,14 @@ import torch_xla
 from nanochat.common import BadInput
 from nanochat.kernels import on_cpu, plain, xla_loss
 from nanochat.kernels.choose import get_kernels
-from nanochat.model.gpt import GPT, GPTConfig, KVCache, config_for_depth
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT, KVCache
 from nanochat.model.layers import IGNORE_INDEX
 
-TINY = dict(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=32, n_head=4, n_kv_head=4)
-SHARED = {"value_embeddings": True, "shared_values": True}
+# A model without gates and value embeddings, whose layers see everything: tests add what they are about.
+PLAIN = dict(window_pattern="L", layer_gates=False, value_embeddings="off")
+TINY = dict(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=32, n_head=4, n_kv_head=4, **PLAIN)
+SHARED = {"value_embeddings": "shared"}
 
 
 def build(config, kernel="current", device_type="cpu", **kwargs):
@@ -62,9 +65,9 @@ def reference_logits(model, ids):
                 moves = [i for i in range(k.shape[1]) if i % (c.head_dim // 2) >= math.ceil(c.head_dim / 4)]
                 k[:, moves] = torch.cat([torch.zeros(1, len(moves)).double(), k[:-1, moves]])
             v = gate(layer, 0, h) * v
-            if c.value_embeddings and (c.n_layer - layer) % 2:
+            if c.num_values and (c.n_layer - layer) % 2:
                 values = w["value_table"][row]
-                v += values if c.shared_values else values.chunk((c.n_layer + 1) // 2, dim=1)[layer // 2]
+                v += values if c.num_values == 1 else values.chunk((c.n_layer + 1) // 2, dim=1)[layer // 2]
             attended = torch.zeros_like(x)
             for head in range(c.n_head):
                 mine = slice(head * c.head_dim, (head + 1) * c.head_dim)
@@ -84,9 +87,10 @@ def reference_logits(model, ids):
 
 
 @pytest.mark.parametrize("overrides", [{}, {"key_shift": False}, {"n_kv_head": 2},
-                                       {"n_kv_head": 1, "window_pattern": "SSL"}, {"layer_gates": True},
-                                       {"n_kv_head": 2, "value_embeddings": True}, SHARED,
-                                       {"n_layer": 3, "value_embeddings": True, "layer_gates": True}])
+                                       {"n_kv_head": 1, "window_pattern": "SSL", "short_window": 6},
+                                       {"layer_gates": True},
+                                       {"n_kv_head": 2, "value_embeddings": "own"}, SHARED,
+                                       {"n_layer": 3, "value_embeddings": "own", "layer_gates": True}])
 def test_logits_equal_an_independent_reference(overrides):
     config = GPTConfig(**{**TINY, **overrides})
     model, ids = build(config), some_ids(config)
@@ -97,7 +101,8 @@ def test_logits_equal_an_independent_reference(overrides):
 def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
     monkeypatch.setattr(plain, "CHUNK_TOKENS", 7)
     monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 4)
-    config = GPTConfig(vocab_size=17, max_seq_len=6, n_layer=2, n_embd=8, n_head=2, n_kv_head=1, window_pattern="SL")
+    config = GPTConfig(vocab_size=17, max_seq_len=6, n_layer=2, n_embd=8, n_head=2, n_kv_head=1,
+                       **{**PLAIN, "window_pattern": "SL", "short_window": 3})
     model = build(config, kernel, compute_dtype=torch.float64).double()
     ids = some_ids(config)
     # logits are taken to fp32 before the softmax, whatever the compute type: differences must be large enough to see
@@ -121,9 +126,9 @@ def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
     *((kernel, device_type, setting) for setting in ("none", "all") for kernel, device_type in (
         ("current", "cpu"), ("chunked", "cpu"), ("current", "xla"), ("chunked", "xla"), ("flash", "xla"))),
     ("chunked", "xla", "qkv"), ("flash", "xla", "qkv")])
-@pytest.mark.parametrize("softcap, has_parts", [(15.0, False), (0.0, True), (15.0, "shared")])
+@pytest.mark.parametrize("softcap, values", [(15.0, "off"), (0.0, "own"), (15.0, "shared")])
 def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_checkpointing, device_type, softcap,
-                                                          has_parts, monkeypatch):
+                                                          values, monkeypatch):
     monkeypatch.setattr(plain, "CHUNK_TOKENS", 5)
     monkeypatch.setattr(on_cpu, "CHUNK_TOKENS", 5)
     monkeypatch.setattr(on_cpu, "BLOCK_TOKENS", 2)
@@ -131,9 +136,8 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
     monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 5)
     monkeypatch.setattr(xla_loss, "CHUNK_TOKENS", 100 if activation_checkpointing == "none" else 8)
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
-                       window_pattern="SL", softcap=softcap, key_shift=bool(has_parts),
-                       layer_gates=has_parts is True, value_embeddings=bool(has_parts),
-                       shared_values=has_parts == "shared")
+                       window_pattern="SL", short_window=6, softcap=softcap, key_shift=values != "off",
+                       layer_gates=values == "own", value_embeddings=values)
     ids, targets = some_ids(config), some_ids(config, seed=5)
     targets[0, 3] = IGNORE_INDEX
     reference = build(config)
@@ -157,7 +161,7 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
                                    msg=lambda m, name=name: name + m)
 
 
-@pytest.mark.parametrize("options", [{}, {"key_shift": False}, {"layer_gates": True}, {"value_embeddings": True},
+@pytest.mark.parametrize("options", [{}, {"key_shift": False}, {"layer_gates": True}, {"value_embeddings": "own"},
                                      SHARED])
 def test_cached_hidden_states_equal_uncached_ones(options):
     config = GPTConfig(**{**TINY, "n_kv_head": 2, "window_pattern": "SL", **options})
@@ -178,30 +182,30 @@ def test_bfloat16_compute_stays_near_float32():
 
 
 def test_a_new_model_predicts_almost_uniformly():
-    config = config_for_depth(2, vocab_size=500, max_seq_len=16)
+    config = GPTConfig(n_layer=2, vocab_size=500, max_seq_len=16)
     model = GPT(config, get_kernels("current", "cpu")).init_weights()
     ids = some_ids(config)
     assert model(ids, ids).mean().item() == pytest.approx(math.log(500), abs=0.01)
 
 
 def test_depth_sets_everything_and_depth_16_has_the_known_size():
-    config = config_for_depth(16)
+    config = GPTConfig(n_layer=16)
     assert (config.n_embd, config.n_head, config.head_dim) == (1024, 8, 128)
     sizes = {name: p.numel() for name, p in GPT.on_meta(config).named_parameters()}
     assert sizes["wte"] == sizes["lm_head"] == 65536 * 1024
     assert sum(n for name, n in sizes.items() if name.startswith(("attn", "mlp"))) == 16 * 12 * 1024**2
-    assert config.windows() == [None] * 16
-    assert config_for_depth(4, window_pattern="SSSL").windows() == [256] * 3 + [None]
-    assert config_for_depth(4, window_pattern="SL", max_seq_len=600).windows() == [256, None] * 2  # whole 128s
-    assert config_for_depth(4, window_pattern="S", max_seq_len=128).windows() == [None] * 4
-    assert config_for_depth(4, window_pattern="S", short_window=100).windows() == [100] * 3 + [None]
-    assert config_for_depth(4, short_window=100, window_pattern="L") == config_for_depth(4, window_pattern="L")
-    assert config_for_depth(5).n_embd == 384  # 320 is not a multiple of 128
-    assert config_for_depth(4, n_embd=64, n_head=2).head_dim == 32
+    assert config.windows() == ([256] * 3 + [None]) * 4
+    assert GPTConfig(n_layer=4, window_pattern="SL", max_seq_len=600).windows() == [256, None] * 2  # whole 128s
+    assert GPTConfig(n_layer=4, window_pattern="S", max_seq_len=128).windows() == [None] * 4
+    assert GPTConfig(n_layer=4, window_pattern="S", short_window=100).windows() == [100] * 3 + [None]
+    assert GPTConfig(n_layer=5).n_embd == 384  # 320 is not a multiple of 128
+    assert GPTConfig(n_layer=4, n_embd=64, n_head=2).head_dim == 32
 
 
 @pytest.mark.parametrize("overrides, words", [
     ({"window_pattern": "SXL"}, "--window_pattern=SXL"), ({"window_pattern": ""}, "--window_pattern="),
+    ({"short_window": 64}, "--short_window=64.* --window_pattern=L"),
+    ({"value_embeddings": "some"}, "--value_embeddings=some"),
     ({"n_kv_head": 3}, "--num_kv_heads=3"), ({"n_head": 5, "n_kv_head": 5}, "5 heads"),
 ])
 def test_impossible_shapes_are_refused_with_the_value(overrides, words):

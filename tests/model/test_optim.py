@@ -7,7 +7,8 @@ import torch_xla
 import torch_xla.debug.metrics as met
 
 from nanochat.kernels.choose import get_kernels
-from nanochat.model.gpt import GPT, config_for_depth
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT
 from nanochat.model.muon import cautious_weight_decay, equal_rows, normalise_neurons, orthogonalised, polar_express
 from nanochat.model.optim import (
     MuonAdamW,
@@ -20,10 +21,11 @@ from nanochat.model.optim import (
     run_lr_scale,
     width_lr_scale,
 )
+from tests.model.test_gpt import PLAIN
 
 
 def tiny_model(device_type="cpu"):
-    config = config_for_depth(2, vocab_size=50, max_seq_len=8, n_embd=32, n_head=2)
+    config = GPTConfig(n_layer=2, vocab_size=50, max_seq_len=8, n_embd=32, n_head=2, **PLAIN)
     return GPT(config, get_kernels("current", device_type)).init_weights()
 
 

@@ -4,7 +4,8 @@ import torch
 
 from nanochat.device.mesh import Mesh
 from nanochat.device.ranks import Dist
-from nanochat.model.gpt import GPT, GPTConfig, initial_weights
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT, initial_weights
 from nanochat.model.parts import INPUTS_DIVIDED, UNDIVIDED, Parts
 
 CONFIG = GPTConfig(vocab_size=48, max_seq_len=8, n_layer=3, n_embd=32, n_head=4, n_kv_head=2, layer_gates=True)

@@ -4,23 +4,24 @@ import pytest
 import torch
 
 from nanochat.infer.quantize import Int8GPT
-from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import describe_plan, make_plan
 from tests.model.test_gpt import SHARED, TINY, build, some_ids
 
-WITH = GPTConfig(**TINY, value_embeddings=True)
+WITH = GPTConfig(**{**TINY, "value_embeddings": "own"})
 
 
 @pytest.mark.parametrize("layers, slots", [(1, [0]), (2, [None, 0]), (3, [0, None, 1]), (4, [None, 0, None, 1])])
 def test_every_second_layer_has_values_of_its_own_and_the_last_one_always(layers, slots):
-    config = GPTConfig(**{**TINY, "n_layer": layers}, value_embeddings=True)
+    config = GPTConfig(**{**TINY, "n_layer": layers, "value_embeddings": "own"})
     assert config.value_slots() == slots
     assert build(config).value_table.shape == (61, 32 * (1 + max(slot or 0 for slot in slots)))
 
 
 def test_the_other_weights_begin_as_nanochats():
-    model = GPT(GPTConfig(**{**TINY, "n_layer": 4}, value_embeddings=True), kernels=None).init_weights(seed=1)
+    model = GPT(GPTConfig(**{**TINY, "n_layer": 4, "value_embeddings": "own"}), kernels=None).init_weights(seed=1)
     plain = GPT(GPTConfig(**{**TINY, "n_layer": 4}), kernels=None).init_weights(seed=1)
     torch.testing.assert_close(model.mlp_in, 0.4 * plain.mlp_in)
     torch.testing.assert_close(model.wte, 0.8 * plain.wte)
@@ -38,7 +39,7 @@ def test_a_token_changes_nothing_before_it():
     assert not changed[:first].any() and changed[first]
 
 
-@pytest.mark.parametrize("config", [WITH, GPTConfig(**TINY, **SHARED)])
+@pytest.mark.parametrize("config", [WITH, GPTConfig(**{**TINY, **SHARED})])
 def test_weights_of_8_bits_have_the_values_too(config):
     model, ids = build(config), some_ids(config)
     exact, rounded = model(ids), Int8GPT(model)(ids)
@@ -48,7 +49,7 @@ def test_weights_of_8_bits_have_the_values_too(config):
 
 def test_the_plan_counts_the_values_and_no_flops_of_theirs():
     plan, plain = (make_plan(parse_flags(["--depth=4", *flags]), 65536, "cpu", 1)
-                   for flags in (["--value_embeddings"], []))
+                   for flags in (["--value_embeddings=own"], []))
     assert plan.parameters["value embeddings"] == 65536 * 2 * 256
     assert plan.flops_per_token == plain.flops_per_token and plan.num_iterations == plain.num_iterations
     shared = make_plan(parse_flags(["--depth=4", "--value_embeddings=shared"]), 65536, "cpu", 1)

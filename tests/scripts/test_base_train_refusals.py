@@ -62,7 +62,7 @@ def test_bad_data_names_the_file_and_its_row_group(train, tiny, tmp_path, corpus
 
 def test_resuming_something_else_is_refused(train, tiny, corpus_dir):
     train("--save_every=6")
-    for flags, words in [(["--depth=3"], "another architecture: --depth is 2 there and 3 here"),
+    for flags, words in [(["--depth=3"], "--depth=3, .* has --depth=2"),
                          ([f"--data_dir={corpus_dir}/val"], "other data than that in --data_dir")]:
         with pytest.raises(BadInput, match=words):
             main(last_of_each(*tiny, "--run=test", "--num_iterations=8", *flags))
@@ -70,13 +70,14 @@ def test_resuming_something_else_is_refused(train, tiny, corpus_dir):
     assert sorted(restarted.losses) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_resumed_run_keeps_its_short_window(train, tiny):
+def test_a_resumed_run_keeps_its_architecture(train, tiny):
     short = ["--window_pattern=SL", "--save_every=3"]
     train(*short, "--short_window=5", "--num_iterations=3")
-    resumed = train("--save_every=3", "--num_iterations=4")
-    assert "step_000003" in resumed.stdout and "windows SL (S: 5 positions)" in resumed.stdout
-    for flags, words in [(["--window_pattern=SL", "--short_window=6"], "--short_window is 5 there and 6 here"),
-                         (["--window_pattern=L"], "--window_pattern is SL there and L here")]:
+    resumed = train("--save_every=3", "--num_iterations=4", without=("depth", "model_dim", "num_heads", "max_seq_len"))
+    assert "step_000003" in resumed.stdout and "depth 2, width 64, 2 heads" in resumed.stdout
+    assert "windows SL (S: 5 positions)" in resumed.stdout
+    for flags, words in [(["--window_pattern=SL", "--short_window=6"], "--short_window=6, .* has --short_window=5"),
+                         (["--window_pattern=L"], "--window_pattern=L, .* has --window_pattern=SL")]:
         with pytest.raises(BadInput, match=words):
             main(last_of_each(*tiny, "--run=test", "--num_iterations=8", *flags))
 

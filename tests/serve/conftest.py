@@ -17,7 +17,8 @@ from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine
 from nanochat.infer.load import load_model
 from nanochat.kernels.choose import get_kernels
-from nanochat.model.gpt import GPT, GPTConfig
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT
 from nanochat.serve.connections import TimedConnection
 from nanochat.serve.infill import Infiller
 from nanochat.serve.server import Server, make_app
@@ -108,12 +109,3 @@ def served(infiller):
 @pytest.fixture
 def client(served):
     return served[0]
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Threads that wait for one another cost more than these tiny products, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -4,10 +4,11 @@ from dataclasses import asdict
 
 import pytest
 
-from nanochat.checkpoint.meta import Meta, value_embeddings_of
+from nanochat.checkpoint.meta import Meta
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.model import flops
+from nanochat.model.config import GPTConfig
 from nanochat.model.optim import lr_multiplier
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import describe_plan, make_plan
@@ -128,46 +129,21 @@ def test_windows_are_those_of_the_checkpoint_unless_a_flag_says_otherwise():
 
     assert windows(None) == [256] * 3 + [None]
     assert windows(None, "--window_pattern=L") == [None] * 4
-    assert windows(meta_with()) == [None] * 4
+    assert windows(meta_with(window_pattern="L")) == [None] * 4
     assert windows(meta_with(window_pattern="SL", short_window=512)) == [512, None, 512, None]
     assert windows(None, "--window_pattern=SSSL") == [256] * 3 + [None]
     assert windows(None, "--window_pattern=SSSL", "--short_window=100") == [100] * 3 + [None]
-    assert windows(meta_with(short_window=512), "--window_pattern=SL") == [512, None, 512, None]
 
 
-def test_a_short_window_for_a_checkpoint_without_one_is_refused():
-    with pytest.raises(BadInput, match="no layer of --window_pattern=L is short: the checkpoint has this pattern, so"):
-        make_plan(parse_flags(["--depth=4", "--short_window=64"]), 65536, "cpu", 8, meta_with())
-
-
-@pytest.mark.parametrize("part", ["key_shift", "layer_gates"])
-@pytest.mark.parametrize("given, of_checkpoint, found", [
-    (None, None, True), (None, False, False), (None, True, True), ("off", None, False), ("off", True, False),
-    ("on", False, True)])
-def test_shifted_keys_and_gates_are_as_in_the_checkpoint_unless_a_flag_says_otherwise(part, given, of_checkpoint,
-                                                                                       found):
-    meta = None if of_checkpoint is None else meta_with(**{part: of_checkpoint})
-    flags = parse_flags(["--depth=4", *([f"--{part}={given}"] if given else [])])
-    assert getattr(make_plan(flags, 65536, "cpu", 8, meta).config, part) is found
-
-
-@pytest.mark.parametrize("given, of_checkpoint, found", [
-    ((), None, "shared"), ((), "off", "off"), ((), "own", "own"), ((), "shared", "shared"),
-    (("--value_embeddings=off",), None, "off"), (("--value_embeddings",), None, "own"),
-    (("--value_embeddings=off",), "shared", "off")])
-def test_value_embeddings_are_as_in_the_checkpoint_unless_a_flag_says_otherwise(given, of_checkpoint, found):
-    meta = None if of_checkpoint is None else meta_with(value_embeddings=of_checkpoint != "off",
-                                                        shared_values=of_checkpoint == "shared")
-    plan = make_plan(parse_flags(["--depth=4", *given]), 65536, "cpu", 8, meta)
-    assert value_embeddings_of(asdict(plan.config)) == found
+def test_a_resumed_run_keeps_the_model_of_its_checkpoint():
+    config = make_plan(parse_flags([]), 65536, "cpu", 8, meta_with(layer_gates=False, value_embeddings="own")).config
+    assert (config.n_layer, config.layer_gates, config.value_embeddings) == (4, False, "own")
 
 
 def meta_with(**config):
-    """Returns the Meta of a checkpoint whose model has this config, and no windows, shifted keys, gates and value
-    embeddings."""
-    of_all = {"rotary_base": 10_000.0, "window_pattern": "L", "short_window": 0, "key_shift": False,
-              "layer_gates": False, "value_embeddings": False, "shared_values": False}
-    return Meta(step=1, config=of_all | config, tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
+    """Returns the Meta of a checkpoint whose model has four layers and these other fields."""
+    config = asdict(GPTConfig(n_layer=4, **config))
+    return Meta(step=1, config=config, tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
 
 
 def test_a_schedule_that_more_devices_cannot_divide_is_refused():
