@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -30,9 +30,9 @@ LAYER_NAMES = {"resid_scale": "resid_scale", "x0_scale": "x0_scale",
                "gate_map": "gate_map", "gate_scale": "gate_scale"}
 OTHER_NAMES = {"wte": "model.embed_tokens.weight", "lm_head": "lm_head.weight",
                "value_table": "model.value_table.weight"}
-CONFIG_FIELDS = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern",
-                 "short_window", "softcap", "rotary_base", "key_shift", "layer_gates",
-                 "value_embeddings"}
+# The fields of GPTConfig that the files express. A model with another value than the default in any other is refused.
+EXPRESSED = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern", "short_window",
+             "softcap", "rotary_base", "key_shift", "layer_gates", "value_embeddings"}
 
 
 def check_exportable(model):
@@ -40,10 +40,13 @@ def check_exportable(model):
     if 1 in model.config.windows():
         raise BadInput("--checkpoint: the model has windows of 1 position, with which the cache of transformers gives "
                        "wrong results: it cannot be exported")
-    unknown = model.state_dict().keys() - LAYER_NAMES.keys() - OTHER_NAMES.keys()
-    unknown |= asdict(model.config).keys() - CONFIG_FIELDS
+    unknown = sorted(model.state_dict().keys() - LAYER_NAMES.keys() - OTHER_NAMES.keys())
+    for field in fields(model.config):
+        value = getattr(model.config, field.name)
+        if field.name not in EXPRESSED and value != field.default:
+            unknown.append(f"{field.name} = {value}")
     if unknown:
-        raise BadInput(f"--checkpoint: the model has {', '.join(sorted(unknown))}, which cannot be exported")
+        raise BadInput(f"--checkpoint: the model has {', '.join(unknown)}, which cannot be exported")
 
 
 def is_scaled(model):

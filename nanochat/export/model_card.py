@@ -64,27 +64,25 @@ def _is_imported(meta):
 def _head(name, model, meta, is_scaled):
     config = model.config
     parameters = sum(p.numel() for p in model.parameters())
-    windows = [window for window in config.windows() if window]
-    attention = f"{config.n_head} attention heads" + (
-        f" that share {config.n_kv_head} keys and values" if config.n_kv_head < config.n_head else "")
-    origin = "imported from karpathy/nanochat with" if _is_imported(meta) else "pre-trained with"
-    architecture = "NanoChat, as transformers has it" if not is_scaled else ", ".join([
-        "that of NanoChat in transformers, with a scaled residual stream", *["shifted keys"] * config.key_shift,
-        *["gates"] * config.layer_gates, *["value embeddings"] * (config.num_values > 0)])
-    softcap = f", logits within ±{config.softcap:g}" if config.softcap else ""
-    short = f"; {len(windows)} of the layers see the last {windows[0]:,}" if windows else ""
+    if _is_imported(meta):
+        origin = "imported from karpathy/nanochat with"
+        tags = ""
+    else:
+        origin = "pre-trained with"
+        tags = CODE_TAGS
+    code = "transformers' own NanoChat" if not is_scaled else "NanoChat, extended by the code in this folder"
     return f"""---
 library_name: transformers
-pipeline_tag: text-generation{"" if _is_imported(meta) else CODE_TAGS}
+pipeline_tag: text-generation{tags}
 ---
 
 # {name}
 
 A language model of {parameters:,} parameters, {origin} nanochat-tpu (step {meta.step:,}).
 
-- Architecture: {architecture}. {config.n_layer} layers of width {config.n_embd}, {attention}, rotary positions,
-  QK-norm, ReLU², RMSNorm without parameters{softcap}.
-- Context: {config.max_seq_len:,} tokens{short}.
+- Architecture: {code}: {config.describe()}.
+- Besides: rotary positions, QK-norm, ReLU², RMSNorm without parameters.
+- Context: {config.max_seq_len:,} tokens.
 - Tokenizer: a byte-level BPE of {config.vocab_size:,} tokens.
 - Weights: fp32."""
 

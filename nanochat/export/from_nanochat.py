@@ -1,0 +1,76 @@
+"""Reads a model of karpathy/nanochat as a GPT of this project."""
+import json
+import pickle
+import re
+import zipfile
+
+import torch
+
+from nanochat.common import BadInput
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT
+
+# nanochat's names of a layer's weights, for those of layers.LayerWeights.
+LAYER_NAMES = {"attn_q": "attn.c_q.weight", "attn_k": "attn.c_k.weight", "attn_v": "attn.c_v.weight",
+               "attn_o": "attn.c_proj.weight", "mlp_in": "mlp.c_fc.weight", "mlp_out": "mlp.c_proj.weight"}
+
+# The parts of a GPT that these models do not have.
+NANOCHAT = {"window_pattern": "L", "key_shift": False, "layer_gates": False, "value_embeddings": "off"}
+
+
+def read_meta(model):
+    """Returns (step, GPTConfig) of the meta_STEP.json beside nanochat's model_STEP.pt. Raises BadInput."""
+    name = re.fullmatch(r"model_(\d+)\.pt", model.name)
+    if not name:
+        raise BadInput(f"--model={model} is not named model_STEP.pt, such as model_000650.pt")
+    path = model.with_name(f"meta_{name[1]}.json")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["model_config"]
+        sizes = {"vocab_size": found["vocab_size"], "max_seq_len": found["sequence_len"],
+                 **{name: found[name] for name in ("n_layer", "n_embd", "n_head", "n_kv_head")}}
+        letters = found.get("window_pattern", "L")
+    except OSError as error:
+        raise BadInput(f"--model={model}: {path} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"--model={model}: {path} is not nanochat's ({type(error).__name__} {error})") from None
+    if not all(isinstance(size, int) and 0 < size < 2**31 for size in sizes.values()):
+        raise BadInput(f"--model={model}: {path} has sizes that no model has: {sizes}")
+    if set(letters) - {"L", "l"}:
+        raise BadInput(f"--model={model} has attention windows ({letters}), which are a position longer in nanochat "
+                       "than here: it cannot be imported")
+    return int(name[1]), GPTConfig(**sizes, **NANOCHAT)
+
+
+def read_weights(path):
+    """Returns nanochat's {name: tensor}. Raises BadInput if the file cannot be read."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
+    except (OSError, ValueError, RuntimeError, EOFError, AttributeError, pickle.UnpicklingError,
+            zipfile.BadZipFile) as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise BadInput(f"--model={path} cannot be read ({reason}): copy it again") from None
+
+
+def convert(state, config, path):
+    """Returns the weights of a GPT, fp32, of nanochat's `state`. Raises BadInput for what a GPT here does not have."""
+    rows = config.vocab_size  # nanochat's tables may be padded with rows for no token
+    named = {"wte": state.pop("transformer.wte.weight", None), "lm_head": state.pop("lm_head.weight", None)}
+    found = {name: table[:rows] for name, table in named.items() if table is not None}
+    found["resid_scale"] = state.pop("resid_lambdas", torch.ones(config.n_layer))
+    found["x0_scale"] = state.pop("x0_lambdas", torch.zeros(config.n_layer))
+    for ours, theirs in LAYER_NAMES.items():
+        layers = [state.pop(f"transformer.h.{i}.{theirs}", None) for i in range(config.n_layer)]
+        if all(layer is not None for layer in layers):
+            found[ours] = torch.stack([layer.float() for layer in layers])
+    for name in ("cos", "sin"):  # computed from the config
+        state.pop(name, None)
+    if state:
+        raise BadInput(f"--model={path} has {min(state)}, which the model here does not have: only nanochat's models "
+                       "from before value embeddings (January 2026) can be imported")
+    for name, expected in GPT.on_meta(config).state_dict().items():
+        if name not in found or found[name].shape != expected.shape:
+            shape = tuple(found[name].shape) if name in found else "missing"
+            raise BadInput(f"--model={path} does not fit its meta file: {name} is {shape} and should be "
+                           f"{tuple(expected.shape)}")
+    return {name: tensor.float().contiguous() for name, tensor in found.items()}
