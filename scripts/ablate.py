@@ -44,7 +44,7 @@ from nanochat.common import (
     run_script,
 )
 from nanochat.device import tpu
-from nanochat.model.optim import OptimConfig
+from nanochat.model.rates import OptimConfig
 from nanochat.record.history import read_run
 from nanochat.record.metrics import format_count
 from nanochat.train.flags import RecordFlags, RunFlags

@@ -9,7 +9,8 @@ grid is and how many tokens there are.
 Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
 """
 from nanochat.common import BadInput, run_script
-from nanochat.puzzles.task import TITLES, Flags, make_task
+from nanochat.puzzles.plan import TITLES, Flags
+from nanochat.puzzles.task import make_task
 from scripts.tpu_preflight import read_preflight_flags, run
 
 

@@ -16,8 +16,8 @@ from nanochat.checkpoint.meta import META, load_meta, read_config
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, run_script
 from nanochat.device.ranks import Dist
+from nanochat.puzzles.episodes import solve
 from nanochat.puzzles.puzzle_data import read_puzzles
-from nanochat.puzzles.task import solve
 from nanochat.puzzles.trm import TRM, TRMConfig
 
 CELL, MARGIN, TOP = 32, 8, 24  # in SVG's pixels
@@ -45,7 +45,7 @@ def load_averaged(path):
         raise BadInput(f"--run: {path} cannot be used: the flags in its {META} have no seed: use another checkpoint")
     model = TRM(read_config(path, meta, TRMConfig)).init_weights(seed)
     state = load_tensors(path, OPTIMIZER)
-    model.load_state_dict({name: state[f"{name}.ema"] for name, _ in model.named_parameters()}, strict=False)
+    model.load_state_dict({name: state[f"{name}.average"] for name, _ in model.named_parameters()}, strict=False)
     return model, meta
 
 

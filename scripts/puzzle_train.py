@@ -8,7 +8,8 @@ A run whose name has a checkpoint resumes from it, in the middle of its episodes
 """
 from nanochat.common import BadInput, run_script
 from nanochat.device.ranks import resolve_device_type
-from nanochat.puzzles.task import make_task, parse_flags
+from nanochat.puzzles.plan import parse_flags
+from nanochat.puzzles.task import make_task
 from nanochat.train.launch import launch
 
 

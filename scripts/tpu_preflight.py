@@ -160,7 +160,8 @@ def trace_run(flags, chips):
     from nanochat.device.ranks import Dist
     from nanochat.infer.loss_eval import bits_per_byte
     from nanochat.preflight.programs import Programs, fill_with_placeholders
-    from nanochat.train.language import make_model, make_step, next_token_loss
+    from nanochat.train.language import NEXT_TOKEN, make_model, make_step
+    from nanochat.train.step import Objective
     from nanochat.train.teacher import DistillationLoss, find_teacher, make_teacher
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     plan = make_plan(flags, tokenizer.n_vocab, "tpu", chips)
@@ -169,8 +170,10 @@ def trace_run(flags, chips):
         model = make_model(plan)
         found = find_teacher(flags, plan, tokenizer, run_directory(flags))
         teacher = make_teacher(found, plan, dist) if found else None
-    loss = DistillationLoss(found, fill_with_placeholders(teacher)) if found else next_token_loss
-    training = make_step(plan, fill_with_placeholders(model), dist, loss, teacher)
+    objective = NEXT_TOKEN
+    if found:
+        objective = Objective(DistillationLoss(found, fill_with_placeholders(teacher)), teacher=teacher)
+    training = make_step(plan, fill_with_placeholders(model), dist, objective)
     rows, length = plan.device_batch_size, plan.config.max_seq_len
     batches, shares = {}, {"evaluate": branch_shares(plan.config, length)}
     for first, _, name in plan.stages:

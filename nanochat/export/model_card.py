@@ -9,7 +9,7 @@ from pathlib import Path
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.shards import DEFAULT_DIRS, fingerprint, list_shards, open_shards
 from nanochat.model.config import CONFIG_FLAGS
-from nanochat.model.optim import OptimConfig
+from nanochat.model.rates import OptimConfig
 
 MANIFEST = "manifest.json"  # of scripts/prepare_data.py
 CURVE_ROWS = 20

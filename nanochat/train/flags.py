@@ -8,7 +8,7 @@ from nanochat.data.lanes import NUM_LANES
 from nanochat.device.ranks import DEVICE_TYPES
 from nanochat.model.config import CONFIG_FLAGS, as_flag, config_as_flags
 from nanochat.model.layers import RECOMPUTED
-from nanochat.model.optim import OptimConfig
+from nanochat.model.rates import OptimConfig
 
 MAX_STEPS = 10**9  # of a run
 MAX_CHIPS = 2**20

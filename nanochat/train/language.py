@@ -23,15 +23,65 @@ from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.config import GPTConfig, require_as_saved
 from nanochat.model.gpt import GPT, initial_weights
-from nanochat.model.optim import MuonAdamW, OptimConfig
+from nanochat.model.optim import MuonAdamW
+from nanochat.model.parts import Parts
+from nanochat.model.rates import OptimConfig, gpt_rules
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
 from nanochat.train.plan import Plan, describe_plan, make_plan
-from nanochat.train.step import TrainingStep
+from nanochat.train.step import Objective, TrainingStep
 from nanochat.train.task import Event
 from nanochat.train.teacher import DistillationLoss, Teacher, find_teacher, load_teacher
 
 FIM_EVAL_PART = 4  # the middles are evaluated on a row for each of so many rows of the validation text
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
+SAMPLE_TOKENS = 48
+
+
+# -----------------------------------------------------------------------------
+# The training step
+
+
+def next_token_loss(model, carry, rows):
+    """Returns the mean loss of rows (B, T + 1) in nats per token: each token is predicted from those before it."""
+    return {"loss": model(rows[:, :-1], rows[:, 1:], reduction="mean")}, carry
+
+
+NEXT_TOKEN = Objective(next_token_loss)
+
+
+def make_model(plan):
+    """Returns a Plan's GPT, on torch's default device and without initial weights."""
+    kernels = get_kernels(plan.kernel, plan.device_type, Sharding.of_mesh(plan.mesh))
+    return GPT(plan.config, kernels, plan.dtype, plan.activation_checkpointing)
+
+
+def make_optimizer(plan, model, dist=None, weights=None):
+    """Returns the MuonAdamW of a Plan; see there."""
+    rules = gpt_rules(plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.config.n_embd, plan.dtype)
+    parts = None
+    if plan.shard_optimizer and dist and dist.world_size > 1:
+        parts = Parts(dist, plan.mesh, plan.gradient_sums)
+    return MuonAdamW(model, rules, dist, parts, weights)
+
+
+def make_step(plan, model, dist, objective=NEXT_TOKEN, weights=None):
+    """Returns the TrainingStep of a Plan for a model whose weights are on the device of `dist`, or come from `weights`
+    (see MuonAdamW)."""
+    optimizer = make_optimizer(plan, model, dist, weights)
+    return TrainingStep(model, optimizer, objective, dist, plan.all_micro_steps, use_compile=plan.use_compile)
+
+
+# -----------------------------------------------------------------------------
+# The task
+
+
+def _changing_flags():
+    """Returns the names of the flags of batch, optimizer and teacher, but for the batch of a device."""
+    names = ["compute_dtype"]
+    for group in (BatchFlags, OptimConfig, DistillationFlags):
+        names += [field.name for field in fields(group)]
+    names.remove("device_batch_size")
+    return tuple(names)
 
 
 @dataclass(frozen=True)
@@ -48,16 +98,19 @@ class LanguageTask:
     judge_code: Callable | None = None
     name = "language"
     console = {}
-    changing_flags = *(field.name for group in (BatchFlags, OptimConfig, DistillationFlags)
-                       for field in fields(group) if field.name != "device_batch_size"), "compute_dtype"
+    changing_flags = _changing_flags()
 
     @property
     def num_lanes(self):
         return self.flags.data.num_lanes
 
     def describe(self):
-        return [*describe_plan(self.plan, self.tokenizer), *([f"       data  {self.bucket}"] if self.bucket else []),
-                *([self.teacher.describe()] if self.teacher else [])]
+        lines = describe_plan(self.plan, self.tokenizer)
+        if self.bucket:
+            lines.append(f"       data  {self.bucket}")
+        if self.teacher:
+            lines.append(self.teacher.describe())
+        return lines
 
     def identity(self):
         return {"config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
@@ -76,98 +129,121 @@ class LanguageTask:
         return replace(self, flags=flags, plan=plan)
 
     def state_bytes(self):
-        optimizer = MuonAdamW(GPT.on_meta(self.plan.config), self.plan.optimizer, self.plan.total_batch_size,
-                              self.plan.num_iterations)
+        optimizer = make_optimizer(self.plan, GPT.on_meta(self.plan.config))
         return state_bytes(optimizer.masters, optimizer.state)
 
+    # Data
+
     def open_batches(self, dist, step, lane_states=None):
-        loader = self.open_loader(dist, step, lane_states)
+        plan = self.plan
+        loader = self._open_rows(
+            "train", dist, batch_size=plan.rows(step), seq_len=plan.seq_len(step), seed=self.flags.run.seed,
+            state=lane_states, state_seq_len=plan.seq_len(max(step - 1, 0)), fim_rate=self.flags.data.fim_rate)
         if self.data_fingerprint not in (None, loader.fingerprint):  # a bucket is listed again in this process
             loader.close()
             raise BadInput(f"--data_dir={self.flags.data.data_dir}: its shards have changed since this command began: "
                            "start it again")
-        return RowFeed(loader, self.plan, step, dist.rank)
+        return RowFeed(loader, plan, step, dist.rank)
 
-    def open_loader(self, dist, step=0, lane_states=None, num_rows=None, fim_rate=0.0):
-        """Returns the loader of this rank. lane_states: of all lanes after `step` steps, to resume from; num_rows: of
-        the validation text, of which `fim_rate` of the documents are rewritten."""
-        flags, plan, validation = self.flags, self.plan, num_rows is not None
-        common = dict(rank=plan.mesh.reader(dist.rank), world_size=plan.mesh.readers,
-                      seed=flags.run.seed + validation, num_rows=num_rows, num_lanes=self.num_lanes)
-        if validation:
-            common |= dict(batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len)
-        else:
-            common |= dict(batch_size=plan.rows(step), seq_len=plan.seq_len(step), state=lane_states,
-                           state_seq_len=plan.seq_len(max(step - 1, 0)))
-        if flags.data.synthetic_data:
-            return SyntheticLoader(self.tokenizer.n_vocab, **common)
-        return DataLoader(list_data(flags.data, "val" if validation else "train"), self.tokenizer,
-                          threads=flags.data.tokenizer_threads, skip_bad=flags.data.skip_bad_shards,
-                          fim_rate=fim_rate if validation else flags.data.fim_rate, **common)
+    def _open_validation(self, dist, num_rows, fim_rate=0.0):
+        """Returns the loader of this rank's part of `num_rows` of the validation text, of which `fim_rate` of the
+        documents are rewritten."""
+        return self._open_rows(
+            "val", dist, batch_size=self.plan.device_batch_size, seq_len=self.plan.config.max_seq_len,
+            seed=self.flags.run.seed + 1, num_rows=max(num_rows, 1), fim_rate=fim_rate)
+
+    def _open_rows(self, split, dist, fim_rate, **options):
+        data, mesh = self.flags.data, self.plan.mesh
+        options |= {"rank": mesh.reader(dist.rank), "world_size": mesh.readers, "num_lanes": self.num_lanes}
+        if data.synthetic_data:
+            return SyntheticLoader(self.tokenizer.n_vocab, **options)
+        return DataLoader(list_data(data, split), self.tokenizer, threads=data.tokenizer_threads,
+                          skip_bad=data.skip_bad_shards, fim_rate=fim_rate, **options)
+
+    # The training step
 
     def restore_training(self, dist, step, restored=None):
-        model, weights = make_model(self.plan), None
-        if self.plan.mesh.divides_weights:  # they come in slices: whole, they may fit into no device
-            weights = ((name, None, tensor) for name, tensor in restored.model_state.items()) if restored else \
-                initial_weights(self.plan.config, self.flags.run.seed)
-        elif restored:
-            model.load_state_dict(restored.model_state)
+        plan = self.plan
+        objective = NEXT_TOKEN
+        if self._has_teacher(step):
+            teacher = load_teacher(self.teacher, plan, dist)
+            objective = Objective(DistillationLoss(self.teacher, teacher), teacher=teacher)
+        model = make_model(plan)
+        if plan.mesh.divides_weights:  # they come in slices: whole, they may fit into no device
+            training = make_step(plan, model, dist, objective, self._slices(restored))
         else:
-            model.init_weights(self.flags.run.seed)
-        loss, teacher = next_token_loss, None
-        if self.teacher and step < self.teacher.last_step:
-            teacher = load_teacher(self.teacher, self.plan, dist)
-            loss = DistillationLoss(self.teacher, teacher)
-        training = make_step(self.plan, model if weights else model.to(dist.device), dist, loss, teacher, weights)
+            if restored:
+                model.load_state_dict(restored.model_state)
+            else:
+                model.init_weights(self.flags.run.seed)
+            training = make_step(plan, model.to(dist.device), dist, objective)
         if restored:
             training.load_state(restored.optimizer_state)
         training.materialise()
-        if self.plan.switches and self.plan.device_type != "cpu":
-            training.rehearse({name: {"rows": torch.zeros(self.plan.rows(first), self.plan.seq_len(first) + 1,
-                                                          dtype=torch.int32)}
-                               for first, last, name in self.plan.stages if last > step})
+        if plan.switches and plan.device_type != "cpu":
+            training.rehearse(self._empty_batches(step))
         return training
+
+    def _slices(self, restored):
+        """Returns the weights of a Checkpoint, or initial ones, as MuonAdamW takes them."""
+        if not restored:
+            return initial_weights(self.plan.config, self.flags.run.seed)
+        return ((name, None, tensor) for name, tensor in restored.model_state.items())
+
+    def _empty_batches(self, step):
+        """Returns {name of the micro-step: its batch} of the stages of the run that end after `step`."""
+        plan, batches = self.plan, {}
+        for first, last, name in plan.stages:
+            if last > step:
+                batches[name] = {"rows": torch.zeros(plan.rows(first), plan.seq_len(first) + 1, dtype=torch.int32)}
+        return batches
+
+    def _has_teacher(self, step):
+        return self.teacher is not None and step < self.teacher.last_step
 
     def before_step(self, training, step):
         if self.plan.switches:
             training.micro_step_name = self.plan.micro_step_name(step)
-        if self.teacher and step == self.teacher.last_step and training.teacher:
-            training.dismiss_teacher(next_token_loss)
+        if training.teacher and not self._has_teacher(step):
+            training.change_objective(NEXT_TOKEN, "micro_step without teacher")
 
     # What happens between two steps
 
     def events(self):
         record = self.flags.record
-        events = [Event("evaluate", record.eval_every, True, self.evaluate)]
+        events = [Event("evaluate", record.eval_every, self.evaluate, is_due_at_start=True)]
         if self.judge_code:
-            events.append(Event("evaluate", record.code_eval_every, False, self.evaluate_code))
-        return [*events, Event("sample", record.sample_every, False, self.sample)]
+            events.append(Event("evaluate", record.code_eval_every, self.evaluate_code))
+        events.append(Event("sample", record.sample_every, self.sample))
+        return events
 
     def evaluate(self, training, dist, step, is_cut_short):
         """Returns the bits per byte of the validation text, and of middles in it if the run has --fim_rate. A stop cuts
         it short; the resumed run does it again."""
-        num_rows = max(self.flags.record.eval_tokens // self.plan.config.max_seq_len, 1)
-        token_bytes = self.tokenizer.token_bytes()
-        with self.open_loader(dist, num_rows=num_rows) as loader:
-            found = bits_per_byte(training.compiled_model, loader, token_bytes, dist, is_cut_short,
-                                  copies=self.plan.mesh.tensor)
-        if not found:
+        num_rows = self.flags.record.eval_tokens // self.plan.config.max_seq_len
+        measure = partial(bits_per_byte, training.compiled_model, token_bytes=self.tokenizer.token_bytes(), dist=dist,
+                          is_cut_short=is_cut_short, copies=self.plan.mesh.tensor)
+        with self._open_validation(dist, num_rows) as loader:
+            text = measure(loader)
+        if not text:
             return {}
-        metrics = {"val_bytes": found.num_bytes, "val_whole_text": found.is_whole_text}
-        if found.num_bytes:
-            metrics["val_bpb"] = found.bits_per_byte
-        if not self.flags.data.fim_rate:
-            return metrics
-        with self.open_loader(dist, num_rows=max(num_rows // FIM_EVAL_PART, 1), fim_rate=1.0) as loader:
-            middles = bits_per_byte(training.compiled_model, loader, token_bytes, dist, is_cut_short,
-                                    partial(with_suffixes, self.tokenizer), self.plan.mesh.tensor)
-        return middles and metrics | {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes} or {}
+        metrics = {"val_bytes": text.num_bytes, "val_whole_text": text.is_whole_text}
+        if text.num_bytes:
+            metrics["val_bpb"] = text.bits_per_byte
+        if self.flags.data.fim_rate:
+            with self._open_validation(dist, num_rows // FIM_EVAL_PART, fim_rate=1.0) as loader:
+                middles = measure(loader, view=partial(with_suffixes, self.tokenizer))
+            if not middles:
+                return {}
+            metrics |= {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes}
+        return metrics
 
     @contextmanager
     def whole_model(self, training):
         """Within the block, the model has its whole weights and computes with them as one chip does. Every rank must
         come here."""
-        model, kernels = training.model, training.model.kernels
+        model = training.model
+        kernels = model.kernels
         with training.optimizer.whole_weights():
             if self.plan.mesh.divides_weights:
                 model.kernels = get_kernels(self.plan.kernel, self.plan.device_type)
@@ -188,12 +264,13 @@ class LanguageTask:
     def sample(self, training, dist, step, is_cut_short):
         """Prints completions. Every rank makes them, so that none waits for another."""
         engine = Engine(training.model, self.tokenizer, dist)  # it remembers nothing of older weights
+        max_tokens = min(SAMPLE_TOKENS, self.plan.config.max_seq_len // 2)
         with self.whole_model(training):
             for prompt in SAMPLE_PROMPTS:
                 if is_cut_short():
                     break
                 try:
-                    text = engine.complete(prompt, max_tokens=min(48, self.plan.config.max_seq_len // 2), seed=step)
+                    text = engine.complete(prompt, max_tokens=max_tokens, seed=step)
                 except BrokenModel as error:
                     print0(f"warning: no sample at step {step}: {error}")
                     break
@@ -231,7 +308,8 @@ def saved_meta(flags, directory):
 
 def list_data(data, split):
     """Returns the paths of the shards of a `split`, train or val, for DataFlags."""
-    return list_shards(data.val_dir if split == "val" else data.data_dir, split, data.data_cache_gb)
+    folder = data.val_dir if split == "val" else data.data_dir
+    return list_shards(folder, split, data.data_cache_gb)
 
 
 def check_data(flags):
@@ -242,7 +320,9 @@ def check_data(flags):
         if data.fim_rate:
             raise BadInput(f"--fim_rate={data.fim_rate:g} is for text, and --synthetic_data has none: leave one out")
         return None, None
-    held_out = open_shards(list_data(data, "val"), data.skip_bad_shards) if flags.record.eval_every > 0 else []
+    held_out = []
+    if flags.record.eval_every > 0:
+        held_out = open_shards(list_data(data, "val"), data.skip_bad_shards)
     shards = open_shards(list_data(data, "train"), data.skip_bad_shards)
     return fingerprint(shards), check_cache([*shards, *held_out], data.num_lanes)
 
@@ -252,10 +332,13 @@ class RowFeed:
 
     def __init__(self, loader, plan, step, rank):
         """loader: a DataLoader with the rows of `step`, the one that comes next; rank: of this process."""
-        self.loader, self._plan = loader, plan
+        self.loader = loader
+        self._plan = plan
         self._saves_lanes = rank % plan.mesh.tensor == 0  # others of its group along tensor read the same
-        self._last, self._taken = None, []
-        self._step, self._left = step, plan.micro_steps(step)  # the step that is being taken, and what is left of it
+        self._last = None
+        self._taken = []
+        self._step = step  # the one that is being taken
+        self._left = plan.micro_steps(step)  # of it
 
     def __iter__(self):
         return self
@@ -288,35 +371,12 @@ class RowFeed:
 
     def metrics(self):
         """Returns what the log says of the data up to the last micro-batch."""
-        stats = self.loader.stats
-        if self._plan.switches:
-            return {"tokens": self._plan.tokens(0, self._step), "epoch": stats["epoch"],
-                    "seq_len": self._plan.seq_len(max(self._step - 1, 0))}
-        return {"tokens": stats["rows"] * self._plan.mesh.readers * self._plan.config.max_seq_len,
-                "epoch": stats["epoch"]}
+        plan, stats = self._plan, self.loader.stats
+        if plan.switches:
+            return {"tokens": plan.tokens(0, self._step), "epoch": stats["epoch"],
+                    "seq_len": plan.seq_len(max(self._step - 1, 0))}
+        tokens = stats["rows"] * plan.mesh.readers * plan.config.max_seq_len
+        return {"tokens": tokens, "epoch": stats["epoch"]}
 
     def close(self):
         self.loader.close()
-
-
-# -----------------------------------------------------------------------------
-# The training step
-
-
-def next_token_loss(model, rows):
-    """Returns the mean loss of rows (B, T + 1) in nats per token: each token is predicted from those before it."""
-    return {"loss": model(rows[:, :-1], rows[:, 1:], reduction="mean")}
-
-
-def make_model(plan):
-    """Returns a Plan's GPT, on torch's default device and without initial weights."""
-    kernels = get_kernels(plan.kernel, plan.device_type, Sharding.of_mesh(plan.mesh))
-    return GPT(plan.config, kernels, plan.dtype, plan.activation_checkpointing)
-
-
-def make_step(plan, model, dist, loss=next_token_loss, teacher=None, weights=None):
-    """Returns the TrainingStep of a Plan for a model whose weights are on the device of `dist`, or come from `weights`
-    (see MuonAdamW), with another loss and the model that it reads, if they are given."""
-    optimizer = MuonAdamW(model, plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.dtype, dist,
-                          plan.shard_optimizer, mesh=plan.mesh, weights=weights, gradient_sums=plan.gradient_sums)
-    return TrainingStep(model, optimizer, loss, dist, plan.all_micro_steps, plan.use_compile, teacher)

@@ -16,7 +16,7 @@ from nanochat.model import flops
 from nanochat.model.config import GPTConfig, config_from_flags
 from nanochat.model.gpt import GPT
 from nanochat.model.layers import MATRICES, SCALES
-from nanochat.model.optim import OptimConfig, gpt_rules, lr_stages
+from nanochat.model.rates import OptimConfig, gpt_rules, lr_stages
 from nanochat.train.flags import MAX_STEPS
 from nanochat.train.mesh_plan import describe_mesh, plan_mesh
 from nanochat.train.stages import batch_schedule, length_schedule, spans, value_at
@@ -341,8 +341,7 @@ def _describe_rates(plan):
     schedule = (f"rise until step {warmup:,}{cut}, " if warmup > 1 else "do not rise, ") + (
         f"fall from step {first_lower:,} on" if first_lower <= plan.num_iterations and plan.optimizer.final_lr_frac < 1
         else "do not fall")
-    rules = gpt_rules(plan.optimizer, plan.total_batch_size, plan.total_batch_size * plan.num_iterations,
-                      plan.config.n_embd)
+    rules = gpt_rules(plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.config.n_embd)
     rates = {"matrices": rules.matrix_lr, "embedding": rules.adam["wte"].lr, "head": rules.adam["lm_head"].lr,
              **({"value table": rules.adam["value_table"].lr} if plan.config.num_values else {}),
              "scales of the embedding": rules.adam["x0_scale"].lr}

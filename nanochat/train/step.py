@@ -1,16 +1,31 @@
 """The training step: the state that stays on the device, and the two programs that change it.
 
-    training = TrainingStep(model, optimizer, loss, dist)
-    sums_and_norm = training.run(batches, plan.micro_steps(step), training.optimizer.scheduled(step))
+    training = TrainingStep(model, optimizer, Objective(loss), dist)
+    measured = training.run(batches, plan.micro_steps(step), training.optimizer.scheduled(step))
 
-base_train, puzzle_train, tpu_preflight, and the benches all run this class. It knows neither the model nor
-the data: a task brings its model, optimizer, loss and batches.
+base_train, puzzle_train, tpu_preflight and the benches all run this class. It knows neither the model nor the data: a
+task brings its model, optimizer, objective and batches.
 """
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
 from nanochat.device.collectives import all_gather
 from nanochat.device.programs import one_program
 from nanochat.record.observe import Observer
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a micro-step computes: a function of state and batch.
+
+    loss(model, carry, **batch) -> ({name: mean over the micro-batch, a scalar tensor}, the new carry). It changes
+    nothing. The losses have all of `names`; the gradients are those of the first.
+    """
+    loss: Callable
+    names: tuple = ("loss",)
+    teacher: torch.nn.Module | None = None  # which the loss reads and nothing changes
 
 
 class TrainingStep:
@@ -21,26 +36,30 @@ class TrainingStep:
     weights and sets both to zero.
     """
 
-    def __init__(self, model, optimizer, loss, dist, micro_steps=(1,), use_compile=False, teacher=None,
-                 sum_names=("loss",), carry=None):
+    def __init__(self, model, optimizer, objective, dist, micro_steps=(1,), carry=None, use_compile=False):
         """
         model, optimizer: with their state on the device of `dist`; the optimizer is like MuonAdamW.
-        loss(model, **batch) -> {name: mean over the micro-batch, a scalar tensor}, with all of sum_names; the first of
-            them is what the gradients are of.
         micro_steps: all numbers of micro-steps that a step of the run can have.
+        carry: {name: tensor (slots, …)} on the device, what the objective carries from one micro-step to the next. A
+            slot is a row of the global batch; rank r of W has the slots r, r + W, …
         use_compile: torch.compile the model.
-        teacher: a module that the loss reads and nothing changes.
-        carry: {name: tensor (slots, …)} on the device, which the loss changes in place. A slot is a row of the global
-            batch; rank r of W has the slots r, r + W, …
         """
-        self.model, self.optimizer, self.loss, self.dist = model, optimizer, loss, dist
-        self.teacher, self.micro_step_name, self.carry = teacher, "micro_step", carry or {}
+        self.model = model
         self.compiled_model = torch.compile(model, dynamic=False) if use_compile else model
+        self.optimizer = optimizer
+        self.objective = objective
+        self.dist = dist
+        self.carry = carry or {}
+        self.micro_step_name = "micro_step"
         self.observer = Observer(dist)
-        self.sums = {name: torch.zeros((), device=dist.device) for name in sum_names}
+        self.sums = {name: torch.zeros((), device=dist.device) for name in objective.names}
         # Tensors, because a Python number would be part of the program, and another number would compile it again.
         self.loss_scales = {n: torch.tensor(1 / (n * optimizer.mesh.readers)).to(dist.device)
                             for n in set(micro_steps)}
+
+    @property
+    def teacher(self):
+        return self.objective.teacher
 
     def materialise(self):
         """Computes what was put on the device so far, so that the programs of a step begin with plain buffers."""
@@ -50,20 +69,29 @@ class TrainingStep:
     def state(self):
         """Returns {name: tensor} of all that stays on the device between two programs."""
         optimizer = self.optimizer
-        teacher = self.teacher.state_dict() | dict(self.teacher.named_buffers()) if self.teacher else {}
-        return optimizer.parameters \
-            | {f"{name}.main_grad": p.main_grad for name, p in optimizer.parameters.items()} \
-            | {f"{name}.master": optimizer.masters[name] for name, p in optimizer.parameters.items()
-               if optimizer.masters[name] is not p} \
-            | dict(self.model.named_buffers()) | optimizer.state \
-            | {f"{name}_sum": tensor for name, tensor in self.sums.items()} \
-            | {f"loss_scale.{n}": scale for n, scale in self.loss_scales.items()} \
-            | {f"teacher.{name}": tensor for name, tensor in teacher.items()} \
-            | {f"carry.{name}": tensor for name, tensor in self.carry.items()}
+        found = dict(optimizer.parameters)
+        for name, p in optimizer.parameters.items():
+            found[f"{name}.main_grad"] = p.main_grad
+        for name, p in optimizer.parameters.items():
+            if optimizer.masters[name] is not p:
+                found[f"{name}.master"] = optimizer.masters[name]
+        found |= dict(self.model.named_buffers())
+        found |= optimizer.state
+        for name, tensor in self.sums.items():
+            found[f"{name}_sum"] = tensor
+        for n, scale in self.loss_scales.items():
+            found[f"loss_scale.{n}"] = scale
+        if self.teacher:
+            for name, tensor in [*self.teacher.state_dict().items(), *self.teacher.named_buffers()]:
+                found[f"teacher.{name}"] = tensor
+        for name, tensor in self.carry.items():
+            found[f"carry.{name}"] = tensor
+        return found
 
-    def dismiss_teacher(self, loss):
-        """From now on micro-steps have the loss `loss`, which needs no teacher: they are another program."""
-        self.loss, self.teacher, self.micro_step_name = loss, None, "micro_step without teacher"
+    def change_objective(self, objective, micro_step_name):
+        """From now on micro-steps compute another objective, of the same names: they are another program."""
+        self.objective = objective
+        self.micro_step_name = micro_step_name
 
     def rehearse(self, batches):
         """Runs micro-steps of {name of the program: {name: CPU tensor}}, so that they are compiled, and takes back what
@@ -74,12 +102,16 @@ class TrainingStep:
         with one_program(self.dist, "clear"), torch.no_grad():
             self.optimizer.clear(self.sums.values())
 
+    # The two programs
+
     def micro_step(self, batch, scale):
         """Adds the gradients of one micro-batch, and its losses × `scale` to `sums`.
 
         batch: {name: tensor}; scale: a scalar tensor, one of loss_scales.
         """
-        losses = self.loss(self.compiled_model, **batch)
+        losses, carry = self.objective.loss(self.compiled_model, self.carry, **batch)
+        for name, tensor in self.carry.items():
+            tensor.copy_(carry[name])
         losses = {name: losses[name] * scale for name in self.sums}
         next(iter(losses.values())).backward()
         for name, total in self.sums.items():
@@ -88,10 +120,10 @@ class TrainingStep:
     def update(self, scheduled):
         """Updates the weights from the gradients of all ranks.
 
-        scheduled: as optimizer.scheduled returns it, on the device. Returns a tensor: the means over the global batch
-        in the order of `sums`, and the norm of the gradient.
+        scheduled: as optimizer.scheduled returns it, on the device. Returns Measured (optim.py): the means over the
+        global batch, with the names of `sums`, and what the optimizer measures.
         """
-        return self.optimizer.update(scheduled, *self.sums.values())
+        return self.optimizer.update(scheduled, self.sums)
 
     def run(self, batches, micro_steps, scheduled):
         """Runs one optimizer step on the next `micro_steps` of the iterator `batches`, which gives {name: CPU tensor}.
@@ -116,8 +148,9 @@ class TrainingStep:
     def sizes(self):
         """Returns ({name: bytes}, {name: bytes}) of what host_state returns."""
         weights, state = self.optimizer.sizes()
-        return weights, state | {f"carry.{name}": tensor.numel() * tensor.element_size() * self.dist.world_size
-                                 for name, tensor in self.carry.items()}
+        for name, tensor in self.carry.items():
+            state[f"carry.{name}"] = tensor.nbytes * self.dist.world_size
+        return weights, state
 
     @torch.no_grad()
     def host_state(self, names=None):

@@ -16,14 +16,35 @@ def mean_of_finite(values):
     return fmean(finite) if finite else math.nan
 
 
+def summarise(results, averaged):
+    """Returns {metric: number} of some steps: the loss of the last one and the mean of all, the means of the others
+    that are `averaged`, and what else was measured, whatever its name, as it was in the last step.
+
+    results: {name: number} of each step, all with the same names; averaged: names.
+    """
+    found = {"loss": results[-1]["loss"]}
+    for name in results[-1]:
+        mean = mean_of_finite([result[name] for result in results])
+        if name == "loss":
+            found["mean_loss"] = mean
+        else:
+            found[name] = mean if name in averaged else results[-1][name]
+    return found
+
+
 class StepLog:
     """The steps of a rank since the last console line; on rank 0 also metrics.jsonl, the console and WandB."""
 
     def __init__(self, run, dist, training, nonfinite, first_step, meta=None):
         """training: the TrainingStep; nonfinite: NonfiniteSteps; first_step: the step with which this process begins;
         meta: the Meta of the checkpoint that the run resumes from."""
-        self._plan, self._dist, self._training, self._nonfinite = run.plan, dist, training, nonfinite
-        self._first_step, self._waiting, self._begun_at = first_step, [], time.monotonic()
+        self._plan = run.plan
+        self._dist = dist
+        self._training = training
+        self._nonfinite = nonfinite
+        self._first_step = first_step
+        self._waiting = []  # (Measured, rows) of each step
+        self._begun_at = time.monotonic()
         self._logger = None
         if dist.rank == 0:
             flags, mesh = run.flags, training.optimizer.mesh  # which --mesh_fsdp=auto and variables do not say
@@ -39,10 +60,10 @@ class StepLog:
             self._begun_at = time.monotonic()
             self._training.observer.begin_window()
 
-    def add(self, result, rows):
-        """Adds a step. result: what TrainingStep.run returned, on the device; rows: a list of tensors, this rank's
+    def add(self, measured, rows):
+        """Adds a step. measured: what TrainingStep.run returned, on the device; rows: a list of tensors, this rank's
         micro-batches."""
-        self._waiting.append((result, rows))
+        self._waiting.append((measured, rows))
 
     def write(self, step, goodput, batches, interruptions, mirror_behind_s=None):
         """Fetches the results of the steps since the last line, which waits for the device, and logs them.
@@ -53,49 +74,50 @@ class StepLog:
         if not self._waiting:
             return None
         with goodput.span("train"):
-            results = [result.tolist() for result, _ in self._waiting]
+            results = [measured.fetch() for measured, _ in self._waiting]
         first = step - len(results) + 1
-        for number, (loss, *_, gradient_norm), (_, rows) in zip(range(first, step + 1), results, self._waiting,
-                                                                strict=True):
-            if self._nonfinite.add(number, loss, gradient_norm, rows):
-                print0(f"warning: step {number} is left out, its loss is {loss} and its gradient's norm "
-                       f"{gradient_norm} ({self._nonfinite.in_a_row} in a row)")
-        self._waiting = []
+        self._count_nonfinite(first, results)
         elapsed_s = time.monotonic() - self._begun_at
         if self._logger:
-            *sums, norms = zip(*results, strict=True)
-            (_, losses), *others = zip(self._training.sums, sums, strict=True)
-            for number, loss in enumerate(losses[:-1], first):
-                self._logger.log(number, {"loss": loss}, quiet=True)
-            seconds = goodput.seconds()
-            self._logger.log(step, {
-                "loss": losses[-1],
-                "mean_loss": mean_of_finite(losses),
-                **{name: mean_of_finite(values) for name, values in others},
-                "grad_norm": norms[-1],
-                **self._speed(first, step, elapsed_s),
-                **batches.metrics(),
-                "bad_steps": self._nonfinite.total,
-                "interruptions": interruptions,
-                **({} if mirror_behind_s is None else {"mirror_behind_s": round(mirror_behind_s)}),
-                "goodput": goodput.fraction(),
-                "seconds": sum(seconds.values()),
-                **{f"seconds_{name}": value for name, value in seconds.items()},
-                **self._training.observer.record(elapsed_s),
-            })
+            for number, result in enumerate(results[:-1], first):
+                self._logger.log(number, {"loss": result["loss"]}, quiet=True)
+            record = summarise(results, averaged=self._training.sums)
+            record |= self._speed(first, step, elapsed_s)
+            record |= batches.metrics()
+            record |= self._of_the_run(goodput, interruptions, mirror_behind_s)
+            record |= self._training.observer.record(elapsed_s)
+            self._logger.log(step, record)
             if first == self._first_step + 1 and self._dist.is_xla:
                 print0(describe_compiling())
         return elapsed_s / len(results)
 
+    def _count_nonfinite(self, first, results):
+        """Counts the non-finite ones among the steps from `first` on, with a warning for each, and forgets them all."""
+        for number, (result, (_, rows)) in enumerate(zip(results, self._waiting, strict=True), first):
+            loss, gradient_norm = result["loss"], result["grad_norm"]
+            if self._nonfinite.add(number, loss, gradient_norm, rows):
+                print0(f"warning: step {number} is left out, its loss is {loss} and its gradient's norm "
+                       f"{gradient_norm} ({self._nonfinite.in_a_row} in a row)")
+        self._waiting = []
+
     def _speed(self, first, step, elapsed_s):
         plan = self._plan
         units, flops = plan.units(first - 1, step), plan.flops(first - 1, step)
-        scheduled = self._training.optimizer.scheduled(step - 1, plan.batch_growth(step - 1))
-        return {"lr_multiplier": scheduled[0].item(),
+        rules = self._training.optimizer.rules
+        return {"lr_multiplier": rules.lr_multiplier(step - 1, plan.batch_growth(step - 1)),
                 "step_ms": 1000 * elapsed_s / (step - first + 1),
                 f"{plan.unit}_per_s": units / elapsed_s,
                 "mfu": mfu(units / elapsed_s, flops / units, tpu.peak_flops_here(plan.device_type), plan.world_size),
                 "time_left_s": elapsed_s * plan.flops(step, plan.num_iterations) / flops}
+
+    def _of_the_run(self, goodput, interruptions, mirror_behind_s):
+        """Returns the metrics that count from the run's beginning."""
+        record = {"bad_steps": self._nonfinite.total, "interruptions": interruptions}
+        if mirror_behind_s is not None:
+            record["mirror_behind_s"] = round(mirror_behind_s)
+        seconds = goodput.seconds()
+        record |= {"goodput": goodput.fraction(), "seconds": sum(seconds.values())}
+        return record | {f"seconds_{name}": value for name, value in seconds.items()}
 
     def write_event(self, step, found):
         """Logs {metric: value} of an event after `step` steps, if it has any."""

@@ -1,8 +1,7 @@
 """What the trainer asks of a task.
 
 A task says what is learnt: its data, model, loss and evaluations. The trainer and all around it (checkpoints, stopping,
-watchdog, log, preflight) know when something happens and nothing of what it is. There are two: LanguageTask
-(language.py) predicts the next token, PuzzleTask (puzzles.py) solves puzzles step by step.
+watchdog, log, preflight) know when something happens and nothing of what it is. LanguageTask (language.py) is one.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ class Event:
     """What a task does between two steps. Every rank does it."""
     phase: str  # for the watchdog and for goodput: "evaluate" or "sample"
     every: int  # steps between two, and one at the end; -1: never
-    is_due_at_start: bool  # also before the first step of a run
     run: Callable  # run(training, dist, step, is_cut_short) -> {metric: value} for the log, or {}
+    is_due_at_start: bool = False  # also before the first step of a run
 
 
 class Task(Protocol):

@@ -93,10 +93,10 @@ class DistillationLoss:
         """teacher: a Teacher; model: its GPT, on the device."""
         self.teacher, self.model = teacher, model
 
-    def __call__(self, student, rows):
+    def __call__(self, student, carry, rows):
         ids = rows[:, :-1]
         with torch.no_grad():
             hidden = self.model.hidden(ids).flatten(0, 1)
         loss = student(ids, rows[:, 1:], reduction="mean", teaching=Teaching(
             hidden, self.model.lm_head, self.model.config.softcap, self.teacher.weight, self.teacher.temperature))
-        return {"loss": loss}
+        return {"loss": loss}, carry

@@ -18,8 +18,8 @@ from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
 from nanochat.common import flag, get_base_dir, read_flags, require_writable_dir
 from nanochat.data.lanes import NUM_LANES
 from nanochat.model.gpt import GPT
-from nanochat.model.optim import MuonAdamW
 from nanochat.train.flags import parse_flags
+from nanochat.train.language import make_optimizer
 from nanochat.train.plan import make_plan
 from scripts.bench.rounds import Clock
 
@@ -32,7 +32,7 @@ class Flags:
 def make_state(depth):
     """Returns random weights and a random optimizer's state of a model of this depth, each {name: tensor}."""
     plan = make_plan(parse_flags([f"--depth={depth}"]), 65536, "cpu", 1)
-    optimizer = MuonAdamW(GPT.on_meta(plan.config), plan.optimizer, plan.total_batch_size, plan.num_iterations)
+    optimizer = make_optimizer(plan, GPT.on_meta(plan.config))
     return [{name: torch.rand(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
             for state in (optimizer.masters, optimizer.state)]
 

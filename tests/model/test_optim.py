@@ -10,8 +10,8 @@ from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
 from nanochat.model.muon import cautious_weight_decay, equal_rows, normalise_neurons, orthogonalised, polar_express
-from nanochat.model.optim import (
-    MuonAdamW,
+from nanochat.model.optim import MuonAdamW
+from nanochat.model.rates import (
     OptimConfig,
     Rules,
     batch_lr_scale,
@@ -27,6 +27,10 @@ from tests.model.test_gpt import PLAIN
 def tiny_model(device_type="cpu"):
     config = GPTConfig(n_layer=2, vocab_size=50, max_seq_len=8, n_embd=32, n_head=2, **PLAIN)
     return GPT(config, get_kernels("current", device_type)).init_weights()
+
+
+def make_optimizer(model, batch, steps, **config):
+    return MuonAdamW(model, gpt_rules(OptimConfig(**config), batch, steps, model.config.n_embd))
 
 
 def test_learning_rate_rises_stays_and_falls():
@@ -56,10 +60,10 @@ def test_scales_are_one_where_the_rates_were_tuned():
 
 @pytest.mark.parametrize("batch, steps, width", [(2**10, 1, 128), (2**10, 100, 128), (2**19, 50_000, 1024)])
 def test_matrices_decay_as_far_in_a_run_of_any_batch_length_and_width(batch, steps, width):
-    rules = gpt_rules(OptimConfig(weight_decay=3), batch, batch * steps, width)
+    rules = gpt_rules(OptimConfig(weight_decay=3), batch, steps, width)
     assert (1 - rules.matrix_lr * rules.matrix_weight_decay) ** steps == pytest.approx(math.exp(-3))
     for nothing in (0, 1e-40):
-        assert gpt_rules(OptimConfig(matrix_lr=nothing), batch, batch * steps, width).matrix_weight_decay == 0
+        assert gpt_rules(OptimConfig(matrix_lr=nothing), batch, steps, width).matrix_weight_decay == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,14 +103,14 @@ def test_a_neuron_without_gradients_comes_to_rest():
             self.w.main_grad = torch.zeros_like(self.w)
 
     model, generator = Neurons(), torch.Generator().manual_seed(0)
-    optimizer = MuonAdamW(model, OptimConfig(warmup_steps=0), 2**19, 1000, rules=Rules({}, 1.0, 0.0))
+    optimizer = MuonAdamW(model, Rules({}, 1.0, 0.0, OptimConfig(warmup_steps=0), 1000))
     lengths = []
     for step in range(400):
         model.w.main_grad.copy_(torch.randn(model.w.shape, generator=generator))
         if step >= 100:
             model.w.main_grad[:, 0] = 0
         before = model.w.detach().clone()
-        optimizer.update(optimizer.scheduled(step), torch.zeros(()))
+        optimizer.update(optimizer.scheduled(step), {"loss": torch.zeros(())})
         lengths.append((model.w - before).detach().norm(dim=-1)[0, :2])
     moved, other = torch.stack(lengths).unbind(1)
     assert moved[:100].mean() == pytest.approx(other[:100].mean().item(), rel=0.1)
@@ -142,7 +146,7 @@ def test_weights_decay_only_where_the_update_shrinks_them():
 
 def test_adam_group_equals_pytorchs_adam():
     model = tiny_model()
-    optimizer = MuonAdamW(model, OptimConfig(warmup_steps=0, warmdown_ratio=0), 2**19, 100)
+    optimizer = make_optimizer(model, 2**19, 100, warmup_steps=0, warmdown_ratio=0)
     expected = model.wte.detach().clone().requires_grad_()
     reference = torch.optim.Adam([expected], lr=optimizer.rules.adam["wte"].lr, betas=(0.8, 0.95), eps=1e-10)
     generator = torch.Generator().manual_seed(0)
@@ -151,19 +155,19 @@ def test_adam_group_equals_pytorchs_adam():
         expected.grad = gradient.clone()
         model.wte.main_grad.copy_(gradient)
         reference.step()
-        optimizer.update(optimizer.scheduled(step), torch.zeros(()))
+        optimizer.update(optimizer.scheduled(step), {"loss": torch.zeros(())})
         assert model.wte.main_grad.abs().max() == 0
     torch.testing.assert_close(model.wte, expected)
 
 
 def test_a_few_steps_overfit_a_batch():
     model = tiny_model()
-    optimizer = MuonAdamW(model, OptimConfig(warmup_steps=1), 2**12, 60)
+    optimizer = make_optimizer(model, 2**12, 60, warmup_steps=1)
     ids = torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(1))
     for step in range(60):
         loss = model(ids[:, :-1], ids[:, 1:]).mean()
         loss.backward()
-        optimizer.update(optimizer.scheduled(step), torch.zeros(()))
+        optimizer.update(optimizer.scheduled(step), {"loss": torch.zeros(())})
     assert loss.item() < 0.3 * math.log(50)
 
 
@@ -173,16 +177,16 @@ def test_state_restored_into_another_optimizer_goes_on_bit_for_bit():
     def steps(model, optimizer, begin, end):
         for step in range(begin, end):
             model(ids[:, :-1], ids[:, 1:]).mean().backward()
-            optimizer.update(optimizer.scheduled(step), torch.zeros(()))
+            optimizer.update(optimizer.scheduled(step), {"loss": torch.zeros(())})
 
     whole = tiny_model()
-    steps(whole, MuonAdamW(whole, OptimConfig(), 2**15, 10), 0, 6)
+    steps(whole, make_optimizer(whole, 2**15, 10), 0, 6)
     first = tiny_model()
-    first_optimizer = MuonAdamW(first, OptimConfig(), 2**15, 10)
+    first_optimizer = make_optimizer(first, 2**15, 10)
     steps(first, first_optimizer, 0, 3)
     second = tiny_model()
     second.load_state_dict(first.state_dict())
-    second_optimizer = MuonAdamW(second, OptimConfig(), 2**15, 10)
+    second_optimizer = make_optimizer(second, 2**15, 10)
     second_optimizer.load_state_dict(first_optimizer.host_state()[1])
     steps(second, second_optimizer, 3, 6)
     for expected, found in zip(whole.parameters(), second.parameters(), strict=True):
@@ -191,12 +195,12 @@ def test_state_restored_into_another_optimizer_goes_on_bit_for_bit():
 
 def test_the_state_for_a_checkpoint_stays_as_it_was():
     model = tiny_model()
-    optimizer = MuonAdamW(model, OptimConfig(), 2**19, 60)
+    optimizer = make_optimizer(model, 2**19, 60)
     state = optimizer.host_state()
     before = [{name: tensor.clone() for name, tensor in part.items()} for part in state]
     for p in model.parameters():
         p.main_grad += 1
-    optimizer.update(optimizer.scheduled(0), torch.zeros(()))
+    optimizer.update(optimizer.scheduled(0), {"loss": torch.zeros(())})
     assert before[0].keys() == dict(model.named_parameters()).keys()
     for name, tensor in (before[0] | before[1]).items():
         assert torch.equal(tensor, (state[0] | state[1])[name])
@@ -205,10 +209,10 @@ def test_the_state_for_a_checkpoint_stays_as_it_was():
 
 def test_a_step_that_is_not_good_changes_nothing():
     model = tiny_model()
-    optimizer = MuonAdamW(model, OptimConfig(), 2**19, 60)
+    optimizer = make_optimizer(model, 2**19, 60)
     before = [tensor.clone() for tensor in (*model.parameters(), *optimizer.state.values())]
     model.wte.main_grad[0, 0] = math.nan
-    optimizer.update(optimizer.scheduled(0), torch.zeros(()))
+    optimizer.update(optimizer.scheduled(0), {"loss": torch.zeros(())})
     for expected, found in zip(before, (*model.parameters(), *optimizer.state.values()), strict=True):
         assert torch.equal(expected, found)
     assert all(p.main_grad.abs().max() == 0 for p in model.parameters())
@@ -217,7 +221,7 @@ def test_a_step_that_is_not_good_changes_nothing():
 def test_a_changing_learning_rate_compiles_nothing_on_xla():
     device = torch_xla.device()
     model = tiny_model("xla").to(device)
-    optimizer = MuonAdamW(model, OptimConfig(warmup_steps=3), 2**19, 12)
+    optimizer = make_optimizer(model, 2**19, 12, warmup_steps=3)
     loss_sum = torch.zeros((), device=device)
     torch_xla.sync()
     met.clear_all()
@@ -226,7 +230,7 @@ def test_a_changing_learning_rate_compiles_nothing_on_xla():
         for p in model.parameters():
             p.main_grad += 1
         torch_xla.sync()
-        optimizer.update(optimizer.scheduled(step).to(device), loss_sum)
+        optimizer.update(optimizer.scheduled(step).to(device), {"loss": loss_sum})
         torch_xla.sync()
         compilations.append(met.metric_data("CompileTime")[0])
     assert compilations[1] == compilations[-1]

@@ -13,9 +13,10 @@ from filelock import FileLock
 from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
 from nanochat.puzzles import arc, mazes, sudoku, task
+from nanochat.puzzles.episodes import EpisodeLoss, empty_carry
+from nanochat.puzzles.plan import make_plan, parse_flags
 from nanochat.puzzles.puzzle_data import PuzzleFeed, read_puzzles, write_puzzles
-from nanochat.puzzles.task import EpisodeLoss, make_plan, parse_flags
-from nanochat.puzzles.trm import TRM, cross_entropy
+from nanochat.puzzles.trm import TRM, TRMConfig, cross_entropy
 from scripts import prepare_puzzles, puzzle_show, puzzle_train
 from tests.conftest import add_records, last_of_each, run_python
 
@@ -189,30 +190,31 @@ class Scripted(torch.nn.Module):
 def test_episodes_are_those_of_a_slow_loop_over_single_slots(data_dir):
     flags = parse_flags(last_of_each(*TINY, "--supervision_steps=5", "--explore=0.5"))
     puzzles = read_puzzles(data_dir, "train")
-    loss = EpisodeLoss(make_plan(flags, puzzles, "cpu", 1), flags.puzzles, Scripted(), "cpu")
+    loss = EpisodeLoss(max_steps=5, is_stablemax=False)
+    carry = empty_carry(make_plan(flags, puzzles, "cpu", 1).config, 8, torch.float32, "cpu")
     feed = PuzzleFeed(puzzles, Dist("cpu", None), 0, seed=0, total_batch_size=8, explore=0.5, max_steps=5)
     slots = [None] * 8
     for _ in range(30):
         batch = next(feed)
-        loss(Scripted(), **batch)
+        _, carry = loss(Scripted(), carry, **batch)
         for at, slot in enumerate(slots):
             if slot is None:
                 slot = {"puzzle": batch["puzzle"][at], "minimum": int(batch["min_steps"][at]), "steps": 0}
             slot["steps"] += 1
             wishes = (int(slot["puzzle"].sum()) + slot["steps"]) % 3 == 0
             ends = slot["steps"] >= 5 or wishes and slot["steps"] >= slot["minimum"]
-            assert torch.equal(loss.carry["puzzle"][at], slot["puzzle"])
-            assert (int(loss.carry["steps"][at]), bool(loss.carry["is_free"][at])) == (slot["steps"], ends)
+            assert torch.equal(carry["puzzle"][at], slot["puzzle"])
+            assert (int(carry["steps"][at]), bool(carry["is_free"][at])) == (slot["steps"], ends)
             slots[at] = None if ends else slot
 
 
 def test_more_cycles_are_the_same_function_of_the_weights_as_by_hand():
-    config = task.TRMConfig(vocab_size=5, cells=16, hidden=16, heads=2, recursions=2, cycles=3)
+    config = TRMConfig(vocab_size=5, cells=16, hidden=16, heads=2, recursions=2, cycles=3)
     model = TRM(config).init_weights(0)
     torch.nn.init.normal_(model.mix_out, std=0.1)
     puzzle = torch.arange(32).reshape(2, 16) % 5
     y, z = model.starts(2)
-    once = TRM(task.TRMConfig(vocab_size=5, cells=16, hidden=16, heads=2, recursions=2, cycles=1))
+    once = TRM(TRMConfig(vocab_size=5, cells=16, hidden=16, heads=2, recursions=2, cycles=1))
     once.load_state_dict(model.state_dict())
     for _ in range(3):
         y_after, z_after, *_ = once(puzzle, y, z)
@@ -226,7 +228,7 @@ def test_more_cycles_are_the_same_function_of_the_weights_as_by_hand():
 def supervision_step(device, mixer="attention", tasks=0, recursions=3, cycles=3, run=lambda model: model):
     """Returns a TRM's state, logits and gradients after one supervision step as {name: tensor}. run(model): what is
     called in its place."""
-    config = task.TRMConfig(vocab_size=5, cells=16, hidden=16, heads=2, mixer=mixer, recursions=recursions,
+    config = TRMConfig(vocab_size=5, cells=16, hidden=16, heads=2, mixer=mixer, recursions=recursions,
                             cycles=cycles, prefix=4, tasks=tasks)
     model, generator = TRM(config).init_weights(0), torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -337,7 +339,8 @@ import json, sys
 from nanochat.device.ranks import compute_init, prepare_xla_environment
 from nanochat.run.processes import exclusive_use
 from nanochat.train.prepare import prepare, run_directory
-from nanochat.puzzles.task import make_task, parse_flags
+from nanochat.puzzles.plan import parse_flags
+from nanochat.puzzles.task import make_task
 from tests.train.count_xla import count
 flags = parse_flags(sys.argv[1:])
 prepare_xla_environment("xla")

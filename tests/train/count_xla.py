@@ -44,8 +44,8 @@ def count(run, dist):
         if trainer.dist.world_size == 1:  # with several ranks the counters are of all threads together
             between_logs += value("TransferFromDeviceTime") - transfers
         if step + 1 in (1, 50) or (step + 1) % 10 == 0:
-            for loss in pending:
-                loss.tolist()
+            for measured in pending:
+                measured.fetch()
             pending = []
     rows.close()
     synchronize(trainer.dist)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nanochat.checkpoint.meta import Meta
 from nanochat.common import BadInput
-from nanochat.model.optim import OptimConfig, lr_multiplier
+from nanochat.model.rates import OptimConfig, lr_multiplier
 from nanochat.train.flags import Flags, LanguageRecordFlags, parse_flags
 from nanochat.train.language import LanguageTask
 from nanochat.train.plan import make_plan

@@ -4,9 +4,9 @@ import pytest
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.device import host_types, tpu
 from nanochat.model.gpt import GPT
-from nanochat.model.optim import MuonAdamW
 from nanochat.train.flags import parse_flags
 from nanochat.train.host_plan import describe_host, estimate_host, number_of_checkpoints, saved_bytes, starting_bytes
+from nanochat.train.language import make_optimizer
 from nanochat.train.plan import make_plan
 
 WIDTH, VOCABULARY = 1024, 65536
@@ -25,7 +25,7 @@ def plan_on(monkeypatch):
 
 def test_a_checkpoint_has_the_bytes_that_a_run_saves(plan_on):
     plan = plan_on("v5litepod-8", "--depth=16")
-    optimizer = MuonAdamW(GPT.on_meta(plan.config), plan.optimizer, plan.total_batch_size, plan.num_iterations)
+    optimizer = make_optimizer(plan, GPT.on_meta(plan.config))
     assert saved_bytes(plan.parameters) == pytest.approx(8 * 16 * LAYER + 12 * (3 * TABLE + GATES), rel=1e-5)
     assert saved_bytes(plan.parameters) == pytest.approx(state_bytes(optimizer.masters, optimizer.state), rel=2e-3)
 

@@ -9,7 +9,7 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.model import flops
 from nanochat.model.config import GPTConfig
-from nanochat.model.optim import lr_multiplier
+from nanochat.model.rates import lr_multiplier
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import describe_plan, make_plan
 from tests.conftest import last_of_each
