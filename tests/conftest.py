@@ -2,6 +2,7 @@
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,24 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(items):
     """The groups that take longest come first: the others then fill the time until all end."""
     items.sort(key=lambda item: LONG.index(group_of(item.nodeid)) if group_of(item.nodeid) in LONG else len(LONG))
+
+
+# -----------------------------------------------------------------------------
+# What is missing on this machine
+
+# {program that tests need: how to get it}
+PROGRAMS = {"sshd": "apt-get install openssh-server", "bwrap": "apt-get install bubblewrap",
+            "g++": "apt-get install g++", "gcloud": "cloud.google.com/sdk/docs/install"}
+
+
+def pytest_unconfigure(config):
+    """Says as the last line how many tests were skipped, if programs are missing, and how to get them."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    skipped = len(reporter.stats.get("skipped", ())) if reporter else 0
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin"
+    missing = [f"{name} ({how})" for name, how in PROGRAMS.items() if not shutil.which(name, path=path)]
+    if skipped and missing:
+        reporter.write_line(f"{skipped} tests were skipped. These programs are missing: {', '.join(missing)}")
 
 
 @pytest.fixture(autouse=True)

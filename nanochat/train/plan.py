@@ -295,54 +295,82 @@ def default_batch_tokens(horizon_tokens):
     return 2 ** round(19 + 0.383 * math.log2(horizon_tokens / (20 * 268.4e6)))
 
 
+# -----------------------------------------------------------------------------
+# For a person
+
+
 def describe_plan(plan, tokenizer):
     """Returns the plan as lines for a person."""
-    config = plan.config
     accelerator = tpu.detect_accelerator() if plan.device_type == "tpu" else None
-    micro = f"{plan.device_batch_size} rows × {config.max_seq_len} × {plan.mesh.readers} {plan.mesh.devices_of_readers}"
-    ramp = "".join(f", {tokens:,} from step {first:,} on ({plan.micro_steps(first)} micro-steps)"
-                   for first, tokens in plan.batch_schedule[1:])
-    tokens, total_flops = plan.tokens(0, plan.num_iterations), plan.flops(0, plan.num_iterations)
-    in_the_end = " in the end" if plan.switches else ""
+    tokens = plan.tokens(0, plan.num_iterations)
+    parameters = " + ".join(f"{number:,} {group}" for group, number in plan.parameters.items())
+    dtype = str(plan.dtype).removeprefix("torch.")
     lines = {
-        "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, "
-                   f"{str(plan.dtype).removeprefix('torch.')} compute",
-        "model": config.describe(),
-        "parameters": f"{sum(plan.parameters.values()):,} = "
-                      + " + ".join(f"{n:,} {group}" for group, n in plan.parameters.items()),
-        "batch": f"{plan.total_batch_size:,} tokens = {micro} × {plan.grad_accum_steps} micro-steps{ramp}",
+        "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, {dtype} compute",
+        "model": plan.config.describe(),
+        "parameters": f"{sum(plan.parameters.values()):,} = {parameters}",
+        "batch": _describe_batch(plan),
         "horizon": f"{plan.num_iterations:,} steps, {tokens:,} tokens "
                    f"({tokens / plan.matrix_params:.1f} per matrix parameter)",
         "rates": _describe_rates(plan),
-        "compute": f"{plan.flops_per_token:.3e} FLOPs per token{in_the_end}, {total_flops:.3e} in all",
+        "compute": _describe_compute(plan),
         "tokenizer": f"{tokenizer.n_vocab:,} tokens, sha256 {tokenizer.sha256[:12]}",
     }
     if plan.switches:
-        lines["rows"] = ", ".join(
-            f"{plan.rows(first)} × {length:,} " + (f"from step {first:,} on" if first else "per micro-step and device")
-            for first, length in plan.length_schedule)
+        lines["rows"] = _describe_rows(plan)
     if plan.mesh.divides_weights or plan.mesh.reason:
         lines["mesh"] = describe_mesh(plan)
-    peak = tpu.peak_flops_here(plan.device_type)
-    if peak:
-        hours = total_flops / (peak * plan.world_size * ASSUMED_MFU) / 3600
-        price = tpu.usd_per_hour(accelerator, spot=True) if accelerator else None
-        cost = f", {hours * price:.0f} USD on spot in the dearest region" if price else ""
-        lines["estimate"] = f"{hours:.1f} h{cost}, if {ASSUMED_MFU:.0%} of the peak is reached"
+    if tpu.peak_flops_here(plan.device_type):
+        lines["estimate"] = _describe_estimate(plan, accelerator)
     return [f"{name:>11}  {text}" for name, text in lines.items()]
 
 
+def _describe_batch(plan):
+    text = (f"{plan.total_batch_size:,} tokens = {plan.device_batch_size} rows × {plan.config.max_seq_len} × "
+            f"{plan.mesh.readers} {plan.mesh.devices_of_readers} × {plan.grad_accum_steps} micro-steps")
+    for first, tokens in plan.batch_schedule[1:]:
+        text += f", {tokens:,} from step {first:,} on ({plan.micro_steps(first)} micro-steps)"
+    return text
+
+
+def _describe_rows(plan):
+    texts = []
+    for first, length in plan.length_schedule:
+        since = f"from step {first:,} on" if first else "per micro-step and device"
+        texts.append(f"{plan.rows(first)} × {length:,} {since}")
+    return ", ".join(texts)
+
+
+def _describe_compute(plan):
+    in_the_end = " in the end" if plan.switches else ""  # longer rows have more attention
+    total = plan.flops(0, plan.num_iterations)
+    return f"{plan.flops_per_token:.3e} FLOPs per token{in_the_end}, {total:.3e} in all"
+
+
+def _describe_estimate(plan, accelerator):
+    peak = tpu.peak_flops_here(plan.device_type)
+    hours = plan.flops(0, plan.num_iterations) / (peak * plan.world_size * ASSUMED_MFU) / 3600
+    text = f"{hours:.1f} h"
+    price = tpu.usd_per_hour(accelerator, spot=True) if accelerator else None
+    if price:
+        text += f", {hours * price:.0f} USD on spot in the dearest region"
+    return f"{text}, if {ASSUMED_MFU:.0%} of the peak is reached"
+
+
 def _describe_rates(plan):
-    """Returns the schedule of the learning rates and their height as a text for a person, with steps counted from 1, as
-    the log does."""
-    warmup, fall = lr_stages(plan.num_iterations, plan.optimizer)
-    asked, first_lower = plan.optimizer.warmup_steps, max(warmup, fall + 1) + 1
-    cut = f" (--warmup_steps={asked} is longer than the run)" if asked > warmup else ""
-    schedule = (f"rise until step {warmup:,}{cut}, " if warmup > 1 else "do not rise, ") + (
-        f"fall from step {first_lower:,} on" if first_lower <= plan.num_iterations and plan.optimizer.final_lr_frac < 1
-        else "do not fall")
-    rules = gpt_rules(plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.config.n_embd)
-    rates = {"matrices": rules.matrix_lr, "embedding": rules.adam["wte"].lr, "head": rules.adam["lm_head"].lr,
-             **({"value table": rules.adam["value_table"].lr} if plan.config.num_values else {}),
-             "scales of the embedding": rules.adam["x0_scale"].lr}
-    return f"{schedule}; at lr 1.000: " + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())
+    """Returns the schedule of the learning rates and their height, with steps counted from 1, as the log does."""
+    optimizer = plan.optimizer
+    warmup, fall = lr_stages(plan.num_iterations, optimizer)
+    rise = f"rise until step {warmup:,}" if warmup > 1 else "do not rise"
+    if warmup > 1 and optimizer.warmup_steps > warmup:
+        rise += f" (--warmup_steps={optimizer.warmup_steps} is longer than the run)"
+    first_lower = max(warmup, fall + 1) + 1
+    falls = first_lower <= plan.num_iterations and optimizer.final_lr_frac < 1
+    fall_text = f"fall from step {first_lower:,} on" if falls else "do not fall"
+    rules = gpt_rules(optimizer, plan.total_batch_size, plan.num_iterations, plan.config.n_embd)
+    rates = {"matrices": rules.matrix_lr, "embedding": rules.adam["wte"].lr, "head": rules.adam["lm_head"].lr}
+    if plan.config.num_values:
+        rates["value table"] = rules.adam["value_table"].lr
+    rates["scales of the embedding"] = rules.adam["x0_scale"].lr
+    heights = ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())
+    return f"{rise}, {fall_text}; at lr 1.000: {heights}"
