@@ -1,236 +1,273 @@
-"""What the hosts of a run agree on through their channel (pod.py): that they are alike, which checkpoint to resume, and
-before which tick all ranks stop or save.
+"""How all ranks agree on the step at which they stop or save, without asking the device.
 
-Stopping: the first host numbers the requests, and begins one once the last is done everywhere. It asks the parents of
-all hosts to hold: each publishes the request to its ranks, and answers with the highest tick that any of them has come
-to. From then on a rank that comes to a tick waits there, for the parents alone. The request is due at the tick after
-the highest answer, which no rank has passed. Parents answer without waiting for a rank, so ranks that wait here keep no
-other rank waiting but for this exchange of messages.
+Signals and Google Cloud's metadata server ask for a stop; rank 0's clock asks for a save. All ranks must obey before
+the same step, but they are not at the same step when the request comes. So they agree through a small memory-mapped
+file. Each rank reads it at fixed points of its program, its ticks: before each step and during evaluations. Rank 0
+publishes a request, and every rank that sees it answers with the number of its current tick. Once all have answered,
+the request is due at the tick after the highest answer, which no rank has passed yet.
+
+A rank that has answered waits for ranks at lower ticks. It does not wait for a rank at the same or a higher tick that
+has not seen the request yet, because that rank may itself be waiting for this one's gradients. Without a request, a
+tick writes one number to memory and reads two.
+
+If the run has several hosts, their parent processes agree instead, through their channel (pod.py). The first host
+numbers the requests, and begins one once the last is done everywhere. It asks the parents of all hosts to hold: each
+publishes the request to its ranks, and answers with the highest tick that any of them has come to. From then on a rank
+that comes to a tick waits there, for the parents alone. The request is due at the tick after the highest answer, which
+no rank has passed. Parents answer without waiting for a rank, so ranks that wait here keep no other rank waiting but
+for this exchange of messages.
 """
-import hashlib
-import importlib.metadata
-import json
-import os
-import platform
+import fcntl
 import threading
 import time
-from pathlib import Path
+from contextlib import contextmanager
 
-from nanochat.checkpoint.format import (
-    SUMS,
-    Kept,
-    find_problem,
-    latest,
-    prune,
-    read_sums,
-    set_aside,
-    set_aside_after,
-    step_of,
-    sync_to_disk,
-)
-from nanochat.checkpoint.saver import save_lane_states
-from nanochat.common import BadInput, is_disk_full
-from nanochat.run import wire
-from nanochat.run.pod import REQUEST_TIMEOUT_S, PodError
-from nanochat.run.stopping import SAVE, STOP
+import numpy as np
 
+STOP, SAVE = 1, 2  # kinds of request
+AGREE_TIMEOUT_S = 900
+MAX_RANKS = 256
+_NEVER = 2**62
+# Offsets of the fields in the file, in numbers of 64 bits. Requests are numbered from 1. Each rank has four fields: the
+# tick it is at, the last request that it answered, the tick it answered with, the last request whose outcome it read.
+# _STOP_ASKED counts how often a stop was asked for. _SAVE_ASKED: with several hosts, whether rank 0 asks for a save.
+_STOP_ASKED, _IS_PREEMPTED, _WAITS_FOR_MIRROR, _SAVE_ASKED, _NUMBER, _KIND, _AGREED_NUMBER, _AGREED_TICK = range(8)
+_TICK, _ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER, _END = (8 + i * MAX_RANKS for i in range(5))
+HOLD_S = 0.01  # in which what a rank has written is seen by its parent
 POLL_S = 0.05
-PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "numpy")
-VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS", "TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # which make other programs
 
 
-# -----------------------------------------------------------------------------
-# Alike
+class Requests:
+    """The requests to the ranks of one host, in a file that their processes and those that ask open."""
+
+    def __init__(self, path, create=False):
+        """create: makes the file anew; one process does so before the others open it."""
+        if create:
+            np.zeros(_END, np.int64).tofile(path)
+        self.path = path
+        self.shared = np.memmap(path, np.int64, "r+")
+
+    def ask_to_stop(self, is_preempted=False):
+        """Asks all ranks to stop soon. is_preempted: because this machine is about to end."""
+        self.shared[_IS_PREEMPTED] |= is_preempted
+        self.shared[_STOP_ASKED] += 1
+
+    @property
+    def times_asked(self):
+        """How often a stop was asked for so far."""
+        return int(self.shared[_STOP_ASKED])
+
+    @property
+    def is_preempted(self):
+        """Whether a stop was asked for because a machine of the run is about to end."""
+        return bool(self.shared[_IS_PREEMPTED])
+
+    def note_preemption(self):
+        """Makes is_preempted true: another host of the run is about to end."""
+        self.shared[_IS_PREEMPTED] = 1
+
+    @property
+    def waits_for_mirror(self):
+        """Whether the ranks are done, and the run only waits for its mirror: nothing is lost if it ends at once."""
+        return bool(self.shared[_WAITS_FOR_MIRROR])
+
+    def begin_to_wait_for_mirror(self):
+        """Makes waits_for_mirror true."""
+        self.shared[_WAITS_FOR_MIRROR] = 1
+
+    # What a parent of one of several hosts does
+
+    @property
+    def save_is_asked(self):
+        """Whether rank 0 asks for a save."""
+        return bool(self.shared[_SAVE_ASKED])
+
+    def hold(self, number, kind):
+        """Publishes the request `number` to this host's ranks, and returns the highest tick that any of them has come
+        to. Until `decide` says when it is due, none passes another tick."""
+        self.shared[_KIND] = kind
+        self.shared[_NUMBER] = number
+        time.sleep(HOLD_S)
+        return int(self.shared[_TICK:_TICK + MAX_RANKS].max())
+
+    def decide(self, number, tick):
+        """Says that the request `number` is due at this tick."""
+        self.shared[_AGREED_TICK] = tick
+        self.shared[_AGREED_NUMBER] = number
+
+    def is_done(self, number, num_ranks):
+        """Returns whether all ranks of this host, so many, have done what the request asks for."""
+        return int((self.shared[_READ_NUMBER:_READ_NUMBER + MAX_RANKS] >= number).sum()) >= num_ranks
 
 
-def describe(flags, device_type):
-    """Returns what must be the same on all hosts before a run begins, {name: JSON value}."""
-    return {"device type": device_type, "code": code_version(), "Python": platform.python_version(),
-            **{package: _version(package) for package in PACKAGES},
-            **{f"${name}": os.environ.get(name, "") for name in VARIABLES},
-            **{f"--{name}": value for name, value in json.loads(json.dumps(flags.as_dict())).items()}}
+class RankAgreement:
+    """One rank's part in agreeing on when all ranks stop or save."""
 
+    def __init__(self, requests, rank, world_size, spans_hosts=False, timeout_s=AGREE_TIMEOUT_S):
+        """requests: the Requests of this host. spans_hosts: the ranks are on several hosts, whose parents agree.
+        timeout_s: how long to wait for other ranks."""
+        self.is_stopping = False  # once agreed_action has returned STOP
+        self._file = open(requests.path, "r+b")  # a lock is held by an open file, so each rank opens its own
+        self._shared = requests.shared
+        self._rank = rank
+        self._world_size = world_size
+        self._spans_hosts = spans_hosts
+        self._timeout_s = timeout_s
+        self._tick = 0
+        self._number = 0  # of the last request whose tick is known, with its kind
+        self._kind = 0
+        self._due_tick = 0  # of that request, until it is done; 0: there is none to do
 
-def code_version():
-    """Returns a few digits that are others if a line of this program is another."""
-    root, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
-    for path in sorted([*root.glob("nanochat/**/*.py"), *root.glob("scripts/*.py")]):
-        digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
+    def agreed_action(self, wants_save=False):
+        """Returns what all ranks do at this tick: STOP, SAVE or 0. All get the same answer at the same tick, provided
+        that every rank calls it at the same points of its program.
 
+        wants_save: on rank 0, whether to ask all ranks to save; it has no effect on other ranks. Raises TimeoutError if
+        another rank does not come to its next tick.
+        """
+        self._tick += 1
+        self._shared[_TICK + self._rank] = self._tick
+        if self._rank == 0:
+            self._ask(wants_save)
+        number = int(self._shared[_NUMBER])
+        if not self._due_tick and number > self._number:
+            if self._spans_hosts:
+                self._wait_for_hosts(number)
+            else:
+                self._agree(number)
+        if self._tick != self._due_tick:
+            return 0
+        self._due_tick = 0
+        self.is_stopping = self._kind == STOP
+        if self._spans_hosts:
+            if self._rank == 0:
+                self._shared[_SAVE_ASKED] = 0
+            self._shared[_READ_NUMBER + self._rank] = self._number
+        return self._kind
 
-def _version(package):
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
+    def finish(self):
+        """Says that this rank has no further tick, so that requests from now on have no effect."""
+        fields = [_ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER]
+        if self._spans_hosts:
+            fields.append(_TICK)
+        with self._lock():
+            for field in fields:
+                self._shared[field + self._rank] = _NEVER
 
+    def _ask(self, wants_save):
+        """Publishes a request, on rank 0, if there is something to ask for and the last request is done. Of several
+        hosts, the parent of the first publishes it."""
+        shared = self._shared
+        if self._spans_hosts:
+            shared[_SAVE_ASKED] = wants_save
+            return
+        if self.is_stopping or self._due_tick or not (wants_save or shared[_STOP_ASKED]):
+            return
+        if (self._of_ranks(_READ_NUMBER) >= shared[_NUMBER]).all():
+            shared[_KIND] = STOP if shared[_STOP_ASKED] else SAVE
+            shared[_NUMBER] += 1
 
-def require_alike(names, found, advice):
-    """Raises BadInput if hosts differ, with what differs and both values. names: of the hosts; found: what each says,
-    {name: value}."""
-    for name, other in zip(names[1:], found[1:], strict=True):
-        differences = [f"{key} is {_show(found[0].get(key))} on {names[0]} and {_show(other.get(key))} on {name}"
-                       for key in {**found[0], **other} if found[0].get(key) != other.get(key)]
-        if differences:
-            raise BadInput(f"the hosts differ: {'; '.join(differences[:4])}"
-                           + (f" (and {len(differences) - 4} more)" if differences[4:] else "") + f": {advice}")
+    def _agree(self, number):
+        """Answers request `number`. Returns once its tick is known, or once waiting for it could be a deadlock."""
+        shared = self._shared
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            with self._lock():
+                if shared[_AGREED_NUMBER] < number:
+                    shared[_ANSWER_TICK + self._rank] = self._tick
+                    shared[_ANSWERED_NUMBER + self._rank] = number
+                missing = self._of_ranks(_ANSWERED_NUMBER) < number
+                if shared[_AGREED_NUMBER] < number and not missing.any():  # this answer was the last
+                    shared[_AGREED_TICK] = self._of_ranks(_ANSWER_TICK).max() + 1
+                    shared[_AGREED_NUMBER] = number
+                if shared[_AGREED_NUMBER] == number:
+                    self._note(number)
+                    shared[_READ_NUMBER + self._rank] = number
+                    return
+            if (self._of_ranks(_TICK)[missing] >= self._tick).any():  # it may wait for this rank's gradients
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self._rank} waited {self._timeout_s} s for ranks "
+                                   f"{np.flatnonzero(missing).tolist()} to agree on when to stop or save")
+            time.sleep(0.002)
 
+    def _wait_for_hosts(self, number):
+        """Waits until the parents have agreed on the tick of request `number`."""
+        deadline = time.monotonic() + self._timeout_s
+        while self._shared[_AGREED_NUMBER] < number:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self._rank} waited {self._timeout_s} s for the hosts to agree on when to "
+                                   "stop or save")
+            time.sleep(0.002)
+        self._note(number)
 
-def _show(value):
-    return "not given" if value in (None, "") else value
+    def _note(self, number):
+        self._number = number
+        self._kind = int(self._shared[_KIND])
+        self._due_tick = int(self._shared[_AGREED_TICK])
 
+    def _of_ranks(self, field):
+        return self._shared[field:field + self._world_size]
 
-# -----------------------------------------------------------------------------
-# The checkpoint to resume
-
-
-def agree_on_checkpoint(pod, directory, find, report=print):
-    """Returns the path of the checkpoint that all hosts resume, here, or None, and what the first host says of it.
-
-    find() is called on the first host: it returns the path of its newest checkpoint, or None, and a JSON value. Hosts
-    that do not have that checkpoint get it from the first. Raises BadInput if only another host has one.
-    """
-    found = {}
-    if pod.is_first:
-        path, note = find()
-        found = {"name": path.name, "sums": _digest(path / SUMS), "note": note} if path else {}
-        pod.serves["checkpoint"] = lambda connection, message: _serve_checkpoint(connection, path)
-    else:
-        newest = latest(directory)
-        found = {"name": newest.name} if newest else {}
-    chosen, *others = pod.gather("which checkpoint they have", found)
-    if not chosen:
-        for name, other in zip(pod.names[1:], others, strict=True):
-            if other:
-                raise BadInput(f"host {name} has {other['name']} of this run, and host {pod.names[0]}, whose disk "
-                               f"counts, has no checkpoint: copy the folder {directory} there, or start over with "
-                               "--resume=never")
-        return None, None
-    if not pod.is_first:
-        path = obtain(pod, directory, chosen["name"], chosen["sums"], report)
-    return path, chosen["note"]
-
-
-def _digest(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def obtain(pod, directory, name, sums, report):
-    """Returns the path of the checkpoint `name` whose SHA256SUMS has the hash `sums`, on this host's disk. Gets it from
-    the first host if it is not there or damaged, and keeps no other."""
-    path, partial = directory / name, directory / f"{name}.tmp"
-    if not ((path / SUMS).is_file() and _digest(path / SUMS) == sums and find_problem(path) is None):
-        started = time.monotonic()
-        if path.is_dir():
-            set_aside(path)
-        partial.mkdir(parents=True)
+    @contextmanager
+    def _lock(self):
+        fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
-            _receive_checkpoint(pod, partial)
-            problem = "its SHA256SUMS is another" if _digest(partial / SUMS) != sums else \
-                find_problem(partial)
-        except OSError as error:
-            if is_disk_full(error):
-                raise BadInput(f"the disk is full: {directory} has no room for {name}: free some space") from None
-            problem = str(error)
-        except (EOFError, ValueError) as error:
-            problem = str(error)
-        if problem:
-            raise PodError(f"{name} was not received whole from host {pod.names[0]}: {problem}", 1)
-        sync_to_disk(partial)
-        partial.rename(path)
-        sync_to_disk(directory)
-        report(f"received {name} from host {pod.names[0]} in {time.monotonic() - started:.1f} s", flush=True)
-    set_aside_after(directory, step_of(path))
-    prune(directory, step_of(path), Kept(1))
-    return path
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-def _receive_checkpoint(pod, partial):
-    with pod.link.request(kind="checkpoint") as connection:
-        for name in wire.receive(connection)["files"]:
-            wire.receive_file(connection, partial / Path(name).name)
-
-
-def _serve_checkpoint(connection, path):
-    connection.settimeout(REQUEST_TIMEOUT_S)
-    names = [*read_sums(path), SUMS]
-    wire.send(connection, {"files": names})
-    for name in names:
-        wire.send_file(connection, path / name)
-
-
-# -----------------------------------------------------------------------------
-# The positions in the data that a checkpoint holds
-
-
-def serve_lanes(pod, directory):
-    """Makes the first host write what the other hosts' ranks send with send_lanes to its disk, where rank 0 waits for
-    it."""
-    def serve(connection, message):
-        try:
-            save_lane_states(directory, message["step"], message["lanes"])
-        except OSError as error:
-            wire.send(connection, {"error": str(error)})
-        else:
-            wire.send(connection, {})
-
-    pod.serves["lanes"] = serve
-
-
-def send_lanes(link, step, lane_states):
-    """Adds the states of this rank's lanes, {lane: JSON value}, to the checkpoint of `step` that rank 0 saves, from
-    another host than rank 0's. link: a Link. Raises OSError."""
-    if not lane_states:
-        return
-    try:
-        with link.request(kind="lanes", step=step, lanes=lane_states) as connection:
-            problem = wire.receive(connection).get("error")
-    except EOFError as error:
-        problem = str(error)
-    if problem:
-        raise OSError(f"the first host, {link.host.addresses[0]}, has not taken the lanes of step {step}: {problem}")
-
-
-# -----------------------------------------------------------------------------
-# Stopping and saving
-
-
-class StopAgreement:
-    """One host's part in agreeing on when all ranks of all hosts stop or save."""
+class HostAgreement:
+    """One host's part in agreeing on when all ranks of all hosts stop or save: a thread of its parent process, and what
+    it does when messages of the other hosts come."""
 
     def __init__(self, pod, requests, num_ranks):
         """requests: the Requests of this host's ranks; num_ranks: how many they are."""
-        self._pod, self._requests, self._num_ranks = pod, requests, num_ranks
+        self._pod = pod
+        self._requests = requests
+        self._num_ranks = num_ranks
         self._lock = threading.RLock()  # guards all below
-        self._told_stops, self._told_preemption, self._open_number = 0, False, 0  # of this host
-        self._number, self._kind = 0, 0  # the first host's: of the last request
-        self._held, self._done, self._is_stop_asked = {}, set(), False
+        # Of this host: how often it has asked for a stop, whether it has told of its end, the request to be done.
+        self._told_stops = 0
+        self._told_preemption = False
+        self._open_number = 0
+        # Of the first host: the last request, who holds at which tick, who has done it.
+        self._number = 0
+        self._kind = 0
+        self._held = {}
+        self._done = set()
+        self._is_stop_asked = False
         pod.handlers |= {"stop": self._on_stop, "hold": self._on_hold, "held": self._on_held, "due": self._on_due,
-                         "done": self._on_done, "preempted": lambda index, message: requests.note_preemption()}
+                         "done": self._on_done, "preempted": self._on_preempted}
         pod.gather("that they are ready", True)
         threading.Thread(target=self._work, name="agreement", daemon=True).start()
 
     def _work(self):
         while self._pod.trouble() is None:
-            self._tell_the_first()
+            self._tell_of_stops()
+            self._tell_when_done()
             if self._pod.is_first:
                 self._begin_if_asked()
             time.sleep(POLL_S)
 
-    def _tell_the_first(self):
-        requests, stops = self._requests, self._requests.times_asked
-        if stops > self._told_stops or requests.is_preempted and not self._told_preemption:
-            self._told_stops, self._told_preemption = stops, requests.is_preempted
-            if stops:
-                self._pod.tell(0, {"kind": "stop", "is_preempted": self._told_preemption})
+    def _tell_of_stops(self):
+        stops = self._requests.times_asked
+        is_preempted = self._requests.is_preempted
+        if stops == self._told_stops and is_preempted == self._told_preemption:
+            return
+        self._told_stops = stops
+        self._told_preemption = is_preempted
+        if stops:
+            self._pod.tell(0, {"kind": "stop", "is_preempted": is_preempted})
+
+    def _tell_when_done(self):
         with self._lock:
             number = self._open_number
-            is_done = number and requests.is_done(number, self._num_ranks)
-            if is_done:
-                self._open_number = 0
-        if is_done:
-            self._pod.tell(0, {"kind": "done", "number": number})
+            if not number or not self._requests.is_done(number, self._num_ranks):
+                return
+            self._open_number = 0
+        self._pod.tell(0, {"kind": "done", "number": number})
 
     # On the first host
 
@@ -239,8 +276,10 @@ class StopAgreement:
             is_open = self._number and len(self._done) < self._pod.host.count
             if is_open or self._kind == STOP or not (self._is_stop_asked or self._requests.save_is_asked):
                 return
-            self._number, self._kind = self._number + 1, STOP if self._is_stop_asked else SAVE
-            self._held, self._done = {}, set()
+            self._number += 1
+            self._kind = STOP if self._is_stop_asked else SAVE
+            self._held = {}
+            self._done = set()
             message = {"kind": "hold", "number": self._number, "action": self._kind}
         self._pod.tell_all(message)
 
@@ -272,3 +311,6 @@ class StopAgreement:
         self._requests.decide(message["number"], message["tick"])
         with self._lock:
             self._open_number = message["number"]
+
+    def _on_preempted(self, index, message):
+        self._requests.note_preemption()

@@ -1,4 +1,4 @@
-"""Which hosts a run has, and which of them this machine is. A pod is a TPU with several hosts.
+"""Which hosts a run has, which of them this machine is, and that they are alike. A pod is a TPU with several hosts.
 
 On a TPU the hosts follow from its type, and from $TPU_WORKER_HOSTNAMES and $TPU_WORKER_ID or the metadata server. These
 variables come first, for tests and for machines that know better:
@@ -7,17 +7,24 @@ variables come first, for tests and for machines that know better:
     NANOCHAT_HOST_NAME    its name in messages; default: that of the machine
     NANOCHAT_POD_PORT     the port of the first host at which the others join it; default: 7690
 """
+import hashlib
 import http.client
+import importlib.metadata
+import json
 import os
+import platform
 import re
 import socket
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 
 from nanochat.common import BadInput
 from nanochat.device import tpu
 
 PORT = 7690
+PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "numpy")
+VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS", "TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # which make other programs
 
 
 @dataclass(frozen=True)
@@ -115,3 +122,51 @@ def metadata(key, timeout_s=5):
             return answer.read().strip().decode(errors="replace")
     except (OSError, http.client.HTTPException):  # URLError is an OSError
         return ""
+
+
+# -----------------------------------------------------------------------------
+# Alike
+
+
+def describe(flags, device_type):
+    """Returns what must be the same on all hosts before a run begins, {name: JSON value}."""
+    about = {"device type": device_type, "code": code_version(Path(__file__).resolve().parents[2]),
+             "Python": platform.python_version()}
+    for package in PACKAGES:
+        about[package] = _version(package)
+    for name in VARIABLES:
+        about[f"${name}"] = os.environ.get(name, "")
+    for name, value in flags.as_dict().items():
+        about[f"--{name}"] = json.loads(json.dumps(value))  # as the other hosts get it: a tuple becomes a list
+    return about
+
+
+def code_version(root):
+    """Returns a few digits that are others if a line of the program in the folder `root` is another."""
+    digest = hashlib.sha256()
+    for path in sorted([*root.glob("nanochat/**/*.py"), *root.glob("scripts/**/*.py")]):
+        digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def require_alike(names, found, advice):
+    """Raises BadInput if hosts differ, with what differs and both values. names: of the hosts; found: what each says,
+    {name: value}."""
+    first = found[0]
+    for name, other in zip(names[1:], found[1:], strict=True):
+        differences = [f"{key} is {_show(first.get(key))} on {names[0]} and {_show(other.get(key))} on {name}"
+                       for key in first | other if first.get(key) != other.get(key)]
+        if differences:
+            more = f" (and {len(differences) - 4} more)" if len(differences) > 4 else ""
+            raise BadInput(f"the hosts differ: {'; '.join(differences[:4])}{more}: {advice}")
+
+
+def _show(value):
+    return "not given" if value in (None, "") else value

@@ -18,17 +18,17 @@ from nanochat.device.ranks import (
     prepare_libtpu,
     prepare_xla_environment,
 )
-from nanochat.run.agreement import StopAgreement, describe, require_alike, serve_lanes
-from nanochat.run.hosts import this_host
+from nanochat.run.agreement import HostAgreement, Requests
+from nanochat.run.hosts import describe, require_alike, this_host
 from nanochat.run.pod import PodError, membership
 from nanochat.run.processes import begin_as_rank, exclusive_use, run_as_ranks
 from nanochat.run.stopping import (
     EXIT_STATUS,
-    Requests,
     stop_on_preemption_notice,
     stop_on_signal_to_rank,
     stop_on_signals,
 )
+from nanochat.run.transfer import serve_lanes
 from nanochat.run.watchdog import Heartbeats, watching
 from nanochat.train.prepare import prepare, run_directory
 from nanochat.train.trainer import Trainer
@@ -78,7 +78,7 @@ def train_on_pod(run, pod, requests):
     """Trains on this host as one of several. Returns the exit status, which is the same on all."""
     if pod.is_first:
         serve_lanes(pod, run.directory)
-    StopAgreement(pod, requests, num_ranks=run.plan.world_size // pod.host.count)
+    HostAgreement(pod, requests, num_ranks=run.plan.world_size // pod.host.count)
     reports = []
 
     def report(line):

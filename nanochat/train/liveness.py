@@ -1,7 +1,7 @@
 """A rank's contact with the processes around it: it says that it is alive, and learns when all ranks stop or save."""
 import statistics
 
-from nanochat.run.stopping import SAVE, Requests
+from nanochat.run.agreement import SAVE, RankAgreement, Requests
 from nanochat.run.watchdog import Heartbeats, limit_s
 
 COMPILING_STEPS = 3  # first steps of a process, which may compile
@@ -10,17 +10,19 @@ COMPILING_STEPS = 3  # first steps of a process, which may compile
 class Liveness:
     def __init__(self, run, dist, first_step):
         """run: a Run; first_step: the step with which this process begins."""
-        self._rank, self._flags = dist.rank, run.flags.record
+        self._rank = dist.rank
+        self._flags = run.flags.record
         # A step whose batch has another shape than the last one waits for the loader to begin anew.
         self._slow_steps = {*range(first_step, first_step + COMPILING_STEPS), *run.plan.switches}
         self._heartbeats = Heartbeats(run.heartbeats_file)
-        self._requests = Requests(run.requests_file, dist.rank, dist.world_size, spans_hosts=dist.hosts > 1)
+        self._requests = Requests(run.requests_file)
+        self._agreement = RankAgreement(self._requests, dist.rank, dist.world_size, spans_hosts=dist.hosts > 1)
         self._step_seconds = []  # of the last steps, on average over each console line
 
     @property
     def is_stopping(self):
         """Whether all ranks have agreed to stop."""
-        return self._requests.is_stopping
+        return self._agreement.is_stopping
 
     @property
     def is_preempted(self):
@@ -40,7 +42,7 @@ class Liveness:
         """Returns whether all ranks save now; whether they stop is in is_stopping. Every rank calls it at the same
         points of its program. wants_save: rank 0's wish."""
         self.beat(phase, step)
-        return self._requests.agreed_action(wants_save) == SAVE
+        return self._agreement.agreed_action(wants_save) == SAVE
 
     def note_step_seconds(self, seconds):
         self._step_seconds = [*self._step_seconds, seconds][-100:]
@@ -48,7 +50,7 @@ class Liveness:
     def finish(self, step):
         """Says that this rank runs no further step."""
         self.beat("end", step)
-        self._requests.finish()
+        self._agreement.finish()
 
     def begin_to_wait_for_mirror(self):
         """Says that nothing is lost if the run ends from now on. Returns asked_from_now_on()."""
@@ -58,5 +60,6 @@ class Liveness:
     def asked_from_now_on(self):
         """Returns a function that says whether a stop was asked for after this call. On a machine that is about to end
         it was not: the system's SIGTERM is no reason to stop saving or copying before the machine does."""
-        requests, times_asked = self._requests, self._requests.times_asked
+        requests = self._requests
+        times_asked = requests.times_asked
         return lambda: requests.times_asked > times_asked and not requests.is_preempted

@@ -17,10 +17,11 @@ from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.mirror import STATE_FILE, Mirror, MirrorError, MirrorState, Patience, run_mirror
 from nanochat.common import BadInput, get_base_dir
 from nanochat.record.observe import parse_profile_steps
-from nanochat.run.agreement import agree_on_checkpoint, require_alike
+from nanochat.run.agreement import Requests
+from nanochat.run.hosts import require_alike
 from nanochat.run.pod import Link
 from nanochat.run.processes import expected_world_size
-from nanochat.run.stopping import Requests
+from nanochat.run.transfer import agree_on_checkpoint
 from nanochat.run.watchdog import Heartbeats
 from nanochat.train.task import Task
 
@@ -152,10 +153,13 @@ def what_is_trained(task):
 def resumed_checkpoint(directory, mirror, pod=None):
     """Returns the path of the checkpoint from which the run goes on, or None, and whether the run had come to its end
     with it."""
-    def find():
-        return newest_checkpoint(directory, mirror), (directory / FINISHED_FILE).exists()
-
-    return agree_on_checkpoint(pod, directory, find) if pod else find()
+    path = None
+    is_finished = (directory / FINISHED_FILE).exists()
+    if pod is None or pod.is_first:
+        path = newest_checkpoint(directory, mirror)
+    if pod is None:
+        return path, is_finished
+    return agree_on_checkpoint(pod, directory, path, is_finished)
 
 
 def reach(mirror, directory):

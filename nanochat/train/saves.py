@@ -6,7 +6,7 @@ from nanochat.checkpoint.mirror import Uploader
 from nanochat.checkpoint.pieces import Layout
 from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
 from nanochat.device.collectives import thread_barrier
-from nanochat.run.agreement import send_lanes
+from nanochat.run.transfer import send_lanes
 
 
 class Saves:

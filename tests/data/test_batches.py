@@ -7,7 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat.checkpoint.format import list_checkpoints
-from nanochat.run.stopping import EXIT_STATUS, Requests
+from nanochat.run.agreement import Requests
+from nanochat.run.stopping import EXIT_STATUS
 from nanochat.train.prepare import REQUESTS_FILE
 from tests.conftest import last_of_each
 from tests.data import hash_batches

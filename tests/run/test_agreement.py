@@ -1,5 +1,6 @@
 """What hosts agree on: that they are alike, the checkpoint to resume, and the tick at which all ranks stop or save."""
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,35 +9,36 @@ from nanochat.checkpoint import format
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.checkpoint.saver import save_checkpoint, save_lane_states
 from nanochat.common import BadInput
-from nanochat.run import agreement
-from nanochat.run.agreement import StopAgreement, agree_on_checkpoint, require_alike, send_lanes, serve_lanes
+from nanochat.run import transfer
+from nanochat.run.agreement import SAVE, STOP, HostAgreement, RankAgreement, Requests
+from nanochat.run.hosts import code_version, describe, require_alike
 from nanochat.run.pod import PodError
-from nanochat.run.stopping import SAVE, STOP, Requests
+from nanochat.run.transfer import agree_on_checkpoint, send_lanes, serve_lanes
 from nanochat.train.flags import Flags
 from tests.checkpoint.states import make_meta, make_state, save
 from tests.run.pods import joined_pods, on_all, wait_for_gradients
 
 
 def test_hosts_that_differ_are_refused_with_both_values():
-    same = agreement.describe(Flags(), "xla")
+    same = describe(Flags(), "xla")
     require_alike(["w0", "w1"], [same, dict(same)], "advice")
-    other = agreement.describe(Flags().replace(depth=4, data_dir="/data"), "xla") | {"torch": "1.0"}
+    other = describe(Flags().replace(depth=4, data_dir="/data"), "xla") | {"torch": "1.0"}
     with pytest.raises(BadInput) as error:
         require_alike(["w0", "w1", "w2"], [same, same, other], "start the same command")
     assert str(error.value) == (f"the hosts differ: torch is {same['torch']} on w0 and 1.0 on w2; --data_dir is not "
                                 "given on w0 and /data on w2; --depth is 16 on w0 and 4 on w2: start the same command")
 
 
-def test_another_line_of_code_is_another_version(tmp_path, monkeypatch):
-    own = agreement.code_version()
-    assert own == agreement.code_version() and len(own) == 12
+def test_another_line_of_code_is_another_version(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    own = code_version(root)
+    assert own == code_version(root) and len(own) == 12
     for folder in ("nanochat/run", "scripts"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "nanochat/run/a.py").write_text("x = 1\n")
-    monkeypatch.setattr(agreement, "__file__", str(tmp_path / "nanochat/run/agreement.py"))
-    first = agreement.code_version()
+    first = code_version(tmp_path)
     (tmp_path / "nanochat/run/a.py").write_text("x = 2\n")
-    assert len({own, first, agreement.code_version()}) == 3
+    assert len({own, first, code_version(tmp_path)}) == 3
 
 
 # -----------------------------------------------------------------------------
@@ -44,19 +46,19 @@ def test_another_line_of_code_is_another_version(tmp_path, monkeypatch):
 
 
 def run_ranks_of_hosts(pods, tmp_path, program, ranks=2):
-    """Runs program(global rank, its Requests, those of its host's parent) for `ranks` ranks of each host. Returns
+    """Runs program(global rank, its RankAgreement, the Requests of its host) for `ranks` ranks of each host. Returns
     {rank: result}."""
     parents = []
     for pod in pods:
         parents.append(Requests(tmp_path / f"requests_{pod.host.index}", create=True))
-    agreements = on_all(pods, lambda pod: StopAgreement(pod, parents[pod.host.index], ranks))
-    assert all(isinstance(found, StopAgreement) for found in agreements)
+    agreements = on_all(pods, lambda pod: HostAgreement(pod, parents[pod.host.index], ranks))
+    assert all(isinstance(found, HostAgreement) for found in agreements)
     numbers = list(range(ranks * len(pods)))
 
     def run(number):
         index = number // ranks
-        requests = Requests(tmp_path / f"requests_{index}", number, len(numbers), spans_hosts=True)
-        return program(number, requests, parents[index])
+        agreement = RankAgreement(Requests(tmp_path / f"requests_{index}"), number, len(numbers), spans_hosts=True)
+        return program(number, agreement, parents[index])
 
     results = on_all(numbers, run)
     for found in results:
@@ -70,16 +72,16 @@ def test_ranks_of_all_hosts_save_and_stop_at_the_same_ticks(tmp_path, stopped):
     """Nothing synchronises the ranks, so one may be hundreds of ticks ahead of another. A stop is asked for on the
     first host or on the last, while saves are."""
     with joined_pods(3) as pods:
-        def program(rank, requests, parent):
+        def program(rank, agreement, parent):
             random, done, wants_save = np.random.default_rng(rank), [], False
             for tick in range(100_000):
                 if rank == stopped and tick == 300:
                     parent.ask_to_stop()
                 wants_save |= random.random() < 0.05
-                if kind := requests.agreed_action(wants_save):
+                if kind := agreement.agreed_action(wants_save):
                     done.append((tick, kind))
                     wants_save = False
-                if requests.is_stopping:
+                if agreement.is_stopping:
                     return done
                 time.sleep(random.uniform(0, 0.0005) * (rank + 1))
 
@@ -93,10 +95,10 @@ def test_ranks_that_wait_for_gradients_of_other_hosts_still_agree(tmp_path):
     with joined_pods(2) as pods:
         ticks = [0] * 4
 
-        def program(rank, requests, parent):
+        def program(rank, agreement, parent):
             random = np.random.default_rng(rank)
             for tick in range(1, 100_000):
-                kind = requests.agreed_action(wants_save=random.random() < 0.5)
+                kind = agreement.agreed_action(wants_save=random.random() < 0.5)
                 if kind == STOP:
                     return tick
                 wait_for_gradients(ticks, rank, tick, ahead=2, together=3)
@@ -110,24 +112,24 @@ def test_ranks_that_wait_for_gradients_of_other_hosts_still_agree(tmp_path):
 
 def test_a_stop_before_the_first_tick_stops_at_it_and_one_after_the_last_has_no_effect(tmp_path):
     with joined_pods(2) as pods:
-        def early(rank, requests, parent):
+        def early(rank, agreement, parent):
             parent.ask_to_stop()
             time.sleep(0.5 * (rank % 2))
-            while not requests.agreed_action():
+            while not agreement.agreed_action():
                 time.sleep(0.01)
-            return requests._tick
+            return agreement._tick
 
         assert len(set(run_ranks_of_hosts(pods, tmp_path, early).values())) == 1
     with joined_pods(2) as pods:
-        def late(rank, requests, parent):
-            kinds = [requests.agreed_action() for _ in range(5)]
+        def late(rank, agreement, parent):
+            kinds = [agreement.agreed_action() for _ in range(5)]
             if rank == 1:  # it has no further tick, but the others have
-                requests.finish()
+                agreement.finish()
                 parent.ask_to_stop()
             else:
                 time.sleep(0.5)
-                kinds += [requests.agreed_action()]
-            requests.finish()
+                kinds += [agreement.agreed_action()]
+            agreement.finish()
             return kinds
 
         assert not any(map(any, run_ranks_of_hosts(pods, tmp_path, late).values()))
@@ -147,11 +149,8 @@ def hosts(tmp_path):
 
 
 def agree(pods, hosts):
-    def find(directory):
-        return format.latest_good(directory), {"is": "finished"}
-
-    return on_all(pods, lambda pod: agree_on_checkpoint(
-        pod, hosts[pod.host.index], lambda: find(hosts[pod.host.index]), report=lambda *_, **__: None))
+    newest = format.latest_good(hosts[0])
+    return on_all(pods, lambda pod: agree_on_checkpoint(pod, hosts[pod.host.index], newest, {"is": "finished"}))
 
 
 def test_a_host_without_the_checkpoint_or_with_a_damaged_or_newer_one_gets_that_of_the_first(hosts):
@@ -183,7 +182,7 @@ def test_a_run_whose_first_host_has_lost_its_checkpoints_is_refused(hosts):
 def test_a_checkpoint_that_is_damaged_on_its_way_or_finds_no_room_is_refused(hosts, monkeypatch):
     save(hosts[0], 100)
     with joined_pods(3) as pods:
-        receive, full = agreement._receive_checkpoint, OSError(28, "No space left on device")
+        receive, full = transfer._receive_checkpoint, OSError(28, "No space left on device")
 
         def damage(pod, partial):
             receive(pod, partial)
@@ -191,7 +190,7 @@ def test_a_checkpoint_that_is_damaged_on_its_way_or_finds_no_room_is_refused(hos
                 raise full
             (partial / "model.safetensors").write_bytes(b"damaged")
 
-        monkeypatch.setattr(agreement, "_receive_checkpoint", damage)
+        monkeypatch.setattr(transfer, "_receive_checkpoint", damage)
         found = agree(pods, hosts)
     assert found[0][0].name == "step_000100"
     assert isinstance(found[1], PodError) and "model.safetensors does not match its checksum" in str(found[1])

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from nanochat.checkpoint.meta import load_meta
-from nanochat.run import stopping
-from nanochat.run.stopping import EXIT_STATUS, SAVE, STOP, Requests, stop_on_preemption_notice
+from nanochat.run.agreement import SAVE, STOP, RankAgreement, Requests
+from nanochat.run.stopping import EXIT_STATUS, stop_on_preemption_notice
 from nanochat.run.watchdog import Heartbeats
 from nanochat.train.flags import Flags
 from nanochat.train.liveness import Liveness
@@ -27,11 +27,11 @@ TIMEOUT_S = 240
 
 
 def run_ranks(path, program, ranks=8):
-    """Runs program(rank, requests) in a thread for each rank, and returns {rank: its result}."""
+    """Runs program(rank, its RankAgreement) in a thread for each rank, and returns {rank: its result}."""
     results = {}
 
     def run(rank):
-        results[rank] = program(rank, Requests(path, rank, ranks))
+        results[rank] = program(rank, RankAgreement(Requests(path), rank, ranks))
 
     threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in range(ranks)]
     for thread in threads:
@@ -47,14 +47,14 @@ def test_ranks_that_run_at_their_own_pace_save_and_stop_at_the_same_ticks(tmp_pa
     path = tmp_path / "requests"
     parent = Requests(path, create=True)
 
-    def program(rank, requests):
+    def program(rank, agreement):
         random, done = np.random.default_rng(rank), []
         for tick in range(100_000):
             if rank == 3 and tick == 300:
                 parent.ask_to_stop()
-            if kind := requests.agreed_action(wants_save=random.random() < 0.02):
+            if kind := agreement.agreed_action(wants_save=random.random() < 0.02):
                 done.append((tick, kind))
-            if requests.is_stopping:
+            if agreement.is_stopping:
                 return done
             time.sleep(random.uniform(0, 0.0005) * (rank + 1))
 
@@ -70,10 +70,10 @@ def test_ranks_that_wait_for_each_others_gradients_do_not_wait_for_each_others_a
     parent = Requests(path, create=True)
     ticks = [0] * 4
 
-    def program(rank, requests):
+    def program(rank, agreement):
         random = np.random.default_rng(rank)
         for tick in range(1, 100_000):
-            kind = requests.agreed_action(wants_save=random.random() < 0.1)
+            kind = agreement.agreed_action(wants_save=random.random() < 0.1)
             if kind == STOP:
                 return tick
             wait_for_gradients(ticks, rank, tick, ahead=4, together=5)
@@ -88,33 +88,32 @@ def test_a_stop_that_is_asked_for_after_the_last_tick_of_one_rank_has_no_effect(
     path = tmp_path / "requests"
     parent = Requests(path, create=True)
 
-    def program(rank, requests):
-        kinds = [requests.agreed_action() for _ in range(5)]
+    def program(rank, agreement):
+        kinds = [agreement.agreed_action() for _ in range(5)]
         if rank == 1:  # it has no further tick, but the others have
-            requests.finish()
+            agreement.finish()
             parent.ask_to_stop()
         else:
             time.sleep(0.2)
-            kinds += [requests.agreed_action()]
-        requests.finish()
+            kinds += [agreement.agreed_action()]
+        agreement.finish()
         return kinds
 
     assert all(not any(kinds) for kinds in run_ranks(path, program, ranks=3).values())
 
 
-def test_a_rank_that_does_not_answer_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(stopping, "AGREE_TIMEOUT_S", 0.1)
+def test_a_rank_that_does_not_answer_is_named(tmp_path):
     Requests(tmp_path / "requests", create=True).ask_to_stop()
     with pytest.raises(TimeoutError, match=r"ranks \[1, 2\]"):
-        requests = Requests(tmp_path / "requests", 0, 3)
-        requests.agreed_action()
-        requests.agreed_action()
+        agreement = RankAgreement(Requests(tmp_path / "requests"), 0, 3, timeout_s=0.1)
+        agreement.agreed_action()
+        agreement.agreed_action()
 
 
 @pytest.mark.parametrize("key, answers", [
     ("preempted", ["FALSE", "FALSE", "TRUE"]),
     ("maintenance-event", ["NONE", "MIGRATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE"])])
-def test_a_notice_of_the_metadata_server_asks_for_a_stop(tmp_path, monkeypatch, key, answers):
+def test_a_notice_of_the_metadata_server_asks_for_a_stop(tmp_path, monkeypatch, capsys, key, answers):
     class Metadata(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             is_right = self.path.startswith("/computeMetadata/v1/instance/") and \
@@ -129,12 +128,17 @@ def test_a_notice_of_the_metadata_server_asks_for_a_stop(tmp_path, monkeypatch, 
     with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
-        requests, told = Requests(tmp_path / "requests", 0, 1, create=True), threading.Event()
-        stop_on_preemption_notice(requests, report=lambda message: told.set(), poll_s=0.01)
-        assert told.wait(30) and not answers
+        requests = Requests(tmp_path / "requests", create=True)
+        stop_on_preemption_notice(requests, poll_s=0.01)
+        deadline = time.monotonic() + 30
+        while not requests.times_asked:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not answers and f"about to end (instance/{key} is T" in capsys.readouterr().out
         server.shutdown()
+    agreement = RankAgreement(requests, 0, 1)
     deadline = time.monotonic() + 30
-    while requests.agreed_action() != STOP:
+    while agreement.agreed_action() != STOP:
         assert time.monotonic() < deadline, "the request has no effect"
         time.sleep(0.01)
     assert requests.is_preempted  # so the time until another VM goes on is lost
@@ -145,7 +149,8 @@ def test_child_processes_leave_signals_to_the_process_group_to_their_parent(tmp_
 import signal, sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from nanochat.run.stopping import Requests, stop_on_signals
+from nanochat.run.agreement import Requests
+from nanochat.run.stopping import stop_on_signals
 stop_on_signals(Requests(sys.argv[1], create=True))
 with ProcessPoolExecutor(1, get_context("spawn")) as executor:
     blocked = executor.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()

@@ -1,0 +1,145 @@
+"""What goes between the disks of a run's hosts, of which the first has the run's checkpoints: the checkpoint to resume
+from, to the other hosts, and the positions in the data that a new checkpoint holds, from them.
+"""
+import hashlib
+import time
+from functools import partial
+from pathlib import Path
+
+from nanochat.checkpoint.format import (
+    SUMS,
+    Kept,
+    find_problem,
+    latest,
+    prune,
+    read_sums,
+    set_aside,
+    set_aside_after,
+    step_of,
+    sync_to_disk,
+)
+from nanochat.checkpoint.saver import save_lane_states
+from nanochat.common import BadInput, is_disk_full
+from nanochat.run import wire
+from nanochat.run.pod import REQUEST_TIMEOUT_S, PodError
+
+# -----------------------------------------------------------------------------
+# The checkpoint to resume from
+
+
+def agree_on_checkpoint(pod, directory, path, note):
+    """Returns the path of the checkpoint that all hosts resume from, here, or None, and the first host's note.
+
+    path, note: of the first host, its newest checkpoint, or None, and a JSON value. Hosts that do not have that
+    checkpoint get it from the first. Raises BadInput if only another host has one.
+    """
+    if not pod.is_first:
+        newest = latest(directory)
+        found = {"name": newest.name} if newest else {}
+    elif path:
+        found = {"name": path.name, "sums": _digest(path / SUMS), "note": note}
+        pod.serves["checkpoint"] = partial(_serve_checkpoint, path)
+    else:
+        found = {}
+    chosen, *others = pod.gather("which checkpoint they have", found)
+    if not chosen:
+        _require_none(pod, directory, others)
+        return None, None
+    if not pod.is_first:
+        path = obtain(pod, directory, chosen["name"], chosen["sums"])
+    return path, chosen["note"]
+
+
+def _require_none(pod, directory, others):
+    for name, other in zip(pod.names[1:], others, strict=True):
+        if other:
+            raise BadInput(f"host {name} has {other['name']} of this run, and host {pod.names[0]}, whose disk counts, "
+                           f"has no checkpoint: copy the folder {directory} there, or start over with --resume=never")
+
+
+def _digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def obtain(pod, directory, name, sums):
+    """Returns the path of the checkpoint `name` whose SHA256SUMS has the hash `sums`, on this host's disk. Gets it from
+    the first host if it is not there or damaged, and keeps no other."""
+    path = directory / name
+    is_here = (path / SUMS).is_file() and _digest(path / SUMS) == sums and find_problem(path) is None
+    if not is_here:
+        if path.is_dir():
+            set_aside(path)
+        _get_checkpoint(pod, path, sums)
+    set_aside_after(directory, step_of(path))
+    prune(directory, step_of(path), Kept(1))
+    return path
+
+
+def _get_checkpoint(pod, path, sums):
+    started = time.monotonic()
+    partial_path = path.with_suffix(".tmp")
+    partial_path.mkdir(parents=True)
+    try:
+        _receive_checkpoint(pod, partial_path)
+        problem = find_problem(partial_path)
+        if _digest(partial_path / SUMS) != sums:
+            problem = "its SHA256SUMS is another"
+    except OSError as error:
+        if is_disk_full(error):
+            raise BadInput(f"the disk is full: {path.parent} has no room for {path.name}: free some space") from None
+        problem = str(error)
+    except (EOFError, ValueError) as error:
+        problem = str(error)
+    if problem:
+        raise PodError(f"{path.name} was not received whole from host {pod.names[0]}: {problem}", 1)
+    sync_to_disk(partial_path)
+    partial_path.rename(path)
+    sync_to_disk(path.parent)
+    print(f"received {path.name} from host {pod.names[0]} in {time.monotonic() - started:.1f} s", flush=True)
+
+
+def _receive_checkpoint(pod, folder):
+    with pod.link.request(kind="checkpoint") as connection:
+        for name in wire.receive(connection)["files"]:
+            wire.receive_file(connection, folder / Path(name).name)
+
+
+def _serve_checkpoint(path, connection, message):
+    connection.settimeout(REQUEST_TIMEOUT_S)
+    names = [*read_sums(path), SUMS]
+    wire.send(connection, {"files": names})
+    for name in names:
+        wire.send_file(connection, path / name)
+
+
+# -----------------------------------------------------------------------------
+# The positions in the data that a checkpoint holds
+
+
+def serve_lanes(pod, directory):
+    """Makes the first host write what the other hosts' ranks send with send_lanes to its disk, where rank 0 waits for
+    it."""
+    pod.serves["lanes"] = partial(_serve_lanes, directory)
+
+
+def _serve_lanes(directory, connection, message):
+    answer = {}
+    try:
+        save_lane_states(directory, message["step"], message["lanes"])
+    except OSError as error:
+        answer = {"error": str(error)}
+    wire.send(connection, answer)
+
+
+def send_lanes(link, step, lane_states):
+    """Adds the states of this rank's lanes, {lane: JSON value}, to the checkpoint of `step` that rank 0 saves, from
+    another host than rank 0's. link: a Link. Raises OSError."""
+    if not lane_states:
+        return
+    try:
+        with link.request(kind="lanes", step=step, lanes=lane_states) as connection:
+            problem = wire.receive(connection).get("error")
+    except EOFError as error:
+        problem = str(error)
+    if problem:
+        raise OSError(f"the first host, {link.host.addresses[0]}, has not taken the lanes of step {step}: {problem}")
