@@ -9,8 +9,7 @@ value embeddings with gates of their own, which the model here does not have.
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nanochat.checkpoint.format import list_checkpoints
-from nanochat.checkpoint.meta import Meta
+from nanochat.checkpoint.format import Meta, list_checkpoints
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir, run_script
 from nanochat.data.tokenizer import check_tokenizer, load_tokenizer

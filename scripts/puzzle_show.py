@@ -11,8 +11,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 import torch
 
-from nanochat.checkpoint.format import OPTIMIZER, find_checkpoint, find_problem
-from nanochat.checkpoint.meta import META, load_meta, read_config
+from nanochat.checkpoint.format import META, OPTIMIZER, find_checkpoint, find_problem, load_meta, read_config
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, run_script
 from nanochat.device.ranks import Dist

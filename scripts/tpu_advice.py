@@ -9,8 +9,7 @@ import json
 import math
 from dataclasses import dataclass
 
-from nanochat.checkpoint.format import list_checkpoints
-from nanochat.checkpoint.meta import META, Meta
+from nanochat.checkpoint.format import META, Meta, list_checkpoints
 from nanochat.common import ArgumentParser, run_script
 from nanochat.record.history import read_run
 from nanochat.record.metrics import format_duration

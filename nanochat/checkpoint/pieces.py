@@ -20,8 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from nanochat.checkpoint.format import LANES, MODEL, OPTIMIZER, index_of, sync_to_disk, tensor_files
-from nanochat.checkpoint.meta import Meta, load_meta
+from nanochat.checkpoint.format import LANES, MODEL, OPTIMIZER, Meta, index_of, load_meta, sync_to_disk, tensor_files
 
 PIECE_BYTES = 4 * 10**9  # a file is larger only if one tensor is
 WRITING_THREADS = 2  # files that a rank writes at the same time

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from nanochat.checkpoint.format import (
     LANES,
+    META,
     SUMS,
     Kept,
     bytes_in,
@@ -31,7 +32,6 @@ from nanochat.checkpoint.format import (
     sha256_of_files,
     sync_to_disk,
 )
-from nanochat.checkpoint.meta import META
 from nanochat.checkpoint.pieces import Layout, remove_files, sizes_of, write_files
 from nanochat.common import Failure, is_disk_full
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 
 import torch
 
-from nanochat.checkpoint.meta import require_match, require_same_flags
+from nanochat.checkpoint.format import require_match, require_same_flags
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.device.mesh import Mesh

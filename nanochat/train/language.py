@@ -6,8 +6,7 @@ from functools import partial
 
 import torch
 
-from nanochat.checkpoint.format import latest
-from nanochat.checkpoint.meta import load_meta, read_config, require_match, require_same_flags
+from nanochat.checkpoint.format import latest, load_meta, read_config, require_match, require_same_flags
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.data.bucket import check_cache

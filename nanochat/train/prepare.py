@@ -10,10 +10,10 @@ from nanochat.checkpoint.format import (
     check_disk_space,
     clean_partial,
     latest_good,
+    load_meta,
     set_aside_after,
     step_of,
 )
-from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.mirror import STATE_FILE, Mirror, MirrorError, MirrorState, Patience, run_mirror
 from nanochat.common import BadInput, get_base_dir
 from nanochat.record.observe import parse_profile_steps

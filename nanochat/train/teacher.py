@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.checkpoint.format import MODEL, find_checkpoint, find_problem
-from nanochat.checkpoint.meta import load_meta, read_config
+from nanochat.checkpoint.format import MODEL, find_checkpoint, find_problem, load_meta, read_config
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput
 from nanochat.kernels.choose import get_kernels

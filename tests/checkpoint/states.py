@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanochat.checkpoint import format
-from nanochat.checkpoint.meta import Meta
+from nanochat.checkpoint.format import Meta
 from nanochat.checkpoint.saver import SaveOptions, save_checkpoint, save_lane_states
 
 

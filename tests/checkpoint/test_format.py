@@ -3,7 +3,7 @@
 import pytest
 
 from nanochat.checkpoint import format
-from nanochat.checkpoint.meta import META
+from nanochat.checkpoint.format import META
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from tests.checkpoint.states import DAMAGES, damage, flip_a_byte, make_state, names, save

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nanochat.checkpoint.meta import (
+from nanochat.checkpoint.format import (
     FORMAT,
     META,
     Meta,

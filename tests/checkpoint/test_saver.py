@@ -7,7 +7,7 @@ import torch
 
 from nanochat.checkpoint import format, pieces
 from nanochat.checkpoint import saver as saver_module
-from nanochat.checkpoint.meta import META
+from nanochat.checkpoint.format import META
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
 from nanochat.common import Failure

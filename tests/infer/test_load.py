@@ -6,8 +6,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nanochat.checkpoint.format import find_checkpoint, find_problem
-from nanochat.checkpoint.meta import META
+from nanochat.checkpoint.format import META, find_checkpoint, find_problem
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nanochat.checkpoint.meta import load_meta
+from nanochat.checkpoint.format import load_meta
 from nanochat.run.agreement import SAVE, STOP, RankAgreement, Requests
 from nanochat.run.stopping import EXIT_STATUS, stop_on_preemption_notice
 from nanochat.run.watchdog import Heartbeats
