@@ -244,7 +244,7 @@ class HostAgreement:
         threading.Thread(target=self._work, name="agreement", daemon=True).start()
 
     def _work(self):
-        while self._pod.trouble() is None:
+        while self._pod.failure is None:
             self._tell_of_stops()
             self._tell_when_done()
             if self._pod.is_first:

@@ -15,12 +15,10 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from nanochat.checkpoint.mirror import MirrorError
 from nanochat.common import BadInput, Outage
 from nanochat.run import wire
-from nanochat.run.hosts import Host
 from nanochat.run.stopping import EXIT_STATUS
 
 JOIN_TIMEOUT_S = 300  # for all hosts to be there
@@ -29,7 +27,6 @@ END_TIMEOUT_S = 7200  # for the first host, which saves and waits for its mirror
 LAST_WORDS_S = 300  # for the others, whose ranks are done before
 BEAT_S, LOST_S = 1, 20  # how often each host says that it is there; after which silence it counts as lost
 GRACE_S = 30  # from the run's failure to the end of this process, whatever it does
-REQUEST_TIMEOUT_S = 60
 RETRY_S = 0.5
 
 
@@ -41,45 +38,28 @@ class PodError(Exception):
         self.status = status
 
 
-@dataclass(frozen=True)
-class Link:
-    """What a process of any host needs to send requests to the first host. Ranks get it, too."""
-    host: Host
-    token: str
-
-    @contextmanager
-    def request(self, **message):
-        """Connects to the first host for the block, and sends the message."""
-        with _connect(self.host) as connection:
-            wire.send(connection, {**message, "token": self.token})
-            yield connection
-
-
-class Member:
-    """The connection to another host."""
-
-    def __init__(self, connection):
-        self.connection = connection
-        self._lock = threading.Lock()  # messages of several threads must not mix
-
-    def send(self, message):
-        with self._lock:
-            wire.send(self.connection, message)
-
-
 class Pod:
     """This host's end of the channel."""
 
-    def __init__(self, host, report=lambda line: print(line, flush=True)):
-        self.host, self.names, self.link, self.failure = host, [], None, None
-        self.handlers = {"beat": lambda index, message: None, "value": self._on_value, "values": self._on_values,
-                         "failed": self._on_failed, "ended": self._on_ended, "over": self._on_over}
+    def __init__(self, host):
+        self.host = host
+        self.names = []  # of all hosts, once they have joined
+        self.link = None  # for requests to the first host, once this one has joined
+        self.failure = None  # the PodError with which the run has to end here
+        self.handlers = {"value": self._on_value, "values": self._on_values, "failed": self._on_failed,
+                         "ended": self._on_ended, "over": self._on_over}  # kind -> function(index, message)
         self.serves = {}  # kind of request -> function(connection, message), on the first host
-        self._report, self._listener, self._token = report, None, secrets.token_hex(16)
-        self._members, self._hellos = {}, {}  # index -> Member, index -> what it said of itself
-        self._values, self._said = {}, {}
-        self._readers, self._ended, self._is_over, self._status = [], set(), False, None
-        self._changed = threading.Condition(threading.RLock())  # guards all these
+        self._listener = None
+        self._token = secrets.token_hex(16)
+        self._changed = threading.Condition(threading.RLock())  # guards all below, and says when they change
+        self._members = {}  # index -> Member
+        self._readers = []  # the threads that read from them
+        self._hellos = {}  # index -> what that host said of itself, on the first host
+        self._said = {}  # name -> {index: value}, see gather; on the first host
+        self._values = {}  # name -> the values of all hosts
+        self._ended = set()  # indices of the hosts that have come to their end, on the first host
+        self._status = None  # of the run, once it is over
+        self._is_over = False
 
     @property
     def is_first(self):
@@ -93,48 +73,57 @@ class Pod:
         Raises PodError if one does not come, and BadInput if the first host refuses this one.
         """
         if self.is_first:
-            self._listen()
-            with self._changed:
-                self._hellos[0] = {"about": about, "name": self.host.name}
-                self._wait(lambda: len(self._hellos) == self.host.count, JOIN_TIMEOUT_S, lambda: (
-                    "these hosts to join this one: " + ", ".join(
-                        address for index, address in enumerate(self.host.addresses) if index not in self._hellos)))
-                hellos = [self._hellos[index] for index in range(self.host.count)]
-            for index in self._members:
-                self.tell(index, {"hellos": hellos, "token": self._token})
+            hellos = self._wait_for_others(about)
         else:
             hellos = self._join_first(about)
         names = [hello["name"] for hello in hellos]
         self.names = [name if names.count(name) == 1 else f"{name} ({address})"
                       for name, address in zip(names, self.host.addresses, strict=True)]
-        self.link = Link(self.host, self._token)
+        self.link = wire.Link(self.host, self._token)
         self._readers = [self._start(self._read, index) for index in self._members]
         self._start(self._beat)
-        self._report(f"host {self.host.index} of {self.host.count}: {self.names[self.host.index]}, joined to "
-                     + ", ".join(name for index, name in enumerate(self.names) if index != self.host.index))
+        others = [name for index, name in enumerate(self.names) if index != self.host.index]
+        print(f"host {self.host.index} of {self.host.count}: {self.names[self.host.index]}, joined to "
+              f"{', '.join(others)}", flush=True)
         return [hello["about"] for hello in hellos]
 
+    # Joining, on the first host
+
+    def _wait_for_others(self, about):
+        """Returns what all hosts say of themselves, and tells it to the others."""
+        self._listen()
+        began = time.monotonic()
+        with self._changed:
+            self._hellos[0] = {"about": about, "name": self.host.name}
+            while len(self._hellos) < self.host.count:
+                missing = [address for index, address in enumerate(self.host.addresses) if index not in self._hellos]
+                self._wait(began, JOIN_TIMEOUT_S, f"these hosts to join this one: {', '.join(missing)}")
+            hellos = [self._hellos[index] for index in range(self.host.count)]
+        for index in self._members:
+            self.tell(index, {"hellos": hellos, "token": self._token})
+        return hellos
+
     def _listen(self):
-        address = self.host.addresses[0], self.host.port
+        first, port = self.host.addresses[0], self.host.port
         try:
             known = {socket.gethostbyname(address) for address in self.host.addresses}
-            self._listener = socket.create_server(address)
+            self._listener = socket.create_server((first, port))
         except OSError as error:
-            raise BadInput(f"the other hosts cannot join this one at {address[0]}:{address[1]} ({error.strerror}): end "
-                           "the run that uses it, or correct NANOCHAT_HOSTS or NANOCHAT_POD_PORT on all") from None
+            raise BadInput(f"the other hosts cannot join this one at {first}:{port} ({error.strerror}): end the run "
+                           "that uses it, or correct NANOCHAT_HOSTS or NANOCHAT_POD_PORT on all") from None
+        self._start(self._accept, known)
 
-        def accept():
-            while True:
-                try:
-                    connection, (peer, _) = self._listener.accept()
-                except OSError:  # closed
-                    return
-                if peer in known:
-                    self._start(self._serve, connection)
-                else:
-                    connection.close()
-
-        self._start(accept)
+    def _accept(self, known):
+        """Takes connections from the known addresses until the listener is closed."""
+        while True:
+            try:
+                connection, (peer, _) = self._listener.accept()
+            except OSError:  # closed
+                return
+            if peer in known:
+                self._start(self._serve, connection)
+            else:
+                connection.close()
 
     def _serve(self, connection):
         """Serves a new connection at the first host."""
@@ -156,31 +145,23 @@ class Pod:
             is_new = index in range(1, self.host.count) and index not in self._hellos
             if is_new and message.get("addresses") == list(self.host.addresses):
                 self._hellos[index] = {"about": message["about"], "name": str(message["name"])}
-                self._members[index] = Member(connection)
+                self._members[index] = wire.Member(connection)
                 self._changed.notify_all()
                 return
-        why = f"another process has joined as host {index} already" if index in self._hellos else \
-            f"it has other hosts ({', '.join(self.host.addresses)}) than host {index}"
+        if index in self._hellos:
+            why = f"another process has joined as host {index} already"
+        else:
+            why = f"it has other hosts ({', '.join(self.host.addresses)}) than host {index}"
         wire.send(connection, {"refused": f"the first host refuses this one: {why}: start the same command once on "
                                           "every host, with the same NANOCHAT_HOSTS"})
         connection.close()
 
+    # Joining, on the others
+
     def _join_first(self, about):
-        deadline, has_said = time.monotonic() + JOIN_TIMEOUT_S, False
+        """Returns what all hosts say of themselves, once they have joined the first."""
         first = f"{self.host.addresses[0]}:{self.host.port}"
-        while True:
-            try:
-                connection = _connect(self.host)
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise PodError(f"the first host has not been reached at {first} for {JOIN_TIMEOUT_S} s ({error}): "
-                                   "start the run there, too, and let hosts reach each other at this port",
-                                   1) from None
-            if not has_said:
-                self._report(f"waiting for the first host at {first}, for up to {JOIN_TIMEOUT_S} s")
-                has_said = True
-            time.sleep(RETRY_S)
+        connection = self._reach(first)
         wire.send(connection, {"kind": "join", "index": self.host.index, "name": self.host.name, "about": about,
                                "addresses": list(self.host.addresses)})
         connection.settimeout(JOIN_TIMEOUT_S + LOST_S)
@@ -194,8 +175,24 @@ class Pod:
             raise PodError(message["message"], message["status"])
         connection.settimeout(LOST_S)
         self._token = message["token"]
-        self._members[0] = Member(connection)
+        self._members[0] = wire.Member(connection)
         return message["hellos"]
+
+    def _reach(self, first):
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        has_said = False
+        while True:
+            try:
+                return wire.connect(self.host)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise PodError(f"the first host has not been reached at {first} for {JOIN_TIMEOUT_S} s ({error}): "
+                                   "start the run there, too, and let hosts reach each other at this port",
+                                   1) from None
+            if not has_said:
+                print(f"waiting for the first host at {first}, for up to {JOIN_TIMEOUT_S} s", flush=True)
+                has_said = True
+            time.sleep(RETRY_S)
 
     # Messages
 
@@ -219,9 +216,11 @@ class Pod:
         """Returns what each host has said by this call with the same name, a list. Raises PodError if the run has
         ended on another host."""
         self.tell(0, {"kind": "value", "name": name, "value": value})
+        began = time.monotonic()
         with self._changed:
-            self._wait(lambda: name in self._values, GATHER_TIMEOUT_S, lambda: self._missing(
-                self._said.get(name, {}), f"say {name}"))
+            while name not in self._values:
+                missing = self._missing(self._said.get(name, {}))
+                self._wait(began, GATHER_TIMEOUT_S, f"{missing} to say {name}")
             return self._values[name]
 
     def _on_value(self, index, message):
@@ -230,28 +229,29 @@ class Pod:
             said[index] = message["value"]
             is_whole = len(said) == self.host.count
         if is_whole:
-            self.tell_all({"kind": "values", "name": message["name"],
-                           "values": [said[index] for index in range(self.host.count)]})
+            values = [said[index] for index in range(self.host.count)]
+            self.tell_all({"kind": "values", "name": message["name"], "values": values})
 
     def _on_values(self, index, message):
         with self._changed:
             self._values[message["name"]] = message["values"]
             self._changed.notify_all()
 
-    def _missing(self, there, what):
-        names = [name for index, name in enumerate(self.names) if index not in there]
-        return f"{', '.join(names if self.is_first else self.names[:1])} to {what}"
+    def _missing(self, there):
+        """Returns the names of the hosts that this one waits for, if those with the indices `there` are there."""
+        if not self.is_first:
+            return self.names[0]
+        return ", ".join(name for index, name in enumerate(self.names) if index not in there)
 
-    def _wait(self, condition, timeout_s, what):
-        """Waits, holding self._changed, until condition() holds. what(): for what, in words."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            if self.failure:
-                raise self.failure
-            if time.monotonic() > deadline:
-                raise PodError(f"waited {timeout_s} s for {what()}: look at their logs, and start the run again on all "
-                               "hosts", 1)
-            self._changed.wait(1)
+    def _wait(self, began, timeout_s, what):
+        """Waits, holding self._changed, until something changes. what: for what, in words. Raises the run's failure,
+        and a PodError once `timeout_s` seconds have passed since `began`."""
+        if self.failure:
+            raise self.failure
+        if time.monotonic() > began + timeout_s:
+            raise PodError(f"waited {timeout_s} s for {what}: look at their logs, and start the run again on all hosts",
+                           1)
+        self._changed.wait(1)
 
     def _beat(self):
         while not self._is_over:
@@ -271,7 +271,8 @@ class Pod:
             except (OSError, EOFError, ValueError) as error:
                 what = f"has ended without a word ({error})"
                 break
-            self.handlers[message["kind"]](index, message)
+            if message["kind"] != "beat":
+                self.handlers[message["kind"]](index, message)
         if not self._is_over:
             self._fail(f"host {self.names[index]} {what}", 1)
         connection.close()
@@ -306,10 +307,6 @@ class Pod:
     def _on_failed(self, index, message):
         self._fail(message["message"], message["status"])
 
-    def trouble(self):
-        """Returns why the run has to end here, in a line, or None. Watchdogs ask (see watching)."""
-        return str(self.failure) if self.failure else None
-
     def end(self, status, reason=""):
         """Returns the exit status of the run, which is the same on all hosts, once all have come to their end here.
 
@@ -318,14 +315,13 @@ class Pod:
         if status not in (0, EXIT_STATUS):
             self.fail(reason or f"its ranks ended with status {status}", status)
         self.tell(0, {"kind": "ended"})
+        began = time.monotonic()
         try:
             with self._changed:
-                if self.is_first:
-                    self._wait(lambda: len(self._ended) == self.host.count, LAST_WORDS_S,
-                               lambda: self._missing(self._ended, "end"))
-                else:
-                    self._wait(lambda: self._status is not None, END_TIMEOUT_S, lambda: (
-                        f"host {self.names[0]} to save and to wait for its mirror"))
+                while self.is_first and len(self._ended) < self.host.count:
+                    self._wait(began, LAST_WORDS_S, f"{self._missing(self._ended)} to end")
+                while not self.is_first and self._status is None:
+                    self._wait(began, END_TIMEOUT_S, f"host {self.names[0]} to save and to wait for its mirror")
         except PodError as failure:
             return failure.status
         if self.is_first:
@@ -339,7 +335,8 @@ class Pod:
 
     def _on_over(self, index, message):
         with self._changed:
-            self._is_over, self._status = True, message["status"]
+            self._is_over = True
+            self._status = message["status"]
             self._changed.notify_all()
 
     def close(self):
@@ -353,23 +350,15 @@ class Pod:
         deadline = time.monotonic() + 3
         for reader in self._readers:
             reader.join(max(0, deadline - time.monotonic()))
-        for connection in [member.connection for member in self._members.values()] + [self._listener]:
-            if connection:
-                connection.close()
+        for member in self._members.values():
+            member.connection.close()
+        if self._listener:
+            self._listener.close()
 
     def _start(self, function, *arguments):
         thread = threading.Thread(target=function, args=arguments, name="pod", daemon=True)
         thread.start()
         return thread
-
-
-def _connect(host):
-    """Returns a connection to the first host, from the address by which it knows this one."""
-    own = socket.gethostbyname(host.addresses[host.index])
-    connection = socket.create_connection((host.addresses[0], host.port), timeout=REQUEST_TIMEOUT_S,
-                                          source_address=(own, 0))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
 
 
 @contextmanager
@@ -383,8 +372,12 @@ def membership(host):
     try:
         yield pod
     except BaseException as error:
-        pod.fail(" ".join(str(error).split()) or type(error).__name__,
-                 2 if isinstance(error, BadInput) else EXIT_STATUS if isinstance(error, (MirrorError, Outage)) else 1)
+        status = 1
+        if isinstance(error, BadInput):
+            status = 2
+        elif isinstance(error, (MirrorError, Outage)):
+            status = EXIT_STATUS
+        pod.fail(" ".join(str(error).split()) or type(error).__name__, status)
         raise
     finally:
         pod.close()

@@ -83,25 +83,31 @@ def expected_world_size(device_type, hosts=1):
     if device_type == "tpu":
         accelerator = tpu.detect_accelerator()
         return tpu.parse_accelerator(accelerator).chips if accelerator else count_tpu_chips()
-    return {"xla": hosts * int(os.environ.get("CPU_NUM_DEVICES", 1)), "cuda": int(os.environ.get("WORLD_SIZE", 1))}.get(
-        device_type, 1)
+    if device_type == "xla":
+        return hosts * int(os.environ.get("CPU_NUM_DEVICES", 1))
+    if device_type == "cuda":
+        return int(os.environ.get("WORLD_SIZE", 1))
+    return 1
 
 
-def run_as_ranks(function, *args, begin, if_broken):
+class RankEnded(Exception):
+    """A rank has ended its process before its time. `status`: the exit status that it left; 0 if it was killed."""
+
+    def __init__(self, status):
+        super().__init__(f"a rank has ended its process with status {status}")
+        self.status = status
+
+
+def run_as_ranks(function, *args, begin):
     """Calls function(*args), which returns an exit status, as every rank, see ranks.spawn_ranks. Returns the exit
-    status: that of a rank which failed, or 0.
-
-    begin: see spawn_ranks. if_broken(status): called when a rank has ended its process; one that was killed left 0.
-    """
+    status: that of a rank which failed, or 0. Raises RankEnded. begin: see spawn_ranks."""
     with tempfile.TemporaryDirectory() as scratch:
         status_path = Path(scratch) / "status"
         status_path.write_text("0")
         try:
             spawn_ranks(_run_as_rank, partial(function, *args), str(status_path), begin=begin)
         except BrokenProcessPool:
-            status = int(status_path.read_text())
-            if_broken(status)
-            return status or 1
+            raise RankEnded(int(status_path.read_text())) from None
         return int(status_path.read_text())
 
 

@@ -21,7 +21,7 @@ from nanochat.checkpoint.format import (
 from nanochat.checkpoint.saver import save_lane_states
 from nanochat.common import BadInput, is_disk_full
 from nanochat.run import wire
-from nanochat.run.pod import REQUEST_TIMEOUT_S, PodError
+from nanochat.run.pod import PodError
 
 # -----------------------------------------------------------------------------
 # The checkpoint to resume from
@@ -105,7 +105,7 @@ def _receive_checkpoint(pod, folder):
 
 
 def _serve_checkpoint(path, connection, message):
-    connection.settimeout(REQUEST_TIMEOUT_S)
+    connection.settimeout(wire.REQUEST_TIMEOUT_S)
     names = [*read_sums(path), SUMS]
     wire.send(connection, {"files": names})
     for name in names:

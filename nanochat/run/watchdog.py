@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
 
 import numpy as np
 
@@ -66,7 +65,9 @@ def limit_s(phase, step_timeout_s, usual_s):
     """
     if step_timeout_s <= 0:
         return math.inf
-    return {"step": max(step_timeout_s, STEP_FACTOR * usual_s), "end": END_TIMEOUT_S}.get(phase, SLOW_PHASE_TIMEOUT_S)
+    if phase == "step":
+        return max(step_timeout_s, STEP_FACTOR * usual_s)
+    return END_TIMEOUT_S if phase == "end" else SLOW_PHASE_TIMEOUT_S
 
 
 def print_stacks_on_signal():
@@ -74,53 +75,73 @@ def print_stacks_on_signal():
     faulthandler.register(signal.SIGUSR1)
 
 
-@contextmanager
-def watching(heartbeats, report=lambda line: print(line, file=sys.stderr, flush=True), trouble=lambda: None):
-    """Watches, from a thread, the processes that this process spawns in the block.
+class Watchdog:
+    """Watches, from a thread, the processes that this process spawns in the block `with Watchdog(heartbeats):`.
 
-    Once a process is killed or a rank is late, or trouble() returns a line, the thread reports it, kills all processes
-    (after they have printed their stacks, if a rank is late), and ends this process with status 1 unless the block ends
-    first. The context is an Event that is set after the report.
+    Once a process is killed or a rank is late, or the run has failed on another host, the thread says so, kills all
+    processes (after they have printed their stacks, if a rank is late), and ends this process with status 1 unless the
+    block ends first.
     """
-    children = {}  # pid -> process; its object keeps the exit code, whoever waited for it
-    has_reported, is_over, started = threading.Event(), threading.Event(), time.monotonic()
 
-    def work():
-        while not is_over.wait(POLL_S):
-            children.update((child.pid, child) for child in multiprocessing.active_children())
-            ended = {pid: child.exitcode for pid, child in children.items() if child.exitcode}
+    def __init__(self, heartbeats, pod=None):
+        """pod: the Pod, if there are several hosts."""
+        self.reason = ""  # why the run ends, once the watchdog has said it
+        self.has_reported = threading.Event()
+        self._heartbeats = heartbeats
+        self._pod = pod
+        self._children = {}  # pid -> process; its object keeps the exit code, whoever waited for it
+        self._is_over = threading.Event()
+
+    def __enter__(self):
+        threading.Thread(target=self._work, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *error):
+        self._is_over.set()
+
+    def _work(self):
+        started = time.monotonic()
+        while not self._is_over.wait(POLL_S):
+            for child in multiprocessing.active_children():
+                self._children[child.pid] = child
+            ended = {pid: child.exitcode for pid, child in self._children.items() if child.exitcode}
+            failure = self._pod.failure if self._pod else None
+            late = self._heartbeats.late(time.monotonic() - started)
             if ended:
-                # SIGTERM is never the cause: the executor ends the other processes with it.
-                for pid in [pid for pid, code in ended.items() if code < 0 and code != -signal.SIGTERM]:
-                    report(f"error: rank {', '.join(map(str, heartbeats.ranks_of(pid))) or '?'} (process {pid}) was "
-                           f"ended by {signal.Signals(-ended[pid]).name}: the run ends")
-                return end()
-            if elsewhere := trouble():
-                report(f"error: {elsewhere}: the run ends")
-                return end()
-            if late := heartbeats.late(time.monotonic() - started):
-                report(f"error: {late}. The stacks of all processes follow, then the run ends")
-                print_all_stacks()
-                return end()
+                self._report_killed(ended)
+            elif failure:
+                self._report(f"{failure}: the run ends")
+            elif late:
+                self._report(f"{late}. The stacks of all processes follow, then the run ends")
+                self._print_all_stacks()
+            else:
+                continue
+            return self._end()
 
-    def print_all_stacks():
+    def _report_killed(self, ended):
+        """Reports the processes that a signal has ended. ended: {pid: exit code}. A rank that has failed has said so
+        itself, and SIGTERM is never the cause: the executor ends the other processes with it."""
+        for pid, code in ended.items():
+            if code < 0 and code != -signal.SIGTERM:
+                ranks = ", ".join(map(str, self._heartbeats.ranks_of(pid))) or "?"
+                self._report(f"rank {ranks} (process {pid}) was ended by {signal.Signals(-code).name}: the run ends")
+
+    def _report(self, reason):
+        self.reason = reason
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+
+    def _print_all_stacks(self):
         faulthandler.dump_traceback(all_threads=True)
-        for pid in alive():
+        for pid in self._alive():
             os.kill(pid, signal.SIGUSR1)
             time.sleep(STACKS_S)  # one process after the other, or their lines would mix
 
-    def end():
-        has_reported.set()
-        for pid in alive():
+    def _end(self):
+        self.has_reported.set()
+        for pid in self._alive():
             os.kill(pid, signal.SIGKILL)
-        if not is_over.wait(MAIN_THREAD_S if children else 0):  # so that the main thread can return and clean up
+        if not self._is_over.wait(MAIN_THREAD_S if self._children else 0):  # so that the main thread can clean up
             os._exit(1)
 
-    def alive():
-        return [pid for pid, child in children.items() if child.exitcode is None]
-
-    threading.Thread(target=work, name="watchdog", daemon=True).start()
-    try:
-        yield has_reported
-    finally:
-        is_over.set()
+    def _alive(self):
+        return [pid for pid, child in self._children.items() if child.exitcode is None]

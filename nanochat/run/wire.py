@@ -1,10 +1,17 @@
-"""Messages and files over a TCP connection: each message is a JSON object after its length in bytes."""
+"""Messages and files between hosts, over TCP connections: each message is a JSON object after its length in bytes."""
 import json
 import os
+import socket
 import struct
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from nanochat.run.hosts import Host
 
 MAX_MESSAGE_BYTES = 2**28
 CHUNK_BYTES = 2**22
+REQUEST_TIMEOUT_S = 60
 
 
 def send(connection, message):
@@ -57,3 +64,42 @@ def _read(connection, length):
         parts.append(part)
         length -= len(part)
     return b"".join(parts)
+
+
+# -----------------------------------------------------------------------------
+# Between the first host and the others
+
+
+def connect(host):
+    """Returns a connection to the first host, from the address by which it knows this one."""
+    own = socket.gethostbyname(host.addresses[host.index])
+    connection = socket.create_connection((host.addresses[0], host.port), timeout=REQUEST_TIMEOUT_S,
+                                          source_address=(own, 0))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a process of any host needs to send requests to the first host. Ranks get it, too."""
+    host: Host
+    token: str
+
+    @contextmanager
+    def request(self, **message):
+        """Connects to the first host for the block, and sends the message."""
+        with connect(self.host) as connection:
+            send(connection, {**message, "token": self.token})
+            yield connection
+
+
+class Member:
+    """The connection to another host."""
+
+    def __init__(self, connection):
+        self.connection = connection
+        self._lock = threading.Lock()  # messages of several threads must not mix
+
+    def send(self, message):
+        with self._lock:
+            send(self.connection, message)

@@ -21,7 +21,7 @@ from nanochat.device.ranks import (
 from nanochat.run.agreement import HostAgreement, Requests
 from nanochat.run.hosts import describe, require_alike, this_host
 from nanochat.run.pod import PodError, membership
-from nanochat.run.processes import begin_as_rank, exclusive_use, run_as_ranks
+from nanochat.run.processes import RankEnded, begin_as_rank, exclusive_use, run_as_ranks
 from nanochat.run.stopping import (
     EXIT_STATUS,
     stop_on_preemption_notice,
@@ -29,7 +29,7 @@ from nanochat.run.stopping import (
     stop_on_signals,
 )
 from nanochat.run.transfer import serve_lanes
-from nanochat.run.watchdog import Heartbeats, watching
+from nanochat.run.watchdog import Heartbeats, Watchdog
 from nanochat.train.prepare import prepare, run_directory
 from nanochat.train.trainer import Trainer
 
@@ -71,7 +71,9 @@ def train_on_xla(flags, device_type, make_task, host):
             stop_on_signals(requests)
             if device_type == "tpu":
                 stop_on_preemption_notice(requests)
-            return train_on_pod(run, pod, requests) if pod else spawn(run)
+            if pod:
+                return train_on_pod(run, pod, requests)
+            return spawn(run, Watchdog(Heartbeats(run.heartbeats_file)))
 
 
 def train_on_pod(run, pod, requests):
@@ -79,25 +81,22 @@ def train_on_pod(run, pod, requests):
     if pod.is_first:
         serve_lanes(pod, run.directory)
     HostAgreement(pod, requests, num_ranks=run.plan.world_size // pod.host.count)
-    reports = []
-
-    def report(line):
-        reports.append(line.removeprefix("error: "))
-        print(line, file=sys.stderr, flush=True)
-
-    status = spawn(run, report=report, trouble=pod.trouble)
-    status = pod.end(status, *reports[-1:])
-    if pod.failure and not reports:
-        report(f"error: {pod.failure}")
+    watchdog = Watchdog(Heartbeats(run.heartbeats_file), pod)
+    status = spawn(run, watchdog)
+    status = pod.end(status, watchdog.reason)
+    if pod.failure and not watchdog.reason:
+        print(f"error: {pod.failure}", file=sys.stderr, flush=True)
     return status
 
 
-def spawn(run, **watch):
-    """Trains in a process for each chip, or in a thread for each XLA device of a CPU. Returns the exit status. watch:
-    further arguments of `watching`."""
-    with watching(Heartbeats(run.heartbeats_file), **watch) as has_reported:
-        return run_as_ranks(_train_as_rank, run, begin=partial(begin_as_rank, run.directory),
-                            if_broken=lambda status: has_reported.wait(timeout=10))
+def spawn(run, watchdog):
+    """Trains in a process for each chip, or in a thread for each XLA device of a CPU. Returns the exit status."""
+    with watchdog:
+        try:
+            return run_as_ranks(_train_as_rank, run, begin=partial(begin_as_rank, run.directory))
+        except RankEnded as error:
+            watchdog.has_reported.wait(timeout=10)
+            return error.status or 1
 
 
 def _train_as_rank(run):
@@ -126,7 +125,7 @@ def train_without_parent(flags, device_type, make_task):
         if run.finished_step:
             return say_finished(run) if dist.rank == 0 else 0
         stop_on_signals(Requests(run.requests_file))
-        with watching(Heartbeats(run.heartbeats_file)) if dist.rank == 0 else nullcontext():
+        with Watchdog(Heartbeats(run.heartbeats_file)) if dist.rank == 0 else nullcontext():
             status = Trainer(run, dist).train()
     compute_cleanup(dist)
     return status

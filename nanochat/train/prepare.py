@@ -19,10 +19,10 @@ from nanochat.common import BadInput, get_base_dir
 from nanochat.record.observe import parse_profile_steps
 from nanochat.run.agreement import Requests
 from nanochat.run.hosts import require_alike
-from nanochat.run.pod import Link
 from nanochat.run.processes import expected_world_size
 from nanochat.run.transfer import agree_on_checkpoint
 from nanochat.run.watchdog import Heartbeats
+from nanochat.run.wire import Link
 from nanochat.train.task import Task
 
 # In the run's folder: see stopping.py and watchdog.py; the last one exists once the run has come to its end.

@@ -16,7 +16,7 @@ def free_port():
 def make_pods(count):
     """Returns a Pod for each host, none of which has joined."""
     addresses, port = tuple(f"127.0.0.{index + 1}" for index in range(count)), free_port()
-    return [Pod(Host(index, addresses, f"w{index}", port), report=lambda line: None) for index in range(count)]
+    return [Pod(Host(index, addresses, f"w{index}", port)) for index in range(count)]
 
 
 def on_all(pods, function, *arguments):

@@ -11,7 +11,7 @@ from nanochat.checkpoint.mirror import MirrorError
 from nanochat.common import BadInput
 from nanochat.run import pod as pod_module
 from nanochat.run import wire
-from nanochat.run.pod import Link, Pod, PodError, membership
+from nanochat.run.pod import Pod, PodError, membership
 from nanochat.run.stopping import EXIT_STATUS
 from tests.run.pods import joined_pods, make_pods, on_all
 
@@ -38,13 +38,13 @@ def test_all_hosts_hear_what_each_says():
 
 def test_hosts_of_one_name_are_told_apart_by_their_addresses():
     pods = make_pods(2)
-    pods = [Pod(replace(pod.host, name="vm"), report=lambda line: None) for pod in pods]
+    pods = [Pod(replace(pod.host, name="vm")) for pod in pods]
     on_all(pods, Pod.join, {})
     assert pods[1].names == ["vm (127.0.0.1)", "vm (127.0.0.2)"]
     pods[1]._is_over = True
     pods[1]._members[0].connection.shutdown(socket.SHUT_RDWR)
-    wait_for(pods[0].trouble)
-    assert "host vm (127.0.0.2) has ended" in pods[0].trouble()
+    wait_for(lambda: pods[0].failure)
+    assert "host vm (127.0.0.2) has ended" in str(pods[0].failure)
     on_all(pods, Pod.close)
 
 
@@ -58,8 +58,8 @@ def test_all_hosts_end_with_the_status_of_the_first(status):
 def test_a_host_that_fails_ends_all_with_its_name_its_reason_and_its_status():
     with joined_pods(3) as pods:
         assert pods[1].end(1, "rank 5 (process 7) was ended by SIGKILL") == 1
-        wait_for(lambda: all(pod.trouble() for pod in pods))
-        assert {pod.trouble() for pod in pods} == {"host w1: rank 5 (process 7) was ended by SIGKILL"}
+        wait_for(lambda: all(pod.failure for pod in pods))
+        assert {str(pod.failure) for pod in pods} == {"host w1: rank 5 (process 7) was ended by SIGKILL"}
         assert on_all([pods[0], pods[2]], lambda pod: pod.end(0)) == [1, 1]
         with pytest.raises(PodError, match="host w1: rank 5"):
             pods[2].gather("something", 1)
@@ -72,8 +72,8 @@ def test_a_host_whose_process_ends_is_named_on_all_others(lost):
         for member in pods[lost]._members.values():
             member.connection.shutdown(socket.SHUT_RDWR)
         others = [pod for pod in pods if pod is not pods[lost]]
-        wait_for(lambda: all(pod.trouble() for pod in others))
-        assert all(f"host w{lost} has ended without a word" in pod.trouble() and pod.failure.status == 1
+        wait_for(lambda: all(pod.failure for pod in others))
+        assert all(f"host w{lost} has ended without a word" in str(pod.failure) and pod.failure.status == 1
                    for pod in others)
 
 
@@ -82,10 +82,10 @@ def test_a_host_that_falls_silent_is_named(monkeypatch):
     monkeypatch.setattr(pod_module, "BEAT_S", 0.1)
     with joined_pods(3) as pods:
         time.sleep(3.5)
-        assert not any(pod.trouble() for pod in pods)
+        assert not any(pod.failure for pod in pods)
         monkeypatch.setattr(pods[2], "tell", lambda index, message: None)
-        wait_for(lambda: all(pod.trouble() for pod in pods))
-        assert "host w2 has not been heard of for 3 s" in pods[1].trouble()
+        wait_for(lambda: all(pod.failure for pod in pods))
+        assert "host w2 has not been heard of for 3 s" in str(pods[1].failure)
 
 
 def test_a_host_that_does_not_come_is_waited_for_and_named(monkeypatch):
@@ -107,7 +107,7 @@ def test_strangers_are_sent_away_and_the_run_goes_on():
         pods[0].serves["echo"] = lambda connection, message: wire.send(connection, {"heard": message["word"]})
         with pods[1].link.request(kind="echo", word="hello") as connection:
             assert wire.receive(connection) == {"heard": "hello"}
-        for link in (Link(pods[1].host, "guess"), Link(pods[1].host, None)):  # without the token
+        for link in (wire.Link(pods[1].host, "guess"), wire.Link(pods[1].host, None)):  # without the token
             with link.request(kind="echo", word="hello") as connection, pytest.raises((EOFError, OSError)):
                 wire.receive(connection)
         with socket.create_connection(address, source_address=("127.0.0.9", 0)) as connection:  # no host of the run
@@ -119,10 +119,10 @@ def test_strangers_are_sent_away_and_the_run_goes_on():
             connection.settimeout(30)
             with pytest.raises((EOFError, OSError)):
                 wire.receive(connection)
-        again = Pod(pods[1].host, report=lambda line: None)  # the same host, started twice
+        again = Pod(pods[1].host)  # the same host, started twice
         with pytest.raises(BadInput, match="another process has joined as host 1 already"):
             again.join({})
-        assert pods[0].trouble() is pods[1].trouble() is None
+        assert pods[0].failure is pods[1].failure is None
 
 
 def test_the_first_host_says_that_its_port_is_in_use():

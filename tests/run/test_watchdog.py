@@ -57,12 +57,12 @@ def lower_the_limit_once_all_are_stuck(path):
 def be_the_parent(path, fault):
     if fault == "never begins":
         threading.Thread(target=lower_the_limit_once_all_are_stuck, args=[path], daemon=True).start()
-    with watchdog.watching(watchdog.Heartbeats(path, create=True)) as has_reported:
+    with watchdog.Watchdog(watchdog.Heartbeats(path, create=True)) as watching:
         try:
             with ProcessPoolExecutor(RANKS, multiprocessing.get_context("spawn")) as executor:
                 list(executor.map(be_a_rank, range(RANKS), [path] * RANKS, [fault] * RANKS))
         except BrokenProcessPool:
-            has_reported.wait(10)
+            watching.has_reported.wait(10)
             sys.exit(1)
 
 
