@@ -343,7 +343,8 @@ def prune(run_dir, step, kept):
 
 
 def _delete(path):
-    doomed = path.with_suffix(".tmp")  # so that a directory that is half deleted never passes for a checkpoint
+    # Files go one by one, and a kill may come between two. So the directory first loses the name of a whole one.
+    doomed = path.with_suffix(".tmp")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed)

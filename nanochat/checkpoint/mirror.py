@@ -79,6 +79,7 @@ class Mirror:
 
     def copy(self, path):
         """Copies the checkpoint at `path` and its run's metrics there."""
+        # The checksums come last: with them the copy is whole, and by then the metrics reach up to its step.
         self._copy([path / name for name in read_sums(path)], f"{self.url}/{path.name}")
         self._copy([path.parent / METRICS_FILE], self.url)
         self._copy([path / SUMS], f"{self.url}/{path.name}")
@@ -90,6 +91,7 @@ class Mirror:
         whole = [name for name, files in copies.items() if is_whole(files)]
         staying = set(whole) - set(self.kept.outdated(whole))
         for name in copies.keys() - staying:
+            # Without its checksums a copy is not whole, so none that is half deleted is ever fetched.
             if SUMS in copies[name]:
                 self._remove_files(f"{self.url}/{name}/{SUMS}")
             self._remove_files(f"{self.url}/{name}/*")
@@ -199,6 +201,8 @@ def _gcloud_storage(*arguments, timeout_s):
     raise MirrorError(problem)
 
 
+# A call to a file system whose server is gone (NFS, for example) does not return, and nothing can interrupt it. So a
+# thread makes the call, and is left to itself if it does not come back.
 def _within(timeout_s, function):
     """Returns function(), which uses the mirror's file system. Raises MirrorError if its server does not answer within
     `timeout_s` seconds, and BadInput for any other OSError."""
@@ -350,6 +354,8 @@ class Uploader:
             self._state.write(self._run_dir)
             self._condition.notify_all()
 
+    # The thread takes what is wanted now. While it copies that, `upload` may replace what is wanted, and the next turn
+    # takes the newest: however slow the mirror is, no queue of checkpoints grows.
     def _work(self):
         while not self._is_over:
             with self._condition:

@@ -55,6 +55,10 @@ class NotFinite(Exception):
 # -----------------------------------------------------------------------------
 # What every rank adds
 
+# Ranks meet only in the directory step_….tmp. Each writes a file under another name, and renames it once it is whole.
+# So rank 0 may take every file that it sees there, in whatever order they come, and needs no message from the others. A
+# rank that cannot write leaves a mark instead, FULL or NOT_FINITE, or rank 0 would wait for it until its time is over.
+
 
 def save_lane_states(run_dir, step, lane_states, options=SaveOptions()):
     """Adds the states of this rank's lanes, {lane: JSON value}, to the checkpoint of `step` that rank 0 saves.
@@ -159,7 +163,9 @@ def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layo
     except BaseException:
         remove_files(partial, mine)  # frees the disk; ranks may still write to the directory
         raise
-    # All files are on disk. Once the directory's names are, too, one rename makes the checkpoint whole for everybody.
+    # The order is what makes a kill at any moment harmless. All files are on disk by now; then their names in the
+    # directory; then one rename makes the checkpoint whole for everybody; and only when that name is on disk, too, may
+    # an older checkpoint go.
     sync_to_disk(partial)
     partial.rename(final)
     sync_to_disk(run_dir)
@@ -211,6 +217,8 @@ def _merge_lane_states(partial, num_lanes, timeout_s):
         file.unlink()
 
 
+# A rank on a full disk may not even be able to write its mark, which takes a block of its own. So rank 0, while it
+# waits, tries each second whether 1 MiB fits, and takes it for a full disk if not.
 class _Wait:
     """Rank 0's wait for files of other ranks in the directory `partial`."""
 
@@ -295,6 +303,8 @@ class Saver:
             self._thread.join(1)
         self.check()
 
+    # At most one state waits in host memory. A newer one ends the pauses of a full disk (_superseded), waits until the
+    # thread has given the older one up or written it, and begins in a thread of its own.
     def _begin(self, work, *args):
         self._superseded.set()
         self.finish()

@@ -87,6 +87,8 @@ class Requests:
         to. Until `decide` says when it is due, none passes another tick."""
         self.shared[_KIND] = kind
         self.shared[_NUMBER] = number
+        # A rank writes its tick before it reads the number. So one that read the old number has written its tick, and
+        # all others stop at theirs.
         time.sleep(HOLD_S)
         return int(self.shared[_TICK:_TICK + MAX_RANKS].max())
 
@@ -167,6 +169,10 @@ class RankAgreement:
             shared[_KIND] = STOP if shared[_STOP_ASKED] else SAVE
             shared[_NUMBER] += 1
 
+    # Under the lock exactly one rank finds that its answer is the last, and that rank sets the tick for all: one more
+    # than the highest tick that any of them answered with. A rank that has answered may go on to higher ticks only
+    # where it would otherwise wait for one that waits for it; it then answers again with its new tick, until the
+    # request is agreed. So the agreed tick lies after every tick that any rank has passed.
     def _agree(self, number):
         """Answers request `number`. Returns once its tick is known, or once waiting for it could be a deadlock."""
         shared = self._shared
@@ -269,7 +275,8 @@ class HostAgreement:
             self._open_number = 0
         self._pod.tell(0, {"kind": "done", "number": number})
 
-    # On the first host
+    # On the first host. A request goes through three messages: "hold" to all hosts, "held" from each with its highest
+    # tick, "due" to all with the tick after the highest. It is done when each has said "done"; the next comes after it.
 
     def _begin_if_asked(self):
         with self._lock:

@@ -194,7 +194,9 @@ class Pod:
                 has_said = True
             time.sleep(RETRY_S)
 
-    # Messages
+    # Messages. A thread for each connection reads them and calls the handler of their kind. No handler waits for another
+    # host, so a host that hangs keeps no message from the others. Each host sends a beat every BEAT_S seconds, and a
+    # connection that is silent for LOST_S seconds is one whose host is lost.
 
     def tell(self, index, message):
         """Sends a message, {"kind": …, …}, to the host `index`, whose handler for the kind gets it. A host that cannot
@@ -285,6 +287,8 @@ class Pod:
             name = self.names[self.host.index] if self.names else self.host.name
             self._fail(f"host {name}: {message}", status)
 
+    # Only the first failure counts, so a message that comes back is not sent on. The watchdog sees it and ends the
+    # ranks; whatever the main thread does then, this process ends GRACE_S later.
     def _fail(self, message, status):
         with self._changed:
             if self.failure:

@@ -45,6 +45,8 @@ def exclusive_use(run_dir):
         yield
 
 
+# A rank holds a shared lock on RANKS_LOCK from its first line to its end (begin_as_rank), and the kernel frees it
+# however the rank ends. So who gets the exclusive lock knows that no rank of an earlier process is left.
 def _wait_for_orphans(run_dir):
     deadline = time.monotonic() + ORPHANS_TIMEOUT_S
     with open(run_dir / RANKS_LOCK, "w") as file:

@@ -24,6 +24,8 @@ def stop_on_signals(requests):
     Both signals are blocked in this process's main thread and in processes started from now on: a signal to the whole
     process group, such as Ctrl-C, is for the parent only.
     """
+    # Python runs a handler in the main thread and between two of its instructions, and that thread may wait in C code
+    # for as long as the run takes. The wakeup descriptor is written to at once, by whichever thread gets the signal.
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     for number in _SIGNALS:  # this handler does nothing: a thread reads the pipe and acts, even while this one is busy
@@ -33,7 +35,6 @@ def stop_on_signals(requests):
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     resource_tracker.ensure_running()  # now, because starting it later would unblock the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
     threading.Thread(target=_obey_signals, args=(read_end, requests), name="signals", daemon=True).start()
 
 

@@ -25,7 +25,7 @@ from nanochat.run.watchdog import Heartbeats
 from nanochat.run.wire import Link
 from nanochat.train.task import Task
 
-# In the run's folder: see stopping.py and watchdog.py; the last one exists once the run has come to its end.
+# In the run's folder: see agreement.py and watchdog.py; the last one exists once the run has come to its end.
 REQUESTS_FILE, HEARTBEATS_FILE, FINISHED_FILE = ".requests", ".heartbeats", ".finished"
 
 
@@ -104,11 +104,14 @@ def prepare(flags, device_type, make_task, pod=None):
     fetch a checkpoint from the mirror. pod: the Pod, if there are several hosts; all prepare the run at the same time,
     and the first alone uses the mirror.
     """
-    record, directory, is_first = flags.record, run_directory(flags), pod is None or pod.is_first
-    task = make_task(flags, device_type, expected_world_size(device_type, pod.host.count if pod else 1), directory)
+    record = flags.record
+    directory = run_directory(flags)
+    is_first = pod is None or pod.is_first
+    world_size = expected_world_size(device_type, pod.host.count if pod else 1)
+    task = make_task(flags, device_type, world_size, directory)
     if pod:
-        require_alike(pod.names, pod.gather("which data they have", what_is_trained(task)), "give all hosts the same "
-                      "data, tokenizer and devices")
+        found = pod.gather("which data they have", what_is_trained(task))
+        require_alike(pod.names, found, "give all hosts the same data, tokenizer and devices")
     profile_steps = parse_profile_steps(record.profile_steps, task.plan.num_iterations)
     mirror = None
     if record.checkpoint_mirror is not None and is_first:
@@ -125,22 +128,34 @@ def prepare(flags, device_type, make_task, pod=None):
     elif not is_first:
         set_aside_after(directory, -1)  # copies of what the first host has; see Run.begin
     if path:
-        meta = load_meta(path)
-        if meta.task != task.name:
-            raise BadInput(f"{path} is of the task {meta.task}, and this run is of {task.name}: choose another --run")
-        task = task.resumed(path, meta)
-        # A run without the mark may lack its last evaluation.
-        if meta.step >= task.plan.num_iterations and is_finished:
-            finished_step = meta.step
-        elif meta.step > task.plan.num_iterations:
-            raise BadInput(f"{path} is past step {task.plan.num_iterations}, with which this run would end: raise "
-                           "--num_iterations (or the other horizon that you gave), or choose another --run")
-        if is_first and (changes := changed_flags(meta.flags, task)):
-            print(f"changed since the checkpoint: {changes}", flush=True)
+        task, finished_step = resume(task, path, is_finished, is_first)
     if mirror and path:
         mirror_state.saved(path.name)
         mirror_state.write(directory)
     return Run(task, directory, path, finished_step, mirror, profile_steps, pod.link if pod else None)
+
+
+def resume(task, path, is_finished, is_first):
+    """Returns the task as it resumes from the checkpoint at `path`, and the step of that checkpoint if the run is
+    finished with it, else None. Raises BadInput if the run cannot resume from it.
+
+    is_finished: the run has come to its end with its newest checkpoint; without this mark it may lack its last
+    evaluation. is_first: this is the host that says which flags have changed.
+    """
+    meta = load_meta(path)
+    if meta.task != task.name:
+        raise BadInput(f"{path} is of the task {meta.task}, and this run is of {task.name}: choose another --run")
+    task = task.resumed(path, meta)
+    finished_step = None
+    if meta.step >= task.plan.num_iterations and is_finished:
+        finished_step = meta.step
+    elif meta.step > task.plan.num_iterations:
+        raise BadInput(f"{path} is past step {task.plan.num_iterations}, with which this run would end: raise "
+                       "--num_iterations (or the other horizon that you gave), or choose another --run")
+    changes = changed_flags(meta.flags, task)
+    if changes and is_first:
+        print(f"changed since the checkpoint: {changes}", flush=True)
+    return task, finished_step
 
 
 def what_is_trained(task):
