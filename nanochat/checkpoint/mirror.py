@@ -56,9 +56,8 @@ def run_mirror(place, run, kept):
 
 @dataclass(frozen=True)
 class Mirror:
-    """A folder of copies of one run's checkpoints, in a bucket or a directory.
-
-    Every method raises BadInput if the mirror refuses for good, and MirrorError if the same may work later."""
+    """A folder of copies of one run's checkpoints, in a bucket or a directory. Every method raises BadInput if the
+    mirror refuses for good, and MirrorError if the same may work later."""
     url: str  # of the folder of the run: gs://…/RUN or a path
     kept: Kept  # which copies stay there
 
@@ -79,7 +78,6 @@ class Mirror:
 
     def copy(self, path):
         """Copies the checkpoint at `path` and its run's metrics there."""
-        # The checksums come last: with them the copy is whole, and by then the metrics reach up to its step.
         self._copy([path / name for name in read_sums(path)], f"{self.url}/{path.name}")
         self._copy([path.parent / METRICS_FILE], self.url)
         self._copy([path / SUMS], f"{self.url}/{path.name}")
@@ -91,7 +89,6 @@ class Mirror:
         whole = [name for name, files in copies.items() if is_whole(files)]
         staying = set(whole) - set(self.kept.outdated(whole))
         for name in copies.keys() - staying:
-            # Without its checksums a copy is not whole, so none that is half deleted is ever fetched.
             if SUMS in copies[name]:
                 self._remove_files(f"{self.url}/{name}/{SUMS}")
             self._remove_files(f"{self.url}/{name}/*")
@@ -99,9 +96,8 @@ class Mirror:
     def set_aside(self):
         """Makes all copies ones from which no run resumes, for a run that starts over. The newest is the last: if this
         is interrupted, the abandoned run is still whole."""
-        copies = self.whole_copies()
-        files = [(f"{self.url}/{name}", SUMS) for name in copies]
-        if copies:
+        files = [(f"{self.url}/{name}", SUMS) for name in self.whole_copies()]
+        if files:
             files.append((self.url, METRICS_FILE))
         for folder, file in files:
             with tempfile.TemporaryDirectory() as scratch:

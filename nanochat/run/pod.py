@@ -194,9 +194,9 @@ class Pod:
                 has_said = True
             time.sleep(RETRY_S)
 
-    # Messages. A thread for each connection reads them and calls the handler of their kind. No handler waits for another
-    # host, so a host that hangs keeps no message from the others. Each host sends a beat every BEAT_S seconds, and a
-    # connection that is silent for LOST_S seconds is one whose host is lost.
+    # Messages. A thread for each connection reads them and calls the handler of their kind. No handler waits for
+    # another host, so a host that hangs keeps no message from the others. Each host sends a beat every BEAT_S seconds,
+    # and a connection that is silent for LOST_S seconds is one whose host is lost.
 
     def tell(self, index, message):
         """Sends a message, {"kind": …, …}, to the host `index`, whose handler for the kind gets it. A host that cannot

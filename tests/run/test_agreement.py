@@ -26,7 +26,8 @@ def test_hosts_that_differ_are_refused_with_both_values():
     with pytest.raises(BadInput) as error:
         require_alike(["w0", "w1", "w2"], [same, same, other], "start the same command")
     assert str(error.value) == (f"the hosts differ: torch is {same['torch']} on w0 and 1.0 on w2; --data_dir is not "
-                                "given on w0 and /data on w2; --depth is 16 on w0 and 4 on w2: start the same command")
+                                "given on w0 and /data on w2; --depth is not given on w0 and 4 on w2: start the same "
+                                "command")
 
 
 def test_another_line_of_code_is_another_version(tmp_path):
