@@ -76,8 +76,8 @@ def print_stacks_on_signal():
 
 
 # A rank that dies leaves the others waiting in a collective for ever, and neither they nor the main thread of this
-# process, which waits for them, can be interrupted. So a thread watches, and at last it ends the whole process: the main
-# thread has MAIN_THREAD_S to return and clean up once its children are gone.
+# process, which waits for them, can be interrupted. So a thread watches, and at last it ends the whole process: the
+# main thread has MAIN_THREAD_S to return and clean up once its children are gone.
 class Watchdog:
     """Watches, from a thread, the processes that this process spawns in the block `with Watchdog(heartbeats):`.
 

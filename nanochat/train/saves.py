@@ -56,7 +56,7 @@ class Saves:
             send_lanes(self._link, step, lane_states)
         else:
             save_lane_states(self._run_dir, step, lane_states)
-        # Every rank computes the same layout from the same sizes, so each knows without a message which files are its own.
+        # Every rank computes the same layout from the same sizes, so each knows which files it writes.
         layout = Layout.of(*training.sizes(), self._piece_bytes)
         mine = layout.tensors_of(self._dist.local_rank, self._dist.num_local) if self._saver else ()
         state = training.host_state(mine)  # which every rank must call: it gathers the tensors from all
