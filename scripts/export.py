@@ -8,18 +8,19 @@ A folder that exists is not touched without --force, and one that is not whole n
 import importlib.util
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
+from nanochat.analysis import figures
 from nanochat.checkpoint.format import MODEL, find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, is_disk_full, read_flags, run_script
 from nanochat.device.ranks import Dist
 from nanochat.export import export, model_card
 from nanochat.infer.load import load_model
 from nanochat.record.history import read_run
-from scripts.report import draw_lines, save_figure
 
 FORMATS = ("transformers", "safetensors")
 
@@ -89,10 +90,8 @@ def draw_curve(run, path):
     """Draws the curve of the run and returns the picture's name, or None where nothing draws or was recorded."""
     if not importlib.util.find_spec("matplotlib"):
         return None
-    panels = [lambda axes, name=name, label=label: draw_lines(axes, [run], name, label, "tokens", smooth=name == "loss")
-              for name, label in (("loss", "loss, nats per token"), ("val_bpb", "validation, bits per byte"))
-              if len(run.series(name)[0])]
-    return save_figure(path, run.name, panels).name if panels else None
+    panels = [partial(lines.draw, [run]) for lines in (figures.LOSS, figures.VALIDATION) if lines.is_shown([run])]
+    return figures.save_figure(path, run.name, panels).name if panels else None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """A run's speed and memory beside the preflight's estimate, as Markdown to paste into an issue."""
+import json
 import platform
 from importlib import metadata
 
+from nanochat.analysis.summary import text
+from nanochat.common import BadInput
 from nanochat.model.config import CONFIG_FLAGS
 
 GIB = 2**30
@@ -11,50 +14,66 @@ OF_THE_PROGRAMS = (*CONFIG_FLAGS, "device_batch_size", "total_batch_size", "seq_
                    "activation_checkpointing", "shard_optimizer", "gradient_sums", "teacher")
 
 
+def read_preflight(path):
+    """Returns the report that tpu_preflight wrote to `path`, a JSON object. Raises BadInput if it is none."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--preflight={path} cannot be read: {error}") from None
+    names = {"accelerator", "chips", "plan", "flags", "kernel", "fits"}
+    if not isinstance(report, dict) or not names <= report.keys() or not isinstance(report["flags"], dict):
+        raise BadInput(f"--preflight={path} is not a report of tpu_preflight --json")
+    return report
+
+
 def markdown_block(run, flags, report):
     """Returns the block as text.
 
-    run: a Run (record/history.py); flags: {name: value} of its checkpoint, {} if there is none; report: the JSON object
-    that tpu_preflight --json wrote. The first record of a process is left out, because its steps include compiling.
+    run: a Run (record/history.py); flags: {name: value} of its checkpoint, {} if there is none; report: as
+    read_preflight returns it. The first record of a process is left out, because its steps include compiling.
     """
-    estimate, lengths = report.get("estimate", {}), run.lengths()
-    if lengths:
+    estimate = report.get("estimate", {})
+    if lengths := run.lengths():
         estimate = estimate.get("stages", {}).get(f"micro_step {lengths[-1][1]}", {})
-    rows = [
-        ("step, ms", run.median("step_ms"), scaled(estimate.get("step_s"), 1000), "{:,.0f}",
-         of_range(estimate, "step_low_s", "step_high_s")),
-        ("tokens/s", run.median("tokens_per_s"), estimate.get("tokens_per_s"), "{:,.0f}", ""),
-        ("MFU, %", scaled(run.median("mfu"), 100), scaled(estimate.get("mfu"), 100), "{:.1f}", ""),
-        ("peak HBM of a chip, GiB", scaled(peak_bytes(run), 1 / GIB), scaled(report.get("peak_bytes"), 1 / GIB),
-         "{:.2f}", "")]
+    step_ms = scaled(estimate.get("step_s"), 1000)
     lines = [f"**{report['accelerator']}: run {run.name}, measured beside the preflight's estimate**", "",
-             "| | measured | estimated | measured ÷ estimated |", "|---|---|---|---|"]
-    for name, measured, estimated, form, spread in rows:
-        ratio = f"{measured / estimated:.3f}" if measured is not None and estimated else "–"
-        lines.append(f"| {name} | {text(measured, form)} | {text(estimated, form)}{spread} | {ratio} |")
+             "| | measured | estimated | measured ÷ estimated |", "|---|---|---|---|",
+             row("step, ms", "{:,.0f}", run.median("step_ms"), step_ms, error_bar(estimate)),
+             row("tokens/s", "{:,.0f}", run.median("tokens_per_s"), estimate.get("tokens_per_s")),
+             row("MFU, %", "{:.1f}", scaled(run.median("mfu"), 100), scaled(estimate.get("mfu"), 100)),
+             row("peak HBM of a chip, GiB", "{:.2f}", scaled(peak_bytes(run), 1 / GIB),
+                 scaled(report.get("peak_bytes"), 1 / GIB))]
     plan = report["plan"]
     lines += ["", f"{report['chips']} chips, steps of {plan['total_batch_size']:,} tokens, {plan['parameters']:,} "
-              f"parameters, kernel {report['kernel']}; waiting for data {text(run.median('data_wait'), '{:.1%}')}, "
-              f"dispatching programs {text(run.median('host_dispatch'), '{:.1%}')}, goodput "
-              f"{text(run.last('goodput'), '{:.1%}')}, interruptions {len(run.interruptions())}; step "
+              f"parameters, kernel {report['kernel']}; waiting for data {known(run.median('data_wait'), '{:.1%}')}, "
+              f"dispatching programs {known(run.median('host_dispatch'), '{:.1%}')}, goodput "
+              f"{known(run.last('goodput'), '{:.1%}')}, interruptions {len(run.interruptions())}; step "
               f"{run.records[-1]['step']:,}.", versions()]
     if different := differences(flags, report["flags"]):
         lines.append(f"**The estimate is of another run:** {different}.")
     return "\n".join(lines)
 
 
+def row(name, form, measured, estimated, spread=""):
+    ratio = None
+    if measured is not None and estimated:
+        ratio = measured / estimated
+    return f"| {name} | {known(measured, form)} | {known(estimated, form)}{spread} | {known(ratio, '{:.3f}')} |"
+
+
+def known(value, form):
+    return text(value, form, unknown="–")
+
+
 def scaled(value, factor):
     return None if value is None else value * factor
 
 
-def text(value, form):
-    """Returns the value in this form, or a dash for None."""
-    return "–" if value is None else form.format(value)
-
-
-def of_range(estimate, low, high):
-    """Returns the error bar of the estimated step in milliseconds, " (677 to 912)", or ""."""
-    return f" ({1000 * estimate[low]:,.0f} to {1000 * estimate[high]:,.0f})" if low in estimate else ""
+def error_bar(estimate):
+    """Returns that of the estimated step in milliseconds, " (677 to 912)", or "" without an estimate."""
+    if "step_low_s" not in estimate:
+        return ""
+    return f" ({1000 * estimate['step_low_s']:,.0f} to {1000 * estimate['step_high_s']:,.0f})"
 
 
 def peak_bytes(run):

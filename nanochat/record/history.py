@@ -1,4 +1,4 @@
-"""Reads a run's metrics.jsonl, for scripts/report.py and scripts/tpu_advice.py:
+"""Reads a run's metrics.jsonl:
 
     run = read_run("d16")
     steps, losses = run.series("loss")
@@ -79,6 +79,10 @@ class Run:
             if any(name == unit or name.startswith("val_") for name in record):
                 times.setdefault(record["step"], record["time"] - self.records[0]["time"])
         return np.interp(steps, list(times), list(times.values())) if times else np.zeros(len(steps))
+
+    def wall_s(self):
+        """Returns the seconds from the first record to the newest, the time between two VMs among them."""
+        return self.records[-1]["time"] - self.records[0]["time"]
 
     def interruptions(self):
         """Returns the first record of each process but the first.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nanochat.analysis.running import chip_seconds_per_token
 from nanochat.analysis.trials import read_trials
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
@@ -77,7 +78,7 @@ def test_bad_seeds_are_refused(write_table, seeds):
         ablate.main([str(write_table(seeds=seeds))])
 
 
-def test_chip_seconds_come_from_a_preflight_which_runs_once(write_table, tmp_path, monkeypatch):
+def test_chip_seconds_come_from_a_preflight_which_runs_once(write_table, tmp_path):
     (trial,) = read_trials(write_table("[variants.default]\n", seeds="[0]"))
     report = {"fits": True, "chips": 8, "plan": {"total_batch_size": 128},
               "estimate": {"step_s": 2.0, "hours": 3.0, "hours_of_last": 4.0}}
@@ -87,8 +88,8 @@ for word; do case $word in --json=*) echo '{json.dumps(report)}' >"${{word#--jso
 echo "$@" >>{tmp_path}/calls
 """)
     python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    found = [ablate.chip_seconds_per_token(trial, "v5litepod-8", tmp_path) for _ in range(2)]
+    command = [str(python), "-m", "scripts.tpu_preflight"]
+    found = [chip_seconds_per_token(trial, "v5litepod-8", command, tmp_path) for _ in range(2)]
     assert found == [0.75 * 2 * 8 / 128] * 2
     assert "-m scripts.tpu_preflight --accelerator=v5litepod-8" in (tmp_path / "calls").read_text()
     assert (tmp_path / "calls").read_text().count("\n") == 1

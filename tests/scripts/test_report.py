@@ -9,11 +9,12 @@ import pytest
 from matplotlib import image
 from matplotlib.figure import Figure
 
+from nanochat.analysis.figures import Lines
 from nanochat.analysis.measured import differences, markdown_block
 from nanochat.common import BadInput
 from nanochat.device.prices import chip_price
 from nanochat.record.history import read_run
-from scripts.report import draw_lines, has_shown, main
+from scripts.report import main
 
 # metrics.jsonl of six steps of a tiny model, as base_train wrote it. A second process resumed from step 2.
 RECORDED = Path(__file__).parent / "interrupted_run.jsonl"
@@ -103,16 +104,17 @@ def test_panels_show_values_below_zero_whole_counts_and_a_legend_that_hides_noth
     run = read_run(tmp_path)
     figure = Figure()
     rates, counts = figure.subplots(2)
-    draw_lines(rates, [run], "lr_multiplier", "learning rates", "work")
-    draw_lines(counts, [run], "bad_steps", "steps", "work", is_count=True)
+    lines = Lines("lr_multiplier", "learning rates"), Lines("bad_steps", "steps", is_count=True)
+    lines[0].draw([run], rates)
+    lines[1].draw([run], counts)
     figure.draw_without_rendering()
     assert rates.get_ylim()[0] < -0.7 and counts.get_ylim()[0] < 0 < 1 < counts.get_ylim()[1]
     assert all(tick == int(tick) for tick in counts.get_yticks())
     for axes in (rates, counts):
         assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1
-    assert has_shown(run, "bad_steps")
+    assert lines[1].is_shown([run])
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[:2]))
-    assert not has_shown(read_run(tmp_path), "bad_steps") and has_shown(run, "lr_multiplier")
+    assert not lines[1].is_shown([read_run(tmp_path)]) and lines[0].is_shown([run])
 
 
 def test_the_block_for_an_issue_sets_what_was_measured_beside_the_estimate(interrupted, tmp_path, capsys):

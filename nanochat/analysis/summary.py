@@ -1,0 +1,119 @@
+"""The main figures of runs in one table, and the page that shows it with pictures."""
+import base64
+import html
+
+from nanochat.record.metrics import format_count, format_duration
+
+GIB = 2**30
+
+
+def summarise(runs, usd_per_hour=None):
+    """Returns the rows of the summary, (label, [a text for each run]), without those that are empty for all runs. The
+    cost is that of `usd_per_hour`, the price of the TPU."""
+    columns = [summary_of(run, usd_per_hour) for run in runs]
+    rows = [(label, [column[label] for column in columns]) for label in columns[0]]
+    return [(label, texts) for label, texts in rows if any(texts)]
+
+
+def summary_of(run, usd_per_hour):
+    """Returns {label: text} of one run, "" for what is not known. All runs have the same labels."""
+    speed = run.median("tokens_per_s")
+    hours = run.wall_s() / 3600
+    cost = cost_of_billion = ""
+    if usd_per_hour is not None:
+        cost = f"{usd_per_hour * hours:.2f} USD"
+        if speed is not None:
+            cost_of_billion = f"{usd_per_hour * 1e9 / speed / 3600:.2f} USD"
+    losses = run.series("loss")[1][-20:]
+    return {
+        "run": run.name,
+        "steps": f"{run.records[-1]['step']:,}",
+        "tokens": count(run.last("tokens")),
+        "puzzles": count(run.last("puzzles")),
+        "positions per row": ", ".join(f"{length:,} at step {step:,}" for step, length in run.lengths()),
+        "loss, last 20 steps": f"{losses.mean():.4f}" if len(losses) else "",
+        "validation, bits per byte": last_validation(run),
+        "the best, at step": best_validation(run),
+        "held-out puzzles solved": text(run.last("val_exact"), "{:.1%}"),
+        "tokens/s, median": text(speed, "{:,.0f}"),
+        "puzzles/s, median": text(run.median("puzzles_per_s"), "{:,.0f}"),
+        "MFU, median": text(run.median("mfu"), "{:.1%}"),
+        "waiting for data": text(run.median("data_wait"), "{:.1%}"),
+        "dispatching programs": text(run.median("host_dispatch"), "{:.1%}"),
+        "peak device memory": peak_memory(run),
+        "wall time": format_duration(run.wall_s()),
+        "cost of that time": cost,
+        "cost of 1B tokens, at this speed": cost_of_billion,
+        "interruptions": str(len(run.interruptions())),
+        "goodput": text(run.last("goodput"), "{:.1%}"),
+        "not training": time_not_training(run),
+        "steps skipped as not finite": text(run.last("bad_steps"), "{:.0f}"),
+    }
+
+
+def text(value, form, unknown=""):
+    """Returns the value in this form, or `unknown` for None."""
+    return unknown if value is None else form.format(value)
+
+
+def count(value):
+    return "" if value is None else format_count(int(value))
+
+
+def last_validation(run):
+    for record in reversed(run.records):
+        if "val_bpb" in record:
+            return text(record["val_bpb"], "{:.4f}", unknown="not finite")
+    return ""
+
+
+def best_validation(run):
+    steps, values = run.series("val_bpb")
+    if not len(values):
+        return ""
+    return f"{values.min():.4f}, {steps[values.argmin()]:,}"
+
+
+def peak_memory(run):
+    peaks = run.series("device_memory_peak_bytes")[1]
+    if not len(peaks):
+        return ""
+    limit = run.last("device_memory_limit_bytes")
+    of_limit = f" of {limit / GIB:.1f}" if limit else ""
+    return f"{peaks.max() / GIB:.1f} GiB{of_limit}"
+
+
+def time_not_training(run):
+    seconds = run.seconds()
+    total = max(sum(seconds.values()), 1e-9)
+    kinds = sorted(seconds.keys() - {"train"}, key=seconds.get, reverse=True)
+    return ", ".join(f"{kind} {seconds[kind] / total:.1%}" for kind in kinds if seconds[kind] >= 0.0005 * total)
+
+
+def format_table(rows):
+    """Returns rows, (label, [texts]), as text in columns."""
+    lines = [[label, *texts] for label, texts in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def make_page(title, rows, pictures):
+    """Returns one HTML document with the rows of a table, the names of its columns first, and the pictures."""
+    table = ""
+    for number, (label, texts) in enumerate(rows):
+        kind = "td" if number else "th"
+        cells = [label if number else "", *texts]
+        table += "<tr>" + "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in cells) + "</tr>\n"
+    images = ""
+    for path in pictures:
+        encoded = base64.b64encode(path.read_bytes()).decode()
+        images += f'<p><img alt="{path.stem}" src="data:image/png;base64,{encoded}"></p>\n'
+    title = html.escape(title)
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>body {{ font: 15px sans-serif; margin: 2em auto; max-width: 1450px }} img {{ max-width: 100% }}
+td, th {{ text-align: left; padding: 0.2em 1.5em 0.2em 0 }} td:first-child {{ color: #555 }}</style></head>
+<body><h1>{title}</h1>
+<table>{table}</table>
+{images}</body></html>
+"""
