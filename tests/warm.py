@@ -116,8 +116,8 @@ def serve(connection, inboxes):
         while True:
             train_as_rank(*inboxes[rank].get())
 
-    def train_on_all_ranks(run):
-        """Takes the place of launch.spawn."""
+    def train_on_all_ranks(run, watchdog):
+        """Takes the place of launch.spawn; the test has a time limit in place of the watchdog."""
         statuses = queue.SimpleQueue()
         for inbox in inboxes[1:]:
             inbox.put((run, statuses))
