@@ -12,11 +12,11 @@ from pathlib import Path
 
 from nanochat.checkpoint.format import find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
-from nanochat.data.bucket import CACHE_GB, check_cache, data_place, in_bucket
-from nanochat.data.fim import KINDS, check_fim
+from nanochat.data.bucket import check_cache, in_bucket
+from nanochat.data.fim import KINDS, Infilling, check_fim
 from nanochat.data.lanes import NUM_LANES
-from nanochat.data.loader import DataLoader
-from nanochat.data.shards import list_shards, open_shards
+from nanochat.data.loader import DataLoader, Rows
+from nanochat.data.shards import TextFlags, open_text
 from nanochat.device.ranks import DEVICE_TYPES, prepare_xla_environment, print0, resolve_device_type
 from nanochat.infer.load import load_language_meta, load_model, resolve_inference_device_type
 from nanochat.infer.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
@@ -26,12 +26,8 @@ from nanochat.model.config import GPTConfig
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(TextFlags):
     checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
-    data_dir: str | None = flag(None, "folder of parquet shards, or gs://…; default: $NANOCHAT_BASE_DIR/parquet/val",
-                                of=data_place)
-    data_cache_gb: float = flag(CACHE_GB, "gigabytes of this machine's disk for what is read of shards in gs://…",
-                                above=0, at_most=1e6)
     tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
                                       of=expand_path)
     fim: bool = flag(False, "bits per byte of middles, for a model that was trained with --fim_rate")
@@ -61,17 +57,17 @@ def main(argv=None):
         raise BadInput(f"--eval_tokens={flags.eval_tokens} is less than one row of {seq_len}")
     if flags.fim and flags.project:
         raise BadInput("--fim and --project are two evaluations: leave one of them out")
-    shards = list_shards(flags.data_dir, "val", flags.data_cache_gb)
-    if flags.data_dir and in_bucket(flags.data_dir):
-        print(f"data: {check_cache(open_shards(shards), NUM_LANES)}", flush=True)
+    shards = open_text(flags, "val")
+    if in_bucket(flags.data_dir):
+        print(f"data: {check_cache(shards, NUM_LANES)}", flush=True)
     if flags.project:
-        require_packed(open_shards(shards))
+        require_packed(shards)
     mesh = of_mesh.mesh(config, device_type, flags.kernel)
     return run_on_mesh(partial(evaluate_checkpoint, flags, path, seq_len, shards, mesh), mesh, device_type)
 
 
 def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
-    """Evaluates the checkpoint at `path` on rows of `seq_len` tokens of `shards`, as one rank of a Mesh; rank 0
+    """Evaluates the checkpoint at `path` on rows of `seq_len` tokens of Shards, as one rank of a Mesh; rank 0
     prints."""
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, kernel=flags.kernel,
                                         quantize=flags.quantize, mesh=mesh)
@@ -80,32 +76,30 @@ def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
     def measure(loader, copies, **options):
         return bits_per_byte(model, loader, tokenizer.token_bytes(), dist, copies=copies, **options)
 
-    def evaluate(fim_options=None, **options):
-        with DataLoader(shards, tokenizer, batch_size=flags.device_batch_size, seq_len=seq_len, seed=flags.seed,
-                        rank=mesh.reader(dist.rank), world_size=mesh.readers, num_rows=flags.eval_tokens // seq_len,
-                        **(fim_options or {})) as loader:
+    def evaluate(infilling=None, **options):
+        rows = Rows(flags.device_batch_size, seq_len, mesh.reader(dist.rank), mesh.readers, flags.seed)
+        with DataLoader(shards, tokenizer, rows, num_rows=flags.eval_tokens // seq_len, infilling=infilling) as loader:
             return measure(loader, mesh.tensor, **options)
 
     if flags.project:
-        rows_of = partial(ProjectRows, open_shards(shards), tokenizer, seq_len, flags.device_batch_size,
-                          flags.eval_tokens)
+        rows_of = partial(ProjectRows, shards, tokenizer, seq_len, flags.device_batch_size, flags.eval_tokens)
         return print_projects(about, rows_of, partial(measure, copies=mesh.chips))
     if flags.fim:
         check_fim("--fim", tokenizer, seq_len)
         print0(f"{about}: bits per byte of middles")
         if not meta.flags.get("fim_rate"):
             print0("note: it was trained without --fim_rate, so it has never seen a suffix before its middle")
-        return print_middles(tokenizer, evaluate)
+        return print_middles(tokenizer, flags.seed, evaluate)
     found = evaluate()
     whole = " (the whole text, which is shorter than --eval_tokens)" if found.is_whole_text else ""
     print0(f"{about}: {found.bits_per_byte:.4f} bits per byte over {found.num_bytes:,} bytes{whole}")
 
 
-def print_middles(tokenizer, evaluate):
+def print_middles(tokenizer, seed, evaluate):
     """Prints the bits per byte of middles of each kind. evaluate: see evaluate_checkpoint."""
     print0(f"{'middles':<12}{'bytes':>12}{'with suffix':>13}{'without':>10}{'left to right':>15}")
     for kind in KINDS:
-        found = [evaluate({"fim_rate": 1.0, "fim_kinds": (kind,)}, view=partial(view, tokenizer))
+        found = [evaluate(Infilling(1.0, seed, (kind,)), view=partial(view, tokenizer))
                  for view in (with_suffixes, without_suffixes, from_left_to_right)]
         suffix, without, plain = (of.bits_per_byte for of in found)
         print0(f"{kind:<12}{found[0].num_bytes:>12,}{suffix:>13.4f}{without:>10.4f}{plain:>15.4f}   the suffix "
@@ -120,7 +114,7 @@ def print_projects(about, rows_of, measure):
         rows = rows_of(with_project)
         found[with_project] = measure(rows, view=rows.view).bits_per_byte
         if not rows.num_files:
-            raise BadInput(f"--project: no document in {rows.shards[0].path.parent} has a second file of which more "
+            raise BadInput(f"--project: no document in {rows.shards[0].file.parent} has a second file of which more "
                            f"than the path fits into {rows.seq_len // 2} tokens: name another --data_dir or longer "
                            "rows")
     print0(f"{about}: {rows.num_files:,} files, the first {rows.seq_len // 2} tokens of each: given their project "

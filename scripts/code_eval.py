@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from nanochat.checkpoint.format import find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
-from nanochat.data.shards import list_shards
+from nanochat.data.shards import TextFlags, open_text
 from nanochat.device.ranks import (
     DEVICE_TYPES,
     compute_cleanup,
@@ -63,12 +63,10 @@ class ModelFlags:
 
 
 @dataclass(frozen=True)
-class TaskFlags:
+class TaskFlags(TextFlags):
     task: str = flag("functions", "functions (to be completed), infill (gaps in held-out files) or infill_functions "
                      "(gaps in the solutions of problems)", of=task_name)
     problems: Path | None = flag(None, "problems in the format of HumanEval-X or MultiPL-E; default: the project's own",
-                                 of=expand_path)
-    data_dir: Path | None = flag(None, "held-out parquet shards for infill; default: $NANOCHAT_BASE_DIR/parquet/val",
                                  of=expand_path)
     num_tasks: int = flag(100, "gaps of each kind", at_least=1, at_most=10_000)
     check: bool = flag(False, "judge the solutions of the problems, and each with one line deleted, instead of a model")
@@ -133,7 +131,7 @@ def make_items(flags, problems, seed):
     if flags.task == "functions":
         return problems, digest(problems)
     if flags.task == "infill":
-        tasks = document_tasks(read_documents(list_shards(flags.data_dir, "val")), flags.num_tasks, seed)
+        tasks = document_tasks(read_documents(open_text(flags, "val")), flags.num_tasks, seed)
     else:
         tasks = function_tasks(problems, flags.num_tasks, seed)
     if not tasks:

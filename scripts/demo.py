@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanochat.common import flag, get_base_dir, read_flags, run_module, run_script
-from nanochat.data.shards import all_pieces, list_shards, open_shards
+from nanochat.data.shards import TextFlags, all_pieces, open_text
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.record.metrics import METRICS_FILE
 
@@ -36,7 +36,7 @@ def unigram_bits_per_byte(data_dir):
     """Returns the bits per byte of the validation text if only the frequency of each of its tokens is known."""
     tokenizer, counts = load_tokenizer(), 0
     token_bytes = tokenizer.token_bytes().numpy()
-    for piece in all_pieces(open_shards(list_shards(data_dir))):
+    for piece in all_pieces(open_text(TextFlags(data_dir))):
         counts = counts + np.bincount(tokenizer.encode_to_numpy(piece.text), minlength=tokenizer.n_vocab)
     seen = counts[counts > 0]
     return float(-(seen * np.log2(seen / seen.sum())).sum() / (counts * token_bytes).sum())

@@ -25,9 +25,8 @@ from pathlib import Path
 import tiktoken
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
-from nanochat.data.shards import list_shards, open_shards, require_files
+from nanochat.data.shards import TextFlags, open_text, read_columns, require_files
 from nanochat.data.tokenizer import load_tokenizer
-from scripts.tok_train import read_documents
 
 NPM_PACKAGE, NPM_TIMEOUT_S = "tiktoken@1.0.22", 120
 # tiktoken's address of a vocabulary, and the SHA-256 that it expects (tiktoken_ext/openai_public.py)
@@ -40,9 +39,7 @@ KINDS = ("C++ sources", "C++ headers", "C", "comments", "strings", "all")
 
 
 @dataclass(frozen=True)
-class Flags:
-    data_dir: Path | None = flag(None, "directory of parquet shards; default: $NANOCHAT_BASE_DIR/parquet/val",
-                                 of=expand_path)
+class Flags(TextFlags):
     tokenizer_dir: Path | None = flag(None, "directory of the tokenizer; default: the one in $NANOCHAT_BASE_DIR, else "
                                       "the shipped one", of=expand_path)
     npm_package: Path | None = flag(None, "file made by `npm pack tiktoken`; default: download it", of=expand_path)
@@ -98,7 +95,7 @@ def first_documents(shards, max_bytes_per_source):
     """Returns [(path, text)] of the first documents of every source."""
     documents, nbytes = [], Counter()
     for shard in shards:
-        for text, path, source in read_documents(shard, "path", "source"):
+        for text, path, source in read_columns(shard, "path", "source"):
             if nbytes[source] < max_bytes_per_source:
                 nbytes[source] += len(text)
                 documents.append((path, text.decode("utf-8", "replace")))
@@ -173,7 +170,7 @@ def find_entrants(tokenizer_dir, package):
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    shards = open_shards(list_shards(flags.data_dir, "val"))
+    shards = open_text(flags, "val")
     require_files(shards, "comparing tokenizers")
     *others, ours = entrants = find_entrants(flags.tokenizer_dir, flags.npm_package)
     documents = first_documents(shards, flags.max_bytes_per_source)

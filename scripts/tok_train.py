@@ -2,7 +2,8 @@
 
     python3 -m scripts.tok_train --data_dir=corpus/base_data_v3 --out_dir=my_tokenizer
 
-The same data and flags give the same files. tokenizer/README.md has the commands that made the shipped tokenizer.
+The shards may have the columns source and licence, too. The same data and flags give the same files.
+tokenizer/README.md has the commands that made the shipped tokenizer.
 """
 import hashlib
 import time
@@ -10,13 +11,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import rustbpe
 from tqdm import tqdm
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
-from nanochat.data.shards import list_shards, open_shards, require_files
+from nanochat.data.shards import TextFlags, open_text, read_columns, require_files
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 # The split pattern: it cuts text into pieces, and no token crosses the border between two. There is no look-around, so
@@ -36,9 +35,7 @@ PATTERN = "|".join((
 
 
 @dataclass(frozen=True)
-class Flags:
-    data_dir: Path | None = flag(None, "directory of parquet shards with a column text, and optionally source and "
-                                 "licence; default: $NANOCHAT_BASE_DIR/parquet/base_data_v3", of=expand_path)
+class Flags(TextFlags):
     out_dir: Path | None = flag(None, "directory for the tokenizer; default: $NANOCHAT_BASE_DIR/tokenizer",
                                 of=expand_path)
     vocab_size: int = flag(65536, "number of tokens, special tokens included", at_least=256 + len(SPECIAL_TOKENS),
@@ -70,29 +67,12 @@ class Usage:
         return "".join(lines)
 
 
-def read_documents(shard, *columns):
-    """Yields (text as bytes, *values of `columns`) of every document that is not empty.
-
-    The value of a missing column is "unknown". Raises BadInput if the shard cannot be read.
-    """
-    try:
-        with pq.ParquetFile(shard.path) as file:
-            there = [name for name in columns if name in file.schema_arrow.names]
-            for batch in file.iter_batches(256, columns=["text", *there], use_threads=False):
-                texts = batch["text"].cast(pa.binary()).to_pylist()  # a column of strings may hold malformed UTF-8
-                values = (batch[name].to_pylist() if name in there else ["unknown"] * len(texts) for name in columns)
-                yield from (document for document in zip(texts, *values, strict=True) if document[0])
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise BadInput(f"{shard.path} cannot be read ({reason}): copy or prepare the file again") from None
-
-
 def choose_texts(shards, max_bytes, max_bytes_per_source, usage):
     """Yields the texts of the shards in their order, within the limits on bytes in total and per source."""
     total = 0
     bar = tqdm(shards, desc="counting pieces", unit="shard", disable=None)  # None: only on a terminal
     for shard in bar:
-        for text, source, licence in read_documents(shard, "source", "licence"):
+        for text, source, licence in read_columns(shard, "source", "licence"):
             if usage.nbytes[source] + len(text) > max_bytes_per_source:
                 continue
             if total + len(text) > max_bytes:
@@ -101,7 +81,7 @@ def choose_texts(shards, max_bytes, max_bytes_per_source, usage):
             usage.add(source, licence, len(text))
             yield text.decode("utf-8", "replace")
         if bar.disable:
-            print(f"counting pieces: {shard.path.name} read, {total / 1e6:.0f} MB so far", flush=True)
+            print(f"counting pieces: {shard.file.name} read, {total / 1e6:.0f} MB so far", flush=True)
 
 
 def main(argv=None):
@@ -110,7 +90,7 @@ def main(argv=None):
     if there := sorted(path.name for path in out_dir.iterdir() if not path.name.startswith(".")):
         raise BadInput(f"{out_dir} is not empty (it holds {there[0]}{' …' if there[1:] else ''}), and checkpoints may "
                        "need a tokenizer in it: name another --out_dir")
-    shards = open_shards(list_shards(flags.data_dir))
+    shards = open_text(flags)
     require_files(shards, "training a tokenizer")
 
     trainer, usage, started = rustbpe.Tokenizer(), Usage(), time.monotonic()

@@ -156,7 +156,7 @@ def trace_run(flags, chips):
     import torch
     import torch_xla
 
-    from nanochat.data.loader import SyntheticLoader
+    from nanochat.data.loader import Rows, SyntheticLoader
     from nanochat.device.ranks import Dist
     from nanochat.infer.loss_eval import bits_per_byte
     from nanochat.preflight.programs import Programs, fill_with_placeholders
@@ -182,8 +182,8 @@ def trace_run(flags, chips):
 
     def evaluate():
         readers = plan.mesh.readers
-        loader = SyntheticLoader(tokenizer.n_vocab, batch_size=rows, seq_len=length, world_size=readers,
-                                 num_rows=2 * rows * readers, num_lanes=flags.data.num_lanes)
+        wanted = Rows(rows, length, world_size=readers, num_lanes=flags.data.num_lanes)
+        loader = SyntheticLoader(tokenizer.n_vocab, wanted, num_rows=2 * rows * readers)
         bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist, copies=plan.mesh.tensor)
 
     programs = Programs(plan, training, lambda shape: name_buffer_of_gpt(shape, plan.config, rows, length), shares)

@@ -14,12 +14,12 @@ import re
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
-from nanochat.data.shards import fingerprint, open_shards
+from nanochat.data.shards import fingerprint, open_text
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.record.metrics import METRICS_FILE
 from nanochat.run.processes import expected_world_size
 from nanochat.train.flags import Flags, parse_flags
-from nanochat.train.language import list_data, make_task
+from nanochat.train.language import make_task
 from nanochat.train.plan import Plan
 from nanochat.train.prepare import FINISHED_FILE, run_directory
 
@@ -140,7 +140,7 @@ def plan_of(flags):
     inputs = {"hash of the tokenizer": task.tokenizer.sha256}
     if not flags.data.synthetic_data:
         inputs |= {"hash of the data": task.data_fingerprint,
-                   "hash of the validation": fingerprint(open_shards(list_data(flags.data, "val")))}
+                   "hash of the validation": fingerprint(open_text(flags.data, "val"))}
     return task.plan, inputs
 
 

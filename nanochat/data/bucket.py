@@ -1,16 +1,15 @@
-"""Parquet files in a bucket (gs://…): what is read of them is fetched into a cache on this machine's disk.
+"""Parquet files of data, on this machine or in a bucket (gs://…). What is read of a file in a bucket is fetched into a
+cache on this machine's disk.
 
     files = list_bucket("gs://my-bucket/parquet/val", cache_gb=20)    # BucketFiles
-    files[0].open_footer()          # a pyarrow file that has the footer, at its place
-    files[0].open_row_group(3)      # … the text of row group 3; and the file's metadata
-    files[0].read_ahead(3)          # fetches that in the background
+    files[0].open_footer()                # a pyarrow file that has the footer, at its place
+    files[0].open_row_group(3, ["text"])  # … this column of row group 3; and the file's metadata
+    files[0].read_ahead(3, ["text"])      # fetches that in the background
 
 Lanes read row groups in a random order, so single row groups are fetched, and not whole files, of which each would be
 fetched again and again. The cache, $NANOCHAT_BASE_DIR/bucket_cache, is shared by all processes of the machine: together
 they keep its limit, and fetch each part once. A part is a sparse file that has the bytes at their place, so pyarrow
 reads it like the file itself, and never one that is not whole. The parts that were not read for longest are deleted.
-
-pyarrow's own GcsFileSystem is not used: to open a file, it asked for all of it (dev/LOG.md).
 
 Raises BadInput if the bucket refuses for good, Outage if it has not been reached for OUTAGE_S, and Failure if the disk
 is full.
@@ -22,15 +21,16 @@ import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
 from nanochat.common import BadInput, Failure, Outage, expand_path, get_base_dir, is_disk_full, require_writable_dir
-from nanochat.data.storage import Interruption, Patience, endpoint, list_folder, read_range
+from nanochat.data.storage import Interruption, Patience, StoredFile, download, endpoint, list_files
 
 CACHE_GB = 20.0
 CACHE_DIR = "bucket_cache"  # under the base directory
@@ -42,6 +42,7 @@ NUM_FETCHES = 8  # in the background of a process, at the same time
 PADDING_BYTES = 100  # which pyarrow reads after a column of old files of parquet-mr, whose sizes are too small
 BLOCK_BYTES = 4096  # of the disk; a part fills its first and last one incompletely
 EVICTED_SHARE = 0.1  # of the limit that is made free when it is reached, because that lists all parts
+TRIES = 5  # to open a part; more than two only if the cache is so small that others need its room at once
 
 
 def data_place(text):
@@ -55,90 +56,122 @@ def data_place(text):
 
 
 def in_bucket(place):
-    """Returns whether a folder that data_place returned is in a bucket."""
+    """Returns whether a folder that data_place returned, or None, is in a bucket."""
     return str(place).startswith("gs://")
 
 
 @dataclass(frozen=True)
-class BucketFile:
-    """A file in a bucket, as it was when it was listed."""
-    url: str
-    size: int
-    generation: str  # another one has other bytes
-    cache_gb: float = CACHE_GB
+class LocalFile:
+    """A file on this machine, with the methods of BucketFile."""
+    path: Path
 
     def __str__(self):
-        return self.url
-
-    @property
-    def parent(self):
-        return self.url.rpartition("/")[0]
+        return str(self.path)
 
     @property
     def name(self):
-        return self.url.rpartition("/")[2]
+        return self.path.name
 
-    def open_footer(self, outage_s=OUTAGE_S):
-        """Returns a pyarrow file of this one's size, of which only the footer may be read. outage_s: for how long it
-        waits for a bucket that does not answer."""
-        tail = max(0, self.size - TAIL_BYTES)
-        file = self._open(tail, self.size, outage_s)
-        if self.size >= 8:
-            file.seek(self.size - 8)
-            footer = self.size - 8 - int.from_bytes(file.read(4), "little")
-            if 0 <= footer < tail and file.read(4) == b"PAR1":
-                file = self._open(footer, self.size, outage_s)
-            file.seek(0)
+    @property
+    def parent(self):
+        return str(self.path.parent)
+
+    def open_footer(self):
+        return pa.OSFile(str(self.path))
+
+    def open_row_group(self, row_group, columns):
+        return pa.OSFile(str(self.path)), None
+
+    def read_ahead(self, row_group, columns):
+        pass
+
+
+@dataclass(frozen=True)
+class BucketFile:
+    """A file in a bucket, as it was when it was listed. It waits for a bucket that does not answer for outage_s."""
+    stored: StoredFile
+    cache_gb: float = CACHE_GB
+    outage_s: float = OUTAGE_S
+
+    def __str__(self):
+        return self.stored.url
+
+    @property
+    def name(self):
+        return self.stored.url.rpartition("/")[2]
+
+    @property
+    def parent(self):
+        return self.stored.url.rpartition("/")[0]
+
+    def open_footer(self):
+        """Returns a pyarrow file of this one's size, of which only the footer may be read."""
+        size = self.stored.size
+        tail = max(0, size - TAIL_BYTES)
+        file = self._open(tail, size)
+        if size < 8:
+            return file
+        # The last 8 bytes are the footer's length and PAR1. A footer that begins before the tail is fetched whole.
+        file.seek(size - 8)
+        footer = size - 8 - int.from_bytes(file.read(4), "little")
+        if 0 <= footer < tail and file.read(4) == b"PAR1":
+            file = self._open(footer, size)
+        file.seek(0)
         return file
 
-    def open_row_group(self, row_group, outage_s=OUTAGE_S):
-        """Returns a pyarrow file of which only the text of a row group may be read, and the metadata from the footer.
-        outage_s: as above."""
-        with self.open_footer(outage_s) as file:
+    def open_row_group(self, row_group, columns):
+        """Returns a pyarrow file of which only these columns of a row group may be read, and the metadata from the
+        footer."""
+        with self.open_footer() as file:
             metadata = pq.read_metadata(file)
-        begin, n_bytes = text_range(metadata, row_group)
-        if begin + n_bytes > self.size:
-            raise pa.ArrowInvalid(f"it ends at {self.size:,} bytes")  # as pyarrow does for a file on disk
-        return self._open(begin, min(begin + n_bytes + PADDING_BYTES, self.size), outage_s), metadata
+        begin, end = column_range(metadata, row_group, columns)
+        if end > self.stored.size:
+            raise pa.ArrowInvalid(f"it ends at {self.stored.size:,} bytes")  # as pyarrow does for a file on disk
+        return self._open(begin, min(end + PADDING_BYTES, self.stored.size)), metadata
 
-    def read_ahead(self, row_group):
-        """Fetches a row group in the background."""
+    def read_ahead(self, row_group, columns):
+        """Fetches columns of a row group in the background."""
         def work():
             with _fetches:
-                _try(self.open_row_group, row_group, outage_s=0)
+                _try(replace(self, outage_s=0).open_row_group, row_group, columns)
 
         threading.Thread(target=work, name="read-ahead", daemon=True).start()
 
-    def _open(self, begin, end, outage_s):
+    def _open(self, begin, end):
         """Returns a pyarrow file with the bytes from `begin` to `end`."""
         folder = _cache_folder(get_base_dir())
-        path = folder / hashlib.sha256(f"{self.url} {self.generation} {begin} {end}".encode()).hexdigest()[:32]
-        for _ in range(5):  # more than twice only if the cache is so small that others need its room at once
+        key = f"{self.stored.url} {self.stored.generation} {begin} {end}"
+        path = folder / hashlib.sha256(key.encode()).hexdigest()[:32]
+        for _ in range(TRIES):
             try:
-                if path.exists() and path.stat().st_size == end:
+                if _is_whole(path, end):
                     os.utime(path)
                     return pa.OSFile(str(path))
+                # Whoever has the lock fetches the part, and those who wait for it find it there.
                 with FileLock(folder / f"{path.name[:2]}.lock", timeout=OUTAGE_S):
-                    if not path.exists() or path.stat().st_size != end:
-                        self._fetch(path, begin, end, outage_s)
+                    if not _is_whole(path, end):
+                        self._fetch(path, begin, end)
             except Timeout as error:
                 raise Outage(f"{self}: another process has held {error.lock_file} for too long: start the same command "
                              "again") from None
+            except Interruption as error:
+                raise _outage(self, self.outage_s, error) from None
+            except FileNotFoundError:  # others needed its room
+                continue
             except OSError as error:
                 if is_disk_full(error):
                     raise Failure(f"the disk is full ({error.strerror}), and so {self} cannot be read: free some space "
                                   f"for {folder}, or lower --data_cache_gb={self.cache_gb:g}") from None
-                if not isinstance(error, FileNotFoundError):  # others needed its room
-                    raise Failure(f"the cache {folder} cannot be used ({error}): mend this, or delete it while nothing "
-                                  "runs") from None
+                raise Failure(f"the cache {folder} cannot be used ({error}): mend this, or delete it while nothing "
+                              "runs") from None
         raise Failure(f"the cache {folder} is too small for all that read from it: raise --data_cache_gb, or use fewer")
 
-    def _fetch(self, path, begin, end, outage_s):
+    def _fetch(self, path, begin, end):
         partial = path.with_suffix(".partial")
         file = _reserve(partial, begin, end, self.cache_gb * 1e9)
         try:
             with file:
-                self._download(file.fileno(), begin, end, outage_s)
+                download(self.stored, file.fileno(), begin, end, Patience(self, self.outage_s))
                 os.fsync(file.fileno())
             with FileLock(partial.parent / "room.lock", timeout=ROOM_TIMEOUT_S):  # it is counted under one of the names
                 partial.rename(path)
@@ -146,39 +179,33 @@ class BucketFile:
             partial.unlink(missing_ok=True)
             raise
 
-    def _download(self, descriptor, begin, end, outage_s):
-        """Writes the bytes to the file at their place. Where a connection breaks, it goes on from there."""
-        patience = Patience(self.url, outage_s)
-        while begin < end:
-            try:
-                for part in read_range(self.url, self.generation, begin, end):
-                    written = os.pwrite(descriptor, part, begin)
-                    begin += written
-                    if written < len(part):  # the next part would not be at its place
-                        raise Interruption("the disk took only a part of it")
-                    patience.begin()
-                if begin < end:
-                    raise Interruption("the connection was cut")
-            except Interruption as error:
-                patience.wait(error)
+
+def _is_whole(path, end):
+    return path.exists() and path.stat().st_size == end
 
 
-def _try(function, *args, **kwargs):
+def _outage(place, waited_s, error):
+    return Outage(f"{place} has not been reached for {waited_s / 60:.0f} minutes ({error}): start the same command "
+                  "again later")
+
+
+def _try(function, *args):
     """Fetches ahead, and returns whether that worked. If not, whoever needs it will try again and find out why."""
     try:
-        function(*args, **kwargs)
+        function(*args)
     except (BadInput, Failure, pa.ArrowException, OSError):
         return False
     return True
 
 
 def fetch_footers(files):
-    """Fetches the footers of BucketFiles into the cache, many at the same time, but only one while the bucket does not
-    answer."""
+    """Fetches the footers of the BucketFiles among `files` into the cache, many at the same time, but only one while
+    the bucket does not answer."""
+    files = [file for file in files if isinstance(file, BucketFile)]
     while files:
         num_fetched = 0
         with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
-            for is_fetched in pool.map(lambda file: _try(file.open_footer, outage_s=0), files):
+            for is_fetched in pool.map(_try, [replace(file, outage_s=0).open_footer for file in files]):
                 if not is_fetched:
                     break  # which cancels those that have not begun
                 num_fetched += 1
@@ -187,15 +214,19 @@ def fetch_footers(files):
         files = files[num_fetched + 1:]
 
 
-def text_range(metadata, row_group):
-    """Returns where the column text of a row group begins in its file, and its bytes there."""
+def column_range(metadata, row_group, names):
+    """Returns where the columns of a row group begin in their file, and where they end."""
+    begins = []
+    ends = []
     columns = metadata.row_group(row_group)
-    column = next(column for column in map(columns.column, range(columns.num_columns))
-                  if column.path_in_schema == "text")
-    begin = column.data_page_offset
-    if column.has_dictionary_page and column.dictionary_page_offset:
-        begin = min(begin, column.dictionary_page_offset)
-    return begin, column.total_compressed_size
+    for column in map(columns.column, range(columns.num_columns)):
+        if column.path_in_schema in names:
+            begin = column.data_page_offset
+            if column.has_dictionary_page and column.dictionary_page_offset:
+                begin = min(begin, column.dictionary_page_offset)
+            begins.append(begin)
+            ends.append(begin + column.total_compressed_size)
+    return min(begins), max(ends)
 
 
 # -----------------------------------------------------------------------------
@@ -212,7 +243,9 @@ def _cache_folder(base_dir):
 def _reserve(partial, begin, end, limit):
     """Returns the file `partial`, open for writing, with room on the disk for its bytes from `begin` to `end`. Deletes
     older parts if the cache would be larger than `limit` bytes."""
-    folder, counter, n_bytes = partial.parent, partial.parent / "bytes", end - begin + 2 * BLOCK_BYTES
+    folder = partial.parent
+    counter = folder / "bytes"
+    n_bytes = end - begin + 2 * BLOCK_BYTES
     with FileLock(folder / "room.lock", timeout=ROOM_TIMEOUT_S):
         try:
             used = int(counter.read_text())
@@ -263,11 +296,12 @@ def _evict(folder, limit):
 def check_cache(shards, num_lanes):
     """Returns a text about the Shards in a bucket and their cache, None if none is in a bucket. Raises BadInput if the
     lanes need more than the cache may have, or the disk has less."""
-    shards = [shard for shard in shards if isinstance(shard.path, BucketFile)]
+    shards = [shard for shard in shards if isinstance(shard.file, BucketFile)]
     if not shards:
         return None
     folder = _cache_folder(get_base_dir())
-    limit, n_bytes = shards[0].path.cache_gb * 1e9, sum(shard.n_bytes for shard in shards)
+    limit = shards[0].file.cache_gb * 1e9
+    n_bytes = sum(shard.n_bytes for shard in shards)
     largest = max(shard.row_group_bytes for shard in shards)
     needed = min(n_bytes, 2 * num_lanes * (largest + 2 * BLOCK_BYTES))
     if needed > limit:
@@ -279,7 +313,7 @@ def check_cache(shards, num_lanes):
     if available < min(limit, n_bytes):
         raise BadInput(f"--data_cache_gb={limit / 1e9:g}, but there is only room for {available / 1e9:.3g} GB in "
                        f"{folder}: give less than that, or free some space")
-    places = " and ".join(sorted({shard.path.parent for shard in shards}))
+    places = " and ".join(sorted({shard.file.parent for shard in shards}))
     return (f"{n_bytes / 1e9:,.3g} GB in {places}; a cache of up to {limit / 1e9:g} GB in {folder}, where "
             f"{free / 1e9:,.1f} GB are free")
 
@@ -291,10 +325,20 @@ def check_cache(shards, num_lanes):
 def list_bucket(url, cache_gb=CACHE_GB):
     """Returns the BucketFiles of the parquet files in a folder, or of those one level deeper if there are none, as they
     were when this process first asked."""
-    return [BucketFile(*file, cache_gb) for file in _parquet_files(url.rstrip("/"), endpoint())]
+    try:
+        return [BucketFile(file, cache_gb, OUTAGE_S) for file in _parquet_files(url.rstrip("/"), endpoint())]
+    except Interruption as error:
+        raise _outage(url, OUTAGE_S, error) from None
 
 
 @cache
 def _parquet_files(url, _):
-    files, folders = list_folder(url, OUTAGE_S)
-    return files or [file for folder in folders for file in list_folder(folder, OUTAGE_S)[0]]
+    patience = Patience(url, OUTAGE_S)
+    files, folders = patience.call(list_files, url)
+    found = [file for file in files if file.url.endswith(".parquet")]
+    if found:
+        return found
+    for folder in folders:
+        files, _ = patience.call(list_files, folder)
+        found += [file for file in files if file.url.endswith(".parquet")]
+    return found

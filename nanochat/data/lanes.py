@@ -1,6 +1,7 @@
 """A lane turns documents into full rows of tokens, for training without end. It can be restored to any row.
 
-    lane = Lane(3, LaneState(), units, tokenizer, row_tokens=1025, read_bytes=1 << 22)
+    shared = SharedByLanes(units, tokenizer, read_bytes=1 << 22)
+    lane = Lane(3, LaneState(), shared, row_tokens=1025)
     rows, states = lane.make_rows(32)    # int32 (32, 1025), and the fields of the LaneState after each row
     Lane(3, LaneState(*states[7]), …)    # its first row is rows[8]
     Lane(3, LaneState(), …, num_units=2) # ends with its second unit; the rows after that are PADDING
@@ -17,12 +18,16 @@ A row is one sequence of the training batch: T + 1 tokens. These statements alwa
 docs/data.md explains the design.
 """
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from nanochat.common import BadInput
+from nanochat.data.fim import Infilling
 from nanochat.data.projects import encode_documents
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.data.units import Units
 
 NUM_LANES = 64
 PADDING = -1  # instead of a token, after the end of the data
@@ -55,27 +60,45 @@ class LaneState(NamedTuple):
     documents: int = 0  # documents begun so far
 
 
+@dataclass(frozen=True)
+class SharedByLanes:
+    """What all lanes of a rank read, and how."""
+    units: Units
+    tokenizer: Tokenizer
+    read_bytes: int  # of text that a lane reads at a time
+    infilling: Infilling | None = None  # None: every document is read from left to right
+
+
 class Lane:
     """Reads, tokenizes and packs the documents of one lane. Only one thread may use it at a time.
 
-    num_units: the number of units after which the data ends. infilling: an Infilling, or None to read every document
-    from left to right.
+    num_units: the number of units after which the data ends.
     """
 
-    def __init__(self, number, state, units, tokenizer, row_tokens, read_bytes, num_units=math.inf, infilling=None):
-        self.number, self.units, self.tokenizer, self.read_bytes = number, units, tokenizer, read_bytes
-        self.num_units, self.group_chars, self.infilling = num_units, FIRST_GROUP_CHARS, infilling
-        self.row_tokens, self.reading = row_tokens, "nothing yet"  # `reading` names file and row group in messages
+    def __init__(self, number, state, shared, row_tokens, num_units=math.inf):
+        self.number = number
+        self.units = shared.units
+        self.tokenizer = shared.tokenizer
+        self.read_bytes = shared.read_bytes
+        self.infilling = shared.infilling
+        self.row_tokens = row_tokens
+        self.num_units = num_units
+        self.group_chars = FIRST_GROUP_CHARS
+        self.reading = "nothing yet"  # names file and row group in messages
         self.rows, self.next, _, _, self.waited, self.tokens, self.dropped, self.documents = state
-        self.short, self.long, self.buffered_tokens = [], [], 0  # the buffer: first pieces, oldest first
+        # The buffer: first pieces of documents, oldest first, those that fit into a row and those that do not.
+        self.short = []
         self.short_lengths = []  # number of tokens of each in `short`
-        self.refs, self.buffer = {}, None  # refs of the buffered documents: as keys, and as a tuple until they change
+        self.long = []
+        self.buffered_tokens = 0
+        self.refs = {}  # refs of the buffered documents, as keys, in the order in which they were read
+        self.buffer = None  # the same as a tuple, until they change
         self.pending = None  # (Piece, offset): the piece and the token with which the next row begins
         self.to_restore = state
         self._pieces = self._tokenize(state)
         self._peeked = None
         if state.next[0] < num_units:
-            units.read_ahead(number, state.next[0])
+            self.units.read_ahead(number, state.next[0])
 
     def make_rows(self, count):
         """Returns the next rows, int32 (count, row_tokens), and a list with the LaneState's fields after each row.
@@ -155,17 +178,19 @@ class Lane:
     def _read(self, number, document, piece):
         """Yields lists of (ref, TextPiece), beginning with this piece of this document of the lane's unit `number`."""
         while number < self.num_units:
-            shard, row_group, first, stop = unit = self.units.get(self.number, number)
+            unit = self.units.get(self.number, number)
             if number + 1 < self.num_units:
                 self.units.read_ahead(self.number, number + 1)
-            while first + document < stop:
-                self.reading = f"{shard.path}, row group {row_group}"
-                texts, document = self.units.read(unit, first + document, piece, self.read_bytes)
-                document, piece = document - first, 0
-                yield [((number, text.document - first, text.index), text) for text in texts]
+            while unit.first + document < unit.stop:
+                self.reading = f"{unit.shard.file}, row group {unit.row_group}"
+                texts, following = self.units.read(unit, unit.first + document, piece, self.read_bytes)
+                document = following - unit.first
+                piece = 0
+                yield [((number, text.document - unit.first, text.index), text) for text in texts]
                 if texts and not texts[-1].is_last:
                     piece = texts[-1].index + 1
-            number, document = number + 1, 0
+            number += 1
+            document = 0
 
     def _peek(self):
         """Returns the next Piece to read, or None at the end of the data."""

@@ -1,12 +1,13 @@
 """The loader: batches of token rows for one rank, made by background threads and restored exactly.
 
-    with DataLoader(list_shards(), tokenizer, batch_size=8, seq_len=1024, rank=r, world_size=w) as loader:
+    rows = Rows(batch_size=8, seq_len=1024, rank=r, world_size=w)
+    with DataLoader(open_text(flags), tokenizer, rows) as loader:
         for batch in loader:           # endless; a fresh tensor each time
             batch.rows                 # int32 (8, 1025): inputs are rows[:, :-1], targets rows[:, 1:]
             batch.state                # {lane: JSON value} of this rank's lanes after this batch
             loader.stats               # counts up to this batch: rows, tokens, dropped, …
     DataLoader(…, num_rows=1000)       # the run's rows 0 to 999, of one pass over the data at most; then it ends
-    SyntheticLoader(n_vocab, batch_size=8, seq_len=1024, …)   # random tokens, without data
+    SyntheticLoader(n_vocab, rows)     # random tokens, without data
 
 Row n of a run comes from lane n mod num_lanes and goes to rank n mod world_size, which therefore owns the lanes rank,
 rank + world_size, …: a step sees the same tokens on any number of ranks. Each lane's next block of rows is made ahead:
@@ -17,15 +18,23 @@ docs/data.md explains the design.
 import math
 import queue
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from nanochat.data.fim import KINDS, Infilling
-from nanochat.data.lanes import NUM_LANES, PADDING, Lane, LaneState, RandomLane, check_lane_states
+from nanochat.data.lanes import (
+    NUM_LANES,
+    PADDING,
+    Lane,
+    LaneState,
+    RandomLane,
+    SharedByLanes,
+    check_lane_states,
+)
 from nanochat.data.projects import FILE_SEP
-from nanochat.data.shards import Units, fingerprint, open_shards, require_files
+from nanochat.data.shards import fingerprint, require_files
+from nanochat.data.units import Units
 
 READ_AHEAD_BYTES = 256 << 20  # bytes of text that all lanes of a rank hold together, at most
 BLOCK_TOKENS = 1 << 15  # tokens of the rows that a worker makes at a time, at most (but at least one row)
@@ -34,6 +43,18 @@ BLOCK_TOKENS = 1 << 15  # tokens of the rows that a worker makes at a time, at m
 SMALL_BYTES = 1 << 20  # of the files
 SMALL_BYTES_PER_TOKEN = 4  # of the files, for a token that is asked for; a token takes about one byte there
 TIMEOUT_S = 540  # more than a bucket is waited for, less than a step may take by default
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows a rank reads, and in what portions."""
+    batch_size: int  # rows in a batch
+    seq_len: int  # T, one less than the tokens of a row
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0  # of the order of the data
+    num_lanes: int = NUM_LANES
+    seq_len_before: int | None = None  # of the rows before the state that it resumes from; None: the same
 
 
 @dataclass(frozen=True)
@@ -57,7 +78,10 @@ class RowQueue:
     """
 
     def __init__(self, lane, block_rows, wanted, num_rows):
-        self.lane, self.block_rows, self.wanted, self._left = lane, block_rows, wanted, num_rows
+        self.lane = lane
+        self.block_rows = block_rows
+        self.wanted = wanted
+        self._left = num_rows
         self._blocks = queue.SimpleQueue()  # at most one item: (rows, states), or the error that occurred
         self._block = iter(())
         self._size = 1
@@ -102,15 +126,12 @@ def _work(wanted):
 class DataLoader:
     """An iterator over the Batches of one rank, endless or over some rows.
 
-    shards: paths of parquet files. batch_size: rows in a batch. seq_len: T, one less than the tokens of a row.
+    shards: Shards. rows: which of their rows.
     state: the lane states of all ranks in one dict, saved with any world size; None begins a new run.
-    state_seq_len: seq_len of the rows before that state; None: the same.
-    skip_bad: skip corrupt files and row groups, with a warning, instead of raising BadInput.
     num_rows: rows 0 to num_rows - 1 of a new run, for an evaluation. It ends with the batch of the last one, or when
         the data ends, after as many batches on every rank, and no document is in it twice: what is missing from the
         batches is lanes.PADDING.
-    fim_rate: the share of the documents that are rewritten for fill in the middle, see fim.py; fim_kinds: the kinds of
-        their middles.
+    infilling: which documents are rewritten for fill in the middle, see fim.py; None: none.
 
     Raises BadInput for data, sizes or a state that cannot be used. `next()` raises errors of the background threads.
     Close the loader, or use it as a context manager: otherwise its threads wait until the process ends.
@@ -118,55 +139,57 @@ class DataLoader:
 
     _part = slice(None)  # this rank's part of the rows that are made for a batch
 
-    def __init__(self, shards, tokenizer, *, batch_size, seq_len, rank=0, world_size=1, seed=0, num_lanes=NUM_LANES,
-                 threads=2, state=None, state_seq_len=None, skip_bad=False, num_rows=None, fim_rate=0.0,
-                 fim_kinds=KINDS):
-        shards = open_shards(shards, skip_bad)
+    def __init__(self, shards, tokenizer, rows, *, state=None, num_rows=None, infilling=None, threads=2):
         self._n_documents = sum(sum(shard.row_group_documents) for shard in shards)
         n_bytes = sum(shard.n_bytes for shard in shards)
         if num_rows is not None and n_bytes < SMALL_BYTES and (
-                self._n_documents < num_lanes or n_bytes < SMALL_BYTES_PER_TOKEN * num_rows * seq_len):
-            self._part = slice(rank, None, world_size)
-            batch_size, rank, world_size, num_lanes = batch_size * world_size, 0, 1, 1
-        units = Units(shards, num_lanes, seed, skip_bad)
-        read_bytes = READ_AHEAD_BYTES // max(16, num_lanes // world_size)
-        run = {"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": fingerprint(shards),
-               "tokenizer": tokenizer.sha256}
-        infilling = None
+                self._n_documents < rows.num_lanes or n_bytes < SMALL_BYTES_PER_TOKEN * num_rows * rows.seq_len):
+            self._part = slice(rows.rank, None, rows.world_size)
+            rows = replace(rows, batch_size=rows.batch_size * rows.world_size, rank=0, world_size=1, num_lanes=1)
+        run = {"data": fingerprint(shards), "tokenizer": tokenizer.sha256}
         if any(shard.is_packed for shard in shards):
             tokenizer.special(FILE_SEP)  # raises BadInput if it has none
-        if fim_rate:
+        if infilling:
             require_files(shards, "fill in the middle")
-            infilling = Infilling(fim_rate, seed, tuple(fim_kinds))
-            run |= {"fim_rate": fim_rate, "fim_kinds": list(fim_kinds)}
-        self._begin(run, batch_size, rank, world_size, threads, state, state_seq_len, num_rows,
-                    lambda lane, lane_state, row_tokens: Lane(
-                        lane, lane_state, units, tokenizer, row_tokens, read_bytes,
-                        math.inf if num_rows is None else units.number_in_epoch(lane), infilling))
+            run |= {"fim_rate": infilling.rate, "fim_kinds": list(infilling.kinds)}
+        read_bytes = READ_AHEAD_BYTES // max(16, rows.num_lanes // rows.world_size)
+        self._shared = SharedByLanes(Units(shards, rows.num_lanes, rows.seed), tokenizer, read_bytes, infilling)
+        self._begin(run, rows, state, num_rows, threads)
 
-    def _begin(self, run, batch_size, rank, world_size, threads, state, state_seq_len, num_rows, make_lane):
-        states = check_lane_states(state, run | {"seq_len": state_seq_len or run["seq_len"]}, world_size)
-        self.fingerprint, self.world_size, self._num_threads = run["data"], world_size, threads
-        self._next_row = rank + sum(lane.rows for lane in states.values())
-        self._states = {lane: states[lane] for lane in range(rank, run["num_lanes"], world_size)}
+    def _make_lane(self, number, state, row_tokens):
+        num_units = math.inf if self._num_rows == math.inf else self._shared.units.number_in_epoch(number)
+        return Lane(number, state, self._shared, row_tokens, num_units)
+
+    def _begin(self, run, rows, state, num_rows, threads):
+        """Starts at `state`. run: the settings for which it is valid, besides those of `rows`."""
+        run |= {"num_lanes": rows.num_lanes, "seed": rows.seed, "seq_len": rows.seq_len}
+        states = check_lane_states(state, run | {"seq_len": rows.seq_len_before or rows.seq_len}, rows.world_size)
+        self.fingerprint = run["data"]
+        self.world_size = rows.world_size
+        self._num_threads = threads
+        self._next_row = rows.rank + sum(lane.rows for lane in states.values())
+        self._states = {lane: states[lane] for lane in range(rows.rank, rows.num_lanes, rows.world_size)}
         self._num_rows = math.inf if num_rows is None else num_rows
         self.unfinished_lanes = set(self._states)  # this rank's lanes that have not come to the end of the data
-        self._make_lane = make_lane
-        self._start(run, batch_size)
+        self._start(run, rows.batch_size)
 
     def _start(self, run, batch_size):
         """Starts the threads that make rows from the lanes' states on."""
-        self.run, self.seq_len, self.batch_size = run, run["seq_len"], batch_size
-        self._wanted = queue.SimpleQueue()  # RowQueues that need their next block; None ends a worker
-        block_rows = max(1, BLOCK_TOKENS // self.seq_len)
-        self._rows = {lane: RowQueue(self._make_lane(lane, LaneState(*lane_state), self.seq_len + 1), block_rows,
-                                     self._wanted, _rows_of_lane(lane, run["num_lanes"], self._num_rows))
-                      for lane, lane_state in self._states.items()}
+        self.run = run
+        self.seq_len = run["seq_len"]
+        self.batch_size = batch_size
         self._error = None
-        self._threads = [threading.Thread(target=_work, args=[self._wanted], name=f"tokenize-{i}", daemon=True)
-                         for i in range(self._num_threads)]
-        for thread in self._threads:
-            thread.start()
+        self._wanted = queue.SimpleQueue()  # RowQueues that need their next block; None ends a worker
+        self._rows = {}  # lane: its RowQueue
+        block_rows = max(1, BLOCK_TOKENS // self.seq_len)
+        for number, state in self._states.items():
+            lane = self._make_lane(number, LaneState(*state), self.seq_len + 1)
+            num_rows = _rows_of_lane(number, run["num_lanes"], self._num_rows)
+            self._rows[number] = RowQueue(lane, block_rows, self._wanted, num_rows)
+        self._threads = []
+        for i in range(self._num_threads):
+            self._threads.append(threading.Thread(target=_work, args=[self._wanted], name=f"tokenize-{i}", daemon=True))
+            self._threads[-1].start()
 
     def __iter__(self):
         return self
@@ -243,10 +266,10 @@ def _rows_of_lane(lane, num_lanes, num_rows):
 class SyntheticLoader(DataLoader):
     """A loader of random tokens, to try a machine without data. Its arguments are those of DataLoader."""
 
-    def __init__(self, n_vocab, *, batch_size, seq_len, rank=0, world_size=1, seed=0, num_lanes=NUM_LANES, threads=1,
-                 state=None, state_seq_len=None, num_rows=None):
+    def __init__(self, n_vocab, rows, *, state=None, num_rows=None):
         self._n_documents = 1
-        self._begin({"num_lanes": num_lanes, "seed": seed, "seq_len": seq_len, "data": "synthetic",
-                     "tokenizer": f"{n_vocab} random tokens"}, batch_size, rank, world_size, threads, state,
-                    state_seq_len, num_rows,
-                    lambda lane, state, row_tokens: RandomLane(lane, state, n_vocab, row_tokens, seed))
+        self._n_vocab = n_vocab
+        self._begin({"data": "synthetic", "tokenizer": f"{n_vocab} random tokens"}, rows, state, num_rows, threads=1)
+
+    def _make_lane(self, number, state, row_tokens):
+        return RandomLane(number, state, self._n_vocab, row_tokens, self.run["seed"])

@@ -1,19 +1,17 @@
 """Lists parquet shards, checks them, and reads their text.
 
-A shard is a parquet file with a column `text`; other columns are never read. Each of its rows is called a document
-here, because a row is something else: one sequence of the training batch. Shards may come from anywhere and have row
-groups of a gigabyte. So no file stays open, and no more text is held than the caller asks for; only if all shards
-together are small, their text stays in memory. Where the shards are in a bucket, bucket.py fetches what is read.
+A shard is a parquet file with a column of text; other columns are read only by read_columns. Each of its rows is called
+a document here, because a row is something else: one sequence of the training batch. Shards may come from anywhere and
+have row groups of a gigabyte. So no file stays open, and no more text is held than the caller asks for. Where the
+shards are in a bucket, bucket.py fetches what is read.
 
-    paths = list_shards(data_dir)         # or list_shards(split="val"), from the default directory
-    shards = open_shards(paths)           # checked: BadInput names the file and what is wrong with it
+    shards = open_text(flags, "val")      # what a script's TextFlags name: checked, BadInput says what is wrong
     fingerprint(shards)                   # changes when the data changes
     read_pieces(shards[0], 3, 0, 100)     # documents 0 to 99 of row group 3, or the first megabytes of their text
+    whole_texts(shards)                   # yields the text of one document after the other
 """
 import hashlib
-from bisect import bisect_left
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,33 +19,54 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import BadInput, get_base_dir
-from nanochat.data.bucket import CACHE_GB, BucketFile, fetch_footers, in_bucket, list_bucket, text_range
+from nanochat.common import BadInput, flag, get_base_dir
+from nanochat.data.bucket import (
+    CACHE_GB,
+    BucketFile,
+    LocalFile,
+    column_range,
+    data_place,
+    fetch_footers,
+    in_bucket,
+    list_bucket,
+)
 
 DEFAULT_DIRS = {"train": "parquet/base_data_v3", "val": "parquet/val"}  # under the base directory
+TEXT = "text"  # the column
 PIECE_BYTES = 256 * 1024  # longer documents are read and tokenized piece by piece
 READ_BATCH_BYTES = 1 << 20  # bytes of text that Arrow decodes at a time
 PACKED = {"pack": "project"}  # in the metadata of a shard whose documents are projects
-KEPT_BYTES = 64 << 20  # decoded text stays in memory if all shards together are smaller than this
+
+
+@dataclass(frozen=True)
+class TextFlags:
+    """Where text comes from. Every script that reads shards has these flags, and open_text opens what they name."""
+    data_dir: str | None = flag(None, "folder of parquet shards with a column text, or gs://…; default: in "
+                                "$NANOCHAT_BASE_DIR/parquet, base_data_v3 for training and val for evaluations",
+                                of=data_place)
+    data_cache_gb: float = flag(CACHE_GB, "gigabytes of this machine's disk for what is read of shards in gs://…",
+                                above=0, at_most=1e6)
+    skip_bad_shards: bool = flag(False, "leave out the parts of corrupt shards that cannot be read")
+
+    def folder(self, split):
+        """Returns the folder of a split, train or val; None: the default one."""
+        return self.data_dir
 
 
 class CorruptRowGroup(BadInput):
-    """A row group cannot be decoded. `pieces` are the TextPieces that read_pieces found before the damage."""
-
-    def __init__(self, message, pieces):
-        super().__init__(message)
-        self.pieces = pieces
+    """A row group cannot be decoded."""
 
 
 @dataclass(frozen=True)
 class Shard:
     """A parquet file with text, as its footer describes it."""
-    path: Path | BucketFile
+    file: LocalFile | BucketFile
     n_bytes: int  # size of the file
     row_group_documents: tuple[int, ...]  # number of documents in each row group
     digest: str  # SHA-256 of name, size and footer
     is_packed: bool = False  # its documents are projects, see projects.py
     row_group_bytes: int = 0  # of the text of its largest row group, compressed
+    skip_bad: bool = False  # what cannot be decoded is left out, with a warning
 
 
 class TextPiece(NamedTuple):
@@ -57,6 +76,26 @@ class TextPiece(NamedTuple):
     is_last: bool
     text: str | bytes  # bytes if the text is not valid UTF-8
     is_packed: bool = False  # it is of a project, see projects.py
+
+
+# -----------------------------------------------------------------------------
+# Finding and checking
+
+
+def saved_text_flags(flags):
+    """Returns the TextFlags of a run, of the {name: value} of all its flags."""
+    own = {field.name: flags[field.name] for field in fields(TextFlags) if field.name in flags}
+    return TextFlags(**own | {"skip_bad_shards": True})
+
+
+def open_text(flags, split="train"):
+    """Returns the Shards of a split, train or val, that TextFlags name."""
+    return open_shards(list_text(flags, split), flags.skip_bad_shards)
+
+
+def list_text(flags, split="train"):
+    """Returns the files of these Shards, see list_shards."""
+    return list_shards(flags.folder(split), split, flags.data_cache_gb)
 
 
 def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
@@ -71,7 +110,7 @@ def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
         if not files:
             raise BadInput(f"no {split} data: {data_dir} has no *.parquet file in it: correct the URL, or copy some "
                            "there with gcloud storage cp")
-        return sorted(files, key=lambda file: (file.name, file.url.split("/")))
+        return sorted(files, key=lambda file: (file.name, str(file).split("/")))
     data_dir = Path(data_dir) if data_dir else get_base_dir() / DEFAULT_DIRS[split]
     try:
         paths = list(data_dir.glob("*.parquet")) or list(data_dir.glob("*/*.parquet"))
@@ -89,61 +128,72 @@ def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
 
 
 def open_shards(paths, skip_bad=False):
-    """Reads the footers of the files `paths` and returns a list of Shards.
+    """Reads the footers of files, paths or BucketFiles, and returns a list of Shards.
 
     Raises BadInput for a file that is not a whole parquet file with a column of text (with `skip_bad`, prints a warning
     and leaves it out instead), and if every document is empty.
     """
-    fetch_footers([path for path in paths if isinstance(path, BucketFile)])
+    files = [path if isinstance(path, BucketFile) else LocalFile(Path(path)) for path in paths]
+    fetch_footers(files)
     shards = []
-    for path in paths:
+    for file in files:
         try:
-            shards.append(_open_shard(path if isinstance(path, BucketFile) else Path(path)))
+            shards.append(_open_shard(file, skip_bad))
         except BadInput as error:
             if not skip_bad:
                 raise
             _report_skipped(error)
-    for shard in shards:
-        for row_group, n_documents in enumerate(shard.row_group_documents):
-            document = 0
-            while document < n_documents:
-                pieces, document = _read_or_skip(skip_bad, shard, row_group, document, n_documents)
-                if pieces:
-                    return shards
-    raise BadInput(f"no text in {', '.join(map(str, paths[:3]))}{' …' if len(paths) > 3 else ''}: "
-                   "every document is empty")
+    if next(all_pieces(shards), None) is None:
+        names = ", ".join(map(str, paths[:3]))
+        more = " …" if len(paths) > 3 else ""
+        raise BadInput(f"no text in {names}{more}: every document is empty")
+    return shards
 
 
-def _open_shard(path):
+def _open_shard(file, skip_bad):
     try:
-        with path.open_footer() if isinstance(path, BucketFile) else path.open("rb") as file:
-            metadata = pq.read_metadata(file if isinstance(path, BucketFile) else path)
+        with file.open_footer() as source:
+            metadata = pq.read_metadata(source)
             schema = metadata.schema.to_arrow_schema()
-            size = file.seek(0, 2)
-            file.seek(size - 8 - metadata.serialized_size)
-            footer = file.read()
+            size = source.seek(0, 2)
+            source.seek(size - 8 - metadata.serialized_size)
+            footer = source.read()
     except UnicodeError:
-        raise BadInput(f"the path {path} is not UTF-8, which pyarrow needs: rename the folder or file") from None
+        raise BadInput(f"the path {file} is not UTF-8, which pyarrow needs: rename the folder or file") from None
     except (pa.ArrowException, OSError) as error:
-        raise BadInput(f"{path} is not a whole parquet file ({_first_line(error)}): copy or prepare it again") from None
-    if (found := schema.names.count("text")) != 1:
-        raise BadInput(f"{path} has {'several columns' if found else 'no column'} named text (it has "
-                       f"{', '.join(schema.names)}): name other data")
-    text_type = schema.field("text").type
-    text_type = text_type.value_type if pa.types.is_dictionary(text_type) else text_type
-    if not any(is_text(text_type) for is_text in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary,
-                                                  pa.types.is_large_binary)):
-        raise BadInput(f"{path}: its column text holds {text_type}, not strings: name other data")
-    n_documents = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-    digest = hashlib.sha256(f"{path.name} {size} ".encode() + footer).hexdigest()
-    is_packed = PACKED["pack"].encode() == (metadata.metadata or {}).get(b"pack")
-    largest = max((text_range(metadata, i)[1] for i in range(metadata.num_row_groups)), default=0)
-    return Shard(path, size, n_documents, digest, is_packed, largest)
+        raise BadInput(f"{file} is not a whole parquet file ({_first_line(error)}): copy or prepare it again") from None
+    _check_column(file, schema)
+    row_groups = range(metadata.num_row_groups)
+    largest = 0
+    for row_group in row_groups:
+        begin, end = column_range(metadata, row_group, [TEXT])
+        largest = max(largest, end - begin)
+    return Shard(
+        file=file,
+        n_bytes=size,
+        row_group_documents=tuple(metadata.row_group(row_group).num_rows for row_group in row_groups),
+        digest=hashlib.sha256(f"{file.name} {size} ".encode() + footer).hexdigest(),
+        is_packed=(metadata.metadata or {}).get(b"pack") == PACKED["pack"].encode(),
+        row_group_bytes=largest,
+        skip_bad=skip_bad)
+
+
+def _check_column(file, schema):
+    """Raises BadInput unless a file has one column of text."""
+    count = schema.names.count(TEXT)
+    if count != 1:
+        found = "several columns" if count else "no column"
+        raise BadInput(f"{file} has {found} named {TEXT} (it has {', '.join(schema.names)}): name other data")
+    kind = schema.field(TEXT).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if kind not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+        raise BadInput(f"{file}: its column {TEXT} holds {kind}, not strings: name other data")
 
 
 def require_files(shards, what):
     """Raises BadInput if a shard holds projects, for `what`, which reads files."""
-    if packed := [shard.path for shard in shards if shard.is_packed]:
+    if packed := [shard.file for shard in shards if shard.is_packed]:
         raise BadInput(f"{packed[0]} holds whole projects (prepare_data --pack=project), and {what} needs single "
                        "files: name a corpus without --pack")
 
@@ -151,6 +201,10 @@ def require_files(shards, what):
 def fingerprint(shards):
     """Returns a hex string that changes when a shard is added, removed, renamed or written again. Reads no file."""
     return hashlib.sha256("".join(shard.digest for shard in shards).encode()).hexdigest()[:16]
+
+
+# -----------------------------------------------------------------------------
+# Reading
 
 
 def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 20):
@@ -161,36 +215,60 @@ def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 
     continue: that of the last piece if it does not end its document, else the next.
 
     Parquet can reach a document only by decoding those before it in the row group, so this takes longer for later ones.
-    Raises CorruptRowGroup if the row group cannot be decoded, and BadInput if the file cannot be read at all.
+    Raises CorruptRowGroup if the row group cannot be decoded, and BadInput if the file cannot be read at all. Where
+    shard.skip_bad says so, a row group ends before the first batch that is corrupt, instead. Batches are the same
+    wherever reading begins and however much is asked for, so every run skips the same documents.
     """
-    pieces, n_bytes = [], 0
+    pieces = []
+    n_bytes = 0
     try:
+        for piece in _decode(shard, row_group, document, stop):
+            if piece.document == document and piece.index < first_piece:
+                continue
+            pieces.append(piece)
+            n_bytes += len(piece.text)
+            if n_bytes >= max_bytes:
+                return pieces, piece.document + piece.is_last
+    except CorruptRowGroup as error:
+        if not shard.skip_bad:
+            raise
+        _report_skipped(error)
+    return pieces, stop
+
+
+def _decode(shard, row_group, document, stop):
+    """Yields the TextPieces of these documents."""
+    begin = 0  # the first document of the batch
+    for batch in _batches(shard, row_group, [TEXT]):
+        end = begin + len(batch)
+        for number, text in _texts(batch.column(0), begin, max(begin, document), min(end, stop)):
+            for piece in _cut(number, text):
+                yield piece._replace(is_packed=True) if shard.is_packed else piece
+        if end >= stop:
+            return
+        begin = end
+
+
+def _batches(shard, row_group, columns):
+    """Yields the Arrow batches of columns of a row group: all its documents, or CorruptRowGroup is raised."""
+    found = 0
+    try:
+        source, metadata = shard.file.open_row_group(row_group, columns)
         # Buffered and without pre_buffer, Arrow holds one page at a time and not the whole column.
-        source, metadata = shard.path, None
-        if isinstance(source, BucketFile):
-            source, metadata = source.open_row_group(row_group)
-        with pq.ParquetFile(source, metadata=metadata, buffer_size=READ_BATCH_BYTES,
-                            page_checksum_verification=True) as file:
-            begin = end = 0  # documents of the batch
-            batch_size = _documents_per_batch(file.metadata.row_group(row_group))
-            for batch in file.iter_batches(batch_size, [row_group], ["text"], use_threads=False):
-                begin, end = end, end + len(batch)
-                for number, text in _texts(batch.column(0), begin, max(begin, document), min(end, stop)):
-                    for piece in _cut(number, text):
-                        piece = piece._replace(is_packed=True) if shard.is_packed else piece
-                        if piece.index >= first_piece or number > document:
-                            pieces.append(piece)
-                            n_bytes += len(piece.text)
-                            if n_bytes >= max_bytes:
-                                return pieces, number + piece.is_last
-                if end >= stop:
-                    return pieces, stop
-        raise pa.ArrowInvalid(f"it ends after {end} of {shard.row_group_documents[row_group]} documents")
+        with source, pq.ParquetFile(source, metadata=metadata, buffer_size=READ_BATCH_BYTES,
+                                    page_checksum_verification=True) as file:
+            size = _documents_per_batch(file.metadata.row_group(row_group))
+            for batch in file.iter_batches(size, [row_group], columns, use_threads=False):
+                found += len(batch)
+                yield batch
+        expected = shard.row_group_documents[row_group]
+        if found < expected:
+            raise pa.ArrowInvalid(f"it ends after {found} of {expected} documents")
     except (pa.ArrowException, OSError) as error:
-        message = f"{shard.path}: row group {row_group} cannot be read ({_first_line(error)}): "
+        message = f"{shard.file}: row group {row_group} cannot be read ({_first_line(error)}): "
         if getattr(error, "errno", None):  # the file or its disk is missing, perhaps only for a while
             raise BadInput(message + "make it readable again") from None
-        raise CorruptRowGroup(message + "copy or prepare the file again, or use --skip_bad_shards", pieces) from None
+        raise CorruptRowGroup(message + "copy or prepare the file again, or use --skip_bad_shards") from None
 
 
 def all_pieces(shards):
@@ -211,18 +289,26 @@ def whole_texts(shards):
             yield piece.text
 
 
-def _read_or_skip(skip_bad, shard, row_group, document, stop, *args, **kwargs):
-    """Returns the same as read_pieces; with `skip_bad` a row group ends before the first batch that is corrupt.
-
-    Batches are the same wherever reading begins and however much is asked for, so every run skips the same documents.
-    """
-    try:
-        return read_pieces(shard, row_group, document, stop, *args, **kwargs)
-    except CorruptRowGroup as error:
-        if not skip_bad:
-            raise
-        _report_skipped(error)
-        return error.pieces, stop
+def read_columns(shard, *names):
+    """Yields (text as bytes, *values of the columns `names`) of every document that is not empty. The value of a
+    missing column is "unknown". Raises what read_pieces does."""
+    with shard.file.open_footer() as source:
+        there = set(names) & set(pq.read_schema(source).names)
+    for row_group, num_documents in enumerate(shard.row_group_documents):
+        if not num_documents:
+            continue
+        try:
+            for batch in _batches(shard, row_group, [TEXT, *there]):
+                unknown = ["unknown"] * len(batch)
+                values = [batch[name].to_pylist() if name in there else unknown for name in names]
+                texts = batch[TEXT].cast(pa.binary()).to_pylist()  # a column of strings may hold malformed UTF-8
+                for document in zip(texts, *values, strict=True):
+                    if document[0]:
+                        yield document
+        except CorruptRowGroup as error:
+            if not shard.skip_bad:
+                raise
+            _report_skipped(error)
 
 
 _skipped = set()
@@ -269,20 +355,29 @@ def _cut(document, text):
 
 
 def _cut_long(document, text):
-    begin = index = 0
+    begin = 0
+    index = 0
     while len(text) - begin > PIECE_BYTES:
-        last = end = begin + PIECE_BYTES
-        while (last := text.rfind(b"\n", begin, last)) >= 0 and not text[last + 1:last + 2].isalpha():
-            pass
-        if last < 0:
-            last = text.rfind(b"\n", begin, end)
-        if last < 0:  # one endless line
-            last = end - 1
-            while last > end - 4 and text[last + 1] & 0xC0 == 0x80:  # never inside a UTF-8 character
-                last -= 1
+        last = _last_of_piece(text, begin, begin + PIECE_BYTES)
         yield TextPiece(document, index, False, _as_str(text[begin:last + 1]))
-        begin, index = last + 1, index + 1
+        begin = last + 1
+        index += 1
     yield TextPiece(document, index, True, _as_str(text[begin:]))
+
+
+def _last_of_piece(text, begin, end):
+    """Returns the place of the last byte of a piece that begins at `begin` and ends before `end`: a newline before a
+    letter, else any newline, else the last byte of a UTF-8 character."""
+    last = text.rfind(b"\n", begin, end)
+    while last >= 0 and not text[last + 1:last + 2].isalpha():
+        last = text.rfind(b"\n", begin, last)
+    if last < 0:
+        last = text.rfind(b"\n", begin, end)
+    if last < 0:
+        last = end - 1
+        while last > end - 4 and text[last + 1] & 0xC0 == 0x80:
+            last -= 1
+    return last
 
 
 def _as_str(text):
@@ -294,67 +389,3 @@ def _as_str(text):
 
 def _first_line(error):
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-class Units:
-    """The units of the data, and the order in which each lane reads them.
-
-    A unit is a row group, or a slice of one if there are fewer row groups than lanes. Every epoch has all units, in a
-    random order of its own. The units of all epochs, one after the other, are dealt to the lanes in turn.
-    """
-
-    def __init__(self, shards, num_lanes, seed, skip_bad=False):
-        self.num_lanes, self.seed, self.skip_bad = num_lanes, seed, skip_bad
-        row_groups = [(shard, row_group, n_documents) for shard in shards
-                      for row_group, n_documents in enumerate(shard.row_group_documents) if n_documents]
-        # To reach a slice, the row group must be decoded up to it: so only as many slices as give each lane a unit.
-        slices = -(-num_lanes // len(row_groups))
-        self.units = []  # (shard, row group, first document, document after the last)
-        for shard, row_group, n_documents in row_groups:
-            cuts = np.linspace(0, n_documents, min(slices, n_documents) + 1).astype(int).tolist()
-            self.units += [(shard, row_group, first, stop) for first, stop in zip(cuts[:-1], cuts[1:], strict=True)]
-        self._order = lru_cache(maxsize=4)(self._order_of_epoch)
-        # Small data is read again and again, in slices, so it stays in memory.
-        self._kept, self._room = {}, KEPT_BYTES if sum(shard.n_bytes for shard in shards) < KEPT_BYTES else 0
-
-    def _order_of_epoch(self, epoch):
-        # Raw bits, because NumPy guarantees only for these that they do not change from version to version.
-        bits = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(len(self.units))
-        return np.argsort(bits, kind="stable")
-
-    def get(self, lane, number):
-        """Returns a unit of `lane`: (shard, row group, first document, document after the last).
-
-        A lane reads its units in the order of `number`, which begins at 0.
-        """
-        epoch, index = divmod(number * self.num_lanes + lane, len(self.units))
-        return self.units[self._order(epoch)[index]]
-
-    def read_ahead(self, lane, number):
-        """Lets the row group of a unit be fetched, if it is in a bucket, before it is read."""
-        shard, row_group, _, _ = self.get(lane, number)
-        if isinstance(shard.path, BucketFile) and (shard.digest, row_group) not in self._kept:
-            shard.path.read_ahead(row_group)
-
-    def number_in_epoch(self, lane):
-        """Returns how many units of `lane` are in the first epoch."""
-        return len(range(lane, len(self.units), self.num_lanes))
-
-    def read(self, unit, document, first_piece, max_bytes):
-        """Returns the same as read_pieces, from `document` (its number in the row group) to the end of the unit."""
-        shard, row_group, _, stop = unit
-        pieces = self._keep(shard, row_group)
-        if pieces is None:
-            return _read_or_skip(self.skip_bad, shard, row_group, document, stop, first_piece, max_bytes)
-        return pieces[bisect_left(pieces, (document, first_piece)):bisect_left(pieces, (stop, 0))], stop
-
-    def _keep(self, shard, row_group):
-        """Returns all TextPieces of a row group and keeps them in memory, or None if there is no room for them."""
-        key = shard.digest, row_group
-        if key not in self._kept and self._room > 0:
-            stop = shard.row_group_documents[row_group]
-            pieces, end = _read_or_skip(self.skip_bad, shard, row_group, 0, stop, max_bytes=self._room)
-            self._room -= sum(len(piece.text) for piece in pieces)
-            if end == stop:
-                self._kept[key] = pieces
-        return self._kept.get(key)

@@ -1,30 +1,49 @@
-"""Reads a bucket of Google Cloud Storage by its JSON API, with the login of gcloud.
+"""The door to buckets of Google Cloud Storage: everything that is read from one or written to one passes here.
 
-    list_folder("gs://bucket/folder")                              # its parquet files, and its folders
-    read_range("gs://bucket/folder/file", "17", 0, 100)            # yields the bytes 0 to 99 of generation 17
+    list_files("gs://bucket/folder")                               # its StoredFiles, and the URLs of its folders
+    read_range(file, 0, 100)                                       # yields the bytes 0 to 99, in parts
+    download(file, descriptor, 0, file.size, Patience(url, 60))    # … into a file, through broken connections
+    upload(path, "gs://bucket/folder/name")
+    delete("gs://bucket/folder/name")
 
-Raises BadInput if the bucket refuses for good, and Interruption for what may succeed later. A Patience says for how
-long that is tried.
+Each is one attempt, but for download. All raise BadInput if the bucket refuses for good, and Interruption for what may
+succeed later; a Patience says for how long that is tried.
+
+The door is the JSON API over http. Its credentials are those of Google's command gcloud, which is asked for an access
+token, and for a new one when the bucket refuses the old one: on a VM that is the token of its service account, on
+another machine that of `gcloud auth login`. pyarrow's GcsFileSystem and gcsfs were tried instead; dev/LOG.md says what
+stood in the way.
 """
+import base64
+import hashlib
 import http.client
 import json
 import math
 import os
+import re
+import signal
+import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from urllib.parse import quote, urlencode
 
-from nanochat.common import BadInput, Outage
-from nanochat.data.gcloud import gcloud, problem_in
+from nanochat.common import BadInput
 
-TRY_TIMEOUT_S = 30  # for the bucket's next bytes
+TRY_TIMEOUT_S = 30  # for the next bytes from or to the bucket
 LOGIN_TIMEOUT_S = 60
-SAY_S = 30  # between two lines of a process about that
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0  # between attempts; each is twice as long as the one before
-READ_BYTES = 1 << 20
+SAY_S = 30  # between two lines of a process about an outage; shorter waits pass without a line
+FIRST_PAUSE_S = 1.0  # between two attempts; each pause is twice as long as the one before
+LONGEST_PAUSE_S = 30.0
+PART_BYTES = 1 << 20
 FIELDS = "prefixes,items(name,size,generation),nextPageToken"
+
+# What gcloud says when it has no login and trying again does not help. Whatever else it says may be an outage.
+_NO_LOGIN = re.compile(
+    r"PERMISSION_DENIED|UNAUTHENTICATED|INVALID_ARGUMENT|HTTPError 40[0134]|active account|(valid|invalid) credentials|"
+    r"reauthentication|invalid_grant|authentication scopes", re.IGNORECASE)
 
 
 class Interruption(Exception):
@@ -35,77 +54,161 @@ class _NotFound(Exception):
     """There is no such bucket, or no such file in it."""
 
 
+@dataclass(frozen=True)
+class StoredFile:
+    """A file in a bucket, as it was when it was listed."""
+    url: str
+    size: int
+    generation: str  # another one has other bytes
+
+
 class Patience:
     """The wait for a bucket that does not answer, for at most limit_s from the last time that it did."""
     silent_until = 0.0
 
     def __init__(self, url, limit_s):
-        self.url, self.limit_s = url, limit_s
+        self.url = url
+        self.limit_s = limit_s
         self.begin()
 
     def begin(self):
         """Begins to count again."""
-        self.deadline, self.pause_s = time.monotonic() + self.limit_s, FIRST_PAUSE_S
+        self.deadline = time.monotonic() + self.limit_s
+        self.pause_s = FIRST_PAUSE_S
 
     def wait(self, error):
-        """Says so and waits before the next attempt; raises Outage if there is none."""
-        left_s = self.deadline - time.monotonic()
+        """Waits before the next attempt, and says so; raises `error`, an Interruption, if there is none."""
+        now = time.monotonic()
+        left_s = self.deadline - now
         if left_s <= 0:
-            raise Outage(f"{self.url} has not been reached for {self.limit_s / 60:.0f} minutes ({error}): start the "
-                         "same command again later")
-        if time.monotonic() >= Patience.silent_until:
-            Patience.silent_until = time.monotonic() + SAY_S
+            raise error
+        if self.limit_s > SAY_S and now >= Patience.silent_until:
+            Patience.silent_until = now + SAY_S
             print(f"warning: {self.url} cannot be reached ({error}); waiting for it, for up to "
                   f"{math.ceil(left_s / 60)} more minutes", flush=True)
         time.sleep(min(self.pause_s, left_s))
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
+    def call(self, function, *args):
+        """Returns function(*args), tried again while it raises Interruption."""
+        self.begin()
+        while True:
+            try:
+                return function(*args)
+            except Interruption as error:
+                self.wait(error)
 
-def list_folder(url, outage_s):
-    """Returns [(URL, size, generation)] of the parquet files right in a folder, and the URLs of its folders. Raises
-    Outage if the bucket has not answered for outage_s seconds."""
+
+# -----------------------------------------------------------------------------
+# Reading
+
+
+def list_files(url, delimiter="/"):
+    """Returns the StoredFiles right in a folder and the URLs of its folders, both empty if there is no such folder.
+    With delimiter="" these are the files at every depth, and no folders."""
     bucket, name = _parts(url)
-    query = {"prefix": f"{name}/" if name else "", "delimiter": "/", "fields": FIELDS}
-    files, folders, patience = [], [], Patience(url, outage_s)
+    query = {"prefix": f"{name}/" if name else "", "delimiter": delimiter, "fields": FIELDS}
+    files = []
+    folders = []
     while True:
         try:
-            with _request(f"b/{bucket}/o?{urlencode(query)}", url) as answer:
-                page = json.loads(answer.read())
+            page = json.loads(_ask(f"b/{bucket}/o?{urlencode(query)}", url))
         except _NotFound as error:
             raise BadInput(f"{url}: {error}: correct the bucket's name") from None
-        except (Interruption, http.client.HTTPException, OSError, ValueError) as error:
-            patience.wait(error)
-            continue
-        patience.begin()
-        files += [(f"gs://{bucket}/{item['name']}", int(item["size"]), str(item["generation"]))
-                  for item in page.get("items", []) if item["name"].endswith(".parquet")]
-        folders += [f"gs://{bucket}/{prefix.rstrip('/')}" for prefix in page.get("prefixes", [])]
+        except ValueError as error:
+            raise Interruption(f"its answer is cut ({error})") from None
+        for item in page.get("items", []):
+            files.append(StoredFile(f"gs://{bucket}/{item['name']}", int(item["size"]), str(item["generation"])))
+        for prefix in page.get("prefixes", []):
+            folders.append(f"gs://{bucket}/{prefix.rstrip('/')}")
         if "nextPageToken" not in page:
             return files, folders
         query["pageToken"] = page["nextPageToken"]
 
 
-def read_range(url, generation, begin, end):
-    """Yields the bytes of a file from `begin` to `end`, which may end too early, in parts."""
-    bucket, name = _parts(url)
-    query = f"b/{bucket}/o/{quote(name, safe='')}?" + urlencode({"alt": "media", "generation": generation})
+def read_range(file, begin, end):
+    """Yields the bytes of a StoredFile from `begin` to `end`, which may end too early, in parts."""
+    bucket, name = _parts(file.url)
+    query = urlencode({"alt": "media", "generation": file.generation})
     try:
-        with _request(query, url, {"Range": f"bytes={begin}-{end - 1}"}) as answer:
+        with _open(f"b/{bucket}/o/{quote(name, safe='')}?{query}", file.url,
+                   headers={"Range": f"bytes={begin}-{end - 1}"}) as answer:
             if answer.status != 206:
-                raise BadInput(f"{url}: the bucket sends it whole and not in parts: store it without Content-Encoding")
-            while begin < end and (part := answer.read(min(READ_BYTES, end - begin))):
+                raise BadInput(f"{file.url}: the bucket sends it whole and not in parts: store it without "
+                               "Content-Encoding")
+            while begin < end and (part := answer.read(min(PART_BYTES, end - begin))):
                 begin += len(part)
                 yield part
     except _NotFound as error:
-        raise BadInput(f"{url} was replaced or deleted after it was listed ({error}): put it back, or begin a new run "
-                       "with the data that is there now") from None
+        raise BadInput(f"{file.url} was replaced or deleted after it was listed ({error}): put it back, or begin a "
+                       "new run with the data that is there now") from None
     except (OSError, http.client.HTTPException) as error:
         raise Interruption(_why(error)) from None
 
 
-def _parts(url):
-    bucket, _, name = url.removeprefix("gs://").partition("/")
-    return bucket, name
+def download(file, descriptor, begin, end, patience):
+    """Writes the bytes of a StoredFile from `begin` to `end` to the same place of an open file. Where a connection
+    breaks, it goes on from there, as long as the Patience allows."""
+    while begin < end:
+        try:
+            for part in read_range(file, begin, end):
+                written = os.pwrite(descriptor, part, begin)
+                begin += written
+                if written < len(part):  # the next part would not be at its place
+                    raise Interruption("the disk took only a part of it")
+                patience.begin()
+            if begin < end:
+                raise Interruption("the connection was cut")
+        except Interruption as error:
+            patience.wait(error)
+
+
+# -----------------------------------------------------------------------------
+# Writing
+
+
+def upload(path, url):
+    """Writes the content of a file on this machine to a URL, in one step: a part of it is never to be seen there."""
+    bucket, name = _parts(url)
+    # A session is opened first, by a request without content: so a refusal is read before gigabytes are sent, and not
+    # lost in a connection that the bucket closes while they are on their way.
+    query = urlencode({"uploadType": "resumable", "name": name})
+    headers = {"Content-Type": "application/json", "X-Upload-Content-Type": "application/octet-stream"}
+    try:
+        with _open(f"b/{bucket}/o?{query}", url, "POST", b"{}", headers) as answer:
+            session = answer.headers["Location"]
+    except _NotFound as error:
+        raise BadInput(f"{url}: {error}: correct the bucket's name") from None
+    digest = hashlib.md5()
+    headers = {"Content-Type": "application/octet-stream", "Content-Length": str(os.path.getsize(path))}
+    request = urllib.request.Request(session, _content(path, digest), headers, method="PUT")
+    try:
+        with urllib.request.urlopen(request, timeout=TRY_TIMEOUT_S) as answer:
+            stored = json.loads(answer.read())
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise Interruption(_why(error)) from None
+    if stored.get("md5Hash") != base64.b64encode(digest.digest()).decode():
+        raise Interruption("what has arrived is not what was sent")
+
+
+def _content(path, digest):
+    with open(path, "rb") as file:
+        while part := file.read(PART_BYTES):
+            digest.update(part)
+            yield part
+
+
+def delete(url):
+    """Deletes a file, if there is one."""
+    bucket, name = _parts(url)
+    try:
+        _ask(f"b/{bucket}/o/{quote(name, safe='')}", url, "DELETE")
+    except _NotFound:
+        pass
+
+
+# -----------------------------------------------------------------------------
+# Requests
 
 
 def endpoint():
@@ -113,13 +216,31 @@ def endpoint():
     return os.environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE") or "https://storage.googleapis.com/storage/v1/"
 
 
-def _request(query, url, headers=None):
-    """Returns the answer to a GET request, about `url`."""
+def _parts(url):
+    bucket, _, name = url.removeprefix("gs://").partition("/")
+    return bucket, name
+
+
+def _ask(query, url, method="GET"):
+    """Returns the whole answer to a request, as bytes."""
+    try:
+        with _open(query, url, method) as answer:
+            return answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise Interruption(_why(error)) from None
+
+
+def _open(query, url, method="GET", content=None, headers=None):
+    """Returns the answer to a request, to be read. url: what it is about, for errors."""
+    address = endpoint()
+    if method == "POST":
+        address = address.replace("/storage/v1/", "/upload/storage/v1/")
     token = None
     while True:
-        token, is_second = _token(url, stale=token), token is not None
-        request = urllib.request.Request(endpoint() + query,
-                                         headers={"Authorization": f"Bearer {token}", **(headers or {})})
+        is_second = token is not None
+        token = _token(url, stale=token)
+        headers = {**(headers or {}), "Authorization": f"Bearer {token}"}
+        request = urllib.request.Request(address + query, content, headers, method=method)
         try:
             return urllib.request.urlopen(request, timeout=TRY_TIMEOUT_S)
         except urllib.error.HTTPError as error:
@@ -132,7 +253,8 @@ def _request(query, url, headers=None):
             if error.code == 404:
                 raise _NotFound(problem) from None
             raise BadInput(f"{url}: {error.code} {problem}: let the account of gcloud, on a VM its service account, "
-                           "read the bucket (roles/storage.objectViewer), or correct the URL") from None
+                           "use the bucket (roles/storage.objectViewer to read, objectUser to write), or correct the "
+                           "URL") from None
         except (OSError, http.client.HTTPException) as error:
             raise Interruption(_why(error)) from None
 
@@ -150,24 +272,42 @@ def _message(error):
     return " ".join(str(text).split())[:300].rstrip(".")
 
 
-_tokens, _tokens_lock = {}, threading.Lock()
+# -----------------------------------------------------------------------------
+# The login
+
+_tokens = {}
+_tokens_lock = threading.Lock()
 
 
 def _token(url, stale=None):
     """Returns the token with which gcloud is logged in; another one than `stale`, which the bucket has refused."""
     with _tokens_lock:
         if _tokens.get("newest") in (None, stale):
-            try:
-                status, output, said = gcloud("auth", "print-access-token", timeout_s=LOGIN_TIMEOUT_S)
-            except TimeoutError as error:
-                raise Interruption(str(error)) from None
-            except OSError as error:
-                raise BadInput(f"{url} needs gcloud, which cannot be started here ({error.strerror}): install it, or "
-                               "copy the data to this machine") from None
-            if status:
-                problem, is_refusal = problem_in(said, status)
-                if is_refusal:
-                    raise BadInput(f"{url}: {problem}: log in with gcloud auth login")
-                raise Interruption(problem)
-            _tokens["newest"] = output.strip()
+            _tokens["newest"] = _ask_gcloud(url)
         return _tokens["newest"]
+
+
+def _ask_gcloud(url):
+    command = ["gcloud", "auth", "print-access-token"]
+    # In a session of its own: so its helpers can be ended with it, and Ctrl-C is for the script alone.
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                   text=True, errors="replace", start_new_session=True)
+    except OSError as error:
+        raise BadInput(f"{url} needs gcloud, which cannot be started here ({error.strerror}): install it, or use a "
+                       "folder of this machine") from None
+    try:
+        output, said = process.communicate(timeout=LOGIN_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise Interruption(f"{' '.join(command)} has not ended after {LOGIN_TIMEOUT_S} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode == 0:
+        return output.strip()
+    problem = next((line for line in reversed(said.splitlines()) if "ERROR" in line), said.strip()[-200:])
+    problem = problem.removeprefix("ERROR: ").removesuffix(".") or f"gcloud ended with status {process.returncode}"
+    if _NO_LOGIN.search(problem):
+        raise BadInput(f"{url}: {problem}: log in with gcloud auth login")
+    raise Interruption(problem)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from nanochat.common import BadInput, get_base_dir
-from nanochat.data.shards import DEFAULT_DIRS, fingerprint, list_shards, open_shards
+from nanochat.data.shards import DEFAULT_DIRS, fingerprint, open_text, saved_text_flags
 from nanochat.model.config import CONFIG_FLAGS
 from nanochat.model.rates import OptimConfig
 
@@ -38,8 +38,7 @@ def find_manifest(meta):
     data_dir = Path(meta.flags.get("data_dir") or get_base_dir() / DEFAULT_DIRS["train"])
     path = data_dir.parent / MANIFEST
     try:
-        if not path.is_file() or fingerprint(open_shards(list_shards(data_dir), skip_bad=True)) != \
-                meta.data_fingerprint:
+        if not path.is_file() or fingerprint(open_text(saved_text_flags(meta.flags))) != meta.data_fingerprint:
             return None
         return read_manifest(path)
     except (BadInput, OSError):

@@ -17,7 +17,7 @@ def require_packed(shards):
     """Raises BadInput if there is a shard without projects."""
     for shard in shards:
         if not shard.is_packed:
-            raise BadInput(f"--project: {shard.path} holds single files: name a corpus of prepare_data --pack=project "
+            raise BadInput(f"--project: {shard.file} holds single files: name a corpus of prepare_data --pack=project "
                            "with --data_dir")
 
 

@@ -8,7 +8,7 @@ import random
 import re
 from dataclasses import dataclass
 
-from nanochat.data.shards import open_shards, require_files, whole_texts
+from nanochat.data.shards import require_files, whole_texts
 
 DOCUMENT_KINDS = ("single line", "several lines", "random span", "block", "arguments", "condition")
 FUNCTION_KINDS = ("single line", "several lines")
@@ -59,9 +59,8 @@ def function_tasks(problems, tasks_per_kind, seed):
     return tasks
 
 
-def read_documents(paths):
-    """Yields the texts of parquet shards that are neither very short nor very long."""
-    shards = open_shards(paths)
+def read_documents(shards):
+    """Yields the texts of Shards that are neither very short nor very long."""
     require_files(shards, "finding gaps")
     yield from (text for text in whole_texts(shards) if MIN_DOCUMENT_CHARACTERS <= len(text) <= MAX_DOCUMENT_CHARACTERS)
 

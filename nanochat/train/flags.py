@@ -3,8 +3,9 @@ import os
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 
 from nanochat.common import BadInput, expand_path, flag, read_flags
-from nanochat.data.bucket import CACHE_GB, data_place
+from nanochat.data.bucket import data_place
 from nanochat.data.lanes import NUM_LANES
+from nanochat.data.shards import TextFlags
 from nanochat.device.ranks import DEVICE_TYPES
 from nanochat.model.config import CONFIG_FLAGS, as_flag, config_as_flags
 from nanochat.model.layers import RECOMPUTED
@@ -71,22 +72,20 @@ class KernelFlags(DeviceFlags):
 
 
 @dataclass(frozen=True)
-class DataFlags:
-    data_dir: str | None = flag(None, "folder of parquet shards for training, or gs://…; default: "
-                                "$NANOCHAT_BASE_DIR/parquet/base_data_v3", of=data_place)
+class DataFlags(TextFlags):
     val_dir: str | None = flag(None, "folder of parquet shards for validation, or gs://…; default: "
                                "$NANOCHAT_BASE_DIR/parquet/val", of=data_place)
-    data_cache_gb: float = flag(CACHE_GB, "gigabytes of this machine's disk for what is read of shards in gs://…",
-                                above=0, at_most=1e6)
     tokenizer_dir: str | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
                                      of=path_text)
     tokenizer_threads: int = flag(2, "threads per rank that tokenize ahead", at_least=1, at_most=1000)
     num_lanes: int = flag(NUM_LANES, "streams in which the data is read, a multiple of the number of devices; the rows "
                           "of a batch depend on it", at_least=1, at_most=4096)
-    skip_bad_shards: bool = flag(False, "leave out the parts of corrupt shards that cannot be read")
     fim_rate: float = flag(0.0, "share of the documents that are rewritten for fill in the middle", at_least=0,
                            at_most=1)
     synthetic_data: bool = flag(False, "train on random tokens: tries a machine without data")
+
+    def folder(self, split):
+        return self.val_dir if split == "val" else self.data_dir
 
 
 def _flag_of_field(config_field):

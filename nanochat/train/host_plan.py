@@ -6,8 +6,8 @@ files, which the processes of a host share and the system takes back when it nee
 """
 from nanochat.common import BadInput
 from nanochat.data.bucket import in_bucket
+from nanochat.data.shards import list_text
 from nanochat.device import host_types
-from nanochat.train.language import list_data
 from nanochat.train.mesh_plan import TABLES, held_bytes
 
 
@@ -56,11 +56,11 @@ def data_bytes(data):
     if data.synthetic_data:
         return 0
     found = 0
-    for split, place in (("train", data.data_dir), ("val", data.val_dir)):
-        if place and in_bucket(place):
+    for split in ("train", "val"):
+        if in_bucket(data.folder(split)):
             continue
         try:
-            found += sum(path.stat().st_size for path in list_data(data, split))
+            found += sum(path.stat().st_size for path in list_text(data, split))
         except BadInput:
             return None
     return found + (int(1e9 * data.data_cache_gb) if in_bucket(data.data_dir) or in_bucket(data.val_dir) else 0)

@@ -10,9 +10,9 @@ from nanochat.checkpoint.format import latest, load_meta, read_config, require_m
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.data.bucket import check_cache
-from nanochat.data.fim import check_fim
-from nanochat.data.loader import DataLoader, SyntheticLoader
-from nanochat.data.shards import fingerprint, list_shards, open_shards
+from nanochat.data.fim import Infilling, check_fim
+from nanochat.data.loader import DataLoader, Rows, SyntheticLoader
+from nanochat.data.shards import fingerprint, open_text
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.device.ranks import print0
 from nanochat.infer.engine import Engine
@@ -135,9 +135,9 @@ class LanguageTask:
 
     def open_batches(self, dist, step, lane_states=None):
         plan = self.plan
-        loader = self._open_rows(
-            "train", dist, batch_size=plan.rows(step), seq_len=plan.seq_len(step), seed=self.flags.run.seed,
-            state=lane_states, state_seq_len=plan.seq_len(max(step - 1, 0)), fim_rate=self.flags.data.fim_rate)
+        rows = self._rows(dist, batch_size=plan.rows(step), seq_len=plan.seq_len(step), seed=self.flags.run.seed,
+                          seq_len_before=plan.seq_len(max(step - 1, 0)))
+        loader = self._open_rows("train", rows, self.flags.data.fim_rate, state=lane_states)
         if self.data_fingerprint not in (None, loader.fingerprint):  # a bucket is listed again in this process
             loader.close()
             raise BadInput(f"--data_dir={self.flags.data.data_dir}: its shards have changed since this command began: "
@@ -147,17 +147,21 @@ class LanguageTask:
     def _open_validation(self, dist, num_rows, fim_rate=0.0):
         """Returns the loader of this rank's part of `num_rows` of the validation text, of which `fim_rate` of the
         documents are rewritten."""
-        return self._open_rows(
-            "val", dist, batch_size=self.plan.device_batch_size, seq_len=self.plan.config.max_seq_len,
-            seed=self.flags.run.seed + 1, num_rows=max(num_rows, 1), fim_rate=fim_rate)
+        rows = self._rows(dist, batch_size=self.plan.device_batch_size, seq_len=self.plan.config.max_seq_len,
+                          seed=self.flags.run.seed + 1)
+        return self._open_rows("val", rows, fim_rate, num_rows=max(num_rows, 1))
 
-    def _open_rows(self, split, dist, fim_rate, **options):
-        data, mesh = self.flags.data, self.plan.mesh
-        options |= {"rank": mesh.reader(dist.rank), "world_size": mesh.readers, "num_lanes": self.num_lanes}
+    def _rows(self, dist, **options):
+        mesh = self.plan.mesh
+        return Rows(rank=mesh.reader(dist.rank), world_size=mesh.readers, num_lanes=self.num_lanes, **options)
+
+    def _open_rows(self, split, rows, fim_rate, **options):
+        data = self.flags.data
         if data.synthetic_data:
-            return SyntheticLoader(self.tokenizer.n_vocab, **options)
-        return DataLoader(list_data(data, split), self.tokenizer, threads=data.tokenizer_threads,
-                          skip_bad=data.skip_bad_shards, fim_rate=fim_rate, **options)
+            return SyntheticLoader(self.tokenizer.n_vocab, rows, **options)
+        infilling = Infilling(fim_rate, rows.seed) if fim_rate else None
+        return DataLoader(open_text(data, split), self.tokenizer, rows, infilling=infilling,
+                          threads=data.tokenizer_threads, **options)
 
     # The training step
 
@@ -305,12 +309,6 @@ def saved_meta(flags, directory):
         return None
 
 
-def list_data(data, split):
-    """Returns the paths of the shards of a `split`, train or val, for DataFlags."""
-    folder = data.val_dir if split == "val" else data.data_dir
-    return list_shards(folder, split, data.data_cache_gb)
-
-
 def check_data(flags):
     """Returns the fingerprint of the training data, and a text about data in a bucket; None for what there is not.
     Raises BadInput if data cannot be used."""
@@ -319,10 +317,8 @@ def check_data(flags):
         if data.fim_rate:
             raise BadInput(f"--fim_rate={data.fim_rate:g} is for text, and --synthetic_data has none: leave one out")
         return None, None
-    held_out = []
-    if flags.record.eval_every > 0:
-        held_out = open_shards(list_data(data, "val"), data.skip_bad_shards)
-    shards = open_shards(list_data(data, "train"), data.skip_bad_shards)
+    held_out = open_text(data, "val") if flags.record.eval_every > 0 else []
+    shards = open_text(data)
     return fingerprint(shards), check_cache([*shards, *held_out], data.num_lanes)
 
 

@@ -8,12 +8,11 @@ likeliest one.
 """
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from nanochat.common import BadInput, expand_path, flag, read_flags
-from nanochat.data.shards import all_pieces, list_shards, open_shards
+from nanochat.common import BadInput, flag, read_flags
+from nanochat.data.shards import TextFlags, open_text, whole_texts
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine, Special
@@ -29,14 +28,12 @@ CPU = Dist("cpu", torch.device("cpu"))
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(TextFlags):
     depth: int = flag(16, "number of layers", at_least=1, at_most=64)
     max_seq_len: int = flag(1024, "positions of the model", at_least=128, at_most=65536)
     prompt_tokens: int = flag(300, "tokens of the prompt", at_least=1)
     tokens: int = flag(24, "tokens generated in a round", at_least=1)
     rounds: int = flag(5, "rounds, and texts that are continued with and without drafts", at_least=1)
-    data_dir: Path | None = flag(None, "parquet shards with a column text, to measure drafts on; none: no drafts",
-                                 of=expand_path)
 
 
 def make_model(flags, vocab_size):
@@ -48,12 +45,11 @@ def make_model(flags, vocab_size):
     return model.eval().requires_grad_(False)
 
 
-def read_texts(data_dir, least_characters):
-    """Returns the texts of the first shards of a folder that have so many characters. Raises BadInput if none has."""
-    texts = [piece.text for piece in all_pieces(open_shards(list_shards(data_dir)[:4]))
-             if isinstance(piece.text, str) and len(piece.text) > least_characters]
+def read_texts(flags, least_characters):
+    """Returns the texts of the first shards of TextFlags that have so many characters. Raises BadInput if none has."""
+    texts = [text for text in whole_texts(open_text(flags)[:4]) if len(text) > least_characters]
     if not texts:
-        raise BadInput(f"--data_dir={data_dir} has no document of more than {least_characters} characters: name "
+        raise BadInput(f"--data_dir={flags.data_dir} has no document of more than {least_characters} characters: name "
                        "another")
     return texts
 
@@ -154,7 +150,7 @@ def main(argv=None):
         raise BadInput(f"--prompt_tokens={flags.prompt_tokens} and --tokens={flags.tokens} are more than "
                        f"--max_seq_len={flags.max_seq_len}")
     tokenizer = load_tokenizer()
-    texts = read_texts(flags.data_dir, least_characters=3000) if flags.data_dir else []
+    texts = read_texts(flags, least_characters=3000) if flags.data_dir else []
     model = make_model(flags, tokenizer.n_vocab)
     quantized = Prompter(model)
     ids = torch.randint(0, 60_000, (flags.prompt_tokens + flags.tokens,)).tolist()

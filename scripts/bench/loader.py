@@ -7,13 +7,14 @@ The tokenizer alone gets the same documents as the loader. CPU time is to be com
 import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from nanochat.common import expand_path, flag, read_flags
-from nanochat.data.loader import DataLoader
-from nanochat.data.shards import list_shards
+from nanochat.data.fim import Infilling
+from nanochat.data.loader import DataLoader, Rows
+from nanochat.data.shards import TextFlags, open_text
 from nanochat.data.tokenizer import Infill, load_tokenizer
 from scripts.bench.rounds import Clock, Spent, compare
 
@@ -24,9 +25,7 @@ UNIT = "a million characters"
 
 
 @dataclass(frozen=True)
-class Flags:
-    data_dir: Path | None = flag(None, "directory of parquet shards with a column text; default: that of training",
-                                 of=expand_path)
+class Flags(TextFlags):
     tokenizer_dir: Path | None = flag(None, "directory of the tokenizer; default: that of training", of=expand_path)
     device_batch_size: int = flag(8, "rows in a batch", at_least=1)
     max_seq_len: int = flag(1024, "T, one less than the tokens in a row", at_least=1)
@@ -88,12 +87,12 @@ def tokenize(pool, tokenizer, recorder):
     return clock.spent(recorder.millions())
 
 
-def compare_all(flags, paths, tokenizer):
+def compare_all(flags, shards, tokenizer):
     before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    open_loader = partial(DataLoader, paths, batch_size=flags.device_batch_size, seq_len=flags.max_seq_len,
-                          threads=flags.threads)
+    rows = Rows(flags.device_batch_size, flags.max_seq_len)
+    open_loader = partial(DataLoader, shards, threads=flags.threads)
     recorder = Recorder(tokenizer)
-    with open_loader(recorder) as loader, ThreadPoolExecutor(flags.threads) as pool:
+    with open_loader(recorder, rows) as loader, ThreadPoolExecutor(flags.threads) as pool:
         compare(UNIT, {"loader": partial(load, loader, recorder),
                        "tokenizer alone": partial(tokenize, pool, tokenizer, recorder)},
                 flags.rounds, reference="tokenizer alone")
@@ -105,8 +104,9 @@ def compare_all(flags, paths, tokenizer):
 
     # Few lanes, because with fill in the middle each reads a megabyte of text at a time.
     plain, fim = Recorder(tokenizer), Recorder(tokenizer)
-    with (open_loader(plain, num_lanes=4) as without,
-          open_loader(fim, num_lanes=4, fim_rate=flags.fim_rate) as with_fim):
+    rows = replace(rows, num_lanes=4)
+    with (open_loader(plain, rows) as without,
+          open_loader(fim, rows, infilling=Infilling(flags.fim_rate, rows.seed)) as with_fim):
         compare(UNIT, {"without": partial(load, without, plain), "--fim_rate": partial(load, with_fim, fim)},
                 flags.rounds, reference="without")
         print(f"with --fim_rate={flags.fim_rate:g} {with_fim.stats['dropped_share']:.4%} of the tokens were dropped")
@@ -132,6 +132,6 @@ def best_fit_crop(documents, row_tokens, buffer_size=1000):
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     tokenizer = load_tokenizer(flags.tokenizer_dir)
-    paths = list_shards(flags.data_dir)
-    print(f"{len(paths)} shards, {flags.threads} threads, {flags.device_batch_size} rows of {flags.max_seq_len}")
-    compare_all(flags, paths, tokenizer)
+    shards = open_text(flags)
+    print(f"{len(shards)} shards, {flags.threads} threads, {flags.device_batch_size} rows of {flags.max_seq_len}")
+    compare_all(flags, shards, tokenizer)

@@ -14,9 +14,9 @@ import statistics
 import time
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
-from pathlib import Path
 
-from nanochat.common import BadInput, end_with_parent, expand_path, flag, read_flags
+from nanochat.common import BadInput, end_with_parent, flag, read_flags
+from nanochat.data.shards import TextFlags
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.infer.engine import Engine
 from nanochat.infer.quantize import Int8GPT
@@ -29,9 +29,7 @@ TOKENS = 16  # of a completion
 
 
 @dataclass(frozen=True)
-class Flags:
-    data_dir: Path = flag(Path(), "parquet shards with a column text, whose documents are typed", of=expand_path,
-                          required=True)
+class Flags(TextFlags):
     depth: int = flag(16, "number of layers; the weights are random", at_least=1, at_most=64)
     max_seq_len: int = flag(1024, "positions of the model", at_least=128, at_most=65536)
     places: int = flag(4, "documents in which something is typed", at_least=1, at_most=10_000)
@@ -93,7 +91,7 @@ def type_texts(port, texts, flags):
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    texts = read_texts(flags.data_dir, least_characters=4000 + flags.characters)
+    texts = read_texts(flags, least_characters=4000 + flags.characters)
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     server = context.Process(target=run_server, args=(flags, sender), daemon=True)

@@ -1,7 +1,13 @@
 """Made-up documents, and a tokenizer with one token for each byte: material for the tests of lanes and loader."""
+from dataclasses import fields
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from nanochat.data.fim import KINDS, Infilling
+from nanochat.data.loader import DataLoader, Rows
+from nanochat.data.shards import open_shards
 
 
 class ByteTokenizer:
@@ -26,3 +32,18 @@ def make_texts(count, seed=0):
     lengths = np.minimum(2000, rng.lognormal(4.5, 1.3, size=count)).astype(int)
     return [None if i % 29 == 3 else "" if i % 29 == 7 else f"<{i}:" + rng.bytes(length // 2).hex() + ">"
             for i, length in enumerate(lengths)]
+
+
+def rows_and_others(options):
+    """Returns Rows of those of the options that are its fields, and the other options."""
+    names = [field.name for field in fields(Rows)]
+    return Rows(**{name: options[name] for name in names if name in options}), \
+        {name: value for name, value in options.items() if name not in names}
+
+
+def open_loader(paths, tokenizer=None, skip_bad=False, fim_rate=0.0, fim_kinds=KINDS, **options):
+    """Returns a DataLoader over shards. options: fields of Rows, of which some have a default here, and arguments."""
+    rows, options = rows_and_others({"batch_size": 4, "seq_len": 128, "num_lanes": 8, **options})
+    if fim_rate:
+        options["infilling"] = Infilling(fim_rate, rows.seed, fim_kinds)
+    return DataLoader(open_shards(paths, skip_bad), tokenizer or ByteTokenizer(), rows, **options)

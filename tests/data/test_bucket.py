@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,13 +14,13 @@ import torch
 
 from nanochat.common import BadInput, Failure, Outage, expand_path
 from nanochat.data import bucket as bucket_module
-from nanochat.data import shards as shards_module
 from nanochat.data import storage as storage_module
+from nanochat.data import units as units_module
 from nanochat.data.bucket import CACHE_DIR, BucketFile, check_cache, data_place
-from nanochat.data.loader import DataLoader
 from nanochat.data.shards import fingerprint, list_shards, open_shards
 from tests.buckets import gcloud  # noqa: F401
-from tests.data.documents import ByteTokenizer, write
+from tests.data import documents
+from tests.data.documents import write
 from tests.data.storage import Storage
 from tests.data.test_loader import read_steps
 from tests.deploy.cloud import Failure as Answer
@@ -48,7 +49,7 @@ def storage(folder, gcloud, tmp_path, monkeypatch):  # noqa: F811
     for name, value in storage.env(tmp_path / "gcloud").items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{gcloud}:{os.environ['PATH']}")
-    monkeypatch.setattr(shards_module, "KEPT_BYTES", 0)
+    monkeypatch.setattr(units_module, "KEPT_BYTES", 0)
     monkeypatch.setattr(storage_module, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(storage_module, "LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr(storage_module.Patience, "silent_until", 0)
@@ -59,7 +60,7 @@ def storage(folder, gcloud, tmp_path, monkeypatch):  # noqa: F811
 
 
 def open_loader(shards, **options):
-    return DataLoader(shards, ByteTokenizer(), **{"seq_len": 1024, "num_lanes": LANES, **options})
+    return documents.open_loader(shards, **{"seq_len": 1024, "num_lanes": LANES, **options})
 
 
 def steps_of(shards, steps=150, world_size=1, **options):
@@ -148,8 +149,8 @@ def test_a_footer_of_any_length_is_found(storage, tmp_path, monkeypatch):
 
 READ = """
 import sys
-from nanochat.data import shards
-shards.KEPT_BYTES = 0
+from nanochat.data import units
+units.KEPT_BYTES = 0
 from tests.data.test_bucket import steps_of
 from nanochat.data.shards import list_shards
 for rows, _ in steps_of(list_shards(sys.argv[1], cache_gb=float(sys.argv[2])), 60):
@@ -261,7 +262,7 @@ def test_during_an_outage_not_every_file_is_tried_in_turn(storage, tmp_path, mon
     files = list_shards("gs://b/many")
     tries = []
 
-    def fail(*_, **options):
+    def fail(_):
         tries.append(1)
         time.sleep(0.2)  # as a server that does not answer
         return False
@@ -297,7 +298,7 @@ def test_a_bucket_that_is_gone_for_good_is_one_line_with_status_75(storage, monk
     monkeypatch.setattr(bucket_module, "OUTAGE_S", 0.3)
     with pytest.raises(Outage, match="gs://b/other has not been reached for 0 minutes .*start the same command again"):
         list_shards("gs://b/other")
-    monkeypatch.setattr(BucketFile.open_row_group, "__defaults__", (0.3,))
+    shards = [replace(file, outage_s=0.3) for file in shards]
     with pytest.raises(Outage, match=rf"{URL}/shard_\d.parquet has not been reached .*Connection refused") as error:
         steps_of(shards)
     assert error.value.status == 75 and "\n" not in str(error.value)

@@ -12,10 +12,9 @@ from nanochat.data import shards as shards_module
 from nanochat.data.fim import KINDS, Infilling, check_fim, choose_middle, draws, find_brackets, find_directives
 from nanochat.data.fim import find_statement as find_statement_from
 from nanochat.data.lanes import check_lane_states
-from nanochat.data.loader import DataLoader
 from nanochat.data.shards import TextPiece
 from nanochat.data.tokenizer import FIM_TOKENS, SPECIAL_TOKENS, Tokenizer, load_tokenizer
-from tests.data.documents import write
+from tests.data.documents import open_loader, write
 from tests.data.headers import HEADERS, write_headers
 from tests.data.test_loader import as_saved, read_steps
 
@@ -169,8 +168,10 @@ def open_fim(tmp_path, byte_tokenizer_dir, monkeypatch):
     lengths = np.random.default_rng(0).lognormal(5.5, 1.3, size=600).astype(int)
     texts = [HEADERS[i % len(HEADERS)][i:i + 1 + length] for i, length in enumerate(lengths)]
     tokenizer, shard = load_tokenizer(byte_tokenizer_dir), write(tmp_path / "shard.parquet", texts, row_group_size=67)
-    return lambda _=None, **options: DataLoader(
-        [shard], tokenizer, **{"batch_size": 4, "seq_len": 256, "num_lanes": 8, "fim_rate": 0.5, **options})
+
+    def run(_=None, **options):
+        return open_loader([shard], tokenizer, **{"seq_len": 256, "fim_rate": 0.5, **options})
+    return run
 
 
 def test_a_step_has_the_same_rows_for_any_number_of_ranks_and_is_restored_exactly(open_fim):
@@ -191,8 +192,8 @@ def test_a_step_has_the_same_rows_for_any_number_of_ranks_and_is_restored_exactl
 
 def test_rows_hold_whole_documents_and_little_is_dropped(headers_dir, tokenizer):
     prefix, suffix, middle, end = map(tokenizer.special, FIM_TOKENS)
-    with DataLoader(sorted(headers_dir.glob("*.parquet")), tokenizer, batch_size=8, seq_len=1024, num_lanes=2,
-                    fim_rate=0.5) as loader:
+    with open_loader(sorted(headers_dir.glob("*.parquet")), tokenizer, batch_size=8, seq_len=1024, num_lanes=2,
+                     fim_rate=0.5) as loader:
         rewritten = 0
         while loader.stats["epoch"] < 2:
             for row in next(loader).rows.tolist():

@@ -5,18 +5,19 @@ import json
 import numpy as np
 
 from nanochat.data import shards as shards_module
-from nanochat.data.lanes import Lane, LaneState, smallest_cover
-from nanochat.data.shards import Units, open_shards
+from nanochat.data.lanes import Lane, LaneState, SharedByLanes, smallest_cover
+from nanochat.data.shards import open_shards
+from nanochat.data.units import Units
 from tests.data.documents import ByteTokenizer, make_texts, write
 
 
 def test_a_lane_makes_the_same_rows_in_any_portions_and_after_being_restored(tmp_path, monkeypatch):
     monkeypatch.setattr(shards_module, "PIECE_BYTES", 500)
     shard = write(tmp_path / "shard.parquet", make_texts(200), row_group_size=67)
-    units = Units(open_shards([shard]), num_lanes=8, seed=0)
+    shared = SharedByLanes(Units(open_shards([shard]), num_lanes=8, seed=0), ByteTokenizer(), read_bytes=2000)
 
     def open_lane(state=None):
-        return Lane(3, state or LaneState(), units, ByteTokenizer(), row_tokens=129, read_bytes=2000)
+        return Lane(3, state or LaneState(), shared, row_tokens=129)
 
     rows, states = open_lane().make_rows(40)
     assert rows.shape == (40, 129)

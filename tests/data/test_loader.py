@@ -13,11 +13,13 @@ import torch
 from nanochat.common import BadInput
 from nanochat.data import loader as loader_module
 from nanochat.data import shards as shards_module
+from nanochat.data import units as units_module
 from nanochat.data.lanes import PADDING, Lane
-from nanochat.data.loader import DataLoader, SyntheticLoader
-from nanochat.data.shards import Units, open_shards, read_pieces
+from nanochat.data.loader import SyntheticLoader
+from nanochat.data.shards import open_shards, read_pieces
+from nanochat.data.units import Units
 from scripts.bench import loader as bench_loader
-from tests.data.documents import ByteTokenizer, make_texts, write
+from tests.data.documents import ByteTokenizer, make_texts, open_loader, rows_and_others, write
 from tests.data.test_shards import damage, write_pages
 
 
@@ -34,10 +36,6 @@ def shards(tmp_path, monkeypatch):
     texts = make_texts(600)
     return [write(tmp_path / f"shard_{i:05d}.parquet", texts[i * 200:(i + 1) * 200], row_group_size=67)
             for i in range(3)]
-
-
-def open_loader(shards, **options):
-    return DataLoader(shards, ByteTokenizer(), **{"batch_size": 4, "seq_len": 128, "num_lanes": 8, **options})
 
 
 def read_steps(shards, steps, world_size, rows_per_step=16, batch_size=None, loader=open_loader, **options):
@@ -57,7 +55,8 @@ def read_steps(shards, steps, world_size, rows_per_step=16, batch_size=None, loa
 
 
 def open_synthetic(_, **options):
-    return SyntheticLoader(1000, **{"seq_len": 128, "num_lanes": 8, **options})
+    rows, options = rows_and_others({"seq_len": 128, "num_lanes": 8, **options})
+    return SyntheticLoader(1000, rows, **options)
 
 
 @pytest.mark.parametrize("loader", [open_loader, open_synthetic])
@@ -97,7 +96,7 @@ def test_rows_become_longer_at_a_step_and_hold_the_same_whatever_the_ranks_and_w
     def run(world_size, begin=0, state=None):
         before, now = lengths[max(begin - 1, 0)], lengths[begin]
         loaders = [open_loader(shards, rank=rank, world_size=world_size, seq_len=now, state=state,
-                               state_seq_len=before, batch_size=2048 // now // world_size)
+                               seq_len_before=before, batch_size=2048 // now // world_size)
                    for rank in range(world_size)]
         for step in range(begin, len(lengths)):
             if lengths[step] != now:
@@ -141,7 +140,7 @@ def test_what_is_skipped_of_a_corrupt_shard_is_the_same_for_any_number_of_ranks_
     steps = list(read_steps([path], 30, world_size=1, skip_bad=True))
     assert not all(torch.equal(rows, whole) for (rows, _), whole in zip(steps, expected, strict=True))
     for world_size in (2, 4, 8):
-        monkeypatch.setattr(shards_module, "KEPT_BYTES", 0)  # what is kept in memory is read at once
+        monkeypatch.setattr(units_module, "KEPT_BYTES", 0)  # what is kept in memory is read at once
         again = read_steps([path], 30, world_size, skip_bad=True)
         assert all(torch.equal(a, b) for (a, _), (b, _) in zip(steps, again, strict=True))
     for k, world_size in zip(range(0, 28, 3), itertools.cycle((1, 2, 4, 8)), strict=False):
@@ -161,9 +160,9 @@ def lane_text(shards, lane, state, seed=0, num_lanes=8):
     """Returns {ref: bytes} of the documents that a lane read up to `state`, without those that wait in its buffer."""
     units, documents = Units(open_shards(shards), num_lanes, seed), {}
     for number in range(state["next"][0] + 1):
-        shard, row_group, first, stop = units.get(lane, number)
-        for piece in read_pieces(shard, row_group, first, stop)[0]:
-            ref = (number, piece.document - first, 0)
+        unit = units.get(lane, number)
+        for piece in read_pieces(unit.shard, unit.row_group, unit.first, unit.stop)[0]:
+            ref = (number, piece.document - unit.first, 0)
             if ref < tuple(state["next"]) and list(ref) not in state["buffer"]:
                 documents[ref] = documents.get(ref, b"") + piece.text.encode()
     return documents
@@ -320,7 +319,7 @@ def test_an_error_in_a_worker_comes_out_of_next_as_itself(shards):
                 raise ZeroDivisionError("document 50")
             return super().encode_to_numpy(text)
 
-    with DataLoader(shards, Fails(), batch_size=4, seq_len=128, num_lanes=8) as loader:
+    with open_loader(shards, Fails()) as loader:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError, match="document 50"):
                 for _ in range(1000):
@@ -336,7 +335,7 @@ def test_waiting_has_a_limit_and_says_for_what(shards, monkeypatch):
             release.wait(10)
             return super().encode_to_numpy(text)
 
-    with DataLoader(shards, Hangs(), batch_size=4, seq_len=128, num_lanes=8) as loader:
+    with open_loader(shards, Hangs()) as loader:
         with pytest.raises(TimeoutError, match=r"waited 0.2 s for rows of lane 0 \(.*shard_0000.\.parquet, row group"):
             next(loader)
         release.set()
@@ -360,11 +359,10 @@ def test_a_document_of_20_megabytes_takes_little_memory(tmp_path):
              str(write(tmp_path / "among_others.parquet", [short, long] * 2 + [short] * 1000, 500))]
     program = f"""
 import resource
-from nanochat.data.loader import DataLoader
-from tests.data.documents import ByteTokenizer
+from tests.data.documents import open_loader
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in {paths}:
-    with DataLoader([path], ByteTokenizer(), batch_size=64, seq_len=1024) as loader:
+    with open_loader([path], batch_size=64, seq_len=1024, num_lanes=64) as loader:
         for _ in range(20):
             next(loader)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)

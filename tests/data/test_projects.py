@@ -8,7 +8,6 @@ import pytest
 
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
-from nanochat.data.loader import DataLoader
 from nanochat.data.projects import DOCUMENT_BYTES, dependency_order, encode_documents, join_files
 from nanochat.data.shards import TextPiece, list_shards, open_shards, require_files
 from nanochat.data.tokenizer import load_tokenizer
@@ -16,6 +15,7 @@ from nanochat.infer.project_eval import ProjectRows, require_packed
 from scripts import base_eval
 from tests.checkpoint.states import make_meta
 from tests.corpus.projects import cpp, prepare, read, shard_hashes
+from tests.data.documents import open_loader
 from tests.infer.test_engine import make_model
 
 
@@ -99,7 +99,7 @@ def test_rows_of_projects_hold_file_separators_and_resume(corpora):
     tokenizer, paths = load_tokenizer(), list_shards(corpora / "one" / "base_data_v3")
 
     def rows(count, **options):
-        with DataLoader(paths, tokenizer, batch_size=4, seq_len=1024, num_lanes=4, **options) as loader:
+        with open_loader(paths, tokenizer, seq_len=1024, num_lanes=4, **options) as loader:
             return [next(loader) for _ in range(count)]
 
     batches = rows(6)

@@ -10,8 +10,10 @@ import pytest
 
 from nanochat.common import BadInput
 from nanochat.data import shards as shards_module
-from nanochat.data.shards import Units, all_pieces, fingerprint, list_shards, open_shards, read_pieces, whole_texts
+from nanochat.data import units as units_module
+from nanochat.data.shards import all_pieces, fingerprint, list_shards, open_shards, read_pieces, whole_texts
 from nanochat.data.tokenizer import load_tokenizer
+from nanochat.data.units import Units
 
 
 def write(path, texts, row_group_size=None, text_type=None, **options):
@@ -119,14 +121,14 @@ def write_pages(path, texts, row_group_size):
 
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
 def test_what_can_be_read_of_a_corrupt_shard_is_read_and_the_rest_left_out(tmp_path, monkeypatch, capsys, kept_bytes):
-    monkeypatch.setattr(shards_module, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(units_module, "KEPT_BYTES", kept_bytes)
     monkeypatch.setattr(shards_module, "READ_BATCH_BYTES", 1000)
     texts = [f"{i}:" + np.random.default_rng(i).bytes(50).hex() for i in range(90)]
     paths = [write_pages(tmp_path / f"{i}.parquet", texts[i * 45:(i + 1) * 45], 15) for i in range(2)]
     (tmp_path / "2.parquet").write_bytes(paths[0].read_bytes()[:-10])
     damage(paths[1], 1, 900, b"?")  # in the second page
     shards = open_shards([*paths, tmp_path / "2.parquet"], skip_bad=True)
-    units = Units(shards, num_lanes=4, seed=0, skip_bad=True)
+    units = Units(shards, num_lanes=4, seed=0)
 
     def rest(unit, max_bytes, document, index=0):
         """Reads the rest of a unit in portions of max_bytes."""
@@ -150,7 +152,7 @@ def test_what_can_be_read_of_a_corrupt_shard_is_read_and_the_rest_left_out(tmp_p
     assert len(warnings) == 2
     assert "2.parquet is not a whole parquet file" in warnings[0] and "1.parquet: row group 1 cannot" in warnings[1]
     with pytest.raises(BadInput, match="1.parquet: row group 1 cannot be read"):
-        units = Units(shards, num_lanes=4, seed=0)
+        units = Units(open_shards(paths), num_lanes=4, seed=0)
         for unit in units.units:
             rest(unit, 1 << 20, unit[2])
 
@@ -233,7 +235,7 @@ def test_an_epoch_has_every_document_once_in_an_order_of_its_own(row_groups):
 @pytest.mark.parametrize("kept_bytes", [0, 500, 1 << 20])
 def test_data_that_is_kept_reads_the_same(tmp_path, monkeypatch, kept_bytes):
     monkeypatch.setattr(shards_module, "PIECE_BYTES", 100)
-    monkeypatch.setattr(shards_module, "KEPT_BYTES", 1 << 20)
+    monkeypatch.setattr(units_module, "KEPT_BYTES", 1 << 20)
     shard, = open_shards([write(tmp_path / "a.parquet", ["x" * n for n in range(0, 400, 7)], row_group_size=10)])
     units = Units([shard], num_lanes=16, seed=0)
     units._room = kept_bytes

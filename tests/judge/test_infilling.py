@@ -1,5 +1,6 @@
 import pytest
 
+from nanochat.data.shards import open_shards
 from nanochat.judge.infilling import DOCUMENT_KINDS, document_tasks, function_tasks, read_documents, spans
 from nanochat.judge.problems import read_problems
 
@@ -33,7 +34,7 @@ def test_spans_of_lines_are_whole_lines():
 
 
 def test_tasks_depend_on_the_texts_and_the_seed_and_not_on_their_order(corpus_dir):
-    documents = list(read_documents(sorted(corpus_dir.glob("*/*.parquet"))))
+    documents = list(read_documents(open_shards(sorted(corpus_dir.glob("*/*.parquet")))))
     tasks = document_tasks(documents, 5, seed=0)
     assert document_tasks(documents[::-1], 5, seed=0) == tasks != document_tasks(documents, 5, seed=1)
     assert [task.kind for task in tasks] == [kind for kind in DOCUMENT_KINDS for _ in range(5)]
