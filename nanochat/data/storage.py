@@ -288,18 +288,18 @@ def _token(url, stale=None):
 
 
 def _ask_gcloud(url):
-    command = ["gcloud", "auth", "print-access-token"]
     # In a session of its own: so its helpers can be ended with it, and Ctrl-C is for the script alone.
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                   text=True, errors="replace", start_new_session=True)
+        process = subprocess.Popen(["gcloud", "auth", "print-access-token"], stdin=subprocess.DEVNULL,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+                                   start_new_session=True)
     except OSError as error:
         raise BadInput(f"{url} needs gcloud, which cannot be started here ({error.strerror}): install it, or use a "
                        "folder of this machine") from None
     try:
         output, said = process.communicate(timeout=LOGIN_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise Interruption(f"{' '.join(command)} has not ended after {LOGIN_TIMEOUT_S} s") from None
+        raise Interruption(f"gcloud auth has not ended after {LOGIN_TIMEOUT_S} s") from None
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
