@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from nanochat.run.hosts import Host
 
 MAX_MESSAGE_BYTES = 2**28
-CHUNK_BYTES = 2**22
+CHUNK_BYTES = 2**20
 REQUEST_TIMEOUT_S = 60
 
 
@@ -41,18 +41,16 @@ def send_file(connection, path):
 
 def receive_file(connection, path):
     """Writes the next file to `path`, a piece at a time, and returns once it is on disk. Raises what `receive` does."""
-    left, buffer = receive(connection)["bytes"], bytearray(CHUNK_BYTES)
-    with open(path, "wb", buffering=0) as file:
+    left = receive(connection)["bytes"]
+    with open(path, "wb") as file:
         while left:
-            count = connection.recv_into(buffer, min(left, CHUNK_BYTES))
-            if not count:
+            part = connection.recv(min(left, CHUNK_BYTES))
+            if not part:
                 raise EOFError(f"the connection has ended {left} bytes before the end of {path.name}")
-            view = memoryview(buffer)[:count]
-            while view:
-                view = view[file.write(view):]
-            left -= count
+            file.write(part)
+            left -= len(part)
+        file.flush()
         os.fsync(file.fileno())
-    return path
 
 
 def _read(connection, length):
