@@ -1,6 +1,6 @@
 """The channel between the hosts of a run: a TCP connection from the parent process of every host to that of the first.
 
-Through it the hosts learn who is there, agree (agreement.py), and notice within LOST_S seconds that one has died or
+Through it the hosts learn who is there, agree (agreement.py), and notice within 20 seconds that one has died or
 cannot be reached; then all end. The ranks' gradients never come here: they go from chip to chip.
 
 A connection begins with a message that says of which kind it is: "join", which lasts as long as the run, or a request
@@ -15,19 +15,26 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from nanochat.checkpoint.mirror import MirrorError
 from nanochat.common import BadInput, Outage
 from nanochat.run import wire
 from nanochat.run.stopping import EXIT_STATUS
 
-JOIN_TIMEOUT_S = 300  # for all hosts to be there
-GATHER_TIMEOUT_S = 3600  # for all hosts to say something: they may fetch or check a checkpoint before
-END_TIMEOUT_S = 7200  # for the first host, which saves and waits for its mirror at the end
-LAST_WORDS_S = 300  # for the others, whose ranks are done before
-BEAT_S, LOST_S = 1, 20  # how often each host says that it is there; after which silence it counts as lost
-GRACE_S = 30  # from the run's failure to the end of this process, whatever it does
 RETRY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a host waits for the others, in seconds."""
+    join_s: float = 300  # for all hosts to be there
+    gather_s: float = 3600  # for all hosts to say something: they may fetch or check a checkpoint before
+    end_s: float = 7200  # for the first host, which saves and waits for its mirror at the end
+    last_words_s: float = 300  # for the others, whose ranks are done before
+    beat_s: float = 1  # between two signs that a host gives of being there
+    lost_s: float = 20  # after this silence it counts as lost
+    grace_s: float = 30  # from the run's failure to the end of this process, whatever it does
 
 
 class PodError(Exception):
@@ -41,8 +48,9 @@ class PodError(Exception):
 class Pod:
     """This host's end of the channel."""
 
-    def __init__(self, host):
+    def __init__(self, host, limits=Limits()):
         self.host = host
+        self._limits = limits
         self.names = []  # of all hosts, once they have joined
         self.link = None  # for requests to the first host, once this one has joined
         self.failure = None  # the PodError with which the run has to end here
@@ -97,7 +105,7 @@ class Pod:
             self._hellos[0] = {"about": about, "name": self.host.name}
             while len(self._hellos) < self.host.count:
                 missing = [address for index, address in enumerate(self.host.addresses) if index not in self._hellos]
-                self._wait(began, JOIN_TIMEOUT_S, f"these hosts to join this one: {', '.join(missing)}")
+                self._wait(began, self._limits.join_s, f"these hosts to join this one: {', '.join(missing)}")
             hellos = [self._hellos[index] for index in range(self.host.count)]
         for index in self._members:
             self.tell(index, {"hellos": hellos, "token": self._token})
@@ -127,7 +135,7 @@ class Pod:
 
     def _serve(self, connection):
         """Serves a new connection at the first host."""
-        connection.settimeout(LOST_S)
+        connection.settimeout(self._limits.lost_s)
         try:
             message = wire.receive(connection)
             kind = message.get("kind")
@@ -164,7 +172,7 @@ class Pod:
         connection = self._reach(first)
         wire.send(connection, {"kind": "join", "index": self.host.index, "name": self.host.name, "about": about,
                                "addresses": list(self.host.addresses)})
-        connection.settimeout(JOIN_TIMEOUT_S + LOST_S)
+        connection.settimeout(self._limits.join_s + self._limits.lost_s)
         try:
             message = wire.receive(connection)
         except (OSError, EOFError, ValueError) as error:
@@ -173,30 +181,30 @@ class Pod:
             raise BadInput(message["refused"])
         if message.get("kind") == "failed":
             raise PodError(message["message"], message["status"])
-        connection.settimeout(LOST_S)
+        connection.settimeout(self._limits.lost_s)
         self._token = message["token"]
         self._members[0] = wire.Member(connection)
         return message["hellos"]
 
     def _reach(self, first):
-        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        deadline = time.monotonic() + self._limits.join_s
         has_said = False
         while True:
             try:
                 return wire.connect(self.host)
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise PodError(f"the first host has not been reached at {first} for {JOIN_TIMEOUT_S} s ({error}): "
-                                   "start the run there, too, and let hosts reach each other at this port",
+                    raise PodError(f"the first host has not been reached at {first} for {self._limits.join_s} s "
+                                   f"({error}): start the run there, too, and let hosts reach each other at this port",
                                    1) from None
             if not has_said:
-                print(f"waiting for the first host at {first}, for up to {JOIN_TIMEOUT_S} s", flush=True)
+                print(f"waiting for the first host at {first}, for up to {self._limits.join_s} s", flush=True)
                 has_said = True
             time.sleep(RETRY_S)
 
     # Messages. A thread for each connection reads them and calls the handler of their kind. No handler waits for
-    # another host, so a host that hangs keeps no message from the others. Each host sends a beat every BEAT_S seconds,
-    # and a connection that is silent for LOST_S seconds is one whose host is lost.
+    # another host, so a host that hangs keeps no message from the others. Each host sends a beat every second, and
+    # a connection that is silent for 20 seconds is one whose host is lost.
 
     def tell(self, index, message):
         """Sends a message, {"kind": …, …}, to the host `index`, whose handler for the kind gets it. A host that cannot
@@ -222,7 +230,7 @@ class Pod:
         with self._changed:
             while name not in self._values:
                 missing = self._missing(self._said.get(name, {}))
-                self._wait(began, GATHER_TIMEOUT_S, f"{missing} to say {name}")
+                self._wait(began, self._limits.gather_s, f"{missing} to say {name}")
             return self._values[name]
 
     def _on_value(self, index, message):
@@ -259,7 +267,7 @@ class Pod:
         while not self._is_over:
             for index in list(self._members):
                 self.tell(index, {"kind": "beat"})
-            time.sleep(BEAT_S)
+            time.sleep(self._limits.beat_s)
 
     def _read(self, index):
         """Handles the messages of another host until its end."""
@@ -268,7 +276,7 @@ class Pod:
             try:
                 message = wire.receive(connection)
             except TimeoutError:
-                what = f"has not been heard of for {LOST_S} s: it died, or the network did"
+                what = f"has not been heard of for {self._limits.lost_s} s: it died, or the network did"
                 break
             except (OSError, EOFError, ValueError) as error:
                 what = f"has ended without a word ({error})"
@@ -288,7 +296,7 @@ class Pod:
             self._fail(f"host {name}: {message}", status)
 
     # Only the first failure counts, so a message that comes back is not sent on. The watchdog sees it and ends the
-    # ranks; whatever the main thread does then, this process ends GRACE_S later.
+    # ranks; whatever the main thread does then, this process ends half a minute later.
     def _fail(self, message, status):
         with self._changed:
             if self.failure:
@@ -300,7 +308,7 @@ class Pod:
         self._start(self._end_at_last)
 
     def _end_at_last(self):
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + self._limits.grace_s
         while time.monotonic() < deadline:
             if self._is_over:
                 return
@@ -323,9 +331,9 @@ class Pod:
         try:
             with self._changed:
                 while self.is_first and len(self._ended) < self.host.count:
-                    self._wait(began, LAST_WORDS_S, f"{self._missing(self._ended)} to end")
+                    self._wait(began, self._limits.last_words_s, f"{self._missing(self._ended)} to end")
                 while not self.is_first and self._status is None:
-                    self._wait(began, END_TIMEOUT_S, f"host {self.names[0]} to save and to wait for its mirror")
+                    self._wait(began, self._limits.end_s, f"host {self.names[0]} to save and to wait for its mirror")
         except PodError as failure:
             return failure.status
         if self.is_first:

@@ -5,7 +5,7 @@ import time
 from contextlib import contextmanager
 
 from nanochat.run.hosts import Host
-from nanochat.run.pod import Pod
+from nanochat.run.pod import Limits, Pod
 
 
 def free_port():
@@ -13,10 +13,11 @@ def free_port():
         return server.getsockname()[1]
 
 
-def make_pods(count):
+def make_pods(count, **limits):
     """Returns a Pod for each host, none of which has joined."""
     addresses, port = tuple(f"127.0.0.{index + 1}" for index in range(count)), free_port()
-    return [Pod(Host(index, addresses, f"w{index}", port)) for index in range(count)]
+    limits = Limits(**{"grace_s": 3600, **limits})  # so that no failure ends the process of the tests
+    return [Pod(Host(index, addresses, f"w{index}", port), limits) for index in range(count)]
 
 
 def on_all(pods, function, *arguments):
@@ -39,8 +40,8 @@ def on_all(pods, function, *arguments):
 
 
 @contextmanager
-def joined_pods(count):
-    pods = make_pods(count)
+def joined_pods(count, **limits):
+    pods = make_pods(count, **limits)
     try:
         for found in on_all(pods, lambda pod: pod.join({"host": pod.host.index})):
             assert found == [{"host": index} for index in range(count)]

@@ -9,16 +9,10 @@ import pytest
 
 from nanochat.checkpoint.mirror import MirrorError
 from nanochat.common import BadInput
-from nanochat.run import pod as pod_module
 from nanochat.run import wire
 from nanochat.run.pod import Pod, PodError, membership
 from nanochat.run.stopping import EXIT_STATUS
 from tests.run.pods import joined_pods, make_pods, on_all
-
-
-@pytest.fixture(autouse=True)
-def nobody_ends_this_process(monkeypatch):
-    monkeypatch.setattr(pod_module, "GRACE_S", 3600)
 
 
 def wait_for(condition):
@@ -78,9 +72,7 @@ def test_a_host_whose_process_ends_is_named_on_all_others(lost):
 
 
 def test_a_host_that_falls_silent_is_named(monkeypatch):
-    monkeypatch.setattr(pod_module, "LOST_S", 3)
-    monkeypatch.setattr(pod_module, "BEAT_S", 0.1)
-    with joined_pods(3) as pods:
+    with joined_pods(3, lost_s=3, beat_s=0.1) as pods:
         time.sleep(3.5)
         assert not any(pod.failure for pod in pods)
         monkeypatch.setattr(pods[2], "tell", lambda index, message: None)
@@ -88,15 +80,13 @@ def test_a_host_that_falls_silent_is_named(monkeypatch):
         assert "host w2 has not been heard of for 3 s" in str(pods[1].failure)
 
 
-def test_a_host_that_does_not_come_is_waited_for_and_named(monkeypatch):
-    monkeypatch.setattr(pod_module, "JOIN_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(pod_module, "LOST_S", 1)
-    pods = make_pods(3)
+def test_a_host_that_does_not_come_is_waited_for_and_named():
+    pods = make_pods(3, join_s=0.5, lost_s=1)
     found = on_all(pods[:2], Pod.join, {})
     assert "these hosts to join this one: 127.0.0.3" in str(found[0]) and isinstance(found[0], PodError)
     on_all(pods, Pod.close)
     assert isinstance(found[1], PodError)
-    late = make_pods(2)[1]
+    late = make_pods(2, join_s=0.5)[1]
     with pytest.raises(PodError, match=r"the first host has not been reached at 127\.0\.0\.1:"):
         late.join({})
 
@@ -153,8 +143,7 @@ import sys, time
 from nanochat.run import pod
 from nanochat.run.hosts import Host
 from tests.run.pods import free_port
-pod.GRACE_S = 0.2
-alone = pod.Pod(Host(0, ("127.0.0.1",), "w0", free_port()))
+alone = pod.Pod(Host(0, ("127.0.0.1",), "w0", free_port()), pod.Limits(grace_s=0.2))
 alone.join({})
 alone.fail("the disk is broken", 1)
 time.sleep(100)

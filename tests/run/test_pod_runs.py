@@ -13,7 +13,7 @@ import pytest
 
 from nanochat.checkpoint import format
 from nanochat.checkpoint.pieces import load_checkpoint
-from nanochat.run.pod import GRACE_S, LOST_S
+from nanochat.run.pod import Limits
 from nanochat.run.stopping import EXIT_STATUS
 from tests.conftest import last_of_each
 from tests.run.life import Life
@@ -157,7 +157,8 @@ def test_full_disks_do_not_stop_a_run_and_a_killed_host_ends_it_with_its_name(st
 
 
 def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(start, network, run_dirs):
-    assert LOST_S + GRACE_S < 60
+    limits = Limits()
+    assert limits.lost_s + limits.grace_s < 60
     first, second = start(*LONG)
     first.wait_for("saved ")
     subprocess.run([*network(0), "ip", "link", "set", "cable", "down"], check=True)
@@ -167,8 +168,8 @@ def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(start, network, ru
     finally:
         subprocess.run([*network(0), "ip", "link", "set", "cable", "up"], check=True)
     print(f"both hosts ended {time.monotonic() - began:.1f} s after the cut")
-    assert f"error: host w1 has not been heard of for {LOST_S} s" in first.text
-    assert f"error: host w0 has not been heard of for {LOST_S} s" in second.text
+    assert f"error: host w1 has not been heard of for {limits.lost_s} s" in first.text
+    assert f"error: host w0 has not been heard of for {limits.lost_s} s" in second.text
     assert format.latest_good(run_dirs[0]) is not None
 
 
