@@ -42,7 +42,7 @@ def test_a_save_that_takes_too_long_ends_the_wait_with_one_line(tmp_path):
     slow = threading.Event()
     saver = saver_with(tmp_path, lambda: slow.wait(60))
     begin_save(saver, tmp_path, 1)
-    with pytest.raises(Failure, match="the last checkpoint in .* is not on disk after 0 s: see to the disk"):
+    with pytest.raises(Failure, match="0 s: see to the disk"):
         saver.finish(timeout_s=0)
     slow.set()
     saver.finish()
