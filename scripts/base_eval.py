@@ -8,35 +8,36 @@ alone.
 """
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from nanochat.checkpoint.format import find_checkpoint
-from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
+from nanochat.common import BadInput, flag, read_flags, run_script
 from nanochat.data.bucket import check_cache, in_bucket
 from nanochat.data.fim import KINDS, Infilling, check_fim
 from nanochat.data.lanes import NUM_LANES
 from nanochat.data.loader import DataLoader, Rows
 from nanochat.data.shards import TextFlags, open_text
-from nanochat.device.ranks import DEVICE_TYPES, prepare_xla_environment, print0, resolve_device_type
-from nanochat.infer.load import load_language_meta, load_model, resolve_inference_device_type
-from nanochat.infer.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
+from nanochat.device.ranks import prepare_xla_environment, print0, resolve_device_type
+from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, resolve_inference_device_type
+from nanochat.infer.loss_eval import (
+    ProjectRows,
+    bits_per_byte,
+    from_left_to_right,
+    require_packed,
+    with_suffixes,
+    without_suffixes,
+)
 from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
-from nanochat.infer.project_eval import ProjectRows, require_packed
 from nanochat.model.config import GPTConfig
 
 
 @dataclass(frozen=True)
-class Flags(TextFlags):
-    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
-    tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
-                                      of=expand_path)
+class Flags(TextFlags, CheckpointFlags):
     fim: bool = flag(False, "bits per byte of middles, for a model that was trained with --fim_rate")
     project: bool = flag(False, "bits per byte of files given what stands before them in their project, and alone, for "
                          "shards of prepare_data --pack=project")
     eval_tokens: int = flag(2**20, "tokens to evaluate, each document once at most", at_least=1, at_most=2**28)
     max_seq_len: int = flag(-1, "positions per row; -1: as in training", at_least=1, unset=-1)
     device_batch_size: int = flag(8, "rows at a time", at_least=1)
-    device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
     kernel: str = flag("auto", "attention and loss, as in base_train")
     quantize: str = flag("none", "int8: as scripts.generate computes with it, on the CPU, which auto then is")
     seed: int = flag(1, "seed of the data order", at_least=0)

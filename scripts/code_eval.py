@@ -6,60 +6,30 @@
     python3 -m scripts.code_eval --check                            # judges the problems' solutions; needs no model
 
 It may be killed at any time: the same command goes on. It needs g++ and bubblewrap: apt-get install g++ bubblewrap
+
+A gap is asked for as an editor asks for it: the beginning of its line stands right before what the model writes.
 """
-import hashlib
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-from tqdm import tqdm
-
 from nanochat.checkpoint.format import find_checkpoint
-from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
-from nanochat.data.shards import TextFlags, open_text
-from nanochat.device.ranks import (
-    DEVICE_TYPES,
-    compute_cleanup,
-    compute_init,
-    prepare_xla_environment,
-    resolve_device_type,
-)
-from nanochat.infer.load import load_language_meta, load_model, weights_of
-from nanochat.judge.eval_report import compare_results, format_differences, format_scores, make_page, summarise
-from nanochat.judge.evaluate import (
-    Results,
-    Sampling,
-    Writer,
-    difference,
-    evaluate,
-    judge_function,
-    judge_gap,
-    read_results,
-)
-from nanochat.judge.infilling import document_tasks, function_tasks, read_documents
+from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
+from nanochat.data.shards import TextFlags
+from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, resolve_device_type
+from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, weights_of
+from nanochat.infer.sample import Sampling
+from nanochat.judge.code_eval import TASKS, check_solutions, evaluate, make_items, read_others
+from nanochat.judge.eval_report import write_report
 from nanochat.judge.judge import Judge, JudgeFlags
-from nanochat.judge.problems import digest, read_problems, usable, without_one_line
-
-TASKS = ("functions", "infill", "infill_functions")
-OF_THE_CHECKPOINT = ("checkpoint", "weights", "device_type")  # settings in which two evaluations may differ
+from nanochat.judge.problems import digest, read_problems, usable
+from nanochat.judge.results import open_results, progress, results_dir
+from nanochat.judge.writer import Writer, require_half
 
 
 def task_name(text):
     if text not in TASKS:
         raise BadInput(f"choose one of {', '.join(TASKS)}")
     return text
-
-
-@dataclass(frozen=True)
-class ModelFlags:
-    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
-    tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
-                                      of=expand_path)
-    device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
 
 
 @dataclass(frozen=True)
@@ -91,124 +61,30 @@ class ResultFlags(JudgeFlags):
 
 def main(argv=None):
     of_model, of_task, sampling, judging = read_flags(argv, __doc__, {
-        ModelFlags: "model", TaskFlags: "what it does", SamplingFlags: "sampling", ResultFlags: "judging"})
-    workers = judging.num_workers
+        CheckpointFlags: "model", TaskFlags: "what it does", SamplingFlags: "sampling", ResultFlags: "judging"})
     problems = usable(read_problems(of_task.problems))
     if of_task.check:
         with Judge(judging.unsafe) as judge:
-            return check(problems, judge, workers, sampling.seed)
+            return check_solutions(problems, judge, judging.num_workers, sampling.seed)
     device_type = resolve_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
-    items, digest_of_items = make_items(of_task, problems, sampling.seed)
-    context = load_language_meta(path).config["max_seq_len"]
-    if sampling.max_tokens > context // 2:
-        raise BadInput(f"--max_tokens={sampling.max_tokens} is more than half of the {context} tokens that the model "
-                       "sees")
+    items = make_items(of_task, problems, sampling.seed)
+    require_half(sampling.max_tokens, load_language_meta(path).config["max_seq_len"])
     settings = {
-        "format": 1, "task": of_task.task, "items": digest_of_items, "num_items": len(items), **asdict(sampling),
-        "checkpoint": f"{path.parent.name}/{path.name}",
-        "weights": weights_of(path), "device_type": device_type}
+        "format": 1, "task": of_task.task, "items": digest(items), "num_items": len(items), **asdict(sampling),
+        "checkpoint": f"{path.parent.name}/{path.name}", "weights": weights_of(path), "device_type": device_type}
     others = read_others(judging.against, settings) if judging.against else []
-    out_dir = require_writable_dir(judging.out_dir or get_base_dir() / "code_eval" / "_".join(
-        [path.parent.name, path.name, of_task.task, hashlib.sha256(repr(settings).encode()).hexdigest()[:8]]))
-    try:
-        with (FileLock(out_dir / ".lock", timeout=0), Judge(judging.unsafe) as judge,
-              Results(out_dir / "samples.jsonl", settings) as results):
-            dist = compute_init(device_type)
-            model, tokenizer, _ = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir,
-                                             weights=settings["weights"])
-            writer = Writer(model, tokenizer, dist, Sampling(**asdict(sampling)))
-            run(of_task.task, items, problems, writer, judge, results, workers)
-            compute_cleanup(dist)
-    except Timeout:
-        raise BadInput(f"another code_eval is writing to {out_dir}: wait for it, or choose another --out_dir") from None
-    report(out_dir, settings, results.records, items, others)
-
-
-def make_items(flags, problems, seed):
-    """Returns the problems or infilling tasks, and a digest of them. Raises BadInput if there are none."""
-    if flags.task == "functions":
-        return problems, digest(problems)
-    if flags.task == "infill":
-        tasks = document_tasks(read_documents(open_text(flags, "val")), flags.num_tasks, seed)
-    else:
-        tasks = function_tasks(problems, flags.num_tasks, seed)
-    if not tasks:
-        raise BadInput(f"--task={flags.task} finds no text with a gap to fill: " + (
-            "--data_dir has no fitting file" if flags.task == "infill" else "--problems has no solutions"))
-    return tasks, digest(tasks)
-
-
-def read_others(path, settings):
-    """Returns the records of the evaluation in `path`. Raises BadInput unless it is of the same task and settings."""
-    found, records, _ = read_results(path / "samples.jsonl" if path.is_dir() else path)
-    ours, theirs = ({key: value for key, value in each.items() if key not in OF_THE_CHECKPOINT}
-                    for each in (settings, found))
-    if ours != theirs:
-        raise BadInput(f"--against={path} is not comparable: {difference(theirs, ours)}")
-    return records
-
-
-def run(task, items, problems, writer, judge, results, workers):
-    """Evaluates all items that `results` does not have yet."""
-    by_name = {problem.name: problem for problem in problems}
-    if task == "functions":
-        write, decide = writer.write_functions, partial(judge_function, judge)
-    else:
-        write = writer.fill_gap
-
-        def decide(item, text):
-            return judge_gap(judge, item, by_name.get(item.problem), text)
-    with tqdm(total=len(items), unit="problem", disable=not sys.stderr.isatty()) as bar:
-        num_done, said = 0, time.monotonic()
-
-        def show(count):
-            nonlocal num_done, said
-            num_done += count
-            bar.update(count)
-            if bar.disable and time.monotonic() - said > 10:  # plain lines for a log
-                said = time.monotonic()
-                print(f"{num_done} of {len(items)} are judged", file=sys.stderr, flush=True)
-
-        evaluate(items, write, decide, results, workers, show)
-
-
-def report(out_dir, settings, records, items, others):
-    """Prints the scores, and writes them and the page."""
-    rows = summarise(records)
-    print("\n".join(format_scores(rows)))
-    differences = format_differences(compare_results(records, others)) if others else []
-    if differences:
-        print("\nthe difference to --against, each problem compared with itself:\n" + "\n".join(differences))
-    texts = {item.name: (item.prompt, item.closing()) if hasattr(item, "prompt") else
-             (item.prefix[-1500:], item.suffix[:1500]) for item in items}
-    (out_dir / "page.html").write_text(make_page(settings, records, texts, differences), encoding="utf-8")
-    (out_dir / "scores.txt").write_text("\n".join([*format_scores(rows), *differences]) + "\n", encoding="utf-8")
-    print(f"\n{out_dir}: samples.jsonl, scores.txt, page.html")
-
-
-def check(problems, judge, workers, seed):
-    """Judges all solutions, and each with one line deleted. Returns 1 if a solution does not pass."""
-    solved = [problem for problem in problems if problem.solution]
-    if not solved:
-        raise BadInput("--check needs solutions, and the problems of --problems have none")
-    with ThreadPoolExecutor(workers) as pool:
-        def share(programs, what):
-            verdicts = list(pool.map(lambda program: judge.judge(program[0].program(program[1]), program[0].tests),
-                                     programs))
-            passed = sum(verdict.passed for verdict in verdicts)
-            print(f"{passed} of {len(programs)} {what} pass", flush=True)
-            return verdicts
-
-        verdicts = share([(problem, problem.solution) for problem in solved], "solutions")
-        for problem, verdict in zip(solved, verdicts, strict=True):
-            if not verdict.passed:
-                print(f"{problem.name}: {verdict.status}\n{verdict.message}")
-        broken = [(problem, without_one_line(problem.solution)) for problem in solved]
-        share([(problem, texts[(seed + i) % len(texts)]) for i, (problem, texts) in enumerate(broken) if texts],
-              "solutions with one line deleted")
-    return int(not all(verdict.passed for verdict in verdicts))
+    name = f"{path.parent.name}_{path.name}_{of_task.task}"
+    out_dir = results_dir(judging.out_dir, "code_eval", name, settings)
+    with Judge(judging.unsafe) as judge, open_results(out_dir / "samples.jsonl", settings) as results:
+        dist = compute_init(device_type)
+        model, tokenizer, _ = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, weights=settings["weights"])
+        writer = Writer(model, tokenizer, dist, Sampling(**asdict(sampling)))
+        with progress(len(items)) as show:
+            evaluate(items, writer, judge, results, judging.num_workers, show)
+        compute_cleanup(dist)
+    write_report(out_dir, settings, results.records, items, others)
 
 
 if __name__ == "__main__":

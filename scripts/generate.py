@@ -23,6 +23,7 @@ from nanochat.infer.load import (
     resolve_inference_device_type,
 )
 from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
+from nanochat.infer.sample import Sampling
 from nanochat.model.config import GPTConfig
 
 LOOP = "chunked"  # kernels that can compute with parts of the weights
@@ -91,14 +92,14 @@ def complete(of_model, path, prompt, echo, sampling, mesh, dist):
 
     say(f"{path}: step {meta.step}, on {mesh if mesh.divides_weights else dist.device}")
     shown_prompt = prompt.decode(errors="replace") if echo else ""
-    options = asdict(sampling) | {"stop": sampling.stop or [], "on_cut": say_cut}
+    sampling = Sampling(**asdict(sampling) | {"stop": sampling.stop or ()})
     engine = Engine(model, tokenizer, dist)
     if sampling.num_samples == 1:
         show(shown_prompt)
-        samples = engine.completions(prompt, on_text=lambda sample, text: show(text), **options)
+        engine.completions(prompt, sampling, lambda sample, text: show(text), say_cut)
         show("\n")
     else:  # they are generated together, so they are shown at the end
-        samples = engine.completions(prompt, **options)
+        samples = engine.completions(prompt, sampling, on_cut=say_cut)
         for i, sample in enumerate(samples):
             show(f"--- sample {i + 1} of {len(samples)}, seed {sampling.seed + i}\n{shown_prompt}{sample.text}\n")
     took = engine.timings

@@ -8,21 +8,17 @@ The code goes to standard output, and its verdict in a comment below it; the sea
 status is 0 if the code compiles and passes the tests, and 1 if not. It needs g++ and bubblewrap: apt-get install g++
 bubblewrap
 """
-import hashlib
-import os
 import re
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
-from tqdm import tqdm
 
 from nanochat.checkpoint.format import find_checkpoint
-from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
+from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.load import (
     ModelFlags,
@@ -31,22 +27,18 @@ from nanochat.infer.load import (
     resolve_inference_device_type,
     weights_of,
 )
+from nanochat.infer.sample import Sampling, default_max_tokens
 from nanochat.judge.compare_search import compare_methods, table
-from nanochat.judge.evaluate import Results, Sampling, Writer
 from nanochat.judge.judge import PASSED, Judge, JudgeFlags
-from nanochat.judge.problems import Problem, digest, read_problems, usable
-from nanochat.judge.search import COMPILES, METHODS, Budget, Search
-from nanochat.judge.unfinished import brackets, closers
+from nanochat.judge.problems import as_text, digest, problem_of_prompt, read_problems, read_text, usable
+from nanochat.judge.results import open_results, progress, results_dir
+from nanochat.judge.search import COMPILES, METHODS, Budget, Search, check_prompt
+from nanochat.judge.writer import Writer, require_half
 
-DEFAULT_METHOD, DEFAULT_BUDGET = "tree", 512
+DEFAULT_METHOD = "tree"
+DEFAULT_BUDGET = 512
 BUDGETS = (256, 512, 1024)  # of a comparison
 TOKENS_PER_CALL = 4
-
-
-def as_text(data):
-    """Returns a flag's value or a file's bytes as text that can be written again."""
-    data = os.fsencode(data) if isinstance(data, str) else data
-    return data.decode(errors="replace").replace("\r\n", "\n")
 
 
 def methods_of(text):
@@ -78,32 +70,26 @@ class TaskFlags:
         """Returns the Problems to solve. Raises BadInput if they cannot be read."""
         if [self.prompt, self.prompt_file, self.problems].count(None) != 2:
             raise BadInput("give one of --prompt, --prompt_file and --problems")
-        if self.problems is not None:
-            if self.tests is not None:
-                raise BadInput("--tests are for --prompt and --prompt_file: --problems has its own")
-            problems = usable(read_problems(None if self.problems == "own" else expand_path(self.problems)))
-            if not problems:
-                raise BadInput(f"--problems={self.problems} has none that can be judged here")
-            return problems
-        name = "--prompt" if self.prompt_file is None else f"--prompt_file={self.prompt_file}"
-        prompt = read_text(self.prompt_file, "--prompt_file") if self.prompt is None else as_text(self.prompt)
-        prompt = prompt.rstrip()
-        if not prompt:
-            raise BadInput(f"{name} is empty: give a comment and a signature")
-        prompt += "" if brackets(prompt)[1] else " {"
-        if not brackets(prompt)[1]:
-            raise BadInput(f"{name} ends with a comment: give the signature after it")
+        if self.problems is None:
+            return [self._read_prompt()]
+        if self.tests is not None:
+            raise BadInput("--tests are for --prompt and --prompt_file: --problems has its own")
+        problems = usable(read_problems(self.problems))
+        if not problems:
+            raise BadInput(f"--problems={self.problems} has none that can be judged here")
+        return problems
+
+    def _read_prompt(self):
+        if self.prompt is None:
+            name = f"--prompt_file={self.prompt_file}"
+            prompt = read_text(self.prompt_file, "--prompt_file")
+        else:
+            name = "--prompt"
+            prompt = as_text(self.prompt)
         tests = "" if self.tests is None else read_text(self.tests, "--tests")
         if self.tests is not None and not re.search(r"\bmain\b", tests):
             raise BadInput(f"--tests={self.tests} has no main(), which runs the tests")
-        return [Problem(name, prompt + "\n", tests)]
-
-
-def read_text(path, name):
-    try:
-        return as_text(path.read_bytes())
-    except OSError as error:
-        raise BadInput(f"{name}={path} cannot be read: {error.strerror}") from None
+        return problem_of_prompt(name, prompt, tests)
 
 
 @dataclass(frozen=True)
@@ -120,8 +106,18 @@ class SearchFlags:
     seed: int = flag(0, "the same seed gives the same code", at_least=0)
 
     def budgets(self, default):
-        return [Budget(tokens, tokens // TOKENS_PER_CALL if self.compiler_calls == -1 else self.compiler_calls)
-                for tokens in self.budget or default]
+        """Returns a list of Budgets. default: numbers of tokens."""
+        budgets = []
+        for tokens in self.budget or default:
+            calls = self.compiler_calls
+            budgets.append(Budget(tokens, tokens // TOKENS_PER_CALL if calls == -1 else calls))
+        return budgets
+
+    def sampling(self, context):
+        """Returns the Sampling for a model of this context. Raises BadInput if it is too short."""
+        require_half(self.max_tokens, context)
+        max_tokens = default_max_tokens(context) if self.max_tokens == -1 else self.max_tokens
+        return Sampling(1, max_tokens, self.temperature, top_p=self.top_p, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,6 @@ class ResultFlags(JudgeFlags):
 def main(argv=None):
     of_model, of_task, flags, judging = read_flags(argv, __doc__, {
         ModelFlags: "model", TaskFlags: "what it solves", SearchFlags: "search", ResultFlags: "judging"})
-    workers = judging.num_workers
     problems = of_task.read()
     is_comparison = of_task.problems is not None
     methods = flags.method or (list(METHODS) if is_comparison else [DEFAULT_METHOD])
@@ -144,51 +139,37 @@ def main(argv=None):
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
     meta = load_language_meta(path)
-    sampling = Sampling(1, max_tokens(flags.max_tokens, meta.config["max_seq_len"]), flags.temperature, flags.top_p,
-                        flags.seed)
+    sampling = flags.sampling(meta.config["max_seq_len"])
     methods = fitting(methods, meta, is_comparison)
-
-    def load(num_writers, weights=None):
-        dist = compute_init(device_type)
-        model, tokenizer, _ = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, quantize=of_model.quantize,
-                                         weights=weights)
-        num_writers = num_writers if dist.device_type == "cpu" else 1
-        return [Writer(model, tokenizer, dist, sampling) for _ in range(num_writers)]
-
+    load = partial(load_writers, of_model, path, device_type, sampling)
     if not is_comparison:
-        with Judge(judging.unsafe) as judge:
-            check_prompt(judge, problems[0])
-            [writer] = load(1)
-            status = solve(Search(writer, judge, problems[0], budgets[0], workers, say), methods[0])
-        compute_cleanup(writer.dist)
-        return status
+        return solve(load, problems[0], methods[0], budgets[0], judging)
     settings = {
         "format": 1, "task": "search", "items": digest(problems), "num_items": len(problems), "methods": methods,
-        "budgets": [asdict(budget) for budget in budgets], **asdict(sampling), "quantize": of_model.quantize,
-        "checkpoint": f"{path.parent.name}/{path.name}",
+        "budgets": [asdict(budget) for budget in budgets], "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed,
+        "quantize": of_model.quantize, "checkpoint": f"{path.parent.name}/{path.name}",
         "weights": weights_of(path), "device_type": device_type}
-    out_dir = require_writable_dir(judging.out_dir or get_base_dir() / "solve" / "_".join(
-        [path.parent.name, path.name, hashlib.sha256(repr(settings).encode()).hexdigest()[:8]]))
-    try:
-        with (FileLock(out_dir / ".lock", timeout=0), Judge(judging.unsafe) as judge,
-              Results(out_dir / "searches.jsonl", settings) as results):
-            torch.set_num_threads(1)  # the searches themselves run at the same time
-            writers = load(workers, settings["weights"])
-            with progress(len(problems)) as show:
-                compare_methods(writers, judge, problems, methods, budgets, results, show)
-            compute_cleanup(writers[0].dist)
-    except Timeout:
-        raise BadInput(f"another solve is writing to {out_dir}: wait for it, or choose another --out_dir") from None
+    out_dir = results_dir(judging.out_dir, "solve", f"{path.parent.name}_{path.name}", settings)
+    with Judge(judging.unsafe) as judge, open_results(out_dir / "searches.jsonl", settings) as results:
+        torch.set_num_threads(1)  # the searches themselves run at the same time
+        writers = load(judging.num_workers, settings["weights"])
+        with progress(len(problems)) as show:
+            compare_methods(writers, judge, problems, methods, budgets, results, show)
+        compute_cleanup(writers[0].dist)
     lines = table(results.records)
     (out_dir / "table.txt").write_text("\n".join(lines) + "\n")
     print("\n".join(lines) + f"\n\n{out_dir}: searches.jsonl, table.txt")
 
 
-def max_tokens(requested, context):
-    """Returns the most tokens of a function. Raises BadInput if the context is too short for them."""
-    if requested > context // 2:
-        raise BadInput(f"--max_tokens={requested} is more than half of the {context} tokens that the model sees")
-    return min(256, context // 2) if requested == -1 else requested
+def load_writers(flags, path, device_type, sampling, number, weights=None):
+    """Returns up to `number` Writers of one model, each with an engine of its own; one on an accelerator."""
+    dist = compute_init(device_type)
+    model, tokenizer, _ = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, quantize=flags.quantize,
+                                     weights=weights)
+    if dist.device_type != "cpu":
+        number = 1
+    return [Writer(model, tokenizer, dist, sampling) for _ in range(number)]
 
 
 def fitting(methods, meta, is_comparison):
@@ -198,50 +179,31 @@ def fitting(methods, meta, is_comparison):
     message = "--method=repair needs a model that was trained with --fim_rate"
     if not is_comparison or methods == ["repair"]:
         raise BadInput(f"{message}: choose another method, or another --checkpoint")
-    print(f"{message}: it is left out", file=sys.stderr)
+    say(f"{message}: it is left out")
     return [method for method in methods if method != "repair"]
-
-
-def check_prompt(judge, problem):
-    """Raises BadInput if nothing that follows the prompt can compile."""
-    verdict = judge.check_syntax(problem.program("") + closers(problem.prompt))
-    if not verdict.passed:
-        first = next((line for line in verdict.message.splitlines() if "error" in line), verdict.message)
-        raise BadInput(f"{problem.name} does not compile by itself, with its brackets closed: {first}")
 
 
 def say(text):
     print(text, file=sys.stderr, flush=True)
 
 
-def solve(search, method):
+def solve(load, problem, method, budget, judging):
     """Searches, prints the code with its verdict, and returns the exit status."""
-    begun = time.monotonic()
-    METHODS[method](search)
-    answer, problem = search.answer, search.problem
+    with Judge(judging.unsafe) as judge:
+        check_prompt(judge, problem)
+        [writer] = load(1)
+        search = Search(writer, judge, problem, budget, judging.num_workers, say)
+        begun = time.monotonic()
+        METHODS[method](search)
+    answer = search.answer
     code = problem.program(answer.text + problem.closing()).rstrip()
-    print(f"{code}\n\n// {answer.status}: {method}, {search.num_tokens} of {search.budget.tokens} tokens, "
+    print(f"{code}\n\n// {answer.status}: {method}, {search.num_tokens} of {budget.tokens} tokens, "
           f"{search.num_calls} calls of g++", flush=True)
     if answer.message:
         say(answer.message)
     say(f"{time.monotonic() - begun:.1f} s")
+    compute_cleanup(writer.dist)
     return int(answer.status not in (PASSED, COMPILES))
-
-
-@contextmanager
-def progress(num_problems):
-    """Yields a function that shows that some more problems are done: a bar on a terminal, plain lines in a log."""
-    with tqdm(total=num_problems, unit="problem", disable=not sys.stderr.isatty()) as bar:
-        num_done, said = 0, time.monotonic()
-
-        def show(count):
-            nonlocal num_done, said
-            num_done += count
-            bar.update(count)
-            if bar.disable and time.monotonic() - said > 10:
-                said = time.monotonic()
-                say(f"{num_done} of {num_problems} problems are done")
-        yield show
 
 
 if __name__ == "__main__":

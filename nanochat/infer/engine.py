@@ -1,22 +1,20 @@
 """Completes text."""
 import time
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import torch
 
 from nanochat.common import BadInput
-from nanochat.infer.drafts import guess_next
-from nanochat.infer.healing import MAX_TAKEN_BACK, Vocabulary
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.device.ranks import Dist
+from nanochat.infer.prompt import BOS, MAX_TAKEN_BACK, Vocabulary, encode_prompt
 from nanochat.infer.quantize import Int8GPT
 from nanochat.infer.readers import BLOCK, Reader, StaticReader
-from nanochat.infer.sample import Sample, choose_token
+from nanochat.infer.sample import Sample, Sampling, choose_token, default_max_tokens, ignore, never_stop
 
-
-@dataclass(frozen=True)
-class Special:
-    """A special token in a prompt, such as Special("<|fim_prefix|>")."""
-    name: str
+# (tokens that must be found again, tokens then guessed): the longer the repetition, the further it can be trusted.
+GUESSES = ((4, 7), (3, 7), (2, 7), (1, 3))
 
 
 @dataclass
@@ -31,13 +29,13 @@ class Timings:
     accepted_tokens: int = 0  # guesses that were right
 
 
+@dataclass
 class Engine:
     """Not for several threads at the same time. The weights of the model must not change while it is used."""
-
-    def __init__(self, model, tokenizer, dist):
-        """model: a GPT on the device of `dist`."""
-        self.model, self.tokenizer, self.dist = model, tokenizer, dist
-        self.timings = Timings()
+    model: object  # a GPT on the device of `dist`
+    tokenizer: Tokenizer
+    dist: Dist
+    timings: Timings = field(default_factory=Timings)  # of the last call
 
     @cached_property
     def _vocabulary(self):
@@ -47,77 +45,61 @@ class Engine:
     def _reader(self):
         return Reader(self.model, self.dist.device)
 
-    def complete(self, prompt, **options):
-        """Returns the completion of `prompt`, without the prompt; options as in completions."""
-        return self.completions(prompt, num_samples=1, **options)[0].text
+    def complete(self, prompt, **sampling):
+        """Returns the completion of `prompt`, without the prompt; sampling: fields of Sampling."""
+        return self.completions(prompt, Sampling(**sampling))[0].text
 
-    def completions(self, prompt, *, num_samples, max_tokens=-1, temperature=0.8, top_k=50, top_p=1.0, stop=(), seed=0,
-                    on_text=lambda sample, text: None, on_cut=lambda num_tokens, num_read: None, heal=True, drafts=True,
-                    keep_going=lambda: True, score=False):
-        """Returns `num_samples` completions of `prompt`, as Samples, whose `text` is without the prompt. Afterwards,
-        `timings` says what it took.
+    def completions(self, prompt, sampling, on_text=ignore, on_cut=ignore, keep_going=never_stop):
+        """Returns the completions of `prompt`, as Samples, whose `text` is without the prompt. Afterwards, `timings`
+        says what it took.
 
         prompt: str or bytes, which begins a document; or a list of str, bytes and Special, which is read as it stands.
 
-        A completion ends with the document, before the first of the strings `stop`, or after `max_tokens` tokens (-1:
-        256, or half of the model's context if that is less). If a text leaves no room for them, only its last part is
-        read. Sample i is drawn with seed + i, so it does not depend on the number of samples.
+        A completion ends with the document, before the first of the strings `sampling.stop`, or after
+        `sampling.max_tokens` tokens. If a text leaves no room for them, only its last part is read.
 
-        temperature: 0 always takes the likeliest token. top_k > 0: draws from the k likeliest tokens only; top_p < 1:
-        draws from the likeliest tokens that have this probability together. on_text(sample, text): called with each
-        new piece of text. on_cut(num_tokens, num_read): called if only the last `num_read` tokens of the prompt's
-        `num_tokens` are read. heal: the prompt may end inside a token (see healing.py). drafts: guesses tokens, which
-        changes no text, but its speed (see drafts.py); with 8 bits and for one sample only. keep_going(): asked before
-        every token, and before every 64 of the prompt; once it returns False, the samples end as they are. score: adds
-        up the `log_prob` of each sample.
+        on_text(sample, text): called with each new piece of text. on_cut(num_tokens, num_read): called if only the last
+        `num_read` tokens of the prompt's `num_tokens` are read. keep_going(): asked before every token, and before
+        every 64 of the prompt; once it returns False, the samples end as they are.
 
         Raises BadInput if `max_tokens` is the whole context, or a list is longer than what they leave.
         """
         begun = time.monotonic()
         context = self.model.config.max_seq_len
-        max_tokens = min(256, context // 2) if max_tokens == -1 else max_tokens
+        max_tokens = sampling.max_tokens
+        if max_tokens == -1:
+            max_tokens = default_max_tokens(context)
         if max_tokens >= context:
             raise BadInput(f"--max_tokens={max_tokens} leaves no room for a prompt: the model sees {context} tokens")
-        ids, num_last = self._encode(prompt)
-        room = context - max_tokens
-        self.timings = Timings(prompt_tokens=len(ids))
-        if len(ids) > room:
-            if isinstance(prompt, list):
-                raise BadInput(f"the prompt has {len(ids)} tokens, but the model sees {context} together with the "
-                               f"{max_tokens} of --max_tokens: shorten it")
-            on_cut(len(ids), room)
-            ids = ids[-room:]
-        tail = self._tail(ids, num_last) if heal else []  # what is taken back
+        ids, num_last = self._prompt_ids(prompt, max_tokens, on_cut)
+        tail = self._tail(ids, num_last) if sampling.heal else []  # what is taken back
         known = self.tokenizer.decode_bytes(tail)
-        samples = [Sample(self.tokenizer, stop, max_tokens, lambda text, i=i: on_text(i, text), known)
-                   for i in range(num_samples)]
-        generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
-
-        def choose(i, logits):
-            token = self._choose(logits, samples[i].known, generators[i], temperature, top_k, top_p)
-            if score and not samples[i].known:
-                samples[i].add_log_prob(float(logits[token] - logits[:self.tokenizer.n_vocab].logsumexp(0)))
-            return token
-
-        if num_samples == 1 and not self.dist.is_xla:
-            self._generate_one(ids, tail, samples[0], lambda logits: choose(0, logits),
-                               drafts and isinstance(self.model, Int8GPT), keep_going)
+        samples = [Sample(self.tokenizer, sampling.stop, max_tokens, partial(on_text, i), known, sampling.seed + i)
+                   for i in range(sampling.num_samples)]
+        if sampling.num_samples == 1 and not self.dist.is_xla:
+            self._generate_one(ids, tail, samples[0], sampling, keep_going)
         else:
-            self._generate_together(ids[:len(ids) - len(tail)], samples, choose, keep_going)
+            self._generate_together(ids[:len(ids) - len(tail)], samples, sampling, keep_going)
         self.timings.predicted_tokens = sum(sample.num_tokens for sample in samples)
         self.timings.predicted_ms = (time.monotonic() - begun) * 1000 - self.timings.prompt_ms
         return samples
 
-    def _encode(self, prompt):
-        """Returns the ids of a prompt, and how many of the last ones are text."""
-        ids, num_last = [], 0
-        for part in prompt if isinstance(prompt, list) else [Special("<|bos|>"), prompt]:
-            is_special = isinstance(part, Special)
-            new = [self.tokenizer.special(part.name)] if is_special else self.tokenizer.encode(part)
-            ids, num_last = ids + new, 0 if is_special else len(new)
+    def _prompt_ids(self, prompt, max_tokens, on_cut):
+        """Returns the ids of a prompt that are read before `max_tokens` tokens, and how many of the last ones are text.
+        Begins the `timings`."""
+        is_list = isinstance(prompt, list)
+        ids, num_last = encode_prompt(self.tokenizer, prompt if is_list else [BOS, prompt])
         if not ids:
             raise BadInput("the prompt is an empty list: begin it with Special('<|bos|>')")
-        return ids, num_last
+        self.timings = Timings(prompt_tokens=len(ids))
+        context = self.model.config.max_seq_len
+        room = context - max_tokens
+        if len(ids) > room and is_list:
+            raise BadInput(f"the prompt has {len(ids)} tokens, but the model sees {context} together with the "
+                           f"{max_tokens} of --max_tokens: shorten it")
+        if len(ids) > room:
+            on_cut(len(ids), room)
+        return ids[-room:], num_last
 
     def _tail(self, ids, num_last):
         """Returns the tokens at the end of a prompt that are taken back; the model needs one to read."""
@@ -125,65 +107,101 @@ class Engine:
         number = self._vocabulary.num_taken_back([self.tokenizer.decode_bytes([token]) for token in end])
         return ids[len(ids) - number:]
 
-    def _choose(self, logits, known, generator, *options):
-        """Returns the id of the next token of a text that must go on with the bytes `known`."""
-        if not known:
-            return choose_token(logits[:self.tokenizer.n_vocab], generator, *options)
-        fitting = torch.tensor(self._vocabulary.fitting(known))
-        return int(fitting[choose_token(logits[fitting], generator, *options)])
+    def _draw(self, sample, logits, sampling):
+        """Draws the next token of `sample` by its logits (V,), adds it, and returns its id."""
+        options = sample.generator, sampling.temperature, sampling.top_k, sampling.top_p
+        if sample.known:
+            fitting = torch.tensor(self._vocabulary.fitting(sample.known))
+            token = int(fitting[choose_token(logits[fitting], *options)])
+        else:
+            logits = logits[:self.tokenizer.n_vocab]
+            token = choose_token(logits, *options)
+            if sampling.score:
+                sample.add_log_prob(float(logits[token] - logits.logsumexp(0)))
+        sample.add(token)
+        return token
 
-    def _generate_one(self, ids, tail, sample, choose, drafts, keep_going):
-        """Draws the tokens of `sample` after the prompt `ids`, of which `tail` is drawn again."""
-        begun, reader, context = time.monotonic(), self._reader, self.model.config.max_seq_len
-        num_read = reader.num_read
-        rows = reader.read(ids, 1 + len(tail), keep_going)
+    def _begin_reading(self, read, *arguments):
+        """Calls read(*arguments), which reads a prompt, and returns what it returns. Notes what it took."""
+        begun = time.monotonic()
+        num_read = self._reader.num_read
+        logits = read(*arguments)
         self.timings.prompt_ms = (time.monotonic() - begun) * 1000
-        self.timings.read_tokens = reader.num_read - num_read
-        ids, guesses = ids[:len(ids) - len(tail)], tail
+        self.timings.read_tokens = self._reader.num_read - num_read
+        return logits
+
+    def _generate_one(self, ids, tail, sample, sampling, keep_going):
+        """Draws the tokens of `sample` after the prompt `ids`, of which `tail` is drawn again."""
+        context = self.model.config.max_seq_len
+        drafts = sampling.drafts and isinstance(self.model, Int8GPT)
+        rows = self._begin_reading(self._reader.read, ids, 1 + len(tail), keep_going)
+        ids = ids[:len(ids) - len(tail)]
+        guesses = tail
+        # Row i holds the logits after the first i guesses, so the rows count as long as each token that is drawn is the
+        # next guess. What is taken back of the prompt is read as if it had been guessed.
         while rows is not None and not sample.ended:
             for row, guess in zip(rows, [*guesses, None], strict=True):
                 if not keep_going():
                     sample.end("stopped")
                     return
-                ids.append(choose(row))
-                sample.add(ids[-1])
+                ids.append(self._draw(sample, row, sampling))
                 if sample.ended or ids[-1] != guess:
                     break
-                self.timings.accepted_tokens += guesses is not tail
+                if guesses is not tail:
+                    self.timings.accepted_tokens += 1
             if sample.ended:
                 return
             if len(ids) == context:
                 sample.end("length")
                 return
-            room = min(context - len(ids), -len(ids) % BLOCK)  # no guess is worth a second block
-            guesses = guess_next(ids)[:room] if drafts and not sample.known else []
+            guesses = []
+            if drafts and not sample.known:
+                room = min(context - len(ids), -len(ids) % BLOCK)  # no guess is worth a second block
+                guesses = guess_next(ids)[:room]
             self.timings.drafted_tokens += len(guesses)
-            rows = reader.read(ids + guesses, 1 + len(guesses), keep_going)
+            rows = self._reader.read(ids + guesses, 1 + len(guesses), keep_going)
         sample.end("stopped")
 
-    def _generate_together(self, ids, samples, choose, keep_going):
+    def _generate_together(self, ids, samples, sampling, keep_going):
         """Draws the tokens of all samples after the prompt `ids`, one of each at a time."""
-        begun, context = time.monotonic(), self.model.config.max_seq_len
+        begun = time.monotonic()
         if self.dist.is_xla:
-            reader, num_read = StaticReader(self.model, self.dist, len(samples)), len(ids)
+            reader = StaticReader(self.model, self.dist, len(samples))
             logits = reader.prefill(ids, range(len(samples)))
+            self.timings.prompt_ms = (time.monotonic() - begun) * 1000
+            self.timings.read_tokens = len(ids)
         else:
-            reader, num_read = self._reader, -self._reader.num_read
-            logits = reader.prefill(ids, len(samples), keep_going)
-            num_read += reader.num_read
-        self.timings.prompt_ms = (time.monotonic() - begun) * 1000
-        self.timings.read_tokens = num_read
-        rows = None if logits is None else logits.expand(len(samples), -1)
-        for length in range(len(ids), context + 1):
-            if rows is None or not keep_going():
-                reason = "stopped"
-                break
-            chosen = [choose(i, row) for i, row in enumerate(rows)]
-            for sample, token in zip(samples, chosen, strict=True):
-                sample.add(token)
-            reason = "length"
-            if all(sample.ended for sample in samples) or length == context:
-                break
-            rows = reader.decode(chosen)
+            reader = self._reader
+            logits = self._begin_reading(reader.prefill, ids, len(samples), keep_going)
+        reason = "stopped"
+        if logits is not None:
+            rows = logits.expand(len(samples), -1)
+            reason = self._draw_together(reader, rows, len(ids), samples, sampling, keep_going)
         for sample in samples:
             sample.end(reason)
+
+    def _draw_together(self, reader, rows, length, samples, sampling, keep_going):
+        """Draws tokens of all samples after `length` tokens. Returns why those end that have not ended by themselves.
+        rows: the logits (samples, V) of the first."""
+        while keep_going():
+            chosen = [self._draw(sample, row, sampling) for sample, row in zip(samples, rows, strict=True)]
+            if all(sample.ended for sample in samples) or length == self.model.config.max_seq_len:
+                return "length"
+            rows = reader.decode(chosen)
+            length += 1
+        return "stopped"
+
+
+# Code repeats itself: a name is declared and then used, a line is written again with one word changed. So the next
+# tokens are guessed (prompt lookup decoding, Saxena 2023): the model reads the guesses in one go and keeps those that
+# it would have drawn itself. With weights of 8 bits, eight tokens cost 1.3 times what one costs, and the guesses repay
+# that. In fp32 they cost 2.5 times as much, and the engine guesses nothing.
+def guess_next(ids):
+    """Returns the tokens that may follow `ids`: those that followed the last place where the end of `ids` stood before.
+    The list is empty if there is no such place."""
+    text = "".join(map(chr, ids))  # one character for each token, because Python finds strings fast
+    for length, num_guessed in GUESSES:
+        found = text.rfind(text[-length:], 0, len(text) - 1)
+        if found >= 0:
+            return ids[found + length:found + length + num_guessed]
+    return []

@@ -24,12 +24,17 @@ QUANTIZATIONS = ("none", "int8")
 
 
 @dataclass(frozen=True)
-class ModelFlags:
-    """Which model a script completes text with, and on what."""
+class CheckpointFlags:
+    """Which model a script looks at, and on what."""
     checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
     tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
                                       of=expand_path)
     device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
+
+
+@dataclass(frozen=True)
+class ModelFlags(CheckpointFlags):
+    """Which model a script completes text with, and on what."""
     quantize: str = flag("none", "int8: on the CPU, less than half of the memory and several times the speed")
 
 
@@ -53,10 +58,12 @@ def resolve_inference_device_type(requested):
 def weights_of(path):
     """Returns the beginning of the checksum of a checkpoint's weights, by which results name them. Raises BadInput."""
     try:
-        sums = [*sha256_of_files([path / name for name in tensor_files(path, MODEL)]).values()]
-        return (sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest())[:16]
+        sums = list(sha256_of_files([path / name for name in tensor_files(path, MODEL)]).values())
     except OSError as error:
         raise BadInput(f"checkpoint {path} is damaged ({MODEL}: {error.strerror}): use another one") from None
+    if len(sums) > 1:
+        sums = [hashlib.sha256("".join(sums).encode()).hexdigest()]
+    return sums[0][:16]
 
 
 def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none", weights=None, mesh=ONE_CHIP):

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from nanochat.device.programs import one_program
 from nanochat.infer.quantize import Int8GPT
+from nanochat.infer.sample import never_stop
 from nanochat.model.gpt import KVCache
 from nanochat.model.layers import causal_mask
 
@@ -75,7 +76,8 @@ class Reader:
     """
 
     def __init__(self, model, device):
-        self.model, self.device = model, device
+        self.model = model
+        self.device = device
         # Beside weights of 8 bits, keys and values of 16 lose nothing that can be measured, and are read faster.
         is_short = isinstance(model, Int8GPT) and torch.cpu._is_avx512_bf16_supported()
         self.dtype = torch.bfloat16 if is_short else model.compute_dtype
@@ -83,22 +85,21 @@ class Reader:
         self.ids = []  # what the cache holds
         self.num_read = 0  # tokens, since the beginning
 
-    def read(self, ids, num_last=1, keep_going=lambda: True):
+    def read(self, ids, num_last=1, keep_going=never_stop):
         """Returns the logits (num_last, V), on the CPU, of the tokens that follow each of the last `num_last` of `ids`.
         Returns None if keep_going() returned False, which is asked before each block."""
         position = min(_count_common(self.ids, ids), len(ids) - num_last)
         del self.ids[position:]
-        hidden = None
+        hidden = []  # of each block, (T, C)
         while position < len(ids):
             if not keep_going():
                 return None
             end = min(len(ids), position // BLOCK * BLOCK + BLOCK)
-            found = self._hidden([ids[position:end]], self.cache, position)[0]  # (T, C)
-            hidden = (found if hidden is None else torch.cat([hidden, found]))[-num_last:]
+            hidden.append(self._hidden([ids[position:end]], self.cache, position)[0])
             self.ids += ids[position:end]
             self.num_read += end - position
             position = end
-        return self._logits(hidden)
+        return self._logits(torch.cat(hidden)[-num_last:])
 
     def prefill(self, ids, num_samples, keep_going):
         """Reads the prompt of `num_samples` samples, which decode continues. Returns the logits (V,) of their first
@@ -129,8 +130,10 @@ class Reader:
 
 def _count_common(first, second):
     """Returns how many elements two lists have in common at their beginnings."""
-    return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
-                min(len(first), len(second)))
+    for i, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return i
+    return min(len(first), len(second))
 
 
 class StaticReader:
@@ -141,7 +144,8 @@ class StaticReader:
     """
 
     def __init__(self, model, dist, num_slots):
-        self.model, self.dist = model, dist
+        self.model = model
+        self.dist = dist
         self.positions = [0] * num_slots  # of each slot's next token
         self._gathers = model.kernels.whole is not None  # weights, from the other ranks
         with one_program(dist, f"cache {num_slots}"):

@@ -1,9 +1,39 @@
 """One completion while it is generated: choosing its tokens, its text, and where it ends."""
 import codecs
+from dataclasses import dataclass
 
 import torch
 
 from nanochat.common import BadInput
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn."""
+    num_samples: int = 1
+    max_tokens: int = -1  # -1: see default_max_tokens
+    temperature: float = 0.8  # 0 always takes the likeliest token
+    top_k: int = 50  # draws from so many likeliest tokens only; 0: from all
+    top_p: float = 1.0  # draws from the likeliest tokens that have this probability together
+    stop: tuple = ()  # texts before the first of which a completion ends
+    seed: int = 0  # sample i is drawn with seed + i, so it does not depend on the number of samples
+    heal: bool = True  # the prompt may end inside a token (see prompt.Vocabulary)
+    drafts: bool = True  # guesses tokens, with 8 bits and for one sample; this changes no text, but its speed
+    score: bool = False  # adds up the `log_prob` of each sample
+
+
+def ignore(*_):
+    """Called with what nobody wants to know."""
+
+
+def never_stop():
+    """Asked whether a completion shall go on."""
+    return True
+
+
+def default_max_tokens(context):
+    """Returns the number of tokens of a completion for which none was named, by a model of this context."""
+    return min(256, context // 2)
 
 
 class BrokenModel(BadInput):
@@ -41,16 +71,24 @@ class Sample:
 
     `num_drawn` counts all tokens that were drawn for it, also those that only repeat the end of the prompt. `log_prob`
     is the sum of the natural logarithms of the probabilities that the model gave to its tokens, if the engine was asked
-    for it.
+    for it. `generator` is what its tokens are drawn with.
     """
 
-    def __init__(self, tokenizer, stop, max_tokens, show, known=b""):
+    def __init__(self, tokenizer, stop, max_tokens, show, known=b"", seed=0):
         """show: called with each piece of text that no stop string can remove any more. known: the end of the prompt,
         which the first tokens repeat; it is no part of the text, and tokens that add nothing to it are not counted."""
-        self.text, self.num_tokens, self.reason, self.known = "", 0, None, known
-        self.num_drawn, self.log_prob = 0, 0.0
-        self._tokenizer, self._ends = tokenizer, end_tokens(tokenizer)
-        self._stop, self._max_tokens, self._show = [string for string in stop if string], max_tokens, show
+        self.text = ""
+        self.num_tokens = 0
+        self.num_drawn = 0
+        self.log_prob = 0.0
+        self.reason = None
+        self.known = known
+        self.generator = torch.Generator().manual_seed(seed)
+        self._tokenizer = tokenizer
+        self._ends = end_tokens(tokenizer)
+        self._stop = [string for string in stop if string]
+        self._max_tokens = max_tokens
+        self._show = show
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span tokens
         self._num_shown = 0
         if max_tokens == 0:
@@ -70,7 +108,9 @@ class Sample:
             self.end("end")
             return
         data = self._tokenizer.decode_bytes([token])
-        self.known, data = self.known[len(data):], data[len(self.known):]
+        num_known = len(self.known)
+        self.known = self.known[len(data):]
+        data = data[num_known:]
         if not data:
             return
         self.num_tokens += 1
@@ -98,8 +138,12 @@ class Sample:
 
     def _len_of_possible_stop(self):
         """Returns the length of the longest end of the text that is the beginning of a stop string."""
-        return max((length for string in self._stop for length in range(1, len(string))
-                    if self.text.endswith(string[:length])), default=0)
+        longest = 0
+        for string in self._stop:
+            for length in range(1, len(string)):
+                if self.text.endswith(string[:length]):
+                    longest = max(longest, length)
+        return longest
 
     def _show_up_to(self, length):
         if length > self._num_shown:

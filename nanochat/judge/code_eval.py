@@ -1,13 +1,21 @@
-"""Measures during a run how much of the C++ that the model writes compiles and works."""
+"""Measures how much of the C++ that a model writes compiles and works: during a run, and for scripts/code_eval.py."""
 import os
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
+from nanochat.common import BadInput
+from nanochat.data.shards import open_text
+from nanochat.infer.sample import Sampling, ignore
 from nanochat.judge.eval_report import ALL, summarise
-from nanochat.judge.evaluate import Sampling, Writer, judge_function
+from nanochat.judge.gaps import document_gaps, function_gaps, read_documents
 from nanochat.judge.judge import Judge
-from nanochat.judge.problems import read_problems
+from nanochat.judge.problems import read_problems, without_one_line
+from nanochat.judge.results import difference, read_results
+from nanochat.judge.writer import Writer
 
-MAX_TOKENS = 128
+TASKS = ("functions", "infill", "infill_functions")
+OF_THE_CHECKPOINT = ("checkpoint", "weights", "device_type")  # settings in which two evaluations may differ
+MAX_TOKENS = 128  # during a run
 METRICS = {"compiles": "code_compiles", "pass@1": "code_pass", "bits per byte": "code_bpb"}
 
 
@@ -17,16 +25,107 @@ def evaluate_code(model, tokenizer, dist, is_cut_short):
     Every rank writes all the code, so that none waits for another, and rank 0 judges it. is_cut_short(): called before
     each problem; once it returns True, on all ranks at the same problem, the result is {}.
     """
-    sampling = Sampling(num_samples=0, max_tokens=min(MAX_TOKENS, model.config.max_seq_len // 2), temperature=1.0,
-                        top_p=1.0, seed=0)
-    writer, problems, records = Writer(model, tokenizer, dist, sampling), read_problems(), []
+    sampling = Sampling(num_samples=0, max_tokens=min(MAX_TOKENS, model.config.max_seq_len // 2))
+    writer = Writer(model, tokenizer, dist, sampling)
+    problems = read_problems()
+    records = []
     for problem in problems:
         if is_cut_short():
             return {}
-        records += writer.write_functions(problem)
+        records += writer.write(problem)
     if dist.rank > 0:
         return {}
     with Judge() as judge, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        verdicts = pool.map(lambda problem, record: judge_function(judge, problem, record["text"]), problems, records)
+        verdicts = pool.map(lambda problem, record: problem.verdict(judge, record["text"]), problems, records)
         judged = [record | {"status": verdict.status} for record, verdict in zip(records, verdicts, strict=True)]
     return {METRICS[measure]: score.mean for measure, group, score in summarise(judged) if group == ALL}
+
+
+def make_items(flags, problems, seed):
+    """Returns what a model is to write for --task, one of TASKS: the problems, or Gaps in text or in their solutions.
+    Raises BadInput if there are none."""
+    if flags.task == "functions":
+        return problems
+    if flags.task == "infill":
+        gaps = document_gaps(read_documents(open_text(flags, "val")), flags.num_tasks, seed)
+        reason = "--data_dir has no fitting file"
+    else:
+        gaps = function_gaps(problems, flags.num_tasks, seed)
+        reason = "--problems has no solutions"
+    if not gaps:
+        raise BadInput(f"--task={flags.task} finds no text with a gap to fill: {reason}")
+    return gaps
+
+
+def evaluate(items, writer, judge, results, workers, show=ignore):
+    """Completes `results` for all items, problems or Gaps.
+
+    They are judged in `workers` threads, while the model already writes the next ones. show(num_done): called with the
+    number of items that were there before, and with 1 after each one.
+    """
+    written = [record["name"] for record in results.records]
+    last = written[-1] if written else None  # some of its samples may be missing
+    todo = [item for item in items if item.name == last or item.name not in set(written)]
+    show(len(items) - len(todo))
+    pending = deque()  # for each item, its records and their verdicts to come
+
+    def finish_first():
+        for record, verdict in pending.popleft():
+            found = verdict.result()
+            results.add(record | ({"status": found.status, "message": found.message} if found else {"status": None}))
+        show(1)
+
+    with ThreadPoolExecutor(workers) as pool:
+        for item in todo:
+            records = writer.write(item)
+            if item.name == last:
+                records = records[written.count(last):]
+            pending.append([(record, pool.submit(item.verdict, judge, record["text"])) for record in records])
+            while pending and (len(pending) > 2 * workers or all(verdict.done() for _, verdict in pending[0])):
+                finish_first()
+        while pending:
+            finish_first()
+
+
+def read_others(path, settings):
+    """Returns the records of the evaluation in `path`. Raises BadInput unless it is of the same task and settings."""
+    found, records, _ = read_results(path / "samples.jsonl" if path.is_dir() else path)
+    ours = dict(settings)
+    for key in OF_THE_CHECKPOINT:
+        ours.pop(key, None)
+        found.pop(key, None)
+    if ours != found:
+        raise BadInput(f"--against={path} is not comparable: {difference(found, ours)}")
+    return records
+
+
+def check_solutions(problems, judge, workers, seed):
+    """Judges all solutions, and each with one line deleted, and prints how many pass. Returns the exit status: 1 if a
+    solution does not pass."""
+    solved = [problem for problem in problems if problem.solution]
+    if not solved:
+        raise BadInput("--check needs solutions, and the problems of --problems have none")
+    broken = []
+    for i, problem in enumerate(solved):
+        texts = without_one_line(problem.solution)
+        if texts:
+            broken.append((problem, texts[(seed + i) % len(texts)]))
+    verdicts = judge_all(judge, workers, [(problem, problem.solution) for problem in solved], "solutions")
+    for problem, verdict in zip(solved, verdicts, strict=True):
+        if not verdict.passed:
+            print(f"{problem.name}: {verdict.status}\n{verdict.message}")
+    judge_all(judge, workers, broken, "solutions with one line deleted")
+    return int(not all(verdict.passed for verdict in verdicts))
+
+
+def judge_all(judge, workers, programs, what):
+    """Returns the Verdicts of solutions, pairs of a problem and a text, and prints how many pass. what: their name."""
+    def judge_one(program):
+        problem, text = program
+        return judge.judge(problem.program(text), problem.tests)
+
+    with ThreadPoolExecutor(workers) as pool:
+        verdicts = list(pool.map(judge_one, programs))
+    num_passed = sum(verdict.passed for verdict in verdicts)
+    print(f"{num_passed} of {len(programs)} {what} pass", flush=True)
+    return verdicts

@@ -1,10 +1,10 @@
 """Compares methods of search on problems with tests, at equal budgets: the records, and the table."""
 import queue
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from nanochat.judge.eval_report import compiles, mean
+from nanochat.infer.sample import ignore
+from nanochat.judge.eval_report import compiles, in_percent, mean
 from nanochat.judge.judge import PASSED
 from nanochat.judge.scores import compare, score
 from nanochat.judge.search import METHODS, UNFINISHED, Search
@@ -22,26 +22,23 @@ def search_problem(writer, judge, problem, methods, budgets):
         for budget in budgets:
             search = Search(writer, judge, replace(problem, tests=""), budget)
             METHODS[method](search)
-            answer = search.answer
-            status, message = answer.status, answer.message
+            verdict = answer = search.answer
             if answer.compiles:
-                verdict = judge.judge(problem.program(answer.text + problem.closing()), problem.tests)
-                status, message = verdict.status, verdict.message
+                verdict = problem.verdict(judge, answer.text)
             records.append({"name": problem.name, "group": problem.difficulty, "method": method,
                             "budget": budget.tokens, "tokens": search.num_tokens, "calls": search.num_calls,
-                            "text": answer.text, "status": status, "message": message})
+                            "text": answer.text, "status": verdict.status, "message": verdict.message})
     return records
 
 
-def compare_methods(writers, judge, problems, methods, budgets, results, show=lambda num_done: None):
+def compare_methods(writers, judge, problems, methods, budgets, results, show=ignore):
     """Completes `results`, a Results, for all problems, each in a thread with one of `writers`.
 
     Records are written in the order of the problems, so that a comparison that was killed goes on to the same file.
     show(num_done): called with the number of problems that were there before, and with 1 after each one.
     """
-    num_each = len(methods) * len(budgets)
-    num_whole, num_written = divmod(len(results.records), num_each)
-    free, pending = queue.SimpleQueue(), deque()
+    num_whole, num_written = divmod(len(results.records), len(methods) * len(budgets))
+    free = queue.SimpleQueue()
     for writer in writers:
         free.put(writer)
 
@@ -55,9 +52,8 @@ def compare_methods(writers, judge, problems, methods, budgets, results, show=la
     show(num_whole)
     with ThreadPoolExecutor(len(writers)) as pool:
         try:
-            pending.extend(pool.submit(work, problem) for problem in problems[num_whole:])
-            while pending:
-                for record in pending.popleft().result()[num_written:]:
+            for records in pool.map(work, problems[num_whole:]):
+                for record in records[num_written:]:
                     results.add(record)
                 num_written = 0
                 show(1)
@@ -69,31 +65,43 @@ def has_compiled(record):
     return record["status"] != UNFINISHED and compiles(record)
 
 
+def has_passed(record):
+    return record["status"] == PASSED
+
+
 def table(records):
     """Returns the lines of a Markdown table: a row for each method and budget."""
-    found = {}
+    found = {}  # {(budget, method): {name: record}}
     for record in records:
         found.setdefault((record["budget"], record["method"]), {})[record["name"]] = record
     lines = [f"| tokens | method | compiles | against {BASELINE}, in points | pass@1 | tokens used | calls of g++ |",
              "|---|---|---|---|---|---|---|"]
-    for budget, method in sorted(found, key=lambda key: (key[0], list(METHODS).index(key[1]))):
-        of = found[budget, method]
-        baseline = found.get((budget, BASELINE))
-        names = [name for name in of if baseline and name in baseline]
-        against = ""
-        if names and method != BASELINE:
-            difference = compare([has_compiled(of[name]) for name in names],
-                                 [has_compiled(baseline[name]) for name in names])
-            against = (f"{100 * difference.mean:+.1f} [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}], "
-                       f"p = {difference.p_value:.4f}")
-        shares = [in_percent(score([bool(is_good(record)) for record in of.values()]))
-                  for is_good in (has_compiled, lambda record: record["status"] == PASSED)]
-        used = [mean(record[key] for record in of.values()) for key in ("tokens", "calls")]
-        lines.append(f"| {budget:,} | `{method}` | {shares[0]} | {against} | {shares[1]} | {used[0]:.0f} | "
-                     f"{used[1]:.1f} |")
+    for budget in sorted({budget for budget, _ in found}):
+        for method in METHODS:
+            if (budget, method) in found:
+                by_name = found[budget, method]
+                against = ""
+                if method != BASELINE:
+                    against = compared(by_name, found.get((budget, BASELINE), {}))
+                lines.append(row(budget, method, list(by_name.values()), against))
     return lines
 
 
-def in_percent(found):
-    """Returns a Score in words."""
-    return f"{100 * found.mean:.1f}% [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+def row(budget, method, records, against):
+    """Returns a line of the table. against: how the method compares with BASELINE, in words."""
+    compile_share = in_percent(score([has_compiled(record) for record in records]))
+    pass_share = in_percent(score([has_passed(record) for record in records]))
+    tokens = mean(record["tokens"] for record in records)
+    calls = mean(record["calls"] for record in records)
+    return f"| {budget:,} | `{method}` | {compile_share} | {against} | {pass_share} | {tokens:.0f} | {calls:.1f} |"
+
+
+def compared(found, baseline):
+    """Returns in words how many more programs compile than with BASELINE. found, baseline: {name: record}."""
+    names = [name for name in found if name in baseline]
+    if not names:
+        return ""
+    difference = compare([has_compiled(found[name]) for name in names],
+                         [has_compiled(baseline[name]) for name in names])
+    return (f"{100 * difference.mean:+.1f} [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}], "
+            f"p = {difference.p_value:.4f}")

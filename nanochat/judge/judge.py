@@ -62,8 +62,11 @@ class Judge:
         """Raises BadInput if there is no g++ or no sandbox (see Sandbox)."""
         need("g++", "g++")
         self.sandbox = Sandbox(unsafe)
-        self.compiler_limits, self.program_limits = compiler_limits, program_limits
-        self._lock, self._verdicts, self._header_folder = threading.Lock(), {}, None
+        self.compiler_limits = compiler_limits
+        self.program_limits = program_limits
+        self._lock = threading.Lock()  # of the header
+        self._verdicts = {}
+        self._header_folder = None
         self._end_mark = secrets.token_hex(8)
 
     def __enter__(self):
@@ -104,7 +107,8 @@ class Judge:
         """Returns (what g++ wrote to standard output, None) or (None, the Verdict)."""
         if re.search(r"^\s*#\s*include\s*<bits/stdc\+\+\.h>", source, re.MULTILINE):
             header = self._precompiled_header()
-            options, folders = [*options, "-include", str(header)], [*folders, header.parent]
+            options = [*options, "-include", str(header)]
+            folders = [*folders, header.parent]
         command = ["sh", "-c", 'g++ "$@" source.cpp && if [ -e program ]; then cat program; fi', *GXX, *options]
         result = self.sandbox.run(command, self.compiler_limits, {"source.cpp": source.encode(errors="replace")},
                                   folders)

@@ -9,6 +9,7 @@ The project's own set is the folder problem_set, a C++ program for each problem,
 import gzip
 import hashlib
 import json
+import os
 import re
 import sys
 import zlib
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.common import BadInput, expand_path
-from nanochat.judge.unfinished import closers
+from nanochat.judge.judge import NO_CODE, Verdict, has_code
+from nanochat.judge.unfinished import brackets, closers
 
 OWN = Path(__file__).with_name("problem_set")
 STOP = "\n}"  # the first line that is not indented ends a function or a class
@@ -41,6 +43,12 @@ class Problem:
             return f"\n{closers(self.prompt) or closers('{')}"
         return "\n};\n" if self.solution.rstrip().endswith("};") else "\n}\n"
 
+    def verdict(self, judge, text):
+        """Returns the Verdict of a completion that ends before STOP."""
+        if not has_code(text):
+            return Verdict(NO_CODE, "")
+        return judge.judge(self.program(text + self.closing()), self.tests)
+
     def missing_header(self):
         """Returns the name of a library's header that the problem includes and that is not installed, or None."""
         for name in re.findall(r"#\s*include\s*<((?:boost|openssl)/[^>]*)>", self.preamble + self.prompt):
@@ -50,16 +58,11 @@ class Problem:
 
 
 def read_problems(path=None, flag="--problems"):
-    """Returns the Problems in the file or folder `path`, or else the project's own. Raises BadInput, which names the
-    flag that the path is from."""
-    path = Path(path or OWN)
+    """Returns the Problems in the file or folder `path`; None and "own": the project's own. Raises BadInput, which
+    names the flag that the path is from."""
+    path = OWN if path in (None, "own") else expand_path(path)
     try:
-        if path.is_dir():
-            problems = [_own(file.stem, file.read_text(encoding="utf-8")) for file in sorted(path.glob("*.cpp"))]
-        else:
-            data = path.read_bytes()
-            text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
-            problems = [_foreign(_texts(json.loads(line))) for line in text.splitlines() if line.strip()]
+        problems = _read_own(path) if path.is_dir() else _read_foreign(path)
     except OSError as error:
         raise BadInput(f"{flag}={path} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, AttributeError, EOFError, RecursionError, zlib.error) as error:
@@ -67,49 +70,94 @@ def read_problems(path=None, flag="--problems"):
                        f"folder in that of this project: {type(error).__name__} {error}") from None
     if not problems:
         raise BadInput(f"{flag}={path} holds no problem")
-    names = [problem.name for problem in problems]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise BadInput(f"{flag}={path} has two problems with the name {repeated}")
+    names = set()
+    for problem in problems:
+        if problem.name in names:
+            raise BadInput(f"{flag}={path} has two problems with the name {problem.name}")
+        names.add(problem.name)
     return problems
+
+
+def problem_of_prompt(name, prompt, tests):
+    """Returns the Problem of C++ whose last function or class is to be completed. name: where the prompt is from.
+    Raises BadInput if nothing is left open in it."""
+    prompt = prompt.rstrip()
+    if not prompt:
+        raise BadInput(f"{name} is empty: give a comment and a signature")
+    if not brackets(prompt)[1]:
+        prompt += " {"
+    if not brackets(prompt)[1]:
+        raise BadInput(f"{name} ends with a comment: give the signature after it")
+    return Problem(name, prompt + "\n", tests)
+
+
+def as_text(data):
+    """Returns a flag's value or a file's bytes as text that can be written again."""
+    if isinstance(data, str):
+        data = os.fsencode(data)
+    return data.decode(errors="replace").replace("\r\n", "\n")
+
+
+def read_text(path, flag):
+    """Returns the text of the file that a flag names. Raises BadInput."""
+    try:
+        return as_text(path.read_bytes())
+    except OSError as error:
+        raise BadInput(f"{flag}={path} cannot be read: {error.strerror}") from None
 
 
 def read_excluded(names):
     """Returns the Problems of --exclude_problems, a list of paths and of "own". Raises BadInput."""
-    return [problem for name in names
-            for problem in read_problems(None if name == "own" else expand_path(name), "--exclude_problems")]
+    problems = []
+    for name in names:
+        problems += read_problems(name, "--exclude_problems")
+    return problems
 
 
-def _own(name, text):
-    """Returns the Problem of a C++ program with the parts `difficulty`, `prompt`, `solution` and `tests`."""
-    parts = dict(re.findall(r"^//@ (\w+)(?:: *|\n)(.*?)(?=^//@|\Z)", text, re.DOTALL | re.MULTILINE))
-    return Problem(name, parts["prompt"], parts["tests"], parts["solution"], parts["difficulty"].strip())
+def _read_own(folder):
+    """Returns the Problems in a folder of C++ programs, with the parts `difficulty`, `prompt`, `solution`, `tests`."""
+    problems = []
+    for file in sorted(folder.glob("*.cpp")):
+        text = file.read_text(encoding="utf-8")
+        parts = dict(re.findall(r"^//@ (\w+)(?:: *|\n)(.*?)(?=^//@|\Z)", text, re.DOTALL | re.MULTILINE))
+        problems.append(Problem(file.stem, parts["prompt"], parts["tests"], parts["solution"],
+                                parts["difficulty"].strip()))
+    return problems
 
 
-def _texts(row):
-    """Returns the entries of a JSON object that are texts. Raises ValueError for text that UTF-8 cannot write."""
-    texts = {key: value for key, value in row.items() if isinstance(value, str)}
-    "".join(texts.values()).encode()
-    return texts
+def _read_foreign(file):
+    """Returns the Problems in a file of HumanEval-X or MultiPL-E."""
+    data = file.read_bytes()
+    if data[:2] == b"\x1f\x8b":
+        data = gzip.decompress(data)
+    return [_foreign(json.loads(line)) for line in data.decode().splitlines() if line.strip()]
 
 
 def _foreign(row):
-    """Returns the Problem of a line of HumanEval-X or MultiPL-E."""
+    """Returns the Problem of a line of HumanEval-X or MultiPL-E. Raises ValueError for text that UTF-8 cannot write."""
+    row = {key: value for key, value in row.items() if isinstance(value, str)}
+    "".join(row.values()).encode()
     if "canonical_solution" in row:
         includes = [line for line in row["declaration"].splitlines() if line.startswith("#include")]
-        extra = [line for line in includes if line not in row["prompt"]]
-        return Problem(row["task_id"], row["prompt"], row["test"], row["canonical_solution"],
-                       preamble="".join(f"{line}\n" for line in extra))
+        extra = [f"{line}\n" for line in includes if line not in row["prompt"]]
+        return Problem(row["task_id"], row["prompt"], row["test"], row["canonical_solution"], preamble="".join(extra))
     tests = row["tests"].lstrip()  # they begin with the brace that closes the function
     return Problem(row["name"], row["prompt"], tests.removeprefix("}"), row.get("solution"))
 
 
 def usable(problems):
     """Returns the problems without those that need a library that is not installed, and names these."""
-    missing = {problem.name: problem.missing_header() for problem in problems if problem.missing_header()}
+    found = []
+    missing = []
+    for problem in problems:
+        header = problem.missing_header()
+        if header:
+            missing.append(f"{problem.name} ({header})")
+        else:
+            found.append(problem)
     if missing:
-        print("left out, because a header is not installed: "
-              + ", ".join(f"{name} ({header})" for name, header in missing.items()), file=sys.stderr)
-    return [problem for problem in problems if problem.name not in missing]
+        print(f"left out, because a header is not installed: {', '.join(missing)}", file=sys.stderr)
+    return found
 
 
 def digest(problems):
@@ -120,5 +168,8 @@ def digest(problems):
 def without_one_line(solution):
     """Returns all texts that a solution becomes when one of its lines is deleted, blank lines and comments excepted."""
     lines = solution.splitlines(keepends=True)
-    return ["".join(lines[:i] + lines[i + 1:]) for i, line in enumerate(lines)
-            if line.strip() and not line.strip().startswith("//")]
+    found = []
+    for i, line in enumerate(lines):
+        if line.strip() and not line.strip().startswith("//"):
+            found.append("".join(lines[:i] + lines[i + 1:]))
+    return found

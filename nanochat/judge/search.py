@@ -9,15 +9,17 @@ Of all functions that a method has found, the answer is the best: those that pas
 compile, and among these the one whose text is the likeliest for the model, by bits per byte.
 """
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from nanochat.infer.engine import Special
-from nanochat.infer.healing import MAX_TAKEN_BACK
-from nanochat.judge.evaluate import SPARE_TOKENS, size
-from nanochat.judge.judge import DOES_NOT_COMPILE, NO_CODE, PASSED, Verdict, has_code
-from nanochat.judge.problems import STOP
+from nanochat.common import BadInput
+from nanochat.infer.prompt import MAX_TAKEN_BACK
+from nanochat.infer.sample import ignore
+from nanochat.judge.judge import DOES_NOT_COMPILE, NO_CODE, PASSED, Judge, Verdict, has_code
+from nanochat.judge.problems import Problem
 from nanochat.judge.unfinished import block_of, closers, end_of_function, ends_statement, error_lines
+from nanochat.judge.writer import Writer, size
 
 COMPILES = "compiles"  # the verdict where there are no tests
 UNFINISHED = "unfinished"  # the model did not write the end of the function
@@ -50,50 +52,73 @@ class Answer:
 
     @property
     def rank(self):
+        """The larger, the better."""
         if self.status == UNFINISHED:
             return 0
-        return 1 if self.status in (DOES_NOT_COMPILE, NO_CODE) else 3 if self.status == PASSED else 2
+        if self.status in (DOES_NOT_COMPILE, NO_CODE):
+            return 1
+        return 3 if self.status == PASSED else 2
 
 
+@dataclass
 class Search:
     """What one search has spent and found."""
+    writer: Writer
+    judge: Judge
+    problem: Problem  # its `tests` are those that the search may see
+    budget: Budget
+    workers: int = 1  # calls of the compiler at the same time
+    show: Callable = ignore  # called with a line for each thing that is found
+    num_tokens: int = 0
+    num_samples: int = 0
+    programs: set = field(default_factory=set)  # those that the compiler was called for
+    answer: Answer = field(default_factory=lambda: Answer("", UNFINISHED, ""))
 
-    def __init__(self, writer, judge, problem, budget, workers=1, say=lambda text: None):
-        """problem: its `tests` are those that the search may see. workers: calls of the compiler at the same time.
-        say: called with a line for each thing that is found."""
-        self.writer, self.judge, self.problem, self.budget, self.workers = writer, judge, problem, budget, workers
-        self.num_tokens = self.num_calls = 0
-        self.answer = Answer("", UNFINISHED, "")
-        self._say, self._seed, self._programs = say, writer.sampling.seed, set()
+    @property
+    def num_calls(self):
+        return len(self.programs)
+
+    @property
+    def tokens_left(self):
+        return self.budget.tokens - self.num_tokens
 
     @property
     def is_over(self):
-        return (self.budget.tokens - self.num_tokens <= MAX_TAKEN_BACK or self.num_calls >= self.budget.calls
+        return (self.tokens_left <= MAX_TAKEN_BACK or self.num_calls >= self.budget.calls
                 or self.answer.status == PASSED)
 
     def say(self, text):
-        self._say(f"{self.num_tokens:5} tokens {self.num_calls:4} g++  {text}")
+        self.show(f"{self.num_tokens:5} tokens {self.num_calls:4} g++  {text}")
 
+    # A sample may draw up to MAX_TAKEN_BACK tokens that only repeat the end of its prompt and are not among max_tokens,
+    # so each sample leaves room for them.
     def draw(self, prompt, num, max_tokens, stop, **options):
-        """Returns up to `num` Samples: fewer, or shorter ones, where the budget ends."""
-        left = self.budget.tokens - self.num_tokens
-        num = min(num, left // (MAX_TAKEN_BACK + 1))
+        """Returns up to `num` Samples: fewer, or shorter ones, where the budget ends. options: of the engine."""
+        num = min(num, self.tokens_left // (MAX_TAKEN_BACK + 1))
         if num < 1:
             return []
-        sampling = self.writer.sampling
-        samples = self.writer.engine.completions(
-            prompt, num_samples=num, max_tokens=min(max_tokens, left // num - MAX_TAKEN_BACK), stop=stop, top_k=0,
-            temperature=sampling.temperature, top_p=sampling.top_p, seed=self._seed, score=True, **options)
-        self._seed += num
+        max_tokens = min(max_tokens, self.tokens_left // num - MAX_TAKEN_BACK)
+        drawn = self.writer.sampling
+        sampling = replace(drawn, num_samples=num, max_tokens=max_tokens, stop=stop, seed=drawn.seed + self.num_samples,
+                           score=True)
+        samples = self.writer.engine.completions(prompt, sampling, **options)
+        self.num_samples += num
         self.num_tokens += sum(sample.num_drawn for sample in samples)
         return samples
 
     def draw_function(self):
         """Draws a function. Returns its text, and whether the model has ended it."""
-        prompt, pieces = self.problem.prompt, []
-        [drawn] = self.draw(
-            prompt, 1, self.writer.sampling.max_tokens, [STOP], on_text=lambda _, piece: pieces.append(piece),
-            keep_going=lambda: end_of_function(prompt, "".join(pieces)) is None)
+        prompt = self.problem.prompt
+        sampling = self.writer.sampling
+        pieces = []
+
+        def note(_, piece):
+            pieces.append(piece)
+
+        def is_open():
+            return end_of_function(prompt, "".join(pieces)) is None
+
+        [drawn] = self.draw(prompt, 1, sampling.max_tokens, sampling.stop, on_text=note, keep_going=is_open)
         end = end_of_function(prompt, drawn.text)
         return drawn.text[:end], end is not None or drawn.reason in ("stop", "end")
 
@@ -107,13 +132,16 @@ class Search:
 
     def offer(self, text):
         """Judges a whole function, keeps it if it is the best so far, and returns its Verdict."""
-        tests, program = self.problem.tests, self.problem.program(text + self.problem.closing())
+        tests = self.problem.tests
+        program = self.problem.program(text + self.problem.closing())
         if not has_code(text):
             verdict = Verdict(NO_CODE, "")
         elif not self._charge(program):
             verdict = NOT_CALLED
+        elif tests:
+            verdict = self.judge.judge(program, tests)
         else:
-            verdict = self.judge.judge(program, tests) if tests else self.judge.check_syntax(program)
+            verdict = self.judge.check_syntax(program)
         status = COMPILES if verdict.passed and not tests else verdict.status
         self._keep(Answer(text, status, verdict.message))
         self.say(f"a whole function: {status}")
@@ -148,25 +176,25 @@ class Search:
 
     def _charge(self, program):
         """Returns whether g++ may be called for `program`."""
-        if program in self._programs:
-            return True
-        if self.num_calls >= self.budget.calls:
-            return False
-        self._programs.add(program)
-        self.num_calls += 1
-        return True
+        if program not in self.programs and self.num_calls < self.budget.calls:
+            self.programs.add(program)
+        return program in self.programs
 
     def _keep(self, answer):
-        best = self.answer
-        if answer.rank == best.rank and answer.compiles and answer.text != best.text:
-            for each in (best, answer):
-                if each.bits_per_byte is None:
-                    each.bits_per_byte = self.writer.bits(self.problem.prompt, each.text) / size(each.text)
-            is_better = answer.bits_per_byte < best.bits_per_byte
-        else:
-            is_better = answer.rank > best.rank or answer.rank == best.rank == 0 and len(answer.text) > len(best.text)
-        if is_better:
+        if self._is_better(answer, self.answer):
             self.answer = answer
+
+    def _is_better(self, answer, best):
+        if answer.rank != best.rank:
+            return answer.rank > best.rank
+        if answer.rank == 0:
+            return len(answer.text) > len(best.text)
+        if not answer.compiles or answer.text == best.text:
+            return False
+        for each in (best, answer):
+            if each.bits_per_byte is None:
+                each.bits_per_byte = self.writer.bits(self.problem.prompt, each.text) / size(each.text)
+        return answer.bits_per_byte < best.bits_per_byte
 
 
 def sample(search):
@@ -195,45 +223,59 @@ class State:
     def __post_init__(self):
         self.order = -self.num_lines, -self.log_prob / max(1, self.num_tokens)
 
+    def with_line(self, drawn):
+        """Returns the State with one more line, a Sample."""
+        num_comments = self.num_comments + 1 if _COMMENT.match(drawn.text) else 0
+        return State(f"{self.text}{drawn.text}\n", self.num_lines + 1, self.log_prob + drawn.log_prob,
+                     self.num_tokens + drawn.num_tokens, num_comments)
+
 
 def tree(search):
     """Grows trees, one after the other: the first with a beam of one state, so that a small budget reaches the end of a
     function, the next ones wider (iterative broadening, Ginsberg and Harvey 1990)."""
     beam = 0
     while not search.is_over:
-        beam, states = min(beam + 1, MAX_BEAM), [State("")]
+        beam = min(beam + 1, MAX_BEAM)
+        states = [State("")]
         while states and not search.is_over:
-            found, wrong, is_finished = grow(search, states[:beam])
-            if is_finished:
+            found = grow(search, states[:beam])
+            if found is None:
                 break
-            states = [state for state in [*found, *states[beam:]] if not state.text.startswith(tuple(wrong))]
+            wrong = find_wrong(search, found)
+            states = [state for state in found + states[beam:] if not state.text.startswith(wrong)]
             states = sorted(states)[:MAX_STATES]
             search.leave_unfinished(states[0].text if states else "")
 
 
 def grow(search, states):
-    """Draws lines from each of `states`. Returns the new states, the beginnings of texts that were found to be wrong,
-    and whether a whole function that compiles was found."""
-    prompt, max_tokens, found = search.problem.prompt, search.writer.sampling.max_tokens, {}
+    """Draws lines from each of `states`. Returns the new States, or None if a whole function that compiles was found.
+    """
+    prompt = search.problem.prompt
+    found = {}
     for state in states:
-        for drawn in search.draw(prompt + state.text, LINES, MAX_LINE_TOKENS, ["\n"]):
+        for drawn in search.draw(prompt + state.text, LINES, MAX_LINE_TOKENS, ("\n",)):
             text = state.text + drawn.text
             end = end_of_function(prompt, text)
-            num_tokens, is_comment = state.num_tokens + drawn.num_tokens, bool(_COMMENT.match(drawn.text))
             if end is not None or drawn.reason == "end":
                 if search.offer(text[:end]).compiles:
-                    return [], [], True
-            elif drawn.reason == "stop" and num_tokens < max_tokens and state.num_comments + is_comment <= MAX_COMMENTS:
-                found[text + "\n"] = State(
-                    text + "\n", state.num_lines + 1, state.log_prob + drawn.log_prob, num_tokens,
-                    state.num_comments + 1 if is_comment else 0)
+                    return None
+            elif drawn.reason == "stop":
+                new = state.with_line(drawn)
+                if new.num_tokens < search.writer.sampling.max_tokens and new.num_comments <= MAX_COMMENTS:
+                    found[new.text] = new
+    return list(found.values())
+
+
+def find_wrong(search, states):
+    """Returns a tuple of beginnings of texts of `states` that cannot become right. States that end with a comment are
+    as right as they were before."""
+    to_check = [state.text for state in states if not state.num_comments]
     wrong = []
-    to_check = [text for text, state in found.items() if not state.num_comments]
     for text, line in zip(to_check, search.find_errors(to_check), strict=True):
         search.say(f"{'alive' if line is None else 'wrong'}  {text.splitlines()[-1]}")
         if line is not None:
             wrong.append("".join(text.splitlines(keepends=True)[:line + 1]))
-    return list(found.values()), wrong, False
+    return tuple(wrong)
 
 
 # -----------------------------------------------------------------------------
@@ -253,46 +295,53 @@ def refill(search, text, verdict):
     """Cuts out the line with the first error, then also its neighbours, then the block around it, and lets the model
     fill the gap. Returns the first text that compiles, or else the one whose first error comes last, and its Verdict.
     """
-    best = first_error(search, text, verdict), text, verdict
     lines = text.splitlines()
     if not lines:
         return text, verdict
-    index = best[0]
+    index = first_error(search, text, verdict)
+    best = index, text, verdict
     for begin, end in ((index, index + 1), (max(index - 1, 0), index + 2), block_of(text, index)):
-        prefix = search.problem.prompt + "".join(f"{line}\n" for line in lines[:begin])
-        suffix = "".join(f"\n{line}" for line in lines[end:]) + search.problem.closing()
-        old = "\n".join(lines[begin:end])
-        drawn = fill(search, prefix, suffix, old, is_line=end - begin == 1)
+        drawn = fill(search, lines, begin, end)
         if drawn is None:
             continue
-        new = "\n".join([*lines[:begin], *([drawn] if drawn else []), *lines[end:]])
+        middle = [drawn] if drawn else []
+        new = "\n".join([*lines[:begin], *middle, *lines[end:]])
         search.say(f"line {begin + 1} to {end}: {drawn}")
         found = search.offer(new)
         if found.compiles:
             return new, found
-        best = max(best, (first_error(search, new, found), new, found), key=lambda each: each[0])
+        line = first_error(search, new, found)
+        if line > best[0]:
+            best = line, new, found
     return best[1:]
 
 
 def first_error(search, text, verdict):
     """Returns the line of `text`, counted from 0, with the first error: the last line for an error behind the text."""
     last = max(len(text.splitlines()) - 1, 0)
-    return min(last, *search.lines_in_text(error_lines(verdict.message)), last)
+    return min([last, *search.lines_in_text(error_lines(verdict.message))])
 
 
-def fill(search, prefix, suffix, old, is_line):
-    """Returns what the model writes between two texts, or None if it does not come to an end."""
+def fill(search, lines, begin, end):
+    """Returns what the model writes instead of some lines of a function, or None if it does not come to an end."""
     writer = search.writer
-    context = writer.model.config.max_seq_len
-    max_tokens = min(2 * len(writer.tokenizer.encode(old)) + 16, context // 2)
-    room = context - max_tokens - 4 - SPARE_TOKENS  # four special tokens
-    prefix, suffix = writer.cut(prefix, suffix, room)
-    parts = [Special("<|bos|>"), Special("<|fim_prefix|>"), prefix, Special("<|fim_suffix|>"), suffix,
-             Special("<|fim_middle|>")]
-    drawn = search.draw(parts, 1, max_tokens, ["\n"] if is_line else [])
+    prefix = search.problem.prompt + "".join(f"{line}\n" for line in lines[:begin])
+    suffix = "".join(f"\n{line}" for line in lines[end:]) + search.problem.closing()
+    old = "\n".join(lines[begin:end])
+    max_tokens = min(2 * len(writer.tokenizer.encode(old)) + 16, writer.model.config.max_seq_len // 2)
+    prompt = writer.gap_prompt(prefix, suffix, max_tokens)
+    drawn = search.draw(prompt.parts, 1, max_tokens, ("\n",) if end - begin == 1 else ())
     if not drawn or drawn[0].reason == "length":
         return None
     return drawn[0].text
 
 
 METHODS = {"sample": sample, "best_of": best_of, "tree": tree, "repair": repair}
+
+
+def check_prompt(judge, problem):
+    """Raises BadInput if nothing that follows the prompt can compile."""
+    verdict = judge.check_syntax(problem.program("") + closers(problem.prompt))
+    if not verdict.passed:
+        first = next((line for line in verdict.message.splitlines() if "error" in line), verdict.message)
+        raise BadInput(f"{problem.name} does not compile by itself, with its brackets closed: {first}")

@@ -1,8 +1,9 @@
 """Reads C++ that is not finished: what would close it, where the compiler found errors, which lines belong together."""
 import re
 
-from nanochat.judge.infilling import CODE_TOKEN
+from nanochat.judge.gaps import CODE_TOKEN
 
+OPENING = {")": "(", "}": "{"}
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(if|endif)", re.MULTILINE)
 _ERROR = re.compile(r"(?:fatal )?error: ")
 # Errors that nothing can mend that follows on the same line or later.
@@ -15,11 +16,12 @@ _EXPRESSION = re.compile(r"(=|\breturn|\]|\]\s*\([^()]*\)[^;{}()]*)$")  # before
 
 def brackets(code):
     """Returns [(begin, end)] of the pairs of brackets in `code`, and [begin] of those that are not closed."""
-    pairs, opened = [], []
+    pairs = []
+    opened = []
     for match in CODE_TOKEN.finditer(code):
         if match[0] in ("(", "{"):
             opened.append(match.start())
-        elif match[0] in (")", "}") and opened and code[opened[-1]] == {")": "(", "}": "{"}[match[0]]:
+        elif match[0] in (")", "}") and opened and code[opened[-1]] == OPENING[match[0]]:
             pairs.append((opened.pop(), match.start()))
     return pairs, opened
 
@@ -27,31 +29,41 @@ def brackets(code):
 def end_of_function(prompt, text):
     """Returns where in `text`, after `prompt`, the last brace is closed that `prompt` leaves open; or None."""
     opened = brackets(prompt)[1]
-    return next((end - len(prompt) for begin, end in brackets(prompt + text)[0] if begin in opened[-1:]), None)
+    for begin, end in brackets(prompt + text)[0]:
+        if begin in opened[-1:]:
+            return end - len(prompt)
+    return None
 
 
 def closers(code):
     """Returns the shortest text with which `code`, cut off after a whole statement, may compile: it closes brackets
     and #if."""
-    opened = brackets(code)[1]
     num_conditions = 0
     for match in _CONDITION.finditer(code):
-        num_conditions = max(0, num_conditions + (1 if match[1] == "if" else -1))
+        if match[1] == "if":
+            num_conditions += 1
+        else:
+            num_conditions = max(0, num_conditions - 1)
     found = "#endif\n" * num_conditions
-    for i, at in reversed(list(enumerate(opened))):
-        is_argument = i > 0 and code[opened[i - 1]] == "("
-        found += ");\n" if code[at] == "(" else "}" if is_argument else _after_block(code[:at]) + "\n"
+    opened = brackets(code)[1]
+    while opened:
+        found += _closer(code, opened.pop(), is_argument=bool(opened) and code[opened[-1]] == "(")
     return found
 
 
-def _after_block(before):
-    """Returns what closes a brace and ends its statement. before: the code before the brace."""
-    head = re.split(r"[;{}]", before[-300:])[-1].rstrip()
+def _closer(code, at, is_argument):
+    """Returns what closes the bracket at `at` and ends its statement. is_argument: it stands within parentheses, whose
+    closer ends the statement."""
+    if code[at] == "(":
+        return ");\n"
+    if is_argument:
+        return "}"
+    head = re.split(r"[;{}]", code[:at][-300:])[-1].rstrip()
     if re.search(r"\bdo$", head):
-        return "} while (false);"
+        return "} while (false);\n"
     if re.search(r"\btry$", head):
-        return "} catch (...) {}"
-    return "};" if _TYPE.search(head) or _EXPRESSION.search(head) else "}"
+        return "} catch (...) {}\n"
+    return "};\n" if _TYPE.search(head) or _EXPRESSION.search(head) else "}\n"
 
 
 def ends_statement(text):
@@ -63,10 +75,12 @@ def ends_statement(text):
 def error_lines(message, only_certain=False):
     """Returns the lines, counted from 1, at which g++ found errors; for an error in a header, the line that led to it.
     only_certain: leaves out errors that more code on the same line could mend."""
-    found, line = [], None
+    found = []
+    line = None
     for text in message.splitlines():
         place = _PLACE.search(text)
-        line = int(place[1]) if place else line
+        if place:
+            line = int(place[1])
         if line and _ERROR.search(text) and (_CERTAIN.search(text) or not only_certain):
             found.append(line)
     return found

@@ -18,16 +18,20 @@ class Refused(Exception):
 
     def __init__(self, status, message):
         super().__init__(message)
-        self.status, self.message = status, message
+        self.status = status
+        self.message = message
 
 
 class Job:
     """A request from its arrival to its last piece of text."""
 
     def __init__(self, timeout_s):
-        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue()
-        self._deadline, self._is_cancelled = time.monotonic() + timeout_s, False
-        self.future, self.refusal = None, None
+        self._loop = asyncio.get_running_loop()
+        self._events = asyncio.Queue()
+        self._deadline = time.monotonic() + timeout_s
+        self._is_cancelled = False
+        self.future = None
+        self.refusal = None
 
     def on_text(self, sample, text):
         self._put((sample, text))
@@ -42,7 +46,8 @@ class Job:
     def cancel(self, refusal=None):
         """Takes the request back if it still waits, and else ends it with the next token. refusal: what its client
         gets."""
-        self._is_cancelled, self.refusal = True, self.refusal or refusal
+        self._is_cancelled = True
+        self.refusal = self.refusal or refusal
         self.future.cancel()  # does nothing once the model thread has begun
 
     def _put(self, event):
@@ -55,8 +60,8 @@ class Job:
         """Yields each piece of text as (sample, text), and at last the completion. Raises Refused. When the client of
         `request` hangs up, or nobody iterates any more, the job is cancelled."""
         client_gone = asyncio.ensure_future(hung_up(request))
-        client_gone.add_done_callback(lambda task: task.cancelled() or self.cancel(Refused(499, "you hung up")))
-        self.future.add_done_callback(lambda future: self._put(future))
+        client_gone.add_done_callback(self._note_client_gone)
+        self.future.add_done_callback(self._put)
         timer = self._loop.call_at(self._loop.time() + self._deadline - time.monotonic(), self._expire)
         try:
             while (event := await self._events.get()) is not self.future:
@@ -66,6 +71,10 @@ class Job:
             timer.cancel()
             client_gone.cancel()
             self.cancel()
+
+    def _note_client_gone(self, task):
+        if not task.cancelled():
+            self.cancel(Refused(499, "you hung up"))
 
     def _expire(self):
         if self.is_waiting():
@@ -100,14 +109,15 @@ class ModelThread:
         client: a name. A request that still waits gives its place to a newer one of the same client; those of None all
         wait. timeout_s: the time limit, waiting included. Raises Refused if too many are waiting.
         """
-        for job in [job for job, of in self._jobs.items() if client is not None and of == client]:
-            if job.is_waiting():
-                job.cancel(Refused(STATUS_REPLACED, "a newer request of the same client took the place of this one"))
+        for old, other in self._jobs.items():
+            if client is not None and other == client and old.is_waiting():
+                old.cancel(Refused(STATUS_REPLACED, "a newer request of the same client took the place of this one"))
         if self.num_waiting() >= MAX_WAITING:
             raise Refused(503, f"{MAX_WAITING} requests are waiting for the model already: try again later")
         job = Job(timeout_s)
         job.future = self._executor.submit(work, job)
-        self._jobs = {job: of for job, of in self._jobs.items() if not job.future.done()} | {job: client}
+        self._jobs = {old: other for old, other in self._jobs.items() if not old.future.done()}
+        self._jobs[job] = client
         return job
 
     def stop(self):

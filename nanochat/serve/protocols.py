@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from nanochat.serve.infill import Options
+from nanochat.infer.sample import Sampling
+from nanochat.serve.completer import Options
 
 EDITOR_TOKENS = 64  # for clients that name no number
 SAMPLING_TEMPERATURE = 0.8  # where several completions are asked for and no temperature: at 0 all would be the same
@@ -41,12 +42,14 @@ class Body(BaseModel):
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
-def make_options(max_tokens, num_samples=1, temperature=None, seed=None, top_p=1.0, stop=(), **others):
-    """Returns the Options of a request; None: the client did not say."""
+def make_options(max_tokens, num_samples=1, temperature=None, seed=None, top_p=1.0, top_k=40, stop=(), **others):
+    """Returns the Options of a request; None: the client did not say. others: fields of Options."""
     if temperature is None:
         temperature = SAMPLING_TEMPERATURE if num_samples > 1 else 0.0
-    return Options(max_tokens, num_samples, temperature=temperature, top_p=max(top_p, 1e-6), stop=tuple(stop),
-                   seed=secrets.randbits(31) if seed is None or seed < 0 else seed % 2**31, **others)
+    if seed is None or seed < 0:
+        seed = secrets.randbits(31)
+    sampling = Sampling(num_samples, max_tokens, temperature, top_k, max(top_p, 1e-6), tuple(stop), seed % 2**31)
+    return Options(sampling, **others)
 
 
 # -----------------------------------------------------------------------------
@@ -76,10 +79,10 @@ class InfillBody(Body):
     id_slot: int = -1
 
     def options(self, most_tokens):
-        return make_options(most_tokens if self.n_predict < 0 else min(self.n_predict, most_tokens), self.n_cmpl,
-                            self.temperature, self.seed, self.top_p, self.stop, top_k=max(self.top_k, 0),
-                            min_indent=self.n_indent,
-                            max_ms=self.t_max_predict_ms if self.t_max_predict_ms > 0 else None)
+        max_tokens = most_tokens if self.n_predict < 0 else min(self.n_predict, most_tokens)
+        max_ms = self.t_max_predict_ms if self.t_max_predict_ms > 0 else None
+        return make_options(max_tokens, self.n_cmpl, self.temperature, self.seed, self.top_p, max(self.top_k, 0),
+                            self.stop, min_indent=self.n_indent, max_ms=max_ms)
 
 
 def infill_answer(completion, index, model):
@@ -153,8 +156,8 @@ class CompletionBody(Body):
 
     def options(self, most_tokens):
         temperature = 1.0 if self.temperature is None else self.temperature  # OpenAI's default
-        return make_options(min(self.max_tokens, most_tokens), self.n, temperature, self.seed, self.top_p, self.stop,
-                            top_k=0)
+        return make_options(min(self.max_tokens, most_tokens), self.n, temperature, self.seed, self.top_p, top_k=0,
+                            stop=self.stop)
 
     def tabby_options(self, most_tokens):
         return make_options(min(EDITOR_TOKENS, most_tokens), 1, self.temperature, self.seed,
@@ -196,7 +199,7 @@ class FimBody(Body):
 
     def options(self, most_tokens):
         wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return make_options(min(wanted, most_tokens), 1, self.temperature, self.seed, self.top_p, self.stop)
+        return make_options(min(wanted, most_tokens), 1, self.temperature, self.seed, self.top_p, stop=self.stop)
 
 
 def fim_chunk(index, text, reason=None):

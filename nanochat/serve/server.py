@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from nanochat.serve import protocols
-from nanochat.serve.metrics import CountRequests, Metrics
+from nanochat.serve.counters import Counters, CountRequests
 from nanochat.serve.model_thread import ModelThread, Refused
 
 MAX_BODY_BYTES = 1 << 20  # a model reads some 10 kB of text at most
@@ -37,21 +37,28 @@ log = logging.getLogger(__name__)
 class Server:
     """The handlers of all paths, and what they share."""
 
-    def __init__(self, infiller, *, name, device, max_tokens, timeout_s):
-        """name: what the clients call the model. max_tokens, timeout_s: limits of each request."""
-        self.infiller, self.name, self.device = infiller, name, device
-        self.max_tokens = min(max_tokens, infiller.context // 2)
-        self.timeout_s, self.thread = timeout_s, ModelThread()
-        self.metrics = Metrics(self.thread.num_waiting)
+    def __init__(self, completer, *, name, device, max_tokens, timeout_s, body_timeout_s=BODY_TIMEOUT_S):
+        """name: what the clients call the model. max_tokens, timeout_s: limits of each request. body_timeout_s: how
+        long a request's body may take to arrive."""
+        self.completer = completer
+        self.name = name
+        self.device = device
+        self.max_tokens = min(max_tokens, completer.context // 2)
+        self.timeout_s = timeout_s
+        self.body_timeout_s = body_timeout_s
+        self.thread = ModelThread()
+        self.counters = Counters(self.thread.num_waiting)
 
     # --- one function below all protocols
 
     async def events(self, request, prefix, suffix, extra, options, client=None):
         """Yields (sample, text) for each piece of text, and at last the Completion. Raises Refused."""
+        def work(job):
+            return self.completer.complete(prefix, suffix, extra, options, job.on_text, job.keep_going)
+
         if client is not None:
             client = (request.client and request.client.host, request.headers.get("user-agent"), client)
-        job = self.thread.start(lambda job: self.infiller.complete(
-            prefix, suffix, extra, options, job.on_text, job.keep_going), client, self.timeout_s)
+        job = self.thread.start(work, client, self.timeout_s)
         async with contextlib.aclosing(job.events(request)) as events:
             async for event in events:
                 if not isinstance(event, tuple):
@@ -59,7 +66,7 @@ class Server:
                 yield event
 
     def count(self, path, completion):
-        self.metrics.count(completion)
+        self.counters.count(completion)
         timings = completion.timings
         log.info("%s: %d tokens of prompt, %d of them read in %.0f ms; %d generated in %.0f ms", path,
                  timings.prompt_tokens, timings.read_tokens, timings.prompt_ms, completion.num_tokens,
@@ -68,65 +75,85 @@ class Server:
     # --- llama.cpp
 
     async def infill(self, request: Request):
-        body = await read_body(request, protocols.InfillBody)
-        options, is_warm_up = body.options(self.max_tokens), body.n_predict == 0
-        if is_warm_up and not (body.input_prefix or body.prompt or self.infiller.extra_tokens):
+        body = await read_body(request, protocols.InfillBody, self.body_timeout_s)
+        options = body.options(self.max_tokens)
+        samples = range(options.sampling.num_samples)
+        is_warm_up = body.n_predict == 0
+        if is_warm_up and not (body.input_prefix or body.prompt or self.completer.extra_tokens):
             return JSONResponse({})  # llama.vim's other files, which would only replace what the model has read
+
+        def chunk(i, text):
+            return {"index": i, "content": text, "stop": False}
+
+        def last(completion):
+            return [protocols.infill_answer(completion, i, self.name) | {"content": ""} for i in samples]
+
         events = self.events(request, body.input_prefix + body.prompt, body.input_suffix,
                              [file.text for file in body.input_extra], options,
                              client=None if is_warm_up else f"infill {body.id_slot}")
         if body.stream:
-            return await stream(
-                events, lambda i, text: {"index": i, "content": text, "stop": False},
-                lambda completion: [protocols.infill_answer(completion, i, self.name) | {"content": ""}
-                                    for i in range(options.num_samples)])
+            return await stream(events, chunk, last)
         completion = await finished(events)
-        answers = [protocols.infill_answer(completion, i, self.name) for i in range(options.num_samples)]
+        answers = [protocols.infill_answer(completion, i, self.name) for i in samples]
         if body.response_fields:
             answers = [protocols.only_fields(answer, body.response_fields) for answer in answers]
-        return JSONResponse(answers if options.num_samples > 1 else answers[0])
+        return JSONResponse(answers if len(samples) > 1 else answers[0])
 
     # --- OpenAI and Tabby
 
     async def completions(self, request: Request):
-        body = await read_body(request, protocols.CompletionBody)
+        body = await read_body(request, protocols.CompletionBody, self.body_timeout_s)
         answer = protocols.new_answer("text_completion", self.name)
-        choice = protocols.completion_choice
         if body.segments:
-            extra = [snippet.body for snippet in body.segments.relevant_snippets_from_changed_files]
-            completion = await finished(self.events(request, body.segments.prefix, body.segments.suffix, extra,
-                                                    body.tabby_options(self.max_tokens), client="tabby"))
-            return JSONResponse(answer | {"choices": [choice(0, completion.texts[0], completion.reasons[0])]})
-        options, [prompt] = body.options(self.max_tokens), body.prompt
-        events = self.events(request, prompt, body.suffix, [], options, client=body.user)
+            return await self.tabby(request, body, answer)
+        [prompt] = body.prompt
         shown = prompt if body.echo else ""
-        if body.stream:
-            def last(completion):
-                chunks = [answer | {"choices": [choice(i, "", completion.reasons[i])]} for i in range(body.n)]
-                if body.stream_options.include_usage:
-                    chunks.append(answer | {"choices": [], "usage": protocols.usage(completion)})
-                return chunks
 
-            first = [answer | {"choices": [choice(i, shown)]} for i in range(body.n)] if shown else []
-            return await stream(events, lambda i, text: answer | {"choices": [choice(i, text)]}, last, first)
+        def chunk(i, text):
+            return answer | {"choices": [protocols.completion_choice(i, text)]}
+
+        def last(completion):
+            chunks = [answer | {"choices": [protocols.completion_choice(i, "", reason)]}
+                      for i, reason in enumerate(completion.reasons)]
+            if body.stream_options.include_usage:
+                chunks.append(answer | {"choices": [], "usage": protocols.usage(completion)})
+            return chunks
+
+        events = self.events(request, prompt, body.suffix, [], body.options(self.max_tokens), client=body.user)
+        if body.stream:
+            return await stream(events, chunk, last, [chunk(i, shown) for i in range(body.n)] if shown else [])
         completion = await finished(events)
-        return JSONResponse(answer | {"usage": protocols.usage(completion), "choices": [
-            choice(i, shown + completion.texts[i], completion.reasons[i]) for i in range(body.n)]})
+        choices = [protocols.completion_choice(i, shown + completion.texts[i], completion.reasons[i])
+                   for i in range(body.n)]
+        return JSONResponse(answer | {"usage": protocols.usage(completion), "choices": choices})
+
+    async def tabby(self, request, body, answer):
+        segments = body.segments
+        extra = [snippet.body for snippet in segments.relevant_snippets_from_changed_files]
+        options = body.tabby_options(self.max_tokens)
+        completion = await finished(self.events(request, segments.prefix, segments.suffix, extra, options, "tabby"))
+        choice = protocols.completion_choice(0, completion.texts[0], completion.reasons[0])
+        return JSONResponse(answer | {"choices": [choice]})
 
     # --- Codestral
 
     async def fim(self, request: Request):
-        body = await read_body(request, protocols.FimBody)
+        body = await read_body(request, protocols.FimBody, self.body_timeout_s)
         events = self.events(request, body.prompt, body.suffix, [], body.options(self.max_tokens), client="fim")
+        answer = protocols.new_answer("chat.completion.chunk" if body.stream else "chat.completion", self.name)
+
+        def chunk(i, text):
+            return answer | {"choices": [protocols.fim_chunk(i, text)]}
+
+        def last(completion):
+            chunk = protocols.fim_chunk(0, "", completion.reasons[0])
+            return [answer | {"usage": protocols.usage(completion), "choices": [chunk]}]
+
         if body.stream:
-            answer = protocols.new_answer("chat.completion.chunk", self.name)
-            chunk = protocols.fim_chunk
-            return await stream(events, lambda i, text: answer | {"choices": [chunk(i, text)]}, lambda completion: [
-                answer | {"usage": protocols.usage(completion), "choices": [chunk(0, "", completion.reasons[0])]}])
+            return await stream(events, chunk, last)
         completion = await finished(events)
-        return JSONResponse(protocols.new_answer("chat.completion", self.name) | {
-            "usage": protocols.usage(completion),
-            "choices": [protocols.fim_choice(0, completion.texts[0], completion.reasons[0])]})
+        choice = protocols.fim_choice(0, completion.texts[0], completion.reasons[0])
+        return JSONResponse(answer | {"usage": protocols.usage(completion), "choices": [choice]})
 
     # --- what needs no model
 
@@ -144,7 +171,7 @@ class Server:
                 "version": {"build_date": "", "build_timestamp": "", "git_sha": "", "git_describe": "v0.1.0"}}
 
     async def show_metrics(self):
-        return Response(self.metrics.text(), media_type=self.metrics.CONTENT_TYPE)
+        return Response(self.counters.text(), media_type=self.counters.CONTENT_TYPE)
 
     async def page(self):
         return HTMLResponse(files("nanochat.serve").joinpath("page.html").read_text(encoding="utf-8"), headers={
@@ -169,7 +196,7 @@ def make_app(server, *, api_key=None, hosts=LOOPBACK):
             raise Refused(401, "this server needs its --api_key, as the header Authorization: Bearer KEY")
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)  # whose page of documentation loads scripts of another site
-    app.add_middleware(CountRequests, metrics=server.metrics)
+    app.add_middleware(CountRequests, counters=server.counters)
     if not api_key:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*hosts, "[::1]"], www_redirect=False)
     app.get("/")(server.page)
@@ -181,11 +208,9 @@ def make_app(server, *, api_key=None, hosts=LOOPBACK):
     app.get("/v1/models", **with_key)(server.models)
     app.get("/v1/health", **with_key)(server.tabby_health)
     app.get("/metrics", **with_key)(server.show_metrics)
-    app.add_exception_handler(Refused, lambda request, error: error_answer(error.status, error.message))
-    app.add_exception_handler(HTTPException, lambda request, error: error_answer(
-        error.status_code, f"{request.method} {request.url.path[:100]}: {error.detail}"))
-    app.add_exception_handler(Exception, lambda request, error: error_answer(
-        500, f"the server failed ({type(error).__name__}): its log says where"))
+    app.add_exception_handler(Refused, answer_refused)
+    app.add_exception_handler(HTTPException, answer_http_error)
+    app.add_exception_handler(Exception, answer_failure)
     return app
 
 
@@ -200,13 +225,25 @@ def error_answer(status, message):
     return JSONResponse({"error": {"message": message, "code": status, "type": kind}}, status, headers)
 
 
-async def read_body(request, model):
+def answer_refused(request, error):
+    return error_answer(error.status, error.message)
+
+
+def answer_http_error(request, error):
+    return error_answer(error.status_code, f"{request.method} {request.url.path[:100]}: {error.detail}")
+
+
+def answer_failure(request, error):
+    return error_answer(500, f"the server failed ({type(error).__name__}): its log says where")
+
+
+async def read_body(request, model, timeout_s):
     """Returns the request's JSON as an object of the data class `model`. Raises Refused; what it says does not repeat
     what was sent."""
     try:
-        data = json.loads(await asyncio.wait_for(read_bytes(request), BODY_TIMEOUT_S))
+        data = json.loads(await asyncio.wait_for(read_bytes(request), timeout_s))
     except asyncio.TimeoutError:
-        raise Refused(408, f"the request's body did not arrive within {BODY_TIMEOUT_S} s") from None
+        raise Refused(408, f"the request's body did not arrive within {timeout_s:g} s") from None
     except (ValueError, RecursionError):  # of which bytes that are not UTF-8 and endless numbers are kinds
         raise Refused(400, "the request's body is not JSON in UTF-8") from None
     try:

@@ -15,13 +15,13 @@ from nanochat.common import BadInput, flag, read_flags
 from nanochat.data.shards import TextFlags, open_text, whole_texts
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
-from nanochat.infer.engine import Engine, Special
+from nanochat.infer.engine import Engine
+from nanochat.infer.prompt import encode_prompt, gap_prompt
 from nanochat.infer.quantize import Int8GPT
 from nanochat.infer.readers import Reader
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
-from nanochat.serve.infill import Infiller
 from scripts.bench.rounds import Clock, compare
 
 CPU = Dist("cpu", torch.device("cpu"))
@@ -108,7 +108,6 @@ class Filling:
 
     def __init__(self, model, tokenizer, texts, drafts):
         self.engine = Engine(model, tokenizer, CPU)
-        self.infiller = Infiller(self.engine, True)
         self.tokenizer = tokenizer
         self.texts = iter(texts)
         self.drafts = drafts
@@ -120,11 +119,11 @@ class Filling:
         begin = (len(lines) - LINES) // 2
         middle = "".join(lines[begin:begin + LINES])[:1000]
         of_middle = [*self.tokenizer.encode(middle), self.tokenizer.special("<|file_sep|>")]
-        prompt, _ = self.infiller.prompt("".join(lines[:begin])[-1500:], "".join(lines[begin + LINES:])[:500], (),
-                                         len(of_middle))
-        ids = []
-        for part in prompt:
-            ids += [self.tokenizer.special(part.name)] if isinstance(part, Special) else self.tokenizer.encode(part)
+        room = self.engine.model.config.max_seq_len - len(of_middle)
+        before = "".join(lines[:begin])[-1500:]
+        after = "".join(lines[begin + LINES:])[:500]
+        prompt = gap_prompt(self.tokenizer, before, after, room).parts
+        ids, _ = encode_prompt(self.tokenizer, prompt)
         self.engine.model.ids = ids + of_middle
         self.engine.complete(prompt, temperature=0, max_tokens=0)  # reads the prompt
         clock = Clock()

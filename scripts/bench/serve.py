@@ -9,7 +9,6 @@ are those of the clock, of the whole request over loopback. Needs pip install '.
 import http.client
 import json
 import random
-import socket
 import statistics
 import time
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from nanochat.data.shards import TextFlags
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.infer.engine import Engine
 from nanochat.infer.quantize import Int8GPT
-from nanochat.serve.infill import Infiller
+from nanochat.serve.completer import Completer
 from scripts.bench.generate import CPU, make_model, read_texts
 
 START_TIMEOUT_S = 600
@@ -40,21 +39,17 @@ def run_server(flags, sender):
     """Serves in this process, until its parent ends. Sends the port."""
     end_with_parent(parent_process().pid)
     try:
-        import uvicorn
-
+        from nanochat.serve.connections import listen, make_runner
         from nanochat.serve.server import Server, make_app
     except ImportError as error:
         print(f"error: there is no {error.name}: pip install '.[serve]'")
         return
     tokenizer = load_tokenizer()
-    infiller = Infiller(Engine(Int8GPT(make_model(flags, tokenizer.n_vocab)), tokenizer, CPU), True)
-    # With the protocol named, asyncio sends each answer at once (TCP_NODELAY), as in scripts/serve.py.
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.bind(("127.0.0.1", 0))
-    listening.listen()
+    completer = Completer(Engine(Int8GPT(make_model(flags, tokenizer.n_vocab)), tokenizer, CPU), True)
+    listening = listen("127.0.0.1", 0)
     sender.send(listening.getsockname()[1])
-    app = make_app(Server(infiller, name="random", device="cpu", max_tokens=TOKENS, timeout_s=REQUEST_TIMEOUT_S))
-    uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False)).run(sockets=[listening])
+    app = make_app(Server(completer, name="random", device="cpu", max_tokens=TOKENS, timeout_s=REQUEST_TIMEOUT_S))
+    make_runner(app).run(sockets=[listening])
 
 
 def type_texts(port, texts, flags):

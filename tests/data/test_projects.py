@@ -11,7 +11,7 @@ from nanochat.common import BadInput
 from nanochat.data.projects import DOCUMENT_BYTES, dependency_order, encode_documents, join_files
 from nanochat.data.shards import TextPiece, list_shards, open_shards, require_files
 from nanochat.data.tokenizer import load_tokenizer
-from nanochat.infer.project_eval import ProjectRows, require_packed
+from nanochat.infer.loss_eval import ProjectRows, require_packed
 from scripts import base_eval
 from tests.checkpoint.states import make_meta
 from tests.corpus.projects import cpp, prepare, read, shard_hashes

@@ -16,7 +16,7 @@ from nanochat.device.ranks import Dist, compute_init
 from nanochat.infer.engine import Engine
 from nanochat.infer.load import load_model
 from nanochat.infer.readers import Reader, StaticReader
-from nanochat.infer.sample import Sample, choose_token
+from nanochat.infer.sample import Sample, Sampling, choose_token
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
@@ -77,7 +77,7 @@ def complete_ids(engine, prompt, monkeypatch, **options):
 
     with monkeypatch.context() as patch:
         patch.setattr(Sample, "add", add_and_note)
-        engine.completions(prompt, **options)
+        engine.completions(prompt, Sampling(**options))
     return [drawn[i::options["num_samples"]] for i in range(options["num_samples"])]
 
 
@@ -136,20 +136,22 @@ def test_xla_compiles_a_program_for_the_cache_the_prompt_and_a_token_and_no_more
 
     met.clear_counters()  # of other tests in this process
     before = compilations()
-    xla_engine.completions(PROMPT, num_samples=4, max_tokens=20)  # 4: no other test has these shapes
+    xla_engine.completions(PROMPT, Sampling(num_samples=4, max_tokens=20))  # 4: no other test has these shapes
     assert compilations() - before == 3
-    xla_engine.completions("another prompt, shorter", num_samples=4, max_tokens=10, temperature=0, seed=9)
+    xla_engine.completions("another prompt, shorter", Sampling(num_samples=4, max_tokens=10, temperature=0, seed=9))
     assert compilations() - before == 3
     assert not met.executed_fallback_ops()
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another(engine):
-    texts = [engine.completions(PROMPT, num_samples=2, max_tokens=20, seed=seed)[0].text for seed in (3, 3, 4)]
+    texts = []
+    for seed in (3, 3, 4):
+        texts.append(engine.completions(PROMPT, Sampling(num_samples=2, max_tokens=20, seed=seed))[0].text)
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_a_sample_does_not_depend_on_how_many_there_are(cpu_engine):
-    many = cpu_engine.completions(PROMPT, num_samples=3, max_tokens=20, seed=7)
+    many = cpu_engine.completions(PROMPT, Sampling(num_samples=3, max_tokens=20, seed=7))
     alone = [cpu_engine.complete(PROMPT, max_tokens=20, seed=7 + i) for i in range(3)]
     assert [sample.text for sample in many] == alone
 
@@ -160,13 +162,13 @@ def test_a_prompt_longer_than_the_model_sees_is_read_from_its_end(cpu_engine):
     assert len(cpu_engine.complete(long, max_tokens=CONTEXT - 1).encode()) > 0
     cut = []
     for prompt in (long, PROMPT):
-        cpu_engine.complete(prompt, max_tokens=20, on_cut=lambda *counts: cut.append(counts))
+        cpu_engine.completions(prompt, Sampling(max_tokens=20), on_cut=lambda *counts: cut.append(counts))
     assert cut == [(1 + len(long), CONTEXT - 20)]
 
 
 def test_the_tokens_that_are_counted_are_those_that_were_drawn(cpu_engine):
     """One byte is one token here, and bytes that are no UTF-8 become another character, of three bytes."""
-    [sample] = cpu_engine.completions(PROMPT, num_samples=1, max_tokens=30, temperature=5.0)
+    [sample] = cpu_engine.completions(PROMPT, Sampling(num_samples=1, max_tokens=30, temperature=5.0))
     assert sample.num_tokens == 30 != len(BYTES.encode(sample.text))
 
 

@@ -9,13 +9,12 @@ from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
-from nanochat.infer.drafts import guess_next
-from nanochat.infer.engine import Engine, Special
-from nanochat.infer.healing import Vocabulary
+from nanochat.infer.engine import Engine, guess_next
 from nanochat.infer.load import load_model
+from nanochat.infer.prompt import Special, Vocabulary
 from nanochat.infer.quantize import Int8GPT, Int8Matrix
 from nanochat.infer.readers import Reader
-from nanochat.infer.sample import Sample
+from nanochat.infer.sample import Sample, Sampling
 from tests.checkpoint.states import make_meta
 from tests.infer.test_engine import BYTES, CONTEXT, PROMPT, make_model
 
@@ -138,7 +137,7 @@ def test_a_prompt_that_begins_like_the_last_one_is_not_read_again(int8_model, en
         assert engine.timings.prompt_tokens == 1 + len(prompt)
     common = len(PROMPT) + 1
     assert read[0] == common and read[3:5] == [1, 1] and 1 <= read[1] <= 6 and 1 <= read[2] <= 6
-    together = engine.completions(PROMPT, num_samples=3, max_tokens=10, seed=3)
+    together = engine.completions(PROMPT, Sampling(num_samples=3, max_tokens=10, seed=3))
     assert engine.timings.read_tokens < common
     assert together[1].text == Engine(int8_model, BYTES, CPU).complete(PROMPT, max_tokens=10, seed=4)
 
@@ -149,9 +148,10 @@ def test_a_prompt_that_begins_like_the_last_one_is_not_read_again(int8_model, en
 
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_a_sample_says_why_it_ended(engine, num_samples):
-    def ends(**options):
-        return {(sample.reason, sample.num_tokens) for sample in engine.completions(
-            PROMPT, **{"num_samples": num_samples, "temperature": 0, "max_tokens": 10, **options})}
+    def ends(keep_going=lambda: True, **options):
+        sampling = Sampling(**{"num_samples": num_samples, "temperature": 0, "max_tokens": 10, **options})
+        samples = engine.completions(PROMPT, sampling, keep_going=keep_going)
+        return {(sample.reason, sample.num_tokens) for sample in samples}
 
     assert ends() == {("length", 10)}
     assert ends(max_tokens=0) == {("length", 0)}
@@ -222,7 +222,7 @@ def test_the_tokens_drawn_go_on_with_the_prompt_wherever_it_ends(shipped, quanti
     for prompt in cuts(CODE.encode()[:200], 7):
         texts = []
         for num_samples in (1, 2):
-            for sample in engine.completions(prompt, num_samples=num_samples, max_tokens=2, seed=3):
+            for sample in engine.completions(prompt, Sampling(num_samples=num_samples, max_tokens=2, seed=3)):
                 assert sample.reason == "end" or sample.num_tokens == 2
                 texts.append(sample.text)
                 data = shipped.decode_bytes(drawn.pop(sample))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from nanochat.common import BadInput
-from nanochat.judge.evaluate import Results, read_results
+from nanochat.judge.results import Results, read_results
 from nanochat.judge.scores import compare, pass_at_k, score
 
 

@@ -12,10 +12,11 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine
-from nanochat.judge.evaluate import Sampling, Writer
+from nanochat.infer.sample import Sampling
 from nanochat.judge.judge import PASSED, Judge
 from nanochat.judge.problems import Problem
 from nanochat.judge.search import COMPILES, METHODS, UNFINISHED, Budget, Search, refill
+from nanochat.judge.writer import Writer
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
@@ -70,7 +71,7 @@ def judge():
 
 def find(learner, judge, method, tokens=400, calls=100, seed=0, tests=""):
     """Searches with one method, and returns the Search."""
-    writer = Writer(*learner, Dist("cpu", torch.device("cpu")), Sampling(1, 100, 0.8, 0.95, seed))
+    writer = Writer(*learner, Dist("cpu", torch.device("cpu")), Sampling(1, 100, 0.8, top_p=0.95, seed=seed))
     search = Search(writer, judge, Problem("f", PROMPT, tests), Budget(tokens, calls))
     METHODS[method](search)
     return search
@@ -98,8 +99,8 @@ def test_repair_refills_the_wrong_line_and_leaves_the_others(learner, judge):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_token_and_every_call_is_charged_and_no_budget_exceeded(learner, judge, method, monkeypatch):
     drawn, asked = [], set()
-    choose, check = Engine._choose, judge.check_syntax
-    monkeypatch.setattr(Engine, "_choose", lambda *args: drawn.append(choose(*args)) or drawn[-1])
+    draw, check = Engine._draw, judge.check_syntax
+    monkeypatch.setattr(Engine, "_draw", lambda *args: drawn.append(draw(*args)) or drawn[-1])
     monkeypatch.setattr(judge, "check_syntax", lambda code: asked.add(code) or check(code))
     search = find(learner, judge, method, tokens=150, calls=7)
     assert search.num_tokens <= 150 and search.num_calls <= 7

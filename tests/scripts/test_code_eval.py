@@ -11,8 +11,8 @@ from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist, compute_init
-from nanochat.infer import engine
-from nanochat.judge.evaluate import Sampling, Writer
+from nanochat.infer.sample import Sampling
+from nanochat.judge.writer import Writer
 from scripts import code_eval as script
 from scripts.code_eval import main
 from tests.checkpoint.states import make_meta
@@ -97,7 +97,6 @@ def test_a_checkpoint_that_is_replaced_or_deleted_in_the_middle_is_one_line(code
         code_eval("a", "other")
 
 
-@pytest.mark.skipif(not hasattr(engine, "Special"), reason="this engine reads no special tokens")
 def test_gaps_in_files_and_in_solutions_are_filled(code_eval, corpus_dir):
     for flags in (["--task=infill", f"--data_dir={corpus_dir}/val", "--num_tasks=1"],
                   ["--task=infill_functions", "--num_tasks=1"]):
@@ -111,7 +110,7 @@ def test_gaps_in_files_and_in_solutions_are_filled(code_eval, corpus_dir):
 def test_bits_of_a_text_are_those_of_the_models_probabilities(byte_tokenizer_dir):
     tokenizer = load_tokenizer(byte_tokenizer_dir)
     model = make_model(vocab_size=tokenizer.n_vocab)
-    writer = Writer(model, tokenizer, Dist("cpu", torch.device("cpu")), Sampling(0, 10, 1.0, 1.0, 0))
+    writer = Writer(model, tokenizer, Dist("cpu", torch.device("cpu")), Sampling(0, 10, 1.0))
     ids = [tokenizer.bos_id, *b"int main() { return 0; }"]
     with torch.no_grad():
         log_probabilities = torch.log_softmax(model(torch.tensor([ids]))[0].double(), -1)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import uvicorn
 
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.data.tokenizer import load_tokenizer
@@ -19,8 +18,8 @@ from nanochat.infer.load import load_model
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
-from nanochat.serve.connections import TimedConnection
-from nanochat.serve.infill import Infiller
+from nanochat.serve.completer import Completer
+from nanochat.serve.connections import make_runner
 from nanochat.serve.server import Server, make_app
 from tests.checkpoint.states import make_meta
 
@@ -49,12 +48,12 @@ def example(tokenizer, generator, length):
 
 
 @pytest.fixture(scope="session")
-def infilling_run(tmp_path_factory, byte_tokenizer_dir):
+def gap_run(tmp_path_factory, byte_tokenizer_dir):
     """The base directory of a run `tiny` whose model fills in the middle of SOURCE."""
     tokenizer, threads = load_tokenizer(byte_tokenizer_dir), torch.get_num_threads()
     torch.set_num_threads(1)
     config = GPTConfig(vocab_size=tokenizer.n_vocab, max_seq_len=256, n_layer=2, n_embd=64, n_head=2, n_kv_head=2,
-                       window_pattern="L")
+                       window_pattern="L", layer_gates=False, value_embeddings="off", rotary_base=10_000.0)
     model = GPT(config, get_kernels("current", "cpu")).init_weights(seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
     generator = np.random.default_rng(0)
@@ -72,23 +71,22 @@ def infilling_run(tmp_path_factory, byte_tokenizer_dir):
 
 
 @pytest.fixture(scope="session")
-def infiller(infilling_run, byte_tokenizer_dir):
+def completer(gap_run, byte_tokenizer_dir):
     """Tests that share it use it one after the other."""
     dist = Dist("cpu", torch.device("cpu"))
-    path = infilling_run / "checkpoints" / "tiny" / f"step_{STEPS:06d}"
+    path = gap_run / "checkpoints" / "tiny" / f"step_{STEPS:06d}"
     model, tokenizer, _ = load_model(path, dist, tokenizer_dir=byte_tokenizer_dir)
-    return Infiller(Engine(model, tokenizer, dist), fim=True)
+    return Completer(Engine(model, tokenizer, dist), fim=True)
 
 
 @contextmanager
-def serving(infiller, api_key=None, max_tokens=64, timeout_s=60.0, **options):
-    """Yields an httpx.Client of a server in a thread of this process, and the Server. options: of uvicorn."""
-    server = Server(infiller, name="tiny", device="cpu", max_tokens=max_tokens, timeout_s=timeout_s)
+def serving(completer, api_key=None, max_tokens=64, timeout_s=60.0, body_timeout_s=10, **options):
+    """Yields an httpx.Client of a server in a thread of this process, and the Server. options: of make_runner."""
+    server = Server(completer, name="tiny", device="cpu", max_tokens=max_tokens, timeout_s=timeout_s,
+                    body_timeout_s=body_timeout_s)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        runner = uvicorn.Server(uvicorn.Config(make_app(server, api_key=api_key), log_config=None, access_log=False,
-                                               http=TimedConnection, ws="none", timeout_graceful_shutdown=1,
-                                               timeout_keep_alive=600, **options))
+        runner = make_runner(make_app(server, api_key=api_key), timeout_keep_alive=600, **options)
         thread = threading.Thread(target=runner.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
@@ -101,8 +99,8 @@ def serving(infiller, api_key=None, max_tokens=64, timeout_s=60.0, **options):
 
 
 @pytest.fixture(scope="module")
-def served(infiller):
-    with serving(infiller) as found:
+def served(completer):
+    with serving(completer) as found:
         yield found
 
 

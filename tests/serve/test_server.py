@@ -11,7 +11,7 @@ import torch
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine
-from nanochat.serve.infill import Infiller
+from nanochat.serve.completer import Completer
 from nanochat.serve.model_thread import MAX_WAITING
 from tests.infer.test_engine import make_model
 from tests.serve.conftest import serving
@@ -145,12 +145,12 @@ def test_models_health_metrics_and_the_page(client):
 # One model, several requests
 
 
-class SlowInfiller:
+class SlowCompleter:
     """Stands before a real one and takes its time for every token, so that a test can act while it generates."""
     extra_tokens = 0
 
-    def __init__(self, infiller):
-        self.infiller, self.context = infiller, infiller.context
+    def __init__(self, completer):
+        self.completer, self.context = completer, completer.context
         self.begun, self.go_on, self.asked, self.prefixes = threading.Event(), threading.Event(), 0, []
 
     def complete(self, prefix, suffix, extra, options, on_text, keep_going):
@@ -162,19 +162,20 @@ class SlowInfiller:
             self.go_on.wait(timeout=0.02)
             return keep_going()
 
-        return self.infiller.complete(prefix, suffix, extra, options, on_text, slow_keep_going)
+        return self.completer.complete(prefix, suffix, extra, options, on_text, slow_keep_going)
 
 
 @pytest.fixture(scope="module")
 def untrained(byte_tokenizer_dir):
-    """An infiller whose model does not know when to end."""
+    """A completer whose model does not know when to end."""
     tokenizer = load_tokenizer(byte_tokenizer_dir)
-    return Infiller(Engine(make_model(vocab_size=tokenizer.n_vocab), tokenizer, Dist("cpu", torch.device("cpu"))), True)
+    model = make_model(vocab_size=tokenizer.n_vocab)
+    return Completer(Engine(model, tokenizer, Dist("cpu", torch.device("cpu"))), True)
 
 
 @pytest.fixture
 def slow(untrained):
-    slow = SlowInfiller(untrained)
+    slow = SlowCompleter(untrained)
     with serving(slow) as (client, server):
         yield slow, client, server
         slow.go_on.set()
@@ -253,7 +254,7 @@ def test_more_requests_than_may_wait_are_refused(slow):
 
 
 def test_a_request_gets_what_is_there_when_its_time_is_up(untrained):
-    with serving(SlowInfiller(untrained), timeout_s=0.3) as (client, _):
+    with serving(SlowCompleter(untrained), timeout_s=0.3) as (client, _):
         answers = {}
         threads = [in_thread(client, "/v1/completions", LONG, answers, i) for i in range(2)]
         for thread in threads:
@@ -278,8 +279,8 @@ def test_the_server_answers_while_the_model_generates(slow):
 # Who may ask
 
 
-def test_with_a_key_only_the_page_and_health_need_none(infiller):
-    with serving(infiller, api_key="secret") as (client, _):
+def test_with_a_key_only_the_page_and_health_need_none(completer):
+    with serving(completer, api_key="secret") as (client, _):
         assert client.get("/").status_code == client.get("/health").status_code == 200
         for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer sécret".encode()}):
             answer = client.post("/infill", json=VIM, headers=header)

@@ -16,7 +16,6 @@ import time
 import httpx
 import pytest
 
-from nanochat.serve import connections
 from tests.serve.conftest import SOURCE, serving
 from tests.serve.test_server import VIM
 
@@ -69,9 +68,9 @@ def send_odd(client, generator):
 
 
 @pytest.mark.parametrize("count", [pytest.param(1000, marks=pytest.mark.slow), 80])
-def test_odd_requests_get_an_answer_and_never_a_500(infiller, count, caplog):
+def test_odd_requests_get_an_answer_and_never_a_500(completer, count, caplog):
     generator, statuses = random.Random(count), []
-    with serving(infiller, max_tokens=4) as (client, _), caplog.at_level(logging.DEBUG):
+    with serving(completer, max_tokens=4) as (client, _), caplog.at_level(logging.DEBUG):
         for _ in range(count):
             answer = send_odd(client, generator)
             if answer is None:
@@ -88,7 +87,7 @@ def test_odd_requests_get_an_answer_and_never_a_500(infiller, count, caplog):
     assert not [record for record in records if SECRET in record.getMessage() + str(record.exc_info)]
 
 
-def test_a_body_that_is_too_long_or_does_not_come_is_refused(client, monkeypatch):
+def test_a_body_that_is_too_long_or_does_not_come_is_refused(client, completer):
     def endless():
         while True:
             yield b" " * (1 << 16)
@@ -98,10 +97,10 @@ def test_a_body_that_is_too_long_or_does_not_come_is_refused(client, monkeypatch
     except httpx.WriteError:  # the server has closed the connection while more was sent
         pass
     assert client.post("/infill", content=b" " * ((1 << 20) + 1)).status_code == 413
-    monkeypatch.setattr("nanochat.serve.server.BODY_TIMEOUT_S", 0.2)
-    with socket.create_connection((client.base_url.host, client.base_url.port), timeout=30) as connection:
-        connection.sendall(b"POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
-        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
+    with serving(completer, body_timeout_s=0.2) as (hasty, _):
+        with socket.create_connection((hasty.base_url.host, hasty.base_url.port), timeout=30) as connection:
+            connection.sendall(b"POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
 
 
 def test_what_is_not_there_gets_the_same_kind_of_error(client):
@@ -110,10 +109,10 @@ def test_what_is_not_there_gets_the_same_kind_of_error(client):
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_while_text_is_typed(infiller):
+def test_memory_does_not_grow_while_text_is_typed(completer):
     """What Python's garbage collector knows of is counted, after a while and after three times as long."""
     counts = []
-    with serving(infiller) as (client, server):
+    with serving(completer) as (client, server):
         for round_ in range(4):
             for at in range(1, 100, 2):
                 body = VIM | {"input_prefix": SOURCE[:at], "prompt": "", "input_suffix": SOURCE[100:], "n_predict": 2,
@@ -125,10 +124,9 @@ def test_memory_does_not_grow_while_text_is_typed(infiller):
     assert counts[3] - counts[1] < 50, counts  # fewer than one object in two requests
 
 
-def test_connections_on_which_nothing_comes_keep_nobody_out(infiller, monkeypatch):
-    monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", 1)
+def test_connections_on_which_nothing_comes_keep_nobody_out(completer):
     begun = [b"", b"POST /infill HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n{"]
-    with serving(infiller, limit_concurrency=7) as (client, _), contextlib.ExitStack() as stack:
+    with serving(completer, request_timeout_s=1, limit_concurrency=7) as (client, _), contextlib.ExitStack() as stack:
         address = (client.base_url.host, client.base_url.port)
         waiting = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(6)]
         for connection, text in zip(waiting, begun * 2, strict=True):
@@ -174,8 +172,8 @@ def run_script(base_dir, *flags, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how, status", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_the_script_says_where_it_listens_and_ends_at_a_signal(infilling_run, byte_tokenizer_dir, how, status):
-    process = run_script(infilling_run, "--checkpoint=tiny", f"--tokenizer_dir={byte_tokenizer_dir}")
+def test_the_script_says_where_it_listens_and_ends_at_a_signal(gap_run, byte_tokenizer_dir, how, status):
+    process = run_script(gap_run, "--checkpoint=tiny", f"--tokenizer_dir={byte_tokenizer_dir}")
     watchdog = threading.Timer(120, process.kill)
     watchdog.start()
     try:

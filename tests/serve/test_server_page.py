@@ -121,8 +121,8 @@ def test_escape_and_moving_the_cursor_take_the_completion_away(browser, client):
     assert browser.value("document.getElementById('before').innerHTML") == "&lt;b&gt;&amp;amp;"
 
 
-def test_with_a_key_the_page_asks_for_it(browser, infiller):
-    with serving(infiller, api_key="secret") as (client, _):
+def test_with_a_key_the_page_asks_for_it(browser, completer):
+    with serving(completer, api_key="secret") as (client, _):
         browser.call("Page.navigate", url=str(client.base_url))
         browser.wait_for("document.getElementById('status')?.textContent.includes('--api_key')")
         assert browser.value("document.getElementById('key_label').hidden") is False

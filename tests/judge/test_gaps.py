@@ -1,7 +1,7 @@
 import pytest
 
 from nanochat.data.shards import open_shards
-from nanochat.judge.infilling import DOCUMENT_KINDS, document_tasks, function_tasks, read_documents, spans
+from nanochat.judge.gaps import DOCUMENT_KINDS, document_gaps, function_gaps, read_documents, spans
 from nanochat.judge.problems import read_problems
 
 CODE = """#include <string>
@@ -33,18 +33,17 @@ def test_spans_of_lines_are_whole_lines():
     assert "\n".join(lines[4:7]) in [CODE[begin:end] for begin, end in spans(CODE, "several lines")]
 
 
-def test_tasks_depend_on_the_texts_and_the_seed_and_not_on_their_order(corpus_dir):
+def test_gaps_depend_on_the_texts_and_the_seed_and_not_on_their_order(corpus_dir):
     documents = list(read_documents(open_shards(sorted(corpus_dir.glob("*/*.parquet")))))
-    tasks = document_tasks(documents, 5, seed=0)
-    assert document_tasks(documents[::-1], 5, seed=0) == tasks != document_tasks(documents, 5, seed=1)
-    assert [task.kind for task in tasks] == [kind for kind in DOCUMENT_KINDS for _ in range(5)]
-    assert all(task.prefix + task.middle + task.suffix in documents and task.middle for task in tasks)
-    assert len({task.name for task in tasks}) == len(tasks)
+    gaps = document_gaps(documents, 5, seed=0)
+    assert document_gaps(documents[::-1], 5, seed=0) == gaps != document_gaps(documents, 5, seed=1)
+    assert [gap.kind for gap in gaps] == [kind for kind in DOCUMENT_KINDS for _ in range(5)]
+    assert all(gap.prefix + gap.middle + gap.suffix in documents and gap.middle for gap in gaps)
+    assert len({gap.name for gap in gaps}) == len(gaps)
 
 
 def test_gaps_are_cut_from_solutions():
-    problems = {problem.name: problem for problem in read_problems()}
-    for task in function_tasks(list(problems.values()), 20, seed=0):
-        problem = problems[task.problem]
-        assert task.prefix + task.middle + task.suffix == problem.prompt + problem.solution
-        assert task.prefix.startswith(problem.prompt)
+    for gap in function_gaps(read_problems(), 20, seed=0):
+        problem = gap.problem
+        assert gap.prefix + gap.middle + gap.suffix == problem.prompt + problem.solution
+        assert gap.prefix.startswith(problem.prompt)

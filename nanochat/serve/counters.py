@@ -6,12 +6,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6)
 
 
-class Metrics:
+class Counters:
     CONTENT_TYPE = CONTENT_TYPE_LATEST
 
     def __init__(self, num_waiting):
         """num_waiting(): how many requests wait for the model."""
-        self._registry = registry = CollectorRegistry()
+        registry = CollectorRegistry()
+        self._registry = registry
         self.requests = Counter("nanochat_requests", "Requests", ["path", "status"], registry=registry)
         self.seconds = Histogram("nanochat_request_seconds", "Seconds until the end of a request's answer",
                                  ["path"], buckets=SECONDS, registry=registry)
@@ -38,13 +39,15 @@ class Metrics:
 class CountRequests:
     """ASGI middleware that counts the answers of the paths that exist, by status."""
 
-    def __init__(self, app, metrics):
-        self.app, self.metrics = app, metrics
+    def __init__(self, app, counters):
+        self.app = app
+        self.counters = counters
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        start, statuses = time.monotonic(), []
+        start = time.monotonic()
+        statuses = []
 
         async def note_status(message):
             if message["type"] == "http.response.start":
@@ -55,5 +58,5 @@ class CountRequests:
             await self.app(scope, receive, note_status)
         finally:
             path = scope["route"].path if "route" in scope else "other"
-            self.metrics.requests.labels(path, statuses[0] if statuses else "none").inc()
-            self.metrics.seconds.labels(path).observe(time.monotonic() - start)
+            self.counters.requests.labels(path, statuses[0] if statuses else "none").inc()
+            self.counters.seconds.labels(path).observe(time.monotonic() - start)

@@ -1,0 +1,148 @@
+"""Makes gaps: texts from which a span was cut, which a model is to write again.
+
+The texts are held-out documents, or the solutions of problems with tests, as HumanEval-Infilling does it (Bavarian et
+al., arXiv 2207.14255). The same texts and seed make the same gaps, whatever the order of the texts.
+"""
+import hashlib
+import random
+import re
+from dataclasses import dataclass
+
+from nanochat.data.shards import require_files, whole_texts
+
+DOCUMENT_KINDS = ("single line", "several lines", "random span", "block", "arguments", "condition")
+FUNCTION_KINDS = ("single line", "several lines")
+ONE_LINE_KINDS = ("single line", "arguments", "condition")
+MIN_DOCUMENT_CHARACTERS = 500
+MAX_DOCUMENT_CHARACTERS = 50_000
+MAX_SPAN_CHARACTERS = 800
+MAX_LINES = 8
+
+# Brackets, and what may contain brackets that are none. A number comes first because of the quotes in 1'000.
+CODE_TOKEN = re.compile(r"""//[^\n]* | /\*.*?\*/ | R"(\w*)\(.*?\)\1" | "(?:\\.|[^"\\\n])*" | \d[\w']* |
+                        '(?:\\.|[^'\\\n])*' | [(){}]""", re.VERBOSE | re.DOTALL)
+_CALL = re.compile(r"(\w+)\s*$")
+_NO_CALL = {"if", "while", "for", "switch", "return", "catch", "sizeof", "alignof", "decltype", "defined"}
+
+
+@dataclass(frozen=True)
+class Gap:
+    name: str
+    kind: str
+    prefix: str
+    middle: str  # what was cut
+    suffix: str
+    problem: object = None  # whose tests decide, if there are any
+
+    def verdict(self, judge, text):
+        """Returns the Verdict of a text in the gap, or None if the whole file does not compile by itself."""
+        if self.problem:
+            return judge.judge(f"{self.problem.preamble}{self.prefix}{text}{self.suffix}\n", self.problem.tests)
+        if not judge.check_syntax(self.prefix + self.middle + self.suffix).passed:
+            return None
+        return judge.check_syntax(self.prefix + text + self.suffix)
+
+
+def document_gaps(documents, num_per_kind, seed):
+    """Returns up to `num_per_kind` Gaps of each of DOCUMENT_KINDS, at most one of a kind from each document."""
+    gaps = {kind: [] for kind in DOCUMENT_KINDS}
+    # The order is that of a hash, so the first documents are a random choice.
+    for key, text in sorted((_key(seed, text), text) for text in documents):
+        rng = random.Random(key)
+        for kind in DOCUMENT_KINDS:
+            found = [_random_span(text, rng)] if kind == "random span" else spans(text, kind)
+            if found and len(gaps[kind]) < num_per_kind:
+                gaps[kind].append(_cut(text, *rng.choice(found), kind))
+        if all(len(found) == num_per_kind for found in gaps.values()):
+            break
+    return [gap for found in gaps.values() for gap in found]
+
+
+def function_gaps(problems, num_per_kind, seed):
+    """Returns up to `num_per_kind` Gaps of each of FUNCTION_KINDS, cut from the solutions of `problems`."""
+    gaps = []
+    for kind in FUNCTION_KINDS:
+        found = []
+        for problem in problems:
+            if not problem.solution:
+                continue
+            shift = len(problem.prompt)
+            for begin, end in spans(problem.solution, kind):
+                text = problem.prompt + problem.solution
+                found.append(_cut(text, begin + shift, end + shift, kind, problem))
+        found.sort(key=lambda gap: _key(seed, gap.name))
+        gaps += found[:num_per_kind]
+    return gaps
+
+
+def read_documents(shards):
+    """Yields the texts of Shards that are neither very short nor very long."""
+    require_files(shards, "finding gaps")
+    for text in whole_texts(shards):
+        if MIN_DOCUMENT_CHARACTERS <= len(text) <= MAX_DOCUMENT_CHARACTERS:
+            yield text
+
+
+def _key(seed, text):
+    return hashlib.blake2b(f"{seed}:{text}".encode(errors="replace"), digest_size=8).hexdigest()
+
+
+def _cut(text, begin, end, kind, problem=None):
+    prefix = text[:begin]
+    middle = text[begin:end]
+    suffix = text[end:]
+    parts = "\0".join([kind, prefix, middle, suffix])
+    name = hashlib.blake2b(parts.encode(errors="replace"), digest_size=8).hexdigest()
+    if problem:
+        name = f"{problem.name}/{name[:6]}"
+    return Gap(name, kind, prefix, middle, suffix, problem)
+
+
+def _random_span(text, rng):
+    begin = rng.randrange(len(text))
+    return begin, min(len(text), begin + rng.randint(5, 200))
+
+
+def spans(text, kind):
+    """Returns the (begin, end) of all spans of this kind in `text`: whole lines without the last one's end, or what is
+    between two brackets."""
+    if kind == "single line":
+        found = [match.span() for match in re.finditer(r"^[^\n]*\w[^\n]*$", text, re.MULTILINE)
+                 if len(match[0].strip()) >= 5]
+    elif kind == "several lines":
+        lines = [match.span() for match in re.finditer(r"^.*\S.*$", text, re.MULTILINE)]
+        found = [(first[0], last[1]) for count in range(2, MAX_LINES + 1)
+                 for first, last in zip(lines, lines[count - 1:], strict=False)]
+    else:
+        opening = "{" if kind == "block" else "("
+        found = [span for span in _brackets(text, opening) if _is(kind, text, *span)]
+    return [(begin, end) for begin, end in found if end - begin <= MAX_SPAN_CHARACTERS]
+
+
+def _is(kind, text, begin, end):
+    """Returns whether the text between two brackets is of this kind."""
+    inside = text[begin:end]
+    if kind == "block":
+        return "\n" in inside and bool(inside.strip())
+    before = _CALL.search(text, max(0, begin - 80), begin - 1)
+    if not before or "\n" in inside or not inside.strip():
+        return False
+    if kind == "condition":
+        return before[1] in ("if", "while")
+    return before[1] not in _NO_CALL
+
+
+def _brackets(text, opening):
+    """Returns the (begin, end) of what is inside each pair of matching brackets that opens with `opening`."""
+    found = []
+    open_brackets = []
+    for match in CODE_TOKEN.finditer(text):
+        if match[0] in ("(", "{"):
+            open_brackets.append((match[0], match.end()))
+        elif match[0] in (")", "}") and open_brackets:
+            bracket, begin = open_brackets.pop()
+            if (bracket == "(") != (match[0] == ")"):
+                open_brackets.clear()  # a macro's bracket: begin again
+            elif bracket == opening:
+                found.append((begin, match.start()))
+    return sorted(found)

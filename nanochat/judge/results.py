@@ -1,0 +1,136 @@
+"""The file of an evaluation's results, which grows record by record, and the progress of the evaluation.
+
+The file is JSON lines: first the settings, then a record for each sample, in an order and with a content that depend on
+nothing but the settings. An evaluation that was killed goes on where it stopped.
+"""
+import hashlib
+import json
+import os
+import sys
+import time
+from contextlib import contextmanager
+
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from nanochat.common import BadInput, get_base_dir, require_writable_dir
+
+FIELDS = {  # of a record, as far as scores and pages are made of them
+    "name": str, "group": str, "text": str, "status": str | None, "message": str, "sample": int, "exact": bool,
+    "similarity": int | float, "bits": int | float, "bytes": int, "bits_without_suffix": int | float, "method": str,
+    "budget": int, "tokens": int, "calls": int}
+REQUIRED = {"name", "group", "text", "status"}
+REPORT_EVERY_S = 10  # in a log
+
+
+def results_dir(out_dir, kind, name, settings):
+    """Returns the folder of the results, which exists then: `out_dir` or, if that is None, one in
+    $NANOCHAT_BASE_DIR/`kind` whose name follows from the settings. Raises BadInput."""
+    if out_dir is None:
+        digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
+        out_dir = get_base_dir() / kind / f"{name}_{digest}"
+    return require_writable_dir(out_dir)
+
+
+@contextmanager
+def open_results(path, settings):
+    """Yields the Results in the file `path`. Raises BadInput if another process writes to its folder."""
+    try:
+        with FileLock(path.parent / ".lock", timeout=0), Results(path, settings) as results:
+            yield results
+    except Timeout:
+        raise BadInput(f"another evaluation is writing to {path.parent}: wait for it, or choose another --out_dir"
+                       ) from None
+
+
+class Results:
+    """The records of an evaluation, in a file. A context manager."""
+
+    def __init__(self, path, settings):
+        """Opens the file `path`, or makes it. Raises BadInput if it holds the results of other settings."""
+        self.records = []
+        if path.exists():
+            length = 0
+            if path.stat().st_size and not is_begun(path, settings):
+                found, self.records, length = read_results(path)
+                if found != settings:
+                    raise BadInput(f"{path} holds the results of another evaluation ({difference(found, settings)}): "
+                                   "move it away, or choose another --out_dir")
+            os.truncate(path, length)  # after the last whole line
+        self._file = open(path, "a", encoding="utf-8")
+        if not path.stat().st_size:
+            self._write(settings)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._file.close()
+
+    def add(self, record):
+        self.records.append(record)
+        self._write(record)
+
+    def _write(self, line):
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def is_begun(path, settings):
+    """Returns whether a file holds no more than a part of its first line: a kill or a full disk cut it."""
+    try:
+        return (json.dumps(settings) + "\n").encode().startswith(path.read_bytes())
+    except OSError:
+        return False
+
+
+def read_results(path):
+    """Returns (settings, records, length in bytes) of a file of results, up to its last whole line. Raises BadInput if
+    it is another file."""
+    try:
+        data = path.read_bytes()
+        data = data[:data.rfind(b"\n") + 1]
+        lines = [json.loads(line) for line in data.splitlines()]
+        if not all(isinstance(line, dict) for line in lines) or not lines or "format" not in lines[0]:
+            raise ValueError("it has no settings in its first line")
+        for number, record in enumerate(lines[1:], 2):
+            check_record(record, number)
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path} is not a file of results of code_eval ({error}): name another, or move it away"
+                       ) from None
+    return lines[0], lines[1:], len(data)
+
+
+def check_record(record, number):
+    """Raises ValueError unless the record in the line of this number has the fields that scores are made of."""
+    if not REQUIRED <= record.keys():
+        raise ValueError(f"line {number} is no sample with its verdict")
+    for key in record.keys() & FIELDS.keys():
+        if not isinstance(record[key], FIELDS[key]):
+            raise ValueError(f"line {number} has {key} = {json.dumps(record[key])[:40]}")
+
+
+def difference(settings, others):
+    """Returns in words the first setting that is not the same."""
+    for key in {**settings, **others}:
+        if settings.get(key) != others.get(key):
+            return f"{key} is {settings.get(key)} there and {others.get(key)} here"
+    return "the order of the settings"
+
+
+@contextmanager
+def progress(num_problems):
+    """Yields a function that shows that some more problems are done: a bar on a terminal, plain lines in a log."""
+    with tqdm(total=num_problems, unit="problem", disable=not sys.stderr.isatty()) as bar:
+        num_done = 0
+        said = time.monotonic()
+
+        def show(count):
+            nonlocal num_done, said
+            num_done += count
+            bar.update(count)
+            if bar.disable and time.monotonic() - said > REPORT_EVERY_S:
+                said = time.monotonic()
+                print(f"{num_done} of {num_problems} problems are done", file=sys.stderr, flush=True)
+
+        yield show

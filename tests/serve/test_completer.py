@@ -1,0 +1,58 @@
+"""What an editor is given to insert."""
+from dataclasses import replace
+
+import pytest
+
+from nanochat.infer.sample import Sampling
+from nanochat.serve.completer import Options, Shaper, end_of_block, without_repetition
+
+
+def test_a_model_that_was_not_trained_to_fill_gaps_reads_what_is_before_the_cursor(completer):
+    completion = replace(completer, fim=False, windows={}).complete("int a;\n  ret", "\n}\n", [], Options(Sampling()))
+    assert completion.timings.prompt_tokens == 1 + len("int a;\n  ret")
+
+
+@pytest.mark.parametrize("text, suffix, kept", [
+    ("return a + b;\n}\n", "\n}\n\nint main() {\n", "return a + b;"),  # the model wrote on in what follows
+    ("g(x))", ")", "g(x)"), ("g(x)", ")", "g(x)"), ("a, b);", ");", "a, b"),
+    ("\n    if (a) {\n        b();\n    }", "\n    }\n}\n", "\n    if (a) {\n        b();\n    }"),  # closes its own
+    ("value", "e;", "value"), ("a", "another", "a"),  # inside a word
+    ("x = 1;\n    y = 2;", "\n    y = 2;\n", "x = 1;"), ("x;\n", "\n", "x;"), ("", "}", ""), ("x", "", "x")])
+def test_what_stands_after_the_cursor_is_not_repeated(text, suffix, kept):
+    assert without_repetition(text, suffix) == kept
+
+
+@pytest.mark.parametrize("text, end", [
+    ("a;\n    b;\n}\nint c;", len("a;\n    b;")), ("a;\n\n    b;\n", None), ("a;\n    b;\n  ", None), ("a;\n\n\n}", 2),
+    ("a;\r\n}\r\n", 2), ("} // the line at the cursor does not count", None)])
+def test_a_text_ends_before_a_line_that_is_indented_less(text, end):
+    assert end_of_block(text, min_indent=4) == end
+    assert end_of_block(text, min_indent=0) is None
+
+
+def feed(text, suffix, **options):
+    pieces = []
+    shaper = Shaper(suffix, Options(Sampling(max_tokens=100), **options), pieces.append)
+    num_fed = 0
+    for character in text:
+        if shaper.ended:
+            break
+        shaper.add(character)
+        num_fed += 1
+    assert shaper.finish() == "".join(pieces)
+    return shaper.finish(), num_fed
+
+
+def test_pieces_are_shown_only_once_they_are_sure():
+    assert feed("return a;\n}\nint main", "\n}\n\nint main", min_indent=4)[0] == "return a;"
+    assert feed("return a;\n    }", "\n}\n") == ("return a;\n    }", 15)
+    assert feed("a;\n\n    b;", "", min_indent=4)[0] == "a;\n\n    b;"
+
+
+def test_generation_ends_when_a_line_of_the_suffix_is_repeated():
+    assert feed("y;\n}\n\nint main() {\n", "\n}\n\nint main() {\n") == ("y;", 5)
+
+
+def test_after_its_time_a_text_ends_with_a_line():
+    assert feed("a;\nb;\nc;", "", max_ms=0) == ("a;", 3)
+    assert feed("a;\nb;\nc;", "", max_ms=60_000)[0] == "a;\nb;\nc;"
