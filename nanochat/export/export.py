@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 
 from nanochat.checkpoint.format import SUMS, sha256_of_files, sync_to_disk
 from nanochat.common import BadInput
-from nanochat.model.layers import NORM_EPS, SCALES
+from nanochat.model.layers import NORM_EPS
 
 CODE = "modeling_nanochat_scaled"
 MODEL, CARD, CURVE = "model.safetensors", "README.md", "curve.png"
 FILES = {MODEL, CARD, CURVE, SUMS, f"{CODE}.py", "config.json", "generation_config.json", "tokenizer.json",
          "tokenizer_config.json"}
-# The names of a layer's weights in transformers, for those of layers.LayerWeights.
+# The names of a layer's weights in transformers, for those of weights.WEIGHTS.
 LAYER_NAMES = {"resid_scale": "resid_scale", "x0_scale": "x0_scale",
                "attn_q": "self_attn.q_proj.weight", "attn_k": "self_attn.k_proj.weight",
                "attn_v": "self_attn.v_proj.weight", "attn_o": "self_attn.o_proj.weight",
@@ -61,7 +61,7 @@ def weights(model):
     state = model.state_dict()
     named = {theirs: state[ours] for ours, theirs in OTHER_NAMES.items() if ours in state}
     for ours, theirs in LAYER_NAMES.items():
-        if ours not in state or ours in SCALES and not is_scaled(model):
+        if ours not in state or ours in ("resid_scale", "x0_scale") and not is_scaled(model):
             continue
         for layer, weight in enumerate(state[ours].unbind(0)):
             named[f"model.layers.{layer}.{theirs}"] = weight.reshape(weight.shape or (1,))

@@ -10,7 +10,7 @@ from nanochat.common import BadInput
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
 
-# nanochat's names of a layer's weights, for those of layers.LayerWeights.
+# nanochat's names of a layer's weights, for those of weights.WEIGHTS.
 LAYER_NAMES = {"attn_q": "attn.c_q.weight", "attn_k": "attn.c_k.weight", "attn_v": "attn.c_v.weight",
                "attn_o": "attn.c_proj.weight", "mlp_in": "mlp.c_fc.weight", "mlp_out": "mlp.c_proj.weight"}
 

@@ -4,16 +4,15 @@ Weights have a scale per row. Activations have one per position and are rounded 
 integers: their sums are exact, and a position's result does not depend on what else is computed with it. The products
 are FBGEMM's, which is part of PyTorch on x86.
 """
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
 from nanochat.common import BadInput
 from nanochat.kernels import plain
 from nanochat.model.gates import ATTENTION, MLP, VALUES, gate_of, gated
-from nanochat.model.layers import one_later, shift_keys, softcapped
+from nanochat.model.layers import CachedText, WholeText, shift_keys, softcapped
 
+KNOWN = {"head_dim", "layer_gates", "key_shift"}  # the LayerOptions that this file computes
 TINY = 1e-30  # instead of 0, by which nothing can be divided
 _linear = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
 
@@ -50,7 +49,11 @@ class Int8GPT:
         """Raises BadInput if this machine's PyTorch has no such products."""
         if "fbgemm" not in torch.backends.quantized.supported_engines:
             raise BadInput("--quantize=int8 needs an x86 processor: leave it out")
-        self.config, self.wte = model.config, model.wte.detach()
+        if unknown := model.options.unknown(KNOWN):
+            raise BadInput(f"--quantize=int8 is not for a model with {unknown}: leave it out")
+        self.config = model.config
+        self.options = model.options
+        self.wte = model.wte.detach()
         self.value_table = model.value_table.detach() if model.config.num_values else None
         self.cos = torch.cat([model.cos, model.cos], dim=-1)[:, None]  # (max_seq_len, 1, head_dim)
         self.sin = torch.cat([model.sin, -model.sin], dim=-1)[:, None]
@@ -63,19 +66,17 @@ class Int8GPT:
         positions = slice(0, ids.size(1)) if positions is None else positions
         rotary = self.cos[positions], self.sin[positions]
         x = x0 = _norm(F.embedding(ids, self.wte))
-        values = None if self.value_table is None else F.embedding(ids, self.value_table).unflatten(
-            -1, (-1, self.config.n_kv_head, self.config.head_dim)).unbind(2)
-        config = self.config
-        for index, (layer, window, slot) in enumerate(zip(self.layers, config.windows(), config.value_slots(),
-                                                          strict=True)):
-            def attend(q, k, v, index=index, window=window):
-                if cache is None:
-                    return plain.attention(q, k, v, window)
-                return cache.attend(index, q, k, v, positions, window)
-            before = None
-            if config.key_shift:
-                before = one_later if cache is None else partial(cache.keys_before, index, positions=positions)
-            x = layer(x, x0, rotary, attend, None if slot is None else values[slot], before)
+        values = None
+        if self.value_table is not None:
+            heads = self.config.n_kv_head, self.config.head_dim
+            values = F.embedding(ids, self.value_table).unflatten(-1, (-1, *heads)).unbind(2)
+        windows, slots = self.config.windows(), self.config.value_slots()
+        for index, layer in enumerate(self.layers):
+            text = WholeText(plain.attention, windows[index])
+            if cache is not None:
+                text = CachedText(cache, index, positions, windows[index])
+            value = None if slots[index] is None else values[slots[index]]
+            x = layer(x, x0, rotary, text, value)
         return _norm(x)
 
     def logits(self, hidden):
@@ -96,31 +97,37 @@ class _Int8Layer:
 
     def __init__(self, model, index):
         config = model.config
-        self.resid_scale, self.x0_scale = model.resid_scale[index].item(), model.x0_scale[index].item()
+        self.options = model.options
+        self.resid_scale = model.resid_scale[index].item()
+        self.x0_scale = model.x0_scale[index].item()
         self.qkv = Int8Matrix(torch.cat([model.attn_q[index], model.attn_k[index], model.attn_v[index]]).detach())
-        self.heads, self.head_dim = (config.n_head, config.n_kv_head, config.n_kv_head), config.head_dim
+        self.heads = config.n_head, config.n_kv_head, config.n_kv_head
         self.attn_o = Int8Matrix(model.attn_o[index].detach())
         self.mlp_in = Int8Matrix(model.mlp_in[index].detach())
         self.mlp_out = Int8Matrix(model.mlp_out[index].detach(), is_input_positive=True)  # after ReLU²
-        if config.layer_gates:
-            self.gate_map, self.gate_scale = model.gate_map[index].detach(), model.gate_scale[index].detach()
+        if self.options.layer_gates:
+            self.gate_map = model.gate_map[index].detach()
+            self.gate_scale = model.gate_scale[index].detach()
 
-    def __call__(self, x, x0, rotary, attend, value, before):
+    def __call__(self, x, x0, rotary, text, value):
+        head_dim = self.options.head_dim
         x = (x * self.resid_scale).add_(x0, alpha=self.x0_scale)  # (B, T, C)
         normed = _norm(x)
         qkv, (q, k, v) = self.qkv(normed), self.heads
-        if before:
-            keys = qkv[..., q * self.head_dim:(q + k) * self.head_dim]
-            keys.copy_(shift_keys(keys, before(keys), self.head_dim))
-        qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split([q + k, v], dim=2)  # (B, T, heads, head_dim)
-        v = gated(gate_of(self, VALUES, normed[:, :, None]), v)
-        v = v if value is None else v + value  # (B, T, heads, head_dim)
-        qk = _norm(torch.addcmul(qk * rotary[0], qk.roll(self.head_dim // 2, dims=-1), rotary[1]))
+        if self.options.key_shift:
+            keys = qkv[..., q * head_dim:(q + k) * head_dim]
+            keys.copy_(shift_keys(keys, text.before(keys), head_dim))
+        qk, v = qkv.unflatten(-1, (-1, head_dim)).split([q + k, v], dim=2)  # (B, T, heads, head_dim)
+        v = gated(gate_of(self.options, self, VALUES, normed[:, :, None]), v)
+        if value is not None:
+            v = v + value
+        qk = _norm(torch.addcmul(qk * rotary[0], qk.roll(head_dim // 2, dims=-1), rotary[1]))
         q, k = qk.transpose(1, 2).split([q, k], dim=1)  # (B, heads, T, head_dim)
-        attended = self.attn_o(attend(q, k, v.transpose(1, 2)).transpose(1, 2).flatten(2))
-        x = x.add_(gated(gate_of(self, ATTENTION, normed), attended))
+        attended = self.attn_o(text.attend(q, k, v.transpose(1, 2)).transpose(1, 2).flatten(2))
+        x = x.add_(gated(gate_of(self.options, self, ATTENTION, normed), attended))
         normed = _norm(x)
-        return x.add_(gated(gate_of(self, MLP, normed), self.mlp_out(self.mlp_in(normed).relu_().square_())))
+        hidden = self.mlp_in(normed).relu_().square_()
+        return x.add_(gated(gate_of(self.options, self, MLP, normed), self.mlp_out(hidden)))
 
 
 def _norm(x):

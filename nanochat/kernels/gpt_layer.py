@@ -13,30 +13,42 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanochat.device.xla_ops import add_to_columns, put, take, take_columns
+from nanochat.common import BadInput
+from nanochat.device.xla_ops import put, take
 from nanochat.kernels import plain
 from nanochat.kernels.layer_loop import Layer, LayerByHand
 from nanochat.kernels.sharded import WHOLE, Sharding
 from nanochat.model.gates import ATTENTION, MLP, VALUES, gate_backward, gate_of, gated
-from nanochat.model.layers import NORM_EPS, gpt_layer, one_later, shift_keys, shift_keys_backward
+from nanochat.model.layers import (
+    NORM_EPS,
+    LayerOptions,
+    WholeText,
+    gpt_layer,
+    one_later,
+    shift_keys,
+    shift_keys_backward,
+)
+
+KNOWN = {"head_dim", "layer_gates", "key_shift"}  # the LayerOptions that this file computes
 
 
 @dataclass(frozen=True)
 class AttentionByHand:
     """Attention of layer `index` with its own backward pass. q, k and v are stacks of (B, T, heads × head_dim): the
     products of attn_q, attn_k and attn_v, keys shifted, not yet rotated or normalised. The output y is (B, T,
-    H × head_dim).
-
-    forward(q, k, v, index, window, *tables) -> y, log_sums; window: int32 scalar, or None. log_sums is what else the
-        backward pass needs, fp32, or None
-    backward(q, k, v, index, window, log_sums, d_y, *tables) -> gradients of the layer's q, k and v. log_sums is a
-        stack, too
-    log_sums_shape(B, T, width of q) -> the shape of a layer's log_sums; None where there are none
-    row_major_matmul(x, weight): x @ weight for (B, T, in) and (in, out), which a TPU is to keep in memory in this order
-    """
+    H × head_dim)."""
+    # forward(q, k, v, index, window, *tables) -> y, log_sums. window: int32 scalar, or None. log_sums is what else the
+    # backward pass needs, fp32, or None.
     forward: Callable
+    # backward(q, k, v, index, window, log_sums, d_y, *tables) -> gradients of the layer's q, k and v. log_sums is a
+    # stack, too.
     backward: Callable
+    # tables(cos, sin) -> the tables, of those of layers.rotary_tables.
+    tables: Callable
+    # log_sums_shape(B, T, width of q) -> the shape of a layer's log_sums. None where there are none.
     log_sums_shape: Callable | None = None
+    # row_major_matmul(x, weight): x @ weight for (B, T, in) and (in, out), which a TPU is to keep in memory in this
+    # order.
     row_major_matmul: Callable = torch.matmul
 
 
@@ -65,23 +77,33 @@ class Saved(NamedTuple):
 @dataclass(frozen=True)
 class How:
     """How a layer is computed."""
+    options: LayerOptions
     attention: AttentionByHand
     sharding: Sharding = WHOLE
     keeps_qkv: bool = True  # otherwise the backward pass computes q, k and v again
-    shifted_head_dim: int = 0  # of heads whose keys go through shift_keys; 0: keys stay in place
 
 
 @cache
 def gpt_layer_for_loop(how):
-    """The GPT's Layer with its backward pass by hand."""
-    by_hand = LayerByHand(*(partial(function, how) for function in (_new_saved, _forward, _backward)))
-    return Layer(partial(_plain, how.shifted_head_dim), by_hand, how.sharding)
+    """The GPT's Layer, with its backward pass by hand where this file knows all of its options."""
+    by_hand = None
+    if unknown := how.options.unknown(KNOWN):
+        if how.sharding.tensor_groups:
+            raise BadInput(f"--mesh_tensor={len(how.sharding.tensor_groups[0])} is not for a model with {unknown}: "
+                           "use --mesh_tensor=1")
+    else:
+        by_hand = LayerByHand(*(partial(function, how) for function in (_new_saved, _forward, _backward)))
+    return Layer(partial(_by_definition, how.options), by_hand, how.sharding)
 
 
-def _plain(shifted_head_dim, x, x0, weights, window, tables):
+def tables_for_loop(how, rotary):
+    """Returns the tables that this Layer gets, of those of layers.rotary_tables."""
+    return how.attention.tables(*rotary) if gpt_layer_for_loop(how).by_hand else rotary
+
+
+def _by_definition(options, x, x0, weights, window, tables, value):
     rotary = [table.to(x.dtype) for table in tables]
-    return gpt_layer(x, x0, weights, rotary, lambda q, k, v: plain.attention(q, k, v, window),
-                     before=one_later if shifted_head_dim else None)
+    return gpt_layer(options, x, x0, weights, rotary, WholeText(plain.attention, window), value)
 
 
 def _new_saved(how, x, weights, slots):
@@ -95,112 +117,146 @@ def _new_saved(how, x, weights, slots):
     return tuple(saved)
 
 
-def _forward(how, x, index, saved, x0, weights, window, tables, values):
-    saved = Saved.of(how, saved)
-    x_in = _mixed(x, x0, weights)
+# -----------------------------------------------------------------------------
+# The passes. `given` is what the layer gets: layer_loop.Given
+
+
+def _forward(how, x, index, saved, given):
+    saved, weights = Saved.of(how, saved), given.weights
+    x_in = _mixed(x, given)
     scale = _reciprocal_rms(x_in)
-    products = _queries_keys_values(how, x_in, scale, weights, _value_of(values, weights))
+    q, k, v = _queries_keys_values(how, x_in, scale, weights, given.value())
     if how.keeps_qkv:
-        (q, k, v), at = (put(stack, index, product, use_from_memory=True)
-                         for stack, product in zip(saved[:3], products, strict=True)), index
+        at = index
+        q, k, v = (put(stack, index, product, use_from_memory=True)
+                   for stack, product in ((saved.q, q), (saved.k, k), (saved.v, v)))
+        saved = saved._replace(q=q, k=k, v=v)
     else:
-        (q, k, v), at = (product[None] for product in products), torch.zeros_like(index)
-    y, log_sums = how.attention.forward(q, k, v, at, window, *tables)
-    x_mid = x_in + gated(gate_of(weights, ATTENTION, x_in, scale), how.sharding.sum(F.linear(y, weights.attn_o)))
+        at = torch.zeros_like(index)
+        q, k, v = q[None], k[None], v[None]
+    y, log_sums = how.attention.forward(q, k, v, at, given.window, *given.tables)
+    attended = how.sharding.sum(F.linear(y, weights.attn_o))
+    x_mid = x_in + gated(gate_of(how.options, weights, ATTENTION, x_in, scale), attended)
     scale = _reciprocal_rms(x_mid)
     h = F.relu(scale * F.linear(x_mid, weights.mlp_in)).to(x.dtype)
     h = put(saved.h, index, h, use_from_memory=True)
-    out = x_mid + gated(gate_of(weights, MLP, x_mid, scale),
-                        how.sharding.sum(F.linear(take(h, index).square(), weights.mlp_out)))
-    new_saved = Saved(*((q, k, v) if how.keeps_qkv else [None] * 3), put(saved.y, index, y), h,
-                      None if saved.x_mid is None else put(saved.x_mid, index, x_mid),
-                      None if log_sums is None else put(saved.log_sums, index, log_sums))
-    return out, new_saved.stacks()
+    added = how.sharding.sum(F.linear(take(h, index).square(), weights.mlp_out))
+    out = x_mid + gated(gate_of(how.options, weights, MLP, x_mid, scale), added)
+    saved = saved._replace(y=put(saved.y, index, y), h=h)
+    if saved.x_mid is not None:
+        saved = saved._replace(x_mid=put(saved.x_mid, index, x_mid))
+    if log_sums is not None:
+        saved = saved._replace(log_sums=put(saved.log_sums, index, log_sums))
+    return out, saved.stacks()
 
 
 def _queries_keys_values(how, x_in, scale, weights, value):
-    """Yields attention's queries, keys and values, (B, T, width) each. scale: the reciprocal root mean square of x_in;
-    value: what is added to the values, or None."""
-    yield (scale * F.linear(x_in, weights.attn_q)).to(x_in.dtype)
+    """Returns attention's queries, keys and values, (B, T, width) each. scale: the reciprocal root mean square of
+    x_in; value: what is added to the values, or None."""
+    q = (scale * F.linear(x_in, weights.attn_q)).to(x_in.dtype)
     k = (scale * F.linear(x_in, weights.attn_k)).to(x_in.dtype)
-    yield shift_keys(k, one_later(k), how.shifted_head_dim) if how.shifted_head_dim else k
-    product = gated(gate_of(weights, VALUES, x_in, scale), scale * F.linear(x_in, weights.attn_v))
-    yield (product if value is None else product + value).to(x_in.dtype)
+    if how.options.key_shift:
+        k = shift_keys(k, one_later(k), how.options.head_dim)
+    v = gated(gate_of(how.options, weights, VALUES, x_in, scale), scale * F.linear(x_in, weights.attn_v))
+    if value is not None:
+        v = v + value
+    return q, k, v.to(x_in.dtype)
 
 
-def _backward(how, x, index, d_out, saved, x0, weights, window, tables, values, d_values):
-    saved, dtype = Saved.of(how, saved), d_out.dtype
-    value = _value_of(values, weights)
+def _backward(how, x, index, d_out, saved, given):
+    saved, weights = Saved.of(how, saved), given.weights
     y, h = take(saved.y, index), take(saved.h, index)
-    x_in = _mixed(x, x0, weights)
-    has_gates = hasattr(weights, "gate_map")
-    scale_in = _reciprocal_rms(x_in) if has_gates else None
-    gate_in = gate_of(weights, ATTENTION, x_in, scale_in)
-    x_mid = x_in + gated(gate_in, F.linear(y, weights.attn_o)) if saved.x_mid is None else take(saved.x_mid, index)
+    x_in = _mixed(x, given)
+    gate = None
+    if how.options.layer_gates:
+        gate = gate_of(how.options, weights, ATTENTION, x_in, _reciprocal_rms(x_in))
+    if saved.x_mid is None:
+        x_mid = x_in + gated(gate, F.linear(y, weights.attn_o))
+    else:
+        x_mid = take(saved.x_mid, index)
+    d_mid, of_mlp, mlp_gate = _mlp_backward(how, x_mid, h, d_out, weights)
+    d_attn_o = _gradient_of_weight(d_mid, gated(gate, y))
+    d_y = gated(gate, d_mid @ weights.attn_o)
+    d_read, d_v, of_qkv, attention_gates = _attention_backward(how, index, saved, x_in, y, d_y, given)
+    d_in = d_mid + d_read
+    of_gates = {}
+    if how.options.layer_gates:
+        of_gates = {"gate_map": torch.cat([attention_gates.d_maps, mlp_gate.d_maps]),
+                    "gate_scale": torch.stack([*attention_gates.d_scales, *mlp_gate.d_scales])}
+    d_weights = type(weights)(resid_scale=(d_in.float() * x.float()).sum(),
+                              x0_scale=(d_in.float() * given.x0.float()).sum(),
+                              attn_o=d_attn_o, **of_qkv, **of_mlp, **of_gates)
+    return weights.resid_scale * d_in, weights.x0_scale * d_in, d_v, d_weights
+
+
+class OfGates(NamedTuple):
+    """Gradients of some of a layer's gates."""
+    d_maps: torch.Tensor  # (gates, C)
+    d_scales: tuple  # (1,) each
+
+
+def _mlp_backward(how, x_mid, h, d_out, weights):
+    """Returns the gradient of x_mid, those of the weights, and OfGates or None."""
+    dtype = d_out.dtype
     scale = _reciprocal_rms(x_mid)
-    gate = gate_of(weights, MLP, x_mid, scale)
+    gate = gate_of(how.options, weights, MLP, x_mid, scale)
     # In an order of the compiler's choice, v6e would copy this product and h into another order, and back.
     d_act = how.attention.row_major_matmul(d_out, weights.mlp_out)
     d_h = (2 * scale * h * gated(gate, d_act)).to(dtype)  # with the scale of norm(x_mid)
-    d_mlp_out = _gradient_of_weight(d_out, gated(gate, h.square()))
-    d_mlp_in = _gradient_of_weight(d_h, x_mid)
+    of_weights = {"mlp_out": _gradient_of_weight(d_out, gated(gate, h.square())),
+                  "mlp_in": _gradient_of_weight(d_h, x_mid)}
     d_scaled = how.sharding.sum(d_h @ weights.mlp_in)
-    if has_gates:  # what leaves the MLP × its gradient is half of this sum, because the MLP is of the second degree
+    of_gate = None
+    if how.options.layer_gates:
+        # What leaves the MLP × its gradient is half of this sum, because the MLP is of the second degree.
         change = (x_mid.float() * d_scaled.float()).sum(-1, keepdim=True) / 2
         d_gate, d_scale = gate_backward(weights, MLP, x_mid, scale, change)
         d_scaled = d_scaled + d_gate * weights.gate_map[MLP]
-        d_map = _gradient_of_weight(d_gate.to(dtype), x_mid)
-    d_mid = d_out + _norm_backward(x_mid, scale, d_scaled)
-    d_attn_o = _gradient_of_weight(d_mid, gated(gate_in, y))
-    d_y = gated(gate_in, d_mid @ weights.attn_o)
+        of_gate = OfGates(_gradient_of_weight(d_gate.to(dtype), x_mid), (d_scale,))
+    return d_out + _norm_backward(x_mid, scale, d_scaled), of_weights, of_gate
+
+
+def _attention_backward(how, index, saved, x_in, y, d_y, given):
+    """Returns the gradient of x_in, from what attention reads of it, that of attention's values, those of the weights
+    of queries, keys and values, and OfGates or None."""
+    dtype, weights, value = d_y.dtype, given.weights, given.value()
     scale = _reciprocal_rms(x_in)
     q, k, v, log_sums, at = saved.q, saved.k, saved.v, saved.log_sums, index
     if not how.keeps_qkv:
         q, k, v = (product[None] for product in _queries_keys_values(how, x_in, scale, weights, value))
-        log_sums, at = None if log_sums is None else take(log_sums, index)[None], torch.zeros_like(index)
-    d_q, d_k, d_v = how.attention.backward(q, k, v, at, window, log_sums, d_y, *tables)
-    if how.shifted_head_dim:
-        d_k = shift_keys_backward(d_k, how.shifted_head_dim)
-    if values:
-        d_values = [add_to_columns(*d_values, values[0], d_v)]  # where the layer adds a value
-    d_of_gates = ()
-    if has_gates:
+        at = torch.zeros_like(index)
+        if log_sums is not None:
+            log_sums = take(log_sums, index)[None]
+    d_q, d_k, d_v = how.attention.backward(q, k, v, at, given.window, log_sums, d_y, *given.tables)
+    if how.options.key_shift:
+        d_k = shift_keys_backward(d_k, how.options.head_dim)
+    d_product, of_gates = d_v, None  # d_product: of the product of attn_v
+    if how.options.layer_gates:
         v = take(v, at).float()
-        changes = how.sharding.sums(*((out.float() * d_out.float()).sum(-1, keepdim=True)
-                                      for out, d_out in ((v if value is None else v - value, d_v), (y, d_y))))
-        d_gates, d_scales = zip(*(gate_backward(weights, which, x_in, scale, change)
-                                  for which, change in zip((VALUES, ATTENTION), changes, strict=True)), strict=True)
-        d_v = gated(gate_of(weights, VALUES, x_in, scale), d_v)
-        d_maps = _gradient_of_weight(torch.cat(d_gates, -1).to(dtype), x_in)
-        d_of_gates = torch.cat([d_maps, d_map]), torch.stack([*d_scales, d_scale])
+        gated_product = v if value is None else v - value
+        changes = how.sharding.sums((gated_product.float() * d_v.float()).sum(-1, keepdim=True),
+                                    (y.float() * d_y.float()).sum(-1, keepdim=True))
+        d_values_gate, d_values_scale = gate_backward(weights, VALUES, x_in, scale, changes[0])
+        d_gate, d_scale = gate_backward(weights, ATTENTION, x_in, scale, changes[1])
+        d_product = gated(gate_of(how.options, weights, VALUES, x_in, scale), d_v)
+        d_gates = torch.cat([d_values_gate, d_gate], -1)
+        of_gates = OfGates(_gradient_of_weight(d_gates.to(dtype), x_in), (d_values_scale, d_scale))
     normed = (scale * x_in).to(dtype)
-    d_attn_q, d_attn_k, d_attn_v = (_gradient_of_weight(d, normed) for d in (d_q, d_k, d_v))
-    d_normed = how.sharding.sum(d_q @ weights.attn_q + d_k @ weights.attn_k + d_v @ weights.attn_v)
+    of_weights = {"attn_q": _gradient_of_weight(d_q, normed), "attn_k": _gradient_of_weight(d_k, normed),
+                  "attn_v": _gradient_of_weight(d_product, normed)}
+    d_normed = how.sharding.sum(d_q @ weights.attn_q + d_k @ weights.attn_k + d_product @ weights.attn_v)
     d_scaled = scale * d_normed
-    if has_gates:
-        d_scaled = d_scaled + d_gates[0] * weights.gate_map[VALUES] + d_gates[1] * weights.gate_map[ATTENTION]
-    d_in = d_mid + _norm_backward(x_in, scale, d_scaled)
-    d_resid_scale, d_x0_scale = ((d_in.float() * source.float()).sum() for source in (x, x0))
-    d_weights = type(weights)(d_resid_scale, d_x0_scale, d_attn_q, d_attn_k, d_attn_v, d_attn_o, d_mlp_in, d_mlp_out,
-                              *d_of_gates)
-    return weights.resid_scale * d_in, weights.x0_scale * d_in, d_values, d_weights
+    if how.options.layer_gates:
+        d_scaled = d_scaled + d_values_gate * weights.gate_map[VALUES] + d_gate * weights.gate_map[ATTENTION]
+    return _norm_backward(x_in, scale, d_scaled), d_v, of_weights, of_gates
 
 
-def _value_of(values, weights):
-    """Returns what the layer adds to attention's values, (B, T, C_kv), or None where no layer adds any.
-
-    values: None, or the layer's number and an array (B, T, n × C_kv). The layer adds the block of columns with that
-    number, or 0 if the number is n.
-    """
-    if values is None:
-        return None
-    number, array = values
-    value = take_columns(array, number, weights.attn_v.size(-2))
-    return torch.where(number < array.size(-1) // value.size(-1), value, 0.0).to(value.dtype)
+# -----------------------------------------------------------------------------
+# Their parts
 
 
-def _mixed(x, x0, weights):
-    return weights.resid_scale * x + weights.x0_scale * x0
+def _mixed(x, given):
+    return given.weights.resid_scale * x + given.weights.x0_scale * given.x0
 
 
 def _reciprocal_rms(x):

@@ -18,7 +18,7 @@ from nanochat.device.collectives import (
     sum_in_groups,
 )
 from nanochat.device.xla_ops import wait_for
-from nanochat.model.parts import INPUTS_DIVIDED, UNDIVIDED
+from nanochat.model.weights import DIVIDED_BY_INPUTS, UNDIVIDED
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Sharding:
 
     def gather(self, part, name=None):
         """Returns the whole weight (out, in), of this rank's part (out / ranks, in). Scalars are whole, and so is what
-        has a name in parts.UNDIVIDED."""
+        has a name in weights.UNDIVIDED."""
         return gather_in_groups(part, _lists(self.groups)) if self._divides(part, name) else part
 
     def scatter(self, gradient, name=None):
@@ -62,7 +62,7 @@ class Sharding:
         if not self.tensor_groups or part.dim() < 2 or name in UNDIVIDED:
             return part
         parts = gather_in_groups(part, _lists(self.tensor_groups))
-        if name in INPUTS_DIVIDED:
+        if name in DIVIDED_BY_INPUTS:
             return parts.unflatten(0, (len(self.tensor_groups[0]), -1)).movedim(0, 1).flatten(1)
         return parts
 

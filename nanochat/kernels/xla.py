@@ -10,7 +10,7 @@ from nanochat.device import tpu
 from nanochat.device.jax_import import import_jax
 from nanochat.device.xla_ops import jax_call, row_major_matmul, take, use_device_of
 from nanochat.kernels import plain, xla_loss
-from nanochat.kernels.gpt_layer import AttentionByHand, How, gpt_layer_for_loop
+from nanochat.kernels.gpt_layer import AttentionByHand, How, gpt_layer_for_loop, tables_for_loop
 from nanochat.kernels.layer_loop import run_layers
 from nanochat.kernels.sharded import WHOLE
 from nanochat.model.layers import NORM_EPS, Kernels, apply_rotary, norm, split_heads
@@ -23,15 +23,15 @@ def get_kernels(name, interpret, sharding):
     if name == "flash":
         import_jax()
 
-    def run_all(x, stacks, windows, rotary, key_shift, recompute, values):
-        sizes, of_layers = windows or ((), None)
+    def run_all(options, x, stacks, windows, rotary, recompute, values):
+        sizes = windows.sizes if windows else ()
         attention = _pallas_attention(interpret, *chip, sizes) if name == "flash" else PYTORCH_ATTENTION
-        tables = _pallas_tables(*rotary) if name == "flash" else rotary
-        how = How(attention, sharding, recompute != "qkv", 2 * rotary[0].size(-1) if key_shift else 0)
+        how = How(options, attention, sharding, keeps_qkv=recompute != "qkv")
         if values and sharding.tensor_groups:
-            numbers, array = values
-            values = numbers, _OfOwnHeads.apply(array, sharding.whole_shape(stacks.attn_v).size(1), sharding)
-        return run_layers(gpt_layer_for_loop(how), x, stacks, of_layers, tables, recompute == "all", values)
+            width = sharding.whole_shape(stacks.attn_v).size(1)
+            values = values._replace(array=_OfOwnHeads.apply(values.array, width, sharding))
+        return run_layers(gpt_layer_for_loop(how), x, stacks, windows.of_layers if windows else None,
+                          tables_for_loop(how, rotary), recompute == "all", values)
 
     def mean_cross_entropy(hidden, head, targets, softcap):
         return xla_loss.MeanCrossEntropy.apply(hidden, head, targets, softcap, sharding)
@@ -65,7 +65,11 @@ def _backward_of_layer(q, k, v, index, window, log_sums, d_y, *tables):
         return torch.autograd.grad(_attend(*inputs, window, *tables), inputs, d_y)
 
 
-PYTORCH_ATTENTION = AttentionByHand(_forward_of_layer, _backward_of_layer)
+def _rotary_tables(cos, sin):
+    return cos, sin
+
+
+PYTORCH_ATTENTION = AttentionByHand(_forward_of_layer, _backward_of_layer, _rotary_tables)
 
 
 def _pallas_tables(cos, sin):
@@ -98,7 +102,7 @@ def _pallas_attention(interpret, matrix_unit, max_whole, windows):
     def backward(q, k, v, index, window, log_sums, d_y, *tables):
         return call(pallas_attention.backward, index, window, q, k, v, log_sums, d_y, *tables)
 
-    return AttentionByHand(forward, backward, pallas_parts.log_sums_shape,
+    return AttentionByHand(forward, backward, _pallas_tables, pallas_parts.log_sums_shape,
                            *([] if interpret else [row_major_matmul]))
 
 

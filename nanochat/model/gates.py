@@ -11,10 +11,10 @@ VALUES, ATTENTION, MLP = range(3)  # the gates in a layer's gate_map, (3, C), an
 NUM_GATES = 3
 
 
-def gate_of(weights, which, x, scale=None):
-    """Returns a gate (B, T, 1) of x (B, T, C), fp32, or None where a layer's weights have none. scale: what makes
-    norm(x) of x, (B, T, 1); None: x is norm(x)."""
-    if not hasattr(weights, "gate_map"):
+def gate_of(options, weights, which, x, scale=None):
+    """Returns a gate (B, T, 1) of x (B, T, C), fp32, or None where a layer with these LayerOptions has none. scale:
+    what makes norm(x) of x, (B, T, 1); None: x is norm(x)."""
+    if not options.layer_gates:
         return None
     return weights.gate_scale[which].float() * 2 * torch.sigmoid(_logit(weights, which, x, scale))
 
@@ -35,4 +35,6 @@ def gate_backward(weights, which, x, scale, change):
 
 def _logit(weights, which, x, scale):
     product = (x.float() * weights.gate_map[which].float()).sum(-1, keepdim=True)
-    return product if scale is None else scale * product
+    if scale is None:
+        return product
+    return scale * product

@@ -4,39 +4,25 @@ grouped-query attention and, where asked for, short attention windows. It does n
 The weights of all layers are stacked: `attn_q` is (layer, out, in). So Muon orthogonalises all layers in one batched
 product, gradients are a few large tensors for the collectives, and a loop over the layers needs no copy.
 """
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanochat.model.gates import NUM_GATES
 from nanochat.model.layers import (
-    GatedLayerWeights,
-    LayerWeights,
+    CachedText,
+    LayerOptions,
+    LayerValues,
+    LayerWindows,
+    WholeText,
     causal_mask,
     gpt_layer,
     norm,
-    one_later,
     rotary_tables,
     softcapped,
 )
-
-VALUE_SPREAD = 1.5  # of value embeddings at the start, over that of the matrices (nanochat)
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a model's weights begin."""
-    embedding_spread: float = 1.0  # standard deviation of the embedding
-    mlp_in_spread: float = 1.0  # of the matrices mlp_in, over that of attention's
-    resid_scales: tuple = (1.0, 1.0)  # of the first layer and of the last; in between they change evenly
-    x0_scales: tuple = (0.1, 0.1)
-
-
-# nanochat's, which are worth 0.15 bits per byte with value embeddings, and nothing without (dev/LOG.md, 2026-11-24).
-START_WITH_VALUES = Start(0.8, 0.4, (1.15, 1.05), (0.2, 0.05))
+from nanochat.model.weights import initial_weights, layer_weights, shapes
 
 
 class KVCache:
@@ -87,27 +73,13 @@ class GPT(nn.Module):
         backward pass computes again instead of keeping it, one of layers.RECOMPUTED; "none" or "all" where the kernels
         run one layer after the other."""
         super().__init__()
-        self.config, self.kernels, self.compute_dtype = config, kernels, compute_dtype
+        self.config = config
+        self.options = LayerOptions.of(config)
+        self.kernels = kernels
+        self.compute_dtype = compute_dtype
         self.activation_checkpointing = activation_checkpointing
-        layers, width, kv_width = config.n_layer, config.n_embd, config.n_kv_head * config.head_dim
-
-        def parameter(*shape):
-            return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
-
-        self.wte = parameter(config.vocab_size, width)
-        self.attn_q = parameter(layers, width, width)
-        self.attn_k = parameter(layers, kv_width, width)
-        self.attn_v = parameter(layers, kv_width, width)
-        self.attn_o = parameter(layers, width, width)
-        self.mlp_in = parameter(layers, 4 * width, width)
-        self.mlp_out = parameter(layers, width, 4 * width)
-        self.resid_scale = parameter(layers)
-        self.x0_scale = parameter(layers)
-        if config.layer_gates:
-            self.gate_map, self.gate_scale = parameter(layers, NUM_GATES, width), parameter(layers, NUM_GATES, 1)
-        if config.num_values:  # a row has the vectors of a token for all layers that add one
-            self.value_table = parameter(config.vocab_size, config.num_values * kv_width)
-        self.lm_head = parameter(config.vocab_size, width)
+        for name, shape in shapes(config).items():
+            setattr(self, name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
         cos, sin = rotary_tables(torch.arange(config.max_seq_len), config.head_dim, config.rotary_base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -160,39 +132,52 @@ class GPT(nn.Module):
         their own position.
         """
         x0 = norm(self.kernels.embedding(ids, self.wte, self.compute_dtype))  # (B, T, C)
-        weights_type = GatedLayerWeights if self.config.layer_gates else LayerWeights
-        stacks = weights_type(*(getattr(self, name) for name in weights_type._fields))
-        windows, slots, values = self.config.windows(), self.config.value_slots(), self.values(ids)
         if self.kernels.run_layers and cache is None:
-            rotary = self.cos[:ids.size(1)], self.sin[:ids.size(1)]
-            sizes = tuple(sorted({window or self.config.max_seq_len for window in windows}))
-            return norm(self.kernels.run_layers(x0, stacks, (sizes, self.windows) if any(windows) else None, rotary,
-                                                self.config.key_shift, self.activation_checkpointing,
-                                                None if values is None else (self.slots, values)))
-        positions = torch.arange(ids.size(1), device=ids.device) if positions is None else positions
+            return norm(self._all_layers(x0, ids))
+        return norm(self._layer_by_layer(x0, ids, cache, positions))
+
+    def _stacks(self):
+        names = layer_weights(self.config)._fields
+        return layer_weights(self.config)(*(getattr(self, name) for name in names))
+
+    def _all_layers(self, x0, ids):
+        """Returns x after all layers, by the function that runs them together."""
+        windows, values = None, self.values(ids)
+        if any(self.config.windows()):
+            sizes = {window or self.config.max_seq_len for window in self.config.windows()}
+            windows = LayerWindows(tuple(sorted(sizes)), self.windows)
+        if values is not None:
+            values = LayerValues(self.slots, values, self.config.num_values)
+        rotary = self.cos[:ids.size(1)], self.sin[:ids.size(1)]
+        return self.kernels.run_layers(self.options, x0, self._stacks(), windows, rotary, self.activation_checkpointing,
+                                       values)
+
+    def _layer_by_layer(self, x0, ids, cache, positions):
+        if positions is None:
+            positions = torch.arange(ids.size(1), device=ids.device)
         rotary = self.cos[positions].to(self.compute_dtype), self.sin[positions].to(self.compute_dtype)
+        windows, slots, values = self.config.windows(), self.config.value_slots(), self.values(ids)
+        recomputes = self.activation_checkpointing == "all" and torch.is_grad_enabled()
         x = x0
         # unbind's backward pass is one stack, where that of indexing would add up whole stacks
-        for index, weights in enumerate(zip(*(stack.unbind(0) for stack in stacks), strict=True)):
-            def attend(q, k, v, index=index):
-                if cache is None:
-                    return self.kernels.attention(q, k, v, windows[index])
-                return cache.attend(index, q, k, v, positions, windows[index])
-
-            before = None
-            if self.config.key_shift:
-                before = one_later if cache is None else partial(cache.keys_before, index, positions=positions)
-
-            def run_layer(x, x0, value, *weights, attend=attend, before=before):
-                weights = self._whole(x, dict(zip(weights_type._fields, weights, strict=True)))
-                return gpt_layer(x, x0, weights_type(*weights), rotary, attend, value, before)
-
-            value = None if slots[index] is None else values.chunk(self.config.num_values, -1)[slots[index]]
-            if self.activation_checkpointing == "all" and torch.is_grad_enabled():
+        for index, weights in enumerate(zip(*(stack.unbind(0) for stack in self._stacks()), strict=True)):
+            text = WholeText(self.kernels.attention, windows[index])
+            if cache is not None:
+                text = CachedText(cache, index, positions, windows[index])
+            value = None
+            if slots[index] is not None:
+                value = values.chunk(self.config.num_values, -1)[slots[index]]
+            run_layer = partial(self._layer, rotary, text)
+            if recomputes:
                 x = self.kernels.recompute(run_layer, x, x0, value, *weights)
             else:
                 x = run_layer(x, x0, value, *weights)
-        return norm(x)
+        return x
+
+    def _layer(self, rotary, text, x, x0, value, *weights):
+        weights_type = layer_weights(self.config)
+        whole = self._whole(x, dict(zip(weights_type._fields, weights, strict=True)))
+        return gpt_layer(self.options, x, x0, weights_type(*whole), rotary, text, value)
 
     def _whole(self, after, weights):
         return weights.values() if self.kernels.whole is None else self.kernels.whole(after, weights)
@@ -221,31 +206,3 @@ class GPT(nn.Module):
         if reduction == "mean":
             return self.kernels.mean_cross_entropy(*arguments)
         return self.kernels.cross_entropy(*arguments).view_as(targets)
-
-
-@torch.no_grad()
-def initial_weights(config, seed=0):
-    """Yields (name, index, tensor) of all initial weights on the CPU: layer `index` of a stack of matrices, or, where
-    the index is None, the whole weight. So whoever keeps parts of them never holds a whole stack."""
-    shapes = {name: p.shape for name, p in GPT.on_meta(config).named_parameters()}
-    generator = torch.Generator().manual_seed(seed)
-    start = START_WITH_VALUES if config.num_values else Start()
-    bound = (3 / config.n_embd) ** 0.5  # uniform with the standard deviation 1 / sqrt(width)
-    yield "wte", None, torch.empty(shapes["wte"]).normal_(0.0, start.embedding_spread, generator=generator)
-    # near-uniform predictions at the start
-    yield "lm_head", None, torch.empty(shapes["lm_head"]).normal_(0.0, 0.001, generator=generator)
-    for name in ("attn_q", "attn_k", "attn_v", "mlp_in"):
-        spread = start.mlp_in_spread * bound if name == "mlp_in" else bound
-        for layer in range(config.n_layer):
-            yield name, layer, torch.empty(shapes[name][1:]).uniform_(-spread, spread, generator=generator)
-    for name in ("attn_o", "mlp_out"):  # every layer begins as the identity
-        for layer in range(config.n_layer):
-            yield name, layer, torch.zeros(shapes[name][1:])
-    for name, (first, last) in (("resid_scale", start.resid_scales), ("x0_scale", start.x0_scales)):
-        yield name, None, torch.linspace(first, last, config.n_layer)
-    if config.layer_gates:  # every gate is 1
-        yield "gate_map", None, torch.zeros(shapes["gate_map"])
-        yield "gate_scale", None, torch.ones(shapes["gate_scale"])
-    if config.num_values:
-        spread = VALUE_SPREAD * bound
-        yield "value_table", None, torch.empty(shapes["value_table"]).uniform_(-spread, spread, generator=generator)

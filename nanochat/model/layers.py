@@ -1,7 +1,7 @@
-"""What the model and its kernels share: the parts of a layer, the weights of a layer, and the interface of kernels."""
+"""What the model and its kernels share: the layer and its parts, its options, and the interface of kernels."""
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,58 +12,70 @@ NORM_EPS = torch.finfo(torch.float32).eps  # for every dtype
 IGNORE_INDEX = -1  # the loss of a target with this value is 0
 
 
-class LayerWeights(NamedTuple):
-    """The weights of a layer. The model holds each of them as one stack over all layers, (layers, …)."""
-    resid_scale: torch.Tensor  # (): the layer's input is resid_scale × x + x0_scale × embedding (modded-nanogpt)
-    x0_scale: torch.Tensor  # ()
-    attn_q: torch.Tensor  # (C, C)
-    attn_k: torch.Tensor  # (C_kv, C)
-    attn_v: torch.Tensor  # (C_kv, C)
-    attn_o: torch.Tensor  # (C, C)
-    mlp_in: torch.Tensor  # (4 C, C)
-    mlp_out: torch.Tensor  # (C, 4 C)
-
-
-# The same for a model with gates (gates.py). gate_map is (3, C), gate_scale (3, 1).
-GatedLayerWeights = NamedTuple("GatedLayerWeights", [*LayerWeights.__annotations__.items(), ("gate_map", torch.Tensor),
-                                                     ("gate_scale", torch.Tensor)])
-
-MATRICES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_out")  # Muon updates these, AdamW the rest
-SCALES = ("resid_scale", "x0_scale")
 RECOMPUTED = ("none", "qkv", "all")  # what the backward pass computes again of a layer: qkv is queries, keys, values
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """The functions with which a GPT computes. nanochat/kernels/choose.py has the choices.
+class LayerOptions:
+    """What a layer computes: the fields of GPTConfig that say so, by their names. An option that is off is False.
 
-    attention(q, k, v, window): causal attention of q (B, H, T, D) with k and v (B, H_kv, T, D) -> (B, H, T, D). A
-        position sees itself and the `window` - 1 positions before it, or all of them if the window is None
-    cross_entropy(hidden, head, targets, softcap): losses (N,), fp32, nats, of hidden (N, C), head (V, C) and targets
-        (N,); it may have no gradient
-    mean_cross_entropy: the mean of these losses, a scalar with a gradient, for training
-    mean_distillation(hidden, head, targets, softcap, teaching): the mean loss of a student, as kernels/distillation.py
-        defines it, a scalar with a gradient; teaching is a Teaching
-    embedding(ids, table, dtype): the vectors in table (V, C) of ids (B, T) -> (B, T, C)
-    recompute(function, *args): function(*args), which is computed again in the backward pass instead of keeping its
-        activations
-    run_layers(x, stacks, windows, rotary, key_shift, recompute, values): x (B, T, C) after all layers, whose weights
-        are `stacks`, LayerWeights or GatedLayerWeights; windows is the sizes that occur, ints, and each layer's, int32
-        (layers,), or None where every layer sees all positions; rotary is cos and sin (T, head_dim / 2); key_shift says
-        whether keys go through shift_keys; recompute is one of RECOMPUTED; values is which of the n blocks of C_kv
-        columns of an array (B, T, n × C_kv) each layer adds to attention's values, int32 (layers,), n where it adds
-        none, and that array; or None. run_layers itself is None where the model runs one layer after the other
-    whole(after, parts): the whole weights, a list, of {name: this rank's part}, gathered once the tensor `after` is
-        known, so that few are whole at a time; None where ranks have whole weights. The functions above take parts
+    A new option is a field here and in GPTConfig, and a line in gpt_layer. Whatever computes a layer in its own way
+    says which options it knows, and leaves models with others alone (see unknown).
     """
+    head_dim: int
+    layer_gates: bool = False  # see gates.py
+    key_shift: bool = False  # see shift_keys
+
+    @classmethod
+    def of(cls, config):
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+
+    def unknown(self, known):
+        """Returns the names of the options that are on and not among the `known` ones, as flags: text, "" if none."""
+        names = [field.name for field in fields(self) if getattr(self, field.name) and field.name not in known]
+        return ", ".join(f"--{name}" for name in names)
+
+
+class LayerWindows(NamedTuple):
+    """How many positions each layer's attention sees."""
+    sizes: tuple  # those that occur, ints
+    of_layers: torch.Tensor  # int32 (layers,)
+
+
+class LayerValues(NamedTuple):
+    """What layers add to attention's values: one of `count` blocks of columns of an array."""
+    numbers: torch.Tensor  # of each layer's block, int32 (layers,); `count` where a layer adds none
+    array: torch.Tensor  # (B, T, count × C_kv)
+    count: int
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The functions with which a GPT computes. nanochat/kernels/choose.py has the choices."""
     name: str
+    # attention(q, k, v, window): causal attention of q (B, H, T, D) with k and v (B, H_kv, T, D) -> (B, H, T, D). A
+    # position sees itself and the `window` - 1 positions before it, or all of them if the window is None.
     attention: Callable
+    # cross_entropy(hidden, head, targets, softcap): losses (N,), fp32, nats, of hidden (N, C), head (V, C) and targets
+    # (N,). It may have no gradient.
     cross_entropy: Callable
+    # The mean of these losses, a scalar with a gradient, for training.
     mean_cross_entropy: Callable
+    # mean_distillation(hidden, head, targets, softcap, teaching): the mean loss of a student, as
+    # kernels/distillation.py defines it, a scalar with a gradient. teaching is a Teaching.
     mean_distillation: Callable
+    # embedding(ids, table, dtype): the vectors in table (V, C) of ids (B, T) -> (B, T, C).
     embedding: Callable
+    # recompute(function, *args): function(*args), which is computed again in the backward pass instead of keeping its
+    # activations.
     recompute: Callable
+    # run_layers(options, x, stacks, windows, rotary, recompute, values): x (B, T, C) after all layers. stacks: as
+    # weights.layer_weights; windows: LayerWindows, or None where every layer sees all positions; rotary: cos and sin
+    # (T, head_dim / 2); recompute: one of RECOMPUTED; values: LayerValues, or None. None instead of the function where
+    # the model runs one layer after the other.
     run_layers: Callable | None = None
+    # whole(after, parts): the whole weights, a list, of {name: this rank's part}, gathered once the tensor `after` is
+    # known, so that few are whole at a time. None where ranks have whole weights. The functions above take parts.
     whole: Callable | None = None
 
 
@@ -132,24 +144,65 @@ def softcapped(logits, softcap):
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
-def gpt_layer(x, x0, weights, rotary, attend, value=None, before=None):
+# -----------------------------------------------------------------------------
+# The layer
+
+
+@dataclass
+class WholeText:
+    """What a layer sees where all positions of a text are computed at once."""
+    attention: Callable  # as in Kernels
+    window: int | None
+
+    def attend(self, q, k, v):
+        return self.attention(q, k, v, self.window)
+
+    def before(self, k):
+        return one_later(k)
+
+
+@dataclass
+class CachedText:
+    """What layer number `layer` sees of a text whose earlier positions are in a KVCache, or in one with its methods."""
+    cache: Any
+    layer: int
+    positions: Any  # that are computed, as the cache takes them
+    window: int | None
+
+    def attend(self, q, k, v):
+        return self.cache.attend(self.layer, q, k, v, self.positions, self.window)
+
+    def before(self, k):
+        return self.cache.keys_before(self.layer, k, self.positions)
+
+
+def gpt_layer(options, x, x0, weights, rotary, text, value=None):
     """One layer of the GPT: returns x (B, T, C) after attention and MLP.
 
-    x0: the embedding, which every layer adds; weights: LayerWeights or GatedLayerWeights, cast to the dtype of x here;
-    rotary: cos and sin (T, head_dim / 2) in the dtype of x; attend(q, k, v): attention as in Kernels, with this layer's
-    window; value: what is added to attention's values, (B, T, C_kv), or None; before: a function that gives each
-    position of keys (B, T, C_kv) those of the position before it, for shift_keys, or None where keys stay in place.
+    This is the definition: every kernel and every way to generate computes it. x0: the embedding, which every layer
+    adds (modded-nanogpt); weights: the layer's, see weights.layer_weights, cast to the dtype of x here; rotary: cos and
+    sin (T, head_dim / 2) in the dtype of x; text: WholeText or CachedText; value: what is added to attention's values,
+    (B, T, C_kv), or None.
     """
     w = type(weights)(*(weight.to(x.dtype) for weight in weights))
     x = w.resid_scale * x + w.x0_scale * x0
     normed = norm(x)
-    head_dim = 2 * rotary[0].size(-1)
-    q, k, v = (F.linear(normed, weight) for weight in (w.attn_q, w.attn_k, w.attn_v))
-    k = k if before is None else shift_keys(k, before(k), head_dim)
-    v = gated(gate_of(w, VALUES, normed), v)
-    q, k, v = (split_heads(product, head_dim) for product in (q, k, v if value is None else v + value))
-    q, k = norm(apply_rotary(q, *rotary)), norm(apply_rotary(k, *rotary))  # QK-norm
-    attended = F.linear(attend(q, k, v).transpose(1, 2).flatten(2), w.attn_o)
-    x = x + gated(gate_of(w, ATTENTION, normed), attended)
+    q = F.linear(normed, w.attn_q)
+    k = F.linear(normed, w.attn_k)
+    v = F.linear(normed, w.attn_v)
+    if options.key_shift:
+        k = shift_keys(k, text.before(k), options.head_dim)
+    v = gated(gate_of(options, w, VALUES, normed), v)
+    if value is not None:
+        v = v + value
+    q = split_heads(q, options.head_dim)
+    k = split_heads(k, options.head_dim)
+    v = split_heads(v, options.head_dim)
+    q = norm(apply_rotary(q, *rotary))  # QK-norm
+    k = norm(apply_rotary(k, *rotary))
+    y = text.attend(q, k, v)
+    attended = F.linear(y.transpose(1, 2).flatten(2), w.attn_o)
+    x = x + gated(gate_of(options, w, ATTENTION, normed), attended)
     normed = norm(x)
-    return x + gated(gate_of(w, MLP, normed), F.linear(F.relu(F.linear(normed, w.mlp_in)).square(), w.mlp_out))
+    hidden = F.relu(F.linear(normed, w.mlp_in)).square()
+    return x + gated(gate_of(options, w, MLP, normed), F.linear(hidden, w.mlp_out))

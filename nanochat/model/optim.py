@@ -12,8 +12,8 @@ from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.mesh import Mesh
 from nanochat.device.programs import one_program
 from nanochat.model.muon import cautious_weight_decay, normalise_neurons, orthogonalised
-from nanochat.model.parts import UNDIVIDED
 from nanochat.model.rates import muon_momentum
+from nanochat.model.weights import UNDIVIDED
 
 MUON_BETA2 = 0.95
 
@@ -67,8 +67,7 @@ class MuonAdamW:
     All state exists from the start, so the first step is the same program as the last. `masters` are the weights that
     are updated, in fp32; the model may compute with copies of them in its training_dtype. With `parts`, each rank holds
     and updates only its part of masters and state (ZeRO-1, arXiv 1910.02054), and on a mesh that divides the weights
-    the model computes with parts, too: see parts.py. Tensors of one dimension, and those in parts.UNDIVIDED, are whole
-    on every rank.
+    the model computes with parts, too: see parts.py. What is in weights.UNDIVIDED is whole on every rank.
     """
 
     def __init__(self, model, rules, dist=None, parts=None, weights=None):

@@ -1,11 +1,11 @@
 """Which part of each weight a rank of a mesh holds, and how gradients and new weights travel between the parts.
 
 There are two kinds of parts. What the model computes with is divided along the mesh's axes tensor and fsdp: first by
-tensor, a stack of matrices (L, out, in) by outputs or, of those in INPUTS_DIVIDED, by inputs, and a table (V, C) by
-rows; then what is left by fsdp, along outputs and rows. What the optimizer keeps, the fp32 weights and its state, is
-divided among all ranks: whole matrices of L / ranks layers, because Muon needs them whole (padded with zeros where the
-ranks do not divide L), and V / ranks rows of a table. So both do not depend on the mesh, but for the order of a table's
-rows, and checkpoints hold whole tensors.
+tensor, a stack of matrices (L, out, in) by outputs or, of those in weights.DIVIDED_BY_INPUTS, by inputs, and a table
+(V, C) by rows; then what is left by fsdp, along outputs and rows. What the optimizer keeps, the fp32 weights and its
+state, is divided among all ranks: whole matrices of L / ranks layers, because Muon needs them whole (padded with zeros
+where the ranks do not divide L), and V / ranks rows of a table. So both do not depend on the mesh, but for the order of
+a table's rows, and checkpoints hold whole tensors.
 """
 from dataclasses import dataclass
 
@@ -22,10 +22,9 @@ from nanochat.device.collectives import (
 from nanochat.device.mesh import Mesh, require_divisible
 from nanochat.device.programs import one_program
 from nanochat.device.ranks import Dist
+from nanochat.model.weights import DIVIDED_BY_INPUTS, UNDIVIDED
 
 GATHER_BYTES = 2**30  # of a whole tensor that every device has at a time while the ranks' parts are copied to the host
-INPUTS_DIVIDED = frozenset({"attn_o", "mlp_out"})  # their inputs are what attn_q, k and v, and mlp_in make in parts
-UNDIVIDED = frozenset({"gate_map", "gate_scale"})  # whole on every rank, as single numbers and rows of them
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ class Parts:
 
 def _divided(name):
     """Returns which dimension of a weight each axis divides, counted from the last one: fsdp what tensor leaves."""
-    return ("fsdp", -2), ("tensor", -1 if name in INPUTS_DIVIDED else -2)
+    return ("fsdp", -2), ("tensor", -1 if name in DIVIDED_BY_INPUTS else -2)
 
 
 def require_parts(mesh, config):

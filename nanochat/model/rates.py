@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from nanochat.common import flag
+from nanochat.model.weights import WEIGHTS
 
 ADAM_BETAS = (0.8, 0.95)
 ADAM_EPS = 1e-10
@@ -123,16 +124,12 @@ class Rules:
 def gpt_rules(config, total_batch_size, num_iterations, width, matrix_dtype=torch.float32):
     """Returns a GPT's Rules. config: OptimConfig; total_batch_size: tokens of the first step."""
     scale = batch_lr_scale(total_batch_size) * run_lr_scale(total_batch_size * num_iterations)
-    adam_scale = scale * width_lr_scale(width)
     matrix_lr = config.matrix_lr * scale
-    adam = {
-        "wte": AdamW(config.embedding_lr * adam_scale),
-        "lm_head": AdamW(config.unembedding_lr * adam_scale),
-        "resid_scale": AdamW(config.scalar_lr * 0.01 * scale),  # it multiplies the residual stream once per layer
-        "x0_scale": AdamW(config.scalar_lr * scale),
-        "value_table": AdamW(config.embedding_lr / 2 * adam_scale),  # nanochat
-        "gate_map": AdamW(0.001 * adam_scale),  # other rates were not tried
-        "gate_scale": AdamW(0.035 * scale),
-    }
+    adam = {}
+    for weight in WEIGHTS:
+        if rate := weight.rate:
+            base = getattr(config, rate.flag) if rate.flag else 1.0
+            scale_here = scale * width_lr_scale(width) if rate.by_width else scale
+            adam[weight.name] = AdamW(base * rate.factor * scale_here)
     decay = decay_rate(config.weight_decay, matrix_lr, num_iterations)
     return Rules(adam, matrix_lr, decay, config, num_iterations, matrix_dtype=matrix_dtype)

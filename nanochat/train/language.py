@@ -21,10 +21,11 @@ from nanochat.infer.sample import BrokenModel
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.config import GPTConfig, require_as_saved
-from nanochat.model.gpt import GPT, initial_weights
+from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW
 from nanochat.model.parts import Parts
 from nanochat.model.rates import OptimConfig, gpt_rules
+from nanochat.model.weights import initial_weights
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
 from nanochat.train.plan import Plan, describe_plan, make_plan
 from nanochat.train.step import Objective, TrainingStep

@@ -14,9 +14,8 @@ from nanochat.kernels.flash_shapes import require_shapes
 from nanochat.kernels.sharded import Sharding
 from nanochat.model import flops
 from nanochat.model.config import GPTConfig, config_from_flags
-from nanochat.model.gpt import GPT
-from nanochat.model.layers import MATRICES, SCALES
 from nanochat.model.rates import OptimConfig, gpt_rules, lr_stages
+from nanochat.model.weights import count_parameters
 from nanochat.train.flags import MAX_STEPS
 from nanochat.train.mesh_plan import describe_mesh, plan_mesh
 from nanochat.train.stages import batch_schedule, length_schedule, spans, value_at
@@ -228,15 +227,6 @@ def _require_memory(parameters, config, batch, device_type):
             f"needs at least {6 * total / tpu.GIB:,.1f} GiB on a device, and {inputs / tpu.GIB:,.1f} GiB more for "
             f"--device_batch_size={batch.device_batch_size} and --max_seq_len={config.max_seq_len}; {whose} "
             f"{available / tpu.GIB:,.0f} GiB: use smaller ones")
-
-
-def count_parameters(config):
-    """Returns the number of parameters of a GPTConfig's model in each group."""
-    sizes = {name: p.numel() for name, p in GPT.on_meta(config).named_parameters()}
-    return {"matrices": sum(sizes[name] for name in MATRICES), "embedding": sizes["wte"], "head": sizes["lm_head"],
-            "scalars": sum(sizes[name] for name in SCALES),
-            **({"gates": sizes["gate_map"] + sizes["gate_scale"]} if config.layer_gates else {}),
-            **({"value embeddings": sizes["value_table"]} if config.num_values else {})}
 
 
 def plan_batches(batch, seq_len, mesh, matrix_params, num_lanes, meta=None):

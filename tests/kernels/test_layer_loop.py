@@ -1,67 +1,98 @@
 """The loop over the layers: its own backward pass, and the one of the GPT's layer that is written by hand."""
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch_xla
 
+from nanochat.common import BadInput
 from nanochat.kernels.gpt_layer import How, gpt_layer_for_loop
 from nanochat.kernels.layer_loop import Layer, run_layers
+from nanochat.kernels.sharded import Sharding
 from nanochat.kernels.xla import PYTORCH_ATTENTION
-from nanochat.model.layers import LayerWeights, rotary_tables
+from nanochat.model.config import GPTConfig
+from nanochat.model.layers import LayerOptions, LayerValues, rotary_tables
+from nanochat.model.weights import layer_weights, shapes
 
 LAYERS, BATCH, TIME, WIDTH, HEADS, KV_HEADS = 3, 2, 6, 16, 2, 1
-BY_HAND = gpt_layer_for_loop(How(PYTORCH_ATTENTION))
-SHIFTED = gpt_layer_for_loop(How(PYTORCH_ATTENTION, shifted_head_dim=WIDTH // HEADS))
+TABLES = rotary_tables(torch.arange(TIME), WIDTH // HEADS)
+PLAIN = LayerOptions(WIDTH // HEADS)
+ALL = LayerOptions(WIDTH // HEADS, layer_gates=True, key_shift=True)
+CONFIG = GPTConfig(vocab_size=8, n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_kv_head=KV_HEADS,
+                   value_embeddings="own")
 
 
-def gpt_weights():
+def gpt_weights(options):
     """Random stacks of the GPT's layers, and what goes into the first."""
-    kv_width = WIDTH // HEADS * KV_HEADS
-    shapes = LayerWeights(
-        resid_scale=(), x0_scale=(), attn_q=(WIDTH, WIDTH), attn_k=(kv_width, WIDTH), attn_v=(kv_width, WIDTH),
-        attn_o=(WIDTH, WIDTH), mlp_in=(4 * WIDTH, WIDTH), mlp_out=(WIDTH, 4 * WIDTH))
-    generator = torch.Generator().manual_seed(0)
-    return (LayerWeights(*(0.3 * torch.randn(LAYERS, *shape, generator=generator) for shape in shapes)),
+    config = replace(CONFIG, layer_gates=options.layer_gates, key_shift=options.key_shift)
+    stacks, generator = layer_weights(config), torch.Generator().manual_seed(0)
+    return (stacks(*(0.3 * torch.randn(shapes(config)[name], generator=generator) for name in stacks._fields)),
             torch.randn(BATCH, TIME, WIDTH, generator=generator))
 
 
-def by_loop(layer, stacks, x, windows, tables, keeps_input_only=False):
-    """Output, gradient of x and gradients of the stacks, as one XLA program each way."""
+def some_values():
+    generator = torch.Generator().manual_seed(5)
+    width = WIDTH // HEADS * KV_HEADS
+    return LayerValues(torch.tensor([1, 2, 0], dtype=torch.int32),
+                       torch.randn(BATCH, TIME, 2 * width, generator=generator), count=2)
+
+
+def by_loop(layer, stacks, x, windows, tables, keeps_input_only=False, values=None):
+    """Output, gradient of x, those of the stacks, and that of values, as one XLA program each way."""
     device = torch_xla.device()
     stacks = type(stacks)(*(stack.clone().to(device).requires_grad_() for stack in stacks))
     for stack in stacks:
         stack.main_grad = torch.zeros_like(stack)
     x = x.clone().to(device).requires_grad_()
     windows = None if windows is None else torch.tensor(windows, dtype=torch.int32).to(device)
-    out = run_layers(layer, x, stacks, windows, [table.to(device) for table in tables], keeps_input_only)
+    found = [x]
+    if values is not None:
+        values = LayerValues(values.numbers.to(device), values.array.to(device).requires_grad_(), values.count)
+        found.append(values.array)
+    out = run_layers(layer, x, stacks, windows, [table.to(device) for table in tables], keeps_input_only, values)
     out.square().sum().backward()
     torch_xla.sync()
-    return [tensor.detach().cpu() for tensor in (out, x.grad, *(stack.main_grad for stack in stacks))]
+    return [tensor.detach().cpu() for tensor in (out, *(tensor.grad for tensor in found),
+                                                 *(stack.main_grad for stack in stacks))]
 
 
-def by_autograd(layer, stacks, x, windows, tables):
+def by_autograd(layer, stacks, x, windows, tables, values=None):
     """The same, layer after layer, by PyTorch on the CPU."""
-    stacks, x = type(stacks)(*(stack.clone().requires_grad_() for stack in stacks)), x.clone().requires_grad_()
-    out = x
+    stacks = type(stacks)(*(stack.clone().requires_grad_() for stack in stacks))
+    x = x.clone().requires_grad_()
+    out, found = x, [x]
+    if values is not None:
+        values = values._replace(array=values.array.clone().requires_grad_())
+        found.append(values.array)
     for index in range(LAYERS):
         weights = type(stacks)(*(stack[index] for stack in stacks))
-        out = layer.forward(out, x, weights, None if windows is None else torch.tensor(windows[index]), tables)
+        window, value = None if windows is None else torch.tensor(windows[index]), None
+        if values is not None:
+            blocks = [*values.array.chunk(values.count, -1), torch.zeros(BATCH, TIME, 8)]
+            value = blocks[values.numbers[index]]
+        out = layer.forward(out, x, weights, window, tables, value)
     out.square().sum().backward()
-    return [tensor.detach() for tensor in (out, x.grad, *(stack.grad for stack in stacks))]
+    return [tensor.detach() for tensor in (out, *(tensor.grad for tensor in found), *(stack.grad for stack in stacks))]
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5 * float(other.abs().max()), rtol=1e-4)
 
 
 @pytest.mark.parametrize("windows", [None, (3, 2, 6)])
-@pytest.mark.parametrize("layer, keeps_input_only", [
-    (Layer(BY_HAND.forward), False), (BY_HAND, False), (BY_HAND, True), (SHIFTED, False), (SHIFTED, True),
-    (gpt_layer_for_loop(How(PYTORCH_ATTENTION, keeps_qkv=False)), False),
-    (gpt_layer_for_loop(How(PYTORCH_ATTENTION, keeps_qkv=False, shifted_head_dim=WIDTH // HEADS)), False)])
-def test_the_loop_gives_the_gradients_of_autograd_by_default_and_by_hand(layer, keeps_input_only, windows):
-    stacks, x = gpt_weights()
-    tables = rotary_tables(torch.arange(TIME), WIDTH // HEADS)
-    found = by_loop(layer, stacks, x, windows, tables, keeps_input_only)
-    for one, other in zip(found, by_autograd(layer, stacks, x, windows, tables), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5 * float(other.abs().max()), rtol=1e-4)
+@pytest.mark.parametrize("options", [PLAIN, ALL])
+@pytest.mark.parametrize("way", ["by definition", "by hand", "input only", "without qkv"])
+def test_the_loop_gives_the_gradients_of_autograd_by_definition_and_by_hand(way, options, windows):
+    layer = gpt_layer_for_loop(How(options, PYTORCH_ATTENTION, keeps_qkv=way != "without qkv"))
+    assert layer.by_hand
+    if way == "by definition":
+        layer = Layer(layer.forward)
+    stacks, x = gpt_weights(options)
+    values = some_values() if options == ALL else None
+    found = by_loop(layer, stacks, x, windows, TABLES, way == "input only", values)
+    assert_same(found, by_autograd(layer, stacks, x, windows, TABLES, values))
 
 
 class GatedWeights(NamedTuple):
@@ -69,7 +100,7 @@ class GatedWeights(NamedTuple):
     value: torch.Tensor
 
 
-def gated(x, x0, weights, window, tables):
+def gated(x, x0, weights, window, tables, value):
     return x + torch.sigmoid(x @ weights.gate) * (x0 @ weights.value)
 
 
@@ -81,5 +112,18 @@ def test_another_layer_needs_its_forward_pass_only():
     stacks = GatedWeights(*(0.3 * torch.randn(LAYERS, WIDTH, WIDTH, generator=generator) for _ in range(2)))
     x = torch.randn(BATCH, TIME, WIDTH, generator=generator)
     found = by_loop(GATED_LAYER, stacks, x, None, ())
-    for one, other in zip(found, by_autograd(GATED_LAYER, stacks, x, None, ()), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5 * float(other.abs().max()), rtol=1e-4)
+    assert_same(found, by_autograd(GATED_LAYER, stacks, x, None, ()))
+
+
+@dataclass(frozen=True)
+class MoreOptions(LayerOptions):
+    """Those of a variant that only the definition of the layer knows."""
+    novelty: bool = False
+
+
+def test_a_variant_that_is_unknown_by_hand_goes_by_its_definition():
+    assert gpt_layer_for_loop(How(MoreOptions(8), PYTORCH_ATTENTION)).by_hand
+    how = How(MoreOptions(8, novelty=True), PYTORCH_ATTENTION)
+    assert gpt_layer_for_loop(how).by_hand is None
+    with pytest.raises(BadInput, match="--mesh_tensor=2 .*--novelty: use --mesh_tensor=1"):
+        gpt_layer_for_loop(replace(how, sharding=Sharding(tensor_groups=((0, 1),))))
