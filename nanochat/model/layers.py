@@ -204,5 +204,6 @@ def gpt_layer(options, x, x0, weights, rotary, text, value=None):
     attended = F.linear(y.transpose(1, 2).flatten(2), w.attn_o)
     x = x + gated(gate_of(options, w, ATTENTION, normed), attended)
     normed = norm(x)
+    gate = gate_of(options, w, MLP, normed)
     hidden = F.relu(F.linear(normed, w.mlp_in)).square()
-    return x + gated(gate_of(options, w, MLP, normed), F.linear(hidden, w.mlp_out))
+    return x + gated(gate, F.linear(hidden, w.mlp_out))

@@ -1,5 +1,6 @@
 """The model against an independent reference, finite differences, and itself on XLA."""
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -7,11 +8,12 @@ import torch.nn.functional as F
 import torch_xla
 
 from nanochat.common import BadInput
+from nanochat.infer.quantize import Int8GPT
 from nanochat.kernels import on_cpu, plain, xla_loss
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT, KVCache
-from nanochat.model.layers import IGNORE_INDEX
+from nanochat.model.layers import IGNORE_INDEX, LayerOptions
 
 # A model without gates and value embeddings, whose layers see everything: tests add what they are about.
 PLAIN = dict(window_pattern="L", layer_gates=False, value_embeddings="off")
@@ -159,6 +161,32 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
         atol = 1e-5 * expected.grad.abs().max()
         torch.testing.assert_close(p.main_grad.cpu(), expected.grad, atol=atol, rtol=1e-3,
                                    msg=lambda m, name=name: name + m)
+
+
+@dataclass(frozen=True)
+class MoreOptions(LayerOptions):
+    """Those of a variant that only the definition of the layer knows."""
+    novelty: bool = False
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "flash"])
+def test_a_layer_that_no_kernel_knows_by_hand_has_the_same_losses_and_gradients(kernel):
+    config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
+                       window_pattern="SL", layer_gates=True, value_embeddings="own")
+    reference, ids = build(config), some_ids(config)
+    reference(ids, ids, reduction="mean").backward()
+    model = build(config, kernel, "xla").to(torch_xla.device())
+    model.options = MoreOptions(config.head_dim, layer_gates=True, key_shift=True, novelty=True)
+    model.create_main_grads()
+    ids = ids.to(torch_xla.device())
+    model(ids, ids, reduction="mean").backward()
+    torch_xla.sync()
+    for (name, p), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        atol = 1e-5 * float(expected.grad.abs().max())
+        torch.testing.assert_close(p.main_grad.cpu(), expected.grad, atol=atol, rtol=1e-3,
+                                   msg=lambda m, name=name: name + m)
+    with pytest.raises(BadInput, match="--quantize=int8 .*--novelty"):
+        Int8GPT(model)
 
 
 @pytest.mark.parametrize("options", [{}, {"key_shift": False}, {"layer_gates": True}, {"value_embeddings": "own"},
