@@ -8,21 +8,25 @@ grid is and how many tokens there are.
 
 Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
 """
+import time
+
+import torch
+
 from nanochat.common import BadInput, run_script
+from nanochat.device.ranks import Dist
+from nanochat.preflight.describe import deliver
+from nanochat.preflight.flags import prepare, read_preflight_flags
+from nanochat.preflight.report import make_report
+from nanochat.preflight.trace import Programs, fill_with_placeholders
 from nanochat.puzzles.plan import TITLES, Flags
+from nanochat.puzzles.puzzle_data import read_puzzles
 from nanochat.puzzles.task import make_task
-from scripts.tpu_preflight import read_preflight_flags, run
+from nanochat.puzzles.trm import TRM
 
 
 def trace_run(flags, chips):
     """Returns the Programs of a run on `chips` TPU chips, and its {name: TracedProgram}."""
-    import torch
     import torch_xla
-
-    from nanochat.device.ranks import Dist
-    from nanochat.preflight.programs import Programs, fill_with_placeholders
-    from nanochat.puzzles.puzzle_data import read_puzzles
-    from nanochat.puzzles.trm import TRM
     task = make_task(flags, "tpu", chips, directory=None)
     dist = Dist("tpu", torch_xla.device(), world_size=chips)
     with torch.device("meta"):
@@ -39,11 +43,13 @@ def main(argv=None):
     own, flags = read_preflight_flags(argv, __doc__, TITLES, Flags)
     if own.find_batch:
         raise BadInput("--find_batch is for base_train: a puzzle's batch is --total_batch_size, whatever fits")
-    if own.slices > 1:
-        raise BadInput("--slices is for base_train: how several would share a batch of puzzles is not known")
     if own.find_mesh:
         raise BadInput("--find_mesh is for base_train: puzzle_train divides no weights")
-    return run(own, flags, trace_run)
+    say = prepare(own)
+    started = time.monotonic()
+    programs, traced = trace_run(flags, own.tpu_slice.chips)
+    report = make_report(own, flags.as_dict(), programs, traced, time.monotonic() - started, say)
+    return deliver(own, report, say)
 
 
 if __name__ == "__main__":

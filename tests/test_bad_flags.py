@@ -17,6 +17,7 @@ import pytest
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
+from nanochat.preflight.flags import PreflightFlags
 from nanochat.puzzles import task as puzzles
 from nanochat.puzzles.puzzle_data import write_puzzles
 from nanochat.train import launch
@@ -40,9 +41,9 @@ WORK = {
     "code_eval": ["Judge"],
     "demo": ["run"], "eval_table": ["run"], "export": ["load_model"], "generate": ["Engine"],
     "import_nanochat": ["read_weights"], "prepare_data": ["build"], "prepare_puzzles": ["make_all"],
-    "puzzle_preflight": ["run"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED, "report": ["summarise"],
+    "puzzle_preflight": ["prepare"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED, "report": ["summarise"],
     "serve": ["Engine"], "solve": ["Judge"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"],
-    "tpu_advice": ["advise"], "tpu_preflight": ["preflight"]}
+    "tpu_advice": ["advise"], "tpu_preflight": ["prepare"]}
 
 ODD = ["", " ", "-", "--", "=", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "9" * 30, "9" * 5000, "٣", "²", "1_0",
        "0x10", " 7 ", "1e3", "True", "\udcff\udcfe", "é", "a" * 300, "x" * 5000, ",", ":", "1:2", "5:1", "1:2,0:3", "%",
@@ -60,6 +61,8 @@ def flags_of(module):
         classes += TITLES
     if module.__name__ in ("scripts.puzzle_train", "scripts.puzzle_preflight"):
         classes += puzzles.TITLES
+    if module.__name__ in ("scripts.tpu_preflight", "scripts.puzzle_preflight"):
+        classes.append(PreflightFlags)
     return [field for of in classes for field in dataclasses.fields(of) if "limits" in field.metadata]
 
 

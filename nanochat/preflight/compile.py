@@ -88,7 +88,9 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, sch
     (folder / "request.json").write_text(json.dumps({
         "donated": sorted(program.donated), "topology": f"{tpu_slice.tpu.name}:{tpu_slice.topology}",
         "topology_options": _topology_options(tpu_slice)}))
-    options, schedules_folder = {}, folder / "schedules"
+    options = {}
+    schedules = {}
+    schedules_folder = folder / "schedules"
     if schedule_options:
         shutil.rmtree(schedules_folder, ignore_errors=True)  # of an earlier preflight that was killed
         schedules_folder.mkdir()
@@ -96,15 +98,13 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, sch
     try:
         _run_compiler(program, tpu_slice, folder, timeout_s, processes, options)
         compiled = json.loads((folder / "compiled.json").read_text())
-        schedules = schedule.read_folder(schedules_folder) if schedule_options else {}
+        if schedule_options and not compiled.get("out_of_memory"):
+            schedules = schedule.read_folder(schedules_folder)
     except schedule.Unreadable as error:
-        raise CompilerError(f"libtpu's schedule of {error} in {program.name} cannot be read: is the disk full, or is "
-                            "this another version of libtpu? --heuristic does without schedules") from None
+        raise CompilerError(f"{program.name}: {error}: is the disk full? If not, this is another version of libtpu: "
+                            "install the one that pyproject.toml names") from None
     finally:
         shutil.rmtree(schedules_folder, ignore_errors=True)  # 80 MB and more
-    if schedule_options and not schedules and not compiled.get("out_of_memory"):
-        raise CompilerError(f"libtpu wrote no schedules for {program.name}: is the disk full, or is this another "
-                            "version of libtpu? --heuristic does without them")
     return CompiledProgram(**compiled, schedules=schedules, hlo_text=(folder / "optimised.hlo").read_text())
 
 
@@ -141,9 +141,13 @@ def _topology_options(tpu_slice):
 def _compiler_environment(tpu_slice, options):
     """Returns the environment in which libtpu compiles without a TPU, with the options that it has in a run, and
     `options`, {name: value}."""
-    torch_xla_flags = _TORCH_XLA_LIBTPU_FLAGS | (_TORCH_XLA_V5_FLAGS if tpu_slice.tpu.name in ("v5e", "v5p") else {})
-    # The topology is enough. With TPU_ACCELERATOR_TYPE, libtpu would look for files that only a real v6e has.
-    return {key: value for key, value in os.environ.items() if key != "TPU_ACCELERATOR_TYPE"} | {
+    torch_xla_flags = dict(_TORCH_XLA_LIBTPU_FLAGS)
+    if tpu_slice.tpu.name in ("v5e", "v5p"):
+        torch_xla_flags |= _TORCH_XLA_V5_FLAGS
+    environment = os.environ | {
         "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu's lock file protects a TPU, and none is used here
         "LIBTPU_INIT_ARGS": tpu.libtpu_init_args(tpu_slice, torch_xla_flags | options), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    # The topology is enough. With TPU_ACCELERATOR_TYPE, libtpu would look for files that only a real v6e has.
+    environment.pop("TPU_ACCELERATOR_TYPE", None)
+    return environment

@@ -1,7 +1,7 @@
 """Says why one operation takes as long as it does: what bounds it, how its units are used, and its critical loop."""
 import re
 
-from nanochat.preflight.estimate import cycles_s, limit_of, op_seconds, with_twins
+from nanochat.preflight.estimate import Costs
 
 BUNDLES_SHOWN = 60
 _COMMENT = re.compile(r"/\*.*?\*/|\s*\[(?:shape|resolvable)[^\]]*\]")
@@ -9,36 +9,44 @@ _COMMENT = re.compile(r"/\*.*?\*/|\s*\[(?:shape|resolvable)[^\]]*\]")
 
 def explain(wanted, ops, schedules, tpu):
     """Returns a JSON object about the dearest operation whose name, or whose line of Python, contains `wanted`; None if
-    there is none that has a schedule. ops: a list of hlo.Op. schedules: {name: Schedule}, read with bundles."""
-    schedules = with_twins(schedules, ops)
-    found = [op for op in ops if op.instruction.name in schedules
+    there is none that has a schedule. ops: a list of Op. schedules: {name: Schedule}, read with bundles."""
+    costs = Costs(ops, schedules, tpu)
+    found = [op for op in ops if op.instruction.name in costs.schedules
              and (wanted in op.instruction.name or wanted in op.instruction.source)]
     if not found:
         return None
-    op = max(found, key=lambda op: op.times * op_seconds(op, schedules[op.instruction.name].bound_cycles, tpu))
-    schedule = schedules[op.instruction.name]
-    loop = schedule.critical
+
+    def seconds(op):
+        return costs.op_seconds(op, costs.schedules[op.instruction.name].bound_cycles)
+
+    op = max(found, key=lambda op: op.times * seconds(op))
+    schedule = costs.schedules[op.instruction.name]
     return {
         "name": op.instruction.name, "source": op.instruction.source, "opcode": op.instruction.opcode,
-        "shape": op.instruction.shape_text, "runs": op.times, "limit": limit_of(op, schedules, tpu),
-        "estimated_s": op_seconds(op, schedule.bound_cycles, tpu),  # of one run, like the following
+        "shape": op.instruction.shape_text, "runs": op.times, "limit": costs.limit(op),
+        "estimated_s": seconds(op),  # of one run, like the following
         "bundle_cycles": schedule.cycles, "matrix_cycles": schedule.matrix_cycles,
-        "hbm_cycles": round(op.hbm_bytes / tpu.hbm_bytes_per_s / cycles_s(1, tpu)),
+        "hbm_cycles": round(costs.traffic_s(op) / costs.seconds(1)),
         "empty_cycles": schedule.empty_cycles, "heuristic_cycles": op.cycles,
         "uncounted_loops": schedule.uncounted_loops,
         "use": {unit: schedule.use(unit) for unit in schedule.slots}, "slots": schedule.slots,
-        "critical_loop": {
-            "bundles": loop.end - loop.begin, "runs": loop.runs, "cycles": loop.own_cycles, "units": loop.units,
-            "dma_waits": sum("dma.done.wait" in bundle for bundle in schedule.bundles),
-            "spills": sum(bundle.count("_spill]") for bundle in schedule.bundles),
-            "program": listing(schedule.bundles, loop.begin)},
+        "critical_loop": explain_loop(schedule.critical, schedule.bundles),
     }
+
+
+def explain_loop(loop, bundles):
+    """Returns a JSON object about a Loop and the texts of its bundles."""
+    return {"bundles": loop.end - loop.begin, "runs": loop.runs, "cycles": loop.own_cycles, "units": loop.units,
+            "dma_waits": sum("dma.done.wait" in bundle for bundle in bundles),
+            "spills": sum(bundle.count("_spill]") for bundle in bundles),
+            "program": listing(bundles, loop.begin)}
 
 
 def listing(bundles, begin, most=BUNDLES_SHOWN):
     """Returns the lines of a program: each bundle with its number, and one line for several empty ones. Ends after
     `most` lines."""
-    lines, empty = [], 0
+    lines = []
+    empty = 0
     for number, bundle in enumerate(bundles, begin):
         if not bundle:
             empty += 1
@@ -49,7 +57,8 @@ def listing(bundles, begin, most=BUNDLES_SHOWN):
         if len(lines) >= most:
             lines.append(f"{'':>6}  (and {begin + len(bundles) - number} more)")
             break
-        lines.append(f"{number:>6}  " + " ;; ".join(_COMMENT.sub("", part).strip() for part in bundle.split(";;")))
+        parts = [_COMMENT.sub("", part).strip() for part in bundle.split(";;")]
+        lines.append(f"{number:>6}  {' ;; '.join(parts)}")
     return lines
 
 
@@ -67,6 +76,7 @@ def describe(found):
                      "has the heuristic")
     lines.append(f"  critical loop: {loop['bundles']:,} bundles, {loop['runs']:,} runs, {loop['cycles']:,} cycles; in "
                  f"each run {loop['dma_waits']} waits for a DMA, {loop['spills']} registers spilled or filled")
-    lines += [f"    {unit:<15} {loop['units'][unit]:5.2f} of {slots} slots a bundle; {found['use'][unit]:4.0%} in the "
-              "whole operation" for unit, slots in found["slots"].items()]
+    for unit, slots in found["slots"].items():
+        lines.append(f"    {unit:<15} {loop['units'][unit]:5.2f} of {slots} slots a bundle; {found['use'][unit]:4.0%} "
+                     "in the whole operation")
     return lines + [line[:160] for line in loop["program"]]

@@ -1,14 +1,4 @@
-"""Reads the optimised HLO text of the TPU compiler and adds up the costs of a program.
-
-The compiler writes `estimated_cycles` on each operation that it schedules, but its own sums count a loop's body once.
-Here a program is a list of Op, each with the number of times that it runs. Three things are counted:
-- cycles: the compiler's estimate for each scheduled operation. It makes none for Pallas kernels.
-- bytes: operands and results. If an operation reads or writes only a slice of an array, the slice counts, as in XLA's
-  HloCostAnalysis. `hbm_bytes` leaves out arrays that the compiler placed in VMEM (memory space S(1) and others).
-- transfers that run beside other operations, from an operation X-start to its X-done. The compiler also cuts
-  collectives into steps, which it fuses with other operations. Such a collective is one Op, made of its first step; the
-  other steps hand its arrays on untouched, and it ends with the last.
-"""
+"""Reads the HLO text of a program, before or after the TPU compiler has optimised it. ops.py says what it costs."""
 import hashlib
 import json
 import math
@@ -22,11 +12,6 @@ _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*[a-z0-9]*)\[(?P<dims>[\d,<=]*)\](?:\{(?P<layout>[^}]*)\})?")
 _INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.-]+) = (?P<rest>.*)", re.DOTALL)
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$", re.DOTALL)
-# These move no data: the compiler makes no code for them, or lets them share the memory of their operand.
-_FREE = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
-                   "partition-id", "replica-id", "async-update", "domain", "add-dependency"})
-_FREE_CUSTOM_CALLS = frozenset({"ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound"})
-UPDATED_BY = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written into the first, in place
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 PALLAS_CALL = "tpu_custom_call"
 
@@ -41,6 +26,10 @@ class Array:
     @property
     def bytes(self):
         return math.prod(self.dims) * _BITS.get(self.dtype, 0) / 8
+
+    def placed_as(self, other):
+        """Returns this Array in the memory of another one, of which it is a part."""
+        return Array(self.dtype, self.dims, other.in_hbm)
 
 
 @dataclass
@@ -98,19 +87,6 @@ class Instruction:
         return " ".join(filter(None, parts))
 
 
-@dataclass(frozen=True)
-class Op:
-    """An instruction that runs `times` times, with the costs of one time."""
-    instruction: Instruction
-    times: int
-    cycles: int
-    bytes: float
-    hbm_bytes: float
-    begins: str = ""  # the name of the transfer that it begins, which goes on beside the following operations
-    ends: str = ""  # the name of the transfer whose end it waits for
-    kernel: Instruction | None = None  # the Pallas kernel that it is, or that is in its fusion
-
-
 @dataclass
 class Module:
     computations: dict = field(default_factory=dict)  # name -> {name of instruction -> Instruction}
@@ -120,197 +96,9 @@ class Module:
         """Returns the number of instructions, including those inside fusions and loops, each counted once."""
         return sum(map(len, self.computations.values()))
 
-    def ops(self, branch_shares=None):
-        """Returns a list of Op of all scheduled instructions: those of the entry computation and of its loops.
-
-        branch_shares: the fraction of a conditional's runs that each of its branches gets, as Fractions, of
-        conditionals that choose by a number, {"branch_computations": …}, or by a truth value, {"true_computation": …}.
-        All branches of others, and of those that have another number of branches, are counted as if they always ran.
-        """
-        return list(self._ops_of(self.entry, 1, branch_shares or {}))
-
-    def _ops_of(self, name, times, branch_shares):
-        computation = self.computations[name]
-        for instruction in computation.values():
-            if instruction.opcode == "while":
-                trips = times * self.trip_count(instruction, computation)
-                yield from self._ops_of(instruction.called("condition"), trips, branch_shares)
-                yield from self._ops_of(instruction.called("body"), trips, branch_shares)
-            elif instruction.opcode == "call":
-                yield from self._ops_of(instruction.called("to_apply"), times, branch_shares)
-            elif instruction.opcode == "conditional":
-                chosen_by, branches = self._branches(instruction)
-                shares = branch_shares.get(chosen_by, ())
-                shares = shares if len(branches) == len(shares) else [1] * len(branches)
-                for branch, share in zip(branches, shares, strict=True):
-                    yield from self._ops_of(branch, round(times * share), branch_shares)
-            elif instruction.opcode.endswith("-done"):
-                yield Op(instruction, times, 0, 0.0, 0.0, ends=self._start_of(instruction, computation))
-            elif instruction.opcode not in _FREE and instruction.custom_call_target not in _FREE_CUSTOM_CALLS:
-                if instruction.opcode == "fusion":
-                    yield from self._collective_steps(self.computations[instruction.called("calls")], times)
-                kernel = self._kernel(instruction)
-                yield _op(instruction, times, self._touched(instruction, computation, kernel),
-                          begins=instruction.name if instruction.opcode.endswith("-start") else "", kernel=kernel)
-
-    def _kernel(self, instruction):
-        """Returns the Pallas kernel that an instruction is, or that its fusion has, or None."""
-        if instruction.custom_call_target == PALLAS_CALL:
-            return instruction
-        inside = self.computations[instruction.called("calls")] if instruction.opcode == "fusion" else {}
-        return next(filter(None, map(self._kernel, inside.values())), None)
-
-    @staticmethod
-    def _start_of(done, computation):
-        """Returns the name of the operation that began the transfer that `done` waits for."""
-        name = done.operands[0]
-        while name in computation and computation[name].opcode in ("async-update", "get-tuple-element", "bitcast"):
-            name = computation[name].operands[0]
-        return name
-
-    @staticmethod
-    def _collective_steps(fused, times):
-        """Yields the Op that begins a collective and the one that waits for its end, if their steps are in a fusion."""
-        is_last = any(inner.custom_call_target == "AsyncCollectiveDone" for inner in fused.values())
-        for inner in fused.values():
-            if inner.opcode in COLLECTIVES:
-                chain = re.search(r'chain_id="(\w+)"', inner.attributes)
-                if _is_first_step(inner):
-                    yield _op(inner, times, [*fused[inner.operands[0]].shape, *inner.shape],
-                              begins=f"chain {chain and chain[1]}")
-                elif is_last:
-                    yield Op(inner, times, 0, 0.0, 0.0, ends=f"chain {chain and chain[1]}")
-
-    @staticmethod
-    def _branches(instruction):
-        listed = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
-        if listed:
-            return "branch_computations", re.findall(r"[\w.-]+", listed[1])
-        return "true_computation", [instruction.called("true_computation"), instruction.called("false_computation")]
-
-    def trip_count(self, loop, computation):
-        """Returns the number of times that the body of a `while` runs.
-
-        The loops here count up to a bound, or down from one. The bound is a constant in the condition or among the
-        initial values. Returns 1 if neither is found.
-        """
-        condition = self.computations[loop.called("condition")]
-        bound = max(self._constants(condition.values()), default=0)
-        if bound > 0:
-            return bound
-        start = computation[loop.operands[0]]
-        return max(self._constants(computation[name] for name in start.operands if name in computation), default=1) or 1
-
-    def _constants(self, instructions):
-        """Yields the integer constants among `instructions`, including those inside the fusions that they call."""
-        for instruction in instructions:
-            called = instruction.called("calls")
-            if called:
-                yield from self._constants(self.computations[called].values())
-            elif instruction.opcode == "copy":
-                pass
-            elif instruction.opcode == "constant" and instruction.shape[0].dtype in ("s32", "u32", "s64", "u64"):
-                if re.fullmatch(r"-?\d+", instruction.operands[0] if instruction.operands else ""):
-                    yield int(instruction.operands[0])
-
-    def _touched(self, instruction, computation, kernel):
-        """Returns the arrays that an instruction reads or writes, or the slices of them. kernel: see Op."""
-        opcode, shape = instruction.opcode, instruction.shape
-        if kernel and kernel.declared_cost:  # a kernel may read only a slice of an operand
-            return [Array("u8", (kernel.declared_cost["bytes_accessed"],), True)]
-        operands = [computation[name].shape for name in instruction.operands if name in computation]
-        if opcode.endswith("-start"):  # (source, destination, …) in either order, each touched once
-            moved = sorted(shape, key=lambda array: array.bytes, reverse=True)
-            if opcode == "slice-start":  # ((source), slice, …)
-                return [Array(shape[0].dtype, shape[1].dims, shape[0].in_hbm), shape[1]]
-            return moved[:2]
-        if opcode == "fusion":
-            return self._touched_by_fusion(self.computations[instruction.called("calls")], operands, shape)
-        return self._touched_by_slicing(opcode, operands, shape) or [*sum(operands, []), *shape]
-
-    @staticmethod
-    def _touched_by_slicing(opcode, operands, shape):
-        """Returns the touched arrays of an opcode that reads or writes only a part of its first operand, else None."""
-        if opcode in ("dynamic-slice", "slice", "gather"):
-            return [Array(shape[0].dtype, shape[0].dims, operands[0][0].in_hbm), *sum(operands[1:], []), *shape]
-        if opcode == "dynamic-update-slice":
-            update = operands[1][0]
-            return [update, Array(update.dtype, update.dims, shape[0].in_hbm)]
-        if opcode == "scatter":
-            updates = operands[2][0]
-            return [*operands[1], updates] + 2 * [Array(updates.dtype, updates.dims, shape[0].in_hbm)]
-        return None
-
-    def _touched_by_fusion(self, fused, operands, shape):
-        root = next(instruction for instruction in fused.values() if instruction.is_root)
-        if root.custom_call_target in ("AsyncCollectiveStart", "AsyncCollectiveDone"):
-            return []
-        touched = []
-        for number, arrays in enumerate(operands):
-            parts = self._parts_read(_parameter(fused, number), fused)
-            if parts is None:
-                touched += arrays
-            else:
-                touched += [Array(part.dtype, part.dims, arrays[0].in_hbm) for part in parts]
-        results = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
-        if len(results) != len(shape):
-            return touched + shape
-        for result, array in zip(results, shape, strict=True):
-            if result.opcode == "parameter" or result.opcode in COLLECTIVES:
-                continue  # handed on untouched
-            part = self._part_written(result, fused)
-            touched.append(Array(part.dtype, part.dims, array.in_hbm) if part else array)
-        return touched
-
-    def _part_written(self, result, fused):
-        """Returns the Array that a fusion writes in place into a larger one, None if it writes all of its result."""
-        while result.opcode in ("bitcast", "copy", "reshape") and result.operands[0] in fused:
-            result = fused[result.operands[0]]
-        if result.opcode in UPDATED_BY:
-            return fused[result.operands[UPDATED_BY[result.opcode]]].shape[0]
-        if result.opcode == "fusion":
-            inner = self.computations[result.called("calls")]
-            return self._part_written(next(i for i in inner.values() if i.is_root), inner)
-        return None
-
-    def _parts_read(self, instruction, fused):
-        """Returns the parts that a fusion reads of its parameter `instruction`, as Arrays; None if it reads all of
-        it."""
-        parts = []
-        for user in fused.values():
-            for position in (number for number, name in enumerate(user.operands) if name == instruction.name):
-                below = None
-                if user.opcode == "bitcast":
-                    below = self._parts_read(user, fused)
-                elif user.opcode == "fusion":
-                    inner = self.computations[user.called("calls")]
-                    below = self._parts_read(_parameter(inner, position), inner)
-                elif position == 0 and user.opcode in ("dynamic-slice", "slice", "gather"):
-                    below = user.shape
-                elif position == 0 and user.opcode == "dynamic-update-slice":
-                    below = []  # written in place: counted with the results
-                elif position == 0 and user.opcode == "scatter":  # the same, and read, because it adds
-                    below = fused[user.operands[UPDATED_BY["scatter"]]].shape
-                elif user.opcode in COLLECTIVES or user.opcode == "tuple" and user.is_root:
-                    below = []  # handed on untouched
-                if below is None:
-                    return None
-                parts += below
-        return parts
-
-
-def _op(instruction, times, touched, begins="", kernel=None):
-    return Op(instruction, times, instruction.cycles, sum(array.bytes for array in touched),
-              sum(array.bytes for array in touched if array.in_hbm), begins, kernel=kernel)
-
-
-def _is_first_step(collective):
-    """Returns whether this is the first step of a collective that the compiler has cut into steps."""
-    return '"async_collective_fusion_config":{"flag_start":"-1"' in collective.attributes
-
-
-def _parameter(computation, number):
-    return next(i for i in computation.values() if i.opcode == "parameter" and int(i.operands[0]) == number)
+    def inside(self, instruction):
+        """Returns the computation of a fusion, {name of instruction -> Instruction}."""
+        return self.computations[instruction.called("calls")]
 
 
 # -----------------------------------------------------------------------------
@@ -319,10 +107,12 @@ def _parameter(computation, number):
 
 def parse(text):
     """Returns the Module of an HLO text. An instruction may span lines, some of which may begin with `}`."""
-    module, current, statement = Module(), None, []
+    module = Module()
+    current = None  # the computation that a line belongs to
+    statement = []  # the lines of an instruction so far
 
     def finish():
-        found = _INSTRUCTION.match("\n".join(statement)) if statement else None
+        found = _INSTRUCTION.match("\n".join(statement))
         if found:
             instruction = _parse_instruction(found)
             current[instruction.name] = instruction
@@ -332,12 +122,13 @@ def parse(text):
         header = _COMPUTATION.match(line)
         if header:
             finish()
-            current = module.computations[header["name"]] = {}
+            current = {}
+            module.computations[header["name"]] = current
             if header["entry"]:
                 module.entry = header["name"]
         elif _INSTRUCTION.match(line) and current is not None:
             finish()
-            statement = [line]
+            statement.append(line)
         elif statement:
             statement.append(line)
     finish()
@@ -368,9 +159,12 @@ def _closing(text, start):
 
 def parse_shape(text):
     """Returns the list of the Arrays in a shape's text, one or the several of a tuple."""
-    return [Array(found["dtype"], tuple(int(side.lstrip("<=")) for side in found["dims"].split(",") if side),
-                  not re.search(r"S\([1-9]", found["layout"] or ""))
-            for found in _ARRAY.finditer(text)]
+    arrays = []
+    for found in _ARRAY.finditer(text):
+        dims = tuple(int(side.lstrip("<=")) for side in found["dims"].split(",") if side)
+        in_hbm = not re.search(r"S\([1-9]", found["layout"] or "")
+        arrays.append(Array(found["dtype"], dims, in_hbm))
+    return arrays
 
 
 def hash_of_program(text):

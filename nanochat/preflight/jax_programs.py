@@ -8,6 +8,7 @@ from nanochat.common import BadInput
 from nanochat.device import tpu
 from nanochat.preflight import hlo
 from nanochat.preflight.compile import CompilerError, compile_programs
+from nanochat.preflight.ops import ops_of
 from nanochat.preflight.schedule import LIBTPU_OPTIONS
 
 _WRITE = "\nsys.stdout.buffer.write(lowered.compiler_ir('hlo').as_serialized_hlo_module_proto())\n"
@@ -42,6 +43,6 @@ def schedule_of(name, code, arguments, tpu_slice, folder, timeout_s, libtpu_opti
     (_, compiled), = compile_programs([program], tpu_slice, folder, timeout_s, schedule_options=libtpu_options)
     if compiled.out_of_memory:
         raise CompilerError(f"the {name} does not fit into the chip: {compiled.out_of_memory.splitlines()[0]}")
-    declared = [op.kernel.declared_cost for op in hlo.parse(compiled.hlo_text).ops() if op.kernel]
+    declared = [op.kernel.declared_cost for op in ops_of(hlo.parse(compiled.hlo_text)) if op.kernel]
     return (max(compiled.schedules.values(), key=lambda schedule: schedule.cycles),
             next(filter(None, declared), {}))

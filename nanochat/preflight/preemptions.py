@@ -3,7 +3,6 @@ without notice, at random, with a mean rate (a Poisson process)."""
 import math
 from dataclasses import asdict, dataclass
 
-STATE_BYTES = 12  # of a parameter in a checkpoint: weight, momentum and second moment in fp32; puzzle_train has 16
 # Measured with a checkpoint of 3.2 GB on two CPU cores (dev/LOG.md, "surviving faults"):
 HELD_S_PER_BYTE = 5.6 / 3.2e9  # the loop waits for the copy of the state
 SAFE_S_PER_BYTE = 17.9 / 3.2e9  # until the checkpoint is on disk; before that, a preemption loses what it holds
@@ -34,15 +33,18 @@ class Preemptions:
         return math.sqrt(2 * self.held_s * 86400 / self.per_day)
 
 
-def report_preemptions(per_day, restart_minutes, parameters, save_every_s, hours):
+def report_preemptions(own, checkpoint_bytes, save_every_s, hours):
     """Returns a JSON object: the expected hours of a run that takes `hours` undisturbed, and its goodput, with its own
     time between checkpoints and with the best.
 
-    parameters: of the model, which say how long saving takes.
+    own: with the preemptions_per_day and restart_minutes of PreflightFlags. checkpoint_bytes: say how long saving
+    takes.
     """
-    num_bytes = STATE_BYTES * parameters
-    model = Preemptions(per_day, 60 * restart_minutes, HELD_S_PER_BYTE * num_bytes, SAFE_S_PER_BYTE * num_bytes)
+    model = Preemptions(own.preemptions_per_day, 60 * own.restart_minutes, HELD_S_PER_BYTE * checkpoint_bytes,
+                        SAFE_S_PER_BYTE * checkpoint_bytes)
     best_s = model.best_save_every_s()
-    slowdown, best_slowdown = (model.slowdown(min(every_s, 3600 * hours)) for every_s in (save_every_s, best_s))
+    run_s = 3600 * hours
+    slowdown = model.slowdown(min(save_every_s, run_s))
+    best_slowdown = model.slowdown(min(best_s, run_s))
     return {**asdict(model), "save_every_s": save_every_s, "goodput": 1 / slowdown, "hours": hours * slowdown,
             "best_save_every_s": best_s, "best_goodput": 1 / best_slowdown}

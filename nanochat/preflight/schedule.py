@@ -15,9 +15,9 @@ _BUNDLES = "packed-bundles-post-ra"
 # time of compiling. These two categories need no schedule but the one that the program gets.
 LIBTPU_OPTIONS = {"xla_jf_dump_llo_text": "true", "xla_jf_dump_category_filter": "utilization,original",
                   "xla_jf_dump_llo_pass_label_regex": f"^({_PROGRAM}|{_USE})$"}
-LIBTPU_OPTIONS_WITH_BUNDLES = {"xla_jf_dump_llo_text": "true",
-                               "xla_jf_dump_category_filter": "utilization,original,codegen",
-                               "xla_jf_dump_llo_pass_label_regex": f"^({_PROGRAM}|{_USE}|{_BUNDLES})$"}
+LIBTPU_OPTIONS_WITH_BUNDLES = LIBTPU_OPTIONS | {
+    "xla_jf_dump_category_filter": "utilization,original,codegen",
+    "xla_jf_dump_llo_pass_label_regex": f"^({_PROGRAM}|{_USE}|{_BUNDLES})$"}
 _FILE = re.compile(rf"(\d+-(.+)-)\d+-({_PROGRAM}|{_USE}|{_BUNDLES})\.txt")
 _TOP_LEVEL = "TLP"  # the name that libtpu gives to the program that calls the operations
 
@@ -34,19 +34,28 @@ _BUNDLE = re.compile(r" *(0x[0-9a-f]+|0) .*?\{(.*)")
 
 
 class Unreadable(Exception):
-    """A schedule is cut off or in another notation. The message is the name of the operation."""
+    """There are no schedules, or one is cut off or in another notation. The message says which."""
 
 
 @dataclass
 class Loop:
     """A loop of an operation: the bundles from `begin` to before `end`. The operation itself counts as one, too."""
-    begin: int
-    end: int
-    times: int | None  # the runs of its body each time that the loop is entered; None where this is not a constant
+    begin: int = 0
+    end: int = 0
+    times: int | None = 1  # the runs of its body each time that the loop is entered; None where this is not a constant
     is_pipelined: bool = False  # whether it copies in, computes and copies out at the same time
     runs: int = 1  # of its body in one run of the operation
-    own_cycles: int = 0  # the bundles that are in no inner loop, times their runs
-    units: dict = field(default_factory=dict)  # of these bundles: unit -> instructions per bundle
+    own_bundles: int = 0  # those in no inner loop
+    instructions: Counter = field(default_factory=Counter)  # of these bundles: unit -> number
+
+    @property
+    def own_cycles(self):
+        return self.own_bundles * self.runs
+
+    @property
+    def units(self):
+        """Unit -> instructions per bundle."""
+        return {unit: count / self.own_bundles for unit, count in self.instructions.items()}
 
 
 @dataclass
@@ -54,7 +63,7 @@ class Branch:
     """Bundles of an operation that run only if a condition holds, from `begin` to before `end`."""
     begin: int = 0
     end: int = 0
-    matmuls: int = 0  # matrix instructions in it and in no inner branch
+    has_matmuls: bool = False  # in it and in no inner branch
 
 
 @dataclass
@@ -85,13 +94,15 @@ class Schedule:
         """
         if not self.branch_cycles:
             return self.bound_cycles
-        exponentials = self.units.get("transcendental", 0) * _REGISTER_NUMBERS
+        exponentials = self.units.get("transcendental", 0) * _REGISTER_NUMBERS  # if every branch were taken
         taken = min(1, max(matrix_cycles / self.matrix_cycles, transcendentals / max(exponentials, 1)))
         return int(max(self.cycles - (1 - taken) * self.branch_cycles, taken * self.matrix_cycles))
 
     def use(self, unit):
         """Returns the fraction of a unit's slots that are used."""
-        return self.units[unit] / (self.slots[unit] * self.cycles) if self.cycles and self.slots.get(unit) else 0.0
+        if not self.cycles or not self.slots.get(unit):
+            return 0.0
+        return self.units[unit] / (self.slots[unit] * self.cycles)
 
 
 def read_folder(folder):
@@ -109,10 +120,12 @@ def read_folder(folder):
             try:
                 schedules[name] = read_schedule(program, use)
             except (ValueError, IndexError, ZeroDivisionError):
-                raise Unreadable(name) from None
+                raise Unreadable(f"libtpu's schedule of {name} cannot be read") from None
         if _BUNDLES in paths and schedules[name].critical:
             with paths[_BUNDLES].open(errors="replace") as bundles:
                 schedules[name].bundles = _bundles_of(bundles, schedules[name].critical)
+    if not schedules:
+        raise Unreadable("libtpu wrote no schedules")
     return schedules
 
 
@@ -122,41 +135,53 @@ def read_schedule(program, use):
 
     Bundles that a branch may skip are counted as if they were always issued, see Schedule.cycles_with.
     """
-    loops, matmuls, branches = _read_program(program)
+    loops, branches, matmuls = _read_program(program)
     slots, rows = _read_use(use)
-    schedule = Schedule(slots=slots, uncounted_loops=sum(loop.times is None for loop in loops))
-    innermost = [Loop(0, len(rows), 1)] * len(rows)
-    for loop in loops:  # an inner loop comes after those around it
+    # Each bundle belongs to the innermost loop around it and counts as often as that runs. An inner loop comes after
+    # those around it, so that it takes its bundles from them.
+    whole = Loop(0, len(rows))
+    innermost = [whole] * len(rows)
+    for loop in loops:
         loop.runs = innermost[loop.begin].runs * (loop.times or 1)
         innermost[loop.begin:loop.end] = [loop] * (loop.end - loop.begin)
-    totals = {}
+    empty_cycles = 0
     for loop, row in zip(innermost, rows, strict=True):
-        counts, _ = totals.setdefault(id(loop), (Counter(), loop))
-        counts.update(row)
-        loop.own_cycles += loop.runs
-        schedule.empty_cycles += loop.runs * (not any(row.values()))
+        loop.own_bundles += 1
+        loop.instructions.update(row)
+        if not any(row.values()):
+            empty_cycles += loop.runs
+    with_bundles = [loop for loop in (whole, *loops) if loop.own_bundles]
     units = Counter()
-    for counts, loop in totals.values():
-        bundles = loop.own_cycles // loop.runs
-        loop.units = {unit: counts[unit] / bundles for unit in slots}
-        units.update({unit: loop.runs * count for unit, count in counts.items()})
-    schedule.units = {unit: units[unit] for unit in slots}
-    schedule.cycles = sum(loop.own_cycles for _, loop in totals.values())
-    busy = Counter()
-    for loop, unit, cycles in matmuls:
-        busy[unit] += cycles * (loop.runs if loop else 1)
-    schedule.matrix_cycles = max(busy.values(), default=0)
+    for loop in with_bundles:
+        units.update({unit: loop.runs * count for unit, count in loop.instructions.items()})
+    busy = Counter()  # matrix unit -> cycles
+    for matmul in matmuls:
+        busy[matmul.unit] += matmul.cycles * (matmul.loop.runs if matmul.loop else 1)
+    branch_cycles = 0
     if len(branches) > 1:
-        schedule.branch_cycles = sum((branch.end - branch.begin) * innermost[branch.begin].runs for branch in branches)
-    schedule.critical = max((loop for _, loop in totals.values()), key=lambda loop: loop.own_cycles, default=None)
-    return schedule
+        branch_cycles = sum((branch.end - branch.begin) * innermost[branch.begin].runs for branch in branches)
+    return Schedule(
+        cycles=sum(loop.own_cycles for loop in with_bundles), matrix_cycles=max(busy.values(), default=0),
+        branch_cycles=branch_cycles, empty_cycles=empty_cycles, units={unit: units[unit] for unit in slots},
+        slots=slots, uncounted_loops=sum(loop.times is None for loop in loops),
+        critical=max(with_bundles, key=lambda loop: loop.own_cycles, default=None))
+
+
+@dataclass
+class _Matmul:
+    """A matrix instruction."""
+    loop: Loop | None  # the innermost around it
+    unit: str
+    cycles: int  # for which the unit works
 
 
 def _read_program(lines):
-    """Returns the Loops of a program; of each matrix instruction (its innermost Loop or None, the matrix unit, the
-    cycles for which the unit works); and the innermost Branches with matrix instructions. The depth of a line's
-    indentation says which loops and branches it is in."""
-    loops, matmuls, branches, around, inside, trips = [], [], [], [], [], {}
+    """Returns the Loops of a program, the innermost Branches with matrix instructions, and the _Matmuls."""
+    loops = []
+    branches = []
+    matmuls = []
+    around = []  # (depth, Loop or Branch) of what the line is in, the innermost last: its indentation says it
+    trips = {}  # depth -> the runs of the loop whose body begins next at this depth
     begun = None  # a Loop or Branch whose bundles are not known yet
     for line in lines:
         if found := _LOOP.match(line):
@@ -164,28 +189,39 @@ def _read_program(lines):
             trips[len(found[1])] = math.ceil((limit - start) / step)
         elif found := _REGION.match(line):
             depth = len(found[1])
-            for stack in (around, inside):
-                while stack and stack[-1][0] >= depth:
-                    stack.pop()
+            around = [(outer, part) for outer, part in around if outer < depth]
             begun = None
             if "// loop_body" in line:
-                loops.append(begun := Loop(0, 0, trips.pop(depth, None)))
-                around.append((depth, begun))
+                begun = Loop(times=trips.pop(depth, None))
+                loops.append(begun)
             elif "// pred_region" in line:
-                branches.append(begun := Branch())
-                inside.append((depth, begun))
+                begun = Branch()
+                branches.append(begun)
+            if begun:
+                around.append((depth, begun))
         elif begun and (found := _RANGE.search(line)):
-            begun.begin, begun.end, begun = int(found[1]), int(found[2]), None
+            begun.begin = int(found[1])
+            begun.end = int(found[2])
+            begun = None
         elif found := _MATMUL.search(line):
-            matmuls.append((around[-1][1] if around else None, found[2], _matrix_cycles(found[1] + found[3])))
-            if inside:
-                inside[-1][1].matmuls += 1
-        elif around and _PIPELINED.search(line):
-            around[-1][1].is_pipelined = True
+            matmuls.append(_Matmul(_innermost(around, Loop), found[2], _matrix_cycles(found[1] + found[3])))
+            branch = _innermost(around, Branch)
+            if branch:
+                branch.has_matmuls = True
+        elif around and _PIPELINED.search(line) and (loop := _innermost(around, Loop)):
+            loop.is_pipelined = True
     for loop in loops:
         if loop.times and loop.is_pipelined:
             loop.times = max(loop.times - _EXTRA_RUNS, 1)
-    return loops, matmuls, [branch for branch in branches if branch.matmuls]
+    return loops, [branch for branch in branches if branch.has_matmuls], matmuls
+
+
+def _innermost(around, kind):
+    """Returns the innermost part of this kind, Loop or Branch, or None."""
+    for _, part in reversed(around):
+        if isinstance(part, kind):
+            return part
+    return None
 
 
 def _matrix_cycles(instruction):

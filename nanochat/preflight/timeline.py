@@ -6,7 +6,9 @@ much of it. Transfers of the same kind, copies by HBM or collectives by the inte
 import math
 from dataclasses import dataclass
 
-from nanochat.preflight import collectives
+from nanochat.preflight import hlo
+
+COPIES, ICI = "copies", "ici"  # what a transfer uses: HBM, or the interconnect
 
 
 @dataclass
@@ -21,12 +23,13 @@ class Timeline:
     ici_waited_s: float = 0.0
 
     def wait(self, resource, seconds):
-        """Waits for "ici" or "copies"; not at all if `seconds` is negative."""
-        self.seconds += max(seconds, 0.0)
-        if resource == "ici":
-            self.ici_waited_s += max(seconds, 0.0)
+        """Waits for a transfer; not at all if `seconds` is negative."""
+        seconds = max(seconds, 0.0)
+        self.seconds += seconds
+        if resource == ICI:
+            self.ici_waited_s += seconds
         else:
-            self.copies_waited_s += max(seconds, 0.0)
+            self.copies_waited_s += seconds
 
     @property
     def low_s(self):
@@ -39,39 +42,92 @@ class Timeline:
         return self.busy_s + self.traffic_s + self.copies_s + self.ici_s
 
 
+@dataclass
+class _Transfer:
+    resource: str
+    end_s: float  # when it ends, if nothing disturbs it
+
+
 def run(ops, busy_s, tpu_slice):
-    """Returns the Timeline of a list of hlo.Op in their order.
+    """Returns the Timeline of a list of Op in their order.
 
     busy_s: function of an Op, the seconds of one run without waiting for memory. The runs of a loop's body are alike,
     so that they are counted as one run whose operations and transfers take so many times as long.
     """
-    line, ends, free_at = Timeline(), {}, {"copies": 0.0, "ici": 0.0}
+    line = Timeline()
+    transfers = {}  # name -> _Transfer, of those that have begun and that nothing has waited for
+    free_at = {COPIES: 0.0, ICI: 0.0}  # when the last transfer of this kind ends
     for op in ops:
-        kind, now = collectives.kind_of(op), line.seconds
+        is_collective = bool(collective_of(op))
+        now = line.seconds
         traffic_s = op.times * op.hbm_bytes / tpu_slice.tpu.hbm_bytes_per_s
         ici_s = op.times * collective_s(op, tpu_slice)
+        line.ici_s += ici_s
         if op.ends:
-            resource, end = ends.pop(op.ends, ("copies", 0.0))
-            line.wait(resource, end - now)
+            transfer = transfers.pop(op.ends, None)
+            if transfer:
+                line.wait(transfer.resource, transfer.end_s - now)
         elif op.begins:
-            resource = "ici" if kind else "copies"
-            free_at[resource] = max(free_at[resource], now) + (ici_s if kind else traffic_s)
-            ends[op.begins] = resource, free_at[resource]
-            line.copies_s += 0.0 if kind else traffic_s
-        elif kind:
-            line.wait("ici", max(ici_s, traffic_s))
+            resource = ICI if is_collective else COPIES
+            free_at[resource] = max(free_at[resource], now) + (ici_s if is_collective else traffic_s)
+            transfers[op.begins] = _Transfer(resource, free_at[resource])
+            if resource == COPIES:
+                line.copies_s += traffic_s
+        elif is_collective:
+            line.wait(ICI, max(ici_s, traffic_s))
         else:
             seconds = op.times * busy_s(op)
             line.busy_s += seconds
             line.traffic_s += traffic_s
             line.seconds += max(seconds, traffic_s)
-            # HBM serves the operation before the copies that go on beside it.
-            ends = {name: (resource, end + traffic_s * (resource == "copies" and end > now))
-                    for name, (resource, end) in ends.items()}
-            free_at["copies"] += traffic_s * (free_at["copies"] > now)
-        line.ici_s += ici_s
+            # HBM serves the operation before the copies that go on beside it: they end so much later.
+            for transfer in transfers.values():
+                if transfer.resource == COPIES and transfer.end_s > now:
+                    transfer.end_s += traffic_s
+            if free_at[COPIES] > now:
+                free_at[COPIES] += traffic_s
     line.seconds = max(line.seconds, line.low_s)
     return line
+
+
+# -----------------------------------------------------------------------------
+# Collectives
+
+
+def count_collectives(ops, chips):
+    """Returns {opcode: [number of runs, bytes, overlapped bytes]} of the collectives among `ops`.
+
+    The bytes are those of the whole arrays that are reduced or gathered; the overlapped ones move concurrently with
+    other work. chips: the number of chips that take part.
+    """
+    found = {}
+    for op in ops:
+        kind = collective_of(op)
+        if kind:
+            size = op.times * collective_bytes(op, chips)
+            counts = found.setdefault(kind, [0, 0, 0])
+            counts[0] += op.times
+            counts[1] += size
+            if op.begins:
+                counts[2] += size
+    return found
+
+
+def collective_of(op):
+    """Returns the opcode of the collective that an Op is or begins, "" if it is none."""
+    kind = op.instruction.opcode.removesuffix("-start")
+    return kind if kind in hlo.COLLECTIVES and not op.ends else ""
+
+
+def collective_bytes(op, chips):
+    """Returns the bytes of the whole arrays that one run of a collective reduces, gathers or exchanges."""
+    instruction = op.instruction
+    sizes = sorted((array.bytes for array in instruction.shape), reverse=True)
+    if instruction.opcode.endswith("-start"):  # (operands, results, …): results are as large as operands, or larger
+        sizes = sizes[:len(instruction.operands)]
+    if instruction.opcode.startswith("reduce-scatter"):  # its result is a part of what it reduces
+        return sum(sizes) * (instruction.group_size or chips)
+    return sum(sizes)
 
 
 def collective_s(op, tpu_slice):
@@ -81,10 +137,11 @@ def collective_s(op, tpu_slice):
     half of what each chip sends crosses the middle of the box of chips, of which a row sends through one link each:
     bytes × length of the longest side / 4 per link. A torus whose sides are closed would take half of that.
     """
-    kind = collectives.kind_of(op)
+    kind = collective_of(op)
     if not kind:
         return 0.0
-    num_bytes, chips = collectives.bytes_of(op, tpu_slice.chips), op.instruction.group_size or tpu_slice.chips
+    num_bytes = collective_bytes(op, tpu_slice.chips)
+    chips = op.instruction.group_size or tpu_slice.chips
     dimensions = tpu_slice.tpu.torus_dims
     link_bytes_per_s = tpu_slice.tpu.ici_bytes_per_s / (4 * dimensions)  # in one direction
     if kind == "all-to-all":

@@ -1,11 +1,14 @@
-"""Traces the programs of a step without running them.
+"""Traces the programs of a training run without running them.
 
 trace() runs a function on placeholders, which are tensors of XLA's CPU device without memory, and keeps each program
 that torch_xla would have compiled and run. compile.py then compiles these programs for a TPU.
 """
+import gc
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from nanochat.preflight import hlo
 from nanochat.preflight.source_lines import IN_TRACEBACK
@@ -35,11 +38,9 @@ def placeholder(shape, dtype):
 def pending_tensors():
     """Returns the tensors that torch_xla.sync() would compute: all of the XLA device that are not computed yet, oldest
     first."""
-    import gc
-
-    import torch
     import torch_xla
-    pending, device = {}, torch_xla.device()
+    device = torch_xla.device()
+    pending = {}
     for tensor in gc.get_objects():
         if issubclass(type(tensor), torch.Tensor) and tensor.device == device \
                 and torch_xla._XLAC._check_tensor_need_materialization([tensor])[0]:
@@ -51,6 +52,16 @@ def make_placeholders(tensors=None):
     """Replaces `tensors`, by default all pending ones, by placeholders, as if they had been computed."""
     for tensor in pending_tensors() if tensors is None else tensors:
         tensor.data = placeholder(tensor.shape, tensor.dtype)
+
+
+def fill_with_placeholders(model):
+    """Replaces the parameters and buffers of a model on the meta device by placeholders on the XLA device."""
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            module._parameters[name] = torch.nn.Parameter(placeholder(p.shape, p.dtype))
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = placeholder(buffer.shape, buffer.dtype)
+    return model
 
 
 # -----------------------------------------------------------------------------
@@ -81,17 +92,22 @@ def trace(names, function, state):
     import torch_xla
     if pending_tensors():
         raise RuntimeError(f"some tensors are still to be computed before {names[0]} is traced")
-    sync, left, programs, state = torch_xla.sync, list(names), {}, dict(state)
+    sync = torch_xla.sync
+    left = list(names)
+    programs = {}
+    state = dict(state)
     state_names = _names_by_id(state)
 
     def capture_instead(*args, **kwargs):
         nonlocal state_names
-        name, outputs = left.pop(0), pending_tensors()
+        name = left.pop(0)
+        outputs = pending_tensors()
         if name not in left:
             programs[name] = _program(name, outputs, state, state_names)
         make_placeholders(outputs)
-        kept = {id(tensor) for tensor in state.values()}  # a running sum that `function` made itself is donated too
-        state.update({f"computed{id(tensor)}": tensor for tensor in outputs if id(tensor) not in kept})
+        # A running sum that `function` made itself is part of the state from now on, and so is donated, too.
+        known = {id(tensor) for tensor in state.values()}
+        state.update({f"computed{id(tensor)}": tensor for tensor in outputs if id(tensor) not in known})
         torch_xla._XLAC._set_all_reduce_token(str(torch_xla.device()), None)  # as sync() does
         state_names = _names_by_id(state)
         if not left:
@@ -153,12 +169,13 @@ def _named_backward_pass():
 
     C++ calls the backward pass, so these operations have no Python line of their own. The program stays the same.
     """
-    import torch
     import torch_xla
     backward = torch.autograd.backward
 
     def named_backward(tensors, *args, **kwargs):
-        seen, todo = set(), [tensor.grad_fn for tensor in ([tensors] if torch.is_tensor(tensors) else tensors)]
+        outputs = [tensors] if torch.is_tensor(tensors) else tensors
+        todo = [tensor.grad_fn for tensor in outputs]
+        seen = set()
         while todo:
             node = todo.pop()
             if node is None or node in seen:
@@ -181,3 +198,76 @@ def _named_backward_pass():
             yield
     finally:
         torch.autograd.backward = backward
+
+
+# -----------------------------------------------------------------------------
+# The programs of a run
+
+
+class Programs:
+    """The programs of a run as the compiler gets them, and what stays in a chip's memory between them."""
+
+    def __init__(self, plan, training, name_buffer=lambda shape: "", branch_shares=None):
+        """plan: of a Task; training: its TrainingStep, whose model has gone through fill_with_placeholders, and whose
+        carry is of placeholders. name_buffer("bf16[8192,65536]") says in words what an array of this shape holds.
+        branch_shares: {name of a program: as in ops_of}."""
+        self.plan = plan
+        self.training = training
+        self.name_buffer = name_buffer
+        self.branch_shares = branch_shares or {}
+        make_placeholders()  # what the optimizer has set to zero so far
+
+    def resident_bytes(self):
+        """Returns {name: bytes} of the tensors that stay on the chip."""
+        return {name: tensor.numel() * tensor.element_size() for name, tensor in self.training.state().items()}
+
+    def memory_groups(self):
+        """Returns the bytes of weights, gradients, optimizer state and the rest, as {name: bytes}."""
+        groups = {"weights": 0, "gradients": 0, "optimizer": 0}
+        if self.training.teacher:
+            groups["teacher"] = 0
+        if self.training.carry:
+            groups["carry"] = 0
+        groups["other"] = 0
+        for name, size in self.resident_bytes().items():
+            groups[self._group_of(name)] += size
+        return groups
+
+    def _group_of(self, name):
+        optimizer = self.training.optimizer
+        if name.endswith(".main_grad"):
+            return "gradients"
+        if name in optimizer.parameters:
+            return "weights"
+        if name in optimizer.state or name.endswith(".master"):
+            return "optimizer"
+        group = name.partition(".")[0]
+        return group if group in ("teacher", "carry") else "other"
+
+    def checkpoint_bytes(self):
+        """Returns the bytes of a checkpoint: the weights and the state of all chips."""
+        weights, state = self.training.sizes()
+        return sum(weights.values()) + sum(state.values())
+
+    def trace(self, batches, evaluate):
+        """Returns {name: TracedProgram} of the micro-steps, update and evaluate.
+
+        batches: {name of the micro-step: {name: CPU tensor}}, a micro-batch for each stage of the run; evaluate(): runs
+        an evaluation of two batches.
+        """
+        # Every program is traced twice, and trace() keeps the second one: the first may differ, because caches are
+        # filled while it is traced.
+        micro_steps = min(self.plan.micro_steps(0), 2)
+        self.training.loss_scales = {micro_steps: placeholder((), torch.float32)}
+        names = []
+        for name in batches:
+            names += 2 * ([name] * micro_steps + ["update"])
+
+        def train():
+            for name, batch in batches.items():
+                self.training.micro_step_name = name
+                for _ in range(2):
+                    self.training.run(iter([batch] * micro_steps), micro_steps, self.training.optimizer.scheduled(1))
+
+        programs = trace(names, train, self.training.state())
+        return programs | trace(["evaluate", "evaluate"], evaluate, self.training.state())

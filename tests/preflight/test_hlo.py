@@ -1,10 +1,12 @@
 # ruff: noqa: E501  the lines are as the compiler writes them
-"""Checks what hlo.py reads, on short programs in the compiler's own notation."""
+"""Checks what hlo.py and ops.py read, on short programs in the compiler's own notation."""
 from fractions import Fraction
 
 import pytest
 
-from nanochat.preflight import collectives, hlo
+from nanochat.preflight import hlo
+from nanochat.preflight.ops import ops_of
+from nanochat.preflight.timeline import count_collectives
 
 PROGRAM = '''HloModule IrToHlo.1, is_scheduled=true, entry_computation_layout={(f32[8,1024,1024]{2,1,0:T(8,128)})->f32[]}
 
@@ -64,7 +66,7 @@ ENTRY %main (Arg_0: f32[8,1024,1024]) -> f32[] {
 
 
 def test_bodies_of_loops_count_as_often_as_they_run_nested_ones_too():
-    ops = {op.instruction.name: op for op in hlo.parse(PROGRAM).ops()}
+    ops = {op.instruction.name: op for op in ops_of(hlo.parse(PROGRAM))}
     assert ops["copy.1"].times == 1 and ops["fusion.1"].times == 8 and ops["twice"].times == 24
     assert sum(op.times * op.cycles for op in ops.values()) == 1000 + 8 * 100 + 24 * 5
 
@@ -92,26 +94,26 @@ BY_NUMBER, BY_TRUTH = "branch_computations={%short, %long}", "true_computation=%
 def test_branches_count_by_their_shares(chosen_by, shares, short, long):
     conditional = f"  %which = s32[]{{:T(128)}} conditional(%get.4, %tuple.2, %tuple.2), {chosen_by}\n  %while.1 ="
     program = PROGRAM.replace("%body (s:", BRANCHES.lstrip(), 1).replace("  %while.1 =", conditional, 1)
-    ops = {op.instruction.name: op for op in hlo.parse(program).ops(shares)}
+    ops = {op.instruction.name: op for op in ops_of(hlo.parse(program), shares)}
     assert (ops["short.1"].times, ops["long.1"].times) == (short, long)
 
 
 def test_an_instruction_may_span_lines_that_begin_with_a_brace():
-    ops = {op.instruction.name: op for op in hlo.parse(PROGRAM).ops()}
+    ops = {op.instruction.name: op for op in ops_of(hlo.parse(PROGRAM))}
     assert ops["twice"].instruction.source == "nanochat/model/gpt.py:7 aten__add"
     assert ops["twice"].cycles == 5
 
 
 def test_of_a_stack_that_a_loop_takes_slices_of_the_slice_counts_and_vmem_does_not():
     layer = 4 * 1024 * 1024
-    ops = {op.instruction.name: op for op in hlo.parse(PROGRAM).ops()}
+    ops = {op.instruction.name: op for op in ops_of(hlo.parse(PROGRAM))}
     assert ops["copy.1"].hbm_bytes == 2 * 8 * layer
     assert ops["fusion.1"].bytes == pytest.approx(2 * layer + 4)  # read from HBM, written to VMEM; the index
     assert ops["fusion.1"].hbm_bytes == pytest.approx(layer + 4)
 
 
 def test_collectives_in_loops_count_as_often_as_they_run():
-    assert collectives.count(hlo.parse(PROGRAM).ops(), chips=8) == {"all-reduce": [8, 8 * 4 * 1024 * 1024, 0]}
+    assert count_collectives(ops_of(hlo.parse(PROGRAM)), chips=8) == {"all-reduce": [8, 8 * 4 * 1024 * 1024, 0]}
 
 
 OVERLAPPED = '''HloModule IrToHlo.2, is_scheduled=true, entry_computation_layout={(bf16[1,8,128]{2,1,0})->bf16[2,8,128]{2,1,0}}
@@ -146,9 +148,9 @@ ENTRY %main (Arg_0: bf16[1,8,128], Arg_1: f32[8,128]) -> f32[8,128] {
 
 
 def test_a_collective_in_steps_counts_once_and_as_running_beside_other_work():
-    ops = hlo.parse(OVERLAPPED).ops()
+    ops = ops_of(hlo.parse(OVERLAPPED))
     whole, part, added = 2 * 8 * 128 * 2, 8 * 128 * 2, 8 * 128 * 4
-    assert collectives.count(ops, chips=2) == {"all-gather": [1, whole, whole]}
+    assert count_collectives(ops, chips=2) == {"all-gather": [1, whole, whole]}
     assert sum(op.hbm_bytes for op in ops) == whole + part + 2 * added
 
 
@@ -162,11 +164,11 @@ ENTRY %main (Arg_0: bf16[8,128]) -> bf16[8,128] {
 }
 '''
     whole = 8 * 128 * 2
-    assert collectives.count(hlo.parse(program).ops(), chips=4) == {"all-to-all": [1, whole, whole]}
+    assert count_collectives(ops_of(hlo.parse(program)), chips=4) == {"all-to-all": [1, whole, whole]}
 
 
 def test_a_kernel_in_a_fusion_costs_what_it_declares():
-    (op,) = hlo.parse('''HloModule m, is_scheduled=true
+    (op,) = ops_of(hlo.parse('''HloModule m, is_scheduled=true
 
 %fused (a: bf16[16,1024]) -> bf16[16,1024] {
   %a = bf16[16,1024]{1,0:T(8,128)(2,1)} parameter(0)
@@ -178,13 +180,13 @@ ENTRY %main (b: bf16[16,1024]) -> bf16[16,1024] {
   %b = bf16[16,1024]{1,0:T(8,128)(2,1)} parameter(0)
   ROOT %fusion.1 = bf16[16,1024]{1,0:T(8,128)(2,1)} fusion(%b), kind=kCustom, calls=%fused
 }
-''').ops()
+'''))
     assert op.kernel.declared_cost == {"flops": 12, "transcendentals": 3, "bytes_accessed": 4096}
     assert op.instruction.name == "fusion.1" and op.hbm_bytes == 4096
 
 
 def test_of_a_table_to_whose_rows_a_fusion_adds_the_rows_count():
-    (op,) = hlo.parse('''HloModule m, is_scheduled=true
+    (op,) = ops_of(hlo.parse('''HloModule m, is_scheduled=true
 
 %add (p: f32[], q: f32[]) -> f32[] {
   %p = f32[]{:T(128)} parameter(0)
@@ -205,5 +207,5 @@ ENTRY %main (a: f32[4096,128], b: u32[8], c: f32[8,128]) -> f32[4096,128] {
   %c = f32[8,128]{1,0:T(8,128)} parameter(2)
   ROOT %fusion.1 = f32[4096,128]{1,0:T(8,128)} fusion(%a, %b, %c), kind=kCustom, calls=%fused
 }
-''').ops()
+'''))
     assert op.hbm_bytes == 3 * 8 * 128 * 4 + 8 * 4  # what is added; the rows, read and written; their numbers

@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 
+from nanochat.preflight.flags import PreflightFlags
 from nanochat.preflight.preemptions import Preemptions, report_preemptions
 from nanochat.preflight.report import save_every_s
 
@@ -43,7 +44,8 @@ def test_no_other_time_between_checkpoints_is_much_better_than_the_best():
 
 
 def test_a_run_that_is_preempted_before_every_checkpoint_never_ends():
-    found = report_preemptions(1000, 10, 3e8, math.inf, hours=100_000)
+    own = PreflightFlags(preemptions_per_day=1000, restart_minutes=10)
+    found = report_preemptions(own, checkpoint_bytes=3.6e9, save_every_s=math.inf, hours=100_000)
     assert found["hours"] == math.inf and found["goodput"] == 0 and 0 < found["best_goodput"] < 0.1
 
 

@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
+from nanochat.model.gpt import GPT
 from nanochat.preflight import hlo
+from nanochat.preflight.search import flags_of_meshes
 from nanochat.preflight.source_lines import IN_NAME, REPOSITORY
 from nanochat.train.flags import parse_flags
+from nanochat.train.language import make_optimizer
 from nanochat.train.plan import make_plan
 from scripts import tpu_preflight
 from tests.conftest import last_of_each
@@ -68,15 +72,20 @@ def test_a_tiny_run_is_compiled_for_four_chips_and_fits(tiny_report):
     assert report["preemptions"]["usd_spot"] > report["estimate"]["usd_spot"]
 
 
+def test_a_checkpoint_has_the_bytes_that_a_run_saves(tiny, tiny_report):
+    flags = parse_flags(tiny)
+    plan = make_plan(flags, load_tokenizer(flags.data.tokenizer_dir).n_vocab, "tpu", 4)
+    optimizer = make_optimizer(plan, GPT.on_meta(plan.config))
+    assert tiny_report["host"]["checkpoint_bytes"] == state_bytes(optimizer.masters, optimizer.state)
+
+
 def test_the_top_operations_are_named_by_lines_of_this_repository_that_exist(preflight, tiny, tiny_report):
     flash = preflight("--accelerator=v5litepod-4", "--kernel=flash", "--programs=micro_step",
-                      "--explain=pallas_call", "--slices=2", *tiny)
+                      "--explain=pallas_call", *tiny)
     flash_report = flash.report
     micro = flash_report["programs"]["micro_step"]
     assert micro["pallas_calls"] > 0 and 0.9 * micro["cycles"] < micro["scheduled_cycles"] <= micro["cycles"]
     assert micro["low_s"] <= micro["estimated_s"] <= micro["high_s"]
-    assert micro["runs_per_step"] == 1 and flash_report["plan"]["total_batch_size"] == 1024  # half of it in a slice
-    assert "between slices  0.00 GB of gradients in each of 2; a host sends 0.00 GB at 100 Gbit/s" in flash.stdout
     assert "the first host's disk: 1 checkpoints of " in flash.stdout
     explained = flash_report["explained"]["micro_step"]
     assert "pallas_call" in explained["source"] and explained["use"]["matrix"] > 0
@@ -98,15 +107,11 @@ def test_bad_flags_are_refused_in_one_line(preflight, tiny):
 @pytest.mark.parametrize("flags, message", [
     (["--accelerator=v9-8"], "--accelerator=v9-8 is unknown"),
     (["--accelerator=v6e-4", "--programs=backward"], "--programs=backward is unknown"),
-    (["--accelerator=v6e-4", "--heuristic", "--explain=fusion"], "--explain=fusion: the schedule that it needs"),
     (["--accelerator=v6e-4", "--explain="], "--explain=: name an operation"),
     (["--accelerator=v6e-4", "--jobs=0"], "--jobs=0 is not a whole number"),
     (["--accelerator=v6e-4", "--preemptions_per_day=0"], "--preemptions_per_day=0 is not"),
     (["--accelerator=v6e-4", "--restart_minutes=5"], "--restart_minutes=5 needs --preemptions_per_day"),
     (["--accelerator=v6e-4", "--preemptions_per_day=4", "--programs=evaluate"], "needs the time of a step"),
-    (["--accelerator=v6e-4", "--slices=0"], "--slices=0 is not a whole number"),
-    (["--accelerator=v6e-4", "--dcn_gbps=50"], "--dcn_gbps=50 is the network between slices, and there is one"),
-    (["--accelerator=v4-32", "--slices=2"], "--slices=2: the network between slices of v4 is not known: give --dcn_g"),
     (["--accelerator=v6e-4", "--json=/nowhere/report.json"], "--json=/nowhere/report.json: /nowhere is not a folder"),
     (["--accelerator=v6e-4", "--json=/tmp"], "--json=/tmp is a folder"),
     (["--accelerator=v6e-4", f"--dump_dir={__file__}"], "is not a folder: name another one")])
@@ -132,35 +137,11 @@ def test_the_search_for_a_mesh_tries_those_on_which_a_run_is_possible(monkeypatc
     """Also where the environment names another one."""
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     monkeypatch.setenv("TPU_MESH_CONFIG", "1,8")
-    trials = tpu_preflight.flags_of_meshes(parse_flags(flags), "v5litepod-8")
+    trials = flags_of_meshes(parse_flags(flags), chips=8)
     assert [*trials] == sizes
     for fsdp, trial in trials.items():
         mesh = make_plan(trial, 65536, "tpu", 8).mesh
         assert (mesh.fsdp, mesh.tensor, mesh.chips) == (fsdp, trial.devices.mesh_tensor, 8)
-
-
-@pytest.mark.parametrize("flags, batch, lanes, steps", [
-    (["--total_batch_size=131072", "--num_iterations=7"], 65536, 32, 7),
-    (["--target_param_data_ratio=1"], 65536, 32, 2048),  # 2^17 tokens a step of both, by the horizon
-    (["--total_batch_size=131072", "--num_iterations=7", "--mesh_tensor=2", "--mesh_fsdp=2"], 65536, 32, 7)])
-def test_a_slice_has_its_part_of_batches_and_lanes_and_all_steps(monkeypatch, flags, batch, lanes, steps):
-    monkeypatch.setenv("TPU_MESH_CONFIG", "1,8")  # which the flags go before, where they name a mesh
-    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-    found = tpu_preflight.flags_of_slice(parse_flags(flags), chips=8, slices=2)
-    assert (found.batch.total_batch_size, found.data.num_lanes, found.batch.num_iterations) == (batch, lanes, steps)
-    plan = make_plan(found, 65536, "tpu", 8)
-    assert plan.num_iterations == steps and plan.batch_tokens(0) == batch
-    assert plan.mesh.fsdp == (2 if "--mesh_tensor=2" in flags else 8)
-
-
-@pytest.mark.parametrize("flags, slices, message", [
-    (["--total_batch_size=65536"], 2, "--total_batch_size=65536 tokens does not divide by 131072 = .* × 16 devices"),
-    ([], 16, "128 devices do not divide the --num_lanes=64"),
-    (["--mesh_fsdp=3"], 2, "--mesh_data=-1 --mesh_fsdp=3")])
-def test_slices_that_do_not_divide_a_batch_are_refused(monkeypatch, flags, slices, message):
-    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-    with pytest.raises(BadInput, match=message):
-        tpu_preflight.flags_of_slice(parse_flags(flags), chips=8, slices=slices)
 
 
 def test_a_compiler_that_takes_too_long_is_one_line(preflight, tiny):
@@ -174,8 +155,8 @@ import json, sys
 from nanochat.preflight import trace
 trace.prepare_environment()
 from nanochat.train.flags import parse_flags
-from scripts import tpu_preflight
-_, programs = tpu_preflight.trace_run(parse_flags(sys.argv[1:]), chips=4)
+from nanochat.preflight.language import trace_run
+_, programs = trace_run(parse_flags(sys.argv[1:]), chips=4)
 print(json.dumps({name: (program.hlo_hash, sorted(program.donated)) for name, program in programs.items()}))
 """
 
@@ -219,7 +200,7 @@ def test_the_compiled_programs_are_those_that_base_train_runs(train, tiny, tmp_p
 def test_a_mesh_compiles_for_a_pod_whose_exchanges_cannot_be_asynchronous(preflight, tiny):
     of_model = [flag for flag in tiny if "tokenizer" not in flag]
     process = preflight(*of_model, "--accelerator=v5litepod-32", "--kernel=chunked", "--mesh_fsdp=2",
-                        "--programs=update", "--heuristic", "--total_batch_size=4096", "--find_mesh")
+                        "--programs=update", "--total_batch_size=4096", "--find_mesh")
     report = process.report
     assert report["fits"] and report["programs"]["update"]["collectives"]["all-to-all"][0] > 0
     assert report["find_mesh"]["smallest"] == 1 and [*report["find_mesh"]["peak_bytes"]] == ["1"]
@@ -230,13 +211,12 @@ TRACE_AS_RANKS = """
 import functools, json, sys
 from nanochat.preflight import trace
 trace.prepare_environment()
-from nanochat.device import ranks
+from nanochat.preflight import language
 from nanochat.train.flags import parse_flags
-from scripts import tpu_preflight
-dist = ranks.Dist
+dist = language.Dist
 for rank in (0, 3, 254):
-    ranks.Dist = functools.partial(dist, rank=rank)
-    run, programs = tpu_preflight.trace_run(parse_flags(sys.argv[1:]), chips=256)
+    language.Dist = functools.partial(dist, rank=rank)
+    run, programs = language.trace_run(parse_flags(sys.argv[1:]), chips=256)
     hashes = {name: program.hlo_hash for name, program in programs.items()}
     print(json.dumps([hashes, run.memory_groups().get("teacher")]))
 """
@@ -278,8 +258,8 @@ from nanochat.preflight import trace
 from nanochat.preflight.compiler_process import with_lines_in_loops, with_source_lines
 trace.prepare_environment()
 from nanochat.train.flags import parse_flags
-from scripts import tpu_preflight
-program = tpu_preflight.trace_run(parse_flags(sys.argv[1:]), chips=4)[1]["micro_step"]
+from nanochat.preflight.language import trace_run
+program = trace_run(parse_flags(sys.argv[1:]), chips=4)[1]["micro_step"]
 computation = xla_client.XlaComputation(with_lines_in_loops(program.hlo_proto))
 text = with_source_lines(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
 print(*sorted(set(re.findall('"([^"]*) aten__mm"', text))), sep=chr(10))
@@ -342,7 +322,7 @@ def test_both_chips_compile_every_kernel_at_depth_2(preflight, accelerator, seq_
 def test_rows_whose_attention_does_not_fit_into_vmem_are_named(preflight, tiny):
     """A v4 has 16 MiB of it, and has tens of GiB of HBM left, so that a mesh would not help."""
     process = preflight(*tiny, "--accelerator=v4-8", "--max_seq_len=32768", "--total_batch_size=131072",
-                        "--kernel=flash", "--programs=micro_step", "--heuristic", status=3)
+                        "--kernel=flash", "--programs=micro_step", status=3)
     assert re.search(r"micro_step does not fit: it needs \d\d\.\d\d MiB of VMEM for one operation", process.stdout)
     assert "does not fit into VMEM. Try a shorter --max_seq_len, or --kernel=chunked" in process.stdout
 

@@ -1,12 +1,10 @@
-"""What a host needs, by hand, and against what a run saves."""
+"""What a host needs, by hand."""
 import pytest
 
-from nanochat.checkpoint.pieces import state_bytes
-from nanochat.device import host_types, tpu
-from nanochat.model.gpt import GPT
+from nanochat.device import tpu
+from nanochat.preflight.describe import describe_host
+from nanochat.preflight.host_needs import estimate_host, memory_bytes, number_of_checkpoints, starting_bytes
 from nanochat.train.flags import parse_flags
-from nanochat.train.host_plan import describe_host, estimate_host, number_of_checkpoints, saved_bytes, starting_bytes
-from nanochat.train.language import make_optimizer
 from nanochat.train.plan import make_plan
 
 WIDTH, VOCABULARY = 1024, 65536
@@ -21,13 +19,6 @@ def plan_on(monkeypatch):
         return make_plan(parse_flags(flags), VOCABULARY, "tpu", tpu.parse_accelerator(accelerator).chips)
 
     return plan
-
-
-def test_a_checkpoint_has_the_bytes_that_a_run_saves(plan_on):
-    plan = plan_on("v5litepod-8", "--depth=16")
-    optimizer = make_optimizer(plan, GPT.on_meta(plan.config))
-    assert saved_bytes(plan.parameters) == pytest.approx(8 * 16 * LAYER + 12 * (3 * TABLE + GATES), rel=1e-5)
-    assert saved_bytes(plan.parameters) == pytest.approx(state_bytes(optimizer.masters, optimizer.state), rel=2e-3)
 
 
 @pytest.mark.parametrize("accelerator, flags, held", [
@@ -54,10 +45,10 @@ def test_a_host_is_compared_with_what_its_vm_has(plan_on, tmp_path):
         (tmp_path / split / "a.parquet").write_bytes(bytes(size))
     flags = ["--depth=16", "--num_iterations=10000", f"--data_dir={tmp_path}/train", f"--val_dir={tmp_path}/val"]
     pod = tpu.parse_accelerator("v5litepod-16")
-    found = estimate_host(parse_flags(flags), plan_on(pod.accelerator, *flags), pod)
+    found = estimate_host(parse_flags(flags), plan_on(pod.accelerator, *flags), pod, 4_000_000_000)
     assert found["ranks"] == 4 and found["memory_bytes"] == 192e9 and found["data_bytes"] == 3200
     assert found["starting_bytes"] == pytest.approx(4 * 4 * (16 * LAYER + 3 * TABLE + GATES), rel=1e-4)
-    assert found["checkpoints_bytes"] == 4 * found["checkpoint_bytes"] == 4 * found["saving_bytes"]
+    assert found["saving_bytes"] == found["checkpoint_bytes"] and found["checkpoints_bytes"] == 16_000_000_000
     assert "TOO LITTLE" not in str(describe_host(found))
     memory, disk = describe_host(found | {"memory_bytes": 5e9, "disk_bytes": 14_000_000_000})
     assert memory.endswith("it has 5.0 GB, TOO LITTLE")
@@ -70,14 +61,11 @@ def test_a_host_is_compared_with_what_its_vm_has(plan_on, tmp_path):
     ("--data_dir=/nowhere", None)])
 def test_data_in_a_bucket_takes_its_cache(plan_on, flags, size):
     flags, pod = ["--depth=2", *flags.split()], tpu.parse_accelerator("v6e-8")
-    found = estimate_host(parse_flags(flags), plan_on("v6e-8", *flags), pod)
+    found = estimate_host(parse_flags(flags), plan_on("v6e-8", *flags), pod, 10**9)
     assert found["data_bytes"] == size and found["memory_bytes"] == 1440e9
 
 
 def test_every_tpu_that_can_be_asked_for_has_a_host():
     for accelerator in ("v4-8", "v4-32", "v5litepod-1", "v5litepod-4", "v5litepod-8", "v5litepod-64", "v5p-8", "v6e-1",
                         "v6e-4", "v6e-8", "v6e-256"):
-        assert host_types.memory_bytes(tpu.parse_accelerator(accelerator)) > 40e9
-    assert host_types.dcn_gbps(tpu.parse_accelerator("v6e-8")) == 800
-    assert host_types.dcn_gbps(tpu.parse_accelerator("v5litepod-16")) == 100
-    assert host_types.dcn_gbps(tpu.parse_accelerator("v4-32")) is None
+        assert memory_bytes(tpu.parse_accelerator(accelerator)) > 40e9

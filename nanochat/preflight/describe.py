@@ -1,0 +1,211 @@
+"""Says the report of a preflight to a person."""
+import json
+from pathlib import Path
+
+from nanochat.common import BadInput
+from nanochat.device.tpu import GIB
+from nanochat.preflight import explain
+from nanochat.preflight.out_of_memory import advice
+from nanochat.preflight.report import MICRO_STEP, kind_of
+
+DOES_NOT_FIT = 3
+
+
+def deliver(own, report, say):
+    """Says the report, and writes it where the PreflightFlags `own` want it. Returns the exit status."""
+    say("\n".join(describe(report)))
+    if own.json == "-":
+        print(json.dumps(report, indent=1))
+    elif own.json:
+        Path(own.json).write_text(json.dumps(report, indent=1))
+    if own.explain and not report["explained"] and report["programs"]:
+        raise BadInput(f"--explain={own.explain}: no scheduled operation has this in its name or its line of Python: "
+                       "the list of the most expensive operations has some")
+    return 0 if report["fits"] else DOES_NOT_FIT
+
+
+def describe(report):
+    """Returns the report as lines of text."""
+    usable = report["usable_hbm_bytes"]
+    lines = [f"memory of a chip ({gib(usable)} usable):"]
+    for name, size in report["memory"].items():
+        lines.append(f"  {gib(size):>10}  {name}")
+    lines += describe_programs(report["programs"])
+    for name, found in report["explained"].items():
+        lines += ["", f"of {name}:", *explain.describe(found)]
+    for name, found in report["out_of_memory"].items():
+        lines += describe_out_of_memory(name, found)
+    if "estimate" in report:
+        lines += describe_run(report["estimate"], report["plan"], report["zone"])
+    if "preemptions" in report:
+        lines += describe_preemptions(report["preemptions"], report["zone"])
+    if "host" in report:
+        lines += ["", *describe_host(report["host"])]
+    lines.append("")
+    if report["fits"]:
+        lines.append(f"fits: {gib(report['peak_bytes'])} of {gib(usable)} ({report['peak_bytes'] / usable:.0%})")
+    else:
+        is_vmem = any(found["memory"] == "vmem" for found in report["out_of_memory"].values())
+        lines.append(f"does not fit into {'VMEM' if is_vmem else gib(usable)}. Try {', or '.join(advice(report))}")
+    return lines + describe_searches(report)
+
+
+def gib(num_bytes):
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def gb(num_bytes):
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
+def span_ms(low_s, high_s, digits=1):
+    return f"{1000 * low_s:.{digits}f} to {1000 * high_s:.{digits}f}"
+
+
+# -----------------------------------------------------------------------------
+# Programs
+
+
+def describe_programs(programs):
+    """Returns lines about the programs that were compiled and fit, the ProgramReports as JSON objects."""
+    if not programs:
+        return []
+    lines = ["", f"{'':>14}  {'peak':>10} {'temporary':>10} {'Mcycles':>8} {'HBM GB':>7} {'est. ms':>8} "
+             f"{'low to high':>13} {'runs':>4} {'HLO':>6} {'compiled':>8} {'seconds':>7}"]
+    for name, program in programs.items():
+        lines.append(f"{name:>14}  {gib(program['peak_bytes']):>10} {gib(program['temp_bytes']):>10} "
+                     f"{program['cycles'] / 1e6:8.1f} {program['hbm_bytes'] / 1e9:7.1f} "
+                     f"{1000 * program['estimated_s']:8.1f} {span_ms(program['low_s'], program['high_s']):>13} "
+                     f"{program['runs_per_step']:4} "
+                     f"{program['traced_instructions']:6} {program['compiled_instructions']:8} "
+                     f"{program['compile_s']:7.0f}")
+    for name, program in programs.items():
+        lines += [f"  {name}: {line}" for line in describe_waits(program)]
+    for name, program in programs.items():
+        if kind_of(name) == MICRO_STEP:
+            lines += describe_top_operations(name, program)
+    return lines
+
+
+def describe_waits(program):
+    """Returns lines about what a program may wait for, and about its Pallas kernels."""
+    lines = [f"the error bar is {program['doubt']}"]
+    for kind, (count, num_bytes, overlapped) in program["collectives"].items():
+        lines.append(f"{count} {kind}, {num_bytes / 1e6:.1f} MB, {overlapped / 1e6:.1f} of them while other work goes "
+                     "on")
+    for kind, total_s, waited_s in (("collectives", program["ici_s"], program["ici_waited_s"]),
+                                    ("copies", program["copies_s"], program["copies_waited_s"])):
+        if total_s:
+            lines.append(f"{kind} est. {1000 * total_s:.1f} ms; the program waits for {1000 * waited_s:.1f} of them")
+    if program["pallas_calls"]:
+        lines.append(f"{program['pallas_calls']} Pallas kernels, {program['pallas_flops'] / 1e12:.2f} TFLOP, counted "
+                     "in the cycles as scheduled")
+    if program["pallas_uncounted"]:
+        lines.append(f"Pallas kernels of unknown cost, not counted: {program['pallas_uncounted']}")
+    return lines
+
+
+def describe_top_operations(name, program):
+    lines = ["", f"most expensive operations of {name} (estimates):"]
+    for op in program["top_operations"]:
+        line = (f"  {1000 * op['estimated_s']:7.2f} ms {op['runs']:4} × {op['name']:<28} {op['source']}  "
+                f"{op['shape'][:60]}  {op['limit']}")
+        lines.append(line.rstrip())
+    scheduled = program["scheduled_cycles"] / program["cycles"]
+    lines.append(f"  {scheduled:.1%} of the cycles are the machine's own schedule, the others the compiler's heuristic")
+    return lines
+
+
+def describe_out_of_memory(name, found):
+    """Returns lines about a program that does not fit. found: of explain_out_of_memory."""
+    needed = gib(found["needed_bytes"])
+    if found["memory"] == "vmem":
+        needed = f"{found['needed_bytes'] / 2**20:.2f} MiB of VMEM for one operation"
+    lines = ["", f"{name} does not fit: it needs {needed}. Largest buffers:"]
+    for buffer in found["largest"]:
+        lines.append(f"  {gib(buffer['bytes']):>10}  {buffer['what'] or 'a temporary':<26} {buffer['shape']:<28} "
+                     f"{buffer['source']}")
+    return lines
+
+
+# -----------------------------------------------------------------------------
+# The run
+
+
+def describe_run(run, plan, zone):
+    """Returns lines about a report's estimate of a run."""
+    unit = plan["unit"]
+    lines = [""]
+    if len(run["stages"]) > 1:
+        for name, stage in run["stages"].items():
+            lines.append(f"estimate: {1000 * stage['step_s']:.0f} ms a step in steps {stage['first']:,} to "
+                         f"{stage['last']:,} ({name}), MFU {stage['mfu']:.1%}, {stage['hours']:.1f} h")
+    lines += [f"estimate: {1000 * run['step_s']:.0f} ms a step of {plan['total_batch_size']:,} {unit} "
+              f"({span_ms(run['step_low_s'], run['step_high_s'], 0)}), {run[f'{unit}_per_s']:,.0f} {unit}/s, "
+              f"MFU {run['mfu']:.1%}; update {run['shares']['update']:.1%} of a step",
+              f"estimate: {run['hours']:.1f} h for {plan['num_iterations']:,} steps{describe_cost(run, zone)}"]
+    if len(run["stages"]) > 1:
+        lines.append(f"estimate: {1 - run['hours'] / run['hours_of_last']:.1%} less than with the last of these "
+                     "programs throughout")
+    return lines
+
+
+def describe_cost(found, zone):
+    """Returns ", 62 USD on spot …" for a JSON object with costs; "" if no price is known."""
+    cost = ""
+    for key, name in (("usd_spot", "on spot"), ("usd_on_demand", "on demand")):
+        if found.get(key) is not None:
+            cost += f", {found[key]:.0f} USD {name}"
+    if not cost:
+        return ""
+    return f"{cost} in {zone or 'the dearest region (--zone)'}"
+
+
+def describe_preemptions(found, zone):
+    """Returns lines about a report's preemptions."""
+    saved = "no checkpoint"
+    if found["save_every_s"] is not None:
+        saved = f"a checkpoint every {found['save_every_s'] / 60:.1f} min"
+    wall = "it never ends"
+    if found["hours"] is not None:
+        wall = f"{found['hours']:.1f} h{describe_cost(found, zone)}"
+    return [f"estimate: with {found['per_day']:g} preemptions a day, {found['restart_s'] / 60:g} min of restarting for "
+            f"each, and {saved}: goodput {found['goodput']:.1%}, {wall}",
+            f"estimate: then --save_every_minutes={max(found['best_save_every_s'] / 60, 0.1):.1f} would be best: "
+            f"goodput {found['best_goodput']:.1%}"]
+
+
+def describe_host(found):
+    """Returns lines about what a host needs, and has. found: of host_needs.estimate_host."""
+    memory = (f"a host's memory: {found['ranks']} ranks that start hold {gb(found['starting_bytes'])}; the first host "
+              f"holds {gb(found['saving_bytes'])} while it saves, twice that if a save begins before the last has "
+              f"ended; it has {gb(found['memory_bytes'])}")
+    if max(found["starting_bytes"], found["saving_bytes"]) > found["memory_bytes"]:
+        memory += ", TOO LITTLE"
+    data = "data that is not on this machine"
+    if found["data_bytes"] is not None:
+        data = f"{gb(found['data_bytes'])} of data"
+    disk = (f"the first host's disk: {found['checkpoints']} checkpoints of {gb(found['checkpoint_bytes'])}, and {data};"
+            f" the boot disk has {gb(found['disk_bytes'])}")
+    room = found["disk_bytes"] - (found["data_bytes"] or 0)
+    if found["checkpoints_bytes"] > room:
+        disk += ", TOO LITTLE: attach another"
+        fewer = room // found["checkpoint_bytes"] - 1  # one more is there while it is written
+        if fewer > 0:
+            disk += f", or --keep_checkpoints={fewer}"
+    return [memory, disk]
+
+
+def describe_searches(report):
+    """Returns lines about what was found by the searches of search.py."""
+    lines = []
+    if "find_mesh" in report:
+        found = report["find_mesh"]
+        lines.append(f"smallest --mesh_fsdp that fits: {found['smallest']}; {len(found['peak_bytes'])} tried, "
+                     f"{found['seconds']:.0f} s")
+    if "find_batch" in report:
+        found = report["find_batch"]
+        largest = ", ".join(f"{setting} {each['largest']}" for setting, each in found["settings"].items())
+        lines.append(f"largest --device_batch_size by --activation_checkpointing: {largest}; "
+                     f"{found['compilations']} compilations, {found['seconds']:.0f} s")
+    return lines

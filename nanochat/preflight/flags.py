@@ -1,0 +1,92 @@
+"""The preflight's own flags, and what it needs before anything is traced."""
+import os
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from nanochat.common import BadInput, expand_path, flag, read_flags
+from nanochat.device import tpu
+from nanochat.preflight.compile import require_packages
+from nanochat.preflight.trace import prepare_environment
+from nanochat.train.flags import TITLES, Flags
+
+PROGRAMS = ("micro_step", "update", "evaluate")
+
+
+def file_or_dash(text):
+    return text if text == "-" else str(expand_path(text))
+
+
+@dataclass(frozen=True)
+class PreflightFlags:
+    accelerator: str = flag("", "the TPU to compile for: v5litepod-8, v6e-4, v4-32 …", required=True)
+    json: str | None = flag(None, "write the report to FILE too; -: write it to standard output, and nothing else "
+                            "there", metavar="FILE", of=file_or_dash)
+    programs: str = flag(",".join(PROGRAMS), "the programs to compile; without micro_step or update there is no "
+                         "estimate of a step")
+    find_batch: bool = flag(False, "search for the largest --device_batch_size that fits, with each value of "
+                            "--activation_checkpointing")
+    find_mesh: bool = flag(False, "search for the smallest --mesh_fsdp that fits")
+    explain: str | None = flag(None, "say what the dearest operation whose name or line of Python contains OPERATION "
+                               "waits for, and print its critical loop; compiling takes twice as long",
+                               metavar="OPERATION")
+    dump_dir: Path | None = flag(None, "keep the traced programs (HLO protos) and the optimised HLO text in DIR",
+                                 metavar="DIR", of=expand_path)
+    jobs: int = flag(2, "the number of compilers that run concurrently", at_least=1, at_most=1000)
+    timeout_s: int = flag(1800, "the longest time that one program may take to compile", at_least=1)
+    usd_per_chip_hour: float | None = flag(None, "price of a chip; default: the prices in "
+                                           "nanochat/device/prices.csv, on spot and on demand", of=float, at_least=0)
+    zone: str | None = flag(None, "zone whose prices count, such as us-west4-a; default: the dearest")
+    preemptions_per_day: float | None = flag(None, "also say what so many preemptions a day cost, and how often to "
+                                             "save then", of=float, above=0, at_most=1000)
+    restart_minutes: float = flag(10.0, "from a preemption until the run trains again: a new VM, setup, compiling",
+                                  at_least=0, at_most=10_000)
+
+    @property
+    def tpu_slice(self):
+        return tpu.parse_accelerator(self.accelerator)
+
+    @property
+    def kinds(self):
+        """The kinds of programs to compile, among PROGRAMS."""
+        return set(self.programs.split(","))
+
+
+def read_preflight_flags(argv=None, description="", titles=TITLES, flags_of_training=Flags):
+    """Returns the PreflightFlags of a command line and the Flags of the script that trains, by default base_train.
+    titles: those of its groups of flags, in the order of its Flags. Raises BadInput."""
+    own, *of_training = read_flags(argv, description, {PreflightFlags: "preflight", **titles})
+    if not own.kinds <= set(PROGRAMS):
+        raise BadInput(f"--programs={own.programs} is unknown: choose among {','.join(PROGRAMS)}")
+    if own.explain == "":
+        raise BadInput("--explain=: name an operation")
+    if own.preemptions_per_day is None and own.restart_minutes != PreflightFlags.restart_minutes:
+        raise BadInput(f"--restart_minutes={own.restart_minutes:g} needs --preemptions_per_day: give both, or neither")
+    if own.preemptions_per_day is not None and not own.kinds >= {"micro_step", "update"}:
+        raise BadInput(f"--preemptions_per_day={own.preemptions_per_day:g} needs the time of a step, and so micro_step "
+                       f"and update in --programs={own.programs}")
+    if own.json not in (None, "-"):
+        _require_folder("json", own.json, Path(own.json).parent)
+        if Path(own.json).is_dir():
+            raise BadInput(f"--json={own.json} is a folder: name a file")
+    if own.dump_dir and own.dump_dir.exists():
+        _require_folder("dump_dir", own.dump_dir, own.dump_dir)
+    return replace(own, accelerator=own.tpu_slice.accelerator), flags_of_training(*of_training)
+
+
+def _require_folder(name, value, folder):
+    """Raises BadInput for the flag `name` if nothing can be written to `folder`."""
+    if not folder.is_dir():
+        raise BadInput(f"--{name}={value}: {folder} is not a folder: name another one")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise BadInput(f"--{name}={value}: {folder} is not writable: name another one")
+
+
+def prepare(own):
+    """Prepares this process for tracing, before torch_xla is imported. Returns the function that prints a line for a
+    person: to standard error where standard output is for the JSON. Raises BadInput if a package is missing."""
+    require_packages()
+    prepare_environment()
+    os.environ["TPU_ACCELERATOR_TYPE"] = own.accelerator  # the attention kernel's tiles depend on the chip
+    return partial(print, file=sys.stderr if own.json == "-" else sys.stdout, flush=True)

@@ -1,0 +1,80 @@
+"""What each host of a run needs: memory of its processors, and disk. And what a TPU's host, a VM, has.
+
+A run that starts reads or draws its weights in host memory, in the process of every chip; one that saves brings the
+whole state to the first host. What Python, libtpu and the data need is not counted, nor the pages of a checkpoint's
+files, which the processes of a host share and the system takes back when it needs them.
+"""
+from nanochat.common import BadInput
+from nanochat.data.bucket import in_bucket
+from nanochat.data.shards import list_text
+from nanochat.device.tpu import GIB
+from nanochat.train.mesh_plan import TABLES, held_bytes
+
+# By type and chips of the VM, from Google's list of machine types (ct4p-hightpu-4t, ct5lp-hightpu-1t, -4t and -8t,
+# ct5p-hightpu-4t, ct6e-standard-1t, -4t and -8t). The list was read in the copy of tools/machinetypes.csv in
+# github.com/Cyclenerd/google-cloud-pricing-cost-calculator, commit 0026ae3a. docs.cloud.google.com/tpu/docs/v5e and v5p
+# say the same of theirs.
+MEMORY_GB = {("v4", 4): 407, ("v5e", 1): 48, ("v5e", 4): 192, ("v5e", 8): 384, ("v5p", 4): 448, ("v6e", 1): 176,
+             ("v6e", 4): 720, ("v6e", 8): 1440}
+BOOT_DISK_BYTES = 100 * GIB  # cloud.google.com/tpu/docs/setup-persistent-disk, "a 100 GiB boot disk"
+
+
+def estimate_host(flags, plan, tpu_slice, checkpoint_bytes):
+    """Returns a JSON object about what a host of a tpu.Slice needs for base_train's Flags and their Plan, and has."""
+    ranks = tpu_slice.chips // tpu_slice.hosts
+    checkpoints = number_of_checkpoints(flags.record, plan.num_iterations)
+    return {
+        "ranks": ranks, "memory_bytes": memory_bytes(tpu_slice), "starting_bytes": ranks * starting_bytes(plan),
+        "saving_bytes": checkpoint_bytes, "disk_bytes": BOOT_DISK_BYTES, "checkpoint_bytes": checkpoint_bytes,
+        "checkpoints": checkpoints, "checkpoints_bytes": checkpoints * checkpoint_bytes,
+        "data_bytes": data_bytes(flags.data)}
+
+
+def memory_bytes(tpu_slice):
+    """Returns the memory of a host of the slice."""
+    return MEMORY_GB[tpu_slice.tpu.name, tpu_slice.chips // tpu_slice.hosts] * 10**9
+
+
+def starting_bytes(plan):
+    """Returns the bytes that a rank holds in host memory when it brings its weights to its chip: whole fp32 weights or,
+    on a mesh that divides them, its parts of them, those of the optimizer in fp32, and the largest table."""
+    if not plan.mesh.divides_weights:
+        return 4 * sum(plan.parameters.values())
+    layers = plan.config.n_layer
+    tables = [plan.parameters.get(name, 0) for name in TABLES]
+    padded = (layers + -layers % plan.mesh.chips) / layers
+    masters = 4 * (padded * plan.parameters["matrices"] + sum(tables)) / plan.mesh.chips
+    weights = held_bytes(plan.parameters, plan.dtype.itemsize, plan.mesh, layers)["weights"]
+    return weights + masters + 4 * max(tables)
+
+
+def number_of_checkpoints(record, num_iterations):
+    """Returns how many checkpoints the first host's disk has at the most for RecordFlags: those that stay, with the
+    newest, and the oldest of them that goes when the newest is whole."""
+    if not record.saves:
+        return 0
+    if record.save_every_minutes > 0:
+        saves = num_iterations
+    else:
+        saves = -(-num_iterations // record.save_every)
+    for_good = 0
+    if record.keep_every > 0:
+        for_good = num_iterations // record.keep_every
+    return min(saves, record.keep_checkpoints + 1 + for_good)
+
+
+def data_bytes(data):
+    """Returns the bytes of a host's disk that DataFlags ask for; None where the shards are not on this machine."""
+    if data.synthetic_data:
+        return 0
+    found = 0
+    if in_bucket(data.data_dir) or in_bucket(data.val_dir):
+        found += int(1e9 * data.data_cache_gb)
+    for split in ("train", "val"):
+        if in_bucket(data.folder(split)):
+            continue
+        try:
+            found += sum(path.stat().st_size for path in list_text(data, split))
+        except BadInput:
+            return None
+    return found

@@ -1,0 +1,84 @@
+"""The programs of base_train: traced as they run there, with what only a GPT knows of them."""
+import math
+from collections import Counter
+from fractions import Fraction
+
+import torch
+
+from nanochat.data.loader import Rows, SyntheticLoader
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.device.ranks import Dist
+from nanochat.infer.loss_eval import bits_per_byte
+from nanochat.preflight.trace import Programs, fill_with_placeholders
+from nanochat.train.language import NEXT_TOKEN, make_model, make_step
+from nanochat.train.plan import make_plan
+from nanochat.train.prepare import run_directory
+from nanochat.train.step import Objective
+from nanochat.train.teacher import DistillationLoss, find_teacher, make_teacher
+
+
+def trace_run(flags, chips):
+    """Returns the Programs of a run with base_train's Flags on `chips` TPU chips, and its {name: TracedProgram}.
+
+    Call prepare_environment() before.
+    """
+    import torch_xla
+    tokenizer = load_tokenizer(flags.data.tokenizer_dir)
+    plan = make_plan(flags, tokenizer.n_vocab, "tpu", chips)
+    dist = Dist("tpu", torch_xla.device(), world_size=chips)
+    objective = NEXT_TOKEN
+    with torch.device("meta"):
+        model = make_model(plan)
+        found = find_teacher(flags, plan, tokenizer, run_directory(flags))
+        if found:
+            teacher = make_teacher(found, plan, dist)
+    if found:
+        objective = Objective(DistillationLoss(found, fill_with_placeholders(teacher)), teacher=teacher)
+    training = make_step(plan, fill_with_placeholders(model), dist, objective)
+    rows = plan.device_batch_size
+    length = plan.config.max_seq_len
+    batches = {}
+    shares = {"evaluate": branch_shares(plan.config, length)}
+    for first, _, name in plan.stages:
+        batches[name] = {"rows": torch.zeros(plan.rows(first), plan.seq_len(first) + 1, dtype=torch.int32)}
+        shares[name] = branch_shares(plan.config, plan.seq_len(first))
+
+    def evaluate():
+        readers = plan.mesh.readers
+        wanted = Rows(rows, length, world_size=readers, num_lanes=flags.data.num_lanes)
+        loader = SyntheticLoader(tokenizer.n_vocab, wanted, num_rows=2 * rows * readers)
+        bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist, copies=plan.mesh.tensor)
+
+    def name_buffer(shape):
+        return name_buffer_of_gpt(shape, plan.config, rows, length)
+
+    programs = Programs(plan, training, name_buffer, shares)
+    return programs, programs.trace(batches, evaluate)
+
+
+def branch_shares(config, length):
+    """Returns the fraction of the layers that run each branch of the conditionals in a loop over the layers, for rows
+    of `length`, as ops_of takes them: in the attention kernel those of the windows, the shortest first, and in
+    the backward pass those of layers that add value embeddings, and of others."""
+    windows = Counter(min(window or length, length) for window in config.windows())
+    adding = Fraction(sum(slot is not None for slot in config.value_slots()), config.n_layer)
+    return {"branch_computations": [Fraction(windows[size], config.n_layer) for size in sorted(windows)],
+            "true_computation": [adding, 1 - adding]}
+
+
+def name_buffer_of_gpt(shape, config, batch_size, seq_len):
+    """Guesses from its shape, "bf16[8192,65536]" for example, what an array of a GPT holds.
+
+    Returns "logits", "attention scores" and so on, or "" if it could be anything.
+    """
+    dims = [int(side) for side in shape.partition("[")[2].rstrip("]").split(",") if side]
+    if config.vocab_size in dims and config.n_embd in dims:
+        return "embedding or head"
+    if config.vocab_size in dims:
+        return "logits"
+    if dims.count(seq_len) >= 2 and (config.n_head in dims or batch_size * config.n_head in dims):
+        return "attention scores"
+    is_stack = bool(dims) and dims[0] == config.n_layer
+    if math.prod(dims) % (batch_size * seq_len) == 0:
+        return "activations of all layers" if is_stack else "activations"
+    return "stacked weights" if is_stack else ""

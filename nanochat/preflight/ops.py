@@ -1,0 +1,255 @@
+"""Counts what a compiled program does: which operations run, how often, and which bytes each of them moves.
+
+The compiler writes `estimated_cycles` on each operation that it schedules, but its own sums count a loop's body once.
+Here a program is a list of Op, each with the number of times that it runs. Three things are counted:
+- cycles: the compiler's estimate for each scheduled operation. It makes none for Pallas kernels.
+- bytes: operands and results. If an operation reads or writes only a slice of an array, the slice counts, as in XLA's
+  HloCostAnalysis. `hbm_bytes` leaves out arrays that the compiler placed in VMEM (memory space S(1) and others).
+- transfers that run beside other operations, from an operation X-start to its X-done. The compiler also cuts
+  collectives into steps, which it fuses with other operations. Such a collective is one Op, made of its first step; the
+  other steps hand its arrays on untouched, and it ends with the last.
+"""
+import re
+from dataclasses import dataclass
+
+from nanochat.preflight.hlo import COLLECTIVES, PALLAS_CALL, Array, Instruction
+
+# These move no data: the compiler makes no code for them, or lets them share the memory of their operand.
+_FREE = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
+                   "partition-id", "replica-id", "async-update", "domain", "add-dependency"})
+_FREE_CUSTOM_CALLS = frozenset({"ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound"})
+_UPDATED_BY = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written into the first, in place
+
+
+@dataclass(frozen=True)
+class Op:
+    """An instruction that runs `times` times, with the costs of one time."""
+    instruction: Instruction
+    times: int
+    cycles: int = 0
+    bytes: float = 0.0
+    hbm_bytes: float = 0.0
+    begins: str = ""  # the name of the transfer that it begins, which goes on beside the following operations
+    ends: str = ""  # the name of the transfer whose end it waits for
+    kernel: Instruction | None = None  # the Pallas kernel that it is, or that is in its fusion
+
+
+def ops_of(module, branch_shares=None):
+    """Returns a list of Op of all scheduled instructions of a Module: of the entry computation and of its loops.
+
+    branch_shares: the fraction of a conditional's runs that each of its branches gets, as Fractions, of conditionals
+    that choose by a number, {"branch_computations": …}, or by a truth value, {"true_computation": …}. All branches of
+    others, and of those that have another number of branches, are counted as if they always ran.
+    """
+    return list(_walk(module, module.entry, 1, branch_shares or {}))
+
+
+def _walk(module, name, times, branch_shares):
+    """Yields the Ops of a computation that runs `times` times."""
+    computation = module.computations[name]
+    for instruction in computation.values():
+        opcode = instruction.opcode
+        if opcode == "while":
+            trips = times * trip_count(module, instruction, computation)
+            yield from _walk(module, instruction.called("condition"), trips, branch_shares)
+            yield from _walk(module, instruction.called("body"), trips, branch_shares)
+        elif opcode == "call":
+            yield from _walk(module, instruction.called("to_apply"), times, branch_shares)
+        elif opcode == "conditional":
+            for branch, share in _branches(instruction, branch_shares):
+                yield from _walk(module, branch, round(times * share), branch_shares)
+        elif opcode.endswith("-done"):
+            yield Op(instruction, times, ends=_start_of(instruction, computation))
+        elif opcode not in _FREE and instruction.custom_call_target not in _FREE_CUSTOM_CALLS:
+            if opcode == "fusion":
+                yield from _collective_steps(module.inside(instruction), times)
+            kernel = _kernel_in(module, instruction)
+            begins = instruction.name if opcode.endswith("-start") else ""
+            yield _op(instruction, times, _touched(module, instruction, computation, kernel), begins, kernel)
+
+
+def _op(instruction, times, touched, begins="", kernel=None):
+    return Op(instruction, times, instruction.cycles, sum(array.bytes for array in touched),
+              sum(array.bytes for array in touched if array.in_hbm), begins, kernel=kernel)
+
+
+def _kernel_in(module, instruction):
+    """Returns the Pallas kernel that an instruction is, or that its fusion has, or None."""
+    if instruction.custom_call_target == PALLAS_CALL:
+        return instruction
+    if instruction.opcode == "fusion":
+        for inner in module.inside(instruction).values():
+            kernel = _kernel_in(module, inner)
+            if kernel:
+                return kernel
+    return None
+
+
+def _branches(conditional, branch_shares):
+    """Returns (name of the computation, share of the runs) of each branch."""
+    listed = re.search(r"branch_computations=\{([^}]*)\}", conditional.attributes)
+    if listed:
+        branches = re.findall(r"[\w.-]+", listed[1])
+        shares = branch_shares.get("branch_computations", ())
+    else:
+        branches = [conditional.called("true_computation"), conditional.called("false_computation")]
+        shares = branch_shares.get("true_computation", ())
+    if len(shares) != len(branches):
+        shares = [1] * len(branches)
+    return zip(branches, shares, strict=True)
+
+
+# -----------------------------------------------------------------------------
+# Transfers
+
+
+def _start_of(done, computation):
+    """Returns the name of the operation that began the transfer that `done` waits for."""
+    name = done.operands[0]
+    while name in computation and computation[name].opcode in ("async-update", "get-tuple-element", "bitcast"):
+        name = computation[name].operands[0]
+    return name
+
+
+def _collective_steps(fused, times):
+    """Yields the Op that begins a collective and the one that waits for its end, if their steps are in a fusion."""
+    is_last = any(inner.custom_call_target == "AsyncCollectiveDone" for inner in fused.values())
+    for inner in fused.values():
+        if inner.opcode not in COLLECTIVES:
+            continue
+        chain = re.search(r'chain_id="(\w+)"', inner.attributes)
+        name = f"chain {chain and chain[1]}"
+        if '"async_collective_fusion_config":{"flag_start":"-1"' in inner.attributes:  # the first step
+            yield _op(inner, times, [*fused[inner.operands[0]].shape, *inner.shape], begins=name)
+        elif is_last:
+            yield Op(inner, times, ends=name)
+
+
+# -----------------------------------------------------------------------------
+# Loops
+
+
+def trip_count(module, loop, computation):
+    """Returns the number of times that the body of a `while` runs.
+
+    The loops here count up to a bound, or down from one. The bound is a constant in the condition or among the
+    initial values. Returns 1 if neither is found.
+    """
+    condition = module.computations[loop.called("condition")]
+    bound = max(_constants(module, condition.values()), default=0)
+    if bound > 0:
+        return bound
+    initial = [computation[name] for name in computation[loop.operands[0]].operands if name in computation]
+    return max(_constants(module, initial), default=1) or 1
+
+
+def _constants(module, instructions):
+    """Yields the integer constants among `instructions`, including those inside the fusions that they call."""
+    for instruction in instructions:
+        if instruction.called("calls"):
+            yield from _constants(module, module.inside(instruction).values())
+        elif instruction.opcode == "constant" and instruction.shape[0].dtype in ("s32", "u32", "s64", "u64"):
+            if instruction.operands and re.fullmatch(r"-?\d+", instruction.operands[0]):
+                yield int(instruction.operands[0])
+
+
+# -----------------------------------------------------------------------------
+# Bytes
+
+
+def _touched(module, instruction, computation, kernel):
+    """Returns the arrays that an instruction reads or writes, or the slices of them. kernel: see Op."""
+    opcode = instruction.opcode
+    shape = instruction.shape
+    if kernel and kernel.declared_cost:  # a kernel may read only a slice of an operand
+        return [Array("u8", (kernel.declared_cost["bytes_accessed"],), True)]
+    operands = [computation[name].shape for name in instruction.operands if name in computation]
+    if opcode == "slice-start":  # ((source), slice, …)
+        return [shape[1].placed_as(shape[0]), shape[1]]
+    if opcode.endswith("-start"):  # (source, destination, …) in either order, each touched once
+        return sorted(shape, key=lambda array: array.bytes, reverse=True)[:2]
+    if opcode == "fusion":
+        return _touched_by_fusion(module, module.inside(instruction), operands, shape)
+    if opcode in ("dynamic-slice", "slice", "gather"):
+        return [shape[0].placed_as(operands[0][0]), *sum(operands[1:], []), *shape]
+    if opcode == "dynamic-update-slice":
+        update = operands[1][0]
+        return [update, update.placed_as(shape[0])]
+    if opcode == "scatter":  # it adds to rows: it reads and writes them
+        updates = operands[2][0]
+        return [*operands[1], updates, updates.placed_as(shape[0]), updates.placed_as(shape[0])]
+    return [*sum(operands, []), *shape]
+
+
+def _touched_by_fusion(module, fused, operands, shape):
+    """Returns the same of a fusion of the instructions `fused`."""
+    root = _root(fused)
+    if root.custom_call_target in ("AsyncCollectiveStart", "AsyncCollectiveDone"):
+        return []
+    touched = []
+    for number, arrays in enumerate(operands):
+        parts = _parts_read(module, _parameter(fused, number), fused)
+        if parts is None:
+            touched += arrays
+        else:
+            touched += [part.placed_as(arrays[0]) for part in parts]
+    results = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    if len(results) != len(shape):
+        return touched + shape
+    for result, array in zip(results, shape, strict=True):
+        if result.opcode == "parameter" or result.opcode in COLLECTIVES:
+            continue  # handed on untouched
+        part = _part_written(module, result, fused)
+        touched.append(part.placed_as(array) if part else array)
+    return touched
+
+
+def _root(fused):
+    return next(instruction for instruction in fused.values() if instruction.is_root)
+
+
+def _parameter(fused, number):
+    return next(i for i in fused.values() if i.opcode == "parameter" and int(i.operands[0]) == number)
+
+
+def _part_written(module, result, fused):
+    """Returns the Array that a fusion writes in place into a larger one, None if it writes all of its result."""
+    while result.opcode in ("bitcast", "copy", "reshape") and result.operands[0] in fused:
+        result = fused[result.operands[0]]
+    if result.opcode in _UPDATED_BY:
+        return fused[result.operands[_UPDATED_BY[result.opcode]]].shape[0]
+    if result.opcode == "fusion":
+        inner = module.inside(result)
+        return _part_written(module, _root(inner), inner)
+    return None
+
+
+def _parts_read(module, instruction, fused):
+    """Returns the parts that a fusion reads of its parameter `instruction`, as Arrays; None if it reads all of it."""
+    parts = []
+    for user in fused.values():
+        for position, name in enumerate(user.operands):
+            if name == instruction.name:
+                read = _parts_read_by(module, user, position, fused)
+                if read is None:
+                    return None
+                parts += read
+    return parts
+
+
+def _parts_read_by(module, user, position, fused):
+    """Returns the parts that one instruction of a fusion reads of its operand at `position`; None if all of it."""
+    if user.opcode == "bitcast":
+        return _parts_read(module, user, fused)
+    if user.opcode == "fusion":
+        inner = module.inside(user)
+        return _parts_read(module, _parameter(inner, position), inner)
+    if position == 0 and user.opcode in ("dynamic-slice", "slice", "gather"):
+        return user.shape
+    if position == 0 and user.opcode == "dynamic-update-slice":
+        return []  # written in place: counted with the results
+    if position == 0 and user.opcode == "scatter":  # the same, and read, because it adds
+        return fused[user.operands[_UPDATED_BY["scatter"]]].shape
+    if user.opcode in COLLECTIVES or user.opcode == "tuple" and user.is_root:
+        return []  # handed on untouched
+    return None

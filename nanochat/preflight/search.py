@@ -1,0 +1,145 @@
+"""Searches for the largest batch, or the smallest mesh, with which base_train's programs fit into a chip's memory."""
+import tempfile
+import time
+from dataclasses import dataclass
+
+from nanochat.common import BadInput
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.device.mesh import all_meshes
+from nanochat.device.tpu import GIB
+from nanochat.model.layers import RECOMPUTED
+from nanochat.preflight.compile import compile_programs
+from nanochat.preflight.estimate import peak_bytes
+from nanochat.preflight.language import trace_run
+from nanochat.preflight.report import kind_of
+from nanochat.train.flags import AUTO
+from nanochat.train.plan import make_plan
+from nanochat.train.prepare import run_directory
+from nanochat.train.teacher import find_teacher
+
+
+def require_searchable(own, flags):
+    """Raises BadInput if base_train's Flags leave nothing to what the PreflightFlags `own` search for."""
+    devices = flags.devices
+    if own.find_mesh and (devices.mesh_data != -1 or devices.mesh_fsdp == AUTO):
+        raise BadInput(f"--find_mesh searches for the mesh, and --mesh_data={devices.mesh_data} "
+                       f"--mesh_fsdp={devices.mesh_fsdp} is given: leave both out")
+    if own.find_batch and devices.mesh_fsdp == AUTO:
+        raise BadInput(f"--find_batch with --mesh_fsdp={AUTO}, which chooses another mesh for another batch: give "
+                       "--mesh_fsdp a number")
+
+
+def search(own, flags, kernel, say):
+    """Returns {"find_mesh": …, "find_batch": …} of the searches that the PreflightFlags `own` ask for, see find_mesh
+    and find_batch. kernel: that of the run with base_train's Flags."""
+    found = {}
+    if own.find_mesh:
+        trials = flags_of_meshes(flags, own.tpu_slice.chips)
+        found["find_mesh"] = find_mesh(lambda fsdp: try_run(own, trials[fsdp], {"micro_step", "update"}), trials, say)
+    if own.find_batch:
+        def try_batch(batch_size, setting):
+            trial = flags.replace(device_batch_size=batch_size, total_batch_size=-1, activation_checkpointing=setting)
+            return try_run(own, trial, {"micro_step"})
+
+        settings = ("none", "all") if kernel == "current" else RECOMPUTED
+        found["find_batch"] = find_batch(try_batch, flags.batch.device_batch_size, settings, say)
+    return found
+
+
+def flags_of_meshes(flags, chips):
+    """Returns {chips along fsdp: Flags} for each mesh on which a run is possible, the fewest first. All its axes are
+    given, so that TPU_MESH_CONFIG names none of them."""
+    tokenizer = load_tokenizer(flags.data.tokenizer_dir)
+    found = {}
+    for mesh in all_meshes(chips, flags.devices.mesh_tensor):
+        trial = flags.replace(mesh_data=mesh.data, mesh_fsdp=mesh.fsdp)
+        try:
+            find_teacher(trial, make_plan(trial, tokenizer.n_vocab, "tpu", chips), tokenizer, run_directory(flags))
+        except BadInput:
+            continue
+        found[mesh.fsdp] = trial
+    return found
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Whether the programs of a run fit into a chip's memory."""
+    peak_bytes: int | None  # of the memory in use; None if they do not fit
+    too_large: tuple = ()  # the names of those that do not
+
+
+def try_run(own, flags, kinds):
+    """Compiles the programs of these kinds of a run with base_train's Flags. Returns the Trial. Memory needs no
+    schedule, which takes a tenth to a quarter of the time of compiling."""
+    programs, traced = trace_run(flags, own.tpu_slice.chips)
+    traced = [program for name, program in traced.items() if kind_of(name) in kinds]
+    resident_bytes = programs.resident_bytes()
+    peaks = []
+    too_large = []
+    with tempfile.TemporaryDirectory(prefix="tpu_preflight_") as scratch:
+        for program, compiled in compile_programs(traced, own.tpu_slice, scratch, own.timeout_s, own.jobs):
+            peaks.append(peak_bytes(program, compiled, resident_bytes))
+            if compiled.out_of_memory or peaks[-1] > own.tpu_slice.tpu.usable_hbm_bytes:
+                too_large.append(program.name)
+    return Trial(None if too_large else max(peaks), tuple(too_large))
+
+
+def find_mesh(try_mesh, sizes, say=print):
+    """Searches for the smallest --mesh_fsdp that fits, one of `sizes`, from the first of them on.
+
+    try_mesh: function of a number of chips along fsdp; returns the Trial of such a run.
+    Returns a JSON object with the smallest (None if none fits) and the peak memory of all that it tried.
+    """
+    peaks = {}
+    smallest = None
+    started = time.monotonic()
+    for fsdp in sizes:
+        trial = try_mesh(fsdp)
+        peaks[fsdp] = trial.peak_bytes
+        if trial.peak_bytes is not None:
+            say(f"--mesh_fsdp={fsdp}: fits, {trial.peak_bytes / GIB:.2f} GiB")
+            smallest = fsdp
+            break
+        say(f"--mesh_fsdp={fsdp}: {' and '.join(trial.too_large)} do not fit")
+    return {"smallest": smallest, "peak_bytes": peaks, "seconds": time.monotonic() - started}
+
+
+def find_batch(try_batch, start, settings, say=print):
+    """Searches for the largest --device_batch_size that fits with each of `settings`, the values of
+    --activation_checkpointing that are to be tried, in the order in which they need less memory.
+
+    try_batch: function of a batch size and a setting; returns the Trial of such a run. start: the first batch size;
+    a setting begins with the largest of the one before.
+    Returns a JSON object with the largest batch size of each (None if there is none) and the peak memory of all that it
+    tried.
+    """
+    found = {}
+    started = time.monotonic()
+    for setting in settings:
+        largest, peaks = _largest_batch(try_batch, start, setting, say)
+        found[setting] = {"largest": largest or None, "peak_bytes": peaks}
+        start = largest or start
+    compilations = sum(len(each["peak_bytes"]) for each in found.values())
+    return {"settings": found, "compilations": compilations, "seconds": time.monotonic() - started}
+
+
+def _largest_batch(try_batch, start, setting, say):
+    """Returns the largest batch size that fits, 0 if none does, and {batch size: peak memory or None} of all tried."""
+    peaks = {}
+
+    def fits(batch):
+        if batch not in peaks:
+            peaks[batch] = try_batch(batch, setting).peak_bytes
+            said = "does not fit" if peaks[batch] is None else f"fits, {peaks[batch] / GIB:.2f} GiB"
+            say(f"--device_batch_size={batch} --activation_checkpointing={setting}: {said}")
+        return peaks[batch] is not None
+
+    # Halved until something fits, doubled while everything does; last comes the size between that and its double.
+    batch = start
+    while batch and not fits(batch):
+        batch //= 2
+    while batch and fits(2 * batch):
+        batch *= 2
+    if batch > 1 and fits(batch * 3 // 2):
+        batch = batch * 3 // 2
+    return batch, peaks
