@@ -23,7 +23,7 @@ resolve ${ARGS[@]+"${ARGS[@]}"}
 cd "$ROOT"
 names=(nanochat scripts tokenizer pyproject.toml Makefile README.md .tpu_env.example)
 source='^(nanochat|scripts)/.*\.py$|^[^/]*$'
-source="$source|^nanochat/(device/prices\\.csv|infer/page\\.html|judge/problem_set/[^/]*\\.cpp)$"  # package-data
+source="$source|^nanochat/(device/prices\\.csv|serve/page\\.html|judge/problem_set/[^/]*\\.cpp)$"  # package-data
 source="$source|^tokenizer/(tokenizer_65k/)?(vocabulary\\.tiktoken|tokenizer\\.json|token_bytes\\.pt|tokenizer\\.pkl)$"
 noise='(^|/)__pycache__/|\.py[co]$|(^|/)\.DS_Store$'
 secret='/\.|/wandb/|\.env$|\.(pem|key|p12|pfx|jks|ppk|kdbx)$|/id_(rsa|dsa|ecdsa|ed25519)[^/.]*(\.pub)?$'

@@ -47,7 +47,8 @@ def all_gather(part, dist):
     return xm.all_gather(part[None], 0, groups=groups, pin_layout=False).flatten(0, 1)
 
 
-_barriers_lock, _thread_barriers = threading.Lock(), {}
+_barriers_lock = threading.Lock()
+_thread_barriers = {}  # number of threads -> threading.Barrier
 BARRIER_TIMEOUT_S = 900
 
 

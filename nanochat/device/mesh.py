@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from nanochat.common import BadInput
 
 AXES = ("data", "fsdp", "tensor")
-_SYNONYMS = {"model": "tensor"}  # in TPU_AXIS_NAMES
 
 
 @dataclass(frozen=True)
@@ -28,21 +27,24 @@ class Mesh:
     @property
     def source(self):
         """What asked for the parts in which this mesh divides the weights, for an error."""
-        return self.variables or self._flags(lambda size: size)
+        return self.variables or " ".join(f"--mesh_{axis}={getattr(self, axis)}" for axis in self._dividing_axes())
 
     def ask_for(self, axis, *sizes):
         """Returns what to give for another number of chips along `axis`, one of `sizes`, for an error."""
         if not self.variables:
             return f"--mesh_{axis}={_in_words(sizes)}"
-        return _in_environment(self.chips, [(size, self.tensor) if axis == "fsdp" else (self.fsdp, size)
-                                            for size in sizes])
+        if axis == "fsdp":
+            return _in_environment(self.chips, [(size, self.tensor) for size in sizes])
+        return _in_environment(self.chips, [(self.fsdp, size) for size in sizes])
 
     def ask_for_whole_weights(self):
         """Returns what to give for a mesh that does not divide the weights, for an error."""
-        return _in_environment(self.chips, [(1, 1)]) if self.variables else self._flags(lambda size: 1)
+        if self.variables:
+            return _in_environment(self.chips, [(1, 1)])
+        return " ".join(f"--mesh_{axis}=1" for axis in self._dividing_axes())
 
-    def _flags(self, size):
-        return " ".join(f"--mesh_{axis}={size(getattr(self, axis))}" for axis in AXES[1:] if getattr(self, axis) > 1)
+    def _dividing_axes(self):
+        return [axis for axis in AXES[1:] if getattr(self, axis) > 1]
 
     @property
     def chips(self):
@@ -78,7 +80,8 @@ class Mesh:
     def groups(self, axis):
         """Returns the groups of ranks that differ in their place along `axis` only, [[rank, …], …], each in the order
         of that place."""
-        place, groups = AXES.index(axis), {}
+        place = AXES.index(axis)
+        groups = {}  # place with 0 along the axis -> ranks
         for rank in range(self.chips):
             coordinates = list(self.coordinates(rank))
             coordinates[place] = 0
@@ -104,39 +107,51 @@ def make_mesh(data, fsdp, tensor, chips, environment=os.environ):
     If all three have their defaults, TPU_MESH_CONFIG counts, "4,2" for example, the chips along the axes that
     TPU_AXIS_NAMES lists, by default data,fsdp,tensor. Raises BadInput if the product is another number of chips.
     """
-    source, variables = f"--mesh_data={data} --mesh_fsdp={fsdp} --mesh_tensor={tensor}", ""
+    variables = ""
     if (data, fsdp, tensor) == (-1, 1, 1) and environment.get("TPU_MESH_CONFIG"):
-        config, names = environment["TPU_MESH_CONFIG"], environment.get("TPU_AXIS_NAMES") or ",".join(AXES)
-        sizes = _read_environment(config, names)
-        data, fsdp, tensor = (sizes.get(axis, 1) for axis in AXES)
-        source = variables = f"TPU_MESH_CONFIG={config} with TPU_AXIS_NAMES={names}"
+        config = environment["TPU_MESH_CONFIG"]
+        names = environment.get("TPU_AXIS_NAMES") or ",".join(AXES)
+        data, fsdp, tensor = _read_environment(config, names)
+        variables = f"TPU_MESH_CONFIG={config} with TPU_AXIS_NAMES={names}"
+    source = variables or f"--mesh_data={data} --mesh_fsdp={fsdp} --mesh_tensor={tensor}"
     others = fsdp * tensor
     if data == -1 and chips % others == 0:
         data = chips // others
     if data * others != chips:
         product = f"{'?' if data == -1 else data} × {fsdp} × {tensor}"
-        fsdps, tensors = (_nearest_divisors(chips // tensor, fsdp), [tensor]) if chips % tensor == 0 else \
-            ([1], _nearest_divisors(chips, tensor))
-        instead = f"--mesh_data=-1 with --mesh_fsdp={_in_words(fsdps)}"
-        if variables:
-            instead = _in_environment(chips, [(f, t) for f in fsdps for t in tensors])
-        elif tensor > 1:
-            instead += f" and --mesh_tensor={_in_words(tensors)}"
         raise BadInput(f"{source} are {product} chips along data, fsdp and tensor, and there are {chips}: "
-                       f"use {instead}")
+                       f"use {_instead(fsdp, tensor, chips, bool(variables))}")
     return Mesh(data, fsdp, tensor, variables)
 
 
+def _instead(fsdp, tensor, chips, in_environment):
+    """Returns what to give for a mesh that does exist, and is near this one, in words."""
+    if chips % tensor == 0:
+        fsdps = _nearest_divisors(chips // tensor, fsdp)
+        tensors = [tensor]
+    else:
+        fsdps = [1]
+        tensors = _nearest_divisors(chips, tensor)
+    if in_environment:
+        return _in_environment(chips, [(f, t) for f in fsdps for t in tensors])
+    instead = f"--mesh_data=-1 with --mesh_fsdp={_in_words(fsdps)}"
+    if tensor > 1:
+        instead += f" and --mesh_tensor={_in_words(tensors)}"
+    return instead
+
+
 def _read_environment(config, names):
-    """Returns {axis: chips} for TPU_MESH_CONFIG and TPU_AXIS_NAMES."""
-    axes = [_SYNONYMS.get(name, name) for name in (name.strip().lower() for name in names.split(","))]
+    """Returns the chips along each of AXES for TPU_MESH_CONFIG and TPU_AXIS_NAMES. Raises BadInput."""
+    axes = [name.strip().lower() for name in names.split(",")]
+    axes = ["tensor" if name == "model" else name for name in axes]
     sizes = config.strip("() ").split(",")
     are_sizes = all(re.fullmatch(r"\s*[1-9][0-9]{0,5}\s*", size) for size in sizes)
     if not are_sizes or len(set(axes)) < len(axes) or not set(axes) <= {*AXES} or len(sizes) > len(axes):
         raise BadInput(f"TPU_MESH_CONFIG={config[:40]} with TPU_AXIS_NAMES={names[:80]} is no mesh: set the chips "
                        "along each axis and its names, such as TPU_MESH_CONFIG=4,2 TPU_AXIS_NAMES=data,fsdp, or unset "
                        "both")
-    return dict(zip(axes, map(int, sizes), strict=False))
+    found = dict(zip(axes, map(int, sizes), strict=False))
+    return [found.get(axis, 1) for axis in AXES]
 
 
 def require_divisible(mesh, axis, sizes):
@@ -144,7 +159,8 @@ def require_divisible(mesh, axis, sizes):
 
     sizes: {what it is, with its flag: size}, of which each chip along the axis holds an equal part.
     """
-    chips, others = getattr(mesh, axis), mesh.tensor if axis == "fsdp" else mesh.fsdp
+    chips = getattr(mesh, axis)
+    others = mesh.tensor if axis == "fsdp" else mesh.fsdp
     for what, size in sizes.items():
         if size % chips:
             nearest = _nearest_divisors(math.gcd(*sizes.values(), mesh.chips // others), chips)
@@ -155,8 +171,9 @@ def require_divisible(mesh, axis, sizes):
 def _nearest_divisors(number, near):
     """Returns the divisors of `number` that come before and after `near`, and `near` if it is one."""
     divisors = [n for n in range(1, number + 1) if number % n == 0]
-    below, above = [n for n in divisors if n < near], [n for n in divisors if n > near]
-    return below[-1:] + ([near] if number % near == 0 else []) + above[:1]
+    below = [n for n in divisors if n < near]
+    above = [n for n in divisors if n > near]
+    return below[-1:] + [n for n in divisors if n == near] + above[:1]
 
 
 def _in_words(values):
@@ -166,6 +183,8 @@ def _in_words(values):
 def _in_environment(chips, pairs):
     """Returns the environment variables that ask for one of `pairs` of chips along fsdp and tensor, in words."""
     axes = AXES if any(tensor > 1 for _, tensor in pairs) else AXES[:2]
-    configs = _in_words(",".join(map(str, (chips // (fsdp * tensor), fsdp, tensor)[:len(axes)]))
-                        for fsdp, tensor in pairs)
-    return f"TPU_MESH_CONFIG={configs} with TPU_AXIS_NAMES={','.join(axes)}, or unset both"
+    configs = []
+    for fsdp, tensor in pairs:
+        sizes = (chips // (fsdp * tensor), fsdp, tensor)[:len(axes)]
+        configs.append(",".join(map(str, sizes)))
+    return f"TPU_MESH_CONFIG={_in_words(configs)} with TPU_AXIS_NAMES={','.join(axes)}, or unset both"

@@ -46,9 +46,11 @@ def one_program(dist, name, collective=False):
             thread_barrier(dist)
     turn = _trace_lock if one_at_a_time else nullcontext()
     with turn:
-        compiled, begun = compilations(), time.monotonic()
+        compiled = compilations()
+        begun = time.monotonic()
         yield run
-        traced, cpu_begun = time.monotonic(), time.thread_time()
+        traced = time.monotonic()
+        cpu_begun = time.thread_time()
     if one_at_a_time and collective:
         thread_barrier(dist)  # the others may trace for longer than a collective waits for them
     with turn:

@@ -151,7 +151,8 @@ def compute_init(device_type, hosts=1):
         dist = Dist(device_type, torch_xla.device(), xr.global_ordinal(), xr.world_size(), hosts,
                     xr.local_ordinal())
     elif device_type == "cuda":
-        local_rank, world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
         torch.cuda.set_device(local_rank)
         torch.set_float32_matmul_precision("high")
         device = torch.device("cuda", local_rank)

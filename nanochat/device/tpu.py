@@ -83,12 +83,17 @@ def libtpu_init_args(tpu_slice, others=()):
     An option that the variable already sets stays as it is.
     """
     tpu = tpu_slice.tpu
+    options = dict(others)
+    if tpu.scoped_vmem_kib:
+        options["xla_tpu_scoped_vmem_limit_kib"] = tpu.scoped_vmem_kib
+    if tpu_slice.chips <= tpu.async_exchange_chips:
+        options |= _ASYNC_EXCHANGES
+    if not tpu.async_gathers:
+        options |= _ASYNC_GATHERS
     arguments = os.environ.get("LIBTPU_INIT_ARGS", "").split()
-    options = dict(others) | ({"xla_tpu_scoped_vmem_limit_kib": tpu.scoped_vmem_kib} if tpu.scoped_vmem_kib else {})
-    options |= _ASYNC_EXCHANGES if tpu_slice.chips <= tpu.async_exchange_chips else {}
-    options |= ({} if tpu.async_gathers else _ASYNC_GATHERS)
-    return " ".join(arguments + [f"--{name}={value}" for name, value in options.items()
-                                 if not any(argument.startswith(f"--{name}=") for argument in arguments)])
+    known = {argument.partition("=")[0] for argument in arguments if "=" in argument}
+    arguments += [f"--{name}={value}" for name, value in options.items() if f"--{name}" not in known]
+    return " ".join(arguments)
 
 
 class Slice(NamedTuple):
@@ -125,9 +130,11 @@ def parse_accelerator(accelerator, source="--accelerator"):
     chips, odd_core = divmod(int(count), tpu.cores_per_chip)
     is_power_of_two = chips and chips & (chips - 1) == 0
     if odd_core or not is_power_of_two or (chips < 4 and tpu.torus_dims == 3) or chips == 2 or count[0] == "0":
-        raise BadInput(f"{source}={accelerator} does not exist: sizes are "
-                       f"{'1, 4, 8, 16, 32 …' if tpu.torus_dims == 2 else '8, 16, 32, 64 …'}")
-    hosts = 1 if chips <= tpu.max_chips_per_host else chips // _CHIPS_PER_HOST_OF_A_POD
+        sizes = "1, 4, 8, 16, 32 …" if tpu.torus_dims == 2 else "8, 16, 32, 64 …"
+        raise BadInput(f"{source}={accelerator} does not exist: sizes are {sizes}")
+    hosts = 1
+    if chips > tpu.max_chips_per_host:
+        hosts = chips // _CHIPS_PER_HOST_OF_A_POD
     return Slice(tpu, chips, hosts, _topology(chips, tpu.torus_dims))
 
 
@@ -153,8 +160,10 @@ def count_tpu_chips(pci_devices="/sys/bus/pci/devices", dev="/dev"):
                 "0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
     if chips or os.path.isdir(pci_devices) and os.listdir(pci_devices):
         return chips
-    is_tpu = os.environ.get("PJRT_DEVICE") == "TPU" or os.environ.get("TPU_ACCELERATOR_TYPE")
-    return len(glob.glob(f"{dev}/accel[0-9]*")) or (len(glob.glob(f"{dev}/vfio/[0-9]*")) if is_tpu else 0)
+    chips = len(glob.glob(f"{dev}/accel[0-9]*"))
+    if not chips and (os.environ.get("PJRT_DEVICE") == "TPU" or os.environ.get("TPU_ACCELERATOR_TYPE")):
+        chips = len(glob.glob(f"{dev}/vfio/[0-9]*"))
+    return chips
 
 
 def _read_id(path):

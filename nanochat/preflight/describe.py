@@ -67,7 +67,7 @@ def span_ms(low_s, high_s, digits=1):
 
 
 def describe_programs(programs):
-    """Returns lines about the programs that were compiled and fit, the ProgramReports as JSON objects."""
+    """Returns lines about the programs that were compiled and fit, what report_program returned of each."""
     if not programs:
         return []
     lines = ["", f"{'':>14}  {'peak':>10} {'temporary':>10} {'Mcycles':>8} {'HBM GB':>7} {'est. ms':>8} "

@@ -3,8 +3,6 @@
 The cycles are those of the machine's own schedule (schedule.py). They tell well which of two programs is faster, and
 less well how many seconds either takes.
 """
-from dataclasses import dataclass
-
 from nanochat.preflight import hlo, timeline
 from nanochat.preflight.ops import ops_of
 
@@ -12,44 +10,9 @@ FULL = 0.9  # a unit with this fraction of its slots in use is what an operation
 NOTHING_DECLARED = {"flops": 0, "transcendentals": 0}
 
 
-@dataclass(frozen=True)
-class ProgramReport:
-    """Memory and time of one program on one chip. Bytes, cycles and seconds are for one run of the program."""
-    name: str
-    runs_per_step: int
-    compile_s: float
-    traced_instructions: int
-    compiled_instructions: int
-    hlo_hash: str
-    peak_bytes: int  # of device memory while it runs, with the tensors that stay there
-    temp_bytes: int
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int  # of the outputs that reuse the memory of donated arguments
-    code_bytes: int
-    cycles: int  # with those of Pallas kernels
-    scheduled_cycles: int  # the part of `cycles` that the machine's own schedule says
-    pallas_calls: int
-    pallas_flops: float
-    pallas_uncounted: list  # kernels whose FLOPs are not known
-    accessed_bytes: float  # in HBM and in VMEM
-    hbm_bytes: float
-    collectives: dict  # name -> [number, bytes, bytes moved concurrently with other work]
-    compute_s: float  # of all cycles
-    hbm_s: float  # of all traffic with HBM
-    copies_s: float  # of copies that go on beside operations
-    copies_waited_s: float  # for which no operation is left that could hide them
-    ici_s: float  # of collectives
-    ici_waited_s: float
-    estimated_s: float
-    low_s: float  # the error bar of estimated_s
-    high_s: float
-    doubt: str  # the reason for the error bar
-    top_operations: list
-
-
 def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, branch_shares=None):
-    """Returns the ProgramReport of a TracedProgram and its CompiledProgram, which must fit.
+    """Returns a JSON object about a TracedProgram and its CompiledProgram, which must fit: memory and time of one run
+    of the program on one chip.
 
     resident_bytes: {name: bytes} of all tensors that stay on the chip, also of those that this program does not use.
     branch_shares: as in ops_of.
@@ -62,25 +25,26 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, b
     scheduled_cycles = sum(op.times * costs.cycles(op) for op in ops if costs.is_scheduled(op))
     hbm_bytes = sum(op.times * op.hbm_bytes for op in ops)
     line = timeline.run(ops, lambda op: costs.seconds(costs.cycles(op)), tpu_slice)
-    return ProgramReport(
-        name=traced.name, runs_per_step=runs_per_step, compile_s=compiled.seconds,
-        traced_instructions=traced.instructions, compiled_instructions=module.instruction_count(),
-        hlo_hash=traced.hlo_hash, peak_bytes=peak_bytes(traced, compiled, resident_bytes),
-        temp_bytes=compiled.temp_bytes, argument_bytes=compiled.argument_bytes, output_bytes=compiled.output_bytes,
-        alias_bytes=compiled.alias_bytes, code_bytes=compiled.code_bytes,
-        cycles=cycles, scheduled_cycles=scheduled_cycles,
-        pallas_calls=sum(op.times for op in kernels),
-        pallas_flops=sum(op.times * declared(op)["flops"] for op in kernels),
-        pallas_uncounted=[op.instruction.name for op in kernels if not op.kernel.declared_cost],
-        accessed_bytes=sum(op.times * op.bytes for op in ops), hbm_bytes=hbm_bytes,
-        collectives=timeline.count_collectives(ops, tpu_slice.chips),
-        compute_s=costs.seconds(cycles), hbm_s=hbm_bytes / tpu_slice.tpu.hbm_bytes_per_s,
-        copies_s=line.copies_s, copies_waited_s=line.copies_waited_s, ici_s=line.ici_s, ici_waited_s=line.ici_waited_s,
-        estimated_s=line.seconds, low_s=line.low_s, high_s=line.high_s,
-        doubt=f"whether {1000 * line.traffic_s:.1f} ms of traffic with HBM, {1000 * line.copies_s:.1f} of copies and "
-              f"{1000 * line.ici_s:.1f} of collectives are hidden; "
-              f"{1000 * costs.seconds(cycles - scheduled_cycles):.1f} ms are the compiler's heuristic",
-        top_operations=top_operations(ops, costs))
+    return {
+        "name": traced.name, "runs_per_step": runs_per_step, "compile_s": compiled.seconds,
+        "traced_instructions": traced.instructions, "compiled_instructions": module.instruction_count(),
+        "hlo_hash": traced.hlo_hash, "peak_bytes": peak_bytes(traced, compiled, resident_bytes),
+        "temp_bytes": compiled.temp_bytes, "argument_bytes": compiled.argument_bytes,
+        "output_bytes": compiled.output_bytes, "alias_bytes": compiled.alias_bytes, "code_bytes": compiled.code_bytes,
+        "cycles": cycles, "scheduled_cycles": scheduled_cycles,
+        "pallas_calls": sum(op.times for op in kernels),
+        "pallas_flops": sum(op.times * declared(op)["flops"] for op in kernels),
+        "pallas_uncounted": [op.instruction.name for op in kernels if not op.kernel.declared_cost],
+        "accessed_bytes": sum(op.times * op.bytes for op in ops),  # in HBM and in VMEM
+        "hbm_bytes": hbm_bytes, "collectives": timeline.count_collectives(ops, tpu_slice.chips),
+        "compute_s": costs.seconds(cycles), "hbm_s": hbm_bytes / tpu_slice.tpu.hbm_bytes_per_s,
+        "copies_s": line.copies_s, "copies_waited_s": line.copies_waited_s,  # what no operation hides
+        "ici_s": line.ici_s, "ici_waited_s": line.ici_waited_s,
+        "estimated_s": line.seconds, "low_s": line.low_s, "high_s": line.high_s,  # low to high: the error bar
+        "doubt": f"whether {1000 * line.traffic_s:.1f} ms of traffic with HBM, {1000 * line.copies_s:.1f} of copies "
+                 f"and {1000 * line.ici_s:.1f} of collectives are hidden; "
+                 f"{1000 * costs.seconds(cycles - scheduled_cycles):.1f} ms are the compiler's heuristic",
+        "top_operations": top_operations(ops, costs)}
 
 
 def peak_bytes(traced, compiled, resident_bytes):
@@ -163,7 +127,7 @@ def _twins(schedules, ops):
     def likeness(op):
         return op.instruction.opcode, op.instruction.shape_text, op.instruction.cycles, len(op.instruction.operands)
 
-    known = {}
+    known = {}  # likeness -> Schedule
     for op in ops:
         if op.instruction.name in schedules and op.instruction.cycles:
             known[likeness(op)] = schedules[op.instruction.name]
@@ -198,15 +162,15 @@ def top_operations(ops, costs, count=10):
 # A step and a run
 
 
-def report_run(reports, plan, tpu_slice):
+def report_run(programs, plan, tpu_slice):
     """Returns the estimated speed and duration of a run as a JSON object: of a step in the last stage, of each stage,
     and the hours that the run takes, and would take with the batches of the last stage throughout.
 
-    reports: the ProgramReports of the run's programs. plan: of a Task. tpu_slice: a tpu.Slice.
+    programs: {name: what report_program returned}. plan: of a Task. tpu_slice: a tpu.Slice.
     """
     stages = {}
     for first, last, name in plan.stages:
-        of_stage = [report for report in reports if report.name in (name, "update")]
+        of_stage = [programs[name], programs["update"]]
         stages[name] = final = report_stage(of_stage, first, last, plan, tpu_slice)
     of_step = {name: value for name, value in final.items() if name not in ("first", "last", "hours")}
     return of_step | {
@@ -214,17 +178,18 @@ def report_run(reports, plan, tpu_slice):
         "hours_of_last": plan.units(0, plan.num_iterations) / final[f"{plan.unit}_per_s"] / 3600}
 
 
-def report_stage(reports, first, last, plan, tpu_slice):
+def report_stage(programs, first, last, plan, tpu_slice):
     """Returns the estimated speed of the steps from `first` up to and without `last`, which run these programs."""
-    step_s = sum(report.runs_per_step * report.estimated_s for report in reports)
+    def seconds(which):
+        return sum(program["runs_per_step"] * program[which] for program in programs)
+
+    step_s = seconds("estimated_s")
     units = plan.units(first, last)
     units_per_s = plan.units(0, 1) / step_s
     peak_flops = tpu_slice.tpu.peak_flops * tpu_slice.chips
     return {
-        "first": first, "last": last, "step_s": step_s,
-        "step_low_s": sum(report.runs_per_step * report.low_s for report in reports),
-        "step_high_s": sum(report.runs_per_step * report.high_s for report in reports),
+        "first": first, "last": last,
+        "step_s": step_s, "step_low_s": seconds("low_s"), "step_high_s": seconds("high_s"),
         f"{plan.unit}_per_s": units_per_s, "mfu": units_per_s * plan.flops(first, last) / units / peak_flops,
         "hours": units / units_per_s / 3600,
-        "shares": {report.name: report.runs_per_step * report.estimated_s / step_s for report in reports},
-    }
+        "shares": {program["name"]: program["runs_per_step"] * program["estimated_s"] / step_s for program in programs}}

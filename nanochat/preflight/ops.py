@@ -224,6 +224,10 @@ def _part_written(module, result, fused):
     return None
 
 
+# A fusion's parameter is often a whole stack of layers, of which it reads one layer. So its users are followed, through
+# bitcasts and inner fusions, to what each reads of it. If one of them reads all of it, the whole operand counts.
+
+
 def _parts_read(module, instruction, fused):
     """Returns the parts that a fusion reads of its parameter `instruction`, as Arrays; None if it reads all of it."""
     parts = []

@@ -5,7 +5,6 @@ The report is a JSON object. describe.py says it to a person.
 import math
 import tempfile
 import time
-from dataclasses import asdict
 
 from nanochat.device import tpu
 from nanochat.preflight import estimate, hlo, schedule
@@ -42,13 +41,13 @@ def make_report(own, flags, programs, traced, trace_s, say=print):
                  "parameters": sum(plan.parameters.values())},
         "trace_s": trace_s, "usable_hbm_bytes": tpu_slice.tpu.usable_hbm_bytes, "memory": programs.memory_groups(),
         "programs": {}, "out_of_memory": {}, "explained": {}}
-    fitting = _compile(own, programs, traced, report, say)
-    peak = max((program.peak_bytes for program in fitting), default=0)
+    _compile(own, programs, traced, report, say)
+    peak = max((program["peak_bytes"] for program in report["programs"].values()), default=0)
     report["peak_bytes"] = peak or None
     report["fits"] = not report["out_of_memory"] and peak <= tpu_slice.tpu.usable_hbm_bytes
     of_a_step = {"update", *(name for _, _, name in plan.stages)}
     if of_a_step <= report["programs"].keys():
-        run = estimate.report_run(fitting, plan, tpu_slice)
+        run = estimate.report_run(report["programs"], plan, tpu_slice)
         report["estimate"] = run | costs(run["hours"], own)
         if own.preemptions_per_day:
             every_s = save_every_s(flags, run["step_s"])
@@ -60,12 +59,10 @@ def make_report(own, flags, programs, traced, trace_s, say=print):
 
 
 def _compile(own, programs, traced, report, say):
-    """Compiles the TracedPrograms, and adds to `report` what came of each. Returns the ProgramReports of those that
-    fit."""
+    """Compiles the TracedPrograms, and adds to `report` what came of each."""
     runs_per_step = {MICRO_STEP: programs.plan.micro_steps(0), "update": 1, "evaluate": 0}
     resident_bytes = programs.resident_bytes()
     options = schedule.LIBTPU_OPTIONS_WITH_BUNDLES if own.explain else schedule.LIBTPU_OPTIONS
-    fitting = []
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tpu_preflight_") as scratch:
         for program, compiled in compile_programs(traced, own.tpu_slice, own.dump_dir or scratch, own.timeout_s,
@@ -77,16 +74,14 @@ def _compile(own, programs, traced, report, say):
                 continue
             say(f"{program.name}: {compiled.seconds:.0f} s")
             shares = programs.branch_shares.get(program.name)
-            fitting.append(estimate.report_program(program, compiled, runs_per_step[kind_of(program.name)],
-                                                   resident_bytes, own.tpu_slice, shares))
-            report["programs"][program.name] = asdict(fitting[-1])
+            report["programs"][program.name] = estimate.report_program(
+                program, compiled, runs_per_step[kind_of(program.name)], resident_bytes, own.tpu_slice, shares)
             if own.explain:
                 ops = ops_of(hlo.parse(compiled.hlo_text), shares)
                 found = explain(own.explain, ops, compiled.schedules, own.tpu_slice.tpu)
                 if found:
                     report["explained"][program.name] = found
     report["compile_wall_s"] = time.monotonic() - started
-    return fitting
 
 
 def save_every_s(flags, step_s):

@@ -175,6 +175,13 @@ class _Matmul:
     cycles: int  # for which the unit works
 
 
+# A program looks like this; "loop:" comes before the region that is its body, at the same depth:
+#   $region0: #{fusion}
+#     // region range: [0, 8)
+#     loop: start=0, step=2, limit=6
+#     $region1: #{fusion} parent=0 // loop_body
+#       // region range: [1, 7)
+#       %2 = vmatmul.bf16.gmra.mxu0 %v1
 def _read_program(lines):
     """Returns the Loops of a program, the innermost Branches with matrix instructions, and the _Matmuls."""
     loops = []

@@ -48,6 +48,9 @@ class _Transfer:
     end_s: float  # when it ends, if nothing disturbs it
 
 
+# The clock is Timeline.seconds. An operation moves it on by the longer of its cycles and its traffic; the start of a
+# transfer does not move it, and its end moves it to where the transfer ends, if that is later. Transfers of a kind have
+# one resource, so each begins when the one before it has ended.
 def run(ops, busy_s, tpu_slice):
     """Returns the Timeline of a list of Op in their order.
 

@@ -85,7 +85,6 @@ def trace(names, function, state):
     names: of these programs, in the order of the calls. Of several programs with the same name the last is kept.
     state: {name: tensor} of the arguments that have a name. A tensor that a program updates in place is donated, as
         torch_xla does it: its new value may reuse the memory of the old one.
-
     Nothing is computed: the results of a program are placeholders afterwards, so `function` must not read a value
     before the last of these calls, which ends it. Raises RuntimeError if there are fewer calls than names.
     """
@@ -96,20 +95,18 @@ def trace(names, function, state):
     left = list(names)
     programs = {}
     state = dict(state)
-    state_names = _names_by_id(state)
+    names_by_id = _names_by_id(state)
 
     def capture_instead(*args, **kwargs):
-        nonlocal state_names
+        nonlocal names_by_id
         name = left.pop(0)
         outputs = pending_tensors()
         if name not in left:
-            programs[name] = _program(name, outputs, state, state_names)
+            programs[name] = _program(name, outputs, state, names_by_id)
         make_placeholders(outputs)
-        # A running sum that `function` made itself is part of the state from now on, and so is donated, too.
-        known = {id(tensor) for tensor in state.values()}
-        state.update({f"computed{id(tensor)}": tensor for tensor in outputs if id(tensor) not in known})
+        _add_computed(state, outputs)
         torch_xla._XLAC._set_all_reduce_token(str(torch_xla.device()), None)  # as sync() does
-        state_names = _names_by_id(state)
+        names_by_id = _names_by_id(state)
         if not left:
             raise _Traced
 
@@ -126,6 +123,15 @@ def trace(names, function, state):
 
 class _Traced(BaseException):
     """Ends a function that is being traced. No `except Exception` on the way catches it."""
+
+
+def _add_computed(state, outputs):
+    """Adds what a program has computed to {name: tensor}, so that a running sum that the traced function made itself is
+    donated, too."""
+    known = {id(tensor) for tensor in state.values()}
+    for tensor in outputs:
+        if id(tensor) not in known:
+            state[f"computed{id(tensor)}"] = tensor
 
 
 def _names_by_id(state):
