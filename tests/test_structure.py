@@ -96,10 +96,10 @@ def test_every_folder_is_in_the_list():
 
 
 def test_only_a_few_folders_know_torch_xla():
-    """The others are ordinary PyTorch. Of the scripts, two trace the programs of ranks."""
+    """The others are ordinary PyTorch. Of the scripts, one traces the programs of ranks."""
     users = {module for module, names in IMPORTS.items() if any(name.split(".")[0] == "torch_xla" for name in names)}
     strangers = {module for module in users if folder_of(module) not in ("device", "kernels", "preflight")}
-    assert strangers <= {"scripts.puzzle_preflight", "scripts.tpu_preflight"}
+    assert strangers <= {"scripts.puzzle_preflight"}
 
 
 def test_the_library_neither_runs_a_script_nor_reads_the_command_line():

@@ -85,9 +85,9 @@ def with_lines_in_loops(proto):
     The call stacks of these operations are removed. Loop bodies were lowered as modules of their own, so that their
     numbers of call stacks denote other stacks in this module.
     """
-    # The fields, from xla/service/hlo.proto and xla/xla_data.proto: of a module 3 is a computation and 6 the entry's id;
-    # of a computation 2 is an instruction and 5 its id; of an instruction 7 is its OpMetadata; of that 2, 3, 4 and 15
-    # are name, file, line and stack_frame_id.
+    # The fields, from xla/service/hlo.proto and xla/xla_data.proto: of a module 3 is a computation and 6 the entry's
+    # id; of a computation 2 is an instruction and 5 its id; of an instruction 7 is its OpMetadata; of that 2, 3, 4 and
+    # 15 are name, file, line and stack_frame_id.
     def with_line(metadata):
         fields = {number: value for number, value, _ in _fields(metadata)}
         scopes, _, name = fields.get(2, b"").decode().rpartition("/")

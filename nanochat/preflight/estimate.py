@@ -87,8 +87,10 @@ class Costs:
         if not self.is_scheduled(op):
             return op.cycles + matrix_cycles
         schedule = self.schedules[op.instruction.name]
+        if not matrix_cycles:
+            return schedule.bound_cycles
         # Of a kernel with products in several branches, only as many cycles count as its declared FLOPs need.
-        return schedule.cycles_with(matrix_cycles, cost["transcendentals"]) if matrix_cycles else schedule.bound_cycles
+        return schedule.cycles_with(matrix_cycles, cost["transcendentals"])
 
     def traffic_s(self, op):
         return op.hbm_bytes / self.tpu.hbm_bytes_per_s

@@ -43,33 +43,36 @@ class Instruction:
 
     def called(self, key):
         """Returns the name of the computation that the attribute `key` names, or None."""
-        found = re.search(rf"\b{key}=%?([\w.-]+)", self.attributes)
+        return self._find(rf"\b{key}=%?([\w.-]+)")
+
+    def _find(self, pattern):
+        """Returns the first group of a pattern in the attributes, or None."""
+        found = re.search(pattern, self.attributes)
         return found and found[1]
 
     @property
     def custom_call_target(self):
-        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        return self._find(r'custom_call_target="([^"]*)"') or ""
 
     @property
     def declared_cost(self):
         """The cost that a Pallas kernel declares, {"flops": …, "bytes_accessed": …, …}, or None."""
-        found = re.search(r'"cost_estimate": ?(\{[^}]*\})', self.attributes)
-        return {key: int(value) for key, value in json.loads(found[1]).items()} if found else None
+        cost = self._find(r'"cost_estimate": ?(\{[^}]*\})')
+        return cost and {key: int(value) for key, value in json.loads(cost).items()}
 
     @property
     def cycles(self):
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
-        return int(found[1]) if found else 0
+        """The compiler's own estimate, 0 where it makes none."""
+        return int(self._find(r'"estimated_cycles":"(\d+)"') or 0)
 
     @property
     def group_size(self):
         """The number of chips in each group of a collective, or None if all chips are one group."""
-        listed = re.search(r"replica_groups=\{\{([\d,]+)\}", self.attributes)
-        if listed:
-            return listed[1].count(",") + 1
-        counted = re.search(r"replica_groups=\[\d+,(\d+)\]<=", self.attributes)
-        return int(counted[1]) if counted else None
+        first_group = self._find(r"replica_groups=\{\{([\d,]+)\}")
+        if first_group:
+            return first_group.count(",") + 1
+        size = self._find(r"replica_groups=\[\d+,(\d+)\]<=")
+        return size and int(size)
 
     @property
     def shape_text(self):
@@ -79,12 +82,14 @@ class Instruction:
     @property
     def source(self):
         """Its innermost source line and its name: "nanochat/model/gpt.py:166 backward aten__mm"; "" if unknown."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        if not found:
+        name = self._find(r'op_name="([^"]*)"')
+        if name is None:
             return ""
-        lines = [line[0] for line in IN_NAME.finditer(found[1])]
-        parts = [*lines[-1:], "backward" if " backward " in found[1] else "", found[1].rsplit("/", 1)[-1].split()[-1]]
-        return " ".join(filter(None, parts))
+        parts = [line[0] for line in IN_NAME.finditer(name)][-1:]
+        if " backward " in name:
+            parts.append("backward")
+        parts.append(name.rsplit("/", 1)[-1].split()[-1])
+        return " ".join(parts)
 
 
 @dataclass

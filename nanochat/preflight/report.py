@@ -86,9 +86,12 @@ def _compile(own, programs, traced, report, say):
 
 def save_every_s(flags, step_s):
     """Returns the seconds between two checkpoints of a run with these flags, whose steps take so long; inf: none."""
-    by_steps = flags["save_every"] * step_s if flags["save_every"] > 0 else math.inf
-    by_minutes = flags["save_every_minutes"] * 60 if flags["save_every_minutes"] > 0 else math.inf
-    return min(by_steps, by_minutes)
+    every_s = math.inf
+    if flags["save_every"] > 0:
+        every_s = flags["save_every"] * step_s
+    if flags["save_every_minutes"] > 0:
+        every_s = min(every_s, 60 * flags["save_every_minutes"])
+    return every_s
 
 
 def costs(hours, own):

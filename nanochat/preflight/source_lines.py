@@ -17,7 +17,7 @@ IN_TRACEBACK = re.compile(rf'File "{_ROOT}/({_PATH})", line (\d+)')
 IN_SCOPE = re.compile(rf"({_PATH})_(\d+)( backward)?")
 # A location in MLIR: "/…/nanochat/model/gpt.py":166. Files that only trace or wrap the model are left out, so that a
 # line of the model is found instead.
-_WRAPPERS = "nanochat/preflight/|scripts/tpu_preflight|nanochat/device/(?!xla_ops)"
+_WRAPPERS = "nanochat/preflight/|scripts/puzzle_preflight|nanochat/device/(?!xla_ops)"
 IN_MLIR = re.compile(rf'"{_ROOT}/(?!{_WRAPPERS})({_PATH})":(\d+)')
 # The name of a compiled operation: nanochat/model/gpt.py:166 aten__mm
 IN_NAME = re.compile(rf"({_PATH}):(\d+)")

@@ -54,8 +54,7 @@ def test_a_mesh_that_does_not_match_is_refused_with_what_works(flags, environmen
 
 def test_a_size_that_an_axis_does_not_divide_is_named_with_what_works():
     require_divisible(Mesh(1, 4), "fsdp", {"the width": 64})
-    with pytest.raises(BadInput, match="--mesh_fsdp=4: 4 chips along fsdp do not divide the width, 66: use "
-                       "--mesh_fsdp=2$"):
+    with pytest.raises(BadInput, match="--mesh_fsdp=4: .* width, 66: use --mesh_fsdp=2$"):
         require_divisible(Mesh(1, 4), "fsdp", {"the width": 66})
     with pytest.raises(BadInput, match="--mesh_fsdp=2 --mesh_tensor=4: 4 .* the heads, 6: use --mesh_tensor=1$"):
         require_divisible(Mesh(1, 2, 4), "tensor", {"the heads": 6, "the other heads": 3})

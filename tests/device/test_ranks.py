@@ -39,7 +39,7 @@ def test_a_machine_with_tpus_trains_on_them(pci_with_tpus, monkeypatch):
     assert resolve_device_type("auto", pci_with_tpus) == "tpu"
     assert resolve_device_type("xla", pci_with_tpus) == "xla"  # when told to
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    with pytest.raises(BadInput, match="8 TPU chips but PJRT_DEVICE=CPU"):
+    with pytest.raises(BadInput, match="8 .* PJRT_DEVICE=CPU: unset PJRT_DEVICE"):
         resolve_device_type("auto", pci_with_tpus)
 
 
@@ -47,7 +47,7 @@ def test_a_machine_with_tpus_trains_on_them(pci_with_tpus, monkeypatch):
 def test_a_number_of_cpu_devices_that_is_none_is_one_line(devices, monkeypatch):
     for name in ("CPU_NUM_DEVICES", "PJRT_DEVICE", "PJRT_CPU_ASYNC_CLIENT", "XLA_THREAD_POOL_SIZE"):
         monkeypatch.setenv(name, devices)  # so that what is set here is undone
-    with pytest.raises(BadInput, match=f"CPU_NUM_DEVICES={devices} is not a number of devices"):
+    with pytest.raises(BadInput, match=f"CPU_NUM_DEVICES={devices} .*: set it to 1"):
         prepare_xla_environment("xla")
 
 
@@ -58,7 +58,7 @@ def test_variables_with_which_torch_xla_computes_something_else_are_refused(name
     prepare_xla_environment("tpu")
     monkeypatch.setenv(name, "1")
     prepare_xla_environment("cpu")  # which has no torch_xla
-    with pytest.raises(BadInput, match=f"^{name}=1 makes torch_xla .*: unset it$"):
+    with pytest.raises(BadInput, match=f"^{name}=1 .*: unset it$"):
         prepare_xla_environment("tpu")
 
 

@@ -34,7 +34,7 @@ def test_accelerators_that_do_not_exist_are_refused(accelerator):
 
 @pytest.mark.parametrize("accelerator, right", [("v5-8", "v5litepod-8 or v5p-8"), ("tpu_v6_4", "v6e-4")])
 def test_spellings_that_are_not_clear_are_refused_with_the_right_ones(accelerator, right):
-    with pytest.raises(BadInput, match=f"--accelerator={accelerator} is not clear: give {right}"):
+    with pytest.raises(BadInput, match=f"--accelerator={accelerator} .*: give {right}"):
         tpu.parse_accelerator(accelerator)
 
 
@@ -60,7 +60,7 @@ def test_the_environment_knows_the_accelerator_better_than_the_bus(tmp_path, mon
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5e-16")
     assert tpu.detect_accelerator(tmp_path) == "v5litepod-16"
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v9")
-    with pytest.raises(BadInput, match="TPU_ACCELERATOR_TYPE=v9 is unknown"):
+    with pytest.raises(BadInput, match="TPU_ACCELERATOR_TYPE=v9 .*: give one of v4-N"):
         tpu.detect_accelerator(tmp_path)
 
 

@@ -105,24 +105,24 @@ def test_bad_flags_are_refused_in_one_line(preflight, tiny):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--accelerator=v9-8"], "--accelerator=v9-8 is unknown"),
-    (["--accelerator=v6e-4", "--programs=backward"], "--programs=backward is unknown"),
+    (["--accelerator=v9-8"], "--accelerator=v9-8 .*: give one of v4-N"),
+    (["--accelerator=v6e-4", "--programs=backward"], "--programs=backward .*: choose among micro_step"),
     (["--accelerator=v6e-4", "--explain="], "--explain=: name an operation"),
     (["--accelerator=v6e-4", "--jobs=0"], "--jobs=0 is not a whole number"),
-    (["--accelerator=v6e-4", "--preemptions_per_day=0"], "--preemptions_per_day=0 is not"),
-    (["--accelerator=v6e-4", "--restart_minutes=5"], "--restart_minutes=5 needs --preemptions_per_day"),
-    (["--accelerator=v6e-4", "--preemptions_per_day=4", "--programs=evaluate"], "needs the time of a step"),
-    (["--accelerator=v6e-4", "--json=/nowhere/report.json"], "--json=/nowhere/report.json: /nowhere is not a folder"),
-    (["--accelerator=v6e-4", "--json=/tmp"], "--json=/tmp is a folder"),
-    (["--accelerator=v6e-4", f"--dump_dir={__file__}"], "is not a folder: name another one")])
+    (["--accelerator=v6e-4", "--preemptions_per_day=0"], "--preemptions_per_day=0 .* above 0"),
+    (["--accelerator=v6e-4", "--restart_minutes=5"], "--restart_minutes=5 .*--preemptions_per_day: give both"),
+    (["--accelerator=v6e-4", "--preemptions_per_day=4", "--programs=evaluate"], "--preemptions_per_day=4 .*=evaluate"),
+    (["--accelerator=v6e-4", "--json=/nowhere/report.json"], "--json=/nowhere/report.json: /nowhere .*: name another"),
+    (["--accelerator=v6e-4", "--json=/tmp"], "--json=/tmp .*: name a file"),
+    (["--accelerator=v6e-4", f"--dump_dir={__file__}"], "--dump_dir=.*: name another one")])
 def test_bad_flags_are_found_before_anything_is_traced(tiny, flags, message):
     with pytest.raises(BadInput, match=message):
         tpu_preflight.read_preflight_flags(last_of_each(*tiny, *flags))
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--find_mesh", "--mesh_data=4"], "--find_mesh searches .* --mesh_data=4 --mesh_fsdp=1 is given: leave both out"),
-    (["--find_mesh", "--mesh_fsdp=auto"], "--find_mesh searches .* --mesh_fsdp=auto is given"),
+    (["--find_mesh", "--mesh_data=4"], "--find_mesh .* --mesh_data=4 --mesh_fsdp=1 .*: leave both out"),
+    (["--find_mesh", "--mesh_fsdp=auto"], "--find_mesh .* --mesh_fsdp=auto .*: leave both out"),
     (["--find_batch", "--mesh_fsdp=auto"], "--find_batch with --mesh_fsdp=auto.* give --mesh_fsdp a number")])
 def test_a_search_for_what_is_given_is_refused_before_anything_is_traced(tiny, flags, message):
     with pytest.raises(BadInput, match=message):
