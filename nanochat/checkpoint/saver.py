@@ -163,14 +163,18 @@ def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layo
     except BaseException:
         remove_files(partial, mine)  # frees the disk; ranks may still write to the directory
         raise
-    # The order is what makes a kill at any moment harmless. All files are on disk by now; then their names in the
-    # directory; then one rename makes the checkpoint whole for everybody; and only when that name is on disk, too, may
-    # an older checkpoint go.
-    sync_to_disk(partial)
-    partial.rename(final)
-    sync_to_disk(run_dir)
+    _publish(partial, final)
     prune(run_dir, meta.step, options.kept)
     return final
+
+
+# The order is what makes a kill at any moment harmless. All files are on disk by now; then their names in the
+# directory; then one rename makes the checkpoint whole for everybody; and only when that name is on disk, too, may an
+# older checkpoint go.
+def _publish(partial, final):
+    sync_to_disk(partial)
+    partial.rename(final)
+    sync_to_disk(final.parent)
 
 
 def _write_text(path, text):

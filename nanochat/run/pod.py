@@ -26,7 +26,7 @@ RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
-class Limits:
+class PodLimits:
     """How long a host waits for the others, in seconds."""
     join_s: float = 300  # for all hosts to be there
     gather_s: float = 3600  # for all hosts to say something: they may fetch or check a checkpoint before
@@ -48,7 +48,7 @@ class PodError(Exception):
 class Pod:
     """This host's end of the channel."""
 
-    def __init__(self, host, limits=Limits()):
+    def __init__(self, host, limits=PodLimits()):
         self.host = host
         self._limits = limits
         self.names = []  # of all hosts, once they have joined

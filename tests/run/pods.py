@@ -5,7 +5,7 @@ import time
 from contextlib import contextmanager
 
 from nanochat.run.hosts import Host
-from nanochat.run.pod import Limits, Pod
+from nanochat.run.pod import PodLimits, Pod
 
 
 def free_port():
@@ -16,7 +16,7 @@ def free_port():
 def make_pods(count, **limits):
     """Returns a Pod for each host, none of which has joined."""
     addresses, port = tuple(f"127.0.0.{index + 1}" for index in range(count)), free_port()
-    limits = Limits(**{"grace_s": 3600, **limits})  # so that no failure ends the process of the tests
+    limits = PodLimits(**{"grace_s": 3600, **limits})  # so that no failure ends the process of the tests
     return [Pod(Host(index, addresses, f"w{index}", port), limits) for index in range(count)]
 
 

@@ -143,7 +143,7 @@ import sys, time
 from nanochat.run import pod
 from nanochat.run.hosts import Host
 from tests.run.pods import free_port
-alone = pod.Pod(Host(0, ("127.0.0.1",), "w0", free_port()), pod.Limits(grace_s=0.2))
+alone = pod.Pod(Host(0, ("127.0.0.1",), "w0", free_port()), pod.PodLimits(grace_s=0.2))
 alone.join({})
 alone.fail("the disk is broken", 1)
 time.sleep(100)

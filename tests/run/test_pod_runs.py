@@ -13,7 +13,7 @@ import pytest
 
 from nanochat.checkpoint import format
 from nanochat.checkpoint.pieces import load_checkpoint
-from nanochat.run.pod import Limits
+from nanochat.run.pod import PodLimits
 from nanochat.run.stopping import EXIT_STATUS
 from tests.conftest import last_of_each
 from tests.run.life import Life
@@ -157,7 +157,7 @@ def test_full_disks_do_not_stop_a_run_and_a_killed_host_ends_it_with_its_name(st
 
 
 def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(start, network, run_dirs):
-    limits = Limits()
+    limits = PodLimits()
     assert limits.lost_s + limits.grace_s < 60
     first, second = start(*LONG)
     first.wait_for("saved ")
