@@ -5,7 +5,7 @@ import time
 from contextlib import contextmanager
 
 from nanochat.run.hosts import Host
-from nanochat.run.pod import PodLimits, Pod
+from nanochat.run.pod import Pod, PodLimits
 
 
 def free_port():
