@@ -15,11 +15,11 @@ import time
 
 from nanochat.common import run_script
 from nanochat.preflight.describe import deliver
+from nanochat.preflight.fit import require_searchable, search
 from nanochat.preflight.flags import prepare, read_preflight_flags
 from nanochat.preflight.host_needs import estimate_host
 from nanochat.preflight.language import trace_run
 from nanochat.preflight.report import make_report
-from nanochat.preflight.search import require_searchable, search
 
 
 def main(argv=None):

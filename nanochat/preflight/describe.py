@@ -197,7 +197,7 @@ def describe_host(found):
 
 
 def describe_searches(report):
-    """Returns lines about what was found by the searches of search.py."""
+    """Returns lines about what was found by the searches of fit.py."""
     lines = []
     if "find_mesh" in report:
         found = report["find_mesh"]

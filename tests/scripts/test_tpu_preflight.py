@@ -14,7 +14,7 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.preflight import hlo
-from nanochat.preflight.search import flags_of_meshes
+from nanochat.preflight.fit import flags_of_meshes
 from nanochat.preflight.source_lines import IN_NAME, REPOSITORY
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_optimizer

@@ -62,14 +62,14 @@ def flags_of_meshes(flags, chips):
 
 
 @dataclass(frozen=True)
-class Trial:
+class Fit:
     """Whether the programs of a run fit into a chip's memory."""
     peak_bytes: int | None  # of the memory in use; None if they do not fit
     too_large: tuple = ()  # the names of those that do not
 
 
 def try_run(own, flags, kinds):
-    """Compiles the programs of these kinds of a run with base_train's Flags. Returns the Trial. Memory needs no
+    """Compiles the programs of these kinds of a run with base_train's Flags. Returns the Fit. Memory needs no
     schedule, which takes a tenth to a quarter of the time of compiling."""
     programs, traced = trace_run(flags, own.tpu_slice.chips)
     traced = [program for name, program in traced.items() if kind_of(name) in kinds]
@@ -81,13 +81,13 @@ def try_run(own, flags, kinds):
             peaks.append(peak_bytes(program, compiled, resident_bytes))
             if compiled.out_of_memory or peaks[-1] > own.tpu_slice.tpu.usable_hbm_bytes:
                 too_large.append(program.name)
-    return Trial(None if too_large else max(peaks), tuple(too_large))
+    return Fit(None if too_large else max(peaks), tuple(too_large))
 
 
 def find_mesh(try_mesh, sizes, say=print):
     """Searches for the smallest --mesh_fsdp that fits, one of `sizes`, from the first of them on.
 
-    try_mesh: function of a number of chips along fsdp; returns the Trial of such a run.
+    try_mesh: function of a number of chips along fsdp; returns the Fit of such a run.
     Returns a JSON object with the smallest (None if none fits) and the peak memory of all that it tried.
     """
     peaks = {}
@@ -108,7 +108,7 @@ def find_batch(try_batch, start, settings, say=print):
     """Searches for the largest --device_batch_size that fits with each of `settings`, the values of
     --activation_checkpointing that are to be tried, in the order in which they need less memory.
 
-    try_batch: function of a batch size and a setting; returns the Trial of such a run. start: the first batch size;
+    try_batch: function of a batch size and a setting; returns the Fit of such a run. start: the first batch size;
     a setting begins with the largest of the one before.
     Returns a JSON object with the largest batch size of each (None if there is none) and the peak memory of all that it
     tried.
