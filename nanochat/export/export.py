@@ -85,7 +85,7 @@ def config_json(model, tokenizer):
         "hidden_act": "relu2",
         "rms_norm_eps": NORM_EPS,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
-        "final_logit_softcapping": config.softcap or None,
+        "final_logit_softcapping": model.logit_cap.as_softcap,
         "attention_bias": False,
         "tie_word_embeddings": False,
         **special_ids(tokenizer),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from nanochat.common import BadInput
 from nanochat.kernels import plain
 from nanochat.model.gates import ATTENTION, MLP, VALUES, gate_of, gated
-from nanochat.model.layers import CachedText, WholeText, shift_keys, softcapped
+from nanochat.model.layers import CachedText, WholeText, shift_keys
 
 KNOWN = {"head_dim", "layer_gates", "key_shift"}  # the LayerOptions that this file computes
 TINY = 1e-30  # instead of 0, by which nothing can be divided
@@ -54,6 +54,7 @@ class Int8GPT:
         self.config = model.config
         self.options = model.options
         self.wte = model.wte.detach()
+        self.logit_cap = model.logit_cap
         self.value_table = model.value_table.detach() if model.config.num_values else None
         self.cos = torch.cat([model.cos, model.cos], dim=-1)[:, None]  # (max_seq_len, 1, head_dim)
         self.sin = torch.cat([model.sin, -model.sin], dim=-1)[:, None]
@@ -81,7 +82,7 @@ class Int8GPT:
 
     def logits(self, hidden):
         """As GPT.logits."""
-        return softcapped(self.lm_head(hidden), self.config.softcap)
+        return self.logit_cap(self.lm_head(hidden))
 
     def __call__(self, ids, targets=None, reduction="none"):
         """As GPT.forward."""

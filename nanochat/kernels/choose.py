@@ -1,19 +1,23 @@
 """Chooses the kernels by name: how the layers are run, attention, and the loss.
 
-| name      | layers            | attention             | cross-entropy                               | runs on      |
-|-----------|-------------------|-----------------------|---------------------------------------------|--------------|
-| `current` | one after another | PyTorch's             | PyTorch's                                   | everywhere   |
-| `chunked` | a loop (on XLA)   | PyTorch's; own on cpu | in chunks of tokens: never holds all logits | everywhere   |
-| `flash`   | a loop            | one Pallas kernel     | in chunks of tokens                         | TPU with jax |
-| `cce`     | one after another | PyTorch's             | cut cross-entropy, from its package         | CUDA         |
+| name      | runs on                | layers            | attention         | the loss holds the logits of     |
+|-----------|------------------------|-------------------|-------------------|----------------------------------|
+| `current` | everywhere             | one after another | PyTorch's         | all tokens (loss.py)             |
+| `chunked` | TPU, XLA               | a loop            | PyTorch's         | up to 8,192 tokens (xla_loss.py) |
+| `chunked` | CPU                    | one after another | on_cpu.py's       | a block in the cache (on_cpu.py) |
+| `chunked` | CUDA                   | one after another | PyTorch's         | 1,024 tokens (loss.py)           |
+| `flash`   | TPU with jax           | a loop            | one Pallas kernel | up to 8,192 tokens (xla_loss.py) |
+| `cce`     | CUDA, with its package | one after another | PyTorch's         | none: cut cross-entropy          |
 
-`auto` is `flash` on a TPU where jax is installed, `chunked` on cpu, and else `current`.
+With a teacher, the loss of `current` holds the logits of all tokens, and that of the others those of a chunk: loss.py
+has the mathematics for all of them. `auto` is `flash` on a TPU where jax is installed, `chunked` on a CPU, and else
+`current`.
 """
 import importlib.util
 from functools import partial
 
 from nanochat.common import BadInput
-from nanochat.kernels import distillation, on_cpu, plain
+from nanochat.kernels import loss, on_cpu, plain, xla, xla_loss
 from nanochat.kernels.sharded import WHOLE
 from nanochat.model.layers import Kernels
 
@@ -28,8 +32,9 @@ def available_kernels(device_type):
     return names
 
 
-def get_kernels(name, device_type, sharding=WHOLE):
-    """The Kernels called `name`. sharding: how the ranks divide the model's weights. Raises BadInput if `device_type`
+def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None):
+    """The Kernels called `name`. sharding: how the ranks divide the model's weights; chunk_tokens: tokens whose logits
+    the loss holds at a time, where it is by chunks; None: as many as the device likes. Raises BadInput if `device_type`
     cannot run them."""
     available = available_kernels(device_type)
     if name == "auto":
@@ -38,22 +43,26 @@ def get_kernels(name, device_type, sharding=WHOLE):
     if name not in available:
         raise BadInput(f"--kernel={name} does not run here (device type {device_type}): "
                        f"choose {' or '.join(available)}")
-    if device_type in ("tpu", "xla") and name in ("chunked", "flash"):
-        from nanochat.kernels import xla
-        return xla.get_kernels(name, device_type == "xla", sharding)
+    on_xla = device_type in ("tpu", "xla")
+    if on_xla and name != "current":
+        return xla.get_kernels(name, device_type == "xla", sharding, chunk_tokens or xla_loss.CHUNK_TOKENS)
     if sharding != WHOLE:
         raise BadInput(f"--mesh_fsdp and --mesh_tensor (or TPU_MESH_CONFIG) need layers that run as a loop on XLA, and "
                        f"--kernel={name} has none here (device type {device_type}): use 1 chip along both, or "
                        "--kernel=flash or chunked on tpu or xla")
-    cross_entropy = {"chunked": plain.chunked_cross_entropy, "cce": plain.cut_cross_entropy}.get(
-        name, plain.full_cross_entropy)
-    recompute = plain.recompute_on_xla if device_type in ("tpu", "xla") else plain.recompute
-    mean_distillation = distillation.mean_loss if name == "current" else plain.mean_distillation
-    attention, mean_cross_entropy = plain.attention, partial(_mean, cross_entropy)
-    if device_type == "cpu" and name == "chunked":
-        attention, mean_cross_entropy = on_cpu.attention, on_cpu.mean_cross_entropy
-    return Kernels(name, attention, cross_entropy, mean_cross_entropy, mean_distillation, plain.embedding, recompute)
-
-
-def _mean(cross_entropy, *arguments):
-    return cross_entropy(*arguments).mean()
+    recompute = plain.recompute_on_xla if on_xla else plain.recompute
+    attention = plain.attention
+    if name == "current":
+        cross_entropy = loss.full_cross_entropy
+        mean_loss = loss.full_mean_loss
+    elif name == "cce":
+        cross_entropy = loss.cut_cross_entropy
+        mean_loss = loss.cut_mean_loss
+    else:
+        chunk_tokens = chunk_tokens or loss.CHUNK_TOKENS
+        cross_entropy = partial(loss.chunked_cross_entropy, chunk_tokens)
+        mean_loss = partial(loss.chunked_mean_loss, chunk_tokens)
+        if device_type == "cpu":
+            attention = on_cpu.attention
+            mean_loss = partial(on_cpu.mean_loss, chunk_tokens)
+    return Kernels(name, attention, cross_entropy, mean_loss, plain.embedding, recompute)

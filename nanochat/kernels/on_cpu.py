@@ -3,22 +3,31 @@
 Both work on blocks that stay in the cache, and have backward passes of their own, which read each block few times.
 scripts.bench train compares them with PyTorch's.
 """
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch.autograd.function import once_differentiable
 
+from nanochat.kernels.loss import ChunkedLoss, Chunks, chunked_mean_loss, run_chunks
 from nanochat.model.layers import IGNORE_INDEX, causal_mask
+from nanochat.model.logit_cap import LogitCap
 
 BLOCK_QUERIES = 128  # queries whose scores are computed together
-CHUNK_TOKENS = 1024  # tokens for which the loss adds to the head's gradient at once
 BLOCK_LOGITS = 2**20  # logits that the loss computes at a time, 4 MiB
 BLOCK_TOKENS = 64  # but it takes so many tokens at least: products of fewer are slow
+
+
+# -----------------------------------------------------------------------------
+# Attention
 
 
 def attention(q, k, v, window):
     """See layers.Kernels. Scores are fp32, whatever the dtype of q."""
     group = q.size(1) // k.size(1)
     if group > 1:
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        k = k.repeat_interleave(group, 1)
+        v = v.repeat_interleave(group, 1)
     return _Attention.apply(q, k, v, window)
 
 
@@ -28,27 +37,38 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, window):
-        shape, dtype = q.shape, q.dtype
-        q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-        q_scaled, k_whole = q.float() * shape[-1]**-0.5, k.float()
-        out, log_sums = torch.empty_like(q), torch.empty(*q.shape[:2], 1)
+        shape = q.shape
+        q = q.flatten(0, 1)  # (B × H, T, D)
+        k = k.flatten(0, 1)
+        v = v.flatten(0, 1)
+        q_scaled = q.float() * shape[-1]**-0.5
+        k_whole = k.float()
+        out = torch.empty_like(q)
+        log_sums = torch.empty(*q.shape[:2], 1)
         for block, seen, bias in _blocks(shape[2], window):
             scores = torch.bmm(q_scaled[:, block], k_whole[:, seen].transpose(1, 2)).add_(bias)
             highest = scores.amax(-1, keepdim=True)
             total = scores.sub_(highest).exp_().sum(-1, keepdim=True)
-            out[:, block] = torch.bmm(scores.to(dtype), v[:, seen]) / total
+            out[:, block] = torch.bmm(scores.to(q.dtype), v[:, seen]) / total
             log_sums[:, block] = total.log_().add_(highest)
         ctx.save_for_backward(q, k, v, log_sums)
-        ctx.shape, ctx.window = shape, window
+        ctx.shape = shape
+        ctx.window = window
         return out.view(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out):
         q, k, v, log_sums = ctx.saved_tensors
-        scale, d_out = ctx.shape[-1]**-0.5, d_out.reshape(q.shape)
-        q_scaled, k_whole, v_whole, d_out_whole = q.float() * scale, k.float(), v.float(), d_out.float()
-        d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k_whole), torch.zeros_like(k_whole)
+        d_out = d_out.reshape(q.shape)
+        scale = ctx.shape[-1]**-0.5
+        q_scaled = q.float() * scale
+        k_whole = k.float()
+        v_whole = v.float()
+        d_out_whole = d_out.float()
+        d_q = torch.empty_like(q)
+        d_k = torch.zeros_like(k_whole)
+        d_v = torch.zeros_like(k_whole)
         for block, seen, bias in _blocks(q.size(1), ctx.window):
             probabilities = torch.bmm(q_scaled[:, block], k_whole[:, seen].transpose(1, 2)).add_(bias)
             probabilities.sub_(log_sums[:, block]).exp_()
@@ -57,7 +77,8 @@ class _Attention(torch.autograd.Function):
             d_scores = d_scores.sub_(probabilities.mul_(d_scores.sum(-1, keepdim=True))).mul_(scale).to(q.dtype)
             d_q[:, block] = torch.bmm(d_scores, k[:, seen])
             d_k[:, seen] += torch.bmm(d_scores.transpose(1, 2), q[:, block])
-        return *(d.to(q.dtype).view(ctx.shape) for d in (d_q, d_k, d_v)), None
+        d_inputs = [d.to(q.dtype).view(ctx.shape) for d in (d_q, d_k, d_v)]
+        return *d_inputs, None
 
 
 def _blocks(length, window):
@@ -66,57 +87,54 @@ def _blocks(length, window):
     positions = torch.arange(length)
     for begin in range(0, length, BLOCK_QUERIES):
         block = slice(begin, min(begin + BLOCK_QUERIES, length))
-        seen = slice(0 if window is None else max(begin - int(window) + 1, 0), block.stop)
+        first_seen = 0
+        if window is not None:
+            first_seen = max(begin - int(window) + 1, 0)
+        seen = slice(first_seen, block.stop)
         mask = causal_mask(positions[block], positions[seen], window)
         yield block, seen, torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
 
 
-def mean_cross_entropy(hidden, head, targets, softcap):
-    """See layers.Kernels."""
-    return _MeanCrossEntropy.apply(hidden, head, targets.long(), softcap)
+# -----------------------------------------------------------------------------
+# The loss, see loss.Chunks
 
 
-class _MeanCrossEntropy(torch.autograd.Function):
-    """The gradients are computed in the forward pass, while a block's logits are in the cache:
-    d logits = (softmax - one-hot) × (1 - (logits / softcap)²)."""
-
-    @staticmethod
-    def forward(ctx, hidden, head, targets, softcap):
-        head_here = head.to(hidden.dtype)
-        rows = max(BLOCK_LOGITS // head.size(0), BLOCK_TOKENS)
-        loss = torch.zeros((), dtype=torch.float64)
-        d_hidden, d_head = torch.empty_like(hidden), torch.zeros(head.shape)
-        for chunk, chunk_targets, d_chunk in zip(*(x.split(CHUNK_TOKENS) for x in (hidden, targets, d_hidden)),
-                                                 strict=True):
-            d_logits = torch.empty(len(chunk), head.size(0), dtype=hidden.dtype)
-            for block, block_targets, d_block in zip(*(x.split(rows) for x in (chunk, chunk_targets, d_logits)),
-                                                     strict=True):
-                losses, d_block[:] = _losses(torch.mm(block, head_here.t()).float(), block_targets, softcap)
-                loss += losses.sum()
-            torch.mm(d_logits, head_here, out=d_chunk)
-            d_head += torch.mm(d_logits.t(), chunk)
-        ctx.save_for_backward(d_hidden, d_head)
-        ctx.num_tokens = len(targets)
-        return (loss / len(targets)).float()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_loss):
-        d_hidden, d_head = (d * (d_loss / ctx.num_tokens).to(d.dtype) for d in ctx.saved_tensors)
-        return d_hidden, d_head, None, None
+def mean_loss(chunk_tokens, hidden, head, targets, cap, teaching=None):
+    """See layers.Kernels. With a teacher, it is the loss for every device."""
+    if teaching is not None:
+        return chunked_mean_loss(chunk_tokens, hidden, head, targets, cap, teaching)
+    chunks = Chunks(_ChunkBody(cap), partial(run_chunks, chunk_tokens))
+    return (ChunkedLoss.apply(hidden, head, targets, None, chunks) / len(targets)).float()
 
 
-def _losses(logits, targets, softcap):
-    """Returns the losses (N, 1) of logits (N, V), fp32, which it overwrites, before the softcap, and their gradients
+@dataclass(frozen=True)
+class _ChunkBody:
+    """See loss.Chunks. The sums are those of the sum of the losses, in fp64.
+
+    The logits of a block are in the cache while they become its losses and their gradients, which a whole chunk then
+    multiplies with the head and the hidden states, because large products are fast.
+    """
+    cap: LogitCap
+
+    def __call__(self, index, carry, read, write, constants):
+        loss, d_head = carry
+        hidden, targets = read
+        head, = constants
+        rows = max(BLOCK_LOGITS // len(head), BLOCK_TOKENS)
+        d_logits = torch.empty(len(hidden), len(head), dtype=hidden.dtype)
+        blocks = zip(hidden.split(rows), targets.split(rows), d_logits.split(rows), strict=True)
+        for block, block_targets, d_block in blocks:
+            logits = torch.mm(block, head.t()).float()
+            losses, d_block[:] = _losses(logits, block_targets, self.cap)
+            loss = loss + losses.sum().double()
+        d_head += torch.mm(d_logits.t(), hidden)
+        return (loss, d_head), (torch.mm(d_logits, head),)
+
+
+def _losses(logits, targets, cap):
+    """Returns the losses (N, 1) of logits (N, V), fp32, which it overwrites, before the cap, and their gradients
     (N, V). Targets (N,) of IGNORE_INDEX have neither."""
-    slope = None
-    if softcap:
-        if softcap > 100:
-            capped = logits.div_(softcap).tanh_()
-        else:  # tanh(x) is 2 × sigmoid(2 x) - 1, which takes a tenth of the time and is off by 1e-7 × softcap
-            capped = logits.mul_(2 / softcap).sigmoid_().mul_(2).sub_(1)
-        slope = 1 - capped.square()
-        logits = capped.mul_(softcap)
+    logits, slope = cap.with_slope_in_place(logits)
     counts = (targets != IGNORE_INDEX)[:, None]
     index = targets.clamp(min=0)[:, None]
     at_target = logits.gather(1, index)
@@ -124,4 +142,4 @@ def _losses(logits, targets, softcap):
     total = logits.sub_(highest).exp_().sum(-1, keepdim=True)
     losses = (total.log() + highest - at_target) * counts
     d_logits = logits.mul_(counts / total).scatter_add_(1, index, -counts.float())
-    return losses, d_logits if slope is None else d_logits.mul_(slope)
+    return losses, d_logits.mul_(slope)

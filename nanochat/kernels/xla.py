@@ -16,9 +16,10 @@ from nanochat.kernels.sharded import WHOLE
 from nanochat.model.layers import NORM_EPS, Kernels, apply_rotary, norm, split_heads
 
 
-def get_kernels(name, interpret, sharding):
+def get_kernels(name, interpret, sharding, chunk_tokens):
     """Returns the Kernels `chunked` or `flash`. interpret: Pallas kernels run as plain XLA operations, which a CPU can
-    do: the numbers are right, and it is slow. sharding: how the ranks divide the weights."""
+    do: the numbers are right, and it is slow. sharding: how the ranks divide the weights. chunk_tokens: tokens whose
+    logits the loss holds at a time."""
     chip = _options_of_chip()
     if name == "flash":
         import_jax()
@@ -33,14 +34,11 @@ def get_kernels(name, interpret, sharding):
         return run_layers(gpt_layer_for_loop(how), x, stacks, windows.of_layers if windows else None,
                           tables_for_loop(how, rotary), recompute == "all", values)
 
-    def mean_cross_entropy(hidden, head, targets, softcap):
-        return xla_loss.MeanCrossEntropy.apply(hidden, head, targets, softcap, sharding)
-
     def embedding(ids, table, dtype):
         return xla_loss.Embedding.apply(ids, table, dtype, sharding)
 
-    return Kernels(name, plain.attention, partial(xla_loss.cross_entropy, sharding), mean_cross_entropy,
-                   partial(xla_loss.mean_distillation, sharding), embedding, recompute=None, run_layers=run_all,
+    return Kernels(name, plain.attention, partial(xla_loss.cross_entropy, chunk_tokens, sharding),
+                   partial(xla_loss.mean_loss, chunk_tokens, sharding), embedding, recompute=None, run_layers=run_all,
                    whole=None if sharding == WHOLE else sharding.whole)
 
 

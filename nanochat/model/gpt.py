@@ -20,8 +20,8 @@ from nanochat.model.layers import (
     gpt_layer,
     norm,
     rotary_tables,
-    softcapped,
 )
+from nanochat.model.logit_cap import LogitCap
 from nanochat.model.weights import initial_weights, layer_weights, shapes
 
 
@@ -78,6 +78,7 @@ class GPT(nn.Module):
         self.kernels = kernels
         self.compute_dtype = compute_dtype
         self.activation_checkpointing = activation_checkpointing
+        self.logit_cap = LogitCap.of(config)
         for name, shape in shapes(config).items():
             setattr(self, name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
         cos, sin = rotary_tables(torch.arange(config.max_seq_len), config.head_dim, config.rotary_base)
@@ -191,7 +192,7 @@ class GPT(nn.Module):
     def logits(self, hidden):
         """fp32 logits (…, V) of hidden states (…, C)."""
         head, = self._whole(hidden, {"lm_head": self.lm_head.to(hidden.dtype)})
-        return softcapped(F.linear(hidden, head).float(), self.config.softcap)
+        return self.logit_cap(F.linear(hidden, head).float())
 
     def forward(self, ids, targets=None, reduction="none", teaching=None):
         """Logits (B, T, V) of ids (B, T). With targets (B, T): the losses of the tokens instead, fp32, nats, (B, T), or
@@ -200,9 +201,7 @@ class GPT(nn.Module):
         hidden = self.hidden(ids)
         if targets is None:
             return self.logits(hidden)
-        arguments = hidden.flatten(0, 1), self.lm_head, targets.flatten(), self.config.softcap
-        if teaching is not None:
-            return self.kernels.mean_distillation(*arguments, teaching)
+        arguments = hidden.flatten(0, 1), self.lm_head, targets.flatten(), self.logit_cap
         if reduction == "mean":
-            return self.kernels.mean_cross_entropy(*arguments)
+            return self.kernels.mean_loss(*arguments, teaching)
         return self.kernels.cross_entropy(*arguments).view_as(targets)

@@ -56,14 +56,12 @@ class Kernels:
     # attention(q, k, v, window): causal attention of q (B, H, T, D) with k and v (B, H_kv, T, D) -> (B, H, T, D). A
     # position sees itself and the `window` - 1 positions before it, or all of them if the window is None.
     attention: Callable
-    # cross_entropy(hidden, head, targets, softcap): losses (N,), fp32, nats, of hidden (N, C), head (V, C) and targets
-    # (N,). It may have no gradient.
+    # cross_entropy(hidden, head, targets, cap): losses (N,), fp32, nats, of hidden (N, C), head (V, C) and targets
+    # (N,), whose logits the LogitCap `cap` bounds. It may have no gradient.
     cross_entropy: Callable
-    # The mean of these losses, a scalar with a gradient, for training.
-    mean_cross_entropy: Callable
-    # mean_distillation(hidden, head, targets, softcap, teaching): the mean loss of a student, as
-    # kernels/distillation.py defines it, a scalar with a gradient. teaching is a Teaching.
-    mean_distillation: Callable
+    # mean_loss(hidden, head, targets, cap, teaching=None): the mean of these losses, a scalar with a gradient, for
+    # training; with a Teaching, that of a student, as kernels/loss.py defines it.
+    mean_loss: Callable
     # embedding(ids, table, dtype): the vectors in table (V, C) of ids (B, T) -> (B, T, C).
     embedding: Callable
     # recompute(function, *args): function(*args), which is computed again in the backward pass instead of keeping its
@@ -137,11 +135,6 @@ def causal_mask(query_positions, key_positions, window):
     distance = query_positions[..., None] - key_positions[None, :]
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
-
-
-def softcapped(logits, softcap):
-    """softcap × tanh(logits / softcap), which keeps logits within ±softcap (Gemma 2, arXiv 2408.00118). 0: as is."""
-    return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 # -----------------------------------------------------------------------------

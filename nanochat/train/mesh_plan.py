@@ -6,6 +6,7 @@ from nanochat.device import tpu
 from nanochat.device.mesh import Mesh, all_meshes, make_mesh
 from nanochat.device.tpu import GIB
 from nanochat.kernels.choose import get_kernels
+from nanochat.kernels.xla_loss import CHUNK_TOKENS
 from nanochat.model.parts import require_parts
 from nanochat.train.flags import AUTO
 
@@ -100,7 +101,6 @@ def estimate_memory(flags, config, parameters, mesh):
     The factors 4, 10, 36 and 8 are fitted to peaks that libtpu's compiler reports (docs/mesh.md). Without fsdp, v5e and
     v4 need half as much for the logits; how much follows from where the compiler places them.
     """
-    from nanochat.kernels.xla_loss import CHUNK_TOKENS  # it imports torch_xla, which not every machine has
     tokens = flags.batch.device_batch_size * config.max_seq_len
     size = 4 if flags.devices.compute_dtype == "float32" else 2
     fsdp, weights, kv_width = mesh.fsdp, sum(parameters.values()), config.n_kv_head * config.head_dim

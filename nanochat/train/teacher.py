@@ -9,8 +9,8 @@ from nanochat.checkpoint.format import MODEL, find_checkpoint, find_problem, loa
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput
 from nanochat.kernels.choose import get_kernels
-from nanochat.kernels.distillation import Teaching
 from nanochat.kernels.flash_shapes import require_shapes
+from nanochat.kernels.loss import TeacherTerms, Teaching
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
@@ -86,16 +86,16 @@ def load_teacher(teacher, plan, dist):
 
 
 class DistillationLoss:
-    """The mean loss of rows (B, T + 1) for a student: see kernels/distillation.py."""
+    """The mean loss of rows (B, T + 1) for a student: see kernels/loss.py."""
 
     def __init__(self, teacher, model):
         """teacher: a Teacher; model: its GPT, on the device."""
-        self.teacher, self.model = teacher, model
+        self.model = model
+        self.terms = TeacherTerms(model.logit_cap, teacher.weight, teacher.temperature)
 
     def __call__(self, student, carry, rows):
         ids = rows[:, :-1]
         with torch.no_grad():
             hidden = self.model.hidden(ids).flatten(0, 1)
-        loss = student(ids, rows[:, 1:], reduction="mean", teaching=Teaching(
-            hidden, self.model.lm_head, self.model.config.softcap, self.teacher.weight, self.teacher.temperature))
-        return {"loss": loss}, carry
+        teaching = Teaching(hidden, self.model.lm_head, self.terms)
+        return {"loss": student(ids, rows[:, 1:], reduction="mean", teaching=teaching)}, carry

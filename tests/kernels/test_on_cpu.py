@@ -1,7 +1,6 @@
-"""Attention and loss on a CPU, against fp64, where rounding shows most."""
+"""Attention on a CPU, against fp64, where rounding shows most. test_loss.py has the loss."""
 import pytest
 import torch
-import torch.nn.functional as F
 
 from nanochat.kernels import on_cpu, plain
 from nanochat.model.layers import norm
@@ -29,25 +28,3 @@ def test_a_query_that_sees_one_key_moves_neither():
     q, k, v, d_out = (torch.randn(2, 1, 50, 16, generator=generator).bfloat16() for _ in range(4))
     d_q, d_k, d_v = gradients(on_cpu.attention, q, k, v, d_out, 1)
     assert not d_q.any() and not d_k.any() and torch.equal(d_v, d_out)
-
-
-@pytest.mark.parametrize("softcap", [0.0, 1.0, 15.0, 100.0, 1e4])
-def test_the_loss_is_exact_at_every_softcap(softcap):
-    generator = torch.Generator().manual_seed(0)
-    hidden, head = torch.randn(70, 32, generator=generator), torch.randn(500, 32, generator=generator)
-    targets = torch.randint(-1, 500, (70,), generator=generator)
-
-    def found(loss, hidden, head):
-        inputs = hidden.detach().requires_grad_(), head.detach().requires_grad_()
-        value = loss(*inputs)
-        return value, *torch.autograd.grad(value, inputs)
-
-    def reference(hidden, head):
-        logits = hidden @ head.T
-        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum") / len(targets)
-
-    exact = found(reference, hidden.double(), head.double())
-    for ours, truth in zip(found(lambda h, w: on_cpu.mean_cross_entropy(h, w, targets, softcap), hidden, head), exact,
-                           strict=True):
-        assert (ours - truth).norm() < 1e-5 * truth.norm()

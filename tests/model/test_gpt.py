@@ -9,7 +9,7 @@ import torch_xla
 
 from nanochat.common import BadInput
 from nanochat.infer.quantize import Int8GPT
-from nanochat.kernels import on_cpu, plain, xla_loss
+from nanochat.kernels import on_cpu
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT, KVCache
@@ -21,9 +21,10 @@ TINY = dict(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=32, n_head=4, n_kv_
 SHARED = {"value_embeddings": "shared"}
 
 
-def build(config, kernel="current", device_type="cpu", **kwargs):
+def build(config, kernel="current", device_type="cpu", chunk_tokens=None, **kwargs):
     """A model in which no weight is at a special value such as zero."""
-    model = GPT(config, get_kernels(kernel, device_type), **kwargs).init_weights(seed=1)
+    kernels = get_kernels(kernel, device_type, chunk_tokens=chunk_tokens)
+    model = GPT(config, kernels, **kwargs).init_weights(seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for p in model.parameters():
@@ -101,11 +102,10 @@ def test_logits_equal_an_independent_reference(overrides):
 
 @pytest.mark.parametrize("kernel", ["current", "chunked"])
 def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
-    monkeypatch.setattr(plain, "CHUNK_TOKENS", 7)
     monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 4)
     config = GPTConfig(vocab_size=17, max_seq_len=6, n_layer=2, n_embd=8, n_head=2, n_kv_head=1,
                        **{**PLAIN, "window_pattern": "SL", "short_window": 3})
-    model = build(config, kernel, compute_dtype=torch.float64).double()
+    model = build(config, kernel, chunk_tokens=7, compute_dtype=torch.float64).double()
     ids = some_ids(config)
     # logits are taken to fp32 before the softmax, whatever the compute type: differences must be large enough to see
     loss = lambda: model(ids[:, :-1], ids[:, 1:]).double().sum()  # noqa: E731
@@ -131,12 +131,7 @@ def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
 @pytest.mark.parametrize("softcap, values", [(15.0, "off"), (0.0, "own"), (15.0, "shared")])
 def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_checkpointing, device_type, softcap,
                                                           values, monkeypatch):
-    monkeypatch.setattr(plain, "CHUNK_TOKENS", 5)
-    monkeypatch.setattr(on_cpu, "CHUNK_TOKENS", 5)
-    monkeypatch.setattr(on_cpu, "BLOCK_TOKENS", 2)
-    monkeypatch.setattr(on_cpu, "BLOCK_LOGITS", 1)
     monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 5)
-    monkeypatch.setattr(xla_loss, "CHUNK_TOKENS", 100 if activation_checkpointing == "none" else 8)
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
                        window_pattern="SL", short_window=6, softcap=softcap, key_shift=values != "off",
                        layer_gates=values == "own", value_embeddings=values)
@@ -146,7 +141,8 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
     losses = reference(ids, targets)
     losses.mean().backward()
     assert losses[0, 3] == 0
-    model = build(config, kernel, device_type, activation_checkpointing=activation_checkpointing)
+    chunk_tokens = 100 if activation_checkpointing == "none" else 8
+    model = build(config, kernel, device_type, chunk_tokens, activation_checkpointing=activation_checkpointing)
     if device_type == "xla":
         model, ids, targets = model.to(torch_xla.device()), ids.to(torch_xla.device()), targets.to(torch_xla.device())
     model.create_main_grads()

@@ -1,0 +1,218 @@
+"""The loss: cross-entropy, or that of a student that learns from a teacher as well as from the text (Hinton et al.
+2015, arXiv 1503.02531):
+
+    loss = (1 - weight) × cross-entropy + weight × temperature² × KL(teacher ‖ student)
+
+Both distributions of the KL divergence are those at `temperature`; its square keeps the gradients of the two terms
+comparable.
+
+Here are the losses in PyTorch's own operations, for every device, and ChunkedLoss, with which xla_loss.py and on_cpu.py
+differentiate theirs. hidden is (N, C), head (V, C), targets (N,); a target of IGNORE_INDEX has neither loss nor
+gradient, and counts in the mean.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from nanochat.kernels.sharded import WHOLE, Sharding
+from nanochat.model.layers import IGNORE_INDEX
+from nanochat.model.logit_cap import LogitCap
+
+CHUNK_TOKENS = 1024  # tokens whose logits are held at a time: 1024 × 65,536 × 4 bytes = 256 MiB
+
+
+@dataclass(frozen=True)
+class TeacherTerms:
+    """The teacher's part in the loss."""
+    cap: LogitCap  # of its logits
+    weight: float  # 0 to 1
+    temperature: float
+
+
+class Teaching(NamedTuple):
+    """What the loss needs of the teacher, for one micro-batch."""
+    hidden: torch.Tensor  # its final hidden states (N, C_teacher)
+    head: torch.Tensor  # (V, C_teacher)
+    terms: TeacherTerms
+
+
+# -----------------------------------------------------------------------------
+# With all logits in memory, differentiated by autograd, see layers.Kernels
+
+
+def full_cross_entropy(hidden, head, targets, cap):
+    """Returns the losses (N,)."""
+    logits = cap(F.linear(hidden, head.to(hidden.dtype)).float())  # (N, V)
+    return F.cross_entropy(logits, targets.long(), ignore_index=IGNORE_INDEX, reduction="none")
+
+
+def full_mean_loss(hidden, head, targets, cap, teaching=None):
+    """Returns the mean loss, a scalar."""
+    if teaching is None:
+        return full_cross_entropy(hidden, head, targets, cap).mean()
+    losses, _ = TokenLosses(cap, teaching.terms)(hidden, head.to(hidden.dtype), targets.long(), teaching.hidden,
+                                                 teaching.head.to(hidden.dtype))
+    return losses.sum() / len(hidden)
+
+
+def cut_cross_entropy(hidden, head, targets, cap):
+    """Returns the losses (N,) by the package cut-cross-entropy, on CUDA, which holds no logits."""
+    from cut_cross_entropy import linear_cross_entropy
+    return linear_cross_entropy(hidden, head.to(hidden.dtype), targets.long(), ignore_index=IGNORE_INDEX,
+                                softcap=cap.as_softcap, reduction="none")
+
+
+def cut_mean_loss(hidden, head, targets, cap, teaching=None):
+    """Returns the mean loss, a scalar. The package knows no teacher: that loss goes by chunks."""
+    if teaching is None:
+        return cut_cross_entropy(hidden, head, targets, cap).mean()
+    return chunked_mean_loss(CHUNK_TOKENS, hidden, head, targets, cap, teaching)
+
+
+# -----------------------------------------------------------------------------
+# With the logits of one chunk of tokens in memory at a time
+
+
+def chunked_cross_entropy(chunk_tokens, hidden, head, targets, cap):
+    """Returns the losses (N,), for evaluation: autograd would keep the logits of all chunks."""
+    head = head.to(hidden.dtype)
+    losses = []
+    for chunk, chunk_targets in zip(hidden.split(chunk_tokens), targets.long().split(chunk_tokens), strict=True):
+        logits = cap(F.linear(chunk, head).float())
+        at_target = logits.gather(1, chunk_targets.clamp(min=0)[:, None])[:, 0]
+        chunk_losses = torch.logsumexp(logits, dim=-1) - at_target
+        losses.append(torch.where(chunk_targets == IGNORE_INDEX, 0.0, chunk_losses))
+    return torch.cat(losses)
+
+
+def chunked_mean_loss(chunk_tokens, hidden, head, targets, cap, teaching=None):
+    """Returns the mean loss, a scalar."""
+    terms = None if teaching is None else teaching.terms
+    body = ChunkBody(TokenLosses(cap, terms), len(hidden))
+    return ChunkedLoss.apply(hidden, head, targets, teaching, Chunks(body, partial(run_chunks, chunk_tokens)))
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """Computes losses and their gradients."""
+    cap: LogitCap
+    teacher: TeacherTerms | None = None
+    sharding: Sharding = WHOLE
+
+    def __call__(self, hidden, head, targets, teacher_hidden=None, teacher_head=None, first_row=0):
+        """Returns the losses (N,) in nats, and the gradient of each with respect to its logits, (N, rows of the heads),
+        which means nothing where there is no loss. Along tensor, both heads are this rank's rows, which begin with
+        `first_row`."""
+        logits = self.cap(F.linear(hidden, head).float())
+        by_text = self.sharding.log_softmax(logits)
+        rows = self.sharding.count_from(first_row, targets)
+        is_target = torch.arange(head.size(0), device=head.device) == rows[:, None]
+        losses = -torch.where(is_target, by_text, 0.0).sum(dim=-1)
+        d_capped = by_text.exp() - is_target.float()
+        if self.teacher is None:
+            losses = self.sharding.sum(losses)
+        else:
+            taught = self.teacher.cap(F.linear(teacher_hidden, teacher_head).float())
+            losses, d_capped = self._with_teacher(logits, by_text, taught, losses, d_capped)
+        losses = torch.where(targets == IGNORE_INDEX, 0.0, losses)
+        return losses, d_capped * self.cap.slope_at(logits)
+
+    def _with_teacher(self, logits, by_text, taught, cross_entropy, d_cross_entropy):
+        """Returns the losses with the teacher's part, and their gradient, of the same without."""
+        weight, temperature = self.teacher.weight, self.teacher.temperature
+        by_student = by_text
+        if temperature != 1:
+            by_student = self.sharding.log_softmax(logits / temperature)
+        by_teacher = self.sharding.log_softmax(taught / temperature)
+        divergence = (by_teacher.exp() * (by_teacher - by_student)).sum(dim=-1)
+        cross_entropy, divergence = self.sharding.sums(cross_entropy, divergence)
+        losses = (1 - weight) * cross_entropy + weight * temperature**2 * divergence
+        d_divergence = by_student.exp() - by_teacher.exp()
+        return losses, (1 - weight) * d_cross_entropy + weight * temperature * d_divergence
+
+
+# The gradients are computed in the forward pass, while a chunk's logits are in memory: three products with the head,
+# where a backward pass that computes the logits again has four. What waits for the backward pass is as large as the
+# hidden states and the head.
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How a loss is computed chunk by chunk.
+
+    body(index, (loss, d_head), (hidden, targets), write, (head,)) -> (loss, d_head), (d_hidden,): adds a chunk's loss
+        and its gradient with respect to the head, fp32, to those of the chunks before it, and returns that of the
+        chunk's hidden states. With a teacher, it gets the teacher's hidden states and head behind the model's own, and
+        along tensor the number of the heads' first row as the last constant. It is as xla_ops.loop takes it
+    run(body, (loss, d_head), tensors, constants) -> (loss, d_head), d_hidden: calls the body for each chunk of the
+        tensors, (N, …) each; d_hidden is a tensor of all chunks
+    sharding: how the ranks divide the heads
+    adds_to_main_grad: the backward pass adds to the head's main_grad itself, see GPT.create_main_grads
+    """
+    body: Callable
+    run: Callable
+    sharding: Sharding = WHOLE
+    adds_to_main_grad: bool = False
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """The sum of what the chunks' bodies return."""
+
+    @staticmethod
+    def forward(ctx, hidden, head, targets, teaching, chunks):
+        sharding = chunks.sharding
+        tensors = [hidden, targets.long()]
+        constants = sharding.head(head, hidden.dtype)
+        if teaching is not None:
+            tensors.append(teaching.hidden)
+            constants.insert(1, sharding.gather(teaching.head.to(hidden.dtype)))
+        sums = torch.zeros((), device=hidden.device), torch.zeros_like(constants[0], dtype=torch.float32)
+        (loss, d_head), d_hidden = chunks.run(chunks.body, sums, tensors, constants)
+        if sharding.groups:
+            d_head = sharding.scatter(d_head.to(hidden.dtype))
+        ctx.save_for_backward(sharding.sum(d_hidden.view_as(hidden)), d_head)
+        ctx.head_with_main_grad = head if chunks.adds_to_main_grad else None
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_loss):
+        d_hidden, d_head = ctx.saved_tensors
+        d_hidden = d_hidden * d_loss.to(d_hidden.dtype)
+        d_head = d_head * d_loss
+        if ctx.head_with_main_grad is not None:
+            ctx.head_with_main_grad.main_grad.add_(d_head)
+            d_head = None
+        return d_hidden, d_head, None, None, None
+
+
+def run_chunks(chunk_tokens, body, sums, tensors, constants):
+    """See Chunks.run: one chunk after the other."""
+    d_hidden = []
+    for read in zip(*(tensor.split(chunk_tokens) for tensor in tensors), strict=True):
+        sums, (d_chunk,) = body(None, sums, read, None, constants)
+        d_hidden.append(d_chunk)
+    return sums, torch.cat(d_hidden)
+
+
+@dataclass(frozen=True)
+class ChunkBody:
+    """See Chunks.body. The sums are those of the mean over `num_tokens`."""
+    token_losses: TokenLosses
+    num_tokens: int
+
+    def __call__(self, index, carry, read, write, constants):
+        loss, d_head = carry
+        hidden, targets, *teacher_hidden = read
+        head, *others = constants
+        losses, d_logits = self.token_losses(hidden, head, targets, *teacher_hidden, *others)
+        scale = torch.where(targets == IGNORE_INDEX, 0.0, 1 / self.num_tokens)[:, None]
+        d_logits = (d_logits * scale).to(hidden.dtype)
+        loss = loss + losses.sum() / self.num_tokens
+        d_head = d_head + (d_logits.t() @ hidden).float()
+        return (loss, d_head), (d_logits @ head,)
