@@ -10,15 +10,14 @@ Here are the losses in PyTorch's own operations, for every device, and ChunkedLo
 differentiate theirs. hidden is (N, C), head (V, C), targets (N,); a target of IGNORE_INDEX has neither loss nor
 gradient, and counts in the mean.
 """
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from nanochat.device.xla_ops import loop
 from nanochat.kernels.sharded import WHOLE, Sharding
 from nanochat.model.layers import IGNORE_INDEX
 from nanochat.model.logit_cap import LogitCap
@@ -92,9 +91,9 @@ def chunked_cross_entropy(chunk_tokens, hidden, head, targets, cap):
 
 def chunked_mean_loss(chunk_tokens, hidden, head, targets, cap, teaching=None):
     """Returns the mean loss, a scalar."""
-    terms = None if teaching is None else teaching.terms
-    body = ChunkBody(TokenLosses(cap, terms), len(hidden))
-    return ChunkedLoss.apply(hidden, head, targets, teaching, Chunks(body, partial(run_chunks, chunk_tokens)))
+    token_losses = TokenLosses(cap, teaching and teaching.terms)
+    body = ChunkBody(token_losses, len(hidden))
+    return ChunkedLoss.apply(hidden, head, targets, teaching, body, chunk_tokens, WHOLE)
 
 
 @dataclass(frozen=True)
@@ -136,73 +135,9 @@ class TokenLosses:
         return losses, (1 - weight) * d_cross_entropy + weight * temperature * d_divergence
 
 
-# The gradients are computed in the forward pass, while a chunk's logits are in memory: three products with the head,
-# where a backward pass that computes the logits again has four. What waits for the backward pass is as large as the
-# hidden states and the head.
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """How a loss is computed chunk by chunk.
-
-    body(index, (loss, d_head), (hidden, targets), write, (head,)) -> (loss, d_head), (d_hidden,): adds a chunk's loss
-        and its gradient with respect to the head, fp32, to those of the chunks before it, and returns that of the
-        chunk's hidden states. With a teacher, it gets the teacher's hidden states and head behind the model's own, and
-        along tensor the number of the heads' first row as the last constant. It is as xla_ops.loop takes it
-    run(body, (loss, d_head), tensors, constants) -> (loss, d_head), d_hidden: calls the body for each chunk of the
-        tensors, (N, …) each; d_hidden is a tensor of all chunks
-    sharding: how the ranks divide the heads
-    adds_to_main_grad: the backward pass adds to the head's main_grad itself, see GPT.create_main_grads
-    """
-    body: Callable
-    run: Callable
-    sharding: Sharding = WHOLE
-    adds_to_main_grad: bool = False
-
-
-class ChunkedLoss(torch.autograd.Function):
-    """The sum of what the chunks' bodies return."""
-
-    @staticmethod
-    def forward(ctx, hidden, head, targets, teaching, chunks):
-        sharding = chunks.sharding
-        tensors = [hidden, targets.long()]
-        constants = sharding.head(head, hidden.dtype)
-        if teaching is not None:
-            tensors.append(teaching.hidden)
-            constants.insert(1, sharding.gather(teaching.head.to(hidden.dtype)))
-        sums = torch.zeros((), device=hidden.device), torch.zeros_like(constants[0], dtype=torch.float32)
-        (loss, d_head), d_hidden = chunks.run(chunks.body, sums, tensors, constants)
-        if sharding.groups:
-            d_head = sharding.scatter(d_head.to(hidden.dtype))
-        ctx.save_for_backward(sharding.sum(d_hidden.view_as(hidden)), d_head)
-        ctx.head_with_main_grad = head if chunks.adds_to_main_grad else None
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_loss):
-        d_hidden, d_head = ctx.saved_tensors
-        d_hidden = d_hidden * d_loss.to(d_hidden.dtype)
-        d_head = d_head * d_loss
-        if ctx.head_with_main_grad is not None:
-            ctx.head_with_main_grad.main_grad.add_(d_head)
-            d_head = None
-        return d_hidden, d_head, None, None, None
-
-
-def run_chunks(chunk_tokens, body, sums, tensors, constants):
-    """See Chunks.run: one chunk after the other."""
-    d_hidden = []
-    for read in zip(*(tensor.split(chunk_tokens) for tensor in tensors), strict=True):
-        sums, (d_chunk,) = body(None, sums, read, None, constants)
-        d_hidden.append(d_chunk)
-    return sums, torch.cat(d_hidden)
-
-
 @dataclass(frozen=True)
 class ChunkBody:
-    """See Chunks.body. The sums are those of the mean over `num_tokens`."""
+    """The body of ChunkedLoss on any device. The sums are those of the mean over `num_tokens`."""
     token_losses: TokenLosses
     num_tokens: int
 
@@ -216,3 +151,75 @@ class ChunkBody:
         loss = loss + losses.sum() / self.num_tokens
         d_head = d_head + (d_logits.t() @ hidden).float()
         return (loss, d_head), (d_logits @ head,)
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """A loss that is added up chunk by chunk.
+
+    body(index, (loss, d_head), (hidden, targets), write, (head,)) -> (loss, d_head), (d_hidden,): adds a chunk's loss
+        and its gradient with respect to the head, fp32, to those of the chunks before it, and returns that of the
+        chunk's hidden states. With a teacher, it gets the teacher's hidden states and head behind the model's own, and
+        along tensor the number of the heads' first row as the last constant
+    chunk_tokens: the tokens of a chunk; on XLA at most, because all chunks are of one size there
+
+    On XLA, the chunks are a loop of the program, and the backward pass adds to the head's main_grad itself (see
+    GPT.create_main_grads).
+    """
+
+    # The gradients are computed in the forward pass, while a chunk's logits are in memory: three products with the
+    # head, where a backward pass that computes the logits again has four. What waits for the backward pass is as large
+    # as the hidden states and the head.
+
+    @staticmethod
+    def forward(ctx, hidden, head, targets, teaching, body, chunk_tokens, sharding):
+        tensors = [hidden, targets.long()]
+        constants = sharding.head(head, hidden.dtype)
+        if teaching is not None:
+            tensors.append(teaching.hidden)
+            constants.insert(1, sharding.gather(teaching.head.to(hidden.dtype)))
+        sums = torch.zeros((), device=hidden.device), torch.zeros_like(constants[0], dtype=torch.float32)
+        ctx.is_on_xla = hidden.device.type == "xla"
+        run = _run_on_xla if ctx.is_on_xla else _run
+        (loss, d_head), d_hidden = run(body, sums, tensors, constants, chunk_tokens)
+        if sharding.groups:
+            d_head = sharding.scatter(d_head.to(hidden.dtype))
+        ctx.save_for_backward(sharding.sum(d_hidden.view_as(hidden)), d_head)
+        ctx.head = head
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_loss):
+        d_hidden, d_head = ctx.saved_tensors
+        d_hidden = d_hidden * d_loss.to(d_hidden.dtype)
+        d_head = d_head * d_loss
+        if ctx.is_on_xla:
+            ctx.head.main_grad.add_(d_head)
+            d_head = None
+        return d_hidden, d_head, None, None, None, None, None
+
+
+def _run(body, sums, tensors, constants, chunk_tokens):
+    d_hidden = []
+    for read in zip(*(tensor.split(chunk_tokens) for tensor in tensors), strict=True):
+        sums, (d_chunk,) = body(None, sums, read, None, constants)
+        d_hidden.append(d_chunk)
+    return sums, torch.cat(d_hidden)
+
+
+def _run_on_xla(body, sums, tensors, constants, chunk_tokens):
+    chunks = [equal_chunks(tensor, chunk_tokens) for tensor in tensors]
+    if len(chunks[0]) == 1:
+        sums, (d_hidden,) = body(None, sums, [chunk[0] for chunk in chunks], None, constants)
+    else:
+        sums, (d_hidden,) = loop(body, sums, chunks, [torch.zeros_like(chunks[0])], constants)
+    return sums, d_hidden
+
+
+def equal_chunks(x, chunk_tokens):
+    """Returns x (N, …) as a stack of chunks of equal size, (N / size, size, …), of at most `chunk_tokens` tokens."""
+    tokens = x.size(0)
+    size = min(tokens, chunk_tokens)
+    while tokens % size:
+        size -= 1
+    return x.view(-1, size, *x.shape[1:])

@@ -4,12 +4,12 @@ Both work on blocks that stay in the cache, and have backward passes of their ow
 scripts.bench train compares them with PyTorch's.
 """
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanochat.kernels.loss import ChunkedLoss, Chunks, chunked_mean_loss, run_chunks
+from nanochat.kernels.loss import ChunkedLoss, chunked_mean_loss
+from nanochat.kernels.sharded import WHOLE
 from nanochat.model.layers import IGNORE_INDEX, causal_mask
 from nanochat.model.logit_cap import LogitCap
 
@@ -96,20 +96,20 @@ def _blocks(length, window):
 
 
 # -----------------------------------------------------------------------------
-# The loss, see loss.Chunks
+# The loss
 
 
 def mean_loss(chunk_tokens, hidden, head, targets, cap, teaching=None):
     """See layers.Kernels. With a teacher, it is the loss for every device."""
     if teaching is not None:
         return chunked_mean_loss(chunk_tokens, hidden, head, targets, cap, teaching)
-    chunks = Chunks(_ChunkBody(cap), partial(run_chunks, chunk_tokens))
-    return (ChunkedLoss.apply(hidden, head, targets, None, chunks) / len(targets)).float()
+    total = ChunkedLoss.apply(hidden, head, targets, None, _ChunkBody(cap), chunk_tokens, WHOLE)
+    return (total / len(targets)).float()
 
 
 @dataclass(frozen=True)
 class _ChunkBody:
-    """See loss.Chunks. The sums are those of the sum of the losses, in fp64.
+    """The body of ChunkedLoss. The sums are those of the sum of the losses, in fp64.
 
     The logits of a block are in the cache while they become its losses and their gradients, which a whole chunk then
     multiplies with the head and the hidden states, because large products are fast.

@@ -3,13 +3,12 @@
 Their backward passes add to the `main_grad` of the weights in place (see GPT.create_main_grads).
 """
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from nanochat.device.xla_ops import loop, use_device_of
-from nanochat.kernels.loss import ChunkBody, ChunkedLoss, Chunks, TokenLosses
+from nanochat.kernels.loss import ChunkBody, ChunkedLoss, TokenLosses, equal_chunks
 from nanochat.kernels.sharded import WHOLE, Sharding
 from nanochat.model.layers import IGNORE_INDEX
 from nanochat.model.logit_cap import LogitCap
@@ -58,7 +57,7 @@ class Embedding(torch.autograd.Function):
 
 def cross_entropy(chunk_tokens, sharding, hidden, head, targets, cap):
     """See layers.Kernels."""
-    chunks = [_chunks(hidden, chunk_tokens), _chunks(targets.long(), chunk_tokens)]
+    chunks = [equal_chunks(hidden, chunk_tokens), equal_chunks(targets.long(), chunk_tokens)]
     losses = torch.zeros(chunks[1].shape, device=hidden.device)
     _, (losses,) = loop(_LossBody(cap, sharding), (), chunks, [losses], sharding.head(head, hidden.dtype))
     return losses.flatten()
@@ -71,27 +70,7 @@ def mean_loss(chunk_tokens, sharding, hidden, head, targets, cap, teaching=None)
     else:
         body = ChunkBody(TokenLosses(cap, teaching.terms, sharding), len(hidden))
         chunk_tokens //= 2
-    chunks = Chunks(body, partial(_run_chunks, chunk_tokens), sharding, adds_to_main_grad=True)
-    return ChunkedLoss.apply(hidden, head, targets, teaching, chunks)
-
-
-def _run_chunks(chunk_tokens, body, sums, tensors, constants):
-    """See loss.Chunks.run: a loop of the program."""
-    chunks = [_chunks(tensor, chunk_tokens) for tensor in tensors]
-    if len(chunks[0]) == 1:
-        sums, (d_hidden,) = body(None, sums, [chunk[0] for chunk in chunks], None, constants)
-    else:
-        sums, (d_hidden,) = loop(body, sums, chunks, [torch.zeros_like(chunks[0])], constants)
-    return sums, d_hidden
-
-
-def _chunks(x, chunk_tokens):
-    """Returns x (N, …) as a stack of chunks of equal size, (N / size, size, …), of at most `chunk_tokens` tokens."""
-    tokens = x.size(0)
-    size = min(tokens, chunk_tokens)
-    while tokens % size:
-        size -= 1
-    return x.view(-1, size, *x.shape[1:])
+    return ChunkedLoss.apply(hidden, head, targets, teaching, body, chunk_tokens, sharding)
 
 
 @dataclass(frozen=True)
@@ -107,7 +86,7 @@ class _LossBody:
 
 @dataclass(frozen=True)
 class _GradientBody:
-    """See loss.Chunks. The sums are those of the mean over `num_tokens`."""
+    """The body of ChunkedLoss. The sums are those of the mean over `num_tokens`."""
     cap: LogitCap
     sharding: Sharding
     num_tokens: int
