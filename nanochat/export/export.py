@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from nanochat.checkpoint.format import SUMS, sha256_of_files, sync_to_disk
 from nanochat.common import BadInput
+from nanochat.model import logit_cap
 from nanochat.model.layers import NORM_EPS
 
 CODE = "modeling_nanochat_scaled"
@@ -32,7 +33,7 @@ OTHER_NAMES = {"wte": "model.embed_tokens.weight", "lm_head": "lm_head.weight",
                "value_table": "model.value_table.weight"}
 # The fields of GPTConfig that the files express. A model with another value than the default in any other is refused.
 EXPRESSED = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern", "short_window",
-             "softcap", "rotary_base", "key_shift", "layer_gates", "value_embeddings"}
+             "rotary_base", "key_shift", "layer_gates", "value_embeddings", *logit_cap.CONFIG_FIELDS}
 
 
 def check_exportable(model):
@@ -53,7 +54,8 @@ def is_scaled(model):
     """Returns whether the GPT is more than what transformers' own `nanochat` computes."""
     config = model.config
     return bool((model.resid_scale != 1).any() or (model.x0_scale != 0).any() or any(config.windows())
-                or config.key_shift or config.layer_gates or config.num_values)
+                or config.key_shift or config.layer_gates or config.num_values
+                or model.logit_cap.for_transformers().keys() != {"final_logit_softcapping"})
 
 
 def weights(model):
@@ -85,7 +87,7 @@ def config_json(model, tokenizer):
         "hidden_act": "relu2",
         "rms_norm_eps": NORM_EPS,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
-        "final_logit_softcapping": model.logit_cap.as_softcap,
+        **model.logit_cap.for_transformers(),
         "attention_bias": False,
         "tie_word_embeddings": False,
         **special_ids(tokenizer),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+CONFIG_FIELDS = ("softcap",)  # of GPTConfig: what makes a cap
 LARGEST_WITHOUT_MAXIMUM = 60  # exp(60) summed over a vocabulary of 2**20 is 1e32, and fp32 reaches 3e38
 
 
@@ -60,5 +61,10 @@ class LogitCap:
 
     @property
     def as_softcap(self):
-        """The number with which cut-cross-entropy and transformers compute this cap, or None without one."""
+        """The number with which cut-cross-entropy computes this cap, or None without one."""
         return self.softcap or None
+
+    def for_transformers(self):
+        """Returns what an export's config.json says of the cap, {name: value}. The NanoChat of transformers knows one
+        name, and modeling_nanochat_scaled.py reads the others."""
+        return {"final_logit_softcapping": self.softcap or None}
