@@ -29,8 +29,7 @@ class Sharding:
 
     @classmethod
     def of_mesh(cls, mesh):
-        return cls(*(tuple(map(tuple, mesh.groups(axis))) if getattr(mesh, axis) > 1 else ()
-                     for axis in ("fsdp", "tensor")))
+        return cls(_groups(mesh, "fsdp"), _groups(mesh, "tensor"))
 
     # Along fsdp. "Whole" is what the ranks along it hold together: a slice of the weight, if tensor divides it too.
 
@@ -91,7 +90,9 @@ class Sharding:
         """Returns the rows of the head with which this rank computes, of its part, in `dtype`, and, where ranks along
         tensor have others, the number of the first: a list of one tensor or two."""
         head = self.gather(part.to(dtype))
-        return [head, *([self.first_row(head.size(0), head.device)] if self.tensor_groups else [])]
+        if not self.tensor_groups:
+            return [head]
+        return [head, self.first_row(head.size(0), head.device)]
 
     def log_softmax(self, logits):
         """Returns the logarithms of the probabilities (N, V / ranks) of this rank's rows of the head, from its fp32
@@ -124,6 +125,12 @@ class Sharding:
 
 
 WHOLE = Sharding()
+
+
+def _groups(mesh, axis):
+    if getattr(mesh, axis) == 1:
+        return ()
+    return tuple(tuple(group) for group in mesh.groups(axis))
 
 
 def _lists(groups):

@@ -36,7 +36,8 @@ def find_teacher(flags, plan, tokenizer, directory):
     taught = flags.distillation
     if not taught.teacher:
         for each in fields(taught):
-            if (value := getattr(taught, each.name)) != each.default:
+            value = getattr(taught, each.name)
+            if value != each.default:
                 raise BadInput(f"--{each.name}={value:g} is for a teacher, and there is none: give --teacher=RUN too, "
                                f"or leave --{each.name} out")
         return None
@@ -69,8 +70,8 @@ def find_teacher(flags, plan, tokenizer, directory):
 def make_teacher(teacher, plan, dist, weights=None):
     """Returns the teacher's GPT on torch's default device, with the kernels of the student, and this rank's parts of
     `weights`, {name: whole weight}, which are divided as the student's; without them its weights mean nothing."""
-    model = GPT(teacher.config, get_kernels(plan.kernel, plan.device_type, Sharding.of_mesh(plan.mesh)), plan.dtype)
-    model = model.requires_grad_(False).to(plan.dtype)
+    kernels = get_kernels(plan.kernel, plan.device_type, Sharding.of_mesh(plan.mesh))
+    model = GPT(teacher.config, kernels, plan.dtype).requires_grad_(False).to(plan.dtype)
     if weights:
         model.load_state_dict(weights)
     parts = Parts(dist, plan.mesh)
