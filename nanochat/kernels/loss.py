@@ -128,6 +128,8 @@ class TokenLosses:
         if temperature != 1:
             by_student = self.sharding.log_softmax(logits / temperature)
         by_teacher = self.sharding.log_softmax(taught / temperature)
+        # The KL divergence's gradient is (student - teacher) / temperature, because logits are divided by it. Times
+        # temperature², one factor remains.
         divergence = (by_teacher.exp() * (by_teacher - by_student)).sum(dim=-1)
         cross_entropy, divergence = self.sharding.sums(cross_entropy, divergence)
         losses = (1 - weight) * cross_entropy + weight * temperature**2 * divergence

@@ -134,6 +134,8 @@ class _ChunkBody:
 def _losses(logits, targets, cap):
     """Returns the losses (N, 1) of logits (N, V), fp32, which it overwrites, before the cap, and their gradients
     (N, V). Targets (N,) of IGNORE_INDEX have neither."""
+    # d logits = (softmax - one-hot) × slope. Everything but the slope is computed over the logits, which are in the
+    # cache: a second tensor of this size would push them out.
     logits, slope = cap.with_slope_in_place(logits)
     counts = (targets != IGNORE_INDEX)[:, None]
     index = targets.clamp(min=0)[:, None]

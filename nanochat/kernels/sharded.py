@@ -99,6 +99,7 @@ class Sharding:
         logits of them."""
         if not self.tensor_groups:
             return F.log_softmax(logits, dim=-1)
+        # The largest logit and the sum of exponentials are those of all ranks: two numbers of a token travel, not V.
         logits = logits - self.largest(logits.max(dim=-1, keepdim=True).values)
         return logits - self.sum(logits.exp().sum(dim=-1, keepdim=True)).log()
 

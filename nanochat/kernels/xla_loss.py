@@ -43,6 +43,8 @@ class Embedding(torch.autograd.Function):
         if sharding.tensor_groups:
             ids, is_here = sharding.rows_here(ids, parts * total.size(0))
             d_out = torch.where(is_here[:, None], d_out, 0.0)
+        # Along fsdp, a rank's tokens mean rows of all ranks: it makes the gradient of the whole table, which is then
+        # summed and divided. Along tensor, all ranks have the same tokens, and each adds to its own rows.
         if not sharding.groups:
             total.index_add_(0, ids, d_out.float())
         else:
