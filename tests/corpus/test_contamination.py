@@ -2,7 +2,7 @@
 import pytest
 
 from nanochat.common import BadInput
-from nanochat.corpus.contamination import overlaps, telling_sequences
+from nanochat.corpus.scan import overlaps, telling_sequences
 from nanochat.judge.problems import read_problems
 from tests.corpus.projects import make_project, manifest, prepare, read
 

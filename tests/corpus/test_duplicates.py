@@ -5,8 +5,8 @@ import pyarrow.parquet as pq
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from nanochat.corpus.corpus import RUN_SCHEMA
 from nanochat.corpus.duplicates import NUM_PERMUTATIONS, find_duplicates, load_index, shuffle_duplicates
+from nanochat.corpus.scan import RUN_SCHEMA
 from nanochat.corpus.workers import worker_pool
 
 

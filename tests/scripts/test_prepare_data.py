@@ -190,7 +190,7 @@ def test_what_is_in_the_way_in_the_folder_is_named_before_the_work(tmp_path, mon
     (tmp_path / "out").mkdir()
     prevent(tmp_path / "out")
     before = sorted((tmp_path / "out").rglob("*"))
-    monkeypatch.setattr("nanochat.corpus.corpus.scan", None)
+    monkeypatch.setattr("nanochat.corpus.build.scan", None)
     with pytest.raises(BadInput, match=message) as error:
         prepare(tmp_path / "out", f"--projects_dir={tmp_path / 'in'}")
     assert "\n" not in str(error.value)

@@ -1,0 +1,355 @@
+"""Makes a corpus of sources in a folder, step by step. Each step resumes where it was, if the program was killed."""
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nanochat.common import BadInput, flag
+from nanochat.corpus import corpus
+from nanochat.corpus.duplicates import Index, find_duplicates, load_index, shuffle_duplicates
+from nanochat.corpus.ray_cluster import RayRun
+from nanochat.corpus.scan import RECIPE, scan, telling_sequences
+from nanochat.corpus.workers import Progress
+
+TRAIN_DIR = "base_data_v3"
+VAL_DIR = "val"
+MANIFEST = "manifest.json"
+
+
+def names(text):
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+@dataclass(frozen=True)
+class CorpusFlags:
+    max_file_bytes: int = flag(1_000_000, "longer files are dropped", at_least=1, at_most=100_000_000)
+    val_fraction: float = flag(0.05, "fraction of the bytes that is held out for validation, in whole projects",
+                               above=0, below=1)
+    val_projects: list = flag((), "hold out these projects instead, separated by commas", of=names)
+    exclude_problems: list = flag((), "drop documents that contain a part of a prompt of these problems: files for "
+                                  "code_eval --problems, or own (the project's), separated by commas", of=names)
+    eval_only: bool = flag(False, f"make an evaluation corpus: only {VAL_DIR}/")
+    pack: str = flag("file", "what a document is: a file, or a project's files in the order in which they include each "
+                     "other", choices=("file", "project"))
+    shard_bytes: int = flag(100_000_000, "bytes of text in one shard", at_least=1, at_most=1_000_000_000)
+    seed: int = flag(1337, "seed of the split and of the order of documents", at_least=0)
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """Texts of which no document may contain a part."""
+    texts: tuple = ()
+    digest: str | None = None  # stands for them
+
+
+@dataclass
+class Documents:
+    """The documents that are kept: files, or the files of projects joined."""
+    index: Index  # of the others, too
+    source: np.ndarray  # (N,) number of the source of each document in the index
+    sides: dict  # {folder: (N,) bool, which documents are in it}
+
+    def nbytes(self):
+        return int(sum(self.index.nbytes[side].sum() for side in self.sides.values()))
+
+
+def prepare(sources, flags, excluded, engine, out_dir):
+    """Makes the corpus, or resumes making it; does nothing if `out_dir` already holds it.
+
+    flags: CorpusFlags; engine: a function of the bytes of memory that a task may take, whose result is a context
+    manager of run(function, calls, done), as worker_pool.
+    """
+    identity = identity_of(sources, flags, excluded)
+    work_dir = out_dir / ".work"
+    staging = work_dir / identity
+    if not (staging / MANIFEST).exists():
+        if holds(out_dir, identity):
+            shutil.rmtree(work_dir, ignore_errors=True)  # what is left of it if publishing was interrupted
+            print(f"{out_dir} already holds this corpus")
+            return
+        check_out_dir(out_dir)
+        staging.mkdir(parents=True, exist_ok=True)
+        require_disk(staging, sum(source.nbytes for source in sources), "the corpus")
+        remove_leftovers(work_dir)
+        with engine(task_bytes(sources, flags)) as run:
+            manifest = build(sources, flags, excluded, run, staging)
+        (staging / ".manifest.partial").write_text(json.dumps({"identity": identity, **manifest}, indent=1))
+        os.replace(staging / ".manifest.partial", staging / MANIFEST)
+    publish(staging, out_dir)
+    shutil.rmtree(work_dir)
+    report(json.loads((out_dir / MANIFEST).read_text()), out_dir)
+
+
+def identity_of(sources, flags, excluded):
+    """Returns a hexadecimal number that stands for what decides the bytes of the corpus."""
+    recipe = [flags.seed, flags.max_file_bytes, flags.val_fraction, list(flags.val_projects), flags.eval_only,
+              flags.shard_bytes]
+    if excluded.texts:
+        recipe.append(excluded.digest)
+    if flags.pack != "file":
+        recipe.append(flags.pack)
+    identity = json.dumps([RECIPE, recipe, [source.identity() for source in sources]])
+    return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+
+
+def build(sources, flags, excluded, run, staging):
+    """Makes the shards in `staging` and returns the manifest, a dict."""
+    if isinstance(run, RayRun):
+        run.check(staging.parent, sources)
+    directories, stats = scan_all(sources, flags, excluded, staging.parent / "scans", run)
+    val_projects = split_projects(sources, stats, flags)
+    is_val = np.array([source.project in val_projects for source in sources])
+    documents = unique_documents(directories, stats, is_val, flags, staging, run)
+    files = {name: int(side.sum()) for name, side in documents.sides.items()}
+    if flags.pack == "project":
+        documents = pack_projects(documents, flags, staging, run)
+    shards = write_shards(documents, flags, staging, run)
+    if isinstance(run, RayRun):
+        print(run.cost(sum(source.nbytes for source in sources)), flush=True)
+    totals = {}
+    for name, side in documents.sides.items():
+        totals[name] = {"documents": int(side.sum()), "bytes": int(documents.index.nbytes[side].sum()),
+                        "shards": sum(shard.startswith(f"{name}/") for shard in shards)}
+        if flags.pack == "project":
+            totals[name]["files"] = files[name]
+    return {**make_manifest(flags, sources, stats, val_projects, totals), "shards": dict(sorted(shards.items()))}
+
+
+def remove_leftovers(work_dir):
+    """Removes what a killed run had begun; moved away first, because a task of it may still run on another machine."""
+    for leftover in [*work_dir.rglob("*.partial"), *work_dir.rglob("*.gone"), *work_dir.glob("probe_*")]:
+        gone = leftover.rename(leftover.with_suffix(".gone"))
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+
+
+def require_disk(directory, nbytes, what):
+    """Raises BadInput unless `nbytes` are free in `directory`."""
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        raise BadInput(f"{what} needs about {nbytes / 1e6:.0f} MB in {directory}, which has {free / 1e6:.0f} MB free: "
+                       "free some space or choose another --out_dir")
+
+
+def task_bytes(sources, flags):
+    """Returns the memory in bytes that a task of this corpus may take, well above what was measured."""
+    longest = max(flags.shard_bytes, flags.max_file_bytes)
+    if flags.pack == "project":
+        longest = max(longest, *(source.nbytes * (8 if source.archives else 1) for source in sources))
+    return 600_000_000 + 6 * longest
+
+
+# -----------------------------------------------------------------------------
+# The steps
+
+
+def scan_all(sources, flags, excluded, scans_dir, run):
+    """Scans every source. Returns the directories of their runs and their statistics, in the order of `sources`."""
+    directories = [None] * len(sources)
+    largest_first = sorted(range(len(sources)), key=lambda i: -sources[i].nbytes)
+    bar = Progress(f"reading {len(sources)} sources", sum(source.nbytes for source in sources))
+
+    def done(i, directory):
+        directories[largest_first[i]] = directory
+        bar.update(sources[largest_first[i]].nbytes)
+
+    sequences = telling_sequences(excluded.texts)
+    run(scan, [(sources[i], scans_dir, flags.seed, flags.max_file_bytes, sequences) for i in largest_first], done)
+    bar.close()
+    return directories, [json.loads((directory / "stats.json").read_text()) for directory in directories]
+
+
+def split_projects(sources, stats, flags):
+    """Returns the names of the projects that are held out for validation. Raises BadInput if a side would be empty."""
+    bytes_by_project = Counter()
+    for source, stat in zip(sources, stats, strict=True):
+        if stat["documents"]:
+            bytes_by_project[source.project] += stat["bytes"]
+    if not bytes_by_project:
+        raise BadInput(f"no C or C++ file is left of {sum(stat['files'] for stat in stats)} (dropped: "
+                       f"{counts(all_dropped(stats))}): check the sources")
+    if flags.eval_only:
+        return set(bytes_by_project)
+    if len(bytes_by_project) == 1:
+        raise BadInput(f"all files are of one project ({next(iter(bytes_by_project))}), which cannot be both for "
+                       "training and for validation: add another source, or name a directory of several with "
+                       "--projects_dir")
+    if unknown := set(flags.val_projects) - set(bytes_by_project):
+        raise BadInput(f"--val_projects: no project is called {', '.join(sorted(unknown))}; "
+                       f"there are {', '.join(sorted(bytes_by_project))}")
+    if set(flags.val_projects) == set(bytes_by_project):
+        raise BadInput("--val_projects names every project: leave one to train on, or use --eval_only")
+    return set(flags.val_projects) or corpus.choose_validation(bytes_by_project, flags.val_fraction, flags.seed)
+
+
+def unique_documents(directories, stats, is_val, flags, staging, run):
+    """Returns the Documents without duplicates, which are counted in `stats`. Raises BadInput if a side is empty.
+
+    is_val: (sources,) bool. Of several copies the first is kept. Validation comes first, so it stays whole and training
+    loses the copies.
+    """
+    order = [*np.flatnonzero(is_val), *np.flatnonzero(~is_val)]
+    runs = [(i, path) for i in order for path in sorted(directories[i].glob("run_*.parquet"))]
+    paths = [path for _, path in runs]
+    if isinstance(run, RayRun):
+        index = load_index(paths, with_signatures=False)
+        require_disk(staging, 1000 * len(index.key), "looking for duplicates")
+        bar = Progress("looking for duplicates", 100, "%")
+        exact, near = shuffle_duplicates(paths, np.bincount(index.run), staging / "duplicates", run,
+                                         lambda fraction: bar.update(100 * fraction))
+        bar.close()
+    else:
+        index = load_index(paths)
+        exact, near = find_duplicates(index)
+        index.signature = None  # the largest part by far, and not needed any more
+    source = np.array([i for i, _ in runs])[index.run]
+    for i, stat in enumerate(stats):
+        stat["dropped"]["exact_duplicate"] = int(exact[source == i].sum())
+        stat["dropped"]["near_duplicate"] = int(near[source == i].sum())
+    kept = ~exact & ~near
+    sides = {}
+    if not flags.eval_only:
+        sides[TRAIN_DIR] = kept & ~is_val[source]
+    sides[VAL_DIR] = kept & is_val[source]
+    if not all(side.any() for side in sides.values()):
+        raise BadInput("every training document is a copy of a validation document: add sources")
+    return Documents(index, source, sides)
+
+
+def pack_projects(documents, flags, staging, run):
+    """Returns the Documents that are the files of each source joined. Sources are on one side each, and stay in their
+    order."""
+    require_disk(staging, documents.nbytes() // 3, "joining the files")
+    calls = []
+    for name, side in documents.sides.items():
+        (staging / "packed" / name).mkdir(parents=True, exist_ok=True)
+        for source in np.unique(documents.source[side]):
+            parts = corpus.parts_of(documents.index, side & (documents.source == source))
+            calls.append((staging / "packed" / name / f"{source:06d}.parquet", parts, flags.seed))
+    bar = Progress(f"ordering the files of {len(calls)} sources", len(calls), " sources")
+    run(corpus.pack, calls, lambda i, _: bar.update(1))
+    bar.close()
+    paths = [path for path, *_ in calls]
+    packed = load_index(paths, with_signatures=False)
+    side_of = np.array([path.parent.name for path in paths])[packed.run]
+    return Documents(packed, packed.run, {name: side_of == name for name in documents.sides})
+
+
+def write_shards(documents, flags, staging, run):
+    """Writes the shards, and returns {name: size and hash}, as corpus.describe_shard."""
+    is_packed = flags.pack == "project"
+    calls = []
+    for name, side in documents.sides.items():
+        (staging / name).mkdir(parents=True, exist_ok=True)
+        for number, parts in enumerate(corpus.plan_shards(documents.index, side, flags.shard_bytes)):
+            calls.append((staging / name / f"shard_{number:05d}.parquet", parts, is_packed))
+    nbytes = documents.nbytes()
+    require_disk(staging, nbytes // 3, "writing the shards")
+    bar = Progress(f"writing {len(calls)} shards", nbytes)
+    shards = {}
+
+    def done(i, description):
+        path = calls[i][0]
+        shards[f"{path.parent.name}/{path.name}"] = description
+        bar.update(nbytes // len(calls))
+
+    run(corpus.write_shard, calls, done)
+    bar.close()
+    return shards
+
+
+# -----------------------------------------------------------------------------
+# The manifest, and the folder of the corpus
+
+
+def make_manifest(flags, sources, stats, val_projects, totals):
+    """Returns the manifest: flags, held-out projects, totals, and for each source its version, licences and counts."""
+    entries = []
+    for source, stat in zip(sources, stats, strict=True):
+        side = VAL_DIR if source.project in val_projects else TRAIN_DIR
+        entries.append({"name": source.name, "version": source.version, "project": source.project, "side": side,
+                        **stat})
+    return {"flags": {**asdict(flags), "val_projects": list(flags.val_projects)}, "val_projects": sorted(val_projects),
+            "totals": totals, "dropped": dict(all_dropped(stats)), "sources": entries}
+
+
+def all_dropped(stats):
+    return sum((Counter(stat["dropped"]) for stat in stats), Counter())
+
+
+def counts(dropped):
+    """Returns the numbers of dropped files as text, such as "46 generated, 7 empty"."""
+    return ", ".join(f"{count} {reason}" for reason, count in Counter(dropped).most_common() if count) or "none"
+
+
+def publish(staging, out_dir):
+    """Moves a finished corpus to the directories in which training looks for it. If killed, it can be called again."""
+    for name in (TRAIN_DIR, VAL_DIR, MANIFEST):
+        if (staging / name).exists():
+            os.replace(staging / name, out_dir / name)
+
+
+def holds(out_dir, identity):
+    """Returns whether `out_dir` holds the corpus of this identity. Raises BadInput if a part of it is lost."""
+    manifest = read_manifest(out_dir)
+    if manifest.get("identity") != identity:
+        return False
+    missing = [name for name, description in manifest["shards"].items() if not is_whole(out_dir / name, description)]
+    if not missing:
+        return True
+    if any(path.is_file() for name in (TRAIN_DIR, VAL_DIR) for path in out_dir.glob(f"{name}/*")):
+        more = " …" if len(missing) > 3 else ""
+        raise BadInput(f"{out_dir} holds this corpus, but {len(missing)} of its shards are missing or damaged "
+                       f"({', '.join(missing[:3])}{more}): move {TRAIN_DIR}/ and {VAL_DIR}/ away and run the same "
+                       "command again, which makes them")
+    return False
+
+
+def is_whole(path, description):
+    """Returns whether a shard is there, as it was written."""
+    try:
+        return corpus.describe_shard(path) == description
+    except OSError:
+        return False
+
+
+def read_manifest(out_dir):
+    """Returns the manifest in `out_dir`, or {} if there is none. Raises BadInput if it is damaged."""
+    path = Path(out_dir) / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        if isinstance(manifest, dict) and {"identity", "totals", "shards"} <= manifest.keys():
+            return manifest
+        reason = "another program's"
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise BadInput(f"{path} is not a manifest of this script ({reason}): move it away, or choose another --out_dir")
+
+
+def check_out_dir(out_dir):
+    """Raises BadInput if the corpus cannot be put into `out_dir`, because something else is there."""
+    for name in (TRAIN_DIR, VAL_DIR):
+        path = out_dir / name
+        if path.is_symlink() or path.exists() and not path.is_dir():
+            what = "a symbolic link" if path.is_symlink() else "not a directory"
+            raise BadInput(f"{path} is {what}, where a directory must be made: move it away, or choose another "
+                           "--out_dir")
+        if path.exists() and any(path.iterdir()):
+            raise BadInput(f"{path} holds other data: move it away, or choose another --out_dir")
+
+
+def report(manifest, out_dir):
+    print(f"read {sum(source['files'] for source in manifest['sources'])} files of {len(manifest['sources'])} sources; "
+          f"dropped {counts(manifest['dropped'])}")
+    for name, total in manifest["totals"].items():
+        files = f"{total['files']} files in " if "files" in total else ""
+        print(f"{out_dir / name}: {files}{total['documents']} documents, {total['bytes'] / 1e6:.1f} MB of text, "
+              f"{total['shards']} shards")
+    print(f"projects held out for validation: {', '.join(manifest['val_projects'])}")
+    print(f"versions, licences and numbers of files: {out_dir / MANIFEST}")
