@@ -33,12 +33,11 @@ def all_text(rows):
     return rows, rows != PADDING
 
 
+# Bits per byte = sum of the tokens' losses / (ln 2 × sum of the tokens' bytes). Special tokens stand for no text and
+# count in neither sum.
 @torch.no_grad()
 def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=never, view=all_text, copies=1):
     """Returns the Evaluation of the rows of `loader`, the same text for every world size.
-
-    Bits per byte = sum of the tokens' losses / (ln 2 × sum of the tokens' bytes). Special tokens stand for no text and
-    count in neither sum.
 
     model: called as model(ids, targets) -> losses, in nats
     loader: a new DataLoader of this rank, with `num_rows`

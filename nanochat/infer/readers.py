@@ -13,13 +13,11 @@ ROWS = 4  # see BlockCache
 MIN_PREFILL_LEN = 64  # on XLA
 
 
+# A position in the n-th block of 64 attends to the first n blocks, those after it masked, in products whose rows are a
+# multiple of 4. So its result is the same to the last bit whether it is read alone or among others: MKL adds in another
+# order for other lengths, and for 1 to 3 rows. A last bit matters, because rounding to 8 bits enlarges it.
 class BlockCache:
-    """Keys and values of each layer, (B, H_kv, max_len, head_dim), and `befores`, as in KVCache, written in place.
-
-    A position in the n-th block of 64 attends to the first n blocks, those after it masked, in products whose rows are
-    a multiple of 4. So its result is the same to the last bit whether it is read alone or among others: MKL adds in
-    another order for other lengths, and for 1 to 3 rows. A last bit matters, because rounding to 8 bits enlarges it.
-    """
+    """Keys and values of each layer, (B, H_kv, max_len, head_dim), and `befores`, as in KVCache, written in place."""
 
     def __init__(self, config, batch_size, dtype, device):
         max_len = -(-config.max_seq_len // BLOCK) * BLOCK
@@ -136,12 +134,10 @@ def _count_common(first, second):
     return min(len(first), len(second))
 
 
+# XLA compiles three programs, whatever the texts: one makes the cache; one reads a prompt, padded to a power of two;
+# one reads a token of every slot.
 class StaticReader:
-    """Reads texts in slots, each at a position of its own, in shapes that never change.
-
-    XLA compiles three programs, whatever the texts: one makes the cache; one reads a prompt, padded to a power of two;
-    one reads a token of every slot.
-    """
+    """Reads texts in slots, each at a position of its own, in shapes that never change."""
 
     def __init__(self, model, dist, num_slots):
         self.model = model

@@ -67,6 +67,8 @@ def evaluate(items, writer, judge, results, workers, show=ignore):
     last = written[-1] if written else None  # some of its samples may be missing
     todo = [item for item in items if item.name == last or item.name not in set(written)]
     show(len(items) - len(todo))
+    # The records are written in the order of the items, whichever verdict comes first. The model runs ahead of the
+    # judging by two items for each worker at most, so that a kill loses little.
     pending = deque()  # for each item, its records and their verdicts to come
 
     def finish_first():

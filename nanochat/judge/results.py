@@ -1,8 +1,4 @@
-"""The file of an evaluation's results, which grows record by record, and the progress of the evaluation.
-
-The file is JSON lines: first the settings, then a record for each sample, in an order and with a content that depend on
-nothing but the settings. An evaluation that was killed goes on where it stopped.
-"""
+"""The file of an evaluation's results, which grows record by record, and the progress of the evaluation."""
 import hashlib
 import json
 import os
@@ -43,6 +39,8 @@ def open_results(path, settings):
                        ) from None
 
 
+# The file is JSON lines: first the settings, then a record for each sample, in an order and with a content that depend
+# on nothing but the settings. So an evaluation that was killed goes on after the last whole line.
 class Results:
     """The records of an evaluation, in a file. A context manager."""
 

@@ -1,10 +1,5 @@
 """Runs programs that nobody has read, such as those that a model writes, where they can do no harm.
 
-bubblewrap gives a program namespaces of its own: it sees the system's /usr, read-only, an empty /tmp and no other file,
-no network and no other process, and when its first process ends the kernel ends all others. prlimit bounds the CPU
-time, memory, files and number of its processes; this module bounds the wall time and the output. root first becomes the
-user "nobody", because the kernel does not count the processes of root.
-
 bubblewrap 0.8 or newer is needed (Debian 12, Ubuntu 24.04). Without it, only the limits hold: `unsafe`.
 """
 import json
@@ -48,6 +43,10 @@ class Result:
     stderr: bytes
 
 
+# bubblewrap gives a program namespaces of its own: it sees the system's /usr, read-only, an empty /tmp and no other
+# file, no network and no other process, and when its first process ends the kernel ends all others. prlimit bounds the
+# CPU time, memory, files and number of its processes; this module bounds the wall time and the output. root first
+# becomes the user "nobody", because the kernel does not count the processes of root.
 class Sandbox:
     def __init__(self, unsafe=False):
         """Raises BadInput if programs cannot be run here. unsafe: runs them with limits only, as somebody who can read
@@ -146,9 +145,10 @@ def bubblewrap(info, box):
             *box, "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
+# It is within bubblewrap's command, so that the number of processes is counted there. At the first limit of CPU time
+# comes SIGXCPU, at the second SIGKILL.
 def limited(limits, num_processes=0):
-    """Returns the beginning of a command with `limits`. It is within bubblewrap's, so that the number of processes is
-    counted there. At the first limit of CPU time comes SIGXCPU, at the second SIGKILL."""
+    """Returns the beginning of a command with `limits`."""
     return ["prlimit", f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}", f"--as={limits.memory_bytes}", "--core=0",
             f"--fsize={limits.file_bytes}", f"--nproc={limits.processes + num_processes}", "--nofile=64", "--"]
 
@@ -160,7 +160,9 @@ def start(command, **options):
 
 def collect(process, limits, kill):
     """Reads the outputs of `process` until it ends or exceeds the limits; kill() then ends it. Returns the Result."""
-    deadline, size, stopped_by = time.monotonic() + limits.wall_s, 0, ""
+    deadline = time.monotonic() + limits.wall_s
+    size = 0
+    stopped_by = ""
     outputs = {process.stdout: bytearray(), process.stderr: bytearray()}
     with selectors.DefaultSelector() as selector, process:
         for stream in outputs:

@@ -47,14 +47,13 @@ def score(values, weights=None, seed=0):
 
 
 def compare(first, second, weights=None, seed=0):
-    """Returns the Difference between two lists of values of the same problems.
-
-    The interval is the bootstrap's over problems. The p-value is that of a permutation test: how often a difference at
-    least as large comes out if, for each problem, chance decides which of the two values belongs to which checkpoint.
-    """
+    """Returns the Difference between two lists of values of the same problems: its interval is the bootstrap's over
+    problems, its p-value that of a permutation test."""
     differences = np.asarray(first, float) - np.asarray(second, float)
     weights = np.ones(len(differences)) if weights is None else np.asarray(weights, float)
     low, high = _interval(differences, weights, seed)
+    # How often a difference at least as large comes out if, for each problem, chance decides which of the two values
+    # belongs to which checkpoint.
     rng = np.random.default_rng(seed)
     sums = np.concatenate([rng.choice([-1.0, 1.0], (BLOCK, len(differences))) @ differences
                            for _ in range(DRAWS // BLOCK)])

@@ -160,6 +160,8 @@ class Search:
         return [self._first_error(text, verdicts.get(program, NOT_CALLED))
                 for text, program in zip(texts, programs, strict=True)]
 
+    # What closes the brackets is ours, so errors behind the text do not count. An error in a last line that does not
+    # end a statement may be mended by what follows, unless it is of a kind that nothing mends.
     def _first_error(self, text, verdict):
         if verdict.passed:
             return None
@@ -230,9 +232,10 @@ class State:
                      self.num_tokens + drawn.num_tokens, num_comments)
 
 
+# The first tree has a beam of one state, so that a small budget reaches the end of a function; the next ones are wider
+# (iterative broadening, Ginsberg and Harvey 1990). A state whose text begins like one that was found wrong is dropped.
 def tree(search):
-    """Grows trees, one after the other: the first with a beam of one state, so that a small budget reaches the end of a
-    function, the next ones wider (iterative broadening, Ginsberg and Harvey 1990)."""
+    """Grows trees, one after the other."""
     beam = 0
     while not search.is_over:
         beam = min(beam + 1, MAX_BEAM)

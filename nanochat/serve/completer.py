@@ -160,12 +160,10 @@ def overlaps(text, suffix):
     return [length for length in range(1, len(suffix) + 1) if text.endswith(suffix[:length])]
 
 
+# What looks like a repetition stays if it begins or ends inside a word, or closes a bracket that the text opens: in
+# `f(|)`, where | is the cursor, `g(x)` is whole, and `g(x))` is not.
 def without_repetition(text, suffix):
-    """Returns `text` without an end that repeats the beginning of `suffix`.
-
-    What looks like a repetition stays if it begins or ends inside a word, or closes a bracket that the text opens: in
-    `f(|)`, where | is the cursor, `g(x)` is whole, and `g(x))` is not.
-    """
+    """Returns `text` without an end that repeats the beginning of `suffix`."""
     for length in reversed(overlaps(text, suffix)):
         rest = text[:-length]
         if (not is_word(rest[-1:] + suffix[:1]) and not is_word(suffix[length - 1:length + 1])
