@@ -41,10 +41,12 @@ def on_square(grid, turn=0, colours=range(COLOURS)):
 def draw_forms(count, seed):
     """Returns `count` different forms, (turn, colours): the first one changes nothing. Colour 0, the background, stays
     what it is."""
-    generator, forms = random.Random(seed), [(0, tuple(range(COLOURS)))]
+    generator = random.Random(seed)
+    forms = [(0, tuple(range(COLOURS)))]
     while len(forms) < count:
         form = generator.randrange(8), (0, *generator.sample(range(1, COLOURS), COLOURS - 1))
-        forms += [form] if form not in forms else []
+        if form not in forms:
+            forms.append(form)
     return forms
 
 
@@ -64,17 +66,22 @@ def make_splits(training, evaluation, num_forms, seed):
     questions of the evaluation tasks, as they are. A pair that is a form of a held-out one is left out of training.
     """
     held_out = {identity(pair) for task in evaluation for pair in task.test}
-    splits, forms = {"train": [], "val": []}, draw_forms(num_forms, seed)
-
-    def row(pair, number, form):
-        question, answer = (on_square(grid, *form) for grid in pair)
-        return np.concatenate([[number], question]).astype(np.int32), answer.astype(np.int32), 0
-
+    forms = draw_forms(num_forms, seed)
+    train, val = [], []
     for at, task in enumerate([*training, *evaluation]):
-        is_training = at < len(training)
-        pairs = [pair for pair in [*task.train, *(task.test if is_training else ())] if identity(pair) not in held_out]
-        splits["train"] += [row(pair, at * num_forms + number, form) for pair in pairs
-                            for number, form in enumerate(forms)]
-        if not is_training:
-            splits["val"] += [row(pair, at * num_forms, forms[0]) for pair in task.test]
-    return splits, num_forms * (len(training) + len(evaluation))
+        first = at * num_forms  # the number of the task's first form
+        pairs = list(task.train)
+        if at < len(training):
+            pairs += task.test
+        else:
+            val += [_row(pair, first, forms[0]) for pair in task.test]
+        for pair in pairs:
+            if identity(pair) not in held_out:
+                train += [_row(pair, first + number, form) for number, form in enumerate(forms)]
+    return {"train": train, "val": val}, num_forms * (len(training) + len(evaluation))
+
+
+def _row(pair, number, form):
+    """Returns a pair of grids in a form, whose number is `number`, as (puzzle, solution, 0)."""
+    question, answer = (on_square(grid, *form) for grid in pair)
+    return np.concatenate([[number], question]).astype(np.int32), answer.astype(np.int32), 0

@@ -11,29 +11,16 @@ LETTERS = " #.SG*"  # of 0 to PATH, for a person
 
 def generate(side, min_path, seed, attempts=1000):
     """Returns a maze of side × side cells and the same with its shortest path, from a random start to a random goal,
-    which is longer than `min_path` cells; None if no attempt has such a path. Walls are drawn by a random walk that
-    knocks through every second cell, then some are taken out, so that there are several ways."""
+    which is longer than `min_path` cells; None if no attempt has such a path."""
     generator = random.Random(seed)
     for _ in range(attempts):
-        cells = [WALL] * (side * side)
-        stack = [(0, 0)]
-        cells[0] = FREE
-        while stack:
-            y, x = stack[-1]
-            ways = [(dy, dx) for dy, dx in ((0, 2), (2, 0), (0, -2), (-2, 0))
-                    if 0 <= y + dy < side and 0 <= x + dx < side and cells[(y + dy) * side + x + dx] == WALL]
-            if not ways:
-                stack.pop()
-                continue
-            dy, dx = generator.choice(ways)
-            cells[(y + dy // 2) * side + x + dx // 2] = cells[(y + dy) * side + x + dx] = FREE
-            stack.append((y + dy, x + dx))
-        for cell in generator.sample(range(side * side), side * side // 20):
-            cells[cell] = FREE
-        start, goal = generator.sample([cell for cell, what in enumerate(cells) if what == FREE], 2)
+        cells = _carve(side, generator)
+        free = [cell for cell, what in enumerate(cells) if what == FREE]
+        start, goal = generator.sample(free, 2)
         path = shortest_path(cells, side, start, goal)
         if len(path) > min_path:
-            cells[start], cells[goal] = START, GOAL
+            cells[start] = START
+            cells[goal] = GOAL
             solved = list(cells)
             for cell in path[1:-1]:
                 solved[cell] = PATH
@@ -41,10 +28,33 @@ def generate(side, min_path, seed, attempts=1000):
     return None
 
 
+def _carve(side, generator):
+    """Returns walls and free cells: a random walk knocks through every second cell, then some walls are taken out, so
+    that there are several ways."""
+    cells = [WALL] * (side * side)
+    cells[0] = FREE
+    stack = [(0, 0)]
+    while stack:
+        y, x = stack[-1]
+        ways = [(dy, dx) for dy, dx in ((0, 2), (2, 0), (0, -2), (-2, 0))
+                if 0 <= y + dy < side and 0 <= x + dx < side and cells[(y + dy) * side + x + dx] == WALL]
+        if not ways:
+            stack.pop()
+            continue
+        dy, dx = generator.choice(ways)
+        cells[(y + dy // 2) * side + x + dx // 2] = FREE
+        cells[(y + dy) * side + x + dx] = FREE
+        stack.append((y + dy, x + dx))
+    for cell in generator.sample(range(side * side), side * side // 20):
+        cells[cell] = FREE
+    return cells
+
+
 def shortest_path(cells, side, start, goal):
     """Returns the cells of a shortest path with both ends, by breadth-first search; [] if there is none. Of several it
     is the one whose cells were found first, which depends on the maze alone."""
-    before, queue = {start: start}, deque([start])
+    before = {start: start}  # each cell that was found, and the one before it
+    queue = deque([start])
     while queue and goal not in before:
         cell = queue.popleft()
         y, x = divmod(cell, side)
@@ -53,8 +63,10 @@ def shortest_path(cells, side, start, goal):
             if 0 <= y + dy < side and 0 <= x + dx < side and cells[there] != WALL and there not in before:
                 before[there] = cell
                 queue.append(there)
-    path = [goal] if goal in before else []
-    while path and path[-1] != start:
+    if goal not in before:
+        return []
+    path = [goal]
+    while path[-1] != start:
         path.append(before[path[-1]])
     return path[::-1]
 

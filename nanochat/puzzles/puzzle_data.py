@@ -81,21 +81,27 @@ def read_puzzles(folder, split):
         table = pq.read_table(path, columns=list(COLUMNS))
         columns = [np.stack(column.to_numpy()) for column in table.columns]
         puzzles = Puzzles(found["kind"], tuple(found["shape"]), *columns,
-                          fingerprint=hashlib.sha256(path.read_bytes()).hexdigest(), tasks=found.get("tasks", 0))
-        cells, leading = puzzles.side ** 2, int(puzzles.tasks > 0)
-        if puzzles.puzzles.shape[1:] != (leading + cells,) or puzzles.solutions.shape[1:] != (cells,):
-            raise ValueError(f"{path.name} has no grids of {cells} cells")
-        for tokens, number in ((puzzles.puzzles[:, :leading], puzzles.tasks),
-                               (puzzles.puzzles[:, leading:], puzzles.vocab_size),
-                               (puzzles.solutions, puzzles.vocab_size)):
-            if tokens.size and not (0 <= tokens.min() and tokens.max() < number):
-                raise ValueError(f"{path.name} has tokens that are not 0 to {number - 1}")
+                          fingerprint=hashlib.sha256(path.read_bytes()).hexdigest(), tasks=found["tasks"])
+        _check(puzzles, path.name)
         return puzzles
     except FileNotFoundError:
         raise BadInput(f"--data_dir={folder} has no puzzles, which are {DESCRIPTION} and {path.name}: {advice}"
                        ) from None
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, pa.ArrowException) as error:
         raise BadInput(f"--data_dir={folder} has no puzzles that can be read ({error!r}): {advice}") from None
+
+
+def _check(puzzles, name):
+    """Raises ValueError if the Puzzles of a file called `name` are no grids, or have tokens that there are not."""
+    cells = puzzles.side ** 2
+    leading = 1 if puzzles.tasks else 0
+    if puzzles.puzzles.shape[1:] != (leading + cells,) or puzzles.solutions.shape[1:] != (cells,):
+        raise ValueError(f"{name} has no grids of {cells} cells")
+    for tokens, number in ((puzzles.puzzles[:, :leading], puzzles.tasks),
+                           (puzzles.puzzles[:, leading:], puzzles.vocab_size),
+                           (puzzles.solutions, puzzles.vocab_size)):
+        if tokens.size and not (0 <= tokens.min() and tokens.max() < number):
+            raise ValueError(f"{name} has tokens that are not 0 to {number - 1}")
 
 
 class PuzzleFeed:
@@ -109,16 +115,23 @@ class PuzzleFeed:
 
     def __init__(self, puzzles, dist, step, *, seed, total_batch_size, explore, max_steps):
         """explore: the share of episodes with a random minimum of 2 to max_steps steps; the others have none."""
-        self.puzzles, self._dist, self._step, self._seed = puzzles, dist, step, seed
-        self._total, self._explore, self._max_steps = total_batch_size, explore, max_steps
+        self.puzzles = puzzles
+        self.fingerprint = puzzles.fingerprint
+        self.state = {}  # it follows from seed and step
+        self._dist = dist
+        self._step = step
+        self._seed = seed
+        self._total = total_batch_size
+        self._explore = explore
+        self._max_steps = max_steps
         self._taken = []
-        self.fingerprint, self.state = puzzles.fingerprint, {}
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        batch = {name: torch.from_numpy(values[self._dist.rank::self._dist.world_size].astype(np.int32))
+        rank, ranks = self._dist.rank, self._dist.world_size
+        batch = {name: torch.from_numpy(values[rank::ranks].astype(np.int32))
                  for name, values in self.draw(self._step).items()}
         self._step += 1
         self._taken.append(torch.cat([batch["puzzle"], batch["solution"]], 1))

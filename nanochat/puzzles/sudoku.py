@@ -23,48 +23,69 @@ def solve(puzzle, rows, columns, limit=2, shuffle=None):
     The emptiest choice comes first: a cell with one possible digit is no guess. A guess is a cell of which several
     digits were tried. shuffle: a random.Random that draws the order of digits.
     """
-    units, side = units_of_cells(rows, columns), rows * columns
-    used, grid, solutions, guesses = [0] * (3 * side), list(puzzle), [], 0
-    for cell, digit in enumerate(grid):
-        if digit:
-            bit = 1 << digit
-            if any(used[unit] & bit for unit in units[cell]):
-                return [], 0
-            for unit in units[cell]:
-                used[unit] |= bit
-    everything = (2 << side) - 2
+    search = _Search(puzzle, rows, columns, limit, shuffle)
+    if search.is_consistent:
+        search.fill([cell for cell, digit in enumerate(puzzle) if not digit])
+    return search.solutions, search.guesses
 
-    def search(empty):
-        nonlocal guesses
-        if not empty:
-            solutions.append(list(grid))
-            return
+
+class _Search:
+    """Backtracking. The digits of each row, column and box are bits in `used`, so that a cell's choices are one
+    expression, and taking a digit back is the same operation as setting it."""
+
+    def __init__(self, puzzle, rows, columns, limit, shuffle):
+        self.units = units_of_cells(rows, columns)
+        self.side = rows * columns
+        self.limit = limit
+        self.shuffle = shuffle
+        self.grid = list(puzzle)
+        self.used = [0] * (3 * self.side)
+        self.solutions = []
+        self.guesses = 0
+        self.is_consistent = True
+        for cell, digit in enumerate(puzzle):
+            if digit:
+                self.is_consistent &= not any(self.used[unit] >> digit & 1 for unit in self.units[cell])
+                self._flip(cell, digit)
+
+    def _flip(self, cell, digit):
+        for unit in self.units[cell]:
+            self.used[unit] ^= 1 << digit
+
+    def _emptiest(self, empty):
+        """Returns the cell with the fewest choices, the first of them, and its choices as bits."""
+        units, used = self.units, self.used
+        everything = (2 << self.side) - 2
         best = best_choices = None
         for cell in empty:
             row, column, box = units[cell]
             choices = everything & ~(used[row] | used[column] | used[box])
             if best is None or choices.bit_count() < best_choices.bit_count():
-                best, best_choices = cell, choices
+                best = cell
+                best_choices = choices
                 if choices.bit_count() < 2:
                     break
-        digits = [digit for digit in range(1, side + 1) if best_choices >> digit & 1]
-        guesses += len(digits) > 1
-        if shuffle:
-            shuffle.shuffle(digits)
-        rest = [cell for cell in empty if cell != best]
-        for digit in digits:
-            grid[best] = digit
-            for unit in units[best]:
-                used[unit] ^= 1 << digit
-            search(rest)
-            for unit in units[best]:
-                used[unit] ^= 1 << digit
-            grid[best] = 0
-            if len(solutions) >= limit:
-                return
+        return best, best_choices
 
-    search([cell for cell, digit in enumerate(grid) if not digit])
-    return solutions, guesses
+    def fill(self, empty):
+        """Adds the solutions in which the cells `empty` are filled."""
+        if not empty:
+            self.solutions.append(list(self.grid))
+            return
+        cell, choices = self._emptiest(empty)
+        digits = [digit for digit in range(1, self.side + 1) if choices >> digit & 1]
+        self.guesses += len(digits) > 1
+        if self.shuffle:
+            self.shuffle.shuffle(digits)
+        rest = [other for other in empty if other != cell]
+        for digit in digits:
+            self.grid[cell] = digit
+            self._flip(cell, digit)
+            self.fill(rest)
+            self._flip(cell, digit)
+            self.grid[cell] = 0
+            if len(self.solutions) >= self.limit:
+                return
 
 
 def generate(rows, columns, seed):
@@ -75,7 +96,8 @@ def generate(rows, columns, seed):
     solution = solve([0] * cells, rows, columns, limit=1, shuffle=generator)[0][0]
     puzzle = list(solution)
     for cell in generator.sample(range(cells), cells):
-        digit, puzzle[cell] = puzzle[cell], 0
+        digit = puzzle[cell]
+        puzzle[cell] = 0
         if len(solve(puzzle, rows, columns)[0]) > 1:
             puzzle[cell] = digit
     return puzzle, solution, solve(puzzle, rows, columns, limit=1)[1]

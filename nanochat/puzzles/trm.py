@@ -96,20 +96,24 @@ class TRM(nn.Module):
 
     def __init__(self, config, compute_dtype=torch.float32):
         super().__init__()
-        self.config, self.compute_dtype = config, compute_dtype
+        self.config = config
+        self.compute_dtype = compute_dtype
         self.layer = Layer(config)  # made here, because torch.compile cannot make one in forward
         hidden, layers = config.hidden, config.layers
 
         def parameter(*shape):
             return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
 
-        mix = (2 * config.inner_mix, config.positions) if config.mixer == "mlp" else (3 * hidden, hidden)
+        if config.mixer == "mlp":
+            mix_in, mix_out = (2 * config.inner_mix, config.positions), (config.positions, config.inner_mix)
+        else:
+            mix_in, mix_out = (3 * hidden, hidden), (hidden, hidden)
         self.embedding = parameter(config.vocab_size, hidden)
         self.prefix = parameter(config.positions - config.cells, hidden)
         if config.tasks:
             self.task_vectors = parameter(config.tasks, hidden)
-        self.mix_in = parameter(layers, *mix)
-        self.mix_out = parameter(layers, mix[1], mix[0] // 2 if config.mixer == "mlp" else hidden)
+        self.mix_in = parameter(layers, *mix_in)
+        self.mix_out = parameter(layers, *mix_out)
         self.mlp_in = parameter(layers, 2 * config.inner, hidden)
         self.mlp_out = parameter(layers, hidden, config.inner)
         self.head = parameter(config.vocab_size, hidden)
@@ -150,11 +154,13 @@ class TRM(nn.Module):
     def forward(self, puzzle, y, z):
         """One supervision step on puzzle (B, cells), or (B, 1 + cells) with tasks. Returns y, z, the logits of the
         cells, fp32 (B, cells, V), and the logit of whether they are all right, fp32 (B,)."""
-        config, stacks = self.config, Block(*(getattr(self, name) for name in Block._fields))
+        config = self.config
+        stacks = Block(*(getattr(self, name) for name in Block._fields))
         cells = self._looked_up(puzzle[:, -config.cells:], self.embedding)
         prefix = self.prefix.to(self.compute_dtype).expand(len(puzzle), -1, -1)
         if config.tasks:
-            prefix = torch.cat([prefix[:, :1] + self._looked_up(puzzle[:, :1], self.task_vectors), prefix[:, 1:]], 1)
+            first = prefix[:, :1] + self._looked_up(puzzle[:, :1], self.task_vectors)
+            prefix = torch.cat([first, prefix[:, 1:]], 1)
         x = torch.cat([prefix, cells], 1) * config.hidden ** 0.5
         rotary = self.cos.to(self.compute_dtype), self.sin.to(self.compute_dtype)
         y, z = run_cycles(self.layer, x, y, z, stacks, rotary, config.recursions, config.cycles)
