@@ -73,7 +73,7 @@ def swiglu(x, into, out, keep):
 
 
 @dataclass(frozen=True)
-class Layer:
+class TRMLayer:
     """A layer of f. Each part is added and normalised afterwards; there are no gains and no biases."""
     config: TRMConfig
 
@@ -98,7 +98,7 @@ class TRM(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
-        self.layer = Layer(config)  # made here, because torch.compile cannot make one in forward
+        self.layer = TRMLayer(config)  # made here, because torch.compile cannot make one in forward
         hidden, layers = config.hidden, config.layers
 
         def parameter(*shape):

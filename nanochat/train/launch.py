@@ -66,7 +66,8 @@ def train_on_xla(flags, device_type, make_task, host):
         with exclusive_use(run_directory(flags)):
             run = prepare(flags, device_type, make_task, pod)
             if run.finished_step:
-                return pod.end(say_finished(run)) if pod else say_finished(run)
+                status = say_finished(run)
+                return pod.end(status) if pod else status
             requests = Requests(run.requests_file)
             stop_on_signals(requests)
             if device_type == "tpu":

@@ -103,19 +103,26 @@ def estimate_memory(flags, config, parameters, mesh):
     """
     tokens = flags.batch.device_batch_size * config.max_seq_len
     size = 4 if flags.devices.compute_dtype == "float32" else 2
-    fsdp, weights, kv_width = mesh.fsdp, sum(parameters.values()), config.n_kv_head * config.head_dim
-    held = sum(held_bytes(parameters, size, mesh, config.n_layer, flags.devices.shard_optimizer != "off").values())
-    padding = _padded(parameters, mesh, config.n_layer) - parameters["matrices"]
-    width = size * tokens * config.n_embd  # an activation of all tokens
-    qkv, layer = (size * tokens * (count * config.n_embd + 2 * kv_width) for count in (1, 6))
-    again = {"none": 0, "qkv": qkv, "all": layer}[flags.devices.activation_checkpointing]
-    values = 2 * size * tokens * kv_width * config.num_values  # with gradients
-    kept = config.n_layer * (width + layer - again) + again + values
+    is_sharded = flags.devices.shard_optimizer != "off"
+    weights = sum(parameters.values())
+    held = sum(held_bytes(parameters, size, mesh, config.n_layer, is_sharded).values())
+    # Activations of all tokens, in bytes.
+    width = size * tokens * config.n_embd
+    kv_width = size * tokens * config.n_kv_head * config.head_dim
+    again = {"none": 0, "qkv": width + 2 * kv_width, "all": 6 * width + 2 * kv_width}
+    again = again[flags.devices.activation_checkpointing]
+    layers = config.n_layer * (7 * width + 2 * kv_width - again) + again
+    values = 2 * kv_width * config.num_values  # with gradients
     loss = 4 * size * config.vocab_size * min(tokens, CHUNK_TOKENS) + (size + 4) * parameters["head"] + 10 * width
-    backward = 36 * width + (2 * size * parameters["matrices"] / config.n_layer if fsdp > 1 else 0)
-    needed = {"micro-step": held + kept + max(loss, backward),
-              "update": held + (4 * padding + (8 if fsdp > 1 else 4) * weights) / fsdp}
-    if fsdp > 1 and max(flags.record.sample_every, flags.record.code_eval_every) > 0:
+    backward = 36 * width
+    changes = 4 * weights
+    if mesh.fsdp > 1:
+        backward += 2 * size * parameters["matrices"] / config.n_layer
+        changes = 8 * weights
+    padding = _padded(parameters, mesh, config.n_layer) - parameters["matrices"]
+    needed = {"micro-step": held + layers + values + max(loss, backward),
+              "update": held + (4 * padding + changes) / mesh.fsdp}
+    if mesh.fsdp > 1 and max(flags.record.sample_every, flags.record.code_eval_every) > 0:
         needed["samples"] = held + size * weights
     return needed
 
@@ -124,12 +131,13 @@ def held_bytes(parameters, size, mesh, layers, is_sharded=True):
     """Returns the bytes that a chip holds between programs, {what: bytes}. parameters: {group: number}; size: the bytes
     of a weight; is_sharded: the chips divide the optimizer's state, fp32 weights and averages, one of them for
     matrices, of which a chip has whole layers, and two for tables."""
-    weights, parts = sum(parameters.values()), mesh.fsdp * mesh.tensor
-    matrices = _padded(parameters, mesh, layers) if is_sharded else parameters["matrices"]
+    weights = sum(parameters.values()) / (mesh.fsdp * mesh.tensor)
     tables = sum(parameters.get(name, 0) for name in TABLES)
-    state = 8 * matrices + 12 * tables
-    return {"weights": size * weights / parts, "gradients": 4 * weights / parts,
-            "optimizer": state / (mesh.chips if is_sharded else 1)}
+    if is_sharded:
+        state = (8 * _padded(parameters, mesh, layers) + 12 * tables) / mesh.chips
+    else:
+        state = 8 * parameters["matrices"] + 12 * tables
+    return {"weights": size * weights, "gradients": 4 * weights, "optimizer": state}
 
 
 def _padded(parameters, mesh, layers):
@@ -152,27 +160,42 @@ def _require_mesh(mesh, flags, config, device_type):
 
 def describe_mesh(plan):
     """Returns a line about the mesh of a Plan: where its chips stand, what each holds, and what a micro-step moves."""
-    mesh, bytes_each = plan.mesh, plan.dtype.itemsize
+    mesh = plan.mesh
     because = f"; {mesh.reason}" if mesh.reason else ""
     if not mesh.divides_weights:
         return f"{mesh}{because}"
-    held = held_bytes(plan.parameters, bytes_each, mesh, plan.config.n_layer)
+    held = held_bytes(plan.parameters, plan.dtype.itemsize, mesh, plan.config.n_layer)
     holds = ", ".join(f"{size / GIB:.2f} GiB {name}" for name, size in held.items())
-    tables = sum(plan.parameters.get(name, 0) for name in TABLES)
-    gathered = bytes_each * (3 * plan.parameters["matrices"] + 2 * tables) / mesh.tensor * _others(mesh.fsdp)
-    # A sum is sent twice: in parts that one rank each adds up, and what came out.
-    config, tokens = plan.config, plan.device_batch_size * plan.config.max_seq_len
-    sums = (5 if plan.activation_checkpointing == "all" else 4) * config.n_layer + 2
-    values = config.num_values * config.n_kv_head * config.head_dim
-    # Value embeddings are added up once, and their gradients gathered.
-    summed = bytes_each * tokens * (2 * sums * config.n_embd + 3 * values) * _others(mesh.tensor)
-    moved = [f"{gathered / 1e9:.3g} GB from each along fsdp: matrices twice, tables (embedding, head, value "
-             "embeddings) once, all gradients once"] if mesh.fsdp > 1 else []
+    moved = []
+    if mesh.fsdp > 1:
+        moved.append(_describe_fsdp(plan))
     if mesh.tensor > 1:
-        moved.append(f"{summed / 1e9:.3g} GB from each along tensor, adding up activations {sums} times"
-                     + ", and the vectors of --value_embeddings" * (config.num_values > 0))
+        moved.append(_describe_tensor(plan))
     return (f"{mesh}, chip r at (r // {mesh.fsdp * mesh.tensor}, r // {mesh.tensor} % {mesh.fsdp}, r % {mesh.tensor}); "
             f"a chip holds {holds}; a micro-step sends {', and '.join(moved)}{because}")
+
+
+def _describe_fsdp(plan):
+    """Returns what a chip sends along fsdp in a micro-step."""
+    tables = sum(plan.parameters.get(name, 0) for name in TABLES)
+    gathered = 3 * plan.parameters["matrices"] + 2 * tables
+    num_bytes = plan.dtype.itemsize * gathered / plan.mesh.tensor * _others(plan.mesh.fsdp)
+    return (f"{num_bytes / 1e9:.3g} GB from each along fsdp: matrices twice, tables (embedding, head, value "
+            "embeddings) once, all gradients once")
+
+
+def _describe_tensor(plan):
+    """Returns what a chip sends along tensor in a micro-step. A sum is sent twice: in parts that one rank each adds up,
+    and what came out. Value embeddings are added up once, and their gradients gathered."""
+    config, tokens = plan.config, plan.device_batch_size * plan.config.max_seq_len
+    of_layer = 5 if plan.activation_checkpointing == "all" else 4
+    sums = of_layer * config.n_layer + 2
+    values = config.num_values * config.n_kv_head * config.head_dim
+    num_bytes = plan.dtype.itemsize * tokens * (2 * sums * config.n_embd + 3 * values) * _others(plan.mesh.tensor)
+    text = f"{num_bytes / 1e9:.3g} GB from each along tensor, adding up activations {sums} times"
+    if config.num_values:
+        text += ", and the vectors of --value_embeddings"
+    return text
 
 
 def _others(ranks):

@@ -12,8 +12,10 @@ class NonfiniteSteps:
 
     def __init__(self, limit, total=0, in_a_row=0):
         """limit: how many in a row are too many (0 or less: no limit); the rest: the counts of a resumed run."""
-        self.limit, self.total, self.in_a_row = limit, total, in_a_row
-        self._first_step = self._first_rows = None
+        self.limit = limit
+        self.total = total
+        self.in_a_row = in_a_row
+        self._first_step = self._first_rows = None  # of the first in a row
 
     def counts(self):
         """Returns the counts for a checkpoint, as __init__ takes them."""
@@ -25,12 +27,14 @@ class NonfiniteSteps:
         rows: a list of int32 (B, T + 1), the rows of this rank's micro-steps.
         """
         if math.isfinite(loss) and math.isfinite(gradient_norm):
-            self.in_a_row, self._first_rows = 0, None
+            self.in_a_row = 0
+            self._first_rows = None
             return False
         self.total += 1
         self.in_a_row += 1
         if self._first_rows is None:
-            self._first_step, self._first_rows = step, rows
+            self._first_step = step
+            self._first_rows = rows
         return True
 
     @property

@@ -222,5 +222,8 @@ def changed_flags(saved, task):
     """Returns the task's changing_flags that are not those of a checkpoint, {name: value}, as a text such as
     "matrix_lr 0.02 -> 0.01, weight_decay 0.2 -> 0.1, teacher big -> ''"; "" if there are none."""
     now = task.flags.as_dict()
-    return ", ".join(f"{name} {quote(str(saved[name]))} -> {quote(str(now[name]))}" for name in task.changing_flags
-                     if name in saved and saved[name] != now[name])
+    changes = []
+    for name in task.changing_flags:
+        if name in saved and saved[name] != now[name]:
+            changes.append(f"{name} {quote(str(saved[name]))} -> {quote(str(now[name]))}")
+    return ", ".join(changes)

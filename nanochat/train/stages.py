@@ -4,6 +4,7 @@ A schedule is ((step, value), …): the value from that step on. The first step 
 """
 import math
 import re
+from itertools import pairwise
 
 from nanochat.common import BadInput
 
@@ -15,10 +16,10 @@ def value_at(schedule, step):
 
 def spans(schedule, begin, end):
     """Yields (first, last, value) of the steps from `begin` up to and without `end`, for each value in turn."""
-    lasts = [first for first, _ in schedule[1:]] + [math.inf]
-    for (first, value), last in zip(schedule, lasts, strict=True):
-        if max(first, begin) < min(last, end):
-            yield max(first, begin), min(last, end), value
+    for (first, value), (last, _) in pairwise([*schedule, (math.inf, None)]):
+        first, last = max(first, begin), min(last, end)
+        if first < last:
+            yield first, last, value
 
 
 def batch_schedule(ramp, total, micro):
@@ -27,11 +28,11 @@ def batch_schedule(ramp, total, micro):
     schedule = [(0, total)]
     for entry in filter(None, ramp.split(",")):
         match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,3}(?:\.[0-9]*)?)", entry)
-        step, factor = (int(match[1]), float(match[2])) if match else (0, 0)
-        if step <= schedule[-1][0] or not factor:
+        if not match or int(match[1]) <= schedule[-1][0] or not float(match[2]):
             raise BadInput(f"--batch_ramp={ramp}: {entry} is not STEP:FACTOR with rising steps: give for example "
                            "2000:1.2,4000:1.5")
-        schedule.append((step, max(1, round(factor * total / micro)) * micro))
+        micro_steps = max(1, round(float(match[2]) * total / micro))
+        schedule.append((int(match[1]), micro_steps * micro))
     return tuple(schedule)
 
 
@@ -39,20 +40,21 @@ def length_schedule(ramp, max_seq_len):
     """Returns ((step, positions per row), …) for --seq_len_ramp=STEP:LENGTH,…; "" is `max_seq_len` throughout. Raises
     BadInput if rows would not be whole, or are not those of the model in the end."""
     schedule = []
-    for entry in ramp.split(",") if ramp else [f"0:{max_seq_len}"]:
+    last_step, last = -1, 0
+    for entry in (ramp or f"0:{max_seq_len}").split(","):
         match = re.fullmatch(r"([0-9]{1,9}):([1-9][0-9]{0,6})", entry)
-        step, length = (int(match[1]), int(match[2])) if match else (-1, 0)
-        last_step, last = schedule[-1] if schedule else (-1, 0)
-        if not match or step <= last_step or length <= last:
+        if not match or int(match[1]) <= last_step or int(match[2]) <= last:
             raise BadInput(f"--seq_len_ramp={ramp}: {entry} is not STEP:LENGTH with steps and lengths that rise: give "
                            "for example 0:1024,4000:2048,8000:4096")
+        step, length = int(match[1]), int(match[2])
         if not schedule and step:
             raise BadInput(f"--seq_len_ramp={ramp} does not say how long rows are before step {step}: begin with 0:")
         if last and length % last:
             raise BadInput(f"--seq_len_ramp={ramp}: rows of {length} are not whole rows of {last}, so that a batch "
                            f"would change: give a multiple of {last}")
         schedule.append((step, length))
-    if schedule[-1][1] != max_seq_len:
-        raise BadInput(f"--seq_len_ramp={ramp} ends with rows of {schedule[-1][1]}, and the model has "
+        last_step, last = step, length
+    if last != max_seq_len:
+        raise BadInput(f"--seq_len_ramp={ramp} ends with rows of {last}, and the model has "
                        f"--max_seq_len={max_seq_len}: make them equal")
     return tuple(schedule)

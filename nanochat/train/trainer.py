@@ -21,12 +21,17 @@ class Trainer:
     def __init__(self, run, dist):
         """run: a Run, from prepare; dist: this rank's Dist."""
         run.check_ranks(dist)
-        self.run, self.task, self.dist = run, run.task, dist
-        restored = load_checkpoint(run.checkpoint) if run.checkpoint else None
-        meta = restored.meta if restored else None
+        self.run = run
+        self.task = run.task
+        self.dist = dist
+        restored = meta = lane_states = None
+        if run.checkpoint:
+            restored = load_checkpoint(run.checkpoint)
+            meta = restored.meta
+            lane_states = restored.lane_states
         self.restore(meta)
         with self.goodput.span("load"):
-            self.batches = self.task.open_batches(dist, self.step, restored.lane_states if restored else None)
+            self.batches = self.task.open_batches(dist, self.step, lane_states)
             self.training = self.task.restore_training(dist, self.step, restored)  # while the loader reads ahead
         if dist.rank == 0:
             run.begin()
@@ -49,11 +54,16 @@ class Trainer:
             self.step = self.interruptions = 0
             self.nonfinite = NonfiniteSteps(limit)
             self.goodput = Goodput()
+            return
+        self.step = meta.step
+        self.nonfinite = NonfiniteSteps(limit, **meta.nonfinite_steps)
+        restore_rng(meta.rng)
+        if meta.is_pause:
+            self.interruptions = meta.interruptions
+            self.goodput = Goodput(meta.seconds)
         else:
-            self.step, self.interruptions = meta.step, meta.interruptions + (not meta.is_pause)
-            self.nonfinite = NonfiniteSteps(limit, **meta.nonfinite_steps)
-            self.goodput = Goodput(meta.seconds, None if meta.is_pause else meta.time)
-            restore_rng(meta.rng)
+            self.interruptions = meta.interruptions + 1
+            self.goodput = Goodput(meta.seconds, meta.time)
 
     def meta(self):
         """Returns the Meta of a checkpoint at this step."""
@@ -73,7 +83,9 @@ class Trainer:
         too many non-finite steps in a row, if the last state could not be saved, or if the last validation is not
         finite. It is that of rank 0: other ranks return 0.
         """
-        first_step, record, events = self.step, self.run.flags.record, self.task.events()
+        first_step = self.step
+        record = self.run.flags.record
+        events = self.task.events()
         while True:
             self.agree("step")
             due = events_due(events, record, self.step, first_step, self.run.plan.num_iterations, self.save_is_asked,
@@ -141,15 +153,11 @@ class Trainer:
 
     def finish(self):
         """Ends what runs in the background. Returns the exit status, as train does."""
-        is_stopped, is_bad = self.liveness.is_stopping, self.nonfinite.are_too_many
+        is_stopped = self.liveness.is_stopping
         self.profile.close()
         self.liveness.finish(self.step)
-        if is_bad:
-            path = self.nonfinite.write_first_batch(self.run.directory, self.dist.rank)
-            print0(f"error: {self.nonfinite.in_a_row} steps in a row had a loss or gradient that is not finite: the "
-                   f"run ends at step {self.step}; " + (
-                       f"the batch of the first is in {path}" if path else
-                       "they were before the checkpoint: to try more, raise --max_bad_steps, or give it -1"))
+        if self.nonfinite.are_too_many:
+            self.report_nonfinite()
         elif is_stopped:
             self.save()
         self.batches.close()
@@ -159,15 +167,28 @@ class Trainer:
         is_told_to_end = self.liveness.begin_to_wait_for_mirror()
         self.log.close(timeout_s=5 if is_stopped else 60)
         is_mirrored = self.saves.finish_mirror(is_told_to_end)
-        if is_bad:
+        if self.nonfinite.are_too_many:
             return 1
         if not is_saved:
             newest = latest(self.run.directory)
-            print0(f"error: the state of step {self.step} is not saved: the run ends with "
-                   + (f"the checkpoint before it, {newest}" if newest else "no checkpoint"))
+            instead = f"the checkpoint before it, {newest}" if newest else "no checkpoint"
+            print0(f"error: the state of step {self.step} is not saved: the run ends with {instead}")
             return 1
         if is_stopped:
             return stopping.EXIT_STATUS
+        return self.finish_whole(is_mirrored)
+
+    def report_nonfinite(self):
+        """Says that there were too many non-finite steps, and writes the batch of the first."""
+        path = self.nonfinite.write_first_batch(self.run.directory, self.dist.rank)
+        advice = "they were before the checkpoint: to try more, raise --max_bad_steps, or give it -1"
+        if path:
+            advice = f"the batch of the first is in {path}"
+        print0(f"error: {self.nonfinite.in_a_row} steps in a row had a loss or gradient that is not finite: the run "
+               f"ends at step {self.step}; {advice}")
+
+    def finish_whole(self, is_mirrored):
+        """Says what is wrong with a run that has come to its end. Returns the exit status."""
         if self.nonfinite.in_a_row:
             print0(f"warning: the last {self.nonfinite.in_a_row} steps of the run were left out: their loss or "
                    "gradient was not finite")

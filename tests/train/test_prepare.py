@@ -1,0 +1,95 @@
+"""What a run's parent process decides before a device is touched."""
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanochat.common import BadInput
+from nanochat.device.ranks import Dist
+from nanochat.train.flags import FlagGroups, RecordFlags, RunFlags
+from nanochat.train.prepare import Run, changed_flags, prepare, run_directory
+from tests.checkpoint.states import save
+
+
+@dataclass(frozen=True)
+class Flags(FlagGroups):
+    run: RunFlags
+    record: RecordFlags
+
+
+@dataclass(frozen=True)
+class Task:
+    flags: Flags
+    plan: SimpleNamespace
+    name: str = "language"
+    is_resumed: bool = False
+    changing_flags = ("seed", "save_every")
+
+    def resumed(self, path, meta):
+        return replace(self, is_resumed=True)
+
+    def state_bytes(self):
+        return 1000
+
+
+def prepared(steps=5, task="language"):
+    def make_task(flags, device_type, world_size, directory):
+        return Task(flags, SimpleNamespace(num_iterations=steps, world_size=world_size), task)
+
+    return prepare(Flags(RunFlags(run="a"), RecordFlags()), "cpu", make_task)
+
+
+def save_in(directory, step):
+    directory.mkdir(parents=True, exist_ok=True)
+    return save(directory, step)
+
+
+def test_a_new_run_has_a_folder_in_which_its_ranks_find_each_other(base_dir):
+    (base_dir / "checkpoints/a").mkdir(parents=True)
+    run = prepared()
+    assert run.directory == base_dir / "checkpoints" / "a"
+    assert run.checkpoint is run.finished_step is run.mirror is None and run.hosts == 1 and not run.task.is_resumed
+    assert run.requests_file.exists() and run.heartbeats_file.exists()
+
+
+def test_a_run_resumes_from_its_newest_checkpoint_and_has_finished_with_its_mark_only(base_dir, capsys):
+    directory = base_dir / "checkpoints" / "a"
+    for step in (2, 5):
+        save_in(directory, step)
+    run = prepared(steps=9)
+    assert run.checkpoint.name == "step_000005" and run.task.is_resumed and run.finished_step is None
+    assert prepared(steps=5).finished_step is None
+    run.mark_finished()
+    assert prepared(steps=5).finished_step == 5
+    assert prepared(steps=9).finished_step is None
+    run.begin()
+    assert prepared(steps=5).finished_step is None
+    with pytest.raises(BadInput, match="past step 4.*--num_iterations"):
+        prepared(steps=4)
+
+
+def test_a_checkpoint_of_another_task_is_refused(base_dir):
+    save_in(base_dir / "checkpoints" / "a", 1)
+    with pytest.raises(BadInput, match="task language.*--run"):
+        prepared(task="chess")
+
+
+def test_changed_flags_are_told_as_a_person_would_type_them():
+    task = Task(Flags(RunFlags(seed=1), RecordFlags(save_every=7)), None)
+    assert changed_flags({"seed": 0, "save_every": 7, "log_every": 3}, task) == "seed 0 -> 1"
+    assert changed_flags({"seed": "a b"}, task) == "seed 'a b' -> 1"
+    assert changed_flags({}, task) == ""
+
+
+@pytest.mark.parametrize("name", ["a/b", "", ".hidden", "-x", "a b"])
+def test_a_run_needs_a_name_that_can_be_a_folder(name):
+    with pytest.raises(BadInput, match=f"--run={name}.*letters"):
+        run_directory(SimpleNamespace(run=RunFlags(run=name)))
+
+
+def test_ranks_must_be_as_many_as_were_planned(tmp_path):
+    run = Run(Task(None, SimpleNamespace(world_size=2)), tmp_path, None, None, None, (0, 0))
+    run.check_ranks(Dist("cpu", torch.device("cpu"), world_size=2))
+    with pytest.raises(BadInput, match="1 devices and 2 were expected.*TPU_ACCELERATOR_TYPE"):
+        run.check_ranks(Dist("cpu", torch.device("cpu")))

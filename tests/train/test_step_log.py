@@ -1,0 +1,88 @@
+"""What is logged of the steps since the last line, whatever their results are called."""
+import json
+import math
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanochat.device.ranks import Dist
+from nanochat.model.optim import Measured
+from nanochat.model.rates import OptimConfig, Rules
+from nanochat.record.goodput import Goodput
+from nanochat.record.metrics import METRICS_FILE
+from nanochat.record.observe import Observer
+from nanochat.train.flags import FlagGroups, RunFlags
+from nanochat.train.nonfinite import NonfiniteSteps
+from nanochat.train.step_log import StepLog, mean_of_finite, summarise
+
+BATCHES = SimpleNamespace(metrics=lambda: {"tokens": 64})
+
+
+@dataclass(frozen=True)
+class Flags(FlagGroups):
+    run: RunFlags = field(default_factory=RunFlags)
+
+
+def plan():
+    return SimpleNamespace(num_iterations=10, unit="tokens", device_type="cpu", world_size=1,
+                           units=lambda begin, end: 8 * (end - begin), flops=lambda begin, end: 80 * (end - begin),
+                           batch_growth=lambda step: 1.0)
+
+
+def make_log(directory, rank=0):
+    dist = Dist("cpu", torch.device("cpu"), rank=rank)
+    run = SimpleNamespace(plan=plan(), directory=directory, flags=Flags(), task=SimpleNamespace(console={}))
+    optimizer = SimpleNamespace(mesh=SimpleNamespace(as_dict=dict),
+                                rules=Rules({}, 0.0, 0.0, OptimConfig(warmup_steps=0), 10))
+    training = SimpleNamespace(optimizer=optimizer, observer=Observer(dist), sums={"loss": None, "exact": None})
+    return StepLog(run, dist, training, NonfiniteSteps(10), first_step=0)
+
+
+def add(log, *values):
+    log.begin_step()
+    log.add(Measured(("loss", "exact", "grad_norm", "size of the head"), torch.tensor(values)), [torch.zeros(1, 2)])
+
+
+def records(directory):
+    return [json.loads(line) for line in (directory / METRICS_FILE).read_text().splitlines()]
+
+
+def test_sums_are_means_and_what_else_was_measured_is_that_of_the_last_step():
+    results = [{"loss": 4.0, "exact": 0.5, "grad_norm": 1.0}, {"loss": 2.0, "exact": 1.0, "grad_norm": 3.0}]
+    assert summarise(results, averaged=("loss", "exact")) == {
+        "loss": 2.0, "mean_loss": 3.0, "exact": 0.75, "grad_norm": 3.0}
+    assert mean_of_finite([1.0, math.nan, 3.0]) == 2.0 and math.isnan(mean_of_finite([math.inf]))
+
+
+def test_every_result_is_in_the_file_by_its_name_and_the_console_shows_only_what_it_knows(tmp_path, capsys):
+    log = make_log(tmp_path)
+    assert log.write(0, Goodput(), BATCHES, 0) is None
+    add(log, 4.0, 0.5, 1.0, 7.0)
+    add(log, 2.0, 1.0, 3.0, 8.0)
+    assert log.write(2, Goodput(), BATCHES, interruptions=1, mirror_behind_s=1.6) > 0
+    first, last = records(tmp_path)
+    assert first["step"] == 1 and first["loss"] == 4.0 and "mean_loss" not in first
+    expected = {"step": 2, "loss": 2.0, "mean_loss": 3.0, "exact": 0.75, "grad_norm": 3.0, "size of the head": 8.0,
+                "tokens": 64, "bad_steps": 0, "interruptions": 1, "mirror_behind_s": 2, "lr_multiplier": 1.0}
+    assert {name: last[name] for name in expected} == expected
+    assert last["tokens_per_s"] == pytest.approx(16 / (2 * last["step_ms"] / 1000))
+    assert last["time_left_s"] == pytest.approx(8 * last["step_ms"] / 1000)
+    line = capsys.readouterr().out
+    assert "loss 3.0000" in line and "8.0" not in line and "head" not in line
+
+
+def test_steps_that_are_not_finite_are_counted_and_told_on_every_rank(tmp_path, capsys):
+    logs = [make_log(tmp_path), make_log(tmp_path / "nowhere", rank=1)]
+    for log in logs:
+        add(log, math.nan, 0.0, 1.0, 0.0)
+        add(log, 2.0, 0.0, math.inf, 0.0)
+        log.write(2, Goodput(), BATCHES, 0)
+        assert log._nonfinite.counts() == {"total": 2, "in_a_row": 2}
+    assert records(tmp_path)[-1]["mean_loss"] == 2.0 and records(tmp_path)[-1]["bad_steps"] == 2
+    assert records(tmp_path)[0]["loss"] is None and not (tmp_path / "nowhere").exists()
+    assert "warning: step 1 is left out" in capsys.readouterr().out
+    logs[1].write_event(2, {"val_bpb": 1.0})
+    logs[1].flush()
+    logs[1].close(timeout_s=1)
