@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.puzzles import arc
-from nanochat.puzzles.make import Mazes, Sudokus, make_splits
+from nanochat.puzzles.make import Maker, make_splits
 from nanochat.puzzles.puzzle_data import write_puzzles
 
 
@@ -53,9 +53,9 @@ def require_own_flags(flags):
 
 
 def read_maker(flags):
-    """Returns the Sudokus or Mazes that the flags ask for. Raises BadInput."""
+    """Returns the Maker of what the flags ask for. Raises BadInput."""
     if flags.puzzle == "maze":
-        return Mazes(flags.side, flags.min_path, flags.seed)
+        return Maker("maze", (flags.side,), flags.seed, flags.min_path)
     match = re.fullmatch(r"([2-4])x([2-4])", flags.box)
     if not match or int(match[1]) * int(match[2]) > 9:  # the solver needs minutes for a puzzle of 12 × 12
         raise BadInput(f"--box={flags.box} is not ROWSxCOLUMNS with at least 2 of each and at most 9 cells: give 2x2, "
@@ -64,7 +64,7 @@ def read_maker(flags):
         raise BadInput(f"--qqwing makes 9 × 9 Sudokus, and --box={flags.box}: add --box=3x3, or leave --qqwing out")
     if flags.qqwing and not shutil.which("qqwing"):
         raise BadInput("--qqwing: there is no qqwing: apt-get install qqwing, or leave --qqwing out")
-    return Sudokus(int(match[1]), int(match[2]), flags.seed)
+    return Maker("sudoku", (int(match[1]), int(match[2])), flags.seed)
 
 
 def choose_tasks(flags):

@@ -20,45 +20,25 @@ SHARES = {"train": 0.75, "val": 0.25}  # of the really different puzzles
 
 
 @dataclass(frozen=True)
-class Sudokus:
-    """Puzzle `number` is the same on every machine."""
-    rows: int  # of a box
-    columns: int
+class Maker:
+    """Makes Sudokus or mazes: puzzle `number` is the same on every machine."""
+    kind: str  # "sudoku" or "maze"
+    shape: tuple  # as in Puzzles
     seed: int
-    kind = "sudoku"
-
-    @property
-    def shape(self):
-        return self.rows, self.columns
+    min_path: int = 0  # of a maze
 
     def make(self, number):
-        """Returns puzzle `number` as (puzzle, solution, guesses)."""
-        return sudoku.generate(self.rows, self.columns, f"{self.seed} {number}")
-
-    def fingerprints(self, puzzles):
-        """Returns a number for each of the puzzles (N, cells), the same for all forms of a puzzle."""
-        return sudoku.fingerprints(puzzles, self.rows, self.columns)
-
-
-@dataclass(frozen=True)
-class Mazes:
-    """As Sudokus."""
-    side: int
-    min_path: int
-    seed: int
-    kind = "maze"
-
-    @property
-    def shape(self):
-        return (self.side,)
-
-    def make(self, number):
-        """Returns puzzle `number` as (puzzle, solution, 0), or None if there is none."""
-        found = mazes.generate(self.side, self.min_path, f"{self.seed} {number}")
+        """Returns puzzle `number` as (puzzle, solution, guesses), or None if there is none."""
+        seed = f"{self.seed} {number}"
+        if self.kind == "sudoku":
+            return sudoku.generate(*self.shape, seed)
+        found = mazes.generate(*self.shape, self.min_path, seed)
         return found and (*found, 0)
 
     def fingerprints(self, puzzles):
-        return mazes.fingerprints(puzzles, self.side)
+        """Returns a number for each of the puzzles (N, cells), the same for all forms of a puzzle."""
+        module = sudoku if self.kind == "sudoku" else mazes
+        return module.fingerprints(puzzles, *self.shape)
 
 
 def begin_worker():
@@ -68,7 +48,7 @@ def begin_worker():
 
 
 def by_qqwing(count):
-    """Returns `count` 9 × 9 Sudokus made by qqwing, as Sudokus.make does."""
+    """Returns `count` 9 × 9 Sudokus made by qqwing, as Maker.make does."""
     output = subprocess.run(["qqwing", "--generate", str(count), "--solution", "--csv"], check=True, text=True,
                             preexec_fn=partial(end_with_parent, os.getpid()), capture_output=True).stdout
     puzzles = []
@@ -80,9 +60,8 @@ def by_qqwing(count):
 
 
 def make_splits(maker, wanted, uses_qqwing=False):
-    """Returns {"train": puzzles, "val": puzzles}, so many of each as `wanted` says, made by Sudokus or Mazes, or by
-    qqwing. Puzzles that a symmetry turns into each other are all in one of them. Raises BadInput if there are not
-    enough.
+    """Returns {"train": puzzles, "val": puzzles}, so many of each as `wanted` says, by a Maker or by qqwing. Puzzles
+    that a symmetry turns into each other are all in one of them. Raises BadInput if there are not enough.
 
     There are few really different small puzzles: of the minimal 4 × 4 Sudokus, 36. So what is held out are not single
     puzzles but all forms of some, which are chosen by their fingerprint.
@@ -91,9 +70,9 @@ def make_splits(maker, wanted, uses_qqwing=False):
     made = 0
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=begin_worker) as pool, \
             tqdm(total=sum(wanted.values()), unit="puzzle", disable=not sys.stderr.isatty()) as progress:
-        if isinstance(maker, Mazes) and not any(pool.map(maker.make, range(4))):
-            raise BadInput(f"--min_path={maker.min_path}: thousands of mazes of --side={maker.side} were drawn, and "
-                           "none has so long a path: give a smaller --min_path")
+        if maker.kind == "maze" and not any(pool.map(maker.make, range(4))):
+            raise BadInput(f"--min_path={maker.min_path}: thousands of mazes of --side={maker.shape[0]} were drawn, "
+                           "and none has so long a path: give a smaller --min_path")
         for _ in range(ROUNDS):
             missing = max(round((wanted[name] - len(found[name])) / share) for name, share in SHARES.items())
             if missing <= 0:

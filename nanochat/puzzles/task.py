@@ -4,7 +4,7 @@ An optimizer step is one supervision step of every slot of the batch. What a slo
 is carried to the next step, with the puzzle, until the episode ends; then the slot takes a new puzzle. All shapes are
 fixed, and the device alone knows which slots are free.
 """
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -20,13 +20,7 @@ from nanochat.puzzles.plan import Flags, PuzzleFlags, PuzzlePlan, UpdateFlags, m
 from nanochat.puzzles.puzzle_data import PuzzleFeed, read_puzzles
 from nanochat.puzzles.trm import TRM
 from nanochat.train.step import Objective, TrainingStep
-from nanochat.train.task import Event
-
-
-def _changing_flags():
-    names = [field.name for group in (PuzzleFlags, UpdateFlags) for field in fields(group)]
-    names.remove("data_dir")
-    return tuple(names)
+from nanochat.train.task import Event, flags_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +35,7 @@ class PuzzleTask:
     console = {"puzzles_per_s": "{:,.0f} puzzles/s", "exact": "{:.1%} solved",
                "val_exact": "{:.1%} of the held-out puzzles solved", "val_cells": "{:.1%} of their cells"}
     num_lanes = 0
-    changing_flags = _changing_flags()
+    changing_flags = flags_of((PuzzleFlags, UpdateFlags), but={"data_dir"})
 
     def describe(self):
         return self.plan.describe(self.flags.puzzles.supervision_steps)

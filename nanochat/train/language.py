@@ -1,7 +1,7 @@
 """The task of base_train: predict the next token of C++."""
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -29,7 +29,7 @@ from nanochat.model.weights import initial_weights
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
 from nanochat.train.plan import Plan, describe_plan, make_plan
 from nanochat.train.step import Objective, TrainingStep
-from nanochat.train.task import Event
+from nanochat.train.task import Event, flags_of
 from nanochat.train.teacher import DistillationLoss, Teacher, find_teacher, load_teacher
 
 FIM_EVAL_PART = 4  # the middles are evaluated on a row for each of so many rows of the validation text
@@ -75,15 +75,6 @@ def make_step(plan, model, dist, objective=NEXT_TOKEN, weights=None):
 # The task
 
 
-def _changing_flags():
-    """Returns the names of the flags of batch, optimizer and teacher, but for the batch of a device."""
-    names = ["compute_dtype"]
-    for group in (BatchFlags, OptimConfig, DistillationFlags):
-        names += [field.name for field in fields(group)]
-    names.remove("device_batch_size")
-    return tuple(names)
-
-
 @dataclass(frozen=True)
 class LanguageTask:
     """See Task (task.py), which says what each method is for."""
@@ -98,7 +89,8 @@ class LanguageTask:
     judge_code: Callable | None = None
     name = "language"
     console = {}
-    changing_flags = _changing_flags()
+    changing_flags = (*flags_of((BatchFlags, OptimConfig, DistillationFlags), but={"device_batch_size"}),
+                      "compute_dtype")
 
     @property
     def num_lanes(self):

@@ -4,8 +4,13 @@ A task says what is learnt: its data, model, loss and evaluations. The trainer a
 watchdog, log, preflight) know when something happens and nothing of what it is. LanguageTask (language.py) is one.
 """
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
+
+
+def flags_of(groups, but):
+    """Returns the names of the flags in some groups, data classes, without those in `but`."""
+    return tuple(field.name for group in groups for field in fields(group) if field.name not in but)
 
 
 @dataclass(frozen=True)
