@@ -36,7 +36,7 @@ def saves(tmp_path):
 
 
 def save(saves, step):
-    saves.save(step, {"0": {"at": step}, "1": {}}, Training(), make_meta(step))
+    saves.save(step, {0: {"at": step}, 1: {}}, Training(), make_meta(step))
 
 
 def test_a_state_is_saved_once_and_whole(saves, tmp_path):
@@ -47,7 +47,7 @@ def test_a_state_is_saved_once_and_whole(saves, tmp_path):
     saver.check()
     [path] = list_checkpoints(tmp_path)
     found = load_checkpoint(path)
-    assert found.meta.step == 3 and found.lane_states["0"] == {"at": 3}
+    assert found.meta.step == 3 and found.lane_states[0] == {"at": 3}
     for expected, state in zip(training.state, (found.model_state, found.optimizer_state), strict=True):
         assert expected.keys() == state.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
 

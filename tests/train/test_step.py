@@ -30,7 +30,7 @@ def loss_and_count(model, carry, x):
 def training():
     rules = Rules({"slope": AdamW(0.1)}, 0.0, 0.0, OptimConfig(warmup_steps=0, warmdown_ratio=0), 10, average_decay=0.5)
     model = Line()
-    return TrainingStep(model, MuonAdamW(model, rules), Objective(loss_and_count, ("loss", "other")), CPU, (1, 2),
+    return TrainingStep(model, MuonAdamW(model, rules, CPU), Objective(loss_and_count, ("loss", "other")), CPU, (1, 2),
                         carry={"seen": torch.zeros(3)})
 
 
