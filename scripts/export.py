@@ -77,7 +77,7 @@ def main(argv=None):
 
 
 def metrics_until(path, step):
-    """Returns the Run that the checkpoint at `path` belongs to, with its records up to `step`, or None."""
+    """Returns the History of the run that the checkpoint at `path` is of, with its records up to `step`, or None."""
     try:
         run = read_run(str(path.parent))
     except BadInput:

@@ -30,7 +30,7 @@ class Comparison:
 
 
 def read_curve(run, seed, cpu_s=None):
-    """Returns the Curve of a Run (record/history.py)."""
+    """Returns the Curve of a History (record/history.py)."""
     steps, bits_per_byte = run.series("val_bpb")
     known_steps, seconds = run.series("seconds_train")
     return Curve(seed, bits_per_byte, run.work(steps), np.interp(steps, [0, *known_steps], [0, *seconds]), cpu_s)

@@ -17,7 +17,7 @@ SECONDS = "seconds_"  # the prefix of seconds_train, seconds_compile, …
 
 
 @dataclass(frozen=True)
-class Run:
+class History:
     name: str
     directory: Path
     records: list  # the file's JSON objects in their order
@@ -111,7 +111,7 @@ class Run:
 
 
 def read_run(name):
-    """Returns the Run of a name under $NANOCHAT_BASE_DIR/checkpoints, of a run's directory, or of a metrics.jsonl.
+    """Returns the History of a run. name: under $NANOCHAT_BASE_DIR/checkpoints; or of its directory or metrics.jsonl.
 
     Raises BadInput if there is no such file or it has no records.
     """
@@ -131,4 +131,4 @@ def read_run(name):
     records = [record for record in records if isinstance(record, dict) and {"step", "time"} <= record.keys()]
     if not records:
         raise BadInput(f"{path} has no records yet: wait for the first line of the log")
-    return Run(path.resolve().parent.name, path.resolve().parent, records)
+    return History(path.resolve().parent.name, path.resolve().parent, records)

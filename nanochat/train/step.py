@@ -3,8 +3,8 @@
     training = TrainingStep(model, optimizer, Objective(loss), dist)
     measured = training.run(batches, plan.micro_steps(step), training.optimizer.scheduled(step))
 
-base_train, puzzle_train, tpu_preflight and the benches all run this class. It knows neither the model nor the data: a
-task brings its model, optimizer, objective and batches.
+Whatever trains, the preflight and the benches run this class. It knows neither the model nor the data: a task brings
+its model, optimizer, objective and batches.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
