@@ -1,13 +1,14 @@
-"""A bucket that the real gcloud reads and writes."""
+"""A bucket, with the login of the real gcloud."""
 import os
 import shutil
 
 import pytest
 
+from nanochat.data import storage
 from tests.deploy import warm_gcloud
 from tests.deploy.cloud import Cloud, Failure
 
-OUTAGE = (429, "RESOURCE_EXHAUSTED", "Too many requests")  # gcloud gives up at once; at 503 it tries for half a minute
+OUTAGE = (429, "RESOURCE_EXHAUSTED", "Too many requests")
 
 
 class Bucket(Cloud):
@@ -43,5 +44,7 @@ def bucket(gcloud, tmp_path, monkeypatch):
     for name, value in bucket.env(tmp_path / "gcloud").items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{gcloud}:{os.environ['PATH']}")
+    monkeypatch.setattr(storage, "_tokens", {})
+    monkeypatch.setattr(storage, "BLIP_S", 0)
     yield bucket
     bucket.close()

@@ -1,4 +1,4 @@
-"""The mirror: copies of a run's checkpoints in a bucket (gs://…, with gcloud storage) or in another directory.
+"""The mirror: copies of a run's checkpoints in a bucket (gs://…) or in another directory.
 
     <mirror>/<run>/metrics.jsonl
     <mirror>/<run>/step_000100/…     the files listed in format.py
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from nanochat.checkpoint.format import SUMS, Kept, find_problem, is_whole, read_sums, step_of
 from nanochat.common import BadInput
-from nanochat.data.gcloud import end_all, gcloud, problem_in
+from nanochat.data.storage import Interruption, copy_files, delete_files, list_files
 from nanochat.record.metrics import METRICS_FILE
 
 STATE_FILE = "mirror.json"
@@ -136,7 +136,8 @@ class Mirror:
     def _copies(self):
         """Returns {name: names of its files} of all copies, whole or not, oldest first."""
         if self._is_bucket:
-            paths = _gcloud_storage("ls", f"{self.url}/step_*/*", timeout_s=LIST_TIMEOUT_S).splitlines()
+            files, _ = _within(LIST_TIMEOUT_S, lambda: list_files(self.url, delimiter=""))
+            paths = [file.url for file in files]
         else:
             paths = _within(LIST_TIMEOUT_S, lambda: [str(path) for path in Path(self.url).glob("step_*/*")])
         found = {}
@@ -149,7 +150,8 @@ class Mirror:
     def _copy(self, sources, directory, name="", timeout_s=COPY_TIMEOUT_S):
         """Copies files to a directory, under a new name if there is one. One of the two is in the mirror."""
         if self._is_bucket:
-            _gcloud_storage("cp", *map(str, sources), f"{directory}/{name}", timeout_s=timeout_s)
+            pairs = [(str(source), f"{directory}/{name or os.path.basename(source)}") for source in sources]
+            _within(timeout_s, lambda: copy_files(pairs))
             return
 
         def copy():
@@ -165,7 +167,7 @@ class Mirror:
     def _remove_files(self, pattern, timeout_s=LIST_TIMEOUT_S):
         """Deletes the files of this URL, whose last part may be *; with *, in a directory, the folder goes, too."""
         if self._is_bucket:
-            _gcloud_storage("rm", pattern, timeout_s=timeout_s)
+            _within(timeout_s, lambda: delete_files(pattern))
             return
         if pattern.endswith("/*"):
             _within(timeout_s, lambda: shutil.rmtree(pattern[:-2]))
@@ -177,47 +179,32 @@ class Mirror:
 # Errors, and how long each thing may take
 
 
-def _gcloud_storage(*arguments, timeout_s):
-    """Returns the standard output of `gcloud storage …`; "" if there is nothing to list or to delete."""
-    try:
-        status, output, said = gcloud("storage", *arguments, timeout_s=timeout_s)
-    except TimeoutError as error:
-        raise MirrorError(str(error)) from None
-    except OSError as error:
-        raise BadInput(f"--checkpoint_mirror=gs://… needs gcloud, which cannot be started here ({error.strerror}): "
-                       "install it, or give a directory") from None
-    if status == 0:
-        return output
-    if "matched no objects" in said and arguments[0] != "cp":
-        return ""
-    problem, is_refusal = problem_in(said, status)
-    if is_refusal:
-        raise BadInput(f"--checkpoint_mirror: {problem}: correct the bucket, its permissions or the login, or start "
-                       "without the flag")
-    raise MirrorError(problem)
-
-
 # A call to a file system whose server is gone (NFS, for example) does not return, and nothing can interrupt it. So a
-# thread makes the call, and is left to itself if it does not come back.
+# thread makes the call, and is left to itself if it does not come back. The same thread gives a bucket that sends a
+# byte now and then a limit on the whole.
 def _within(timeout_s, function):
-    """Returns function(), which uses the mirror's file system. Raises MirrorError if its server does not answer within
-    `timeout_s` seconds, and BadInput for any other OSError."""
+    """Returns function(), which uses the mirror. Raises MirrorError if that takes more than `timeout_s` seconds or may
+    succeed later, and BadInput for any other OSError."""
     outcome = []
 
     def work():
         try:
             outcome.append((function(), None))
-        except OSError as error:
+        except (OSError, Interruption, BadInput) as error:
             outcome.append((None, error))
 
     thread = threading.Thread(target=work, name="mirror-files", daemon=True)
     thread.start()
     thread.join(timeout_s)
     if not outcome:
-        raise MirrorError(f"the file system has not answered after {timeout_s} s")
+        raise MirrorError(f"it has not answered after {timeout_s} s")
     result, error = outcome[0]
     if error is None:
         return result
+    if isinstance(error, BadInput):
+        raise BadInput(f"--checkpoint_mirror: {error}")
+    if isinstance(error, Interruption):
+        raise MirrorError(str(error))
     problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if error.errno in _UNREACHABLE:
         raise MirrorError(problem)
@@ -337,7 +324,6 @@ class Uploader:
                     has_said = True
                 self._condition.wait(POLL_S)
             self._is_over = True
-            end_all()
             if not self._state.behind_since:
                 return True
             why = f" ({self._state.error})" if self._state.error else ""

@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
 from nanochat.common import BadInput, Failure, Outage, expand_path, get_base_dir, is_disk_full, require_writable_dir
-from nanochat.data.storage import Interruption, Patience, StoredFile, download, endpoint, list_files
+from nanochat.data.storage import Interruption, Retries, StoredFile, download, endpoint, list_files
 
 CACHE_GB = 20.0
 CACHE_DIR = "bucket_cache"  # under the base directory
@@ -171,7 +171,7 @@ class BucketFile:
         file = _reserve(partial, begin, end, self.cache_gb * 1e9)
         try:
             with file:
-                download(self.stored, file.fileno(), begin, end, Patience(self, self.outage_s))
+                download(self.stored, file.fileno(), begin, end, Retries(self, self.outage_s))
                 os.fsync(file.fileno())
             with FileLock(partial.parent / "room.lock", timeout=ROOM_TIMEOUT_S):  # it is counted under one of the names
                 partial.rename(path)
@@ -333,12 +333,12 @@ def list_bucket(url, cache_gb=CACHE_GB):
 
 @cache
 def _parquet_files(url, _):
-    patience = Patience(url, OUTAGE_S)
-    files, folders = patience.call(list_files, url)
+    retries = Retries(url, OUTAGE_S)
+    files, folders = retries.call(list_files, url)
     found = [file for file in files if file.url.endswith(".parquet")]
     if found:
         return found
     for folder in folders:
-        files, _ = patience.call(list_files, folder)
+        files, _ = retries.call(list_files, folder)
         found += [file for file in files if file.url.endswith(".parquet")]
     return found

@@ -1,13 +1,13 @@
 """The door to buckets of Google Cloud Storage: everything that is read from one or written to one passes here.
 
     list_files("gs://bucket/folder")                               # its StoredFiles, and the URLs of its folders
-    read_range(file, 0, 100)                                       # yields the bytes 0 to 99, in parts
-    download(file, descriptor, 0, file.size, Patience(url, 60))    # … into a file, through broken connections
-    upload(path, "gs://bucket/folder/name")
-    delete("gs://bucket/folder/name")
+    read_range(file, 0, 100)                                       # yields its bytes 0 to 99, in parts
+    download(file, descriptor, 0, file.size, Retries(url, 60))     # … into a file, through broken connections
+    copy_files([("/tmp/name", "gs://bucket/folder/name")])         # there or back, several at a time
+    delete_files("gs://bucket/folder/*")
 
-Each is one attempt, but for download. All raise BadInput if the bucket refuses for good, and Interruption for what may
-succeed later; a Patience says for how long that is tried.
+All raise BadInput if the bucket refuses for good, and Interruption for what may succeed later; Retries say for how long
+that is tried.
 
 The door is the JSON API over http. Its credentials are those of Google's command gcloud, which is asked for an access
 token, and for a new one when the bucket refuses the old one: on a VM that is the token of its service account, on
@@ -20,6 +20,7 @@ import http.client
 import json
 import math
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -38,6 +39,8 @@ SAY_S = 30  # between two lines of a process about an outage; shorter waits pass
 FIRST_PAUSE_S = 1.0  # between two attempts; each pause is twice as long as the one before
 LONGEST_PAUSE_S = 30.0
 PART_BYTES = 1 << 20
+COPIES_AT_ONCE = 4
+BLIP_S = 3  # for which a copy is tried again at once: so an odd failure costs one file and not all that are copied
 FIELDS = "prefixes,items(name,size,generation),nextPageToken"
 
 # What gcloud says when it has no login and trying again does not help. Whatever else it says may be an outage.
@@ -62,8 +65,8 @@ class StoredFile:
     generation: str  # another one has other bytes
 
 
-class Patience:
-    """The wait for a bucket that does not answer, for at most limit_s from the last time that it did."""
+class Retries:
+    """Attempts to reach a bucket that does not answer, for at most limit_s from the last time that it did."""
     silent_until = 0.0
 
     def __init__(self, url, limit_s):
@@ -82,8 +85,8 @@ class Patience:
         left_s = self.deadline - now
         if left_s <= 0:
             raise error
-        if self.limit_s > SAY_S and now >= Patience.silent_until:
-            Patience.silent_until = now + SAY_S
+        if self.limit_s > SAY_S and now >= Retries.silent_until:
+            Retries.silent_until = now + SAY_S
             print(f"warning: {self.url} cannot be reached ({error}); waiting for it, for up to "
                   f"{math.ceil(left_s / 60)} more minutes", flush=True)
         time.sleep(min(self.pause_s, left_s))
@@ -117,13 +120,16 @@ def list_files(url, delimiter="/"):
             raise BadInput(f"{url}: {error}: correct the bucket's name") from None
         except ValueError as error:
             raise Interruption(f"its answer is cut ({error})") from None
-        for item in page.get("items", []):
-            files.append(StoredFile(f"gs://{bucket}/{item['name']}", int(item["size"]), str(item["generation"])))
+        files += [_stored(bucket, item) for item in page.get("items", [])]
         for prefix in page.get("prefixes", []):
             folders.append(f"gs://{bucket}/{prefix.rstrip('/')}")
         if "nextPageToken" not in page:
             return files, folders
         query["pageToken"] = page["nextPageToken"]
+
+
+def _stored(bucket, item):
+    return StoredFile(f"gs://{bucket}/{item['name']}", int(item["size"]), str(item["generation"]))
 
 
 def read_range(file, begin, end):
@@ -146,9 +152,9 @@ def read_range(file, begin, end):
         raise Interruption(_why(error)) from None
 
 
-def download(file, descriptor, begin, end, patience):
+def download(file, descriptor, begin, end, retries):
     """Writes the bytes of a StoredFile from `begin` to `end` to the same place of an open file. Where a connection
-    breaks, it goes on from there, as long as the Patience allows."""
+    breaks, it goes on from there, as long as the Retries allow."""
     while begin < end:
         try:
             for part in read_range(file, begin, end):
@@ -156,19 +162,66 @@ def download(file, descriptor, begin, end, patience):
                 begin += written
                 if written < len(part):  # the next part would not be at its place
                     raise Interruption("the disk took only a part of it")
-                patience.begin()
+                retries.begin()
             if begin < end:
                 raise Interruption("the connection was cut")
         except Interruption as error:
-            patience.wait(error)
+            retries.wait(error)
 
 
 # -----------------------------------------------------------------------------
-# Writing
+# Copying and deleting
 
 
-def upload(path, url):
-    """Writes the content of a file on this machine to a URL, in one step: a part of it is never to be seen there."""
+def copy_files(pairs):
+    """Copies files, [(source, target)], of which one is a path and one a URL, a few at a time; raises the first error.
+    A file in a bucket is written in one step: a part of it is never to be seen there."""
+    waiting = queue.SimpleQueue()
+    for pair in pairs:
+        waiting.put(pair)
+    errors = []
+
+    def work():
+        try:
+            while not errors:
+                _copy_file(*waiting.get_nowait())
+        except queue.Empty:
+            pass
+        except (OSError, Interruption, BadInput) as error:
+            errors.append(error)
+
+    # Daemons, unlike those of a ThreadPoolExecutor: the end of the process does not wait for a copy.
+    threads = [threading.Thread(target=work, name="copy", daemon=True) for _ in range(COPIES_AT_ONCE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _copy_file(source, target):
+    if target.startswith("gs://"):
+        Retries(target, BLIP_S).call(_upload, source, target)
+        return
+    retries = Retries(source, BLIP_S)
+    file = retries.call(_find_file, source)
+    with open(target, "wb") as copy:
+        download(file, copy.fileno(), 0, file.size, retries)
+
+
+def _find_file(url):
+    """Returns the StoredFile of a URL. Raises BadInput if there is none."""
+    bucket, name = _parts(url)
+    try:
+        return _stored(bucket, json.loads(_ask(f"b/{bucket}/o/{quote(name, safe='')}", url)))
+    except _NotFound as error:
+        raise BadInput(f"{url}: {error}: put it back, or correct the URL") from None
+    except ValueError as error:
+        raise Interruption(f"its answer is cut ({error})") from None
+
+
+def _upload(path, url):
     bucket, name = _parts(url)
     # A session is opened first, by a request without content: so a refusal is read before gigabytes are sent, and not
     # lost in a connection that the bucket closes while they are on their way.
@@ -198,13 +251,18 @@ def _content(path, digest):
             yield part
 
 
-def delete(url):
-    """Deletes a file, if there is one."""
-    bucket, name = _parts(url)
-    try:
-        _ask(f"b/{bucket}/o/{quote(name, safe='')}", url, "DELETE")
-    except _NotFound:
-        pass
+def delete_files(pattern):
+    """Deletes the file of this URL, or those right in a folder for gs://…/FOLDER/*, if there are any."""
+    urls = [pattern]
+    if pattern.endswith("/*"):
+        files, _ = list_files(pattern.removesuffix("/*"))
+        urls = [file.url for file in files]
+    for url in urls:
+        bucket, name = _parts(url)
+        try:
+            _ask(f"b/{bucket}/o/{quote(name, safe='')}", url, "DELETE")
+        except _NotFound:
+            pass
 
 
 # -----------------------------------------------------------------------------

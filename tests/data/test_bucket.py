@@ -52,7 +52,7 @@ def storage(folder, gcloud, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(units_module, "KEPT_BYTES", 0)
     monkeypatch.setattr(storage_module, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(storage_module, "LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr(storage_module.Patience, "silent_until", 0)
+    monkeypatch.setattr(storage_module.Retries, "silent_until", 0)
     monkeypatch.setattr(storage_module, "_tokens", {})
     bucket_module._parquet_files.cache_clear()
     yield storage
