@@ -17,10 +17,11 @@ from nanochat.data import bucket as bucket_module
 from nanochat.data import storage as storage_module
 from nanochat.data import units as units_module
 from nanochat.data.bucket import CACHE_DIR, BucketFile, check_cache, data_place
-from nanochat.data.shards import fingerprint, list_shards, open_shards
+from nanochat.data.shards import fingerprint, list_shards, open_shards, read_columns
 from tests.buckets import gcloud  # noqa: F401
 from tests.data import documents
 from tests.data.documents import write
+from tests.data.headers import HEADERS, write_headers
 from tests.data.storage import Storage
 from tests.data.test_loader import read_steps
 from tests.deploy.cloud import Failure as Answer
@@ -374,3 +375,16 @@ def test_a_folder_stays_a_folder_and_other_flags_refuse_buckets(monkeypatch):
     assert data_place("~/x") == "/home/me/x" and data_place("gs://b/x/") == "gs://b/x" and data_place("gs") == "gs"
     with pytest.raises(BadInput, match="gs://b/x is in a bucket, and a path on this machine is needed: copy it"):
         expand_path("gs://b/x")
+
+
+def test_other_columns_are_read_from_a_bucket_as_from_disk(storage, tmp_path):
+    folder = write_headers(tmp_path)
+    storage.copy(folder, "b", "headers")
+    there = open_shards(list_shards("gs://b/headers"))
+    for ours, theirs in zip(open_shards(list_shards(folder)), there, strict=True):
+        documents = list(read_columns(ours, "path", "stars", "source"))
+        assert documents == list(read_columns(theirs, "path", "stars", "source"))
+        assert len(documents) > 50
+        text, path, stars, source = documents[0]
+        assert text in [header.encode() for header in HEADERS]
+        assert path == "0.h" and stars == "unknown" and source in ("even=1.0", "odd=2.0")
