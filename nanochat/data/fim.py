@@ -68,7 +68,8 @@ class Infilling:
         # Most parts of a long document turn out a little longer than a row, and are then cut to its length: rows are
         # hard to fill with documents that are a little shorter.
         part_chars = int(1.22 * row_tokens * len(SAMPLE) / len(tokenizer.encode_to_numpy(SAMPLE)))
-        waiting, numbers = [], []  # what is to be encoded, and the number of the text that it belongs to
+        waiting = []  # what is to be encoded
+        numbers = []  # of each, the number of the text that it belongs to
         for i, (ref, text) in enumerate(texts):
             place = f"{self.seed},{lane},{ref[0]},{ref[1]},{ref[2]}"
             below = None if ref[2] or not text.is_last else draws(place)
@@ -92,13 +93,16 @@ class Infilling:
         """
         # Malformed bytes become lone surrogates, and then the bytes again.
         characters = text if isinstance(text, str) else text.decode("utf-8", "surrogateescape")
-        parts, begin = [], 0
+        parts = []
+        begin = 0
         while begin < len(characters):
             end = begin + part_chars
             if end < len(characters):
                 end = characters.rfind("\n", begin, end) + 1 or end
             part = characters[begin:end]
-            first, last = choose_middle(part, self.kinds, draws(f"{place},{begin}") if begin else below)
+            if begin:
+                below = draws(f"{place},{begin}")
+            first, last = choose_middle(part, self.kinds, below)
             pieces = part[:first], part[last:], part[first:last]
             if not isinstance(text, str):
                 pieces = [piece.encode("utf-8", "surrogateescape") for piece in pieces]
@@ -125,19 +129,19 @@ def fit_into_row(tokens, row_tokens, tokenizer):
     What is too much at the end of the suffix, or else at the beginning of the prefix, becomes a document of its own,
     from left to right. If both are too short for that, the whole text becomes one.
     """
-    ids, excess = np.asarray(tokens), len(tokens) - row_tokens
-    suffix_id, middle_id = tokenizer.special(FIM_TOKENS[1]), tokenizer.special(FIM_TOKENS[2])
-    bos, middle = ids[:1], (ids == middle_id).argmax()
-    rest = max(middle - excess, 0)
-    if not (ids[rest:middle] == suffix_id).any():
-        parts = (ids[:rest], ids[middle:]), (bos, ids[rest:middle])
+    ids = np.asarray(tokens)  # BOS <|fim_prefix|> … <|fim_suffix|> … <|fim_middle|> … <|file_sep|>
+    bos = ids[:1]
+    suffix = (ids == tokenizer.special(FIM_TOKENS[1])).argmax()
+    middle = (ids == tokenizer.special(FIM_TOKENS[2])).argmax()
+    excess = len(ids) - row_tokens
+    cut = middle - excess  # the suffix ends here
+    rest = 2 + excess  # the prefix begins here
+    if cut > suffix:
+        parts = [(ids[:cut], ids[middle:]), (bos, ids[cut:middle])]
+    elif rest <= suffix:
+        parts = [(bos, ids[2:rest]), (ids[:2], ids[rest:])]
     else:
-        suffix = (ids == suffix_id).argmax()
-        rest = 2 + excess  # after BOS, <|fim_prefix|> and what is too much
-        if rest <= suffix:
-            parts = (bos, ids[2:rest]), (ids[:2], ids[rest:])
-        else:
-            parts = [(bos, ids[2:suffix], ids[middle + 1:-1], ids[suffix + 1:middle])]
+        parts = [(bos, ids[2:suffix], ids[middle + 1:-1], ids[suffix + 1:middle])]
     return [np.concatenate(part).data for part in parts]
 
 
@@ -175,15 +179,18 @@ def choose_lines(text, below):
     lines = int((MAX_LINES + 1) ** (below(1 << 53) / (1 << 53)))
     end = begin - 1
     while end < len(text) and (lines > 0 or not text[begin:end].strip()):
-        end, lines = text.find("\n", end + 1), lines - 1
-        end = len(text) if end < 0 else end
+        end = text.find("\n", end + 1)
+        lines -= 1
+        if end < 0:
+            end = len(text)
     return begin, end - (end > begin and text.startswith("\r\n", end - 1))
 
 
 def choose_structure(text, below):
     """Returns (begin, end) of the first body, argument list, statement or group of directives after a random line start
     of C++, or of another of these if there is none of the kind that was drawn. None if there is nothing of all."""
-    choice, begin = below(4), text.rfind("\n", 0, below(len(text) + 1)) + 1
+    choice = below(4)
+    begin = text.rfind("\n", 0, below(len(text) + 1)) + 1
     for find, *arguments in (STRUCTURES * 2)[choice:choice + 4]:
         if found := find(text, begin, *arguments):
             return found
@@ -208,7 +215,8 @@ def find_brackets(text, begin, pair):
     first = _code_line(text, text.find(opening, begin))
     if first is None:
         return None
-    opened, found = [], None
+    opened = []  # where what is inside each open bracket begins
+    found = None
     for match in _TOKEN.finditer(text, first, first + MAX_STRUCTURE_CHARS):
         token = match[0]
         if token == opening:
@@ -237,7 +245,8 @@ def find_statement(text, begin):
         elif not depth and token == ";" and (statement := text[first:match.start()].lstrip()):
             return match.start() - len(statement), match.end()
         elif token in "{}" or not depth and token[0] in ";/#":
-            first, depth = match.end(), 0
+            first = match.end()
+            depth = 0
     return None
 
 

@@ -108,7 +108,8 @@ class Lane:
         if self.to_restore:
             self._restore(self.to_restore)
             self.to_restore = None
-        parts, states = [], []  # slices of documents, joined once at the end: each NumPy call costs a microsecond
+        parts = []  # slices of documents, joined once at the end: each NumPy call costs a microsecond
+        states = []
         for _ in range(count):
             self._fill(parts)
             states.append(self._state())
@@ -136,24 +137,38 @@ class Lane:
 
     def _tokenize(self, state):
         """Yields the Pieces that `state` names, then all Pieces from `state.next` on."""
-        begin, again = tuple(state.next), set(map(tuple, state.buffer))
+        # Documents of the buffer lie between others that were in rows before the state was saved: from the first of
+        # them on, everything is read again, and only what the state names is tokenized and kept.
+        begin = tuple(state.next)
+        again = set(map(tuple, state.buffer))
         if state.pending:
             again.add(tuple(state.pending[:3]))
         unit, document, piece = min({begin} | again)
+        whole = set()  # documents of which some part is wanted
         if self.infilling:
             piece = 0  # the parts of a document are made from the whole text, which is piece 0
-        whole = {ref[:2] for ref in again | {begin}} if self.infilling else set()
+            whole = {ref[:2] for ref in again | {begin}}
+
+        def is_wanted(ref, text):
+            return ref >= begin or ref in again or ref[:2] in whole and text.is_last and not text.index
+
         for texts in self._read(unit, document, piece):
-            wanted = [(ref, text) for ref, text in texts
-                      if ref >= begin or ref in again or ref[:2] in whole and text.is_last and not text.index]
+            wanted = [(ref, text) for ref, text in texts if is_wanted(ref, text)]
             for group in self._groups(wanted):
-                for (ref, text), parts in zip(group, self._encode(group), strict=True):
-                    for number, tokens in enumerate(parts, ref[2]):
-                        is_end = text.is_last and number == ref[2] + len(parts) - 1
-                        piece = Piece((*ref[:2], number), text.is_last, tokens,
-                                      (ref[0], ref[1] + 1, 0) if is_end else (*ref[:2], number + 1))
-                        if piece.ref >= begin or piece.ref in again:
-                            yield piece
+                for piece in self._pieces_of(group):
+                    if piece.ref >= begin or piece.ref in again:
+                        yield piece
+
+    def _pieces_of(self, group):
+        """Yields the Pieces of a list of (ref, TextPiece)."""
+        for (ref, text), parts in zip(group, self._encode(group), strict=True):
+            unit, document, first = ref
+            last = first + len(parts) - 1
+            for number, tokens in enumerate(parts, first):
+                following = (unit, document, number + 1)
+                if text.is_last and number == last:
+                    following = (unit, document + 1, 0)
+                yield Piece((unit, document, number), text.is_last, tokens, following)
 
     def _encode(self, group):
         """Returns for each (ref, TextPiece) a list of the tokens of its parts: itself, unless it is rewritten."""
@@ -164,14 +179,16 @@ class Lane:
 
     def _groups(self, texts):
         """Divides a list of (ref, TextPiece) into lists of about `group_chars` characters."""
-        group, n_chars = [], 0
+        group = []
+        n_chars = 0
         for text in texts:
             group.append(text)
             n_chars += len(text[1].text)
             if n_chars >= self.group_chars:
                 self.group_chars = min(2 * self.group_chars, GROUP_CHARS)
                 yield group
-                group, n_chars = [], 0
+                group = []
+                n_chars = 0
         if group:
             yield group
 
@@ -199,7 +216,8 @@ class Lane:
         return self._peeked
 
     def _take(self):
-        piece, self._peeked = self._peek(), None
+        piece = self._peek()
+        self._peeked = None
         self.next = piece.next
         return piece
 
@@ -304,7 +322,11 @@ def smallest_cover(lengths, space, limit):
     This is the subset sum problem, solved by dynamic programming over the bits of an integer: bit i of `reach` says
     whether some of the lengths add up to i. If several subsets do, earlier indices are preferred.
     """
-    reach, before, used, mask, exact = 1, [], [], (1 << limit + 1) - 1, 1 << space
+    reach = 1
+    before = []  # `reach` before each length that was used
+    used = []  # the indices of these
+    mask = (1 << limit + 1) - 1
+    exact = 1 << space
     for i, length in enumerate(lengths):
         if length <= limit:
             before.append(reach)
@@ -315,6 +337,8 @@ def smallest_cover(lengths, space, limit):
     over = reach >> space
     if not over:
         return None
+    # The lowest bit of `over` is the smallest sum. From the last length back, one belongs to it if without it the sum
+    # that is left could not be reached.
     left = space + (over & -over).bit_length() - 1
     indices = []
     while left:
@@ -331,53 +355,18 @@ class RandomLane:
     reading = "random tokens"
 
     def __init__(self, number, state, n_vocab, row_tokens, seed):
-        self.number, self.state, self.n_vocab, self.row_tokens, self.seed = number, state, n_vocab, row_tokens, seed
+        self.number = number
+        self.state = state
+        self.n_vocab = n_vocab
+        self.row_tokens = row_tokens
+        self.seed = seed
 
     def make_rows(self, count):
-        rows, states = [], []
+        rows = []
+        states = []
         for _ in range(count):
             rng = np.random.default_rng([self.seed, self.number, self.state.rows])
             rows.append(rng.integers(self.n_vocab, size=self.row_tokens))
             self.state = LaneState(rows=self.state.rows + 1, tokens=self.state.tokens + self.row_tokens)
             states.append(self.state)
         return rows, states
-
-
-def check_lane_states(saved, run, world_size):
-    """Returns {lane: LaneState} for all lanes: the `saved` states, or new ones if `saved` is None.
-
-    `saved` is {lane: JSON value} of all lanes, as Batch.state gives it; `run` is a dict of the settings that must not
-    change during a run. Raises BadInput if the states do not fit the run or the number of ranks.
-    """
-    num_lanes = run["num_lanes"]
-    if num_lanes % world_size:
-        raise BadInput(f"{num_lanes} lanes cannot be divided among {world_size} ranks: "
-                       f"use {divisors_near(num_lanes, world_size)} ranks")
-    if saved is None:
-        return dict.fromkeys(range(num_lanes), LaneState())
-    lanes = {}
-    for lane, fields in saved.items():
-        fields = dict(fields)
-        saved_run = fields.pop("run")
-        for name in {**saved_run, **run}:  # those of fill in the middle are missing where there is none
-            if saved_run.get(name, 0) != run.get(name, 0):
-                raise BadInput(f"the saved position in the data is for {name} {saved_run.get(name, 0)}, but this run "
-                               f"has {run.get(name, 0)}: resume with the data and the flags of the first start")
-        lanes[int(lane)] = LaneState(**fields)
-    if missing := sorted(set(range(num_lanes)) - lanes.keys()):
-        raise BadInput(f"the saved position in the data lacks lanes {', '.join(map(str, missing))}: "
-                       "the states that all ranks saved are needed")
-    n_rows = sum(lane.rows for lane in lanes.values())
-    if any(lane.rows != -(-(n_rows - number) // num_lanes) for number, lane in lanes.items()):
-        raise BadInput("the saved lanes are of different steps: resume from another checkpoint")
-    if n_rows % world_size:
-        raise BadInput(f"{n_rows} rows were read so far, which is not possible with {world_size} ranks: "
-                       f"use {divisors_near(math.gcd(n_rows, num_lanes), world_size)} ranks")
-    return lanes
-
-
-def divisors_near(n, wanted):
-    """Returns the divisors of n on both sides of `wanted`, as text: "2 or 4"."""
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
-    below = [d for d in divisors if d < wanted][-1:]
-    return " or ".join(map(str, below + [d for d in divisors if d > wanted][:1]))

@@ -23,15 +23,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from nanochat.data.lanes import (
-    NUM_LANES,
-    PADDING,
-    Lane,
-    LaneState,
-    RandomLane,
-    SharedByLanes,
-    check_lane_states,
-)
+from nanochat.common import BadInput
+from nanochat.data.lanes import NUM_LANES, PADDING, Lane, LaneState, RandomLane, SharedByLanes
 from nanochat.data.projects import FILE_SEP
 from nanochat.data.shards import fingerprint, require_files
 from nanochat.data.units import Units
@@ -273,3 +266,47 @@ class SyntheticLoader(DataLoader):
 
     def _make_lane(self, number, state, row_tokens):
         return RandomLane(number, state, self._n_vocab, row_tokens, self.run["seed"])
+
+
+# -----------------------------------------------------------------------------
+# Saved positions
+
+
+def check_lane_states(saved, run, world_size):
+    """Returns {lane: LaneState} for all lanes: the `saved` states, or new ones if `saved` is None.
+
+    `saved` is {lane: JSON value} of all lanes, as Batch.state gives it; `run` is a dict of the settings that must not
+    change during a run. Raises BadInput if the states do not fit the run or the number of ranks.
+    """
+    num_lanes = run["num_lanes"]
+    if num_lanes % world_size:
+        raise BadInput(f"{num_lanes} lanes cannot be divided among {world_size} ranks: "
+                       f"use {divisors_near(num_lanes, world_size)} ranks")
+    if saved is None:
+        return dict.fromkeys(range(num_lanes), LaneState())
+    lanes = {}
+    for lane, fields in saved.items():
+        fields = dict(fields)
+        saved_run = fields.pop("run")
+        for name in {**saved_run, **run}:  # those of fill in the middle are missing where there is none
+            if saved_run.get(name, 0) != run.get(name, 0):
+                raise BadInput(f"the saved position in the data is for {name} {saved_run.get(name, 0)}, but this run "
+                               f"has {run.get(name, 0)}: resume with the data and the flags of the first start")
+        lanes[int(lane)] = LaneState(**fields)
+    if missing := sorted(set(range(num_lanes)) - lanes.keys()):
+        raise BadInput(f"the saved position in the data lacks lanes {', '.join(map(str, missing))}: "
+                       "the states that all ranks saved are needed")
+    n_rows = sum(lane.rows for lane in lanes.values())
+    if any(lane.rows != -(-(n_rows - number) // num_lanes) for number, lane in lanes.items()):
+        raise BadInput("the saved lanes are of different steps: resume from another checkpoint")
+    if n_rows % world_size:
+        raise BadInput(f"{n_rows} rows were read so far, which is not possible with {world_size} ranks: "
+                       f"use {divisors_near(math.gcd(n_rows, num_lanes), world_size)} ranks")
+    return lanes
+
+
+def divisors_near(n, wanted):
+    """Returns the divisors of n on both sides of `wanted`, as text: "2 or 4"."""
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    below = [d for d in divisors if d < wanted][-1:]
+    return " or ".join(map(str, below + [d for d in divisors if d > wanted][:1]))

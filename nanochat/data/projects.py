@@ -32,7 +32,8 @@ def dependency_order(texts):
     by_name = defaultdict(list)
     for path in sorted(texts):
         by_name[posixpath.basename(path)].append(path)
-    order, seen = [], set()
+    order = []
+    seen = set()
     for root in sorted(texts, key=lambda path: (path.lower().endswith(HEADERS), path)):
         if root in seen:
             continue
@@ -70,12 +71,16 @@ def _common_folders(path, other):
 
 def join_files(texts):
     """Yields (paths, text) of the documents of a project, {path: text, bytes}."""
-    paths, parts, size = [], [], 0
+    paths = []
+    parts = []
+    size = 0
     for path in dependency_order(texts):
         part = SEPARATOR.encode() + path.replace("\n", "\ufffd").encode(errors="replace") + b"\n" + texts[path]
         if parts and size + len(part) > DOCUMENT_BYTES:
             yield paths, b"".join(parts)
-            paths, parts, size = [], [], 0
+            paths = []
+            parts = []
+            size = 0
         paths.append(path)
         parts.append(part)
         size += len(part)
@@ -90,7 +95,8 @@ def join_files(texts):
 def encode_documents(pieces, tokenizer):
     """Returns the same as tokenizer.encode_documents for the texts of a list of TextPieces, those of packed shards with
     <|file_sep|> for each separator."""
-    parts, counts = [], []
+    parts = []
+    counts = []  # parts of each piece
     for piece in pieces:
         separator = SEPARATOR if isinstance(piece.text, str) else SEPARATOR.encode()
         own = piece.text.split(separator) if piece.is_packed else [piece.text]
@@ -99,9 +105,11 @@ def encode_documents(pieces, tokenizer):
     encoded = tokenizer.encode_documents(parts)
     if len(parts) == len(pieces):
         return encoded
-    encoded, documents, separator = iter(encoded), [], tokenizer.special(FILE_SEP)
+    separator = tokenizer.special(FILE_SEP)
+    documents = []
+    left = iter(encoded)
     for count in counts:
-        own = [np.array(next(encoded)) for _ in range(count)]  # each of them begins with BOS
+        own = [np.array(next(left)) for _ in range(count)]  # each of them begins with BOS
         for later in own[1:]:
             later[0] = separator
         documents.append(np.concatenate(own).data)

@@ -74,7 +74,9 @@ class Tokenizer:
             raise ValueError("there is no <|bos|> among the special tokens")
         self._encoding = tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=mergeable_ranks,
                                            special_tokens=special_tokens)
-        self._ranks, self.pattern, self._special_tokens = mergeable_ranks, pattern, dict(special_tokens)
+        self._ranks = mergeable_ranks
+        self._special_tokens = dict(special_tokens)
+        self.pattern = pattern
         self._byte_ids = [mergeable_ranks[bytes([byte])] for byte in range(256)]
         self.n_vocab = n_vocab
         self.bos_id = special_tokens["<|bos|>"]
@@ -128,16 +130,19 @@ class Tokenizer:
         They are joined by BOS and encoded in one call, which takes less time than a call for each. With one text that
         is not ASCII among them, all would have to be converted to UTF-8.
         """
-        bos, (prefix, suffix, middle, end) = "<|bos|>", FIM_TOKENS
-        strings, expected = [], len(texts)
+        prefix, suffix, middle, end = FIM_TOKENS
+        strings = []
+        expected = len(texts)  # special tokens
         for text in texts:
-            strings.append(bos)
+            strings.append("<|bos|>")
             if isinstance(text, Infill):
                 strings += prefix, text.prefix, suffix, text.suffix, middle, text.middle, end
                 expected += len(FIM_TOKENS)
             else:
                 strings.append(text)
-        special = {bos, *FIM_TOKENS} if expected > len(texts) else {bos}
+        special = {"<|bos|>"}
+        if expected > len(texts):
+            special.update(FIM_TOKENS)
         ids = self._encoding.encode_to_numpy("".join(strings), allowed_special=special, disallowed_special=())
         if sum(np.count_nonzero(ids == self._special_tokens[name]) for name in special) > expected:
             return map(self._encode_document, texts)  # a text contains such a name, which is text like any other
@@ -175,9 +180,11 @@ class Tokenizer:
         A split pattern may leave out some, and tiktoken then drops them.
         """
         every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
-        seen, kinds = Counter(), []
+        seen = Counter()
+        kinds = []  # all of ASCII, and two characters of each other category
         for character in every:
-            seen[category := unicodedata.category(character)] += 1
+            category = unicodedata.category(character)
+            seen[category] += 1
             if character < "\x80" or seen[category] < 3:
                 kinds.append(character)
         pairs = "".join(first + second for first in kinds for second in kinds)

@@ -120,14 +120,17 @@ def _check_merges(ranks, merges):
     It is if the ids of what they make never fall, no token is made of later ones, and the pair of which tiktoken makes
     each token is among them: when it makes a token, all pairs of lower rank are merged, so it meets that pair only.
     """
-    byte_of, pairs, last = _byte_of_character(), {}, -1
+    byte_of = _byte_of_character()
+    pairs = {}  # token: the pairs of which it is made
+    last = -1
     for left, right in merges:
-        left, right = (bytes(byte_of[character] for character in part) for part in (left, right))
-        rank = ranks.get(left + right, -1)
-        _require(rank >= last, f"its merges are not in the order of ids, at {left + right!r}")
-        _require(all(len(part) == 1 or ranks.get(part, rank) < rank for part in (left, right)),
-                 f"its token {left + right!r} is made of later ones")
-        pairs.setdefault(left + right, []).append((left, right))
+        pair = tuple(bytes(byte_of[character] for character in part) for part in (left, right))
+        token = b"".join(pair)
+        rank = ranks.get(token, -1)
+        _require(rank >= last, f"its merges are not in the order of ids, at {token!r}")
+        _require(all(len(part) == 1 or ranks.get(part, rank) < rank for part in pair),
+                 f"its token {token!r} is made of later ones")
+        pairs.setdefault(token, []).append(pair)
         last = rank
     for token, rank in ranks.items():
         if len(token) > 1:

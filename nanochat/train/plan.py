@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from nanochat.common import BadInput
-from nanochat.data.lanes import divisors_near
+from nanochat.data.loader import divisors_near
 from nanochat.device import tpu
 from nanochat.device.mesh import Mesh
 from nanochat.kernels.choose import get_kernels

@@ -11,7 +11,7 @@ from nanochat.data import loader as loader_module
 from nanochat.data import shards as shards_module
 from nanochat.data.fim import KINDS, Infilling, check_fim, choose_middle, draws, find_brackets, find_directives
 from nanochat.data.fim import find_statement as find_statement_from
-from nanochat.data.lanes import check_lane_states
+from nanochat.data.loader import check_lane_states
 from nanochat.data.shards import TextPiece
 from nanochat.data.tokenizer import FIM_TOKENS, SPECIAL_TOKENS, Tokenizer, load_tokenizer
 from tests.data.documents import open_loader, write
