@@ -240,6 +240,8 @@ def _cache_folder(base_dir):
     return require_writable_dir(base_dir / CACHE_DIR)
 
 
+# The file `bytes` counts what all parts take together, so that a fetch does not have to list them. It is an upper
+# bound: a process that was killed has counted a part that it did not finish. An eviction lists them and counts anew.
 def _reserve(partial, begin, end, limit):
     """Returns the file `partial`, open for writing, with room on the disk for its bytes from `begin` to `end`. Deletes
     older parts if the cache would be larger than `limit` bytes."""

@@ -259,6 +259,7 @@ class Lane:
         self.buffered_tokens += len(piece.tokens)
         self.refs[piece.ref] = self.buffer = None
 
+    # The more documents there are to choose from, the better they fit, and the more a restart has to read again.
     def _refill(self):
         """Reads documents into the buffer until there are enough from which to choose."""
         while True:
@@ -275,6 +276,9 @@ class Lane:
 
         All of them fit except perhaps the last.
         """
+        # Long documents may be cut at a row's end, short ones may not: so short ones fill the row exactly where some
+        # of them can, else a long one takes what is left, and only where there is none, one short document is cropped.
+        # Whatever was read first does not wait without end.
         if self.long and not (self.short and self.short[0].ref < self.long[0].ref):
             return [self.long.pop(0)]
         lengths = self.short_lengths

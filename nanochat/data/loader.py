@@ -70,6 +70,8 @@ class RowQueue:
     is made ahead only once much was taken. num_rows: that are needed in all.
     """
 
+    # At any time a queue has at most one block that is finished or being made, besides the one that `get` takes from:
+    # so memory is bounded, only one worker at a time is in a lane, and the lanes need no locks.
     def __init__(self, lane, block_rows, wanted, num_rows):
         self.lane = lane
         self.block_rows = block_rows
@@ -145,6 +147,7 @@ class DataLoader:
         if infilling:
             require_files(shards, "fill in the middle")
             run |= {"fim_rate": infilling.rate, "fim_kinds": list(infilling.kinds)}
+        # Lanes hold text at the same time, so each gets its share, as if there were 16 at least.
         read_bytes = READ_AHEAD_BYTES // max(16, rows.num_lanes // rows.world_size)
         self._shared = SharedByLanes(Units(shards, rows.num_lanes, rows.seed), tokenizer, read_bytes, infilling)
         self._begin(run, rows, state, num_rows, threads)

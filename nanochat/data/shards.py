@@ -365,6 +365,8 @@ def _cut_long(document, text):
     yield TextPiece(document, index, True, _as_str(text[begin:]))
 
 
+# Where a line begins with a letter, no split pattern joins what is before with what is after: cut there, the pieces
+# have the tokens of the whole. Text without such lines is rare, and may get a few others.
 def _last_of_piece(text, begin, end):
     """Returns the place of the last byte of a piece that begins at `begin` and ends before `end`: a newline before a
     letter, else any newline, else the last byte of a UTF-8 character."""
