@@ -172,7 +172,6 @@ def to_huggingface(ranks, pattern, special_tokens):
     # none. It stands for a whole piece of text only, which ignore_merges says.
     pairs = [_last_pair(token, rank, ranks) for token, rank in by_rank if len(token) > 1]
     merges = [[written(part) for part in pair] for pair in pairs if len(pair) == 2]
-    bos = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
     # Special tokens get the ids after those of the vocabulary, unless they are in it.
     are_last = min(special_tokens.values()) == len(ranks)
     return {
@@ -187,15 +186,22 @@ def to_huggingface(ranks, pattern, special_tokens):
             # what the pattern does not match is left out, as in tiktoken
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True},
             {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [bos, {"Sequence": {"id": "A", "type_id": 0}}, bos, {"Sequence": {"id": "B", "type_id": 0}}],
-            "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [special_tokens["<|bos|>"]],
-                                           "tokens": ["<|bos|>"]}}},
+        "post_processor": _put_bos_first(special_tokens["<|bos|>"]),
         "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                   "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
                   "vocab": {written(token): rank for token, rank in by_rank} | ({} if are_last else special_tokens),
                   "merges": merges},
+    }
+
+
+def _put_bos_first(bos_id):
+    bos = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
+    first = {"Sequence": {"id": "A", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [bos, first],
+        "pair": [bos, first, bos, second],
+        "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [bos_id], "tokens": ["<|bos|>"]}},
     }
