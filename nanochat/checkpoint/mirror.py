@@ -190,7 +190,7 @@ def _within(timeout_s, function):
     def work():
         try:
             outcome.append((function(), None))
-        except (OSError, Interruption, BadInput) as error:
+        except Exception as error:
             outcome.append((None, error))
 
     thread = threading.Thread(target=work, name="mirror-files", daemon=True)
@@ -205,6 +205,8 @@ def _within(timeout_s, function):
         raise BadInput(f"--checkpoint_mirror: {error}")
     if isinstance(error, Interruption):
         raise MirrorError(str(error))
+    if not isinstance(error, OSError):
+        raise error
     problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if error.errno in _UNREACHABLE:
         raise MirrorError(problem)

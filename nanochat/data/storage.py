@@ -187,7 +187,7 @@ def copy_files(pairs):
                 _copy_file(*waiting.get_nowait())
         except queue.Empty:
             pass
-        except (OSError, Interruption, BadInput) as error:
+        except Exception as error:
             errors.append(error)
 
     # Daemons, unlike those of a ThreadPoolExecutor: the end of the process does not wait for a copy.
