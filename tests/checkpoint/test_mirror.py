@@ -192,7 +192,7 @@ def test_without_a_login_or_without_gcloud_a_bucket_is_refused(bucket, run_dir, 
     with pytest.raises(BadInput, match="You do not currently have an active account selected"):
         run_mirror("gs://b/x", "run", Kept(1)).try_to_write(run_dir)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(BadInput, match="--checkpoint_mirror=gs://.* gcloud.*: install it"):
+    with pytest.raises(BadInput, match="--checkpoint_mirror: gs://.* gcloud.*: install it"):
         run_mirror("gs://b/x", "run", Kept(1)).try_to_write(run_dir)
 
 
