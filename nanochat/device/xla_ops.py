@@ -51,9 +51,50 @@ def use_device_of(tensor):
 
 
 def _build_loop(body, carry, read, write, constants, reverse):
+    """Returns the loop's computation, and the scalars that it takes after the tensors."""
     import torch_xla
     from torch_xla.core import xla_builder as xb
     from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
+
+    body_computation, arguments_of_body, scalars = _trace_body(body, carry, read, write, constants)
+    first_read = 1 + len(carry)
+    first_write = first_read + len(read)
+    first_constant = first_write + len(write)
+    length = (*read, *write)[0].shape[0]
+
+    def condition(index, *rest):
+        return index < xb.Op.scalar(index.builder(), length, dtype=xb.Type.S32)
+
+    def iterate(index, *rest):
+        def scalar(value):
+            return xb.Op.scalar(index.builder(), value, dtype=xb.Type.S32)
+
+        arguments = [index, *rest]
+        at = scalar(length - 1) - index if reverse else index
+        used = [at, *rest]
+        for number in range(first_read, first_constant):
+            used[number] = dynamic_slice(arguments[number], at)
+        result = xb.Op.call(body_computation, [used[number] for number in arguments_of_body])
+        arguments[0] = index + scalar(1)
+        for i in range(len(carry)):
+            arguments[1 + i] = result.get_tuple_element(i)
+        for i in range(len(write)):
+            new = result.get_tuple_element(len(carry) + i)
+            arguments[first_write + i] = dynamic_update_slice(arguments[first_write + i], new, at)
+        return tuple(arguments)
+
+    builder = xb.create_builder("loop")
+    index = torch.zeros((), dtype=torch.int32, device=torch_xla.device())
+    parameters = tuple(xb.mkparam(builder, i, xb.tensor_shape(t))
+                       for i, t in enumerate([index, *carry, *read, *write, *constants, *scalars]))
+    return xb.Op.mkwhile(parameters, condition, iterate).build("loop"), scalars
+
+
+def _trace_body(body, carry, read, write, constants):
+    """Returns the computation of the loop's body; for each of its parameters the number of the loop's argument; and
+    scalars, which are further arguments of the loop."""
+    import torch_xla
+    from torch_xla.core import xla_builder as xb
 
     def placeholders(tensors, dims=slice(None)):
         return tuple(xb.create_placeholder_tensor(tuple(t.shape[dims]), t.dtype) for t in tensors)
@@ -68,47 +109,20 @@ def _build_loop(body, carry, read, write, constants, reverse):
     context = torch_xla._XLAC.lowering.LoweringContext("LoopBody")
     context.set_name_string("loop_body")
     context.build([*new_carry, *new_write])
-    body_computation = xb.computation_from_module_proto("loop_body", context.hlo())
-    arguments_of_body = {}  # parameter of the body -> its number among the loop's arguments
-    for number, placeholder in enumerate((index, *(p for group in groups for p in group))):
-        if (parameter := context.tensor_parameter_id(placeholder)) != -1:
-            arguments_of_body[parameter] = number
+    computation = xb.computation_from_module_proto("loop_body", context.hlo())
+    of_parameters = {}  # parameter of the body -> number of the loop's argument
+    arguments = [index, *(tensor for group in groups for tensor in group)]
+    for number, tensor in enumerate(arguments):
+        if (parameter := context.tensor_parameter_id(tensor)) != -1:
+            of_parameters[parameter] = number
     # Numbers in the body's code are scalars on the device by now: they become arguments, too.
     scalars = []
     for parameter, tensor in context.device_parameter_id_tensor_mapping().items():
-        if parameter not in arguments_of_body:
+        if parameter not in of_parameters:
             assert tensor.dim() == 0, "the loop's body uses a tensor that is not one of its arguments"
-            arguments_of_body[parameter] = 1 + sum(map(len, groups)) + len(scalars)
-            scalars.append(tensor.to(read[0].device))
-    ends = [1 + len(carry), 1 + len(carry) + len(read), 1 + len(carry) + len(read) + len(write)]
-    length = (*read, *write)[0].shape[0]
-
-    def condition(index, *rest):
-        return index < xb.Op.scalar(index.builder(), length, dtype=xb.Type.S32)
-
-    def iterate(index, *rest):
-        def scalar(value):
-            return xb.Op.scalar(index.builder(), value, dtype=xb.Type.S32)
-
-        arguments = [index, *rest]
-        at = scalar(length - 1) - index if reverse else index
-        used = [dynamic_slice(argument, at) if ends[0] <= number < ends[2] else argument
-                for number, argument in enumerate(arguments)]
-        used[0] = at
-        result = xb.Op.call(body_computation, [used[arguments_of_body[i]] for i in range(len(arguments_of_body))])
-        arguments[0] = index + scalar(1)
-        for i in range(len(carry)):
-            arguments[1 + i] = result.get_tuple_element(i)
-        for i in range(len(write)):
-            new = result.get_tuple_element(len(carry) + i)
-            arguments[ends[1] + i] = dynamic_update_slice(arguments[ends[1] + i], new, at)
-        return tuple(arguments)
-
-    builder = xb.create_builder("loop")
-    index = torch.zeros((), dtype=torch.int32, device=torch_xla.device())
-    parameters = tuple(xb.mkparam(builder, i, xb.tensor_shape(t))
-                       for i, t in enumerate([index, *carry, *read, *write, *constants, *scalars]))
-    return xb.Op.mkwhile(parameters, condition, iterate).build("loop"), scalars
+            of_parameters[parameter] = len(arguments) + len(scalars)
+            scalars.append(tensor.to((*read, *write)[0].device))
+    return computation, [of_parameters[i] for i in range(len(of_parameters))], scalars
 
 
 def without_token(collective, tensor):

@@ -8,19 +8,25 @@ wholly visible, on the window's edge) are parts of the same kernel.
 The backward pass goes through the pairs of a segment of queries twice. First it sums the mean that each query's scores
 need, then come the gradients. That is 7 products where pallas_short.py needs 5.
 """
-import functools
-import math
-from itertools import chain
+from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from nanochat.kernels.attention_tiles import BACKWARD_TILES, FORWARD_TILES, list_tiles, num_scores, pipeline
 from nanochat.kernels.flash_shapes import HEAD_DIM, SEGMENT
-from nanochat.kernels.pallas_parts import VMEM_LIMIT_BYTES, by_window, dot, log_sums_shape, sums_of_128
-from nanochat.kernels.pallas_short import begin_backward, forward_tiles, write_gradients
+from nanochat.kernels.pallas_parts import (
+    Operands,
+    backward_results,
+    backward_scratch,
+    by_window,
+    dot,
+    forward_results,
+    forward_scratch,
+    run,
+    sums_of_128,
+)
+from nanochat.kernels.pallas_short import Scores, forward_tiles, write_gradients
 
 
 def list_pairs(segments, segment, window):
@@ -47,93 +53,98 @@ def _here(place, num_steps):
     return i, j, (step == 0) | (place[2 + jnp.maximum(step, 1) - 1] != i)
 
 
+def _clear(*sums):
+    zeros = [jnp.zeros_like(total) for total in sums]
+    for total, zero in zip(sums, zeros, strict=True):
+        total[...] = zero
+
+
 # -----------------------------------------------------------------------------
 # The kernels
 
 
-def _forward_kernel(place, q_ref, k_ref, v_ref, cos_q, sin_q, cos_k, sin_k, out_ref, log_sums_ref, q_t, k, v_t,
-                    out_sum, weight_sum, *, eps, window, cases, num_steps):
+def _forward_kernel(place, refs, *, eps, window, cases, num_steps):
     i, j, is_first = _here(place, num_steps)
 
     @pl.when(is_first)
     def _():
-        out_sum[...], weight_sum[...] = jnp.zeros_like(out_sum), jnp.zeros_like(weight_sum)
+        _clear(refs.out_sum, refs.weight_sum)
 
     def add(rows, out, sums):
-        out_sum[:, rows] += out
-        weight_sum[:, rows] += sums
+        refs.out_sum[:, rows] += out
+        refs.weight_sum[:, rows] += sums
 
     def finish(rows, out, sums):  # the pair of a segment with itself is its last
-        total = jnp.sum(weight_sum[:, rows] + sums, axis=0, keepdims=True)
-        log_sums_ref[0, 0, :, rows] = jnp.log2(total)
-        out_ref[0, rows] = ((out_sum[:, rows] + out) / total).astype(out_ref.dtype).T
+        total = jnp.sum(refs.weight_sum[:, rows] + sums, axis=0, keepdims=True)
+        refs.log_sums[0, 0, :, rows] = jnp.log2(total)
+        refs.out[0, rows] = ((refs.out_sum[:, rows] + out) / total).astype(refs.out.dtype).T
 
     for first, last, tiles in cases:
         @pl.when((i - j >= first) & (i - j <= last))
         def _(tiles=tiles, end=add if first else finish):
-            forward_tiles(tiles, (q_ref, k_ref, v_ref), (cos_q, sin_q), (cos_k, sin_k), (q_t, k, v_t), end, eps=eps,
-                          window=window)
+            forward_tiles(tiles, refs, end, eps=eps, window=window)
 
 
-def _backward_kernel(place, q_ref, k_ref, v_ref, log_sums_ref, d_out_ref, cos_q, sin_q, cos_k, sin_k, dq_ref, dk_ref,
-                     dv_ref, q, q_t, k, k_t, v_t, d_out_t, normed_t, scales, log_sums, mean_sum, dq_sum, dk_sum, dv_sum,
-                     *, eps, window, cases, num_steps, matrix_unit):
-    """As in pallas_short.py, with mean_sum (S, 128), dq_sum of this segment of queries, and dk_sum and dv_sum of all
-    segments of keys, (segments, 128, S)."""
+class _Gradients(Scores):
+    """The further stages for the tiles of a pair of segments. refs: also the fp32 sums mean_sum (S, 128) and dq_sum, of
+    this segment of queries, and dk_sum and dv_sum, of all segments of keys, (segments, 128, S)."""
+
+    def __init__(self, tiles, refs, segment_of_keys, *, is_last, matrix_unit, **options):
+        super().__init__(tiles, refs, **options)
+        self.j = segment_of_keys
+        self.is_last = is_last  # of the pairs of this segment of queries
+        self.is_wide = matrix_unit > HEAD_DIM
+        self.means = {}
+
+    def add_to_means(self, n):
+        queries = self.tiles[n].queries
+        self.refs.mean_sum[queries] += sums_of_128(self.probabilities.pop(n) * self.d_weights.pop(n))
+
+    def compute_d_scores_of_row(self, n):
+        rows = self.tiles[n].rows
+        if rows.start not in self.means:
+            self.means[rows.start] = jnp.sum(self.refs.mean_sum[rows], axis=1, keepdims=True)
+        self.compute_d_scores(n, self.means[rows.start])
+
+    def add_to_v(self, n):
+        refs, tile = self.refs, self.tiles[n]
+        refs.dv_sum[self.j, :, tile.keys] += dot(refs.d_out_t[:, tile.queries], self.probabilities.pop(n))
+
+    def add_to_k(self, n):
+        refs, tile = self.refs, self.tiles[n]
+        refs.dk_sum[self.j, :, tile.keys] += dot(refs.q_t[:, tile.queries], self.d_scores[n])
+
+    def add_to_q(self, n):
+        refs, tile, d_score = self.refs, self.tiles[n], self.d_scores.pop(n)
+        if self.is_wide:
+            refs.dq_sum[:, tile.queries] += dot(refs.k_t[:, tile.keys], d_score, (1, 1))
+        else:
+            refs.dq_sum[tile.queries] += dot(d_score, refs.k_normed[tile.keys])
+        if self.is_last and tile.is_last:  # no tile that is still to come reaches these queries, or these keys
+            d_q = refs.dq_sum[:, tile.rows] if self.is_wide else refs.dq_sum[tile.rows].T
+            write_gradients(tile.rows, d_q, refs.dk_sum.at[self.j], refs.dv_sum.at[self.j], refs)
+
+
+def _backward_kernel(place, refs, *, eps, window, cases, num_steps, matrix_unit):
     i, j, is_first = _here(place, num_steps)
     adds_gradients = place[2 + 2 * num_steps + pl.program_id(3)]
-    dtype = q_ref.dtype
 
     @pl.when(is_first)
     def _():
-        mean_sum[...], dq_sum[...] = jnp.zeros_like(mean_sum), jnp.zeros_like(dq_sum)
+        _clear(refs.mean_sum, refs.dq_sum)
 
     @pl.when((pl.program_id(2) == 0) & (pl.program_id(3) == 0))
     def _():  # the query heads of a group follow one another and add to the same gradients of k and v
-        dk_sum[...], dv_sum[...] = jnp.zeros_like(dk_sum), jnp.zeros_like(dv_sum)
+        _clear(refs.dk_sum, refs.dv_sum)
 
     def work(tiles, is_second, is_last):
-        (compute_scores, compute_d_weights, compute_probabilities), d_weights, probabilities = begin_backward(
-            tiles, (q_ref, k_ref, v_ref, log_sums_ref, d_out_ref), (cos_q, sin_q), (cos_k, sin_k),
-            (q, q_t, k, k_t, v_t, d_out_t, normed_t, scales, log_sums), eps=eps, window=window)
-        means, d_scores = {}, {}
-
-        def add_to_means(n):
-            mean_sum[tiles[n].queries] += sums_of_128(probabilities.pop(n) * d_weights.pop(n))
-
-        def compute_d_scores(n):
-            start = tiles[n].rows.start
-            if start not in means:
-                means[start] = jnp.sum(mean_sum[tiles[n].rows], axis=1, keepdims=True)
-            mean = means[start][tiles[n].queries.start - start:tiles[n].queries.stop - start]
-            d_score = probabilities[n] * (d_weights.pop(n) - mean)
-            probabilities[n], d_scores[n] = probabilities[n].astype(dtype), d_score.astype(dtype)
-
-        def add_to_v(n):
-            dv_sum[j, :, tiles[n].keys] += dot(d_out_t[:, tiles[n].queries], probabilities.pop(n))
-
-        def add_to_k(n):
-            dk_sum[j, :, tiles[n].keys] += dot(q_t[:, tiles[n].queries], d_scores[n])
-
-        def add_to_q(n):
-            queries, keys, d_score = tiles[n].queries, tiles[n].keys, d_scores.pop(n)
-            if matrix_unit > HEAD_DIM:
-                dq_sum[:, queries] += dot(k_t[:, keys], d_score, (1, 1))
-            else:
-                dq_sum[queries] += dot(d_score, k[keys])
-            if is_last and tiles[n].is_last:
-                finish(tiles[n].rows)
-
-        def finish(rows):  # no tile that is still to come reaches these queries, or these keys
-            d_q = dq_sum[:, rows] if matrix_unit > HEAD_DIM else dq_sum[rows].T
-            write_gradients(rows, d_q, dk_sum.at[j], dv_sum.at[j], (cos_q, sin_q), (cos_k, sin_k),
-                            (normed_t, scales), (dq_ref, dk_ref, dv_ref))
-
+        pair = _Gradients(tiles, refs, j, is_last=is_last, matrix_unit=matrix_unit, eps=eps, window=window)
+        first = [(0, pair.compute_scores), (0, pair.compute_d_weights)]
         if is_second:
-            stages = [(3, add_to_v), (3, add_to_k), (0, compute_scores), (0, compute_d_weights), (3, add_to_q),
-                      (1, compute_probabilities), (2, compute_d_scores)]
+            stages = [(3, pair.add_to_v), (3, pair.add_to_k), *first, (3, pair.add_to_q),
+                      (1, pair.compute_probabilities), (2, pair.compute_d_scores_of_row)]
         else:
-            stages = [(0, compute_scores), (0, compute_d_weights), (1, compute_probabilities), (2, add_to_means)]
+            stages = [*first, (1, pair.compute_probabilities), (2, pair.add_to_means)]
         pipeline(len(tiles), stages)
 
     for first, last, tiles in cases:
@@ -147,87 +158,41 @@ def _backward_kernel(place, q_ref, k_ref, v_ref, log_sums_ref, d_out_ref, cos_q,
 # Calling them
 
 
-def _call(kernel, place, steps, operands, results, scratch, segment, flops, exponentials, interpret=False, **options):
-    """Runs `kernel` for every sequence, key head, query head that shares it, and step.
-
-    steps: (segment of queries, segment of keys, …) each. operands, results: (kind, array or its shape) each. The kernel
-    gets the segment of queries ("q …") or of keys ("k …"): of one head ("… head", or "… stack" in layer place[0] of a
-    stack), of the sums ("q sums"), or of a "… table". Of results it is always the segment of queries.
-    """
-    _, batch, _, width = operands[0][1].shape
-    kv_heads = operands[1][1].shape[3] // HEAD_DIM
-    group, num_steps = width // HEAD_DIM // kv_heads, len(steps)
-    place = jnp.concatenate([place, jnp.asarray(list(chain(*zip(*steps, strict=True))), jnp.int32)])
-
-    def spec(kind, is_result=False):
-        side, what = kind.split()
-        begin = 2 + num_steps * (side == "k" and not is_result)
-        head = (lambda h, g: h) if side == "k" else (lambda h, g: h * group + g)
-        shape, index = {
-            "table": ((HEAD_DIM, segment), lambda b, h, g, s, place: (0, place[begin + s])),
-            "sums": ((1, 1, 1, 1, segment)[is_result:],
-                     lambda b, h, g, s, place: (place[0], b, head(h, g), 0, place[begin + s])[is_result:]),
-            "stack": ((1, 1, segment, HEAD_DIM), lambda b, h, g, s, place: (place[0], b, place[begin + s], head(h, g))),
-            "head": ((1, segment, HEAD_DIM), lambda b, h, g, s, place: (b, place[begin + s], head(h, g))),
-        }[what]
-        return pl.BlockSpec(shape, index)
-
-    num_bytes = sum(math.prod(array.shape[kind.endswith("stack"):]) * array.dtype.itemsize
-                    for kind, array in operands + results)
-    programs = batch * kv_heads * group
-    return pl.pallas_call(
-        functools.partial(kernel, num_steps=num_steps, **options),
-        out_shape=[result for _, result in results],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=(batch, kv_heads, group, num_steps),
-            in_specs=[spec(kind) for kind, _ in operands], out_specs=[spec(kind, True) for kind, _ in results],
-            scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in scratch]),
-        cost_estimate=pl.CostEstimate(flops=programs * flops, transcendentals=programs * exponentials,
-                                      bytes_accessed=num_bytes),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES),
-        interpret=interpret,
-    )(place, *(array for _, array in operands))
-
-
 def _scores(pairs, cases):
     """Returns how many scores the tiles of all pairs have."""
     return sum(num_scores(next(tiles for first, last, tiles in cases if first <= i - j <= last)) for i, j in pairs)
 
 
-def forward(place, q, k, v, cos, sin, *, windows, matrix_unit, segment=SEGMENT, **options):
+def _tables(cos, sin):
+    return {"cos_q": ("q table", cos), "sin_q": ("q table", sin), "cos_k": ("k table", cos), "sin_k": ("k table", sin)}
+
+
+def forward(place, q, k, v, cos, sin, *, windows, matrix_unit, eps, segment=SEGMENT, interpret=False):
     """As pallas_attention.forward. segment: positions of a segment, of which the sequence has a whole number."""
-    _, batch, length, width = q.shape
-    operands = [("q stack", q), ("k stack", k), ("k stack", v), ("q table", cos), ("q table", sin), ("k table", cos),
-                ("k table", sin)]
-    results = [("q head", jax.ShapeDtypeStruct(q.shape[1:], q.dtype)),
-               ("q sums", jax.ShapeDtypeStruct(log_sums_shape(batch, length, width), jnp.float32))]
-    columns = (HEAD_DIM, segment)
-    scratch = [(columns, q.dtype), ((segment, HEAD_DIM), q.dtype), (columns, q.dtype), (columns, jnp.float32),
-               ((8, segment), jnp.float32)]
+    length = q.shape[2]
+    inputs = {"q": ("q stack", q), "k": ("k stack", k), "v": ("k stack", v), **_tables(cos, sin)}
+    sums = {"out_sum": ((HEAD_DIM, segment), jnp.float32), "weight_sum": ((8, segment), jnp.float32)}
+    operands = Operands(inputs, forward_results(q), forward_scratch(segment, q.dtype) | sums)
 
     def call(window):
         pairs = list_pairs(length // segment, segment, window)
         cases = list_cases(pairs, segment, FORWARD_TILES[matrix_unit], window)
         scores = _scores(pairs, cases)
-        return _call(_forward_kernel, place, pairs, operands, results, scratch, segment, 4 * HEAD_DIM * scores, scores,
-                     cases=cases, window=window, **options)
+        kernel = partial(_forward_kernel, cases=cases, num_steps=len(pairs), eps=eps, window=window)
+        return run(kernel, place, operands, segment, (4 * HEAD_DIM * scores, scores), pairs, interpret)
 
     return by_window(call, place[1], length, windows)
 
 
-def backward(place, q, k, v, log_sums, d_out, cos, sin, *, windows, matrix_unit, segment=SEGMENT, **options):
+def backward(place, q, k, v, log_sums, d_out, *tables, windows, matrix_unit, eps, segment=SEGMENT, interpret=False):
     """As pallas_attention.backward. segment: as in `forward`."""
-    length, dtype = q.shape[2], q.dtype
-    operands = [("q stack", q), ("k stack", k), ("k stack", v), ("q sums", log_sums), ("q head", d_out),
-                ("q table", cos), ("q table", sin), ("k table", cos), ("k table", sin)]
-    results = [(f"{side} head", jax.ShapeDtypeStruct(array.shape[1:], dtype))
-               for side, array in (("q", q), ("k", k), ("k", v))]
+    length = q.shape[2]
+    inputs = {"q": ("q stack", q), "k": ("k stack", k), "v": ("k stack", v), "log_sums": ("q sums", log_sums),
+              "d_out": ("q head", d_out), **_tables(*tables)}
     rows, columns, all_columns = (segment, HEAD_DIM), (HEAD_DIM, segment), (length // segment, HEAD_DIM, segment)
-    scratch = [*((shape, dtype) for shape in (rows, columns, rows, columns, columns, columns)),
-               *((shape, jnp.float32) for shape in (
-                   (2, *columns), (2, 1, segment), rows, rows, columns if matrix_unit > HEAD_DIM else rows, all_columns,
-                   all_columns))]
+    sums = {"mean_sum": (rows, jnp.float32), "dq_sum": (columns if matrix_unit > HEAD_DIM else rows, jnp.float32),
+            "dk_sum": (all_columns, jnp.float32), "dv_sum": (all_columns, jnp.float32)}
+    operands = Operands(inputs, backward_results(q, k, v), backward_scratch(segment, q.dtype) | sums)
 
     def call(window):
         pairs = list_pairs(length // segment, segment, window)
@@ -235,7 +200,8 @@ def backward(place, q, k, v, log_sums, d_out, cos, sin, *, windows, matrix_unit,
                  for i, j in pairs if i == query]
         cases = list_cases(pairs, segment, BACKWARD_TILES[matrix_unit], window)
         scores = _scores(pairs, cases)
-        return _call(_backward_kernel, place, steps, operands, results, scratch, segment, 14 * HEAD_DIM * scores,
-                     2 * scores, cases=cases, window=window, matrix_unit=matrix_unit, **options)
+        kernel = partial(_backward_kernel, cases=cases, num_steps=len(steps), eps=eps, window=window,
+                         matrix_unit=matrix_unit)
+        return run(kernel, place, operands, segment, (14 * HEAD_DIM * scores, 2 * scores), steps, interpret)
 
     return by_window(call, place[1], length, windows)

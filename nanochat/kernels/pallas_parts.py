@@ -1,8 +1,15 @@
-"""Parts of the attention kernels: norms and rotations of transposed heads, masks, and sums that fit the registers."""
+"""Parts of the attention kernels: norms and rotations of transposed heads, masks, sums that fit the registers, and what
+a kernel is run with."""
 import functools
+import math
+from itertools import chain
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from nanochat.kernels.flash_shapes import HEAD_DIM
 
@@ -100,3 +107,119 @@ def by_window(call, window, length, windows):
     if len(kernels) == 1:
         return kernels[0]()
     return jax.lax.switch(sum((window > size).astype(jnp.int32) for size in sizes[:-1]), kernels)
+
+
+# -----------------------------------------------------------------------------
+# Running a kernel
+
+
+class Operands(NamedTuple):
+    """What a kernel works on, by names. It gets its blocks, and the scratch, as attributes of one object, `refs`.
+
+    An input or a result is (kind, array or its shape). A kind is "SIDE WHAT". SIDE is q or k: a query head or the key
+    head that it shares, and the segment of queries or of keys. WHAT is
+    - stack: layer place[0] of a stack (layers, B, T, width),
+    - head: of an array (B, T, width),
+    - sums, or sums stack: of log_sums_shape, or of a stack of them, as which it counts in the cost,
+    - table: (128, T), the same for every head.
+    """
+    inputs: dict
+    results: dict
+    scratch: dict  # {name: (shape, dtype)}
+
+
+def run(kernel, place, operands, segment, cost, steps=None, interpret=False):
+    """Runs kernel(place, refs) for every sequence, key head, query head that shares it, and step. Returns the results.
+
+    segment: the positions of a block; without steps, all. steps: [(segment of queries, segment of keys, …), …]; the
+    kernel gets all their first numbers after the two of `place`, then all second ones, and so on. A result is of the
+    segment of queries. cost: the kernel's floating-point operations and exponentials for a head of a sequence.
+    """
+    _, batch, _, width = operands.inputs["q"][1].shape
+    kv_heads = operands.inputs["k"][1].shape[3] // HEAD_DIM
+    group = width // HEAD_DIM // kv_heads
+    grid, semantics = (batch, kv_heads, group), ("parallel", "parallel", "arbitrary")
+    if steps:
+        place = jnp.concatenate([place, jnp.asarray(list(chain(*zip(*steps, strict=True))), jnp.int32)])
+        grid, semantics = (*grid, len(steps)), (*semantics, "arbitrary")
+
+    def spec(kind, array, first_step):
+        side, _, what = kind.partition(" ")
+        is_stack = array.ndim == (5 if what.startswith("sums") else 4)
+
+        def index(b, h, g, *rest):
+            *step, place = rest
+
+            def head():
+                return h if side == "k" else h * group + g
+
+            def at():
+                return place[first_step + step[0]] if step else 0
+
+            layer = [place[0]] if is_stack else []
+            if what == "table":
+                return 0, at()
+            if what.startswith("sums"):
+                return *layer, b, head(), 0, at()
+            return *layer, b, at(), head()
+
+        shape = {"table": (HEAD_DIM, segment), "sums": (1, 1, 1, segment), "sums stack": (1, 1, 1, segment)}.get(
+            what, (1, segment, HEAD_DIM))
+        return pl.BlockSpec((*[1] * is_stack, *shape), index)
+
+    inputs, results = operands.inputs.values(), operands.results.values()
+    of_keys = 2 + len(steps or ())
+    names = [name for part in operands for name in part]
+
+    def named(place, *refs):
+        kernel(place, SimpleNamespace(**dict(zip(names, refs, strict=True))))
+
+    num_bytes = sum(math.prod(array.shape[kind.endswith("stack"):]) * array.dtype.itemsize
+                    for kind, array in (*inputs, *results))
+    programs = batch * kv_heads * group
+    return pl.pallas_call(
+        named, name=kernel.func.__name__,
+        out_shape=[result for _, result in results],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1, grid=grid,
+            in_specs=[spec(kind, array, of_keys if kind.startswith("k") else 2) for kind, array in inputs],
+            out_specs=[spec(kind, array, 2) for kind, array in results],
+            scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in operands.scratch.values()]),
+        cost_estimate=pl.CostEstimate(flops=programs * cost[0], transcendentals=programs * cost[1],
+                                      bytes_accessed=num_bytes),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT_BYTES),
+        interpret=interpret,
+    )(place, *(array for _, array in inputs))
+
+
+def forward_results(q):
+    """The Operands.results of a forward kernel, of the stack q: attention's output and the logarithms of its sums."""
+    _, batch, length, width = q.shape
+    return {"out": ("q head", jax.ShapeDtypeStruct(q.shape[1:], q.dtype)),
+            "log_sums": ("q sums", jax.ShapeDtypeStruct(log_sums_shape(batch, length, width), jnp.float32))}
+
+
+def backward_results(q, k, v):
+    """The Operands.results of a backward kernel: the gradients of q, k and v."""
+    return {"dq": ("q head", jax.ShapeDtypeStruct(q.shape[1:], q.dtype)),
+            "dk": ("k head", jax.ShapeDtypeStruct(k.shape[1:], q.dtype)),
+            "dv": ("k head", jax.ShapeDtypeStruct(v.shape[1:], q.dtype))}
+
+
+def forward_scratch(positions, dtype):
+    """The scratch of pallas_short.forward_tiles."""
+    return {"q_t": ((HEAD_DIM, positions), dtype),  # (128, T): rotated and normalised, as k
+            "k_normed": ((positions, HEAD_DIM), dtype),
+            "v_t": ((HEAD_DIM, positions), dtype)}
+
+
+def backward_scratch(positions, dtype):
+    """The scratch of pallas_short.Scores: operands of the products, (T, 128), or (128, T) with the suffix _t, and what
+    is kept of the norms."""
+    rows, columns = (positions, HEAD_DIM), (HEAD_DIM, positions)
+    return {"q_normed": (rows, dtype), "q_t": (columns, dtype),
+            "k_normed": (rows, dtype), "k_t": (columns, dtype),
+            "v_t": (columns, dtype), "d_out_t": (columns, dtype),
+            "normed_t": ((2, *columns), jnp.float32),  # of q and of k, before they are rounded
+            "scales": ((2, 1, positions), jnp.float32),  # their reciprocal root mean squares
+            "log_sum_columns": (rows, jnp.float32)}  # 128 equal ones
