@@ -139,36 +139,12 @@ def run(kernel, place, operands, segment, cost, steps=None, interpret=False):
     kv_heads = operands.inputs["k"][1].shape[3] // HEAD_DIM
     group = width // HEAD_DIM // kv_heads
     grid, semantics = (batch, kv_heads, group), ("parallel", "parallel", "arbitrary")
+    of_queries = of_keys = 2  # where in `place` the segments of the steps begin
     if steps:
         place = jnp.concatenate([place, jnp.asarray(list(chain(*zip(*steps, strict=True))), jnp.int32)])
         grid, semantics = (*grid, len(steps)), (*semantics, "arbitrary")
-
-    def spec(kind, array, first_step):
-        side, _, what = kind.partition(" ")
-        is_stack = array.ndim == (5 if what.startswith("sums") else 4)
-
-        def index(b, h, g, *rest):
-            *step, place = rest
-
-            def head():
-                return h if side == "k" else h * group + g
-
-            def at():
-                return place[first_step + step[0]] if step else 0
-
-            layer = [place[0]] if is_stack else []
-            if what == "table":
-                return 0, at()
-            if what.startswith("sums"):
-                return *layer, b, head(), 0, at()
-            return *layer, b, at(), head()
-
-        shape = {"table": (HEAD_DIM, segment), "sums": (1, 1, 1, segment), "sums stack": (1, 1, 1, segment)}.get(
-            what, (1, segment, HEAD_DIM))
-        return pl.BlockSpec((*[1] * is_stack, *shape), index)
-
+        of_keys += len(steps)
     inputs, results = operands.inputs.values(), operands.results.values()
-    of_keys = 2 + len(steps or ())
     names = [name for part in operands for name in part]
 
     def named(place, *refs):
@@ -182,14 +158,46 @@ def run(kernel, place, operands, segment, cost, steps=None, interpret=False):
         out_shape=[result for _, result in results],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=grid,
-            in_specs=[spec(kind, array, of_keys if kind.startswith("k") else 2) for kind, array in inputs],
-            out_specs=[spec(kind, array, 2) for kind, array in results],
+            in_specs=[_block(kind, array, group, segment, of_keys if kind.startswith("k") else of_queries)
+                      for kind, array in inputs],
+            out_specs=[_block(kind, array, group, segment, of_queries) for kind, array in results],
             scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in operands.scratch.values()]),
         cost_estimate=pl.CostEstimate(flops=programs * cost[0], transcendentals=programs * cost[1],
                                       bytes_accessed=num_bytes),
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT_BYTES),
         interpret=interpret,
     )(place, *(array for _, array in inputs))
+
+
+def _block(kind, array, group, segment, first_step):
+    """Returns the pl.BlockSpec of an input or a result, see Operands and run."""
+    side, _, what = kind.partition(" ")
+    is_sums = what.startswith("sums")
+    is_stack = array.ndim == (5 if is_sums else 4)
+
+    def index(b, h, g, *rest):
+        *step, place = rest
+
+        def head():
+            return h if side == "k" else h * group + g
+
+        def at():
+            return place[first_step + step[0]] if step else 0
+
+        layer = [place[0]] if is_stack else []
+        if what == "table":
+            return 0, at()
+        if is_sums:
+            return *layer, b, head(), 0, at()
+        return *layer, b, at(), head()
+
+    if what == "table":
+        shape = HEAD_DIM, segment
+    elif is_sums:
+        shape = 1, 1, 1, segment
+    else:
+        shape = 1, segment, HEAD_DIM
+    return pl.BlockSpec((*[1] * is_stack, *shape), index)
 
 
 def forward_results(q):
