@@ -75,6 +75,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.options = LayerOptions.of(config)
+        self.layer_weights = layer_weights(config)  # kept, because torch.compile cannot make a type in forward
         self.kernels = kernels
         self.compute_dtype = compute_dtype
         self.activation_checkpointing = activation_checkpointing
@@ -138,8 +139,7 @@ class GPT(nn.Module):
         return norm(self._layer_by_layer(x0, ids, cache, positions))
 
     def _stacks(self):
-        names = layer_weights(self.config)._fields
-        return layer_weights(self.config)(*(getattr(self, name) for name in names))
+        return self.layer_weights(*(getattr(self, name) for name in self.layer_weights._fields))
 
     def _all_layers(self, x0, ids):
         """Returns x after all layers, by the function that runs them together."""
@@ -176,9 +176,8 @@ class GPT(nn.Module):
         return x
 
     def _layer(self, rotary, text, x, x0, value, *weights):
-        weights_type = layer_weights(self.config)
-        whole = self._whole(x, dict(zip(weights_type._fields, weights, strict=True)))
-        return gpt_layer(self.options, x, x0, weights_type(*whole), rotary, text, value)
+        whole = self._whole(x, dict(zip(self.layer_weights._fields, weights, strict=True)))
+        return gpt_layer(self.options, x, x0, self.layer_weights(*whole), rotary, text, value)
 
     def _whole(self, after, weights):
         return weights.values() if self.kernels.whole is None else self.kernels.whole(after, weights)
