@@ -35,6 +35,7 @@ from nanochat.data.storage import Interruption, Retries, StoredFile, download, e
 CACHE_GB = 20.0
 CACHE_DIR = "bucket_cache"  # under the base directory
 OUTAGE_S = 480  # less than loader.TIMEOUT_S, and than the default of --step_timeout_s, so that this is what is reported
+LOCK_TIMEOUT_S = OUTAGE_S  # for another process that fetches the same part
 ROOM_TIMEOUT_S = 60  # for others that make room in the cache
 TAIL_BYTES = 64 << 10  # of a file, in which most footers are
 FOOTERS_AT_ONCE = 16
@@ -148,7 +149,7 @@ class BucketFile:
                     os.utime(path)
                     return pa.OSFile(str(path))
                 # Whoever has the lock fetches the part, and those who wait for it find it there.
-                with FileLock(folder / f"{path.name[:2]}.lock", timeout=OUTAGE_S):
+                with FileLock(folder / f"{path.name[:2]}.lock", timeout=LOCK_TIMEOUT_S):
                     if not _is_whole(path, end):
                         self._fetch(path, begin, end)
             except Timeout as error:
