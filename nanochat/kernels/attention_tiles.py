@@ -12,6 +12,8 @@ class Tiles(NamedTuple):
     diagonal: int
 
 
+# On the diagonal, narrow tiles leave out more of what is masked. Elsewhere, large ones overlap better. On v5e, the
+# forward kernel of 16 layers takes 3.17 Mcycles so, and 3.99 with tiles of 128 × 128 throughout.
 FORWARD_TILES = {128: Tiles(256, 512, 128), 256: Tiles(256, 256, 256)}  # by the width of the chip's matrix units
 BACKWARD_TILES = {128: Tiles(512, 256, 128), 256: Tiles(256, 256, 256)}
 
@@ -39,9 +41,12 @@ def list_tiles(length, tiles, window=None, offset=0):
             queries = slice(queries.start, min(queries.stop, end))
         found.append(Tile(queries, keys, rows, keys.stop == (length if offset else rows.stop), offset))
 
+    # Only its own and later queries see a key. So with the last tile of a block of queries, the gradients of the keys
+    # at its positions are complete, too: the backward kernels rely on it.
     for start in reversed(range(0, length, tiles.queries)):
         rows = slice(start, min(start + tiles.queries, length))
         reach = 0 if window is None else max(0, start + offset - window + 1) // tiles.diagonal * tiles.diagonal
+        # Keys from reach to before are seen by the whole block, but for the window's edge.
         before = length if offset else start
         for first in range(reach, before, tiles.keys):
             add(rows, slice(first, min(first + tiles.keys, before)), rows)
@@ -58,12 +63,18 @@ def num_scores(tiles):
 def pipeline(count, stages):
     """Traces every stage(n) for n from 0 to count - 1, of (delay, stage), so that a stage works on tile n at the same
     time as another with one more of delay works on tile n - 1."""
+    # A kernel is unrolled while it is traced, and the compiler keeps the order of the products. So within a turn the
+    # list is the order in the program. Stages of equal delay work on one tile, and those of other delays on other
+    # tiles.
     for turn in range(count + max(delay for delay, _ in stages)):
         for delay, stage in stages:
             if 0 <= turn - delay < count:
                 stage(turn - delay)
 
 
+# The chunks that are done are known while a kernel is traced. So norms and rotations stand next to the first tile that
+# needs them, where they overlap with products: 6.59 Mcycles for the forward kernel on v6e, and 6.67 with all of them at
+# its beginning.
 class Once:
     """Calls prepare(chunk) for each chunk of positions when it is first needed."""
 

@@ -126,6 +126,8 @@ def _forward(how, x, index, saved, given):
     x_in = _mixed(x, given)
     scale = _reciprocal_rms(x_in)
     q, k, v = _queries_keys_values(how, x_in, scale, weights, given.value())
+    # Attention reads its operands from stacks, at the slot `at`. Where q, k and v are not kept, each is a stack of one
+    # slot.
     if how.keeps_qkv:
         at = index
         q, k, v = (put(stack, index, product, use_from_memory=True)
@@ -170,11 +172,15 @@ def _backward(how, x, index, d_out, saved, given):
     gate = None
     if how.options.layer_gates:
         gate = gate_of(how.options, weights, ATTENTION, x_in, _reciprocal_rms(x_in))
+    # One product makes x_mid again, which is cheaper than a stack: 165.5 instead of 170.7 Mcycles a micro-step on v5e
+    # at depth 16. Along tensor the ranks would have to sum it again, so there it is kept.
     if saved.x_mid is None:
         x_mid = x_in + gated(gate, F.linear(y, weights.attn_o))
     else:
         x_mid = take(saved.x_mid, index)
     d_mid, of_mlp, mlp_gate = _mlp_backward(how, x_mid, h, d_out, weights)
+    # A gate is one number per token, so it can multiply either side of a product with attn_o. With the gate on d_mid
+    # instead, here and in the MLP, the micro-step takes 94.8 Mcycles on v6e in place of 90.4.
     d_attn_o = _gradient_of_weight(d_mid, gated(gate, y))
     d_y = gated(gate, d_mid @ weights.attn_o)
     d_read, d_v, of_qkv, attention_gates = _attention_backward(how, index, saved, x_in, y, d_y, given)
@@ -208,7 +214,8 @@ def _mlp_backward(how, x_mid, h, d_out, weights):
     d_scaled = how.sharding.sum(d_h @ weights.mlp_in)
     of_gate = None
     if how.options.layer_gates:
-        # What leaves the MLP × its gradient is half of this sum, because the MLP is of the second degree.
+        # What leaves the MLP × its gradient is half of this sum, because the MLP is of the second degree in its input
+        # (Euler's theorem on homogeneous functions). So what leaves it need not be kept.
         change = (x_mid.float() * d_scaled.float()).sum(-1, keepdim=True) / 2
         d_gate, d_scale = gate_backward(weights, MLP, x_mid, scale, change)
         d_scaled = d_scaled + d_gate * weights.gate_map[MLP]
@@ -233,6 +240,8 @@ def _attention_backward(how, index, saved, x_in, y, d_y, given):
     d_product, of_gates = d_v, None  # d_product: of the product of attn_v
     if how.options.layer_gates:
         v = take(v, at).float()
+        # `gate_backward` needs a sum over what leaves each gate × its gradient. At attention's gate, y × d_y has the
+        # same sum, because attn_o is linear. Ranks along tensor have other heads, so their sums add up.
         gated_product = v if value is None else v - value
         changes = how.sharding.sums((gated_product.float() * d_v.float()).sum(-1, keepdim=True),
                                     (y.float() * d_y.float()).sum(-1, keepdim=True))

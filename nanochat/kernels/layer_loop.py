@@ -86,10 +86,11 @@ class _AllLayers(torch.autograd.Function):
         constants = [x, *tables]
         if values is not None:
             constants.append(values.detach())
-        inputs = x.new_zeros(layers if is_training else 1, *x.shape)
+        inputs = x.new_zeros(layers if is_training else 1, *x.shape)  # (slots, B, T, C), see _slot
         saved = ()
         if layer.by_hand:
             slots = layers if is_training and not loops.keeps_input_only else 1
+            # A layer computes with gathered weights, so the stacks have the widths of whole ones.
             whole = map(layer.sharding.whole_shape, stacks, loops.weights_type._fields)
             saved = layer.by_hand.new_saved(x, loops.weights_type(*whole), slots)
         (out, inputs, *saved), _ = loop(_ForwardBody(loops), (x, inputs, *saved), read, (), constants)
@@ -103,11 +104,14 @@ class _AllLayers(torch.autograd.Function):
         inputs, *saved = ctx.saved_tensors
         loops, read, constants, stacks = ctx.others
         d_values = [torch.zeros_like(constants[-1])] if loops.value_width else []
+        # The loop begins with the sums of the micro-steps before, and each layer adds to its slice. So a gradient of
+        # all layers never exists by itself.
         (d_x, d_x0, *d_values), gradients = loop(
             _BackwardBody(loops, len(saved)), (d_out, torch.zeros_like(d_out), *d_values), read,
             [stack.main_grad for stack in stacks], (inputs, *saved, *constants), reverse=True)
         for stack, gradient in zip(stacks, gradients, strict=True):
             stack.main_grad.copy_(gradient)
+        # x is both the first layer's input and the x0 of every layer.
         return d_x + d_x0, *(d_values or [None]), *[None] * (4 + len(stacks))
 
 
@@ -123,6 +127,7 @@ class _Loops:
     def given(self, read, constants):
         """Returns what a layer gets, of the slices of what the loops read, and of their constants."""
         x0, *tables = constants
+        # The weights are gathered in the body of the loop, so those of one layer are whole at a time.
         names = self.weights_type._fields
         weights = self.weights_type(*(self.layer.sharding.gather(weight.to(x0.dtype), name)
                                       for weight, name in zip(read, names, strict=False)))  # windows and numbers follow
@@ -160,6 +165,7 @@ class _BackwardBody:
         given = self.loops.given(read, rest[self.num_saved:])
         x = take(inputs, index)
         if by_hand := layer.by_hand:
+            # The forward loop kept the layer's input alone: one slot holds what this layer's backward pass needs.
             if not saved:
                 index = torch.zeros_like(index)
                 _, saved = by_hand.forward(x, index, by_hand.new_saved(x, given.weights, 1), given)

@@ -110,6 +110,8 @@ class TokenLosses:
         logits = self.cap(F.linear(hidden, head).float())
         by_text = self.sharding.log_softmax(logits)
         rows = self.sharding.count_from(first_row, targets)
+        # (N, rows of the head). A target that is another rank's row, or is to be ignored, is equal to no number here.
+        # It adds 0, and the sum over the ranks has it from the rank whose row it is.
         is_target = torch.arange(head.size(0), device=head.device) == rows[:, None]
         losses = -torch.where(is_target, by_text, 0.0).sum(dim=-1)
         d_capped = by_text.exp() - is_target.float()
@@ -185,6 +187,8 @@ class ChunkedLoss(torch.autograd.Function):
         (loss, d_head), d_hidden = run(body, sums, tensors, constants, chunk_tokens)
         if sharding.groups:
             d_head = sharding.scatter(d_head.to(hidden.dtype))
+        # Along tensor, d_hidden is of this rank's rows of the head alone: the ranks add it up. d_head needs no sum, as
+        # they have the same tokens.
         ctx.save_for_backward(sharding.sum(d_hidden.view_as(hidden)), d_head)
         ctx.head = head
         return loss

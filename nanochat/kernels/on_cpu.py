@@ -31,6 +31,9 @@ def attention(q, k, v, window):
     return _Attention.apply(q, k, v, window)
 
 
+# Scores and their gradients are fp32. A layer of 8 × 2 heads, 512 positions, takes 14 + 17 ms forward and backward so,
+# PyTorch's attention 25 + 42. Scores in bfloat16 would take 8 + 15, with errors of 0.4% in place of 0.2%. Gradients of
+# the probabilities in bfloat16 were five times less exact than PyTorch's where all values have a mean.
 class _Attention(torch.autograd.Function):
     """The backward pass computes the probabilities again from the saved log-sum-exp, block by block, and
     d scores = probabilities × (d probabilities - sum of probabilities × d probabilities)."""
@@ -73,6 +76,8 @@ class _Attention(torch.autograd.Function):
             probabilities = torch.bmm(q_scaled[:, block], k_whole[:, seen].transpose(1, 2)).add_(bias)
             probabilities.sub_(log_sums[:, block]).exp_()
             d_v[:, seen] += torch.bmm(probabilities.to(v.dtype).transpose(1, 2), d_out[:, block])
+            # The sum over a row is of unrounded numbers. That of out × d_out would be the same number, but for the
+            # rounding of out.
             d_scores = torch.bmm(d_out_whole[:, block], v_whole[:, seen].transpose(1, 2)).mul_(probabilities)
             d_scores = d_scores.sub_(probabilities.mul_(d_scores.sum(-1, keepdim=True))).mul_(scale).to(q.dtype)
             d_q[:, block] = torch.bmm(d_scores, k[:, seen])
@@ -121,7 +126,7 @@ class _ChunkBody:
         hidden, targets = read
         head, = constants
         rows = max(BLOCK_LOGITS // len(head), BLOCK_TOKENS)
-        d_logits = torch.empty(len(hidden), len(head), dtype=hidden.dtype)
+        d_logits = torch.empty(len(hidden), len(head), dtype=hidden.dtype)  # (chunk, V)
         blocks = zip(hidden.split(rows), targets.split(rows), d_logits.split(rows), strict=True)
         for block, block_targets, d_block in blocks:
             logits = torch.mm(block, head.t()).float()

@@ -32,6 +32,7 @@ from nanochat.kernels.pallas_short import Scores, forward_tiles, write_gradients
 def list_pairs(segments, segment, window):
     """Returns the pairs (segment of queries, segment of keys) of which something is visible: from the last queries to
     the first, and for each from the first keys to the last."""
+    # ceil((window - 1) / segment): the first query of a segment sees the window - 1 positions before it.
     farthest = segments if window is None else (window + segment - 2) // segment  # distance in segments
     return [(i, j) for i in reversed(range(segments)) for j in range(max(0, i - farthest), i + 1)]
 
@@ -41,6 +42,8 @@ def list_cases(pairs, segment, tiles, window):
     cases = {}
     for distance in sorted({i - j for i, j in pairs}):
         is_whole = distance and (window is None or (distance + 1) * segment <= window)
+        # Segments of keys that are wholly visible have the same tiles, without masks, at every distance. These
+        # distances follow one another, so they are one case, which is one body in the kernel.
         same = next((first for first, (_, whole, _) in cases.items() if whole), distance) if is_whole else distance
         cases[same] = (distance, is_whole, list_tiles(segment, tiles, None if is_whole else window, distance * segment))
     return [(first, last, found) for first, (last, _, found) in cases.items()]
@@ -48,6 +51,8 @@ def list_cases(pairs, segment, tiles, window):
 
 def _here(place, num_steps):
     """Returns this step's segments of queries and keys, and whether the step before had other queries."""
+    # `place` is: layer, window, the segment of queries of each step, the segment of keys of each step, and in the
+    # backward kernel whether each step adds gradients (see pallas_parts.run).
     step = pl.program_id(3)
     i, j = place[2 + step], place[2 + num_steps + step]
     return i, j, (step == 0) | (place[2 + jnp.maximum(step, 1) - 1] != i)
@@ -120,7 +125,9 @@ class _Gradients(Scores):
             refs.dq_sum[:, tile.queries] += dot(refs.k_t[:, tile.keys], d_score, (1, 1))
         else:
             refs.dq_sum[tile.queries] += dot(d_score, refs.k_normed[tile.keys])
-        if self.is_last and tile.is_last:  # no tile that is still to come reaches these queries, or these keys
+        # No tile that is still to come reaches these queries, or these keys. The query heads of a group share the keys:
+        # each writes the sums so far, and the last one those of all.
+        if self.is_last and tile.is_last:
             d_q = refs.dq_sum[:, tile.rows] if self.is_wide else refs.dq_sum[tile.rows].T
             write_gradients(tile.rows, d_q, refs.dk_sum.at[self.j], refs.dv_sum.at[self.j], refs)
 
@@ -141,6 +148,7 @@ def _backward_kernel(place, refs, *, eps, window, cases, num_steps, matrix_unit)
         pair = _Gradients(tiles, refs, j, is_last=is_last, matrix_unit=matrix_unit, eps=eps, window=window)
         first = [(0, pair.compute_scores), (0, pair.compute_d_weights)]
         if is_second:
+            # As in pallas_short._backward_kernel, but the means are known: a tile waits for no other one.
             stages = [(3, pair.add_to_v), (3, pair.add_to_k), *first, (3, pair.add_to_q),
                       (1, pair.compute_probabilities), (2, pair.compute_d_scores_of_row)]
         else:
@@ -196,6 +204,7 @@ def backward(place, q, k, v, log_sums, d_out, *tables, windows, matrix_unit, eps
 
     def call(window):
         pairs = list_pairs(length // segment, segment, window)
+        # For each segment of queries: all pairs for the means, then all pairs for the gradients.
         steps = [(i, j, is_second) for query in reversed(range(length // segment)) for is_second in (0, 1)
                  for i, j in pairs if i == query]
         cases = list_cases(pairs, segment, BACKWARD_TILES[matrix_unit], window)

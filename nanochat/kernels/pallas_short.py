@@ -59,6 +59,7 @@ def forward_tiles(tiles, refs, finish, *, eps, window):
 
     def prepare_queries(chunk):
         normed, _ = rotated_norm(refs.q[0, 0, chunk].T, refs.cos_q[:, chunk], refs.sin_q[:, chunk], eps)
+        # The queries carry both factors of the scores, so that no tile has to be multiplied.
         refs.q_t[:, chunk] = (normed * (SCALE * LOG2_E)).astype(dtype)
 
     keys_once, queries_once = Once(length, prepare_keys), Once(length, prepare_queries)
@@ -80,6 +81,8 @@ def forward_tiles(tiles, refs, finish, *, eps, window):
         if tiles[n].is_last:
             finish(rows, outs.pop(rows.start), sums.pop(rows.start))
 
+    # The products of a tile's scores stand two tiles before their exponentials: 6.67 Mcycles for 16 layers on v6e,
+    # where one tile took 7.45 and three took 6.74.
     pipeline(len(tiles), [(0, compute_scores), (2, compute_weights), (4, add_values)])
 
 
@@ -175,11 +178,16 @@ def write_gradients(rows, d_q, dk_sum, dv_sum, refs):
         d_x = d_rotated_norm(d_normed, normed, scale, cos[:, rows], sin[:, rows])
         ref[0, rows] = d_x.astype(ref.dtype).T
 
+    # d_scores are gradients of SCALE × (q · k). d_q is summed with plain keys, so it lacks SCALE. dk_sum is summed with
+    # queries × SCALE × LOG2_E, so it has LOG2_E too much.
     write(refs.dq, 0, d_q * SCALE, refs.cos_q, refs.sin_q)
     write(refs.dk, 1, dk_sum[:, rows] / LOG2_E, refs.cos_k, refs.sin_k)
     refs.dv[0, rows] = dv_sum[:, rows].astype(refs.dv.dtype).T
 
 
+# The exact mean takes 1.9 of the 12.8 Mcycles of 16 layers on v6e. In bfloat16, the errors of d q and d k are 0.36 and
+# 0.35% with it, and 0.40 and 0.39% with that of out and d out; 0.34 and 0.35% against 0.52 and 0.53% where values and
+# gradients have a common part.
 class _Gradients(Scores):
     """The further stages. The mean is summed over all tiles of a row before d_scores: the product of out and d out is
     the same number (FlashAttention-2, arXiv 2307.08691), but out is rounded to bfloat16, and its errors do not cancel.
@@ -250,6 +258,9 @@ def _backward_kernel(place, refs, *, tiles, eps, window, matrix_unit, group):
         def _():
             refs.dk_sum[...] = refs.dv_sum[...] = jnp.zeros_like(refs.dk_sum)
 
+    # A tile's d_scores wait for the mean over its row, so that a whole row of tiles is under way between add_to_means
+    # and compute_d_scores_of_row. Within a turn the products are in the order v, k, scores, d_weights, q: of six that
+    # were tried the fastest, by 2 to 8% on v6e. add_to_q must stay behind add_to_k, as it drops the tile's d_scores.
     longest = max(Counter(tile.rows.start for tile in tiles).values())
     row = longest + 1  # turns after which a tile's row has its mean
     pipeline(len(tiles), [(row + 2, work.add_to_v), (row + 2, work.add_to_k), (0, work.compute_scores),

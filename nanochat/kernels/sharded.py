@@ -52,6 +52,9 @@ class Sharding:
 
     def whole(self, after, parts):
         """See layers.Kernels."""
+        # Left alone, the compiler gathers nearly all weights first: to generate with 6.98B parameters on 8 chips took
+        # 14.38 GiB at the peak, and takes 4.33 if a layer's parts wait for its input. Clones, because wait_for changes
+        # its tensors in place.
         tensors = [part.clone() for part in parts.values()]
         wait_for(after, tensors)
         return [self._whole(name, tensor) for name, tensor in zip(parts, tensors, strict=True)]
@@ -62,6 +65,7 @@ class Sharding:
             return part
         parts = gather_in_groups(part, _lists(self.tensor_groups))
         if name in DIVIDED_BY_INPUTS:
+            # (ranks × out, in / ranks) -> (ranks, out, in / ranks) -> (out, ranks, in / ranks) -> (out, in)
             return parts.unflatten(0, (len(self.tensor_groups[0]), -1)).movedim(0, 1).flatten(1)
         return parts
 
@@ -116,12 +120,12 @@ class Sharding:
 
     def own_columns(self, x, width):
         """Returns this rank's columns (…, n × width) of x (…, n × ranks × width), `width` of each block."""
-        blocks = x.unflatten(-1, (-1, len(self.tensor_groups[0]), width))
+        blocks = x.unflatten(-1, (-1, len(self.tensor_groups[0]), width))  # (…, n, ranks, width)
         return blocks.index_select(-2, place_in_group(_lists(self.tensor_groups), x.device)[None]).flatten(-3)
 
     def all_columns(self, own, width):
         """Returns x (…, n × ranks × width) of which each rank has own_columns."""
-        parts = gather_in_groups(own[None], _lists(self.tensor_groups))
+        parts = gather_in_groups(own[None], _lists(self.tensor_groups))  # (ranks, …, n × width)
         return parts.unflatten(-1, (-1, width)).movedim(0, -2).flatten(-3)
 
 

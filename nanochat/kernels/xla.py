@@ -84,6 +84,8 @@ def _options_of_chip():
     return 128, None
 
 
+# The loops over the layers are kept under their Layer, which is kept under its How. Another object at each call would
+# build, and trace, them all again.
 @cache
 def _pallas_attention(interpret, matrix_unit, max_whole, windows):
     from nanochat.kernels import pallas_attention, pallas_parts
