@@ -29,6 +29,8 @@ def gate_backward(weights, which, x, scale, change):
 
     change: the gate × its gradient, (B, T, 1), fp32: the sum over the width of what leaves the gate × its gradient.
     """
+    # With z = map · norm(x), the gate's derivative is gate × sigmoid(-z) by z, and gate / a by a. So what went through
+    # the gate is needed in `change` alone.
     d_logit = change * torch.sigmoid(-_logit(weights, which, x, scale))
     return scale * d_logit, change.sum().reshape(1) / weights.gate_scale[which].float()
 

@@ -39,11 +39,12 @@ class KVCache:
     def keys_before(self, layer, k, positions):
         """Keeps k (B, T, C_kv) of `layer` at `positions`, which are as in attend, and returns the keys of the positions
         before them, (B, T, C_kv), 0 before the first."""
+        # Row p of `befores` is the key of position p - 1, and row 0 stays 0.
         befores = self.befores[layer]
         if positions.dim() == 1:
             self.befores[layer] = befores = befores.index_copy(1, positions + 1, k)
             return befores.index_select(1, positions)
-        everywhere = torch.arange(befores.size(1), device=k.device)
+        everywhere = torch.arange(befores.size(1), device=k.device)  # the mask below is (B, max_len + 1, 1)
         self.befores[layer] = befores = torch.where((positions + 1 == everywhere).mT, k, befores)
         return befores.gather(1, positions.expand(-1, 1, k.size(-1)))
 
@@ -87,6 +88,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         windows = torch.tensor([window or config.max_seq_len for window in config.windows()], dtype=torch.int32)
         self.register_buffer("windows", windows, persistent=False)
+        # A loop over the layers reads a number for each, so one beyond the last slot stands for none.
         slots = [config.num_values if slot is None else slot for slot in config.value_slots()]
         self.register_buffer("slots", torch.tensor(slots, dtype=torch.int32), persistent=False)
 

@@ -121,6 +121,8 @@ def shift_keys_backward(d_k, head_dim):
 
 
 def _keeps_place(k, head_dim):
+    # Rotary turns channels i and i + head_dim / 2 of a head together, the fastest pair first. With the fastest shifted
+    # instead, a model of depth 4 had 1.6920 bits per byte after 512 steps, and 1.5194 so.
     return torch.arange(k.size(-1), device=k.device) % (head_dim // 2) < (head_dim // 2 + 1) // 2
 
 
@@ -180,15 +182,15 @@ def gpt_layer(options, x, x0, weights, rotary, text, value=None):
     w = type(weights)(*(weight.to(x.dtype) for weight in weights))
     x = w.resid_scale * x + w.x0_scale * x0
     normed = norm(x)
-    q = F.linear(normed, w.attn_q)
-    k = F.linear(normed, w.attn_k)
+    q = F.linear(normed, w.attn_q)  # (B, T, H × head_dim)
+    k = F.linear(normed, w.attn_k)  # (B, T, H_kv × head_dim), as v
     v = F.linear(normed, w.attn_v)
     if options.key_shift:
         k = shift_keys(k, text.before(k), options.head_dim)
     v = gated(gate_of(options, w, VALUES, normed), v)
     if value is not None:
         v = v + value
-    q = split_heads(q, options.head_dim)
+    q = split_heads(q, options.head_dim)  # (B, H, T, head_dim)
     k = split_heads(k, options.head_dim)
     v = split_heads(v, options.head_dim)
     q = norm(apply_rotary(q, *rotary))  # QK-norm
@@ -198,5 +200,5 @@ def gpt_layer(options, x, x0, weights, rotary, text, value=None):
     x = x + gated(gate_of(options, w, ATTENTION, normed), attended)
     normed = norm(x)
     gate = gate_of(options, w, MLP, normed)
-    hidden = F.relu(F.linear(normed, w.mlp_in)).square()
+    hidden = F.relu(F.linear(normed, w.mlp_in)).square()  # (B, T, 4 × C)
     return x + gated(gate, F.linear(hidden, w.mlp_out))

@@ -45,8 +45,9 @@ def equal_rows(matrices):
 def polar_express(x):
     """Returns matrices (L, m, n), m ≤ n, with all singular values near 1, of those whose singular values are at most 1:
     X <- aX + (bA + cA²)X with A = XXᵀ, and in each step the a, b and c that are best there."""
+    # The smallest singular values grow by the product of all a, 990. So does what rounding left in their place.
     for a, b, c in POLAR_EXPRESS:
-        gram = torch.bmm(x, x.mT)
+        gram = torch.bmm(x, x.mT)  # (L, m, m), of the shorter side
         polynomial = (b * gram.float() + c * torch.bmm(gram, gram).float()).to(x.dtype)
         x = (a * x.float() + torch.bmm(polynomial, x).float()).to(x.dtype)
     return x

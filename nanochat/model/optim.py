@@ -139,6 +139,7 @@ class MuonAdamW:
         finite, weights and state stay as they are; the device decides that, and the host does not wait for it.
         """
         gradients = self._sum_over_ranks(sums)
+        # These numbers are the same on every rank, so all decide alike.
         measured = {**sums, "grad_norm": self._norm(gradients)}
         values = torch.stack(list(measured.values()))
         is_good = values.isfinite().all()
@@ -190,11 +191,11 @@ class MuonAdamW:
         """Sets the sums of gradients and `sums` to zero, as every update does at its end. The results of an XLA program
         are in the order in which they were last written, so another order here would make another program of the next
         micro-step.
-
-        XLA assigns the memory of arguments to results of the same size: the results in the order of these lines, the
-        arguments in the order in which the program uses them. In reverse, each gradient stays where it is; otherwise
-        they would all be copied.
         """
+        # XLA assigns the memory of arguments to results of the same size: the results in the order of these lines, the
+        # arguments in the order in which the program uses them. In reverse, each gradient stays where it is. Otherwise
+        # they would all be copied: a micro-step at depth 16 on v5e took 156.3 Mcycles instead of 151.6, and 2.4 GB more
+        # went through HBM.
         for p in reversed(list(self.parameters.values())):
             p.main_grad.zero_()
         for total in sums:
@@ -226,6 +227,8 @@ class MuonAdamW:
             squares.append(gradient.square().sum())
         if not parts:
             return torch.stack(whole).sum().sqrt()
+        # The ranks' parts have nothing in common, and their padding is 0, so their squares add up. What is whole counts
+        # once.
         total = sum(parts)
         all_reduce_sum([total], self.dist)
         return (total + sum(whole)).sqrt()
@@ -238,6 +241,7 @@ class MuonAdamW:
     def whole_weights(self):
         """Within the block, the model has its whole weights, for what cannot compute with parts of them. Every rank
         must come here."""
+        # Sorted, because a set of names has another order in each process, and the ranks must gather in the same one.
         parts = {name: self.parameters[name].data for name in sorted(self.sharded) if self.mesh.divides_weights}
         for name, part in parts.items():
             with torch.no_grad(), one_program(self.dist, f"whole {tuple(part.shape)}", collective=True):

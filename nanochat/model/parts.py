@@ -40,6 +40,7 @@ class Parts:
         if tensor.dim() < 2 or name in UNDIVIDED:
             return tensor
         _, *places = self.mesh.coordinates(self.dist.rank)
+        # Tensor divides the whole, and fsdp what is left. Gathering goes the other way: fsdp first.
         for (axis, dim), place in reversed([*zip(_divided(name), places, strict=True)]):
             tensor = tensor.chunk(getattr(self.mesh, axis), dim)[place]
         return tensor
@@ -48,6 +49,8 @@ class Parts:
         """Returns the part of a whole weight, or of a tensor of its state, that the optimizer keeps."""
         number = self.dist.rank
         if self._rows_are_divided(tensor):
+            # A table's rows are in the order of the model's parts, tensor, then fsdp, and data divides each of these.
+            # So the ranks along data hold the model's part together, and a gather along data alone makes it.
             data, fsdp, tensor_place = self.mesh.coordinates(self.dist.rank)
             number = (tensor_place * self.mesh.fsdp + fsdp) * self.mesh.data + data
         rows = -(-tensor.size(0) // self.dist.world_size)
@@ -59,6 +62,7 @@ class Parts:
         """Returns the whole tensor from the optimizer's parts of all ranks. Every rank must call it."""
         whole = all_gather(part, self.dist)
         if self._rows_are_divided(part):
+            # (data, fsdp, tensor, rows, C), as ranks are numbered, -> (tensor, fsdp, data, rows, C), as rows are
             sizes = self.mesh.data, self.mesh.fsdp, self.mesh.tensor
             whole = whole.unflatten(0, (*sizes, -1)).transpose(0, 2).flatten(0, 3)
         return whole[:length]
@@ -121,6 +125,8 @@ class Parts:
             gradient = self._padded(gradient)
         if self._rows_are_divided(gradient):
             return gradient
+        # A rank has parts of matrices of L / data layers. Each exchange gives away layers, and gets the outputs or
+        # inputs of the layers that it keeps from the others.
         for axis, dim in self._exchanges(name):
             gradient = exchange_in_groups(gradient, self.mesh.groups(axis), split=0, concat=dim)
         return gradient
@@ -148,6 +154,7 @@ class Parts:
         for name, part in parts.items():
             groups.setdefault(part.shape, []).append(name)
         for names in groups.values():
+            # (names, n, …) of each rank -> (ranks × names, n, …) -> for each name (ranks, n, …)
             together = all_gather(torch.stack([parts[name] for name in names]), self.dist)
             each = together.unflatten(0, (self.dist.world_size, len(names))).unbind(1)
             found |= {name: whole.flatten(0, 1)[:lengths[name]] for name, whole in zip(names, each, strict=True)}

@@ -84,6 +84,8 @@ def decay_rate(weight_decay, matrix_lr, num_steps):
     `num_steps` steps at the learning rate `matrix_lr`: they forget what is older than 1 / weight_decay of the run,
     whatever its batch, width and length (arXiv 2405.13698; dev/LOG.md). 0 if there is no learning rate, or one for
     which fp32 has no such rate."""
+    # A step multiplies weights by 1 - matrix_lr × rate, and all steps by exp(-weight_decay). expm1 keeps the digits of
+    # a rate that is small beside 1.
     return -math.expm1(-weight_decay / num_steps) / matrix_lr if matrix_lr > 1e-30 else 0.0
 
 
