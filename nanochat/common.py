@@ -50,6 +50,8 @@ def run_script(main):
         try:
             status = main()
         finally:
+            # What is left to print is printed here, where a closed pipe and a full disk are errors that are known
+            # below. Left to the interpreter, they would be a complaint at its end, and status 120.
             sys.stdout.flush()
     except KeyboardInterrupt:
         status = _say("stopped by Ctrl-C", 130)
@@ -113,6 +115,7 @@ class ArgumentParser(argparse.ArgumentParser):
                 name, equals, value = arg.partition("=")
                 if value == "--":  # argparse would take it for no value at all
                     self.error(f"{arg}: -- is not a value")
+                # --batch-size becomes __batch_size, and then --batch_size.
                 arg = name.replace("-", "_").replace("__", "--", 1) + equals + value
             normalised.append(arg)
         return super().parse_known_args(normalised, namespace)
@@ -155,6 +158,7 @@ def _reader(name, kind, at_least, above, at_most, below, unset):
         try:
             number = kind(text)
         except ValueError:
+            # No range has nan in it, so it is refused below.
             number = math.nan
         if number != unset and not (math.isfinite(number) and at_least <= number <= at_most and above < number < below):
             raise BadInput(f"--{name}={text} is not {wanted}")
@@ -248,6 +252,7 @@ def require_writable_dir(path):
         raise BadInput(f"cannot write to {path}, because its name is not UTF-8: choose another directory")
     try:
         path.mkdir(parents=True, exist_ok=True)
+        # Several ranks may try at once, as processes or as threads of one.
         probe = path / f".write_test_{os.getpid()}_{threading.get_ident()}"
         probe.write_bytes(b"")
         probe.unlink()
@@ -257,6 +262,8 @@ def require_writable_dir(path):
     return path
 
 
+# Loaded here, because end_with_parent runs between fork and exec, where a lock that another thread had stays locked:
+# nothing may be imported or loaded there.
 _LIBC = ctypes.CDLL(None)
 
 
@@ -267,7 +274,8 @@ def end_with_parent(parent, how=signal.SIGKILL):
     For subprocess: preexec_fn=partial(end_with_parent, os.getpid()).
     """
     _LIBC.prctl(1, how)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it has ended already
+    # A parent that has ended before that call sends nothing any more.
+    if os.getppid() != parent:
         os.kill(os.getpid(), how)
 
 

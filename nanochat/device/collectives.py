@@ -26,7 +26,8 @@ def all_reduce_sum(tensors, dist):
 def reduce_scatter_sum(tensor, dist):
     """Returns this rank's part, (n, …), of the sum of `tensor` (world_size × n, …) over all ranks. On XLA only."""
     # Divided so that nothing moves in memory. As rows, because XLA would give matrices the order that suits Muon's
-    # products, and copy the whole tensor for it before it is summed.
+    # products, and copy the whole tensor for it before it is summed. With torch_xla's token, XLA reads and writes all
+    # gradients once more: the update of a model of depth 16 takes 28.7 ms on v5e-8, and 25.8 without.
     parts = tensor.flatten(0, -2).unflatten(0, (dist.world_size, -1))
     return without_token(_scatter_sum(dist.world_size), parts)[0].unflatten(0, (-1, *tensor.shape[1:-1]))
 
@@ -43,6 +44,7 @@ def all_gather(part, dist):
     import torch_xla.core.xla_model as xm
     # With pinned layouts it would become an all-reduce of padded tensors, and another program on every rank. The group
     # gives the number of ranks, because the runtime of a process that only traces would count its own devices.
+    # Gathers keep torch_xla's token and with it their order: in no order, fewer of them run beside products.
     groups = [list(range(dist.world_size))]
     return xm.all_gather(part[None], 0, groups=groups, pin_layout=False).flatten(0, 1)
 
@@ -113,6 +115,7 @@ def largest_in_groups(tensor, groups):
 def place_in_group(groups, device):
     """Returns this rank's place in its group, int32 (). The ranks find it out by an exchange, because a number that
     each rank puts into its program would make other programs of them, whose collectives do not meet."""
+    # Each rank sends the number r to rank r of its group, which gets it from all.
     return exchange_in_groups(torch.arange(len(groups[0]), dtype=torch.int32, device=device), groups, 0, 0)[0]
 
 

@@ -163,6 +163,7 @@ def require_divisible(mesh, axis, sizes):
     others = mesh.tensor if axis == "fsdp" else mesh.fsdp
     for what, size in sizes.items():
         if size % chips:
+            # A number that would do divides every size, and the chips that the other axis leaves.
             nearest = _nearest_divisors(math.gcd(*sizes.values(), mesh.chips // others), chips)
             raise BadInput(f"{mesh.source}: {chips} chips along {axis} do not divide {what}, {size}: use "
                            f"{mesh.ask_for(axis, *nearest)}")

@@ -26,10 +26,7 @@ def one_program(dist, name, collective=False):
     name: of the program; collective: whether it contains a collective. Yields a ProgramRun, which is filled in at the
     end. On other devices this does nothing.
 
-    If two ranks are threads of one process and compile a program at the same time, they get two executables whose
-    all-reduces never meet. Therefore the first runs of each program are traced and compiled by one rank after the
-    other. Before a rank takes the lock for that, it waits for its programs in flight, because these may need a rank
-    that waits for the lock.
+    Ranks that are threads of one process trace and compile the first two runs of each program one after the other.
     """
     run = ProgramRun()
     if not dist.is_xla:
@@ -37,6 +34,9 @@ def one_program(dist, name, collective=False):
         return
     import torch_xla
     import torch_xla.core.xla_model as xm
+    # If two threads compile a program at the same time, they get two executables whose all-reduces never meet. Hence
+    # the lock. Before a rank takes it, the rank waits for its programs in flight, because these may need a rank that
+    # waits for the lock.
     ranks_are_threads = dist.num_threads > 1
     runs = dist.program_runs[name] = dist.program_runs.get(name, 0) + 1
     one_at_a_time = ranks_are_threads and runs <= 2
@@ -52,7 +52,9 @@ def one_program(dist, name, collective=False):
         traced = time.monotonic()
         cpu_begun = time.thread_time()
     if one_at_a_time and collective:
-        thread_barrier(dist)  # the others may trace for longer than a collective waits for them
+        # All ranks trace before any of them dispatches: the others may take longer than a collective waits for them.
+        # The lock is free meanwhile, because they need it to come here.
+        thread_barrier(dist)
     with turn:
         torch_xla.sync()
         # Tracing never waits for the device. sync() waits if the device is busy, without using CPU time, so its CPU

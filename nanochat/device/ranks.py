@@ -146,6 +146,7 @@ def compute_init(device_type, hosts=1):
     if device_type in ("tpu", "xla"):
         import torch_xla
         import torch_xla.runtime as xr
+        # spawn_ranks has started the runtime on this rank's chip. Any other process must take one chip itself.
         if device_type == "tpu" and not torch_xla._XLAC._xla_runtime_is_initialized():
             _start_on_one_chip()
         dist = Dist(device_type, torch_xla.device(), xr.global_ordinal(), xr.world_size(), hosts,
@@ -199,6 +200,8 @@ def _start_runtime(begin, local_rank, local_world_size):
     from torch_xla._internal import pjrt
     try:
         begin()
+        # spawn_ranks has changed the name in the parent alone. This process has imported pjrt anew, so this is
+        # torch_xla's.
         pjrt.initialize_multiprocess(local_rank, local_world_size)
     except BaseException:
         traceback.print_exc()

@@ -128,6 +128,7 @@ def parse_accelerator(accelerator, source="--accelerator"):
         raise BadInput(f"{source}={accelerator} is unknown: give one of {known}")
     tpu = TPU_TYPES[_NAMES[name]]
     chips, odd_core = divmod(int(count), tpu.cores_per_chip)
+    # Slices are powers of two of chips. There is none of 2 chips, and of v4 and v5p none below 4.
     is_power_of_two = chips and chips & (chips - 1) == 0
     if odd_core or not is_power_of_two or (chips < 4 and tpu.torus_dims == 3) or chips == 2 or count[0] == "0":
         sizes = "1, 4, 8, 16, 32 …" if tpu.torus_dims == 2 else "8, 16, 32, 64 …"
@@ -142,6 +143,7 @@ def _topology(chips, torus_dims):
     """Returns the most even box of `chips` chips, a power of two, with the longest side last: 8 is 2x4, or 2x2x2."""
     if torus_dims == 3 and chips == 4:
         return "2x2x1"
+    # The sides' exponents add up to log2_chips, and differ by one at most.
     log2_chips = chips.bit_length() - 1
     return "x".join(str(2 ** ((log2_chips + i) // torus_dims)) for i in range(torus_dims))
 
@@ -158,6 +160,7 @@ def count_tpu_chips(pci_devices="/sys/bus/pci/devices", dev="/dev"):
             # The ids that torch_xla knows; other Google devices (gVNIC, 0x0042) are not TPUs.
             chips += _read_id(Path(vendor_path).with_name("device")) in (
                 "0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+    # A bus that shows devices and no TPU is an answer. One that shows nothing is hidden.
     if chips or os.path.isdir(pci_devices) and os.listdir(pci_devices):
         return chips
     chips = len(glob.glob(f"{dev}/accel[0-9]*"))

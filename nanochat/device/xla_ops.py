@@ -29,6 +29,7 @@ def loop(body, carry, read, write, constants=(), reverse=False):
     import torch_xla
     device = read[0].device
     arguments = [torch.zeros((), dtype=torch.int32, device=device), *carry, *read, *write, *constants]
+    # The device, because the scalars that are kept with the computation are tensors on it.
     key = (body, reverse, device, len(carry), len(read), len(write), _shapes(arguments))
     if key not in _computations:
         use_device_of(arguments[0])
@@ -57,6 +58,8 @@ def _build_loop(body, carry, read, write, constants, reverse):
     from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
 
     body_computation, arguments_of_body, scalars = _trace_body(body, carry, read, write, constants)
+    # The loop's state is [index, *carry, *read, *write, *constants, *scalars]. An XLA loop has no other memory, so what
+    # is only read is in its state, too, and goes on as it is.
     first_read = 1 + len(carry)
     first_write = first_read + len(read)
     first_constant = first_write + len(write)
@@ -69,6 +72,7 @@ def _build_loop(body, carry, read, write, constants, reverse):
         def scalar(value):
             return xb.Op.scalar(index.builder(), value, dtype=xb.Type.S32)
 
+        # The index counts up in both directions. The body gets `used`: `at`, and of each stack the slice there.
         arguments = [index, *rest]
         at = scalar(length - 1) - index if reverse else index
         used = [at, *rest]
@@ -106,6 +110,8 @@ def _trace_body(body, carry, read, write, constants):
         new_carry, new_write = body(index, *groups)
     for name, old, new in (("carry", groups[0], new_carry), ("write", groups[2], new_write)):
         assert _shapes(old) == _shapes(new), f"{name}: the loop's body turned {_shapes(old)} into {_shapes(new)}"
+    # Lowered, the body has a parameter for each tensor that it reads, in an order of torch_xla's own. The placeholders
+    # among them tell which argument of the loop that is. An argument that the body leaves alone is no parameter.
     context = torch_xla._XLAC.lowering.LoweringContext("LoopBody")
     context.set_name_string("loop_body")
     context.build([*new_carry, *new_write])
@@ -152,6 +158,7 @@ def _build_without_token(collective, tensor):
     torch_xla._XLAC._set_all_reduce_token(str(tensor.device), None)
     builder = xb.create_builder("collective")
     operand = xb.mkparam(builder, 0, xb.tensor_shape(tensor))
+    # The computation's other parameter is the token, before or behind the tensor.
     zero = xb.Op.scalar(builder, 0.0, dtype=xb.Type.F32)
     number = len(context.device_parameter_id_tensor_mapping())
     place = context.tensor_parameter_id(placeholder)
@@ -206,6 +213,9 @@ def add_to_columns(x, index, value):
             first = _first_column(x, index, value.shape().sizes[-1])
             return x.dynamic_update_slice(x.dynamic_slice(first, value.shape().sizes) + value, first)
 
+        # Without the conditional, layers that add no value read and write the sum all the same: 60.4 GB of HBM traffic
+        # a micro-step on v6e at depth 16, and 58.6 so. A loop of one turn or none is slower, 87.0 Mcycles instead of
+        # 84.5, because the compiler copies the sum to VMEM and back.
         blocks = x.shape().sizes[-1] // value.shape().sizes[-1]
         is_there = index < xb.Op.scalar(index.builder(), blocks, dtype=xb.Type.S32)
         return is_there.mkconditional((x, index, value), added, lambda x, index, value: x)
