@@ -40,7 +40,7 @@ WORK = {
     "bench.schedule": ["measure"], "bench.serve": ["get_context"], "bench.train": ["Training"],
     "code_eval": ["Judge"],
     "demo": ["run"], "eval_table": ["run"], "export": ["load_model"], "generate": ["Engine"],
-    "import_nanochat": ["read_weights"], "prepare_data": ["prepare"], "prepare_puzzles": ["make_all"],
+    "import_nanochat": ["read_weights"], "prepare_data": ["prepare"], "prepare_puzzles": ["prepare"],
     "puzzle_preflight": ["prepare"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED, "report": ["summarise"],
     "serve": ["Engine"], "solve": ["Judge"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"],
     "tpu_advice": ["advise"], "tpu_preflight": ["prepare"]}

@@ -77,6 +77,7 @@ def test_a_run_on_two_devices_then_one_then_four_sees_the_same_batches_at_every_
     assert len(set(expected)) > 200  # rows differ, though every header begins with the same licence
 
 
+@pytest.mark.slow
 def test_a_corrupt_row_group_ends_a_run_unless_it_is_to_be_skipped(train, tmp_path, corpus_dir):
     data_dir = tmp_path / "data"
     data_dir.mkdir()

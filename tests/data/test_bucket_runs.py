@@ -36,6 +36,7 @@ def records(base_dir, run, *names):
     return [tuple(line.get(name) for name in names) for line in lines]
 
 
+@pytest.mark.slow
 def test_a_run_from_a_bucket_has_the_losses_and_evaluations_of_one_from_disk(storage, corpus_dir, tiny, base_dir,
                                                                            warm_ranks, capsys):
     for place, run in ((corpus_dir, "disk"), ("gs://b/corpus", "bucket")):

@@ -4,10 +4,11 @@ import pytest
 from nanochat.model import flops
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
+from tests.model.test_gpt import PLAIN
 
 
 def test_matrix_parameters_are_those_of_the_model():
-    config = GPTConfig(vocab_size=96, max_seq_len=8, n_layer=3, n_embd=64, n_head=4, n_kv_head=2)
+    config = GPTConfig(vocab_size=96, max_seq_len=8, n_layer=3, n_embd=64, n_head=4, n_kv_head=2, **PLAIN)
     model = GPT.on_meta(config)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and name != "wte")
     assert flops.matrix_parameters(config) == matrices
@@ -15,15 +16,15 @@ def test_matrix_parameters_are_those_of_the_model():
 
 def test_depth_16_has_the_published_flops():
     # A micro-batch of 8 × 1024 tokens takes 14.0 TFLOP, and one of 8 × 2048 tokens 29.7; both were counted elsewhere.
-    assert flops.flops_per_token(GPTConfig(), 1024) * 8 * 1024 == pytest.approx(14.0e12, rel=0.005)
-    assert flops.flops_per_token(GPTConfig(), 2048) * 8 * 2048 == pytest.approx(29.7e12, rel=0.005)
+    assert flops.flops_per_token(GPTConfig(**PLAIN), 1024) * 8 * 1024 == pytest.approx(14.0e12, rel=0.005)
+    assert flops.flops_per_token(GPTConfig(**PLAIN), 2048) * 8 * 2048 == pytest.approx(29.7e12, rel=0.005)
 
 
 @pytest.mark.parametrize("pattern, n_kv_head", [("L", 4), ("SSL", 4), ("S", 1)])
 def test_flops_agree_with_a_count_of_every_product_and_every_position_looked_at(pattern, n_kv_head):
     T = 16
     config = GPTConfig(vocab_size=96, max_seq_len=T, n_layer=4, n_embd=64, n_head=4, n_kv_head=n_kv_head,
-                       window_pattern=pattern)
+                       **{**PLAIN, "window_pattern": pattern, "short_window": 8 if "S" in pattern else None})
     kv_width = n_kv_head * 16
     forward = 2 * 64 * 96 * T
     for window in config.windows():

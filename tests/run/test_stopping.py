@@ -204,6 +204,7 @@ def losses_of(base_dir, name):
     return [record["loss"] for record in records if "loss" in record]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_stop_saves_and_resumes_bit_for_bit(start, base_dir):
     """Each time it resumes from the mirror, as on a new VM, whose disk has the data and nothing else."""
     for number, after in ((signal.SIGTERM, "step 00020"), (signal.SIGINT, "step 00060")):
@@ -226,6 +227,7 @@ def test_a_run_that_is_told_to_stop_saves_and_resumes_bit_for_bit(start, base_di
     assert losses_of(base_dir, "test") == losses_of(base_dir, "whole")
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_by_one_process_and_no_rank_outlives_a_killed_parent(start):
     run = start("test")
     for line in run.stdout:
@@ -255,6 +257,7 @@ def read_until(run, words):
     assert any(words in line for line in run.stdout), f"the run has ended without: {words}"
 
 
+@pytest.mark.slow
 def test_a_stop_waits_for_the_mirror_until_it_has_the_checkpoint_or_a_second_signal_comes(start, base_dir, bucket):
     def state():
         return json.loads((base_dir / "checkpoints/test/mirror.json").read_text())

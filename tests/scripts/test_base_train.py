@@ -211,6 +211,7 @@ def test_synthetic_data_needs_no_data(train):
     assert "sample at step 6" in process.stdout
 
 
+@pytest.mark.slow
 def test_a_wandb_that_accepts_and_never_answers_holds_up_no_step(train):
     """The rates are printed, and not asserted: the machine may be busy."""
     def rate(process):

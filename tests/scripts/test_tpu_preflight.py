@@ -241,6 +241,7 @@ def test_all_ranks_of_a_mesh_run_the_same_programs(train, tiny, teacher):
         assert teacher_bytes == pytest.approx(2 * weights / 4, rel=0.01)
 
 
+@pytest.mark.slow
 def test_base_train_ends_with_3_before_it_trains_what_does_not_fit(base_dir, tiny):
     """Its many layers' weights and their state alone take 15.8 GiB. Narrow layers are quick to compile."""
     process = subprocess.run(
