@@ -91,6 +91,8 @@ class DataFlags(TextFlags):
 def _flag_of_field(config_field):
     """Returns the flag of a field of GPTConfig. Its own default is None: a run that resumes keeps the value of its
     checkpoint, and only a new one takes that of GPTConfig."""
+    # A bool has three states here: on, off and not given. A switch that is given or not would have two, and a run that
+    # resumes could not tell off from not given.
     options = {name: value for name, value in config_field.metadata.items() if name != "called"}
     options["of"] = config_field.type
     if config_field.type is bool:
@@ -183,6 +185,7 @@ class FlagGroups:
 
     def as_dict(self):
         """Returns {name: value} of all flags, as a checkpoint's meta.json has them."""
+        # Flat, because a flag's name is its only one on the command line, too: checkpoints do not know the groups.
         return {name: value for group in asdict(self).values() for name, value in group.items()}
 
     def settled(self, config):
@@ -203,6 +206,7 @@ class Flags(FlagGroups):
 
     def replace(self, **values):
         """Returns the Flags with other values for the flags of these names."""
+        # Each group takes those of the values that are its own; no name is in two groups.
         groups = [getattr(self, group.name) for group in fields(self)]
         return Flags(*(replace(group, **{name: values[name] for name in values.keys() & asdict(group).keys()})
                        for group in groups))

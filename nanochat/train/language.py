@@ -115,6 +115,7 @@ class LanguageTask:
         require_match(path, meta, tokenizer_sha256=self.tokenizer.sha256, data_fingerprint=self.data_fingerprint)
         require_as_saved(self.given, config, path)
         flags = self.flags.settled(config)
+        # With another value of one of these three, the saved positions in the data would mean other rows.
         now = flags.as_dict()
         require_same_flags(path, meta, {name: now[name] for name in ("seq_len_ramp", "fim_rate", "num_lanes")})
         plan = make_plan(flags, self.tokenizer.n_vocab, self.plan.device_type, self.plan.world_size, meta)
@@ -128,6 +129,8 @@ class LanguageTask:
 
     def open_batches(self, dist, step, lane_states=None):
         plan = self.plan
+        # The lanes' states were saved after the step before, when rows may have been shorter. They are valid for rows
+        # of any length, but each says for which it was saved, and the loader compares that.
         rows = self._rows(dist, batch_size=plan.rows(step), seq_len=plan.seq_len(step), seed=self.flags.run.seed,
                           seq_len_before=plan.seq_len(max(step - 1, 0)))
         loader = self._open_rows("train", rows, self.flags.data.fim_rate, state=lane_states)
@@ -145,6 +148,7 @@ class LanguageTask:
         return self._open_rows("val", rows, fim_rate, num_rows=max(num_rows, 1))
 
     def _rows(self, dist, **options):
+        # Chips along the axis tensor read the same rows: for the loader, all of them together are one rank.
         mesh = self.plan.mesh
         return Rows(rank=mesh.reader(dist.rank), world_size=mesh.readers, num_lanes=self.num_lanes, **options)
 
@@ -175,6 +179,9 @@ class LanguageTask:
             training = make_step(plan, model.to(dist.device), dist, objective)
         if restored:
             training.load_state(restored.optimizer_state)
+        # All that is compiled before the first step. A buffer that is still to be computed would be part of the first
+        # micro-step's program and make it another one than the second's. Longer rows are rehearsed, so that their
+        # programs are not compiled in the middle of the run, or found there not to fit into memory.
         training.materialise()
         if plan.switches and plan.device_type != "cpu":
             training.rehearse(self._empty_batches(step))
@@ -200,6 +207,7 @@ class LanguageTask:
     def before_step(self, training, step):
         if self.plan.switches:
             training.micro_step_name = self.plan.micro_step_name(step)
+        # From the teacher's last step on, the micro-step is another program, which leaves its forward pass out.
         if training.teacher and not self._has_teacher(step):
             training.change_objective(NEXT_TOKEN, "micro_step without teacher")
 
@@ -216,6 +224,8 @@ class LanguageTask:
     def evaluate(self, training, dist, step, is_cut_short):
         """Returns the bits per byte of the validation text, and of middles in it if the run has --fim_rate. A stop cuts
         it short; the resumed run does it again."""
+        # Each rank reads its part of the same rows, so the number that comes out does not depend on how many ranks
+        # there are.
         num_rows = self.flags.record.eval_tokens // self.plan.config.max_seq_len
         measure = partial(bits_per_byte, training.compiled_model, token_bytes=self.tokenizer.token_bytes(), dist=dist,
                           is_cut_short=is_cut_short, copies=self.plan.mesh.tensor)
@@ -238,6 +248,7 @@ class LanguageTask:
     def whole_model(self, training):
         """Within the block, the model has its whole weights and computes with them as one chip does. Every rank must
         come here."""
+        # The kernels change together with the weights: those of the mesh would gather parts of what is whole already.
         model = training.model
         kernels = model.kernels
         with training.optimizer.whole_weights():
@@ -281,6 +292,8 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
     """
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     plan = make_plan(flags, tokenizer.n_vocab, device_type, world_size, saved_meta(flags, directory))
+    # Once the flags are settled, every flag of the model has a value. What the command line itself says is kept beside
+    # them, because only that must agree with the checkpoint (resumed).
     given, flags = asdict(flags.model), flags.settled(plan.config)
     data_fingerprint, bucket = check_data(flags)
     teacher = find_teacher(flags, plan, tokenizer, directory)
@@ -315,6 +328,10 @@ def check_data(flags):
     return fingerprint(shards), check_cache([*shards, *held_out], data.num_lanes)
 
 
+# The loader's threads are ahead of training, by up to a block of rows for each lane. A checkpoint must hold the
+# positions after the last micro-batch that training took, so they come from that batch and not from the loader. And
+# rows become longer between two batches here, where micro-steps are counted: the trainer knows its step only after it
+# has taken them.
 class RowFeed:
     """Iterates over this rank's micro-batches, {"rows": int32 (B, T + 1)}, and knows where in the data they end."""
 
@@ -359,6 +376,8 @@ class RowFeed:
 
     def metrics(self):
         """Returns what the log says of the data up to the last micro-batch."""
+        # Where all rows have one length, the tokens are what the loader itself has counted. Otherwise it does not know
+        # how long the rows that it counts were, and the plan does.
         plan, stats = self._plan, self.loader.stats
         if plan.switches:
             return {"tokens": plan.tokens(0, self._step), "epoch": stats["epoch"],

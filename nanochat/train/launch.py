@@ -59,6 +59,10 @@ def train_on_xla(flags, device_type, make_task, host):
     Host, if there are several."""
     prepare_xla_environment(device_type)
     prepare_libtpu(device_type)
+    # The order matters. All hosts are there and alike before any of them touches its disk. The folder is locked before
+    # prepare, which deletes what interrupted saves have left. Until then Ctrl-C ends the command at once: signals
+    # become requests only when there are ranks to obey them. That blocks them in this thread, and the ranks, which are
+    # spawned last, inherit it.
     with membership(host) as pod:
         if pod:
             found = pod.join(describe(flags, device_type))
@@ -83,6 +87,8 @@ def train_on_pod(run, pod, requests):
         serve_lanes(pod, run.directory)
     HostAgreement(pod, requests, num_ranks=run.plan.world_size // pod.host.count)
     watchdog = Watchdog(Heartbeats(run.heartbeats_file), pod)
+    # Ranks of all hosts end at about the same time, but that of the first host saves and waits for the mirror. The
+    # status of the whole run is known only after all parents have met in pod.end.
     status = spawn(run, watchdog)
     status = pod.end(status, watchdog.reason)
     if pod.failure and not watchdog.reason:
@@ -96,6 +102,8 @@ def spawn(run, watchdog):
         try:
             return run_as_ranks(_train_as_rank, run, begin=partial(begin_as_rank, run.directory))
         except RankEnded as error:
+            # The executor may see that a process is gone before the watchdog, which looks four times a second, has said
+            # why. Without this wait the command would end without its reason.
             watchdog.has_reported.wait(timeout=10)
             return error.status or 1
 
@@ -118,6 +126,8 @@ def train_without_parent(flags, device_type, make_task):
     if device_type == "cpu":
         keep_freed_memory()
     dist = compute_init(device_type)
+    # The ranks are there already, each a process of its own (torchrun). So rank 0 locks, prepares and watches for all,
+    # and the others wait in the broadcast for its Run. Each has its own signals, because torchrun hands them on to all.
     with exclusive_use(run_directory(flags)) if dist.rank == 0 else nullcontext():
         found = [prepare(flags, device_type, make_task) if dist.rank == 0 else None]
         if dist.world_size > 1:

@@ -49,6 +49,9 @@ def choose_mesh(flags, config, parameters, device_type, chips):
                        "--mesh_fsdp a number; tpu_preflight --find_mesh finds the smallest")
     chip, tried = tpu.parse_accelerator(accelerator).tpu, []
     has = f"{chip.usable_hbm_bytes / GIB:.2f} GiB of a {chip.name}, of which {ROOM:.0%} may be filled"
+    # From the fewest chips along fsdp on, and the first that fits is taken: every further one gathers more of each
+    # weight from others. After the loop, `largest` and `tried` are of the mesh that divides the most. What does not fit
+    # even there decides what the advice is.
     for mesh in possible_meshes(flags, config, device_type, chips):
         needed = estimate_memory(flags, config, parameters, mesh)
         largest = max(needed, key=needed.get)
@@ -81,40 +84,32 @@ def possible_meshes(flags, config, device_type, chips):
 def estimate_memory(flags, config, parameters, mesh):
     """Returns the bytes that a chip of a TPU needs at the most while each program of a run runs, {program: bytes}, with
     the kernel flash on a Mesh without tensor.
-
-    P parameters, d width, d_kv that of keys and values, V vocabulary, L layers, N tokens of a micro-step on a chip, b
-    bytes of a number that is computed with, F chips along fsdp. A chip holds
-
-        b P / F weights + 4 P / F gradients + (8 matrices + 12 tables) / chips of the optimizer,
-
-    and more while a program runs:
-
-        micro-step: L N d b for the inputs of the layers; N (6 d + 2 d_kv) b for what else a layer keeps, L times, or
-                    what --activation_checkpointing computes again, once; and the larger of two. For the loss 4 b V ×
-                    (8,192 tokens at most) of logits and their gradients, (b + 4) V d of the head and its gradient, and
-                    10 N d b; for the backward pass of a layer 36 N d b, and if F > 1 its weights and gradients,
-                    2 b matrices / L
-        update:     4 P of gradients in other places; 8 P / F if F > 1, because parts are exchanged for whole layers;
-                    and 4 / F for each parameter of the layers that pad L to a multiple of the chips
-        samples:    b P if F > 1: the whole weights
-
-    The factors 4, 10, 36 and 8 are fitted to peaks that libtpu's compiler reports (docs/mesh.md). Without fsdp, v5e and
-    v4 need half as much for the logits; how much follows from where the compiler places them.
     """
+    # In the formulas: P parameters, d width, d_kv that of keys and values, V vocabulary, L layers, N tokens of a
+    # micro-step on a chip, b bytes of a number that is computed with, F chips along fsdp. The factors 4, 10, 36 and 8
+    # are fitted to peaks that libtpu's compiler reports (docs/mesh.md).
     tokens = flags.batch.device_batch_size * config.max_seq_len
     size = 4 if flags.devices.compute_dtype == "float32" else 2
     is_sharded = flags.devices.shard_optimizer != "off"
     weights = sum(parameters.values())
+    # Held between programs: b P / F weights + 4 P / F gradients + (8 matrices + 12 tables) / chips of the optimizer.
     held = sum(held_bytes(parameters, size, mesh, config.n_layer, is_sharded).values())
-    # Activations of all tokens, in bytes.
+    # The micro-step: L N d b for the inputs of the layers; N (6 d + 2 d_kv) b for what else a layer keeps, L times, or
+    # what --activation_checkpointing computes again, once.
     width = size * tokens * config.n_embd
     kv_width = size * tokens * config.n_kv_head * config.head_dim
     again = {"none": 0, "qkv": width + 2 * kv_width, "all": 6 * width + 2 * kv_width}
     again = again[flags.devices.activation_checkpointing]
     layers = config.n_layer * (7 * width + 2 * kv_width - again) + again
     values = 2 * kv_width * config.num_values  # with gradients
+    # And the larger of two, which are not there at the same time. For the loss: 4 b V × (8,192 tokens at most) of
+    # logits and their gradients, (b + 4) V d of the head and its gradient, and 10 N d b. Without fsdp, v5e and v4 need
+    # half as much for the logits; how much follows from where the compiler places them. For the backward pass of a
+    # layer: 36 N d b, and if F > 1 its weights and gradients, 2 b matrices / L.
     loss = 4 * size * config.vocab_size * min(tokens, CHUNK_TOKENS) + (size + 4) * parameters["head"] + 10 * width
     backward = 36 * width
+    # The update: 4 P of gradients in other places; 8 P / F if F > 1, because parts are exchanged for whole layers; and
+    # 4 / F for each parameter of the layers that pad L to a multiple of the chips.
     changes = 4 * weights
     if mesh.fsdp > 1:
         backward += 2 * size * parameters["matrices"] / config.n_layer
@@ -123,7 +118,7 @@ def estimate_memory(flags, config, parameters, mesh):
     needed = {"micro-step": held + layers + values + max(loss, backward),
               "update": held + (4 * padding + changes) / mesh.fsdp}
     if mesh.fsdp > 1 and max(flags.record.sample_every, flags.record.code_eval_every) > 0:
-        needed["samples"] = held + size * weights
+        needed["samples"] = held + size * weights  # the whole weights
     return needed
 
 
@@ -142,6 +137,7 @@ def held_bytes(parameters, size, mesh, layers, is_sharded=True):
 
 def _padded(parameters, mesh, layers):
     """Returns the number of parameters in the matrices, with the layers that pad theirs to a multiple of the chips."""
+    # A chip gets whole layers of each stack, because Muon needs whole matrices.
     return parameters["matrices"] // layers * (layers + -layers % mesh.chips)
 
 
@@ -178,6 +174,8 @@ def describe_mesh(plan):
 def _describe_fsdp(plan):
     """Returns what a chip sends along fsdp in a micro-step."""
     tables = sum(plan.parameters.get(name, 0) for name in TABLES)
+    # In parameters. Matrices are gathered in the forward loop and again in the backward loop, tables once; and the
+    # gradients of both are exchanged once.
     gathered = 3 * plan.parameters["matrices"] + 2 * tables
     num_bytes = plan.dtype.itemsize * gathered / plan.mesh.tensor * _others(plan.mesh.fsdp)
     return (f"{num_bytes / 1e9:.3g} GB from each along fsdp: matrices twice, tables (embedding, head, value "
@@ -188,6 +186,8 @@ def _describe_tensor(plan):
     """Returns what a chip sends along tensor in a micro-step. A sum is sent twice: in parts that one rank each adds up,
     and what came out. Value embeddings are added up once, and their gradients gathered."""
     config, tokens = plan.config, plan.device_batch_size * plan.config.max_seq_len
+    # Two sums in the forward pass of a layer, after attention and after the MLP, and two in the backward pass. A layer
+    # that is computed again has one of them again.
     of_layer = 5 if plan.activation_checkpointing == "all" else 4
     sums = of_layer * config.n_layer + 2
     values = config.num_values * config.n_kv_head * config.head_dim

@@ -32,6 +32,7 @@ class NonfiniteSteps:
             return False
         self.total += 1
         self.in_a_row += 1
+        # Only the first of a series: no update was made since, so the batches after it met the same weights.
         if self._first_rows is None:
             self._first_step = step
             self._first_rows = rows

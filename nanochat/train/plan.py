@@ -114,6 +114,8 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     batch, devices = flags.batch, flags.devices
     config = GPTConfig(**meta.config) if meta else config_from_flags(asdict(flags.model), vocab_size)
     shard_optimizer = plan_sharding(devices, device_type)
+    # In the order in which one follows from the other: the mesh divides the weights, the kernels must suit the mesh,
+    # the lengths of rows suit the kernels, batches are whole micro-steps of the mesh, and the horizon counts batches.
     parameters = count_parameters(config)
     _require_memory(parameters, config, batch, device_type)
     mesh = plan_mesh(flags, config, parameters, device_type, world_size)
@@ -238,6 +240,8 @@ def plan_batches(batch, seq_len, mesh, matrix_params, num_lanes, meta=None):
                        f"run --num_lanes={math.lcm(num_lanes, readers)}")
     micro = batch.device_batch_size * seq_len * readers
     product = f"{micro} = device_batch_size {batch.device_batch_size} × max_seq_len {seq_len} × {readers} {devices}"
+    # A batch that was rounded for other devices stays as it is, to the token: otherwise a run that resumes on them
+    # would see other batches. If these devices cannot divide it, the run is refused below.
     saved = _saved_schedule(batch, meta)
     total = saved[0][1] if saved else batch.total_batch_size
     if total == -1:
@@ -264,6 +268,9 @@ def _saved_schedule(batch, meta):
 
 def _steps_to_spend(target_flops, config, batches, lengths):
     """Returns the number of steps after which the run comes nearest to `target_flops`."""
+    # A token costs less in a shorter row, where it sees fewer others. So each counts as the fraction of a token in a
+    # full row that its FLOPs are, and the search for so many tokens finds the step for FLOPs, too. The pieces of this
+    # schedule end where batch or length changes.
     whole = flops.flops_per_token(config, config.max_seq_len)
     firsts = sorted({first for first, _ in (*batches, *lengths)})
     return _steps_to_see(target_flops / whole, [
@@ -273,6 +280,8 @@ def _steps_to_spend(target_flops, config, batches, lengths):
 
 def _steps_to_see(tokens, schedule):
     """Returns the number of steps after which a batch schedule comes nearest to `tokens` tokens."""
+    # Takes the tokens of one span after the other, until what is left ends within a span. The last one has no end, so
+    # something is always returned.
     for first, end, batch in spans(schedule, 0, math.inf):
         if first + round(tokens / batch) <= end:
             return first + round(tokens / batch)

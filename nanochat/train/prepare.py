@@ -112,14 +112,18 @@ def prepare(flags, device_type, make_task, pod=None):
     if pod:
         found = pod.gather("which data they have", what_is_trained(task))
         require_alike(pod.names, found, "give all hosts the same data, tokenizer and devices")
+    # Up to here nothing of the run has been written, so most commands that are refused change nothing. Whether the
+    # mirror can be written to is tried now: found out at the first save, it would cost the time until then.
     profile_steps = parse_profile_steps(record.profile_steps, task.plan.num_iterations)
     mirror = None
     if record.checkpoint_mirror is not None and is_first:
         mirror = run_mirror(record.checkpoint_mirror, flags.run.run, Kept(record.keep_checkpoints, record.keep_every))
     mirror_state = reach(mirror, directory)
     clean_partial(directory)
+    # Made anew by this process alone, before a rank opens them: what stopped an earlier process must not stop this one.
     Requests(directory / REQUESTS_FILE, create=True)
     Heartbeats(directory / HEARTBEATS_FILE, create=True)
+    # A host that is not the first holds only the one checkpoint that it fetches.
     if record.saves:
         check_disk_space(directory, task.state_bytes(), copies=2 if is_first else 1)
     path = finished_step = None
@@ -130,6 +134,7 @@ def prepare(flags, device_type, make_task, pod=None):
     if path:
         task, finished_step = resume(task, path, is_finished, is_first)
     if mirror and path:
+        # It may be on this disk and not in the mirror, if the process before was killed while it copied.
         mirror_state.saved(path.name)
         mirror_state.write(directory)
     return Run(task, directory, path, finished_step, mirror, profile_steps, pod.link if pod else None)
@@ -147,6 +152,8 @@ def resume(task, path, is_finished, is_first):
         raise BadInput(f"{path} is of the task {meta.task}, and this run is of {task.name}: choose another --run")
     task = task.resumed(path, meta)
     finished_step = None
+    # Without the mark, a run that has come to its last step goes on all the same: it was killed before its last
+    # evaluation, and its loop begins with what is due after that step.
     if meta.step >= task.plan.num_iterations and is_finished:
         finished_step = meta.step
     elif meta.step > task.plan.num_iterations:

@@ -22,6 +22,9 @@ class Saves:
         self._link = None  # to the first host, if this is another one: the first host writes the checkpoints
         self._saver = None
         self._uploader = None
+        # Three roles. Ranks of other hosts than the first write nothing and send the positions of their lanes. Ranks
+        # beside rank 0 write their share of the tensors. Rank 0 writes its own, puts all together, and hands it to the
+        # mirror: also what it resumes from, as the process before may have been killed between the save and the copy.
         if run.link and not run.link.host.is_first:
             self._link = run.link
         elif dist.rank > 0:
@@ -64,6 +67,8 @@ class Saves:
             self._saver.save(*state, meta, layout)
         elif mine:
             self._saver.save_part(step, layout, *state)
+        # Where ranks are threads, none goes on into the next all-reduce while another still copies: on a CPU that would
+        # give up after some 15 s.
         thread_barrier(self._dist)
 
     def mirror_behind_s(self):

@@ -63,6 +63,9 @@ class TrainingStep:
 
     def materialise(self):
         """Computes what was put on the device so far, so that the programs of a step begin with plain buffers."""
+        # A block that computes nothing: its end makes a program of whatever was traced before. A scalar of exactly 1.0
+        # that was not put on the device before the first micro-step, such as the scale of a loss, would be a constant
+        # of it, and the next scale would compile it again.
         with one_program(self.dist, "initialise"):
             pass
 
@@ -96,6 +99,7 @@ class TrainingStep:
     def rehearse(self, batches):
         """Runs micro-steps of {name of the program: {name: CPU tensor}}, so that they are compiled, and takes back what
         they have added."""
+        # Any of them: it is an argument of the program. There is no update, so weights and the optimizer's state stay.
         scale = next(iter(self.loss_scales.values()))
         for name, batch in batches.items():
             self._run_micro_step(name, batch, scale)
@@ -110,6 +114,8 @@ class TrainingStep:
         batch: {name: tensor}; scale: a scalar tensor, one of loss_scales.
         """
         losses, carry = self.objective.loss(self.compiled_model, self.carry, **batch)
+        # In place: the carry is an argument and a result of the program, as the sums of the gradients are, and stays
+        # the same tensor from one micro-step to the next.
         for name, tensor in self.carry.items():
             tensor.copy_(carry[name])
         losses = {name: losses[name] * scale for name in self.sums}
@@ -140,6 +146,8 @@ class TrainingStep:
 
     def _run_micro_step(self, name, batch, scale):
         batch = {key: tensor.to(self.dist.device) for key, tensor in batch.items()}
+        # Ranks meet in a micro-step only where they gather weights from each other. Elsewhere only the update has
+        # collectives, and ranks may run apart within a step.
         with self.observer.program(name, self.optimizer.mesh.divides_weights, **batch, scale=scale):
             self.micro_step(batch, scale)
 
@@ -161,6 +169,8 @@ class TrainingStep:
         for name, tensor in self.carry.items():
             if ranks > 1:
                 with one_program(self.dist, f"gather {name}", collective=True):
+                    # Gathered rank after rank, (W × n, …). Slot s is row s // W of rank s % W, so the two are
+                    # exchanged.
                     tensor = all_gather(tensor, self.dist).unflatten(0, (ranks, -1)).transpose(0, 1).flatten(0, 1)
             if names is None or f"carry.{name}" in names:
                 state[f"carry.{name}"] = tensor.detach().to("cpu", copy=True)

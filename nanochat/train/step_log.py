@@ -74,6 +74,8 @@ class StepLog:
         if not self._waiting:
             return None
         with goodput.span("train"):
+            # The one place where the loop of steps waits for the device. All steps of a line are fetched here together:
+            # a fetch after each step would leave the chip idle while the host traces and dispatches the next.
             results = [measured.fetch() for measured, _ in self._waiting]
         first = step - len(results) + 1
         self._count_nonfinite(first, results)
@@ -108,6 +110,7 @@ class StepLog:
                 "step_ms": 1000 * elapsed_s / (step - first + 1),
                 f"{plan.unit}_per_s": units / elapsed_s,
                 "mfu": mfu(units / elapsed_s, flops / units, tpu.peak_flops_here(plan.device_type), plan.world_size),
+                # By FLOPs and not by steps: the batches and rows that are still to come may be larger.
                 "time_left_s": elapsed_s * plan.flops(step, plan.num_iterations) / flops}
 
     def _of_the_run(self, goodput, interruptions, mirror_behind_s):

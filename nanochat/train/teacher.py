@@ -77,6 +77,7 @@ def make_teacher(teacher, plan, dist, weights=None):
     parts = Parts(dist, plan.mesh)
     for name, weight in model.named_parameters():
         if plan.mesh.divides_weights:
+            # A copy, because a view would keep the whole weight in memory.
             weight.data = parts.of_model(name, weight).clone()
     return model
 
@@ -95,8 +96,10 @@ class DistillationLoss:
         self.terms = TeacherTerms(model.logit_cap, teacher.weight, teacher.temperature)
 
     def __call__(self, student, carry, rows):
-        ids = rows[:, :-1]
+        ids = rows[:, :-1]  # (B, T)
         with torch.no_grad():
-            hidden = self.model.hidden(ids).flatten(0, 1)
+            hidden = self.model.hidden(ids).flatten(0, 1)  # (B × T, C_teacher)
+        # The teacher gives its hidden states and not its logits: the loss makes the logits of both models for a chunk
+        # of tokens at a time, so all of them, (B × T, V), never exist at once.
         teaching = Teaching(hidden, self.model.lm_head, self.terms)
         return {"loss": student(ids, rows[:, 1:], reduction="mean", teaching=teaching)}, carry
