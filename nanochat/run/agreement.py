@@ -49,6 +49,8 @@ class Requests:
 
     def ask_to_stop(self, is_preempted=False):
         """Asks all ranks to stop soon. is_preempted: because this machine is about to end."""
+        # The reason is there before the count that others look at. Two processes that ask at the same moment may count
+        # as one: that stops the run as well.
         self.shared[_IS_PREEMPTED] |= is_preempted
         self.shared[_STOP_ASKED] += 1
 
@@ -85,6 +87,8 @@ class Requests:
     def hold(self, number, kind):
         """Publishes the request `number` to this host's ranks, and returns the highest tick that any of them has come
         to. Until `decide` says when it is due, none passes another tick."""
+        # The kind before the number: a rank that sees the new number reads the kind next. In the same way `decide`
+        # writes the tick before the number that says that it is there.
         self.shared[_KIND] = kind
         self.shared[_NUMBER] = number
         # A rank writes its tick before it reads the number. So one that read the old number has written its tick, and
@@ -149,6 +153,8 @@ class RankAgreement:
 
     def finish(self):
         """Says that this rank has no further tick, so that requests from now on have no effect."""
+        # As if this rank had answered every request that may still come, at a tick to which none comes. So the others
+        # never wait for it, and what they agree on is never due.
         fields = [_ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER]
         if self._spans_hosts:
             fields.append(_TICK)
@@ -165,6 +171,7 @@ class RankAgreement:
             return
         if self.is_stopping or self._due_tick or not (wants_save or shared[_STOP_ASKED]):
             return
+        # One request at a time: there is one place for its tick, and a rank that has not read it yet would miss it.
         if (self._of_ranks(_READ_NUMBER) >= shared[_NUMBER]).all():
             shared[_KIND] = STOP if shared[_STOP_ASKED] else SAVE
             shared[_NUMBER] += 1
@@ -287,6 +294,8 @@ class HostAgreement:
             self._kind = STOP if self._is_stop_asked else SAVE
             self._held = {}
             self._done = set()
+            # Sent outside of the lock, here and below: a send may wait for a slow connection, and the threads that read
+            # the other connections need the lock meanwhile.
             message = {"kind": "hold", "number": self._number, "action": self._kind}
         self._pod.tell_all(message)
 

@@ -261,6 +261,7 @@ class Pod:
         if time.monotonic() > began + timeout_s:
             raise PodError(f"waited {timeout_s} s for {what}: look at their logs, and start the run again on all hosts",
                            1)
+        # At most a second, because a limit that passes changes nothing that would wake this up.
         self._changed.wait(1)
 
     def _beat(self):
@@ -356,6 +357,7 @@ class Pod:
         self._is_over = True
         for member in self._members.values():
             try:
+                # One direction ends: the others read what was sent, and what they still say is read here.
                 member.connection.shutdown(socket.SHUT_WR)
             except OSError:
                 pass

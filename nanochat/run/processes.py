@@ -104,6 +104,7 @@ def run_as_ranks(function, *args, begin):
     """Calls function(*args), which returns an exit status, as every rank, see ranks.spawn_ranks. Returns the exit
     status: that of a rank which failed, or 0. Raises RankEnded. begin: see spawn_ranks."""
     with tempfile.TemporaryDirectory() as scratch:
+        # By a file, because the executor says only that a process is gone, and not with which status it ended.
         status_path = Path(scratch) / "status"
         status_path.write_text("0")
         try:

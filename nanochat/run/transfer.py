@@ -38,6 +38,7 @@ def agree_on_checkpoint(pod, directory, path, note):
         found = {"name": newest.name} if newest else {}
     elif path:
         found = {"name": path.name, "sums": _digest(path / SUMS), "note": note}
+        # Served before it is told: as soon as the other hosts know of the checkpoint, they ask for it.
         pod.serves["checkpoint"] = partial(_serve_checkpoint, path)
     else:
         found = {}
@@ -70,6 +71,8 @@ def obtain(pod, directory, name, sums):
         if path.is_dir():
             set_aside(path)
         _get_checkpoint(pod, path, sums)
+    # Later checkpoints here are of a branch of the run that the first host has lost, or never had: it trains on from
+    # `path`.
     set_aside_after(directory, step_of(path))
     prune(directory, step_of(path), Kept(1))
     return path
@@ -101,6 +104,7 @@ def _get_checkpoint(pod, path, sums):
 def _receive_checkpoint(pod, folder):
     with pod.link.request(kind="checkpoint") as connection:
         for name in wire.receive(connection)["files"]:
+            # Only the last part of a name counts, so that nothing is written outside of this folder.
             wire.receive_file(connection, folder / Path(name).name)
 
 

@@ -35,6 +35,8 @@ class Heartbeats:
 
     def beat(self, rank, phase, step, limit_s):
         """Says that this rank begins `phase`, one of PHASES, which must end within `limit_s` seconds."""
+        # The four numbers are not written at once. A reader may see the new phase with the old deadline, which has
+        # passed only if the rank was late anyway; or, in a rank's first row, no deadline yet (0).
         self._shared[rank] = os.getpid(), PHASES.index(phase), step, time.monotonic() + limit_s
 
     def ranks_of(self, pid):
@@ -105,11 +107,13 @@ class Watchdog:
     def _work(self):
         started = time.monotonic()
         while not self._is_over.wait(POLL_S):
+            # It forgets a process that has ended, so each is kept from when it was first seen.
             for child in multiprocessing.active_children():
                 self._children[child.pid] = child
             ended = {pid: child.exitcode for pid, child in self._children.items() if child.exitcode}
             failure = self._pod.failure if self._pod else None
             late = self._heartbeats.late(time.monotonic() - started)
+            # The nearest cause comes first: where a process was killed, other ranks are late because of it.
             if ended:
                 self._report_killed(ended)
             elif failure:

@@ -70,9 +70,11 @@ def _read(connection, length):
 
 def connect(host):
     """Returns a connection to the first host, from the address by which it knows this one."""
+    # A machine may have several addresses, and the first host takes connections only from those that it knows.
     own = socket.gethostbyname(host.addresses[host.index])
     connection = socket.create_connection((host.addresses[0], host.port), timeout=REQUEST_TIMEOUT_S,
                                           source_address=(own, 0))
+    # Messages are small, and ranks wait for the answers: they are not to be held back until there are more.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
