@@ -23,8 +23,8 @@ class Saves:
         self._saver = None
         self._uploader = None
         # Three roles. Ranks of other hosts than the first write nothing and send the positions of their lanes. Ranks
-        # beside rank 0 write their share of the tensors. Rank 0 writes its own, puts all together, and hands it to the
-        # mirror: also what it resumes from, as the process before may have been killed between the save and the copy.
+        # beside rank 0 write their share of the tensors. Rank 0 writes its own, puts all together and hands it to the
+        # mirror. What it resumes from goes there, too: the process before may have been killed before it was copied.
         if run.link and not run.link.host.is_first:
             self._link = run.link
         elif dist.rank > 0:
