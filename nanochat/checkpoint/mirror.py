@@ -79,6 +79,7 @@ class Mirror:
     def copy(self, path):
         """Copies the checkpoint at `path` and its run's metrics there."""
         self._copy([path / name for name in read_sums(path)], f"{self.url}/{path.name}")
+        # Before SHA256SUMS: whoever finds the copy whole finds the metrics up to its step, too.
         self._copy([path.parent / METRICS_FILE], self.url)
         self._copy([path / SUMS], f"{self.url}/{path.name}")
 
@@ -89,6 +90,7 @@ class Mirror:
         whole = [name for name, files in copies.items() if is_whole(files)]
         staying = set(whole) - set(self.kept.outdated(whole))
         for name in copies.keys() - staying:
+            # First it is no longer whole, then its files go: what a kill between two leaves is taken for no copy.
             if SUMS in copies[name]:
                 self._remove_files(f"{self.url}/{name}/{SUMS}")
             self._remove_files(f"{self.url}/{name}/*")
@@ -120,6 +122,7 @@ class Mirror:
             self._copy([f"{self.url}/{name}/{file}" for file in files], partial)
             problem = find_problem(partial)
             if problem is None:
+                # Before the checkpoint has its name: once it has, the next start fetches only what is later than it.
                 self._copy([f"{self.url}/{METRICS_FILE}"], run_dir)
                 partial.rename(run_dir / name)
                 return run_dir / name
@@ -367,6 +370,7 @@ class Uploader:
         except (MirrorError, BadInput) as error:
             print(f"warning: old checkpoints stay in {self._mirror.url}: {error}", flush=True)
         with self._condition:
+            # If `upload` has named a newer one meanwhile, that stays wanted.
             if self._wanted == path:
                 self._wanted = None
             self._note()

@@ -106,6 +106,7 @@ def write_part(run_dir, step, layout, model_state, optimizer_state):
     """
     partial = partial_dir(run_dir, step)
     partial.mkdir(parents=True, exist_ok=True)
+    # Of an earlier attempt: rank 0 would give up this one because of it.
     (partial / FULL).unlink(missing_ok=True)
     try:
         require_finite(model_state)
@@ -149,6 +150,7 @@ def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layo
     layout = layout or Layout.of(sizes_of(model_state), sizes_of(optimizer_state))
     mine = layout.files_with(model_state, optimizer_state)
     partial.mkdir(parents=True, exist_ok=True)
+    # Other ranks may have written a part of it already.
     make_room(run_dir, layout.num_bytes - bytes_in(partial), options.kept)
     try:
         write_files(partial, mine)
