@@ -35,6 +35,8 @@ class Goodput:
     @contextmanager
     def span(self, name):
         """Counts the time inside the block for `name`."""
+        # Spans may lie in each other: the time inside counts for the inner one only, and the outer one goes on after
+        # it.
         outer = self._name
         self._switch(name)
         try:
@@ -44,6 +46,7 @@ class Goodput:
 
     def seconds(self):
         """Returns {name: seconds} up to now."""
+        # Closes the open span and begins it again, so that its time up to now counts.
         self._switch(self._name)
         return dict(self._seconds)
 
@@ -55,6 +58,9 @@ class Goodput:
     def _switch(self, name):
         now = time.monotonic()
         compiled = self._compile_seconds()
+        # XLA counts the seconds that it compiles for the whole process. What was added since the last switch is taken
+        # from the span that is open; never more than the span is long, because ranks that are threads may compile
+        # beside it.
         compiling = min(compiled - self._compiled, now - self._since)
         self._seconds[self._name] = self._seconds.get(self._name, 0.0) + now - self._since - compiling
         if compiling:

@@ -73,6 +73,8 @@ class History:
 
         It is interpolated, because the losses of all steps since the last console line are written at once.
         """
+        # A record that has the task's unit, or an evaluation, is written when its step is done; the first such record
+        # of a step counts.
         times = {}
         unit = self.unit
         for record in self.records:
@@ -90,6 +92,8 @@ class History:
         There `interruptions` grows or `compile_s`, the seconds that one process has spent compiling, shrinks.
         """
         found = []
+        # Both are needed. A run that was told to stop goes on without a count, so that only the compile time begins
+        # anew; and a process that compiles nothing shows in the count alone.
         interruptions = compile_s = None  # of the same process before
         for record in self.records:
             now = record.get("interruptions", interruptions)

@@ -58,6 +58,8 @@ class MetricsLogger:
         self._console = console
         self._of_task = of_task
         self._names_at_resume = _rewind(self.path, resume_step)
+        # Without a buffer of Python's: a record that was logged is in the kernel's hands, and survives a kill of this
+        # process.
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._unwritten = b""
         self._is_disk_full = False
@@ -77,6 +79,8 @@ class MetricsLogger:
                   for name, value in record.items()}  # JSON has no NaN
         record = {"step": step, "time": round(time.time(), 3), **record}
         with self._writing:
+            # Through this buffer, so that records that found a full disk go first, in their order, once there is room
+            # again.
             self._unwritten += json.dumps(record).encode() + b"\n"
         try:
             self.flush()
@@ -95,6 +99,8 @@ class MetricsLogger:
         """Writes the records that wait in memory. Raises OSError if the disk is full."""
         with self._writing:
             while self._unwritten:
+                # On a disk that is nearly full, a write may take only a part. What it took is cut off here, so that the
+                # next attempt continues inside the line.
                 self._unwritten = self._unwritten[os.write(self._file, self._unwritten):]
             self._is_disk_full = False
 

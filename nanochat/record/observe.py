@@ -40,6 +40,8 @@ class Observer:
         with one_program(self.dist, name, collective) as run:
             yield
         self._host_s += run.host_s
+        # The first run of a program has to compile it. Any later compilation is time that the run should not lose, and
+        # is reported with what has changed among the inputs.
         if name not in self._first_inputs:
             self._first_inputs[name] = describe(inputs)
         elif run.is_compiled:

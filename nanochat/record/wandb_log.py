@@ -27,6 +27,7 @@ class WandbLog:
 
     def finish(self, timeout_s):
         """Waits until WandB has all queued records, for at most `timeout_s` seconds."""
+        # None ends the thread. In a full queue there is no place for it, and the time below ends the wait instead.
         self.log(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
