@@ -134,6 +134,7 @@ class BucketFile:
         """Fetches columns of a row group in the background."""
         def work():
             with _fetches:
+                # One attempt only: who needs the row group will try for longer, and report what is wrong.
                 _try(replace(self, outage_s=0).open_row_group, row_group, columns)
 
         threading.Thread(target=work, name="read-ahead", daemon=True).start()
@@ -145,10 +146,13 @@ class BucketFile:
         path = folder / hashlib.sha256(key.encode()).hexdigest()[:32]
         for _ in range(TRIES):
             try:
+                # The file's time says when the part was read last, by which evictions go. Once it is open it may be
+                # deleted, and is read all the same.
                 if _is_whole(path, end):
                     os.utime(path)
                     return pa.OSFile(str(path))
                 # Whoever has the lock fetches the part, and those who wait for it find it there.
+                # 256 locks for all parts, so that the folder does not fill with locks.
                 with FileLock(folder / f"{path.name[:2]}.lock", timeout=LOCK_TIMEOUT_S):
                     if not _is_whole(path, end):
                         self._fetch(path, begin, end)
@@ -210,6 +214,8 @@ def fetch_footers(files):
                 if not is_fetched:
                     break  # which cancels those that have not begun
                 num_fetched += 1
+        # The first that failed, alone and with patience: this waits until the bucket answers again, or raises what is
+        # wrong.
         for file in files[num_fetched:num_fetched + 1]:
             file.open_footer()
         files = files[num_fetched + 1:]
@@ -259,6 +265,7 @@ def _reserve(partial, begin, end, limit):
         counter.write_text(str(used + n_bytes))
         file = partial.open("wb")
         try:
+            # Blocks, and not only a size: so a full disk shows here, and what `bytes` counts is what the disk gives.
             if end > begin:
                 os.posix_fallocate(file.fileno(), begin, end - begin)
         except BaseException:

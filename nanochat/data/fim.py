@@ -148,6 +148,8 @@ def fit_into_row(tokens, row_tokens, tokenizer):
 def draws(key):
     """Returns a function below(n) that returns up to eight random integers from 0 to n - 1, which follow from the text
     `key`."""
+    # A hash of 64 bytes is eight words, and no generator has to be set up for each document. What is above the lowest
+    # 64 bits of word × n is uniform from 0 to n - 1, but for n / 2^64.
     words = iter(_EIGHT_INTEGERS.unpack(hashlib.blake2b(key.encode()).digest()))
     return lambda n: next(words) * n >> 64
 
@@ -176,6 +178,7 @@ def choose_lines(text, below):
     begin = below(len(text) + 1)
     if below(2):
         begin = text.rfind("\n", 0, begin) + 1
+    # 31^u with u from 0 to 1: the logarithm of the number of lines is uniform.
     lines = int((MAX_LINES + 1) ** (below(1 << 53) / (1 << 53)))
     end = begin - 1
     while end < len(text) and (lines > 0 or not text[begin:end].strip()):

@@ -105,6 +105,7 @@ class Lane:
 
         Raises BadInput for a row group that cannot be read, and for a state whose documents cannot be read any more.
         """
+        # Here and not in __init__, because a worker calls this: the lanes of a rank are restored side by side.
         if self.to_restore:
             self._restore(self.to_restore)
             self.to_restore = None
@@ -116,12 +117,15 @@ class Lane:
         return np.frombuffer(b"".join(parts), np.int32).reshape(count, self.row_tokens), states
 
     def _state(self):
+        # Plain tuples, and refs as the keys of a dict: a state is made for every row, and together the two save 3 to 4
+        # of 16 ns of packing per token.
         if self.buffer is None:
             self.buffer = tuple(self.refs)
         pending = self.pending and (*self.pending[0].ref, self.pending[1])
         return self.rows, self.next, self.buffer, pending, self.waited, self.tokens, self.dropped, self.documents
 
     def _restore(self, state):
+        # The first Pieces that _tokenize yields are those that the state names, in the order in which they were read.
         for _ in range(len(state.buffer) + bool(state.pending)):
             piece = self._take()
             if state.pending and piece.ref == tuple(state.pending[:3]):
@@ -226,6 +230,7 @@ class Lane:
     def _fill(self, parts):
         """Appends the slices of documents that make up the next row to `parts`."""
         first_short = self.short[0] if self.short else None
+        # A row that continues a document repeats its last token, which counts once.
         self.tokens += self.row_tokens - bool(self.pending)
         space = self._continue(parts, self.row_tokens)
         while space:
@@ -331,6 +336,7 @@ def smallest_cover(lengths, space, limit):
     used = []  # the indices of these
     mask = (1 << limit + 1) - 1
     exact = 1 << space
+    # One shift and one or of an integer of `limit` bits for each length: microseconds for all of them.
     for i, length in enumerate(lengths):
         if length <= limit:
             before.append(reach)

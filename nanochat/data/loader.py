@@ -163,6 +163,8 @@ class DataLoader:
         self.fingerprint = run["data"]
         self.world_size = rows.world_size
         self._num_threads = threads
+        # So many rows all ranks have read together, a multiple of their number (check_lane_states), and this rank's
+        # place in the round of rows that comes next.
         self._next_row = rows.rank + sum(lane.rows for lane in states.values())
         self._states = {lane: states[lane] for lane in range(rows.rank, rows.num_lanes, rows.world_size)}
         self._num_rows = math.inf if num_rows is None else num_rows
@@ -193,6 +195,8 @@ class DataLoader:
     def __next__(self):
         if self._error:
             raise self._error
+        # The first row of the round in which all ranks are. So all end after the same batch, also those that have no
+        # row in it.
         if self._next_row - self._next_row % self.world_size >= self._num_rows:
             raise StopIteration
         rows = np.full((self.batch_size, self.seq_len + 1), PADDING, dtype=np.int32)
@@ -217,6 +221,7 @@ class DataLoader:
         fim_rate."""
         if self._num_rows != math.inf or "fim_rate" in self.run:
             raise ValueError("the rows of an evaluation, and of fill in the middle, keep their length")
+        # The states are those after the rows that were handed out. The lanes themselves are further, and are made anew.
         self.close()
         self._start(self.run | {"seq_len": seq_len}, batch_size)
 
@@ -237,6 +242,7 @@ class DataLoader:
     def close(self):
         """Ends the threads. Safe to call twice."""
         self._error = RuntimeError("the loader is closed")
+        # Queues that still wait for a worker are dropped, so that each worker ends after the block that it is at.
         while not self._wanted.empty():
             try:
                 self._wanted.get_nowait()
@@ -299,6 +305,7 @@ def check_lane_states(saved, run, world_size):
     if missing := sorted(set(range(num_lanes)) - lanes.keys()):
         raise BadInput(f"the saved position in the data lacks lanes {', '.join(map(str, missing))}: "
                        "the states that all ranks saved are needed")
+    # Of the rows 0 to n - 1 of a run, lane l has made those with numbers l, l + lanes, …: ⌈(n - l) / lanes⌉ of them.
     n_rows = sum(lane.rows for lane in lanes.values())
     if any(lane.rows != -(-(n_rows - number) // num_lanes) for number, lane in lanes.items()):
         raise BadInput("the saved lanes are of different steps: resume from another checkpoint")

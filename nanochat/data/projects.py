@@ -98,6 +98,7 @@ def encode_documents(pieces, tokenizer):
     parts = []
     counts = []  # parts of each piece
     for piece in pieces:
+        # A project's text begins with a separator. So its first part is empty, and nothing but BOS comes of it.
         separator = SEPARATOR if isinstance(piece.text, str) else SEPARATOR.encode()
         own = piece.text.split(separator) if piece.is_packed else [piece.text]
         parts += own

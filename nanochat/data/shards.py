@@ -168,6 +168,8 @@ def _open_shard(file, skip_bad):
     for row_group in row_groups:
         begin, end = column_range(metadata, row_group, [TEXT])
         largest = max(largest, end - begin)
+    # The digest is of the footer, which says where each column of a row group lies, how large it is, and how many
+    # documents it has. The text itself is read only when its turn comes.
     return Shard(
         file=file,
         n_bytes=size,
@@ -278,6 +280,7 @@ def all_pieces(shards):
             document = first_piece = 0
             while document < num_documents:
                 pieces, document = read_pieces(shard, row_group, document, num_documents, first_piece)
+                # Where reading has ended inside a long document, it continues with the next piece of that document.
                 first_piece = pieces[-1].index + 1 if pieces and not pieces[-1].is_last else 0
                 yield from pieces
 

@@ -162,6 +162,8 @@ def download(file, descriptor, begin, end, retries):
                 begin += written
                 if written < len(part):  # the next part would not be at its place
                     raise Interruption("the disk took only a part of it")
+                # The time is counted from the last bytes that came: a bucket that is slow is not one that does not
+                # answer.
                 retries.begin()
             if begin < end:
                 raise Interruption("the connection was cut")
@@ -293,6 +295,7 @@ def _open(query, url, method="GET", content=None, headers=None):
     address = endpoint()
     if method == "POST":
         address = address.replace("/storage/v1/", "/upload/storage/v1/")
+    # Once with the token that is known, and once more with a new one if that has expired.
     token = None
     while True:
         is_second = token is not None
@@ -340,6 +343,7 @@ _tokens_lock = threading.Lock()
 def _token(url, stale=None):
     """Returns the token with which gcloud is logged in; another one than `stale`, which the bucket has refused."""
     with _tokens_lock:
+        # Whoever comes while another asks gcloud waits for the lock, and finds the new token there.
         if _tokens.get("newest") in (None, stale):
             _tokens["newest"] = _ask_gcloud(url)
         return _tokens["newest"]

@@ -119,17 +119,15 @@ class Tokenizer:
 
         Instead of a text there may be an Infill, whose three texts come with FIM_TOKENS before, between and after them.
         """
+        # Those in ASCII are encoded together, which is 3 to 10% cheaper. A single other one among them would take that
+        # back, because all of them would be converted to UTF-8; of our corpus, 1.2% of the documents are not ASCII.
         are_ascii = list(map(_is_ascii, texts))
         together = iter(self._encode_together(list(itertools.compress(texts, are_ascii))))
         return [next(together) if is_ascii else self._encode_document(text)
                 for text, is_ascii in zip(texts, are_ascii, strict=True)]
 
     def _encode_together(self, texts):
-        """Returns the same as encode_documents, for texts in ASCII.
-
-        They are joined by BOS and encoded in one call, which takes less time than a call for each. With one text that
-        is not ASCII among them, all would have to be converted to UTF-8.
-        """
+        """Returns the same as encode_documents, for texts in ASCII, by one call for all, joined by BOS."""
         prefix, suffix, middle, end = FIM_TOKENS
         strings = []
         expected = len(texts)  # special tokens
@@ -140,6 +138,8 @@ class Tokenizer:
                 expected += len(FIM_TOKENS)
             else:
                 strings.append(text)
+        # Only the names that were put there may become special tokens. A text that has such a name itself shows as one
+        # too many, and then all of these texts are encoded one by one.
         special = {"<|bos|>"}
         if expected > len(texts):
             special.update(FIM_TOKENS)
@@ -161,6 +161,7 @@ class Tokenizer:
     def _encode_malformed(self, data):
         """Returns the ids of bytes that are not UTF-8: one for each malformed byte, and the text between as usual."""
         ids = []
+        # "surrogateescape" makes U+DC80 to U+DCFF of the malformed bytes 0x80 to 0xFF.
         for match in _VALID_THEN_MALFORMED.finditer(data.decode("utf-8", "surrogateescape")):
             ids += self._encoding.encode_ordinary(match[1])
             ids += (self._byte_ids[ord(escaped) - 0xDC00] for escaped in match[2])

@@ -53,6 +53,8 @@ class Units:
 
     def get(self, lane, number):
         """Returns a Unit of `lane`, which reads its units in the order of `number`, which begins at 0."""
+        # Where the unit stands among those of all epochs, one after the other. An epoch need not be a multiple of the
+        # lanes.
         epoch, index = divmod(number * self.num_lanes + lane, len(self.units))
         return self.units[self._order(epoch)[index]]
 
@@ -75,6 +77,7 @@ class Units:
 
     def _keep(self, shard, row_group):
         """Returns all TextPieces of a row group and keeps them in memory, or None if there is no room for them."""
+        # Several workers may come here at the same time without a lock: at worst two of them decode the same row group.
         key = shard.digest, row_group
         if key not in self._kept and self._room > 0:
             stop = shard.row_group_documents[row_group]
