@@ -110,6 +110,7 @@ class Engine:
     def _draw(self, sample, logits, sampling):
         """Draws the next token of `sample` by its logits (V,), adds it, and returns its id."""
         options = sample.generator, sampling.temperature, sampling.top_k, sampling.top_p
+        # What was taken back of the prompt is drawn again, only among the tokens that agree with its bytes.
         if sample.known:
             fitting = torch.tensor(self._vocabulary.fitting(sample.known))
             token = int(fitting[choose_token(logits[fitting], *options)])

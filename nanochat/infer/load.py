@@ -96,6 +96,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     for name, parameter in model.named_parameters():
         # in half of the bytes on a TPU; every product would cast it first
         parameter.data = parts.of_model(name, parameter.data).to(dtype)
+    # After loading, so that what was loaded is known to be what the results are named after.
     if weights is not None and weights != weights_of(path):
         raise BadInput(f"checkpoint {path} was replaced since this command began: start it again")
     model = model.to(dist.device).eval().requires_grad_(False)

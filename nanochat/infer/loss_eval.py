@@ -104,6 +104,7 @@ def _is_between(rows, first, last):
 
 def _keep(chosen, rows, counts):
     """Returns rows and counts with only the chosen tokens of each row, at its beginning."""
+    # A stable sort by whether a token is left out moves the chosen ones to the front, in their order.
     order = (~chosen).int().argsort(dim=1, stable=True)
     is_chosen = chosen.gather(1, order)
     return rows.gather(1, order).where(is_chosen, PADDING), counts.gather(1, order) & is_chosen

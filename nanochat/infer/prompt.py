@@ -110,6 +110,7 @@ class Window:
         if num_tokens <= 0:
             return ""
         text = text[-num_tokens * LONGEST_TOKEN:]
+        # The last cut holds as long as what is behind it fits, and is half of what may be read at least.
         at = text.find(self.begin) if self.begin else -1
         if at > 0 and num_tokens // 2 <= len(self.tokenizer.encode(text[at:])) <= num_tokens:
             return text[at:]

@@ -35,7 +35,9 @@ class Int8Matrix:
 
     def __call__(self, x):
         """Returns the product (…, out) with x (…, in), fp32."""
-        largest = torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True).clamp_min_(TINY)
+        # FBGEMM takes one scale for all activations. Divided by the largest of its position, each lies between -1 and
+        # 1, so that one scale fits all positions; the product is multiplied by it again.
+        largest = torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True).clamp_min_(TINY)  # (…, 1)
         return _linear(x / largest, self.unit, self.zero_point, self.packed).mul_(largest)
 
 
@@ -122,6 +124,7 @@ class _Int8Layer:
         v = gated(gate_of(self.options, self, VALUES, normed[:, :, None]), v)
         if value is not None:
             v = v + value
+        # The rotation of the pairs (i, i + head_dim / 2). roll exchanges the halves, and the signs are in rotary[1].
         qk = _norm(torch.addcmul(qk * rotary[0], qk.roll(head_dim // 2, dims=-1), rotary[1]))
         q, k = qk.transpose(1, 2).split([q, k], dim=1)  # (B, heads, T, head_dim)
         attended = self.attn_o(text.attend(q, k, v.transpose(1, 2)).transpose(1, 2).flatten(2))

@@ -86,6 +86,8 @@ class Reader:
     def read(self, ids, num_last=1, keep_going=never_stop):
         """Returns the logits (num_last, V), on the CPU, of the tokens that follow each of the last `num_last` of `ids`.
         Returns None if keep_going() returned False, which is asked before each block."""
+        # What the cache holds need not be read again, but for the last tokens: their logits are asked for and are in no
+        # cache.
         position = min(_count_common(self.ids, ids), len(ids) - num_last)
         del self.ids[position:]
         hidden = []  # of each block, (T, C)

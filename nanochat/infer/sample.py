@@ -52,6 +52,7 @@ def choose_token(logits, generator, temperature, top_k, top_p):
         return int(logits.argmax())
     logits, ids = logits.topk(min(top_k or len(logits), len(logits)))  # the likeliest first
     probabilities = torch.softmax(logits.double() / temperature, dim=0)
+    # A token stays as long as those before it have not reached top_p, so the likeliest always does.
     likelier = probabilities.cumsum(0) - probabilities  # the sum of the tokens before each one
     probabilities[likelier >= top_p] = 0
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
