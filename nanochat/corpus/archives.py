@@ -36,6 +36,8 @@ def iter_archive(archive):
         if archive.endswith(".diff.gz"):
             yield from _iter_debian_diff(_Bounded(gzip.open(raw), nbytes))
         else:
+            # dpkg-source unpacks NAME.orig-COMPONENT.tar into a folder COMPONENT/, and NAME.debian.tar into debian/.
+            # The paths here are the same, so that debian/copyright can name them.
             component = re.search(r"\.orig-([\w-]+)\.tar|\.(debian)\.tar", archive)
             yield from _iter_tar(archive, raw, nbytes, f"{component[1] or component[2]}/" if component else "")
 
@@ -97,6 +99,8 @@ class _Header(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf, encoding, errors):
         header = super().frombuf(buf, encoding, errors)
+        # tarfile reads what belongs to a header of these kinds into memory in one go, however long the header claims it
+        # to be. So the claim is checked before tarfile acts on it.
         is_name = header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
         is_header = is_name or header.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
         if header.size < 0 or is_header and header.size > (MAX_PATH_BYTES if is_name else MAX_HEADER_BYTES):
@@ -105,6 +109,8 @@ class _Header(tarfile.TarInfo):
 
     @classmethod
     def fromtarfile(cls, tar):
+        # has_ended is what is known between two headers. Only an archive that has closed with a block of zeros may run
+        # out of bytes.
         try:
             header = super().fromtarfile(tar)
         except tarfile.EOFHeaderError:  # a block of zeros
@@ -140,6 +146,8 @@ def _iter_tar(archive, raw, nbytes, prefix, nested_name=None):
             if not member.isfile():
                 continue
             path = member.name.removeprefix("./").split("/", 1)[-1]
+            # The inner archive is read through its member of the outer one, block by block. Only one level is opened,
+            # so an archive of archives cannot go on without end.
             if not nested_name and "/" not in path and TARBALL.search(path):
                 with _archive_errors(f"{path} in {archive}"):
                     yield from _iter_tar(archive, tar.extractfile(member), member.size, prefix, nested_name=path)
@@ -168,6 +176,7 @@ def _iter_debian_diff(stream):
     """Yields debian/copyright, from the diff that contains debian/ in source packages of format 1.0."""
     copyright_lines, nbytes, inside = [], 0, False
     while line := stream.readline(MAX_LICENCE_BYTES):
+        # debian/ is only on the new side of this diff, so the added lines of a file are the whole file.
         if line.startswith(b"+++ "):
             inside = b"".join(line.split()[1:2]).split(b"/", 1)[-1] == b"debian/copyright"
         elif inside and line.startswith(b"+") and (nbytes := nbytes + len(line)) <= MAX_LICENCE_BYTES:

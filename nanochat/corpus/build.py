@@ -67,6 +67,8 @@ def prepare(sources, flags, excluded, engine, out_dir):
     identity = identity_of(sources, flags, excluded)
     work_dir = out_dir / ".work"
     staging = work_dir / identity
+    # The identity is the name of the folder in which this corpus is made, so a command only resumes its own work. The
+    # manifest comes last: a folder that has it is whole and needs no more than to be published.
     if not (staging / MANIFEST).exists():
         if holds(out_dir, identity):
             shutil.rmtree(work_dir, ignore_errors=True)  # what is left of it if publishing was interrupted
@@ -89,6 +91,7 @@ def identity_of(sources, flags, excluded):
     """Returns a hexadecimal number that stands for what decides the bytes of the corpus."""
     recipe = [flags.seed, flags.max_file_bytes, flags.val_fraction, list(flags.val_projects), flags.eval_only,
               flags.shard_bytes]
+    # A setting that came later is left out at its default, so corpora that were made without it keep their identity.
     if excluded.texts:
         recipe.append(excluded.digest)
     if flags.pack != "file":
@@ -139,6 +142,7 @@ def task_bytes(sources, flags):
     """Returns the memory in bytes that a task of this corpus may take, well above what was measured."""
     longest = max(flags.shard_bytes, flags.max_file_bytes)
     if flags.pack == "project":
+        # pack holds all files of a source. Source code in an archive shrinks to a fifth, so 8 leaves room.
         longest = max(longest, *(source.nbytes * (8 if source.archives else 1) for source in sources))
     return 600_000_000 + 6 * longest
 
@@ -150,6 +154,7 @@ def task_bytes(sources, flags):
 def scan_all(sources, flags, excluded, scans_dir, run):
     """Scans every source. Returns the directories of their runs and their statistics, in the order of `sources`."""
     directories = [None] * len(sources)
+    # So no large source is left to one worker at the end, while the others have nothing to do.
     largest_first = sorted(range(len(sources)), key=lambda i: -sources[i].nbytes)
     bar = Progress(f"reading {len(sources)} sources", sum(source.nbytes for source in sources))
 
@@ -197,6 +202,7 @@ def unique_documents(directories, stats, is_val, flags, staging, run):
     paths = [path for _, path in runs]
     if isinstance(run, RayRun):
         index = load_index(paths, with_signatures=False)
+        # The files of shuffle_duplicates, 0.3 kB per document and 0.6 kB per pair, if each document is compared once.
         require_disk(staging, 1000 * len(index.key), "looking for duplicates")
         bar = Progress("looking for duplicates", 100, "%")
         exact, near = shuffle_duplicates(paths, np.bincount(index.run), staging / "duplicates", run,
@@ -206,6 +212,7 @@ def unique_documents(directories, stats, is_val, flags, staging, run):
         index = load_index(paths)
         exact, near = find_duplicates(index)
         index.signature = None  # the largest part by far, and not needed any more
+    # (documents,): the number of the source of each document in the index.
     source = np.array([i for i, _ in runs])[index.run]
     for i, stat in enumerate(stats):
         stat["dropped"]["exact_duplicate"] = int(exact[source == i].sum())
@@ -288,6 +295,7 @@ def counts(dropped):
 
 def publish(staging, out_dir):
     """Moves a finished corpus to the directories in which training looks for it. If killed, it can be called again."""
+    # The manifest is moved last, because `holds` takes a folder with it for whole.
     for name in (TRAIN_DIR, VAL_DIR, MANIFEST):
         if (staging / name).exists():
             os.replace(staging / name, out_dir / name)
@@ -301,6 +309,7 @@ def holds(out_dir, identity):
     missing = [name for name, description in manifest["shards"].items() if not is_whole(out_dir / name, description)]
     if not missing:
         return True
+    # Where no file is left in either folder, they were moved away on purpose: the corpus is made again.
     if any(path.is_file() for name in (TRAIN_DIR, VAL_DIR) for path in out_dir.glob(f"{name}/*")):
         more = " …" if len(missing) > 3 else ""
         raise BadInput(f"{out_dir} holds this corpus, but {len(missing)} of its shards are missing or damaged "

@@ -63,6 +63,8 @@ def plan_shards(index, kept, shard_bytes):
     chosen = chosen[np.argsort(index.key[chosen])]
     ends = np.cumsum(index.nbytes[chosen])
     num_shards = max(1, min(round(ends[-1] / shard_bytes), len(chosen), MAX_SHARDS))
+    # (documents,), never falling. The text is divided into equal spans, and a document belongs to the span that has its
+    # last byte. A span that a long document leaps over has no shard.
     shard_of = (ends - 1) * num_shards // ends[-1]
     return [parts_of(index, documents) for documents in np.split(chosen, np.flatnonzero(np.diff(shard_of)) + 1)]
 
@@ -71,6 +73,7 @@ def parts_of(index, documents):
     """Returns [(path of a run, numbers of documents in it)] of these documents, a bool mask or numbers in the index."""
     if documents.dtype == bool:
         documents = np.flatnonzero(documents)
+    # Numbers in the index rise with the runs, so each run's documents become one slice.
     documents = np.sort(documents)  # by run, and in each run
     run, starts = np.unique(index.run[documents], return_index=True)
     in_runs = np.split(index.document[documents], starts[1:])
@@ -81,6 +84,7 @@ def pack(path, parts, seed):
     """Writes the run `path`, unless it exists: the files `parts` of one source, joined as projects.py says."""
     if path.exists():
         return
+    # The key decides between files of one path, so their order does not depend on the run in which they are.
     files = _read_parts(parts).sort_by([("path", "ascending"), ("key", "ascending")]).to_pylist()
     by_path = {}
     for file in files:
@@ -102,6 +106,8 @@ def _read_parts(parts):
     """Returns the documents `parts` = [(path of a run, numbers)] as a table with their keys."""
     tables = []
     for run, documents in parts:
+        # Every row group but a run's last has RUN_ROW_GROUP_DOCUMENTS documents, so a document's number says its row
+        # group. Only row groups with wanted documents are read; row_group counts among these.
         groups, row_group = np.unique(documents // RUN_ROW_GROUP_DOCUMENTS, return_inverse=True)
         table = pq.ParquetFile(run).read_row_groups(groups, columns=[*SCHEMA.names, "key"])
         tables.append(table.take(row_group * RUN_ROW_GROUP_DOCUMENTS + documents % RUN_ROW_GROUP_DOCUMENTS))

@@ -69,6 +69,7 @@ def _package_source(directory):
         raise BadInput(f"{directory} is not a whole source package ({lacking} is missing or damaged): delete it and "
                        "run the same command again, which downloads it")
     archives = [directory / name for name in there if TARBALL.search(name) or name.endswith(".diff.gz")]
+    # False sorts first, so debian.tar or .diff.gz, which has the licences, comes before the upstream tarballs.
     archives.sort(key=lambda path: (".orig" in path.name, path.name))
     return archive_source(fields["Source"], archives, version=fields["Version"],
                           sha256s=tuple(sums.get(path.name, "") for path in archives))
@@ -88,6 +89,7 @@ def _download(names, cache_dir, progress):
         shutil.rmtree(partial, ignore_errors=True)  # it may hold parts of an older version
         partial.mkdir()
         _apt(["source", "--download-only", "--only-source", name], options, cwd=partial, timeout_s=DOWNLOAD_TIMEOUT_S)
+        # debian_sources takes a folder of this name as it is, so it gets the name when apt has ended.
         partial.rename(cache_dir / name)
         return sum(path.stat().st_size for path in (cache_dir / name).iterdir())
 
@@ -123,6 +125,8 @@ def _private_apt(apt_dir):
                "-o", "Dir::Cache::pkgcache=", "-o", "Dir::Cache::srcpkgcache=",  # concurrent clients would share them
                "-o", "APT::Sandbox::User=root",  # the user _apt cannot write into a private directory
                "-o", "Acquire::Retries=3", "-o", "Acquire::http::Timeout=60", "-o", "Acquire::https::Timeout=60"]
+    # The stamp is written last and the folder is emptied first, so lists of an update that was interrupted are never
+    # used. Lists that were made of other repositories are not used either.
     stamp = apt_dir / "updated"
     is_fresh = stamp.exists() and time.time() - stamp.stat().st_mtime < INDEX_MAX_AGE_S
     if is_fresh and derived == {path.name: path.read_text() for path in sources_dir.iterdir()}:

@@ -72,6 +72,8 @@ def band_hashes(index):
     """Yields for each band a (N,) uint64 array: equal numbers stand for equal values in the band."""
     weights = np.random.default_rng(0).integers(1, 2**63, VALUES_PER_BAND, dtype=np.uint64)
     for band in range(0, NUM_PERMUTATIONS, VALUES_PER_BAND):
+        # The eight values of a band become one number by a random linear combination, so that one sort groups all
+        # documents.
         yield index.signature[:, band:band + VALUES_PER_BAND] @ weights  # modulo 2^64
 
 
@@ -82,10 +84,13 @@ def find_duplicates(index):
     them. The fraction of equal values in two signatures estimates the Jaccard similarity of the documents.
     """
     exact = np.ones(len(index.key), bool)
+    # np.unique gives the first index of each key: that document is the original, the others are copies.
     exact[np.unique(index.key, return_index=True)[1]] = False
     near = np.zeros(len(index.key), bool)
     for band_hash in band_hashes(index):
         _, first, group = np.unique(band_hash, return_index=True, return_inverse=True)
+        # (N,): the first document with the same band. A document is compared with this one alone, so a band takes N
+        # comparisons at most, however many documents share it.
         earliest = first[group]
         candidates = np.flatnonzero((earliest != np.arange(len(earliest))) & ~exact & ~near)
         for part in np.array_split(candidates, len(candidates) // 65536 + 1):  # to limit memory
@@ -126,9 +131,12 @@ class Shuffle:
         (cuts + 1,))."""
         for keys in (index.key, *band_hashes(index)):
             unique, first, group = np.unique(keys, return_index=True, return_inverse=True)
+            # The part is chosen by the high bits. In a sum of products the low bits depend on the factors' low bits
+            # alone, and the high bits on all of them.
             part = (unique >> np.uint64(33)) % np.uint64(self.cuts)
             order = np.argsort(part, kind="stable")
             place = np.empty_like(order)
+            # The inverse of `order`: where each key stands once the keys are sorted by part.
             place[order] = np.arange(len(order))
             yield (unique[order], first[order], place[group],
                    np.searchsorted(part[order], np.arange(self.cuts + 1, dtype=np.uint64)))
@@ -149,6 +157,7 @@ def shuffle_duplicates(runs, num_documents, folder, run, done, chunk_documents=C
     shuffle = Shuffle(folder, starts, max(1, -(-int(ends[-1]) // part_keys)))
     chunks = [(shuffle, number, runs[begin:end]) for number, (begin, end) in
               enumerate(zip(bounds, bounds[1:], strict=False))]
+    # Each round reads files of all tasks of the round before, so it begins when these have ended.
     for task, calls in ((write_keys, chunks), (write_firsts, [(shuffle, part) for part in range(shuffle.num_parts)]),
                         (write_pairs, chunks), (write_near, chunks)):
         run(task, calls, lambda *_, calls=calls: done(1 / 4 / len(calls)))
@@ -193,14 +202,19 @@ def write_pairs(shuffle, chunk, runs):
     for kind, (_, _, place, _) in enumerate(shuffle.chunk_keys(index)):
         files = firsts[kind * shuffle.cuts:(kind + 1) * shuffle.cuts]
         earliest = np.concatenate([_read_batch(file, chunk)[0] for file in files])[place]
+        # The first kind is the key of the text, which needs no comparison. All others are bands.
         if exact is None:
             exact = earliest != own
         else:
             chosen = np.flatnonzero((earliest != own) & ~exact)
             pairs.append(np.stack([earliest[chosen], chosen], 1))
+    # A pair that several bands have found is compared once.
     pairs = np.unique(np.concatenate(pairs), axis=0)  # sorted by the earlier document; (pairs, 2)
     parts = np.split(pairs, np.searchsorted(pairs[:, 0], shuffle.starts[1:-1]))
+    # A signature of 512 bytes is sent to a chunk once, in however many pairs it is. The inverse says which one a pair
+    # means.
     sent = [np.unique(part[:, 1], return_inverse=True) for part in parts]
+    # The file of pairs is written last: it is the one that says that this task was done.
     _write(shuffle.paths("exact")[chunk], lambda file: np.save(file, exact))
     _write_batches(shuffle.paths("sent")[chunk], _SENT, ((index.signature[documents],) for documents, _ in sent))
     _write_batches(path, _PAIRS, ((own[part[:, 1]], place.astype(np.int32), part[:, 0])
@@ -226,6 +240,8 @@ def write_near(shuffle, chunk, runs):
 
 def _write(path, write):
     """Calls write(file) for a file that becomes `path` when it is whole."""
+    # The name is another one for each try, because a task whose node was believed lost may still run beside its
+    # repetition.
     partial = path.with_name(f"{path.name}.{os.getpid()}_{uuid.uuid4().hex}.partial")
     with open(partial, "wb") as file:
         write(file)

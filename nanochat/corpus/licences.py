@@ -44,6 +44,8 @@ def licence_finder(source):
     wildcards.sort(key=lambda wildcard: -wildcard[0])
 
     def licence_of(path):
+        # The wildcards are in falling order, so the first that matches is the last rule that does. Rule 0, "*", matches
+        # every path.
         order = next(order for order, pattern in wildcards if pattern.fullmatch(path))
         return rules[max(order, last_rule.get(path, 0))][1]
     return licence_of

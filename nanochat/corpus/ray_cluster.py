@@ -98,12 +98,14 @@ class RayRun:
         self.ray, self.workers, self.task_bytes = ray, workers, task_bytes
         self.started = self.looked = time.monotonic()
         self.alive, self.node_s, self.cpu_s, self.peak_bytes, self.tasks, self.again = {}, 0.0, 0.0, 0, 0, 0
+        # Ray repeats without end a task that ran out of memory. So it must repeat none, and __call__ counts the tries.
         self._task = ray.remote(max_retries=0, num_cpus=1, memory=task_bytes)(_measured)
         self.look()
 
     def look(self):
         """Counts the time of the nodes, and says which of them are gone. Returns those with room for a task."""
         now, nodes = time.monotonic(), {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
+        # node-hours are added up from look to look: the nodes of the last look are taken to have been there since.
         self.node_s += (now - self.looked) * len(self.alive)
         for gone in self.alive.keys() - nodes.keys():
             print(f"node {_name(self.alive[gone])} is gone: its tasks are done again by others", flush=True)
@@ -125,6 +127,8 @@ class RayRun:
         probe.mkdir()
         files = [path for source in sources for path in
                  [*source.archives, *(os.path.join(source.directory, file) for file in source.files[:1])]]
+        # One probe is bound to each node. It claims neither cores nor memory, so it also runs where other work has them
+        # all.
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         nodes = {self._task.options(num_cpus=0, memory=0, scheduling_strategy=strategy(number, soft=False)).remote(
             _versions(), _look_around, (probe, number, [(path, *_seen(path)) for path in files])): node
@@ -144,6 +148,8 @@ class RayRun:
                     print(f"node {name} is lost: the others do its work", flush=True)
                     lost += 1
                     continue
+                # A node that writes to a disk of its own, which has the same path, reports no error: its file must be
+                # seen here.
                 if not problem and not any((probe / f"seen_{nodes[reference]['NodeID']}").glob("file")):
                     problem = f"what it writes to {folder} is not seen here: name an --out_dir that all nodes share"
                 if problem:
@@ -157,10 +163,13 @@ class RayRun:
 
     def __call__(self, function, calls, done):
         ray, tries, waiting, running = self.ray, Counter(), deque(range(len(calls))), {}
+        # ended: when a task has last ended. room: when a node was last seen that can take one. Lost nodes may be
+        # replaced, so to have none is an error only after NO_ROOM_S.
         ended = room = time.monotonic()
         try:
             while waiting or running:
                 cores = sum(int(node["Resources"].get("CPU", 0)) for node in self.alive.values())
+                # Ray gets about two tasks for each core, so that a node has its next one at hand when one ends.
                 while waiting and len(running) < (self.workers or 2 * cores + 2):
                     i = waiting.popleft()
                     tries[i] += 1

@@ -174,6 +174,7 @@ class _Scan:
         self.nbytes = 0  # of these
 
     def add(self, path, text):
+        # What a file says of itself counts more than what its package says of all files.
         spdx = _SPDX.search(text, 0, 4096)
         licence = spdx[1].decode() if spdx else self.licence_of(path)
         self.documents.append({

@@ -44,6 +44,7 @@ class Source:
     @property
     def project(self):
         """The name without a trailing version: llvm-toolchain-14 and llvm-toolchain-15 are one project."""
+        # What is cut is a number behind a separator (-14, _v2.1), or one with a dot right behind the name (boost1.74).
         return re.sub(r"(?:[-_]v?\d[\w.+~-]*|(?<=[a-z+])\d+\.[\d.]+)$", "", self.name)
 
     def identity(self):
@@ -68,6 +69,7 @@ def _check_readable(path):
 
 def _fingerprint(paths):
     """Returns (number of bytes of all files, hex hash that changes when one of them does)."""
+    # Sizes and times, and not contents: to read all files only to resume would take as long as to scan them.
     digest, nbytes = hashlib.blake2b(digest_size=16), 0
     for path in paths:
         stat = os.stat(path)
@@ -144,6 +146,7 @@ def distinguish(sources):
     found = []
     for name, same in by_name.items():
         parents = [Path(source.directory or source.archives[0]).parent.parts for source in same]
+        # The smallest number of parent folders by which all sources of this name differ.
         length = next((n for n in range(max(map(len, parents))) if len({p[-n:] if n else () for p in parents})
                        == len(same)), 0)
         for source, parts in zip(same, parents, strict=True):
@@ -220,6 +223,7 @@ def _git_files(directory):
     a compiler, and the hash does not stand for them. How many these are is printed.
     """
     try:
+        # An entry is "MODE HASH STAGE<tab>PATH". Mode 160000 is a submodule, 120000 a symbolic link.
         modes = dict(entry.split(b"\t", 1)[::-1] for entry in _git(directory, "ls-files", "-s", "-z").split(b"\0")[:-1])
         others = _git(directory, "ls-files", "-z", "--others", "--exclude-standard").split(b"\0")[:-1]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
@@ -231,6 +235,7 @@ def _git_files(directory):
     except (OSError, subprocess.SubprocessError):
         head = ""  # there is no commit yet
     tracked = {os.fsdecode(name): mode.split()[0] for name, mode in modes.items()}
+    # An index that somebody else has made may name paths outside of the checkout.
     files = [name for name in sorted(tracked) if ".." not in name.split("/") and _is_regular(directory / name)]
     submodules = [name for name, mode in tracked.items() if mode == b"160000"]
     missing = tracked.keys() - set(files) - {name for name, mode in tracked.items() if mode in (b"160000", b"120000")}

@@ -32,6 +32,7 @@ def worker_pool(workers):
                 for future in as_completed(futures):
                     done(futures[future], future.result())
             except BaseException:
+                # Otherwise the end of the block would wait until all calls that are still queued were done.
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         yield run
