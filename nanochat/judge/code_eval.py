@@ -63,6 +63,8 @@ def evaluate(items, writer, judge, results, workers, show=ignore):
     They are judged in `workers` threads, while the model already writes the next ones. show(num_done): called with the
     number of items that were there before, and with 1 after each one.
     """
+    # The records of an item are written one after the other, so a kill may have left out some of the last item's. It is
+    # written again, with the same samples because of the same seed, and those that are there are left out.
     written = [record["name"] for record in results.records]
     last = written[-1] if written else None  # some of its samples may be missing
     todo = [item for item in items if item.name == last or item.name not in set(written)]

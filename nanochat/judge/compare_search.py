@@ -22,6 +22,8 @@ def search_problem(writer, judge, problem, methods, budgets):
         for budget in budgets:
             search = Search(writer, judge, replace(problem, tests=""), budget)
             METHODS[method](search)
+            # The search judged without the tests. An answer that does not compile needs no other verdict; an Answer has
+            # the status and message of a Verdict.
             verdict = answer = search.answer
             if answer.compiles:
                 verdict = problem.verdict(judge, answer.text)
@@ -37,7 +39,10 @@ def compare_methods(writers, judge, problems, methods, budgets, results, show=ig
     Records are written in the order of the problems, so that a comparison that was killed goes on to the same file.
     show(num_done): called with the number of problems that were there before, and with 1 after each one.
     """
+    # A kill may have left some records of the next problem. It is searched again, and those that are there are left
+    # out.
     num_whole, num_written = divmod(len(results.records), len(methods) * len(budgets))
+    # There are as many threads as writers, so no thread waits for one. A writer's engine serves one thread at a time.
     free = queue.SimpleQueue()
     for writer in writers:
         free.put(writer)

@@ -43,6 +43,7 @@ def measures_of(name, samples):
             found["pass@1"] = float(greedy["status"] == PASSED), 1
     if drawn:
         found["compiles, drawn"] = mean(compiles(sample) for sample in drawn), 1
+        # pass_at_k estimates from n samples for any k up to n, so with few samples k is their number.
         k = min(PASS_AT_K, len(drawn))
         found[f"pass@{k}, drawn"] = pass_at_k(len(drawn), num_passed(drawn), k), 1
     if "bits" in greedy:

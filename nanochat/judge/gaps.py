@@ -91,6 +91,7 @@ def _cut(text, begin, end, kind, problem=None):
     prefix = text[:begin]
     middle = text[begin:end]
     suffix = text[end:]
+    # The separators keep two gaps of one text apart, whose parts joined are the same.
     parts = "\0".join([kind, prefix, middle, suffix])
     name = hashlib.blake2b(parts.encode(errors="replace"), digest_size=8).hexdigest()
     if problem:
@@ -124,6 +125,8 @@ def _is(kind, text, begin, end):
     inside = text[begin:end]
     if kind == "block":
         return "\n" in inside and bool(inside.strip())
+    # The character at begin - 1 is the bracket. The name right before it is looked for in 80 characters, because a
+    # search tries every word from its beginning on.
     before = _CALL.search(text, max(0, begin - 80), begin - 1)
     if not before or "\n" in inside or not inside.strip():
         return False

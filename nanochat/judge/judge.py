@@ -95,6 +95,7 @@ class Judge:
 
     def _once(self, kind, source, decide):
         key = kind, hashlib.sha256(source.encode(errors="replace")).digest()
+        # Without a lock: two threads with the same program may both decide it, and come to the same verdict.
         verdict = self._verdicts.get(key)
         if verdict is None:
             if len(self._verdicts) >= MAX_VERDICTS:
@@ -108,6 +109,8 @@ class Judge:
             header = self._precompiled_header()
             options = [*options, "-include", str(header)]
             folders = [*folders, header.parent]
+        # The sandbox's files end with it, so the program comes back as standard output. `sh -c` takes the first word
+        # after the script, the g++ of GXX, for its own name, and gives the others to "$@".
         command = ["sh", "-c", 'g++ "$@" source.cpp && if [ -e program ]; then cat program; fi', *GXX, *options]
         result = self.sandbox.run(command, self.compiler_limits, {"source.cpp": source.encode(errors="replace")},
                                   folders)
@@ -134,6 +137,8 @@ class Judge:
             return Verdict(FAILED, f"{message}\nthe program ended before its tests".strip())
         if result.stopped_by == "output":
             return Verdict(TOO_MUCH_OUTPUT, message)
+        # The limits of time are two: of the clock, which the sandbox counts, and of the CPU, which the kernel answers
+        # by a signal.
         if result.stopped_by or result.status == 128 + 24:  # SIGXCPU
             return Verdict(TIMEOUT, message)
         # 128 + 6: SIGABRT is how assert() ends a program; an exception that nobody catches ends it alike
@@ -147,6 +152,8 @@ class Judge:
                 folder = Path(tempfile.mkdtemp(prefix="nanochat_header_"))
                 folder.chmod(0o755)
                 (folder / "all.h").write_text("#include <bits/stdc++.h>\n")
+                # GXX here and in _compile, because g++ takes a precompiled header only where it was made with the same
+                # options.
                 subprocess.run([*GXX, "-x", "c++-header", "all.h"], cwd=folder, check=True, capture_output=True)
                 self._header_folder = folder
         return self._header_folder / "all.h"

@@ -40,6 +40,8 @@ class Problem:
     def closing(self):
         """Returns what ends a completion that was stopped at STOP."""
         if self.solution is None:
+            # The prompt alone says what is open where there is no solution: a function ends with "}", a class with
+            # "};".
             return f"\n{closers(self.prompt) or closers('{')}"
         return "\n};\n" if self.solution.rstrip().endswith("};") else "\n}\n"
 
@@ -84,6 +86,7 @@ def problem_of_prompt(name, prompt, tests):
     prompt = prompt.rstrip()
     if not prompt:
         raise BadInput(f"{name} is empty: give a comment and a signature")
+    # A signature without its brace gets one. If nothing is open even then, the brace became part of a comment.
     if not brackets(prompt)[1]:
         prompt += " {"
     if not brackets(prompt)[1]:
@@ -119,6 +122,7 @@ def _read_own(folder):
     problems = []
     for file in sorted(folder.glob("*.cpp")):
         text = file.read_text(encoding="utf-8")
+        # A part is `//@ NAME: VALUE` in one line, or `//@ NAME` and all lines before the next part.
         parts = dict(re.findall(r"^//@ (\w+)(?:: *|\n)(.*?)(?=^//@|\Z)", text, re.DOTALL | re.MULTILINE))
         problems.append(Problem(file.stem, parts["prompt"], parts["tests"], parts["solution"],
                                 parts["difficulty"].strip()))
@@ -138,6 +142,7 @@ def _foreign(row):
     row = {key: value for key, value in row.items() if isinstance(value, str)}
     "".join(row.values()).encode()
     if "canonical_solution" in row:
+        # Of the declaration only the headers are taken, because that of CPP/38 has an error.
         includes = [line for line in row["declaration"].splitlines() if line.startswith("#include")]
         extra = [f"{line}\n" for line in includes if line not in row["prompt"]]
         return Problem(row["task_id"], row["prompt"], row["test"], row["canonical_solution"], preamble="".join(extra))

@@ -54,6 +54,7 @@ class Results:
                 if found != settings:
                     raise BadInput(f"{path} holds the results of another evaluation ({difference(found, settings)}): "
                                    "move it away, or choose another --out_dir")
+            # A kill cuts the last line at most, because each one is flushed. What is cut is written again.
             os.truncate(path, length)  # after the last whole line
         self._file = open(path, "a", encoding="utf-8")
         if not path.stat().st_size:

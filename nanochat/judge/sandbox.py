@@ -164,6 +164,7 @@ def collect(process, limits, kill):
     size = 0
     stopped_by = ""
     outputs = {process.stdout: bytearray(), process.stderr: bytearray()}
+    # Both pipes are read as they fill. A program whose pipe nobody reads would wait until its time is over.
     with selectors.DefaultSelector() as selector, process:
         for stream in outputs:
             selector.register(stream, selectors.EVENT_READ)

@@ -34,6 +34,7 @@ def pass_at_k(num_samples, num_passed, k):
         raise ValueError(f"{num_samples} samples say nothing about {k}")
     if num_samples - num_passed < k:
         return 1.0
+    # C(n - c, k) / C(n, k) as a product of fractions, because the binomials themselves are too large for floats.
     return 1.0 - float(np.prod(1.0 - k / np.arange(num_samples - num_passed + 1, num_samples + 1)))
 
 
@@ -57,6 +58,8 @@ def compare(first, second, weights=None, seed=0):
     rng = np.random.default_rng(seed)
     sums = np.concatenate([rng.choice([-1.0, 1.0], (BLOCK, len(differences))) @ differences
                            for _ in range(DRAWS // BLOCK)])
+    # What was observed counts as one of the draws, so p is never 0. A sum in another order is rounded otherwise, hence
+    # 1e-12.
     p_value = (1 + (np.abs(sums) >= abs(differences.sum()) * (1 - 1e-12)).sum()) / (1 + DRAWS)
     return Difference(float(differences.sum() / weights.sum()), float(low), float(high), float(p_value))
 

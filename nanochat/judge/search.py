@@ -101,6 +101,7 @@ class Search:
         drawn = self.writer.sampling
         sampling = replace(drawn, num_samples=num, max_tokens=max_tokens, stop=stop, seed=drawn.seed + self.num_samples,
                            score=True)
+        # Sample i of a call is drawn with seed + i. So each sample of a search has a seed of its own.
         samples = self.writer.engine.completions(prompt, sampling, **options)
         self.num_samples += num
         self.num_tokens += sum(sample.num_drawn for sample in samples)
@@ -193,6 +194,7 @@ class Search:
             return len(answer.text) > len(best.text)
         if not answer.compiles or answer.text == best.text:
             return False
+        # These bits take a pass of the model, so they are computed only where two answers are equally good otherwise.
         for each in (best, answer):
             if each.bits_per_byte is None:
                 each.bits_per_byte = self.writer.bits(self.problem.prompt, each.text) / size(each.text)
@@ -238,6 +240,7 @@ def tree(search):
     """Grows trees, one after the other."""
     beam = 0
     while not search.is_over:
+        # With 256 tokens, a tree of 3 states and 5 lines is about two lines deep: a line has about nine tokens.
         beam = min(beam + 1, MAX_BEAM)
         states = [State("")]
         while states and not search.is_over:

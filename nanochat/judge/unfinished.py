@@ -19,6 +19,7 @@ def brackets(code):
     pairs = []
     opened = []
     for match in CODE_TOKEN.finditer(code):
+        # A closing bracket that does not fit the last open one is left out: it may be a macro's, or a model's mistake.
         if match[0] in ("(", "{"):
             opened.append(match.start())
         elif match[0] in (")", "}") and opened and code[opened[-1]] == OPENING[match[0]]:
@@ -44,6 +45,7 @@ def closers(code):
             num_conditions += 1
         else:
             num_conditions = max(0, num_conditions - 1)
+    # A condition that is still open was mostly begun inside the function, so #endif comes before the closing brackets.
     found = "#endif\n" * num_conditions
     opened = brackets(code)[1]
     while opened:
@@ -58,6 +60,7 @@ def _closer(code, at, is_argument):
         return ");\n"
     if is_argument:
         return "}"
+    # What stands before a brace in its statement says what the brace opens. 300 characters are enough for nearly all.
     head = re.split(r"[;{}]", code[:at][-300:])[-1].rstrip()
     if re.search(r"\bdo$", head):
         return "} while (false);\n"
@@ -93,6 +96,7 @@ def block_of(text, line):
         return text.count("\n", 0, at)
     pairs, opened = brackets(text)
     num_lines = len(text.splitlines())
+    # Blocks nest, so of those around a line the innermost begins last. One that is on a single line is no block.
     blocks = [(line_of(begin), line_of(end) + 1) for begin, end in pairs] + [(line_of(at), num_lines) for at in opened]
     return max((block for block in blocks if block[0] <= line < block[1] and block[1] - block[0] > 1),
                default=(line, num_lines))

@@ -67,6 +67,7 @@ class Writer:
         first, _ = encode_prompt(self.tokenizer, head)
         alone = self.tokenizer.encode(prompt)
         together = self.tokenizer.encode(prompt + text)
+        # The tokens that both begin with cost the same bits in both, and are left out of both.
         num_known = len(first) + len(os.path.commonprefix([together, alone]))
         return self.bits_of(first + together, num_known) - self.bits_of(first + alone, num_known)
 
@@ -76,9 +77,13 @@ class Writer:
         if len(ids) == num_known:
             return 0.0
         context = self.model.config.max_seq_len
+        # The text is cut at its beginning, and num_known counts on from there. The first token of all is predicted by
+        # nothing.
         num_known = max(1, num_known - max(0, len(ids) - context - 1))
         ids = ids[-context - 1:]
         length = min(max(128, 1 << (len(ids) - 2).bit_length()), context)  # few lengths, because XLA compiles each
+        # (1, length) each: the target at a position is the token after it. IGNORE_INDEX adds nothing to the sum of the
+        # losses, and the padding comes last, where no earlier position sees it.
         inputs = torch.zeros(1, length, dtype=torch.long)
         targets = torch.full((1, length), IGNORE_INDEX)
         inputs[0, :len(ids) - 1] = torch.tensor(ids[:-1])
