@@ -31,6 +31,8 @@ class Comparison:
 
 def read_curve(run, seed, cpu_s=None):
     """Returns the Curve of a History (record/history.py)."""
+    # Evaluations and seconds are recorded at different steps, so the seconds are interpolated; at step 0 there were
+    # none.
     steps, bits_per_byte = run.series("val_bpb")
     known_steps, seconds = run.series("seconds_train")
     return Curve(seed, bits_per_byte, run.work(steps), np.interp(steps, [0, *known_steps], [0, *seconds]), cpu_s)
@@ -43,8 +45,11 @@ def compare(finals, reference):
     The test is Welch's (1947), which compares two means whose spreads may differ. Its p-values are corrected by Holm's
     method (1979), so that a table without any true difference shows one with a probability of at most 5%.
     """
+    # Welch's test does not pair the seeds. A paired test sees more, but with two seeds it has one degree of freedom and
+    # needs a difference of 12.7 standard errors, where Welch's needs 4.3 or more.
     others = [name for name in finals if reference in finals and name != reference]
     p_values = {name: welch_p(finals[name], finals[reference]) for name in others}
+    # Holm's factor is the number of tests, so variants without a test must not be among them.
     corrected = holm({name: p for name, p in p_values.items() if p is not None})
     found = {}
     for name, values in finals.items():
@@ -79,6 +84,8 @@ def holm(p_values):
     """Returns {name: p-value} corrected for their number by Holm's step-down method."""
     corrected, largest = {}, 0.0
     for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        # The smallest of n p-values is multiplied by n, the next one by n - 1, and so on. None becomes smaller than the
+        # one before.
         largest = max(largest, min(1.0, (len(p_values) - rank) * p))
         corrected[name] = largest
     return corrected

@@ -67,6 +67,8 @@ def about_data(run, flags):
 def about_host(run, flags):
     dispatch = run.median("host_dispatch") or 0.0
     wait = run.median("data_wait") or 0.0
+    # Below HOST_BOUND the host still waits for the device, which hides its work. If it waits for data most of the time,
+    # about_data says so.
     if dispatch + wait < HOST_BOUND or wait > dispatch:
         return
     remedies = []
@@ -76,6 +78,7 @@ def about_host(run, flags):
     if flags.get("log_every", 10) < 10:
         remedies.append(f"--log_every=10{now(flags, 'log_every')}: every line waits for the device")
     remedies = "; ".join(remedies) or "a larger --total_batch_size with a larger --device_batch_size"
+    # Twice the rows in a program are half as many programs, so half of the time is to be gained.
     yield Advice(dispatch / 2, f"The host is busy dispatching programs for {dispatch:.0%} of the time, so the device "
                                f"waits for it: {remedies}")
 
@@ -85,6 +88,7 @@ def rows_per_step(run, flags):
     steps, tokens = run.series("tokens")
     if len(steps) < 2 or not flags.get("max_seq_len"):
         return 0
+    # The last two records, because a batch may become larger during a run.
     return (tokens[-1] - tokens[-2]) / (steps[-1] - steps[-2]) / flags["max_seq_len"]
 
 
@@ -106,6 +110,8 @@ def recompiling_s(run):
     before = None
     seconds = 0.0
     for record in run.records:
+        # compile_s adds up from the start of a process. It falls where a new process began, whose first compilations
+        # are not meant.
         compiled = record.get("compile_s", before)
         if record.get("recompiled") and before is not None:
             seconds += max(compiled - before, 0.0)
@@ -123,6 +129,8 @@ def about_time_not_training(run, flags):
         if fraction > NOT_TRAINING:
             remedy = f"a larger --{flag}"
             if every := flags.get(flag):
+                # The smallest multiple with which it would take NOT_TRAINING of the time at most, if each time costs
+                # the same.
                 remedy = f"--{flag}={every * math.ceil(fraction / NOT_TRAINING)} (now {every})"
             if kind == "evaluate":
                 remedy += f", or fewer --eval_tokens{now(flags, 'eval_tokens')}"

@@ -52,6 +52,7 @@ class Lines:
                 continue
             x = run.work(steps)
             if self.over == "time":  # a gap where the run was interrupted
+                # matplotlib draws no line to or from a point that is not a number.
                 breaks = np.searchsorted(steps, [record["step"] for record in run.interruptions()])
                 x = np.insert(run.elapsed_s(steps) / unit_s, breaks, np.nan)
                 values = np.insert(values, breaks, np.nan)
@@ -123,6 +124,7 @@ def draw_all(runs, folder):
 
 def save_figure(path, title, panels):
     """Writes a picture of panels, functions that draw on axes, and returns its path."""
+    # A Figure without pyplot needs no display, and is freed when it goes out of use.
     from matplotlib.figure import Figure
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
@@ -155,6 +157,8 @@ def draw_goodput(runs, run, axes):
     records = [record for record in run.records if SECONDS + "train" in record]
     there = run.seconds()
     kinds = [kind for kind in (*KINDS, *sorted(there.keys() - KINDS)) if kind in there]
+    # (kinds, records), and so are the percentages. The seconds are running totals, so a column adds up to the time so
+    # far.
     seconds = np.array([[record.get(SECONDS + kind, 0.0) for record in records] for kind in kinds])
     percentages = 100 * seconds / np.maximum(seconds.sum(axis=0), 1e-9)
     times = [(record["time"] - run.records[0]["time"]) / unit_s for record in records]
@@ -199,6 +203,8 @@ def running_mean(values, decay=0.9):
         if np.isnan(value):
             means.append(value)
             continue
+        # The mean begins at 0, so the first ones are too small: `weight` is what the mean of ones would be, and they
+        # are divided by it.
         mean = decay * mean + (1 - decay) * value
         weight = decay * weight + 1 - decay
         means.append(mean / weight)

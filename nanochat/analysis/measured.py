@@ -34,6 +34,7 @@ def markdown_block(run, flags, report):
     """
     estimate = report.get("estimate", {})
     if lengths := run.lengths():
+        # Where rows become longer, the run's medians are of its newest length, so the estimate is of that stage.
         estimate = estimate.get("stages", {}).get(f"micro_step {lengths[-1][1]}", {})
     step_ms = scaled(estimate.get("step_s"), 1000)
     lines = [f"**{report['accelerator']}: run {run.name}, measured beside the preflight's estimate**", "",

@@ -125,6 +125,7 @@ def tokens_of(variant, curve):
 def flops_of(variant, curve):
     """Returns the FLOPs after which a run has seen its tokens, an array; rows that become longer cost more."""
     plan = variant.plan
+    # Between two switches each token costs the same, so a straight line from switch to switch is exact.
     steps = [0, *plan.switches, plan.num_iterations]
     return np.interp(curve.tokens, [plan.tokens(0, step) for step in steps], [plan.flops(0, step) for step in steps])
 
@@ -141,11 +142,13 @@ def draw_curves(variants, label, x_of, axes):
     """Draws every run thinly and the mean of each variant's seeds. The first evaluation, before training, is left out,
     because beside it the others would look alike."""
     for index, (name, variant) in enumerate(variants.items()):
+        # All colours first with one style of line, then with the next: 30 variants look different.
         style = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index // len(COLOURS) % len(STYLES)]}
         xs = [x_of(variant, curve)[1:] for curve in variant.curves]
         ys = [curve.bits_per_byte[1:] for curve in variant.curves]
         for x, y in zip(xs, ys, strict=True):
             axes.plot(x, y, linewidth=0.7, alpha=0.4, **style)
+        # The mean is over the evaluations that all seeds have.
         common = min(map(len, ys))
         axes.plot(np.mean([x[:common] for x in xs], axis=0), np.mean([y[:common] for y in ys], axis=0),
                   linewidth=1.6, marker="o", markersize=3, label=name, **style)

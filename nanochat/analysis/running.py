@@ -38,9 +38,12 @@ def run_trial(trial, base_train, log_path):
     """
     earlier = trial.notes()
     cpu_before = cpu_seconds()
+    # If this process is killed now, nobody counts what the trial takes: None says that its CPU time is not known.
     trial.write_notes(None)
     command = [*base_train, *trial.argv]
     with open(log_path, "a") as log:
+        # In a session of its own, a trial does not get the terminal's Ctrl-C. It gets the one SIGTERM from here, and
+        # has the time to save.
         process = subprocess.Popen(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
             preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
@@ -76,6 +79,7 @@ def chip_seconds_per_token(trial, accelerator, tpu_preflight, folder):
     tpu_preflight: the command, a list of words. It is run once for variants whose programs are the same, and its
     reports stay in `folder`. Raises BadInput if it fails.
     """
+    # Seeds, rates and what is logged change no program. Without these flags, variants and seeds share one report.
     no_matter = {"device_type"}  # flags that change no program
     for group in (RunFlags, RecordFlags, OptimConfig):
         no_matter |= {field.name for field in fields(group)}
@@ -84,6 +88,7 @@ def chip_seconds_per_token(trial, accelerator, tpu_preflight, folder):
     path = folder / f"preflight_{digest}.json"
     if not path.exists():
         print(f"preflight of {trial.variant} for {accelerator}", flush=True)
+        # A report that was cut by a kill must not be taken for one by the next start.
         unfinished = path.with_suffix(".tmp")
         command = [*tpu_preflight, f"--accelerator={accelerator}", f"--json={unfinished}",
                    "--programs=micro_step,update", *argv]
@@ -99,5 +104,6 @@ def chip_seconds_per_token(trial, accelerator, tpu_preflight, folder):
         print(f"warning: {trial.variant} does not fit into a chip of {accelerator}", flush=True)
         return None
     run = report["estimate"]  # of a step in the last stage, and of all of them
+    # Where rows become longer, step_s is that of the last stage, and this is the mean step's fraction of it.
     is_of_last = run["hours"] / run.get("hours_of_last", run["hours"])
     return is_of_last * run["step_s"] * report["chips"] / report["plan"]["total_batch_size"]

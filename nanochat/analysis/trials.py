@@ -75,11 +75,14 @@ def read_trials(path):
             try:
                 flags = parse_flags(argv)
                 run_directory(flags)
+                # The seed changes neither the plan nor the data, which plan_of hashes, so this is done once for each
+                # variant.
                 plans[name] = plans.get(name) or plan_of(flags)
             except BadInput as error:
                 raise BadInput(f"{path}: variant {name}: {error}") from None
             plan, inputs = plans[name]
             trial = Trial(name, seed, tuple(argv), flags.settled(plan.config), plan, inputs)
+            # Compared as settled: a flag that is given with its default value is the same as one that is left out.
             same = [other.variant for other in trials if other.settled() == trial.settled()]
             if same:
                 raise BadInput(f"{path}: variants {same[0]} and {name} are the same run: leave one of them out")

@@ -66,6 +66,7 @@ def weights(model):
         if ours not in state or ours in ("resid_scale", "x0_scale") and not is_scaled(model):
             continue
         for layer, weight in enumerate(state[ours].unbind(0)):
+            # A scale of a layer is a number here, of shape (), and a tensor of one element in transformers.
             named[f"model.layers.{layer}.{theirs}"] = weight.reshape(weight.shape or (1,))
     return named
 
@@ -165,6 +166,7 @@ def check_place(out, force):
         if out.is_symlink():
             raise BadInput(f"--out={out} is a symbolic link: name the place that it stands for")
         is_there = out.is_file() or out.is_dir() and any(out.iterdir())
+        # A folder where the name says file, a file where it says folder, or what this module has not written.
         if out.exists() and out.is_dir() == (out.suffix == ".safetensors") or is_there and not _is_export(out):
             raise BadInput(f"--out={out} is something else than an export: name another place")
     except OSError as error:
@@ -204,12 +206,16 @@ def new_place(out, force, needed_bytes):
             raise BadInput(f"--out={out}: an export takes {needed_bytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are "
                            "free: free some, or name another place")
         yield partial
+        # A rename may reach the disk before what is renamed, so the files are synced first, and then the folder that
+        # names them.
         for path in (*partial.iterdir(), partial):
             sync_to_disk(path)
         check_place(out, force)  # another export may have finished meanwhile
         if out.suffix == ".safetensors":
             (partial / MODEL).replace(out)
         else:
+            # A folder that is not empty cannot be replaced by a rename, so the old one steps aside. A kill between the
+            # two renames leaves both under other names, and --out is missing but never half.
             if out.is_dir():
                 out.rename(old)
             partial.rename(out)

@@ -45,6 +45,7 @@ def read_weights(path):
     """Returns nanochat's {name: tensor}. Raises BadInput if the file cannot be read."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # torch.compile puts this prefix before the names of a model that was saved in its compiled form.
         return {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
     except (OSError, ValueError, RuntimeError, EOFError, AttributeError, pickle.UnpicklingError,
             zipfile.BadZipFile) as error:
@@ -54,6 +55,8 @@ def read_weights(path):
 
 def convert(state, config, path):
     """Returns the weights of a GPT, fp32, of nanochat's `state`. Raises BadInput for what a GPT here does not have."""
+    # Each weight is taken out of `state` when it is understood. What is left at the end would be lost, so it is
+    # refused.
     rows = config.vocab_size  # nanochat's tables may be padded with rows for no token
     named = {"wte": state.pop("transformer.wte.weight", None), "lm_head": state.pop("lm_head.weight", None)}
     found = {name: table[:rows] for name, table in named.items() if table is not None}

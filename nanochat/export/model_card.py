@@ -175,6 +175,7 @@ def _cell(text):
 def _recipe(meta):
     if _is_imported(meta):
         return f"## Recipe\n\nNot known here. Tokenizer sha256 `{meta.tokenizer_sha256}`."
+    # None, "" and -1 say that a flag was not given.
     given = {name: meta.flags[name] for name in RECIPE if meta.flags.get(name) not in (None, "", -1, -1.0)}
     flags = " ".join(f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()
                      if value is not False)
@@ -202,6 +203,7 @@ def _metrics(run, curve):
     if not columns:
         return "## Metrics\n\nThe run recorded none."
     steps = sorted(next(iter(columns.values())))
+    # CURVE_ROWS steps at equal distances, the first and the last among them; fewer where there are not so many.
     kept = sorted({steps[round(i * (len(steps) - 1) / (CURVE_ROWS - 1))] for i in range(CURVE_ROWS)})
     tokens = run.work(kept)
     rows = "\n".join(f"| {step:,} | {count:,.0f} | " + " | ".join(

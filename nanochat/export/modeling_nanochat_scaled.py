@@ -85,19 +85,25 @@ class ScaledNanoChatAttention(NanoChatAttention):
 
     def shifted(self, k, past_key_values, has_before):
         """Returns the keys k (B, heads, T, head_dim), half of the channels from the position before."""
+        # (B, heads, 1, head_dim): the products of the position before the first of k, zeros where there is none.
         last, layers = torch.zeros_like(k[:, :, :1]), past_key_values.layers if past_key_values is not None else ()
         if len(layers) > self.layer_idx and layers[self.layer_idx].is_initialized:
             layer = layers[self.layer_idx]
             if past_key_values.offloading or type(layer) not in PLAIN_LAYERS:
                 raise ValueError("shifted keys work with a dynamic or a static cache that is not offloaded, and the "
                                  f"layers of this one are {type(layer).__name__}")
+            # (B, heads, positions, 2 × head_dim). A dynamic layer holds the positions so far, and a static one all that
+            # it has room for, of which the first cumulative_length are filled.
             kept, length = layer.keys, layer.get_seq_length()  # keys and their products
             if isinstance(layer, StaticLayer) and not (isinstance(length, int) and length >= kept.size(2)):
                 # a tensor, because a number would be compiled into the program, and another one at the next token
                 last = kept.index_select(2, layer.cumulative_length.clamp(min=1).reshape(1) - 1)[..., self.head_dim:]
             elif length:
                 last = kept[:, :, -1:, self.head_dim:]
+        # (B, heads, T, head_dim): the products, one position later.
         before = torch.where(has_before, torch.cat([last, k[:, :, :-1]], dim=2), 0.0).to(k.dtype)
+        # Rotary positions turn the pairs of channels i and i + head_dim / 2. The second half of each half is shifted,
+        # so the two of a pair always come from the same position.
         channel = torch.arange(self.head_dim, device=k.device) % (self.head_dim // 2)
         return torch.where(channel < (self.head_dim // 2 + 1) // 2, k, before)
 
@@ -182,12 +188,15 @@ class ScaledNanoChatModel(Scaled, NanoChatModel):
             masks = {kind: makers[kind](**arguments) for kind in set(self.config.layer_types)}
         has_before = position_ids > 0
         if is_flat:  # padding comes before no text
+            # The mask moves one to the right: it then says of each position whether the one before it is text. (B, T)
             here = past_length + torch.arange(embeddings.shape[1], device=embeddings.device)
             has_before = has_before & nn.functional.pad(attention_mask, (1, 0)).bool()[:, here]
         rotary = self.rotary_emb(embeddings, position_ids=position_ids)
         x0 = hidden_states = self.norm(embeddings)
         values = [0.0] * len(self.layers)
         if self.config.value_embeddings != "off":
+            # (B, T, tables × width). Every second layer has an embedding, counted from the last: 1, 3, 5 … of an even
+            # number of layers, 0, 2, 4 … of an odd one.
             found, layers = self.value_table(input_ids), -(-len(values) // 2)
             values[(len(values) - 1) % 2::2] = \
                 [found] * layers if self.config.value_embeddings == "shared" else found.chunk(layers, dim=-1)

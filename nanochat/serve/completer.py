@@ -102,6 +102,7 @@ class Shaper:
         self.text += text
         self._end_at(end_of_block(self.text, self.options.min_indent))
         if not self.ended and self._is_late():
+            # After the time limit, the text ends with a line, but not before what the editor has been shown already.
             line_end = self.text.rfind("\n")
             self._end_at(max(line_end, self.num_shown) if line_end > 0 else None)
         repeated = self.text[len(without_repetition(self.text, self.suffix)):]

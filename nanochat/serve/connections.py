@@ -71,6 +71,8 @@ class TimedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data):
+        # uvicorn makes a new cycle when the headers of a request are whole. Until then, and after an answer, the
+        # client's time runs; while a request is answered, it does not.
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:  # a whole request

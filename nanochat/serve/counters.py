@@ -57,6 +57,8 @@ class CountRequests:
         try:
             await self.app(scope, receive, note_status)
         finally:
+            # The application has found the route by now. All other paths count as one, so that a client cannot make
+            # labels without end by asking for paths.
             path = scope["route"].path if "route" in scope else "other"
             self.counters.requests.labels(path, statuses[0] if statuses else "none").inc()
             self.counters.seconds.labels(path).observe(time.monotonic() - start)

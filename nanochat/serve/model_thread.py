@@ -48,6 +48,8 @@ class Job:
         gets."""
         self._is_cancelled = True
         self.refusal = self.refusal or refusal
+        # The model thread may begin with the job at any moment. Either this comes first, and the job never begins, or
+        # keep_going ends it before its first token: the flag was set before.
         self.future.cancel()  # does nothing once the model thread has begun
 
     def _put(self, event):
@@ -61,6 +63,8 @@ class Job:
         `request` hangs up, or nobody iterates any more, the job is cancelled."""
         client_gone = asyncio.ensure_future(hung_up(request))
         client_gone.add_done_callback(self._note_client_gone)
+        # The future itself is the last event. It is put into the queue by the same call_soon_threadsafe as the texts,
+        # and after them, so it cannot overtake one.
         self.future.add_done_callback(self._put)
         timer = self._loop.call_at(self._loop.time() + self._deadline - time.monotonic(), self._expire)
         try:
@@ -77,6 +81,7 @@ class Job:
             self.cancel(Refused(499, "you hung up"))
 
     def _expire(self):
+        # Once the model works on the job, keep_going ends it at the deadline, and the client gets the text so far.
         if self.is_waiting():
             self.cancel(Refused(503, "the model was busy with other requests for the whole time limit of this one "
                                      "(--timeout_s): try again"))

@@ -46,6 +46,7 @@ def make_options(max_tokens, num_samples=1, temperature=None, seed=None, top_p=1
     """Returns the Options of a request; None: the client did not say. others: fields of Options."""
     if temperature is None:
         temperature = SAMPLING_TEMPERATURE if num_samples > 1 else 0.0
+    # In llama.cpp's protocol, -1 leaves the seed to the server.
     if seed is None or seed < 0:
         seed = secrets.randbits(31)
     sampling = Sampling(num_samples, max_tokens, temperature, top_k, max(top_p, 1e-6), tuple(stop), seed % 2**31)

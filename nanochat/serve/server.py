@@ -57,8 +57,11 @@ class Server:
             return self.completer.complete(prefix, suffix, extra, options, job.on_text, job.keep_going)
 
         if client is not None:
+            # A client is a program on a machine. Two people who complete in the same protocol do not replace each
+            # other's requests.
             client = (request.client and request.client.host, request.headers.get("user-agent"), client)
         job = self.thread.start(work, client, self.timeout_s)
+        # If this generator is closed, so is job.events at once, which cancels the job.
         async with contextlib.aclosing(job.events(request)) as events:
             async for event in events:
                 if not isinstance(event, tuple):
@@ -192,6 +195,7 @@ def make_app(server, *, api_key=None, hosts=LOOPBACK):
 
     async def check_key(request: Request):
         sent = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        # The comparison takes equally long for every key, so its time does not tell how much of a guess is right.
         if api_key and not hmac.compare_digest(sent, api_key.encode()):
             raise Refused(401, "this server needs its --api_key, as the header Authorization: Bearer KEY")
 
@@ -278,6 +282,8 @@ async def finished(events):
 async def stream(events, chunk, last, first=()):
     """Returns the answer that sends each chunk(sample, text) as it comes, and the chunks of last(completion) at the
     end, as server-sent events. Raises Refused if the model could not begin."""
+    # The first event is awaited before the answer begins, because an answer that has begun cannot change its status: a
+    # request that is refused gets the status of the refusal, and not 200 with an error in its stream.
     event = await anext(events)
 
     async def lines():
