@@ -70,6 +70,7 @@ def run_all(trials, accelerator, folder):
         print(f"run {number} of {len(trials)}: {trial.variant}, seed {trial.seed}", flush=True)
         log_path = folder / f"{trial.variant}.{trial.seed}.log"
         status = run_trial(trial, BASE_TRAIN, log_path)
+        # The trial has saved and can go on. Whoever stopped it, the same command begins with it again.
         if status == STOPPED:
             raise KeyboardInterrupt
         if status or not trial.is_finished():
@@ -91,6 +92,7 @@ def main(argv=None):
     require_packages("matplotlib", "scipy")  # before the runs, not after them
     trials = read_trials(flags.table)
     accelerator = flags.accelerator and tpu.parse_accelerator(flags.accelerator).accelerator
+    # All runs are looked at before the first one is trained: what cannot be compared is said now, and not after hours.
     for trial in trials:
         require_same_flags(trial)
         if trial.is_finished():

@@ -78,12 +78,15 @@ def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
         return bits_per_byte(model, loader, tokenizer.token_bytes(), dist, copies=copies, **options)
 
     def evaluate(infilling=None, **options):
+        # The ranks that share a model by tensor parallelism read the same rows, so each row is counted by mesh.tensor
+        # ranks.
         rows = Rows(flags.device_batch_size, seq_len, mesh.reader(dist.rank), mesh.readers, flags.seed)
         with DataLoader(shards, tokenizer, rows, num_rows=flags.eval_tokens // seq_len, infilling=infilling) as loader:
             return measure(loader, mesh.tensor, **options)
 
     if flags.project:
         rows_of = partial(ProjectRows, shards, tokenizer, seq_len, flags.device_batch_size, flags.eval_tokens)
+        # ProjectRows is not divided among ranks: every chip reads all of it.
         return print_projects(about, rows_of, partial(measure, copies=mesh.chips))
     if flags.fim:
         check_fim("--fim", tokenizer, seq_len)

@@ -71,6 +71,8 @@ def main(argv=None):
     path = find_checkpoint(of_model.checkpoint)
     items = make_items(of_task, problems, sampling.seed)
     require_half(sampling.max_tokens, load_language_meta(path).config["max_seq_len"])
+    # All that decides what the records are. The first line of the results holds it, and a file with other settings is
+    # refused. `weights` are a part of the checksum, so a checkpoint that was replaced is another one.
     settings = {
         "format": 1, "task": of_task.task, "items": digest(items), "num_items": len(items), **asdict(sampling),
         "checkpoint": f"{path.parent.name}/{path.name}", "weights": weights_of(path), "device_type": device_type}

@@ -39,6 +39,7 @@ def unigram_bits_per_byte(data_dir):
     for piece in all_pieces(open_text(TextFlags(data_dir))):
         counts = counts + np.bincount(tokenizer.encode_to_numpy(piece.text), minlength=tokenizer.n_vocab)
     seen = counts[counts > 0]
+    # The entropy of a token in bits times the number of tokens, over the bytes of all tokens.
     return float(-(seen * np.log2(seen / seen.sum())).sum() / (counts * token_bytes).sum())
 
 

@@ -47,6 +47,7 @@ def main(argv=None):
     if flags.unsafe:
         common.append("--unsafe")
     of_code_eval = [] if flags.problems == "own" else [f"--problems={flags.problems}"]
+    # A model that was trained without fill in the middle has never seen what it would be asked for.
     tasks = ["functions", "infill_functions"] if meta.flags.get("fim_rate", 0) > 0 else ["functions"]
     found = {}
     for task in tasks:

@@ -53,6 +53,7 @@ def main(argv=None):
         raise BadInput(f"--out={out} and the checkpoint {path} are in each other: name another place")
     model_bytes = sum(file.stat().st_size for file in path.glob(f"{Path(MODEL).stem}*.safetensors"))
     try:
+        # A tenth more than the weights, for the tokenizer, the card and the pictures.
         with export.new_place(out, flags.force, 1.1 * model_bytes) as folder:
             model, tokenizer, meta = load_model(path, Dist("cpu", torch.device("cpu")),
                                                 tokenizer_dir=flags.tokenizer_dir)

@@ -39,6 +39,8 @@ def main(argv=None):
     tokenizer = load_tokenizer(flags.tokenizer_dir)
     check_tokenizer(tokenizer, config.vocab_size)
     state = convert(read_weights(flags.model), config, flags.model)
+    # Without lanes and an optimizer's state there is nothing to train on from. is_pause: the time since it was made is
+    # not lost time of a run.
     meta = Meta(step=step, config=asdict(config), tokenizer_sha256=tokenizer.sha256, data_fingerprint="imported",
                 flags={}, rng="", is_pause=True)
     path = save_checkpoint(require_writable_dir(run_dir), state, {}, meta, num_lanes=0)

@@ -29,6 +29,7 @@ def trace_run(flags, chips):
     import torch_xla
     task = make_task(flags, "tpu", chips, directory=None)
     dist = Dist("tpu", torch_xla.device(), world_size=chips)
+    # The weights have shapes and no memory. Each is replaced by a placeholder of the XLA device, which can be traced.
     with torch.device("meta"):
         model = TRM(task.plan.config, task.plan.dtype)
     training = task.make_step(fill_with_placeholders(model), dist)

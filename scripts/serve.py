@@ -41,6 +41,8 @@ def main(argv=None):
         from nanochat.serve.server import Server, make_app
     except ImportError as error:
         raise BadInput(f"there is no {error.name}: pip install '.[serve]'") from None
+    # The port is opened first: one that is in use is refused at once, and not after the model was loaded. Connections
+    # that come meanwhile wait.
     with listen(of_server.host, of_server.port, of_server.api_key) as listening:
         device_type = resolve_inference_device_type(of_model.device_type)
         prepare_xla_environment(device_type)

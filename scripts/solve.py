@@ -190,6 +190,7 @@ def say(text):
 def solve(load, problem, method, budget, judging):
     """Searches, prints the code with its verdict, and returns the exit status."""
     with Judge(judging.unsafe) as judge:
+        # Before the model is loaded: what no completion can mend needs none.
         check_prompt(judge, problem)
         [writer] = load(1)
         search = Search(writer, judge, problem, budget, judging.num_workers, say)

@@ -82,6 +82,7 @@ def openai_encoding(package, name, cache_dir):
     vocabulary = "".join(ranked).encode()
     if hashlib.sha256(vocabulary).hexdigest() != OPENAI_SHA256[name]:
         raise BadInput(f"{package}: its {name} is not the vocabulary that OpenAI publishes: use {NPM_PACKAGE}")
+    # tiktoken looks in this folder for a file that is named by the SHA-1 of the address, before it goes to the network.
     (cache_dir / hashlib.sha1(OPENAI_URL.format(name).encode()).hexdigest()).write_bytes(vocabulary)
     os.environ["TIKTOKEN_CACHE_DIR"] = str(cache_dir)
     return tiktoken.get_encoding(name)
@@ -140,6 +141,7 @@ class Entrant:
         """Returns the speed of encoding on one core, the best of `repeats` measurements."""
         seconds = []
         for _ in range(repeats):
+            # The CPU time of this thread, which other work on the machine changes less than the clock's.
             started = time.thread_time()
             for text in texts:
                 self.encode(text)
@@ -163,6 +165,7 @@ def find_entrants(tokenizer_dir, package):
     with tempfile.TemporaryDirectory() as cache_dir:
         for name in OPENAI_SHA256 if package else ():
             encoding = openai_encoding(package, name, Path(cache_dir))
+            # A name such as <|endoftext|> in a source file is text.
             encode = functools.partial(encoding.encode_to_numpy, disallowed_special=())
             entrants.append(Entrant(name, encode, encoding.decode_bytes))
     return [*entrants, Entrant("ours", tokenizer.encode_to_numpy, tokenizer.decode_bytes)]

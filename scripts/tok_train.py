@@ -73,6 +73,8 @@ def choose_texts(shards, max_bytes, max_bytes_per_source, usage):
     bar = tqdm(shards, desc="counting pieces", unit="shard", disable=None)  # None: only on a terminal
     for shard in bar:
         for text, source, licence in read_columns(shard, "source", "licence"):
+            # A text that is too long for its source is left out and the next one may still fit; the limit in total ends
+            # the reading.
             if usage.nbytes[source] + len(text) > max_bytes_per_source:
                 continue
             if total + len(text) > max_bytes:
@@ -100,6 +102,7 @@ def main(argv=None):
         trainer.train_from_iterator(texts, n_merged, buffer_size=1024, pattern=flags.pattern)
     except ValueError as error:
         raise BadInput(f"--pattern={flags.pattern} is not a regular expression ({error})") from None
+    # A token's rank is the order in which it was merged; special tokens come behind all of them.
     ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
     nbytes = sum(usage.nbytes.values())
     if len(ranks) < n_merged:

@@ -46,6 +46,7 @@ def main(argv=None):
         save_lane_states(run_dir, 1, {lane: {} for lane in range(NUM_LANES)})
         copies = [{name: tensor.clone() for name, tensor in part.items()} for part in state]  # as MuonAdamW.host_state
         saver.save(*copies, Meta(step=1, config={}, tokenizer_sha256="", data_fingerprint="", flags={}, rng=""))
+        # The loop waits for the copies alone: the Saver writes them in the background.
         held_s = clock.spent().wall_s
         saver.finish()
         safe_s = clock.spent().wall_s

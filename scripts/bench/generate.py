@@ -97,6 +97,8 @@ class Prompter(Int8GPT):
     def logits(self, hidden):
         logits = super().logits(hidden)
         for row in range(len(logits)):
+            # Row r of R rows is of the position num_read - R + r, and predicts the token after it. A thousand is above
+            # every logit.
             position = self.num_read - len(logits) + row + 1
             if position < len(self.ids):
                 logits[row, self.ids[position]] += 1000.0

@@ -50,6 +50,8 @@ class Training:
         for _ in range(self.micro_steps):
             with one_program(self.dist, f"micro_step {self.kernel}") as program:
                 training.micro_step(self.batch, training.loss_scales[self.micro_steps])
+            # The device must be idle when the next program is dispatched: else the host would wait for it, and that
+            # would count.
             synchronize(self.dist)
             host_s += program.host_s
         scheduled = training.optimizer.scheduled(self.step).to(self.dist.device)

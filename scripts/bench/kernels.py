@@ -60,10 +60,12 @@ def measure(flags, tpu_slice, folder):
     window = flags.max_seq_len if flags.window == -1 else flags.window
     sizes = (flags.device_batch_size, flags.max_seq_len, flags.num_heads * HEAD_DIM, kv_heads * HEAD_DIM, window,
              tpu_slice.tpu.matrix_unit)
+    # What a query at a position sees: all before it and itself, but no more than its window.
     pairs = sum(min(position, window) for position in range(1, flags.max_seq_len + 1))
     for name, products in PRODUCTS.items():
         schedule, declared = schedule_of(f"{name} kernel", KERNEL, (name, *sizes), tpu_slice, folder, flags.timeout_s)
         flops = 2 * products * HEAD_DIM * pairs * flags.device_batch_size * flags.num_heads
+        # The bound is of the pairs that are seen. The tiles also compute the scores beside them, which are masked.
         bound = flops / tpu_slice.tpu.flops_per_cycle
         tiles = declared["flops"] / tpu_slice.tpu.flops_per_cycle
         yield name, Cycles(schedule.cycles_with(tiles, declared["transcendentals"]), bound, tiles), schedule

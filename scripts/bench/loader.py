@@ -74,6 +74,7 @@ def load(loader, recorder):
     before = len(recorder.lengths)
     while len(recorder.lengths) < before + DOCUMENTS_IN_ROUND:
         next(loader)
+    # The loader works ahead in threads, so the round ends when a tenth of a second has brought no further document.
     while before != len(recorder.lengths):
         before = len(recorder.lengths)
         time.sleep(0.1)
@@ -122,6 +123,7 @@ def best_fit_crop(documents, row_tokens, buffer_size=1000):
     while waiting or buffer:
         while waiting and len(buffer) < buffer_size:
             buffer.append(waiting.pop())
+        # The longest that fits; where none fits, the shortest, of which the least is lost.
         taken = max((length for length in buffer if length <= space), default=min(buffer))
         buffer.remove(taken)
         dropped += max(0, taken - space)

@@ -54,6 +54,8 @@ def compare(piece, contenders, rounds, reference):
         line = f"{name}: {1000 * wall_s:,.3f} ms, {1 / wall_s:,.1f} a second"
         if name != reference:
             pairs = list(zip(found[reference], of_rounds, strict=True))
+            # The median of the rounds' ratios, and not the ratio of the medians: what slows down a round slows down all
+            # in it.
             wall = statistics.median(first.wall_s / spent.wall_s for first, spent in pairs)
             cpu = statistics.median(first.cpu_s / spent.cpu_s for first, spent in pairs)
             line += f", {wall:.2f} times as fast as {reference} ({cpu:.2f} by CPU time)"

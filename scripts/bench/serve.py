@@ -56,6 +56,7 @@ def type_texts(port, texts, flags):
     """Types at random places of the texts, and prints how long the answers took."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
     generator = random.Random(0)
+    # At a new place the engine reads the whole prompt. The further characters change its last line alone.
     first, further, read = [], [], []  # seconds, seconds, and tokens that the model read anew
     for _ in range(flags.places):
         text = generator.choice(texts)
@@ -87,6 +88,7 @@ def type_texts(port, texts, flags):
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     texts = read_texts(flags, least_characters=4000 + flags.characters)
+    # The server has a process of its own, so that it does not share Python's lock with the client.
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     server = context.Process(target=run_server, args=(flags, sender), daemon=True)
