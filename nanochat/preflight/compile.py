@@ -69,6 +69,8 @@ def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, schedu
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(_compile_in_subprocess, program, tpu_slice, _folder(folder, program), timeout_s,
                                processes, schedule_options) for program in programs]
+        # Results come in the order of `programs`. When the caller stops or a compiler fails, the queue is cancelled
+        # before the compilers are killed: a thread whose compiler was killed would take the next program from it.
         try:
             for program, future in zip(programs, futures, strict=True):
                 yield program, future.result()
@@ -94,6 +96,7 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, sch
     if schedule_options:
         shutil.rmtree(schedules_folder, ignore_errors=True)  # of an earlier preflight that was killed
         schedules_folder.mkdir()
+        # The compiler's process works in `folder`, so a name without a path is enough.
         options = schedule_options | {"xla_jf_dump_to": schedules_folder.name}
     try:
         _run_compiler(program, tpu_slice, folder, timeout_s, processes, options)
@@ -109,6 +112,8 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, sch
 
 
 def _run_compiler(program, tpu_slice, folder, timeout_s, processes, options):
+    # The child ties its life to this process before it imports anything: a compiler works for minutes, and would go on
+    # when nobody reads its result.
     process = subprocess.Popen(  # without preexec_fn: with it jax, which is in this process, warns of a fork
         [sys.executable, "-c", f"from nanochat.common import end_with_parent; end_with_parent({os.getpid()}); "
          f"from nanochat.preflight.compiler_process import compile_folder; compile_folder({str(folder.resolve())!r})"],

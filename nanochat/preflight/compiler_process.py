@@ -29,6 +29,8 @@ def compile_folder(folder):
     request = json.loads((folder / "request.json").read_text())
     devices = topologies.get_topology_desc(
         platform="tpu", topology_name=request["topology"], **request["topology_options"]).devices
+    # Each chip is a replica, and no program is divided (one computation each): what was traced is what every chip runs,
+    # and its collectives count replicas. The assignment is (replicas, 1).
     options = xla_client.CompileOptions()
     options.num_replicas = len(devices)
     options.device_assignment = xla_client.DeviceAssignment.create(np.arange(len(devices)).reshape(-1, 1))
@@ -72,6 +74,8 @@ def _load(path, donated):
     with mlir.make_ir_context():
         module = ir.Module.parse(with_source_lines(text))
         main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+        # The compiler may put any output into a donor's memory, as torch_xla's donated buffers allow it in a run.
+        # Without the mark each updated weight would need its memory twice.
         main.attributes["arg_attrs"] = ir.ArrayAttr.get([
             ir.DictAttr.get({"jax.buffer_donor": ir.BoolAttr.get(True)} if index in donated else {})
             for index in range(len(main.type.inputs))])
@@ -95,6 +99,7 @@ def with_lines_in_loops(proto):
         if path.startswith(f"{REPOSITORY}/"):
             scopes += f"/{path.removeprefix(f'{REPOSITORY}/')}_{fields.get(4, 0)}"
         name = f"{scopes}/{name}".strip("/").encode()
+        # The new name comes last: a reader takes a message's fields in any order.
         others = b"".join(field for number, _, field in _fields(metadata) if number not in (2, 15))
         return others + _varint(2 << 3 | 2) + _varint(len(name)) + name
 
@@ -171,11 +176,15 @@ def with_source_lines(text):
         found = IN_MLIR.match(location)
         if found:
             return f"{found[1]}:{found[2]}"
+        # The callee stands first in a call site, so the first line that is found is the innermost.
         return next(filter(None, (line(locations[name]) for name in re.findall(r"#loc\d+", location))), "")
 
     def with_line(match):
         name, rest = match[2], match[3]
         scopes = IN_SCOPE.findall(name)
+        # The call stack is asked first. Two kinds of operations have no useful one, and say their line in a scope of
+        # the name: those in a loop's body (with_lines_in_loops), and those of the backward pass, which C++ calls
+        # (trace.py).
         source = line(rest) or (scopes and "{}:{}".format(*scopes[-1]))
         parts = [source, "backward" if any(scope[2] for scope in scopes) else "", name.rsplit("/", 1)[-1]]
         return match[1] + " ".join(filter(None, parts)) + rest

@@ -49,6 +49,8 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, b
 
 def peak_bytes(traced, compiled, resident_bytes):
     """Returns the bytes of a chip's memory that are in use while a program runs, with what it does not touch."""
+    # An output that takes the memory of a donated argument is in argument_bytes and in output_bytes, so alias_bytes
+    # takes it away once.
     untouched = sum(size for name, size in resident_bytes.items() if name not in traced.arguments)
     return (untouched + compiled.argument_bytes + compiled.output_bytes - compiled.alias_bytes
             + compiled.temp_bytes + compiled.code_bytes)
@@ -64,10 +66,13 @@ class Costs:
     def __init__(self, ops, schedules, tpu):
         """schedules: {name of an operation: Schedule}; tpu: a TpuType."""
         self.tpu = tpu
+        # An operation's own schedule goes before a twin's. In the micro-step of depth 16 on v5e, 6.7% of the cycles had
+        # none of their own, all of operations that are alike.
         self.schedules = _twins(schedules, ops) | schedules
 
     def seconds(self, cycles):
         """Returns the seconds that a number of cycles takes."""
+        # The chip's clock is its peak rate over the FLOPs of a cycle.
         return cycles * self.tpu.flops_per_cycle / self.tpu.peak_flops
 
     def is_scheduled(self, op):
@@ -130,6 +135,8 @@ def _twins(schedules, ops):
         return op.instruction.opcode, op.instruction.shape_text, op.instruction.cycles, len(op.instruction.operands)
 
     known = {}  # likeness -> Schedule
+    # Where the compiler estimates no cycles, as of Pallas kernels, opcode and shapes would not tell two programs apart:
+    # such an operation is nobody's twin.
     for op in ops:
         if op.instruction.name in schedules and op.instruction.cycles:
             known[likeness(op)] = schedules[op.instruction.name]

@@ -38,6 +38,8 @@ def search(own, flags, kernel, say):
         found["find_mesh"] = find_mesh(lambda fsdp: try_run(own, trials[fsdp], {"micro_step", "update"}), trials, say)
     if own.find_batch:
         def try_batch(batch_size, setting):
+            # Only the micro-step is compiled, because the update works on weights. Its memory does not depend on how
+            # many run in a step, and a total that was given might not divide by this batch size.
             trial = flags.replace(device_batch_size=batch_size, total_batch_size=-1, activation_checkpointing=setting)
             return try_run(own, trial, {"micro_step"})
 

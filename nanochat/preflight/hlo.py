@@ -9,6 +9,8 @@ from nanochat.preflight.source_lines import IN_NAME
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f16": 16, "bf16": 16, "s32": 32,
          "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64}
+# An array is written bf16[8,1024]{1,0:T(8,128)(2,1)S(1)}: type, sides, and a layout that ends with the memory space. No
+# space is HBM, S(1) is VMEM. A side <=8 has a length that is only bounded.
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*[a-z0-9]*)\[(?P<dims>[\d,<=]*)\](?:\{(?P<layout>[^}]*)\})?")
 _INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.-]+) = (?P<rest>.*)", re.DOTALL)
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$", re.DOTALL)
@@ -25,6 +27,7 @@ class Array:
 
     @property
     def bytes(self):
+        # A type that is not in the table, such as token[], holds no data.
         return math.prod(self.dims) * _BITS.get(self.dtype, 0) / 8
 
     def placed_as(self, other):
@@ -68,6 +71,7 @@ class Instruction:
     @property
     def group_size(self):
         """The number of chips in each group of a collective, or None if all chips are one group."""
+        # Groups are listed, {{0,1},{2,3}}, or counted: [2,4]<=[8] is two groups of four among eight chips.
         first_group = self._find(r"replica_groups=\{\{([\d,]+)\}")
         if first_group:
             return first_group.count(",") + 1
@@ -116,6 +120,9 @@ def parse(text):
     current = None  # the computation that a line belongs to
     statement = []  # the lines of an instruction so far
 
+    # Nothing marks the end of an instruction: it is over when the next one or the next computation begins, so finish()
+    # must run before `current` changes. A closing brace on its own line ends up in the attributes, where no pattern
+    # looks for it.
     def finish():
         found = _INSTRUCTION.match("\n".join(statement))
         if found:
@@ -141,6 +148,8 @@ def parse(text):
 
 
 def _parse_instruction(found):
+    # `rest` is the shape, the opcode with its operands, and attributes, with comments in between: (f32[8]{0}, s32[])
+    # fusion(%a, /*index=1*/%b), kind=kLoop, calls=%c
     rest = re.sub(r"/\*.*?\*/", "", found["rest"])
     shape_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     opcode, _, _ = rest[shape_end:].strip().partition("(")

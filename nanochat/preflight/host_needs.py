@@ -53,6 +53,7 @@ def number_of_checkpoints(record, num_iterations):
     newest, and the oldest of them that goes when the newest is whole."""
     if not record.saves:
         return 0
+    # A clock says nothing about steps; there is at most one checkpoint after each.
     if record.save_every_minutes > 0:
         saves = num_iterations
     else:

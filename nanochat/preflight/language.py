@@ -45,6 +45,7 @@ def trace_run(flags, chips):
 
     def evaluate():
         readers = plan.mesh.readers
+        # Two batches: the second one's program is kept (Programs.trace).
         wanted = Rows(rows, length, world_size=readers, num_lanes=flags.data.num_lanes)
         loader = SyntheticLoader(tokenizer.n_vocab, wanted, num_rows=2 * rows * readers)
         bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist, copies=plan.mesh.tensor)

@@ -139,6 +139,8 @@ def trip_count(module, loop, computation):
     bound = max(_constants(module, condition.values()), default=0)
     if bound > 0:
         return bound
+    # A loop that counts down compares with 0, the greatest constant of its condition. Its length is then among the
+    # values with which it starts.
     initial = [computation[name] for name in computation[loop.operands[0]].operands if name in computation]
     return max(_constants(module, initial), default=1) or 1
 
@@ -164,6 +166,8 @@ def _touched(module, instruction, computation, kernel):
     if kernel and kernel.declared_cost:  # a kernel may read only a slice of an operand
         return [Array("u8", (kernel.declared_cost["bytes_accessed"],), True)]
     operands = [computation[name].shape for name in instruction.operands if name in computation]
+    # From here on an operand counts as it lies: a slice is in the memory, HBM or VMEM, of the array that it is taken
+    # from.
     if opcode == "slice-start":  # ((source), slice, …)
         return [shape[1].placed_as(shape[0]), shape[1]]
     if opcode.endswith("-start"):  # (source, destination, …) in either order, each touched once
@@ -184,6 +188,7 @@ def _touched(module, instruction, computation, kernel):
 def _touched_by_fusion(module, fused, operands, shape):
     """Returns the same of a fusion of the instructions `fused`."""
     root = _root(fused)
+    # The collective in it is an Op of its own, which has these bytes (_collective_steps).
     if root.custom_call_target in ("AsyncCollectiveStart", "AsyncCollectiveDone"):
         return []
     touched = []
@@ -194,6 +199,8 @@ def _touched_by_fusion(module, fused, operands, shape):
         else:
             touched += [part.placed_as(arrays[0]) for part in parts]
     results = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    # `shape` has the arrays of a tuple in a tuple one after the other, and then they are not the root's operands one by
+    # one: all are counted whole, rather too much than too little.
     if len(results) != len(shape):
         return touched + shape
     for result, array in zip(results, shape, strict=True):

@@ -44,6 +44,7 @@ def report_preemptions(own, checkpoint_bytes, save_every_s, hours):
                         SAFE_S_PER_BYTE * checkpoint_bytes)
     best_s = model.best_save_every_s()
     run_s = 3600 * hours
+    # Without checkpoints save_every_s is infinite, and the whole run is the interval that must go through.
     slowdown = model.slowdown(min(save_every_s, run_s))
     best_slowdown = model.slowdown(min(best_s, run_s))
     return {**asdict(model), "save_every_s": save_every_s, "goodput": 1 / slowdown, "hours": hours * slowdown,

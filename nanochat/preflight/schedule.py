@@ -217,6 +217,8 @@ def _read_program(lines):
                 branch.has_matmuls = True
         elif around and _PIPELINED.search(line) and (loop := _innermost(around, Loop)):
             loop.is_pipelined = True
+    # The exit test of a pipelined loop counts two runs more, which fill and empty the pipeline. With two less, every
+    # product of the micro-step has exactly its FLOPs.
     for loop in loops:
         if loop.times and loop.is_pipelined:
             loop.times = max(loop.times - _EXTRA_RUNS, 1)
@@ -242,6 +244,7 @@ def _matrix_cycles(instruction):
 def _read_use(lines):
     """Returns {unit: slots of a bundle}, and of each bundle {unit: slots in use}. Columns such as VLOAD:FILL, a part of
     VLOAD, are left out."""
+    # The first row of numbers is the slots that a bundle has, and every further one is a bundle.
     names, slots, rows = [], {}, []
     for line in lines:
         words = re.split(r"[\s|,]+", line.strip())

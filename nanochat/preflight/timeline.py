@@ -89,6 +89,8 @@ def run(ops, busy_s, tpu_slice):
                     transfer.end_s += traffic_s
             if free_at[COPIES] > now:
                 free_at[COPIES] += traffic_s
+    # A copy that goes on beside an operation holds up no operation here, though both use HBM. So the sum of all traffic
+    # is a bound of its own.
     line.seconds = max(line.seconds, line.low_s)
     return line
 
@@ -146,9 +148,12 @@ def collective_s(op, tpu_slice):
     num_bytes = collective_bytes(op, tpu_slice.chips)
     chips = op.instruction.group_size or tpu_slice.chips
     dimensions = tpu_slice.tpu.torus_dims
+    # A chip has two links along each dimension of the torus, and the table's rate is that of all of them in both
+    # directions.
     link_bytes_per_s = tpu_slice.tpu.ici_bytes_per_s / (4 * dimensions)  # in one direction
     if kind == "all-to-all":
         longest_side = 2 ** math.ceil(math.log2(chips) / dimensions)
         return num_bytes * longest_side / 4 / link_bytes_per_s
+    # Each chip passes on all but its own share of the bytes. An all-reduce is a reduce-scatter and then an all-gather.
     rounds = 2 if kind == "all-reduce" else 1
     return rounds * (chips - 1) / chips * num_bytes / (2 * link_bytes_per_s)

@@ -40,6 +40,9 @@ def pending_tensors():
     first."""
     import torch_xla
     device = torch_xla.device()
+    # Only the garbage collector knows every tensor. isinstance() would ask each of its objects for a __class__, and
+    # that runs code in proxies. Several Python objects may be one tensor, so its number is the key. In the order of the
+    # numbers the traced program's results are in the order of a run's.
     pending = {}
     for tensor in gc.get_objects():
         if issubclass(type(tensor), torch.Tensor) and tensor.device == device \
@@ -51,6 +54,8 @@ def pending_tensors():
 def make_placeholders(tensors=None):
     """Replaces `tensors`, by default all pending ones, by placeholders, as if they had been computed."""
     for tensor in pending_tensors() if tensors is None else tensors:
+        # Only through .data do the views of a tensor follow: torch_xla's _replace_xla_tensor leaves them on the old
+        # graph.
         tensor.data = placeholder(tensor.shape, tensor.dtype)
 
 
@@ -100,6 +105,8 @@ def trace(names, function, state):
     def capture_instead(*args, **kwargs):
         nonlocal names_by_id
         name = left.pop(0)
+        # The order matters: the program takes its arguments under the numbers that they had before it, and an update in
+        # place gives a tensor a new number.
         outputs = pending_tensors()
         if name not in left:
             programs[name] = _program(name, outputs, state, names_by_id)
@@ -194,12 +201,15 @@ def _named_backward_pass():
         return backward(tensors, *args, **kwargs)
 
     def _run_in_scope(node, name):
+        # A scope lasts as long as the object that scope_pusher returns, so dropping it after the node ends the scope.
+        # It changes neither the graph's hash nor the HLO.
         scopes = []
         node.register_prehook(lambda *_: scopes.append(torch_xla._XLAC.profiler.scope_pusher(name)))
         node.register_hook(lambda *_: scopes.clear())
 
     torch.autograd.backward = named_backward
     try:
+        # check_nan would read values, and a placeholder has none.
         with torch.autograd.set_detect_anomaly(True, check_nan=False):  # autograd's nodes then keep their call stack
             yield
     finally:
@@ -264,6 +274,8 @@ class Programs:
         # Every program is traced twice, and trace() keeps the second one: the first may differ, because caches are
         # filled while it is traced.
         micro_steps = min(self.plan.micro_steps(0), 2)
+        # In a run the scale is a buffer on the device. One of exactly 1.0 that was made here would be a constant, and
+        # the program another one.
         self.training.loss_scales = {micro_steps: placeholder((), torch.float32)}
         names = []
         for name in batches:
