@@ -52,6 +52,8 @@ def draw_forms(count, seed):
 
 def identity(pair):
     """Returns bytes that are the same for all forms of a pair of grids."""
+    # Colours are numbered as they appear, so that exchanging them changes nothing. Forms of one pair have the same
+    # eight turned and mirrored texts, and so the same least one.
     def relabelled(grids):
         seen = {0: 0}  # the background
         cells = (seen.setdefault(colour, len(seen)) for grid in grids for colour in grid.ravel().tolist())
@@ -74,6 +76,7 @@ def make_splits(training, evaluation, num_forms, seed):
         if at < len(training):
             pairs += task.test
         else:
+            # forms[0] changes nothing, and its vector is one that the task's examples have trained.
             val += [_row(pair, first, forms[0]) for pair in task.test]
         for pair in pairs:
             if identity(pair) not in held_out:

@@ -30,6 +30,8 @@ class EpisodeLoss:
     is_stablemax: bool
 
     def __call__(self, model, carry, puzzle, solution, min_steps):
+        # The feed has a new puzzle for every slot at every step, and a slot that is not free ignores it. So all shapes
+        # are fixed, and the host never has to ask which slots are free.
         is_free = carry["is_free"] > 0
 
         def begun(name, new):
@@ -46,9 +48,12 @@ class EpisodeLoss:
         cell_loss = cross_entropy(logits, solution, self.is_stablemax).mean(-1)  # (slots,)
         halt_loss = F.binary_cross_entropy_with_logits(halt, is_right.float(), reduction="none")
         loss = cell_loss + 0.5 * halt_loss
+        # `halt` is a logit: above 0, the model thinks it likelier than not that the answer is right. A loss that is not
+        # finite ends the episode, too: the update leaves the weights as they were, but y and z would be carried on.
         ends = (steps >= self.max_steps) | ((halt > 0) & (steps >= min_steps)) | ~loss.detach().isfinite()
         losses = {"loss": loss, "cell_loss": cell_loss, "halt_loss": halt_loss, "exact": is_right.float(),
                   "halted": ends.float(), "episode_steps": steps.float()}
+        # No gradient goes from a supervision step into the one before.
         carry = {"y": y.detach(), "z": z.detach(), "puzzle": puzzle, "solution": solution, "min_steps": min_steps,
                  "steps": steps, "is_free": ends.int()}
         return {name: values.mean() for name, values in losses.items()}, carry
@@ -59,6 +64,8 @@ def solve(model, puzzles, steps, dist):
     """Returns the answers to puzzles, int (N, cells), after each of `steps` supervision steps, as a list of arrays of
     that shape. model: a TRM on the device of `dist`."""
     puzzle = torch.from_numpy(puzzles).int().to(dist.device)
+    # Computed first, so that y and z are plain buffers at every step: otherwise the first step would be another program
+    # than the others.
     with one_program(dist, f"solve starts {len(puzzles)}"):
         y, z = (start.clone() for start in model.starts(len(puzzles)))
     answers = []
@@ -77,6 +84,8 @@ def solve_held_out(model, puzzles, dist, plan, steps, limit, is_cut_short):
     model: a TRM on the device of `dist`; plan: its PuzzlePlan. Every rank must call it.
     """
     number, slots = min(limit, len(puzzles.puzzles)), plan.slots
+    # The counts stay on the device until the end, so nothing waits between two batches. The ranks' rows interleave, and
+    # all ranks go through the same number of batches.
     exact = [torch.zeros((), device=dist.device) for _ in range(steps)]
     cells = torch.zeros((), device=dist.device)
     for begin in range(0, number, slots * dist.world_size):

@@ -70,10 +70,13 @@ def make_splits(maker, wanted, uses_qqwing=False):
     made = 0
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=begin_worker) as pool, \
             tqdm(total=sum(wanted.values()), unit="puzzle", disable=not sys.stderr.isatty()) as progress:
+        # Each of these four draws a thousand mazes: a path that none has is refused before all rounds are spent on it.
         if maker.kind == "maze" and not any(pool.map(maker.make, range(4))):
             raise BadInput(f"--min_path={maker.min_path}: thousands of mazes of --side={maker.shape[0]} were drawn, "
                            "and none has so long a path: give a smaller --min_path")
         for _ in range(ROUNDS):
+            # The fingerprint decides to which split a puzzle belongs, so a quarter falls to val: what val lacks needs
+            # four times as many new puzzles.
             missing = max(round((wanted[name] - len(found[name])) / share) for name, share in SHARES.items())
             if missing <= 0:
                 break

@@ -31,6 +31,9 @@ def generate(side, min_path, seed, attempts=1000):
 def _carve(side, generator):
     """Returns walls and free cells: a random walk knocks through every second cell, then some walls are taken out, so
     that there are several ways."""
+    # Rooms are the cells with even coordinates, and the cell between two rooms is their wall. The walk goes depth first
+    # and enters no room twice, so it leaves exactly one way between any two rooms; the cells that are freed at the end
+    # add others.
     cells = [WALL] * (side * side)
     cells[0] = FREE
     stack = [(0, 0)]
@@ -75,6 +78,7 @@ def draw_symmetries(grids, side, generator):
     """Returns each of the grids, a list of arrays (N, cells), turned and mirrored; all of them in the same way."""
     count = grids[0].shape[0]
     turn = generator.integers(8, size=count)
+    # Eight arrays (N, cells); row i is taken from array turn[i].
     return [np.choose(turn[:, None], _all_forms(grid, side)) for grid in grids]
 
 

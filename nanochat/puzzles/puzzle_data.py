@@ -61,6 +61,7 @@ def write_puzzles(folder, kind, shape, splits, tasks=0):
     """Writes {"train": [(puzzle, solution, guesses), …], "val": …} to a folder. tasks: of which they are, if any."""
     folder = Path(folder)
     (folder / DESCRIPTION).unlink(missing_ok=True)  # after a kill, new puzzles are not taken for the old ones
+    # Each file is whole before it gets its name, and the description comes last: a folder without it has no puzzles.
     for name, rows in splits.items():
         table = pa.table({column: [row[number] for row in rows] for number, column in enumerate(COLUMNS)})
         unfinished = folder / f"{name}.parquet.tmp"
@@ -139,6 +140,8 @@ class PuzzleFeed:
 
     def draw(self, step):
         """Returns {name: array} of all slots of the run at `step`."""
+        # A generator for each step, keyed by seed and step: a resumed run needs no state of it, and every rank draws
+        # for all slots. Another order of the draws below would change every run.
         generator = np.random.Generator(np.random.Philox(key=[self._seed, step]))
         numbers = generator.integers(len(self.puzzles.puzzles), size=self._total)
         puzzle, solution = self.puzzles.in_other_form(

@@ -22,6 +22,8 @@ def keep_nothing(tensor):
 
 def norm(x, keep):
     """RMSNorm of x (…, C) without parameters, over the last dimension. Its backward pass reads what is kept, not x."""
+    # In the backward loop `keep` returns what was kept, and _Norm differentiates from that. So XLA finds no use for x
+    # there, nor for what computes it.
     with torch.no_grad():
         scale = keep(torch.rsqrt(x.float().square().mean(-1) + NORM_EPS))
         normed = keep((x.float() * scale[..., None]).to(x.dtype))
@@ -38,6 +40,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         normed, scale = (tensor.float() for tensor in ctx.saved_tensors)
+        # n = s x with s = (mean(x²) + ε)^-½, so d s / d x = -s³ x / C, and d x = s (d n - n mean(n d n)), exactly.
         d_x = scale[..., None] * (d_out.float() - normed * (normed * d_out.float()).mean(-1, keepdim=True))
         return d_x.to(d_out.dtype), None, None
 
@@ -76,14 +79,19 @@ class _Cycles(torch.autograd.Function):
         shape = _Shape(layer, weights_type, len(tables), len(weights[0]), recursions)
 
         def run(cycles, *carry):
+            # A loop runs as often as its stacks are long. The counter is such a stack, and nothing reads it.
             counter = torch.empty(cycles * shape.slots, device=x.device)
             return loop(_Forward(shape), carry, (counter,), (), (x, *tables, *weights))[0]
 
+        # state: (3, B, P, C), latent, answer, and a place for what nobody reads. into: (B, P, C), the next layer's
+        # input.
         state, into = torch.stack([z, y, y]), z + y + x
         first = cycles - 1 if is_training else cycles
         if first:
             state, into = run(first, state, into)
         if is_training:
+            # Only the last cycle keeps anything: a slot for each of its iterations. The others are a loop of their own,
+            # without these stacks.
             kept = (x.new_zeros(shape.slots, *size, dtype=dtype) for size, dtype in _kept_shapes(
                 layer, tuple(x.shape), weights_type(*(tuple(w.shape[1:]) for w in weights)),
                 tuple(tuple(table.shape) for table in tables), x.dtype))
@@ -139,6 +147,9 @@ class _Forward:
         is_last = number == self.shape.layers - 1
         new = []
 
+        # A layer calls `keep` in the same order at every call, and _kept_shapes has the shapes in that order. What is
+        # used is read back from the stack, so that the operation that computes a tensor writes it there, without a
+        # copy.
         def keep(tensor):
             new.append(put(kept[len(new)], index, tensor, use_from_memory=True))
             return take(new[-1], index)
@@ -146,6 +157,9 @@ class _Forward:
         keep = keep if kept else keep_nothing
         weights = self.shape.weights_type(*(take(stack, number) for stack in self.shape.weights(rest)))
         out = self.shape.layer(keep(into), weights, rest[:self.shape.num_tables], keep)
+        # No branches: every layer writes somewhere, the network's last one to the latent (0) or the answer (1), the
+        # others to slot 2. After the last layer the next application begins: from z + y + x, or, if it updates the
+        # answer, from z + y.
         state = put(state, torch.where(is_last, is_answer.int(), 2), out)
         _, answer_is_next = self.shape.place(index + 1)
         into = torch.where(is_last, state[0] + state[1] + torch.where(answer_is_next, 0, x), out)
@@ -159,6 +173,9 @@ class _Backward:
     shape: _Shape
 
     def __call__(self, index, carry, read, write, constants):
+        # The cycle is a chain: z' = f(z + y + x), again and again, and then y' = f(y + z), where the first z and y have
+        # no gradient. So d_in, the gradient of an application's input, is d_out of the one before it, and goes to x,
+        # too, where x was added: at the first layer of all applications but the last.
         d_out, d_x, *sums = carry
         number, is_answer = self.shape.place(index)
         stacks, tables = self.shape.weights(constants), constants[:self.shape.num_tables]

@@ -46,6 +46,7 @@ def draw(puzzles, number, answers, step_s):
     last = len(answers) - 1
     frames = len(answers) + 2  # the last answer is shown for longer
     for step, answer in enumerate(answers):
+        # A word for each frame: this answer is displayed in its own, and the last one in two more.
         shown = ["none"] * step + ["inline"] * (3 if step == last else 1)
         shown += ["none"] * (frames - len(shown))
         letters = "".join(puzzles.text(answer))

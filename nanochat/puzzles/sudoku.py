@@ -13,6 +13,8 @@ import numpy as np
 def units_of_cells(rows, columns):
     """Returns for each cell of a grid of such boxes the numbers of its row, column and box, (cells, 3)."""
     side = rows * columns
+    # Rows are 0 to side - 1, columns side to 2 side - 1, then boxes. A band is `rows` lines high and has side / columns
+    # = `rows` boxes.
     return tuple((cell // side, side + cell % side, 2 * side + cell // side // rows * rows + cell % side // columns)
                  for cell in range(side * side))
 
@@ -55,6 +57,7 @@ class _Search:
     def _emptiest(self, empty):
         """Returns the cell with the fewest choices, the first of them, and its choices as bits."""
         units, used = self.units, self.used
+        # Bits 1 to side. A cell with one choice, or none, cannot be beaten, so the search for a cell ends there.
         everything = (2 << self.side) - 2
         best = best_choices = None
         for cell in empty:
@@ -95,6 +98,8 @@ def generate(rows, columns, seed):
     cells = (rows * columns) ** 2
     solution = solve([0] * cells, rows, columns, limit=1, shuffle=generator)[0][0]
     puzzle = list(solution)
+    # One pass is enough: a digit that was needed is still needed when others have gone, because fewer digits never have
+    # fewer solutions.
     for cell in generator.sample(range(cells), cells):
         digit = puzzle[cell]
         puzzle[cell] = 0
@@ -111,6 +116,7 @@ def draw_symmetries(grids, rows, columns, generator):
     """Returns each of the grids, (a list of arrays (N, cells), which get the same symmetry), in an equal form: bands,
     rows in a band, stacks, columns in a stack and digits permuted, and transposed where boxes are square."""
     count, side = grids[0].shape[0], rows * columns
+    # of_rows and of_columns: (N, side). digits: (N, side + 1), what each digit is exchanged for, and 0 for 0.
     of_rows = _permuted_lines(generator, count, side, rows)
     of_columns = _permuted_lines(generator, count, side, columns)
     digits = np.concatenate([np.zeros((count, 1), int), 1 + generator.random((count, side)).argsort(1)], 1)
@@ -143,6 +149,9 @@ def fingerprints(puzzles, rows, columns):
     member = np.zeros((3 * side, side * side), bool)
     for kind in range(3):
         member[units[:, kind], np.arange(side * side)] = True
+    # Colours are (N, cells) and begin with whether a cell is given. Sums do not depend on an order, as they must not
+    # under permutations, and may overflow. The mixing and the factors keep apart what cell, lines, box and digit say. A
+    # row counts like a column only where transposing is a symmetry. Six rounds tell all 36 minimal 4 × 4 Sudokus apart.
     colours = _mix((puzzles > 0).astype(np.uint64))
     with np.errstate(over="ignore"):
         for _ in range(6):

@@ -45,6 +45,8 @@ class PuzzleTask:
                 "batch_schedule": ((0, self.plan.total_batch_size),)}
 
     def resumed(self, path, meta):
+        # The data comes first: other puzzles may have another vocabulary, and a message about the config would not say
+        # why.
         require_match(path, meta, config=None, tokenizer_sha256=None, data_fingerprint=self.data_fingerprint)
         require_match(path, meta, config=asdict(self.plan.config), tokenizer_sha256=None, data_fingerprint=None)
         now = self.flags.as_dict()  # the carry and the optimizer's state are of these
