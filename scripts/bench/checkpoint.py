@@ -42,11 +42,12 @@ def main(argv=None):
     with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=require_writable_dir(get_base_dir())) as folder:
         run_dir = Path(folder)
         saver = Saver(run_dir, NUM_LANES, SaveOptions(Kept(1)))
+        # held_s is what the training loop waits for: the lanes' states, a copy of every tensor, and handing the copies
+        # over. The rest goes on in the background, and finish() waits for it.
         clock = Clock()
         save_lane_states(run_dir, 1, {lane: {} for lane in range(NUM_LANES)})
         copies = [{name: tensor.clone() for name, tensor in part.items()} for part in state]  # as MuonAdamW.host_state
         saver.save(*copies, Meta(step=1, config={}, tokenizer_sha256="", data_fingerprint="", flags={}, rng=""))
-        # The loop waits for the copies alone: the Saver writes them in the background.
         held_s = clock.spent().wall_s
         saver.finish()
         safe_s = clock.spent().wall_s

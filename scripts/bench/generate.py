@@ -69,6 +69,8 @@ class Reading:
         return clock.spent()
 
     def token(self):
+        # The reader computes only what is behind the beginning that a text shares with the one before. So the prompt is
+        # not measured, and each further text is one token more.
         self.reader.read(self.ids[:self.prompt_tokens])
         clock = Clock()
         for length in range(self.prompt_tokens + 1, len(self.ids) + 1):
@@ -95,6 +97,7 @@ class Prompter(Int8GPT):
         return super().hidden(ids, cache, positions)
 
     def logits(self, hidden):
+        # Computed as ever, so that the time is a real model's.
         logits = super().logits(hidden)
         for row in range(len(logits)):
             # Row r of R rows is of the position num_read - R + r, and predicts the token after it. A thousand is above
@@ -130,6 +133,7 @@ class Filling:
         self.engine.complete(prompt, temperature=0, max_tokens=0)  # reads the prompt
         clock = Clock()
         found = self.engine.complete(prompt, temperature=0, max_tokens=len(of_middle), drafts=self.drafts)
+        # A draft may change the time, and never the text.
         if found != middle:
             raise AssertionError(f"with drafts={self.drafts} the text is another one")
         self.drafted += self.engine.timings.drafted_tokens
@@ -138,6 +142,7 @@ class Filling:
 
 
 def compare_drafts(model, tokenizer, texts, rounds):
+    # Both contenders go through the same texts, one in each round; the first is the warm-up's.
     texts = random.Random(0).choices(texts, k=rounds + 1)
     drafting = Filling(model, tokenizer, texts, drafts=True)
     contenders = {"without drafts": Filling(model, tokenizer, texts, drafts=False).token, "drafts": drafting.token}

@@ -50,8 +50,8 @@ class Training:
         for _ in range(self.micro_steps):
             with one_program(self.dist, f"micro_step {self.kernel}") as program:
                 training.micro_step(self.batch, training.loss_scales[self.micro_steps])
-            # The device must be idle when the next program is dispatched: else the host would wait for it, and that
-            # would count.
+            # The device is this CPU, so it must be idle while the next program is traced: its work would slow the
+            # tracing down, of which the time by the clock counts.
             synchronize(self.dist)
             host_s += program.host_s
         scheduled = training.optimizer.scheduled(self.step).to(self.dist.device)

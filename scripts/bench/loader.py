@@ -78,6 +78,7 @@ def load(loader, recorder):
     while before != len(recorder.lengths):
         before = len(recorder.lengths)
         time.sleep(0.1)
+    # The wall time ends with the last group that was tokenized, and so without that tenth of a second.
     return Spent((recorder.ended - begun) / recorder.millions(), clock.spent(recorder.millions()).cpu_s)
 
 

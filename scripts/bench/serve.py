@@ -93,6 +93,7 @@ def main(argv=None):
     receiver, sender = context.Pipe(duplex=False)
     server = context.Process(target=run_server, args=(flags, sender), daemon=True)
     server.start()
+    # The server now has the only end that sends: if it dies, recv() raises EOFError and does not wait for ever.
     sender.close()
     try:
         if not receiver.poll(START_TIMEOUT_S):

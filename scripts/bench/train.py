@@ -50,6 +50,7 @@ class Training:
         clock = Clock()
         rows = torch.randint(self.vocab_size, self.shape, generator=self.generator, dtype=torch.int32)
         self.training.run(iter([{"rows": rows}]), 1, self.training.optimizer.scheduled(self.step))
+        # XLA runs a program after it was dispatched; without this, only the dispatch would be measured.
         synchronize(self.dist)
         self.step += 1
         return clock.spent()
