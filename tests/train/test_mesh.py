@@ -96,7 +96,7 @@ def test_value_embeddings_are_divided_too(train, reference, tokenizer_dir, value
 @pytest.mark.parametrize("fsdp, tensor, more", [(2, 1, ()), (1, 2, ("--activation_checkpointing=qkv",)),
                                                 (2, 2, ("--num_kv_heads=2", "--value_embeddings=own"))])
 def test_gates_are_whole_and_learn_from_what_all_ranks_compute(train, reference, tokenizer_dir, fsdp, tensor, more):
-    flags = (*CHUNKED, *LOWER_RATES, f"--tokenizer_dir={tokenizer_dir}", "--layer_gates", "--num_iterations=3",
+    flags = (*CHUNKED, *LOWER_RATES, f"--tokenizer_dir={tokenizer_dir}", "--layer_gates=on", "--num_iterations=3",
              "--save_every=3", *more)
     sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", "--sample_every=3",
                     devices=fsdp * tensor)
