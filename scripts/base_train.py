@@ -25,6 +25,8 @@ from nanochat.run.hosts import this_host
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.launch import launch
+from nanochat.train.prepare import run_directory
+from nanochat.train.resumed import kept_flags
 
 
 def main(argv=None):
@@ -32,7 +34,8 @@ def main(argv=None):
     device_type = resolve_device_type(flags.devices.device_type)
     if flags.run.preflight:
         this_host(device_type)  # a pod that is not whole is refused first; and the preflight learns its type
-        status = run_preflight(sys.argv[1:] if argv is None else argv)
+        given = sys.argv[1:] if argv is None else argv
+        status = run_preflight([*given, *kept_flags(flags, run_directory(flags))])
         if status:
             return status
     if flags.record.code_eval_every > 0:

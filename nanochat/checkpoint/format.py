@@ -145,7 +145,7 @@ def load_meta(path):
             raise BadInput(f"checkpoint {path} has format {found.get('format', 'none')} and this program reads format "
                            f"{FORMAT}: use another checkpoint or --run, or the version of nanochat that wrote it")
         return Meta.from_json(found)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(f"{path} is not a checkpoint ({META}: {error}): give a step_… directory") from None
 
 

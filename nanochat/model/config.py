@@ -135,7 +135,9 @@ def as_flag(value):
 
 def config_as_flags(config):
     """Returns the flags that make a GPTConfig, {name: value}."""
-    return {name: as_flag(getattr(config, field.name)) for name, field in CONFIG_FLAGS.items()}
+    flags = {name: as_flag(getattr(config, field.name)) for name, field in CONFIG_FLAGS.items()}
+    flags["short_window"] = flags["short_window"] or -1  # no layer is short
+    return flags
 
 
 def is_given(value):
@@ -162,4 +164,4 @@ def require_as_saved(given, config, path):
     for name, saved in config_as_flags(config).items():
         if is_given(given[name]) and given[name] != saved:
             raise BadInput(f"--{name}={given[name]}, and the model in {path} has --{name}={saved}: leave the flag out, "
-                           "or choose another --run")
+                           "choose another --run, or start anew with --resume=never")

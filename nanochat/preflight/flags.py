@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from nanochat.common import BadInput, expand_path, flag, read_flags
+from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir
 from nanochat.device import tpu
 from nanochat.preflight.compile import require_packages
 from nanochat.preflight.trace import prepare_environment
@@ -70,8 +70,8 @@ def read_preflight_flags(argv=None, description="", titles=TITLES, flags_of_trai
         _require_folder("json", own.json, Path(own.json).parent)
         if Path(own.json).is_dir():
             raise BadInput(f"--json={own.json} is a folder: name a file")
-    if own.dump_dir and own.dump_dir.exists():
-        _require_folder("dump_dir", own.dump_dir, own.dump_dir)
+    if own.dump_dir:
+        require_writable_dir(own.dump_dir)
     return replace(own, accelerator=own.tpu_slice.accelerator), flags_of_training(*of_training)
 
 

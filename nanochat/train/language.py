@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from nanochat.checkpoint.format import latest, load_meta, read_config, require_match, require_same_flags
+from nanochat.checkpoint.format import read_config, require_match, require_same_flags
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.data.bucket import check_cache
@@ -28,6 +28,7 @@ from nanochat.model.rates import OptimConfig, gpt_rules
 from nanochat.model.weights import initial_weights
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
 from nanochat.train.plan import Plan, describe_plan, make_plan
+from nanochat.train.resumed import saved_meta
 from nanochat.train.step import Objective, TrainingStep
 from nanochat.train.task import Event, flags_of
 from nanochat.train.teacher import DistillationLoss, Teacher, find_teacher, load_teacher
@@ -291,7 +292,14 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
     directory: of the run. judge_code: see LanguageTask; without it, --code_eval_every does nothing.
     """
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
-    plan = make_plan(flags, tokenizer.n_vocab, device_type, world_size, saved_meta(flags, directory))
+    saved = saved_meta(flags, directory)
+    try:
+        plan = make_plan(flags, tokenizer.n_vocab, device_type, world_size, saved)
+    except BadInput as error:
+        if saved or not flags.record.checkpoint_mirror:
+            raise
+        raise BadInput(f"{error}. Flags of the model that are not given have their defaults, because no checkpoint of "
+                       "the run is here: to resume from the mirror, give them all") from None
     # Once the flags are settled, every flag of the model has a value. What the command line itself says is kept beside
     # them, because only that must agree with the checkpoint (resumed).
     given, flags = asdict(flags.model), flags.settled(plan.config)
@@ -302,17 +310,6 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
     if flags.data.fim_rate:
         check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)
     return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, bucket, judge_code)
-
-
-def saved_meta(flags, directory):
-    """Returns the Meta of the newest checkpoint in a run's directory, whose model the run will have, or None if it does
-    not resume from one here. A checkpoint that cannot be read is left to those who check it whole."""
-    path = latest(directory) if flags.run.resume == "auto" else None
-    try:
-        meta = load_meta(path) if path else None
-        return meta if meta and read_config(path, meta, GPTConfig) else None
-    except BadInput:
-        return None
 
 
 def check_data(flags):

@@ -28,7 +28,7 @@ def main(argv=None):
         print(__doc__)
         return 0
     if name not in NAMES:
-        raise BadInput(f"python3 -m scripts.bench {name}: no bench has this name: give one of {', '.join(NAMES)}")
+        raise BadInput(f"no bench is called '{name}': give one of {', '.join(NAMES)}")
     sys.argv[0] = f"bench {name}"  # what its --help says of the command
     return importlib.import_module(f"scripts.bench.{name}").main(rest)
 

@@ -1,4 +1,6 @@
 """What base_train refuses before it trains, with one line that says what is wrong and what to do."""
+import hashlib
+import json
 import subprocess
 import sys
 
@@ -6,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, get_base_dir
 from scripts.base_train import main
 from tests.conftest import last_of_each
 from tests.warm import TIMEOUT_S
@@ -70,12 +72,32 @@ def test_resuming_something_else_is_refused(train, tiny, corpus_dir):
     assert sorted(restarted.losses) == [1, 2, 3, 4, 5, 6]
 
 
+def change_meta(path, name, value):
+    """Changes a field of meta.json of the checkpoint at `path`, and its checksum."""
+    content = json.dumps(json.loads((path / "meta.json").read_text()) | {name: value})
+    (path / "meta.json").write_text(content)
+    lines = (path / "SHA256SUMS").read_text().splitlines()
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    lines = [f"{digest}  meta.json" if line.endswith("  meta.json") else line for line in lines]
+    (path / "SHA256SUMS").write_text("\n".join(lines) + "\n")
+
+
 def test_a_resumed_run_keeps_its_architecture(train, tiny):
     short = ["--window_pattern=SL", "--save_every=3"]
     train(*short, "--short_window=5", "--num_iterations=3")
     resumed = train("--save_every=3", "--num_iterations=4", without=("depth", "model_dim", "num_heads", "max_seq_len"))
     assert "step_000003" in resumed.stdout and "depth 2, width 64, 2 heads" in resumed.stdout
     assert "windows SL (S: 5 positions)" in resumed.stdout
+    of_model = "--depth", "--model_dim", "--num_heads", "--max_seq_len"
+    without_model = [flag for flag in tiny if not flag.startswith(of_model)]
+    newest = get_base_dir() / "checkpoints" / "test" / "step_000004"
+    (newest / "meta.json").write_text("{")  # damaged: the one before it is used
+    resumed = train("--save_every=3", "--num_iterations=5", without=("depth", "model_dim", "num_heads", "max_seq_len"))
+    assert "step_000003" in resumed.stdout and "depth 2, width 64, 2 heads" in resumed.stdout
+    change_meta(newest.with_name("step_000005"), "format", 2)
+    with pytest.raises(BadInput, match="has format 2 and this program reads format 1"):
+        main(last_of_each(*without_model, "--run=test", "--num_iterations=8"))
+    change_meta(newest.with_name("step_000005"), "format", 1)
     for flags, words in [(["--window_pattern=SL", "--short_window=6"], "--short_window=6, .* has --short_window=5"),
                          (["--window_pattern=L"], "--window_pattern=L, .* has --window_pattern=SL")]:
         with pytest.raises(BadInput, match=words):
