@@ -336,7 +336,7 @@ def test_an_export_that_fails_leaves_nothing_and_the_old_one_as_it_was(tmp_path,
 
 @pytest.mark.slow
 def test_a_kill_in_the_middle_leaves_no_folder_of_that_name(tmp_path, trained, byte_tokenizer_dir):
-    program = ("import os\nfrom nanochat.infer import export\nfrom scripts.export import main\n"
+    program = ("import os\nfrom nanochat.export import export\nfrom scripts.export import main\n"
                "export.save_file = lambda *a, **b: os.kill(os.getpid(), 9)\n"
                f"main(['--checkpoint={trained}', '--tokenizer_dir={byte_tokenizer_dir}', '--out={tmp_path / 'out'}'])")
     assert subprocess.run([sys.executable, "-c", program], timeout=100).returncode == -9
