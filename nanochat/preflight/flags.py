@@ -71,7 +71,9 @@ def read_preflight_flags(argv=None, description="", titles=TITLES, flags_of_trai
         if Path(own.json).is_dir():
             raise BadInput(f"--json={own.json} is a folder: name a file")
     if own.dump_dir:
-        require_writable_dir(own.dump_dir)
+        if not own.dump_dir.exists():
+            require_writable_dir(own.dump_dir)
+        _require_folder("dump_dir", own.dump_dir, own.dump_dir)
     return replace(own, accelerator=own.tpu_slice.accelerator), flags_of_training(*of_training)
 
 
