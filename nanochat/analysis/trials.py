@@ -139,7 +139,9 @@ def plan_of(flags):
     prepare_xla_environment(device_type)
     if flags.record.eval_every < 0:
         raise BadInput("--eval_every=-1: without evaluations there is nothing to compare")
-    task = make_task(flags, device_type, expected_world_size(device_type), run_directory(flags))
+    # The table says what a run is: an earlier checkpoint of that name must not lend it its architecture.
+    anew = flags.replace(resume="never")
+    task = make_task(anew, device_type, expected_world_size(device_type), run_directory(flags))
     inputs = {"hash of the tokenizer": task.tokenizer.sha256}
     if not flags.data.synthetic_data:
         inputs |= {"hash of the data": task.data_fingerprint,

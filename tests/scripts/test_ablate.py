@@ -6,15 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from nanochat.analysis.running import chip_seconds_per_token
 from nanochat.analysis.trials import read_trials
+from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts import ablate
+from tests.checkpoint.states import make_meta, make_state
 from tests.test_documents import fenced_blocks
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "ablations.md"
@@ -137,6 +140,14 @@ def test_a_run_of_the_same_name_with_other_flags_is_refused(write_table):
         finish(trial)
     with pytest.raises(BadInput, match="rates.default.0 is of a run with other flags or data .num_iterations 200 -"):
         ablate.main([str(write_table(num_iterations=100))])
+
+
+def test_a_table_says_what_a_run_is_and_not_an_earlier_checkpoint(write_table):
+    trial = read_trials(write_table())[0]
+    config = asdict(trial.plan.config) | {"layer_gates": False}
+    trial.directory.mkdir(parents=True)
+    save_checkpoint(trial.directory, *make_state(), make_meta(config=config), num_lanes=0)
+    assert read_trials(write_table())[0].flags.model.layer_gates == "on"
 
 
 @pytest.mark.parametrize("what", ["tokenizer", "train", "val"])
