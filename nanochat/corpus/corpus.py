@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.corpus.archives import sha256_of
+from nanochat.corpus.packing import join_files
 from nanochat.corpus.scan import (
     PACKED_RUN_SCHEMA,
     RUN_ROW_GROUP_DOCUMENTS,
@@ -22,7 +23,6 @@ from nanochat.corpus.scan import (
     write_parquet,
     write_run,
 )
-from nanochat.data.projects import join_files
 from nanochat.data.shards import PACKED
 
 MAX_SHARDS = 100_000  # their names have five digits

@@ -21,7 +21,6 @@ from functools import cache
 from pathlib import Path
 
 from nanochat.common import BadInput
-from nanochat.data import projects
 
 TRIES = 5  # of a task whose worker or node is lost
 CONNECT_S, PROBE_S, NO_ROOM_S, STALL_S = 60, 120, 600, 6 * 3600
@@ -234,7 +233,7 @@ def _name(node):
 def _versions():
     """Returns what decides the bytes of a corpus, as {name: version}."""
     code = hashlib.sha256()
-    for path in [*sorted(Path(__file__).parent.glob("*.py")), Path(projects.__file__)]:
+    for path in sorted(Path(__file__).parent.glob("*.py")):
         code.update(path.read_bytes())
     return {"Python": ".".join(platform.python_version_tuple()[:2]), "the code of nanochat": code.hexdigest()[:12],
             **{name: importlib.metadata.version(name) for name in ("numpy", "pyarrow", "rensa")}}

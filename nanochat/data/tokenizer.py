@@ -24,7 +24,7 @@ import tiktoken
 import torch
 
 from nanochat.common import BadInput, get_base_dir
-from nanochat.data.tokenizer_json import read_huggingface, to_huggingface
+from nanochat.data.tokenizer_json import read_huggingface
 
 SHIPPED_DIR = Path(__file__).resolve().parents[2] / "tokenizer"  # in a checkout
 INSTALLED_DIR = Path(__file__).resolve().parent / "shipped_tokenizer"  # the same after pip install, see pyproject.toml
@@ -211,15 +211,6 @@ class Tokenizer:
     def config_json(self):
         """Returns the content of `tokenizer.json`, as text."""
         return json.dumps({"pattern": self.pattern, "special_tokens": self._special_tokens}, indent=2) + "\n"
-
-    def huggingface_json(self):
-        """Returns the content of a `tokenizer.json` of Hugging Face's library that gives the same ids, as text. Raises
-        BadInput if that library may understand the split pattern otherwise."""
-        try:
-            return json.dumps(to_huggingface(self._ranks, self.pattern, self._special_tokens), ensure_ascii=False)
-        except ValueError as error:
-            raise BadInput(f"the tokenizer cannot be written for Hugging Face's library ({error}): give another with "
-                           "--tokenizer_dir") from None
 
     def save(self, directory):
         """Writes the three files of a tokenizer directory."""

@@ -16,7 +16,7 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 # and look-behind; {m,n} with another quantifier after it; and flags, but for the endings of English ('s, 'll): without
 # case, Oniguruma takes "ss" and "st" for one character, too.
 _CHARACTER = r"\\[pP]\{[A-Z][a-z]?\}|\\[sSdDrnt]|\\x[0-7][0-9A-Fa-f]|\\[^\w\s]"
-_ALIKE = re.compile(
+ALIKE = re.compile(
     rf"(?:{_CHARACTER}|\(\?(?::|[=!])|\(\?i:(?![^)]*s[st])['sdmtlvre|\[\]]+\)|\((?!\?)|[)|.]|"
     rf"\[\^?(?:{_CHARACTER}|(?!&&|--|~~)[^\\\[\]])+\]|"
     r"\{\d+(?:,\d*)?\}(?![?*+{])|[?*+][?+]?(?![?*+{])|[^\\^$.\[\](){}|?*+])+")
@@ -30,7 +30,7 @@ _OTHER_NAMES = {
 _CONTROL = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 
-def _byte_of_character():
+def byte_of_character():
     """Returns {character: byte}: GPT-2 writes each byte as a character that can be seen, from U+0100 on if need be."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in visible]
@@ -78,7 +78,7 @@ def _split_pattern(pre_tokenizer):
     _require((split.get("behavior"), bool(split.get("invert"))) in (("Isolated", False), ("Removed", True)),
              f"its Split has the behavior {split.get('behavior')}, not Isolated")
     pattern = split["pattern"].get("Regex")
-    _require(pattern is not None and _ALIKE.fullmatch(pattern),
+    _require(pattern is not None and ALIKE.fullmatch(pattern),
              f"its split pattern may mean something else to tiktoken: {pattern or split['pattern']}")
     return pattern
 
@@ -104,7 +104,7 @@ def _with_our_names(special_tokens, our_names):
 
 def _ranks(vocabulary, special_ids):
     """Returns {bytes: id} of the tokens that are not special."""
-    byte_of = _byte_of_character()
+    byte_of = byte_of_character()
     ranks = {}
     for token, number in vocabulary.items():
         if number not in special_ids:
@@ -120,7 +120,7 @@ def _check_merges(ranks, merges):
     It is if the ids of what they make never fall, no token is made of later ones, and the pair of which tiktoken makes
     each token is among them: when it makes a token, all pairs of lower rank are merged, so it meets that pair only.
     """
-    byte_of = _byte_of_character()
+    byte_of = byte_of_character()
     pairs = {}  # token: the pairs of which it is made
     last = -1
     for left, right in merges:
@@ -134,10 +134,10 @@ def _check_merges(ranks, merges):
         last = rank
     for token, rank in ranks.items():
         if len(token) > 1:
-            _require(_last_pair(token, rank, ranks) in pairs.get(token, ()), f"no merge makes its token {token!r}")
+            _require(last_pair(token, rank, ranks) in pairs.get(token, ()), f"no merge makes its token {token!r}")
 
 
-def _last_pair(token, rank, ranks):
+def last_pair(token, rank, ranks):
     """Returns what is left of a token when all pairs of a rank below its own are merged, the leftmost lowest first."""
     parts = [token[i:i + 1] for i in range(len(token))]
     while len(parts) > 2:
@@ -148,60 +148,3 @@ def _last_pair(token, rank, ranks):
         i = found.index(lowest)
         parts[i:i + 2] = [parts[i] + parts[i + 1]]
     return tuple(parts)
-
-
-# -----------------------------------------------------------------------------
-# Writing
-
-
-def to_huggingface(ranks, pattern, special_tokens):
-    """Returns the JSON object of a tokenizer.json that gives text the same ids as tiktoken does with {bytes: rank}, the
-    split pattern, and {special token: id}. Raises ValueError if Hugging Face may understand the pattern otherwise.
-
-    Hugging Face differs in two ways. It puts <|bos|> before the text, unless add_special_tokens is False. And it takes
-    the name of a special token in a text for that token, unless it is told to split_special_tokens.
-    """
-    _require(_ALIKE.fullmatch(pattern), f"its split pattern may mean something else to Hugging Face: {pattern}")
-    character_of = {byte: character for character, byte in _byte_of_character().items()}
-
-    def written(token):
-        return "".join(character_of[byte] for byte in token)
-
-    by_rank = sorted(ranks.items(), key=lambda item: item[1])
-    # One merge per token is enough, that of its last pair: see _check_merges. A token that no pair of tokens makes has
-    # none. It stands for a whole piece of text only, which ignore_merges says.
-    pairs = [_last_pair(token, rank, ranks) for token, rank in by_rank if len(token) > 1]
-    merges = [[written(part) for part in pair] for pair in pairs if len(pair) == 2]
-    # Special tokens get the ids after those of the vocabulary, unless they are in it.
-    are_last = min(special_tokens.values()) == len(ranks)
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": number, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
-                          "normalized": False, "special": True}
-                         for name, number in sorted(special_tokens.items(), key=lambda item: item[1])],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
-            # what the pattern does not match is left out, as in tiktoken
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True},
-            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]},
-        "post_processor": _put_bos_first(special_tokens["<|bos|>"]),
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-                  "vocab": {written(token): rank for token, rank in by_rank} | ({} if are_last else special_tokens),
-                  "merges": merges},
-    }
-
-
-def _put_bos_first(bos_id):
-    bos = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
-    first = {"Sequence": {"id": "A", "type_id": 0}}
-    second = {"Sequence": {"id": "B", "type_id": 0}}
-    return {
-        "type": "TemplateProcessing",
-        "single": [bos, first],
-        "pair": [bos, first, bos, second],
-        "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [bos_id], "tokens": ["<|bos|>"]}},
-    }

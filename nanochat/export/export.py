@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from nanochat.checkpoint.format import SUMS, sha256_of_files, sync_to_disk
 from nanochat.common import BadInput
+from nanochat.export.huggingface import tokenizer_json
 from nanochat.model import logit_cap
 from nanochat.model.layers import NORM_EPS
 
@@ -131,7 +132,7 @@ def write_for_transformers(folder, model, tokenizer, card):
                         ("generation_config.json", special_ids(tokenizer)),
                         ("tokenizer_config.json", tokenizer_config(tokenizer, model.config.max_seq_len))):
         (folder / name).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    (folder / "tokenizer.json").write_text(tokenizer.huggingface_json(), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
     (folder / CARD).write_text(card, encoding="utf-8")
     if is_scaled(model):
         shutil.copy(Path(__file__).with_name(f"{CODE}.py"), folder)

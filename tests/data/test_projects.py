@@ -8,7 +8,7 @@ import pytest
 
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
-from nanochat.data.projects import DOCUMENT_BYTES, dependency_order, encode_documents, join_files
+from nanochat.data.projects import encode_documents
 from nanochat.data.shards import TextPiece, list_shards, open_shards, require_files
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.infer.loss_eval import ProjectRows, require_packed
@@ -17,41 +17,6 @@ from tests.checkpoint.states import make_meta
 from tests.corpus.projects import cpp, prepare, read, shard_hashes
 from tests.data.documents import open_loader
 from tests.infer.test_engine import make_model
-
-
-def texts_of(**includes):
-    """Returns {path: text} of files that include others; "a_h" stands for a.h."""
-    return {name.replace("__", "/").replace("_", "."): "".join(f'#include "{path}"\n' for path in paths).encode()
-            for name, paths in includes.items()}
-
-
-def test_headers_come_right_before_the_first_file_that_includes_them():
-    texts = texts_of(b_cpp=["b.h", "x/deep.h"], a_cpp=["a.h"], b_h=["a.h"], a_h=[], unused_h=[], x__deep_h=["../b.h"])
-    assert dependency_order(texts) == ["a.h", "a.cpp", "b.h", "x/deep.h", "b.cpp", "unused.h"]
-    texts["a.h"] = b'  #  include  "b.h"\n#include <c.h>\nint x; // #include "d.h"\n'
-    texts |= {"c.h": b"", "d.h": b""}
-    assert dependency_order(texts)[:3] == ["b.h", "a.h", "a.cpp"], "b.h includes a.h, which was begun: a circle"
-    assert sorted(dependency_order(texts)) == sorted(texts)
-
-
-def test_a_header_is_looked_for_beside_the_file_then_by_its_folders_then_near_it():
-    texts = texts_of(src__m_cpp=["m.h", "lib/n.h", "o.h"], src__m_h=[], m_h=[], include__lib__n_h=[], include__n_h=[],
-                     src__deep__o_h=[], other__o_h=[])
-    assert dependency_order(texts)[:4] == ["src/m.h", "include/lib/n.h", "src/deep/o.h", "src/m.cpp"]
-
-
-def test_a_long_chain_of_headers_needs_no_recursion():
-    texts = {f"{number:05d}.h": f'#include "{number + 1:05d}.h"\n'.encode() for number in range(5000)}
-    assert dependency_order(texts) == sorted(texts, reverse=True)
-
-
-def test_a_project_that_is_long_becomes_several_documents_of_whole_files():
-    texts = {f"{number}.cpp": cpp(number, 700).encode() for number in range(20)}
-    documents = list(join_files(texts))
-    assert len(documents) > 2 and [path for paths, _ in documents for path in paths] == sorted(texts)
-    for paths, text in documents:
-        assert len(text) <= DOCUMENT_BYTES
-        assert text == b"".join(b"\0" + path.encode() + b"\n" + texts[path] for path in paths)
 
 
 def test_separators_become_the_token_between_files_only_where_a_shard_says_so():

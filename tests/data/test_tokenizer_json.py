@@ -15,7 +15,7 @@ from tests.data.headers import HEADERS
 
 NANOCHAT = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)"
             r"|\s+")
-CHARACTER_OF = {byte: character for character, byte in tokenizer_json._byte_of_character().items()}
+CHARACTER_OF = {byte: character for character, byte in tokenizer_json.byte_of_character().items()}
 TEXTS = [*HEADERS[1:40:4], " \n\n  x\t\r\n'S 'll don't 1234567 é漢字\u00a0\u2028\U0001f600 <|bos|> ((( ]]] \0\x7f"]
 
 
@@ -42,7 +42,7 @@ def make(pattern, pre_tokenizer, special_tokens=("<|bos|>", "<|user_start|>"), f
     tokens = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
     shift = len(special_tokens) if first else 0
     special = {name: i if first else len(tokens) + i for i, name in enumerate(special_tokens)}
-    merges = [[visible(part) for part in tokenizer_json._last_pair(token, rank, tokens)]
+    merges = [[visible(part) for part in tokenizer_json.last_pair(token, rank, tokens)]
               for token, rank in tokens.items() if len(token) > 1]
     vocabulary = {**special, **{visible(token): rank + shift for token, rank in tokens.items()}}
     return make_config(vocabulary, merges if pairs else [" ".join(pair) for pair in merges], pre_tokenizer, special)
@@ -226,7 +226,7 @@ def test_one_over_our_own_is_named(tmp_path, trained, byte_tokenizer_dir):
     (r"(?i:ss)", False), (r"(?i:straße)", False), (r"\p{Alpha}", False), (r"\h", False), (r"\xC3", False), ("", False),
 ])
 def test_only_patterns_that_both_libraries_read_alike_are_taken(pattern, alike):
-    assert bool(tokenizer_json._ALIKE.fullmatch(pattern)) == alike
+    assert bool(tokenizer_json.ALIKE.fullmatch(pattern)) == alike
 
 
 def test_random_vocabularies_are_read_alike_or_refused(tmp_path):
