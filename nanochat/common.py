@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from contextlib import contextmanager
 from dataclasses import field, fields
 from functools import partial
 from pathlib import Path
@@ -260,6 +262,74 @@ def require_writable_dir(path):
         raise BadInput(f"cannot write to {path} ({error.strerror}): choose a writable directory, with the flag that "
                        "names it or with NANOCHAT_BASE_DIR") from None
     return path
+
+
+@contextmanager
+def written_whole(path):
+    """Yields the path of an unfinished file, which replaces the file `path` when the block ends without an error. A
+    process that is killed, or a machine that fails, leaves either the old file or the new one."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        yield unfinished
+        with open(unfinished, "rb") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+# Packages are imported inside these two, because deploy/ imports this module where none is installed.
+@contextmanager
+def locked(lock_file, refusal):
+    """Holds a lock on the file for the block. Raises BadInput(refusal) if another process holds it."""
+    from filelock import FileLock, Timeout
+    lock = FileLock(lock_file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise BadInput(refusal) from None
+    with lock:
+        yield
+
+
+class Progress:
+    """Shows progress on stderr: a bar on a terminal, otherwise a line every ten seconds at most. A context manager."""
+
+    def __init__(self, label, total, unit="B"):
+        from tqdm import tqdm
+        self._meter = partial(tqdm.format_meter, total=total, ncols=0, prefix=label, unit=unit, unit_scale=True)
+        self._total = total
+        self._done = 0
+        self._begun = time.monotonic()
+        self._printed = self._begun
+        self._bar = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=total, desc=label, unit=unit, unit_scale=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def update(self, amount):
+        """Adds an amount to what is done."""
+        self._done += amount
+        if self._bar:
+            self._bar.update(amount)
+        elif self._done < self._total and time.monotonic() - self._printed > 10:
+            self._print()
+
+    def close(self):
+        """Shows the final state."""
+        if self._bar:
+            self._bar.close()
+        else:
+            self._print()
+
+    def _print(self):
+        self._printed = time.monotonic()
+        print(self._meter(self._done, elapsed=self._printed - self._begun), file=sys.stderr, flush=True)
 
 
 # Loaded here, because end_with_parent runs between fork and exec, where a lock that another thread had stays locked:

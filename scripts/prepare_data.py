@@ -14,12 +14,21 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
+from nanochat.common import (
+    BadInput,
+    Progress,
+    expand_path,
+    flag,
+    get_base_dir,
+    read_flags,
+    require_writable_dir,
+    run_script,
+)
 from nanochat.corpus.build import MANIFEST, TRAIN_DIR, VAL_DIR, CorpusFlags, Excluded, names, prepare
 from nanochat.corpus.debian import check_names, debian_sources
 from nanochat.corpus.ray_cluster import find_address, ray_cluster
 from nanochat.corpus.sources import distinguish, installed_headers, open_projects, open_source
-from nanochat.corpus.workers import Progress, worker_pool
+from nanochat.corpus.workers import worker_pool
 from nanochat.judge.problems import digest, read_excluded
 
 LOCK_FILE = ".prepare_data.lock"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags
+from nanochat.common import BadInput, Progress, expand_path, flag, get_base_dir, locked, read_flags, written_whole
 
 
 @dataclass(frozen=True)
@@ -153,3 +153,30 @@ def test_a_worker_ends_when_its_parent_is_killed(before):
 def test_a_worker_whose_parent_has_ended_before_it_began_ends():
     process = run_main(" end_with_parent(1)")
     assert process.wait(timeout=30) == -signal.SIGKILL
+
+
+def test_a_file_is_written_whole_or_left_as_it_was(tmp_path):
+    path = tmp_path / "file"
+    with written_whole(path) as unfinished:
+        unfinished.write_text("first")
+        assert not path.exists()
+    with pytest.raises(OSError), written_whole(path) as unfinished:
+        unfinished.write_text("second")
+        raise OSError
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lock_has_one_holder(tmp_path):
+    with locked(tmp_path / "lock", "in use"):
+        with pytest.raises(BadInput, match="in use"), locked(tmp_path / "lock", "in use"):
+            pass
+    with locked(tmp_path / "lock", "in use"):
+        pass
+
+
+def test_progress_is_a_line_at_the_end_where_stderr_is_no_terminal(capsys):
+    with Progress("reading", 2, " files") as progress:
+        progress.update(1)
+        progress.update(1)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "reading" in lines[0] and "2.00/2.00" in lines[0]

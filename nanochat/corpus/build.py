@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from nanochat.common import BadInput, flag
+from nanochat.common import BadInput, Progress, flag
 from nanochat.corpus import corpus
 from nanochat.corpus.duplicates import Index, find_duplicates, load_index, shuffle_duplicates
 from nanochat.corpus.ray_cluster import RayRun
 from nanochat.corpus.scan import RECIPE, scan, telling_sequences
-from nanochat.corpus.workers import Progress
 
 TRAIN_DIR = "base_data_v3"
 VAL_DIR = "val"

@@ -1,12 +1,8 @@
-"""Worker processes that end with the process that started them, and how far their work is."""
+"""Worker processes that end with the process that started them."""
 import multiprocessing
 import os
-import sys
-import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-
-from tqdm import tqdm
 
 from nanochat.common import end_with_parent
 
@@ -36,34 +32,3 @@ def worker_pool(workers):
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         yield run
-
-
-class Progress:
-    """Shows progress: a tqdm bar on a terminal, otherwise plain lines, at most one in ten seconds."""
-
-    def __init__(self, label, total, unit="B"):
-        self.label = label
-        self.total = total
-        self.unit = unit
-        self.done = 0
-        self.started = time.monotonic()
-        self.printed = self.started
-        self.bar = tqdm(total=total, desc=label, unit=unit, unit_scale=True) if sys.stderr.isatty() else None
-
-    def update(self, amount):
-        self.done += amount
-        if self.bar:
-            self.bar.update(amount)
-        elif self.done < self.total and time.monotonic() - self.printed > 10:
-            self._print()
-
-    def _print(self):
-        self.printed = time.monotonic()
-        print(tqdm.format_meter(self.done, self.total, self.printed - self.started, ncols=0, prefix=self.label,
-                                unit=self.unit, unit_scale=True), flush=True)
-
-    def close(self):
-        if self.bar:
-            self.bar.close()
-        else:
-            self._print()
