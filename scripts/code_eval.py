@@ -1,15 +1,15 @@
-"""Measures whether the C++ that a checkpoint writes compiles and works, by g++ in a sandbox:
+"""Measures whether the C++ of a checkpoint compiles and passes tests, with g++ in a sandbox:
 
     python3 -m scripts.code_eval --checkpoint=RUN                   # functions, from a comment and a signature
     python3 -m scripts.code_eval --checkpoint=RUN --task=infill     # gaps in held-out files
     python3 -m scripts.code_eval --checkpoint=RUN --against=FOLDER  # is it better than another checkpoint?
     python3 -m scripts.code_eval --check                            # judges the problems' solutions; needs no model
 
-It may be killed at any time: the same command goes on. It needs g++ and bubblewrap: apt-get install g++ bubblewrap
+After a kill, the same command continues. Needs g++ and bubblewrap: apt-get install g++ bubblewrap
 
-A gap is asked for as an editor asks for it: the beginning of its line stands right before what the model writes.
+The prompt for a gap is that of an editor: the beginning of the gap's line comes right before the model's text.
 """
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.checkpoint.format import find_checkpoint
@@ -17,13 +17,12 @@ from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.data.shards import TextFlags
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, resolve_device_type
 from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, weights_of
-from nanochat.infer.sample import Sampling
 from nanochat.judge.code_eval import TASKS, check_solutions, evaluate, make_items, read_others
 from nanochat.judge.eval_report import write_report
 from nanochat.judge.judge import Judge, JudgeFlags
 from nanochat.judge.problems import digest, read_problems, usable
 from nanochat.judge.results import open_results, progress, results_dir
-from nanochat.judge.writer import Writer, require_half
+from nanochat.judge.writer import Writer, WriterFlags
 
 
 def task_name(text):
@@ -39,17 +38,12 @@ class TaskFlags(TextFlags):
     problems: Path | None = flag(None, "problems in the format of HumanEval-X or MultiPL-E; default: the project's own",
                                  of=expand_path)
     num_tasks: int = flag(100, "gaps of each kind", at_least=1, at_most=10_000)
-    check: bool = flag(False, "judge the solutions of the problems, and each with one line deleted, instead of a model")
+    check: bool = flag(False, "judge the problems' solutions, and each with one line deleted, instead of a model")
 
 
 @dataclass(frozen=True)
-class SamplingFlags:
-    num_samples: int = flag(10, "samples that are drawn for each function, besides the greedy one", at_least=0,
-                            at_most=1000)
-    max_tokens: int = flag(256, "tokens per sample", at_least=1)
-    temperature: float = flag(0.8, "of the samples that are drawn", above=0)
-    top_p: float = flag(0.95, "draw from the likeliest tokens that have this probability together", above=0, at_most=1)
-    seed: int = flag(0, "the same seed gives the same file, and chooses the same gaps", at_least=0)
+class SamplingFlags(WriterFlags):
+    num_samples: int = flag(10, "samples drawn for each function, besides the greedy one", at_least=0, at_most=1000)
 
 
 @dataclass(frozen=True)
@@ -60,21 +54,23 @@ class ResultFlags(JudgeFlags):
 
 
 def main(argv=None):
-    of_model, of_task, sampling, judging = read_flags(argv, __doc__, {
+    of_model, of_task, of_samples, judging = read_flags(argv, __doc__, {
         CheckpointFlags: "model", TaskFlags: "what it does", SamplingFlags: "sampling", ResultFlags: "judging"})
     problems = usable(read_problems(of_task.problems))
     if of_task.check:
         with Judge(judging.unsafe) as judge:
-            return check_solutions(problems, judge, judging.num_workers, sampling.seed)
+            return check_solutions(problems, judge, judging.num_workers, of_samples.seed)
     device_type = resolve_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
-    items = make_items(of_task, problems, sampling.seed)
-    require_half(sampling.max_tokens, load_language_meta(path).config["max_seq_len"])
-    # All that decides what the records are. The first line of the results holds it, and a file with other settings is
-    # refused. `weights` are a part of the checksum, so a checkpoint that was replaced is another one.
+    items = make_items(of_task, problems, of_samples.seed)
+    sampling = of_samples.sampling(load_language_meta(path).config["max_seq_len"], of_samples.num_samples)
+    # Everything that determines the records. The first line of the results holds it, and a file with other settings is
+    # refused. `weights` are a part of the checksum, so a replaced checkpoint counts as another one.
     settings = {
-        "format": 1, "task": of_task.task, "items": digest(items), "num_items": len(items), **asdict(sampling),
+        "format": 1, "task": of_task.task, "items": digest(items), "num_items": len(items),
+        "num_samples": sampling.num_samples, "max_tokens": sampling.max_tokens, "temperature": sampling.temperature,
+        "top_p": sampling.top_p, "seed": sampling.seed,
         "checkpoint": f"{path.parent.name}/{path.name}", "weights": weights_of(path), "device_type": device_type}
     others = read_others(judging.against, settings) if judging.against else []
     name = f"{path.parent.name}_{path.name}_{of_task.task}"
@@ -82,7 +78,7 @@ def main(argv=None):
     with Judge(judging.unsafe) as judge, open_results(out_dir / "samples.jsonl", settings) as results:
         dist = compute_init(device_type)
         model, tokenizer, _ = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, weights=settings["weights"])
-        writer = Writer(model, tokenizer, dist, Sampling(**asdict(sampling)))
+        writer = Writer(model, tokenizer, dist, sampling)
         with progress(len(items)) as show:
             evaluate(items, writer, judge, results, judging.num_workers, show)
         compute_cleanup(dist)

@@ -1,8 +1,8 @@
 """Evaluates a checkpoint on the project's own problems and prints one table: make eval CHECKPOINT=RUN
 
-It runs code_eval on functions and on gaps in their solutions, and solve with every method at three budgets. Everything
-is written to $NANOCHAT_BASE_DIR/eval. It may be killed at any time: the same command goes on. With a model of 9M
-parameters it took 49 minutes on two cores.
+Runs code_eval on functions and on gaps in their solutions, and solve with every method at three budgets. Writes to
+$NANOCHAT_BASE_DIR/eval. After a kill, the same command continues. A model of 9M parameters takes 49 minutes on two
+cores.
 """
 import time
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def main(argv=None):
     if flags.unsafe:
         common.append("--unsafe")
     of_code_eval = [] if flags.problems == "own" else [f"--problems={flags.problems}"]
-    # A model that was trained without fill in the middle has never seen what it would be asked for.
+    # A model trained without fill in the middle has never seen the prompt of a gap.
     tasks = ["functions", "infill_functions"] if meta.flags.get("fim_rate", 0) > 0 else ["functions"]
     found = {}
     for task in tasks:
@@ -62,7 +62,7 @@ def main(argv=None):
 
 
 def records_of(file, path, weights):
-    """Returns the records of a file of results. Raises BadInput if they are not of these weights of a checkpoint."""
+    """Returns the records of a file of results. Raises BadInput if other weights of the checkpoint made them."""
     settings, records, _ = read_results(file)
     if settings["weights"] != weights:
         raise BadInput(f"checkpoint {path} was replaced since this command began: start it again, with another "
@@ -71,7 +71,7 @@ def records_of(file, path, weights):
 
 
 def run(module, *flags):
-    """Runs a script of this project, see run_module, and prints how long it took."""
+    """Runs a script of this project (see run_module), and prints its time."""
     begun = time.monotonic()
     run_module(module, *flags)
     print(f"({(time.monotonic() - begun) / 60:.1f} minutes)\n", flush=True)

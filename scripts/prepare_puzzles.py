@@ -1,13 +1,13 @@
-"""Makes puzzles for puzzle_train: train.parquet and val.parquet. No puzzle of one is in the other, not even turned,
-mirrored or renamed.
+"""Makes puzzles for puzzle_train: train.parquet and val.parquet, which share no puzzle, not even turned, mirrored or
+renamed.
 
     python3 -m scripts.prepare_puzzles --puzzle=sudoku --box=2x2
     python3 -m scripts.prepare_puzzles --puzzle=sudoku --box=3x3 --train=2000 --qqwing
     python3 -m scripts.prepare_puzzles --puzzle=maze --side=15 --min_path=30
     python3 -m scripts.prepare_puzzles --puzzle=arc1
 
-Sudokus are minimal: without any one of its digits a puzzle would have several solutions. The same flags make the same
-puzzles, but for --qqwing, which draws its own.
+Sudokus are minimal: without any one of its digits a puzzle has several solutions. The same flags make the same puzzles,
+except with --qqwing.
 """
 import re
 import shutil
@@ -25,43 +25,43 @@ from nanochat.puzzles.puzzle_data import write_puzzles
 
 @dataclass(frozen=True)
 class Flags:
-    puzzle: str = flag("sudoku", "sudoku, maze, or the tasks of ARC-AGI-1 or 2", choices=("sudoku", "maze",
-                                                                                           *arc.VERSIONS))
+    puzzle: str = flag("sudoku", "sudoku, maze, or the tasks of ARC-AGI-1 or 2",
+                       choices=("sudoku", "maze", *arc.VERSIONS))
     box: str = flag("2x2", "ROWSxCOLUMNS of a Sudoku's box: 2x2 is the 4 × 4 Sudoku, 2x3 the 6 × 6, 3x3 the usual one")
     side: int = flag(15, "rows and columns of a maze", at_least=5, at_most=99)
-    min_path: int = flag(20, "a maze's shortest path is longer than so many cells", at_least=1, at_most=10_000)
+    min_path: int = flag(20, "cells that the shortest path of a maze exceeds", at_least=1, at_most=10_000)
     train: int = flag(-1, "puzzles to train on; -1: 2,000. Of ARC: training tasks; -1: all", at_least=1, at_most=10**7,
                       unset=-1)
     val: int = flag(-1, "held-out puzzles; -1: 300. Of ARC: evaluation tasks; -1: all", at_least=1, at_most=10**6,
                     unset=-1)
     forms: int = flag(8, "forms of each task of ARC to train on", at_least=1, at_most=64)
     seed: int = flag(0, "of the puzzles", at_least=0)
-    qqwing: bool = flag(False, "9 × 9 Sudokus by Debian's qqwing, which is much faster")
+    qqwing: bool = flag(False, "9 × 9 Sudokus by Debian's qqwing: much faster")
     out_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/puzzles", of=expand_path)
 
 
 OF_PUZZLE = {"box": ("sudoku",), "qqwing": ("sudoku",), "side": ("maze",), "min_path": ("maze",),
-             "forms": tuple(arc.VERSIONS)}  # what each of these flags is for
+             "forms": tuple(arc.VERSIONS)}  # the puzzles of each of these flags
 
 
 def require_own_flags(flags):
-    """Raises BadInput if a flag is given that is for other puzzles."""
+    """Raises BadInput for a flag of other puzzles."""
     for name, puzzles in OF_PUZZLE.items():
         if flags.puzzle not in puzzles and getattr(flags, name) != getattr(Flags, name):
-            raise BadInput(f"--{name} is for --puzzle={' or '.join(puzzles)}, and this is --puzzle={flags.puzzle}: "
-                           "leave one of them out")
+            raise BadInput(f"--{name} is for --puzzle={' or '.join(puzzles)}, not for --puzzle={flags.puzzle}: leave "
+                           "one of them out")
 
 
 def read_maker(flags):
-    """Returns the Maker of what the flags ask for. Raises BadInput."""
+    """Returns the Maker for the flags. Raises BadInput."""
     if flags.puzzle == "maze":
         return Maker("maze", (flags.side,), flags.seed, flags.min_path)
     match = re.fullmatch(r"([2-4])x([2-4])", flags.box)
-    if not match or int(match[1]) * int(match[2]) > 9:  # the solver needs minutes for a puzzle of 12 × 12
+    if not match or int(match[1]) * int(match[2]) > 9:  # 12 × 12: the solver takes minutes
         raise BadInput(f"--box={flags.box} is not ROWSxCOLUMNS with at least 2 of each and at most 9 cells: give 2x2, "
                        "2x3, 2x4 or 3x3")
     if flags.qqwing and flags.box != "3x3":
-        raise BadInput(f"--qqwing makes 9 × 9 Sudokus, and --box={flags.box}: add --box=3x3, or leave --qqwing out")
+        raise BadInput(f"--qqwing makes 9 × 9 Sudokus, not --box={flags.box}: add --box=3x3, or leave --qqwing out")
     if flags.qqwing and not shutil.which("qqwing"):
         raise BadInput("--qqwing: there is no qqwing: apt-get install qqwing, or leave --qqwing out")
     return Maker("sudoku", (int(match[1]), int(match[2])), flags.seed)
@@ -71,16 +71,16 @@ def choose_tasks(flags):
     """Returns the tasks of ARC to train on and those to evaluate. Raises BadInput."""
     chosen = []
     for name, tasks in zip(("train", "val"), arc.read_tasks(flags.puzzle), strict=True):
-        wanted = getattr(flags, name)
-        if wanted > len(tasks):
-            raise BadInput(f"--{name}={wanted}: {flags.puzzle} has {len(tasks)} such tasks: ask for fewer")
-        chosen.append(tasks[:wanted] if wanted > 0 else tasks)
+        number = getattr(flags, name)
+        if number > len(tasks):
+            raise BadInput(f"--{name}={number}: {flags.puzzle} has {len(tasks)} such tasks: ask for fewer")
+        chosen.append(tasks[:number] if number > 0 else tasks)
     return chosen
 
 
 def prepare(flags, maker, out_dir):
-    """Writes the puzzles of a maker, or of ARC without one. Returns {"train": puzzles, "val": puzzles}, and words about
-    them."""
+    """Writes the puzzles of a maker, or of ARC without one. Returns {"train": puzzles, "val": puzzles}, and a
+    description."""
     if not maker:
         splits, tasks = arc.make_splits(*choose_tasks(flags), flags.forms, flags.seed)
         write_puzzles(out_dir, "arc", (arc.SIDE,), splits, tasks)

@@ -2,8 +2,8 @@
 
     python3 -m scripts.serve --checkpoint=RUN --quantize=int8
 
-Then open the address that it prints in a browser, or set up your editor as docs/editor.md says. Needs the packages of
-pip install '.[serve]'. No text of a user is logged.
+Then open the printed address in a browser, or set up your editor (docs/editor.md). Needs pip install '.[serve]'. Logs
+no text of a user.
 """
 import logging
 import sys
@@ -20,17 +20,17 @@ from nanochat.serve.completer import Completer, Options
 
 @dataclass(frozen=True)
 class ServerFlags:
-    host: str = flag("127.0.0.1", "address to listen on; another one than this machine's own needs --api_key")
-    port: int = flag(8012, "port to listen on: llama.vim asks this one; 0: a free one", at_least=0, at_most=65535)
-    api_key: str | None = flag(None, "what clients must send as a bearer token; none: nothing")
+    host: str = flag("127.0.0.1", "address to listen on; any other than this machine's own needs --api_key")
+    port: int = flag(8012, "port to listen on: the default is llama.vim's; 0: a free one", at_least=0, at_most=65535)
+    api_key: str | None = flag(None, "bearer token that clients must send; none: no token")
 
 
 @dataclass(frozen=True)
 class LimitFlags:
     max_tokens: int = flag(256, "most tokens of a completion, at most half of the context", at_least=1)
-    timeout_s: float = flag(30.0, "most seconds for a request: it then gets what is there", above=0, at_most=3600)
-    extra_tokens: int = flag(0, "most tokens of other files, which editors send, that stand before the prefix where it "
-                                "leaves room", at_least=0)
+    timeout_s: float = flag(30.0, "most seconds for a request: then it gets the text so far", above=0, at_most=3600)
+    extra_tokens: int = flag(0, "most tokens of an editor's other files before the prefix, if it leaves room",
+                             at_least=0)
 
 
 def main(argv=None):
@@ -41,8 +41,7 @@ def main(argv=None):
         from nanochat.serve.server import Server, make_app
     except ImportError as error:
         raise BadInput(f"there is no {error.name}: pip install '.[serve]'") from None
-    # The port is opened first: one that is in use is refused at once, and not after the model was loaded. Connections
-    # that come meanwhile wait.
+    # The port is opened first, so that a used one is refused before the model is loaded. Early connections wait.
     with listen(of_server.host, of_server.port, of_server.api_key) as listening:
         device_type = resolve_inference_device_type(of_model.device_type)
         prepare_xla_environment(device_type)
@@ -52,10 +51,10 @@ def main(argv=None):
                                             quantize=of_model.quantize)
         completer = Completer(Engine(model, tokenizer, dist), meta.flags.get("fim_rate", 0) > 0, limits.extra_tokens)
         if not completer.fim:
-            print(f"{path} was trained without --fim_rate: completions follow from the text before the cursor alone",
+            print(f"{path} was trained without --fim_rate: completions ignore the text after the cursor",
                   file=sys.stderr)
         warm_up = Options(Sampling(max_tokens=1, temperature=0))
-        completer.complete("int main() {\n", "}\n", [], warm_up)  # compiles what is compiled
+        completer.complete("int main() {\n", "}\n", [], warm_up)  # compiles the programs
         server = Server(completer, name=f"{path.resolve().parent.name}/{path.name}", device=str(dist.device),
                         max_tokens=limits.max_tokens, timeout_s=limits.timeout_s)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

@@ -4,11 +4,9 @@
     python3 -m scripts.solve --checkpoint=RUN --prompt='int add(int a, int b) {' --tests=FILE
     python3 -m scripts.solve --checkpoint=RUN --problems=own    # compares the methods
 
-The code goes to standard output, and its verdict in a comment below it; the search is shown on standard error. The exit
-status is 0 if the code compiles and passes the tests, and 1 if not. It needs g++ and bubblewrap: apt-get install g++
-bubblewrap
+Prints the code with its verdict as a comment on standard output, and the search on standard error. The exit status is 0
+if the code compiles and passes the tests, and 1 if not. Needs g++ and bubblewrap: apt-get install g++ bubblewrap
 """
-import re
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -18,106 +16,15 @@ from pathlib import Path
 import torch
 
 from nanochat.checkpoint.format import find_checkpoint
-from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
-from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
-from nanochat.infer.load import (
-    ModelFlags,
-    load_language_meta,
-    load_model,
-    resolve_inference_device_type,
-    weights_of,
-)
-from nanochat.infer.sample import Sampling, default_max_tokens
+from nanochat.common import expand_path, flag, read_flags, run_script
+from nanochat.device.ranks import compute_cleanup, prepare_xla_environment
+from nanochat.infer.load import ModelFlags, load_language_meta, resolve_inference_device_type, weights_of
 from nanochat.judge.compare_search import compare_methods, table
 from nanochat.judge.judge import PASSED, Judge, JudgeFlags
-from nanochat.judge.problems import as_text, digest, problem_of_prompt, read_problems, read_text, usable
+from nanochat.judge.problems import ProblemFlags, digest
 from nanochat.judge.results import open_results, progress, results_dir
-from nanochat.judge.search import COMPILES, METHODS, Budget, Search, check_prompt
-from nanochat.judge.writer import Writer, require_half
-
-DEFAULT_METHOD = "tree"
-DEFAULT_BUDGET = 512
-BUDGETS = (256, 512, 1024)  # of a comparison
-TOKENS_PER_CALL = 4
-
-
-def methods_of(text):
-    found = list(dict.fromkeys(text.split(",")))
-    if unknown := [name for name in found if name not in METHODS]:
-        raise BadInput(f"there is no method {unknown[0] or '(empty)'}: choose of {', '.join(METHODS)}")
-    return found
-
-
-def budgets_of(text):
-    try:
-        found = sorted({int(number) for number in text.split(",")})
-    except ValueError:
-        found = []
-    if not found or found[0] < 16 or found[-1] > 1_000_000:
-        raise BadInput("it must be whole numbers from 16 to 1,000,000, separated by commas")
-    return found
-
-
-@dataclass(frozen=True)
-class TaskFlags:
-    prompt: str | None = flag(None, "C++ whose last function or class is to be completed: a comment and a signature")
-    prompt_file: Path | None = flag(None, "file with such a text", of=expand_path)
-    tests: Path | None = flag(None, "C++ that ends with main(): the code must pass it, and the search may see it",
-                              of=expand_path)
-    problems: str | None = flag(None, "compare methods on these problems: own, or a file or folder as for code_eval")
-
-    def read(self):
-        """Returns the Problems to solve. Raises BadInput if they cannot be read."""
-        if [self.prompt, self.prompt_file, self.problems].count(None) != 2:
-            raise BadInput("give one of --prompt, --prompt_file and --problems")
-        if self.problems is None:
-            return [self._read_prompt()]
-        if self.tests is not None:
-            raise BadInput("--tests are for --prompt and --prompt_file: --problems has its own")
-        problems = usable(read_problems(self.problems))
-        if not problems:
-            raise BadInput(f"--problems={self.problems} has none that can be judged here")
-        return problems
-
-    def _read_prompt(self):
-        if self.prompt is None:
-            name = f"--prompt_file={self.prompt_file}"
-            prompt = read_text(self.prompt_file, "--prompt_file")
-        else:
-            name = "--prompt"
-            prompt = as_text(self.prompt)
-        tests = "" if self.tests is None else read_text(self.tests, "--tests")
-        if self.tests is not None and not re.search(r"\bmain\b", tests):
-            raise BadInput(f"--tests={self.tests} has no main(), which runs the tests")
-        return problem_of_prompt(name, prompt, tests)
-
-
-@dataclass(frozen=True)
-class SearchFlags:
-    method: list | None = flag(None, f"{', '.join(METHODS)}; several for --problems, separated by commas; default: "
-                                f"{DEFAULT_METHOD}, and all for --problems", of=methods_of)
-    budget: list | None = flag(None, "tokens that may be drawn; several for --problems, separated by commas; default: "
-                               f"{DEFAULT_BUDGET}, and {', '.join(map(str, BUDGETS))} for --problems", of=budgets_of)
-    compiler_calls: int = flag(-1, f"calls of g++ that a search may make; -1: one for {TOKENS_PER_CALL} tokens",
-                               at_least=1, unset=-1)
-    max_tokens: int = flag(-1, "tokens of a function; -1: 256, at most half of the context", at_least=1, unset=-1)
-    temperature: float = flag(0.8, "of the tokens that are drawn", above=0)
-    top_p: float = flag(0.95, "draw from the likeliest tokens that have this probability together", above=0, at_most=1)
-    seed: int = flag(0, "the same seed gives the same code", at_least=0)
-
-    def budgets(self, default):
-        """Returns a list of Budgets. default: numbers of tokens."""
-        budgets = []
-        for tokens in self.budget or default:
-            calls = self.compiler_calls
-            budgets.append(Budget(tokens, tokens // TOKENS_PER_CALL if calls == -1 else calls))
-        return budgets
-
-    def sampling(self, context):
-        """Returns the Sampling for a model of this context. Raises BadInput if it is too short."""
-        require_half(self.max_tokens, context)
-        max_tokens = default_max_tokens(context) if self.max_tokens == -1 else self.max_tokens
-        return Sampling(1, max_tokens, self.temperature, top_p=self.top_p, seed=self.seed)
+from nanochat.judge.search import COMPILES, METHODS, Search, check_prompt
+from nanochat.judge.search_flags import SearchFlags, fitting, load_writers
 
 
 @dataclass(frozen=True)
@@ -127,22 +34,18 @@ class ResultFlags(JudgeFlags):
 
 
 def main(argv=None):
-    of_model, of_task, flags, judging = read_flags(argv, __doc__, {
-        ModelFlags: "model", TaskFlags: "what it solves", SearchFlags: "search", ResultFlags: "judging"})
-    problems = of_task.read()
-    is_comparison = of_task.problems is not None
-    methods = flags.method or (list(METHODS) if is_comparison else [DEFAULT_METHOD])
-    budgets = flags.budgets(BUDGETS if is_comparison else [DEFAULT_BUDGET])
-    if not is_comparison and len(methods) * len(budgets) > 1:
-        raise BadInput("several of --method and --budget are for --problems: give one of each")
+    of_model, of_problems, flags, judging = read_flags(argv, __doc__, {
+        ModelFlags: "model", ProblemFlags: "what it solves", SearchFlags: "search", ResultFlags: "judging"})
+    problems = of_problems.read()
+    methods, budgets = flags.methods_and_budgets(of_problems.is_comparison)
     device_type = resolve_inference_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
     meta = load_language_meta(path)
     sampling = flags.sampling(meta.config["max_seq_len"])
-    methods = fitting(methods, meta, is_comparison)
+    methods = fitting(methods, meta, of_problems.is_comparison)
     load = partial(load_writers, of_model, path, device_type, sampling)
-    if not is_comparison:
+    if not of_problems.is_comparison:
         return solve(load, problems[0], methods[0], budgets[0], judging)
     settings = {
         "format": 1, "task": "search", "items": digest(problems), "num_items": len(problems), "methods": methods,
@@ -152,7 +55,7 @@ def main(argv=None):
         "weights": weights_of(path), "device_type": device_type}
     out_dir = results_dir(judging.out_dir, "solve", f"{path.parent.name}_{path.name}", settings)
     with Judge(judging.unsafe) as judge, open_results(out_dir / "searches.jsonl", settings) as results:
-        torch.set_num_threads(1)  # the searches themselves run at the same time
+        torch.set_num_threads(1)  # the searches themselves run in parallel
         writers = load(judging.num_workers, settings["weights"])
         with progress(len(problems)) as show:
             compare_methods(writers, judge, problems, methods, budgets, results, show)
@@ -162,36 +65,11 @@ def main(argv=None):
     print("\n".join(lines) + f"\n\n{out_dir}: searches.jsonl, table.txt")
 
 
-def load_writers(flags, path, device_type, sampling, number, weights=None):
-    """Returns up to `number` Writers of one model, each with an engine of its own; one on an accelerator."""
-    dist = compute_init(device_type)
-    model, tokenizer, _ = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, quantize=flags.quantize,
-                                     weights=weights)
-    if dist.device_type != "cpu":
-        number = 1
-    return [Writer(model, tokenizer, dist, sampling) for _ in range(number)]
-
-
-def fitting(methods, meta, is_comparison):
-    """Returns the methods that this model can do. Raises BadInput if it is none."""
-    if "repair" not in methods or meta.flags.get("fim_rate", 0) > 0:
-        return methods
-    message = "--method=repair needs a model that was trained with --fim_rate"
-    if not is_comparison or methods == ["repair"]:
-        raise BadInput(f"{message}: choose another method, or another --checkpoint")
-    say(f"{message}: it is left out")
-    return [method for method in methods if method != "repair"]
-
-
-def say(text):
-    print(text, file=sys.stderr, flush=True)
-
-
 def solve(load, problem, method, budget, judging):
-    """Searches, prints the code with its verdict, and returns the exit status."""
+    """Searches, prints the code with its verdict, and returns the exit status. load(number): returns Writers."""
+    say = partial(print, file=sys.stderr, flush=True)
     with Judge(judging.unsafe) as judge:
-        # Before the model is loaded: what no completion can mend needs none.
-        check_prompt(judge, problem)
+        check_prompt(judge, problem)  # before the model is loaded
         [writer] = load(1)
         search = Search(writer, judge, problem, budget, judging.num_workers, say)
         begun = time.monotonic()

@@ -1,4 +1,4 @@
-"""Measures how much of the C++ that a model writes compiles and works: during a run, and for scripts/code_eval.py."""
+"""Measures the share of a model's C++ that compiles and passes tests: during a run, and for scripts/code_eval.py."""
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +20,10 @@ METRICS = {"compiles": "code_compiles", "pass@1": "code_pass", "bits per byte": 
 
 
 def evaluate_code(model, tokenizer, dist, is_cut_short):
-    """Returns {metric: mean over the project's own problems}, greedy, on rank 0; {} on other ranks.
+    """Returns {metric: mean over the project's own problems} of greedy samples on rank 0, and {} on other ranks.
 
-    Every rank writes all the code, so that none waits for another, and rank 0 judges it. is_cut_short(): called before
-    each problem; once it returns True, on all ranks at the same problem, the result is {}.
+    Every rank writes all the code, so that no rank waits for another; rank 0 judges it. is_cut_short() is called before
+    each problem. Once it returns True, on all ranks at the same problem, the result is {}.
     """
     sampling = Sampling(num_samples=0, max_tokens=min(MAX_TOKENS, model.config.max_seq_len // 2))
     writer = Writer(model, tokenizer, dist, sampling)
@@ -37,13 +37,13 @@ def evaluate_code(model, tokenizer, dist, is_cut_short):
         return {}
     with Judge() as judge, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         verdicts = pool.map(lambda problem, record: problem.verdict(judge, record["text"]), problems, records)
-        judged = [record | {"status": verdict.status} for record, verdict in zip(records, verdicts, strict=True)]
-    return {METRICS[measure]: score.mean for measure, group, score in summarise(judged) if group == ALL}
+        for record, verdict in zip(records, verdicts, strict=True):
+            record["status"] = verdict.status
+    return {METRICS[measure]: found.mean for measure, group, found in summarise(records) if group == ALL}
 
 
 def make_items(flags, problems, seed):
-    """Returns what a model is to write for --task, one of TASKS: the problems, or Gaps in text or in their solutions.
-    Raises BadInput if there are none."""
+    """Returns the problems or Gaps of --task, one of TASKS. Raises BadInput if there are none."""
     if flags.task == "functions":
         return problems
     if flags.task == "infill":
@@ -58,25 +58,28 @@ def make_items(flags, problems, seed):
 
 
 def evaluate(items, writer, judge, results, workers, show=ignore):
-    """Completes `results` for all items, problems or Gaps.
+    """Adds to `results` the records of all items, problems or Gaps.
 
-    They are judged in `workers` threads, while the model already writes the next ones. show(num_done): called with the
-    number of items that were there before, and with 1 after each one.
+    `workers` threads judge while the model writes the next items. show(num_done) is called with the number of items
+    that `results` held before, and with 1 after each one.
     """
-    # The records of an item are written one after the other, so a kill may have left out some of the last item's. It is
-    # written again, with the same samples because of the same seed, and those that are there are left out.
+    # A kill may lose records of the last item only. The same seed writes the same samples again, and the ones that the
+    # file holds are skipped.
     written = [record["name"] for record in results.records]
-    last = written[-1] if written else None  # some of its samples may be missing
+    last = written[-1] if written else None
     todo = [item for item in items if item.name == last or item.name not in set(written)]
     show(len(items) - len(todo))
-    # The records are written in the order of the items, whichever verdict comes first. The model runs ahead of the
-    # judging by two items for each worker at most, so that a kill loses little.
-    pending = deque()  # for each item, its records and their verdicts to come
+    # The records are written in the order of the items, whichever verdict comes first. The model runs at most two items
+    # for each worker ahead of the judging, so that a kill loses little.
+    pending = deque()  # for each item, its records and their verdicts in flight
 
     def finish_first():
         for record, verdict in pending.popleft():
             found = verdict.result()
-            results.add(record | ({"status": found.status, "message": found.message} if found else {"status": None}))
+            if found:
+                results.add(record | {"status": found.status, "message": found.message})
+            else:
+                results.add(record | {"status": None})
         show(1)
 
     with ThreadPoolExecutor(workers) as pool:
@@ -92,7 +95,7 @@ def evaluate(items, writer, judge, results, workers, show=ignore):
 
 
 def read_others(path, settings):
-    """Returns the records of the evaluation in `path`. Raises BadInput unless it is of the same task and settings."""
+    """Returns the records of the evaluation in `path`. Raises BadInput unless its task and settings are the same."""
     found, records, _ = read_results(path / "samples.jsonl" if path.is_dir() else path)
     ours = dict(settings)
     for key in OF_THE_CHECKPOINT:
@@ -105,10 +108,10 @@ def read_others(path, settings):
 
 def check_solutions(problems, judge, workers, seed):
     """Judges all solutions, and each with one line deleted, and prints how many pass. Returns the exit status: 1 if a
-    solution does not pass."""
+    solution fails."""
     solved = [problem for problem in problems if problem.solution]
     if not solved:
-        raise BadInput("--check needs solutions, and the problems of --problems have none")
+        raise BadInput("--check needs solutions: the problems of --problems have none")
     broken = []
     for i, problem in enumerate(solved):
         texts = without_one_line(problem.solution)
@@ -123,7 +126,7 @@ def check_solutions(problems, judge, workers, seed):
 
 
 def judge_all(judge, workers, programs, what):
-    """Returns the Verdicts of solutions, pairs of a problem and a text, and prints how many pass. what: their name."""
+    """Returns the Verdicts of `programs`, pairs of a problem and a text, and prints how many pass. what: their name."""
     def judge_one(program):
         problem, text = program
         return judge.judge(problem.program(text), problem.tests)

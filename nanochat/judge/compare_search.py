@@ -4,16 +4,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from nanochat.infer.sample import ignore
-from nanochat.judge.eval_report import compiles, in_percent, mean
+from nanochat.judge.eval_report import compare, compiles, in_percent, mean, score
 from nanochat.judge.judge import PASSED
-from nanochat.judge.scores import compare, score
 from nanochat.judge.search import METHODS, UNFINISHED, Search
 
 BASELINE = "best_of"
 
 
 def search_problem(writer, judge, problem, methods, budgets):
-    """Returns a record for each method and budget: the answer, what was spent, and the verdict of the problem's tests.
+    """Returns a record for each method and budget: the answer, its cost, and the verdict of the problem's tests.
 
     The search does not see these tests, and judging its answer is not charged to it.
     """
@@ -22,8 +21,8 @@ def search_problem(writer, judge, problem, methods, budgets):
         for budget in budgets:
             search = Search(writer, judge, replace(problem, tests=""), budget)
             METHODS[method](search)
-            # The search judged without the tests. An answer that does not compile needs no other verdict; an Answer has
-            # the status and message of a Verdict.
+            # The search judged without the tests. An Answer has the status and message of a Verdict, so one that does
+            # not compile needs no other verdict.
             verdict = answer = search.answer
             if answer.compiles:
                 verdict = problem.verdict(judge, answer.text)
@@ -34,15 +33,14 @@ def search_problem(writer, judge, problem, methods, budgets):
 
 
 def compare_methods(writers, judge, problems, methods, budgets, results, show=ignore):
-    """Completes `results`, a Results, for all problems, each in a thread with one of `writers`.
+    """Adds to `results` the records of all problems, each searched in a thread with one of `writers`.
 
-    Records are written in the order of the problems, so that a comparison that was killed goes on to the same file.
-    show(num_done): called with the number of problems that were there before, and with 1 after each one.
+    Records are written in the order of the problems, so that a killed comparison continues the same file.
+    show(num_done) is called with the number of problems that `results` held before, and with 1 after each one.
     """
-    # A kill may have left some records of the next problem. It is searched again, and those that are there are left
-    # out.
+    # A kill may lose some records of a problem. It is searched again, and the records that the file holds are skipped.
     num_whole, num_written = divmod(len(results.records), len(methods) * len(budgets))
-    # There are as many threads as writers, so no thread waits for one. A writer's engine serves one thread at a time.
+    # A writer's engine serves one thread at a time. As many threads as writers: no thread waits for one.
     free = queue.SimpleQueue()
     for writer in writers:
         free.put(writer)
@@ -70,10 +68,6 @@ def has_compiled(record):
     return record["status"] != UNFINISHED and compiles(record)
 
 
-def has_passed(record):
-    return record["status"] == PASSED
-
-
 def table(records):
     """Returns the lines of a Markdown table: a row for each method and budget."""
     found = {}  # {(budget, method): {name: record}}
@@ -93,9 +87,9 @@ def table(records):
 
 
 def row(budget, method, records, against):
-    """Returns a line of the table. against: how the method compares with BASELINE, in words."""
+    """Returns a line of the table. against: the comparison with BASELINE, in words."""
     compile_share = in_percent(score([has_compiled(record) for record in records]))
-    pass_share = in_percent(score([has_passed(record) for record in records]))
+    pass_share = in_percent(score([record["status"] == PASSED for record in records]))
     tokens = mean(record["tokens"] for record in records)
     calls = mean(record["calls"] for record in records)
     return f"| {budget:,} | `{method}` | {compile_share} | {against} | {pass_share} | {tokens:.0f} | {calls:.1f} |"

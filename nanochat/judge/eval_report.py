@@ -1,11 +1,19 @@
-"""What an evaluation found: tables of scores, the comparison with another evaluation, a page with every sample."""
+"""Scores of an evaluation with their intervals, the comparison with another evaluation, a page with every sample.
+
+A score is a weighted mean over problems, sum(values) / sum(weights). For pass@k the value is an estimate between 0 and
+1 and the weight 1. For bits per byte the value is the bits of a text and the weight its bytes.
+"""
 import html
 from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
 
 from nanochat.judge.gaps import Gap
 from nanochat.judge.judge import PASSED, Verdict
-from nanochat.judge.scores import compare, pass_at_k, score
 
+DRAWS = 10_000
+BLOCK = 100  # draws at a time, to limit memory
 PASS_AT_K = 10
 ALL = "all"
 MEASURES = {  # of each task, and their names in the table
@@ -20,6 +28,73 @@ pre { background: #f6f6f6; padding: 0.6em; overflow-x: auto; margin: 0.3em 0 1em
 .passed { color: #17702b; } .failed { color: #a61b1b; } details { margin: 0.3em 0; } summary { cursor: pointer; }"""
 
 
+@dataclass(frozen=True)
+class Score:
+    mean: float
+    low: float  # the 95% interval
+    high: float
+    num_problems: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    mean: float  # of the first minus the second
+    low: float
+    high: float
+    p_value: float
+
+
+def pass_at_k(num_samples, num_passed, k):
+    """Returns the unbiased estimate of the probability that at least one of k samples passes: 1 - C(n - c, k) / C(n, k)
+    for n samples of which c passed (Chen et al., arXiv 2107.03374)."""
+    if k > num_samples:
+        raise ValueError(f"{num_samples} samples say nothing about {k}")
+    if num_samples - num_passed < k:
+        return 1.0
+    # C(n - c, k) / C(n, k) as a product of fractions, because the binomials are too large for floats.
+    return 1.0 - float(np.prod(1.0 - k / np.arange(num_samples - num_passed + 1, num_samples + 1)))
+
+
+def score(values, weights=None, seed=0):
+    """Returns the Score of the problems, with the percentile bootstrap's interval: problems are drawn with replacement
+    (Efron 1979)."""
+    values = np.asarray(values, float)
+    weights = np.ones(len(values)) if weights is None else np.asarray(weights, float)
+    low, high = _interval(values, weights, seed)
+    return Score(float(values.sum() / weights.sum()), low, high, len(values))
+
+
+def compare(first, second, weights=None, seed=0):
+    """Returns the Difference between two lists of values of the same problems: the bootstrap's interval over problems,
+    and the p-value of a permutation test."""
+    differences = np.asarray(first, float) - np.asarray(second, float)
+    mean_score = score(differences, weights, seed)
+    # How often a difference at least as large comes out if, for each problem, chance decides which of the two values
+    # belongs to which checkpoint.
+    rng = np.random.default_rng(seed)
+    sums = []
+    for _ in range(DRAWS // BLOCK):
+        signs = rng.choice([-1.0, 1.0], (BLOCK, len(differences)))
+        sums.append(signs @ differences)
+    # The observed difference counts as one of the draws, so p is never 0. Sums in another order are rounded
+    # differently, hence 1e-12.
+    num_larger = (np.abs(np.concatenate(sums)) >= abs(differences.sum()) * (1 - 1e-12)).sum()
+    return Difference(mean_score.mean, mean_score.low, mean_score.high, float((1 + num_larger) / (1 + DRAWS)))
+
+
+def _interval(values, weights, seed):
+    """Returns the 2.5 and 97.5 percentiles of the weighted mean over problems that are drawn with replacement."""
+    rng = np.random.default_rng(seed)
+    means = []
+    for _ in range(DRAWS // BLOCK):
+        drawn = rng.integers(len(values), size=(BLOCK, len(values)))
+        means.append(values[drawn].sum(1) / weights[drawn].sum(1))
+    return map(float, np.percentile(np.concatenate(means), [2.5, 97.5]))
+
+
+# From records to scores
+
+
 def measures(records):
     """Returns {measure: {name of the problem or gap: (value, weight)}} of the records of one evaluation."""
     found = defaultdict(dict)
@@ -30,7 +105,7 @@ def measures(records):
 
 
 def measures_of(name, samples):
-    """Returns {measure: (value, weight)} of the records of one problem or gap: the greedy sample, and those drawn."""
+    """Returns {measure: (value, weight)} of the samples of one problem or gap: the greedy one, and the drawn ones."""
     greedy, *drawn = samples
     is_gap = "exact" in greedy
     found = {}
@@ -45,7 +120,7 @@ def measures_of(name, samples):
         found["compiles, drawn"] = mean(compiles(sample) for sample in drawn), 1
         # pass_at_k estimates from n samples for any k up to n, so with few samples k is their number.
         k = min(PASS_AT_K, len(drawn))
-        found[f"pass@{k}, drawn"] = pass_at_k(len(drawn), num_passed(drawn), k), 1
+        found[f"pass@{k}, drawn"] = pass_at_k(len(drawn), count_passed(drawn), k), 1
     if "bits" in greedy:
         found["bits per byte"] = greedy["bits"], greedy["bytes"]
     if "bits_without_suffix" in greedy:
@@ -65,7 +140,7 @@ def compiles(sample):
     return Verdict(sample["status"], "").compiles
 
 
-def num_passed(samples):
+def count_passed(samples):
     return sum(sample["status"] == PASSED for sample in samples)
 
 
@@ -75,7 +150,7 @@ def mean(values):
 
 
 def summarise(records):
-    """Returns [(measure, group, Score)]: each measure over all problems, and over those of each group."""
+    """Returns [(measure, group, Score)]: each measure over all problems, and over the problems of each group."""
     group_of = {record["name"]: record["group"] for record in records}
     groups = [ALL, *(group for group in dict.fromkeys(group_of.values()) if group)]
     rows = []
@@ -89,25 +164,22 @@ def summarise(records):
 
 
 def compare_results(records, others):
-    """Returns [(measure, Difference)] of two evaluations of the same problems, each problem with itself."""
-    first = measures(records)
-    second = measures(others)
+    """Returns [(measure, Difference)] of two evaluations, over the problems that both have."""
+    all_theirs = measures(others)
     rows = []
-    for measure, values in first.items():
-        others_values = second.get(measure, {})
-        names = [name for name in values if name in others_values]
-        if names:
-            ours = [values[name][0] for name in names]
-            theirs = [others_values[name][0] for name in names]
-            weights = [values[name][1] for name in names]
-            rows.append((measure, compare(ours, theirs, weights)))
+    for measure, ours in measures(records).items():
+        theirs = all_theirs.get(measure, {})
+        pairs = [(*ours[name], theirs[name][0]) for name in ours if name in theirs]
+        if pairs:
+            our_values, weights, their_values = zip(*pairs, strict=True)
+            rows.append((measure, compare(our_values, their_values, weights)))
     return rows
 
 
 def format_scores(rows):
     """Returns the lines of a table of scores."""
-    return [f"{measure:<30} {group:<14} {score.mean:7.4f}  [{score.low:.4f}, {score.high:.4f}]  of {score.num_problems}"
-            for measure, group, score in rows]
+    return [f"{measure:<30} {group:<14} {found.mean:7.4f}  [{found.low:.4f}, {found.high:.4f}]  of {found.num_problems}"
+            for measure, group, found in rows]
 
 
 def format_differences(rows):
@@ -119,17 +191,16 @@ def table(found):
     """Returns the lines of a Markdown table of several tasks. found: {task: records of code_eval}."""
     lines = ["| measure | | of |", "|---|---|---|"]
     for task, records in found.items():
-        rows = {measure: score for measure, group, score in summarise(records) if group == ALL}
+        scores = {measure: each for measure, group, each in summarise(records) if group == ALL}
         for measure, name in MEASURES[task].items():
-            if measure in rows:
-                lines.append(f"| {name} | {show_score(measure, rows[measure])} | {rows[measure].num_problems} |")
+            if measure not in scores:
+                continue
+            each = scores[measure]
+            text = in_percent(each)
+            if "bits" in measure or "similarity" in measure:
+                text = f"{each.mean:.3f} [{each.low:.3f}, {each.high:.3f}]"
+            lines.append(f"| {name} | {text} | {each.num_problems} |")
     return lines
-
-
-def show_score(measure, found):
-    if "bits" in measure or "similarity" in measure:
-        return f"{found.mean:.3f} [{found.low:.3f}, {found.high:.3f}]"
-    return in_percent(found)
 
 
 def in_percent(found):
@@ -152,50 +223,53 @@ def write_report(out_dir, settings, records, items, others):
 
 
 def around(item):
-    """Returns what the page shows before and after a sample of a problem or a Gap."""
+    """Returns the texts that the page shows before and after a sample of a problem or a Gap."""
     if isinstance(item, Gap):
         return item.prefix[-1500:], item.suffix[:1500]
     return item.prompt, item.closing()
 
 
-# -----------------------------------------------------------------------------
 # The page
 
 
 def make_page(settings, records, texts, differences=()):
     """Returns the page, HTML that refers to nothing outside of it.
 
-    texts: {name: (what is before the sample, what is after it)}. differences: lines of format_differences.
+    texts: {name: (text before the sample, text after it)}. differences: lines of format_differences.
     """
-    title = f"{settings['task']}: {settings['checkpoint']}"
-    rows = "".join(f"<tr><td>{escape(measure)}<td>{escape(group)}<td>{score.mean:.4f}<td>{score.low:.4f} to "
-                   f"{score.high:.4f}<td>{score.num_problems}" for measure, group, score in summarise(records))
-    parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>",
-             f"<h1>{escape(title)}</h1><table><tr><th>measure<th>of<th>mean<th>95% interval<th>problems{rows}</table>"]
+    title = escape(f"{settings['task']}: {settings['checkpoint']}")
+    rows = [f"<tr><td>{escape(measure)}<td>{escape(group)}<td>{found.mean:.4f}<td>{found.low:.4f} to {found.high:.4f}"
+            f"<td>{found.num_problems}" for measure, group, found in summarise(records)]
+    parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>",
+             f"<h1>{title}</h1><table><tr><th>measure<th>of<th>mean<th>95% interval<th>problems{''.join(rows)}</table>"]
     if differences:
-        parts.append(f"<h2>Compared with the other evaluation</h2><pre>{escape(chr(10).join(differences))}</pre>")
+        lines = escape("\n".join(differences))
+        parts.append(f"<h2>Compared with the other evaluation</h2><pre>{lines}</pre>")
     parts.append("<h2>Samples</h2>")
-    parts += [show_problem(name, samples, *texts[name]) for name, samples in by_name(records).items()]
-    shown = "".join(f"<tr><td>{escape(key)}<td>{escape(str(value))}" for key, value in settings.items())
-    return "\n".join([*parts, f"<h2>Settings</h2><table>{shown}</table></html>\n"])
+    for name, samples in by_name(records).items():
+        parts.append(show_problem(name, samples, *texts[name]))
+    shown = [f"<tr><td>{escape(key)}<td>{escape(value)}" for key, value in settings.items()]
+    parts.append(f"<h2>Settings</h2><table>{''.join(shown)}</table></html>\n")
+    return "\n".join(parts)
 
 
 def show_problem(name, samples, before, after):
-    passed = num_passed(samples)
+    passed = count_passed(samples)
+    colour = "passed" if passed else "failed"
     shown = "".join(show_sample(sample, before, after) for sample in samples)
     return (f"<details><summary><b>{escape(name)}</b> {escape(samples[0]['group'])}: "
-            f"<span class={'passed' if passed else 'failed'}>{passed} of {len(samples)} passed</span></summary>"
-            f"{shown}</details>")
+            f"<span class={colour}>{passed} of {len(samples)} passed</span></summary>{shown}</details>")
 
 
 def show_sample(sample, before, after):
     status = sample["status"] or "not judged, because the file does not compile by itself"
-    which = "greedy" if sample["sample"] == 0 else f"drawn, number {sample['sample']}"
+    colour = "passed" if status == PASSED else "failed"
+    which = f"drawn, number {sample['sample']}" if sample["sample"] else "greedy"
     message = f"<pre>{escape(sample['message'])}</pre>" if sample.get("message") else ""
-    return (f"<p>{which}: <span class={'passed' if status == PASSED else 'failed'}>{escape(status)}</span></p>"
+    return (f"<p>{which}: <span class={colour}>{escape(status)}</span></p>"
             f"<pre>{escape(before)}<span class=written>{escape(sample['text'])}</span>{escape(after)}</pre>{message}")
 
 
 def escape(text):
-    """Returns text for a page. What no page may contain, such as half a surrogate, becomes a replacement character."""
+    """Returns text for a page. Characters that no page may contain, such as half a surrogate, are replaced."""
     return html.escape(str(text).encode(errors="replace").decode())

@@ -1,7 +1,7 @@
-"""Makes gaps: texts from which a span was cut, which a model is to write again.
+"""Makes gaps: cuts a span out of a text, which a model shall write again.
 
-The texts are held-out documents, or the solutions of problems with tests, as HumanEval-Infilling does it (Bavarian et
-al., arXiv 2207.14255). The same texts and seed make the same gaps, whatever the order of the texts.
+The texts are held-out documents, or the solutions of problems with tests as in HumanEval-Infilling (Bavarian et al.,
+arXiv 2207.14255). The same texts and seed make the same gaps in any order of the texts.
 """
 import hashlib
 import random
@@ -18,7 +18,7 @@ MAX_DOCUMENT_CHARACTERS = 50_000
 MAX_SPAN_CHARACTERS = 800
 MAX_LINES = 8
 
-# Brackets, and what may contain brackets that are none. A number comes first because of the quotes in 1'000.
+# Brackets, and what may contain other brackets: comments, texts, letters. Numbers come first, for the quotes in 1'000.
 CODE_TOKEN = re.compile(r"""//[^\n]* | /\*.*?\*/ | R"(\w*)\(.*?\)\1" | "(?:\\.|[^"\\\n])*" | \d[\w']* |
                         '(?:\\.|[^'\\\n])*' | [(){}]""", re.VERBOSE | re.DOTALL)
 _CALL = re.compile(r"(\w+)\s*$")
@@ -46,11 +46,15 @@ class Gap:
 def document_gaps(documents, num_per_kind, seed):
     """Returns up to `num_per_kind` Gaps of each of DOCUMENT_KINDS, at most one of a kind from each document."""
     gaps = {kind: [] for kind in DOCUMENT_KINDS}
-    # The order is that of a hash, so the first documents are a random choice.
+    # Sorted by a hash, so the first documents are a random choice.
     for key, text in sorted((_key(seed, text), text) for text in documents):
         rng = random.Random(key)
         for kind in DOCUMENT_KINDS:
-            found = [_random_span(text, rng)] if kind == "random span" else spans(text, kind)
+            if kind == "random span":
+                begin = rng.randrange(len(text))
+                found = [(begin, min(len(text), begin + rng.randint(5, 200)))]
+            else:
+                found = spans(text, kind)
             if found and len(gaps[kind]) < num_per_kind:
                 gaps[kind].append(_cut(text, *rng.choice(found), kind))
         if all(len(found) == num_per_kind for found in gaps.values()):
@@ -91,7 +95,7 @@ def _cut(text, begin, end, kind, problem=None):
     prefix = text[:begin]
     middle = text[begin:end]
     suffix = text[end:]
-    # The separators keep two gaps of one text apart, whose parts joined are the same.
+    # The separators keep apart two gaps of one text: joined without them, their parts are the same.
     parts = "\0".join([kind, prefix, middle, suffix])
     name = hashlib.blake2b(parts.encode(errors="replace"), digest_size=8).hexdigest()
     if problem:
@@ -99,21 +103,17 @@ def _cut(text, begin, end, kind, problem=None):
     return Gap(name, kind, prefix, middle, suffix, problem)
 
 
-def _random_span(text, rng):
-    begin = rng.randrange(len(text))
-    return begin, min(len(text), begin + rng.randint(5, 200))
-
-
 def spans(text, kind):
-    """Returns the (begin, end) of all spans of this kind in `text`: whole lines without the last one's end, or what is
+    """Returns the (begin, end) of all spans of this kind in `text`: whole lines without the last newline, or the text
     between two brackets."""
     if kind == "single line":
         found = [match.span() for match in re.finditer(r"^[^\n]*\w[^\n]*$", text, re.MULTILINE)
                  if len(match[0].strip()) >= 5]
     elif kind == "several lines":
         lines = [match.span() for match in re.finditer(r"^.*\S.*$", text, re.MULTILINE)]
-        found = [(first[0], last[1]) for count in range(2, MAX_LINES + 1)
-                 for first, last in zip(lines, lines[count - 1:], strict=False)]
+        found = []
+        for count in range(2, MAX_LINES + 1):
+            found += [(first[0], last[1]) for first, last in zip(lines, lines[count - 1:], strict=False)]
     else:
         opening = "{" if kind == "block" else "("
         found = [span for span in _brackets(text, opening) if _is(kind, text, *span)]
@@ -125,8 +125,7 @@ def _is(kind, text, begin, end):
     inside = text[begin:end]
     if kind == "block":
         return "\n" in inside and bool(inside.strip())
-    # The character at begin - 1 is the bracket. The name right before it is looked for in 80 characters, because a
-    # search tries every word from its beginning on.
+    # The bracket is at begin - 1. The search for the name before it tries every word, so it gets 80 characters only.
     before = _CALL.search(text, max(0, begin - 80), begin - 1)
     if not before or "\n" in inside or not inside.strip():
         return False
@@ -136,7 +135,7 @@ def _is(kind, text, begin, end):
 
 
 def _brackets(text, opening):
-    """Returns the (begin, end) of what is inside each pair of matching brackets that opens with `opening`."""
+    """Returns the (begin, end) of the text inside each pair of matching brackets that opens with `opening`."""
     found = []
     open_brackets = []
     for match in CODE_TOKEN.finditer(text):
@@ -145,7 +144,7 @@ def _brackets(text, opening):
         elif match[0] in (")", "}") and open_brackets:
             bracket, begin = open_brackets.pop()
             if (bracket == "(") != (match[0] == ")"):
-                open_brackets.clear()  # a macro's bracket: begin again
+                open_brackets.clear()  # a macro's bracket: start over
             elif bracket == opening:
                 found.append((begin, match.start()))
     return sorted(found)

@@ -22,17 +22,17 @@ MAX_VERDICTS = 10_000  # that are remembered
 # The verdicts.
 PASSED = "passed"
 FAILED = "failed"  # a test did not hold, or the program ended before its tests did
-CRASHED = "crashed"  # ended by a signal, such as that of an access to memory that is not its own
+CRASHED = "crashed"  # ended by a signal, such as a segmentation fault
 TIMEOUT = "timeout"
 TOO_MUCH_OUTPUT = "too much output"
 DOES_NOT_COMPILE = "does not compile"
-NO_CODE = "no code"  # nothing but comments, which would compile
+NO_CODE = "no code"  # only comments, which would compile
 
 
 @dataclass(frozen=True)
 class Verdict:
     status: str
-    message: str  # what the compiler or the program wrote
+    message: str  # of the compiler or the program
 
     @property
     def passed(self):
@@ -45,10 +45,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class JudgeFlags:
-    """How a script judges what a model writes."""
-    workers: int = flag(-1, "programs that are judged at the same time; -1: one per core", at_least=1, at_most=1000,
-                        unset=-1)
-    unsafe: bool = flag(False, "limits only, without a sandbox: what the model writes can read and change files")
+    """How a script judges a model's code."""
+    workers: int = flag(-1, "programs judged at the same time; -1: one per core", at_least=1, at_most=1000, unset=-1)
+    unsafe: bool = flag(False, "limits only, without a sandbox: the model's code can read and change files")
 
     @property
     def num_workers(self):
@@ -56,7 +55,7 @@ class JudgeFlags:
 
 
 class Judge:
-    """Judges programs; threads may share it. Equal programs are judged once. A context manager."""
+    """Judges programs, each distinct one once. Threads may share it. A context manager."""
 
     def __init__(self, unsafe=False, compiler_limits=COMPILER_LIMITS, program_limits=PROGRAM_LIMITS):
         """Raises BadInput if there is no g++ or no sandbox (see Sandbox)."""
@@ -76,26 +75,27 @@ class Judge:
         if self._header_folder:
             shutil.rmtree(self._header_folder, ignore_errors=True)
 
-    # A program that calls exit(0) ends well without its tests. So before the last brace of main() it prints a mark that
-    # the code cannot know, and passes only if the mark is the end of what it printed.
+    # A program that calls exit(0) succeeds without running its tests. So it prints a secret mark before the last brace
+    # of main(), and passes only if its output ends with the mark.
     def judge(self, code, tests=""):
-        """Returns the Verdict of the program code + tests, whose main() is at the end of `tests`, if there are any."""
+        """Returns the Verdict of the program code + tests. main() is at the end of `tests`, if there are any."""
         marked = tests
-        if not re.search(r"\breturn\b(?!\s+0\s*;)[^;]*;\s*\}\s*$", tests):  # its status alone decides then
+        if not re.search(r"\breturn\b(?!\s+0\s*;)[^;]*;\s*\}\s*$", tests):  # then the status alone decides
             mark = rf'__builtin_puts("{self._end_mark}");\n\1'
             marked = re.sub(r"((?:\breturn\s+0\s*;\s*)?\}\s*)$", mark, tests)
         return self._once("judge", code + marked, lambda source: self._compile_and_run(source, marked != tests))
 
     def check_syntax(self, code, folders=()):
-        """Returns the Verdict of the compiler alone: "passed" or "does not compile". folders: where headers are."""
+        """Returns the Verdict of the compiler alone: "passed" or "does not compile". folders: of headers."""
         def check(source):
             includes = [f"-I{folder}" for folder in folders]
-            return self._compile(source, ["-fsyntax-only", *includes], folders)[1] or Verdict(PASSED, "")
+            _, failure = self._compile(source, ["-fsyntax-only", *includes], folders)
+            return failure or Verdict(PASSED, "")
         return self._once(("syntax", *folders), code, check)
 
     def _once(self, kind, source, decide):
         key = kind, hashlib.sha256(source.encode(errors="replace")).digest()
-        # Without a lock: two threads with the same program may both decide it, and come to the same verdict.
+        # Without a lock: two threads with the same program may both judge it, and reach the same verdict.
         verdict = self._verdicts.get(key)
         if verdict is None:
             if len(self._verdicts) >= MAX_VERDICTS:
@@ -104,26 +104,26 @@ class Judge:
         return verdict
 
     def _compile(self, source, options, folders=()):
-        """Returns (what g++ wrote to standard output, None) or (None, the Verdict)."""
+        """Returns (the standard output of g++, None) or (None, the Verdict)."""
         if re.search(r"^\s*#\s*include\s*<bits/stdc\+\+\.h>", source, re.MULTILINE):
             header = self._precompiled_header()
             options = [*options, "-include", str(header)]
             folders = [*folders, header.parent]
-        # The sandbox's files end with it, so the program comes back as standard output. `sh -c` takes the first word
-        # after the script, the g++ of GXX, for its own name, and gives the others to "$@".
+        # The sandbox's files vanish with it, so the program comes back as standard output. `sh -c` takes the first word
+        # after the script, the g++ of GXX, as its own name, and passes the others as "$@".
         command = ["sh", "-c", 'g++ "$@" source.cpp && if [ -e program ]; then cat program; fi', *GXX, *options]
         result = self.sandbox.run(command, self.compiler_limits, {"source.cpp": source.encode(errors="replace")},
                                   folders)
         if result.status == 0:
             return result.stdout, None
-        if result.stderr.startswith(b"bwrap: "):  # no verdict on the code: memory or processes may have run out
+        if result.stderr.startswith(b"bwrap: "):  # says nothing about the code: memory or processes may have run out
             raise RuntimeError(f"the sandbox failed: {readable(result.stderr)}")
         message = readable(result.stderr) or ending(result)
         return None, Verdict(DOES_NOT_COMPILE, message)
 
     def _compile_and_run(self, source, has_mark):
         libraries = ["-lcrypto"] if re.search(r"#\s*include\s*<openssl/", source) else []
-        # libraries come after the source, which the linker reads from left to right
+        # Libraries come after the source: the linker reads from left to right.
         program, verdict = self._compile(source, ["-o", "program", "-Wl,--no-as-needed", *libraries])
         if verdict:
             return verdict
@@ -137,43 +137,46 @@ class Judge:
             return Verdict(FAILED, f"{message}\nthe program ended before its tests".strip())
         if result.stopped_by == "output":
             return Verdict(TOO_MUCH_OUTPUT, message)
-        # The limits of time are two: of the clock, which the sandbox counts, and of the CPU, which the kernel answers
-        # by a signal.
+        # The sandbox limits wall time, and the kernel CPU time, by a signal.
         if result.stopped_by or result.status == 128 + 24:  # SIGXCPU
             return Verdict(TIMEOUT, message)
-        # 128 + 6: SIGABRT is how assert() ends a program; an exception that nobody catches ends it alike
-        is_signal = result.status > 128 and result.status != 128 + 6
-        return Verdict(CRASHED if is_signal else FAILED, f"{message}\n{ending(result)}".strip())
+        message = f"{message}\n{ending(result)}".strip()
+        if result.status <= 128 or result.status == 128 + 6:  # SIGABRT: of assert(), or of an uncaught exception
+            return Verdict(FAILED, message)
+        return Verdict(CRASHED, message)
 
     def _precompiled_header(self):
-        """Returns the path of a header that stands for <bits/stdc++.h>, which g++ needs seconds to read otherwise."""
+        """Returns the path of a precompiled <bits/stdc++.h>: g++ takes seconds to read the plain one."""
         with self._lock:
             if not self._header_folder:
                 folder = Path(tempfile.mkdtemp(prefix="nanochat_header_"))
                 folder.chmod(0o755)
                 (folder / "all.h").write_text("#include <bits/stdc++.h>\n")
-                # GXX here and in _compile, because g++ takes a precompiled header only where it was made with the same
-                # options.
+                # With GXX, as in _compile: g++ uses a precompiled header only with the options that made it.
                 subprocess.run([*GXX, "-x", "c++-header", "all.h"], cwd=folder, check=True, capture_output=True)
                 self._header_folder = folder
         return self._header_folder / "all.h"
 
 
 def has_code(text):
-    """Returns whether C++ has more in it than comments, white space and empty statements."""
+    """Returns whether C++ holds more than comments, white space and empty statements."""
     return bool(re.sub(r"//[^\n]*|/\*.*?(?:\*/|$)|[\s;{}]", "", text, flags=re.DOTALL))
 
 
 def readable(data):
-    """Returns what a program wrote as text, without its middle if it is long."""
+    """Returns a program's output as text; a long one loses its middle."""
     text = data.decode(errors="replace").strip()
+    if len(text) <= MESSAGE_CHARACTERS:
+        return text
     half = MESSAGE_CHARACTERS // 2
-    return text if len(text) <= MESSAGE_CHARACTERS else f"{text[:half]}\n…\n{text[-half:]}"
+    return f"{text[:half]}\n…\n{text[-half:]}"
 
 
 def ending(result):
-    """Returns in words how a program ended that did not succeed."""
+    """Returns in words how a failed program ended."""
     if result.stopped_by:
         return f"stopped: the limit of its {result.stopped_by}"
-    return f"ended by signal {result.status - 128}" if result.status > 128 else f"ended with status {result.status}"
+    if result.status > 128:
+        return f"ended by signal {result.status - 128}"
+    return f"ended with status {result.status}"
 

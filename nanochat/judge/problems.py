@@ -1,7 +1,7 @@
-"""Reads sets of programming problems: a prompt to complete, tests that decide, and mostly a solution.
+"""Reads sets of programming problems: a prompt to complete, tests that decide, and usually a solution.
 
-The project's own set is the folder problem_set, a C++ program for each problem, whose parts begin with lines such as
-`//@ solution`. Two formats of other sets are read, JSON lines, also compressed by gzip:
+The project's own set is the folder problem_set: a C++ program for each problem, whose parts begin with lines such as
+`//@ solution`. Two other formats are read, JSON lines, also compressed by gzip:
 
 - HumanEval-X (Zheng et al., arXiv 2303.17568), with the keys task_id, prompt, declaration, canonical_solution and test
 - MultiPL-E (Cassano et al., arXiv 2208.08227), with the keys name, prompt and tests
@@ -16,7 +16,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.common import BadInput, expand_path
+from nanochat.common import BadInput, expand_path, flag
 from nanochat.judge.judge import NO_CODE, Verdict, has_code
 from nanochat.judge.unfinished import brackets, closers
 
@@ -31,17 +31,16 @@ class Problem:
     tests: str  # with main()
     solution: str | None = None  # continues the prompt, to the end of the function or class
     difficulty: str = ""
-    preamble: str = ""  # headers that a program needs and the model does not see
+    preamble: str = ""  # headers that the program needs, hidden from the model
 
     def program(self, completion):
-        """Returns the code of the prompt with a completion: what a model writes before STOP, or the whole solution."""
+        """Returns the code of the prompt with a completion: a model's text before STOP, or the whole solution."""
         return f"{self.preamble}{self.prompt}{completion}\n"
 
     def closing(self):
-        """Returns what ends a completion that was stopped at STOP."""
+        """Returns the end of a completion that was stopped at STOP."""
         if self.solution is None:
-            # The prompt alone says what is open where there is no solution: a function ends with "}", a class with
-            # "};".
+            # Without a solution the prompt alone says what is open: a function ends with "}", a class with "};".
             return f"\n{closers(self.prompt) or closers('{')}"
         return "\n};\n" if self.solution.rstrip().endswith("};") else "\n}\n"
 
@@ -52,37 +51,73 @@ class Problem:
         return judge.judge(self.program(text + self.closing()), self.tests)
 
     def missing_header(self):
-        """Returns the name of a library's header that the problem includes and that is not installed, or None."""
+        """Returns the name of an included library header that is not installed, or None."""
         for name in re.findall(r"#\s*include\s*<((?:boost|openssl)/[^>]*)>", self.preamble + self.prompt):
             if not Path("/usr/include", name).exists():
                 return name
         return None
 
 
-def read_problems(path=None, flag="--problems"):
-    """Returns the Problems in the file or folder `path`; None and "own": the project's own. Raises BadInput, which
-    names the flag that the path is from."""
+def read_problems(path=None, name="--problems"):
+    """Returns the Problems in the file or folder `path`; None and "own": the project's own. name: the flag that the
+    path comes from, for BadInput."""
     path = OWN if path in (None, "own") else expand_path(path)
     try:
         problems = _read_own(path) if path.is_dir() else _read_foreign(path)
     except OSError as error:
-        raise BadInput(f"{flag}={path} cannot be read: {error.strerror or error}") from None
+        raise BadInput(f"{name}={path} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, AttributeError, EOFError, RecursionError, zlib.error) as error:
-        raise BadInput(f"{flag}={path} is not a file of problems in the format of HumanEval-X or MultiPL-E, nor a "
-                       f"folder in that of this project: {type(error).__name__} {error}") from None
+        raise BadInput(f"{name}={path} is no file of problems in the format of HumanEval-X or MultiPL-E, and no folder "
+                       f"in the format of this project: {type(error).__name__} {error}") from None
     if not problems:
-        raise BadInput(f"{flag}={path} holds no problem")
+        raise BadInput(f"{name}={path} holds no problem")
     names = set()
     for problem in problems:
         if problem.name in names:
-            raise BadInput(f"{flag}={path} has two problems with the name {problem.name}")
+            raise BadInput(f"{name}={path} has two problems with the name {problem.name}")
         names.add(problem.name)
     return problems
 
 
+@dataclass(frozen=True)
+class ProblemFlags:
+    """The problems that solve searches: one of the user, or a set for a comparison."""
+    prompt: str | None = flag(None, "C++ whose last function or class is to be completed: a comment and a signature")
+    prompt_file: Path | None = flag(None, "file with such C++", of=expand_path)
+    tests: Path | None = flag(None, "C++ that ends with main(): the code must pass it, and the search sees it",
+                              of=expand_path)
+    problems: str | None = flag(None, "compare methods on these problems: own, or a file or folder as for code_eval")
+
+    @property
+    def is_comparison(self):
+        return self.problems is not None
+
+    def read(self):
+        """Returns the Problems to solve. Raises BadInput if they cannot be read."""
+        if [self.prompt, self.prompt_file, self.problems].count(None) != 2:
+            raise BadInput("give one of --prompt, --prompt_file and --problems")
+        if self.is_comparison:
+            if self.tests is not None:
+                raise BadInput("--tests belongs to --prompt and --prompt_file: --problems has its own tests")
+            problems = usable(read_problems(self.problems))
+            if not problems:
+                raise BadInput(f"--problems={self.problems} holds no problem that can be judged here")
+            return problems
+        if self.prompt is None:
+            name = f"--prompt_file={self.prompt_file}"
+            prompt = _read_text(self.prompt_file, "--prompt_file")
+        else:
+            name = "--prompt"
+            prompt = _as_text(os.fsencode(self.prompt))
+        tests = "" if self.tests is None else _read_text(self.tests, "--tests")
+        if self.tests is not None and not re.search(r"\bmain\b", tests):
+            raise BadInput(f"--tests={self.tests} has no main(), which runs the tests")
+        return [problem_of_prompt(name, prompt, tests)]
+
+
 def problem_of_prompt(name, prompt, tests):
-    """Returns the Problem of C++ whose last function or class is to be completed. name: where the prompt is from.
-    Raises BadInput if nothing is left open in it."""
+    """Returns the Problem of C++ whose last function or class is to be completed. name: where the prompt comes from.
+    Raises BadInput if the prompt leaves nothing open."""
     prompt = prompt.rstrip()
     if not prompt:
         raise BadInput(f"{name} is empty: give a comment and a signature")
@@ -94,19 +129,16 @@ def problem_of_prompt(name, prompt, tests):
     return Problem(name, prompt + "\n", tests)
 
 
-def as_text(data):
-    """Returns a flag's value or a file's bytes as text that can be written again."""
-    if isinstance(data, str):
-        data = os.fsencode(data)
+def _as_text(data):
+    """Returns the bytes of a flag or a file as text that can be written again."""
     return data.decode(errors="replace").replace("\r\n", "\n")
 
 
-def read_text(path, flag):
-    """Returns the text of the file that a flag names. Raises BadInput."""
+def _read_text(path, name):
     try:
-        return as_text(path.read_bytes())
+        return _as_text(path.read_bytes())
     except OSError as error:
-        raise BadInput(f"{flag}={path} cannot be read: {error.strerror}") from None
+        raise BadInput(f"{name}={path} cannot be read: {error.strerror}") from None
 
 
 def read_excluded(names):
@@ -138,11 +170,11 @@ def _read_foreign(file):
 
 
 def _foreign(row):
-    """Returns the Problem of a line of HumanEval-X or MultiPL-E. Raises ValueError for text that UTF-8 cannot write."""
+    """Returns the Problem of a line of HumanEval-X or MultiPL-E. Raises ValueError for text that is no UTF-8."""
     row = {key: value for key, value in row.items() if isinstance(value, str)}
     "".join(row.values()).encode()
     if "canonical_solution" in row:
-        # Of the declaration only the headers are taken, because that of CPP/38 has an error.
+        # Only the headers of the declaration are used, because the declaration of CPP/38 has an error.
         includes = [line for line in row["declaration"].splitlines() if line.startswith("#include")]
         extra = [f"{line}\n" for line in includes if line not in row["prompt"]]
         return Problem(row["task_id"], row["prompt"], row["test"], row["canonical_solution"], preamble="".join(extra))
@@ -151,7 +183,7 @@ def _foreign(row):
 
 
 def usable(problems):
-    """Returns the problems without those that need a library that is not installed, and names these."""
+    """Returns the problems whose libraries are installed, and prints the names of the others."""
     found = []
     missing = []
     for problem in problems:
@@ -166,12 +198,12 @@ def usable(problems):
 
 
 def digest(problems):
-    """Returns a hexadecimal number that stands for these problems and no others."""
+    """Returns a hexadecimal number that identifies these problems."""
     return hashlib.sha256(repr(problems).encode()).hexdigest()[:16]
 
 
 def without_one_line(solution):
-    """Returns all texts that a solution becomes when one of its lines is deleted, blank lines and comments excepted."""
+    """Returns the texts of a solution with one line deleted, for each line except blank lines and comments."""
     lines = solution.splitlines(keepends=True)
     found = []
     for i, line in enumerate(lines):

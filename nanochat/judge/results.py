@@ -1,4 +1,4 @@
-"""The file of an evaluation's results, which grows record by record, and the progress of the evaluation."""
+"""The file of an evaluation's results, which grows by a record at a time, and the progress of the evaluation."""
 import hashlib
 import json
 import os
@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from nanochat.common import BadInput, get_base_dir, require_writable_dir
 
-FIELDS = {  # of a record, as far as scores and pages are made of them
+FIELDS = {  # of a record, which scores and pages read
     "name": str, "group": str, "text": str, "status": str | None, "message": str, "sample": int, "exact": bool,
     "similarity": int | float, "bits": int | float, "bytes": int, "bits_without_suffix": int | float, "method": str,
     "budget": int, "tokens": int, "calls": int}
@@ -20,8 +20,8 @@ REPORT_EVERY_S = 10  # in a log
 
 
 def results_dir(out_dir, kind, name, settings):
-    """Returns the folder of the results, which exists then: `out_dir` or, if that is None, one in
-    $NANOCHAT_BASE_DIR/`kind` whose name follows from the settings. Raises BadInput."""
+    """Makes and returns the folder of the results: `out_dir`, or for None one in $NANOCHAT_BASE_DIR/`kind` whose name
+    follows from the settings. Raises BadInput."""
     if out_dir is None:
         digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
         out_dir = get_base_dir() / kind / f"{name}_{digest}"
@@ -39,8 +39,8 @@ def open_results(path, settings):
                        ) from None
 
 
-# The file is JSON lines: first the settings, then a record for each sample, in an order and with a content that depend
-# on nothing but the settings. So an evaluation that was killed goes on after the last whole line.
+# The file is JSON lines: the settings, then a record for each sample. The settings alone determine its lines and their
+# order, so a killed evaluation continues after the last whole line.
 class Results:
     """The records of an evaluation, in a file. A context manager."""
 
@@ -49,13 +49,13 @@ class Results:
         self.records = []
         if path.exists():
             length = 0
-            if path.stat().st_size and not is_begun(path, settings):
+            if not is_begun(path, settings):
                 found, self.records, length = read_results(path)
                 if found != settings:
                     raise BadInput(f"{path} holds the results of another evaluation ({difference(found, settings)}): "
                                    "move it away, or choose another --out_dir")
-            # A kill cuts the last line at most, because each one is flushed. What is cut is written again.
-            os.truncate(path, length)  # after the last whole line
+            # Each line is flushed, so a kill cuts the last one at most. It is written again.
+            os.truncate(path, length)
         self._file = open(path, "a", encoding="utf-8")
         if not path.stat().st_size:
             self._write(settings)
@@ -76,7 +76,7 @@ class Results:
 
 
 def is_begun(path, settings):
-    """Returns whether a file holds no more than a part of its first line: a kill or a full disk cut it."""
+    """Returns whether a kill or a full disk cut the file in its first line, or before."""
     try:
         return (json.dumps(settings) + "\n").encode().startswith(path.read_bytes())
     except OSError:
@@ -84,8 +84,8 @@ def is_begun(path, settings):
 
 
 def read_results(path):
-    """Returns (settings, records, length in bytes) of a file of results, up to its last whole line. Raises BadInput if
-    it is another file."""
+    """Returns (settings, records, length in bytes) of a file of results, up to its last whole line. Raises BadInput for
+    any other file."""
     try:
         data = path.read_bytes()
         data = data[:data.rfind(b"\n") + 1]
@@ -93,24 +93,19 @@ def read_results(path):
         if not all(isinstance(line, dict) for line in lines) or not lines or "format" not in lines[0]:
             raise ValueError("it has no settings in its first line")
         for number, record in enumerate(lines[1:], 2):
-            check_record(record, number)
+            if not REQUIRED <= record.keys():
+                raise ValueError(f"line {number} is no sample with its verdict")
+            for key in record.keys() & FIELDS.keys():
+                if not isinstance(record[key], FIELDS[key]):
+                    raise ValueError(f"line {number} has {key} = {json.dumps(record[key])[:40]}")
     except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not a file of results of code_eval ({error}): name another, or move it away"
                        ) from None
     return lines[0], lines[1:], len(data)
 
 
-def check_record(record, number):
-    """Raises ValueError unless the record in the line of this number has the fields that scores are made of."""
-    if not REQUIRED <= record.keys():
-        raise ValueError(f"line {number} is no sample with its verdict")
-    for key in record.keys() & FIELDS.keys():
-        if not isinstance(record[key], FIELDS[key]):
-            raise ValueError(f"line {number} has {key} = {json.dumps(record[key])[:40]}")
-
-
 def difference(settings, others):
-    """Returns in words the first setting that is not the same."""
+    """Returns in words the first setting that differs."""
     for key in {**settings, **others}:
         if settings.get(key) != others.get(key):
             return f"{key} is {settings.get(key)} there and {others.get(key)} here"
@@ -119,7 +114,7 @@ def difference(settings, others):
 
 @contextmanager
 def progress(num_problems):
-    """Yields a function that shows that some more problems are done: a bar on a terminal, plain lines in a log."""
+    """Yields show(count), called when so many more problems are done: a bar on a terminal, plain lines in a log."""
     with tqdm(total=num_problems, unit="problem", disable=not sys.stderr.isatty()) as bar:
         num_done = 0
         said = time.monotonic()

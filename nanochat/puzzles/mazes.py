@@ -10,8 +10,8 @@ LETTERS = " #.SG*"  # of 0 to PATH, for a person
 
 
 def generate(side, min_path, seed, attempts=1000):
-    """Returns a maze of side × side cells and the same with its shortest path, from a random start to a random goal,
-    which is longer than `min_path` cells; None if no attempt has such a path."""
+    """Returns a maze of side × side cells, and the same with its shortest path from a random start to a random goal.
+    The path is longer than `min_path` cells; None if no attempt has one."""
     generator = random.Random(seed)
     for _ in range(attempts):
         cells = _carve(side, generator)
@@ -29,11 +29,9 @@ def generate(side, min_path, seed, attempts=1000):
 
 
 def _carve(side, generator):
-    """Returns walls and free cells: a random walk knocks through every second cell, then some walls are taken out, so
-    that there are several ways."""
-    # Rooms are the cells with even coordinates, and the cell between two rooms is their wall. The walk goes depth first
-    # and enters no room twice, so it leaves exactly one way between any two rooms; the cells that are freed at the end
-    # add others.
+    """Returns walls and free cells."""
+    # Rooms are the cells with even coordinates, and the cell between two rooms is their wall. A random depth-first walk
+    # enters each room once, so it leaves exactly one way between any two rooms. The cells freed at the end add others.
     cells = [WALL] * (side * side)
     cells[0] = FREE
     stack = [(0, 0)]
@@ -54,9 +52,9 @@ def _carve(side, generator):
 
 
 def shortest_path(cells, side, start, goal):
-    """Returns the cells of a shortest path with both ends, by breadth-first search; [] if there is none. Of several it
-    is the one whose cells were found first, which depends on the maze alone."""
-    before = {start: start}  # each cell that was found, and the one before it
+    """Returns the cells of a shortest path with both ends, by breadth-first search; [] if there is none. The maze alone
+    determines which one of several."""
+    before = {start: start}  # for each found cell, the one before it
     queue = deque([start])
     while queue and goal not in before:
         cell = queue.popleft()
@@ -75,7 +73,7 @@ def shortest_path(cells, side, start, goal):
 
 
 def draw_symmetries(grids, side, generator):
-    """Returns each of the grids, a list of arrays (N, cells), turned and mirrored; all of them in the same way."""
+    """Returns the grids, a list of arrays (N, cells), turned and mirrored, the same row of all in the same way."""
     count = grids[0].shape[0]
     turn = generator.integers(8, size=count)
     # Eight arrays (N, cells); row i is taken from array turn[i].
@@ -93,7 +91,7 @@ def square_forms(grids):
 
 
 def fingerprints(puzzles, side):
-    """Returns a number for each of the puzzles (N, cells), uint64, the same for all that are turned or mirrored."""
+    """Returns a number for each of the puzzles (N, cells), uint64, equal for all that are turned or mirrored."""
     forms = _all_forms(np.asarray(puzzles, np.uint8), side)
     texts = [min(form[number].tobytes() for form in forms) for number in range(len(puzzles))]
     return np.array([int.from_bytes(hashlib.sha256(text).digest()[:8], "little") for text in texts], np.uint64)

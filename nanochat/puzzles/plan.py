@@ -10,7 +10,7 @@ from nanochat.puzzles.trm import Block, TRMConfig
 from nanochat.train.flags import MAX_STEPS, DeviceFlags, FlagGroups, RecordFlags, RunFlags, path_text
 
 BETAS = (0.9, 0.95)
-OTHERS = ("embedding", "prefix", "task_vectors", "head", "halt", "halt_bias")  # parameters that are no stacks
+OTHERS = ("embedding", "prefix", "task_vectors", "head", "halt", "halt_bias")  # parameters besides the stacks
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class PuzzleFlags:
     total_batch_size: int = flag(64, "puzzles in a step", at_least=1, at_most=2**20)
     supervision_steps: int = flag(16, "supervision steps of an episode, at most; in evaluation, exactly", at_least=1,
                                   at_most=1000)
-    explore: float = flag(0.1, "share of the episodes that go on for a random number of steps, whatever the model "
-                          "thinks of its answer", at_least=0, at_most=1)
+    explore: float = flag(0.1, "share of the episodes that last for a random number of steps, even if the model would "
+                          "halt", at_least=0, at_most=1)
     loss: str = flag("stablemax", "stablemax or softmax", choices=("stablemax", "softmax"))
     eval_puzzles: int = flag(1024, "puzzles of an evaluation, at most", at_least=1, at_most=10**6)
 
@@ -31,10 +31,9 @@ class RecursionFlags:
     hidden: int = flag(512, "width", at_least=2, at_most=2**16)
     layers: int = flag(2, "layers of the network", at_least=1, at_most=1000)
     heads: int = flag(8, "attention heads", at_least=1, at_most=2**10)
-    mixer: str = flag("attention", "how positions see each other: attention, or mlp", choices=("attention", "mlp"))
+    mixer: str = flag("attention", "over the positions: attention or mlp", choices=("attention", "mlp"))
     recursions: int = flag(6, "updates of the latent in a cycle (n)", at_least=1, at_most=1000)
-    cycles: int = flag(3, "cycles in a supervision step, of which the last has a gradient (T)", at_least=1,
-                       at_most=1000)
+    cycles: int = flag(3, "cycles in a supervision step; the last has a gradient (T)", at_least=1, at_most=1000)
     prefix: int = flag(16, "learned positions before the cells", at_least=1, at_most=1000)
 
 
@@ -47,8 +46,8 @@ class UpdateFlags:
     weight_decay: float = flag(1.0, "weight decay of AdamW-atan2", at_least=0)
     warmup_steps: int = flag(2000, "steps in which the learning rates rise", at_least=0)
     warmdown_ratio: float = flag(0.0, "fraction of the run in which the learning rates fall", at_least=0, at_most=1)
-    final_lr_frac: float = flag(0.05, "fraction of the learning rates that is left at the end", at_least=0, at_most=1)
-    ema: float = flag(0.999, "decay of the running average of the weights, which is evaluated", above=0, below=1)
+    final_lr_frac: float = flag(0.05, "final fraction of the learning rates", at_least=0, at_most=1)
+    ema: float = flag(0.999, "decay of the averaged weights, which are evaluated", above=0, below=1)
 
 
 TITLES = {RunFlags: "run", DeviceFlags: "devices", PuzzleFlags: "puzzles", RecursionFlags: "model",
@@ -84,7 +83,7 @@ class PuzzlePlan:
     shard_optimizer: bool
     device_type: str
     world_size: int
-    unit = "puzzles"  # each supervision step of a puzzle counts
+    unit = "puzzles"  # one for each supervision step of a puzzle
     kernel = "current"
     all_micro_steps = (1,)
     switches = ()
@@ -137,15 +136,17 @@ class PuzzlePlan:
 
 def make_plan(flags, puzzles, device_type, world_size):
     """Returns the PuzzlePlan. Raises BadInput for flags that do not fit together. puzzles: the Puzzles to train on."""
-    model, total = flags.model, flags.puzzles.total_batch_size
+    model = flags.model
+    total = flags.puzzles.total_batch_size
     if total % world_size:
-        raise BadInput(f"--total_batch_size={total} puzzles do not divide by {world_size} devices: use "
-                       f"{max(total // world_size, 1) * world_size} or {(total // world_size + 1) * world_size}")
+        below = max(total // world_size, 1) * world_size
+        above = (total // world_size + 1) * world_size
+        raise BadInput(f"--total_batch_size={total} does not divide by {world_size} devices: use {below} or {above}")
     if device_type == "cuda" and world_size > 1:
-        raise BadInput(f"puzzles train on one GPU, and here are {world_size}: start it without torchrun")
+        raise BadInput(f"puzzles train on one GPU, not on {world_size}: start without torchrun")
     is_xla = device_type in ("tpu", "xla")
     if flags.devices.shard_optimizer == "on" and not is_xla:
-        raise BadInput(f"--shard_optimizer=on, but this runs on {device_type}: it is for XLA devices, use auto")
+        raise BadInput(f"--shard_optimizer=on is for XLA devices, not for {device_type}: use auto")
     dtype = flags.devices.compute_dtype
     if dtype == "auto":
         dtype = "bfloat16" if device_type in ("tpu", "cuda") else "float32"
@@ -156,7 +157,7 @@ def make_plan(flags, puzzles, device_type, world_size):
 
 
 def atan2_step(lr, average, root):
-    """Returns what AdamW-atan2 subtracts (arXiv 2407.05872): the same for gradients of any size."""
+    """Returns the step of AdamW-atan2 (arXiv 2407.05872), equal for gradients of any scale."""
     return lr * torch.atan2(average, root)
 
 

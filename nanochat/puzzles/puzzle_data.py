@@ -1,8 +1,8 @@
-"""Puzzles on disk, and the puzzles of a step as a function of nothing but seed, step and slot.
+"""Puzzles on disk, and the puzzles of a step, which only seed, step and slot determine.
 
-A folder of puzzles has train.parquet and val.parquet with the columns `puzzle` and `solution` (lists of tokens, all of
-the same length) and `guesses`, and puzzles.json, which says what they are. Token 0 is an empty cell. Where a puzzle is
-one of a task (arc.py), it begins with the task's number.
+A folder of puzzles has train.parquet and val.parquet with the columns `puzzle` and `solution` (lists of tokens of one
+length) and `guesses`, and puzzles.json, which describes them. Token 0 is an empty cell. A puzzle of a task (arc.py)
+begins with the task's number.
 """
 import hashlib
 import json
@@ -29,7 +29,7 @@ class Puzzles:
     solutions: np.ndarray  # (N, cells)
     guesses: np.ndarray  # (N,)
     fingerprint: str  # of the file
-    tasks: int = 0  # 0: a puzzle says all that there is to know
+    tasks: int = 0  # 0: the puzzles belong to no tasks
 
     @property
     def side(self):
@@ -44,8 +44,8 @@ class Puzzles:
         return {"sudoku": ".123456789ABCDEFG", "maze": mazes.LETTERS, "arc": arc.LETTERS}[self.kind]
 
     def in_other_form(self, grids, generator):
-        """Returns the grids, a list of arrays (N, cells), each row in a random equal form, the same in all arrays.
-        The forms of tasks are puzzles of their own already."""
+        """Returns the grids, a list of arrays (N, cells), each row in a random form, the same in all arrays. Tasks stay
+        unchanged: their forms are puzzles of their own."""
         if self.tasks:
             return grids
         draw = sudoku.draw_symmetries if self.kind == "sudoku" else mazes.draw_symmetries
@@ -58,10 +58,11 @@ class Puzzles:
 
 
 def write_puzzles(folder, kind, shape, splits, tasks=0):
-    """Writes {"train": [(puzzle, solution, guesses), …], "val": …} to a folder. tasks: of which they are, if any."""
+    """Writes {"train": [(puzzle, solution, guesses), …], "val": …} to a folder. tasks: their number, if any."""
     folder = Path(folder)
-    (folder / DESCRIPTION).unlink(missing_ok=True)  # after a kill, new puzzles are not taken for the old ones
-    # Each file is whole before it gets its name, and the description comes last: a folder without it has no puzzles.
+    # Each file is whole before it gets its name, and the description comes last: a folder without it has no puzzles. So
+    # a kill never leaves new puzzles under the old description.
+    (folder / DESCRIPTION).unlink(missing_ok=True)
     for name, rows in splits.items():
         table = pa.table({column: [row[number] for row in rows] for number, column in enumerate(COLUMNS)})
         unfinished = folder / f"{name}.parquet.tmp"
@@ -76,7 +77,7 @@ def read_puzzles(folder, split):
     """Returns the Puzzles of a split, "train" or "val". Raises BadInput."""
     folder = Path(folder)
     path = folder / f"{split}.parquet"
-    advice = "make them with python3 -m scripts.prepare_puzzles --out_dir of this folder"
+    advice = "make them with python3 -m scripts.prepare_puzzles"
     try:
         found = json.loads((folder / DESCRIPTION).read_text())
         table = pq.read_table(path, columns=list(COLUMNS))
@@ -86,14 +87,13 @@ def read_puzzles(folder, split):
         _check(puzzles, path.name)
         return puzzles
     except FileNotFoundError:
-        raise BadInput(f"--data_dir={folder} has no puzzles, which are {DESCRIPTION} and {path.name}: {advice}"
-                       ) from None
+        raise BadInput(f"--data_dir={folder} has no {DESCRIPTION} and {path.name}: {advice}") from None
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, pa.ArrowException) as error:
-        raise BadInput(f"--data_dir={folder} has no puzzles that can be read ({error!r}): {advice}") from None
+        raise BadInput(f"--data_dir={folder} has no readable puzzles ({error!r}): {advice}") from None
 
 
 def _check(puzzles, name):
-    """Raises ValueError if the Puzzles of a file called `name` are no grids, or have tokens that there are not."""
+    """Raises ValueError if the Puzzles of a file called `name` are no grids, or have unknown tokens."""
     cells = puzzles.side ** 2
     leading = 1 if puzzles.tasks else 0
     if puzzles.puzzles.shape[1:] != (leading + cells,) or puzzles.solutions.shape[1:] != (cells,):
@@ -108,14 +108,13 @@ def _check(puzzles, name):
 class PuzzleFeed:
     """Iterates over this rank's micro-batches from a step on, {name: CPU tensor} with a row for each of its slots.
 
-    puzzle, solution: int32 (slots, cells), what the slot takes if it is free; a task's puzzle has one number more.
-    min_steps: int32 (slots,), before which that puzzle's episode does not end. They are drawn for all slots of the run,
-    whether the slot is free or not: so they depend on seed and step only, and not on the ranks nor on what the model
-    has solved.
+    puzzle, solution: int32 (slots, cells), for the slot if it is free; a task's puzzle has one number more. min_steps:
+    int32 (slots,), the least steps of that puzzle's episode. They are drawn for all slots of the run, free or not, so
+    they depend on seed and step only, not on the ranks nor on the model.
     """
 
     def __init__(self, puzzles, dist, step, *, seed, total_batch_size, explore, max_steps):
-        """explore: the share of episodes with a random minimum of 2 to max_steps steps; the others have none."""
+        """explore: the share of episodes with a random minimum of 2 to max_steps steps; the others have no minimum."""
         self.puzzles = puzzles
         self.fingerprint = puzzles.fingerprint
         self.state = {}  # it follows from seed and step
@@ -131,8 +130,8 @@ class PuzzleFeed:
         return self
 
     def __next__(self):
-        rank, ranks = self._dist.rank, self._dist.world_size
-        batch = {name: torch.from_numpy(values[rank::ranks].astype(np.int32))
+        own = slice(self._dist.rank, None, self._dist.world_size)
+        batch = {name: torch.from_numpy(values[own].astype(np.int32))
                  for name, values in self.draw(self._step).items()}
         self._step += 1
         self._taken.append(torch.cat([batch["puzzle"], batch["solution"]], 1))
@@ -140,8 +139,8 @@ class PuzzleFeed:
 
     def draw(self, step):
         """Returns {name: array} of all slots of the run at `step`."""
-        # A generator for each step, keyed by seed and step: a resumed run needs no state of it, and every rank draws
-        # for all slots. Another order of the draws below would change every run.
+        # A generator for each step, keyed by seed and step: a resumed run needs no state, and every rank draws for all
+        # slots. Another order of the draws below would change every run.
         generator = np.random.Generator(np.random.Philox(key=[self._seed, step]))
         numbers = generator.integers(len(self.puzzles.puzzles), size=self._total)
         puzzle, solution = self.puzzles.in_other_form(
@@ -151,8 +150,9 @@ class PuzzleFeed:
         return {"puzzle": puzzle, "solution": solution, "min_steps": np.where(explores, minimum, 0)}
 
     def taken(self):
-        """Returns a list of the puzzles and solutions since the last call, one after the other in each row."""
-        taken, self._taken = self._taken, []
+        """Returns a list of the puzzles and solutions since the last call, side by side in each row."""
+        taken = self._taken
+        self._taken = []
         return taken
 
     def metrics(self):

@@ -1,4 +1,4 @@
-"""A held-out puzzle that is being solved, as an animated picture (SVG)."""
+"""Draws the solving of a held-out puzzle as an animated picture (SVG)."""
 from xml.sax.saxutils import escape
 
 import numpy as np
@@ -8,7 +8,9 @@ from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput
 from nanochat.puzzles.trm import TRM, TRMConfig
 
-CELL, MARGIN, TOP = 32, 8, 24  # in SVG's pixels
+CELL = 32  # in SVG's pixels, as the next two
+MARGIN = 8
+TOP = 24
 COLOURS = {"given": "#000000", "right": "#1a7f37", "wrong": "#cf222e"}
 
 
@@ -16,13 +18,13 @@ def load_averaged(path):
     """Returns a TRM with the averaged weights of a checkpoint, and its Meta. Raises BadInput."""
     meta = load_meta(path)
     if meta.task != "puzzles":
-        raise BadInput(f"--run: {path} is of the task {meta.task}: give a run of puzzle_train")
+        raise BadInput(f"--run: {path} belongs to the task {meta.task}: give a run of puzzle_train")
     problem = find_problem(path)
     if problem:
         raise BadInput(f"--run: {path} is damaged ({problem}): use another checkpoint")
     seed = meta.flags.get("seed")
     if not isinstance(seed, int):
-        raise BadInput(f"--run: {path} cannot be used: the flags in its {META} have no seed: use another checkpoint")
+        raise BadInput(f"--run: {path} has no seed in the flags of its {META}: use another checkpoint")
     model = TRM(read_config(path, meta, TRMConfig)).init_weights(seed)
     state = load_tensors(path, OPTIMIZER)
     model.load_state_dict({name: state[f"{name}.average"] for name, _ in model.named_parameters()}, strict=False)
@@ -30,12 +32,12 @@ def load_averaged(path):
 
 
 def draw(puzzles, number, answers, step_s):
-    """Returns an SVG of the answers to a puzzle, a list of arrays (cells,), which are shown one after the other, each
-    for `step_s` seconds."""
-    side, solution = puzzles.side, puzzles.solutions[number]
+    """Returns an SVG that shows the answers to a puzzle, a list of arrays (cells,), each for `step_s` seconds."""
+    side = puzzles.side
+    solution = puzzles.solutions[number]
     puzzle = puzzles.puzzles[number]
     if puzzles.tasks:
-        puzzle = np.zeros_like(solution)  # no part of a task's answer
+        puzzle = np.zeros_like(solution)  # the question is no part of a task's answer
     size = side * CELL + 2 * MARGIN
     letters = "".join(puzzles.text(puzzle))
     given = [_text(at, side, letters[at], "given") for at in np.flatnonzero(puzzle)]
@@ -43,15 +45,17 @@ def draw(puzzles, number, answers, step_s):
              f'height="{size + TOP}" font-family="monospace" font-size="18" text-anchor="middle">',
              f'<rect width="{size}" height="{size + TOP}" fill="#ffffff"/>',
              *_lines(puzzles), f"<g>{''.join(given)}</g>"]
-    last = len(answers) - 1
-    frames = len(answers) + 2  # the last answer is shown for longer
+    frames = len(answers) + 2
     for step, answer in enumerate(answers):
-        # A word for each frame: this answer is displayed in its own, and the last one in two more.
-        shown = ["none"] * step + ["inline"] * (3 if step == last else 1)
-        shown += ["none"] * (frames - len(shown))
+        shown = ["none"] * frames
+        shown[step] = "inline"
+        if step == len(answers) - 1:  # two frames longer
+            shown[step:] = ["inline"] * 3
         letters = "".join(puzzles.text(answer))
-        cells = [_text(at, side, letters[at], "right" if answer[at] == solution[at] else "wrong")
-                 for at in np.flatnonzero(puzzle == 0)]
+        cells = []
+        for at in np.flatnonzero(puzzle == 0):
+            kind = "right" if answer[at] == solution[at] else "wrong"
+            cells.append(_text(at, side, letters[at], kind))
         title = f"step {step + 1}: {(answer == solution).sum()} of {len(solution)} cells"
         lines.append(f'<g display="none"><animate attributeName="display" calcMode="discrete" '
                      f'dur="{frames * step_s:g}s" repeatCount="indefinite" values="{";".join(shown)}"/>'

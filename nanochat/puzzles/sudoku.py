@@ -1,7 +1,7 @@
 """Sudoku of any box: a generator of minimal puzzles, a solver that counts its guesses, symmetries.
 
-A box of 2 × 3 has two rows and three columns; the grid is 6 × 6 then, and the digits are 1 to 6. A grid is a flat list
-of cells, row by row, with 0 for an empty one.
+A box of 2 × 3 has two rows and three columns; its grid is 6 × 6, with the digits 1 to 6. A grid is a flat list of
+cells, row by row, with 0 for an empty one.
 """
 import functools
 import random
@@ -11,7 +11,7 @@ import numpy as np
 
 @functools.cache
 def units_of_cells(rows, columns):
-    """Returns for each cell of a grid of such boxes the numbers of its row, column and box, (cells, 3)."""
+    """Returns the numbers of the row, column and box of each cell, (cells, 3), for such boxes."""
     side = rows * columns
     # Rows are 0 to side - 1, columns side to 2 side - 1, then boxes. A band is `rows` lines high and has side / columns
     # = `rows` boxes.
@@ -22,8 +22,8 @@ def units_of_cells(rows, columns):
 def solve(puzzle, rows, columns, limit=2, shuffle=None):
     """Returns (a list of at most `limit` solutions, the number of guesses).
 
-    The emptiest choice comes first: a cell with one possible digit is no guess. A guess is a cell of which several
-    digits were tried. shuffle: a random.Random that draws the order of digits.
+    It fills the cell with the fewest possible digits first. A guess is a cell with several. shuffle: a random.Random
+    that draws the order of digits.
     """
     search = _Search(puzzle, rows, columns, limit, shuffle)
     if search.is_consistent:
@@ -32,8 +32,8 @@ def solve(puzzle, rows, columns, limit=2, shuffle=None):
 
 
 class _Search:
-    """Backtracking. The digits of each row, column and box are bits in `used`, so that a cell's choices are one
-    expression, and taking a digit back is the same operation as setting it."""
+    """Backtracking. The digits of each row, column and box are bits in `used`, so a cell's choices are one expression,
+    and removing a digit is the same operation as setting it."""
 
     def __init__(self, puzzle, rows, columns, limit, shuffle):
         self.units = units_of_cells(rows, columns)
@@ -55,10 +55,10 @@ class _Search:
             self.used[unit] ^= 1 << digit
 
     def _emptiest(self, empty):
-        """Returns the cell with the fewest choices, the first of them, and its choices as bits."""
-        units, used = self.units, self.used
-        # Bits 1 to side. A cell with one choice, or none, cannot be beaten, so the search for a cell ends there.
-        everything = (2 << self.side) - 2
+        """Returns the first cell with the fewest choices, and its choices as bits."""
+        units = self.units
+        used = self.used
+        everything = (2 << self.side) - 2  # bits 1 to side
         best = best_choices = None
         for cell in empty:
             row, column, box = units[cell]
@@ -66,7 +66,7 @@ class _Search:
             if best is None or choices.bit_count() < best_choices.bit_count():
                 best = cell
                 best_choices = choices
-                if choices.bit_count() < 2:
+                if choices.bit_count() < 2:  # cannot be beaten
                     break
         return best, best_choices
 
@@ -92,14 +92,13 @@ class _Search:
 
 
 def generate(rows, columns, seed):
-    """Returns a minimal puzzle, its only solution, and the guesses that `solve` makes: without any one of its digits it
-    would have several solutions. seed: any hashable number or text."""
+    """Returns a minimal puzzle, its only solution, and the guesses of `solve`. Without any one of its digits, a minimal
+    puzzle has several solutions. seed: any hashable number or text."""
     generator = random.Random(seed)
     cells = (rows * columns) ** 2
     solution = solve([0] * cells, rows, columns, limit=1, shuffle=generator)[0][0]
     puzzle = list(solution)
-    # One pass is enough: a digit that was needed is still needed when others have gone, because fewer digits never have
-    # fewer solutions.
+    # One pass is enough: a needed digit stays needed without others, because fewer digits never have fewer solutions.
     for cell in generator.sample(range(cells), cells):
         digit = puzzle[cell]
         puzzle[cell] = 0
@@ -108,15 +107,15 @@ def generate(rows, columns, seed):
     return puzzle, solution, solve(puzzle, rows, columns, limit=1)[1]
 
 
-# -----------------------------------------------------------------------------
-# Symmetries: what turns a puzzle into another that is as hard
+# Symmetries: they turn a puzzle into another that is as hard
 
 
 def draw_symmetries(grids, rows, columns, generator):
-    """Returns each of the grids, (a list of arrays (N, cells), which get the same symmetry), in an equal form: bands,
-    rows in a band, stacks, columns in a stack and digits permuted, and transposed where boxes are square."""
-    count, side = grids[0].shape[0], rows * columns
-    # of_rows and of_columns: (N, side). digits: (N, side + 1), what each digit is exchanged for, and 0 for 0.
+    """Returns the grids, a list of arrays (N, cells), in another form, the same row of all in the same way: bands, rows
+    in a band, stacks, columns in a stack and digits permuted, and with square boxes transposed."""
+    count = grids[0].shape[0]
+    side = rows * columns
+    # of_rows and of_columns: (N, side). digits: (N, side + 1), the new digit for each one, and 0 for 0.
     of_rows = _permuted_lines(generator, count, side, rows)
     of_columns = _permuted_lines(generator, count, side, columns)
     digits = np.concatenate([np.zeros((count, 1), int), 1 + generator.random((count, side)).argsort(1)], 1)
@@ -131,34 +130,34 @@ def draw_symmetries(grids, rows, columns, generator):
 
 
 def _permuted_lines(generator, count, side, per_band):
-    """Returns orders of the lines, (count, side), that keep those of a band together."""
+    """Returns orders of the lines, (count, side), that keep the lines of a band together."""
     bands = generator.random((count, side // per_band)).argsort(1)
     within = generator.random((count, side // per_band, per_band)).argsort(2)
     return (bands[:, :, None] * per_band + within).reshape(count, side)
 
 
 def fingerprints(puzzles, rows, columns):
-    """Returns a number for each of the puzzles (N, cells), uint64 (N,). Puzzles that a symmetry turns into each other
-    have the same; others almost never do.
+    """Returns a number for each of the puzzles (N, cells), uint64 (N,). It is equal for puzzles that a symmetry turns
+    into each other, and almost never for others.
 
-    The colours of the cells are refined (Weisfeiler and Leman): a cell's new colour depends on the colours in its row,
-    column and box, and on those of cells with the same digit, whatever their order.
+    It refines colours of the cells (Weisfeiler and Leman): a cell's new colour depends on the colours in its row,
+    column and box, and on those of cells with the same digit, in any order.
     """
     side = rows * columns
     units = np.array(units_of_cells(rows, columns))
     member = np.zeros((3 * side, side * side), bool)
     for kind in range(3):
         member[units[:, kind], np.arange(side * side)] = True
-    # Colours are (N, cells) and begin with whether a cell is given. Sums do not depend on an order, as they must not
-    # under permutations, and may overflow. The mixing and the factors keep apart what cell, lines, box and digit say. A
-    # row counts like a column only where transposing is a symmetry. Six rounds tell all 36 minimal 4 × 4 Sudokus apart.
+    # Colours are (N, cells); the first ones say whether a cell is given. Sums depend on no order, so permutations keep
+    # them, and may overflow. Mixing and factors keep apart the parts of cell, lines, box and digit. A row counts like a
+    # column only if transposing is a symmetry. Six rounds tell all 36 minimal 4 × 4 Sudokus apart.
     colours = _mix((puzzles > 0).astype(np.uint64))
     with np.errstate(over="ignore"):
         for _ in range(6):
             of_units = np.stack([colours[:, inside].sum(1, dtype=np.uint64) for inside in member], 1)
             by_digit = np.stack([np.where(puzzles == digit, colours, np.uint64(0)).sum(1, dtype=np.uint64)
                                  for digit in range(side + 1)], 1)
-            by_digit[:, 0] = 0  # empty cells have nothing in common
+            by_digit[:, 0] = 0  # empty cells share no digit
             row, column, box = (_mix(of_units[:, units[:, kind]]) for kind in range(3))
             lines = row + column if rows == columns else _mix(row + np.uint64(1)) + column
             same = np.take_along_axis(_mix(by_digit), puzzles, 1)

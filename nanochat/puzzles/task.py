@@ -1,8 +1,8 @@
 """The task of puzzle_train: a Tiny Recursive Model solves puzzles, supervision step by supervision step.
 
-An optimizer step is one supervision step of every slot of the batch. What a slot's model has thought so far (y and z)
-is carried to the next step, with the puzzle, until the episode ends; then the slot takes a new puzzle. All shapes are
-fixed, and the device alone knows which slots are free.
+An optimizer step is one supervision step of every slot of the batch. A slot carries y, z and its puzzle to the next
+step until the episode ends; then it takes a new puzzle. All shapes are fixed, and only the device knows which slots are
+free.
 """
 from dataclasses import asdict, dataclass
 
@@ -25,13 +25,13 @@ from nanochat.train.task import Event, flags_of
 
 @dataclass(frozen=True)
 class PuzzleTask:
-    """See Task (train/task.py), which says what each method is for."""
+    """See Task (train/task.py), which explains the methods."""
     flags: Flags
     plan: PuzzlePlan
     data_fingerprint: str  # of the training puzzles
     name = "puzzles"
-    # Supervision steps of puzzles a second, and the shares of the puzzles of the last steps, of held-out ones and of
-    # their cells that are solved.
+    # Supervision steps of puzzles a second, and the solved shares: of the last steps' puzzles, of held-out ones, and of
+    # their cells.
     console = {"puzzles_per_s": "{:,.0f} puzzles/s", "exact": "{:.1%} solved",
                "val_exact": "{:.1%} of the held-out puzzles solved", "val_cells": "{:.1%} of their cells"}
     num_lanes = 0
@@ -45,11 +45,10 @@ class PuzzleTask:
                 "batch_schedule": ((0, self.plan.total_batch_size),)}
 
     def resumed(self, path, meta):
-        # The data comes first: other puzzles may have another vocabulary, and a message about the config would not say
-        # why.
+        # The data comes first: with another vocabulary, a message about the config would hide the reason.
         require_match(path, meta, config=None, tokenizer_sha256=None, data_fingerprint=self.data_fingerprint)
         require_match(path, meta, config=asdict(self.plan.config), tokenizer_sha256=None, data_fingerprint=None)
-        now = self.flags.as_dict()  # the carry and the optimizer's state are of these
+        now = self.flags.as_dict()  # the carry and the optimizer's state depend on these
         require_same_flags(path, meta, {name: now[name] for name in ("total_batch_size", "optimizer", "seed")})
         return self
 
@@ -64,8 +63,6 @@ class PuzzleTask:
         return PuzzleFeed(read_puzzles(self.flags.data_dir, "train"), dist, step, seed=self.flags.run.seed,
                           total_batch_size=self.plan.total_batch_size, explore=flags.explore,
                           max_steps=flags.supervision_steps)
-
-    # The training step
 
     def _make_optimizer(self, model, dist=None):
         parts = None
@@ -97,21 +94,19 @@ class PuzzleTask:
     def before_step(self, training, step):
         pass
 
-    # What happens between two steps
-
     def events(self):
         record = self.flags.record
         return (Event("evaluate", record.eval_every, self.evaluate, is_due_at_start=True),
                 Event("sample", record.sample_every, self.sample))
 
     def evaluate(self, training, dist, step, is_cut_short):
-        """Returns what solve_held_out does, with the averaged weights."""
+        """Returns the metrics of solve_held_out for the averaged weights."""
         puzzles = read_puzzles(self.flags.data_dir, "val")
         with training.optimizer.averaged_weights():
             return self.solve_held_out(training.model, puzzles, dist, is_cut_short)
 
     def solve_held_out(self, model, puzzles, dist, is_cut_short):
-        """Returns the metrics of `evaluate` for the weights that the model has."""
+        """Returns the metrics of `evaluate` for the model's own weights."""
         flags = self.flags.puzzles
         return solve_held_out(model, puzzles, dist, self.plan, flags.supervision_steps, flags.eval_puzzles,
                               is_cut_short)

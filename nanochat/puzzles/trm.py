@@ -1,9 +1,8 @@
 """The Tiny Recursive Model (arXiv 2510.04871): one small network, applied to its own answer again and again.
 
 State: an answer y and a latent z, both (B, positions, hidden). One cycle is n times z = f(z + y + x) and then
-y = f(y + z), x being the puzzle's embedding. A supervision step runs T cycles, of which only the last has a gradient,
-and reads an answer off y. Learned positions lead the puzzle's cells; the first of them says whether the answer is
-right.
+y = f(y + z), with the puzzle's embedding x. A supervision step runs T cycles, the last one with a gradient, and reads
+an answer from y. Learned positions precede the puzzle's cells; the first one tells whether the answer is right.
 """
 import functools
 from dataclasses import dataclass
@@ -38,8 +37,7 @@ class TRMConfig:
 
     @property
     def positions(self):
-        """Positions of the state: prefix and cells, and further ones without meaning up to a multiple of 8, in which
-        the TPU's memory is laid out."""
+        """Positions of the state: prefix and cells, padded to a multiple of 8, the tile of the TPU's memory."""
         return -(-(self.prefix + self.cells) // 8) * 8
 
     @property
@@ -74,7 +72,7 @@ def swiglu(x, into, out, keep):
 
 @dataclass(frozen=True)
 class TRMLayer:
-    """A layer of f. Each part is added and normalised afterwards; there are no gains and no biases."""
+    """A layer of f. Each part is added, then normalised, without gains and biases."""
     config: TRMConfig
 
     def __call__(self, x, weights, rotary, keep):
@@ -83,8 +81,8 @@ class TRMLayer:
         if self.config.mixer == "mlp":
             x = norm(x + swiglu(x.mT, w.mix_in, w.mix_out, keep).mT, keep)
         else:
-            # Separate products: with one for all three, the micro-step of the published recipe compiled in 147 s and
-            # not 99, and a step took 47 ms and not 46 (v5litepod-8).
+            # Three products: with one for all, the micro-step of the published recipe compiles in 147 s instead of 99,
+            # and a step takes 47 ms instead of 46 (v5litepod-8).
             q, k, v = (split_heads(keep(F.linear(x, weight)), self.config.hidden // self.config.heads)
                        for weight in w.mix_in.chunk(3))
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
@@ -101,15 +99,18 @@ class TRM(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         self.layer = TRMLayer(config)  # made here, because torch.compile cannot make one in forward
-        hidden, layers = config.hidden, config.layers
+        hidden = config.hidden
+        layers = config.layers
 
         def parameter(*shape):
             return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
 
         if config.mixer == "mlp":
-            mix_in, mix_out = (2 * config.inner_mix, config.positions), (config.positions, config.inner_mix)
+            mix_in = 2 * config.inner_mix, config.positions
+            mix_out = config.positions, config.inner_mix
         else:
-            mix_in, mix_out = (3 * hidden, hidden), (hidden, hidden)
+            mix_in = 3 * hidden, hidden
+            mix_out = hidden, hidden
         self.embedding = parameter(config.vocab_size, hidden)
         self.prefix = parameter(config.positions - config.cells, hidden)
         if config.tasks:
@@ -132,8 +133,9 @@ class TRM(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for matrix in (self.mix_in, self.mlp_in):
             nn.init.trunc_normal_(matrix, std=matrix.size(-1) ** -0.5, a=-2, b=2, generator=generator)
-        # Drawn at random, these made a small model forget the puzzle: its loss stayed at ln 4, which is guessing.
-        for matrix in (self.mix_out, self.mlp_out):  # every part begins as the identity: see dev/LOG.md
+        # Every part begins as the identity. With random matrices a small model forgets the puzzle: its loss stays at
+        # ln 4, that of guessing.
+        for matrix in (self.mix_out, self.mlp_out):
             matrix.zero_()
         for table in (self.embedding, self.head):
             nn.init.trunc_normal_(table, std=self.config.hidden ** -0.5, a=-2, b=2, generator=generator)
@@ -142,11 +144,11 @@ class TRM(nn.Module):
         if self.config.tasks:
             self.task_vectors.zero_()
         self.halt.zero_()
-        self.halt_bias.fill_(-5.0)  # nothing is thought right in the beginning
+        self.halt_bias.fill_(-5.0)  # at first no answer seems right
         return self
 
     def create_main_grads(self):
-        """Gives every weight `main_grad`, to which autograd adds its gradients."""
+        """Gives every weight `main_grad`, to which autograd adds."""
         for p in self.parameters():
             p.main_grad = p.grad = torch.zeros_like(p, dtype=torch.float32)
 
@@ -156,7 +158,7 @@ class TRM(nn.Module):
 
     def forward(self, puzzle, y, z):
         """One supervision step on puzzle (B, cells), or (B, 1 + cells) with tasks. Returns y, z, the logits of the
-        cells, fp32 (B, cells, V), and the logit of whether they are all right, fp32 (B,)."""
+        cells, fp32 (B, cells, V), and the logit that they are all right, fp32 (B,)."""
         config = self.config
         stacks = Block(*(getattr(self, name) for name in Block._fields))
         cells = self._looked_up(puzzle[:, -config.cells:], self.embedding)
@@ -164,18 +166,18 @@ class TRM(nn.Module):
         if config.tasks:
             first = prefix[:, :1] + self._looked_up(puzzle[:, :1], self.task_vectors)
             prefix = torch.cat([first, prefix[:, 1:]], 1)
-        # (B, P, C). The tables' rows have a standard deviation of hidden^-½, so that a cell's numbers in x have one of
-        # about 1, as those of the start vectors.
+        # (B, P, C). The tables' rows have a standard deviation of hidden^-½, so that of x is about 1, as that of the
+        # start vectors.
         x = torch.cat([prefix, cells], 1) * config.hidden ** 0.5
         rotary = self.cos.to(self.compute_dtype), self.sin.to(self.compute_dtype)
         y, z = run_cycles(self.layer, x, y, z, stacks, rotary, config.recursions, config.cycles)
-        # The cells are the last positions: (B, cells, C). Position 0 is free for the logit of whether all are right.
+        # The cells are the last positions: (B, cells, C). Position 0 has the logit that they are all right.
         answer = y[:, config.positions - config.cells:]
         logits = F.linear(answer, self.head.to(answer.dtype)).float()
         return y, z, logits, y[:, 0].float() @ self.halt + self.halt_bias
 
     def _looked_up(self, numbers, table):
-        """Returns the rows (B, N, C) of a table. It is a product: the backward pass of a gather would scatter."""
+        """Returns the rows (B, N, C) of a table, by a product: the backward pass of a gather would scatter."""
         return F.one_hot(numbers.long(), len(table)).to(self.compute_dtype) @ table.to(self.compute_dtype)
 
 
@@ -192,7 +194,8 @@ def flops_per_puzzle(config):
     """Returns the useful FLOPs of one supervision step on one puzzle. f takes 2 per matrix parameter and position, and
     attention 4 × hidden per pair of positions; the last cycle takes three times as many, for its gradient. In the
     mixer over positions each matrix takes 2 per parameter and feature instead."""
-    positions, matrices = config.positions, parameters_by_group(config)["matrices"]
+    positions = config.positions
+    matrices = parameters_by_group(config)["matrices"]
     if config.mixer == "mlp":
         mix = 3 * config.inner_mix * positions * config.layers
         once = 2 * positions * (matrices - mix) + 2 * config.hidden * mix
@@ -202,14 +205,14 @@ def flops_per_puzzle(config):
 
 
 def cross_entropy(logits, targets, is_stablemax):
-    """Returns the loss of each target, (…), in nats, of logits (…, V) in fp32.
+    """Returns the loss of each target, (…), in nats, from logits (…, V) in fp32.
 
-    Stablemax (arXiv 2501.04697) has s(v) = v + 1 for v ≥ 0 and 1 / (1 - v) below in place of exp(v), so that a large
-    logit does not drown the gradients of the others.
+    Stablemax (arXiv 2501.04697) replaces exp(v) by v + 1 for v ≥ 0 and 1 / (1 - v) below, so that a large logit does
+    not drown the gradients of the others.
     """
     one_hot = F.one_hot(targets.long(), logits.size(-1)).to(logits.dtype)
     if is_stablemax:
-        # Each branch gets an argument at which it is finite: where() would pass on the other one's infinite gradient.
+        # Each branch gets an argument at which it is finite: where() passes on the unused branch's infinite gradient.
         scores = torch.where(logits >= 0, logits.clamp(min=0) + 1, 1 / (1 - logits.clamp(max=0)))
         return scores.sum(-1).log() - (scores * one_hot).sum(-1).log()
     return logits.logsumexp(-1) - (logits * one_hot).sum(-1)

@@ -1,2 +1,2 @@
-"""A server that completes code in editors: HTTP in the protocols that they speak, one thread that has the model, and a
-page to try it. scripts/serve.py runs it."""
+"""A server that completes code in editors: their protocols over HTTP, one thread that runs the model, and a page to try
+it. scripts/serve.py runs it."""

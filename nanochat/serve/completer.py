@@ -1,5 +1,4 @@
-"""Completes text at a cursor: what stands before and after it becomes a prompt for a gap, and the model's text becomes
-what an editor inserts."""
+"""Completes text at a cursor: makes a prompt of the text around it, and shapes the model's text for an editor."""
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,8 +12,8 @@ from nanochat.infer.sample import Sampling, ignore, never_stop
 class Options:
     """How a completion is generated."""
     sampling: Sampling
-    min_indent: int = 0  # a line with fewer white characters in front ends the text before it; 0: none does
-    max_ms: float | None = None  # after so many milliseconds of generation, the text ends with the next line
+    min_indent: int = 0  # the text ends before a line that is indented less; 0: at no line
+    max_ms: float | None = None  # after so many milliseconds of generation, the text ends with its line
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,8 @@ class Completion:
 class Completer:
     """Completes with one engine. Only one thread may use it at a time."""
     engine: object
-    fim: bool  # whether the model was trained to fill in the middle; else it reads nothing after the cursor
-    extra_tokens: int = 0  # so many tokens of other files may stand before the prefix where it leaves room
+    fim: bool  # whether the model was trained to fill in the middle; if not, it reads nothing after the cursor
+    extra_tokens: int = 0  # most tokens of other files before the prefix, if it leaves room
     windows: dict = field(default_factory=dict)  # where the last prompts were cut
 
     @property
@@ -41,10 +40,9 @@ class Completer:
     def complete(self, prefix, suffix, extra, options, on_text=ignore, keep_going=never_stop):
         """Returns a Completion of the text between `prefix` and `suffix`.
 
-        suffix: None if the end of the prefix is only to be continued, and nothing is known of what follows. extra:
-        texts of other files. The number of tokens is cut to half of the context; 0 only reads the prompt, so that the
-        next completion begins sooner. on_text(sample, text) is called with each new piece of text. keep_going() is
-        asked before every token; once it returns False, what is there is returned.
+        suffix: None to continue the prefix, with no text after it. extra: texts of other files. max_tokens is at most
+        half of the context; 0 only reads the prompt, so that the next completion begins sooner. on_text(sample, text)
+        is called with each new piece of text, and keep_going() before every token; False ends the completion.
         """
         num_samples = options.sampling.num_samples
         is_warm_up = options.sampling.max_tokens == 0
@@ -61,7 +59,10 @@ class Completer:
 
         samples = self.engine.completions(prompt.parts, replace(options.sampling, max_tokens=max_tokens), on_text=add,
                                           keep_going=goes_on)
-        reasons = [reason_of(sample, shaper) for sample, shaper in zip(samples, shapers, strict=True)]
+        reasons = []
+        for sample, shaper in zip(samples, shapers, strict=True):
+            reason = "length" if sample.reason == "stopped" else sample.reason
+            reasons.append("end" if shaper.ended else reason)
         if is_warm_up:
             texts = [""] * num_samples
             num_tokens = 0
@@ -71,21 +72,13 @@ class Completer:
         return Completion(texts, reasons, num_tokens, replace(self.engine.timings), prompt.is_cut)
 
 
-def reason_of(sample, shaper):
-    """Returns why a sample ended, as a Completion says it."""
-    if shaper.ended:
-        return "end"
-    return "length" if sample.reason == "stopped" else sample.reason
-
-
-# -----------------------------------------------------------------------------
 # What an editor can insert
 
 
 @dataclass
 class Shaper:
-    """The text of one sample on its way to the editor. It ends where the indentation does, and does not repeat what
-    already stands after the cursor."""
+    """The text of one sample on its way to the editor. It ends with its block, and does not repeat the text after the
+    cursor."""
     suffix: str
     options: Options
     on_text: Callable
@@ -95,18 +88,18 @@ class Shaper:
     ended: bool = False
 
     def add(self, text):
-        """Adds what the model has written since the last call. After the end it is ignored."""
+        """Adds the model's new text, unless the sample has ended."""
         if self.ended:
             return
         self.begin = self.begin or time.monotonic()
         self.text += text
         self._end_at(end_of_block(self.text, self.options.min_indent))
         if not self.ended and self._is_late():
-            # After the time limit, the text ends with a line, but not before what the editor has been shown already.
+            # After the time limit, the text ends with a line, but not before the text that the editor already shows.
             line_end = self.text.rfind("\n")
             self._end_at(max(line_end, self.num_shown) if line_end > 0 else None)
         repeated = self.text[len(without_repetition(self.text, self.suffix)):]
-        if any(line.strip() for line in repeated.split("\n")[:-1]):  # a whole line: the model writes on in the suffix
+        if any(line.strip() for line in repeated.split("\n")[:-1]):  # a whole line: the model has reached the suffix
             self.ended = True
         elif not self.ended:
             self._show_up_to(len(self.text) - self._len_unsettled())
@@ -121,15 +114,15 @@ class Shaper:
         return max_ms is not None and (time.monotonic() - self.begin) * 1000 > max_ms
 
     def finish(self):
-        """Returns the whole text."""
+        """Ends the sample and returns its text."""
         self.ended = True
         self.text = without_repetition(self.text, self.suffix)
         self._show_up_to(len(self.text))
         return self.text
 
     def _len_unsettled(self):
-        """Returns how many characters at the end may still turn out to be the suffix, or the start of a line that is
-        indented less."""
+        """Returns the number of characters at the end that may yet repeat the suffix, or begin a line that is indented
+        less."""
         unsettled = max(overlaps(self.text, self.suffix), default=0)
         if self.options.min_indent:
             blank = len(self.text) - len(self.text.rstrip(" \t\r\n"))
@@ -143,9 +136,8 @@ class Shaper:
 
 
 def end_of_block(text, min_indent):
-    """Returns where the first line after the first one begins that is indented by fewer than `min_indent` white
-    characters, with the line's end before it; None if there is none. Blank lines, and a last line of nothing but white
-    space, which may grow, do not count."""
+    """Returns where `text` ends before a line, not its first, that is indented by fewer than `min_indent` characters;
+    None if there is none. Blank lines do not count, nor does a last line of white space, which may grow."""
     start = text.find("\n")
     while start != -1 and min_indent:
         line = text[start + 1:].partition("\n")[0]
@@ -156,19 +148,19 @@ def end_of_block(text, min_indent):
 
 
 def overlaps(text, suffix):
-    """Returns the numbers of characters that are both the end of `text` and the beginning of `suffix`."""
+    """Returns the lengths of all ends of `text` that are beginnings of `suffix`."""
     suffix = suffix[:len(text)]
     return [length for length in range(1, len(suffix) + 1) if text.endswith(suffix[:length])]
 
 
-# What looks like a repetition stays if it begins or ends inside a word, or closes a bracket that the text opens: in
-# `f(|)`, where | is the cursor, `g(x)` is whole, and `g(x))` is not.
+# An apparent repetition stays if it begins or ends inside a word, or closes a bracket of the text: in `f(|)`, with the
+# cursor at |, `g(x)` is whole, and `g(x))` repeats a bracket.
 def without_repetition(text, suffix):
     """Returns `text` without an end that repeats the beginning of `suffix`."""
     for length in reversed(overlaps(text, suffix)):
         rest = text[:-length]
-        if (not is_word(rest[-1:] + suffix[:1]) and not is_word(suffix[length - 1:length + 1])
-                and num_unclosed(rest) == num_unclosed(text)):
+        cuts_word = is_word(rest[-1:] + suffix[:1]) or is_word(suffix[length - 1:length + 1])
+        if not cuts_word and num_unclosed(rest) == num_unclosed(text):
             return rest
     return text
 
@@ -178,7 +170,7 @@ def is_word(pair):
 
 
 def num_unclosed(text):
-    """Returns how many brackets `text` opens and does not close. It does not know strings and comments."""
+    """Returns the number of brackets that `text` leaves open, those in strings and comments included."""
     depth = 0
     for character in text:
         if character in "([{":

@@ -1,6 +1,6 @@
-"""One thread that uses the model, and the requests that wait for it.
+"""One thread that runs the model, and the requests that wait for it.
 
-All methods but Job.on_text and Job.keep_going belong to the event loop's thread, so nothing here needs a lock.
+The event loop's thread calls all methods except Job.on_text and Job.keep_going, so nothing here needs a lock.
 """
 import asyncio
 import time
@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from nanochat.common import BadInput
 
 MAX_WAITING = 16
-# "Client closed request" of nginx. Not 409 or 503, after which OpenAI's package would send the old request again.
+# nginx's "client closed request". After 409 or 503, OpenAI's package would retry.
 STATUS_REPLACED = 499
 
 
 class Refused(Exception):
-    """A request that gets no completion: the HTTP status, and a sentence that says why."""
+    """A request without a completion: the HTTP status, and the reason."""
 
     def __init__(self, status, message):
         super().__init__(message)
@@ -37,34 +37,33 @@ class Job:
         self._put((sample, text))
 
     def keep_going(self):
-        """Whether the model thread shall generate another token."""
+        """Returns whether the model thread shall generate another token."""
         return not self._is_cancelled and time.monotonic() < self._deadline
 
     def is_waiting(self):
         return not self.future.running() and not self.future.done()
 
     def cancel(self, refusal=None):
-        """Takes the request back if it still waits, and else ends it with the next token. refusal: what its client
-        gets."""
+        """Withdraws a waiting request, and ends a running one with its next token. refusal: for its client."""
         self._is_cancelled = True
         self.refusal = self.refusal or refusal
-        # The model thread may begin with the job at any moment. Either this comes first, and the job never begins, or
-        # keep_going ends it before its first token: the flag was set before.
-        self.future.cancel()  # does nothing once the model thread has begun
+        # The model thread may start the job at any moment. If future.cancel() comes too late, keep_going still ends the
+        # job before its first token, because the flag is set first.
+        self.future.cancel()  # a no-op once the model thread has started it
 
     def _put(self, event):
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-        except RuntimeError:  # the server has ended, and its event loop is closed
+        except RuntimeError:  # the server has stopped and closed its event loop
             pass
 
     async def events(self, request):
-        """Yields each piece of text as (sample, text), and at last the completion. Raises Refused. When the client of
-        `request` hangs up, or nobody iterates any more, the job is cancelled."""
+        """Yields each piece of text as (sample, text), and at last the completion. Raises Refused. Cancels the job when
+        the client of `request` hangs up, or when the generator is closed."""
         client_gone = asyncio.ensure_future(hung_up(request))
         client_gone.add_done_callback(self._note_client_gone)
-        # The future itself is the last event. It is put into the queue by the same call_soon_threadsafe as the texts,
-        # and after them, so it cannot overtake one.
+        # The future itself is the last event. It enters the queue by the same call_soon_threadsafe as the texts, after
+        # them, so it overtakes none.
         self.future.add_done_callback(self._put)
         timer = self._loop.call_at(self._loop.time() + self._deadline - time.monotonic(), self._expire)
         try:
@@ -81,10 +80,9 @@ class Job:
             self.cancel(Refused(499, "you hung up"))
 
     def _expire(self):
-        # Once the model works on the job, keep_going ends it at the deadline, and the client gets the text so far.
+        # keep_going ends a running job at the deadline, and the client gets the text so far.
         if self.is_waiting():
-            self.cancel(Refused(503, "the model was busy with other requests for the whole time limit of this one "
-                                     "(--timeout_s): try again"))
+            self.cancel(Refused(503, "the request timed out (--timeout_s) while the model was busy: try again"))
 
     def _result(self):
         if self._is_cancelled:
@@ -95,7 +93,7 @@ class Job:
 
 
 async def hung_up(request):
-    """Returns when the client has closed its connection; the request's body must have been read."""
+    """Returns once the client closes its connection. The request's body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -109,14 +107,14 @@ class ModelThread:
         return sum(job.is_waiting() for job in self._jobs)
 
     def start(self, work, client, timeout_s):
-        """Has the model thread call work(job) as soon as it is free. Returns the Job.
+        """Queues a call of work(job) for the model thread, and returns the Job. Raises Refused if too many wait.
 
-        client: a name. A request that still waits gives its place to a newer one of the same client; those of None all
-        wait. timeout_s: the time limit, waiting included. Raises Refused if too many are waiting.
+        client: a name, or None. A newer request of a named client replaces its waiting one. timeout_s: the limit of the
+        whole request, waiting included.
         """
         for old, other in self._jobs.items():
             if client is not None and other == client and old.is_waiting():
-                old.cancel(Refused(STATUS_REPLACED, "a newer request of the same client took the place of this one"))
+                old.cancel(Refused(STATUS_REPLACED, "a newer request of the same client replaced this one"))
         if self.num_waiting() >= MAX_WAITING:
             raise Refused(503, f"{MAX_WAITING} requests are waiting for the model already: try again later")
         job = Job(timeout_s)
@@ -126,7 +124,7 @@ class ModelThread:
         return job
 
     def stop(self):
-        """Ends what is generated with its next token, and takes back what is waiting."""
+        """Ends the running request with its next token, and withdraws the waiting ones."""
         for job in self._jobs:
             job.cancel(Refused(503, "the server is stopping"))
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,6 @@
-"""The requests and answers of the protocols that editors speak, as their clients write and read them.
+"""The requests and answers of editors' protocols.
 
-Fields that a client sends and that are not here are ignored, and null is the same as a field that is not sent.
+Unknown fields of a client are ignored, and null counts as a missing field.
 """
 import secrets
 import time
@@ -13,11 +13,11 @@ from nanochat.infer.sample import Sampling
 from nanochat.serve.completer import Options
 
 EDITOR_TOKENS = 64  # for clients that name no number
-SAMPLING_TEMPERATURE = 0.8  # where several completions are asked for and no temperature: at 0 all would be the same
+SAMPLING_TEMPERATURE = 0.8  # for several completions without a temperature: at 0 they would be equal
 
 
 def without_surrogates(text):
-    """Replaces halves of characters, which clients written in JavaScript send where they cut a text."""
+    """Replaces half surrogate pairs, which JavaScript clients send when they cut a text."""
     return text.encode("utf-8", "replace").decode() if isinstance(text, str) else text
 
 
@@ -43,7 +43,7 @@ class Body(BaseModel):
 
 
 def make_options(max_tokens, num_samples=1, temperature=None, seed=None, top_p=1.0, top_k=40, stop=(), **others):
-    """Returns the Options of a request; None: the client did not say. others: fields of Options."""
+    """Returns the Options of a request; None: the client left it out. others: fields of Options."""
     if temperature is None:
         temperature = SAMPLING_TEMPERATURE if num_samples > 1 else 0.0
     # In llama.cpp's protocol, -1 leaves the seed to the server.
@@ -53,7 +53,6 @@ def make_options(max_tokens, num_samples=1, temperature=None, seed=None, top_p=1
     return Options(sampling, **others)
 
 
-# -----------------------------------------------------------------------------
 # llama.cpp's /infill: llama.vim, llama.vscode
 
 
@@ -104,7 +103,7 @@ def rate(name, count, ms):
 
 
 def only_fields(answer, names):
-    """Returns the fields of these names, as response_fields asks for them: {"timings/prompt_n": …}."""
+    """Returns the fields of these names, as in response_fields: {"timings/prompt_n": …}."""
     found = {}
     for name in names:
         value = answer
@@ -115,7 +114,6 @@ def only_fields(answer, names):
     return found
 
 
-# -----------------------------------------------------------------------------
 # /v1/completions: OpenAI's, and Tabby's with `segments`
 
 
@@ -169,7 +167,7 @@ FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 
 
 def new_answer(kind, model):
-    """Returns what all parts of one answer have in common."""
+    """Returns the fields that all parts of one answer share."""
     return {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
@@ -183,7 +181,6 @@ def usage(completion):
             "total_tokens": prompt_tokens + completion.num_tokens}
 
 
-# -----------------------------------------------------------------------------
 # Codestral's /v1/fim/completions: Continue, minuet
 
 
@@ -199,8 +196,8 @@ class FimBody(Body):
     seed: Seed | None = Field(None, validation_alias="random_seed")
 
     def options(self, most_tokens):
-        wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return make_options(min(wanted, most_tokens), 1, self.temperature, self.seed, self.top_p, stop=self.stop)
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return make_options(min(max_tokens, most_tokens), 1, self.temperature, self.seed, self.top_p, stop=self.stop)
 
 
 def fim_chunk(index, text, reason=None):

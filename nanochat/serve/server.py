@@ -1,4 +1,4 @@
-"""The completion server: three protocols that editors speak, above one function and one model.
+"""The completion server: three protocols of editors, above one function and one model.
 
 | path                    | whose protocol                               | clients                                |
 |-------------------------|----------------------------------------------|----------------------------------------|
@@ -6,7 +6,7 @@
 | `/v1/completions`       | OpenAI's; with `segments` in it, Tabby's     | openai, minuet, Tabby                  |
 | `/v1/fim/completions`   | Codestral's                                  | Continue, minuet                       |
 
-No text of a user is logged or kept: the engine holds the tokens of the last prompt, and nothing else remains.
+It logs and keeps no text of a user, except the tokens of the last prompt, which the engine holds.
 """
 import asyncio
 import contextlib
@@ -15,21 +15,23 @@ import json
 import logging
 import os
 import platform
+import time
 from importlib.resources import files
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from nanochat.serve import protocols
-from nanochat.serve.counters import Counters, CountRequests
 from nanochat.serve.model_thread import ModelThread, Refused
 
 MAX_BODY_BYTES = 1 << 20  # a model reads some 10 kB of text at most
 BODY_TIMEOUT_S = 10
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+BUCKETS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6)
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +40,8 @@ class Server:
     """The handlers of all paths, and what they share."""
 
     def __init__(self, completer, *, name, device, max_tokens, timeout_s, body_timeout_s=BODY_TIMEOUT_S):
-        """name: what the clients call the model. max_tokens, timeout_s: limits of each request. body_timeout_s: how
-        long a request's body may take to arrive."""
+        """name: of the model, for clients. max_tokens, timeout_s: limits of each request. body_timeout_s: the limit for
+        a request's body to arrive."""
         self.completer = completer
         self.name = name
         self.device = device
@@ -49,31 +51,25 @@ class Server:
         self.thread = ModelThread()
         self.counters = Counters(self.thread.num_waiting)
 
-    # --- one function below all protocols
-
     async def events(self, request, prefix, suffix, extra, options, client=None):
         """Yields (sample, text) for each piece of text, and at last the Completion. Raises Refused."""
         def work(job):
             return self.completer.complete(prefix, suffix, extra, options, job.on_text, job.keep_going)
 
         if client is not None:
-            # A client is a program on a machine. Two people who complete in the same protocol do not replace each
-            # other's requests.
+            # A client is a program on a machine, so two people never replace each other's requests.
             client = (request.client and request.client.host, request.headers.get("user-agent"), client)
         job = self.thread.start(work, client, self.timeout_s)
-        # If this generator is closed, so is job.events at once, which cancels the job.
+        # Closing this generator closes job.events at once, which cancels the job.
         async with contextlib.aclosing(job.events(request)) as events:
             async for event in events:
                 if not isinstance(event, tuple):
-                    self.count(request.url.path, event)
+                    self.counters.count(event)
+                    timings = event.timings
+                    log.info("%s: %d tokens of prompt, %d of them read in %.0f ms; %d generated in %.0f ms",
+                             request.url.path, timings.prompt_tokens, timings.read_tokens, timings.prompt_ms,
+                             event.num_tokens, timings.predicted_ms)
                 yield event
-
-    def count(self, path, completion):
-        self.counters.count(completion)
-        timings = completion.timings
-        log.info("%s: %d tokens of prompt, %d of them read in %.0f ms; %d generated in %.0f ms", path,
-                 timings.prompt_tokens, timings.read_tokens, timings.prompt_ms, completion.num_tokens,
-                 timings.predicted_ms)
 
     # --- llama.cpp
 
@@ -83,7 +79,7 @@ class Server:
         samples = range(options.sampling.num_samples)
         is_warm_up = body.n_predict == 0
         if is_warm_up and not (body.input_prefix or body.prompt or self.completer.extra_tokens):
-            return JSONResponse({})  # llama.vim's other files, which would only replace what the model has read
+            return JSONResponse({})  # llama.vim's other files, which would only evict what the model has read
 
         def chunk(i, text):
             return {"index": i, "content": text, "stop": False}
@@ -158,7 +154,7 @@ class Server:
         choice = protocols.fim_choice(0, completion.texts[0], completion.reasons[0])
         return JSONResponse(answer | {"usage": protocols.usage(completion), "choices": [choice]})
 
-    # --- what needs no model
+    # --- without the model
 
     async def models(self):
         return {"object": "list", "data": [{"id": self.name, "object": "model", "created": 0,
@@ -170,11 +166,11 @@ class Server:
     async def tabby_health(self):
         return {"model": self.name, "device": self.device, "arch": platform.machine(), "cpu_info": "",
                 "cpu_count": os.cpu_count(), "cuda_devices": [],
-                # A Tabby client asks versions from 0.9 on for settings, which this server does not have.
+                # Tabby's client asks versions from 0.9 on for settings, which this server lacks.
                 "version": {"build_date": "", "build_timestamp": "", "git_sha": "", "git_describe": "v0.1.0"}}
 
     async def show_metrics(self):
-        return Response(self.counters.text(), media_type=self.counters.CONTENT_TYPE)
+        return Response(generate_latest(self.counters.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def page(self):
         return HTMLResponse(files("nanochat.serve").joinpath("page.html").read_text(encoding="utf-8"), headers={
@@ -185,8 +181,8 @@ class Server:
 def make_app(server, *, api_key=None, hosts=LOOPBACK):
     """Returns the FastAPI application.
 
-    api_key: what clients must send as a bearer token; the page and /health need none. hosts: without a key, requests
-    must name one of these hosts, so that no page of another site that a browser shows can use the server.
+    api_key: the bearer token of clients; the page and /health need none. hosts: without a key, requests must name one
+    of these hosts, so that no other site's page in a browser can use the server.
     """
     @contextlib.asynccontextmanager
     async def lifespan(app):
@@ -195,11 +191,11 @@ def make_app(server, *, api_key=None, hosts=LOOPBACK):
 
     async def check_key(request: Request):
         sent = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        # The comparison takes equally long for every key, so its time does not tell how much of a guess is right.
+        # In constant time, so that the time does not tell how much of a guess is right.
         if api_key and not hmac.compare_digest(sent, api_key.encode()):
             raise Refused(401, "this server needs its --api_key, as the header Authorization: Bearer KEY")
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None)  # whose page of documentation loads scripts of another site
+    app = FastAPI(lifespan=lifespan, openapi_url=None)  # whose documentation loads scripts of another site
     app.add_middleware(CountRequests, counters=server.counters)
     if not api_key:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*hosts, "[::1]"], www_redirect=False)
@@ -218,13 +214,67 @@ def make_app(server, *, api_key=None, hosts=LOOPBACK):
     return app
 
 
-# -----------------------------------------------------------------------------
+class Counters:
+    """What /metrics reports, in Prometheus's format."""
+
+    def __init__(self, num_waiting):
+        """num_waiting(): the number of requests that wait for the model."""
+        registry = CollectorRegistry()
+        self.registry = registry
+        self.requests = Counter("nanochat_requests", "Requests", ["path", "status"], registry=registry)
+        self.seconds = Histogram("nanochat_request_seconds", "Seconds until the end of a request's answer",
+                                 ["path"], buckets=BUCKETS_S, registry=registry)
+        self._prompt = Counter("nanochat_prompt_tokens", "Tokens of prompts, read or known from the request before",
+                               ["how"], registry=registry)
+        self._generated = Counter("nanochat_generated_tokens", "Tokens generated", registry=registry)
+        self._drafted = Counter("nanochat_drafted_tokens", "Tokens drafted from the prompt", ["accepted"],
+                                registry=registry)
+        waiting = Gauge("nanochat_waiting_requests", "Requests that wait for the model", registry=registry)
+        waiting.set_function(num_waiting)
+
+    def count(self, completion):
+        timings = completion.timings
+        self._prompt.labels("read").inc(timings.read_tokens)
+        self._prompt.labels("known").inc(max(timings.prompt_tokens - timings.read_tokens, 0))
+        self._generated.inc(completion.num_tokens)
+        self._drafted.labels("yes").inc(timings.accepted_tokens)
+        self._drafted.labels("no").inc(max(timings.drafted_tokens - timings.accepted_tokens, 0))
+
+
+class CountRequests:
+    """ASGI middleware that counts the answers of each path, by status."""
+
+    def __init__(self, app, counters):
+        self.app = app
+        self.counters = counters
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        start = time.monotonic()
+        statuses = []
+
+        async def note_status(message):
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+            await send(message)
+
+        try:
+            await self.app(scope, receive, note_status)
+        finally:
+            # The application has found the route by now. Unknown paths share one label, so that a client cannot create
+            # labels without end.
+            path = scope["route"].path if "route" in scope else "other"
+            self.counters.requests.labels(path, statuses[0] if statuses else "none").inc()
+            self.counters.seconds.labels(path).observe(time.monotonic() - start)
+
+
 # Requests and answers
 
 
 def error_answer(status, message):
     kind = "invalid_request_error" if status < 500 else "server_error"
-    # A client whose body was not read to its end would go on sending it.
+    # A client whose body was not read to its end would keep sending it.
     headers = {"Connection": "close"} if status in (408, 413) else None
     return JSONResponse({"error": {"message": message, "code": status, "type": kind}}, status, headers)
 
@@ -242,13 +292,13 @@ def answer_failure(request, error):
 
 
 async def read_body(request, model, timeout_s):
-    """Returns the request's JSON as an object of the data class `model`. Raises Refused; what it says does not repeat
-    what was sent."""
+    """Returns the request's JSON as an object of the data class `model`. Raises Refused, whose message repeats nothing
+    of the request."""
     try:
         data = json.loads(await asyncio.wait_for(read_bytes(request), timeout_s))
     except asyncio.TimeoutError:
         raise Refused(408, f"the request's body did not arrive within {timeout_s:g} s") from None
-    except (ValueError, RecursionError):  # of which bytes that are not UTF-8 and endless numbers are kinds
+    except (ValueError, RecursionError):  # ValueError also for other bytes than UTF-8, and for endless numbers
         raise Refused(400, "the request's body is not JSON in UTF-8") from None
     try:
         return model.model_validate(data)
@@ -259,7 +309,7 @@ async def read_body(request, model, timeout_s):
 
 
 async def read_bytes(request):
-    """Returns the body. Raises Refused as soon as it is too long, or if the client hangs up."""
+    """Returns the body. Raises Refused once it is too long, or if the client hangs up."""
     body = b""
     while True:
         message = await request.receive()
@@ -280,10 +330,10 @@ async def finished(events):
 
 
 async def stream(events, chunk, last, first=()):
-    """Returns the answer that sends each chunk(sample, text) as it comes, and the chunks of last(completion) at the
-    end, as server-sent events. Raises Refused if the model could not begin."""
-    # The first event is awaited before the answer begins, because an answer that has begun cannot change its status: a
-    # request that is refused gets the status of the refusal, and not 200 with an error in its stream.
+    """Returns the answer that streams the chunks `first`, each chunk(sample, text), and the chunks of last(completion),
+    as server-sent events. Raises Refused if the model could not begin."""
+    # The first event comes before the answer begins. So a refused request gets the status of the refusal, and not 200
+    # with an error in its stream.
     event = await anext(events)
 
     async def lines():

@@ -265,7 +265,7 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
         model_card._recipe(make_meta(flags=taught))
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
     run(f"--out={tmp_path / 'bare'}")
-    assert "corpus is not known" in (tmp_path / "bare" / "README.md").read_text()
+    assert "manifest of the corpus was missing" in (tmp_path / "bare" / "README.md").read_text()
 
 
 def test_a_manifest_beside_the_data_of_the_checkpoint_is_found(tmp_path, byte_tokenizer_dir):

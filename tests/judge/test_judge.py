@@ -105,10 +105,10 @@ def test_the_formats_of_others_are_read(judge, tmp_path):
 
 
 @pytest.mark.parametrize("content, message", [
-    ("", "holds no problem"), ("{}", "not a file of problems"), ("[1]", "not a file of problems"),
-    (MULTIPL_E.replace('"tests": "', '"tests": null, "x": "'), "not a file of problems"), ("[" * 10**5, "not a file"),
-    (MULTIPL_E.replace("HumanEval_0_f", r"\ud800"), "not a file of problems"),
-    ("\x1f\x8bxxx", "not a file of problems"), (MULTIPL_E * 2, "two problems with the name HumanEval_0_f"),
+    ("", "holds no problem"), ("{}", "HumanEval-X"), ("[1]", "HumanEval-X"),
+    (MULTIPL_E.replace('"tests": "', '"tests": null, "x": "'), "HumanEval-X"), ("[" * 10**5, "HumanEval-X"),
+    (MULTIPL_E.replace("HumanEval_0_f", r"\ud800"), "HumanEval-X"),
+    ("\x1f\x8bxxx", "HumanEval-X"), (MULTIPL_E * 2, "two problems with the name HumanEval_0_f"),
 ])
 def test_a_file_without_problems_is_one_line(tmp_path, content, message):
     (tmp_path / "problems.jsonl").write_bytes(content.encode("latin-1"))

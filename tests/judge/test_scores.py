@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from nanochat.common import BadInput
+from nanochat.judge.eval_report import compare, pass_at_k, score
 from nanochat.judge.results import Results, read_results
-from nanochat.judge.scores import compare, pass_at_k, score
 
 
 @pytest.mark.parametrize("passed", range(6))
