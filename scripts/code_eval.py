@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.checkpoint.format import find_checkpoint
-from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
+from nanochat.common import Progress, expand_path, flag, read_flags, run_script
 from nanochat.data.shards import TextFlags
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, resolve_device_type
 from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, weights_of
@@ -21,20 +21,14 @@ from nanochat.judge.code_eval import TASKS, check_solutions, evaluate, make_item
 from nanochat.judge.eval_report import write_report
 from nanochat.judge.judge import Judge, JudgeFlags
 from nanochat.judge.problems import digest, read_problems, usable
-from nanochat.judge.results import open_results, progress, results_dir
+from nanochat.judge.results import open_results, results_dir
 from nanochat.judge.writer import Writer, WriterFlags
-
-
-def task_name(text):
-    if text not in TASKS:
-        raise BadInput(f"choose one of {', '.join(TASKS)}")
-    return text
 
 
 @dataclass(frozen=True)
 class TaskFlags(TextFlags):
     task: str = flag("functions", "functions (to be completed), infill (gaps in held-out files) or infill_functions "
-                     "(gaps in the solutions of problems)", of=task_name)
+                     "(gaps in the solutions of problems)", choices=TASKS)
     problems: Path | None = flag(None, "problems in the format of HumanEval-X or MultiPL-E; default: the project's own",
                                  of=expand_path)
     num_tasks: int = flag(100, "gaps of each kind", at_least=1, at_most=10_000)
@@ -79,8 +73,8 @@ def main(argv=None):
         dist = compute_init(device_type)
         model, tokenizer, _ = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, weights=settings["weights"])
         writer = Writer(model, tokenizer, dist, sampling)
-        with progress(len(items)) as show:
-            evaluate(items, writer, judge, results, judging.num_workers, show)
+        with Progress("problems", len(items), unit="") as progress:
+            evaluate(items, writer, judge, results, judging.num_workers, progress.update)
         compute_cleanup(dist)
     write_report(out_dir, settings, results.records, items, others)
 

@@ -9,20 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.checkpoint.format import find_checkpoint
-from nanochat.common import (
-    BadInput,
-    expand_path,
-    flag,
-    get_base_dir,
-    read_flags,
-    require_writable_dir,
-    run_module,
-    run_script,
-)
+from nanochat.common import expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_module, run_script
 from nanochat.infer.load import CheckpointFlags, load_language_meta, resolve_inference_device_type, weights_of
 from nanochat.infer.sample import default_max_tokens
 from nanochat.judge import compare_search, eval_report
-from nanochat.judge.results import read_results
+from nanochat.judge.results import records_of
 
 
 @dataclass(frozen=True)
@@ -59,15 +50,6 @@ def main(argv=None):
              *eval_report.table(found), "", *compare_search.table(searches)]
     (out_dir / "table.txt").write_text("\n".join(lines) + "\n")
     print("\n" + "\n".join(lines) + f"\n\n{out_dir / 'table.txt'}")
-
-
-def records_of(file, path, weights):
-    """Returns the records of a file of results. Raises BadInput if other weights of the checkpoint made them."""
-    settings, records, _ = read_results(file)
-    if settings["weights"] != weights:
-        raise BadInput(f"checkpoint {path} was replaced since this command began: start it again, with another "
-                       "--out_dir")
-    return records
 
 
 def run(module, *flags):

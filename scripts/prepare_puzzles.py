@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock, Timeout
 
-from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
+from nanochat import common
+from nanochat.common import BadInput, expand_path, flag
 from nanochat.puzzles import arc
 from nanochat.puzzles.make import Maker, make_splits
 from nanochat.puzzles.puzzle_data import write_puzzles
@@ -97,18 +97,15 @@ def prepare(flags, maker, out_dir):
 
 
 def main(argv=None):
-    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    (flags,) = common.read_flags(argv, __doc__, {Flags: "flags"})
     require_own_flags(flags)
     maker = None if flags.puzzle in arc.VERSIONS else read_maker(flags)
-    out_dir = require_writable_dir(flags.out_dir or get_base_dir() / "puzzles")
-    try:
-        with FileLock(out_dir / ".lock", timeout=0):
-            splits, about = prepare(flags, maker, out_dir)
-    except Timeout:
-        raise BadInput(f"another prepare_puzzles is writing to {out_dir}: wait for it, or choose another --out_dir"
-                       ) from None
+    out_dir = common.require_writable_dir(flags.out_dir or common.get_base_dir() / "puzzles")
+    refusal = f"another prepare_puzzles is writing to {out_dir}: wait for it, or choose another --out_dir"
+    with common.locked(out_dir / ".lock", refusal):
+        splits, about = prepare(flags, maker, out_dir)
     print(f"{out_dir}: {len(splits['train']):,} puzzles to train on, {len(splits['val']):,} held out{about}")
 
 
 if __name__ == "__main__":
-    run_script(main)
+    common.run_script(main)

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 
 from nanochat.checkpoint.format import find_checkpoint
-from nanochat.common import expand_path, flag, read_flags, run_script
+from nanochat.common import Progress, expand_path, flag, read_flags, run_script
 from nanochat.device.ranks import compute_cleanup, prepare_xla_environment
 from nanochat.infer.load import ModelFlags, load_language_meta, resolve_inference_device_type, weights_of
 from nanochat.judge.compare_search import compare_methods, table
 from nanochat.judge.judge import PASSED, Judge, JudgeFlags
 from nanochat.judge.problems import ProblemFlags, digest
-from nanochat.judge.results import open_results, progress, results_dir
+from nanochat.judge.results import open_results, results_dir
 from nanochat.judge.search import COMPILES, METHODS, Search, check_prompt
 from nanochat.judge.search_flags import SearchFlags, fitting, load_writers
 
@@ -57,8 +57,8 @@ def main(argv=None):
     with Judge(judging.unsafe) as judge, open_results(out_dir / "searches.jsonl", settings) as results:
         torch.set_num_threads(1)  # the searches themselves run in parallel
         writers = load(judging.num_workers, settings["weights"])
-        with progress(len(problems)) as show:
-            compare_methods(writers, judge, problems, methods, budgets, results, show)
+        with Progress("problems", len(problems), unit="") as progress:
+            compare_methods(writers, judge, problems, methods, budgets, results, progress.update)
         compute_cleanup(writers[0].dist)
     lines = table(results.records)
     (out_dir / "table.txt").write_text("\n".join(lines) + "\n")

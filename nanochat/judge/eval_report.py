@@ -37,10 +37,8 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Difference:
-    mean: float  # of the first minus the second
-    low: float
-    high: float
+class Difference(Score):
+    """Of the first minus the second."""
     p_value: float
 
 
@@ -60,15 +58,20 @@ def score(values, weights=None, seed=0):
     (Efron 1979)."""
     values = np.asarray(values, float)
     weights = np.ones(len(values)) if weights is None else np.asarray(weights, float)
-    low, high = _interval(values, weights, seed)
-    return Score(float(values.sum() / weights.sum()), low, high, len(values))
+    rng = np.random.default_rng(seed)
+    means = []
+    for _ in range(DRAWS // BLOCK):
+        drawn = rng.integers(len(values), size=(BLOCK, len(values)))
+        means.append(values[drawn].sum(1) / weights[drawn].sum(1))
+    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
+    return Score(float(values.sum() / weights.sum()), float(low), float(high), len(values))
 
 
 def compare(first, second, weights=None, seed=0):
     """Returns the Difference between two lists of values of the same problems: the bootstrap's interval over problems,
     and the p-value of a permutation test."""
     differences = np.asarray(first, float) - np.asarray(second, float)
-    mean_score = score(differences, weights, seed)
+    found = score(differences, weights, seed)
     # How often a difference at least as large comes out if, for each problem, chance decides which of the two values
     # belongs to which checkpoint.
     rng = np.random.default_rng(seed)
@@ -79,17 +82,7 @@ def compare(first, second, weights=None, seed=0):
     # The observed difference counts as one of the draws, so p is never 0. Sums in another order are rounded
     # differently, hence 1e-12.
     num_larger = (np.abs(np.concatenate(sums)) >= abs(differences.sum()) * (1 - 1e-12)).sum()
-    return Difference(mean_score.mean, mean_score.low, mean_score.high, float((1 + num_larger) / (1 + DRAWS)))
-
-
-def _interval(values, weights, seed):
-    """Returns the 2.5 and 97.5 percentiles of the weighted mean over problems that are drawn with replacement."""
-    rng = np.random.default_rng(seed)
-    means = []
-    for _ in range(DRAWS // BLOCK):
-        drawn = rng.integers(len(values), size=(BLOCK, len(values)))
-        means.append(values[drawn].sum(1) / weights[drawn].sum(1))
-    return map(float, np.percentile(np.concatenate(means), [2.5, 97.5]))
+    return Difference(**vars(found), p_value=float((1 + num_larger) / (1 + DRAWS)))
 
 
 # From records to scores

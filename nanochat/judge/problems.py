@@ -63,7 +63,13 @@ def read_problems(path=None, name="--problems"):
     path comes from, for BadInput."""
     path = OWN if path in (None, "own") else expand_path(path)
     try:
-        problems = _read_own(path) if path.is_dir() else _read_foreign(path)
+        if path.is_dir():
+            problems = _read_own(path)
+        else:
+            data = path.read_bytes()
+            if data[:2] == b"\x1f\x8b":
+                data = gzip.decompress(data)
+            problems = [_foreign(json.loads(line)) for line in data.decode().splitlines() if line.strip()]
     except OSError as error:
         raise BadInput(f"{name}={path} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, AttributeError, EOFError, RecursionError, zlib.error) as error:
@@ -159,14 +165,6 @@ def _read_own(folder):
         problems.append(Problem(file.stem, parts["prompt"], parts["tests"], parts["solution"],
                                 parts["difficulty"].strip()))
     return problems
-
-
-def _read_foreign(file):
-    """Returns the Problems in a file of HumanEval-X or MultiPL-E."""
-    data = file.read_bytes()
-    if data[:2] == b"\x1f\x8b":
-        data = gzip.decompress(data)
-    return [_foreign(json.loads(line)) for line in data.decode().splitlines() if line.strip()]
 
 
 def _foreign(row):

@@ -1,22 +1,16 @@
-"""The file of an evaluation's results, which grows by a record at a time, and the progress of the evaluation."""
+"""The file of an evaluation's results, which grows by a record at a time."""
 import hashlib
 import json
 import os
-import sys
-import time
 from contextlib import contextmanager
 
-from filelock import FileLock, Timeout
-from tqdm import tqdm
-
-from nanochat.common import BadInput, get_base_dir, require_writable_dir
+from nanochat.common import BadInput, get_base_dir, locked, require_writable_dir
 
 FIELDS = {  # of a record, which scores and pages read
     "name": str, "group": str, "text": str, "status": str | None, "message": str, "sample": int, "exact": bool,
     "similarity": int | float, "bits": int | float, "bytes": int, "bits_without_suffix": int | float, "method": str,
     "budget": int, "tokens": int, "calls": int}
 REQUIRED = {"name", "group", "text", "status"}
-REPORT_EVERY_S = 10  # in a log
 
 
 def results_dir(out_dir, kind, name, settings):
@@ -31,12 +25,9 @@ def results_dir(out_dir, kind, name, settings):
 @contextmanager
 def open_results(path, settings):
     """Yields the Results in the file `path`. Raises BadInput if another process writes to its folder."""
-    try:
-        with FileLock(path.parent / ".lock", timeout=0), Results(path, settings) as results:
-            yield results
-    except Timeout:
-        raise BadInput(f"another evaluation is writing to {path.parent}: wait for it, or choose another --out_dir"
-                       ) from None
+    refusal = f"another evaluation is writing to {path.parent}: wait for it, or choose another --out_dir"
+    with locked(path.parent / ".lock", refusal), Results(path, settings) as results:
+        yield results
 
 
 # The file is JSON lines: the settings, then a record for each sample. The settings alone determine its lines and their
@@ -104,27 +95,18 @@ def read_results(path):
     return lines[0], lines[1:], len(data)
 
 
+def records_of(path, checkpoint, weights):
+    """Returns the records of a file of results. Raises BadInput if other weights of the checkpoint made them."""
+    settings, records, _ = read_results(path)
+    if settings["weights"] != weights:
+        raise BadInput(f"checkpoint {checkpoint} was replaced since this command began: start it again, with another "
+                       "--out_dir")
+    return records
+
+
 def difference(settings, others):
     """Returns in words the first setting that differs."""
     for key in {**settings, **others}:
         if settings.get(key) != others.get(key):
             return f"{key} is {settings.get(key)} there and {others.get(key)} here"
     return "the order of the settings"
-
-
-@contextmanager
-def progress(num_problems):
-    """Yields show(count), called when so many more problems are done: a bar on a terminal, plain lines in a log."""
-    with tqdm(total=num_problems, unit="problem", disable=not sys.stderr.isatty()) as bar:
-        num_done = 0
-        said = time.monotonic()
-
-        def show(count):
-            nonlocal num_done, said
-            num_done += count
-            bar.update(count)
-            if bar.disable and time.monotonic() - said > REPORT_EVERY_S:
-                said = time.monotonic()
-                print(f"{num_done} of {num_problems} problems are done", file=sys.stderr, flush=True)
-
-        yield show

@@ -103,8 +103,8 @@ class Search:
         self.num_tokens += sum(sample.num_drawn for sample in samples)
         return samples
 
-    def draw_function(self):
-        """Draws a function. Returns its text, and whether the model ended it."""
+    def draw_and_offer(self):
+        """Draws a function and judges it. Returns its text, and its Verdict, or None if the model did not end it."""
         prompt = self.problem.prompt
         sampling = self.writer.sampling
         pieces = []
@@ -117,12 +117,8 @@ class Search:
 
         [drawn] = self.draw(prompt, 1, sampling.max_tokens, sampling.stop, on_text=note, keep_going=is_open)
         end = end_of_function(prompt, drawn.text)
-        return drawn.text[:end], end is not None or drawn.reason in ("stop", "end")
-
-    def draw_and_offer(self):
-        """Draws a function and judges it. Returns its text, and its Verdict, or None if the model did not end it."""
-        text, is_ended = self.draw_function()
-        if is_ended:
+        text = drawn.text[:end]
+        if end is not None or drawn.reason in ("stop", "end"):
             return text, self.offer(text)
         self.leave_unfinished(text)
         return text, None

@@ -4,15 +4,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from tqdm import tqdm
 
-from nanochat.common import BadInput, end_with_parent
+from nanochat.common import BadInput, Progress, end_with_parent
 from nanochat.puzzles import mazes, sudoku
 
 ROUNDS = 20  # each makes as many puzzles as are still missing
@@ -72,7 +70,7 @@ def make_splits(maker, wanted, uses_qqwing=False):
     found = {name: {} for name in wanted}
     made = 0
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=begin_worker) as pool, \
-            tqdm(total=sum(wanted.values()), unit="puzzle", disable=not sys.stderr.isatty()) as progress:
+            Progress("puzzles", sum(wanted.values()), unit="") as progress:
         # Each of these four draws a thousand mazes: a path that none of them has is refused before the rounds.
         if maker.kind == "maze" and not any(pool.map(maker.make, range(4))):
             raise BadInput(f"--min_path={maker.min_path}: thousands of mazes of --side={maker.shape[0]} were drawn, "
@@ -87,10 +85,10 @@ def make_splits(maker, wanted, uses_qqwing=False):
             else:
                 new = list(filter(None, pool.map(maker.make, range(made, made + missing), chunksize=16)))
                 made += missing
+            num_before = sum(map(len, found.values()))
             if new:
                 _split(new, maker.fingerprints(np.array([puzzle for puzzle, _, _ in new])), found, wanted)
-            progress.n = sum(map(len, found.values()))
-            progress.refresh()
+            progress.update(sum(map(len, found.values())) - num_before)
     if any(len(found[name]) < wanted[name] for name in wanted):
         raise BadInput(f"--train={wanted['train']} and --val={wanted['val']}: only {len(found['train'])} and "
                        f"{len(found['val'])} different puzzles were found: ask for fewer, or for larger ones")

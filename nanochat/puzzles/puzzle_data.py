@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, written_whole
 from nanochat.puzzles import arc, mazes, sudoku
 
 DESCRIPTION = "puzzles.json"
@@ -65,9 +65,8 @@ def write_puzzles(folder, kind, shape, splits, tasks=0):
     (folder / DESCRIPTION).unlink(missing_ok=True)
     for name, rows in splits.items():
         table = pa.table({column: [row[number] for row in rows] for number, column in enumerate(COLUMNS)})
-        unfinished = folder / f"{name}.parquet.tmp"
-        pq.write_table(table, unfinished, compression="zstd")
-        unfinished.rename(folder / f"{name}.parquet")
+        with written_whole(folder / f"{name}.parquet") as unfinished:
+            pq.write_table(table, unfinished, compression="zstd")
     description = {"kind": kind, "shape": shape, "tasks": tasks,
                    "puzzles": {name: len(rows) for name, rows in splits.items()}}
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=1))

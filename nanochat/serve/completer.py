@@ -94,7 +94,8 @@ class Shaper:
         self.begin = self.begin or time.monotonic()
         self.text += text
         self._end_at(end_of_block(self.text, self.options.min_indent))
-        if not self.ended and self._is_late():
+        max_ms = self.options.max_ms
+        if not self.ended and max_ms is not None and (time.monotonic() - self.begin) * 1000 > max_ms:
             # After the time limit, the text ends with a line, but not before the text that the editor already shows.
             line_end = self.text.rfind("\n")
             self._end_at(max(line_end, self.num_shown) if line_end > 0 else None)
@@ -108,10 +109,6 @@ class Shaper:
         if end is not None:
             self.text = self.text[:end]
             self.ended = True
-
-    def _is_late(self):
-        max_ms = self.options.max_ms
-        return max_ms is not None and (time.monotonic() - self.begin) * 1000 > max_ms
 
     def finish(self):
         """Ends the sample and returns its text."""

@@ -70,7 +70,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_file_and_others_are_compared_wi
 
 @pytest.mark.parametrize("flags, message", [
     (["--max_tokens=90"], "--max_tokens=90 is more than half of the 96"),
-    (["--task=chat"], "--task=chat: choose one of functions, infill"),
+    (["--task=chat"], "--task.*chat.*functions.*infill"),
     (["--problems=missing.jsonl"], "--problems=missing.jsonl cannot be read: No such file"),
     (["--against=missing"], "missing is not a file of results"),
 ])
