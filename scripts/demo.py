@@ -1,8 +1,7 @@
 """Makes a corpus, trains a small model and completes a file, on this machine: `make demo`.
 
-The training program is the one for TPUs, here over two XLA devices of the CPU. It takes three to five minutes on two
-cores. Everything is written to $NANOCHAT_BASE_DIR/demo (default ~/.cache/nanochat/demo). A second demo starts again
-from the beginning.
+It trains with the program for TPUs, over two XLA devices of the CPU, in three to five minutes on two cores. Writes to
+$NANOCHAT_BASE_DIR/demo (default ~/.cache/nanochat/demo). A second demo starts over.
 """
 import json
 import os
@@ -27,19 +26,20 @@ class Flags:
 
 
 def run(step, module, *flags, env):
-    """Prints the name of a step, and runs the script that does it, see run_module."""
+    """Prints the name of a step, and runs its script (see run_module)."""
     print(f"\n=== {step}")
     run_module(module, *flags, env=env)
 
 
 def unigram_bits_per_byte(data_dir):
-    """Returns the bits per byte of the validation text if only the frequency of each of its tokens is known."""
-    tokenizer, counts = load_tokenizer(), 0
+    """Returns the bits per byte of the validation text under the frequencies of its own tokens."""
+    tokenizer = load_tokenizer()
+    counts = 0
     token_bytes = tokenizer.token_bytes().numpy()
     for piece in all_pieces(open_text(TextFlags(data_dir))):
         counts = counts + np.bincount(tokenizer.encode_to_numpy(piece.text), minlength=tokenizer.n_vocab)
     seen = counts[counts > 0]
-    # The entropy of a token in bits times the number of tokens, over the bytes of all tokens.
+    # The bits of all tokens over their bytes.
     return float(-(seen * np.log2(seen / seen.sum())).sum() / (counts * token_bytes).sum())
 
 
@@ -65,7 +65,7 @@ def main(argv=None):
     print(f"""
 === done in {time.monotonic() - started:.0f} s
 validation   {bpb[0]:.3f} bits per byte before, {bpb[-1]:.3f} after {records[-1]['step']} steps;
-             knowing only how often each token occurs there gives {unigram:.3f}
+             token frequencies alone give {unigram:.3f}
 corpus       {base_dir / 'parquet'}
 checkpoint   {run_dir}/step_{records[-1]['step']:06d}
 metrics      {run_dir / METRICS_FILE}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from nanochat.infer.sample import ignore
 from nanochat.judge.eval_report import compare, compiles, in_percent, mean, score
 from nanochat.judge.judge import PASSED
-from nanochat.judge.search import METHODS, UNFINISHED, Search
+from nanochat.judge.search import METHODS, Search
 
 BASELINE = "best_of"
 
@@ -64,10 +64,6 @@ def compare_methods(writers, judge, problems, methods, budgets, results, show=ig
             pool.shutdown(cancel_futures=True)  # after Ctrl-C or an error
 
 
-def has_compiled(record):
-    return record["status"] != UNFINISHED and compiles(record)
-
-
 def table(records):
     """Returns the lines of a Markdown table: a row for each method and budget."""
     found = {}  # {(budget, method): {name: record}}
@@ -88,7 +84,7 @@ def table(records):
 
 def row(budget, method, records, against):
     """Returns a line of the table. against: the comparison with BASELINE, in words."""
-    compile_share = in_percent(score([has_compiled(record) for record in records]))
+    compile_share = in_percent(score([compiles(record) for record in records]))
     pass_share = in_percent(score([record["status"] == PASSED for record in records]))
     tokens = mean(record["tokens"] for record in records)
     calls = mean(record["calls"] for record in records)
@@ -100,7 +96,6 @@ def compared(found, baseline):
     names = [name for name in found if name in baseline]
     if not names:
         return ""
-    difference = compare([has_compiled(found[name]) for name in names],
-                         [has_compiled(baseline[name]) for name in names])
+    difference = compare([compiles(found[name]) for name in names], [compiles(baseline[name]) for name in names])
     return (f"{100 * difference.mean:+.1f} [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}], "
             f"p = {difference.p_value:.4f}")

@@ -27,6 +27,7 @@ TIMEOUT = "timeout"
 TOO_MUCH_OUTPUT = "too much output"
 DOES_NOT_COMPILE = "does not compile"
 NO_CODE = "no code"  # only comments, which would compile
+UNFINISHED = "unfinished"  # of a search: the model did not write the end of the function
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Verdict:
 
     @property
     def compiles(self):
-        return self.status not in (DOES_NOT_COMPILE, NO_CODE)
+        return self.status not in (DOES_NOT_COMPILE, NO_CODE, UNFINISHED)
 
 
 @dataclass(frozen=True)

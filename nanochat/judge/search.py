@@ -16,13 +16,12 @@ from dataclasses import dataclass, field, replace
 from nanochat.common import BadInput
 from nanochat.infer.prompt import MAX_TAKEN_BACK
 from nanochat.infer.sample import ignore
-from nanochat.judge.judge import DOES_NOT_COMPILE, NO_CODE, PASSED, Judge, Verdict, has_code
+from nanochat.judge.judge import DOES_NOT_COMPILE, NO_CODE, PASSED, UNFINISHED, Judge, Verdict, has_code
 from nanochat.judge.problems import Problem
 from nanochat.judge.unfinished import block_of, closers, end_of_function, ends_statement, error_lines
 from nanochat.judge.writer import Writer, size
 
 COMPILES = "compiles"  # the verdict without tests
-UNFINISHED = "unfinished"  # the model did not write the end of the function
 NOT_CALLED = Verdict(DOES_NOT_COMPILE, "the budget of compiler calls was used up")
 MAX_BEAM = 3  # states of a tree that are continued at the same time
 LINES = 5  # drawn from each state

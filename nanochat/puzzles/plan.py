@@ -18,10 +18,8 @@ class PuzzleFlags:
     data_dir: str | None = flag(None, "folder of puzzles; default: $NANOCHAT_BASE_DIR/puzzles", of=path_text)
     num_iterations: int = flag(1000, "optimizer steps, which are supervision steps", at_least=1, at_most=MAX_STEPS)
     total_batch_size: int = flag(64, "puzzles in a step", at_least=1, at_most=2**20)
-    supervision_steps: int = flag(16, "supervision steps of an episode, at most; in evaluation, exactly", at_least=1,
-                                  at_most=1000)
-    explore: float = flag(0.1, "share of the episodes that last for a random number of steps, even if the model would "
-                          "halt", at_least=0, at_most=1)
+    supervision_steps: int = flag(16, "most steps of an episode; in evaluation, all", at_least=1, at_most=1000)
+    explore: float = flag(0.1, "share of episodes with a random minimum of steps", at_least=0, at_most=1)
     loss: str = flag("stablemax", "stablemax or softmax", choices=("stablemax", "softmax"))
     eval_puzzles: int = flag(1024, "puzzles of an evaluation, at most", at_least=1, at_most=10**6)
 

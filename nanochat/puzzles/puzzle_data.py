@@ -6,7 +6,7 @@ begins with the task's number.
 """
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import torch
 
 from nanochat.common import BadInput, written_whole
+from nanochat.device.ranks import Dist
 from nanochat.puzzles import arc, mazes, sudoku
 
 DESCRIPTION = "puzzles.json"
@@ -104,6 +105,7 @@ def _check(puzzles, name):
             raise ValueError(f"{name} has tokens that are not 0 to {number - 1}")
 
 
+@dataclass
 class PuzzleFeed:
     """Iterates over this rank's micro-batches from a step on, {name: CPU tensor} with a row for each of its slots.
 
@@ -112,27 +114,28 @@ class PuzzleFeed:
     they depend on seed and step only, not on the ranks nor on the model.
     """
 
-    def __init__(self, puzzles, dist, step, *, seed, total_batch_size, explore, max_steps):
-        """explore: the share of episodes with a random minimum of 2 to max_steps steps; the others have no minimum."""
-        self.puzzles = puzzles
-        self.fingerprint = puzzles.fingerprint
-        self.state = {}  # it follows from seed and step
-        self._dist = dist
-        self._step = step
-        self._seed = seed
-        self._total = total_batch_size
-        self._explore = explore
-        self._max_steps = max_steps
-        self._taken = []
+    puzzles: Puzzles
+    dist: Dist
+    step: int  # the next one
+    seed: int
+    total_batch_size: int
+    explore: float  # share of episodes with a random minimum of 2 to max_steps steps; the others have no minimum
+    max_steps: int
+    state: dict = field(default_factory=dict)  # always empty: seed and step determine the rest
+    _taken: list = field(default_factory=list)
+
+    @property
+    def fingerprint(self):
+        return self.puzzles.fingerprint
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        own = slice(self._dist.rank, None, self._dist.world_size)
+        own = slice(self.dist.rank, None, self.dist.world_size)
         batch = {name: torch.from_numpy(values[own].astype(np.int32))
-                 for name, values in self.draw(self._step).items()}
-        self._step += 1
+                 for name, values in self.draw(self.step).items()}
+        self.step += 1
         self._taken.append(torch.cat([batch["puzzle"], batch["solution"]], 1))
         return batch
 
@@ -140,12 +143,12 @@ class PuzzleFeed:
         """Returns {name: array} of all slots of the run at `step`."""
         # A generator for each step, keyed by seed and step: a resumed run needs no state, and every rank draws for all
         # slots. Another order of the draws below would change every run.
-        generator = np.random.Generator(np.random.Philox(key=[self._seed, step]))
-        numbers = generator.integers(len(self.puzzles.puzzles), size=self._total)
+        generator = np.random.Generator(np.random.Philox(key=[self.seed, step]))
+        numbers = generator.integers(len(self.puzzles.puzzles), size=self.total_batch_size)
         puzzle, solution = self.puzzles.in_other_form(
             [self.puzzles.puzzles[numbers], self.puzzles.solutions[numbers]], generator)
-        explores = generator.random(self._total) < self._explore
-        minimum = generator.integers(2, max(self._max_steps, 2) + 1, size=self._total)
+        explores = generator.random(self.total_batch_size) < self.explore
+        minimum = generator.integers(2, max(self.max_steps, 2) + 1, size=self.total_batch_size)
         return {"puzzle": puzzle, "solution": solution, "min_steps": np.where(explores, minimum, 0)}
 
     def taken(self):
@@ -155,7 +158,7 @@ class PuzzleFeed:
         return taken
 
     def metrics(self):
-        return {"puzzles": self._step * self._total}
+        return {"puzzles": self.step * self.total_batch_size}
 
     def close(self):
         pass

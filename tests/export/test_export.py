@@ -356,7 +356,7 @@ def test_a_kill_in_the_middle_leaves_no_folder_of_that_name(tmp_path, trained, b
     (["--out=FOLDER/a_run/step_000020/model.safetensors", "--format=safetensors", "--force"], "something else than an"),
     (["--out=FOLDER/link", "--force"], "is a symbolic link"),
     (["--out=FOLDER/a_run/step_000020", "--force"], "something else than an export"),
-    (["--out=FOLDER/a_run/step_000020/x"], "in each other"),
+    (["--out=FOLDER/a_run/step_000020/x"], "overlap"),
     (["--out=FOLDER/x", "--checkpoint=none"], "no checkpoint at none"),
     (["--out=FOLDER/x", "--manifest=FOLDER/none"], "--manifest=.* cannot be read"),
     (["--out=FOLDER/x", "--manifest=FOLDER/file"], "--manifest=.* is not the manifest"),
