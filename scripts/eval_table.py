@@ -12,7 +12,7 @@ from nanochat.checkpoint.format import find_checkpoint
 from nanochat.common import expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_module, run_script
 from nanochat.infer.load import CheckpointFlags, load_language_meta, resolve_inference_device_type, weights_of
 from nanochat.infer.sample import default_max_tokens
-from nanochat.judge import compare_search, eval_report
+from nanochat.judge import eval_report, solve
 from nanochat.judge.results import records_of
 
 
@@ -47,7 +47,7 @@ def main(argv=None):
     run("scripts.solve", *common, f"--problems={flags.problems}", f"--out_dir={out_dir / 'search'}")
     searches = records_of(out_dir / "search" / "searches.jsonl", path, weights)
     lines = [f"Checkpoint `{path.parent.name}/{path.name}`. In brackets: the 95% interval over problems or gaps.", "",
-             *eval_report.table(found), "", *compare_search.table(searches)]
+             *eval_report.table(found), "", *solve.table(searches)]
     (out_dir / "table.txt").write_text("\n".join(lines) + "\n")
     print("\n" + "\n".join(lines) + f"\n\n{out_dir / 'table.txt'}")
 

@@ -7,8 +7,6 @@
 Prints the code with its verdict as a comment on standard output, and the search on standard error. The exit status is 0
 if the code compiles and passes the tests, and 1 if not. Needs g++ and bubblewrap: apt-get install g++ bubblewrap
 """
-import sys
-import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,12 +17,10 @@ from nanochat.checkpoint.format import find_checkpoint
 from nanochat.common import Progress, expand_path, flag, read_flags, run_script
 from nanochat.device.ranks import compute_cleanup, prepare_xla_environment
 from nanochat.infer.load import ModelFlags, load_language_meta, resolve_inference_device_type, weights_of
-from nanochat.judge.compare_search import compare_methods, table
-from nanochat.judge.judge import PASSED, Judge, JudgeFlags
+from nanochat.judge.judge import Judge, JudgeFlags
 from nanochat.judge.problems import ProblemFlags, digest
 from nanochat.judge.results import open_results, results_dir
-from nanochat.judge.search import COMPILES, METHODS, Search, check_prompt
-from nanochat.judge.search_flags import SearchFlags, fitting, load_writers
+from nanochat.judge.solve import SearchFlags, compare_methods, fitting, load_writers, solve, table
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,8 @@ def main(argv=None):
     methods = fitting(methods, meta, of_problems.is_comparison)
     load = partial(load_writers, of_model, path, device_type, sampling)
     if not of_problems.is_comparison:
-        return solve(load, problems[0], methods[0], budgets[0], judging)
+        with Judge(judging.unsafe) as judge:
+            return solve(judge, load, problems[0], methods[0], budgets[0], judging.num_workers)
     settings = {
         "format": 1, "task": "search", "items": digest(problems), "num_items": len(problems), "methods": methods,
         "budgets": [asdict(budget) for budget in budgets], "max_tokens": sampling.max_tokens,
@@ -63,26 +60,6 @@ def main(argv=None):
     lines = table(results.records)
     (out_dir / "table.txt").write_text("\n".join(lines) + "\n")
     print("\n".join(lines) + f"\n\n{out_dir}: searches.jsonl, table.txt")
-
-
-def solve(load, problem, method, budget, judging):
-    """Searches, prints the code with its verdict, and returns the exit status. load(number): returns Writers."""
-    say = partial(print, file=sys.stderr, flush=True)
-    with Judge(judging.unsafe) as judge:
-        check_prompt(judge, problem)  # before the model is loaded
-        [writer] = load(1)
-        search = Search(writer, judge, problem, budget, judging.num_workers, say)
-        begun = time.monotonic()
-        METHODS[method](search)
-    answer = search.answer
-    code = problem.program(answer.text + problem.closing()).rstrip()
-    print(f"{code}\n\n// {answer.status}: {method}, {search.num_tokens} of {budget.tokens} tokens, "
-          f"{search.num_calls} calls of g++", flush=True)
-    if answer.message:
-        say(answer.message)
-    say(f"{time.monotonic() - begun:.1f} s")
-    compute_cleanup(writer.dist)
-    return int(answer.status not in (PASSED, COMPILES))
 
 
 if __name__ == "__main__":

@@ -85,10 +85,9 @@ def make_splits(maker, wanted, uses_qqwing=False):
             else:
                 new = list(filter(None, pool.map(maker.make, range(made, made + missing), chunksize=16)))
                 made += missing
-            num_before = sum(map(len, found.values()))
             if new:
-                _split(new, maker.fingerprints(np.array([puzzle for puzzle, _, _ in new])), found, wanted)
-            progress.update(sum(map(len, found.values())) - num_before)
+                fingerprints = maker.fingerprints(np.array([puzzle for puzzle, _, _ in new]))
+                progress.update(_split(new, fingerprints, found, wanted))
     if any(len(found[name]) < wanted[name] for name in wanted):
         raise BadInput(f"--train={wanted['train']} and --val={wanted['val']}: only {len(found['train'])} and "
                        f"{len(found['val'])} different puzzles were found: ask for fewer, or for larger ones")
@@ -96,8 +95,10 @@ def make_splits(maker, wanted, uses_qqwing=False):
 
 
 def _split(puzzles, fingerprints, found, wanted):
-    """Adds puzzles to `found`, {split: {puzzle: …}}, up to the numbers in `wanted`."""
+    """Adds puzzles to `found`, {split: {puzzle: …}}, up to the numbers in `wanted`, and returns how many are new."""
+    num_before = sum(map(len, found.values()))
     for puzzle, fingerprint in zip(puzzles, fingerprints, strict=True):
         name = "val" if fingerprint % 1000 < 1000 * SHARES["val"] else "train"
         if len(found[name]) < wanted[name]:
             found[name][tuple(puzzle[0])] = puzzle
+    return sum(map(len, found.values())) - num_before
