@@ -1,4 +1,4 @@
-"""What every script needs: one-line errors, the flags' parser, the base directory."""
+"""The base of every script: one-line errors, the flags' parser, files, processes."""
 import argparse
 import ctypes
 import difflib
@@ -20,40 +20,38 @@ from pathlib import Path
 
 
 class BadInput(Exception):
-    """An error that the user can correct. Its message is one line: what is wrong, the value, and what to do. The exit
-    status is 2. What cannot be printed, such as a line's end in the value of a flag, is written as \\n."""
+    """An error that the user can correct, with exit status 2. Its message is one line: what is wrong, the value, and
+    what to do. Unprintable characters are escaped: a line's end in the value of a flag becomes \\n."""
 
     def __init__(self, message):
         super().__init__("".join(char if char.isprintable() else repr(char)[1:-1] for char in message))
 
 
 class Failure(Exception):
-    """What went wrong and is no fault of the input, such as a compiler that takes too long. Its message is one line:
-    what happened, and what to do. The exit status is 1."""
+    """An error that is no fault of the input, such as a compiler that times out, with exit status 1. Its message is one
+    line: what happened, and what to do."""
     status = 1
 
 
 class Outage(Failure):
-    """A service that could not be reached for as long as it was waited for, and that may be reached later. The exit
-    status is 75, as that of a run that is to be started again."""
+    """A service that stayed unreachable until the wait timed out. The exit status is 75: start the same command again
+    later."""
     status = 75
 
 
 def run_script(main):
-    """Runs main() and ends the process with the status that it returns (None: 0). What the terminal or log cannot show,
-    such as é in ASCII, is printed as \\xe9.
+    """Runs main() and ends the process with the status that it returns (None: 0).
 
-    BadInput, Failure, Outage, Ctrl-C and a full disk end it with one line on stderr and status 2, 1, 75, 130 and 1. If
-    whoever reads the output has ended, as `head` does, it ends without a word and with status 141, as a program that
-    SIGPIPE ends.
+    BadInput, Failure, Outage, Ctrl-C and a full disk end it with one line on stderr and status 2, 1, 75, 130 and 1; a
+    closed pipe, as behind `head`, silently with status 141, like SIGPIPE.
     """
     prepare_output()
     try:
         try:
             status = main()
         finally:
-            # What is left to print is printed here, where a closed pipe and a full disk are errors that are known
-            # below. Left to the interpreter, they would be a complaint at its end, and status 120.
+            # Here, where the errors of a closed pipe and a full disk are caught. The interpreter's own flush at its end
+            # would complain, with status 120.
             sys.stdout.flush()
     except KeyboardInterrupt:
         status = _say("stopped by Ctrl-C", 130)
@@ -65,28 +63,33 @@ def run_script(main):
 
 
 def prepare_output():
-    """Lets this process print where the output is closed, or has no sign for a letter."""
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None: closed
+    """Lets this process print to a closed output, and print é as \\xe9 if the terminal or log is ASCII."""
+    # Python sets a stream to None if it was closed.
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def say_error(error):
-    """Prints what run_script says of an error that ends a process, and returns the status; None for other errors."""
+    """Prints run_script's line for an error, and returns the exit status; None for other errors."""
     if isinstance(error, BadInput):
         return _say(f"error: {error}", 2)
     if isinstance(error, Failure):
         return _say(f"error: {error}", error.status)
-    if not isinstance(error, BrokenPipeError) and not is_disk_full(error):
+    is_closed = isinstance(error, BrokenPipeError)
+    if not is_closed and not is_disk_full(error):
         return None
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the end of the process fails to write, too
-    return 141 if isinstance(error, BrokenPipeError) else _say(
-        f"error: the disk is full ({error}): free some space and run the same command again", 1)
+    # The rest of the output goes nowhere: otherwise the end of the process fails to write it, too.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if is_closed:
+        return 141
+    return _say(f"error: the disk is full ({error}): free some space and run the same command again", 1)
 
 
 def is_disk_full(error):
-    """Returns whether the exception says that the disk, or the user's quota, is full, or a file too large."""
+    """Returns whether the exception means a full disk, an exhausted quota or a file that is too large."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -97,25 +100,23 @@ def _say(line, status):
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action):
-        is_given = action.required or action.default in (None, "", ())  # there is no default to show
-        return action.help if is_given else super()._get_help_string(action)
+        has_none = action.required or action.default in (None, "", ())
+        return action.help if has_none else super()._get_help_string(action)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An argparse parser whose `--help` shows every default, and which reads `--batch-size` as `--batch_size`.
+    """An argparse parser whose `--help` shows every default. It reads `--batch-size` as `--batch_size`, and raises
+    BadInput instead of printing the usage."""
 
-    It raises BadInput where argparse would print the usage of the whole script.
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, formatter_class=_HelpFormatter, allow_abbrev=False, **kwargs)
+    def __init__(self, **kwargs):
+        super().__init__(formatter_class=_HelpFormatter, allow_abbrev=False, **kwargs)
 
     def parse_known_args(self, args=None, namespace=None):
         normalised = []
         for arg in sys.argv[1:] if args is None else args:
             if arg.startswith("--") and len(arg) > 2:
                 name, equals, value = arg.partition("=")
-                if value == "--":  # argparse would take it for no value at all
+                if value == "--":  # argparse would drop it
                     self.error(f"{arg}: -- is not a value")
                 # --batch-size becomes __batch_size, and then --batch_size.
                 arg = name.replace("-", "_").replace("__", "--", 1) + equals + value
@@ -125,12 +126,25 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         found, unknown = self.parse_known_args(args, namespace)
         for word in unknown:
-            near = difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, 1)
-            self.error(f"{word} is not a flag: " + (f"did you mean {near[0]}?" if near else "--help lists all flags"))
+            near = self._near(word.partition("=")[0])
+            advice = f"did you mean {near}?" if near else "--help lists all flags"
+            self.error(f"{word} is not a flag: {advice}")
         return found
 
+    def _near(self, name):
+        """Returns the flags that may be meant by `name`, as text; "" if there is none."""
+        # The end of a name comes before a similar one: --seq_len means --max_seq_len rather than --seq_len_ramp. If
+        # several flags have this end, their help tells them apart.
+        options = self._option_string_actions
+        near = [option for option in options if option.endswith(name.replace("--", "_", 1))]
+        if not near:
+            near = difflib.get_close_matches(name, options, 1)
+        if len(near) > 1:
+            near = [f"{option} ({options[option].help.partition(';')[0]})" for option in near]
+        return " or ".join(near)
+
     def error(self, message):
-        message = re.sub(r"ignored explicit argument (.*)", r"it takes no value, and \1 is given", message)
+        message = re.sub(r"ignored explicit argument (.*)", r"it takes no value, not \1: leave it out", message)
         raise BadInput(message.removeprefix("argument "))
 
 
@@ -138,9 +152,10 @@ def flag(default, help, *, of=None, at_least=-math.inf, above=-math.inf, at_most
          **options):
     """Returns a field for a data class of flags (see read_flags).
 
-    Its type is `of`, a function of a text, or else that of the default: str for None; a bool is False unless the flag
-    is given. at_least, above, at_most, below: the range of a number, which must always be finite; `unset` is a number
-    outside of it that stands for "not given". options: those of argparse's add_argument, and `positional`, for an
+    help: what the flag does in at most 15 words; after a semicolon the meaning of its default and where to read more.
+    of: a function of a text that makes the value; by default the type of `default`, str for None. A bool is False
+    unless the flag is given. at_least, above, at_most, below: the range of a number, which must be finite; `unset`: a
+    number outside of it that means "not given". options: those of argparse's add_argument, and `positional`, for an
     argument without a name.
     """
     limits = (at_least, above, at_most, below, unset)
@@ -149,27 +164,29 @@ def flag(default, help, *, of=None, at_least=-math.inf, above=-math.inf, at_most
 
 def _reader(name, kind, at_least, above, at_most, below, unset):
     """Returns the function that makes an int or a float (`kind`) of the text after --name=."""
-    limits = [f"{word} {limit}" for word, limit in (
-        ("of at least", at_least), ("above", above), ("of at most", at_most), ("below", below)) if math.isfinite(limit)]
-    wanted = f"{'a whole number' if kind is int else 'a number'} {' and '.join(limits)}".strip()
-    wanted += "" if unset is None else f", or {unset}"
+    limits = {"of at least": at_least, "above": above, "of at most": at_most, "below": below}
+    limits = [f"{word} {limit}" for word, limit in limits.items() if math.isfinite(limit)]
+    expected = "a whole number" if kind is int else "a number"
+    if limits:
+        expected += f" {' and '.join(limits)}"
+    if unset is not None:
+        expected += f", or {unset}"
     if kind is int:
-        at_most = min(at_most, 2**63 - 1)  # what PyTorch, NumPy and parquet can hold
+        at_most = min(at_most, 2**63 - 1)  # the limit of PyTorch, NumPy and parquet
 
     def read(text):
         try:
             number = kind(text)
         except ValueError:
-            # No range has nan in it, so it is refused below.
-            number = math.nan
+            number = math.nan  # in no range
         if number != unset and not (math.isfinite(number) and at_least <= number <= at_most and above < number < below):
-            raise BadInput(f"--{name}={text} is not {wanted}")
+            raise BadInput(f"--{name}={text} is not {expected}")
         return number
     return read
 
 
 def _named(name, kind):
-    """Returns the function `kind` of a text, whose BadInput then begins with the flag."""
+    """Returns the function `kind`, with the flag's name and value before its BadInput."""
     def read(text):
         try:
             return kind(text)
@@ -179,15 +196,17 @@ def _named(name, kind):
 
 
 class _Once(argparse.Action):
-    """Stores a flag's value. If it is given twice, two equal values are one, and stderr says so; two others are
-    refused, because nobody sees in a long command line that the last one would count."""
-    given = None  # [value], when there was one
+    """Stores a flag's value. It refuses a second, different value: in a long command line it is easy to miss which one
+    wins. A second equal value is a line on stderr."""
+    given = None  # [value], once there is one
 
     def __call__(self, parser, namespace, value, option_string=None):
-        value, name = True if self.nargs == 0 else value, f"--{self.dest}"
+        if self.nargs == 0:
+            value = True
+        name = f"--{self.dest}"
         if self.given and self.given[0] != value:
-            both = " and ".join(f"{name}={_shown(each)}" for each in (self.given[0], value))
-            parser.error(f"{name} is given twice, with two values: {both}: leave one of them out")
+            parser.error(f"{name} is given twice, with two values: {name}={_shown(self.given[0])} and "
+                         f"{name}={_shown(value)}: leave one of them out")
         if self.given:
             print(f"{name} is given twice, with the same value", file=sys.stderr)
         self.given = [value]
@@ -198,48 +217,64 @@ def _shown(value):
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
 
 
-def _add_flag(group, name, default, options):
-    options = dict(options)
-    limits, kind = options.pop("limits"), options.pop("of") or (str if default is None else type(default))
-    option = name if options.pop("positional", False) else f"--{name}"
+def _add_flag(group, field_):
+    name = field_.name
+    options = {"default": field_.default, "action": _Once, **field_.metadata}
+    limits = options.pop("limits")
+    kind = options.pop("of") or (str if field_.default is None else type(field_.default))
     if kind is bool:
-        group.add_argument(option, action=_Once, nargs=0, default=False, help=options["help"])
+        options["nargs"] = 0
+    elif kind in (int, float):
+        options["type"] = _reader(name, kind, *limits)
     else:
-        group.add_argument(option, default=default, **{"action": _Once} | options,
-                           type=_reader(name, kind, *limits) if kind in (int, float) else _named(name, kind))
+        options["type"] = _named(name, kind)
+    is_positional = options.pop("positional", False)
+    group.add_argument(name if is_positional else f"--{name}", **options)
 
 
-def read_flags(argv, description, titles):
+def read_flags(argv, description, titles, first=()):
     """Returns an object of each data class in `titles`, {data class: title of its flags in --help}, whose fields are
-    made with flag(). argv: the arguments; None: those of this process. Raises BadInput, also if a flag is given twice
-    with different values."""
-    parser = ArgumentParser(prog=f"python3 -m scripts.{Path(sys.argv[0]).stem}", description=description)
+    made with flag(). Raises BadInput.
+
+    argv: the arguments; None: those of this process. first: names of flags that --help shows first.
+    """
+    parser = ArgumentParser(prog=f"python3 -m scripts.{Path(sys.argv[0]).stem}", description=description,
+                            usage="%(prog)s [--flag=value …]" if first else None, add_help=False)
+    by_name = {field_.name: field_ for data_class in titles for field_ in fields(data_class)}
+    if first:
+        group = parser.add_argument_group("the flags to begin with")
+        for name in first:
+            _add_flag(group, by_name[name])
     for data_class, title in titles.items():
         group = parser.add_argument_group(title)
         for field_ in fields(data_class):
-            _add_flag(group, field_.name, field_.default, field_.metadata)
+            if field_.name not in first:
+                _add_flag(group, field_)
+    parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this text")
     found = parser.parse_args(argv)
-    return tuple(data_class(**{field_.name: getattr(found, field_.name) for field_ in fields(data_class)})
-                 for data_class in titles)
+    made = []
+    for data_class in titles:
+        made.append(data_class(**{field_.name: getattr(found, field_.name) for field_ in fields(data_class)}))
+    return tuple(made)
 
 
 def expand_path(text):
-    """Returns the Path that a flag names; ~ is the home directory, which shells do not see in --flag=~/folder. Raises
-    BadInput if there is none, and for what no path can be."""
+    """Returns the Path that a flag names, with ~ as the home directory: shells do not expand --flag=~/folder. Raises
+    BadInput without a home directory, and for impossible paths."""
     text = os.fspath(text)
     if not text:
-        raise BadInput("a path is needed: an empty one names nothing")
+        raise BadInput("the path is empty: give one")
     if text.startswith("gs:/"):
-        raise BadInput(f"{text} is in a bucket, and a path on this machine is needed: copy it here with gcloud storage "
-                       "cp -r")
+        raise BadInput(f"{text} is in a bucket, and the flag takes a path on this machine: copy it here with gcloud "
+                       "storage cp -r")
     if len(text) > 4000 or any(len(part.encode(errors="surrogatepass")) > 255 for part in text.split("/")):
         raise BadInput(f"{text[:40]}… is too long for a path")
     try:
-        if re.match("~(/|$)", text) and os.environ.get("HOME") == "":  # it would be a folder in /
+        if re.match("~(/|$)", text) and os.environ.get("HOME") == "":  # ~ would be /
             raise RuntimeError
         return Path(text).expanduser()
     except RuntimeError:
-        raise BadInput(f"there is no home directory for {text}: write the path in full, or set HOME") from None
+        raise BadInput(f"{text} has no home directory: write the path in full, or set HOME") from None
 
 
 def get_base_dir():
@@ -251,10 +286,10 @@ def require_writable_dir(path):
     """Creates the directory `path` if it does not exist, and returns it. Raises BadInput if it is not writable."""
     path = Path(path)
     if not os.fsencode(path).decode("utf-8", "replace") == str(path):
-        raise BadInput(f"cannot write to {path}, because its name is not UTF-8: choose another directory")
+        raise BadInput(f"cannot write to {path}: its name is not UTF-8, choose another directory")
     try:
         path.mkdir(parents=True, exist_ok=True)
-        # Several ranks may try at once, as processes or as threads of one.
+        # Several ranks may probe at once, as processes or threads.
         probe = path / f".write_test_{os.getpid()}_{threading.get_ident()}"
         probe.write_bytes(b"")
         probe.unlink()
@@ -332,26 +367,26 @@ class Progress:
         print(self._meter(self._done, elapsed=self._printed - self._begun), file=sys.stderr, flush=True)
 
 
-# Loaded here, because end_with_parent runs between fork and exec, where a lock that another thread had stays locked:
-# nothing may be imported or loaded there.
+# Loaded here, because end_with_parent runs between fork and exec. There, locks of other threads stay locked, so nothing
+# may be imported or loaded.
 _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent(parent, how=signal.SIGKILL):
-    """Makes Linux send this process the signal `how` when its parent, whose process id is `parent`, ends, even by
-    `kill -9`. The thread of the parent that has started this process must live as long as the parent does.
+    """Makes Linux send this process the signal `how` when its parent (process id `parent`) ends, even by `kill -9`. The
+    parent's thread that started this process must live as long as the parent.
 
     For subprocess: preexec_fn=partial(end_with_parent, os.getpid()).
     """
     _LIBC.prctl(1, how)  # PR_SET_PDEATHSIG
-    # A parent that has ended before that call sends nothing any more.
+    # If the parent ended before that call, no signal comes.
     if os.getppid() != parent:
         os.kill(os.getpid(), how)
 
 
 def run_module(module, *flags, env=None):
-    """Prints the command that runs a script of this project, and runs it in a process of its own, which gets SIGTERM
-    when this one ends. env: its environment; None: that of this process. Raises BadInput if it fails."""
+    """Prints the command that runs a script of this project, and runs it in a process that gets SIGTERM when this one
+    ends. env: its environment; None: this process's. Raises BadInput if it fails."""
     command = ["-m", module, *flags]
     print(f"$ {shlex.join(['python3', *command])}", flush=True)
     status = subprocess.run([sys.executable, *command], env=env, stdin=subprocess.DEVNULL,

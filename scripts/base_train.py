@@ -25,8 +25,7 @@ from nanochat.run.hosts import this_host
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.launch import launch
-from nanochat.train.prepare import run_directory
-from nanochat.train.resumed import kept_flags
+from nanochat.train.prepare import kept_flags, run_directory
 
 
 def main(argv=None):

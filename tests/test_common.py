@@ -49,7 +49,8 @@ def test_flags_have_the_types_of_their_defaults_and_hyphens_are_underscores(monk
     ("--rate=half", "--rate=half is not"),
     ("--dept=3", "--dept=3 is not a flag: did you mean --depth?"),
     ("--zzz", "--zzz is not a flag: --help lists all flags"),
-    ("--verbose=3", "--verbose: it takes no value, and '3' is given"),
+    ("--dir=x", "--dir=x is not a flag: did you mean --out_dir?"),
+    ("--verbose=3", "--verbose: it takes no value, not '3': leave it out"),
 ])
 def test_a_value_outside_of_a_flag_s_range_is_refused_in_one_line(argument, message):
     with pytest.raises(BadInput) as refusal:
@@ -94,7 +95,7 @@ def test_a_base_directory_below_the_home_directory(monkeypatch):
     monkeypatch.delenv("NANOCHAT_BASE_DIR")
     assert get_base_dir() == Path("/home/someone/.cache/nanochat")
     monkeypatch.setenv("HOME", "")
-    with pytest.raises(BadInput, match="there is no home directory for ~/.cache/nanochat: write the path in full"):
+    with pytest.raises(BadInput, match="~/.cache/nanochat has no home directory: write the path in full"):
         get_base_dir()
 
 

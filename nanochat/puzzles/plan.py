@@ -142,16 +142,10 @@ def make_plan(flags, puzzles, device_type, world_size):
         raise BadInput(f"--total_batch_size={total} does not divide by {world_size} devices: use {below} or {above}")
     if device_type == "cuda" and world_size > 1:
         raise BadInput(f"puzzles train on one GPU, not on {world_size}: start without torchrun")
-    is_xla = device_type in ("tpu", "xla")
-    if flags.devices.shard_optimizer == "on" and not is_xla:
-        raise BadInput(f"--shard_optimizer=on is for XLA devices, not for {device_type}: use auto")
-    dtype = flags.devices.compute_dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device_type in ("tpu", "cuda") else "float32"
     config = TRMConfig(puzzles.vocab_size, puzzles.side ** 2, model.hidden, model.layers, model.heads, model.mixer,
                        model.recursions, model.cycles, model.prefix, puzzles.tasks)
-    return PuzzlePlan(config, flags.puzzles.num_iterations, total, getattr(torch, dtype),
-                      is_xla and flags.devices.shard_optimizer != "off", device_type, world_size)
+    return PuzzlePlan(config, flags.puzzles.num_iterations, total, flags.devices.dtype_on(device_type),
+                      flags.devices.is_sharded_on(device_type), device_type, world_size)
 
 
 def atan2_step(lr, average, root):

@@ -1,6 +1,8 @@
-"""The flags of base_train, in groups. Each group is a data class, from which the parser is made."""
+"""The flags of base_train. Each group is a data class, from which the parser is made."""
 import os
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+
+import torch
 
 from nanochat.common import BadInput, expand_path, flag, read_flags
 from nanochat.data.bucket import data_place
@@ -17,7 +19,7 @@ AUTO = "auto"
 
 
 def path_text(text):
-    """Returns the path that a flag names, as a text that a checkpoint can hold."""
+    """Returns the path that a flag names, as text for a checkpoint."""
     return str(expand_path(text))
 
 
@@ -32,67 +34,76 @@ def chips_or_auto(text):
 
 @dataclass(frozen=True)
 class RunFlags:
-    run: str = flag("dummy", "name of the run, of its folder and in WandB; dummy: without WandB")
-    resume: str = flag("auto", "auto: resume the run of this name if it has a checkpoint; never: move the old run "
-                       "aside", choices=("auto", "never"))
-    preflight: bool = flag(False, "first compile the run's programs for this TPU, in another process; exit with status "
-                           "3 if they do not fit into its memory (base_train only)")
+    run: str = flag("dummy", "name of the run, its folder and its entry in WandB; dummy: no WandB")
+    resume: str = flag("auto", "auto: resume the run of this name, if it has a checkpoint; never: move the old run "
+                       "aside; docs/training.md#resume", choices=("auto", "never"))
+    preflight: bool = flag(False, "compile first, and exit with status 3 if the TPU's memory is too small")
     seed: int = flag(0, "seed of the weights and of the data order", at_least=0)
     wandb_project: str = flag(os.environ.get("WANDB_PROJECT", "nanochat"), "project in WandB")
 
 
 @dataclass(frozen=True)
 class DeviceFlags:
-    device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
+    device_type: str = flag("auto", f"devices to train on: {', '.join(DEVICE_TYPES)}; docs/training.md#devices")
     compute_dtype: str = flag("auto", "dtype of activations and products; auto: bfloat16 on tpu and cuda, else float32",
                               choices=("auto", "bfloat16", "float32"))
     shard_optimizer: str = flag("auto", "each rank keeps and updates a part of the optimizer's state; auto: on XLA",
                                 choices=("auto", "on", "off"))
-    no_compile: bool = flag(False, "no torch.compile (on CUDA; there is none on XLA and cpu anyway)")
+    no_compile: bool = flag(False, "disable torch.compile on CUDA")
+
+    def dtype_on(self, device_type):
+        """Returns the torch.dtype of activations and products."""
+        name = self.compute_dtype
+        if name == "auto":
+            name = "bfloat16" if device_type in ("tpu", "cuda") else "float32"
+        return getattr(torch, name)
+
+    def is_sharded_on(self, device_type):
+        """Returns whether each rank keeps a part of the optimizer's state. Raises BadInput."""
+        is_xla = device_type in ("tpu", "xla")
+        if self.shard_optimizer == "on" and not is_xla:
+            raise BadInput(f"--shard_optimizer=on is for XLA devices, not for {device_type}: use auto")
+        return is_xla and self.shard_optimizer != "off"
 
 
 @dataclass(frozen=True)
 class KernelFlags(DeviceFlags):
-    kernel: str = flag("auto", "attention, loss and layers: auto, current, chunked, flash (TPU), cce (CUDA)")
+    kernel: str = flag("auto", "attention, loss and layers: auto, current, chunked, flash (TPU), cce (CUDA); "
+                       "docs/training.md#kernels")
     activation_checkpointing: str = flag(
-        "none", "what the backward pass computes again, for less memory and more time: none, qkv (queries, keys and "
-        "values; where layers are a loop: chunked and flash on XLA), or all, also meant without a value",
-        choices=RECOMPUTED, nargs="?", const="all")
-    gradient_sums: str = flag("float32", "dtype in which gradients travel when the chips sum them: bfloat16 halves "
-                              "that traffic, and rounds each chip's gradients first (XLA; what is summed within the "
-                              "micro-step, along fsdp, is bfloat16 anyway)", choices=("float32", "bfloat16"))
-    mesh_data: int = flag(-1, "chips along the mesh's axis data, which hold the same weights; -1: what the other axes "
-                          "leave", at_least=1, at_most=MAX_CHIPS, unset=-1)
-    mesh_fsdp: int | str = flag(1, "chips along the axis fsdp, which divide each weight among themselves and gather a "
-                                "layer's when they come to it: for models that outgrow a chip; auto: as few as fit, by "
-                                "an estimate of a TPU's memory", of=chips_or_auto)
-    mesh_tensor: int = flag(1, "chips along the axis tensor, which read the same rows and divide heads, hidden units "
-                            "and vocabulary among themselves: for long rows and small batches", at_least=1,
-                            at_most=MAX_CHIPS)
+        "none", "activations that the backward pass recomputes, which saves memory: none, qkv, all; without a value: "
+        "all; docs/training.md#activations-computed-again", choices=RECOMPUTED, nargs="?", const="all")
+    gradient_sums: str = flag("float32", "dtype in which chips exchange gradients (XLA): bfloat16 halves the traffic, "
+                              "with rounding", choices=("float32", "bfloat16"))
+    mesh_data: int = flag(-1, "chips along the mesh's axis data, which hold equal weights; -1: the remaining chips; "
+                          "docs/mesh.md", at_least=1, at_most=MAX_CHIPS, unset=-1)
+    mesh_fsdp: int | str = flag(1, "chips that divide each weight, for models that outgrow a chip; auto: as few as fit "
+                                "by an estimate of a TPU's memory; docs/mesh.md", of=chips_or_auto)
+    mesh_tensor: int = flag(1, "chips that divide heads, hidden units and vocabulary, for long rows and small batches; "
+                            "docs/mesh.md", at_least=1, at_most=MAX_CHIPS)
 
 
 @dataclass(frozen=True)
 class DataFlags(TextFlags):
     val_dir: str | None = flag(None, "folder of parquet shards for validation, or gs://…; default: "
                                "$NANOCHAT_BASE_DIR/parquet/val", of=data_place)
-    tokenizer_dir: str | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
-                                     of=path_text)
-    tokenizer_threads: int = flag(2, "threads per rank that tokenize ahead", at_least=1, at_most=1000)
-    num_lanes: int = flag(NUM_LANES, "streams in which the data is read, a multiple of the number of devices; the rows "
-                          "of a batch depend on it", at_least=1, at_most=4096)
-    fim_rate: float = flag(0.0, "share of the documents that are rewritten for fill in the middle", at_least=0,
-                           at_most=1)
-    synthetic_data: bool = flag(False, "train on random tokens: tries a machine without data")
+    tokenizer_dir: str | None = flag(None, "folder of the tokenizer; default: $NANOCHAT_BASE_DIR/tokenizer if it "
+                                     "exists, else the shipped one", of=path_text)
+    tokenizer_threads: int = flag(2, "threads per rank that prefetch and tokenize", at_least=1, at_most=1000)
+    num_lanes: int = flag(NUM_LANES, "streams of data, a multiple of the number of devices; batches depend on it; "
+                          "docs/data.md", at_least=1, at_most=4096)
+    fim_rate: float = flag(0.0, "fraction of the documents rewritten for fill in the middle; "
+                           "docs/data.md#fill-in-the-middle", at_least=0, at_most=1)
+    synthetic_data: bool = flag(False, "train on random tokens, to test a machine without data")
 
     def folder(self, split):
         return self.val_dir if split == "val" else self.data_dir
 
 
 def _flag_of_field(config_field):
-    """Returns the flag of a field of GPTConfig. Its own default is None: a run that resumes keeps the value of its
-    checkpoint, and only a new one takes that of GPTConfig."""
-    # A bool has three states here: on, off and not given. A switch that is given or not would have two, and a run that
-    # resumes could not tell off from not given.
+    """Returns the flag of a field of GPTConfig. Its default is None: a resumed run keeps the checkpoint's value, and a
+    new run takes GPTConfig's."""
+    # A bool becomes on, off or None: a resumed run must tell "off" from "not given".
     options = {name: value for name, value in config_field.metadata.items() if name != "called"}
     options["of"] = config_field.type
     if config_field.type is bool:
@@ -110,28 +121,28 @@ ModelFlags.__module__ = __name__  # so that it can be handed to other processes
 
 @dataclass(frozen=True)
 class BatchFlags:
-    num_iterations: int = flag(-1, "optimizer steps; -1: from target_flops or target_param_data_ratio", at_least=1,
+    num_iterations: int = flag(-1, "optimizer steps; -1: by --target_flops or --target_param_data_ratio", at_least=1,
                                at_most=MAX_STEPS, unset=-1)
-    target_flops: float = flag(-1.0, "train until this many FLOPs are spent; -1: as target_param_data_ratio says",
-                               above=0, at_most=1e30, unset=-1)
-    target_param_data_ratio: float = flag(20.0, "train on this many tokens per matrix parameter", above=0, at_most=1e6)
-    device_batch_size: int = flag(8, "rows in a micro-step on one device, or, with --mesh_tensor, on one group "
-                                  "of devices", at_least=1, at_most=2**20)
-    total_batch_size: int = flag(-1, "tokens in an optimizer step; -1: from the depth", at_least=1,
+    target_flops: float = flag(-1.0, "FLOPs of the whole run; -1: by --target_param_data_ratio", above=0, at_most=1e30,
+                               unset=-1)
+    target_param_data_ratio: float = flag(20.0, "tokens of the whole run per matrix parameter", above=0, at_most=1e6)
+    device_batch_size: int = flag(8, "rows of a micro-step on one device, or one group of --mesh_tensor devices",
+                                  at_least=1, at_most=2**20)
+    total_batch_size: int = flag(-1, "tokens of an optimizer step, in whole micro-steps; -1: by the depth", at_least=1,
                                  at_most=2**40, unset=-1)
-    batch_ramp: str = flag("", "STEP:FACTOR,…: from that step on the batch is FACTOR × total_batch_size, in whole "
-                           "micro-steps, and the learning rates are √FACTOR as high")
-    seq_len_ramp: str = flag("", "STEP:LENGTH,…, such as 0:1024,4000:2048,8000:4096: from that step on rows have "
-                             "LENGTH positions, in batches of as many tokens; the last is --max_seq_len")
+    batch_ramp: str = flag("", "STEP:FACTOR,…: from STEP on, FACTOR × --total_batch_size, and √FACTOR × the learning "
+                           "rates")
+    seq_len_ramp: str = flag("", "STEP:LENGTH,…: from STEP on, rows of LENGTH positions, such as "
+                             "0:1024,4000:2048,8000:4096; docs/training.md#rows-that-become-longer")
 
 
 @dataclass(frozen=True)
 class DistillationFlags:
-    teacher: str = flag("", "learn also from the predictions of this run (its newest checkpoint), RUN/step_000100 or a "
-                        "path, which has the same tokenizer")
+    teacher: str = flag("", "run to learn from: RUN, RUN/step_000100 or a path; "
+                        "docs/training.md#learn-from-a-larger-model")
     kd_weight: float = flag(0.5, "weight of the teacher in the loss", above=0, at_most=1)
     kd_temperature: float = flag(1.0, "temperature of both predictions", at_least=0.1, at_most=100)
-    kd_until: float = flag(1.0, "the fraction of the run's steps after which there is no teacher", above=0, at_most=1)
+    kd_until: float = flag(1.0, "fraction of the run's steps that have a teacher", above=0, at_most=1)
 
 
 @dataclass(frozen=True)
@@ -142,40 +153,39 @@ class RecordFlags:
                            at_least=1, unset=-1)
     save_every_minutes: float = flag(-1.0, "minutes between checkpoints, also at the end; -1: by steps only", above=0,
                                      unset=-1)
-    checkpoint_piece_gb: float = flag(4.0, "larger files of weights or of the optimizer's state become pieces "
-                                      "of so many GB", above=0)
-    keep_checkpoints: int = flag(3, "number of newest checkpoints that stay on disk", at_least=1)
-    keep_every: int = flag(-1, "checkpoints of steps that are multiples of this stay for good; -1: none", at_least=1,
-                           unset=-1)
+    checkpoint_piece_gb: float = flag(4.0, "GB of a checkpoint's largest file; larger ones are divided", above=0)
+    keep_checkpoints: int = flag(3, "newest checkpoints to keep on disk", at_least=1)
+    keep_every: int = flag(-1, "keep checkpoints of steps that are multiples of this; -1: none", at_least=1, unset=-1)
     checkpoint_mirror: str | None = flag(None, "gs://… or a directory for copies of checkpoints, from which a new VM "
-                                         "resumes")
+                                         "resumes; docs/training.md#the-mirror")
     log_every: int = flag(10, "steps between lines of the log", at_least=1)
-    step_timeout_s: float = flag(600.0, "a step that takes longer than this and 20 times the median ends the run; -1: "
-                                 "never", above=0, unset=-1)
+    step_timeout_s: float = flag(600.0, "end the run if a step exceeds this and 20 times the median; -1: never",
+                                 above=0, unset=-1)
     max_bad_steps: int = flag(10, "end the run after this many non-finite steps in a row; -1: never", at_least=1,
                               unset=-1)
-    profile_steps: str = flag("", "BEGIN:END, such as 10:13: record a trace of the steps after BEGIN up to END, for "
-                              "TensorBoard, in the run's folder")
+    profile_steps: str = flag("", "BEGIN:END: trace the steps after BEGIN up to END for TensorBoard, such as 10:13")
 
     @property
     def saves(self):
-        """Whether there are checkpoints, and so one at the end."""
+        """Whether the run saves checkpoints, and so one at the end."""
         return self.save_every > 0 or self.save_every_minutes > 0
 
 
 @dataclass(frozen=True)
 class LanguageRecordFlags(RecordFlags):
-    eval_tokens: int = flag(10 * 2**20, "tokens of an evaluation, whatever the world size; each document once at most",
-                            at_least=1, at_most=2**28)
-    code_eval_every: int = flag(-1, "steps between evaluations of whether the code that the model writes compiles and "
-                                "works, also at the end; needs g++ and bubblewrap; -1: never", at_least=1, unset=-1)
+    eval_tokens: int = flag(10 * 2**20, "tokens of an evaluation, on all devices together", at_least=1, at_most=2**28)
+    code_eval_every: int = flag(-1, "steps between tests whether the model's code compiles and works, also at the end; "
+                                "-1: never; needs g++ and bubblewrap", at_least=1, unset=-1)
 
 
+# In --help: the flags of a newcomer, then all others by group.
+FIRST = ("run", "depth", "data_dir", "num_iterations", "device_batch_size", "total_batch_size", "max_seq_len",
+         "device_type", "save_every", "checkpoint_mirror")
 TITLES = {
     RunFlags: "run", KernelFlags: "devices", DataFlags: "data",
-    ModelFlags: "model (everything follows from the depth; a run that resumes keeps what it began with)",
-    BatchFlags: "batch and horizon (the first horizon that is given counts)",
-    OptimConfig: "optimizer (rates for steps of 2^19 tokens and runs of 2^32; those of others follow)",
+    ModelFlags: "model (by default everything follows from the depth; a resumed run keeps its model)",
+    BatchFlags: "batch and horizon (the first given horizon counts)",
+    OptimConfig: "optimizer (rates are scaled from steps of 2^19 tokens and runs of 2^32)",
     DistillationFlags: "distillation",
     LanguageRecordFlags: "evaluation, samples, checkpoints, logs"}
 
@@ -184,12 +194,14 @@ class FlagGroups:
     """A data class whose fields are groups of flags."""
 
     def as_dict(self):
-        """Returns {name: value} of all flags, as a checkpoint's meta.json has them."""
-        # Flat, because a flag's name is its only one on the command line, too: checkpoints do not know the groups.
-        return {name: value for group in asdict(self).values() for name, value in group.items()}
+        """Returns {name: value} of all flags, as in a checkpoint's meta.json, which has no groups."""
+        found = {}
+        for group in asdict(self).values():
+            found |= group
+        return found
 
     def settled(self, config):
-        """Returns the same flags with those of the model as they became in its config."""
+        """Returns the same flags, with those of the model as in its config."""
         return self
 
 
@@ -206,17 +218,18 @@ class Flags(FlagGroups):
 
     def replace(self, **values):
         """Returns the Flags with other values for the flags of these names."""
-        # Each group takes those of the values that are its own; no name is in two groups.
-        groups = [getattr(self, group.name) for group in fields(self)]
-        return Flags(*(replace(group, **{name: values[name] for name in values.keys() & asdict(group).keys()})
-                       for group in groups))
-
+        changed = []
+        for each in fields(self):
+            group = getattr(self, each.name)
+            own = {name: value for name, value in values.items() if hasattr(group, name)}
+            changed.append(replace(group, **own))
+        return Flags(*changed)
 
     def settled(self, config):
         return self.replace(**config_as_flags(config))
 
 
 def parse_flags(argv=None, description=None):
-    """Returns the Flags on a command line. argv: the arguments, by default those of this process; description: the
-    beginning of --help. Raises BadInput."""
-    return Flags(*read_flags(argv, description, TITLES))
+    """Returns the Flags of a command line. argv: the arguments, by default this process's; description: for --help.
+    Raises BadInput."""
+    return Flags(*read_flags(argv, description, TITLES, FIRST))

@@ -237,7 +237,7 @@ find out -name '*.parquet' | wc -l
     (["--source={one}", "--eval_only", "--val_projects=one"], "exclude each other"),
     (["--source={one},{two}", "--out_dir={one}/corpus"], "one/corpus is in .*/one, which is read as a source"),
     (["--projects_dir={one}/..", "--out_dir={two}/.."], "is in .*, which is read as a source"),
-    (["--source=~nobody_of_this_name/x"], "there is no home directory for ~nobody"),
+    (["--source=~nobody_of_this_name/x"], "~nobody_of_this_name/x has no home directory"),
     (["--source={one}", "--shard_bytes=0"], "is not a whole number of at least 1"),
     (["--source={one}", "--workers=0"], "is not a whole number of at least 1 and of at most 1000, or -1"),
 ])
@@ -260,7 +260,7 @@ def test_a_path_that_cannot_be_shown_or_written_is_no_traceback(tmp_path):
     run = subprocess.run([*command, f"--out_dir={tmp_path}/é"], capture_output=True, text=True,
                          env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert run.returncode == 0 and f"{tmp_path}/\\xe9/val: 6 documents" in run.stdout, run.stderr
-    with pytest.raises(BadInput, match="because its name is not UTF-8"):
+    with pytest.raises(BadInput, match="its name is not UTF-8"):
         prepare(tmp_path / os.fsdecode(b"\xff"), f"--projects_dir={tmp_path}/in")
     assert not (tmp_path / os.fsdecode(b"\xff")).exists()
 
