@@ -22,13 +22,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from nanochat.analysis.figures import require_packages
+from nanochat.analysis.history import read_run
 from nanochat.analysis.results import curve_of, write_results
 from nanochat.analysis.running import STOPPED, chip_seconds_per_token, run_trial, stop_on_sigterm
 from nanochat.analysis.summary import format_table
 from nanochat.analysis.trials import read_trials, require_same_flags
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.device import tpu
-from nanochat.record.history import read_run
 from nanochat.record.metrics import format_count
 
 BASE_TRAIN = [sys.executable, "-m", "scripts.base_train"]

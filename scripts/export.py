@@ -15,12 +15,12 @@ import torch
 from safetensors import SafetensorError
 
 from nanochat.analysis import figures
+from nanochat.analysis.history import read_run
 from nanochat.checkpoint.format import MODEL, find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, is_disk_full, read_flags, run_script
 from nanochat.device.ranks import Dist
 from nanochat.export import export, model_card
 from nanochat.infer.load import load_model
-from nanochat.record.history import read_run
 
 FORMATS = ("transformers", "safetensors")
 

@@ -161,7 +161,7 @@ def outcome_of(module, work, argv):
             place = launch if function in LAUNCHED else module
             stack.enter_context(mock.patch.object(place, function, side_effect=WorkBegins))
         for function in ("stop_on_signals", "stop_on_preemption_notice"):
-            stack.enter_context(mock.patch.object(launch, function))
+            stack.enter_context(mock.patch.object(launch.stopping, function))
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(mock.patch.object(sys, "argv", [f"{module.__name__.rpartition('.')[2]}.py"]))
         stack.enter_context(mock.patch.object(sys, "stdin", mock.Mock(buffer=mock.Mock(read=lambda: b"prompt"))))

@@ -125,7 +125,7 @@ def serve(connection, inboxes):
         return max(statuses.get() for _ in inboxes)
 
     launch.spawn = train_on_all_ranks
-    launch.stop_on_signals = lambda requests: None
+    launch.stopping.stop_on_signals = lambda requests: None
     connection.send("ready")
     while True:
         try:

@@ -30,7 +30,7 @@ class Comparison:
 
 
 def read_curve(run, seed, cpu_s=None):
-    """Returns the Curve of a History (record/history.py)."""
+    """Returns the Curve of a History (history.py)."""
     # Evaluations and seconds are recorded at different steps, so the seconds are interpolated; at step 0 there were
     # none.
     steps, bits_per_byte = run.series("val_bpb")

@@ -29,7 +29,7 @@ def read_preflight(path):
 def markdown_block(run, flags, report):
     """Returns the block as text.
 
-    run: a History (record/history.py); flags: {name: value} of its checkpoint, {} if there is none; report: as
+    run: a History (history.py); flags: {name: value} of its checkpoint, {} if there is none; report: as
     read_preflight returns it. The first record of a process is left out, because its steps include compiling.
     """
     estimate = report.get("estimate", {})

@@ -8,9 +8,9 @@ import numpy as np
 
 from nanochat.analysis.ablation import compare, read_curve
 from nanochat.analysis.figures import COLOURS, save_figure
+from nanochat.analysis.history import read_run
 from nanochat.analysis.summary import format_table, make_page, text
 from nanochat.common import BadInput, is_disk_full
-from nanochat.record.history import read_run
 from nanochat.record.metrics import format_count
 
 STYLES = ("-", "--", ":")

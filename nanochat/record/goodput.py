@@ -12,18 +12,14 @@ class Goodput:
         with goodput.span("train"):
             ...
 
-    The seconds spent compiling inside a span count as "compile" instead. The seconds between the saved state and the
-    start of the new process count as "lost": steps after the checkpoint that must be trained again, and the time in
-    which no process ran. Therefore all seconds together are the time since the run began, without the pauses after it
-    was told to stop or had finished.
+    Seconds of compiling inside a span count as "compile". The seconds between the saved state and the start of the new
+    process count as "lost": steps that must be trained again, and time without a process. So all seconds add up to the
+    time since the run began, without the pauses after it was told to stop or had finished.
     """
 
     def __init__(self, seconds=None, saved_at=None, compile_seconds=compile_seconds):
-        """Resumes from `seconds`, the result of seconds() in a checkpoint. saved_at: the Unix time since which time was
-        lost, or None.
-
-        compile_seconds() returns how many seconds this process has spent compiling so far.
-        """
+        """seconds: the result of seconds() in a checkpoint; saved_at: the Unix time since which time was lost, or None;
+        compile_seconds() -> how many seconds this process has spent compiling so far."""
         self._seconds = dict(seconds or {})
         if saved_at:
             self._seconds["lost"] = self._seconds.get("lost", 0.0) + max(time.time() - saved_at, 0.0)
@@ -34,9 +30,7 @@ class Goodput:
 
     @contextmanager
     def span(self, name):
-        """Counts the time inside the block for `name`."""
-        # Spans may lie in each other: the time inside counts for the inner one only, and the outer one goes on after
-        # it.
+        """Counts the time inside the block for `name`. An inner span interrupts an outer one."""
         outer = self._name
         self._switch(name)
         try:
@@ -46,21 +40,19 @@ class Goodput:
 
     def seconds(self):
         """Returns {name: seconds} up to now."""
-        # Closes the open span and begins it again, so that its time up to now counts.
-        self._switch(self._name)
+        self._switch(self._name)  # counts the open span up to now
         return dict(self._seconds)
 
     def fraction(self, useful="train"):
-        """Returns the fraction of the time that went into `useful`, 0 to 1."""
+        """Returns the fraction of the time spent in `useful`, 0 to 1."""
         seconds = self.seconds()
         return seconds.get(useful, 0.0) / max(sum(seconds.values()), 1e-9)
 
     def _switch(self, name):
         now = time.monotonic()
         compiled = self._compile_seconds()
-        # XLA counts the seconds that it compiles for the whole process. What was added since the last switch is taken
-        # from the span that is open; never more than the span is long, because ranks that are threads may compile
-        # beside it.
+        # XLA counts the compiling seconds of the whole process. Those since the last switch are taken from the open
+        # span, at most its length, because other ranks may be threads that compile at the same time.
         compiling = min(compiled - self._compiled, now - self._since)
         self._seconds[self._name] = self._seconds.get(self._name, 0.0) + now - self._since - compiling
         if compiling:

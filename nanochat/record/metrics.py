@@ -1,20 +1,20 @@
 """The metrics of a run, which rank 0 writes to metrics.jsonl, to the console and to WandB.
 
 metrics.jsonl has one JSON object per line with `step` (optimizer steps completed) and `time` (Unix time, s).
-The console line shows those that CONSOLE lists, and those for which the task has a text; all others are in the file
-only. CONSOLE lists:
+The console line shows the metrics of CONSOLE and those for which the task has a text; the others are in the file only.
+CONSOLE has:
     mean_loss       mean of the finite losses of the steps since the last line
     lr_multiplier, step_ms, tokens_per_s, time_left_s
     mfu             0 to 1
     tokens          seen so far
     val_bpb         bits per byte of the validation text
-    code_bpb        with --code_eval_every, bits per byte of the solutions of problems; code_compiles and code_pass are
-                    the shares of what the model writes that compile and pass the tests
-    fim_bpb         with --fim_rate, bits per byte of middles in it, given what is before and after them
+    code_bpb        with --code_eval_every, bits per byte of the problems' solutions; code_compiles and code_pass are
+                    the fractions of the model's answers that compile and pass the tests
+    fim_bpb         with --fim_rate, bits per byte of middles in it, given the text before and after
     recompiled      a list of texts, one for each program that was compiled again
     mirror_behind_s with --checkpoint_mirror, for how many seconds it has lacked the newest checkpoint; shown from a
                     minute on
-The file has, too:
+The file also has:
     loss            of one step, every step: mean over the global batch, nats per token; null if it was not finite
     grad_norm, epoch, goodput (0 to 1)
     seq_len         with --seq_len_ramp, the positions per row of the last step
@@ -26,48 +26,41 @@ The file has, too:
 import json
 import math
 import os
-import secrets
+import queue
 import threading
 import time
 from pathlib import Path
 
-from nanochat.common import is_disk_full
-from nanochat.record import wandb_log
+from nanochat.common import is_disk_full, written_whole
 
 METRICS_FILE = "metrics.jsonl"
 MIRROR_BEHIND_S = 60  # the console line shows a mirror that is further behind
+WANDB_QUEUE_RECORDS = 1000
+WANDB_TIMEOUT_S = 60
 
 
 class MetricsLogger:
-    """Writes the records of a run; rank 0 only. It never waits for the disk, only for its cache, nor for WandB."""
+    """Writes the records of a run; rank 0 only. It waits for neither the disk, only for its cache, nor WandB."""
 
-    def __init__(self, run_dir, run, config, *, total_steps=None, resume_step=None, wandb_project="nanochat-tpu",
-                 wandb_id=None, console=print, of_task=None):
+    def __init__(self, run_dir, *, resume_step=None, total_steps=None, wandb=None, console=print, of_task=None):
         """
-        run: the run's name; WandB is used unless it is "dummy". config: a JSON object for WandB.
-        resume_step: the step of the checkpoint that the run resumes from; later records are deleted from the file.
-            None means a new run; the file of an older run of this name is kept as metrics.jsonl.aside.
-        wandb_id: WandB's id of the run to resume, as in the checkpoint's Meta.
-        console: called with each line and each warning. of_task: {metric: how the console shows it} of those that only
-            this task has.
+        resume_step: the step of the checkpoint from which the run resumes; later records are deleted from the file.
+            None means a new run: the file of an older run becomes metrics.jsonl.aside.
+        wandb: a WandbLog. console: called with each line and each warning.
+        of_task: {metric: its format on the console} of the metrics that only this task has.
         """
         self.path = Path(run_dir) / METRICS_FILE
-        self.wandb_id = wandb_id or secrets.token_hex(4)
         self._total_steps = total_steps
         self._resume_step = resume_step
         self._console = console
         self._of_task = of_task
+        self._wandb = wandb
         self._names_at_resume = _rewind(self.path, resume_step)
-        # Without a buffer of Python's: a record that was logged is in the kernel's hands, and survives a kill of this
-        # process.
+        # Unbuffered: the kernel holds a logged record, which survives a kill of this process.
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._unwritten = b""
         self._is_disk_full = False
         self._writing = threading.Lock()  # the thread that saves a checkpoint flushes, too
-        self._wandb = None
-        if run != "dummy":
-            self._wandb = wandb_log.WandbLog(console, project=wandb_project, name=run, id=self.wandb_id, config=config,
-                                             dir=str(run_dir))
 
     def log(self, step, record, quiet=False):
         """Records {name: number or list of texts} for `step`, with a line on the console unless `quiet`."""
@@ -75,13 +68,13 @@ class MetricsLogger:
             record = {name: value for name, value in record.items() if name not in self._names_at_resume}
             if not record:
                 return
-        record = {name: None if isinstance(value, float) and not math.isfinite(value) else value
-                  for name, value in record.items()}  # JSON has no NaN
-        record = {"step": step, "time": round(time.time(), 3), **record}
+        whole = {"step": step, "time": round(time.time(), 3)}
+        for name, value in record.items():
+            is_nan = isinstance(value, float) and not math.isfinite(value)  # JSON has none
+            whole[name] = None if is_nan else value
+        # The records that found a full disk precede it in this buffer, so all are written in their order.
         with self._writing:
-            # Through this buffer, so that records that found a full disk go first, in their order, once there is room
-            # again.
-            self._unwritten += json.dumps(record).encode() + b"\n"
+            self._unwritten += json.dumps(whole).encode() + b"\n"
         try:
             self.flush()
         except OSError as error:
@@ -91,20 +84,19 @@ class MetricsLogger:
                 self._console(f"warning: {self.path}: {error.strerror}: records wait in memory")
             self._is_disk_full = True
         if not quiet:
-            self._console(format_line(record, self._total_steps, self._of_task))
+            self._console(format_line(whole, self._total_steps, self._of_task))
         if self._wandb:
-            self._wandb.log(record)
+            self._wandb.log(whole)
 
     def flush(self):
         """Writes the records that wait in memory. Raises OSError if the disk is full."""
         with self._writing:
             while self._unwritten:
-                # On a disk that is nearly full, a write may take only a part. What it took is cut off here, so that the
-                # next attempt continues inside the line.
+                # A nearly full disk may take a part of a line. The next attempt continues after that part.
                 self._unwritten = self._unwritten[os.write(self._file, self._unwritten):]
             self._is_disk_full = False
 
-    def close(self, timeout_s=wandb_log.FINISH_TIMEOUT_S):
+    def close(self, timeout_s=WANDB_TIMEOUT_S):
         """Closes the file, and waits at most `timeout_s` seconds until WandB has all records."""
         self.flush()
         os.close(self._file)
@@ -113,10 +105,8 @@ class MetricsLogger:
 
 
 def _rewind(path, resume_step):
-    """Deletes from the file all records after `resume_step` and an incomplete last line; replaces the file atomically.
-
-    Returns the names of the metrics that the file has for `resume_step` itself.
-    """
+    """Deletes all records after `resume_step` and an incomplete last line. Returns the names of the metrics that the
+    file has for `resume_step` itself."""
     if not path.exists():
         return set()
     if resume_step is None:
@@ -130,16 +120,59 @@ def _rewind(path, resume_step):
         except ValueError:
             continue  # a crash left an incomplete line
         if record["step"] <= resume_step:
-            kept.append(line)
+            kept.append(line + "\n")
         if record["step"] == resume_step:
             names |= record.keys()
-    rewound = path.with_suffix(".jsonl.tmp")
-    with open(rewound, "w") as file:
-        file.writelines(line + "\n" for line in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    rewound.replace(path)
+    with written_whole(path) as unfinished:
+        unfinished.write_text("".join(kept))
     return names
+
+
+# WandB is one more reader of the records that never stops or delays a run: a bounded queue feeds a daemon
+# thread, a full queue drops records, and all failures together are one warning.
+class WandbLog:
+    """Sends records to WandB in the background."""
+
+    def __init__(self, console=print, **init_arguments):
+        """console: called with the warning; init_arguments: those of wandb.init."""
+        self._console = console
+        self._queue = queue.Queue(WANDB_QUEUE_RECORDS)
+        self._warned = False
+        self._thread = threading.Thread(target=self._work, args=(init_arguments,), name="wandb", daemon=True)
+        self._thread.start()
+
+    def log(self, record):
+        """Queues a record {name: value} with its "step"; drops it if the queue is full."""
+        try:
+            if self._thread.is_alive():
+                self._queue.put_nowait(record)
+        except queue.Full:
+            self._warn("does not keep up: it lacks some records")
+
+    def finish(self, timeout_s):
+        """Waits until WandB has all queued records, for at most `timeout_s` seconds."""
+        self.log(None)  # ends the thread; a full queue drops it, and the wait times out
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._warn(f"did not finish within {timeout_s} s")
+
+    def _work(self, init_arguments):
+        try:
+            import wandb
+            # By default WandB would wait on the console for a login, and a silent server would keep the process alive.
+            settings = wandb.Settings(console="off", silent=True, login_timeout=1, init_timeout=WANDB_TIMEOUT_S,
+                                      finish_timeout=WANDB_TIMEOUT_S)
+            run = wandb.init(resume="allow", settings=settings, **init_arguments)
+            while (record := self._queue.get()) is not None:
+                run.log(record, step=record["step"])
+            run.finish()
+        except BaseException as error:  # wandb raises KeyboardInterrupt and SystemExit, too
+            self._warn(f"failed ({type(error).__name__}: {' '.join(str(error).split())})")
+
+    def _warn(self, problem):
+        if not self._warned:
+            self._warned = True
+            self._console(f"warning: WandB {problem}. The run continues; metrics.jsonl has every record.")
 
 
 def format_line(record, total_steps=None, of_task=None):
@@ -150,7 +183,9 @@ def format_line(record, total_steps=None, of_task=None):
     for name, text in (CONSOLE | (of_task or {})).items():
         value = record.get(name)
         if value is not None:
-            parts.append(text.format(_WORDS[name](value) if name in _WORDS else value))
+            if name in _WORDS:
+                value = _WORDS[name](value)
+            parts.append(text.format(value))
         elif name in record and name in _NOT_FINITE:
             parts.append(_NOT_FINITE[name])
     return " | ".join(filter(None, parts))
@@ -170,11 +205,14 @@ def format_duration(seconds):
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+    if minutes:
+        return f"{minutes}m{seconds:02d}s"
+    return f"{seconds}s"
 
 
 def _repeated_compilation(texts):
-    return f"compiled again: {texts[0]}" + (f" (and {len(texts) - 1} more)" if texts[1:] else "")
+    more = f" (and {len(texts) - 1} more)" if texts[1:] else ""
+    return f"compiled again: {texts[0]}{more}"
 
 
 def _whole_text(is_whole):
@@ -185,7 +223,7 @@ def _mirror_behind(seconds):
     return f"mirror behind by {format_duration(seconds)}" if seconds >= MIRROR_BEHIND_S else ""
 
 
-# How the metrics are shown that the console line has, in its order. All others are in the file only.
+# The metrics on the console line, in its order.
 CONSOLE = {
     "mean_loss": "loss {:.4f}",
     "lr_multiplier": "lr {:.3f}",

@@ -1,6 +1,6 @@
-"""Measures where the host's time goes in training, and finds which inputs make a program compile again.
+"""Measures the host's time in training, and finds the inputs that make a program compile again.
 
-Nothing here waits for the device, except for a trace to end.
+Nothing here waits for the device, except the end of a trace.
 """
 import re
 import time
@@ -19,7 +19,7 @@ class Observer:
         self.begin_window()
 
     def begin_window(self):
-        """Forgets what was measured in the last window."""
+        """Clears the measurements of the last window."""
         self._data_wait_s = 0.0
         self._host_s = 0.0
         self._recompiled = []
@@ -33,25 +33,22 @@ class Observer:
 
     @contextmanager
     def program(self, name, collective=False, **inputs):
-        """Makes the block an XLA program, as one_program does, and watches it.
-
-        inputs: the program's input tensors, whose shapes are reported if it is compiled again.
-        """
+        """Makes the block an XLA program, as one_program does, and reports its recompilations. inputs: its tensors."""
         with one_program(self.dist, name, collective) as run:
             yield
         self._host_s += run.host_s
-        # The first run of a program has to compile it. Any later compilation is time that the run should not lose, and
-        # is reported with what has changed among the inputs.
+        # The first run of a program must compile it. A later compilation is lost time, and is reported with the inputs
+        # that changed.
         if name not in self._first_inputs:
             self._first_inputs[name] = describe(inputs)
         elif run.is_compiled:
             self._recompiled.append(f"{name}: {difference(describe(inputs), self._first_inputs[name])}")
 
     def record(self, window_s):
-        """Returns the metrics of a window that took `window_s` seconds.
+        """Returns the metrics of a window of `window_s` seconds.
 
-        data_wait, host_dispatch: the fractions of the window that the host spent waiting for data, and tracing and
-            dispatching programs. compilations, compile_s: of this process so far. recompiled: see metrics.py.
+        data_wait, host_dispatch: the fractions that the host spent waiting for data, and tracing and dispatching
+        programs. compilations, compile_s: of this process so far. recompiled: see metrics.py.
         """
         record = {"data_wait": self._data_wait_s / window_s, "compilations": compilations(),
                   "compile_s": compile_seconds(), **device_memory(self.dist)}
@@ -63,31 +60,30 @@ class Observer:
 
 
 def describe_compiling():
-    """Returns a line about how many programs this process has compiled so far, and in which time."""
+    """Returns a line with the number of programs that this process has compiled, and their seconds."""
     return f"compiled {compilations()} programs in {compile_seconds():.1f} s"
 
 
 def describe(inputs):
     """Returns {name: "int32 (8, 1025)"} of {name: tensor}."""
-    return {name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            for name, tensor in inputs.items()}
+    found = {}
+    for name, tensor in inputs.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found[name] = f"{dtype} {tuple(tensor.shape)}"
+    return found
 
 
 def difference(now, first):
-    """Returns a text that names the inputs whose type or shape has changed since the first time."""
+    """Returns a text with the inputs whose type or shape has changed since the first run of a program."""
     changed = [f"{name} is {shape} and was {first[name]}" for name, shape in now.items() if shape != first[name]]
     return ", ".join(changed) or "its inputs are as before, so a number or a branch inside it has changed"
 
 
-# -----------------------------------------------------------------------------
-# --profile_steps
-
-
 class Profile:
-    """Traces some steps of a run, on rank 0 only. A run that resumes in the middle of them traces the rest."""
+    """Traces --profile_steps on rank 0. A run that resumes in the middle of them traces the rest."""
 
     def __init__(self, steps, folder, dist):
-        """steps: (begin, end) from parse_profile_steps. folder: where the trace is written."""
+        """steps: (begin, end) from parse_profile_steps; folder: of the trace."""
         self._begin, self._end = steps if dist.rank == 0 else (0, 0)
         self._folder = folder
         self._dist = dist
@@ -105,7 +101,7 @@ class Profile:
             self.close()
 
     def close(self):
-        """Ends the trace and writes its files, if one is being recorded."""
+        """Ends the trace, if there is one, and writes its files."""
         if self._trace:
             self._trace.close()
             self._trace = None
@@ -113,15 +109,12 @@ class Profile:
 
 
 def parse_profile_steps(text, num_iterations):
-    """Returns (10, 13) for "10:13", which means the steps after the 10th up to the 13th, and (0, 0) for "".
-
-    Raises BadInput for any other text, or if the run has fewer steps.
-    """
+    """Returns (10, 13) for "10:13", the steps after the 10th up to the 13th, and (0, 0) for "". Raises BadInput for
+    other texts, and if the run has fewer steps."""
     if not text:
         return 0, 0
     match = re.fullmatch(r"(\d+):(\d+)", text)
-    begin, end = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not begin < end <= num_iterations:
-        raise BadInput(f"--profile_steps={text} is not BEGIN:END with BEGIN < END, END at most the run's "
-                       f"{num_iterations} steps: give for example 10:13")
-    return begin, end
+    if match and int(match[1]) < int(match[2]) <= num_iterations:
+        return int(match[1]), int(match[2])
+    raise BadInput(f"--profile_steps={text} is not BEGIN:END with BEGIN < END, END at most the run's {num_iterations} "
+                   "steps: give for example 10:13")

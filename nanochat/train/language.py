@@ -26,24 +26,22 @@ from nanochat.model.optim import MuonAdamW
 from nanochat.model.parts import Parts
 from nanochat.model.rates import OptimConfig, gpt_rules
 from nanochat.model.weights import initial_weights
+from nanochat.train.describe import describe_plan
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
-from nanochat.train.plan import Plan, describe_plan, make_plan
-from nanochat.train.resumed import saved_meta
+from nanochat.train.plan import Plan, make_plan
+from nanochat.train.prepare import saved_meta
+from nanochat.train.row_feed import RowFeed
 from nanochat.train.step import Objective, TrainingStep
 from nanochat.train.task import Event, flags_of
 from nanochat.train.teacher import DistillationLoss, Teacher, find_teacher, load_teacher
 
-FIM_EVAL_PART = 4  # the middles are evaluated on a row for each of so many rows of the validation text
+FIM_EVAL_PART = 4  # one row of middles is evaluated for each four rows of the validation text
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
 SAMPLE_TOKENS = 48
 
 
-# -----------------------------------------------------------------------------
-# The training step
-
-
 def next_token_loss(model, carry, rows):
-    """Returns the mean loss of rows (B, T + 1) in nats per token: each token is predicted from those before it."""
+    """Returns {"loss": the mean loss in nats per token} of rows (B, T + 1), and the carry."""
     return {"loss": model(rows[:, :-1], rows[:, 1:], reduction="mean")}, carry
 
 
@@ -57,7 +55,7 @@ def make_model(plan):
 
 
 def make_optimizer(plan, model, dist=None, weights=None):
-    """Returns the MuonAdamW of a Plan; see there."""
+    """Returns the MuonAdamW of a Plan. dist, weights: see there."""
     rules = gpt_rules(plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.config.n_embd, plan.dtype)
     parts = None
     if plan.shard_optimizer and dist and dist.world_size > 1:
@@ -66,28 +64,23 @@ def make_optimizer(plan, model, dist=None, weights=None):
 
 
 def make_step(plan, model, dist, objective=NEXT_TOKEN, weights=None):
-    """Returns the TrainingStep of a Plan for a model whose weights are on the device of `dist`, or come from `weights`
-    (see MuonAdamW)."""
+    """Returns the TrainingStep of a Plan. The model's weights are on the device of `dist`, or come from `weights` (see
+    MuonAdamW)."""
     optimizer = make_optimizer(plan, model, dist, weights)
     return TrainingStep(model, optimizer, objective, dist, plan.all_micro_steps, use_compile=plan.use_compile)
 
 
-# -----------------------------------------------------------------------------
-# The task
-
-
 @dataclass(frozen=True)
 class LanguageTask:
-    """See Task (task.py), which says what each method is for."""
+    """The Task (task.py) of base_train."""
     flags: Flags
     plan: Plan
     tokenizer: Tokenizer
-    given: dict  # {flag of the model: value}, None where the command line does not give it
+    given: dict  # {flag of the model: value}, None if the command line lacks it
     teacher: Teacher | None
     data_fingerprint: str | None  # None for synthetic data
-    bucket: str | None = None  # about the data and its cache, if it is in a bucket
-    # (model, tokenizer, dist, is_cut_short) -> {metric: value}: how much of the code that the model writes works
-    judge_code: Callable | None = None
+    bucket: str | None = None  # a line about data in a bucket and its cache
+    judge_code: Callable | None = None  # (model, tokenizer, dist, is_cut_short) -> {metric: value}
     name = "language"
     console = {}
     changing_flags = (*flags_of((BatchFlags, OptimConfig, DistillationFlags), but={"device_batch_size"}),
@@ -112,11 +105,11 @@ class LanguageTask:
     def resumed(self, path, meta):
         config = read_config(path, meta, GPTConfig)
         if not meta.flags:
-            raise BadInput(f"{path} was imported, and has nothing to go on with but the weights: choose another --run")
+            raise BadInput(f"{path} was imported and holds only weights, so no run can resume: choose another --run")
         require_match(path, meta, tokenizer_sha256=self.tokenizer.sha256, data_fingerprint=self.data_fingerprint)
         require_as_saved(self.given, config, path)
         flags = self.flags.settled(config)
-        # With another value of one of these three, the saved positions in the data would mean other rows.
+        # With another value of one of these, the saved positions in the data would mean other rows.
         now = flags.as_dict()
         require_same_flags(path, meta, {name: now[name] for name in ("seq_len_ramp", "fim_rate", "num_lanes")})
         plan = make_plan(flags, self.tokenizer.n_vocab, self.plan.device_type, self.plan.world_size, meta)
@@ -130,26 +123,26 @@ class LanguageTask:
 
     def open_batches(self, dist, step, lane_states=None):
         plan = self.plan
-        # The lanes' states were saved after the step before, when rows may have been shorter. They are valid for rows
-        # of any length, but each says for which it was saved, and the loader compares that.
+        # The lanes' states are valid for rows of any length, but name the one of the step before, for which they were
+        # saved, and the loader compares it.
         rows = self._rows(dist, batch_size=plan.rows(step), seq_len=plan.seq_len(step), seed=self.flags.run.seed,
                           seq_len_before=plan.seq_len(max(step - 1, 0)))
         loader = self._open_rows("train", rows, self.flags.data.fim_rate, state=lane_states)
         if self.data_fingerprint not in (None, loader.fingerprint):  # a bucket is listed again in this process
             loader.close()
-            raise BadInput(f"--data_dir={self.flags.data.data_dir}: its shards have changed since this command began: "
-                           "start it again")
+            raise BadInput(f"--data_dir={self.flags.data.data_dir}: its shards have changed since this command "
+                           "started: start it again")
         return RowFeed(loader, plan, step, dist.rank)
 
     def _open_validation(self, dist, num_rows, fim_rate=0.0):
-        """Returns the loader of this rank's part of `num_rows` of the validation text, of which `fim_rate` of the
-        documents are rewritten."""
+        """Returns the loader of this rank's part of `num_rows` of the validation text, with `fim_rate` of the documents
+        rewritten."""
         rows = self._rows(dist, batch_size=self.plan.device_batch_size, seq_len=self.plan.config.max_seq_len,
                           seed=self.flags.run.seed + 1)
         return self._open_rows("val", rows, fim_rate, num_rows=max(num_rows, 1))
 
     def _rows(self, dist, **options):
-        # Chips along the axis tensor read the same rows: for the loader, all of them together are one rank.
+        # Chips along the axis tensor read the same rows: together they are one rank for the loader.
         mesh = self.plan.mesh
         return Rows(rank=mesh.reader(dist.rank), world_size=mesh.readers, num_lanes=self.num_lanes, **options)
 
@@ -170,7 +163,7 @@ class LanguageTask:
             teacher = load_teacher(self.teacher, plan, dist)
             objective = Objective(DistillationLoss(self.teacher, teacher), teacher=teacher)
         model = make_model(plan)
-        if plan.mesh.divides_weights:  # they come in slices: whole, they may fit into no device
+        if plan.mesh.divides_weights:  # in slices: the whole model may not fit into a device
             training = make_step(plan, model, dist, objective, self._slices(restored))
         else:
             if restored:
@@ -180,26 +173,26 @@ class LanguageTask:
             training = make_step(plan, model.to(dist.device), dist, objective)
         if restored:
             training.load_state(restored.optimizer_state)
-        # All that is compiled before the first step. A buffer that is still to be computed would be part of the first
-        # micro-step's program and make it another one than the second's. Longer rows are rehearsed, so that their
-        # programs are not compiled in the middle of the run, or found there not to fit into memory.
+        # A pending buffer would become part of the first micro-step's program, and the second would compile another.
+        # Longer rows are rehearsed: the run must not compile, or run out of memory, in the middle.
         training.materialise()
         if plan.switches and plan.device_type != "cpu":
             training.rehearse(self._empty_batches(step))
         return training
 
     def _slices(self, restored):
-        """Returns the weights of a Checkpoint, or initial ones, as MuonAdamW takes them."""
+        """Returns a Checkpoint's weights, or initial ones, as MuonAdamW takes them."""
         if not restored:
             return initial_weights(self.plan.config, self.flags.run.seed)
         return ((name, None, tensor) for name, tensor in restored.model_state.items())
 
     def _empty_batches(self, step):
         """Returns {name of the micro-step: its batch} of the stages of the run that end after `step`."""
-        plan, batches = self.plan, {}
-        for first, last, name in plan.stages:
+        batches = {}
+        for first, last, name in self.plan.stages:
             if last > step:
-                batches[name] = {"rows": torch.zeros(plan.rows(first), plan.seq_len(first) + 1, dtype=torch.int32)}
+                shape = self.plan.rows(first), self.plan.seq_len(first) + 1
+                batches[name] = {"rows": torch.zeros(shape, dtype=torch.int32)}
         return batches
 
     def _has_teacher(self, step):
@@ -208,7 +201,7 @@ class LanguageTask:
     def before_step(self, training, step):
         if self.plan.switches:
             training.micro_step_name = self.plan.micro_step_name(step)
-        # From the teacher's last step on, the micro-step is another program, which leaves its forward pass out.
+        # After the teacher's last step the micro-step is another program, without its forward pass.
         if training.teacher and not self._has_teacher(step):
             training.change_objective(NEXT_TOKEN, "micro_step without teacher")
 
@@ -223,10 +216,9 @@ class LanguageTask:
         return events
 
     def evaluate(self, training, dist, step, is_cut_short):
-        """Returns the bits per byte of the validation text, and of middles in it if the run has --fim_rate. A stop cuts
-        it short; the resumed run does it again."""
-        # Each rank reads its part of the same rows, so the number that comes out does not depend on how many ranks
-        # there are.
+        """Returns the bits per byte of the validation text, and with --fim_rate of middles in it; {} if a stop cuts it
+        short: the resumed run repeats it."""
+        # The ranks divide the same rows, so the result does not depend on their number.
         num_rows = self.flags.record.eval_tokens // self.plan.config.max_seq_len
         measure = partial(bits_per_byte, training.compiled_model, token_bytes=self.tokenizer.token_bytes(), dist=dist,
                           is_cut_short=is_cut_short, copies=self.plan.mesh.tensor)
@@ -247,9 +239,9 @@ class LanguageTask:
 
     @contextmanager
     def whole_model(self, training):
-        """Within the block, the model has its whole weights and computes with them as one chip does. Every rank must
-        come here."""
-        # The kernels change together with the weights: those of the mesh would gather parts of what is whole already.
+        """Gives the model its whole weights for the block, in which it computes as on one chip. Every rank must call
+        it."""
+        # The kernels change together with the weights: those of the mesh would gather weights that are whole.
         model = training.model
         kernels = model.kernels
         with training.optimizer.whole_weights():
@@ -260,18 +252,18 @@ class LanguageTask:
 
     @torch.no_grad()
     def evaluate_code(self, training, dist, step, is_cut_short):
-        """Returns how much of the C++ that the model writes compiles and works."""
+        """Returns the fractions of the model's C++ that compile and work."""
         with self.whole_model(training):
             try:
                 return self.judge_code(training.model, self.tokenizer, dist, is_cut_short)
             except BrokenModel as error:
-                print0(f"warning: no code is evaluated at step {step}: {error}")
+                print0(f"warning: code is not evaluated at step {step}: {error}")
                 return {}
 
     @torch.no_grad()
     def sample(self, training, dist, step, is_cut_short):
-        """Prints completions. Every rank makes them, so that none waits for another."""
-        engine = Engine(training.model, self.tokenizer, dist)  # it remembers nothing of older weights
+        """Prints completions. Every rank makes them, so none waits for another."""
+        engine = Engine(training.model, self.tokenizer, dist)  # a new one holds no state of older weights
         max_tokens = min(SAMPLE_TOKENS, self.plan.config.max_seq_len // 2)
         with self.whole_model(training):
             for prompt in SAMPLE_PROMPTS:
@@ -287,7 +279,7 @@ class LanguageTask:
 
 
 def make_task(flags, device_type, world_size, directory, judge_code=None):
-    """Returns the LanguageTask for base_train's Flags. Raises BadInput for anything that can be refused now.
+    """Returns the LanguageTask for base_train's Flags. Raises BadInput.
 
     directory: of the run. judge_code: see LanguageTask; without it, --code_eval_every does nothing.
     """
@@ -298,89 +290,29 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
     except BadInput as error:
         if saved or not flags.record.checkpoint_mirror:
             raise
-        raise BadInput(f"{error}. Flags of the model that are not given have their defaults, because no checkpoint of "
-                       "the run is here: to resume from the mirror, give them all") from None
-    # Once the flags are settled, every flag of the model has a value. What the command line itself says is kept beside
-    # them, because only that must agree with the checkpoint (resumed).
-    given, flags = asdict(flags.model), flags.settled(plan.config)
+        raise BadInput(f"{error}. No checkpoint of the run is on this disk, so flags of the model have their defaults: "
+                       "to resume from the mirror, give them all") from None
+    # Settled flags have a value for every flag of the model. Only the values of the command line itself must agree with
+    # the checkpoint (resumed), so they are kept.
+    given = asdict(flags.model)
+    flags = flags.settled(plan.config)
     data_fingerprint, bucket = check_data(flags)
     teacher = find_teacher(flags, plan, tokenizer, directory)
     if teacher:
-        flags = flags.replace(teacher=str(teacher.path))  # the one that is meant now, if it is trained further
+        flags = flags.replace(teacher=str(teacher.path))  # today's newest checkpoint, should it train further
     if flags.data.fim_rate:
         check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)
     return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, bucket, judge_code)
 
 
 def check_data(flags):
-    """Returns the fingerprint of the training data, and a text about data in a bucket; None for what there is not.
-    Raises BadInput if data cannot be used."""
+    """Returns the fingerprint of the training data (None if synthetic), and a line about data in a bucket (else None).
+    Raises BadInput for unusable data."""
     data = flags.data
     if data.synthetic_data:
         if data.fim_rate:
-            raise BadInput(f"--fim_rate={data.fim_rate:g} is for text, and --synthetic_data has none: leave one out")
+            raise BadInput(f"--fim_rate={data.fim_rate:g} needs text, and --synthetic_data has none: leave one out")
         return None, None
     held_out = open_text(data, "val") if flags.record.eval_every > 0 else []
     shards = open_text(data)
     return fingerprint(shards), check_cache([*shards, *held_out], data.num_lanes)
-
-
-# The loader's threads are ahead of training, by up to a block of rows for each lane. A checkpoint must hold the
-# positions after the last micro-batch that training took, so they come from that batch and not from the loader. And
-# rows become longer between two batches here, where micro-steps are counted: the trainer knows its step only after it
-# has taken them.
-class RowFeed:
-    """Iterates over this rank's micro-batches, {"rows": int32 (B, T + 1)}, and knows where in the data they end."""
-
-    def __init__(self, loader, plan, step, rank):
-        """loader: a DataLoader with the rows of `step`, the one that comes next; rank: of this process."""
-        self.loader = loader
-        self._plan = plan
-        self._saves_lanes = rank % plan.mesh.tensor == 0  # others of its group along tensor read the same
-        self._last = None
-        self._taken = []
-        self._step = step  # the one that is being taken
-        self._left = plan.micro_steps(step)  # of it
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self._last = next(self.loader)
-        self._taken.append(self._last.rows)
-        self._left -= 1
-        if not self._left:
-            self._step += 1
-            self._left = self._plan.micro_steps(self._step)
-            if self._step in self._plan.switches:  # at once, so that it reads ahead while the device updates
-                self.loader.change_rows(self._plan.rows(self._step), self._plan.seq_len(self._step))
-        return {"rows": self._last.rows}
-
-    def taken(self):
-        """Returns a list of the rows since the last call."""
-        rows, self._taken = self._taken, []
-        return rows
-
-    @property
-    def state(self):
-        """{lane: JSON value} of this rank's lanes after the last micro-batch; {} before the first, and where another
-        rank saves them."""
-        return self._last.state if self._last and self._saves_lanes else {}
-
-    @property
-    def fingerprint(self):
-        return self.loader.fingerprint
-
-    def metrics(self):
-        """Returns what the log says of the data up to the last micro-batch."""
-        # Where all rows have one length, the tokens are what the loader itself has counted. Otherwise it does not know
-        # how long the rows that it counts were, and the plan does.
-        plan, stats = self._plan, self.loader.stats
-        if plan.switches:
-            return {"tokens": plan.tokens(0, self._step), "epoch": stats["epoch"],
-                    "seq_len": plan.seq_len(max(self._step - 1, 0))}
-        tokens = stats["rows"] * plan.mesh.readers * plan.config.max_seq_len
-        return {"tokens": tokens, "epoch": stats["epoch"]}
-
-    def close(self):
-        self.loader.close()

@@ -1,6 +1,6 @@
-"""Starts a training run: checks and prepares it in the parent process, then trains in a process for each chip.
+"""Starts a training run: prepares it in the parent process, then trains in one process per chip.
 
-No line at module level touches the XLA runtime: xmp.spawn starts a process for each chip, and they start theirs.
+No line at module level touches the XLA runtime: each of these processes starts its own.
 """
 import os
 import sys
@@ -11,23 +11,12 @@ import torch
 
 from nanochat.checkpoint.mirror import MirrorError
 from nanochat.common import BadInput
-from nanochat.device.ranks import (
-    compute_cleanup,
-    compute_init,
-    keep_freed_memory,
-    prepare_libtpu,
-    prepare_xla_environment,
-)
+from nanochat.device import ranks
+from nanochat.run import stopping
 from nanochat.run.agreement import HostAgreement, Requests
 from nanochat.run.hosts import describe, require_alike, this_host
 from nanochat.run.pod import PodError, membership
 from nanochat.run.processes import RankEnded, begin_as_rank, exclusive_use, run_as_ranks
-from nanochat.run.stopping import (
-    EXIT_STATUS,
-    stop_on_preemption_notice,
-    stop_on_signal_to_rank,
-    stop_on_signals,
-)
 from nanochat.run.transfer import serve_lanes
 from nanochat.run.watchdog import Heartbeats, Watchdog
 from nanochat.train.prepare import prepare, run_directory
@@ -35,34 +24,34 @@ from nanochat.train.trainer import Trainer
 
 
 def launch(flags, device_type, make_task):
-    """Trains, and returns the exit status. make_task: see prepare; device_type: as resolve_device_type returns it."""
+    """Trains, and returns the exit status. make_task: see prepare; device_type: from resolve_device_type."""
     try:
         host = this_host(device_type)
         if device_type in ("tpu", "xla"):
             return train_on_xla(flags, device_type, make_task, host)
         if host:
             raise BadInput(f"NANOCHAT_HOSTS={os.environ.get('NANOCHAT_HOSTS')} is for XLA devices, and this runs on "
-                           f"{device_type}, where each host would train alone: unset it")
+                           f"{device_type}: unset it")
         return train_without_parent(flags, device_type, make_task)
     except PodError as error:  # on another host, before training began
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.status
     except MirrorError as error:  # an outage, before training began
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_STATUS
+        return stopping.EXIT_STATUS
     except KeyboardInterrupt:  # before training began, for example while waiting for the mirror
         return 130
 
 
 def train_on_xla(flags, device_type, make_task, host):
-    """Prepares the run in this process, and trains in the processes that it spawns. Returns the exit status. host: this
+    """Prepares the run in this process, and trains in processes that it spawns. Returns the exit status. host: this
     Host, if there are several."""
-    prepare_xla_environment(device_type)
-    prepare_libtpu(device_type)
-    # The order matters. All hosts are there and alike before any of them touches its disk. The folder is locked before
-    # prepare, which deletes what interrupted saves have left. Until then Ctrl-C ends the command at once: signals
-    # become requests only when there are ranks to obey them. That blocks them in this thread, and the ranks, which are
-    # spawned last, inherit it.
+    ranks.prepare_xla_environment(device_type)
+    ranks.prepare_libtpu(device_type)
+    # The order matters. All hosts have met and are alike before any touches its disk. The folder is locked before
+    # prepare, which deletes the remains of interrupted saves. Until then Ctrl-C ends the command at once: signals
+    # become requests only when ranks will obey them. That blocks the signals in this thread, and the ranks, spawned
+    # last, inherit it.
     with membership(host) as pod:
         if pod:
             found = pod.join(describe(flags, device_type))
@@ -73,22 +62,22 @@ def train_on_xla(flags, device_type, make_task, host):
                 status = say_finished(run)
                 return pod.end(status) if pod else status
             requests = Requests(run.requests_file)
-            stop_on_signals(requests)
+            stopping.stop_on_signals(requests)
             if device_type == "tpu":
-                stop_on_preemption_notice(requests)
+                stopping.stop_on_preemption_notice(requests)
             if pod:
                 return train_on_pod(run, pod, requests)
             return spawn(run, Watchdog(Heartbeats(run.heartbeats_file)))
 
 
 def train_on_pod(run, pod, requests):
-    """Trains on this host as one of several. Returns the exit status, which is the same on all."""
+    """Trains on this host as one of several. Returns the exit status, equal on all."""
     if pod.is_first:
         serve_lanes(pod, run.directory)
     HostAgreement(pod, requests, num_ranks=run.plan.world_size // pod.host.count)
     watchdog = Watchdog(Heartbeats(run.heartbeats_file), pod)
-    # Ranks of all hosts end at about the same time, but that of the first host saves and waits for the mirror. The
-    # status of the whole run is known only after all parents have met in pod.end.
+    # The ranks of all hosts end at about the same time, but rank 0 still saves and waits for the mirror. The run's
+    # status is known only after all parents have met in pod.end.
     status = spawn(run, watchdog)
     status = pod.end(status, watchdog.reason)
     if pod.failure and not watchdog.reason:
@@ -102,32 +91,32 @@ def spawn(run, watchdog):
         try:
             return run_as_ranks(_train_as_rank, run, begin=partial(begin_as_rank, run.directory))
         except RankEnded as error:
-            # The executor may see that a process is gone before the watchdog, which looks four times a second, has said
-            # why. Without this wait the command would end without its reason.
+            # The executor may notice a process's end before the watchdog, which looks four times a second, has said
+            # why.
             watchdog.has_reported.wait(timeout=10)
             return error.status or 1
 
 
 def _train_as_rank(run):
-    stop_on_signal_to_rank(Requests(run.requests_file))
+    stopping.stop_on_signal_to_rank(Requests(run.requests_file))
     return train(run)
 
 
 def train(run):
     """Trains as one rank of the run. Returns the exit status."""
-    dist = compute_init(run.plan.device_type, run.hosts)
+    dist = ranks.compute_init(run.plan.device_type, run.hosts)
     status = Trainer(run, dist).train()
-    compute_cleanup(dist)
+    ranks.compute_cleanup(dist)
     return status
 
 
 def train_without_parent(flags, device_type, make_task):
-    """Trains on CUDA or cpu, where rank 0 does what on XLA the parent of the ranks does. Returns the exit status."""
+    """Trains on CUDA or cpu, where rank 0 does the work of XLA's parent process. Returns the exit status."""
     if device_type == "cpu":
-        keep_freed_memory()
-    dist = compute_init(device_type)
-    # The ranks are there already, each a process of its own (torchrun). So rank 0 locks, prepares and watches for all,
-    # and the others wait in the broadcast for its Run. Each has its own signals, because torchrun hands them on to all.
+        ranks.keep_freed_memory()
+    dist = ranks.compute_init(device_type)
+    # torchrun has started the ranks. So rank 0 locks, prepares and watches for all, and the others wait in the
+    # broadcast for its Run. Each handles its own signals, because torchrun forwards them to all.
     with exclusive_use(run_directory(flags)) if dist.rank == 0 else nullcontext():
         found = [prepare(flags, device_type, make_task) if dist.rank == 0 else None]
         if dist.world_size > 1:
@@ -135,15 +124,15 @@ def train_without_parent(flags, device_type, make_task):
         run = found[0]
         if run.finished_step:
             return say_finished(run) if dist.rank == 0 else 0
-        stop_on_signals(Requests(run.requests_file))
+        stopping.stop_on_signals(Requests(run.requests_file))
         with Watchdog(Heartbeats(run.heartbeats_file)) if dist.rank == 0 else nullcontext():
             status = Trainer(run, dist).train()
-    compute_cleanup(dist)
+    ranks.compute_cleanup(dist)
     return status
 
 
 def say_finished(run):
-    """Says that there is nothing to train, and returns the exit status for that."""
+    """Says that nothing is left to train, and returns the exit status."""
     print(f"run {run.flags.run.run} has reached step {run.finished_step} ({run.checkpoint}): nothing left to do. "
           "Raise --num_iterations, choose another --run, or start over with --resume=never")
     return 0

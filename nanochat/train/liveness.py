@@ -1,23 +1,23 @@
-"""A rank's contact with the processes around it: it says that it is alive, and learns when all ranks stop or save."""
+"""A rank's contact with the processes around it: it reports that it is alive, and learns when all stop or save."""
 import statistics
 
 from nanochat.run.agreement import SAVE, RankAgreement, Requests
 from nanochat.run.watchdog import Heartbeats, limit_s
 
-COMPILING_STEPS = 3  # first steps of a process, which may compile
+COMPILING_STEPS = 3  # the first steps of a process may compile
 
 
 class Liveness:
     def __init__(self, run, dist, first_step):
-        """run: a Run; first_step: the step with which this process begins."""
+        """run: a Run; first_step: where this process begins."""
         self._rank = dist.rank
         self._flags = run.flags.record
-        # A step whose batch has another shape than the last one waits for the loader to begin anew.
+        # When rows become longer, the step waits for the loader to restart.
         self._slow_steps = {*range(first_step, first_step + COMPILING_STEPS), *run.plan.switches}
         self._heartbeats = Heartbeats(run.heartbeats_file)
         self._requests = Requests(run.requests_file)
         self._agreement = RankAgreement(self._requests, dist.rank, dist.world_size, spans_hosts=dist.hosts > 1)
-        self._step_seconds = []  # of the last steps, on average over each console line
+        self._step_seconds = []  # the mean of each of the last console lines
 
     @property
     def is_stopping(self):
@@ -26,11 +26,11 @@ class Liveness:
 
     @property
     def is_preempted(self):
-        """Whether this machine is about to end, by its metadata server's word."""
+        """Whether this machine is about to end, according to its metadata server."""
         return self._requests.is_preempted
 
     def beat(self, phase, step):
-        """Tells the watchdog that this rank begins `phase` (watchdog.PHASES), and by when it will have ended."""
+        """Tells the watchdog that this rank begins `phase` (watchdog.PHASES), and its deadline."""
         if phase == "step" and step in self._slow_steps:
             phase = "compile"
         usual_s = statistics.median(self._step_seconds) if self._step_seconds else 0
@@ -39,8 +39,8 @@ class Liveness:
             phase, self._flags.step_timeout_s, usual_s * self._flags.log_every))
 
     def agree(self, phase, step, wants_save=False):
-        """Returns whether all ranks save now; whether they stop is in is_stopping. Every rank calls it at the same
-        points of its program. wants_save: rank 0's wish."""
+        """Returns whether all ranks save now; is_stopping says whether they stop. Every rank calls it at the same
+        points of its program. wants_save: rank 0's request."""
         self.beat(phase, step)
         return self._agreement.agreed_action(wants_save) == SAVE
 
@@ -48,18 +48,18 @@ class Liveness:
         self._step_seconds = [*self._step_seconds, seconds][-100:]
 
     def finish(self, step):
-        """Says that this rank runs no further step."""
+        """Reports that this rank runs no further step."""
         self.beat("end", step)
         self._agreement.finish()
 
     def begin_to_wait_for_mirror(self):
-        """Says that nothing is lost if the run ends from now on. Returns asked_from_now_on()."""
+        """Reports that the run can end without loss from now on. Returns asked_from_now_on()."""
         self._requests.begin_to_wait_for_mirror()
         return self.asked_from_now_on()
 
     def asked_from_now_on(self):
-        """Returns a function that says whether a stop was asked for after this call. On a machine that is about to end
-        it was not: the system's SIGTERM is no reason to stop saving or copying before the machine does."""
+        """Returns a function that says whether a stop was requested after this call. On a machine that is about to end
+        it returns False: the system's SIGTERM must not end saving or copying before the machine does."""
         requests = self._requests
         times_asked = requests.times_asked
         return lambda: requests.times_asked > times_asked and not requests.is_preempted

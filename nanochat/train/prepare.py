@@ -1,21 +1,14 @@
-"""Prepares a run, in the parent process: everything is decided and checked before a device is touched."""
+"""Prepares a run, in the parent process: decides and checks everything before a device is touched."""
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from nanochat.checkpoint.format import (
-    Kept,
-    check_disk_space,
-    clean_partial,
-    latest_good,
-    load_meta,
-    set_aside_after,
-    step_of,
-)
+from nanochat.checkpoint import format
 from nanochat.checkpoint.mirror import STATE_FILE, Mirror, MirrorError, MirrorState, Patience, run_mirror
 from nanochat.common import BadInput, get_base_dir
+from nanochat.model.config import GPTConfig, config_as_flags
 from nanochat.record.observe import parse_profile_steps
 from nanochat.run.agreement import Requests
 from nanochat.run.hosts import require_alike
@@ -25,17 +18,19 @@ from nanochat.run.watchdog import Heartbeats
 from nanochat.run.wire import Link
 from nanochat.train.task import Task
 
-# In the run's folder: see agreement.py and watchdog.py; the last one exists once the run has come to its end.
-REQUESTS_FILE, HEARTBEATS_FILE, FINISHED_FILE = ".requests", ".heartbeats", ".finished"
+# Files in the run's folder:
+REQUESTS_FILE = ".requests"  # see agreement.py
+HEARTBEATS_FILE = ".heartbeats"  # see watchdog.py
+FINISHED_FILE = ".finished"  # marks a run that has reached its end
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the parent process hands to the ranks, which only check that their number is that of the plan."""
+    """What the parent process hands to the ranks."""
     task: Task
     directory: Path  # of checkpoints and metrics
     checkpoint: Path | None  # to resume from
-    finished_step: int | None  # if that checkpoint is the end of the run, so there is nothing left to do
+    finished_step: int | None  # of that checkpoint, if the run ends with it
     mirror: Mirror | None
     profile_steps: tuple  # (begin, end), see Profile
     link: Link | None = None  # to the first host, if there are several
@@ -63,13 +58,13 @@ class Run:
 
     @property
     def starts_over(self):
-        """Whether an older run of this name is moved aside."""
+        """Whether an older run of this name moves aside."""
         return self.flags.run.resume == "never"
 
     def begin(self):
-        """Changes the run's folder when training begins: no start that is refused comes here. Rank 0 only."""
+        """Changes the run's folder when training begins, after the last refusal. Rank 0 only."""
         if self.starts_over:
-            set_aside_after(self.directory, -1)
+            format.set_aside_after(self.directory, -1)
         (self.directory / FINISHED_FILE).unlink(missing_ok=True)
 
     def mark_finished(self):
@@ -77,34 +72,31 @@ class Run:
         (self.directory / FINISHED_FILE).touch()
 
     def check_ranks(self, dist):
-        """Raises BadInput if the number of ranks is another than the plan's, or if rank 0 is not on the first host."""
+        """Raises BadInput if the plan is for another number of ranks, or if rank 0 is not on the first host."""
         if dist.rank == 0 and self.link and not self.link.host.is_first:
             raise BadInput(f"rank 0 is on host {self.link.host.name}, which is not the first: set NANOCHAT_HOSTS, with "
-                           "the address of this host first, and NANOCHAT_HOST_INDEX on all hosts")
+                           "this host's address first, and NANOCHAT_HOST_INDEX on all hosts")
         if dist.world_size != self.plan.world_size:
             raise BadInput(f"the runtime has {dist.world_size} devices and {self.plan.world_size} were expected: set "
-                           "TPU_ACCELERATOR_TYPE to the type of this TPU, to v5litepod-8 for example")
+                           "TPU_ACCELERATOR_TYPE to this TPU's type, for example v5litepod-8")
 
 
 def run_directory(flags):
-    """Returns the path of the folder of a run's checkpoints and metrics. Raises BadInput if --run cannot name one."""
+    """Returns the folder of a run's checkpoints and metrics. Raises BadInput if --run cannot name one."""
     name = flags.run.run
     if not re.fullmatch(r"\w[\w.+=-]*", name):
-        raise BadInput(f"--run={name} is not a plain name: it becomes the name of a folder, so give letters, digits, _ "
-                       "and, after the first, . + = and -")
+        raise BadInput(f"--run={name} is not a plain name, as for a folder: give letters, digits and _, and after the "
+                       "first also . + = and -")
     return get_base_dir() / "checkpoints" / name
 
 
 def prepare(flags, device_type, make_task, pod=None):
-    """Returns the Run for a script's flags. Raises BadInput for anything that can be refused now, and MirrorError if
-    the mirror cannot be reached.
+    """Returns the Run for a script's flags. Raises BadInput, and MirrorError if the mirror cannot be reached.
 
-    device_type: as resolve_device_type returns it. make_task(flags, device_type, world_size, directory) -> Task. Only
-    one process may prepare a run at a time (exclusive_use): this deletes what interrupted saves have left, and may
-    fetch a checkpoint from the mirror. pod: the Pod, if there are several hosts; all prepare the run at the same time,
-    and the first alone uses the mirror.
+    device_type: from resolve_device_type. make_task(flags, device_type, world_size, directory) -> Task. pod: the Pod,
+    if there are several hosts: all prepare the run at the same time, and only the first uses the mirror. One process at
+    a time may prepare a run (exclusive_use): this deletes the remains of interrupted saves.
     """
-    record = flags.record
     directory = run_directory(flags)
     is_first = pod is None or pod.is_first
     world_size = expected_world_size(device_type, pod.host.count if pod else 1)
@@ -112,69 +104,106 @@ def prepare(flags, device_type, make_task, pod=None):
     if pod:
         found = pod.gather("which data they have", what_is_trained(task))
         require_alike(pod.names, found, "give all hosts the same data, tokenizer and devices")
-    # Up to here nothing of the run has been written, so most commands that are refused change nothing. Whether the
-    # mirror can be written to is tried now: found out at the first save, it would cost the time until then.
-    profile_steps = parse_profile_steps(record.profile_steps, task.plan.num_iterations)
-    mirror = None
-    if record.checkpoint_mirror is not None and is_first:
-        mirror = run_mirror(record.checkpoint_mirror, flags.run.run, Kept(record.keep_checkpoints, record.keep_every))
+    profile_steps = parse_profile_steps(flags.record.profile_steps, task.plan.num_iterations)
+    # The first write to disk or mirror: most refusals come before and change nothing. A mirror that cannot be written
+    # to is found now and not at the first save.
+    mirror = open_mirror(flags) if is_first else None
     mirror_state = reach(mirror, directory)
-    clean_partial(directory)
-    # Made anew by this process alone, before a rank opens them: what stopped an earlier process must not stop this one.
+    format.clean_partial(directory)
+    # New files, by this process alone and before a rank opens them: an earlier process's stop must not stop this one.
     Requests(directory / REQUESTS_FILE, create=True)
     Heartbeats(directory / HEARTBEATS_FILE, create=True)
-    # A host that is not the first holds only the one checkpoint that it fetches.
-    if record.saves:
-        check_disk_space(directory, task.state_bytes(), copies=2 if is_first else 1)
+    if flags.record.saves:  # another host than the first holds only the checkpoint that it fetches
+        format.check_disk_space(directory, task.state_bytes(), copies=2 if is_first else 1)
     path = finished_step = None
     if flags.run.resume == "auto":
         path, is_finished = resumed_checkpoint(directory, mirror, pod)
     elif not is_first:
-        set_aside_after(directory, -1)  # copies of what the first host has; see Run.begin
+        format.set_aside_after(directory, -1)  # copies of the first host's checkpoints; see Run.begin
     if path:
         task, finished_step = resume(task, path, is_finished, is_first)
-    if mirror and path:
-        # It may be on this disk and not in the mirror, if the process before was killed while it copied.
+    if mirror and path:  # the mirror may lack it: the process before was perhaps killed during the copy
         mirror_state.saved(path.name)
         mirror_state.write(directory)
     return Run(task, directory, path, finished_step, mirror, profile_steps, pod.link if pod else None)
 
 
-def resume(task, path, is_finished, is_first):
-    """Returns the task as it resumes from the checkpoint at `path`, and the step of that checkpoint if the run is
-    finished with it, else None. Raises BadInput if the run cannot resume from it.
+def open_mirror(flags):
+    """Returns the Mirror of --checkpoint_mirror, or None. Raises BadInput."""
+    record = flags.record
+    if record.checkpoint_mirror is None:
+        return None
+    return run_mirror(record.checkpoint_mirror, flags.run.run, format.Kept(record.keep_checkpoints, record.keep_every))
 
-    is_finished: the run has come to its end with its newest checkpoint; without this mark it may lack its last
-    evaluation. is_first: this is the host that says which flags have changed.
+
+def resume(task, path, is_finished, is_first):
+    """Returns the task that resumes from the checkpoint at `path`, and the checkpoint's step if the run ends with it,
+    else None. Raises BadInput.
+
+    is_finished: the run has the mark of its end. is_first: this host prints the changed flags.
     """
-    meta = load_meta(path)
+    meta = format.load_meta(path)
     if meta.task != task.name:
-        raise BadInput(f"{path} is of the task {meta.task}, and this run is of {task.name}: choose another --run")
+        raise BadInput(f"{path} is of the task {meta.task}, not {task.name}: choose another --run")
     task = task.resumed(path, meta)
     finished_step = None
-    # Without the mark, a run that has come to its last step goes on all the same: it was killed before its last
-    # evaluation, and its loop begins with what is due after that step.
+    # A run at its last step without the mark was killed before its last evaluation. It resumes, and its loop begins
+    # with the events due after that step.
     if meta.step >= task.plan.num_iterations and is_finished:
         finished_step = meta.step
     elif meta.step > task.plan.num_iterations:
-        raise BadInput(f"{path} is past step {task.plan.num_iterations}, with which this run would end: raise "
-                       "--num_iterations (or the other horizon that you gave), or choose another --run")
+        raise BadInput(f"{path} is past step {task.plan.num_iterations}, the end of this run: raise --num_iterations "
+                       "or the horizon that you gave, or choose another --run")
     changes = changed_flags(meta.flags, task)
     if changes and is_first:
         print(f"changed since the checkpoint: {changes}", flush=True)
     return task, finished_step
 
 
+def saved_meta(flags, directory):
+    """Returns the Meta of the checkpoint in a run's directory from which it resumes, or None. Raises BadInput for a
+    whole checkpoint that this program cannot read."""
+    if flags.run.resume != "auto" or directory is None:
+        return None
+    for path in reversed(format.list_checkpoints(directory)):
+        # Prepare checks all files later, sets damaged checkpoints aside, and takes the one before.
+        if _meta_is_whole(path):
+            meta = format.load_meta(path)
+            if meta.task != "language":  # prepare refuses it
+                return None
+            format.read_config(path, meta, GPTConfig)
+            return meta
+    return None
+
+
+def _meta_is_whole(path):
+    """Returns whether format.META of the checkpoint at `path` has its saved checksum."""
+    file = Path(path) / format.META
+    try:
+        return format.read_sums(path).get(format.META) == format.sha256_of_files([file])[file]
+    except OSError:
+        return False
+
+
+def kept_flags(flags, directory):
+    """Returns the flags of the model that are not given and that the checkpoint has, as arguments."""
+    meta = saved_meta(flags, directory)
+    if meta is None:
+        return []
+    saved = config_as_flags(GPTConfig(**meta.config))
+    return [f"--{name}={value}" for name, value in saved.items() if getattr(flags.model, name) is None]
+
+
 def what_is_trained(task):
-    """Returns what must be the same for the ranks of all hosts, {name: JSON value}."""
+    """Returns {name: JSON value} that must be equal on all hosts."""
     identity = json.loads(json.dumps(task.identity()))
     return {"number of devices": task.plan.world_size, "hash of the data": task.data_fingerprint,
             "hash of the tokenizer": identity["tokenizer_sha256"]}
 
 
 def resumed_checkpoint(directory, mirror, pod=None):
-    """Returns the path of the checkpoint from which the run goes on, or None, and whether the run had come to its end
-    with it."""
+    """Returns the path of the checkpoint from which the run resumes, or None, and whether the run had ended with
+    it."""
     path = None
     is_finished = (directory / FINISHED_FILE).exists()
     if pod is None or pod.is_first:
@@ -185,13 +214,13 @@ def resumed_checkpoint(directory, mirror, pod=None):
 
 
 def reach(mirror, directory):
-    """Tries to write to the mirror, and waits for one that cannot be reached. Returns its MirrorState, which is written
-    to the run's directory, or None without a mirror. Raises BadInput or MirrorError."""
+    """Writes to the mirror as a test, and waits for an unreachable one. Returns its MirrorState, which is also in the
+    run's directory, or None without a mirror. Raises BadInput or MirrorError."""
     if mirror is None:
         (directory / STATE_FILE).unlink(missing_ok=True)
         return None
     state = MirrorState(mirror.url)
-    print(f"trying whether {mirror.url} can be written to", flush=True)
+    print(f"testing whether {mirror.url} is writable", flush=True)
     patience = Patience(mirror.url)
     while True:
         try:
@@ -211,12 +240,12 @@ def reach(mirror, directory):
 
 
 def newest_checkpoint(directory, mirror):
-    """Returns the path of the newest undamaged checkpoint of a run, or None. If the mirror has a newer one, fetches
-    that. Raises BadInput or MirrorError."""
-    path = latest_good(directory)
+    """Returns the path of a run's newest undamaged checkpoint, or None. Fetches it if only the mirror has it. Raises
+    BadInput or MirrorError."""
+    path = format.latest_good(directory)
     if mirror is None:
         return path
-    step = step_of(path) if path else -1
+    step = format.step_of(path) if path else -1
     patience = Patience(mirror.url)
     while True:
         try:
@@ -226,8 +255,8 @@ def newest_checkpoint(directory, mirror):
 
 
 def changed_flags(saved, task):
-    """Returns the task's changing_flags that are not those of a checkpoint, {name: value}, as a text such as
-    "matrix_lr 0.02 -> 0.01, weight_decay 0.2 -> 0.1, teacher big -> ''"; "" if there are none."""
+    """Returns the changing_flags that differ from a checkpoint's flags, {name: value}, as a text such as "matrix_lr
+    0.02 -> 0.01, teacher big -> ''"; "" if none does."""
     now = task.flags.as_dict()
     changes = []
     for name in task.changing_flags:

@@ -1,4 +1,4 @@
-"""The checkpoints of a running run: every rank hands over its part, rank 0 writes them in the background."""
+"""The checkpoints of a running run: every rank hands over its part, and rank 0 writes them in the background."""
 import time
 
 from nanochat.checkpoint.format import Kept
@@ -19,12 +19,12 @@ class Saves:
         self._piece_bytes = round(record.checkpoint_piece_gb * 1e9)
         self._saved_step = step
         self._saved_at = time.monotonic()
-        self._link = None  # to the first host, if this is another one: the first host writes the checkpoints
+        self._link = None
         self._saver = None
         self._uploader = None
-        # Three roles. Ranks of other hosts than the first write nothing and send the positions of their lanes. Ranks
-        # beside rank 0 write their share of the tensors. Rank 0 writes its own, puts all together and hands it to the
-        # mirror. What it resumes from goes there, too: the process before may have been killed before it was copied.
+        # Three roles. Ranks of other hosts only send the positions of their lanes to the first host, which writes the
+        # checkpoints. Its ranks write their share of the tensors. Rank 0 also assembles the checkpoint and hands it to
+        # the mirror, as well as the one it resumes from: the process before may have been killed during the copy.
         if run.link and not run.link.host.is_first:
             self._link = run.link
         elif dist.rank > 0:
@@ -42,14 +42,14 @@ class Saves:
         return 0 < self._every_minutes <= (time.monotonic() - self._saved_at) / 60
 
     def check(self):
-        """Raises what went wrong with the last checkpoint in the background, if anything did."""
+        """Raises the error of the last checkpoint in the background, if there is one."""
         if self._saver:
             self._saver.check()
 
     def save(self, step, lane_states, training, meta):
-        """Begins to save `step`, unless that is done already. Every rank must call it.
+        """Begins to save `step`, once. Every rank must call it.
 
-        lane_states: of this rank's lanes; training: the TrainingStep; meta: the Meta, of which only rank 0's counts.
+        lane_states: of this rank's lanes; training: the TrainingStep; meta: the Meta, on rank 0.
         """
         self._saved_at = time.monotonic()
         if self._saved_step == step:
@@ -59,16 +59,15 @@ class Saves:
             send_lanes(self._link, step, lane_states)
         else:
             save_lane_states(self._run_dir, step, lane_states)
-        # Every rank computes the same layout from the same sizes, so each knows which files it writes.
+        # Every rank computes the same layout from the same sizes, and so knows its files.
         layout = Layout.of(*training.sizes(), self._piece_bytes)
         mine = layout.tensors_of(self._dist.local_rank, self._dist.num_local) if self._saver else ()
-        state = training.host_state(mine)  # which every rank must call: it gathers the tensors from all
+        state = training.host_state(mine)  # every rank must call it: it gathers the tensors from all
         if self._dist.rank == 0:
             self._saver.save(*state, meta, layout)
         elif mine:
             self._saver.save_part(step, layout, *state)
-        # Where ranks are threads, none goes on into the next all-reduce while another still copies: on a CPU that would
-        # give up after some 15 s.
+        # Ranks that are threads wait for the slowest copy: an all-reduce on the CPU times out after some 15 s.
         thread_barrier(self._dist)
 
     def mirror_behind_s(self):
@@ -76,13 +75,12 @@ class Saves:
         return self._uploader.behind_s() if self._uploader else None
 
     def finish(self, is_told_to_end):
-        """Waits until the last checkpoint, or this rank's part of it, is on disk; if the disk is full, until
-        is_told_to_end(). Returns whether the last state that `save` was given is there, on rank 0."""
+        """Waits until the last checkpoint, or this rank's part of it, is on disk; on a full disk, until
+        is_told_to_end(). Returns whether the state of the last `save` is on disk; other ranks than 0 return True."""
         if self._saver:
             self._saver.finish(is_told_to_end)
         return self._dist.rank > 0 or self._saver.saved_step == self._saved_step
 
     def finish_mirror(self, is_told_to_end):
-        """Waits until the last checkpoint is in the mirror, see Uploader.finish. Returns whether the mirror lacks
-        nothing."""
+        """Waits until the last checkpoint is in the mirror (Uploader.finish). Returns whether it is, or none is set."""
         return not self._uploader or self._uploader.finish(is_told_to_end)

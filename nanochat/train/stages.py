@@ -1,4 +1,4 @@
-"""The stages of a run: batches and rows whose sizes change at certain steps.
+"""The stages of a run: the sizes of batches and rows change at certain steps.
 
 A schedule is ((step, value), …): the value from that step on. The first step is 0, and steps rise.
 """
@@ -15,16 +15,17 @@ def value_at(schedule, step):
 
 
 def spans(schedule, begin, end):
-    """Yields (first, last, value) of the steps from `begin` up to and without `end`, for each value in turn."""
+    """Yields (first, last, value) for each value in turn, of steps `begin` to `end` - 1. `last` is excluded, too."""
     for (first, value), (last, _) in pairwise([*schedule, (math.inf, None)]):
-        first, last = max(first, begin), min(last, end)
+        first = max(first, begin)
+        last = min(last, end)
         if first < last:
             yield first, last, value
 
 
 def batch_schedule(ramp, total, micro):
-    """Returns ((step, tokens), …) for --batch_ramp=STEP:FACTOR,…, in whole micro-steps of `micro` tokens; a factor
-    multiplies `total`. Raises BadInput."""
+    """Returns ((step, tokens), …) for --batch_ramp=STEP:FACTOR,…: FACTOR × `total`, in whole micro-steps of `micro`
+    tokens. Raises BadInput."""
     schedule = [(0, total)]
     for entry in filter(None, ramp.split(",")):
         match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,3}(?:\.[0-9]*)?)", entry)
@@ -38,7 +39,7 @@ def batch_schedule(ramp, total, micro):
 
 def length_schedule(ramp, max_seq_len):
     """Returns ((step, positions per row), …) for --seq_len_ramp=STEP:LENGTH,…; "" is `max_seq_len` throughout. Raises
-    BadInput if rows would not be whole, or are not those of the model in the end."""
+    BadInput unless each length is a multiple of the one before, and the last is `max_seq_len`."""
     schedule = []
     last_step, last = -1, 0
     for entry in (ramp or f"0:{max_seq_len}").split(","):
@@ -50,8 +51,8 @@ def length_schedule(ramp, max_seq_len):
         if not schedule and step:
             raise BadInput(f"--seq_len_ramp={ramp} does not say how long rows are before step {step}: begin with 0:")
         if last and length % last:
-            raise BadInput(f"--seq_len_ramp={ramp}: rows of {length} are not whole rows of {last}, so that a batch "
-                           f"would change: give a multiple of {last}")
+            raise BadInput(f"--seq_len_ramp={ramp}: rows of {length} are not whole rows of {last}, which would change "
+                           f"the batch: give a multiple of {last}")
         schedule.append((step, length))
         last_step, last = step, length
     if last != max_seq_len:

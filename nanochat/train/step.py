@@ -1,10 +1,9 @@
-"""The training step: the state that stays on the device, and the two programs that change it.
+"""The training step: the state on the device, and the two programs that change it.
 
     training = TrainingStep(model, optimizer, Objective(loss), dist)
     measured = training.run(batches, plan.micro_steps(step), training.optimizer.scheduled(step))
 
-Whatever trains, the preflight and the benches run this class. It knows neither the model nor the data: a task brings
-its model, optimizer, objective and batches.
+Training, preflight and benches run this class. A task brings the model, optimizer, objective and batches.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,29 +17,29 @@ from nanochat.record.observe import Observer
 
 @dataclass(frozen=True)
 class Objective:
-    """What a micro-step computes: a function of state and batch.
+    """What a micro-step computes.
 
-    loss(model, carry, **batch) -> ({name: mean over the micro-batch, a scalar tensor}, the new carry). It changes
-    nothing. The losses have all of `names`; the gradients are those of the first.
+    loss(model, carry, **batch) -> ({name: mean over the micro-batch, a scalar tensor}, the new carry): a pure function.
+    The losses have all of `names`; the gradients come from the first.
     """
     loss: Callable
     names: tuple = ("loss",)
-    teacher: torch.nn.Module | None = None  # which the loss reads and nothing changes
+    teacher: torch.nn.Module | None = None  # read-only
 
 
 class TrainingStep:
     """One rank's optimizer step.
 
-    First program, run for each micro-batch: micro_step, forward and backward, which adds to the gradients and to
-    `sums`, and may change `carry`. Second program: update, which sums gradients and `sums` over the ranks, updates the
-    weights and sets both to zero.
+    First program, for each micro-batch: micro_step, forward and backward, adds to the gradients and to `sums`, and may
+    change `carry`. Second program: update sums gradients and `sums` over the ranks, updates the weights and clears
+    both.
     """
 
     def __init__(self, model, optimizer, objective, dist, micro_steps=(1,), carry=None, use_compile=False):
         """
         model, optimizer: with their state on the device of `dist`; the optimizer is like MuonAdamW.
-        micro_steps: all numbers of micro-steps that a step of the run can have.
-        carry: {name: tensor (slots, …)} on the device, what the objective carries from one micro-step to the next. A
+        micro_steps: the set of micro-steps per step that occur in the run.
+        carry: {name: tensor (slots, …)} on the device, which the objective carries from one micro-step to the next. A
             slot is a row of the global batch; rank r of W has the slots r, r + W, …
         use_compile: torch.compile the model.
         """
@@ -53,7 +52,7 @@ class TrainingStep:
         self.micro_step_name = "micro_step"
         self.observer = Observer(dist)
         self.sums = {name: torch.zeros((), device=dist.device) for name in objective.names}
-        # Tensors, because a Python number would be part of the program, and another number would compile it again.
+        # Tensors: a Python number would be part of the program, and another number would compile it again.
         self.loss_scales = {n: torch.tensor(1 / (n * optimizer.mesh.readers)).to(dist.device)
                             for n in set(micro_steps)}
 
@@ -62,15 +61,15 @@ class TrainingStep:
         return self.objective.teacher
 
     def materialise(self):
-        """Computes what was put on the device so far, so that the programs of a step begin with plain buffers."""
-        # A block that computes nothing: its end makes a program of whatever was traced before. A scalar of exactly 1.0
-        # that was not put on the device before the first micro-step, such as the scale of a loss, would be a constant
-        # of it, and the next scale would compile it again.
+        """Computes all pending state, so that the programs of a step begin with plain buffers."""
+        # The end of the empty block makes a program of everything traced before. Otherwise a pending scalar of exactly
+        # 1.0, such as the scale of a loss, would be a constant of the first micro-step, and another scale would compile
+        # it again.
         with one_program(self.dist, "initialise"):
             pass
 
     def state(self):
-        """Returns {name: tensor} of all that stays on the device between two programs."""
+        """Returns {name: tensor} of everything that stays on the device between two programs."""
         optimizer = self.optimizer
         found = dict(optimizer.parameters)
         for name, p in optimizer.parameters.items():
@@ -92,15 +91,14 @@ class TrainingStep:
         return found
 
     def change_objective(self, objective, micro_step_name):
-        """From now on micro-steps compute another objective, of the same names: they are another program."""
+        """Lets micro-steps compute another objective with the same names, in another program."""
         self.objective = objective
         self.micro_step_name = micro_step_name
 
     def rehearse(self, batches):
-        """Runs micro-steps of {name of the program: {name: CPU tensor}}, so that they are compiled, and takes back what
-        they have added."""
-        # Any of them: it is an argument of the program. There is no update, so weights and the optimizer's state stay.
-        scale = next(iter(self.loss_scales.values()))
+        """Compiles the micro-steps of {name of the program: {name: CPU tensor}} by running them, and clears the sums to
+        which they have added. No update: weights and the optimizer's state stay."""
+        scale = next(iter(self.loss_scales.values()))  # any: it is an argument of the program
         for name, batch in batches.items():
             self._run_micro_step(name, batch, scale)
         with one_program(self.dist, "clear"), torch.no_grad():
@@ -114,8 +112,8 @@ class TrainingStep:
         batch: {name: tensor}; scale: a scalar tensor, one of loss_scales.
         """
         losses, carry = self.objective.loss(self.compiled_model, self.carry, **batch)
-        # In place: the carry is an argument and a result of the program, as the sums of the gradients are, and stays
-        # the same tensor from one micro-step to the next.
+        # In place: the carry stays the same tensor from one micro-step to the next, an argument and a result of the
+        # program, as the sums of the gradients.
         for name, tensor in self.carry.items():
             tensor.copy_(carry[name])
         losses = {name: losses[name] * scale for name in self.sums}
@@ -126,16 +124,14 @@ class TrainingStep:
     def update(self, scheduled):
         """Updates the weights from the gradients of all ranks.
 
-        scheduled: as optimizer.scheduled returns it, on the device. Returns Measured (optim.py): the means over the
-        global batch, with the names of `sums`, and what the optimizer measures.
+        scheduled: from optimizer.scheduled, on the device. Returns Measured (optim.py): the means of `sums` over the
+        global batch, by name, and the optimizer's measurements.
         """
         return self.optimizer.update(scheduled, self.sums)
 
     def run(self, batches, micro_steps, scheduled):
-        """Runs one optimizer step on the next `micro_steps` of the iterator `batches`, which gives {name: CPU tensor}.
-
-        Returns what update returns, still on the device: nothing here waits for it.
-        """
+        """Runs one optimizer step on the next `micro_steps` of the iterator `batches` over {name: CPU tensor}. Returns
+        the result of update, still on the device, without waiting for it."""
         for _ in range(micro_steps):
             with self.observer.data_wait():
                 batch = next(batches)
@@ -146,8 +142,8 @@ class TrainingStep:
 
     def _run_micro_step(self, name, batch, scale):
         batch = {key: tensor.to(self.dist.device) for key, tensor in batch.items()}
-        # Ranks meet in a micro-step only where they gather weights from each other. Elsewhere only the update has
-        # collectives, and ranks may run apart within a step.
+        # A micro-step has collectives only if the mesh divides the weights. Otherwise only the update has, and ranks
+        # may run apart within a step.
         with self.observer.program(name, self.optimizer.mesh.divides_weights, **batch, scale=scale):
             self.micro_step(batch, scale)
 
@@ -162,15 +158,14 @@ class TrainingStep:
 
     @torch.no_grad()
     def host_state(self, names=None):
-        """Returns ({name: weight}, {name: state}) as the optimizer's host_state does, with the carry. Every rank must
-        call it."""
+        """Returns ({name: weight}, {name: state}) of the optimizer's host_state and the carry. Every rank must call
+        it."""
         weights, state = self.optimizer.host_state(names)
         ranks = self.dist.world_size
         for name, tensor in self.carry.items():
             if ranks > 1:
                 with one_program(self.dist, f"gather {name}", collective=True):
-                    # Gathered rank after rank, (W × n, …). Slot s is row s // W of rank s % W, so the two are
-                    # exchanged.
+                    # (W × n, …), rank after rank. Slot s is row s // W of rank s % W: transpose the two.
                     tensor = all_gather(tensor, self.dist).unflatten(0, (ranks, -1)).transpose(0, 1).flatten(0, 1)
             if names is None or f"carry.{name}" in names:
                 state[f"carry.{name}"] = tensor.detach().to("cpu", copy=True)
@@ -178,7 +173,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def load_state(self, state):
-        """Restores the state, the second result of host_state; the model has its weights already."""
+        """Restores the state, the second result of host_state. The model already has its weights."""
         self.optimizer.load_state_dict(state)
         for name, tensor in self.carry.items():
             tensor.copy_(state[f"carry.{name}"][self.dist.rank::self.dist.world_size])

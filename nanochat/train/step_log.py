@@ -1,34 +1,41 @@
 """The record of the training steps: results are collected on the device, fetched together, and logged on rank 0."""
 import math
+import secrets
 import time
+from pathlib import Path
 from statistics import fmean
+
+import numpy as np
+import torch
 
 from nanochat.device import tpu
 from nanochat.device.ranks import print0
 from nanochat.model.flops import mfu
-from nanochat.record.metrics import MetricsLogger
+from nanochat.record.metrics import MetricsLogger, WandbLog
 from nanochat.record.observe import describe_compiling
 
 
 def mean_of_finite(values):
-    """Returns the mean of those values that are finite, or NaN if there is none."""
+    """Returns the mean of the finite values, or NaN if none is finite."""
     finite = list(filter(math.isfinite, values))
     return fmean(finite) if finite else math.nan
 
 
 def summarise(results, averaged):
-    """Returns {metric: number} of some steps: the loss of the last one and the mean of all, the means of the others
-    that are `averaged`, and what else was measured, whatever its name, as it was in the last step.
+    """Returns {metric: number} of some steps: `loss` of the last, `mean_loss` of all, the means of the metrics named in
+    `averaged`, and the last step's value of all others.
 
-    results: {name: number} of each step, all with the same names; averaged: names.
+    results: {name: number} of each step, all with the same names.
     """
     found = {"loss": results[-1]["loss"]}
-    for name in results[-1]:
+    for name, last in results[-1].items():
         mean = mean_of_finite([result[name] for result in results])
         if name == "loss":
             found["mean_loss"] = mean
+        elif name in averaged:
+            found[name] = mean
         else:
-            found[name] = mean if name in averaged else results[-1][name]
+            found[name] = last
     return found
 
 
@@ -36,8 +43,8 @@ class StepLog:
     """The steps of a rank since the last console line; on rank 0 also metrics.jsonl, the console and WandB."""
 
     def __init__(self, run, dist, training, nonfinite, first_step, meta=None):
-        """training: the TrainingStep; nonfinite: NonfiniteSteps; first_step: the step with which this process begins;
-        meta: the Meta of the checkpoint that the run resumes from."""
+        """training: the TrainingStep; nonfinite: NonfiniteSteps; first_step: where this process begins; meta: the Meta
+        of the checkpoint from which the run resumes."""
         self._plan = run.plan
         self._dist = dist
         self._training = training
@@ -45,14 +52,21 @@ class StepLog:
         self._first_step = first_step
         self._waiting = []  # (Measured, rows) of each step
         self._begun_at = time.monotonic()
+        self.wandb_id = None  # of the run, for the checkpoint; on rank 0
         self._logger = None
         if dist.rank == 0:
-            flags, mesh = run.flags, training.optimizer.mesh  # which --mesh_fsdp=auto and variables do not say
+            self.wandb_id = (meta and meta.wandb_id) or secrets.token_hex(4)
             self._logger = MetricsLogger(
-                run.directory, flags.run.run, flags.as_dict() | {"mesh": mesh.as_dict()},
-                total_steps=self._plan.num_iterations,
-                resume_step=meta.step if meta else None, wandb_project=flags.run.wandb_project,
-                wandb_id=meta.wandb_id if meta else None, of_task=run.task.console)
+                run.directory, resume_step=meta.step if meta else None, total_steps=self._plan.num_iterations,
+                wandb=self._open_wandb(run), of_task=run.task.console)
+
+    def _open_wandb(self, run):
+        flags = run.flags.run
+        if flags.run == "dummy":
+            return None
+        mesh = self._training.optimizer.mesh.as_dict()  # the flags lack it if the environment or "auto" chose it
+        return WandbLog(project=flags.wandb_project, name=flags.run, id=self.wandb_id, dir=str(run.directory),
+                        config=run.flags.as_dict() | {"mesh": mesh})
 
     def begin_step(self):
         """Says that a step begins. The first one after a console line begins the time of the next line."""
@@ -61,7 +75,7 @@ class StepLog:
             self._training.observer.begin_window()
 
     def add(self, measured, rows):
-        """Adds a step. measured: what TrainingStep.run returned, on the device; rows: a list of tensors, this rank's
+        """Adds a step. measured: the result of TrainingStep.run, on the device; rows: a list of tensors, this rank's
         micro-batches."""
         self._waiting.append((measured, rows))
 
@@ -74,8 +88,8 @@ class StepLog:
         if not self._waiting:
             return None
         with goodput.span("train"):
-            # The one place where the loop of steps waits for the device. All steps of a line are fetched here together:
-            # a fetch after each step would leave the chip idle while the host traces and dispatches the next.
+            # Only here does the training loop wait for the device. All steps of a line are fetched together: a fetch
+            # after each step would leave the chip idle while the host traces and dispatches the next.
             results = [measured.fetch() for measured, _ in self._waiting]
         first = step - len(results) + 1
         self._count_nonfinite(first, results)
@@ -86,7 +100,7 @@ class StepLog:
             record = summarise(results, averaged=self._training.sums)
             record |= self._speed(first, step, elapsed_s)
             record |= batches.metrics()
-            record |= self._of_the_run(goodput, interruptions, mirror_behind_s)
+            record |= self._totals(goodput, interruptions, mirror_behind_s)
             record |= self._training.observer.record(elapsed_s)
             self._logger.log(step, record)
             if first == self._first_step + 1 and self._dist.is_xla:
@@ -94,27 +108,29 @@ class StepLog:
         return elapsed_s / len(results)
 
     def _count_nonfinite(self, first, results):
-        """Counts the non-finite ones among the steps from `first` on, with a warning for each, and forgets them all."""
+        """Counts the non-finite steps from `first` on, with a warning for each, and clears the waiting steps."""
         for number, (result, (_, rows)) in enumerate(zip(results, self._waiting, strict=True), first):
-            loss, gradient_norm = result["loss"], result["grad_norm"]
+            loss = result["loss"]
+            gradient_norm = result["grad_norm"]
             if self._nonfinite.add(number, loss, gradient_norm, rows):
-                print0(f"warning: step {number} is left out, its loss is {loss} and its gradient's norm "
+                print0(f"warning: step {number} is skipped, its loss is {loss} and its gradient's norm "
                        f"{gradient_norm} ({self._nonfinite.in_a_row} in a row)")
         self._waiting = []
 
     def _speed(self, first, step, elapsed_s):
         plan = self._plan
-        units, flops = plan.units(first - 1, step), plan.flops(first - 1, step)
+        units = plan.units(first - 1, step)
+        flops = plan.flops(first - 1, step)
         rules = self._training.optimizer.rules
         return {"lr_multiplier": rules.lr_multiplier(step - 1, plan.batch_growth(step - 1)),
                 "step_ms": 1000 * elapsed_s / (step - first + 1),
                 f"{plan.unit}_per_s": units / elapsed_s,
                 "mfu": mfu(units / elapsed_s, flops / units, tpu.peak_flops_here(plan.device_type), plan.world_size),
-                # By FLOPs and not by steps: the batches and rows that are still to come may be larger.
+                # By FLOPs and not by steps: later batches and rows may be larger.
                 "time_left_s": elapsed_s * plan.flops(step, plan.num_iterations) / flops}
 
-    def _of_the_run(self, goodput, interruptions, mirror_behind_s):
-        """Returns the metrics that count from the run's beginning."""
+    def _totals(self, goodput, interruptions, mirror_behind_s):
+        """Returns the metrics that count from the beginning of the run."""
         record = {"bad_steps": self._nonfinite.total, "interruptions": interruptions}
         if mirror_behind_s is not None:
             record["mirror_behind_s"] = round(mirror_behind_s)
@@ -127,17 +143,64 @@ class StepLog:
         if self._logger and found:
             self._logger.log(step, found)
 
-    @property
-    def wandb_id(self):
-        """WandB's id of the run, for the checkpoint; on rank 0."""
-        return self._logger.wandb_id
-
     def flush(self):
         """Writes the records that wait in memory for a full disk."""
         if self._logger:
             self._logger.flush()
 
     def close(self, timeout_s):
-        """Closes the record; WandB has `timeout_s` seconds to take it."""
+        """Closes the record, and waits at most `timeout_s` seconds for WandB."""
         if self._logger:
             self._logger.close(timeout_s)
+
+
+# The optimizer skips a step on the device if its loss or gradient is not finite. Here such steps are counted, on every
+# rank, with equal results. Too many in a row end the run, and the batch of the first is written for inspection.
+class NonfiniteSteps:
+    """Counts a run's non-finite steps."""
+
+    def __init__(self, limit, total=0, in_a_row=0):
+        """limit: how many in a row are too many (0 or less: no limit); the rest: the counts of a resumed run."""
+        self.limit = limit
+        self.total = total
+        self.in_a_row = in_a_row
+        self._first_step = None  # the first in a row, and its rows
+        self._first_rows = None
+
+    def counts(self):
+        """Returns the counts for a checkpoint, as __init__ takes them."""
+        return {"total": self.total, "in_a_row": self.in_a_row}
+
+    def add(self, step, loss, gradient_norm, rows):
+        """Counts step number `step` (from 1) if it was non-finite, and returns whether it was.
+
+        rows: a list of int32 (B, T + 1), the rows of this rank's micro-steps.
+        """
+        if math.isfinite(loss) and math.isfinite(gradient_norm):
+            self.in_a_row = 0
+            self._first_rows = None
+            return False
+        self.total += 1
+        self.in_a_row += 1
+        # Only the first of a series: the batches after it met the same weights, because no update happened in between.
+        if self._first_rows is None:
+            self._first_step = step
+            self._first_rows = rows
+        return True
+
+    @property
+    def are_too_many(self):
+        return 0 < self.limit <= self.in_a_row
+
+    def write_first_batch(self, run_dir, rank):
+        """Writes this rank's rows, int32 (rows, T + 1), of the first of the non-finite steps in a row.
+
+        Returns the directory, which all ranks share, or None if this process ran none of these steps: a run may resume
+        with a lower limit than its count.
+        """
+        if self._first_rows is None:
+            return None
+        directory = Path(run_dir) / f"bad_step_{self._first_step:06d}"
+        directory.mkdir(exist_ok=True)
+        np.save(directory / f"rank_{rank:03d}.npy", torch.cat(self._first_rows).numpy())
+        return directory

@@ -1,4 +1,4 @@
-"""Distillation: the run's model also learns from the predictions of a trained one, base_train --teacher=RUN."""
+"""Distillation: the model also learns from the predictions of a trained one, base_train --teacher=RUN."""
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class Teacher(NamedTuple):
     last_step: int  # the student learns from it up to this step
 
     def describe(self):
-        """Returns a line for a person, as those of describe_plan."""
+        """Returns a line for a person, in the format of describe_plan."""
         return (f"    teacher  {self.path}: depth {self.config.n_layer}, width {self.config.n_embd}, weight "
                 f"{self.weight:g} at temperature {self.temperature:g} up to step {self.last_step:,}")
 
@@ -38,8 +38,8 @@ def find_teacher(flags, plan, tokenizer, directory):
         for each in fields(taught):
             value = getattr(taught, each.name)
             if value != each.default:
-                raise BadInput(f"--{each.name}={value:g} is for a teacher, and there is none: give --teacher=RUN too, "
-                               f"or leave --{each.name} out")
+                raise BadInput(f"--{each.name}={value:g} needs a teacher: give --teacher=RUN too, or leave "
+                               f"--{each.name} out")
         return None
     path = find_checkpoint(taught.teacher)
     what = f"--teacher={taught.teacher} ({path})"
@@ -48,11 +48,10 @@ def find_teacher(flags, plan, tokenizer, directory):
         raise BadInput(f"{what} is of the task {meta.task} and no model of text: give a run of base_train")
     config = read_config(path, meta, GPTConfig)
     if path.resolve().parent == directory.resolve():
-        raise BadInput(f"{what} is a checkpoint of this run: give another run, or train under another --run")
+        raise BadInput(f"{what} is a checkpoint of this run: give another run as teacher, or another --run")
     if meta.tokenizer_sha256 != tokenizer.sha256:
         raise BadInput(f"{what} has another tokenizer ({meta.tokenizer_sha256[:12]}) than this run "
-                       f"({tokenizer.sha256[:12]}): their predictions cannot be compared; train with --tokenizer_dir "
-                       "of the teacher")
+                       f"({tokenizer.sha256[:12]}): train with the teacher's --tokenizer_dir")
     if config.max_seq_len < plan.config.max_seq_len:
         raise BadInput(f"{what} sees {config.max_seq_len} positions: give --max_seq_len of at most that, not "
                        f"{plan.config.max_seq_len}")
@@ -61,15 +60,16 @@ def find_teacher(flags, plan, tokenizer, directory):
         require_parts(plan.mesh, config)
     except BadInput as error:
         raise BadInput(f"{what}: {error}") from None
-    if problem := find_problem(path, weights_only=True):
+    problem = find_problem(path, weights_only=True)
+    if problem:
         raise BadInput(f"{what} is damaged ({problem}): use another checkpoint")
     return Teacher(path, config, taught.kd_weight, taught.kd_temperature,
                    round(taught.kd_until * plan.num_iterations))
 
 
 def make_teacher(teacher, plan, dist, weights=None):
-    """Returns the teacher's GPT on torch's default device, with the kernels of the student, and this rank's parts of
-    `weights`, {name: whole weight}, which are divided as the student's; without them its weights mean nothing."""
+    """Returns the teacher's GPT on torch's default device, with the student's kernels and this rank's parts of
+    `weights`, {name: whole weight}; without them its weights are meaningless."""
     kernels = get_kernels(plan.kernel, plan.device_type, Sharding.of_mesh(plan.mesh))
     model = GPT(teacher.config, kernels, plan.dtype).requires_grad_(False).to(plan.dtype)
     if weights:
@@ -77,7 +77,7 @@ def make_teacher(teacher, plan, dist, weights=None):
     parts = Parts(dist, plan.mesh)
     for name, weight in model.named_parameters():
         if plan.mesh.divides_weights:
-            # A copy, because a view would keep the whole weight in memory.
+            # A copy: a view would keep the whole weight in memory.
             weight.data = parts.of_model(name, weight).clone()
     return model
 
@@ -99,7 +99,7 @@ class DistillationLoss:
         ids = rows[:, :-1]  # (B, T)
         with torch.no_grad():
             hidden = self.model.hidden(ids).flatten(0, 1)  # (B × T, C_teacher)
-        # The teacher gives its hidden states and not its logits: the loss makes the logits of both models for a chunk
-        # of tokens at a time, so all of them, (B × T, V), never exist at once.
+        # Hidden states and not logits: the loss makes both models' logits for a chunk of tokens at a time, so all of
+        # them, (B × T, V), never exist at once.
         teaching = Teaching(hidden, self.model.lm_head, self.terms)
         return {"loss": student(ids, rows[:, 1:], reduction="mean", teaching=teaching)}, carry

@@ -1,4 +1,4 @@
-"""The training loop of one rank. It knows when something happens, and the task (task.py) what it is."""
+"""The training loop of one rank. It knows when something happens, and the task (task.py) what happens."""
 import math
 import time
 from dataclasses import dataclass
@@ -10,9 +10,8 @@ from nanochat.record.goodput import Goodput
 from nanochat.record.observe import Profile
 from nanochat.run import stopping
 from nanochat.train.liveness import Liveness
-from nanochat.train.nonfinite import NonfiniteSteps
 from nanochat.train.saves import Saves
-from nanochat.train.step_log import StepLog
+from nanochat.train.step_log import NonfiniteSteps, StepLog
 
 
 class Trainer:
@@ -30,12 +29,12 @@ class Trainer:
             meta = restored.meta
             lane_states = restored.lane_states
         self.restore(meta)
-        # The loader comes first, so that its threads read ahead while the weights are restored and the first program is
-        # compiled. The first batch is then waited for 0.00 s instead of 1.5 to 2.1 s (dev/LOG.md). Only when everything
-        # is on the device does the run's folder change: a start that finds the TPU in use leaves it as it was.
+        # The loader comes first: it prefetches while the weights are restored and the first program is compiled, so the
+        # first batch takes 0.00 s instead of 1.5 to 2.1 s (dev/LOG.md). The run's folder changes only once everything
+        # is on the device: a start that finds the TPU in use leaves it unchanged.
         with self.goodput.span("load"):
             self.batches = self.task.open_batches(dist, self.step, lane_states)
-            self.training = self.task.restore_training(dist, self.step, restored)  # while the loader reads ahead
+            self.training = self.task.restore_training(dist, self.step, restored)
         if dist.rank == 0:
             run.begin()
         self.profile = Profile(run.profile_steps, run.directory / "profile", dist)
@@ -50,8 +49,7 @@ class Trainer:
         self.save_is_asked = False
 
     def restore(self, meta):
-        """Continues from the Meta of a checkpoint, or begins a run if it is None. The inverse of `meta`; prepare has
-        let the task compare what it is of."""
+        """Continues from the Meta of a checkpoint, or begins a run if it is None. The inverse of `meta`."""
         limit = self.run.flags.record.max_bad_steps
         if meta is None:
             self.step = self.interruptions = 0
@@ -80,19 +78,15 @@ class Trainer:
             or self.liveness.is_stopping and not self.liveness.is_preempted)
 
     def train(self):
-        """Trains to the end.
-
-        Returns the exit status: 0, stopping.EXIT_STATUS if the run was asked to stop and its state is saved, or 1 after
-        too many non-finite steps in a row, if the last state could not be saved, or if the last validation is not
-        finite. It is that of rank 0: other ranks return 0.
-        """
+        """Trains to the end. Returns the exit status: 0, stopping.EXIT_STATUS if the run was asked to stop and its
+        state is saved, or 1 after too many non-finite steps in a row, if the last state could not be saved, or if the
+        last validation is not finite. Ranks other than 0 return 0."""
         first_step = self.step
         record = self.run.flags.record
         events = self.task.events()
-        # What happens between two steps, in an order that matters. The ranks agree first, because what is due follows
-        # from it. The log comes next, see write_log. A checkpoint comes before the evaluations and samples, so that no
-        # failure in them costs steps. There is none in a series of non-finite steps, which leave the weights alone,
-        # unless the run ends there.
+        # The order between two steps matters. The ranks agree first, because it decides what is due. The log comes
+        # next, see write_log. A checkpoint comes before evaluations and samples, so that their failure costs no steps.
+        # A series of non-finite steps, which do not change the weights, has none, unless the run ends there.
         while True:
             self.agree("step")
             due = events_due(events, record, self.step, first_step, self.run.plan.num_iterations, self.save_is_asked,
@@ -126,17 +120,15 @@ class Trainer:
         self.profile.after_step(self.step)
 
     def agree(self, phase):
-        """Lets the ranks agree on whether to save or stop, and returns whether all stop.
-
-        Every rank calls it at the same points of the program.
-        """
+        """Lets the ranks agree whether to save or stop, and returns whether all stop. Every rank calls it at the same
+        points of the program."""
         self.saves.check()
         self.save_is_asked |= self.liveness.agree(phase, self.step, self.saves.wants_save())
         return self.liveness.is_stopping
 
     def write_log(self):
-        """Logs the steps since the last line. This comes before everything else between two steps: its time is no
-        step's, and a checkpoint must not be past steps that are not in metrics.jsonl."""
+        """Logs the steps since the last line. It comes first between two steps: saves and events must not count as time
+        of a step, and a checkpoint must not be ahead of metrics.jsonl."""
         seconds = self.log.write(self.step, self.goodput, self.batches, self.interruptions,
                                  self.saves.mirror_behind_s())
         if seconds is not None:
@@ -151,7 +143,7 @@ class Trainer:
             self.saves.save(self.step, self.batches.state, self.training, meta)
 
     def run_event(self, event):
-        """Does one of the task's events, and logs what it returns. A stop cuts it short."""
+        """Runs one of the task's events, and logs its result. A stop cuts it short."""
         with self.goodput.span(event.phase):
             found = event.run(self.training, self.dist, self.step, lambda: self.agree(event.phase))
         if "val_bpb" in found:
@@ -159,10 +151,10 @@ class Trainer:
         self.log.write_event(self.step, found)
 
     def finish(self):
-        """Ends what runs in the background. Returns the exit status, as train does."""
-        # The order is that of what is lost if the machine ends meanwhile. The last state is handed over first. Then all
-        # wait until it is on disk. Only then does rank 0 say that a further signal may end the process, close the log,
-        # which may wait for WandB, and wait for the mirror. The parent waits for rank 0, so the others return at once.
+        """Ends the work in the background. Returns the exit status, as train does."""
+        # The order protects the most valuable state from a machine that ends meanwhile. The last state is handed over
+        # first, and all wait until it is on disk. Only then does rank 0 let a further signal end the process, close the
+        # log, which may wait for WandB, and wait for the mirror. The parent waits for rank 0, so the others return.
         is_stopped = self.liveness.is_stopping
         self.profile.close()
         self.liveness.finish(self.step)
@@ -189,30 +181,26 @@ class Trainer:
         return self.finish_whole(is_mirrored)
 
     def report_nonfinite(self):
-        """Says that there were too many non-finite steps, and writes the batch of the first."""
+        """Reports too many non-finite steps, and writes the batch of the first."""
         path = self.nonfinite.write_first_batch(self.run.directory, self.dist.rank)
         advice = "they were before the checkpoint: to try more, raise --max_bad_steps, or give it -1"
         if path:
             advice = f"the batch of the first is in {path}"
-        print0(f"error: {self.nonfinite.in_a_row} steps in a row had a loss or gradient that is not finite: the run "
+        print0(f"error: {self.nonfinite.in_a_row} steps in a row had a non-finite loss or gradient: the run "
                f"ends at step {self.step}; {advice}")
 
     def finish_whole(self, is_mirrored):
-        """Says what is wrong with a run that has come to its end. Returns the exit status."""
+        """Reports the faults of a run that has reached its end. Returns the exit status."""
         if self.nonfinite.in_a_row:
-            print0(f"warning: the last {self.nonfinite.in_a_row} steps of the run were left out: their loss or "
-                   "gradient was not finite")
+            print0(f"warning: the last {self.nonfinite.in_a_row} steps of the run were skipped: their loss or gradient "
+                   "was not finite")
         if not self.is_validation_finite:
-            print0(f"error: the validation after step {self.step} is not finite: the model is broken. Go on from an "
-                   "earlier checkpoint, or train it again with lower learning rates")
+            print0(f"error: the validation after step {self.step} is not finite: the model is broken. Resume from an "
+                   "earlier checkpoint, or train again with lower learning rates")
             return 1
-        if is_mirrored:  # otherwise the same command, started again, copies the last checkpoint
+        if is_mirrored:  # otherwise the same command copies the last checkpoint
             self.run.mark_finished()
         return 0
-
-
-# -----------------------------------------------------------------------------
-# What happens between two steps
 
 
 @dataclass(frozen=True)
@@ -226,16 +214,16 @@ class EventsDue:
 def events_due(events, record, step, first_step, num_iterations, save_is_asked, is_stopping):
     """Returns the EventsDue after `step` optimizer steps.
 
-    events: the task's; record: the RecordFlags; first_step: the step with which this process began; save_is_asked: all
-    ranks have agreed to save; is_stopping: all have agreed to stop, which includes a save.
+    events: the task's; record: the RecordFlags; first_step: where this process began; save_is_asked: all ranks have
+    agreed to save; is_stopping: all have agreed to stop, which includes a save.
     """
     is_last = step >= num_iterations
 
     def is_due(every):
         return every > 0 and (is_last or step % every == 0)
 
-    # The first step of a process has a line of its own, because its time is that of compiling. Every save and event has
-    # a line before it: the time of either is no step's.
+    # The first step of a process has its own line, because it compiles. A line comes before every save and event, whose
+    # time must not count as a step's.
     save = save_is_asked or is_stopping or is_due(record.save_every) or (is_last and record.saves)
     due = [event for event in events
            if is_due(event.every) and (step > 0 or event.is_due_at_start) and not is_stopping]

@@ -5,8 +5,9 @@ import torch
 from nanochat.infer.quantize import Int8GPT
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
+from nanochat.train.describe import describe_plan
 from nanochat.train.flags import parse_flags
-from nanochat.train.plan import describe_plan, make_plan
+from nanochat.train.plan import make_plan
 from tests.model.test_gpt import TINY, build, some_ids
 
 GATED = GPTConfig(**{**TINY, "layer_gates": True})

@@ -6,8 +6,9 @@ import torch
 from nanochat.infer.quantize import Int8GPT
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
+from nanochat.train.describe import describe_plan
 from nanochat.train.flags import parse_flags
-from nanochat.train.plan import describe_plan, make_plan
+from nanochat.train.plan import make_plan
 from tests.model.test_gpt import SHARED, TINY, build, some_ids
 
 WITH = GPTConfig(**{**TINY, "value_embeddings": "own"})

@@ -17,7 +17,7 @@ def read(run_dir):
 
 
 def start(run_dir, console=lambda line: None, **kwargs):
-    return MetricsLogger(run_dir, "dummy", {}, console=console, **kwargs)
+    return MetricsLogger(run_dir, console=console, **kwargs)
 
 
 def test_a_record_is_in_the_file_before_the_next_statement(tmp_path):
@@ -63,7 +63,7 @@ FULL_DISK = """
 import os, sys
 from nanochat.record.metrics import MetricsLogger
 said = []
-logger = MetricsLogger(sys.argv[1], "dummy", {}, console=said.append)
+logger = MetricsLogger(sys.argv[1], console=said.append)
 logger.log(1, {"loss": 1.0}, quiet=True)
 ballast = os.open(sys.argv[1] + "/ballast", os.O_CREAT | os.O_WRONLY)
 try:

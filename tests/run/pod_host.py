@@ -82,7 +82,6 @@ collectives.all_reduce_sum, collectives.reduce_scatter_sum, collectives.all_gath
 
 from nanochat.common import run_script  # noqa: E402
 from nanochat.device import ranks  # noqa: E402
-from nanochat.train import launch  # noqa: E402
 from scripts.base_train import main  # noqa: E402
 
 
@@ -93,7 +92,7 @@ def compute_init(device_type, hosts=1):
     return dist
 
 
-launch.compute_init = compute_init
+ranks.compute_init = compute_init
 
 if __name__ == "__main__":
     run_script(main)

@@ -119,7 +119,7 @@ def test_rows_that_become_longer_keep_the_bits_of_a_run_that_resumes_before_at_a
         if devices == 2:
             assert resumed.losses == whole.losses and resumed.bpb == whole.bpb
         assert resumed.losses == pytest.approx(whole.losses, rel=2e-6)
-    with pytest.raises(BadInput, match="--seq_len_ramp=0:8,2:16,4:32, and this run has --seq_len_ramp='': resume"):
+    with pytest.raises(BadInput, match="--seq_len_ramp=0:8,2:16,4:32.*--seq_len_ramp=''"):
         base_train.main(last_of_each(*tiny, "--run=parts", "--num_iterations=8"))
 
 
@@ -129,7 +129,7 @@ def test_steps_that_are_not_finite_end_the_run_with_the_last_good_checkpoint_and
     format.set_aside_after(run_dir, 3)
     # the update of step 4 makes the embedding infinite, so the steps after it are bad
     process = train("--save_every=1", "--embedding_lr=1e44", "--max_bad_steps=2", devices=2, status=1)
-    assert process.stdout.count("is left out") == 2 and "Traceback" not in process.stderr
+    assert process.stdout.count("is skipped") == 2 and "Traceback" not in process.stderr
     assert "error: 2 steps in a row" in process.stdout and "step 4 is not saved" in process.stdout
     assert [process.losses[step] is None for step in range(1, 7)] == [False] * 4 + [True] * 2
     assert process.records[-1]["bad_steps"] == 2 and process.records[-1]["grad_norm"] is None
@@ -144,7 +144,7 @@ def test_a_run_whose_model_breaks_ends_with_status_1_and_no_script_takes_it_for_
     break_it = "--device_type=cpu", "--scalar_lr=4e38", "--max_bad_steps=-1", "--sample_every=3", "--save_every=6"
     process = train(*break_it, status=1)
     run_dir = get_base_dir() / "checkpoints" / "test"
-    for said in ("warning: the last 5 steps of the run were left out: their loss or gradient was not finite\n",
+    for said in ("warning: the last 5 steps of the run were skipped: their loss or gradient was not finite\n",
                  "step 00006/00006 | loss not finite", "step 00006/00006 | validation not finite",
                  "warning: no sample at step 3: the model's predictions are not finite",
                  "error: the validation after step 6 is not finite: the model is broken"):
@@ -152,7 +152,7 @@ def test_a_run_whose_model_breaks_ends_with_status_1_and_no_script_takes_it_for_
     assert format.latest_good(run_dir).name == "step_000006" and not (run_dir / ".finished").exists()
     assert "error: the validation after step 6 is not finite" in train(*break_it, status=1).stdout  # evaluated again
     limited = train(*break_it, "--max_bad_steps=5", status=1)
-    assert "5 steps in a row had a loss or gradient that is not finite" in limited.stdout
+    assert "5 steps in a row had a non-finite loss or gradient" in limited.stdout
     assert "they were before the checkpoint: to try more, raise --max_bad_steps" in limited.stdout
     for temperature in (0, 1):
         with pytest.raises(BadInput, match="the model's predictions are not finite, so its training went wrong"):
@@ -219,8 +219,8 @@ def test_a_wandb_that_accepts_and_never_answers_holds_up_no_step(train):
         return 1000 / times[len(times) // 2]
 
     program = """
-from nanochat.record import wandb_log
-wandb_log.FINISH_TIMEOUT_S = 5
+from nanochat.record import metrics
+metrics.WANDB_TIMEOUT_S = 5
 from nanochat.common import run_script
 from scripts.base_train import main
 run_script(main)
@@ -246,7 +246,7 @@ def test_evaluating_a_checkpoint_gives_what_the_run_found(train, byte_tokenizer_
 def test_several_hosts_are_for_xla_devices(tiny, monkeypatch):
     monkeypatch.setenv("NANOCHAT_HOSTS", "10.0.0.7,10.0.0.8")
     monkeypatch.setenv("NANOCHAT_HOST_INDEX", "1")
-    with pytest.raises(BadInput, match="NANOCHAT_HOSTS=10.0.0.7,10.0.0.8 is for XLA devices, and this runs on cpu"):
+    with pytest.raises(BadInput, match="NANOCHAT_HOSTS=10.0.0.7,10.0.0.8 .*cpu"):
         base_train.main(last_of_each(*tiny, "--device_type=cpu"))
 
 
@@ -265,9 +265,9 @@ def test_a_run_with_fill_in_the_middle_records_its_bits_per_byte_and_keeps_its_r
     trained = train(*flags, run="fim")
     fim = {record["step"]: record["fim_bpb"] for record in trained.records if "fim_bpb" in record}
     assert sorted(fim) == sorted(trained.bpb) == [0, 3, 6] and fim[6] < fim[0]
-    with pytest.raises(BadInput, match="was trained with --fim_rate=0.5, and this run has --fim_rate=0.0:"):
+    with pytest.raises(BadInput, match="--fim_rate=0.5.*--fim_rate=0.0"):
         base_train.main(last_of_each(*tiny, "--run=fim", *flags[1:], "--num_iterations=8"))
-    with pytest.raises(BadInput, match="was trained with --num_lanes=64, and this run has --num_lanes=128:"):
+    with pytest.raises(BadInput, match="--num_lanes=64.*--num_lanes=128"):
         base_train.main(last_of_each(*tiny, "--run=fim", *flags, "--num_iterations=8", "--num_lanes=128"))
     base_eval.main(["--checkpoint=fim", f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/val",
                     "--eval_tokens=1024", "--device_type=cpu", "--fim"])

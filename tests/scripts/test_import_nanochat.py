@@ -79,7 +79,7 @@ def test_an_imported_model_is_exact_and_exported_for_the_native_class(theirs, tm
     assert export.config_json(model, tokenizer)["pad_token_id"] is None
     with pytest.raises(BadInput, match="--run=d2 has checkpoints already"):
         run(folder)
-    with pytest.raises(BadInput, match="step_000650 was imported, and has nothing to go on with but the weights"):
+    with pytest.raises(BadInput, match="step_000650 was imported and holds only weights"):
         base_train.main(["--run=d2", "--device_type=cpu", "--depth=2", "--synthetic_data", "--max_seq_len=512",
                          f"--tokenizer_dir={folder}", "--num_iterations=700", "--total_batch_size=1024",
                          "--device_batch_size=2"])

@@ -10,10 +10,10 @@ from matplotlib import image
 from matplotlib.figure import Figure
 
 from nanochat.analysis.figures import Lines
+from nanochat.analysis.history import read_run
 from nanochat.analysis.measured import differences, markdown_block
 from nanochat.common import BadInput
 from nanochat.device.prices import chip_price
-from nanochat.record.history import read_run
 from scripts.report import main
 
 # metrics.jsonl of six steps of a tiny model, as base_train wrote it. A second process resumed from step 2.

@@ -1,9 +1,11 @@
 """What is logged of the steps since the last line, whatever their results are called."""
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +16,7 @@ from nanochat.record.goodput import Goodput
 from nanochat.record.metrics import METRICS_FILE
 from nanochat.record.observe import Observer
 from nanochat.train.flags import FlagGroups, RunFlags
-from nanochat.train.nonfinite import NonfiniteSteps
-from nanochat.train.step_log import StepLog, mean_of_finite, summarise
+from nanochat.train.step_log import NonfiniteSteps, StepLog, mean_of_finite, summarise
 
 BATCHES = SimpleNamespace(metrics=lambda: {"tokens": 64})
 
@@ -73,6 +74,11 @@ def test_every_result_is_in_the_file_by_its_name_and_the_console_shows_only_what
     assert "loss 3.0000" in line and "8.0" not in line and "head" not in line
 
 
+def test_a_run_called_dummy_has_no_wandb_and_keeps_its_id(tmp_path):
+    log = make_log(tmp_path)
+    assert log._logger._wandb is None and re.fullmatch("[0-9a-f]{8}", log.wandb_id)
+
+
 def test_steps_that_are_not_finite_are_counted_and_told_on_every_rank(tmp_path, capsys):
     logs = [make_log(tmp_path), make_log(tmp_path / "nowhere", rank=1)]
     for log in logs:
@@ -82,7 +88,22 @@ def test_steps_that_are_not_finite_are_counted_and_told_on_every_rank(tmp_path, 
         assert log._nonfinite.counts() == {"total": 2, "in_a_row": 2}
     assert records(tmp_path)[-1]["mean_loss"] == 2.0 and records(tmp_path)[-1]["bad_steps"] == 2
     assert records(tmp_path)[0]["loss"] is None and not (tmp_path / "nowhere").exists()
-    assert "warning: step 1 is left out" in capsys.readouterr().out
+    assert "warning: step 1 is skipped" in capsys.readouterr().out
     logs[1].write_event(2, {"val_bpb": 1.0})
     logs[1].flush()
     logs[1].close(timeout_s=1)
+
+
+def test_the_batch_of_the_first_of_the_steps_in_a_row_is_written(tmp_path):
+    steps = NonfiniteSteps(limit=2)
+    for step, loss in enumerate((math.nan, 1.0, math.inf, math.nan), start=1):
+        assert steps.add(step, loss, 1.0, [torch.full((2, 3), step)]) == (not math.isfinite(loss))
+    assert steps.are_too_many and steps.counts() == {"total": 3, "in_a_row": 2}
+    directory = steps.write_first_batch(tmp_path, rank=1)
+    assert directory.name == "bad_step_000003"
+    assert np.load(directory / "rank_001.npy").tolist() == [[3, 3, 3], [3, 3, 3]]
+
+
+def test_a_run_that_resumes_with_a_lower_limit_than_its_count_ends_without_a_batch(tmp_path):
+    steps = NonfiniteSteps(limit=3, total=5, in_a_row=5)
+    assert steps.are_too_many and steps.write_first_batch(tmp_path, rank=0) is None

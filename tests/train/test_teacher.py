@@ -43,7 +43,7 @@ def test_a_teacher_that_cannot_teach_is_refused(base_dir, tiny, teacher):
         return str(error.value)
 
     assert "no checkpoint at nobody" in refusal("--teacher=nobody")
-    assert "--kd_until=0.8 is for a teacher, and there is none" in refusal("--kd_until=0.8")
+    assert "--kd_until=0.8 needs a teacher" in refusal("--kd_until=0.8")
     assert "is a checkpoint of this run" in refusal("--teacher=teacher", run="teacher")
     assert "sees 32 positions" in refusal("--teacher=teacher", "--max_seq_len=64")
     assert "another tokenizer" in refusal("--teacher=teacher", f"--tokenizer_dir={SHIPPED_DIR}")

@@ -1,0 +1,141 @@
+"""The plan of a run as lines for a person."""
+from nanochat.device import tpu
+from nanochat.device.tpu import GIB
+from nanochat.model.rates import gpt_rules, lr_stages
+from nanochat.train.mesh_plan import TABLES, held_bytes
+from nanochat.train.plan import matrix_params
+
+ASSUMED_MFU = 0.3  # for the estimated time
+
+
+def describe_plan(plan, tokenizer):
+    """Returns the plan as lines for a person."""
+    accelerator = tpu.detect_accelerator() if plan.device_type == "tpu" else None
+    tokens = plan.tokens(0, plan.num_iterations)
+    parameters = " + ".join(f"{number:,} {group}" for group, number in plan.parameters.items())
+    dtype = str(plan.dtype).removeprefix("torch.")
+    lines = {
+        "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, {dtype} compute",
+        "model": plan.config.describe(),
+        "parameters": f"{sum(plan.parameters.values()):,} = {parameters}",
+        "batch": _describe_batch(plan),
+        "horizon": f"{plan.num_iterations:,} steps, {tokens:,} tokens "
+                   f"({tokens / matrix_params(plan.parameters):.1f} per matrix parameter)",
+        "rates": _describe_rates(plan),
+        "compute": _describe_compute(plan),
+        "tokenizer": f"{tokenizer.n_vocab:,} tokens, sha256 {tokenizer.sha256[:12]}",
+    }
+    if plan.switches:
+        lines["rows"] = _describe_rows(plan)
+    if plan.mesh.divides_weights or plan.mesh.reason:
+        lines["mesh"] = describe_mesh(plan)
+    if tpu.peak_flops_here(plan.device_type):
+        lines["estimate"] = _describe_estimate(plan, accelerator)
+    return [f"{name:>11}  {text}" for name, text in lines.items()]
+
+
+def _describe_batch(plan):
+    text = (f"{plan.total_batch_size:,} tokens = {plan.device_batch_size} rows × {plan.config.max_seq_len} × "
+            f"{plan.mesh.readers} {plan.mesh.devices_of_readers} × {plan.micro_steps(0)} micro-steps")
+    for first, tokens in plan.batch_schedule[1:]:
+        text += f", {tokens:,} from step {first:,} on ({plan.micro_steps(first)} micro-steps)"
+    return text
+
+
+def _describe_rows(plan):
+    texts = []
+    for first, length in plan.length_schedule:
+        since = f"from step {first:,} on" if first else "per micro-step and device"
+        texts.append(f"{plan.rows(first)} × {length:,} {since}")
+    return ", ".join(texts)
+
+
+def _describe_compute(plan):
+    text = f"{plan.flops_per_token:.3e} FLOPs per token"
+    if plan.switches:
+        text += " in the end"  # longer rows have more attention
+    return f"{text}, {plan.flops(0, plan.num_iterations):.3e} in all"
+
+
+def _describe_estimate(plan, accelerator):
+    peak = tpu.peak_flops_here(plan.device_type)
+    hours = plan.flops(0, plan.num_iterations) / (peak * plan.world_size * ASSUMED_MFU) / 3600
+    text = f"{hours:.1f} h"
+    price = accelerator and tpu.usd_per_hour(accelerator, spot=True)
+    if price:
+        text += f", {hours * price:.0f} USD on spot in the dearest region"
+    return f"{text}, if {ASSUMED_MFU:.0%} of the peak is reached"
+
+
+def _describe_rates(plan):
+    """Returns the learning rates and when they rise and fall, with steps counted from 1, as in the log."""
+    optimizer = plan.optimizer
+    warmup, fall = lr_stages(plan.num_iterations, optimizer)
+    rises = "do not rise"
+    if warmup > 1:
+        rises = f"rise until step {warmup:,}"
+        if optimizer.warmup_steps > warmup:
+            rises += f" (--warmup_steps={optimizer.warmup_steps} is longer than the run)"
+    falls = "do not fall"
+    first_lower = max(warmup, fall + 1) + 1
+    if first_lower <= plan.num_iterations and optimizer.final_lr_frac < 1:
+        falls = f"fall from step {first_lower:,} on"
+    rules = gpt_rules(optimizer, plan.total_batch_size, plan.num_iterations, plan.config.n_embd)
+    rates = {"matrices": rules.matrix_lr, "embedding": rules.adam["wte"].lr, "head": rules.adam["lm_head"].lr}
+    if plan.config.num_values:
+        rates["value table"] = rules.adam["value_table"].lr
+    rates["scales of the embedding"] = rules.adam["x0_scale"].lr
+    heights = ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())
+    return f"{rises}, {falls}; at lr 1.000: {heights}"
+
+
+def describe_mesh(plan):
+    """Returns the mesh of a Plan: where its chips stand, what each holds, and what a micro-step moves."""
+    mesh = plan.mesh
+    text = str(mesh)
+    if mesh.divides_weights:
+        held = held_bytes(plan.parameters, plan.dtype.itemsize, mesh, plan.config.n_layer)
+        holds = ", ".join(f"{size / GIB:.2f} GiB {name}" for name, size in held.items())
+        moved = []
+        if mesh.fsdp > 1:
+            moved.append(_describe_fsdp(plan))
+        if mesh.tensor > 1:
+            moved.append(_describe_tensor(plan))
+        text += (f", chip r at (r // {mesh.fsdp * mesh.tensor}, r // {mesh.tensor} % {mesh.fsdp}, r % {mesh.tensor}); "
+                 f"a chip holds {holds}; a micro-step sends {', and '.join(moved)}")
+    if mesh.reason:
+        text += f"; {mesh.reason}"
+    return text
+
+
+def _describe_fsdp(plan):
+    """Returns what a chip sends along fsdp in a micro-step."""
+    tables = sum(plan.parameters.get(name, 0) for name in TABLES)
+    # Parameters sent: both loops over the layers, forward and backward, gather the matrices; tables are gathered once;
+    # the gradients of both are exchanged once.
+    gathered = 3 * plan.parameters["matrices"] + 2 * tables
+    num_bytes = plan.dtype.itemsize * gathered / plan.mesh.tensor * _others(plan.mesh.fsdp)
+    return (f"{num_bytes / 1e9:.3g} GB from each along fsdp: matrices twice, tables (embedding, head, value "
+            "embeddings) once, all gradients once")
+
+
+def _describe_tensor(plan):
+    """Returns what a chip sends along tensor in a micro-step."""
+    config = plan.config
+    tokens = plan.device_batch_size * config.max_seq_len
+    # A layer sums after attention and after the MLP, in the forward and the backward pass; recomputing it repeats one
+    # of these. A sum is sent twice, as parts to add up and as results. Value embeddings are added up once, and their
+    # gradients gathered.
+    of_layer = 5 if plan.activation_checkpointing == "all" else 4
+    sums = of_layer * config.n_layer + 2
+    values = config.num_values * config.n_kv_head * config.head_dim
+    num_bytes = plan.dtype.itemsize * tokens * (2 * sums * config.n_embd + 3 * values) * _others(plan.mesh.tensor)
+    text = f"{num_bytes / 1e9:.3g} GB from each along tensor, adding up activations {sums} times"
+    if config.num_values:
+        text += ", and the vectors of --value_embeddings"
+    return text
+
+
+def _others(ranks):
+    """Returns the fraction of an array that a rank of a ring sends if each part goes to another rank."""
+    return (ranks - 1) / ranks

@@ -1,0 +1,62 @@
+"""The micro-batches of a training step, and the position in the data after each."""
+
+
+# The loader prefetches up to a block of rows for each lane. A checkpoint must hold the positions after the last
+# micro-batch that training took, so they come from that batch and not from the loader. Rows become longer here, between
+# two batches, because only this counts the micro-steps that were taken.
+class RowFeed:
+    """Iterates over this rank's micro-batches, {"rows": int32 (B, T + 1)}."""
+
+    def __init__(self, loader, plan, step, rank):
+        """loader: a DataLoader with the rows of `step`, the next one; rank: of this process."""
+        self.loader = loader
+        self._plan = plan
+        self._saves_lanes = rank % plan.mesh.tensor == 0  # the other ranks of its tensor group read the same
+        self._last = None
+        self._taken = []
+        self._step = step  # the step that takes micro-batches
+        self._left = plan.micro_steps(step)  # until its end
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self._last = next(self.loader)
+        self._taken.append(self._last.rows)
+        self._left -= 1
+        if not self._left:
+            self._step += 1
+            self._left = self._plan.micro_steps(self._step)
+            if self._step in self._plan.switches:  # at once, so that it prefetches while the device updates
+                self.loader.change_rows(self._plan.rows(self._step), self._plan.seq_len(self._step))
+        return {"rows": self._last.rows}
+
+    def taken(self):
+        """Returns a list of the rows since the last call."""
+        rows = self._taken
+        self._taken = []
+        return rows
+
+    @property
+    def state(self):
+        """{lane: JSON value} of this rank's lanes after the last micro-batch; {} before the first, and if another rank
+        saves them."""
+        return self._last.state if self._last and self._saves_lanes else {}
+
+    @property
+    def fingerprint(self):
+        return self.loader.fingerprint
+
+    def metrics(self):
+        """Returns the metrics of the data up to the last micro-batch."""
+        # If rows become longer, the loader's count of rows does not give the tokens, but the plan does.
+        plan = self._plan
+        stats = self.loader.stats
+        if plan.switches:
+            return {"tokens": plan.tokens(0, self._step), "epoch": stats["epoch"],
+                    "seq_len": plan.seq_len(max(self._step - 1, 0))}
+        tokens = stats["rows"] * plan.mesh.readers * plan.config.max_seq_len
+        return {"tokens": tokens, "epoch": stats["epoch"]}
+
+    def close(self):
+        self.loader.close()
