@@ -100,7 +100,7 @@ def _say(line, status):
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action):
-        has_none = action.required or action.default in (None, "", ())
+        has_none = action.required or action.nargs == 0 or action.default in (None, "", ())
         return action.help if has_none else super()._get_help_string(action)
 
 
