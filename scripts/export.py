@@ -3,7 +3,7 @@
     python3 -m scripts.export --checkpoint=RUN --out=my_model
     python3 -m scripts.export --checkpoint=RUN --format=safetensors --out=my_model.safetensors
 
-A folder that exists is not touched without --force, and one that is not whole never has the name --out.
+It replaces an existing export only with --force. An incomplete one never has the name --out.
 """
 import importlib.util
 import os
@@ -34,8 +34,8 @@ class Flags:
     tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
                                       of=expand_path)
     manifest: Path | None = flag(None, "manifest.json of the training corpus, for the model card; default: the one "
-                                 "beside the data, if that is still the data of the checkpoint", of=expand_path)
-    force: bool = flag(False, "replace an export that exists")
+                                 "beside the checkpoint's data, if that is unchanged", of=expand_path)
+    force: bool = flag(False, "replace an existing export")
 
 
 def main(argv=None):
@@ -43,17 +43,17 @@ def main(argv=None):
     if flags.out is None:
         raise BadInput("--out is needed: name the folder or file to make")
     if (flags.format == "safetensors") != (flags.out.suffix == ".safetensors"):
-        raise BadInput(f"--out={flags.out} does not fit --format={flags.format}: a name in .safetensors is for "
-                       "--format=safetensors, and for nothing else")
+        raise BadInput(f"--out={flags.out} does not fit --format={flags.format}: end the name in .safetensors if and "
+                       "only if --format=safetensors")
     out = Path(os.path.abspath(flags.out))
     export.check_place(out, flags.force)
     manifest = model_card.read_manifest(flags.manifest) if flags.manifest else None
     path = find_checkpoint(flags.checkpoint).absolute()
     if out == path or out in path.parents or path in out.parents:
-        raise BadInput(f"--out={out} and the checkpoint {path} are in each other: name another place")
+        raise BadInput(f"--out={out} and the checkpoint {path} overlap: name another place")
     model_bytes = sum(file.stat().st_size for file in path.glob(f"{Path(MODEL).stem}*.safetensors"))
     try:
-        # A tenth more than the weights, for the tokenizer, the card and the pictures.
+        # A tenth more than the weights, for the tokenizer, the card and the curve.
         with export.new_place(out, flags.force, 1.1 * model_bytes) as folder:
             model, tokenizer, meta = load_model(path, Dist("cpu", torch.device("cpu")),
                                                 tokenizer_dir=flags.tokenizer_dir)
@@ -70,7 +70,7 @@ def main(argv=None):
     except (OSError, UnicodeError, SafetensorError) as error:
         if is_disk_full(error):
             raise  # run_script says so
-        raise BadInput(f"--out={out} cannot be written ({error}): nothing is left of it; name another place") from None
+        raise BadInput(f"--out={out} cannot be written ({error}) and was removed: name another place") from None
     print(f"{path} (step {meta.step}) is exported to {out}")
     if flags.format == "transformers":
         trust = ", trust_remote_code=True" if export.is_scaled(model) else ""
@@ -78,7 +78,7 @@ def main(argv=None):
 
 
 def metrics_until(path, step):
-    """Returns the History of the run that the checkpoint at `path` is of, with its records up to `step`, or None."""
+    """Returns the History of the run of the checkpoint at `path`, with the records up to `step`, or None."""
     try:
         run = read_run(str(path.parent))
     except BadInput:
@@ -88,7 +88,7 @@ def metrics_until(path, step):
 
 
 def draw_curve(run, path):
-    """Draws the curve of the run and returns the picture's name, or None where nothing draws or was recorded."""
+    """Draws the curve of the run and returns the picture's name, or None without matplotlib or without records."""
     if not importlib.util.find_spec("matplotlib"):
         return None
     panels = [partial(lines.draw, [run]) for lines in (figures.LOSS, figures.VALIDATION) if lines.is_shown([run])]

@@ -1,10 +1,10 @@
-"""Makes a checkpoint of this project of one of karpathy/nanochat's, to complete, evaluate or export it:
+"""Converts a checkpoint of karpathy/nanochat into one of this project, to complete, evaluate or export it:
 
     python3 -m scripts.import_nanochat --model=d32/model_000650.pt --tokenizer_dir=d32 --run=d32
     python3 -m scripts.generate --checkpoint=d32 --tokenizer_dir=d32 --prompt='The capital of France is'
 
-That works for the models that nanochat made until January 2026, d20, d32 and d34 of 2025 among them. Later ones have
-value embeddings with gates of their own, which the model here does not have.
+It takes nanochat's models until January 2026, such as d20, d32 and d34 of 2025. Later ones have value embeddings with
+their own gates, which the model here lacks.
 """
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,12 +39,12 @@ def main(argv=None):
     tokenizer = load_tokenizer(flags.tokenizer_dir)
     check_tokenizer(tokenizer, config.vocab_size)
     state = convert(read_weights(flags.model), config, flags.model)
-    # Without lanes and an optimizer's state there is nothing to train on from. is_pause: the time since it was made is
-    # not lost time of a run.
+    # Without lanes and optimizer state no training can resume from it. is_pause: the time since then counts as no run's
+    # lost time.
     meta = Meta(step=step, config=asdict(config), tokenizer_sha256=tokenizer.sha256, data_fingerprint="imported",
                 flags={}, rng="", is_pause=True)
     path = save_checkpoint(require_writable_dir(run_dir), state, {}, meta, num_lanes=0)
-    print(f"{flags.model} is now {path}: it can be completed, evaluated and exported, and not trained further")
+    print(f"{flags.model} is now {path}: it can be completed, evaluated and exported, but not trained further")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Writes a checkpoint as files that other programs read: safetensors, and a folder for Hugging Face's transformers.
+"""Writes a checkpoint as files for other programs: safetensors, and a folder for Hugging Face's transformers.
 
-Neither needs transformers to be installed. A model whose residual stream is not scaled, whose layers all see
-everything, whose keys stay in place, and which has neither gates nor value embeddings is a `nanochat` of transformers.
-Any other takes modeling_nanochat_scaled.py, which is copied beside it.
+Neither needs transformers. A model without a scaled residual stream, windows, shifted keys, gates and value embeddings
+is a `nanochat` of transformers. Any other needs modeling_nanochat_scaled.py, which is copied beside it.
 """
 import contextlib
 import json
@@ -21,7 +20,9 @@ from nanochat.model import logit_cap
 from nanochat.model.layers import NORM_EPS
 
 CODE = "modeling_nanochat_scaled"
-MODEL, CARD, CURVE = "model.safetensors", "README.md", "curve.png"
+MODEL = "model.safetensors"
+CARD = "README.md"
+CURVE = "curve.png"
 FILES = {MODEL, CARD, CURVE, SUMS, f"{CODE}.py", "config.json", "generation_config.json", "tokenizer.json",
          "tokenizer_config.json"}
 # The names of a layer's weights in transformers, for those of weights.WEIGHTS.
@@ -32,16 +33,16 @@ LAYER_NAMES = {"resid_scale": "resid_scale", "x0_scale": "x0_scale",
                "gate_map": "gate_map", "gate_scale": "gate_scale"}
 OTHER_NAMES = {"wte": "model.embed_tokens.weight", "lm_head": "lm_head.weight",
                "value_table": "model.value_table.weight"}
-# The fields of GPTConfig that the files express. A model with another value than the default in any other is refused.
+# The fields of GPTConfig that the files express. A model whose other fields differ from the defaults is refused.
 EXPRESSED = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern", "short_window",
              "rotary_base", "key_shift", "layer_gates", "value_embeddings", *logit_cap.CONFIG_FIELDS}
 
 
 def check_exportable(model):
-    """Raises BadInput if the GPT has parts that the files could not express."""
+    """Raises BadInput if the GPT has parts that the files cannot express."""
     if 1 in model.config.windows():
-        raise BadInput("--checkpoint: the model has windows of 1 position, with which the cache of transformers gives "
-                       "wrong results: it cannot be exported")
+        raise BadInput("--checkpoint: the model has windows of 1 position and cannot be exported: with them, the cache "
+                       "of transformers gives wrong results")
     unknown = sorted(model.state_dict().keys() - LAYER_NAMES.keys() - OTHER_NAMES.keys())
     for field in fields(model.config):
         value = getattr(model.config, field.name)
@@ -52,11 +53,12 @@ def check_exportable(model):
 
 
 def is_scaled(model):
-    """Returns whether the GPT is more than what transformers' own `nanochat` computes."""
+    """Returns whether the GPT is more than the `nanochat` of transformers."""
     config = model.config
-    return bool((model.resid_scale != 1).any() or (model.x0_scale != 0).any() or any(config.windows())
-                or config.key_shift or config.layer_gates or config.num_values
-                or model.logit_cap.for_transformers().keys() != {"final_logit_softcapping"})
+    has_scales = bool((model.resid_scale != 1).any() or (model.x0_scale != 0).any())
+    has_other_cap = model.logit_cap.for_transformers().keys() != {"final_logit_softcapping"}
+    return bool(has_scales or has_other_cap or any(config.windows()) or config.key_shift or config.layer_gates
+                or config.num_values)
 
 
 def weights(model):
@@ -67,14 +69,15 @@ def weights(model):
         if ours not in state or ours in ("resid_scale", "x0_scale") and not is_scaled(model):
             continue
         for layer, weight in enumerate(state[ours].unbind(0)):
-            # A scale of a layer is a number here, of shape (), and a tensor of one element in transformers.
+            # A layer's scale has the shape () here, and (1,) in transformers.
             named[f"model.layers.{layer}.{theirs}"] = weight.reshape(weight.shape or (1,))
     return named
 
 
 def config_json(model, tokenizer):
     """Returns the object of transformers' config.json."""
-    config, windows = model.config, model.config.windows()
+    config = model.config
+    windows = config.windows()
     found = {
         "architectures": ["NanoChatForCausalLM"],
         "model_type": "nanochat",
@@ -102,15 +105,16 @@ def config_json(model, tokenizer):
                          "AutoModelForCausalLM": f"{CODE}.ScaledNanoChatForCausalLM"},
             "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
             "sliding_window": next(filter(None, windows), None),
-            **{name: getattr(config, name)
-               for name in ("key_shift", "layer_gates", "value_embeddings")}}
+            "key_shift": config.key_shift,
+            "layer_gates": config.layer_gates,
+            "value_embeddings": config.value_embeddings}
     return found
 
 
 def special_ids(tokenizer):
     """Returns the ids of the tokens between documents, as config.json and generation_config.json name them.
 
-    A text ends with <|bos|>, which begins the next document, and a middle that was filled in ends with <|file_sep|>.
+    A text ends with <|bos|>, which begins the next document, and a filled-in middle ends with <|file_sep|>.
     """
     names = tokenizer.special_tokens
     ends = [names[name] for name in ("<|bos|>", "<|file_sep|>") if name in names]
@@ -119,18 +123,21 @@ def special_ids(tokenizer):
 
 def tokenizer_config(tokenizer, max_seq_len):
     """Returns the object of transformers' tokenizer_config.json."""
-    pad = {"pad_token": "<|pad|>"} if "<|pad|>" in tokenizer.special_tokens else {}
-    return {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|bos|>", **pad,
-            "clean_up_tokenization_spaces": False, "model_max_length": max_seq_len,
-            "model_input_names": ["input_ids", "attention_mask"]}
+    found = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|bos|>",
+             "clean_up_tokenization_spaces": False, "model_max_length": max_seq_len,
+             "model_input_names": ["input_ids", "attention_mask"]}
+    if "<|pad|>" in tokenizer.special_tokens:
+        found["pad_token"] = "<|pad|>"
+    return found
 
 
 def write_for_transformers(folder, model, tokenizer, card):
-    """Writes everything that AutoModelForCausalLM and AutoTokenizer read into `folder`, and the sums of all files that
-    are in it. card: the text of the model card."""
-    for name, found in (("config.json", config_json(model, tokenizer)),
-                        ("generation_config.json", special_ids(tokenizer)),
-                        ("tokenizer_config.json", tokenizer_config(tokenizer, model.config.max_seq_len))):
+    """Writes the files of AutoModelForCausalLM and AutoTokenizer into `folder`, and the checksums of all its files.
+    card: the text of the model card."""
+    configs = {"config.json": config_json(model, tokenizer),
+               "generation_config.json": special_ids(tokenizer),
+               "tokenizer_config.json": tokenizer_config(tokenizer, model.config.max_seq_len)}
+    for name, found in configs.items():
         (folder / name).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
     (folder / CARD).write_text(card, encoding="utf-8")
@@ -142,8 +149,8 @@ def write_for_transformers(folder, model, tokenizer, card):
 
 
 def write_safetensors(folder, model, meta):
-    """Writes the weights to `folder`/MODEL, with the names of transformers. The header says how to compute with them:
-    the fields of GPTConfig as JSON, the step, and the tokenizer's hash."""
+    """Writes the weights to `folder`/MODEL, with the names of transformers. The header holds the fields of GPTConfig as
+    JSON, the step, and the tokenizer's hash."""
     _save(folder, model, {
         "format": "pt", "config": json.dumps(asdict(model.config)), "step": str(meta.step),
         "tokenizer_sha256": meta.tokenizer_sha256})
@@ -151,24 +158,18 @@ def write_safetensors(folder, model, meta):
 
 def _save(folder, model, metadata):
     save_file(weights(model), folder / MODEL, metadata=metadata)
-    (folder / MODEL).chmod(0o644)  # safetensors lets only its owner read it, and an export is made to be shared
-
-
-# -----------------------------------------------------------------------------
-# The place
+    (folder / MODEL).chmod(0o644)  # safetensors makes it readable by its owner only, and an export is for sharing
 
 
 def check_place(out, force):
-    """Raises BadInput unless the folder, or the file named *.safetensors, `out` may be written.
-
-    What is there is replaced only with `force`, and only if it is an export: a slip of the pen deletes nothing else.
-    """
+    """Raises BadInput unless the folder or *.safetensors `out` may be written. Only `force` replaces a file or folder,
+    and only an export, so that a typo deletes nothing else."""
     try:
         if out.is_symlink():
-            raise BadInput(f"--out={out} is a symbolic link: name the place that it stands for")
+            raise BadInput(f"--out={out} is a symbolic link: name its target")
         is_there = out.is_file() or out.is_dir() and any(out.iterdir())
-        # A folder where the name says file, a file where it says folder, or what this module has not written.
-        if out.exists() and out.is_dir() == (out.suffix == ".safetensors") or is_there and not _is_export(out):
+        is_other_kind = out.exists() and out.is_dir() == (out.suffix == ".safetensors")
+        if is_other_kind or is_there and not _is_export(out):
             raise BadInput(f"--out={out} is something else than an export: name another place")
     except OSError as error:
         raise BadInput(f"--out={out} cannot be read ({error.strerror}): name another place") from None
@@ -177,9 +178,10 @@ def check_place(out, force):
 
 
 def _is_export(out):
-    """Returns whether the folder or file was written by this module, and nothing was added."""
+    """Returns whether this module wrote the folder or file, and nobody added anything."""
     if out.is_dir():
-        return SUMS in (found := {path.name for path in out.iterdir()}) and found <= FILES
+        found = {path.name for path in out.iterdir()}
+        return SUMS in found and found <= FILES
     try:
         with safe_open(out, "pt") as file:
             return "tokenizer_sha256" in (file.metadata() or {})
@@ -189,14 +191,15 @@ def _is_export(out):
 
 @contextlib.contextmanager
 def new_place(out, force, needed_bytes):
-    """Yields an empty folder beside `out`, in a folder that exists. When the block ends, the folder takes the name
-    `out`, or the file MODEL in it does if `out` is a *.safetensors. If the block fails, `out` stays as it was.
+    """Yields an empty folder beside `out`. When the block ends, the folder takes the name `out`, or for a *.safetensors
+    its file MODEL does. If the block fails, `out` stays unchanged.
 
-    The folder is named OUT.PID.partial. One that a kill has left may be deleted. Raises BadInput if it cannot be made,
-    or has no room for `needed_bytes`.
+    The folder is named OUT.PID.partial; you may delete one that a kill left. Raises BadInput if it cannot be made, or
+    has no room for `needed_bytes`.
     """
     check_place(out, force)
-    partial, old = (out.with_name(f"{out.name}.{os.getpid()}.{what}") for what in ("partial", "replaced"))
+    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
+    old = out.with_name(f"{out.name}.{os.getpid()}.replaced")
     try:
         partial.mkdir()
         free = shutil.disk_usage(partial).free
@@ -207,16 +210,15 @@ def new_place(out, force, needed_bytes):
             raise BadInput(f"--out={out}: an export takes {needed_bytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are "
                            "free: free some, or name another place")
         yield partial
-        # A rename may reach the disk before what is renamed, so the files are synced first, and then the folder that
-        # names them.
+        # A rename may reach the disk before the renamed files, so these are synced first, and then their folder.
         for path in (*partial.iterdir(), partial):
             sync_to_disk(path)
         check_place(out, force)  # another export may have finished meanwhile
         if out.suffix == ".safetensors":
             (partial / MODEL).replace(out)
         else:
-            # A folder that is not empty cannot be replaced by a rename, so the old one steps aside. A kill between the
-            # two renames leaves both under other names, and --out is missing but never half.
+            # A rename cannot replace a folder that is not empty, so the old one steps aside. A kill between the two
+            # renames leaves both under other names: --out is missing, but never half.
             if out.is_dir():
                 out.rename(old)
             partial.rename(out)

@@ -14,7 +14,7 @@ from nanochat.model.gpt import GPT
 LAYER_NAMES = {"attn_q": "attn.c_q.weight", "attn_k": "attn.c_k.weight", "attn_v": "attn.c_v.weight",
                "attn_o": "attn.c_proj.weight", "mlp_in": "mlp.c_fc.weight", "mlp_out": "mlp.c_proj.weight"}
 
-# The parts of a GPT that these models do not have.
+# The parts of a GPT that these models lack.
 NANOCHAT = {"window_pattern": "L", "key_shift": False, "layer_gates": False, "value_embeddings": "off"}
 
 
@@ -34,10 +34,10 @@ def read_meta(model):
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"--model={model}: {path} is not nanochat's ({type(error).__name__} {error})") from None
     if not all(isinstance(size, int) and 0 < size < 2**31 for size in sizes.values()):
-        raise BadInput(f"--model={model}: {path} has sizes that no model has: {sizes}")
+        raise BadInput(f"--model={model}: {path} has impossible sizes: {sizes}")
     if set(letters) - {"L", "l"}:
-        raise BadInput(f"--model={model} has attention windows ({letters}), which are a position longer in nanochat "
-                       "than here: it cannot be imported")
+        raise BadInput(f"--model={model} has attention windows ({letters}) and cannot be imported: windows are a "
+                       "position longer in nanochat than here")
     return int(name[1]), GPTConfig(**sizes, **NANOCHAT)
 
 
@@ -45,7 +45,7 @@ def read_weights(path):
     """Returns nanochat's {name: tensor}. Raises BadInput if the file cannot be read."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        # torch.compile puts this prefix before the names of a model that was saved in its compiled form.
+        # torch.compile puts this prefix before the names of a compiled model.
         return {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
     except (OSError, ValueError, RuntimeError, EOFError, AttributeError, pickle.UnpicklingError,
             zipfile.BadZipFile) as error:
@@ -54,9 +54,8 @@ def read_weights(path):
 
 
 def convert(state, config, path):
-    """Returns the weights of a GPT, fp32, of nanochat's `state`. Raises BadInput for what a GPT here does not have."""
-    # Each weight is taken out of `state` when it is understood. What is left at the end would be lost, so it is
-    # refused.
+    """Returns nanochat's `state` as the weights of a GPT, fp32. Raises BadInput for parts that a GPT here lacks."""
+    # Each known weight is taken out of `state`. The rest would be lost, so it is refused.
     rows = config.vocab_size  # nanochat's tables may be padded with rows for no token
     named = {"wte": state.pop("transformer.wte.weight", None), "lm_head": state.pop("lm_head.weight", None)}
     found = {name: table[:rows] for name, table in named.items() if table is not None}
@@ -69,8 +68,8 @@ def convert(state, config, path):
     for name in ("cos", "sin"):  # computed from the config
         state.pop(name, None)
     if state:
-        raise BadInput(f"--model={path} has {min(state)}, which the model here does not have: only nanochat's models "
-                       "from before value embeddings (January 2026) can be imported")
+        raise BadInput(f"--model={path} has {min(state)}, which the model here lacks: only models from before value "
+                       "embeddings (January 2026) can be imported")
     for name, expected in GPT.on_meta(config).state_dict().items():
         if name not in found or found[name].shape != expected.shape:
             shape = tuple(found[name].shape) if name in found else "missing"

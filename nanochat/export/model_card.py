@@ -1,6 +1,5 @@
-"""The model card of an exported checkpoint, README.md: what the model is, what it saw, what it reached, what it cannot
-do. Everything in it comes from the checkpoint, the metrics of its run and the manifest of its corpus; what is not known
-is said to be unknown."""
+"""The model card of an exported checkpoint, README.md: the model's architecture, data, metrics and limits. All of it
+comes from the checkpoint, the metrics of its run and the manifest of its corpus; the rest is called unknown."""
 import json
 from collections import Counter
 from dataclasses import fields
@@ -14,16 +13,16 @@ from nanochat.model.rates import OptimConfig
 MANIFEST = "manifest.json"  # of scripts/prepare_data.py
 CURVE_ROWS = 20
 CODE_TAGS = "\ntags: [code, cpp]"
-# The flags that say how the model was trained, and nothing of the machine, its folders or accounts.
+# The flags of the training, without those of the machine, its folders and accounts.
 RECIPE = (*CONFIG_FLAGS, "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size", "batch_ramp",
           "seq_len_ramp", "fim_rate", "compute_dtype", "seed", *(field.name for field in fields(OptimConfig)))
 
 
 def read_manifest(path):
-    """Returns the manifest of a corpus. Raises BadInput if the file is none."""
+    """Returns the manifest of a corpus. Raises BadInput for any other file."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        _data_of(manifest)  # which fails for anything that is no manifest
+        _data_of(manifest)  # fails for anything else
         return manifest
     except OSError as error:
         raise BadInput(f"--manifest={path} cannot be read: {error.strerror}") from None
@@ -33,8 +32,7 @@ def read_manifest(path):
 
 
 def find_manifest(meta):
-    """Returns the manifest beside the data that the checkpoint was trained on, or None if other data, or none, is there
-    now."""
+    """Returns the manifest beside the checkpoint's training data, or None if that data is gone or replaced."""
     data_dir = Path(meta.flags.get("data_dir") or get_base_dir() / DEFAULT_DIRS["train"])
     path = data_dir.parent / MANIFEST
     try:
@@ -48,8 +46,8 @@ def find_manifest(meta):
 def write_card(name, model, tokenizer, meta, *, run, manifest, is_scaled, curve):
     """Returns the text of the card.
 
-    run: the Run of the metrics up to the checkpoint, or None; manifest: that of the corpus, or None; is_scaled: the
-    folder has a modeling file of its own; curve: the name of the picture of the curve, or None.
+    run: the History up to the checkpoint, or None; manifest: of the corpus, or None; is_scaled: whether the folder has
+    its own modeling file; curve: the name of the picture of the curve, or None.
     """
     sections = [_head(name, model, meta, is_scaled), _usage(is_scaled), _fill_in_the_middle(tokenizer, meta),
                 _data(meta, manifest), _recipe(meta), _metrics(run, curve), _limits(model, meta)]
@@ -69,7 +67,7 @@ def _head(name, model, meta, is_scaled):
     else:
         origin = "pre-trained with"
         tags = CODE_TAGS
-    code = "transformers' own NanoChat" if not is_scaled else "NanoChat, extended by the code in this folder"
+    code = "NanoChat, extended by the code in this folder" if is_scaled else "transformers' own NanoChat"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation{tags}
@@ -87,11 +85,13 @@ A language model of {parameters:,} parameters, {origin} nanochat-tpu (step {meta
 
 
 def _usage(is_scaled):
-    trust = ", trust_remote_code=True" if is_scaled else ""
-    note = """
+    trust = note = ""
+    if is_scaled:
+        trust = ", trust_remote_code=True"
+        note = """
 
-`trust_remote_code=True` runs `modeling_nanochat_scaled.py`, which is in this folder: transformers' own NanoChat has no
-scales of the residual stream, attention windows, gates or value embeddings.""" if is_scaled else ""
+`trust_remote_code=True` runs `modeling_nanochat_scaled.py` of this folder: transformers' own NanoChat has no scales of
+the residual stream, attention windows, gates or value embeddings."""
     return f"""## Use
 
 ```python
@@ -104,17 +104,18 @@ inputs = tokenizer("int main(int argc", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```{note}
 
-The tokenizer puts `<|bos|>`, with which every document began in training, before the text. It reads the name of a
-special token in a text as that token; `split_special_tokens=True` makes it text. Text is Unicode: bytes that are not
-UTF-8, which nanochat-tpu itself encodes one by one, cannot be given. Made and tested with transformers 5.23.0."""
+The tokenizer puts `<|bos|>` before the text, as before every document in training. It reads the name of a special token
+in a text as that token; `split_special_tokens=True` makes it text. It takes Unicode only: nanochat-tpu itself encodes
+bytes that are not UTF-8 one by one. Made and tested with transformers 5.23.0."""
 
 
 def _fill_in_the_middle(tokenizer, meta):
     rate = meta.flags.get("fim_rate") or 0
     if "<|fim_middle|>" not in tokenizer.special_tokens:
         return "## Fill in the middle\n\nThe tokenizer has no tokens for it."
-    learnt = f"In training, this share of the documents was arranged like this: {rate:g} (`--fim_rate`)." if rate else \
-        "**This checkpoint was not trained to fill in the middle**: the tokens exist, but it has never seen them."
+    learnt = "**This checkpoint was not trained to fill in the middle**: it has never seen these tokens."
+    if rate:
+        learnt = f"In training, this share of the documents had this form: {rate:g} (`--fim_rate`)."
     return f"""## Fill in the middle
 
 ```
@@ -131,7 +132,7 @@ def _data(meta, manifest):
     if manifest is None:
         return f"""## Data
 
-The corpus is not known here: its manifest was not at hand at the export. The fingerprint of the shards is
+Unknown: the manifest of the corpus was missing at the export. The fingerprint of the shards is
 `{meta.data_fingerprint}`."""
     return _data_of(manifest)
 
@@ -149,16 +150,16 @@ def _data_of(manifest):
     held_out = f"\n\nHeld out for validation, whole projects: {_cell(', '.join(sorted(val)))}." if val else ""
     return f"""## Data
 
-C and C++ of {len(sources)} projects: {num_files:,} files with {total.get("bytes", 0):,} bytes, after exact and near
-duplicates were dropped.{held_out}
+C and C++ of {len(sources)} projects: {num_files:,} files with {total.get("bytes", 0):,} bytes, without exact and near
+duplicates.{held_out}
 
-The licences are those that the files and packages state, counted before duplicates were dropped; "unknown" states none.
+The files and packages state these licences, or none ("unknown"). The counts include duplicates.
 
 | licence | files |
 |---|---|
 {rows}
 
-<details><summary>The projects, with version, files and bytes before duplicates were dropped</summary>
+<details><summary>The projects, with version, files and bytes, duplicates included</summary>
 
 | project | version | files | bytes | licences |
 |---|---|---|---|---|
@@ -174,21 +175,25 @@ def _cell(text):
 
 def _recipe(meta):
     if _is_imported(meta):
-        return f"## Recipe\n\nNot known here. Tokenizer sha256 `{meta.tokenizer_sha256}`."
-    # None, "" and -1 say that a flag was not given.
-    given = {name: meta.flags[name] for name in RECIPE if meta.flags.get(name) not in (None, "", -1, -1.0)}
-    flags = " ".join(f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()
-                     if value is not False)
-    teacher = Path(meta.flags.get("teacher") or "")
-    distilled = f"""
+        return f"## Recipe\n\nUnknown. Tokenizer sha256 `{meta.tokenizer_sha256}`."
+    command = ["base_train"]
+    for name in RECIPE:
+        value = meta.flags.get(name)
+        if value is True:
+            command.append(f"--{name}")
+        elif value is not False and value not in (None, "", -1):  # which stand for a flag that was not given
+            command.append(f"--{name}={value}")
+    distilled = ""
+    if meta.flags.get("teacher"):
+        teacher = "/".join(Path(meta.flags["teacher"]).parts[-2:])
+        distilled = f"""
 
-It also learned from the predictions of the model {"/".join(teacher.parts[-2:])}: weight {meta.flags["kd_weight"]:g}
-at temperature {meta.flags["kd_temperature"]:g}, in the first {meta.flags["kd_until"]:.0%} of the steps.\
-""" if teacher.parts else ""
+It also learned from the predictions of the model {teacher}: weight {meta.flags["kd_weight"]:g}
+at temperature {meta.flags["kd_temperature"]:g}, in the first {meta.flags["kd_until"]:.0%} of the steps."""
     return f"""## Recipe
 
 ```
-base_train {flags}
+{" ".join(command)}
 ```{distilled}
 
 Matrices by Muon, the rest by AdamW; the learning rate rises, stays, and falls linearly. Tokenizer sha256
@@ -197,33 +202,37 @@ Matrices by Muon, the rest by AdamW; the learning rate rises, stays, and falls l
 
 def _metrics(run, curve):
     if run is None:
-        return "## Metrics\n\nThe metrics of the run were not at hand at the export."
+        return "## Metrics\n\nUnknown: the metrics of the run were missing at the export."
     shown = {"val_bpb": "validation, bits per byte", "fim_bpb": "middles, bits per byte", "loss": "loss, nats a token"}
-    columns = {name: dict(zip(*run.series(name), strict=True)) for name in shown if len(run.series(name)[0])}
+    columns = {}  # {name: {step: value}}
+    for name in shown:
+        steps, values = run.series(name)
+        if len(steps):
+            columns[name] = dict(zip(steps, values, strict=True))
     if not columns:
         return "## Metrics\n\nThe run recorded none."
     steps = sorted(next(iter(columns.values())))
-    # CURVE_ROWS steps at equal distances, the first and the last among them; fewer where there are not so many.
+    # CURVE_ROWS steps at equal distances with the first and the last one, or all if there are fewer.
     kept = sorted({steps[round(i * (len(steps) - 1) / (CURVE_ROWS - 1))] for i in range(CURVE_ROWS)})
-    tokens = run.work(kept)
-    rows = "\n".join(f"| {step:,} | {count:,.0f} | " + " | ".join(
-        f"{values[step]:.4f}" if step in values else "" for values in columns.values()) + " |"
-        for step, count in zip(kept, tokens, strict=True))
+    rows = []
+    for step, tokens in zip(kept, run.work(kept), strict=True):
+        cells = [f"{values[step]:.4f}" if step in values else "" for values in columns.values()]
+        rows.append(" | ".join([f"| {step:,}", f"{tokens:,.0f}", *cells]) + " |")
     picture = f"![The curve of the run]({curve})\n\n" if curve else ""
-    return f"""## Metrics
-
-{picture}| step | tokens | {" | ".join(shown[name] for name in columns)} |
-|---|---|{"---|" * len(columns)}
-{rows}"""
+    titles = [shown[name] for name in columns]
+    table = "\n".join([f"| step | tokens | {' | '.join(titles)} |", f"|---|---|{'---|' * len(titles)}", *rows])
+    return f"## Metrics\n\n{picture}{table}"
 
 
 def _limits(model, meta):
-    base = "" if _is_imported(meta) else """- It is a base model: it continues text and was not tuned to follow orders.
-- It imitates the code it saw, with its mistakes and insecure habits. What it writes needs review, a compiler and tests.
-- What its corpus does not have is foreign to it: other programming languages, and English beyond comments.
+    base = ""
+    if not _is_imported(meta):
+        base = """- It is a base model: it continues text and was not tuned to follow instructions.
+- It imitates its training code, mistakes and insecure habits included. Its output needs review, a compiler and tests.
+- It does not know other programming languages, nor English beyond comments.
 """
     return f"""## Limits
 
-{base}- It may repeat text that it was trained on, to which that text's licence applies.
-- Prompt and completion together are at most {model.config.max_seq_len:,} tokens. Beyond that it was not trained.
-- The licence of these weights is for the person who publishes them to state: nothing here states it."""
+{base}- It may repeat text of its training, to which that text's licence applies.
+- Prompt and completion together are at most {model.config.max_seq_len:,} tokens, the length of its training.
+- The person who publishes these weights must state their licence: nothing here states it."""

@@ -2,16 +2,18 @@
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-This file lies in the folder of an exported model and needs nothing else of the program that trained it. It extends the
-NanoChat of transformers by five things. The input of each layer is resid_scale × x + x0_scale × x0, where x0 is the
-normalised embedding (modded-nanogpt). A layer may see only the last `sliding_window` positions. With `key_shift`,
-half of the channels of each head's keys are those of the position before (modded-nanogpt). With `layer_gates`,
-attention's values and what attention and MLP add are multiplied by scale × 2 × sigmoid(map · normalised input) (arXiv
-2409.19606). With `value_embeddings`, every second layer adds a vector of the token to attention's values (arXiv
-2410.17897): all of them the same one, or each its own.
+This file needs nothing else of the program that trained the model. It extends transformers' NanoChat by five parts:
 
-The model has a name of its own, because transformers would otherwise load these weights without the scales, and without
-an error, where trust_remote_code is left out. Licence: MIT.
+- The input of each layer is resid_scale × x + x0_scale × x0, with the normalised embedding x0 (modded-nanogpt).
+- A layer may see only the last `sliding_window` positions.
+- `key_shift`: half of the channels of each head's keys come from the position before (modded-nanogpt).
+- `layer_gates`: scale × 2 × sigmoid(map · normalised input) multiplies attention's values, and the outputs of attention
+  and MLP (arXiv 2409.19606).
+- `value_embeddings`: every second layer adds a vector of the token to attention's values (arXiv 2410.17897), the same
+  one in all layers, or each its own.
+
+The model has its own name, because without trust_remote_code transformers would otherwise silently load these weights
+without the scales. Licence: MIT.
 """
 import torch
 from torch import nn
@@ -41,9 +43,8 @@ PLAIN_LAYERS = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidi
 
 
 class ScaledNanoChatConfig(NanoChatConfig):
-    """layer_types: "full_attention" or "sliding_attention" for each layer; sliding_window: the positions that a layer
-    of the second kind sees, its own among them; key_shift, layer_gates: whether it has them; value_embeddings: "off",
-    "shared" or "own"."""
+    """layer_types: "full_attention" or "sliding_attention" for each layer; sliding_window: the number of positions that
+    a layer of the second kind sees, with its own; value_embeddings: "off", "shared" or "own"."""
     model_type = "nanochat_scaled"
     layer_types: list[str] | None = None
     sliding_window: int | None = None
@@ -60,10 +61,11 @@ class ScaledNanoChatConfig(NanoChatConfig):
 class ScaledNanoChatAttention(NanoChatAttention):
     def forward(self, hidden_states, gate, value_embedding, has_before, position_embeddings, attention_mask=None,
                 past_key_values=None, **kwargs):
-        """As NanoChatAttention. gate: what the values are multiplied by, (B, T, 1); value_embedding: what is added to
-        them, (B, T, width of the values); has_before: whether a position has one before it, (B or 1, T)."""
+        """As NanoChatAttention. The values are multiplied by `gate`, (B, T, 1), and `value_embedding`, (B, T, width of
+        the values), is added. has_before: whether a position has one before it, (B or 1, T)."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        q = self.q_proj(hidden_states)
+        k = self.k_proj(hidden_states)
         v = gate * self.v_proj(hidden_states) + value_embedding
         q, k, v = (x.view(shape).transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
         products = k
@@ -75,7 +77,7 @@ class ScaledNanoChatAttention(NanoChatAttention):
         q, k = self.q_norm(q), self.k_norm(k)
         if past_key_values is not None and not self.config.key_shift:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        elif past_key_values is not None:  # the next position needs these products: they are kept beside the keys
+        elif past_key_values is not None:  # the next position needs these products, so the cache keeps them, too
             k, v = past_key_values.update(torch.cat([k, products], dim=-1), v, self.layer_idx)
             k = k[..., :self.head_dim]
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
@@ -85,25 +87,27 @@ class ScaledNanoChatAttention(NanoChatAttention):
 
     def shifted(self, k, past_key_values, has_before):
         """Returns the keys k (B, heads, T, head_dim), half of the channels from the position before."""
-        # (B, heads, 1, head_dim): the products of the position before the first of k, zeros where there is none.
-        last, layers = torch.zeros_like(k[:, :, :1]), past_key_values.layers if past_key_values is not None else ()
+        # (B, heads, 1, head_dim): the products of the position before the first of k, zeros without one.
+        last = torch.zeros_like(k[:, :, :1])
+        layers = past_key_values.layers if past_key_values is not None else ()
         if len(layers) > self.layer_idx and layers[self.layer_idx].is_initialized:
             layer = layers[self.layer_idx]
             if past_key_values.offloading or type(layer) not in PLAIN_LAYERS:
                 raise ValueError("shifted keys work with a dynamic or a static cache that is not offloaded, and the "
                                  f"layers of this one are {type(layer).__name__}")
-            # (B, heads, positions, 2 × head_dim). A dynamic layer holds the positions so far, and a static one all that
-            # it has room for, of which the first cumulative_length are filled.
-            kept, length = layer.keys, layer.get_seq_length()  # keys and their products
+            # Keys and their products, (B, heads, positions, 2 × head_dim). A dynamic layer holds the positions so far,
+            # a static one room for all, filled up to cumulative_length.
+            kept = layer.keys
+            length = layer.get_seq_length()
             if isinstance(layer, StaticLayer) and not (isinstance(length, int) and length >= kept.size(2)):
-                # a tensor, because a number would be compiled into the program, and another one at the next token
+                # Indexed by a tensor: a number would be compiled into the program, and change with each token.
                 last = kept.index_select(2, layer.cumulative_length.clamp(min=1).reshape(1) - 1)[..., self.head_dim:]
             elif length:
                 last = kept[:, :, -1:, self.head_dim:]
         # (B, heads, T, head_dim): the products, one position later.
         before = torch.where(has_before, torch.cat([last, k[:, :, :-1]], dim=2), 0.0).to(k.dtype)
         # Rotary positions turn the pairs of channels i and i + head_dim / 2. The second half of each half is shifted,
-        # so the two of a pair always come from the same position.
+        # so both channels of a pair come from the same position.
         channel = torch.arange(self.head_dim, device=k.device) % (self.head_dim // 2)
         return torch.where(channel < (self.head_dim // 2 + 1) // 2, k, before)
 
@@ -114,7 +118,7 @@ class ScaledNanoChatLayer(NanoChatDecoderLayer):
         self.self_attn = ScaledNanoChatAttention(config, layer_idx)
         self.resid_scale = nn.Parameter(torch.ones(1))
         self.x0_scale = nn.Parameter(torch.zeros(1))
-        if config.layer_gates:  # of attention's values, of attention, of the MLP
+        if config.layer_gates:  # of attention's values, attention and MLP
             self.gate_map = nn.Parameter(torch.zeros(3, config.hidden_size))
             self.gate_scale = nn.Parameter(torch.ones(3, 1))
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
@@ -136,13 +140,13 @@ class ScaledNanoChatLayer(NanoChatDecoderLayer):
 
 
 class Scaled:
-    """What the model has in common with and without its head."""
+    """The common parts of the model with and without its head."""
     config_class = ScaledNanoChatConfig
-    _supports_attention_backend = False  # one that keeps the keys itself would not shift them
+    _supports_attention_backend = False  # a backend that caches the keys itself would not shift them
 
     def post_init(self):
         super().post_init()
-        self._no_split_modules = {"ScaledNanoChatLayer"}  # transformers has collected its own, which are replaced
+        self._no_split_modules = {"ScaledNanoChatLayer"}  # transformers collected its own layers, which are replaced
 
     def resize_token_embeddings(self, *args, **kwargs):
         if self.config.value_embeddings != "off":
@@ -174,37 +178,47 @@ class ScaledNanoChatModel(Scaled, NanoChatModel):
             past_key_values = DynamicCache(config=self.config)
         last = self.config.num_hidden_layers - 1  # sees everything: its static cache knows its length as a tensor
         past_length = past_key_values.get_seq_length(last) if past_key_values is not None else 0
+        here = past_length + torch.arange(embeddings.shape[1], device=embeddings.device)  # (T,)
         is_flat = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2  # (B, T)
         if self.config.key_shift and position_ids is None and attention_mask is not None and not is_flat:
             raise ValueError("attention_mask is not of the shape (rows, positions): give position_ids, too, because "
                              "shifted keys must know where a text begins")
         if position_ids is None:
-            position_ids = (past_length + torch.arange(embeddings.shape[1], device=embeddings.device))[None]
-        masks = attention_mask  # {type of layer: mask} where generate() has made them for a compiled forward
-        if not isinstance(masks, dict):
-            arguments = {"config": self.config, "inputs_embeds": embeddings, "attention_mask": attention_mask,
-                         "past_key_values": past_key_values, "position_ids": position_ids}
-            makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-            masks = {kind: makers[kind](**arguments) for kind in set(self.config.layer_types)}
+            position_ids = here[None]
         has_before = position_ids > 0
-        if is_flat:  # padding comes before no text
-            # The mask moves one to the right: it then says of each position whether the one before it is text. (B, T)
-            here = past_length + torch.arange(embeddings.shape[1], device=embeddings.device)
-            has_before = has_before & nn.functional.pad(attention_mask, (1, 0)).bool()[:, here]
+        if is_flat:
+            # Padding comes before no text. Moved one to the right, the mask says whether the position before is text.
+            has_before = has_before & nn.functional.pad(attention_mask, (1, 0)).bool()[:, here]  # (B, T)
+        masks = self.masks(attention_mask, inputs_embeds=embeddings, past_key_values=past_key_values,
+                           position_ids=position_ids)
         rotary = self.rotary_emb(embeddings, position_ids=position_ids)
         x0 = hidden_states = self.norm(embeddings)
-        values = [0.0] * len(self.layers)
-        if self.config.value_embeddings != "off":
-            # (B, T, tables × width). Every second layer has an embedding, counted from the last: 1, 3, 5 … of an even
-            # number of layers, 0, 2, 4 … of an odd one.
-            found, layers = self.value_table(input_ids), -(-len(values) // 2)
-            values[(len(values) - 1) % 2::2] = \
-                [found] * layers if self.config.value_embeddings == "shared" else found.chunk(layers, dim=-1)
-        for layer, kind, value in zip(self.layers, self.config.layer_types, values, strict=True):
+        for layer, kind, value in zip(self.layers, self.config.layer_types, self.values(input_ids), strict=True):
             hidden_states = layer(hidden_states, x0, value, attention_mask=masks[kind], position_embeddings=rotary,
                                   has_before=has_before, position_ids=position_ids, past_key_values=past_key_values,
                                   **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def masks(self, attention_mask, **arguments):
+        """Returns {type of layer: mask}, which generate() has already made for a compiled forward."""
+        if isinstance(attention_mask, dict):
+            return attention_mask
+        makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        return {kind: makers[kind](config=self.config, attention_mask=attention_mask, **arguments)
+                for kind in set(self.config.layer_types)}
+
+    def values(self, input_ids):
+        """Returns the value embedding of each layer, (B, T, width), or 0.0."""
+        found = [0.0] * len(self.layers)
+        if self.config.value_embeddings == "off":
+            return found
+        # Every second layer has an embedding, counted from the last: 1, 3, 5 … of an even number of layers, 0, 2, 4 …
+        # of an odd one.
+        count = -(-len(found) // 2)
+        embedded = self.value_table(input_ids)  # (B, T, tables × width)
+        own = [embedded] * count if self.config.value_embeddings == "shared" else embedded.chunk(count, dim=-1)
+        found[(len(found) - 1) % 2::2] = own
+        return found
 
 
 class ScaledNanoChatForCausalLM(Scaled, NanoChatForCausalLM):

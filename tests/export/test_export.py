@@ -265,7 +265,7 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
         model_card._recipe(make_meta(flags=taught))
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
     run(f"--out={tmp_path / 'bare'}")
-    assert "corpus is not known" in (tmp_path / "bare" / "README.md").read_text()
+    assert "manifest of the corpus was missing" in (tmp_path / "bare" / "README.md").read_text()
 
 
 def test_a_manifest_beside_the_data_of_the_checkpoint_is_found(tmp_path, byte_tokenizer_dir):
@@ -356,7 +356,7 @@ def test_a_kill_in_the_middle_leaves_no_folder_of_that_name(tmp_path, trained, b
     (["--out=FOLDER/a_run/step_000020/model.safetensors", "--format=safetensors", "--force"], "something else than an"),
     (["--out=FOLDER/link", "--force"], "is a symbolic link"),
     (["--out=FOLDER/a_run/step_000020", "--force"], "something else than an export"),
-    (["--out=FOLDER/a_run/step_000020/x"], "in each other"),
+    (["--out=FOLDER/a_run/step_000020/x"], "overlap"),
     (["--out=FOLDER/x", "--checkpoint=none"], "no checkpoint at none"),
     (["--out=FOLDER/x", "--manifest=FOLDER/none"], "--manifest=.* cannot be read"),
     (["--out=FOLDER/x", "--manifest=FOLDER/file"], "--manifest=.* is not the manifest"),

@@ -99,7 +99,7 @@ def test_scales_of_the_residual_stream_are_taken(theirs, tmp_path):
     ({}, {"n_embd": 64}, "does not fit its meta file: wte is .*, 32. and should be .*, 64"),
     ({}, {"n_head": 5}, "model_dim=32 does not divide into"),
     ({}, {"vocab_size": 10}, "the tokenizer has 303 tokens"),
-    ({}, {"n_layer": "two"}, "has sizes that no model has"),
+    ({}, {"n_layer": "two"}, "impossible sizes"),
     ({}, {"n_layer": 3}, "attn_q is missing"),
 ])
 def test_what_cannot_be_imported_is_refused_and_nothing_is_made(theirs, tmp_path, base_dir, new_weights, config,
