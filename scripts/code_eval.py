@@ -29,8 +29,7 @@ from nanochat.judge.writer import Writer, WriterFlags
 class TaskFlags(TextFlags):
     task: str = flag("functions", "functions (to be completed), infill (gaps in held-out files) or infill_functions "
                      "(gaps in the solutions of problems)", choices=TASKS)
-    problems: Path | None = flag(None, "problems in the format of HumanEval-X or MultiPL-E; default: the project's own",
-                                 of=expand_path)
+    problems: Path | None = flag(None, "as HumanEval-X or MultiPL-E; default: the project's own", of=expand_path)
     num_tasks: int = flag(100, "gaps of each kind", at_least=1, at_most=10_000)
     check: bool = flag(False, "judge the problems' solutions, and each with one line deleted, instead of a model")
 
@@ -42,8 +41,7 @@ class SamplingFlags(WriterFlags):
 
 @dataclass(frozen=True)
 class ResultFlags(JudgeFlags):
-    out_dir: Path | None = flag(None, "folder of the results; default: one in $NANOCHAT_BASE_DIR/code_eval",
-                                of=expand_path)
+    out_dir: Path | None = flag(None, "of the results; default: in $NANOCHAT_BASE_DIR/code_eval", of=expand_path)
     against: Path | None = flag(None, "folder of the results of another checkpoint, to compare with", of=expand_path)
 
 

@@ -19,8 +19,7 @@ from nanochat.judge.results import records_of
 @dataclass(frozen=True)
 class Flags(CheckpointFlags):
     problems: str = flag("own", "problems with tests and solutions: own, or a file or folder as for code_eval")
-    out_dir: Path | None = flag(None, "default: a folder of the checkpoint's name in $NANOCHAT_BASE_DIR/eval",
-                                of=expand_path)
+    out_dir: Path | None = flag(None, "default: in $NANOCHAT_BASE_DIR/eval", of=expand_path)
     unsafe: bool = flag(False, "as for code_eval: limits only, without a sandbox")
 
 

@@ -43,8 +43,7 @@ def main(argv=None):
     if flags.out is None:
         raise BadInput("--out is needed: name the folder or file to make")
     if (flags.format == "safetensors") != (flags.out.suffix == ".safetensors"):
-        raise BadInput(f"--out={flags.out} does not fit --format={flags.format}: end the name in .safetensors if and "
-                       "only if --format=safetensors")
+        raise BadInput(f"--out={flags.out} does not fit --format={flags.format}: only safetensors ends in .safetensors")
     out = Path(os.path.abspath(flags.out))
     export.check_place(out, flags.force)
     manifest = model_card.read_manifest(flags.manifest) if flags.manifest else None

@@ -21,8 +21,7 @@ from nanochat.train.prepare import run_directory
 
 @dataclass(frozen=True)
 class Flags:
-    model: Path | None = flag(None, "nanochat's model_STEP.pt; its meta_STEP.json is in the same folder",
-                              of=expand_path)
+    model: Path | None = flag(None, "nanochat's model_STEP.pt, with meta_STEP.json beside it", of=expand_path)
     run: str = flag("", "name of the run to make, of which this becomes the only checkpoint")
     tokenizer_dir: Path | None = flag(None, "folder of nanochat's tokenizer.pkl; default: "
                                       "$NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one", of=expand_path)

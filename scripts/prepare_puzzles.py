@@ -9,7 +9,6 @@ renamed.
 Sudokus are minimal: without any one of its digits a puzzle has several solutions. The same flags make the same puzzles,
 except with --qqwing.
 """
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,8 @@ from nanochat.puzzles.puzzle_data import write_puzzles
 class Flags:
     puzzle: str = flag("sudoku", "sudoku, maze, or the tasks of ARC-AGI-1 or 2",
                        choices=("sudoku", "maze", *arc.VERSIONS))
-    box: str = flag("2x2", "ROWSxCOLUMNS of a Sudoku's box: 2x2 is the 4 × 4 Sudoku, 2x3 the 6 × 6, 3x3 the usual one")
+    box: str = flag("2x2", "ROWSxCOLUMNS of a Sudoku's box: 2x2 is the 4 × 4 Sudoku, 2x3 the 6 × 6, 3x3 the usual one",
+                    choices=("2x2", "2x3", "3x2", "2x4", "4x2", "3x3"))  # a 12 × 12 puzzle takes the solver minutes
     side: int = flag(15, "rows and columns of a maze", at_least=5, at_most=99)
     min_path: int = flag(20, "cells that the shortest path of a maze exceeds", at_least=1, at_most=10_000)
     train: int = flag(-1, "puzzles to train on; -1: 2,000. Of ARC: training tasks; -1: all", at_least=1, at_most=10**7,
@@ -48,23 +48,19 @@ def require_own_flags(flags):
     """Raises BadInput for a flag of other puzzles."""
     for name, puzzles in OF_PUZZLE.items():
         if flags.puzzle not in puzzles and getattr(flags, name) != getattr(Flags, name):
-            raise BadInput(f"--{name} is for --puzzle={' or '.join(puzzles)}, not for --puzzle={flags.puzzle}: leave "
-                           "one of them out")
+            raise BadInput(f"--{name} is for --puzzle={' or '.join(puzzles)}, not for --puzzle={flags.puzzle}")
 
 
 def read_maker(flags):
     """Returns the Maker for the flags. Raises BadInput."""
     if flags.puzzle == "maze":
         return Maker("maze", (flags.side,), flags.seed, flags.min_path)
-    match = re.fullmatch(r"([2-4])x([2-4])", flags.box)
-    if not match or int(match[1]) * int(match[2]) > 9:  # 12 × 12: the solver takes minutes
-        raise BadInput(f"--box={flags.box} is not ROWSxCOLUMNS with at least 2 of each and at most 9 cells: give 2x2, "
-                       "2x3, 2x4 or 3x3")
     if flags.qqwing and flags.box != "3x3":
         raise BadInput(f"--qqwing makes 9 × 9 Sudokus, not --box={flags.box}: add --box=3x3, or leave --qqwing out")
     if flags.qqwing and not shutil.which("qqwing"):
         raise BadInput("--qqwing: there is no qqwing: apt-get install qqwing, or leave --qqwing out")
-    return Maker("sudoku", (int(match[1]), int(match[2])), flags.seed)
+    rows, columns = flags.box.split("x")
+    return Maker("sudoku", (int(rows), int(columns)), flags.seed)
 
 
 def choose_tasks(flags):
@@ -79,8 +75,7 @@ def choose_tasks(flags):
 
 
 def prepare(flags, maker, out_dir):
-    """Writes the puzzles of a maker, or of ARC without one. Returns {"train": puzzles, "val": puzzles}, and a
-    description."""
+    """Writes the puzzles of a maker, or of ARC. Returns {"train": puzzles, "val": puzzles}, and a description."""
     if not maker:
         splits, tasks = arc.make_splits(*choose_tasks(flags), flags.forms, flags.seed)
         write_puzzles(out_dir, "arc", (arc.SIDE,), splits, tasks)

@@ -29,8 +29,7 @@ class ServerFlags:
 class LimitFlags:
     max_tokens: int = flag(256, "most tokens of a completion, at most half of the context", at_least=1)
     timeout_s: float = flag(30.0, "most seconds for a request: then it gets the text so far", above=0, at_most=3600)
-    extra_tokens: int = flag(0, "most tokens of an editor's other files before the prefix, if it leaves room",
-                             at_least=0)
+    extra_tokens: int = flag(0, "most tokens of other files before the prefix, if it leaves room", at_least=0)
 
 
 def main(argv=None):

@@ -25,8 +25,7 @@ from nanochat.judge.solve import SearchFlags, compare_methods, fitting, load_wri
 
 @dataclass(frozen=True)
 class ResultFlags(JudgeFlags):
-    out_dir: Path | None = flag(None, "folder of a comparison's results; default: one in $NANOCHAT_BASE_DIR/solve",
-                                of=expand_path)
+    out_dir: Path | None = flag(None, "of a comparison; default: in $NANOCHAT_BASE_DIR/solve", of=expand_path)
 
 
 def main(argv=None):

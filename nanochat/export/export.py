@@ -41,8 +41,7 @@ EXPRESSED = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_h
 def check_exportable(model):
     """Raises BadInput if the GPT has parts that the files cannot express."""
     if 1 in model.config.windows():
-        raise BadInput("--checkpoint: the model has windows of 1 position and cannot be exported: with them, the cache "
-                       "of transformers gives wrong results")
+        raise BadInput("--checkpoint has windows of 1 position, with which transformers' cache gives wrong results")
     unknown = sorted(model.state_dict().keys() - LAYER_NAMES.keys() - OTHER_NAMES.keys())
     for field in fields(model.config):
         value = getattr(model.config, field.name)
@@ -112,11 +111,9 @@ def config_json(model, tokenizer):
 
 
 def special_ids(tokenizer):
-    """Returns the ids of the tokens between documents, as config.json and generation_config.json name them.
-
-    A text ends with <|bos|>, which begins the next document, and a filled-in middle ends with <|file_sep|>.
-    """
+    """Returns the ids of the tokens between documents, as config.json and generation_config.json name them."""
     names = tokenizer.special_tokens
+    # <|bos|> begins the next document, and <|file_sep|> ends a filled-in middle.
     ends = [names[name] for name in ("<|bos|>", "<|file_sep|>") if name in names]
     return {"bos_token_id": names["<|bos|>"], "eos_token_id": ends, "pad_token_id": names.get("<|pad|>")}
 
@@ -132,8 +129,7 @@ def tokenizer_config(tokenizer, max_seq_len):
 
 
 def write_for_transformers(folder, model, tokenizer, card):
-    """Writes the files of AutoModelForCausalLM and AutoTokenizer into `folder`, and the checksums of all its files.
-    card: the text of the model card."""
+    """Writes the files of AutoModelForCausalLM and AutoTokenizer, the text `card`, and the checksums of all files."""
     configs = {"config.json": config_json(model, tokenizer),
                "generation_config.json": special_ids(tokenizer),
                "tokenizer_config.json": tokenizer_config(tokenizer, model.config.max_seq_len)}
@@ -149,8 +145,7 @@ def write_for_transformers(folder, model, tokenizer, card):
 
 
 def write_safetensors(folder, model, meta):
-    """Writes the weights to `folder`/MODEL, with the names of transformers. The header holds the fields of GPTConfig as
-    JSON, the step, and the tokenizer's hash."""
+    """Writes the weights to `folder`/MODEL. Its header holds the GPTConfig as JSON, the step, the tokenizer's hash."""
     _save(folder, model, {
         "format": "pt", "config": json.dumps(asdict(model.config)), "step": str(meta.step),
         "tokenizer_sha256": meta.tokenizer_sha256})
@@ -162,8 +157,7 @@ def _save(folder, model, metadata):
 
 
 def check_place(out, force):
-    """Raises BadInput unless the folder or *.safetensors `out` may be written. Only `force` replaces a file or folder,
-    and only an export, so that a typo deletes nothing else."""
+    """Raises BadInput unless the folder or *.safetensors `out` may be written: it is new, or an export and `force`."""
     try:
         if out.is_symlink():
             raise BadInput(f"--out={out} is a symbolic link: name its target")
@@ -191,12 +185,9 @@ def _is_export(out):
 
 @contextlib.contextmanager
 def new_place(out, force, needed_bytes):
-    """Yields an empty folder beside `out`. When the block ends, the folder takes the name `out`, or for a *.safetensors
-    its file MODEL does. If the block fails, `out` stays unchanged.
-
-    The folder is named OUT.PID.partial; you may delete one that a kill left. Raises BadInput if it cannot be made, or
-    has no room for `needed_bytes`.
-    """
+    """Yields an empty folder OUT.PID.partial. When the block ends, the folder takes the name `out`, or for a
+    *.safetensors its file MODEL does. If the block fails, `out` stays unchanged. Raises BadInput if the folder cannot
+    be made, or the disk has not `needed_bytes`."""
     check_place(out, force)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     old = out.with_name(f"{out.name}.{os.getpid()}.replaced")
@@ -207,8 +198,7 @@ def new_place(out, force, needed_bytes):
         raise BadInput(f"--out={out} cannot be written ({error.strerror}): name another place") from None
     try:
         if free < needed_bytes:
-            raise BadInput(f"--out={out}: an export takes {needed_bytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are "
-                           "free: free some, or name another place")
+            raise BadInput(f"--out={out} needs {needed_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free")
         yield partial
         # A rename may reach the disk before the renamed files, so these are synced first, and then their folder.
         for path in (*partial.iterdir(), partial):

@@ -36,8 +36,7 @@ def read_meta(model):
     if not all(isinstance(size, int) and 0 < size < 2**31 for size in sizes.values()):
         raise BadInput(f"--model={model}: {path} has impossible sizes: {sizes}")
     if set(letters) - {"L", "l"}:
-        raise BadInput(f"--model={model} has attention windows ({letters}) and cannot be imported: windows are a "
-                       "position longer in nanochat than here")
+        raise BadInput(f"--model={model} has attention windows ({letters}), which nanochat makes a position longer")
     return int(name[1]), GPTConfig(**sizes, **NANOCHAT)
 
 
@@ -73,6 +72,6 @@ def convert(state, config, path):
     for name, expected in GPT.on_meta(config).state_dict().items():
         if name not in found or found[name].shape != expected.shape:
             shape = tuple(found[name].shape) if name in found else "missing"
-            raise BadInput(f"--model={path} does not fit its meta file: {name} is {shape} and should be "
-                           f"{tuple(expected.shape)}")
+            expected = tuple(expected.shape)
+            raise BadInput(f"--model={path} does not fit its meta file: {name} is {shape} and should be {expected}")
     return {name: tensor.float().contiguous() for name, tensor in found.items()}

@@ -27,8 +27,7 @@ def read_manifest(path):
     except OSError as error:
         raise BadInput(f"--manifest={path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise BadInput(f"--manifest={path} is not the manifest of a corpus: name the {MANIFEST} that prepare_data "
-                       "wrote beside its shards") from None
+        raise BadInput(f"--manifest={path} is not the {MANIFEST} of a corpus, which prepare_data writes") from None
 
 
 def find_manifest(meta):
@@ -44,11 +43,8 @@ def find_manifest(meta):
 
 
 def write_card(name, model, tokenizer, meta, *, run, manifest, is_scaled, curve):
-    """Returns the text of the card.
-
-    run: the History up to the checkpoint, or None; manifest: of the corpus, or None; is_scaled: whether the folder has
-    its own modeling file; curve: the name of the picture of the curve, or None.
-    """
+    """Returns the text of the card. run: the History up to the checkpoint; curve: the name of its picture; is_scaled:
+    whether the folder has its own modeling file. run, manifest and curve may be None."""
     sections = [_head(name, model, meta, is_scaled), _usage(is_scaled), _fill_in_the_middle(tokenizer, meta),
                 _data(meta, manifest), _recipe(meta), _metrics(run, curve), _limits(model, meta)]
     return "\n\n".join(sections) + "\n"

@@ -61,8 +61,8 @@ class ScaledNanoChatConfig(NanoChatConfig):
 class ScaledNanoChatAttention(NanoChatAttention):
     def forward(self, hidden_states, gate, value_embedding, has_before, position_embeddings, attention_mask=None,
                 past_key_values=None, **kwargs):
-        """As NanoChatAttention. The values are multiplied by `gate`, (B, T, 1), and `value_embedding`, (B, T, width of
-        the values), is added. has_before: whether a position has one before it, (B or 1, T)."""
+        """As NanoChatAttention. gate (B, T, 1) multiplies the values, value_embedding (B, T, width) is added to them.
+        has_before: whether a position has one before it, (B or 1, T)."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q = self.q_proj(hidden_states)
         k = self.k_proj(hidden_states)

@@ -22,8 +22,8 @@ METRICS = {"compiles": "code_compiles", "pass@1": "code_pass", "bits per byte": 
 def evaluate_code(model, tokenizer, dist, is_cut_short):
     """Returns {metric: mean over the project's own problems} of greedy samples on rank 0, and {} on other ranks.
 
-    Every rank writes all the code, so that no rank waits for another; rank 0 judges it. is_cut_short() is called before
-    each problem. Once it returns True, on all ranks at the same problem, the result is {}.
+    All ranks write all the code, so that none waits; rank 0 judges it. Once is_cut_short(), asked before each problem,
+    returns True on all ranks, the result is {}.
     """
     sampling = Sampling(num_samples=0, max_tokens=min(MAX_TOKENS, model.config.max_seq_len // 2))
     writer = Writer(model, tokenizer, dist, sampling)
@@ -107,8 +107,7 @@ def read_others(path, settings):
 
 
 def check_solutions(problems, judge, workers, seed):
-    """Judges all solutions, and each with one line deleted, and prints how many pass. Returns the exit status: 1 if a
-    solution fails."""
+    """Judges all solutions, and each with one line deleted, prints how many pass, and returns the exit status."""
     solved = [problem for problem in problems if problem.solution]
     if not solved:
         raise BadInput("--check needs solutions: the problems of --problems have none")

@@ -43,19 +43,17 @@ class Difference(Score):
 
 
 def pass_at_k(num_samples, num_passed, k):
-    """Returns the unbiased estimate of the probability that at least one of k samples passes: 1 - C(n - c, k) / C(n, k)
-    for n samples of which c passed (Chen et al., arXiv 2107.03374)."""
+    """Returns the unbiased estimate of the probability that one of k samples passes (Chen et al., arXiv 2107.03374)."""
     if k > num_samples:
         raise ValueError(f"{num_samples} samples say nothing about {k}")
     if num_samples - num_passed < k:
         return 1.0
-    # C(n - c, k) / C(n, k) as a product of fractions, because the binomials are too large for floats.
+    # 1 - C(n - c, k) / C(n, k) for n samples with c passed, as fractions: the binomials are too large for floats.
     return 1.0 - float(np.prod(1.0 - k / np.arange(num_samples - num_passed + 1, num_samples + 1)))
 
 
 def score(values, weights=None, seed=0):
-    """Returns the Score of the problems, with the percentile bootstrap's interval: problems are drawn with replacement
-    (Efron 1979)."""
+    """Returns the Score of the problems, with the interval of the percentile bootstrap over problems (Efron 1979)."""
     values = np.asarray(values, float)
     weights = np.ones(len(values)) if weights is None else np.asarray(weights, float)
     rng = np.random.default_rng(seed)
@@ -68,8 +66,7 @@ def score(values, weights=None, seed=0):
 
 
 def compare(first, second, weights=None, seed=0):
-    """Returns the Difference between two lists of values of the same problems: the bootstrap's interval over problems,
-    and the p-value of a permutation test."""
+    """Returns the Difference of two lists of values of the same problems, with the p-value of a permutation test."""
     differences = np.asarray(first, float) - np.asarray(second, float)
     found = score(differences, weights, seed)
     # How often a difference at least as large comes out if, for each problem, chance decides which of the two values
@@ -202,8 +199,7 @@ def in_percent(found):
 
 
 def write_report(out_dir, settings, records, items, others):
-    """Prints the scores, and writes them and the page into a folder. items: the problems or Gaps of the records;
-    others: records to compare with, or none."""
+    """Prints the scores, and writes them and the page. items: problems or Gaps; others: records to compare with."""
     scores = format_scores(summarise(records))
     print("\n".join(scores))
     differences = format_differences(compare_results(records, others)) if others else []
@@ -226,10 +222,7 @@ def around(item):
 
 
 def make_page(settings, records, texts, differences=()):
-    """Returns the page, HTML that refers to nothing outside of it.
-
-    texts: {name: (text before the sample, text after it)}. differences: lines of format_differences.
-    """
+    """Returns the page, self-contained HTML. texts: {name: (text before a sample, text after it)}."""
     title = escape(f"{settings['task']}: {settings['checkpoint']}")
     rows = [f"<tr><td>{escape(measure)}<td>{escape(group)}<td>{found.mean:.4f}<td>{found.low:.4f} to {found.high:.4f}"
             f"<td>{found.num_problems}" for measure, group, found in summarise(records)]

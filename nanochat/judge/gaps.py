@@ -104,8 +104,7 @@ def _cut(text, begin, end, kind, problem=None):
 
 
 def spans(text, kind):
-    """Returns the (begin, end) of all spans of this kind in `text`: whole lines without the last newline, or the text
-    between two brackets."""
+    """Returns the (begin, end) of all spans of this kind: lines without the last newline, or a text in brackets."""
     if kind == "single line":
         found = [match.span() for match in re.finditer(r"^[^\n]*\w[^\n]*$", text, re.MULTILINE)
                  if len(match[0].strip()) >= 5]

@@ -59,8 +59,7 @@ class Problem:
 
 
 def read_problems(path=None, name="--problems"):
-    """Returns the Problems in the file or folder `path`; None and "own": the project's own. name: the flag that the
-    path comes from, for BadInput."""
+    """Returns the Problems in the file or folder `path`; None and "own": the project's own. name: the flag's."""
     path = OWN if path in (None, "own") else expand_path(path)
     try:
         if path.is_dir():
@@ -73,8 +72,8 @@ def read_problems(path=None, name="--problems"):
     except OSError as error:
         raise BadInput(f"{name}={path} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, AttributeError, EOFError, RecursionError, zlib.error) as error:
-        raise BadInput(f"{name}={path} is no file of problems in the format of HumanEval-X or MultiPL-E, and no folder "
-                       f"in the format of this project: {type(error).__name__} {error}") from None
+        raise BadInput(f"{name}={path} has no problems in the format of HumanEval-X, MultiPL-E or this project: "
+                       f"{type(error).__name__} {error}") from None
     if not problems:
         raise BadInput(f"{name}={path} holds no problem")
     names = set()
@@ -90,8 +89,7 @@ class ProblemFlags:
     """The problems that solve searches: one of the user, or a set for a comparison."""
     prompt: str | None = flag(None, "C++ whose last function or class is to be completed: a comment and a signature")
     prompt_file: Path | None = flag(None, "file with such C++", of=expand_path)
-    tests: Path | None = flag(None, "C++ that ends with main(): the code must pass it, and the search sees it",
-                              of=expand_path)
+    tests: Path | None = flag(None, "C++ that ends with main(), which the code must pass", of=expand_path)
     problems: str | None = flag(None, "compare methods on these problems: own, or a file or folder as for code_eval")
 
     @property
@@ -122,8 +120,7 @@ class ProblemFlags:
 
 
 def problem_of_prompt(name, prompt, tests):
-    """Returns the Problem of C++ whose last function or class is to be completed. name: where the prompt comes from.
-    Raises BadInput if the prompt leaves nothing open."""
+    """Returns the Problem of C++ whose last function or class is to be completed. name: the flag's, for BadInput."""
     prompt = prompt.rstrip()
     if not prompt:
         raise BadInput(f"{name} is empty: give a comment and a signature")

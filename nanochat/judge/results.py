@@ -14,8 +14,7 @@ REQUIRED = {"name", "group", "text", "status"}
 
 
 def results_dir(out_dir, kind, name, settings):
-    """Makes and returns the folder of the results: `out_dir`, or for None one in $NANOCHAT_BASE_DIR/`kind` whose name
-    follows from the settings. Raises BadInput."""
+    """Makes and returns the folder of the results: `out_dir`, or one in $NANOCHAT_BASE_DIR/`kind`. Raises BadInput."""
     if out_dir is None:
         digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
         out_dir = get_base_dir() / kind / f"{name}_{digest}"
@@ -44,7 +43,7 @@ class Results:
                 found, self.records, length = read_results(path)
                 if found != settings:
                     raise BadInput(f"{path} holds the results of another evaluation ({difference(found, settings)}): "
-                                   "move it away, or choose another --out_dir")
+                                   "choose another --out_dir")
             # Each line is flushed, so a kill cuts the last one at most. It is written again.
             os.truncate(path, length)
         self._file = open(path, "a", encoding="utf-8")
@@ -75,8 +74,7 @@ def is_begun(path, settings):
 
 
 def read_results(path):
-    """Returns (settings, records, length in bytes) of a file of results, up to its last whole line. Raises BadInput for
-    any other file."""
+    """Returns (settings, records, length in bytes) of a file of results up to its last whole line. Raises BadInput."""
     try:
         data = path.read_bytes()
         data = data[:data.rfind(b"\n") + 1]
@@ -90,8 +88,7 @@ def read_results(path):
                 if not isinstance(record[key], FIELDS[key]):
                     raise ValueError(f"line {number} has {key} = {json.dumps(record[key])[:40]}")
     except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path} is not a file of results of code_eval ({error}): name another, or move it away"
-                       ) from None
+        raise BadInput(f"{path} is not a file of results of code_eval ({error}): name another") from None
     return lines[0], lines[1:], len(data)
 
 
@@ -99,8 +96,7 @@ def records_of(path, checkpoint, weights):
     """Returns the records of a file of results. Raises BadInput if other weights of the checkpoint made them."""
     settings, records, _ = read_results(path)
     if settings["weights"] != weights:
-        raise BadInput(f"checkpoint {checkpoint} was replaced since this command began: start it again, with another "
-                       "--out_dir")
+        raise BadInput(f"checkpoint {checkpoint} was replaced meanwhile: start again, with another --out_dir")
     return records
 
 

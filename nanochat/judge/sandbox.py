@@ -48,8 +48,7 @@ class Result:
 # time and output. root first becomes the user "nobody", because the kernel does not count the processes of root.
 class Sandbox:
     def __init__(self, unsafe=False):
-        """Raises BadInput if programs cannot be run here. unsafe: with limits only, so that they can read and write
-        files and use the network."""
+        """Raises BadInput if it cannot run programs here. unsafe: with limits only, for files and network are open."""
         self.unsafe = unsafe
         need("prlimit", "util-linux")
         need("setpriv", "util-linux")
@@ -63,10 +62,10 @@ class Sandbox:
                            "namespaces; --unsafe runs the programs with limits only")
 
     def run(self, command, limits, files=None, read_only=()):
-        """Runs `command` until it ends or exceeds `limits`, and returns its Result when all its processes have ended.
+        """Runs `command` within `limits`, and returns its Result when all its processes have ended.
 
-        files: {name: bytes}, the only files in its working directory. read_only: folders that it sees, at their own
-        paths. Its standard input is empty.
+        files: {name: bytes}, the only ones in its working directory. read_only: folders that it sees at their paths.
+        Its standard input is empty.
         """
         files = files or {}
         with ExitStack() as stack:
@@ -132,8 +131,7 @@ def memory_file(data):
 
 
 def less_privileged():
-    """Returns the beginning of a command that runs as nobody instead of root, and that the kernel kills first when
-    memory runs out."""
+    """Returns the beginning of a command that runs as nobody instead of root, the first to die when memory runs out."""
     first = ["choom", "--adjust=1000", "--"]
     if os.geteuid() == 0:
         first += ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
@@ -141,8 +139,7 @@ def less_privileged():
 
 
 def bubblewrap(info, box):
-    """Returns the beginning of a command that runs in a sandbox. box: arguments for its files. info: the descriptor to
-    which bubblewrap writes the process id of the sandbox's first process."""
+    """Returns the beginning of a command in a sandbox. info: descriptor for the first process's id; box: its files."""
     system = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "lib", "lib64"):
         system += ["--symlink", f"usr/{name}", f"/{name}"]

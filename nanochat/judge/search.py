@@ -143,8 +143,7 @@ class Search:
         self._keep(Answer(text, UNFINISHED, ""))
 
     def find_errors(self, texts):
-        """Returns for each beginning of a function its first line, counted from 0, that no later text can fix, or None.
-        """
+        """Returns for each beginning of a function its first line, from 0, that no later text can fix, or None."""
         programs = [self.problem.program(text) + closers(self.problem.prompt + text) for text in texts]
         to_ask = [program for program in programs if self._charge(program)]
         with ThreadPoolExecutor(self.workers) as pool:
@@ -287,8 +286,9 @@ def repair(search):
 
 
 def refill(search, text, verdict):
-    """Cuts out the line with the first error, then also its neighbours, then its block; the model fills the gap.
-    Returns the first text that compiles, else the one whose first error comes last, and its Verdict."""
+    """Returns `text` with its first error cut out and filled in again, and its Verdict."""
+    # It cuts the line with the error, then also its neighbours, then its block. The first text that compiles is enough,
+    # else the one whose first error comes last.
     lines = text.splitlines()
     if not lines:
         return text, verdict

@@ -45,8 +45,7 @@ class SearchFlags(WriterFlags):
                                 f"{DEFAULT_METHOD}, and all for --problems", of=methods_of)
     budget: list | None = flag(None, "tokens to draw; several for --problems, separated by commas; default: "
                                f"{DEFAULT_BUDGET}, and {', '.join(map(str, BUDGETS))} for --problems", of=budgets_of)
-    compiler_calls: int = flag(-1, f"calls of g++ in a search; -1: one for {TOKENS_PER_CALL} tokens", at_least=1,
-                               unset=-1)
+    compiler_calls: int = flag(-1, f"calls of g++; -1: one for {TOKENS_PER_CALL} tokens", at_least=1, unset=-1)
 
     def methods_and_budgets(self, is_comparison):
         """Returns the names of the methods and the Budgets. Raises BadInput for several without a comparison."""
@@ -77,8 +76,7 @@ def fitting(methods, meta, is_comparison):
 
 
 def load_writers(flags, path, device_type, sampling, number, weights=None):
-    """Returns `number` Writers of one model, each with its own engine; on an accelerator, one. flags: ModelFlags;
-    weights: see load_model."""
+    """Returns `number` Writers of one model; on an accelerator, one. flags: ModelFlags; weights: see load_model."""
     dist = compute_init(device_type)
     model, tokenizer, _ = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, quantize=flags.quantize,
                                      weights=weights)
@@ -113,10 +111,7 @@ def say(text):
 
 
 def search_problem(writer, judge, problem, methods, budgets):
-    """Returns a record for each method and budget: the answer, its cost, and the verdict of the problem's tests.
-
-    The search does not see these tests, and judging its answer is not charged to it.
-    """
+    """Returns a record for each method and budget. The search neither sees the problem's tests nor pays for them."""
     records = []
     for method in methods:
         for budget in budgets:
@@ -134,11 +129,8 @@ def search_problem(writer, judge, problem, methods, budgets):
 
 
 def compare_methods(writers, judge, problems, methods, budgets, results, show=ignore):
-    """Adds to `results` the records of all problems, each searched in a thread with one of `writers`.
-
-    Records are written in the order of the problems, so that a killed comparison continues the same file.
-    show(num_done) is called with the number of problems that `results` held before, and with 1 after each one.
-    """
+    """Adds to `results` the records of all problems in their order, each searched in a thread with one of `writers`.
+    show(num_done) is called with the number of problems that `results` held before, and with 1 after each one."""
     # A kill may lose some records of a problem. It is searched again, and the records that the file holds are skipped.
     num_whole, num_written = divmod(len(results.records), len(methods) * len(budgets))
     # A writer's engine serves one thread at a time. As many threads as writers: no thread waits for one.

@@ -37,8 +37,7 @@ def end_of_function(prompt, text):
 
 
 def closers(code):
-    """Returns the shortest text after which `code`, cut after a whole statement, may compile: it closes brackets and
-    #if."""
+    """Returns the shortest text that closes the brackets and #if of `code`, which was cut after a statement."""
     num_conditions = 0
     for match in _CONDITION.finditer(code):
         if match[1] == "if":
@@ -54,8 +53,7 @@ def closers(code):
 
 
 def _closer(code, at, is_argument):
-    """Returns the text that closes the bracket at `at` and ends its statement. is_argument: it stands in parentheses,
-    whose closer ends the statement."""
+    """Returns the text that closes the bracket at `at`, and ends its statement unless it is an argument in another."""
     if code[at] == "(":
         return ");\n"
     if is_argument:
@@ -78,8 +76,7 @@ def ends_statement(text):
 
 
 def error_lines(message, only_certain=False):
-    """Returns the lines, counted from 1, of the errors of g++; for an error in a header, the line that led to it.
-    only_certain: without errors that more code on the same line could fix."""
+    """Returns the lines, from 1, of the errors of g++. only_certain: those that no code on the same line can fix."""
     found = []
     line = None
     for text in message.splitlines():
@@ -92,8 +89,8 @@ def error_lines(message, only_certain=False):
 
 
 def block_of(text, line):
-    """Returns (first, end) of the lines of the innermost block that contains `line` of `text` or begins in it, with the
-    lines of its braces. An open block, such as the function itself, reaches from the line to the end."""
+    """Returns (first, end) of the lines of the innermost block around `line` of `text`, braces included. An open block,
+    such as the function itself, reaches from the line to the end."""
     def line_of(at):
         return text.count("\n", 0, at)
 

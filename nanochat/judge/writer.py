@@ -25,8 +25,7 @@ class WriterFlags:
     seed: int = flag(0, "the same seed gives the same code, and chooses the same gaps", at_least=0)
 
     def sampling(self, context, num_samples=1):
-        """Returns the Sampling for a model of this context. Raises BadInput if a sample would leave a prompt less than
-        half of it."""
+        """Returns the Sampling for a context. Raises BadInput if a sample leaves less than half of it to the prompt."""
         max_tokens = default_max_tokens(context) if self.max_tokens == -1 else self.max_tokens
         if max_tokens > context // 2:
             raise BadInput(f"--max_tokens={max_tokens} is more than half of the {context} tokens that the model sees")
@@ -80,8 +79,8 @@ class Writer:
         return gap_prompt(self.tokenizer, prefix, suffix, self.model.config.max_seq_len - max_tokens)
 
     def bits(self, prompt, text, head=(BOS,)):
-        """Returns the bits that the model needs for `text` after the parts `head` and the text `prompt`: the bits of
-        both texts less those of the prompt, whatever tokens the two texts share."""
+        """Returns the bits that the model needs for `text` after `head` and `prompt`: of both texts less of the prompt,
+        because a token may span their border."""
         first, _ = encode_prompt(self.tokenizer, head)
         alone = self.tokenizer.encode(prompt)
         together = self.tokenizer.encode(prompt + text)

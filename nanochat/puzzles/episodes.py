@@ -12,8 +12,7 @@ LOSSES = ("loss", "cell_loss", "halt_loss", "exact", "halted", "episode_steps") 
 
 
 def empty_carry(config, slots, dtype, device):
-    """Returns the state of the episodes of so many free slots, {name: tensor (slots, …)}. config: TRMConfig; dtype: of
-    y and z."""
+    """Returns the state of the episodes of so many free slots, {name: tensor (slots, …)}. dtype: of y and z."""
     def whole_numbers(*shape):
         return torch.zeros(slots, *shape, dtype=torch.int32, device=device)
 
@@ -61,8 +60,7 @@ class EpisodeLoss:
 
 @torch.no_grad()
 def solve(model, puzzles, steps, dist):
-    """Returns a list of the answers to puzzles, int (N, cells), after each of `steps` supervision steps. model: a TRM
-    on the device of `dist`."""
+    """Returns a list of the answers to puzzles, int (N, cells), after each of `steps` supervision steps."""
     puzzle = torch.from_numpy(puzzles).int().to(dist.device)
     # Computed first, so that y and z are plain buffers at every step, and all steps are one program.
     with one_program(dist, f"solve starts {len(puzzles)}"):
@@ -78,10 +76,7 @@ def solve(model, puzzles, steps, dist):
 @torch.no_grad()
 def solve_held_out(model, puzzles, dist, plan, steps, limit, is_cut_short):
     """Returns {metric: value}: the share of at most `limit` held-out puzzles that are solved after 1, 4, … of `steps`
-    supervision steps, and the share of right cells; {} once is_cut_short() returns True.
-
-    model: a TRM on the device of `dist`; plan: its PuzzlePlan. Every rank must call it.
-    """
+    supervision steps, and the share of right cells; {} once is_cut_short() returns True. Every rank must call it."""
     number = min(limit, len(puzzles.puzzles))
     slots = plan.slots
     # The counts stay on the device until the end, so nothing waits between two batches. The ranks' rows interleave, and

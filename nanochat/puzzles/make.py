@@ -61,20 +61,16 @@ def by_qqwing(count):
 
 
 def make_splits(maker, wanted, uses_qqwing=False):
-    """Returns {"train": puzzles, "val": puzzles} with the numbers in `wanted`, by a Maker or by qqwing. All forms of a
-    puzzle are in one of them. Raises BadInput if there are not enough.
-
-    Few small puzzles are really different: of the minimal 4 × 4 Sudokus, 36. So the fingerprint, which all forms of a
-    puzzle share, decides what is held out.
-    """
+    """Returns {"train": puzzles, "val": puzzles} with the numbers in `wanted`. All forms of a puzzle are in one of
+    them, because few small puzzles differ: 36 minimal 4 × 4 Sudokus. Raises BadInput if too few are found."""
     found = {name: {} for name in wanted}
     made = 0
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=begin_worker) as pool, \
             Progress("puzzles", sum(wanted.values()), unit="") as progress:
         # Each of these four draws a thousand mazes: a path that none of them has is refused before the rounds.
         if maker.kind == "maze" and not any(pool.map(maker.make, range(4))):
-            raise BadInput(f"--min_path={maker.min_path}: thousands of mazes of --side={maker.shape[0]} were drawn, "
-                           "and none has so long a path: give a smaller --min_path")
+            raise BadInput(f"--min_path={maker.min_path}: none of thousands of mazes of --side={maker.shape[0]} has so "
+                           "long a path: give a smaller one")
         for _ in range(ROUNDS):
             # The fingerprint puts a quarter of the puzzles into val, so val needs four times its missing number.
             missing = max(round((wanted[name] - len(found[name])) / share) for name, share in SHARES.items())

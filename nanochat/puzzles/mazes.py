@@ -52,8 +52,7 @@ def _carve(side, generator):
 
 
 def shortest_path(cells, side, start, goal):
-    """Returns the cells of a shortest path with both ends, by breadth-first search; [] if there is none. The maze alone
-    determines which one of several."""
+    """Returns the cells of a shortest path with both ends, or []. The maze alone determines which one of several."""
     before = {start: start}  # for each found cell, the one before it
     queue = deque([start])
     while queue and goal not in before:

@@ -45,9 +45,8 @@ class Puzzles:
         return {"sudoku": ".123456789ABCDEFG", "maze": mazes.LETTERS, "arc": arc.LETTERS}[self.kind]
 
     def in_other_form(self, grids, generator):
-        """Returns the grids, a list of arrays (N, cells), each row in a random form, the same in all arrays. Tasks stay
-        unchanged: their forms are puzzles of their own."""
-        if self.tasks:
+        """Returns the grids, a list of arrays (N, cells), each row in a random form, the same in all arrays."""
+        if self.tasks:  # whose forms are puzzles of their own
             return grids
         draw = sudoku.draw_symmetries if self.kind == "sudoku" else mazes.draw_symmetries
         return draw(grids, *self.shape, generator)

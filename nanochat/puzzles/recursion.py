@@ -21,8 +21,7 @@ def keep_nothing(tensor):
 
 
 def norm(x, keep):
-    """RMSNorm of x (…, C) without parameters, over the last dimension. Its backward pass reads the kept tensors, not x.
-    """
+    """RMSNorm of x (…, C) without parameters. Its backward pass reads the kept tensors, not x."""
     # In the backward loop `keep` returns the kept tensors, and _Norm differentiates from them. So XLA finds no use for
     # x there, nor for what computes it.
     with torch.no_grad():

@@ -20,11 +20,8 @@ def units_of_cells(rows, columns):
 
 
 def solve(puzzle, rows, columns, limit=2, shuffle=None):
-    """Returns (a list of at most `limit` solutions, the number of guesses).
-
-    It fills the cell with the fewest possible digits first. A guess is a cell with several. shuffle: a random.Random
-    that draws the order of digits.
-    """
+    """Returns (a list of at most `limit` solutions, the number of guesses). It fills the cell with the fewest possible
+    digits first; a guess is a cell with several. shuffle: a random.Random that draws the order of digits."""
     search = _Search(puzzle, rows, columns, limit, shuffle)
     if search.is_consistent:
         search.fill([cell for cell, digit in enumerate(puzzle) if not digit])
@@ -137,12 +134,9 @@ def _permuted_lines(generator, count, side, per_band):
 
 
 def fingerprints(puzzles, rows, columns):
-    """Returns a number for each of the puzzles (N, cells), uint64 (N,). It is equal for puzzles that a symmetry turns
-    into each other, and almost never for others.
-
-    It refines colours of the cells (Weisfeiler and Leman): a cell's new colour depends on the colours in its row,
-    column and box, and on those of cells with the same digit, in any order.
-    """
+    """Returns a number for each of the puzzles (N, cells), uint64 (N,), equal for all forms of a puzzle."""
+    # Colours of the cells are refined (Weisfeiler and Leman): a cell's new colour depends on the colours in its row,
+    # column and box, and on those of cells with the same digit, in any order. Different puzzles almost never agree.
     side = rows * columns
     units = np.array(units_of_cells(rows, columns))
     member = np.zeros((3 * side, side * side), bool)

@@ -32,8 +32,7 @@ class TRMConfig:
 
     def __post_init__(self):
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise BadInput(f"--hidden={self.hidden} does not divide into --heads={self.heads} of an even size: change "
-                           "one of them")
+            raise BadInput(f"--hidden={self.hidden} does not divide into --heads={self.heads} of an even size")
 
     @property
     def positions(self):
@@ -205,13 +204,11 @@ def flops_per_puzzle(config):
 
 
 def cross_entropy(logits, targets, is_stablemax):
-    """Returns the loss of each target, (…), in nats, from logits (…, V) in fp32.
-
-    Stablemax (arXiv 2501.04697) replaces exp(v) by v + 1 for v ≥ 0 and 1 / (1 - v) below, so that a large logit does
-    not drown the gradients of the others.
-    """
+    """Returns the loss of each target, (…), in nats, from logits (…, V) in fp32."""
     one_hot = F.one_hot(targets.long(), logits.size(-1)).to(logits.dtype)
     if is_stablemax:
+        # exp(v) becomes v + 1 for v ≥ 0 and 1 / (1 - v) below, so that a large logit does not drown the gradients of
+        # the others (arXiv 2501.04697).
         # Each branch gets an argument at which it is finite: where() passes on the unused branch's infinite gradient.
         scores = torch.where(logits >= 0, logits.clamp(min=0) + 1, 1 / (1 - logits.clamp(max=0)))
         return scores.sum(-1).log() - (scores * one_hot).sum(-1).log()

@@ -40,9 +40,9 @@ class Completer:
     def complete(self, prefix, suffix, extra, options, on_text=ignore, keep_going=never_stop):
         """Returns a Completion of the text between `prefix` and `suffix`.
 
-        suffix: None to continue the prefix, with no text after it. extra: texts of other files. max_tokens is at most
-        half of the context; 0 only reads the prompt, so that the next completion begins sooner. on_text(sample, text)
-        is called with each new piece of text, and keep_going() before every token; False ends the completion.
+        suffix: None to continue the prefix. extra: texts of other files. max_tokens: at most half of the context; 0
+        only reads the prompt, for the next completion. on_text(sample, text) gets each new piece of text. keep_going()
+        is asked before every token; False ends the completion.
         """
         num_samples = options.sampling.num_samples
         is_warm_up = options.sampling.max_tokens == 0
@@ -77,8 +77,7 @@ class Completer:
 
 @dataclass
 class Shaper:
-    """The text of one sample on its way to the editor. It ends with its block, and does not repeat the text after the
-    cursor."""
+    """The text of one sample for the editor. It ends with its block, and does not repeat the text after the cursor."""
     suffix: str
     options: Options
     on_text: Callable
@@ -118,8 +117,7 @@ class Shaper:
         return self.text
 
     def _len_unsettled(self):
-        """Returns the number of characters at the end that may yet repeat the suffix, or begin a line that is indented
-        less."""
+        """Returns how many characters at the end may yet repeat the suffix, or begin a line that is indented less."""
         unsettled = max(overlaps(self.text, self.suffix), default=0)
         if self.options.min_indent:
             blank = len(self.text) - len(self.text.rstrip(" \t\r\n"))
@@ -133,8 +131,8 @@ class Shaper:
 
 
 def end_of_block(text, min_indent):
-    """Returns where `text` ends before a line, not its first, that is indented by fewer than `min_indent` characters;
-    None if there is none. Blank lines do not count, nor does a last line of white space, which may grow."""
+    """Returns where `text` ends before a line, not its first, that is indented by fewer than `min_indent` characters,
+    or None. Blank lines do not count, nor does a last line of white space, which may grow."""
     start = text.find("\n")
     while start != -1 and min_indent:
         line = text[start + 1:].partition("\n")[0]

@@ -14,15 +14,13 @@ KEEP_ALIVE_S = 75  # longer than a person's pause, after which an editor reuses 
 
 
 def listen(host, port, api_key=None):
-    """Returns a socket that listens at --host and --port. Raises BadInput, also if other machines could use the server
-    without a key."""
+    """Returns a socket that listens at --host and --port. Raises BadInput, also for other machines without a key."""
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise BadInput("--api_key must be printable ASCII, not empty, without white space at its ends")
     try:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError:
-        raise BadInput(f"--host={host} is not an IP address: give 127.0.0.1 for this machine alone, or 0.0.0.0 for all "
-                       "its addresses") from None
+        raise BadInput(f"--host={host} is not an IP address: give 127.0.0.1, or 0.0.0.0 for other machines") from None
     if not address.is_loopback and api_key is None:
         raise BadInput(f"--host={host} can be reached from other machines: give an --api_key, or leave --host out")
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
@@ -34,8 +32,7 @@ def listen(host, port, api_key=None):
         listening.listen()
     except OSError as error:
         listening.close()
-        raise BadInput(f"cannot listen at --host={host} --port={port} ({error.strerror}): choose another port, or 0 "
-                       "for a free one") from None
+        raise BadInput(f"--host={host} --port={port}: {error.strerror}: choose another port; 0: a free one") from None
     return listening
 
 
@@ -52,8 +49,7 @@ def make_runner(app, request_timeout_s=REQUEST_TIMEOUT_S, limit_concurrency=MAX_
 # uvicorn limits the number of connections and their idle time between two requests, but not the time for a request's
 # headers. A hundred silent connections would keep out everybody.
 class TimedConnection(H11Protocol):
-    """A connection that closes if the headers of a request do not arrive in time, or if a body continues after its
-    answer."""
+    """A connection that closes if the headers of a request are late, or if a body continues after its answer."""
 
     def __init__(self, request_timeout_s, *arguments, **options):
         super().__init__(*arguments, **options)

@@ -58,8 +58,8 @@ class Job:
             pass
 
     async def events(self, request):
-        """Yields each piece of text as (sample, text), and at last the completion. Raises Refused. Cancels the job when
-        the client of `request` hangs up, or when the generator is closed."""
+        """Yields each piece of text as (sample, text), and at last the completion. Raises Refused. The job is cancelled
+        when the client of `request` hangs up, or when the generator is closed."""
         client_gone = asyncio.ensure_future(hung_up(request))
         client_gone.add_done_callback(self._note_client_gone)
         # The future itself is the last event. It enters the queue by the same call_soon_threadsafe as the texts, after
@@ -109,8 +109,7 @@ class ModelThread:
     def start(self, work, client, timeout_s):
         """Queues a call of work(job) for the model thread, and returns the Job. Raises Refused if too many wait.
 
-        client: a name, or None. A newer request of a named client replaces its waiting one. timeout_s: the limit of the
-        whole request, waiting included.
+        client: a name, whose waiting request this one replaces, or None. timeout_s: the limit, waiting included.
         """
         for old, other in self._jobs.items():
             if client is not None and other == client and old.is_waiting():

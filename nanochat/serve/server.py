@@ -40,8 +40,7 @@ class Server:
     """The handlers of all paths, and what they share."""
 
     def __init__(self, completer, *, name, device, max_tokens, timeout_s, body_timeout_s=BODY_TIMEOUT_S):
-        """name: of the model, for clients. max_tokens, timeout_s: limits of each request. body_timeout_s: the limit for
-        a request's body to arrive."""
+        """name: of the model, for clients. The others limit each request; body_timeout_s: the arrival of its body."""
         self.completer = completer
         self.name = name
         self.device = device
@@ -179,11 +178,8 @@ class Server:
 
 
 def make_app(server, *, api_key=None, hosts=LOOPBACK):
-    """Returns the FastAPI application.
-
-    api_key: the bearer token of clients; the page and /health need none. hosts: without a key, requests must name one
-    of these hosts, so that no other site's page in a browser can use the server.
-    """
+    """Returns the FastAPI application. api_key: the bearer token of clients, except for the page and /health. hosts:
+    without a key, requests must name one of them, so that no other site's page in a browser can use the server."""
     @contextlib.asynccontextmanager
     async def lifespan(app):
         yield
@@ -292,8 +288,7 @@ def answer_failure(request, error):
 
 
 async def read_body(request, model, timeout_s):
-    """Returns the request's JSON as an object of the data class `model`. Raises Refused, whose message repeats nothing
-    of the request."""
+    """Returns the request's JSON as a `model`. Raises Refused, whose message repeats nothing of the request."""
     try:
         data = json.loads(await asyncio.wait_for(read_bytes(request), timeout_s))
     except asyncio.TimeoutError:
@@ -330,8 +325,8 @@ async def finished(events):
 
 
 async def stream(events, chunk, last, first=()):
-    """Returns the answer that streams the chunks `first`, each chunk(sample, text), and the chunks of last(completion),
-    as server-sent events. Raises Refused if the model could not begin."""
+    """Returns the answer that streams `first`, each chunk(sample, text) and last(completion) as server-sent events.
+    Raises Refused if the model could not begin."""
     # The first event comes before the answer begins. So a refused request gets the status of the refusal, and not 200
     # with an error in its stream.
     event = await anext(events)

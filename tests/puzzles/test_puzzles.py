@@ -116,7 +116,7 @@ def test_a_tasks_vector_learns_from_its_own_puzzles_only(tmp_path):
     (["--puzzle=arc2", "--side=7"], "--side is for --puzzle=maze, .*--puzzle=arc2"),
     (["--forms=3"], "--forms is for --puzzle=arc1 or arc2, .*--puzzle=sudoku"),
     (["--puzzle=maze", "--side=5", "--min_path=40"], "--min_path=40: .* none has so long a path"),
-    (["--box=3x4"], "--box=3x4 is not ROWSxCOLUMNS")])
+    (["--box=3x4"], "--box.*3x4")])
 def test_puzzles_that_cannot_be_found_in_time_are_refused(tmp_path, flags, message):
     with pytest.raises(BadInput, match=message):
         prepare_puzzles.main([f"--out_dir={tmp_path}", *flags])
