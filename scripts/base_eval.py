@@ -2,13 +2,14 @@
 
     python3 -m scripts.base_eval --checkpoint=RUN --data_dir=some/parquet --eval_tokens=1000000
 
-With --fim, of middles of that text instead, by kind: with what comes after them, without it, and from left to right.
-With --project, of files in shards of prepare_data --pack=project: given what stands before them in their project, and
+--fim evaluates middles of that text instead, by kind: with the text after them, without it, and from left to right.
+--project evaluates files in shards of prepare_data --pack=project: after the files before them in their project, and
 alone.
 """
 from dataclasses import dataclass
 from functools import partial
 
+from nanochat.analysis.eval_rows import ProjectRows, from_left_to_right, require_packed, without_suffixes
 from nanochat.checkpoint.format import find_checkpoint
 from nanochat.common import BadInput, flag, read_flags, run_script
 from nanochat.data.bucket import check_cache, in_bucket
@@ -18,42 +19,38 @@ from nanochat.data.loader import DataLoader, Rows
 from nanochat.data.shards import TextFlags, open_text
 from nanochat.device.ranks import prepare_xla_environment, print0, resolve_device_type
 from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, resolve_inference_device_type
-from nanochat.infer.loss_eval import (
-    ProjectRows,
-    bits_per_byte,
-    from_left_to_right,
-    require_packed,
-    with_suffixes,
-    without_suffixes,
-)
+from nanochat.infer.loss_eval import bits_per_byte, with_suffixes
 from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
 from nanochat.model.config import GPTConfig
 
 
 @dataclass(frozen=True)
 class Flags(TextFlags, CheckpointFlags):
-    fim: bool = flag(False, "bits per byte of middles, for a model that was trained with --fim_rate")
-    project: bool = flag(False, "bits per byte of files given what stands before them in their project, and alone, for "
-                         "shards of prepare_data --pack=project")
-    eval_tokens: int = flag(2**20, "tokens to evaluate, each document once at most", at_least=1, at_most=2**28)
+    fim: bool = flag(False, "evaluate middles, of a model trained with --fim_rate")
+    project: bool = flag(False, "evaluate files with and without their project, in shards of prepare_data "
+                         "--pack=project")
+    eval_tokens: int = flag(2**20, "tokens to evaluate, each document at most once", at_least=1, at_most=2**28)
     max_seq_len: int = flag(-1, "positions per row; -1: as in training", at_least=1, unset=-1)
     device_batch_size: int = flag(8, "rows at a time", at_least=1)
     kernel: str = flag("auto", "attention and loss, as in base_train")
-    quantize: str = flag("none", "int8: as scripts.generate computes with it, on the CPU, which auto then is")
+    quantize: str = flag("none", "int8: as in scripts.generate; --device_type=auto then means the CPU")
     seed: int = flag(1, "seed of the data order", at_least=0)
 
 
 def main(argv=None):
     flags, of_mesh = read_flags(argv, __doc__, {Flags: "flags", MeshFlags: "mesh"})
-    resolve = resolve_device_type if flags.quantize == "none" else resolve_inference_device_type
-    device_type = resolve(flags.device_type)
+    if flags.quantize == "none":
+        device_type = resolve_device_type(flags.device_type)
+    else:
+        device_type = resolve_inference_device_type(flags.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(flags.checkpoint)
     config = GPTConfig(**load_language_meta(path).config)
-    trained_len = config.max_seq_len
-    seq_len = trained_len if flags.max_seq_len == -1 else flags.max_seq_len
-    if seq_len > trained_len:
-        raise BadInput(f"--max_seq_len={seq_len} is more than the {trained_len} positions of the model")
+    seq_len = config.max_seq_len
+    if flags.max_seq_len != -1:
+        seq_len = flags.max_seq_len
+    if seq_len > config.max_seq_len:
+        raise BadInput(f"--max_seq_len={seq_len} is more than the {config.max_seq_len} positions of the model")
     if flags.eval_tokens < seq_len:
         raise BadInput(f"--eval_tokens={flags.eval_tokens} is less than one row of {seq_len}")
     if flags.fim and flags.project:
@@ -68,8 +65,7 @@ def main(argv=None):
 
 
 def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
-    """Evaluates the checkpoint at `path` on rows of `seq_len` tokens of Shards, as one rank of a Mesh; rank 0
-    prints."""
+    """Evaluates the checkpoint at `path` on rows of `seq_len` tokens, as one rank of a Mesh; rank 0 prints."""
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, kernel=flags.kernel,
                                         quantize=flags.quantize, mesh=mesh)
     about = f"{path} (step {meta.step})"
@@ -78,24 +74,25 @@ def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
         return bits_per_byte(model, loader, tokenizer.token_bytes(), dist, copies=copies, **options)
 
     def evaluate(infilling=None, **options):
-        # The ranks that share a model by tensor parallelism read the same rows, so each row is counted by mesh.tensor
-        # ranks.
+        # Ranks along tensor read the same rows, so mesh.tensor ranks count each row.
         rows = Rows(flags.device_batch_size, seq_len, mesh.reader(dist.rank), mesh.readers, flags.seed)
         with DataLoader(shards, tokenizer, rows, num_rows=flags.eval_tokens // seq_len, infilling=infilling) as loader:
             return measure(loader, mesh.tensor, **options)
 
     if flags.project:
         rows_of = partial(ProjectRows, shards, tokenizer, seq_len, flags.device_batch_size, flags.eval_tokens)
-        # ProjectRows is not divided among ranks: every chip reads all of it.
+        # ProjectRows is not divided: every chip reads all of it.
         return print_projects(about, rows_of, partial(measure, copies=mesh.chips))
     if flags.fim:
         check_fim("--fim", tokenizer, seq_len)
         print0(f"{about}: bits per byte of middles")
         if not meta.flags.get("fim_rate"):
-            print0("note: it was trained without --fim_rate, so it has never seen a suffix before its middle")
+            print0("note: it was trained without --fim_rate, so it never saw a suffix before its middle")
         return print_middles(tokenizer, flags.seed, evaluate)
     found = evaluate()
-    whole = " (the whole text, which is shorter than --eval_tokens)" if found.is_whole_text else ""
+    whole = ""
+    if found.is_whole_text:
+        whole = " (the whole text, which is shorter than --eval_tokens)"
     print0(f"{about}: {found.bits_per_byte:.4f} bits per byte over {found.num_bytes:,} bytes{whole}")
 
 
@@ -111,8 +108,8 @@ def print_middles(tokenizer, seed, evaluate):
 
 
 def print_projects(about, rows_of, measure):
-    """Prints the bits per byte of files given their project, and alone. about: the model, in words; rows_of(whether
-    their project is given): the ProjectRows; measure: see evaluate_checkpoint."""
+    """Prints the bits per byte of files given their project, and alone. about: the model, in words;
+    rows_of(with_project): the ProjectRows; measure: see evaluate_checkpoint."""
     found = {}
     for with_project in (True, False):
         rows = rows_of(with_project)

@@ -16,29 +16,24 @@ from nanochat.checkpoint.format import find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.device.ranks import prepare_xla_environment
 from nanochat.infer.engine import Engine
-from nanochat.infer.load import (
-    ModelFlags,
-    load_language_meta,
-    load_model,
-    resolve_inference_device_type,
-)
+from nanochat.infer.load import ModelFlags, load_language_meta, load_model, resolve_inference_device_type
 from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
 from nanochat.infer.sample import Sampling
 from nanochat.model.config import GPTConfig
 
-LOOP = "chunked"  # kernels that can compute with parts of the weights
+LOOP = "chunked"  # these kernels can compute with parts of the weights
 
 
 @dataclass(frozen=True)
 class PromptFlags:
     prompt: str | None = flag(None, "text to complete")
-    prompt_file: Path | None = flag(None, "file whose text to complete", of=expand_path)
+    prompt_file: Path | None = flag(None, "file to complete", of=expand_path)
     echo: bool = flag(False, "print the prompt before each completion")
 
     def read(self):
         """Returns the prompt, as bytes. Raises BadInput if it cannot be read."""
         if self.prompt is not None and self.prompt_file is not None:
-            raise BadInput("--prompt and --prompt_file are both given: give one of them")
+            raise BadInput("--prompt and --prompt_file are both given: leave one out")
         if self.prompt is not None:
             return os.fsencode(self.prompt)  # the bytes of the command line, which need not be UTF-8
         if self.prompt_file is None:
@@ -55,7 +50,7 @@ class SamplingFlags:
     max_tokens: int = flag(-1, "tokens per completion; -1: 256, at most half of the context", at_least=1, unset=-1)
     temperature: float = flag(0.8, "0: always the likeliest token", at_least=0)
     top_k: int = flag(50, "draw from the k likeliest tokens; 0: from all", at_least=0)
-    top_p: float = flag(1.0, "draw from the likeliest tokens that have this probability together", above=0, at_most=1)
+    top_p: float = flag(1.0, "draw from the likeliest tokens with this probability together", above=0, at_most=1)
     stop: list = flag(None, "text before which to stop, as in --stop=$'\\n}'; may be repeated", action="append")
     seed: int = flag(0, "the same seed gives the same text", at_least=0)
 
@@ -73,8 +68,8 @@ def main(argv=None):
 
 
 def complete(of_model, path, prompt, echo, sampling, mesh, dist):
-    """Completes the bytes `prompt` by the checkpoint at `path`, as one rank of a Mesh: all draw the same tokens, and
-    rank 0 prints them."""
+    """Completes the bytes `prompt` with the checkpoint at `path`, as one rank of a Mesh: all draw the same tokens, rank
+    0 prints them."""
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, quantize=of_model.quantize,
                                         kernel=LOOP if mesh.divides_weights else "auto", mesh=mesh)
 
@@ -88,7 +83,7 @@ def complete(of_model, path, prompt, echo, sampling, mesh, dist):
 
     def say_cut(num_tokens, num_read):
         say(f"the prompt has {num_tokens:,} tokens: only the last {num_read:,} are read, because the model sees "
-            f"{model.config.max_seq_len:,} together with those of --max_tokens")
+            f"{model.config.max_seq_len:,} including those of --max_tokens")
 
     say(f"{path}: step {meta.step}, on {mesh if mesh.divides_weights else dist.device}")
     shown_prompt = prompt.decode(errors="replace") if echo else ""
@@ -98,13 +93,14 @@ def complete(of_model, path, prompt, echo, sampling, mesh, dist):
         show(shown_prompt)
         engine.completions(prompt, sampling, lambda sample, text: show(text), say_cut)
         show("\n")
-    else:  # they are generated together, so they are shown at the end
+    else:  # generated together, so shown at the end
         samples = engine.completions(prompt, sampling, on_cut=say_cut)
         for i, sample in enumerate(samples):
             show(f"--- sample {i + 1} of {len(samples)}, seed {sampling.seed + i}\n{shown_prompt}{sample.text}\n")
     took = engine.timings
+    compilation = ", compilation included" if dist.is_xla else ""
     say(f"{took.predicted_tokens} tokens in {took.predicted_ms / 1000:.1f} s, {took.prompt_tokens} of the prompt in "
-        f"{took.prompt_ms / 1000:.1f} s{', compilation included' if dist.is_xla else ''}")
+        f"{took.prompt_ms / 1000:.1f} s{compilation}")
 
 
 if __name__ == "__main__":

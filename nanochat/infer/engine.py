@@ -13,25 +13,25 @@ from nanochat.infer.quantize import Int8GPT
 from nanochat.infer.readers import BLOCK, Reader, StaticReader
 from nanochat.infer.sample import Sample, Sampling, choose_token, default_max_tokens, ignore, never_stop
 
-# (tokens that must be found again, tokens then guessed): the longer the repetition, the further it can be trusted.
+# (tokens that must recur, tokens then guessed): the longer the repetition, the further it can be trusted.
 GUESSES = ((4, 7), (3, 7), (2, 7), (1, 3))
 
 
 @dataclass
 class Timings:
-    """What a call of Engine.completions did. Times are of the clock, and those of XLA include compilation."""
+    """What a call of Engine.completions did. Times are wall-clock times; on XLA they include compilation."""
     prompt_tokens: int = 0  # in the whole prompt
-    read_tokens: int = 0  # of these, how many the model had to read; it still knew the others
+    read_tokens: int = 0  # of these, how many the model read; the others were in its cache
     prompt_ms: float = 0.0
     predicted_tokens: int = 0  # in all samples
     predicted_ms: float = 0.0
     drafted_tokens: int = 0  # guesses that the model read
-    accepted_tokens: int = 0  # guesses that were right
+    accepted_tokens: int = 0  # correct guesses
 
 
 @dataclass
 class Engine:
-    """Not for several threads at the same time. The weights of the model must not change while it is used."""
+    """Completes text with a model. Not thread-safe. The weights of the model must not change meanwhile."""
     model: object  # a GPT on the device of `dist`
     tokenizer: Tokenizer
     dist: Dist
@@ -50,19 +50,18 @@ class Engine:
         return self.completions(prompt, Sampling(**sampling))[0].text
 
     def completions(self, prompt, sampling, on_text=ignore, on_cut=ignore, keep_going=never_stop):
-        """Returns the completions of `prompt`, as Samples, whose `text` is without the prompt. Afterwards, `timings`
-        says what it took.
+        """Returns the completions of `prompt`, as Samples, whose `text` excludes the prompt. Sets `timings`.
 
-        prompt: str or bytes, which begins a document; or a list of str, bytes and Special, which is read as it stands.
+        prompt: str or bytes, which begins a document; or a list of str, bytes and Special, which is read verbatim.
 
-        A completion ends with the document, before the first of the strings `sampling.stop`, or after
-        `sampling.max_tokens` tokens. If a text leaves no room for them, only its last part is read.
+        A completion ends with the document, before the first of `sampling.stop`, or after `sampling.max_tokens` tokens.
+        If a text leaves no room for them, only its last part is read.
 
         on_text(sample, text): called with each new piece of text. on_cut(num_tokens, num_read): called if only the last
-        `num_read` tokens of the prompt's `num_tokens` are read. keep_going(): asked before every token, and before
+        `num_read` of the prompt's `num_tokens` tokens are read. keep_going(): called before every token, and before
         every 64 of the prompt; once it returns False, the samples end as they are.
 
-        Raises BadInput if `max_tokens` is the whole context, or a list is longer than what they leave.
+        Raises BadInput if `max_tokens` fills the context, or a list does not fit into the rest.
         """
         begun = time.monotonic()
         context = self.model.config.max_seq_len
@@ -72,7 +71,9 @@ class Engine:
         if max_tokens >= context:
             raise BadInput(f"--max_tokens={max_tokens} leaves no room for a prompt: the model sees {context} tokens")
         ids, num_last = self._prompt_ids(prompt, max_tokens, on_cut)
-        tail = self._tail(ids, num_last) if sampling.heal else []  # what is taken back
+        tail = []  # the end of the prompt, which is drawn again
+        if sampling.heal:
+            tail = self._tail(ids, num_last)
         known = self.tokenizer.decode_bytes(tail)
         samples = [Sample(self.tokenizer, sampling.stop, max_tokens, partial(on_text, i), known, sampling.seed + i)
                    for i in range(sampling.num_samples)]
@@ -85,8 +86,8 @@ class Engine:
         return samples
 
     def _prompt_ids(self, prompt, max_tokens, on_cut):
-        """Returns the ids of a prompt that are read before `max_tokens` tokens, and how many of the last ones are text.
-        Begins the `timings`."""
+        """Returns the ids of a prompt to read before `max_tokens` tokens, and how many of the last ones are text.
+        Resets `timings`."""
         is_list = isinstance(prompt, list)
         ids, num_last = encode_prompt(self.tokenizer, prompt if is_list else [BOS, prompt])
         if not ids:
@@ -95,22 +96,22 @@ class Engine:
         context = self.model.config.max_seq_len
         room = context - max_tokens
         if len(ids) > room and is_list:
-            raise BadInput(f"the prompt has {len(ids)} tokens, but the model sees {context} together with the "
+            raise BadInput(f"the prompt has {len(ids)} tokens, but the model sees {context} including the "
                            f"{max_tokens} of --max_tokens: shorten it")
         if len(ids) > room:
             on_cut(len(ids), room)
         return ids[-room:], num_last
 
     def _tail(self, ids, num_last):
-        """Returns the tokens at the end of a prompt that are taken back; the model needs one to read."""
+        """Returns the tokens at the end of a prompt to draw again, except its first: the model must read one."""
         end = ids[len(ids) - min(num_last, len(ids) - 1, MAX_TAKEN_BACK):]
         number = self._vocabulary.num_taken_back([self.tokenizer.decode_bytes([token]) for token in end])
         return ids[len(ids) - number:]
 
     def _draw(self, sample, logits, sampling):
-        """Draws the next token of `sample` by its logits (V,), adds it, and returns its id."""
+        """Draws the next token of `sample` from its logits (V,), adds it, and returns its id."""
         options = sample.generator, sampling.temperature, sampling.top_k, sampling.top_p
-        # What was taken back of the prompt is drawn again, only among the tokens that agree with its bytes.
+        # The end of the prompt is drawn again, only among the tokens that agree with its bytes.
         if sample.known:
             fitting = torch.tensor(self._vocabulary.fitting(sample.known))
             token = int(fitting[choose_token(logits[fitting], *options)])
@@ -123,7 +124,7 @@ class Engine:
         return token
 
     def _begin_reading(self, read, *arguments):
-        """Calls read(*arguments), which reads a prompt, and returns what it returns. Notes what it took."""
+        """Calls read(*arguments), which reads a prompt, and returns its result. Measures it."""
         begun = time.monotonic()
         num_read = self._reader.num_read
         logits = read(*arguments)
@@ -132,14 +133,14 @@ class Engine:
         return logits
 
     def _generate_one(self, ids, tail, sample, sampling, keep_going):
-        """Draws the tokens of `sample` after the prompt `ids`, of which `tail` is drawn again."""
+        """Draws the tokens of `sample` after the prompt `ids`, whose end `tail` is drawn again."""
         context = self.model.config.max_seq_len
         drafts = sampling.drafts and isinstance(self.model, Int8GPT)
         rows = self._begin_reading(self._reader.read, ids, 1 + len(tail), keep_going)
         ids = ids[:len(ids) - len(tail)]
         guesses = tail
-        # Row i holds the logits after the first i guesses, so the rows count as long as each token that is drawn is the
-        # next guess. What is taken back of the prompt is read as if it had been guessed.
+        # Row i holds the logits after the first i guesses, so the rows are valid as long as each drawn token is the
+        # next guess. `tail` is read as if it had been guessed.
         while rows is not None and not sample.ended:
             for row, guess in zip(rows, [*guesses, None], strict=True):
                 if not keep_going():
@@ -164,7 +165,7 @@ class Engine:
         sample.end("stopped")
 
     def _generate_together(self, ids, samples, sampling, keep_going):
-        """Draws the tokens of all samples after the prompt `ids`, one of each at a time."""
+        """Draws the tokens of all samples after the prompt `ids`, one token of each at a time."""
         begun = time.monotonic()
         if self.dist.is_xla:
             reader = StaticReader(self.model, self.dist, len(samples))
@@ -182,8 +183,8 @@ class Engine:
             sample.end(reason)
 
     def _draw_together(self, reader, rows, length, samples, sampling, keep_going):
-        """Draws tokens of all samples after `length` tokens. Returns why those end that have not ended by themselves.
-        rows: the logits (samples, V) of the first."""
+        """Draws tokens of all samples after `length` tokens. Returns why the samples end that are still going. rows:
+        the logits (samples, V) of their first tokens."""
         while keep_going():
             chosen = [self._draw(sample, row, sampling) for sample, row in zip(samples, rows, strict=True)]
             if all(sample.ended for sample in samples) or length == self.model.config.max_seq_len:
@@ -193,13 +194,12 @@ class Engine:
         return "stopped"
 
 
-# Code repeats itself: a name is declared and then used, a line is written again with one word changed. So the next
-# tokens are guessed (prompt lookup decoding, Saxena 2023): the model reads the guesses in one go and keeps those that
-# it would have drawn itself. With weights of 8 bits, eight tokens cost 1.3 times what one costs, and the guesses repay
-# that. In fp32 they cost 2.5 times as much, and the engine guesses nothing.
+# Code repeats itself: a name is declared and then used, a line recurs with one word changed. Prompt lookup decoding
+# (Saxena 2023) proposes the next tokens: the model reads the guesses at once and keeps those that it would have drawn.
+# With weights of 8 bits, eight tokens cost 1.3 times as much as one, and the guesses repay that. In fp32 they cost 2.5
+# times as much, and the engine guesses nothing.
 def guess_next(ids):
-    """Returns the tokens that may follow `ids`: those that followed the last place where the end of `ids` stood before.
-    The list is empty if there is no such place."""
+    """Returns the tokens that followed the previous occurrence of the end of `ids`; [] if there is none."""
     text = "".join(map(chr, ids))  # one character for each token, because Python finds strings fast
     for length, num_guessed in GUESSES:
         found = text.rfind(text[-length:], 0, len(text) - 1)

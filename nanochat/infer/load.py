@@ -25,8 +25,8 @@ QUANTIZATIONS = ("none", "int8")
 
 @dataclass(frozen=True)
 class CheckpointFlags:
-    """Which model a script looks at, and on what."""
-    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
+    """Which model a script loads, and the device."""
+    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; default: the newest of all")
     tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
                                       of=expand_path)
     device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
@@ -34,29 +34,29 @@ class CheckpointFlags:
 
 @dataclass(frozen=True)
 class ModelFlags(CheckpointFlags):
-    """Which model a script completes text with, and on what."""
-    quantize: str = flag("none", "int8: on the CPU, less than half of the memory and several times the speed")
+    """Which model a script completes text with, and the device."""
+    quantize: str = flag("none", "int8: less than half the memory, several times the speed, on the CPU")
 
 
 def load_language_meta(path):
-    """Returns the Meta of the checkpoint at `path`. Raises BadInput unless it is of a model of text."""
+    """Returns the Meta of the checkpoint at `path`. Raises BadInput unless it is a language model."""
     meta = load_meta(path)
     if meta.task != "language":
-        raise BadInput(f"{path} is of the task {meta.task} and no model of text: give a run of base_train")
+        raise BadInput(f"{path} is of the task {meta.task}, not a language model: give a run of base_train")
     read_config(path, meta, GPTConfig)
     return meta
 
 
 def resolve_inference_device_type(requested):
-    """Returns the device type for `--device_type`, as resolve_device_type does, but `auto` is "cpu" where there is
-    neither a TPU nor a GPU: XLA's CPU devices imitate a TPU, and are slower."""
+    """Returns the device type for `--device_type`, like resolve_device_type, but `auto` is "cpu" without a TPU or GPU:
+    XLA's CPU devices imitate a TPU, and are slower."""
     if requested == "auto" and not count_tpu_chips() and not torch.cuda.is_available():
         return "cpu"
     return resolve_device_type(requested)
 
 
 def weights_of(path):
-    """Returns the beginning of the checksum of a checkpoint's weights, by which results name them. Raises BadInput."""
+    """Returns the beginning of the checksum of a checkpoint's weights, their name in results. Raises BadInput."""
     try:
         sums = list(sha256_of_files([path / name for name in tensor_files(path, MODEL)]).values())
     except OSError as error:
@@ -70,9 +70,9 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     """Returns (model, tokenizer, Meta) of the checkpoint at `path`; the model is on the device of `dist`, for
     evaluation.
 
-    quantize: "none", or "int8": an Int8GPT, on the CPU only. weights: what weights_of returned before. mesh: of which
-    this rank's parts are loaded, if it divides the weights. Raises BadInput if the weights are damaged or are others by
-    now, or the tokenizer is not the one it was trained with.
+    quantize: "none", or "int8": an Int8GPT, on the CPU only. weights: an earlier result of weights_of. mesh: if it
+    divides the weights, this rank's parts are loaded. Raises BadInput if the weights are damaged or were replaced, or
+    the tokenizer differs from the one of training.
     """
     if quantize not in QUANTIZATIONS:
         raise BadInput(f"--quantize={quantize} is unknown: choose {' or '.join(QUANTIZATIONS)}")
@@ -89,15 +89,17 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     model = GPT(GPTConfig(**meta.config), get_kernels(kernel, dist.device_type, Sharding.of_mesh(mesh)), dtype)
     try:
         model.load_state_dict(load_tensors(path, MODEL), assign=True)
-    except (OSError, RuntimeError, SafetensorError) as error:  # it was deleted meanwhile, or is of another config
+    except (OSError, RuntimeError, SafetensorError) as error:  # deleted meanwhile, or another config's
         raise BadInput(f"checkpoint {path} is damaged ({' '.join(str(error).split())[:200]}): use another "
                        "one") from None
     parts = Parts(dist, mesh)
     for name, parameter in model.named_parameters():
-        # in half of the bytes on a TPU; every product would cast it first
+        # Cast now: half of the bytes on a TPU, where every product would cast it first.
         parameter.data = parts.of_model(name, parameter.data).to(dtype)
-    # After loading, so that what was loaded is known to be what the results are named after.
+    # Checked after loading, so that the results name the loaded weights.
     if weights is not None and weights != weights_of(path):
         raise BadInput(f"checkpoint {path} was replaced since this command began: start it again")
     model = model.to(dist.device).eval().requires_grad_(False)
-    return Int8GPT(model) if quantize == "int8" else model, tokenizer, meta
+    if quantize == "int8":
+        model = Int8GPT(model)
+    return model, tokenizer, meta

@@ -1,4 +1,4 @@
-"""A trained model on all chips of this machine, each with its parts of the weights, for one that outgrows a chip."""
+"""A trained model that outgrows a chip, on all chips of this machine, each with its parts of the weights."""
 import signal
 import sys
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from nanochat.run.processes import RankEnded, begin_with_parent, expected_world_
 
 @dataclass(frozen=True)
 class MeshFlags:
-    mesh_fsdp: int = flag(1, "chips that divide the weights, and gather a layer's when they come to it", at_least=1)
+    mesh_fsdp: int = flag(1, "chips that divide the weights and gather one layer's at a time", at_least=1)
     mesh_tensor: int = flag(1, "chips that divide heads, hidden units and vocabulary", at_least=1)
 
     def mesh(self, config, device_type, kernel):
@@ -28,7 +28,8 @@ class MeshFlags:
             raise BadInput(f"--mesh_fsdp={self.mesh_fsdp} --mesh_tensor={self.mesh_tensor}: a trained model runs on "
                            f"the chips of one host, and this one is part of a {accelerator}: leave both out, or copy "
                            "the checkpoint to a TPU of one host")
-        chips, parts = expected_world_size(device_type), self.mesh_fsdp * self.mesh_tensor
+        chips = expected_world_size(device_type)
+        parts = self.mesh_fsdp * self.mesh_tensor
         if chips % parts:
             instead = f"give two numbers whose product divides {chips}" if chips > 1 else "leave both out"
             raise BadInput(f"--mesh_fsdp={self.mesh_fsdp} --mesh_tensor={self.mesh_tensor} need {parts} chips or a "
@@ -40,12 +41,12 @@ class MeshFlags:
 
 
 def run_on_mesh(function, mesh, device_type):
-    """Calls function(dist): here, with one device, or as every rank of a Mesh that divides the weights. Returns the
-    exit status. function: picklable, returns nothing. prepare_xla_environment must have been called."""
+    """Calls function(dist) here with one device, or as every rank of a Mesh that divides the weights. Returns the exit
+    status. function: picklable, returns nothing. Call prepare_xla_environment first."""
     if not mesh.divides_weights:
         return _as_rank(function, device_type)
     prepare_libtpu(device_type)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends this process while it waits for the ranks, and them with it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends this process while it waits, and the ranks with it
     try:
         return run_as_ranks(_as_rank, function, device_type, begin=begin_with_parent)
     except RankEnded as error:
@@ -58,7 +59,7 @@ def _as_rank(function, device_type):
     dist = compute_init(device_type)
     try:
         function(dist)
-    except BadInput:  # which every rank meets
+    except BadInput:  # every rank raises it
         if dist.rank == 0:
             raise
         return 2

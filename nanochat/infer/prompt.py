@@ -1,19 +1,19 @@
-"""What a model reads before it writes: special tokens, the prompt for a gap, and the end of a prompt, which is healed.
+"""Prompts: special tokens, the prompt for a gap, and healing the end of a prompt.
 
-A gap is what is missing between two texts, as at the cursor of an editor. The prompt for it is
+A gap is the missing text between two texts, as at the cursor of an editor. The prompt for it is
 
     BOS <|fim_prefix|> other files, the lines before <|fim_suffix|> the text after <|fim_middle|> the line at the gap
 
-and the completion goes on after the beginning of the line at the gap. Editors, the evaluation of code, the search and
-the benchmarks all ask with gap_prompt.
+and the completion continues the line at the gap. Editors, the evaluation of code, the search and the benchmarks all use
+gap_prompt.
 """
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from nanochat.data.tokenizer import FIM_TOKENS
 
-LONGEST_TOKEN = 16  # characters. Few tokens have more, so a text is cut to so many per token before it is tokenized.
-LEN_OF_BEGIN = 200  # characters by which a Window recognises where it cut last time
+LONGEST_TOKEN = 16  # characters. Few tokens have more, so a text is cut to this many per token before tokenization.
+LEN_OF_BEGIN = 200  # characters by which a Window recognises its last cut
 MAX_TAKEN_BACK = 3  # tokens, by healing
 
 
@@ -42,7 +42,6 @@ def encode_prompt(tokenizer, parts):
     return ids, num_last
 
 
-# -----------------------------------------------------------------------------
 # Gaps
 
 
@@ -50,26 +49,27 @@ def encode_prompt(tokenizer, parts):
 class GapPrompt:
     head: list  # texts and Specials, up to the line at the gap
     line: str  # the beginning of that line, which the completion continues
-    before: str  # what is read of the prefix, with `line`
-    is_cut: bool  # whether the prefix or the suffix did not fit
+    before: str  # the part of the prefix that is read, with `line`
+    is_cut: bool  # the prefix or the suffix did not fit
 
     @property
     def parts(self):
-        """What Engine.completions reads."""
+        """The prompt of Engine.completions."""
         return [*self.head, self.line] if self.line else self.head
 
 
-# The line at the gap comes last, because the model then reads nothing again but the end of that line while it is
-# typed, and because the training shows middles that begin with a line. The suffix gets a quarter of the room, as in
-# llama.cpp's server, and either side gets what the other leaves; other files get what both leave.
+# The line at the gap comes last: while it is typed, the model reads only its end again, and training shows middles that
+# begin with a line. The suffix gets a quarter of the room, as in llama.cpp's server, and either side gets the room that
+# the other leaves; other files get the rest.
 def gap_prompt(tokenizer, prefix, suffix, room, extra=(), extra_tokens=0, windows=None):
     """Returns the GapPrompt for the gap between `prefix` and `suffix`, of at most `room` tokens.
 
-    suffix: None if nothing is known of what follows, or the model was not trained to fill gaps: then it reads the
-    prefix alone. extra: texts of other files, of which at most `extra_tokens` tokens are read. windows: a dict in which
-    a caller that asks again and again, as text is typed, keeps where the prefix was cut.
+    suffix: None if it is unknown, or the model was not trained to fill gaps: it then reads the prefix alone. extra:
+    texts of other files, of which at most `extra_tokens` tokens are read. windows: a dict that remembers cuts between
+    calls, as text is typed.
     """
-    windows = {} if windows is None else windows
+    if windows is None:
+        windows = {}
     room -= 4  # the special tokens
 
     def last(name, text, num_tokens):
@@ -98,19 +98,17 @@ def gap_prompt(tokenizer, prefix, suffix, room, extra=(), extra_tokens=0, window
 
 @dataclass
 class Window:
-    """Cuts growing texts to their last tokens, and keeps the place of the cut as long as it can.
-
-    If the cut moved with every new line, the model would have to read everything behind it again.
-    """
+    """Cuts growing texts to their last tokens, and keeps the place of the cut as long as it can. If the cut moved with
+    every new line, the model would have to read everything after it again."""
     tokenizer: object
-    begin: str = ""  # how the text began that was kept last time
+    begin: str = ""  # of the text that was kept last time
 
     def last(self, text, num_tokens):
         """Returns the last part of `text`, from a line's start where possible, with at most `num_tokens` tokens."""
         if num_tokens <= 0:
             return ""
         text = text[-num_tokens * LONGEST_TOKEN:]
-        # The last cut holds as long as what is behind it fits, and is half of what may be read at least.
+        # The last cut holds as long as the text after it fits, and fills at least half of the room.
         at = text.find(self.begin) if self.begin else -1
         if at > 0 and num_tokens // 2 <= len(self.tokenizer.encode(text[at:])) <= num_tokens:
             return text[at:]
@@ -136,7 +134,7 @@ def first_tokens(tokenizer, text, num_tokens):
 
 
 def cut_to(tokenizer, text, part):
-    """Returns the text of this slice of its tokens, which is again no longer than the slice when it is tokenized."""
+    """Returns the text of the slice `part` of its tokens; tokenized again, it is no longer than the slice."""
     ids = tokenizer.encode(text)
     while len(ids[part]) < len(ids):
         text = tokenizer.decode_bytes(ids[part]).decode("utf-8", "ignore")  # without half a character at the cut
@@ -144,28 +142,24 @@ def cut_to(tokenizer, text, part):
     return text
 
 
-# -----------------------------------------------------------------------------
-# Healing: a prompt may end anywhere, in white space or inside a name
-
-
-# The model has learnt texts whose tokens are as long as possible. A prompt that ends in `retu` ends in a token that is
-# hardly ever followed by `rn`, because `return` is one token. So the last tokens of the prompt are taken back, and the
-# first new ones must begin with the bytes that these stood for.
+# Healing: a prompt may end anywhere, in white space or inside a name. The model learned texts whose tokens are as long
+# as possible. After a prompt that ends in `retu`, it hardly ever draws `rn`, because `return` is one token. So the last
+# tokens of the prompt are taken back, and the first new tokens must begin with their bytes.
 #
-# At 1,870 random places in C++, the tokens before the place were a beginning of the whole text's in 19%. With up to 1,
-# 2, 3 and 6 tokens taken back, the whole text's tokens were possible in 77, 94, 99.1 and 99.4%.
+# At 1,870 random places in C++, the tokens before the place began the whole text's tokens in 19%. With up to 1, 2, 3
+# and 6 tokens taken back, the whole text's tokens were possible in 77, 94, 99.1 and 99.4%.
+
+
 class Vocabulary:
-    """The tokens of a tokenizer, in an order in which those that begin alike are found together."""
+    """The tokens of a tokenizer, sorted, so that tokens with a common beginning are neighbours."""
 
     def __init__(self, tokenizer):
         self._ids = tokenizer.tokens()  # {bytes: id}, without special tokens
         self._sorted = sorted(self._ids)
 
     def num_taken_back(self, pieces):
-        """Returns how many of the last tokens of a text a continuation could change. pieces: their bytes, a list.
-
-        It is the largest number of which the bytes together are the beginning of a longer token.
-        """
+        """Returns how many of the last tokens of a text a continuation could change: the largest number whose joined
+        bytes begin a longer token. pieces: their bytes, a list."""
         for number in range(len(pieces), 0, -1):
             data = b"".join(pieces[-number:])
             first, end = self._range(data)
@@ -174,13 +168,13 @@ class Vocabulary:
         return 0
 
     def fitting(self, known):
-        """Returns the ids of the tokens which may come next in a text that goes on with the bytes `known`: those that
-        begin with `known`, and those with which `known` begins."""
+        """Returns the ids of the tokens that may come next in a text that continues with the bytes `known`: those that
+        begin with `known`, and those that `known` begins with."""
         first, end = self._range(known)
         shorter = [known[:length] for length in range(1, len(known))]
         return [self._ids[token] for token in [*self._sorted[first:end], *shorter] if token in self._ids]
 
     def _range(self, data):
-        """Returns the begin and the end, in sorted order, of the tokens that begin with `data`."""
+        """Returns the range, in sorted order, of the tokens that begin with `data`."""
         first = bisect_left(self._sorted, data)
         return first, bisect_right(self._sorted, data, lo=first, key=lambda token: token[:len(data)])

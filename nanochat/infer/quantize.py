@@ -1,26 +1,25 @@
-"""A GPT whose products have weights of 8 bits, for the CPU, where reading the weights is most of a token's time.
+"""A GPT with weights of 8 bits, for the CPU, where reading the weights takes most of a token's time.
 
-Weights have a scale per row. Activations have one per position and are rounded as well, so the processor multiplies
-integers: their sums are exact, and a position's result does not depend on what else is computed with it. The products
-are FBGEMM's, which is part of PyTorch on x86.
+Weights have a scale per row. Activations have a scale per position and are rounded, too, so the processor multiplies
+integers: their sums are exact, and a position's result does not depend on what else is computed with it. FBGEMM, part
+of PyTorch on x86, computes the products.
 """
 import torch
 import torch.nn.functional as F
 
 from nanochat.common import BadInput
 from nanochat.kernels import plain
-from nanochat.model.gates import ATTENTION, MLP, VALUES, gate_of, gated
-from nanochat.model.layers import CachedText, WholeText, shift_keys
+from nanochat.model.layers import ATTENTION, MLP, VALUES, CachedText, WholeText, gate_of, gated, shift_keys
 
 KNOWN = {"head_dim", "layer_gates", "key_shift"}  # the LayerOptions that this file computes
-TINY = 1e-30  # instead of 0, by which nothing can be divided
+TINY = 1e-30  # replaces 0 as a divisor
 _linear = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
 
 
 class Int8Matrix:
 
     def __init__(self, weight, is_input_positive=False):
-        """weight: fp32 (out, in); is_input_positive: no activation is below 0, so none of the 8 bits is a sign."""
+        """weight: fp32 (out, in); is_input_positive: no activation is below 0, so all 8 bits hold its value."""
         # Without VNNI, two products of 8 bits are added in 16 bits, which 7 bits of the activations do not overflow.
         bits = 8 if torch.cpu._is_vnni_supported() else 7
         self.zero_point = 0 if is_input_positive else 2 ** (bits - 1)
@@ -29,21 +28,22 @@ class Int8Matrix:
         codes = (weight / scales[:, None]).round().to(torch.int8)
         quantized = torch._make_per_channel_quantized_tensor(
             codes, scales.double(), torch.zeros(len(codes), dtype=torch.long), 0)
-        previous, torch.backends.quantized.engine = torch.backends.quantized.engine, "fbgemm"
+        previous = torch.backends.quantized.engine
+        torch.backends.quantized.engine = "fbgemm"
         self.packed = torch.ops.quantized.linear_prepack(quantized, None)
         torch.backends.quantized.engine = previous
 
     def __call__(self, x):
         """Returns the product (…, out) with x (…, in), fp32."""
         # FBGEMM takes one scale for all activations. Divided by the largest of its position, each lies between -1 and
-        # 1, so that one scale fits all positions; the product is multiplied by it again.
+        # 1, so one scale fits all positions; the product is multiplied by the largest again.
         largest = torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True).clamp_min_(TINY)  # (…, 1)
         return _linear(x / largest, self.unit, self.zero_point, self.packed).mul_(largest)
 
 
 class Int8GPT:
-    """Computes what the GPT does from which it is made, rounded, for evaluation. It has no fp32 copy of the products'
-    weights. Beside the products, most of a token's time is the number of operations: here they are few."""
+    """Computes like the GPT that it is made from, rounded, for evaluation. It holds no fp32 copy of the matrices.
+    Beside the products, a token's time depends on the number of operations: there are few here."""
 
     compute_dtype = torch.float32
 
@@ -66,19 +66,20 @@ class Int8GPT:
     @torch.no_grad()
     def hidden(self, ids, cache=None, positions=None):
         """As GPT.hidden. positions: a slice."""
-        positions = slice(0, ids.size(1)) if positions is None else positions
+        if positions is None:
+            positions = slice(0, ids.size(1))
         rotary = self.cos[positions], self.sin[positions]
         x = x0 = _norm(F.embedding(ids, self.wte))
         values = None
         if self.value_table is not None:
             heads = self.config.n_kv_head, self.config.head_dim
             values = F.embedding(ids, self.value_table).unflatten(-1, (-1, *heads)).unbind(2)
-        windows, slots = self.config.windows(), self.config.value_slots()
-        for index, layer in enumerate(self.layers):
-            text = WholeText(plain.attention, windows[index])
+        each = zip(self.layers, self.config.windows(), self.config.value_slots(), strict=True)
+        for index, (layer, window, slot) in enumerate(each):
+            text = WholeText(plain.attention, window)
             if cache is not None:
-                text = CachedText(cache, index, positions, windows[index])
-            value = None if slots[index] is None else values[slots[index]]
+                text = CachedText(cache, index, positions, window)
+            value = None if slot is None else values[slot]
             x = layer(x, x0, rotary, text, value)
         return _norm(x)
 
@@ -96,7 +97,7 @@ class Int8GPT:
 
 
 class _Int8Layer:
-    """A layer, as layers.gpt_layer computes it."""
+    """A layer, like layers.gpt_layer."""
 
     def __init__(self, model, index):
         config = model.config
@@ -104,7 +105,8 @@ class _Int8Layer:
         self.resid_scale = model.resid_scale[index].item()
         self.x0_scale = model.x0_scale[index].item()
         self.qkv = Int8Matrix(torch.cat([model.attn_q[index], model.attn_k[index], model.attn_v[index]]).detach())
-        self.heads = config.n_head, config.n_kv_head, config.n_kv_head
+        self.num_q = config.n_head
+        self.num_kv = config.n_kv_head
         self.attn_o = Int8Matrix(model.attn_o[index].detach())
         self.mlp_in = Int8Matrix(model.mlp_in[index].detach())
         self.mlp_out = Int8Matrix(model.mlp_out[index].detach(), is_input_positive=True)  # after ReLU²
@@ -116,17 +118,18 @@ class _Int8Layer:
         head_dim = self.options.head_dim
         x = (x * self.resid_scale).add_(x0, alpha=self.x0_scale)  # (B, T, C)
         normed = _norm(x)
-        qkv, (q, k, v) = self.qkv(normed), self.heads
+        qkv = self.qkv(normed)
         if self.options.key_shift:
-            keys = qkv[..., q * head_dim:(q + k) * head_dim]
+            keys = qkv[..., self.num_q * head_dim:(self.num_q + self.num_kv) * head_dim]
             keys.copy_(shift_keys(keys, text.before(keys), head_dim))
-        qk, v = qkv.unflatten(-1, (-1, head_dim)).split([q + k, v], dim=2)  # (B, T, heads, head_dim)
+        heads = qkv.unflatten(-1, (-1, head_dim))  # (B, T, heads, head_dim)
+        qk, v = heads.split([self.num_q + self.num_kv, self.num_kv], dim=2)
         v = gated(gate_of(self.options, self, VALUES, normed[:, :, None]), v)
         if value is not None:
             v = v + value
         # The rotation of the pairs (i, i + head_dim / 2). roll exchanges the halves, and the signs are in rotary[1].
         qk = _norm(torch.addcmul(qk * rotary[0], qk.roll(head_dim // 2, dims=-1), rotary[1]))
-        q, k = qk.transpose(1, 2).split([q, k], dim=1)  # (B, heads, T, head_dim)
+        q, k = qk.transpose(1, 2).split([self.num_q, self.num_kv], dim=1)  # (B, heads, T, head_dim)
         attended = self.attn_o(text.attend(q, k, v.transpose(1, 2)).transpose(1, 2).flatten(2))
         x = x.add_(gated(gate_of(self.options, self, ATTENTION, normed), attended))
         normed = _norm(x)
@@ -135,6 +138,6 @@ class _Int8Layer:
 
 
 def _norm(x):
-    """RMSNorm, as layers.norm."""
+    """RMSNorm, like layers.norm."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / length.clamp_min_(TINY).mul_(x.size(-1) ** -0.5)

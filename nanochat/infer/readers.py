@@ -1,4 +1,4 @@
-"""Reads tokens with a model and keeps their keys and values: in place on a CPU or GPU, in static shapes on XLA."""
+"""Reads tokens with a model and caches their keys and values: in place on a CPU or GPU, in static shapes on XLA."""
 import torch
 import torch.nn.functional as F
 
@@ -8,23 +8,25 @@ from nanochat.infer.sample import never_stop
 from nanochat.model.gpt import KVCache
 from nanochat.model.layers import causal_mask
 
-BLOCK = 64  # positions that are read at a time
+BLOCK = 64  # positions to read at a time
 ROWS = 4  # see BlockCache
 MIN_PREFILL_LEN = 64  # on XLA
 
 
-# A position in the n-th block of 64 attends to the first n blocks, those after it masked, in products whose rows are a
-# multiple of 4. So its result is the same to the last bit whether it is read alone or among others: MKL adds in another
-# order for other lengths, and for 1 to 3 rows. A last bit matters, because rounding to 8 bits enlarges it.
+# A position in the n-th block of 64 attends to the first n blocks, with later positions masked, in products whose rows
+# are a multiple of 4. So its result is the same to the last bit whether it is read alone or among others: MKL adds in
+# another order for other lengths, and for 1 to 3 rows. Rounding to 8 bits would amplify a difference in the last bit.
 class BlockCache:
     """Keys and values of each layer, (B, H_kv, max_len, head_dim), and `befores`, as in KVCache, written in place."""
 
     def __init__(self, config, batch_size, dtype, device):
         max_len = -(-config.max_seq_len // BLOCK) * BLOCK
         whole = KVCache(config, batch_size, max_len, dtype, device)
-        self.keys, self.values, self.befores = whole.keys, whole.values, whole.befores
+        self.keys = whole.keys
+        self.values = whole.values
+        self.befores = whole.befores
         self._everywhere = torch.arange(max_len, device=device)
-        self._seen = {}  # window -> what _what_is_seen returned last
+        self._seen = {}  # window -> the last question and answer of _what_is_seen
 
     def keys_before(self, layer, k, positions):
         """As KVCache.keys_before. positions: a slice."""
@@ -33,7 +35,7 @@ class BlockCache:
         return befores[:, positions].to(k.dtype)
 
     def copy_prompt(self, other, length):
-        """Copies the first `length` positions of another cache, of one text, to each row of this one."""
+        """Copies the first `length` positions of another cache, with one row, to each row of this one."""
         for mine, theirs in zip([*self.keys, *self.values], [*other.keys, *other.values], strict=True):
             mine[:, :, :length] = theirs[:, :, :length]
         for mine, theirs in zip(self.befores, other.befores, strict=True):
@@ -43,22 +45,24 @@ class BlockCache:
         """As KVCache.attend, computed in the dtype of the cache. positions: a slice that lies in one block."""
         self.keys[layer][:, :, positions] = k
         self.values[layer][:, :, positions] = v
-        # The queries of all heads that share keys become rows of one product. The last row fills it up.
+        # The queries of all heads that share keys become rows of one product. Copies of the last row fill it up.
         batch, heads, count, head_dim = q.shape
         queries = q.reshape(batch, k.size(1), -1, head_dim)  # (B, H_kv, H / H_kv × T, head_dim)
         seen, rows, mask = self._what_is_seen(positions.start, count, queries.size(2), window)
-        keys, values = self.keys[layer][:, :, seen], self.values[layer][:, :, seen]
+        keys = self.keys[layer][:, :, seen]
+        values = self.values[layer][:, :, seen]
         found = F.scaled_dot_product_attention(queries[:, :, rows].to(keys.dtype), keys, values, attn_mask=mask)
         return found[:, :, :queries.size(2)].reshape(batch, heads, count, head_dim).to(q.dtype)
 
     def _what_is_seen(self, start, count, num_rows, window):
-        """Returns the slice of positions that `count` positions from `start` see, which of the `num_rows` queries
-        stands in each row, and the mask (rows, positions), which is added. Layers ask one after the other, so it is
-        remembered."""
+        """Returns the slice of positions that `count` positions from `start` see, the number of each row's query among
+        `num_rows`, and the additive mask (rows, positions). The answer is cached, because every layer asks."""
         question = start, count, num_rows
         if self._seen.get(window, [None])[0] != question:
             block = start // BLOCK * BLOCK
-            begin = 0 if window is None else max(block - window + 1, 0) // BLOCK * BLOCK
+            begin = 0
+            if window is not None:
+                begin = max(block - window + 1, 0) // BLOCK * BLOCK
             seen = slice(begin, block + BLOCK)
             rows = torch.arange(num_rows + -num_rows % ROWS, device=self._everywhere.device).clamp_(max=num_rows - 1)
             is_seen = causal_mask(start + rows % count, self._everywhere[seen], window)
@@ -68,26 +72,23 @@ class BlockCache:
 
 
 class Reader:
-    """Reads texts one after the other. What a text has in common with the beginning of the last one is not read again.
-
-    The weights of the model must not change while it is used.
-    """
+    """Reads texts one after the other. The common beginning of a text and the previous one is not read again. The
+    weights of the model must not change meanwhile."""
 
     def __init__(self, model, device):
         self.model = model
         self.device = device
-        # Beside weights of 8 bits, keys and values of 16 lose nothing that can be measured, and are read faster.
+        # With weights of 8 bits, keys and values of 16 bits are read faster, without a measurable loss.
         is_short = isinstance(model, Int8GPT) and torch.cpu._is_avx512_bf16_supported()
         self.dtype = torch.bfloat16 if is_short else model.compute_dtype
         self.cache = BlockCache(model.config, 1, self.dtype, device)
-        self.ids = []  # what the cache holds
-        self.num_read = 0  # tokens, since the beginning
+        self.ids = []  # in the cache
+        self.num_read = 0  # tokens, in all texts
 
     def read(self, ids, num_last=1, keep_going=never_stop):
         """Returns the logits (num_last, V), on the CPU, of the tokens that follow each of the last `num_last` of `ids`.
-        Returns None if keep_going() returned False, which is asked before each block."""
-        # What the cache holds need not be read again, but for the last tokens: their logits are asked for and are in no
-        # cache.
+        Returns None once keep_going(), which is called before each block, returns False."""
+        # The last tokens are read even if they are in the cache, which holds no logits.
         position = min(_count_common(self.ids, ids), len(ids) - num_last)
         del self.ids[position:]
         hidden = []  # of each block, (T, C)
@@ -102,8 +103,8 @@ class Reader:
         return self._logits(torch.cat(hidden)[-num_last:])
 
     def prefill(self, ids, num_samples, keep_going):
-        """Reads the prompt of `num_samples` samples, which decode continues. Returns the logits (V,) of their first
-        token, or None as in read."""
+        """Reads the prompt of `num_samples` samples, for decode. Returns the logits (V,) of their first token, or None
+        as in read."""
         logits = self.read(ids, 1, keep_going)
         if logits is None:
             return None
@@ -129,17 +130,17 @@ class Reader:
 
 
 def _count_common(first, second):
-    """Returns how many elements two lists have in common at their beginnings."""
+    """Returns the length of the common beginning of two lists."""
     for i, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return i
     return min(len(first), len(second))
 
 
-# XLA compiles three programs, whatever the texts: one makes the cache; one reads a prompt, padded to a power of two;
-# one reads a token of every slot.
+# XLA compiles three programs for all texts: one makes the cache; one reads a prompt, padded to a power of two; one
+# reads a token of every slot.
 class StaticReader:
-    """Reads texts in slots, each at a position of its own, in shapes that never change."""
+    """Reads texts in slots, each at its own position, in static shapes."""
 
     def __init__(self, model, dist, num_slots):
         self.model = model
@@ -152,20 +153,22 @@ class StaticReader:
     @torch.no_grad()
     def prefill(self, ids, slots):
         """Reads the prompt `ids` into each of `slots`. Returns the logits (V,) of the next token, on the CPU."""
-        config, device = self.model.config, self.dist.device
+        config = self.model.config
+        device = self.dist.device
         length = min(max(MIN_PREFILL_LEN, 1 << (len(ids) - 1).bit_length()), config.max_seq_len)
         padded = torch.tensor([ids + [0] * (length - len(ids))]).to(device)
-        last, rows = torch.tensor([len(ids) - 1]).to(device), torch.tensor(list(slots)).to(device)
+        last = torch.tensor([len(ids) - 1]).to(device)
+        rows = torch.tensor(list(slots)).to(device)
         with one_program(self.dist, f"prefill {length} {len(rows)} {len(self.positions)}", self._gathers):
             prompt = KVCache(config, 1, config.max_seq_len, self.model.compute_dtype, device)
-            # The padding writes to cache positions after the prompt. The tokens that are generated there overwrite
-            # them before any position looks at them.
+            # The padding writes to cache positions after the prompt. Generated tokens overwrite them before any
+            # position looks at them.
             hidden = self.model.hidden(padded, prompt, torch.arange(length, device=device))  # (1, length, C)
             logits = self.model.logits(hidden.index_select(1, last))[0, 0]  # (V,)
-            for of_slots, of_prompt in ((self.cache.keys, prompt.keys), (self.cache.values, prompt.values),
-                                        (self.cache.befores, prompt.befores)):
-                of_slots[:] = [old.index_copy(0, rows, new.expand(len(rows), *new.shape[1:]))
-                               for old, new in zip(of_slots, of_prompt, strict=True)]
+            for name in ("keys", "values", "befores"):
+                of_slots = getattr(self.cache, name)
+                for layer, new in enumerate(getattr(prompt, name)):
+                    of_slots[layer] = of_slots[layer].index_copy(0, rows, new.expand(len(rows), *new.shape[1:]))
         for slot in slots:
             self.positions[slot] = len(ids)
         return logits.cpu()

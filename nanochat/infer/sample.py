@@ -1,4 +1,4 @@
-"""One completion while it is generated: choosing its tokens, its text, and where it ends."""
+"""One completion while it is generated: its choice of tokens, its text, and its end."""
 import codecs
 from dataclasses import dataclass
 
@@ -13,31 +13,31 @@ class Sampling:
     num_samples: int = 1
     max_tokens: int = -1  # -1: see default_max_tokens
     temperature: float = 0.8  # 0 always takes the likeliest token
-    top_k: int = 50  # draws from so many likeliest tokens only; 0: from all
-    top_p: float = 1.0  # draws from the likeliest tokens that have this probability together
-    stop: tuple = ()  # texts before the first of which a completion ends
+    top_k: int = 50  # draws from the k likeliest tokens; 0: from all
+    top_p: float = 1.0  # draws from the likeliest tokens with this probability together
+    stop: tuple = ()  # a completion ends before the first of these texts
     seed: int = 0  # sample i is drawn with seed + i, so it does not depend on the number of samples
     heal: bool = True  # the prompt may end inside a token (see prompt.Vocabulary)
-    drafts: bool = True  # guesses tokens, with 8 bits and for one sample; this changes no text, but its speed
-    score: bool = False  # adds up the `log_prob` of each sample
+    drafts: bool = True  # guesses tokens, with 8 bits and one sample; this changes the speed, not the text
+    score: bool = False  # sums the `log_prob` of each sample
 
 
 def ignore(*_):
-    """Called with what nobody wants to know."""
+    """A callback that does nothing."""
 
 
 def never_stop():
-    """Asked whether a completion shall go on."""
+    """Returns whether a completion goes on: always."""
     return True
 
 
 def default_max_tokens(context):
-    """Returns the number of tokens of a completion for which none was named, by a model of this context."""
+    """Returns the default number of tokens of a completion, by a model of this context."""
     return min(256, context // 2)
 
 
 class BrokenModel(BadInput):
-    """A model gave logits that are no numbers."""
+    """A model gave logits that are not finite."""
 
     def __init__(self):
         super().__init__("the model's predictions are not finite, so its training went wrong: take an earlier "
@@ -45,14 +45,14 @@ class BrokenModel(BadInput):
 
 
 def choose_token(logits, generator, temperature, top_k, top_p):
-    """Returns the id of a token, drawn by its logits (V,). Raises BrokenModel if one of them is no number."""
+    """Returns the id of a token, drawn from logits (V,). Raises BrokenModel if one of them is NaN."""
     if logits.isnan().any():
         raise BrokenModel
     if temperature == 0:
         return int(logits.argmax())
     logits, ids = logits.topk(min(top_k or len(logits), len(logits)))  # the likeliest first
     probabilities = torch.softmax(logits.double() / temperature, dim=0)
-    # A token stays as long as those before it have not reached top_p, so the likeliest always does.
+    # A token stays unless the tokens before it reach top_p, so the likeliest always stays.
     likelier = probabilities.cumsum(0) - probabilities  # the sum of the tokens before each one
     probabilities[likelier >= top_p] = 0
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
@@ -62,22 +62,21 @@ def end_tokens(tokenizer):
     """Returns the ids that end a completion: <|bos|> begins the next document, <|file_sep|> ends a middle or a file."""
     try:
         return {tokenizer.bos_id, tokenizer.special("<|file_sep|>")}
-    except BadInput:  # a tokenizer of nanochat's own
+    except BadInput:  # karpathy/nanochat's tokenizer
         return {tokenizer.bos_id}
 
 
 class Sample:
-    """A completion: its `text`, `num_tokens`, the number of tokens that it has, and the `reason` why it ended: "end"
-    (the model ended it), "stop" (a stop string), "length" (enough tokens) or "stopped" (the caller did).
+    """A completion: its `text`, its number of tokens `num_tokens`, and the `reason` why it ended: "end" (the model
+    ended it), "stop" (a stop string), "length" (enough tokens) or "stopped" (the caller did).
 
-    `num_drawn` counts all tokens that were drawn for it, also those that only repeat the end of the prompt. `log_prob`
-    is the sum of the natural logarithms of the probabilities that the model gave to its tokens, if the engine was asked
-    for it. `generator` is what its tokens are drawn with.
+    `num_drawn` counts all drawn tokens, including those that only repeat the end of the prompt. `log_prob` is the sum
+    of the natural logarithms of its tokens' probabilities, if Sampling.score is on. `generator` draws its tokens.
     """
 
     def __init__(self, tokenizer, stop, max_tokens, show, known=b"", seed=0):
         """show: called with each piece of text that no stop string can remove any more. known: the end of the prompt,
-        which the first tokens repeat; it is no part of the text, and tokens that add nothing to it are not counted."""
+        which the first tokens repeat; it is excluded from the text, and tokens that only repeat it are not counted."""
         self.text = ""
         self.num_tokens = 0
         self.num_drawn = 0
@@ -100,7 +99,7 @@ class Sample:
         return self.reason is not None
 
     def add(self, token):
-        """Adds the next token; after the end, tokens are ignored."""
+        """Adds the next token. Ignores tokens after the end."""
         if self.ended:
             return
         self.num_drawn += 1
@@ -131,14 +130,14 @@ class Sample:
             self.log_prob += log_prob
 
     def end(self, reason):
-        """Ends the sample, if it has not ended before."""
+        """Ends the sample, unless it has ended."""
         if not self.ended:
             self.reason = reason
             self.text += self._decoder.decode(b"", final=True)
             self._show_up_to(len(self.text))
 
     def _len_of_possible_stop(self):
-        """Returns the length of the longest end of the text that is the beginning of a stop string."""
+        """Returns the length of the longest end of the text that begins a stop string."""
         longest = 0
         for string in self._stop:
             for length in range(1, len(string)):

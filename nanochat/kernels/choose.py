@@ -1,4 +1,4 @@
-"""Chooses the kernels by name: how the layers are run, attention, and the loss.
+"""Chooses the kernels by name: how the layers run, attention, and the loss.
 
 | name      | runs on                | layers            | attention         | the loss holds the logits of     |
 |-----------|------------------------|-------------------|-------------------|----------------------------------|
@@ -9,9 +9,8 @@
 | `flash`   | TPU with jax           | a loop            | one Pallas kernel | up to 8,192 tokens (xla_loss.py) |
 | `cce`     | CUDA, with its package | one after another | PyTorch's         | none: cut cross-entropy          |
 
-With a teacher, the loss of `current` holds the logits of all tokens, and that of the others those of a chunk: loss.py
-has the mathematics for all of them. `auto` is `flash` on a TPU where jax is installed, `chunked` on a CPU, and else
-`current`.
+With a teacher, the loss of `current` holds the logits of all tokens, the others those of a chunk; loss.py has the
+mathematics. `auto` is `flash` on a TPU with jax installed, `chunked` on a CPU, and otherwise `current`.
 """
 import importlib.util
 from functools import partial
@@ -23,7 +22,7 @@ from nanochat.model.layers import Kernels
 
 
 def available_kernels(device_type):
-    """Names of the kernels that run on `device_type` on this machine."""
+    """Returns the names of the kernels that run on `device_type` on this machine."""
     names = ["current", "chunked"]
     if device_type in ("tpu", "xla") and importlib.util.find_spec("jax"):
         names.append("flash")
@@ -33,9 +32,9 @@ def available_kernels(device_type):
 
 
 def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None):
-    """The Kernels called `name`. sharding: how the ranks divide the model's weights; chunk_tokens: tokens whose logits
-    the loss holds at a time, where it is by chunks; None: as many as the device likes. Raises BadInput if `device_type`
-    cannot run them."""
+    """Returns the Kernels called `name`. sharding: how the ranks divide the model's weights; chunk_tokens: tokens whose
+    logits a chunked loss holds at a time; None: the device's default. Raises BadInput if `device_type` cannot run them.
+    """
     available = available_kernels(device_type)
     if name == "auto":
         best = {"tpu": "flash", "cpu": "chunked"}.get(device_type)

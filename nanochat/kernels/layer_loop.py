@@ -1,12 +1,12 @@
 """All layers of a model as one loop of an XLA program, forward and backward.
 
 Autograd would unroll the layers: a program sixteen times as long, with gradients that are added up afterwards. Here the
-forward pass is a loop, and the backward pass a second one from the last layer to the first, which adds to the gradients
-in place, slice by slice.
+forward pass is a loop, and the backward pass a second one, from the last layer to the first, which adds to the
+gradients in place, slice by slice.
 
 A layer is a function that PyTorch can differentiate. By default the backward loop computes each layer again from its
-input, and differentiates it inside the traced body of the loop. A layer may bring its own backward pass, written by
-hand (LayerByHand): then the forward loop can keep what that needs, so that little or nothing is computed twice.
+input, and differentiates it inside the traced body of the loop. A layer may bring its own backward pass (LayerByHand):
+then the forward loop keeps what that needs, and little or nothing is computed twice.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from nanochat.kernels.sharded import WHOLE, Sharding
 
 
 class Given(NamedTuple):
-    """What a layer gets beside its input."""
+    """A layer's arguments beside its input."""
     x0: torch.Tensor  # (B, T, C), the input of the first layer
     weights: Any  # this layer's slice of each stack, whole, in the dtype of x
     window: torch.Tensor | None  # int32 (), as in Kernels.attention
@@ -29,8 +29,8 @@ class Given(NamedTuple):
     value_width: int  # C_kv
 
     def value(self):
-        """Returns what the layer adds to attention's values, (B, T, C_kv), which is 0 where it adds nothing; or None
-        where no layer adds anything."""
+        """Returns what the layer adds to attention's values, (B, T, C_kv), or None if no layer of the model adds
+        anything. A layer that adds nothing gets 0."""
         if self.values is None:
             return None
         value = take_columns(self.values, self.number, self.value_width)
@@ -52,28 +52,32 @@ class LayerByHand:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer for run_layers. Use the same object at every call: otherwise its loops are built again each time."""
+    """A layer for run_layers. Pass the same object at every call: another one builds the loops again."""
     # forward(x, x0, weights, window, tables, value) -> x (B, T, C) after the layer, differentiable. See Given.
     forward: Callable
     # The same layer with its own backward pass. None: the backward pass differentiates `forward`.
     by_hand: LayerByHand | None = None
-    # How the ranks divide the weights. The loops gather those of a layer, and scatter their gradients.
+    # How the ranks divide the weights. The loops gather a layer's weights, and scatter their gradients.
     sharding: Sharding = WHOLE
 
 
 def run_layers(layer, x, stacks, windows, tables, keeps_input_only=False, values=None):
     """Returns x (B, T, C) after all layers. Its backward pass adds to the `main_grad` of each of `stacks`.
 
-    stacks: a named tuple of weights, each (layers, …); windows: int32 (layers,), or None where every layer sees all
-    positions; tables: further tensors, which have no gradient. keeps_input_only: a layer that is written by hand is
-    computed again from its input, too. values: LayerValues, or None.
+    stacks: a named tuple of weights, each (layers, …); windows: int32 (layers,), or None if every layer sees all
+    positions; tables: further tensors, which have no gradient. keeps_input_only: a layer by hand is computed again from
+    its input, too. values: LayerValues, or None.
     """
-    numbers, array, width = None, None, 0
+    per_layer = []  # read beside the stacks
+    if windows is not None:
+        per_layer.append(windows)
+    array = None
+    width = 0
     if values is not None:
-        numbers, array = values.numbers, values.array
+        per_layer.append(values.numbers)
+        array = values.array
         width = array.size(-1) // values.count
     loops = _Loops(layer, type(stacks), windows is not None, width, keeps_input_only or layer.by_hand is None)
-    per_layer = [each for each in (windows, numbers) if each is not None]
     return _AllLayers.apply(x, array, per_layer, tables, loops, torch.is_grad_enabled(), *stacks)
 
 
@@ -81,21 +85,24 @@ class _AllLayers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, values, per_layer, tables, loops, is_training, *stacks):
-        layer, layers = loops.layer, stacks[0].size(0)
+        layer = loops.layer
+        num_layers = stacks[0].size(0)
         read = [stack.detach() for stack in stacks] + per_layer
         constants = [x, *tables]
         if values is not None:
             constants.append(values.detach())
-        inputs = x.new_zeros(layers if is_training else 1, *x.shape)  # (slots, B, T, C), see _slot
+        inputs = x.new_zeros(num_layers if is_training else 1, *x.shape)  # (slots, B, T, C), see _slot
         saved = ()
         if layer.by_hand:
-            slots = layers if is_training and not loops.keeps_input_only else 1
+            slots = num_layers if is_training and not loops.keeps_input_only else 1
             # A layer computes with gathered weights, so the stacks have the widths of whole ones.
             whole = map(layer.sharding.whole_shape, stacks, loops.weights_type._fields)
             saved = layer.by_hand.new_saved(x, loops.weights_type(*whole), slots)
         (out, inputs, *saved), _ = loop(_ForwardBody(loops), (x, inputs, *saved), read, (), constants)
         if is_training:
-            ctx.save_for_backward(inputs, *([] if loops.keeps_input_only else saved))
+            if loops.keeps_input_only:
+                saved = []
+            ctx.save_for_backward(inputs, *saved)
             ctx.others = loops, read, constants, stacks
         return out
 
@@ -103,12 +110,14 @@ class _AllLayers(torch.autograd.Function):
     def backward(ctx, d_out):
         inputs, *saved = ctx.saved_tensors
         loops, read, constants, stacks = ctx.others
-        d_values = [torch.zeros_like(constants[-1])] if loops.value_width else []
-        # The loop begins with the sums of the micro-steps before, and each layer adds to its slice. So a gradient of
-        # all layers never exists by itself.
+        carry = [d_out, torch.zeros_like(d_out)]
+        if loops.value_width:
+            carry.append(torch.zeros_like(constants[-1]))
+        # The loop begins with the sums of earlier micro-steps, and each layer adds to its slice. So a separate gradient
+        # of all layers never exists.
         (d_x, d_x0, *d_values), gradients = loop(
-            _BackwardBody(loops, len(saved)), (d_out, torch.zeros_like(d_out), *d_values), read,
-            [stack.main_grad for stack in stacks], (inputs, *saved, *constants), reverse=True)
+            _BackwardBody(loops, len(saved)), carry, read, [stack.main_grad for stack in stacks],
+            (inputs, *saved, *constants), reverse=True)
         for stack, gradient in zip(stacks, gradients, strict=True):
             stack.main_grad.copy_(gradient)
         # x is both the first layer's input and the x0 of every layer.
@@ -125,18 +134,19 @@ class _Loops:
     keeps_input_only: bool
 
     def given(self, read, constants):
-        """Returns what a layer gets, of the slices of what the loops read, and of their constants."""
+        """Returns a layer's Given, from the slices of what the loops read, and from their constants."""
         x0, *tables = constants
         # The weights are gathered in the body of the loop, so those of one layer are whole at a time.
-        names = self.weights_type._fields
-        weights = self.weights_type(*(self.layer.sharding.gather(weight.to(x0.dtype), name)
-                                      for weight, name in zip(read, names, strict=False)))  # windows and numbers follow
-        window, number, values = None, None, None
+        weights = []
+        for name, weight in zip(self.weights_type._fields, read, strict=False):  # window and number follow
+            weights.append(self.layer.sharding.gather(weight.to(x0.dtype), name))
+        window = number = values = None
         if self.has_windows:
-            window = read[len(names)]
+            window = read[len(weights)]
         if self.value_width:
-            number, values = read[-1], tables.pop()
-        return Given(x0, weights, window, tables, number, values, self.value_width)
+            number = read[-1]
+            values = tables.pop()
+        return Given(x0, self.weights_type(*weights), window, tables, number, values, self.value_width)
 
 
 @dataclass(frozen=True)
@@ -144,7 +154,8 @@ class _ForwardBody:
     loops: _Loops
 
     def __call__(self, index, carry, read, write, constants):
-        (x, inputs, *saved), layer = carry, self.loops.layer
+        x, inputs, *saved = carry
+        layer = self.loops.layer
         inputs = put(inputs, _slot(inputs, index), x)
         given = self.loops.given(read, constants)
         if layer.by_hand:
@@ -160,23 +171,27 @@ class _BackwardBody:
     num_saved: int  # stacks that the forward loop kept beside the inputs
 
     def __call__(self, index, carry, read, write, constants):
-        (d_out, d_x0, *d_values), (inputs, *rest) = carry, constants
-        saved, layer = rest[:self.num_saved], self.loops.layer
+        d_out, d_x0, *d_values = carry
+        inputs, *rest = constants
+        saved = rest[:self.num_saved]
+        layer = self.loops.layer
         given = self.loops.given(read, rest[self.num_saved:])
         x = take(inputs, index)
-        if by_hand := layer.by_hand:
-            # The forward loop kept the layer's input alone: one slot holds what this layer's backward pass needs.
+        if layer.by_hand:
             if not saved:
+                # The forward loop kept the layer's input alone: one slot holds what this layer's backward pass needs.
                 index = torch.zeros_like(index)
-                _, saved = by_hand.forward(x, index, by_hand.new_saved(x, given.weights, 1), given)
-            d_x, d_x0_here, d_value, d_weights = by_hand.backward(x, index, d_out, saved, given)
+                saved = layer.by_hand.new_saved(x, given.weights, 1)
+                _, saved = layer.by_hand.forward(x, index, saved, given)
+            d_x, d_x0_here, d_value, d_weights = layer.by_hand.backward(x, index, d_out, saved, given)
         else:
             d_x, d_x0_here, d_value, d_weights = _differentiated(layer, x, d_out, given)
         if d_values:
-            d_values = [add_to_columns(d_values[0], given.number, d_value)]  # where the layer adds a value
-        parts = map(layer.sharding.scatter, d_weights, self.loops.weights_type._fields)
-        added = tuple(total + part.to(total.dtype) for total, part in zip(write, parts, strict=True))
-        return (d_x, d_x0 + d_x0_here, *d_values), added
+            d_values = [add_to_columns(d_values[0], given.number, d_value)]  # if the layer adds a value
+        sums = []
+        for name, total, gradient in zip(self.loops.weights_type._fields, write, d_weights, strict=True):
+            sums.append(total + layer.sharding.scatter(gradient, name).to(total.dtype))
+        return (d_x, d_x0 + d_x0_here, *d_values), tuple(sums)
 
 
 def _differentiated(layer, x, d_out, given):
@@ -197,5 +212,5 @@ def _differentiated(layer, x, d_out, given):
 
 
 def _slot(stack, index):
-    """Where in a stack a layer writes: at its index, or over what the layer before wrote, if there is one slot."""
+    """Where in a stack a layer writes: at its index, or over the previous layer's values if there is a single slot."""
     return index if stack.size(0) > 1 else torch.zeros_like(index)

@@ -1,14 +1,13 @@
-"""The loss: cross-entropy, or that of a student that learns from a teacher as well as from the text (Hinton et al.
-2015, arXiv 1503.02531):
+"""The loss: cross-entropy, or that of a student who learns from a teacher, too (Hinton et al. 2015, arXiv 1503.02531):
 
     loss = (1 - weight) × cross-entropy + weight × temperature² × KL(teacher ‖ student)
 
-Both distributions of the KL divergence are those at `temperature`; its square keeps the gradients of the two terms
+Both distributions of the KL divergence are at `temperature`; its square keeps the gradients of the two terms
 comparable.
 
-Here are the losses in PyTorch's own operations, for every device, and ChunkedLoss, with which xla_loss.py and on_cpu.py
-differentiate theirs. hidden is (N, C), head (V, C), targets (N,); a target of IGNORE_INDEX has neither loss nor
-gradient, and counts in the mean.
+This file has the losses in PyTorch's own operations, for every device, and ChunkedLoss, with which xla_loss.py and
+on_cpu.py differentiate theirs. hidden is (N, C), head (V, C), targets (N,); a target of IGNORE_INDEX has neither loss
+nor gradient, but counts in the mean.
 """
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,14 +33,13 @@ class TeacherTerms:
 
 
 class Teaching(NamedTuple):
-    """What the loss needs of the teacher, for one micro-batch."""
+    """The teacher's results for one micro-batch."""
     hidden: torch.Tensor  # its final hidden states (N, C_teacher)
     head: torch.Tensor  # (V, C_teacher)
     terms: TeacherTerms
 
 
-# -----------------------------------------------------------------------------
-# With all logits in memory, differentiated by autograd, see layers.Kernels
+# With all logits in memory, differentiated by autograd; see layers.Kernels
 
 
 def full_cross_entropy(hidden, head, targets, cap):
@@ -54,26 +52,26 @@ def full_mean_loss(hidden, head, targets, cap, teaching=None):
     """Returns the mean loss, a scalar."""
     if teaching is None:
         return full_cross_entropy(hidden, head, targets, cap).mean()
-    losses, _ = TokenLosses(cap, teaching.terms)(hidden, head.to(hidden.dtype), targets.long(), teaching.hidden,
-                                                 teaching.head.to(hidden.dtype))
+    token_losses = TokenLosses(cap, teaching.terms)
+    losses, _ = token_losses(hidden, head.to(hidden.dtype), targets.long(), teaching.hidden,
+                             teaching.head.to(hidden.dtype))
     return losses.sum() / len(hidden)
 
 
 def cut_cross_entropy(hidden, head, targets, cap):
-    """Returns the losses (N,) by the package cut-cross-entropy, on CUDA, which holds no logits."""
+    """Returns the losses (N,) by the package cut-cross-entropy, on CUDA, without logits in memory."""
     from cut_cross_entropy import linear_cross_entropy
     return linear_cross_entropy(hidden, head.to(hidden.dtype), targets.long(), ignore_index=IGNORE_INDEX,
                                 softcap=cap.as_softcap, reduction="none")
 
 
 def cut_mean_loss(hidden, head, targets, cap, teaching=None):
-    """Returns the mean loss, a scalar. The package knows no teacher: that loss goes by chunks."""
+    """Returns the mean loss, a scalar. The package knows no teacher: the student's loss is chunked."""
     if teaching is None:
         return cut_cross_entropy(hidden, head, targets, cap).mean()
     return chunked_mean_loss(CHUNK_TOKENS, hidden, head, targets, cap, teaching)
 
 
-# -----------------------------------------------------------------------------
 # With the logits of one chunk of tokens in memory at a time
 
 
@@ -105,13 +103,13 @@ class TokenLosses:
 
     def __call__(self, hidden, head, targets, teacher_hidden=None, teacher_head=None, first_row=0):
         """Returns the losses (N,) in nats, and the gradient of each with respect to its logits, (N, rows of the heads),
-        which means nothing where there is no loss. Along tensor, both heads are this rank's rows, which begin with
-        `first_row`."""
+        which is undefined for targets without a loss. Along tensor, both heads are this rank's rows, from `first_row`
+        on."""
         logits = self.cap(F.linear(hidden, head).float())
         by_text = self.sharding.log_softmax(logits)
         rows = self.sharding.count_from(first_row, targets)
-        # (N, rows of the head). A target that is another rank's row, or is to be ignored, is equal to no number here.
-        # It adds 0, and the sum over the ranks has it from the rank whose row it is.
+        # (N, rows of the head). A target in another rank's rows, or an ignored one, equals no number here and adds 0.
+        # The rank with the target's row adds it to the sum.
         is_target = torch.arange(head.size(0), device=head.device) == rows[:, None]
         losses = -torch.where(is_target, by_text, 0.0).sum(dim=-1)
         d_capped = by_text.exp() - is_target.float()
@@ -124,14 +122,14 @@ class TokenLosses:
         return losses, d_capped * self.cap.slope_at(logits)
 
     def _with_teacher(self, logits, by_text, taught, cross_entropy, d_cross_entropy):
-        """Returns the losses with the teacher's part, and their gradient, of the same without."""
+        """Adds the teacher's part to the losses and to their gradient. Returns both."""
         weight, temperature = self.teacher.weight, self.teacher.temperature
         by_student = by_text
         if temperature != 1:
             by_student = self.sharding.log_softmax(logits / temperature)
         by_teacher = self.sharding.log_softmax(taught / temperature)
         # The KL divergence's gradient is (student - teacher) / temperature, because logits are divided by it. Times
-        # temperature², one factor remains.
+        # temperature², one factor is left.
         divergence = (by_teacher.exp() * (by_teacher - by_student)).sum(dim=-1)
         cross_entropy, divergence = self.sharding.sums(cross_entropy, divergence)
         losses = (1 - weight) * cross_entropy + weight * temperature**2 * divergence
@@ -141,7 +139,7 @@ class TokenLosses:
 
 @dataclass(frozen=True)
 class ChunkBody:
-    """The body of ChunkedLoss on any device. The sums are those of the mean over `num_tokens`."""
+    """The body of ChunkedLoss on any device. It sums the mean over `num_tokens`."""
     token_losses: TokenLosses
     num_tokens: int
 
@@ -158,21 +156,20 @@ class ChunkBody:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """A loss that is added up chunk by chunk.
+    """A loss that is summed chunk by chunk.
 
     body(index, (loss, d_head), (hidden, targets), write, (head,)) -> (loss, d_head), (d_hidden,): adds a chunk's loss
-        and its gradient with respect to the head, fp32, to those of the chunks before it, and returns that of the
-        chunk's hidden states. With a teacher, it gets the teacher's hidden states and head behind the model's own, and
-        along tensor the number of the heads' first row as the last constant
-    chunk_tokens: the tokens of a chunk; on XLA at most, because all chunks are of one size there
+        and its gradient with respect to the head, fp32, to those of earlier chunks, and returns the gradient of the
+        chunk's hidden states. With a teacher, its hidden states and head follow the model's own; along tensor, the
+        number of the heads' first row is the last constant
+    chunk_tokens: the tokens of a chunk; on XLA at most, because all chunks have one size there
 
-    On XLA, the chunks are a loop of the program, and the backward pass adds to the head's main_grad itself (see
+    On XLA, the chunks are a loop of the program, and the backward pass adds to the head's main_grad (see
     GPT.create_main_grads).
     """
 
-    # The gradients are computed in the forward pass, while a chunk's logits are in memory: three products with the
-    # head, where a backward pass that computes the logits again has four. What waits for the backward pass is as large
-    # as the hidden states and the head.
+    # The forward pass computes the gradients, while a chunk's logits are in memory: three products with the head, where
+    # a backward pass that computes the logits again has four. It keeps as much as the hidden states and the head.
 
     @staticmethod
     def forward(ctx, hidden, head, targets, teaching, body, chunk_tokens, sharding):
@@ -187,8 +184,8 @@ class ChunkedLoss(torch.autograd.Function):
         (loss, d_head), d_hidden = run(body, sums, tensors, constants, chunk_tokens)
         if sharding.groups:
             d_head = sharding.scatter(d_head.to(hidden.dtype))
-        # Along tensor, d_hidden is of this rank's rows of the head alone: the ranks add it up. d_head needs no sum, as
-        # they have the same tokens.
+        # Along tensor, d_hidden covers only this rank's rows of the head: the ranks add it up. d_head needs no sum,
+        # because they have the same tokens.
         ctx.save_for_backward(sharding.sum(d_hidden.view_as(hidden)), d_head)
         ctx.head = head
         return loss
@@ -223,7 +220,7 @@ def _run_on_xla(body, sums, tensors, constants, chunk_tokens):
 
 
 def equal_chunks(x, chunk_tokens):
-    """Returns x (N, …) as a stack of chunks of equal size, (N / size, size, …), of at most `chunk_tokens` tokens."""
+    """Returns x (N, …) as a stack of equal chunks, (N / size, size, …), of at most `chunk_tokens` tokens."""
     tokens = x.size(0)
     size = min(tokens, chunk_tokens)
     while tokens % size:

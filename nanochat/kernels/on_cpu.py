@@ -1,7 +1,7 @@
-"""Attention and loss for training on a CPU, where memory is slow beside the products.
+"""Attention and loss for training on a CPU, where memory is the bottleneck.
 
-Both work on blocks that stay in the cache, and have backward passes of their own, which read each block few times.
-scripts.bench train compares them with PyTorch's.
+Both work on blocks that stay in the cache, and their own backward passes read each block few times. scripts.bench train
+compares them with PyTorch's.
 """
 from dataclasses import dataclass
 
@@ -15,10 +15,9 @@ from nanochat.model.logit_cap import LogitCap
 
 BLOCK_QUERIES = 128  # queries whose scores are computed together
 BLOCK_LOGITS = 2**20  # logits that the loss computes at a time, 4 MiB
-BLOCK_TOKENS = 64  # but it takes so many tokens at least: products of fewer are slow
+BLOCK_TOKENS = 64  # but at least this many tokens: smaller products are slow
 
 
-# -----------------------------------------------------------------------------
 # Attention
 
 
@@ -31,9 +30,9 @@ def attention(q, k, v, window):
     return _Attention.apply(q, k, v, window)
 
 
-# Scores and their gradients are fp32. A layer of 8 × 2 heads, 512 positions, takes 14 + 17 ms forward and backward so,
-# PyTorch's attention 25 + 42. Scores in bfloat16 would take 8 + 15, with errors of 0.4% in place of 0.2%. Gradients of
-# the probabilities in bfloat16 were five times less exact than PyTorch's where all values have a mean.
+# Scores and their gradients are fp32. A layer of 8 × 2 heads and 512 positions takes 14 + 17 ms forward and backward,
+# PyTorch's attention 25 + 42. Scores in bfloat16 would take 8 + 15, with errors of 0.4% instead of 0.2%. Gradients of
+# the probabilities in bfloat16 were five times less exact than PyTorch's if all values have a mean.
 class _Attention(torch.autograd.Function):
     """The backward pass computes the probabilities again from the saved log-sum-exp, block by block, and
     d scores = probabilities × (d probabilities - sum of probabilities × d probabilities)."""
@@ -76,7 +75,7 @@ class _Attention(torch.autograd.Function):
             probabilities = torch.bmm(q_scaled[:, block], k_whole[:, seen].transpose(1, 2)).add_(bias)
             probabilities.sub_(log_sums[:, block]).exp_()
             d_v[:, seen] += torch.bmm(probabilities.to(v.dtype).transpose(1, 2), d_out[:, block])
-            # The sum over a row is of unrounded numbers. That of out × d_out would be the same number, but for the
+            # The sum over a row of unrounded numbers. Summing out × d_out would give the same number, except for the
             # rounding of out.
             d_scores = torch.bmm(d_out_whole[:, block], v_whole[:, seen].transpose(1, 2)).mul_(probabilities)
             d_scores = d_scores.sub_(probabilities.mul_(d_scores.sum(-1, keepdim=True))).mul_(scale).to(q.dtype)
@@ -87,8 +86,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _blocks(length, window):
-    """Yields, for each block of queries, its slice of the positions, that of the keys that it sees, and what is added
-    to its scores: 0, or -inf where a query does not look."""
+    """Yields, for each block of queries, its slice of the positions, the slice of the keys that it sees, and the bias
+    of its scores: 0, or -inf where a query does not look."""
     positions = torch.arange(length)
     for begin in range(0, length, BLOCK_QUERIES):
         block = slice(begin, min(begin + BLOCK_QUERIES, length))
@@ -100,12 +99,11 @@ def _blocks(length, window):
         yield block, seen, torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
 
 
-# -----------------------------------------------------------------------------
 # The loss
 
 
 def mean_loss(chunk_tokens, hidden, head, targets, cap, teaching=None):
-    """See layers.Kernels. With a teacher, it is the loss for every device."""
+    """See layers.Kernels. With a teacher, it is loss.py's."""
     if teaching is not None:
         return chunked_mean_loss(chunk_tokens, hidden, head, targets, cap, teaching)
     total = ChunkedLoss.apply(hidden, head, targets, None, _ChunkBody(cap), chunk_tokens, WHOLE)
@@ -114,10 +112,10 @@ def mean_loss(chunk_tokens, hidden, head, targets, cap, teaching=None):
 
 @dataclass(frozen=True)
 class _ChunkBody:
-    """The body of ChunkedLoss. The sums are those of the sum of the losses, in fp64.
+    """The body of ChunkedLoss. It sums the losses in fp64.
 
-    The logits of a block are in the cache while they become its losses and their gradients, which a whole chunk then
-    multiplies with the head and the hidden states, because large products are fast.
+    The logits of a block stay in the cache while they become its losses and gradients. The products with the head and
+    the hidden states take a whole chunk, because large products are fast.
     """
     cap: LogitCap
 
@@ -137,10 +135,10 @@ class _ChunkBody:
 
 
 def _losses(logits, targets, cap):
-    """Returns the losses (N, 1) of logits (N, V), fp32, which it overwrites, before the cap, and their gradients
-    (N, V). Targets (N,) of IGNORE_INDEX have neither."""
-    # d logits = (softmax - one-hot) × slope. Everything but the slope is computed over the logits, which are in the
-    # cache: a second tensor of this size would push them out.
+    """Returns the losses (N, 1) of uncapped logits (N, V), fp32, and their gradients (N, V). Overwrites the logits.
+    Targets (N,) of IGNORE_INDEX have neither."""
+    # d logits = (softmax - one-hot) × slope. All but the slope is computed in place, because a second tensor of this
+    # size would push the logits out of the cache.
     logits, slope = cap.with_slope_in_place(logits)
     counts = (targets != IGNORE_INDEX)[:, None]
     index = targets.clamp(min=0)[:, None]

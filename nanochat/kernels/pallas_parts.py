@@ -1,5 +1,5 @@
-"""Parts of the attention kernels: norms and rotations of transposed heads, masks, sums that fit the registers, and what
-a kernel is run with."""
+"""Parts of the attention kernels: norms and rotations of transposed heads, masks, sums that fit the registers, and how
+a kernel is run."""
 import functools
 import math
 from itertools import chain
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from nanochat.kernels.flash_shapes import HEAD_DIM
+from nanochat.kernels.attention_tiles import HEAD_DIM
 
 VMEM_LIMIT_BYTES = 96 * 2**20
 SCALE = HEAD_DIM**-0.5
-LOG2_E = 1.4426950408889634  # the kernels compute powers of 2, as the chip does
+LOG2_E = 1.4426950408889634  # kernels and chip compute powers of 2
 
 
 def dot(a, b, contract=(1, 0)):
@@ -32,8 +32,8 @@ def rotated_norm(x, cos, sin, eps):
 
     cos is (cos, cos) and sin (sin, -sin) of layers.rotary_tables, (128, T)."""
     x = x.astype(jnp.float32)
-    # A rotation keeps lengths, so the scale may be that of x before it. Norms and rotations of all heads take 1.19
-    # Mcycles on v6e in (128, T), transposed to it and back, and 1.77 in (T, 128).
+    # A rotation keeps lengths, so the scale of x before it will do. Norms and rotations of all heads take 1.19 Mcycles
+    # on v6e in (128, T), including both transpositions, and 1.77 in (T, 128).
     scale = jax.lax.rsqrt(jnp.mean(x * x, axis=0, keepdims=True) + eps)
     return (x * cos + swap_halves(x) * sin) * scale, scale
 
@@ -45,10 +45,10 @@ def d_rotated_norm(d_normed, normed, scale, cos, sin):
 
 
 def masked(values, tile, window, keys_axis):
-    """Returns `values` of a tile of scores, and 0 where the query may not look at the key."""
-    # Where a tile lies is known while the kernel is traced, so only tiles that the diagonal or the window's edge cuts
-    # get a mask.
-    first, last = tile.queries.start + tile.offset, tile.queries.stop + tile.offset - 1
+    """Returns `values` of a tile of scores, with 0 where the query may not look at the key."""
+    # Tracing knows where a tile lies, so only tiles that the diagonal or the window's edge cuts get a mask.
+    first = tile.queries.start + tile.offset
+    last = tile.queries.stop + tile.offset - 1
     on_diagonal = tile.keys.stop > first
     on_edge = window is not None and tile.keys.start <= last - window
     if not on_diagonal and not on_edge:
@@ -65,7 +65,9 @@ def masked(values, tile, window, keys_axis):
 # rows, and sums over columns 128 columns, until the last tile of a block of queries has been added.
 def sums_of_eighths(x):
     """Returns (8, N), sums over every eighth row of x, which are rows of registers; of a small x (1, N)."""
-    return jnp.sum(x.reshape(-1, 8, x.shape[1]), axis=0) if len(x) % 8 == 0 else x.sum(0, keepdims=True)
+    if len(x) % 8:
+        return x.sum(0, keepdims=True)
+    return jnp.sum(x.reshape(-1, 8, x.shape[1]), axis=0)
 
 
 def sums_of_128(x):
@@ -78,9 +80,10 @@ def sums_of_128(x):
 
 def add_to(totals, tile, value, axis=1):
     """Adds `value`, whose dimension `axis` is the tile's queries, to the totals of the tile's rows."""
-    # A total is a value and not memory, so it is cut and put together again. Tiles on the diagonal have the last of the
-    # rows, and those on the window's edge the first.
-    start, length = tile.rows.start, tile.rows.stop - tile.rows.start
+    # A total is a value, not memory, so it is cut and joined again. Tiles on the diagonal have the last of the rows,
+    # tiles on the window's edge the first.
+    start = tile.rows.start
+    length = tile.rows.stop - start
     cuts = [cut for cut in (tile.queries.start - start, tile.queries.stop - start) if 0 < cut < length]
     if not cuts:
         totals[start] = totals[start] + value if start in totals else value
@@ -92,8 +95,8 @@ def add_to(totals, tile, value, axis=1):
     totals[start] = jnp.concatenate(parts, axis=axis)
 
 
-# Subtracting one number from each row of a tile would first spread it over the 128 columns of a register, for every
-# tile anew. The backward kernels do that once, and keep it so.
+# Subtracting one number from each row of a tile would spread it over the 128 columns of a register, for every tile
+# again. The backward kernels do that once, and keep the columns.
 def in_columns(row):
     """Returns (T, 128) whose columns are all the row (1, T)."""
     return jnp.broadcast_to(row, (HEAD_DIM, row.shape[1])).T
@@ -106,13 +109,13 @@ def minus_columns(x, columns):
 
 
 def log_sums_shape(batch, length, width):
-    """The shape of what the forward pass keeps for the backward pass, fp32, of one layer."""
+    """The shape of the log_sums of one layer, fp32, which the forward pass keeps for the backward pass."""
     return batch, width // HEAD_DIM, 1, length
 
 
 def by_window(call, window, length, windows):
-    """Returns call(window=…) by the kernel that is made for `window`, an int32 scalar. There is one for each of
-    `windows` that is shorter than the sequence, from the shortest, and the last has none."""
+    """Returns call(window=…) by the kernel for `window`, an int32 scalar. There is one kernel for each of `windows`
+    that is shorter than the sequence, from the shortest, and a last one without a window."""
     sizes = sorted({min(size, length) for size in windows} or {length})
     kernels = [functools.partial(call, window=size if size < length else None) for size in sizes]
     if len(kernels) == 1:
@@ -120,67 +123,72 @@ def by_window(call, window, length, windows):
     return jax.lax.switch(sum((window > size).astype(jnp.int32) for size in sizes[:-1]), kernels)
 
 
-# -----------------------------------------------------------------------------
 # Running a kernel
 
 
 class Operands(NamedTuple):
-    """What a kernel works on, by names. It gets its blocks, and the scratch, as attributes of one object, `refs`.
+    """The operands of a kernel, by names. It gets its blocks, and the scratch, as attributes of one object, `refs`.
 
-    An input or a result is (kind, array or its shape). A kind is "SIDE WHAT". SIDE is q or k: a query head or the key
-    head that it shares, and the segment of queries or of keys. WHAT is
+    An input or a result is (kind, array or its shape). A kind is "SIDE WHAT". SIDE is q or k: a query head and the
+    segment of queries, or the key head that it shares and the segment of keys. WHAT is
     - stack: layer place[0] of a stack (layers, B, T, width),
     - head: of an array (B, T, width),
-    - sums, or sums stack: of log_sums_shape, or of a stack of them, as which it counts in the cost,
+    - sums, or sums stack: of log_sums_shape, or of a stack of them, counted as such in the cost,
     - table: (128, T), the same for every head.
     """
     inputs: dict
     results: dict
     scratch: dict  # {name: (shape, dtype)}
 
+    def num_bytes(self):
+        """Returns the bytes that a kernel reads and writes in HBM."""
+        total = 0
+        for kind, array in (*self.inputs.values(), *self.results.values()):
+            shape = array.shape[1:] if kind.endswith("stack") else array.shape
+            total += math.prod(shape) * array.dtype.itemsize
+        return total
+
 
 def run(kernel, place, operands, segment, cost, steps=None, interpret=False):
     """Runs kernel(place, refs) for every sequence, key head, query head that shares it, and step. Returns the results.
 
     segment: the positions of a block; without steps, all. steps: [(segment of queries, segment of keys, …), …]; the
-    kernel gets all their first numbers after the two of `place`, then all second ones, and so on. A result is of the
-    segment of queries. cost: the kernel's floating-point operations and exponentials for a head of a sequence.
+    kernel gets all their first numbers after the two of `place`, then all second ones, and so on. A result belongs to
+    the segment of queries. cost: floating-point operations and exponentials for a head of a sequence.
     """
     _, batch, _, width = operands.inputs["q"][1].shape
     kv_heads = operands.inputs["k"][1].shape[3] // HEAD_DIM
     group = width // HEAD_DIM // kv_heads
     # The query heads of a group add to the same sums in VMEM, and so do steps: they run one after the other. Sequences
     # and key heads may go to different cores.
-    grid, semantics = (batch, kv_heads, group), ("parallel", "parallel", "arbitrary")
+    grid = [batch, kv_heads, group]
+    semantics = ["parallel", "parallel", "arbitrary"]
     of_queries = of_keys = 2  # where in `place` the segments of the steps begin
     if steps:
         place = jnp.concatenate([place, jnp.asarray(list(chain(*zip(*steps, strict=True))), jnp.int32)])
-        grid, semantics = (*grid, len(steps)), (*semantics, "arbitrary")
+        grid.append(len(steps))
+        semantics.append("arbitrary")
         of_keys += len(steps)
-    inputs, results = operands.inputs.values(), operands.results.values()
     names = [name for part in operands for name in part]
 
     def named(place, *refs):
         kernel(place, SimpleNamespace(**dict(zip(names, refs, strict=True))))
 
-    num_bytes = sum(math.prod(array.shape[kind.endswith("stack"):]) * array.dtype.itemsize
-                    for kind, array in (*inputs, *results))
+    in_specs = [_block(kind, array, group, segment, of_keys if kind.startswith("k") else of_queries)
+                for kind, array in operands.inputs.values()]
+    out_specs = [_block(kind, array, group, segment, of_queries) for kind, array in operands.results.values()]
+    # `place` is in memory for scalars before a step begins, so that it can choose the blocks to fetch.
+    specs = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1, grid=tuple(grid), in_specs=in_specs, out_specs=out_specs,
+        scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in operands.scratch.values()])
     programs = batch * kv_heads * group
     return pl.pallas_call(
-        named, name=kernel.func.__name__,
-        out_shape=[result for _, result in results],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            # `place` is in memory for scalars before a step begins, so that it can choose the blocks that are fetched.
-            num_scalar_prefetch=1, grid=grid,
-            in_specs=[_block(kind, array, group, segment, of_keys if kind.startswith("k") else of_queries)
-                      for kind, array in inputs],
-            out_specs=[_block(kind, array, group, segment, of_queries) for kind, array in results],
-            scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in operands.scratch.values()]),
+        named, name=kernel.func.__name__, out_shape=[result for _, result in operands.results.values()],
+        grid_spec=specs, interpret=interpret,
         cost_estimate=pl.CostEstimate(flops=programs * cost[0], transcendentals=programs * cost[1],
-                                      bytes_accessed=num_bytes),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT_BYTES),
-        interpret=interpret,
-    )(place, *(array for _, array in inputs))
+                                      bytes_accessed=operands.num_bytes()),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=tuple(semantics), vmem_limit_bytes=VMEM_LIMIT_BYTES),
+    )(place, *(array for _, array in operands.inputs.values()))
 
 
 def _block(kind, array, group, segment, first_step):
@@ -215,7 +223,7 @@ def _block(kind, array, group, segment, first_step):
 
 
 def forward_results(q):
-    """The Operands.results of a forward kernel, of the stack q: attention's output and the logarithms of its sums."""
+    """The Operands.results of a forward kernel on the stack q: attention's output and the logarithms of its sums."""
     _, batch, length, width = q.shape
     return {"out": ("q head", jax.ShapeDtypeStruct(q.shape[1:], q.dtype)),
             "log_sums": ("q sums", jax.ShapeDtypeStruct(log_sums_shape(batch, length, width), jnp.float32))}
@@ -229,19 +237,20 @@ def backward_results(q, k, v):
 
 
 def forward_scratch(positions, dtype):
-    """The scratch of pallas_short.forward_tiles."""
+    """The scratch of pallas_short.Outputs."""
     return {"q_t": ((HEAD_DIM, positions), dtype),  # (128, T): rotated and normalised, as k
             "k_normed": ((positions, HEAD_DIM), dtype),
             "v_t": ((HEAD_DIM, positions), dtype)}
 
 
 def backward_scratch(positions, dtype):
-    """The scratch of pallas_short.Scores: operands of the products, (T, 128), or (128, T) with the suffix _t, and what
-    is kept of the norms."""
-    rows, columns = (positions, HEAD_DIM), (HEAD_DIM, positions)
+    """The scratch of pallas_short.Scores: operands of the products, (T, 128), or (128, T) with the suffix _t, and the
+    norms."""
+    rows = positions, HEAD_DIM
+    columns = HEAD_DIM, positions
     return {"q_normed": (rows, dtype), "q_t": (columns, dtype),
             "k_normed": (rows, dtype), "k_t": (columns, dtype),
             "v_t": (columns, dtype), "d_out_t": (columns, dtype),
-            "normed_t": ((2, *columns), jnp.float32),  # of q and of k, before they are rounded
+            "normed_t": ((2, *columns), jnp.float32),  # of q and of k, before rounding
             "scales": ((2, 1, positions), jnp.float32),  # their reciprocal root mean squares
             "log_sum_columns": (rows, jnp.float32)}  # 128 equal ones

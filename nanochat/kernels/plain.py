@@ -20,18 +20,14 @@ def attention(q, k, v, window):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
-# -----------------------------------------------------------------------------
-# Recomputation, see layers.Kernels
-
-
 def recompute(function, *args):
-    """By PyTorch's activation checkpointing."""
+    """See layers.Kernels: PyTorch's activation checkpointing."""
     import torch.utils.checkpoint
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
 def recompute_on_xla(function, *args):
-    """By torch_xla's activation checkpointing: PyTorch's own saves nothing on XLA, which merges the second computation
-    with the first; torch_xla's puts an optimization barrier between the two."""
+    """torch_xla's activation checkpointing. PyTorch's saves nothing on XLA, which merges the second computation with
+    the first; torch_xla's puts an optimization barrier between the two."""
     from torch_xla.utils.checkpoint import checkpoint
     return checkpoint(function, *args)

@@ -1,9 +1,9 @@
-"""Weights of which each rank of a mesh holds a part, and how it computes with them.
+"""How the ranks of a mesh compute with their parts of the weights. model/parts.py divides each weight.
 
-Along the axis fsdp, parts are gathered before they are used, and gradients are summed and divided among the ranks as
-soon as they are known (ZeRO-3, arXiv 1910.02054). Along the axis tensor, they are never gathered: each rank computes
-with its own heads, hidden units and rows of the vocabulary, on the same tokens as the others, and the ranks add up what
-comes out (arXiv 1909.08053). model/parts.py says how each weight is divided.
+Along the axis fsdp, parts are gathered before they are used, and gradients are reduced and scattered as soon as they
+are known (ZeRO-3, arXiv 1910.02054). Along the axis tensor, they are never gathered: each rank computes with its own
+heads, hidden units and rows of the vocabulary, on the same tokens as the others, and the ranks all-reduce the results
+(arXiv 1909.08053).
 """
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from nanochat.model.weights import DIVIDED_BY_INPUTS, UNDIVIDED
 
 @dataclass(frozen=True)
 class Sharding:
-    """The groups of ranks along the axes fsdp and tensor; () where an axis has one chip, and nothing is done."""
+    """The groups of ranks along the axes fsdp and tensor. An axis of one chip is (), and its operations are no-ops."""
     groups: tuple = ()
     tensor_groups: tuple = ()
 
@@ -34,16 +34,20 @@ class Sharding:
     # Along fsdp. "Whole" is what the ranks along it hold together: a slice of the weight, if tensor divides it too.
 
     def gather(self, part, name=None):
-        """Returns the whole weight (out, in), of this rank's part (out / ranks, in). Scalars are whole, and so is what
-        has a name in weights.UNDIVIDED."""
-        return gather_in_groups(part, _lists(self.groups)) if self._divides(part, name) else part
+        """Returns the whole weight (out, in), from this rank's part (out / ranks, in). Scalars and weights in UNDIVIDED
+        are whole already."""
+        if not self._divides(part, name):
+            return part
+        return gather_in_groups(part, _lists(self.groups))
 
     def scatter(self, gradient, name=None):
-        """Returns this rank's part in fp32 of the sum over the ranks of a whole weight's gradient."""
-        return scatter_sum_in_groups(gradient, _lists(self.groups)) if self._divides(gradient, name) else gradient
+        """Returns this rank's part in fp32 of a whole weight's gradient, summed over the ranks."""
+        if not self._divides(gradient, name):
+            return gradient
+        return scatter_sum_in_groups(gradient, _lists(self.groups))
 
     def whole_shape(self, stack, name=None):
-        """Returns a tensor without memory that has the shape of the whole weights of a stack of parts."""
+        """Returns a tensor without memory in the shape of the whole weights, from a stack of parts."""
         if stack.dim() < 3 or not self._divides(stack, name):
             return stack
         return torch.empty(stack.size(0), len(self.groups[0]) * stack.size(1), *stack.shape[2:], device="meta")
@@ -52,9 +56,9 @@ class Sharding:
 
     def whole(self, after, parts):
         """See layers.Kernels."""
-        # Left alone, the compiler gathers nearly all weights first: to generate with 6.98B parameters on 8 chips took
-        # 14.38 GiB at the peak, and takes 4.33 if a layer's parts wait for its input. Clones, because wait_for changes
-        # its tensors in place.
+        # The compiler would gather nearly all weights first: generating with 6.98B parameters on 8 chips took a peak of
+        # 14.38 GiB, and takes 4.33 if a layer's parts wait for its input. Clones, because wait_for changes its tensors
+        # in place.
         tensors = [part.clone() for part in parts.values()]
         wait_for(after, tensors)
         return [self._whole(name, tensor) for name, tensor in zip(parts, tensors, strict=True)]
@@ -75,45 +79,44 @@ class Sharding:
     # Along tensor
 
     def sum(self, part):
-        """Returns the sum over the ranks along tensor of what each of them has computed with its part."""
+        """Returns the sum over the ranks along tensor of each one's `part`."""
         return sum_in_groups(part, _lists(self.tensor_groups)) if self.tensor_groups else part
 
     def sums(self, *parts):
-        """Returns the sums of several tensors of one shape, which travel together."""
+        """Returns the sums of several tensors of one shape, in one all-reduce."""
         return self.sum(torch.stack(parts)).unbind() if self.tensor_groups else parts
 
     def largest(self, values):
-        """Returns the largest of the ranks' values, element by element."""
+        """Returns the elementwise maximum of the ranks' values."""
         return largest_in_groups(values, _lists(self.tensor_groups)) if self.tensor_groups else values
 
     def first_row(self, num_rows, device):
-        """Returns the number, int32 (), of the first row of this rank's `num_rows` rows of a table."""
+        """Returns the number, int32 (), of the first of this rank's `num_rows` rows of a table."""
         return num_rows * place_in_group(_lists(self.tensor_groups), device)
 
     def head(self, part, dtype):
-        """Returns the rows of the head with which this rank computes, of its part, in `dtype`, and, where ranks along
-        tensor have others, the number of the first: a list of one tensor or two."""
+        """Returns a list: the rows of the head that this rank computes with, from its part, in `dtype`; along tensor,
+        also the number of the first row."""
         head = self.gather(part.to(dtype))
         if not self.tensor_groups:
             return [head]
         return [head, self.first_row(head.size(0), head.device)]
 
     def log_softmax(self, logits):
-        """Returns the logarithms of the probabilities (N, V / ranks) of this rank's rows of the head, from its fp32
-        logits of them."""
+        """Returns the log-probabilities (N, V / ranks) of this rank's rows of the head, from their fp32 logits."""
         if not self.tensor_groups:
             return F.log_softmax(logits, dim=-1)
-        # The largest logit and the sum of exponentials are those of all ranks: two numbers of a token travel, not V.
+        # The ranks exchange the largest logit and the sum of exponentials: two numbers per token, not V.
         logits = logits - self.largest(logits.max(dim=-1, keepdim=True).values)
         return logits - self.sum(logits.exp().sum(dim=-1, keepdim=True)).log()
 
     def count_from(self, first_row, ids):
-        """Returns the ids as numbers of this rank's rows of a table, of which `first_row` is the first."""
+        """Returns the ids as numbers of this rank's rows of a table, counted from `first_row`."""
         return ids - first_row if self.tensor_groups else ids
 
     def rows_here(self, ids, num_rows):
-        """Returns which of this rank's `num_rows` rows of a table the ids mean, the first for those that others have,
-        and whether this rank has them."""
+        """Returns the ids as numbers of this rank's `num_rows` rows of a table, 0 for other ranks' rows, and whether
+        this rank has them."""
         ids = ids - self.first_row(num_rows, ids.device)
         is_here = (ids >= 0) & (ids < num_rows)
         return torch.where(is_here, ids, 0), is_here
@@ -124,7 +127,7 @@ class Sharding:
         return blocks.index_select(-2, place_in_group(_lists(self.tensor_groups), x.device)[None]).flatten(-3)
 
     def all_columns(self, own, width):
-        """Returns x (…, n × ranks × width) of which each rank has own_columns."""
+        """Returns x (…, n × ranks × width) from each rank's own_columns."""
         parts = gather_in_groups(own[None], _lists(self.tensor_groups))  # (ranks, …, n × width)
         return parts.unflatten(-1, (-1, width)).movedim(0, -2).flatten(-3)
 

@@ -13,13 +13,13 @@ from nanochat.kernels.sharded import WHOLE, Sharding
 from nanochat.model.layers import IGNORE_INDEX
 from nanochat.model.logit_cap import LogitCap
 
-# By chunks of 8,192, 4,096 and 2,048 tokens, a micro-step at depth 16 took 151.6, 154.9 and 158.7 Mcycles on v5e, and
-# 6.97, 6.16 and 5.63 GiB at the peak.
+# In chunks of 8,192, 4,096 and 2,048 tokens, a micro-step at depth 16 took 151.6, 154.9 and 158.7 Mcycles on v5e, with
+# a peak of 6.97, 6.16 and 5.63 GiB.
 CHUNK_TOKENS = 8192  # tokens whose logits are held at a time, in bf16: 8192 × 65,536 × 2 bytes = 1 GiB
 
 
 class Embedding(torch.autograd.Function):
-    """See layers.Kernels. Each rank looks up the rows that it has."""
+    """See layers.Kernels. Each rank looks up its own rows."""
 
     @staticmethod
     def forward(ctx, ids, table, dtype, sharding):
@@ -45,8 +45,8 @@ class Embedding(torch.autograd.Function):
         if sharding.tensor_groups:
             ids, is_here = sharding.rows_here(ids, parts * total.size(0))
             d_out = torch.where(is_here[:, None], d_out, 0.0)
-        # Along fsdp, a rank's tokens mean rows of all ranks: it makes the gradient of the whole table, which is then
-        # summed and divided. Along tensor, all ranks have the same tokens, and each adds to its own rows.
+        # Along fsdp, a rank's tokens have rows on all ranks: it makes the gradient of the whole table, which is then
+        # reduced and scattered. Along tensor, all ranks have the same tokens, and each adds to its own rows.
         if not sharding.groups:
             total.index_add_(0, ids, d_out.float())
         else:
@@ -55,7 +55,6 @@ class Embedding(torch.autograd.Function):
         return None, None, None, None
 
 
-# -----------------------------------------------------------------------------
 # The loss, see loss.py
 
 
@@ -68,7 +67,7 @@ def cross_entropy(chunk_tokens, sharding, hidden, head, targets, cap):
 
 
 def mean_loss(chunk_tokens, sharding, hidden, head, targets, cap, teaching=None):
-    """See layers.Kernels. With a teacher, chunks are half as large, because there are logits of two models."""
+    """See layers.Kernels. With a teacher, chunks are half as large, because two models have logits."""
     if teaching is None:
         body = _GradientBody(cap, sharding, len(hidden))
     else:
@@ -90,7 +89,7 @@ class _LossBody:
 
 @dataclass(frozen=True)
 class _GradientBody:
-    """The body of ChunkedLoss. The sums are those of the mean over `num_tokens`."""
+    """The body of ChunkedLoss. It sums the mean over `num_tokens`."""
     cap: LogitCap
     sharding: Sharding
     num_tokens: int
@@ -103,22 +102,22 @@ class _GradientBody:
         losses, weights, of_target, total = _losses(self.cap, self.sharding, hidden, targets, *constants)
         xm.optimization_barrier_([weights])  # else XLA keeps the logits, and both products compute exponentials again
         scale = torch.where(targets == IGNORE_INDEX, 0.0, 1 / self.num_tokens)[:, None] / total
-        # Twice, because a result of which both products need the same copy would be written to HBM first.
+        # _with_targets is called twice, because a result that both products need would be written to HBM first.
         d_head = d_head + (_with_targets(weights.t(), of_target.t()) @ (hidden * scale).to(hidden.dtype)).float()
         d_hidden = (_with_targets(weights, of_target) @ head) * scale
         return (loss + losses.sum() / self.num_tokens, d_head), (d_hidden.to(hidden.dtype),)
 
 
 def _losses(cap, sharding, hidden, targets, head, first_row=0):
-    """Returns the losses (N,) of hidden (N, C), and what their gradients need: `weights` (N, V), `of_target` (N, 1) and
-    `total` (N, 1), of this rank's rows of the head, which begin with `first_row`.
+    """Returns the losses (N,) of hidden (N, C), and the terms of their gradients: `weights` (N, V), `of_target` (N, 1)
+    and `total` (N, 1), for this rank's rows of the head, from `first_row` on.
 
     A loss's gradient with respect to the logits is (softmax - one-hot) × slope, where slope is the derivative of the
     cap. Times `total`, the sum of a row's exponentials, it is exponentials × slope, and (exponential - total) × slope
-    at the target. The first is known as soon as the logits are, so the product that makes them writes it, and nothing
-    else of this size: `weights`, with -1 at the target, where `of_target` belongs.
+    at the target. The first is known with the logits, so the product that makes them writes it, and nothing else of
+    this size: `weights`, with -1 at the target, the place of `of_target`.
 
-    A bounded cap makes it safe to sum exponentials in fp32 without subtracting a maximum, which would cost another pass
+    With a bounded cap, exponentials can be summed in fp32 without subtracting a maximum, which would cost another pass
     over the logits.
     """
     logits, slope = cap.with_slope(F.linear(hidden.float(), head.float()))  # a product in bfloat16 rounds its result
@@ -133,13 +132,13 @@ def _losses(cap, sharding, hidden, targets, head, first_row=0):
     total, picked = sharding.sums(total, picked)
     losses = (torch.log(total) + largest - picked)[:, 0]
     losses = torch.where(targets == IGNORE_INDEX, 0.0, losses)
-    # Exponentials × slope are never negative, so -1 can only be the target. Comparing with positions in each product
-    # instead took 23.1 ms for a micro-step of one layer, in place of 22.5 (v5e).
+    # Exponentials × slope are never negative, so -1 can only be the target. Comparing positions in each product instead
+    # took 23.1 ms for a micro-step of one layer, not 22.5 (v5e).
     weights = torch.where(is_target, -1.0, exponentials * slope).to(hidden.dtype)
     of_target = (torch.exp(picked - largest) - total) * cap.slope_at(picked)
     return losses, weights, of_target.to(hidden.dtype), total
 
 
 def _with_targets(weights, of_target):
-    """Returns the gradient with respect to the logits, times `total`, from what `_losses` returns."""
+    """Returns the gradient with respect to the logits, times `total`, from the results of `_losses`."""
     return torch.where(weights < 0, of_target, weights)

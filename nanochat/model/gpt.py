@@ -1,8 +1,8 @@
 """The GPT: rotary positions, QK-norm, ReLU², RMSNorm without parameters, an untied head with softcapped logits,
-grouped-query attention and, where asked for, short attention windows. It does not know on what it runs.
+grouped-query attention and short attention windows. It knows neither its device nor how a mesh divides it.
 
 The weights of all layers are stacked: `attn_q` is (layer, out, in). So Muon orthogonalises all layers in one batched
-product, gradients are a few large tensors for the collectives, and a loop over the layers needs no copy.
+product, collectives move a few large gradients, and a loop over the layers copies nothing.
 """
 from functools import partial
 
@@ -10,35 +10,28 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanochat.model.layers import (
-    CachedText,
-    LayerOptions,
-    LayerValues,
-    LayerWindows,
-    WholeText,
-    causal_mask,
-    gpt_layer,
-    norm,
-    rotary_tables,
-)
+from nanochat.model import layers
 from nanochat.model.logit_cap import LogitCap
 from nanochat.model.weights import initial_weights, layer_weights, shapes
 
 
 class KVCache:
-    """Keys and values of each layer, (B, H_kv, max_len, head_dim), and where keys are shifted, `befores`, (B, max_len +
-    1, C_kv): at each position the keys of the one before it. The shapes never change, so XLA compiles once."""
+    """Keys and values of each layer, (B, H_kv, max_len, head_dim). If keys are shifted, also `befores`, (B, max_len +
+    1, C_kv): at each position the keys of the previous one. The shapes never change, so XLA compiles once."""
 
     def __init__(self, config, batch_size, max_len, dtype, device):
         def zeros(*shape):
             return [torch.zeros(batch_size, *shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
 
-        self.keys, self.values = (zeros(config.n_kv_head, max_len, config.head_dim) for _ in range(2))
-        self.befores = zeros(max_len + 1, config.n_kv_head * config.head_dim) if config.key_shift else []
+        self.keys = zeros(config.n_kv_head, max_len, config.head_dim)
+        self.values = zeros(config.n_kv_head, max_len, config.head_dim)
+        self.befores = []
+        if config.key_shift:
+            self.befores = zeros(max_len + 1, config.n_kv_head * config.head_dim)
 
     def keys_before(self, layer, k, positions):
-        """Keeps k (B, T, C_kv) of `layer` at `positions`, which are as in attend, and returns the keys of the positions
-        before them, (B, T, C_kv), 0 before the first."""
+        """Keeps k (B, T, C_kv) of `layer` at `positions`, as in attend. Returns the keys of the previous positions,
+        (B, T, C_kv); the first position gets 0."""
         # Row p of `befores` is the key of position p - 1, and row 0 stays 0.
         befores = self.befores[layer]
         if positions.dim() == 1:
@@ -49,10 +42,10 @@ class KVCache:
         return befores.gather(1, positions.expand(-1, 1, k.size(-1)))
 
     def attend(self, layer, q, k, v, positions, window):
-        """Writes k and v of `layer` to `positions`, and returns the attention of q (B, H, T, head_dim) to all that the
-        cache holds at or before each position.
+        """Writes k and v of `layer` to `positions`. Returns the attention of q (B, H, T, head_dim) to everything in the
+        cache at or before each position.
 
-        positions: (T,), the same for every row, or (B, 1, 1), a position of its own for each row's only token.
+        positions: (T,), the same for every row, or (B, 1, 1), one for each row's only token.
         """
         everywhere = torch.arange(self.keys[layer].size(2), device=k.device)
         if positions.dim() == 1:
@@ -62,20 +55,20 @@ class KVCache:
             is_here = (positions == everywhere)[..., None]  # (B, 1, max_len, 1)
             keys = torch.where(is_here, k, self.keys[layer])
             values = torch.where(is_here, v, self.values[layer])
-        self.keys[layer], self.values[layer] = keys, values
-        mask = causal_mask(positions, everywhere, window)
+        self.keys[layer] = keys
+        self.values[layer] = values
+        mask = layers.causal_mask(positions, everywhere, window)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=q.size(1) != k.size(1))
 
 
 class GPT(nn.Module):
 
     def __init__(self, config, kernels, compute_dtype=torch.float32, activation_checkpointing="none"):
-        """kernels: layers.Kernels; compute_dtype: of activations and products; activation_checkpointing: what the
-        backward pass computes again instead of keeping it, one of layers.RECOMPUTED; "none" or "all" where the kernels
-        run one layer after the other."""
+        """kernels: layers.Kernels; compute_dtype: of activations and products; activation_checkpointing: one of
+        layers.RECOMPUTED, and not "qkv" if the kernels run one layer after the other."""
         super().__init__()
         self.config = config
-        self.options = LayerOptions.of(config)
+        self.options = layers.LayerOptions.of(config)
         self.layer_weights = layer_weights(config)  # kept, because torch.compile cannot make a type in forward
         self.kernels = kernels
         self.compute_dtype = compute_dtype
@@ -83,43 +76,44 @@ class GPT(nn.Module):
         self.logit_cap = LogitCap.of(config)
         for name, shape in shapes(config).items():
             setattr(self, name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
-        cos, sin = rotary_tables(torch.arange(config.max_seq_len), config.head_dim, config.rotary_base)
+        cos, sin = layers.rotary_tables(torch.arange(config.max_seq_len), config.head_dim, config.rotary_base)
+        windows = [window or config.max_seq_len for window in config.windows()]
+        # A loop over the layers reads a number for each layer: one beyond the last slot stands for none.
+        slots = [config.num_values if slot is None else slot for slot in config.value_slots()]
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        windows = torch.tensor([window or config.max_seq_len for window in config.windows()], dtype=torch.int32)
-        self.register_buffer("windows", windows, persistent=False)
-        # A loop over the layers reads a number for each, so one beyond the last slot stands for none.
-        slots = [config.num_values if slot is None else slot for slot in config.value_slots()]
+        self.register_buffer("windows", torch.tensor(windows, dtype=torch.int32), persistent=False)
         self.register_buffer("slots", torch.tensor(slots, dtype=torch.int32), persistent=False)
 
     @classmethod
     def on_meta(cls, config):
-        """A GPT without memory and kernels: its parameters have shapes only."""
+        """A GPT without memory and kernels: its parameters only have shapes."""
         with torch.device("meta"):
             return cls(config, kernels=None)
 
     @torch.no_grad()
     def init_weights(self, seed=0):
-        """Draws the weights with a CPU generator: every rank gets the same ones from a seed, without a broadcast."""
+        """Draws the weights with a CPU generator: a seed gives every rank the same weights, without a broadcast."""
         for name, index, value in initial_weights(self.config, seed):
             weight = getattr(self, name)
-            (weight if index is None else weight[index]).copy_(value)
+            if index is not None:
+                weight = weight[index]
+            weight.copy_(value)
         return self
 
     # Training
 
     @property
     def training_dtype(self):
-        """Dtype of the weights in training, which are copies of fp32 weights that the optimizer keeps. Autograd gives a
-        gradient, and the sum of gradients, the dtype of the weight: where autograd sums, the weights stay fp32."""
+        """Dtype of the weights in training: copies of the fp32 weights that the optimizer keeps. If autograd sums the
+        gradients, the weights stay fp32, because it gives gradients and their sums the dtype of the weight."""
         return self.compute_dtype if self.kernels and self.kernels.run_layers else torch.float32
 
     def create_main_grads(self):
         """Gives every weight `main_grad`, the fp32 sum of its gradients since the optimizer's last update.
 
-        There are two ways into that sum. Autograd adds to `p.grad`, which is the same tensor where the weight is fp32.
-        The backward passes of kernels/ that run as loops of the program add to `p.main_grad` themselves, in place:
-        a gradient by itself, written to memory, read and added, would cost as much traffic as the weights do.
+        Autograd adds to `p.grad`, which is the same tensor if the weight is fp32. The loops in kernels/ add to
+        `p.main_grad` in place: a separate gradient would cost as much traffic as the weights do.
         """
         for p in self.parameters():
             p.main_grad = torch.zeros_like(p, dtype=torch.float32)
@@ -131,26 +125,26 @@ class GPT(nn.Module):
     def hidden(self, ids, cache=None, positions=None):
         """Final hidden states (B, T, C) of ids (B, T).
 
-        With a KVCache, or another object with its methods, `positions` says where in the text the ids stand, as the
-        cache takes it. Their keys and values are written to the cache, and they see everything in it at or before
-        their own position.
+        With a KVCache, or another object with its methods, `positions` are the ids' places in the text, as the cache
+        takes them. It writes their keys and values to the cache, and they see all earlier positions in it.
         """
-        x0 = norm(self.kernels.embedding(ids, self.wte, self.compute_dtype))  # (B, T, C)
+        x0 = layers.norm(self.kernels.embedding(ids, self.wte, self.compute_dtype))  # (B, T, C)
         if self.kernels.run_layers and cache is None:
-            return norm(self._all_layers(x0, ids))
-        return norm(self._layer_by_layer(x0, ids, cache, positions))
+            return layers.norm(self._all_layers(x0, ids))
+        return layers.norm(self._layer_by_layer(x0, ids, cache, positions))
 
     def _stacks(self):
         return self.layer_weights(*(getattr(self, name) for name in self.layer_weights._fields))
 
     def _all_layers(self, x0, ids):
         """Returns x after all layers, by the function that runs them together."""
-        windows, values = None, self.values(ids)
+        windows = None
         if any(self.config.windows()):
             sizes = {window or self.config.max_seq_len for window in self.config.windows()}
-            windows = LayerWindows(tuple(sorted(sizes)), self.windows)
+            windows = layers.LayerWindows(tuple(sorted(sizes)), self.windows)
+        values = self.values(ids)
         if values is not None:
-            values = LayerValues(self.slots, values, self.config.num_values)
+            values = layers.LayerValues(self.slots, values, self.config.num_values)
         rotary = self.cos[:ids.size(1)], self.sin[:ids.size(1)]
         return self.kernels.run_layers(self.options, x0, self._stacks(), windows, rotary, self.activation_checkpointing,
                                        values)
@@ -159,17 +153,19 @@ class GPT(nn.Module):
         if positions is None:
             positions = torch.arange(ids.size(1), device=ids.device)
         rotary = self.cos[positions].to(self.compute_dtype), self.sin[positions].to(self.compute_dtype)
-        windows, slots, values = self.config.windows(), self.config.value_slots(), self.values(ids)
+        values = self.values(ids)
         recomputes = self.activation_checkpointing == "all" and torch.is_grad_enabled()
+        # unbind's backward pass is one stack; that of indexing would add up whole stacks.
+        weights_of = zip(*(stack.unbind(0) for stack in self._stacks()), strict=True)
+        each = zip(self.config.windows(), self.config.value_slots(), weights_of, strict=True)
         x = x0
-        # unbind's backward pass is one stack, where that of indexing would add up whole stacks
-        for index, weights in enumerate(zip(*(stack.unbind(0) for stack in self._stacks()), strict=True)):
-            text = WholeText(self.kernels.attention, windows[index])
+        for index, (window, slot, weights) in enumerate(each):
+            text = layers.WholeText(self.kernels.attention, window)
             if cache is not None:
-                text = CachedText(cache, index, positions, windows[index])
+                text = layers.CachedText(cache, index, positions, window)
             value = None
-            if slots[index] is not None:
-                value = values.chunk(self.config.num_values, -1)[slots[index]]
+            if slot is not None:
+                value = values.chunk(self.config.num_values, -1)[slot]
             run_layer = partial(self._layer, rotary, text)
             if recomputes:
                 x = self.kernels.recompute(run_layer, x, x0, value, *weights)
@@ -179,13 +175,14 @@ class GPT(nn.Module):
 
     def _layer(self, rotary, text, x, x0, value, *weights):
         whole = self._whole(x, dict(zip(self.layer_weights._fields, weights, strict=True)))
-        return gpt_layer(self.options, x, x0, self.layer_weights(*whole), rotary, text, value)
+        return layers.gpt_layer(self.options, x, x0, self.layer_weights(*whole), rotary, text, value)
 
     def _whole(self, after, weights):
         return weights.values() if self.kernels.whole is None else self.kernels.whole(after, weights)
 
     def values(self, ids):
-        """What layers add to attention's values at ids (B, T), (B, T, slots × C_kv), see value_slots; or None."""
+        """Returns what layers add to attention's values at ids (B, T), (B, T, slots × C_kv), see value_slots; or
+        None."""
         if not self.config.num_values:
             return None
         return self.kernels.embedding(ids, self.value_table, self.compute_dtype)
@@ -196,9 +193,8 @@ class GPT(nn.Module):
         return self.logit_cap(F.linear(hidden, head).float())
 
     def forward(self, ids, targets=None, reduction="none", teaching=None):
-        """Logits (B, T, V) of ids (B, T). With targets (B, T): the losses of the tokens instead, fp32, nats, (B, T), or
-        their mean, a scalar, with reduction "mean". With the Teaching of another model, the mean is that of the loss
-        of a student."""
+        """Logits (B, T, V) of ids (B, T). With targets (B, T): the tokens' losses instead, fp32, nats, (B, T), or their
+        mean, a scalar, with reduction "mean". With a Teaching, the mean is that of the student's loss."""
         hidden = self.hidden(ids)
         if targets is None:
             return self.logits(hidden)

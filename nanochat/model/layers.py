@@ -6,24 +6,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanochat.model.gates import ATTENTION, MLP, VALUES, gate_of, gated
-
 NORM_EPS = torch.finfo(torch.float32).eps  # for every dtype
-IGNORE_INDEX = -1  # the loss of a target with this value is 0
-
-
-RECOMPUTED = ("none", "qkv", "all")  # what the backward pass computes again of a layer: qkv is queries, keys, values
+IGNORE_INDEX = -1  # a target with this value has no loss
+RECOMPUTED = ("none", "qkv", "all")  # the parts of a layer that the backward pass computes again
 
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What a layer computes: the fields of GPTConfig that say so, by their names. An option that is off is False.
-
-    A new option is a field here and in GPTConfig, and a line in gpt_layer. Whatever computes a layer in its own way
-    says which options it knows, and leaves models with others alone (see unknown).
-    """
+    """The fields of GPTConfig that decide what a layer computes, by their names. An option that is off is False. A new
+    option is a field here and in GPTConfig, and a line in gpt_layer; other implementations of the layer refuse options
+    that they do not know (see unknown)."""
     head_dim: int
-    layer_gates: bool = False  # see gates.py
+    layer_gates: bool = False  # see gate_of
     key_shift: bool = False  # see shift_keys
 
     @classmethod
@@ -31,20 +25,20 @@ class LayerOptions:
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
     def unknown(self, known):
-        """Returns the names of the options that are on and not among the `known` ones, as flags: text, "" if none."""
+        """Returns the options that are on and not among the `known` names, as flags in one text, "" if none."""
         names = [field.name for field in fields(self) if getattr(self, field.name) and field.name not in known]
         return ", ".join(f"--{name}" for name in names)
 
 
 class LayerWindows(NamedTuple):
     """How many positions each layer's attention sees."""
-    sizes: tuple  # those that occur, ints
+    sizes: tuple  # the different sizes, ints
     of_layers: torch.Tensor  # int32 (layers,)
 
 
 class LayerValues(NamedTuple):
     """What layers add to attention's values: one of `count` blocks of columns of an array."""
-    numbers: torch.Tensor  # of each layer's block, int32 (layers,); `count` where a layer adds none
+    numbers: torch.Tensor  # each layer's block, int32 (layers,); `count`: the layer adds none
     array: torch.Tensor  # (B, T, count × C_kv)
     count: int
 
@@ -54,30 +48,28 @@ class Kernels:
     """The functions with which a GPT computes. nanochat/kernels/choose.py has the choices."""
     name: str
     # attention(q, k, v, window): causal attention of q (B, H, T, D) with k and v (B, H_kv, T, D) -> (B, H, T, D). A
-    # position sees itself and the `window` - 1 positions before it, or all of them if the window is None.
+    # position sees itself and the `window` - 1 positions before it, or all before it if the window is None.
     attention: Callable
     # cross_entropy(hidden, head, targets, cap): losses (N,), fp32, nats, of hidden (N, C), head (V, C) and targets
-    # (N,), whose logits the LogitCap `cap` bounds. It may have no gradient.
+    # (N,); the LogitCap `cap` bounds the logits. It may have no gradient.
     cross_entropy: Callable
     # mean_loss(hidden, head, targets, cap, teaching=None): the mean of these losses, a scalar with a gradient, for
-    # training; with a Teaching, that of a student, as kernels/loss.py defines it.
+    # training; with a Teaching, the student's loss (kernels/loss.py).
     mean_loss: Callable
     # embedding(ids, table, dtype): the vectors in table (V, C) of ids (B, T) -> (B, T, C).
     embedding: Callable
-    # recompute(function, *args): function(*args), which is computed again in the backward pass instead of keeping its
-    # activations.
+    # recompute(function, *args): function(*args); the backward pass computes it again instead of keeping activations.
     recompute: Callable
     # run_layers(options, x, stacks, windows, rotary, recompute, values): x (B, T, C) after all layers. stacks: as
-    # weights.layer_weights; windows: LayerWindows, or None where every layer sees all positions; rotary: cos and sin
-    # (T, head_dim / 2); recompute: one of RECOMPUTED; values: LayerValues, or None. None instead of the function where
-    # the model runs one layer after the other.
+    # weights.layer_weights; windows: LayerWindows, or None if every layer sees all positions; rotary: cos and sin
+    # (T, head_dim / 2); recompute: one of RECOMPUTED; values: LayerValues or None. None instead of the function: the
+    # model runs one layer after the other.
     run_layers: Callable | None = None
-    # whole(after, parts): the whole weights, a list, of {name: this rank's part}, gathered once the tensor `after` is
-    # known, so that few are whole at a time. None where ranks have whole weights. The functions above take parts.
+    # whole(after, parts): the whole weights, a list, of {name: this rank's part}. Gathering starts once the tensor
+    # `after` is known, so few are whole at a time. None: ranks have whole weights. The functions above take parts.
     whole: Callable | None = None
 
 
-# -----------------------------------------------------------------------------
 # The parts of a layer
 
 
@@ -100,17 +92,17 @@ def apply_rotary(x, cos, sin):
 
 
 def one_later(x):
-    """Gives each position of x (B, T, width) what the position before it has, and the first one 0."""
+    """Shifts x (B, T, width) by one position; the first one becomes 0."""
     return F.pad(x, (0, 0, 1, -1))
 
 
 def shift_keys(k, before, head_dim):
-    """Returns the keys k (B, T, C_kv), where half of each head's channels, those that rotary turns slowest, are of the
-    position before: `before`, (B, T, C_kv).
+    """Returns the keys k (B, T, C_kv) with half of each head's channels, those that rotary turns slowest, taken from
+    the previous position's keys `before`, (B, T, C_kv).
 
-    So one layer finds what followed earlier occurrences of a token: it looks for the key of the token itself, at the
-    position after it. Otherwise one layer has to copy each token's predecessor first, and another one finds it
-    (arXiv 2209.11895); the idea is modded-nanogpt's, and its gain on C++ is in dev/LOG.md.
+    So one layer finds what followed earlier occurrences of a token: it looks for the token's own key one position
+    later. Without it, one layer must copy each token's predecessor before another one can match it (arXiv 2209.11895).
+    The idea is from modded-nanogpt; dev/LOG.md has its gain on C++.
     """
     return torch.where(_keeps_place(k, head_dim), k, before)
 
@@ -121,8 +113,8 @@ def shift_keys_backward(d_k, head_dim):
 
 
 def _keeps_place(k, head_dim):
-    # Rotary turns channels i and i + head_dim / 2 of a head together, the fastest pair first. With the fastest shifted
-    # instead, a model of depth 4 had 1.6920 bits per byte after 512 steps, and 1.5194 so.
+    # Rotary turns channels i and i + head_dim / 2 of a head together, the fastest pair first. A model of depth 4 had
+    # 1.5194 bits per byte after 512 steps, and 1.6920 with the fastest channels shifted.
     return torch.arange(k.size(-1), device=k.device) % (head_dim // 2) < (head_dim // 2 + 1) // 2
 
 
@@ -132,20 +124,58 @@ def split_heads(x, head_dim):
 
 
 def causal_mask(query_positions, key_positions, window):
-    """Returns a boolean mask (…, T_q, T_k) that is True where a query may look, for query_positions (…, T_q) and
-    key_positions (T_k,); `window` as in Kernels.attention."""
+    """Returns a boolean mask (…, T_q, T_k), True where a query may look, for query_positions (…, T_q) and key_positions
+    (T_k,); `window` as in Kernels.attention."""
     distance = query_positions[..., None] - key_positions[None, :]
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
 
 
-# -----------------------------------------------------------------------------
+# Gates (--layer_gates) multiply attention's values, what attention adds to the residual stream, and what the MLP adds,
+# by one number each per token. A gate is a × 2 × sigmoid(map · norm(x)): x is the input of the layer's attention or
+# MLP, the number a and the vector map are learned. A gate starts at 1, so a model starts as the plain one. These are
+# hyper-connections (arXiv 2409.19606, 2512.24880) of one stream; more streams cost more and gained nothing
+# (dev/LOG.md).
+
+VALUES, ATTENTION, MLP = range(3)  # the rows of a layer's gate_map, (3, C), and gate_scale, (3, 1)
+NUM_GATES = 3
+
+
+def gate_of(options, weights, which, x, scale=None):
+    """Returns a gate (B, T, 1) of x (B, T, C), fp32, or None for LayerOptions without gates. scale: (B, T, 1), which
+    multiplies x to norm(x); None: x is normalised."""
+    if not options.layer_gates:
+        return None
+    return weights.gate_scale[which].float() * 2 * torch.sigmoid(_logit(weights, which, x, scale))
+
+
+def gated(gate, x):
+    """Returns x (B, T, width) times its gate, if there is one."""
+    return x if gate is None else (gate * x).to(x.dtype)
+
+
+def gate_backward(weights, which, x, scale, change):
+    """Returns the gradients of map · norm(x), times scale, (B, T, 1), and of the gate's scale, (1,).
+
+    change: the gate × its gradient, (B, T, 1), fp32: the sum over the width of the gate's output × its gradient.
+    """
+    # With z = map · norm(x), the gate's derivative is gate × sigmoid(-z) by z, and gate / a by a. So `change` alone is
+    # needed of the gate's input.
+    d_logit = change * torch.sigmoid(-_logit(weights, which, x, scale))
+    return scale * d_logit, change.sum().reshape(1) / weights.gate_scale[which].float()
+
+
+def _logit(weights, which, x, scale):
+    product = (x.float() * weights.gate_map[which].float()).sum(-1, keepdim=True)
+    return product if scale is None else scale * product
+
+
 # The layer
 
 
 @dataclass
 class WholeText:
-    """What a layer sees where all positions of a text are computed at once."""
+    """What a layer sees when all positions of a text are computed at once."""
     attention: Callable  # as in Kernels
     window: int | None
 
@@ -158,10 +188,10 @@ class WholeText:
 
 @dataclass
 class CachedText:
-    """What layer number `layer` sees of a text whose earlier positions are in a KVCache, or in one with its methods."""
+    """What layer number `layer` sees of a text whose earlier positions are in a KVCache, or one with its methods."""
     cache: Any
     layer: int
-    positions: Any  # that are computed, as the cache takes them
+    positions: Any  # to compute, as the cache takes them
     window: int | None
 
     def attend(self, q, k, v):
@@ -176,8 +206,8 @@ def gpt_layer(options, x, x0, weights, rotary, text, value=None):
 
     This is the definition: every kernel and every way to generate computes it. x0: the embedding, which every layer
     adds (modded-nanogpt); weights: the layer's, see weights.layer_weights, cast to the dtype of x here; rotary: cos and
-    sin (T, head_dim / 2) in the dtype of x; text: WholeText or CachedText; value: what is added to attention's values,
-    (B, T, C_kv), or None.
+    sin (T, head_dim / 2) in the dtype of x; text: WholeText or CachedText; value: added to attention's values, (B, T,
+    C_kv), or None.
     """
     w = type(weights)(*(weight.to(x.dtype) for weight in weights))
     x = w.resid_scale * x + w.x0_scale * x0

@@ -1,20 +1,20 @@
-"""How a GPT bounds its logits. Whatever computes logits goes through LogitCap: the model, the kernels with their
-backward passes by hand, evaluation, generation, and what is written for other programs."""
+"""How a GPT bounds its logits. All code that computes logits uses LogitCap: the model, the kernels with their backward
+passes by hand, evaluation, generation, and exports."""
 from dataclasses import dataclass
 
 import torch
 
-CONFIG_FIELDS = ("softcap",)  # of GPTConfig: what makes a cap
+CONFIG_FIELDS = ("softcap",)  # the fields of GPTConfig that make a cap
 LARGEST_WITHOUT_MAXIMUM = 60  # exp(60) summed over a vocabulary of 2**20 is 1e32, and fp32 reaches 3e38
 
 
 @dataclass(frozen=True)
 class LogitCap:
-    """softcap × tanh(logits / softcap), which keeps logits within ±softcap (Gemma 2, arXiv 2408.00118). A softcap of 0
-    leaves them as they are.
+    """softcap × tanh(logits / softcap), which keeps logits within ±softcap (Gemma 2, arXiv 2408.00118); a no-op if
+    softcap is 0.
 
-    Calling it is the reference, which autograd differentiates. The other methods are for backward passes by hand; a
-    test compares them with the reference.
+    Autograd differentiates __call__, the reference. The other methods serve backward passes by hand; a test compares
+    them with the reference.
     """
     softcap: float
 
@@ -24,47 +24,46 @@ class LogitCap:
         return cls(config.softcap)
 
     def __call__(self, logits):
-        """Returns the capped logits, of the shape and dtype of `logits`."""
+        """Returns the capped logits, in the shape and dtype of `logits`."""
         if not self.softcap:
             return logits
         return self.softcap * torch.tanh(logits / self.softcap)
 
     def slope_at(self, capped):
-        """Returns the cap's derivative where its value is `capped`: a tensor of this shape, or 1.0."""
+        """Returns the cap's derivative at the capped logits `capped`, in their shape, or 1.0."""
         if not self.softcap:
             return 1.0
         return 1 - (capped / self.softcap).square()
 
     def with_slope(self, logits):
-        """Returns the capped logits and the derivative there, which is never negative: a chip's tanh may exceed 1 by
-        rounding."""
+        """Returns the capped logits and the derivative there, clamped at 0: a chip's tanh may exceed 1 by rounding."""
         if not self.softcap:
             return logits, 1.0
         tanh = torch.tanh(logits / self.softcap)
         return self.softcap * tanh, (1 - tanh.square()).clamp(min=0.0)
 
     def with_slope_in_place(self, logits):
-        """The same, quickly on a CPU. It overwrites `logits`."""
+        """The same, fast on a CPU. Overwrites `logits`."""
         if not self.softcap:
             return logits, 1.0
         if self.softcap > 100:
             tanh = logits.div_(self.softcap).tanh_()
-        else:  # 2 × sigmoid(2 x) - 1 takes a tenth of the time of tanh(x), and is off by 1e-7 × softcap
+        else:  # 2 × sigmoid(2 x) - 1 takes a tenth of tanh(x)'s time; its error is 1e-7 × softcap
             tanh = logits.mul_(2 / self.softcap).sigmoid_().mul_(2).sub_(1)
         slope = 1 - tanh.square()
         return tanh.mul_(self.softcap), slope
 
     @property
     def needs_maximum(self):
-        """Whether a maximum must be subtracted from capped logits before their exponentials are summed in fp32."""
+        """Whether summing exponentials of capped logits in fp32 requires subtracting their maximum first."""
         return not 0 < self.softcap <= LARGEST_WITHOUT_MAXIMUM
 
     @property
     def as_softcap(self):
-        """The number with which cut-cross-entropy computes this cap, or None without one."""
+        """cut-cross-entropy's argument for this cap, or None without one."""
         return self.softcap or None
 
     def for_transformers(self):
-        """Returns what an export's config.json says of the cap, {name: value}. The NanoChat of transformers knows one
-        name, and modeling_nanochat_scaled.py reads the others."""
+        """Returns the cap's entries of an export's config.json, {name: value}. The NanoChat of transformers knows one
+        name; modeling_nanochat_scaled.py reads the others."""
         return {"final_logit_softcapping": self.softcap or None}

@@ -1,7 +1,7 @@
 """The optimizer: Muon for the matrices, AdamW for the other weights. rates.py has their learning rates.
 
-Everything that changes from step to step (learning rates, momentum, bias corrections) reaches the device as one small
-tensor. No such number is part of the compiled program, so no schedule makes it compile again.
+Numbers that change with the step (learning rates, momentum, bias corrections) reach the device as one small tensor. The
+compiled program contains none of them, so no schedule makes it compile again.
 """
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -11,11 +11,17 @@ import torch
 from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.mesh import Mesh
 from nanochat.device.programs import one_program
-from nanochat.model.muon import cautious_weight_decay, normalise_neurons, orthogonalised
 from nanochat.model.rates import muon_momentum
 from nanochat.model.weights import UNDIVIDED
 
 MUON_BETA2 = 0.95
+# Factors a, b, c of each step of Polar Express (arXiv 2505.16932), for matrices whose largest singular value is at most
+# 1, with a margin of 2% for rounding; computed by nanochat.
+POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
+                 (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                 (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                 (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                 (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 
 
 class Scheduled(NamedTuple):
@@ -38,6 +44,10 @@ def adamw(p, exp_avg, exp_avg_sq, gradient, rule, betas, scheduled):
     return p - step, exp_avg, exp_avg_sq
 
 
+# Muon (Jordan et al. 2024) makes the direction of an update orthogonal, evens out its neurons, and decays only weights
+# that the update shrinks as well.
+
+
 def muon(p, second_moment, direction, lr, weight_decay):
     """Returns matrices p and the second moment of their neurons after an update along an orthogonal `direction`, with
     NorMuon's normalisation."""
@@ -47,8 +57,65 @@ def muon(p, second_moment, direction, lr, weight_decay):
     return p - lr * (update + decay), second_moment
 
 
-# -----------------------------------------------------------------------------
-# The optimizer
+def orthogonalised(stacks, dtype):
+    """Returns stacks of matrices, {name: (L, m, n)}, in `dtype`, with rows of equal length and then all singular values
+    near 1, so that every direction counts the same."""
+    # Matrices of one shape, or transposed to it, form one stack: a third of the products, two thirds of the time to
+    # compile.
+    groups = {}
+    for name, stack in stacks.items():
+        groups.setdefault(_wide(stack).shape[1:], []).append(name)
+    results = {}
+    for names in groups.values():
+        together = polar_express(torch.cat([_wide(equal_rows(stacks[name]).to(dtype)) for name in names]))
+        for name, x in zip(names, together.split([stacks[name].size(0) for name in names]), strict=True):
+            results[name] = x if x.shape == stacks[name].shape else x.mT
+    return results
+
+
+def equal_rows(matrices):
+    """Returns matrices (L, m, n) with rows of equal length, fp32, and a norm of at most 1 / 1.01, so that no singular
+    value exceeds 1.
+
+    A row below a hundredth of the usual length stays proportionally shorter: a neuron without gradients comes to rest
+    instead of following its old momentum. So does a matrix whose rows are below 1e-8.
+    """
+    matrices = matrices.float()
+    lengths = matrices.norm(dim=-1, keepdim=True)
+    shortest = 0.01 * lengths.square().mean(dim=-2, keepdim=True).sqrt() + 1e-8
+    return matrices / (torch.maximum(lengths, shortest) * (1.01 * matrices.size(-2) ** 0.5))
+
+
+def polar_express(x):
+    """Returns matrices (L, m, n), m ≤ n, whose singular values are at most 1, with all of them near 1:
+    X <- aX + (bA + cA²)X with A = XXᵀ, and in each step the best a, b and c."""
+    # The smallest singular values grow by the product of all a, 990. So do rounding errors in their place.
+    for a, b, c in POLAR_EXPRESS:
+        gram = torch.bmm(x, x.mT)  # (L, m, m), of the shorter side
+        polynomial = (b * gram.float() + c * torch.bmm(gram, gram).float()).to(x.dtype)
+        x = (a * x.float() + torch.bmm(polynomial, x).float()).to(x.dtype)
+    return x
+
+
+def _wide(matrices):
+    """Returns the matrices, transposed if they have more rows than columns."""
+    return matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
+
+
+def normalise_neurons(update, second_moment, beta2):
+    """Divides each neuron (output) of the update by the running root mean square of its updates (NorMuon, arXiv
+    2510.05491). Returns the update, scaled to the norm of an orthogonal matrix unless it almost vanishes, and the new
+    `second_moment` (L, m, 1)."""
+    update = update.float()
+    second_moment = second_moment.lerp(update.square().mean(dim=-1, keepdim=True), 1 - beta2)
+    update = update * second_moment.clamp(min=1e-10).rsqrt()
+    norm = min(update.shape[-2:]) ** 0.5
+    return update * (norm / update.norm(dim=(-2, -1), keepdim=True).clamp(min=0.1)), second_moment
+
+
+def cautious_weight_decay(weights, update):
+    """Returns the weights that the update shrinks, and 0 for the others (arXiv 2510.12402)."""
+    return weights * (weights * update > 0)
 
 
 class Measured(NamedTuple):
@@ -57,26 +124,22 @@ class Measured(NamedTuple):
     values: torch.Tensor  # (names,)
 
     def fetch(self):
-        """Returns {name: number}. It waits for the device."""
+        """Returns {name: number}. Waits for the device."""
         return dict(zip(self.names, self.values.tolist(), strict=True))
 
 
 class MuonAdamW:
     """Updates a model in place from the `main_grad` of its parameters.
 
-    All state exists from the start, so the first step is the same program as the last. `masters` are the weights that
-    are updated, in fp32; the model may compute with copies of them in its training_dtype. With `parts`, each rank holds
-    and updates only its part of masters and state (ZeRO-1, arXiv 1910.02054), and on a mesh that divides the weights
-    the model computes with parts, too: see parts.py. What is in weights.UNDIVIDED is whole on every rank.
+    All state exists from the start, so the first step is the same program as the last. `masters` are the fp32 weights
+    that are updated; the model may compute with copies in its training_dtype. With `parts`, each rank holds and updates
+    only its part of masters and state (ZeRO-1, arXiv 1910.02054); the weights in weights.UNDIVIDED are whole.
     """
 
     def __init__(self, model, rules, dist=None, parts=None, weights=None):
-        """
-        model: with whole weights on the device, of which it keeps this rank's parts; or `weights` has them.
-        rules: Rules. dist: this rank's Dist, or None if there is one rank.
-        parts: this rank's Parts; None: every rank holds and updates all weights.
-        weights: an iterable of (name, index, tensor), see Parts.collect, for models that no device has room for.
-        """
+        """model: with whole weights on the device, of which it keeps this rank's parts; or `weights` has them. rules:
+        Rules. dist: this rank's Dist, or None for a single rank. parts: this rank's Parts; None: every rank holds and
+        updates all weights. weights: see Parts.collect, for models that outgrow a device."""
         self.rules = rules
         self.dist = dist
         self.parts = parts
@@ -86,9 +149,11 @@ class MuonAdamW:
         self.sharded = frozenset(name for name, shape in shapes.items()
                                  if parts and len(shape) > 1 and name not in UNDIVIDED)
         self.masters = {}
-        placed = self._place(model, weights, shapes) if weights is not None else {}
-        self.parameters = dict(model.named_parameters())
         self.state = {}
+        placed = {}
+        if weights is not None:
+            placed = self._place(model, weights, shapes)
+        self.parameters = dict(model.named_parameters())
         for name, p in self.parameters.items():
             self.masters[name] = placed[name] if name in placed else self._take_master(name, p, model.training_dtype)
             self._create_state(name)
@@ -96,7 +161,7 @@ class MuonAdamW:
         self.clear()  # so that the first step's programs are those of every other step
 
     def _place(self, model, weights, shapes):
-        """Puts the model on the device, with this rank's parts of `weights`, and returns those of the optimizer."""
+        """Puts the model on the device, with this rank's parts of `weights`. Returns the optimizer's parts."""
         found, masters = self.parts.collect(weights, {name: shapes[name] for name in self.sharded},
                                             model.training_dtype)
         for name, tensor in found.items():
@@ -132,18 +197,17 @@ class MuonAdamW:
 
     @torch.no_grad()
     def update(self, scheduled, sums):
-        """Sums gradients and `sums` over the ranks, updates the weights, and sets the sums to zero.
+        """All-reduces gradients and `sums`, updates the weights, and sets the sums to zero.
 
         scheduled: the result of scheduled(step), on the parameters' device. sums: {name: scalar}.
-        Returns Measured, there too: the sums, and what is measured of the gradient. If one of these numbers is not
-        finite, weights and state stay as they are; the device decides that, and the host does not wait for it.
+        Returns Measured, on the device: the sums and the gradient's norm. If one of them is not finite, weights and
+        state stay as they are; the device decides that, and the host does not wait for it.
         """
         gradients = self._sum_over_ranks(sums)
-        # These numbers are the same on every rank, so all decide alike.
         measured = {**sums, "grad_norm": self._norm(gradients)}
         values = torch.stack(list(measured.values()))
-        is_good = values.isfinite().all()
-        new_weights = {}  # of those that the model has a copy of
+        is_good = values.isfinite().all()  # the same on every rank, because the numbers are
+        new_weights = {}  # of weights with a separate master
         for name, new in self._updated(gradients, Scheduled(*scheduled.unbind())):
             for held, tensor in zip(self._held(name), new, strict=True):
                 held.copy_(torch.where(is_good, tensor, held))
@@ -166,10 +230,11 @@ class MuonAdamW:
         return [self.masters[name], *state]
 
     def _updated(self, gradients, scheduled):
-        """Yields (name, new tensors as of _held) of each parameter."""
-        rules, momentum = self.rules, scheduled.momentum
-        # Nesterov's momentum. The matrices of all stacks are orthogonalised together: see muon.py.
-        averages, nesterov = {}, {}
+        """Yields (name, new tensors in the order of _held) of each parameter."""
+        rules = self.rules
+        momentum = scheduled.momentum
+        averages = {}
+        nesterov = {}  # Nesterov's momentum
         for name, gradient in gradients.items():
             if name not in rules.adam:
                 averages[name] = momentum * self.state[f"{name}.momentum"] + (1 - momentum) * gradient
@@ -188,14 +253,11 @@ class MuonAdamW:
             yield name, new
 
     def clear(self, sums=()):
-        """Sets the sums of gradients and `sums` to zero, as every update does at its end. The results of an XLA program
-        are in the order in which they were last written, so another order here would make another program of the next
-        micro-step.
-        """
-        # XLA assigns the memory of arguments to results of the same size: the results in the order of these lines, the
-        # arguments in the order in which the program uses them. In reverse, each gradient stays where it is. Otherwise
-        # they would all be copied: a micro-step at depth 16 on v5e took 156.3 Mcycles instead of 151.6, and 2.4 GB more
-        # went through HBM.
+        """Sets the sums of gradients and `sums` to zero, as every update does at its end."""
+        # The order is part of the next program: XLA assigns the memory of arguments to results of the same size, the
+        # results in the order of these lines, the arguments in the order of use. In reverse, each gradient stays in
+        # place. Otherwise all would be copied: on v5e, a micro-step at depth 16 would take 156.3 Mcycles instead of
+        # 151.6, and move 2.4 GB more through HBM.
         for p in reversed(list(self.parameters.values())):
             p.main_grad.zero_()
         for total in sums:
@@ -204,8 +266,8 @@ class MuonAdamW:
     # The parts of the ranks
 
     def _sum_over_ranks(self, sums):
-        """Sums over the ranks: `sums` in place, and the gradients, which it returns as {name: gradient}; of a sharded
-        weight it returns this rank's part."""
+        """All-reduces `sums` in place. Returns the reduced gradients, {name: gradient}; of a sharded weight, this
+        rank's part."""
         gradients = {name: p.main_grad for name, p in self.parameters.items()}
         if self.dist:
             whole = [gradient for name, gradient in gradients.items() if name not in self.sharded]
@@ -220,28 +282,26 @@ class MuonAdamW:
         return gradients
 
     def _norm(self, gradients):
-        """Returns the norm of these gradients together, {name: gradient or this rank's part of it}."""
-        parts, whole = [], []
+        """Returns the norm of all gradients together, {name: gradient or this rank's part of it}."""
+        parts = []
+        whole = []
         for name, gradient in gradients.items():
             squares = parts if name in self.sharded else whole
             squares.append(gradient.square().sum())
         if not parts:
             return torch.stack(whole).sum().sqrt()
-        # The ranks' parts have nothing in common, and their padding is 0, so their squares add up. What is whole counts
-        # once.
+        # The ranks' parts do not overlap, and their padding is 0, so their squares add up. Whole gradients count once.
         total = sum(parts)
         all_reduce_sum([total], self.dist)
         return (total + sum(whole)).sqrt()
 
     def _part_of(self, name, tensor):
-        """Returns this rank's part of a tensor that belongs to parameter `name`."""
         return self.parts.of_optimizer(tensor) if name in self.sharded else tensor
 
     @contextmanager
     def whole_weights(self):
-        """Within the block, the model has its whole weights, for what cannot compute with parts of them. Every rank
-        must come here."""
-        # Sorted, because a set of names has another order in each process, and the ranks must gather in the same one.
+        """Within the block, the model has its whole weights, not parts. Every rank must enter it."""
+        # Sorted, because the ranks must gather in the same order, and a set's order differs between processes.
         parts = {name: self.parameters[name].data for name in sorted(self.sharded) if self.mesh.divides_weights}
         for name, part in parts.items():
             with torch.no_grad(), one_program(self.dist, f"whole {tuple(part.shape)}", collective=True):
@@ -253,7 +313,7 @@ class MuonAdamW:
 
     @contextmanager
     def averaged_weights(self):
-        """Inside the block, the model's weights are their running averages. Every rank must call it."""
+        """Within the block, the model's weights are their running averages. Every rank must enter it."""
         with torch.no_grad():
             with one_program(self.dist, "average weights", collective=True):
                 kept = {name: p.detach().clone() for name, p in self.parameters.items()}
@@ -271,38 +331,38 @@ class MuonAdamW:
 
     def sizes(self):
         """Returns ({name: bytes}, {name: bytes}) of the weights and the state that host_state returns."""
-        def size(name, tensor):
-            return tensor.nbytes // tensor.size(0) * self.lengths[_parameter_of(name)]
+        return self._sizes(self.masters), self._sizes(self.state)
 
-        return ({name: size(name, tensor) for name, tensor in self.masters.items()},
-                {name: size(name, tensor) for name, tensor in self.state.items()})
+    def _sizes(self, tensors):
+        return {name: tensor.nbytes // tensor.size(0) * self.lengths[_parameter_of(name)]
+                for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def host_state(self, names=None):
         """Returns ({name: weight}, {name: state}): whole fp32 copies in host memory of the tensors in `names`, or of
-        all. Every rank must call it, because the ranks' parts are gathered, whoever needs them."""
+        all. Every rank must call it, because it gathers the ranks' parts."""
         return self._on_host(self.masters, names), self._on_host(self.state, names)
 
     def _on_host(self, tensors, names):
         copies = {}
         for name, tensor in tensors.items():
             parameter = _parameter_of(name)
-            is_wanted = names is None or name in names
+            is_needed = names is None or name in names
+            copy = None
             if parameter in self.sharded:
-                copy = self.parts.whole_on_host(tensor, self.lengths[parameter], is_wanted)
-            elif is_wanted:
+                copy = self.parts.whole_on_host(tensor, self.lengths[parameter], is_needed)
+            elif is_needed:
                 copy = tensor.detach().to("cpu", copy=True)
-            if is_wanted:
+            if copy is not None:
                 copies[name] = copy
         return copies
 
     @torch.no_grad()
     def load_state_dict(self, state):
-        """Restores the state, the second result of host_state. __init__ has taken the weights from the model."""
+        """Restores the state, the second result of host_state. (__init__ takes the weights from the model.)"""
         for name, tensor in self.state.items():
             tensor.copy_(self._part_of(_parameter_of(name), state[name]))
 
 
 def _parameter_of(name):
-    """Returns the name of the parameter that a master or a tensor of the state belongs to."""
     return name.partition(".")[0]

@@ -1,11 +1,11 @@
 """Which part of each weight a rank of a mesh holds, and how gradients and new weights travel between the parts.
 
-There are two kinds of parts. What the model computes with is divided along the mesh's axes tensor and fsdp: first by
-tensor, a stack of matrices (L, out, in) by outputs or, of those in weights.DIVIDED_BY_INPUTS, by inputs, and a table
-(V, C) by rows; then what is left by fsdp, along outputs and rows. What the optimizer keeps, the fp32 weights and its
-state, is divided among all ranks: whole matrices of L / ranks layers, because Muon needs them whole (padded with zeros
-where the ranks do not divide L), and V / ranks rows of a table. So both do not depend on the mesh, but for the order of
-a table's rows, and checkpoints hold whole tensors.
+There are two kinds of parts:
+- The model's: tensor first divides a stack of matrices (L, out, in) by outputs, or by inputs if it is in
+  weights.DIVIDED_BY_INPUTS, and a table (V, C) by rows. Then fsdp divides the rest by outputs and rows.
+- The optimizer's, fp32 weights and state, are divided among all ranks: whole matrices of L / ranks layers, because Muon
+  needs them whole (padded with zeros if the ranks do not divide L), and V / ranks rows of a table. Apart from the order
+  of a table's rows, they do not depend on the mesh. Checkpoints hold whole tensors.
 """
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ from nanochat.device.programs import one_program
 from nanochat.device.ranks import Dist
 from nanochat.model.weights import DIVIDED_BY_INPUTS, UNDIVIDED
 
-GATHER_BYTES = 2**30  # of a whole tensor that every device has at a time while the ranks' parts are copied to the host
+GATHER_BYTES = 2**30  # of a whole tensor that a device holds at a time while the ranks' parts go to the host
 
 
 @dataclass(frozen=True)
@@ -35,88 +35,89 @@ class Parts:
     gradient_sums: torch.dtype = torch.float32
 
     def of_model(self, name, tensor):
-        """Returns the part that the model computes with, of a whole weight called `name`, or of a layer of it. Single
-        numbers, rows of them, and the weights in UNDIVIDED are whole on every rank."""
+        """Returns the model's part of a whole weight called `name`, or of a layer of it. Scalars, vectors, and the
+        weights in UNDIVIDED are whole on every rank."""
         if tensor.dim() < 2 or name in UNDIVIDED:
             return tensor
-        _, *places = self.mesh.coordinates(self.dist.rank)
-        # Tensor divides the whole, and fsdp what is left. Gathering goes the other way: fsdp first.
-        for (axis, dim), place in reversed([*zip(_divided(name), places, strict=True)]):
-            tensor = tensor.chunk(getattr(self.mesh, axis), dim)[place]
-        return tensor
+        _, fsdp, along_tensor = self.mesh.coordinates(self.dist.rank)
+        # Gathering goes the other way: fsdp first.
+        tensor = tensor.chunk(self.mesh.tensor, _dim_along_tensor(name))[along_tensor]
+        return tensor.chunk(self.mesh.fsdp, -2)[fsdp]
 
     def of_optimizer(self, tensor):
-        """Returns the part of a whole weight, or of a tensor of its state, that the optimizer keeps."""
+        """Returns the optimizer's part of a whole weight, or of a tensor of its state."""
         number = self.dist.rank
         if self._rows_are_divided(tensor):
             # A table's rows are in the order of the model's parts, tensor, then fsdp, and data divides each of these.
             # So the ranks along data hold the model's part together, and a gather along data alone makes it.
-            data, fsdp, tensor_place = self.mesh.coordinates(self.dist.rank)
-            number = (tensor_place * self.mesh.fsdp + fsdp) * self.mesh.data + data
+            data, fsdp, along_tensor = self.mesh.coordinates(self.dist.rank)
+            number = (along_tensor * self.mesh.fsdp + fsdp) * self.mesh.data + data
         rows = -(-tensor.size(0) // self.dist.world_size)
         part = tensor[number * rows:(number + 1) * rows]
-        missing = rows - part.size(0)  # a table that the axes divide has no padding: see require_divisible
-        return torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
+        return _with_rows(part, rows - part.size(0))
 
     def whole(self, part, length):
         """Returns the whole tensor from the optimizer's parts of all ranks. Every rank must call it."""
         whole = all_gather(part, self.dist)
         if self._rows_are_divided(part):
-            # (data, fsdp, tensor, rows, C), as ranks are numbered, -> (tensor, fsdp, data, rows, C), as rows are
+            # (data, fsdp, tensor, rows, C), in the order of the ranks, -> (tensor, fsdp, data, rows, C), of the rows
             sizes = self.mesh.data, self.mesh.fsdp, self.mesh.tensor
             whole = whole.unflatten(0, (*sizes, -1)).transpose(0, 2).flatten(0, 3)
         return whole[:length]
 
-    def whole_on_host(self, part, length, is_wanted):
-        """Returns the whole tensor in host memory from the optimizer's parts of all ranks, or None if it is not wanted.
-        Every rank must call it.
-
-        Every device gets what is gathered, so a large tensor is gathered some columns at a time.
-        """
+    def whole_on_host(self, part, length, is_needed):
+        """Returns the whole tensor in host memory from the optimizer's parts of all ranks, or None unless `is_needed`.
+        Every rank must call it."""
+        # Every device receives the gathered tensor, so a large one is gathered some columns at a time.
         columns = part.size(1)
         size = part.nbytes // part.size(0) * length
-        width = next(columns // n for n in range(1, columns + 1)
-                     if columns % n == 0 and (size // n <= GATHER_BYTES or n == columns))
-        whole = torch.empty(length, *part.shape[1:], dtype=part.dtype) if is_wanted else None
+        blocks = 1
+        while columns % blocks or size // blocks > GATHER_BYTES and blocks < columns:
+            blocks += 1
+        width = columns // blocks
+        whole = torch.empty(length, *part.shape[1:], dtype=part.dtype) if is_needed else None
         for begin in range(0, columns, width):
-            # Where to begin is a tensor, because a Python number would make another program of each.
-            chosen = None if width == columns else torch.arange(begin, begin + width).to(part.device)
+            chosen = None
+            if width < columns:
+                # A tensor, because Python numbers would make a program for each block.
+                chosen = torch.arange(begin, begin + width).to(part.device)
             with one_program(self.dist, f"gather {(part.size(0), width, *part.shape[2:])}", collective=True):
                 gathered = self.whole(part if chosen is None else part.index_select(1, chosen), length)
-            if is_wanted:
+            if is_needed:
                 whole[:, begin:begin + width] = gathered.detach().cpu()
         return whole
 
     def collect(self, slices, shapes, dtype):
-        """Returns ({name: what the model computes with}, {name: the optimizer's part}) of weights that come in slices,
-        in host memory. No more than one slice is whole at a time.
+        """Returns ({name: the model's part}, {name: the optimizer's part}) of weights that come in slices, in host
+        memory. At most one slice is whole at a time.
 
-        slices: an iterable of (name, index, tensor), which is layer `index` of a stack, or the whole weight if the
-        index is None. shapes: {name: shape of the whole weight}, of those that have parts; others stay whole, and the
-        optimizer has none. dtype: of the model's parts.
+        slices: an iterable of (name, index, tensor): layer `index` of a stack, or the whole weight if the index is
+        None. shapes: {name: shape of the whole weight} of the divided weights; others stay whole, and the optimizer
+        gets none. dtype: of the model's parts.
         """
-        of_model, of_optimizer = {}, {}
+        of_model = {}
+        of_optimizer = {}
         for name, index, tensor in slices:
             if name not in shapes:
                 of_model[name] = tensor
-                continue
-            if index is None:
+            elif index is None:
                 of_model[name] = self.of_model(name, tensor).to(dtype)
                 of_optimizer[name] = self.of_optimizer(tensor).clone()
-                continue
-            layers, outputs, inputs = shapes[name]
-            mine, part = -(-layers // self.dist.world_size), self.of_model(name, tensor)
-            if name not in of_model:
-                of_model[name] = torch.empty(layers, *part.shape, dtype=dtype)
-                of_optimizer[name] = torch.zeros(mine, outputs, inputs)
-            of_model[name][index] = part
-            if index // mine == self.dist.rank:
-                of_optimizer[name][index % mine] = tensor
+            else:
+                layers, outputs, inputs = shapes[name]
+                layers_here = -(-layers // self.dist.world_size)
+                part = self.of_model(name, tensor)
+                if name not in of_model:
+                    of_model[name] = torch.empty(layers, *part.shape, dtype=dtype)
+                    of_optimizer[name] = torch.zeros(layers_here, outputs, inputs)
+                of_model[name][index] = part
+                if index // layers_here == self.dist.rank:
+                    of_optimizer[name][index % layers_here] = tensor
         return of_model, of_optimizer
 
     def sum_gradient(self, name, gradient):
-        """Returns the optimizer's part of a gradient: of the sum of what the ranks have in the place of the model's
-        part, which is summed already but along the axis data. Gradients travel to that sum in `gradient_sums`."""
+        """Returns the optimizer's part of a gradient, summed over the ranks. `gradient` is that of the model's part,
+        already summed over all axes except data. Gradients travel in `gradient_sums`."""
         if not self.mesh.divides_weights:
             return reduce_scatter_sum(self._padded(gradient).to(self.gradient_sums), self.dist).float()
         if self.mesh.data > 1:
@@ -126,7 +127,7 @@ class Parts:
         if self._rows_are_divided(gradient):
             return gradient
         # A rank has parts of matrices of L / data layers. Each exchange gives away layers, and gets the outputs or
-        # inputs of the layers that it keeps from the others.
+        # inputs of the remaining layers from the others.
         for axis, dim in self._exchanges(name):
             gradient = exchange_in_groups(gradient, self.mesh.groups(axis), split=0, concat=dim)
         return gradient
@@ -140,44 +141,52 @@ class Parts:
         else:
             for axis, dim in reversed(self._exchanges(name)):
                 part = exchange_in_groups(part, self.mesh.groups(axis), split=dim, concat=0)
-        return (gather_in_groups(part, self.mesh.groups("data")) if self.mesh.data > 1 else part)[:length]
+        if self.mesh.data > 1:
+            part = gather_in_groups(part, self.mesh.groups("data"))
+        return part[:length]
 
     def new_weights(self, parts, lengths):
-        """Returns new_weight for each of `parts`, {name: part}; lengths: {name: length}.
-
-        Parts of one shape travel together: the compiler hides few exchanges behind Muon's products, however small they
-        are.
-        """
+        """Returns new_weight for each of `parts`, {name: part}; lengths: {name: length}. Parts of one shape travel
+        together: the compiler overlaps few exchanges with Muon's products, however small."""
         if self.mesh.divides_weights:
             return {name: self.new_weight(name, part, lengths[name]) for name, part in parts.items()}
-        groups, found = {}, {}
+        groups = {}
         for name, part in parts.items():
             groups.setdefault(part.shape, []).append(name)
+        found = {}
         for names in groups.values():
             # (names, n, …) of each rank -> (ranks × names, n, …) -> for each name (ranks, n, …)
             together = all_gather(torch.stack([parts[name] for name in names]), self.dist)
             each = together.unflatten(0, (self.dist.world_size, len(names))).unbind(1)
-            found |= {name: whole.flatten(0, 1)[:lengths[name]] for name, whole in zip(names, each, strict=True)}
+            for name, whole in zip(names, each, strict=True):
+                found[name] = whole.flatten(0, 1)[:lengths[name]]
         return found
 
     def _exchanges(self, name):
-        """Returns the axes along which parts of a stack become whole matrices of fewer layers, in this order, and the
-        dimension of the stack that each puts together: [(axis, dimension), …]."""
-        return [(axis, dim + 3) for axis, dim in _divided(name) if getattr(self.mesh, axis) > 1]
+        """Returns the axes along which parts of a stack (L, out, in) become whole matrices of fewer layers, in order,
+        and the dimension that each joins: [(axis, dimension), …]."""
+        steps = [("fsdp", 1), ("tensor", _dim_along_tensor(name) + 3)]
+        return [(axis, dim) for axis, dim in steps if getattr(self.mesh, axis) > 1]
 
     def _rows_are_divided(self, tensor):
-        """Whether it is a table, or a part of one, whose parts are divided by tensor, then by fsdp, then by data."""
+        """Whether it is a table, or a part of one, whose rows tensor divides, then fsdp, then data."""
         return tensor.dim() == 2 and self.mesh.divides_weights
 
     def _padded(self, tensor):
-        # A table that these axes divide has no padding: see require_divisible.
-        missing = 0 if self._rows_are_divided(tensor) else -tensor.size(0) % self.dist.world_size
-        return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+        # Tables on such a mesh need no padding: see require_divisible.
+        if self._rows_are_divided(tensor):
+            return tensor
+        return _with_rows(tensor, -tensor.size(0) % self.dist.world_size)
 
 
-def _divided(name):
-    """Returns which dimension of a weight each axis divides, counted from the last one: fsdp what tensor leaves."""
-    return ("fsdp", -2), ("tensor", -1 if name in DIVIDED_BY_INPUTS else -2)
+def _with_rows(tensor, missing):
+    """Returns the tensor with `missing` more rows of zeros."""
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+
+def _dim_along_tensor(name):
+    """Returns the dimension of a weight that tensor divides, counted from the last; fsdp divides -2 of the rest."""
+    return -1 if name in DIVIDED_BY_INPUTS else -2
 
 
 def require_parts(mesh, config):

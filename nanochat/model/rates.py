@@ -1,4 +1,4 @@
-"""Learning rates: how high, for which parameter, and how they go from step to step."""
+"""Learning rates: how high, for which parameter, and their schedule."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,34 +13,32 @@ ADAM_EPS = 1e-10
 REFERENCE_WIDTH = 768  # the width at which the learning rates of AdamW were tuned
 REFERENCE_BATCH_TOKENS = 2**19  # the batch at which all learning rates were tuned
 WARMUP_STEPS = 40
-REFERENCE_RUN_TOKENS = 2**32  # longer runs have the tuned rates, too
-SHORTEST_RUN_TOKENS = 2**18  # no shorter run was tried
+REFERENCE_RUN_TOKENS = 2**32  # longer runs use the tuned rates, too
+SHORTEST_RUN_TOKENS = 2**18  # shorter runs use its rates
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Each field is a flag of base_train. Learning rates are those of a batch of 2^19 tokens in a run of 2^32 tokens or
-    more (see batch_lr_scale and run_lr_scale)."""
-    matrix_lr: float = flag(0.02, "learning rate of Muon, for the matrices of the layers", at_least=0)
-    embedding_lr: float = flag(0.3, "learning rate of AdamW for the embedding, at width 768", at_least=0)
-    unembedding_lr: float = flag(0.004, "learning rate of AdamW for the head, at width 768", at_least=0)
-    scalar_lr: float = flag(0.05, "learning rate of AdamW for the scales of the embedding that each layer adds; those "
-                             "of the residual stream get a hundredth of it", at_least=0)
-    weight_decay: float = flag(4.0, "in a run, the matrices decay by exp(-weight_decay) at most: at the full learning "
-                               "rate, and where updates shrink the weights, too", at_least=0)
-    warmup_steps: int = flag(-1, f"steps in which the learning rates rise; -1: {WARMUP_STEPS}, or a fifth of the run "
-                             "if that is less", at_least=0, unset=-1)
-    warmdown_ratio: float = flag(0.5, "fraction of the run in which the learning rates fall", at_least=0, at_most=1)
-    final_lr_frac: float = flag(0.05, "fraction of the learning rates that is left at the end", at_least=0, at_most=1)
+    """Each field is a flag of base_train. Learning rates are for a batch of 2^19 tokens in a run of 2^32 tokens or more
+    (see batch_lr_scale and run_lr_scale)."""
+    matrix_lr: float = flag(0.02, "Muon's learning rate, for the matrices of the layers", at_least=0)
+    embedding_lr: float = flag(0.3, "AdamW's learning rate for the embedding, at width 768", at_least=0)
+    unembedding_lr: float = flag(0.004, "AdamW's learning rate for the head, at width 768", at_least=0)
+    scalar_lr: float = flag(0.05, "AdamW's learning rate for the layers' embedding scales; the residual stream's "
+                            "scales get a hundredth", at_least=0)
+    weight_decay: float = flag(4.0, "over the run, matrices shrink by exp(-weight_decay) at most", at_least=0)
+    warmup_steps: int = flag(-1, f"steps in which learning rates rise; -1: {WARMUP_STEPS}, at most a fifth of the run",
+                             at_least=0, unset=-1)
+    warmdown_ratio: float = flag(0.5, "fraction of the run in which learning rates fall", at_least=0, at_most=1)
+    final_lr_frac: float = flag(0.05, "fraction of the learning rates that remains at the end", at_least=0, at_most=1)
 
 
-# -----------------------------------------------------------------------------
 # Schedules. Steps count from 0.
 
 
 def lr_multiplier(step, num_iterations, config):
-    """Returns the factor of all learning rates, 0 to 1: warm-up, flat, then linear to `final_lr_frac` (the trapezoid of
-    arXiv 2405.18392), where it stays."""
+    """Returns the factor of all learning rates, 0 to 1: warm-up, flat, then linear down to `final_lr_frac` (the
+    trapezoid of arXiv 2405.18392)."""
     step = min(step, num_iterations)
     warmup, fall = lr_stages(num_iterations, config)
     if step < warmup:
@@ -53,48 +51,50 @@ def lr_multiplier(step, num_iterations, config):
 
 def lr_stages(num_iterations, config):
     """Returns the number of steps in which the learning rates rise, and the step after which they fall."""
-    warmup = config.warmup_steps if config.warmup_steps >= 0 else min(WARMUP_STEPS, max(num_iterations // 5, 1))
+    warmup = config.warmup_steps
+    if warmup < 0:
+        warmup = min(WARMUP_STEPS, max(num_iterations // 5, 1))
     return min(warmup, num_iterations), num_iterations - round(config.warmdown_ratio * num_iterations)
 
 
 def muon_momentum(step):
-    """0.85 rising to 0.95 over the first 300 steps: early gradients go out of date sooner (modded-nanogpt)."""
+    """0.85 rising to 0.95 over the first 300 steps: early gradients become stale sooner (modded-nanogpt)."""
     return 0.85 + 0.10 * min(step / 300, 1)
 
 
 def batch_lr_scale(total_batch_size):
-    """Learning rates scale with the square root of the batch (arXiv 2006.08517), measured against 2^19 tokens."""
+    """Learning rates scale with the square root of the batch (arXiv 2006.08517), relative to 2^19 tokens."""
     return math.sqrt(total_batch_size / REFERENCE_BATCH_TOKENS)
 
 
 def run_lr_scale(run_tokens):
-    """Shorter runs need higher learning rates: (2^32 / tokens)^0.32, from 22.3 at 2^18 tokens to 1 at 2^32 (the form
-    and the exponent of arXiv 2409.19913; how near the best it is: dev/LOG.md)."""
+    """Shorter runs need higher learning rates: (2^32 / tokens)^0.32, from 22.3 at 2^18 tokens to 1 at 2^32 (form and
+    exponent of arXiv 2409.19913; dev/LOG.md compares it with the best rates)."""
     tokens = min(max(run_tokens, SHORTEST_RUN_TOKENS), REFERENCE_RUN_TOKENS)
     return (REFERENCE_RUN_TOKENS / tokens) ** 0.32
 
 
 def width_lr_scale(width):
-    """AdamW learning rates scale with (width / 768)^-0.5 (nanochat)."""
+    """AdamW's learning rates scale with (width / 768)^-0.5 (nanochat)."""
     return (width / REFERENCE_WIDTH) ** -0.5
 
 
 def decay_rate(weight_decay, matrix_lr, num_steps):
-    """Returns what AdamW and Muon call weight decay, with which weights are multiplied by exp(-weight_decay) in
-    `num_steps` steps at the learning rate `matrix_lr`: they forget what is older than 1 / weight_decay of the run,
-    whatever its batch, width and length (arXiv 2405.13698; dev/LOG.md). 0 if there is no learning rate, or one for
-    which fp32 has no such rate."""
+    """Returns AdamW's and Muon's weight decay that multiplies weights by exp(-weight_decay) in `num_steps` steps at the
+    learning rate `matrix_lr`. Weights then forget gradients older than 1 / weight_decay of the run, for every batch,
+    width and length (arXiv 2405.13698; dev/LOG.md). 0 if the learning rate is 0, or too small for fp32."""
+    if matrix_lr <= 1e-30:
+        return 0.0
     # A step multiplies weights by 1 - matrix_lr × rate, and all steps by exp(-weight_decay). expm1 keeps the digits of
-    # a rate that is small beside 1.
-    return -math.expm1(-weight_decay / num_steps) / matrix_lr if matrix_lr > 1e-30 else 0.0
+    # a rate that is much smaller than 1.
+    return -math.expm1(-weight_decay / num_steps) / matrix_lr
 
 
-# -----------------------------------------------------------------------------
 # How each parameter is updated
 
 
 def adam_step(lr, average, root):
-    """Returns what AdamW subtracts: `average` of the gradients over `root` of the average of their squares."""
+    """Returns AdamW's step: the `average` gradient over the `root` of the average square."""
     return lr * average / (root + ADAM_EPS)
 
 
@@ -108,18 +108,18 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Rules:
-    """How each parameter is updated, and how that changes from step to step."""
+    """How each parameter is updated, and the schedule."""
     adam: dict  # name of a parameter -> AdamW; Muon updates the others, stacks of matrices (L, m, n)
     matrix_lr: float
     matrix_weight_decay: float
     schedule: OptimConfig  # or another object with its warmup_steps, warmdown_ratio and final_lr_frac
     num_iterations: int
     betas: tuple = ADAM_BETAS
-    average_decay: float = 0.0  # of a running average of the weights; 0: none is kept
+    average_decay: float = 0.0  # of a running average of the weights; 0: none
     matrix_dtype: torch.dtype = torch.float32  # in which Muon orthogonalises
 
     def lr_multiplier(self, step, batch_growth=1.0):
-        """Returns the factor of all learning rates at `step`, whose batch is `batch_growth` × that of the first."""
+        """Returns the factor of all learning rates at `step`, whose batch is `batch_growth` × the first one."""
         return lr_multiplier(step, self.num_iterations, self.schedule) * math.sqrt(batch_growth)
 
 
@@ -129,9 +129,15 @@ def gpt_rules(config, total_batch_size, num_iterations, width, matrix_dtype=torc
     matrix_lr = config.matrix_lr * scale
     adam = {}
     for weight in WEIGHTS:
-        if rate := weight.rate:
-            base = getattr(config, rate.flag) if rate.flag else 1.0
-            scale_here = scale * width_lr_scale(width) if rate.by_width else scale
-            adam[weight.name] = AdamW(base * rate.factor * scale_here)
+        rate = weight.rate
+        if rate is None:
+            continue
+        base = 1.0
+        if rate.flag:
+            base = getattr(config, rate.flag)
+        scale_here = scale
+        if rate.by_width:
+            scale_here = scale * width_lr_scale(width)
+        adam[weight.name] = AdamW(base * rate.factor * scale_here)
     decay = decay_rate(config.weight_decay, matrix_lr, num_iterations)
     return Rules(adam, matrix_lr, decay, config, num_iterations, matrix_dtype=matrix_dtype)

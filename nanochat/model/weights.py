@@ -1,7 +1,6 @@
-"""The weights of the GPT: what each is called, its shape, how it starts, how it learns, and how a mesh divides it.
-
-From this table follow the parameters of the model, what a layer gets (layer_weights), the initial weights, the groups
-of the optimizer, and the parts of ranks. A new weight is a line here.
+"""The weights of the GPT: name, shape, start, learning rate, and how a mesh divides each. A new weight is a line in
+this table: the model's parameters, a layer's weights (layer_weights), the initial weights, the optimizer's groups, the
+ranks' parts and the count of FLOPs follow from it.
 """
 from collections import namedtuple
 from dataclasses import dataclass
@@ -10,14 +9,14 @@ from math import prod
 
 import torch
 
-from nanochat.model.gates import NUM_GATES
+from nanochat.model.layers import NUM_GATES
 
 
 @dataclass(frozen=True)
 class Start:
-    """Values at the start: drawn at random, or from one in the first layer evenly to another in the last one."""
+    """Initial values: random, or changing evenly from the first layer to the last."""
     normal: float = 0.0  # standard deviation of a normal distribution
-    uniform: float = 0.0  # standard deviation of a uniform one, × sqrt(width)
+    uniform: float = 0.0  # standard deviation of a uniform distribution, × sqrt(width)
     first: float = 0.0
     last: float = 0.0
 
@@ -28,23 +27,23 @@ class Start:
 
 @dataclass(frozen=True)
 class Rate:
-    """The learning rate of AdamW: the value of a flag (a field of OptimConfig; "": 1) × factor."""
+    """AdamW's learning rate: the value of a flag (a field of OptimConfig; "": 1) × factor."""
     flag: str
     factor: float = 1.0
-    by_width: bool = False  # it depends on the width of the model: optim.width_lr_scale
+    by_width: bool = False  # also × rates.width_lr_scale
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight. A stack has one slice for each layer; a table has a row for each token."""
+    """One weight. A stack has a slice per layer, a table a row per token."""
     name: str
     shape: str  # as in `sizes`; a stack begins with L, a table with V
-    group: str  # as people count parameters
+    group: str  # in which its parameters are counted
     start: Start = Start()
     start_with_values: Start | None = None  # in a model with value embeddings; None: the same
     rate: Rate | None = None  # None: a matrix, which Muon updates
-    divides: str = "outputs"  # what the ranks of a mesh divide among them along tensor: outputs (or rows) or inputs
-    only_with: str = ""  # the field of GPTConfig without which there is none
+    divides: str = "outputs"  # what a mesh's axis tensor divides: outputs (or rows) or inputs
+    only_with: str = ""  # the field of GPTConfig that requires it
 
     @property
     def is_stack(self):
@@ -52,20 +51,20 @@ class Weight:
 
     @property
     def is_divided(self):
-        """Whether ranks hold parts of it. Single numbers of a layer, and rows of them, are whole on every rank."""
+        """Whether ranks hold parts of it. A layer's scalars and vectors are whole on every rank."""
         return self.rate is None or not self.is_stack
 
 
-# Start: the numbers with value embeddings are nanochat's. They are worth 0.15 bits per byte there, and nothing without
-# (dev/LOG.md, 2026-11-24). Where attn_o and mlp_out are 0, a layer is the identity; where lm_head is small, predictions
-# are almost uniform; where gate_map is 0 and gate_scale 1, every gate is 1.
-# Rates: other ones were not tried for gates. The residual stream is multiplied by resid_scale once per layer.
+# Start: with attn_o and mlp_out at 0, a layer is the identity; with a small lm_head, predictions are almost uniform;
+# with gate_map at 0 and gate_scale at 1, every gate is 1. The numbers for value embeddings are nanochat's: they gain
+# 0.15 bits per byte with them, and nothing without (dev/LOG.md, 2026-11-24). Rates: no others were tried for gates.
+# Every layer multiplies the residual stream by resid_scale.
 WEIGHTS = (
     Weight("wte", "V C", "embedding", Start(normal=1.0), Start(normal=0.8), Rate("embedding_lr", by_width=True)),
     Weight("attn_q", "L C C", "matrices", Start(uniform=1.0)),
     Weight("attn_k", "L C_kv C", "matrices", Start(uniform=1.0)),
     Weight("attn_v", "L C_kv C", "matrices", Start(uniform=1.0)),
-    Weight("attn_o", "L C C", "matrices", divides="inputs"),  # they are what attn_q, k and v make in parts
+    Weight("attn_o", "L C C", "matrices", divides="inputs"),  # its inputs are the parts that attn_q, k and v make
     Weight("mlp_in", "L 4C C", "matrices", Start(uniform=1.0), Start(uniform=0.4)),
     Weight("mlp_out", "L C 4C", "matrices", divides="inputs"),
     Weight("resid_scale", "L", "scalars", Start.at(1.0), Start(first=1.15, last=1.05), Rate("scalar_lr", 0.01)),
@@ -78,18 +77,18 @@ WEIGHTS = (
 )
 DIVIDED_BY_INPUTS = frozenset(weight.name for weight in WEIGHTS if weight.divides == "inputs")
 UNDIVIDED = frozenset(weight.name for weight in WEIGHTS if not weight.is_divided)
-GROUPS = ("matrices", "embedding", "head", "scalars", "gates", "value embeddings")  # in the order in which one reads
+GROUPS = ("matrices", "embedding", "head", "scalars", "gates", "value embeddings")  # in the order to print them
 
 
 def sizes(config):
-    """Returns what the letters in the shapes mean for a GPTConfig."""
+    """Returns the sizes that the letters in the shapes stand for, {letter: size}, in a GPTConfig's model."""
     kv_width = config.n_kv_head * config.head_dim
     return {"V": config.vocab_size, "L": config.n_layer, "C": config.n_embd, "C_kv": kv_width, "4C": 4 * config.n_embd,
             "G": NUM_GATES, "1": 1, "N": config.num_values * kv_width}
 
 
 def shapes(config):
-    """Returns {name: shape} of the weights that a GPTConfig's model has."""
+    """Returns {name: shape} of the weights in a GPTConfig's model."""
     size_of = sizes(config)
     found = {}
     for weight in WEIGHTS:
@@ -100,35 +99,63 @@ def shapes(config):
 
 def count_parameters(config):
     """Returns {group: number of parameters} of a GPTConfig's model."""
-    there_are = shapes(config)
+    shape_of = shapes(config)
     counted = dict.fromkeys(GROUPS, 0)
     for weight in WEIGHTS:
-        counted[weight.group] += prod(there_are.get(weight.name, [0]))
+        counted[weight.group] += prod(shape_of.get(weight.name, [0]))
     return {group: number for group, number in counted.items() if number}
 
 
+def matrix_parameters(config):
+    """Returns how many parameters of a GPTConfig's model take part in matrix products: all but the embedding."""
+    counted = count_parameters(config)
+    return counted["matrices"] + counted["head"]
+
+
+def flops_per_token(config, seq_len):
+    """Returns the useful FLOPs per token of forward and backward together; recomputation does not count.
+
+    Each matrix parameter takes 6: a multiplication and an addition, once forward and twice backward (Kaplan et al.
+    2020, arXiv 2001.08361). Attention takes 12 × width for each position that a token attends to (PaLM, arXiv
+    2204.02311, appendix B). PaLM counts all T positions. This counts only those that the causal mask and the layer's
+    window leave: (T + 1) / 2 on average without a window.
+    """
+    positions = 0
+    for window in config.windows():
+        window = min(window or seq_len, seq_len)
+        positions += (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len  # mean of min(t, window)
+    return 6 * matrix_parameters(config) + 12 * config.n_embd * positions
+
+
+def mfu(tokens_per_s, flops_per_token, peak_flops_per_chip, chips):
+    """Returns model FLOPs utilisation, 0 to 1, or None if the chip's peak (FLOP/s) is unknown."""
+    if peak_flops_per_chip is None:
+        return None
+    return tokens_per_s * flops_per_token / (peak_flops_per_chip * chips)
+
+
 def layer_weights(config):
-    """Returns the type of a layer's weights, a named tuple. The model has a stack over all layers of each of them."""
+    """Returns the type of a layer's weights, a named tuple. The model has a stack of each over all layers."""
     stacks = [weight for weight in WEIGHTS if weight.is_stack and weight.name in shapes(config)]
     numbers_first = sorted(stacks, key=lambda weight: weight.shape != "L")
     return _named_tuple(tuple(weight.name for weight in numbers_first))
 
 
 @cache
-def _named_tuple(names):  # the same type at every call: programs are kept under it
+def _named_tuple(names):  # the same type at every call: it is part of the keys of compiled programs
     return namedtuple("LayerWeights", names)
 
 
 @torch.no_grad()
 def initial_weights(config, seed=0):
-    """Yields (name, index, tensor) of all initial weights on the CPU: layer `index` of a stack of matrices, or, where
-    the index is None, the whole weight. So whoever keeps parts of them never holds a whole stack."""
+    """Yields (name, index, tensor) of all initial weights on the CPU: layer `index` of a stack of matrices, or the
+    whole weight if the index is None. A caller that keeps parts never holds a whole stack."""
     generator = torch.Generator().manual_seed(seed)
-    there_are = shapes(config)
-    # What every model has is drawn first, so that options leave it as it is.
+    shape_of = shapes(config)
+    # The tables that every model has are drawn first, so options do not change them.
     tables_first = sorted(WEIGHTS, key=lambda weight: weight.name not in ("wte", "lm_head"))
     for weight in tables_first:
-        shape = there_are.get(weight.name)
+        shape = shape_of.get(weight.name)
         if shape is None:
             continue
         start = weight.start
@@ -145,7 +172,7 @@ def initial_weights(config, seed=0):
 
 
 def _drawn(start, shape, width, generator):
-    """Returns a tensor that begins at random, or at 0."""
+    """Returns a random tensor, or zeros."""
     if start.normal:
         return torch.empty(shape).normal_(0.0, start.normal, generator=generator)
     if start.uniform:

@@ -9,10 +9,10 @@ from nanochat.common import BadInput
 from nanochat.data.loader import divisors_near
 from nanochat.device import tpu
 from nanochat.device.mesh import Mesh
+from nanochat.kernels.attention_tiles import require_shapes
 from nanochat.kernels.choose import get_kernels
-from nanochat.kernels.flash_shapes import require_shapes
 from nanochat.kernels.sharded import Sharding
-from nanochat.model import flops
+from nanochat.model import weights
 from nanochat.model.config import GPTConfig, config_from_flags
 from nanochat.model.rates import OptimConfig
 from nanochat.model.weights import count_parameters
@@ -51,7 +51,7 @@ class Plan:
     @property
     def flops_per_token(self):
         """In rows of max_seq_len."""
-        return flops.flops_per_token(self.config, self.config.max_seq_len)
+        return weights.flops_per_token(self.config, self.config.max_seq_len)
 
     flops_per_unit = flops_per_token
 
@@ -80,7 +80,7 @@ class Plan:
 
     def flops(self, begin, end):
         """Useful FLOPs of the same steps."""
-        return sum(flops.flops_per_token(self.config, length) * self.tokens(first, last)
+        return sum(weights.flops_per_token(self.config, length) * self.tokens(first, last)
                    for first, last, length in spans(self.length_schedule, begin, end))
 
     def seq_len(self, step):
@@ -266,10 +266,10 @@ def _steps_to_spend(target_flops, config, batches, lengths):
     """Returns the number of steps after which the run comes nearest to `target_flops`."""
     # A token costs less in a shorter row, where it sees fewer others. So count it as a fraction of a token in a full
     # row, by its FLOPs, and search for that many tokens. A span ends where batch or length changes.
-    whole = flops.flops_per_token(config, config.max_seq_len)
+    whole = weights.flops_per_token(config, config.max_seq_len)
     schedule = []
     for first in sorted({first for first, _ in (*batches, *lengths)}):
-        fraction = flops.flops_per_token(config, value_at(lengths, first)) / whole
+        fraction = weights.flops_per_token(config, value_at(lengths, first)) / whole
         schedule.append((first, value_at(batches, first) * fraction))
     return _steps_to_see(target_flops / whole, schedule)
 

@@ -10,7 +10,7 @@ import torch
 
 from nanochat.device import tpu
 from nanochat.device.ranks import print0
-from nanochat.model.flops import mfu
+from nanochat.model.weights import mfu
 from nanochat.record.metrics import MetricsLogger, WandbLog
 from nanochat.record.observe import describe_compiling
 

@@ -8,8 +8,8 @@ import torch
 from nanochat.checkpoint.format import MODEL, find_checkpoint, find_problem, load_meta, read_config
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput
+from nanochat.kernels.attention_tiles import require_shapes
 from nanochat.kernels.choose import get_kernels
-from nanochat.kernels.flash_shapes import require_shapes
 from nanochat.kernels.loss import TeacherTerms, Teaching
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.config import GPTConfig

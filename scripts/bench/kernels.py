@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 
 from nanochat.common import BadInput, flag, read_flags
-from nanochat.kernels.flash_shapes import HEAD_DIM, MAX_SEQ_LEN, MAX_WHOLE, SEGMENT, is_length
+from nanochat.kernels.attention_tiles import HEAD_DIM, MAX_SEQ_LEN, MAX_WHOLE, SEGMENT, is_length
 from nanochat.preflight.compile import require_packages
 from nanochat.preflight.jax_programs import parse_one_chip, schedule_of
 

@@ -91,7 +91,7 @@ def test_a_flag_that_is_not_that_of_the_saved_model_is_refused(given, saved):
     config = GPTConfig(**{**CONFIG, "key_shift": False})
     not_given = dict.fromkeys(CONFIG_FLAGS)
     (name, value), = given.items()
-    with pytest.raises(BadInput, match=f"--{name}={value}, and the model in here has --{name}={saved}: leave"):
+    with pytest.raises(BadInput, match=f"--{name}={value}, but the model in here has --{name}={saved}"):
         require_as_saved(not_given | given, config, "here")
     require_as_saved(not_given | {name: saved, "model_dim": -1}, config, "here")
 

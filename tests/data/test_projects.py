@@ -6,12 +6,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from nanochat.analysis.eval_rows import ProjectRows, require_packed
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.projects import encode_documents
 from nanochat.data.shards import TextPiece, list_shards, open_shards, require_files
 from nanochat.data.tokenizer import load_tokenizer
-from nanochat.infer.loss_eval import ProjectRows, require_packed
 from scripts import base_eval
 from tests.checkpoint.states import make_meta
 from tests.corpus.projects import cpp, prepare, read, shard_hashes

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.kernels import pallas_attention, pallas_long, plain
-from nanochat.kernels.attention_tiles import BACKWARD_TILES, FORWARD_TILES, list_tiles
-from nanochat.kernels.flash_shapes import segment_of
+from nanochat.kernels import pallas_attention, plain
+from nanochat.kernels.attention_tiles import BACKWARD_TILES, FORWARD_TILES, list_tiles, segment_of
 from nanochat.kernels.xla import _pallas_tables
 from nanochat.model.layers import NORM_EPS, apply_rotary, norm, rotary_tables, split_heads
 
@@ -24,7 +23,8 @@ def in_float64(q, k, v, d_out, window):
     return out.detach(), *torch.autograd.grad(out, (q, k, v), d_out.double())
 
 
-def by_pallas(q, k, v, d_out, window, matrix_unit, kernels=pallas_attention, **options):
+def by_pallas(q, k, v, d_out, window, matrix_unit, kernels=(pallas_attention.forward, pallas_attention.backward),
+              **options):
     """The same by the kernels, from the second layer of a stack."""
     def to_jax(x):
         if x.dtype == torch.bfloat16:
@@ -36,8 +36,9 @@ def by_pallas(q, k, v, d_out, window, matrix_unit, kernels=pallas_attention, **o
     options |= dict(eps=NORM_EPS, windows=(window, q.size(1)) if window else (), matrix_unit=matrix_unit,
                     interpret=True)
     place = jax.numpy.asarray([1, window or 0], "int32")
-    out, log_sums = jax.jit(partial(kernels.forward, **options))(place, *stacks, *tables)
-    gradients = jax.jit(partial(kernels.backward, **options))(
+    forward, backward = kernels
+    out, log_sums = jax.jit(partial(forward, **options))(place, *stacks, *tables)
+    gradients = jax.jit(partial(backward, **options))(
         place, *stacks, jax.numpy.stack([log_sums * jax.numpy.nan, log_sums]), to_jax(d_out), *tables)
     return [torch.from_numpy(np.array(x.astype("float32"))) for x in (out, *gradients)]
 
@@ -68,7 +69,8 @@ def test_output_and_gradients_are_those_of_float64(length, heads, kv_heads, wind
         (768, 1, 1, 100, 128)))])
 def test_in_segments_they_are_those_of_float64_too(length, heads, kv_heads, window, matrix_unit):
     operands = some_operands(length, heads, kv_heads, torch.float32)
-    by_segments = by_pallas(*operands, window, matrix_unit, pallas_long, segment=256)
+    in_segments = pallas_attention.forward_in_segments, pallas_attention.backward_in_segments
+    by_segments = by_pallas(*operands, window, matrix_unit, in_segments, segment=256)
     for found, exact in zip(by_segments, in_float64(*operands, window), strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
 
@@ -80,13 +82,13 @@ def test_segments_have_room_and_divide_the_sequence(length, max_whole, segment):
 
 
 def test_a_chip_with_little_room_works_in_segments(monkeypatch):
-    operands, segments, run = some_operands(512, 2, 1, torch.float32), [], pallas_long.forward
+    operands, segments, run = some_operands(512, 2, 1, torch.float32), [], pallas_attention.forward_in_segments
 
     def run_and_note(*args, segment, **options):
         segments.append(segment)
         return run(*args, segment=segment, **options)
 
-    monkeypatch.setattr(pallas_long, "forward", run_and_note)
+    monkeypatch.setattr(pallas_attention, "forward_in_segments", run_and_note)
     found = by_pallas(*operands, None, 128, max_whole=256)
     assert segments == [128]
     for tensor, exact in zip(found, in_float64(*operands, None), strict=True):
@@ -99,9 +101,9 @@ def test_a_chip_with_little_room_works_in_segments(monkeypatch):
 def test_pairs_of_segments_cover_what_queries_see_once(window, tiles_of, matrix_unit):
     length, segment = 2048, 512
     covered = np.zeros((length, length), int)
-    pairs = pallas_long.list_pairs(length // segment, segment, window)
+    pairs = pallas_attention.list_pairs(length // segment, segment, window)
     for i, j in pairs:
-        cases = pallas_long.list_cases(pairs, segment, tiles_of[matrix_unit], window)
+        cases = pallas_attention.list_cases(pairs, segment, tiles_of[matrix_unit], window)
         (tiles,) = [tiles for first, last, tiles in cases if first <= i - j <= last]
         for tile in tiles:
             covered[i * segment:][tile.queries, j * segment:(j + 1) * segment][:, tile.keys] += 1

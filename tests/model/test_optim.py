@@ -9,8 +9,14 @@ import torch_xla.debug.metrics as met
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
-from nanochat.model.muon import cautious_weight_decay, equal_rows, normalise_neurons, orthogonalised, polar_express
-from nanochat.model.optim import MuonAdamW
+from nanochat.model.optim import (
+    MuonAdamW,
+    cautious_weight_decay,
+    equal_rows,
+    normalise_neurons,
+    orthogonalised,
+    polar_express,
+)
 from nanochat.model.rates import (
     OptimConfig,
     Rules,

@@ -7,9 +7,9 @@ import pytest
 from nanochat.checkpoint.format import Meta
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
-from nanochat.model import flops
 from nanochat.model.config import GPTConfig
 from nanochat.model.rates import lr_multiplier
+from nanochat.model.weights import flops_per_token
 from nanochat.train.describe import describe_plan
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import make_plan
@@ -57,7 +57,7 @@ def test_rows_that_become_longer_keep_the_tokens_of_a_micro_step_and_cost_more_f
     assert full.stages == ((0, 300, "micro_step"),) and full.switches == () and full.length_schedule == ((0, 4096),)
     assert plan.tokens(0, 300) == full.tokens(0, 300) and plan.micro_steps(0) == full.micro_steps(0) == 8
     assert full.flops(0, 300) == full.flops_per_token * full.tokens(0, 300)
-    by_length = [flops.flops_per_token(plan.config, length) for length in (1024, 2048, 4096)]
+    by_length = [flops_per_token(plan.config, length) for length in (1024, 2048, 4096)]
     assert plan.flops(50, 250) == 524288 * (50 * by_length[0] + 100 * by_length[1] + 50 * by_length[2])
     assert plan_of(*flags, ramp, f"--target_flops={plan.flops(0, 300)}").num_iterations == 300
     assert plan_of(*flags, f"--target_flops={full.flops(0, 300)}").num_iterations == 300

@@ -1,9 +1,9 @@
 """The FLOPs that MFU counts, compared with the model and with independent counts."""
 import pytest
 
-from nanochat.model import flops
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
+from nanochat.model.weights import flops_per_token, matrix_parameters, mfu
 from tests.model.test_gpt import PLAIN
 
 
@@ -11,13 +11,13 @@ def test_matrix_parameters_are_those_of_the_model():
     config = GPTConfig(vocab_size=96, max_seq_len=8, n_layer=3, n_embd=64, n_head=4, n_kv_head=2, **PLAIN)
     model = GPT.on_meta(config)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and name != "wte")
-    assert flops.matrix_parameters(config) == matrices
+    assert matrix_parameters(config) == matrices
 
 
 def test_depth_16_has_the_published_flops():
     # A micro-batch of 8 × 1024 tokens takes 14.0 TFLOP, and one of 8 × 2048 tokens 29.7; both were counted elsewhere.
-    assert flops.flops_per_token(GPTConfig(**PLAIN), 1024) * 8 * 1024 == pytest.approx(14.0e12, rel=0.005)
-    assert flops.flops_per_token(GPTConfig(**PLAIN), 2048) * 8 * 2048 == pytest.approx(29.7e12, rel=0.005)
+    assert flops_per_token(GPTConfig(**PLAIN), 1024) * 8 * 1024 == pytest.approx(14.0e12, rel=0.005)
+    assert flops_per_token(GPTConfig(**PLAIN), 2048) * 8 * 2048 == pytest.approx(29.7e12, rel=0.005)
 
 
 @pytest.mark.parametrize("pattern, n_kv_head", [("L", 4), ("SSL", 4), ("S", 1)])
@@ -33,9 +33,9 @@ def test_flops_agree_with_a_count_of_every_product_and_every_position_looked_at(
             for key in range(T):
                 if key <= query and (window is None or query - key < window):
                     forward += 2 * (2 * 64)  # q·k and the weighting of v, all heads
-    assert flops.flops_per_token(config, T) * T == pytest.approx(3 * forward)
+    assert flops_per_token(config, T) * T == pytest.approx(3 * forward)
 
 
 def test_mfu_of_a_chip_that_does_its_peak_is_one_and_of_an_unknown_chip_is_unknown():
-    assert flops.mfu(8 * 197e12 / 1e9, 1e9, 197e12, 8) == pytest.approx(1.0)
-    assert flops.mfu(1e5, 1e9, None, 8) is None
+    assert mfu(8 * 197e12 / 1e9, 1e9, 197e12, 8) == pytest.approx(1.0)
+    assert mfu(1e5, 1e9, None, 8) is None
