@@ -89,7 +89,9 @@ class Engine:
         """Returns the ids of a prompt to read before `max_tokens` tokens, and how many of the last ones are text.
         Resets `timings`."""
         is_list = isinstance(prompt, list)
-        ids, num_last = encode_prompt(self.tokenizer, prompt if is_list else [BOS, prompt])
+        if not is_list:
+            prompt = [BOS, prompt]
+        ids, num_last = encode_prompt(self.tokenizer, prompt)
         if not ids:
             raise BadInput("the prompt is an empty list: begin it with Special('<|bos|>')")
         self.timings = Timings(prompt_tokens=len(ids))

@@ -42,9 +42,6 @@ def encode_prompt(tokenizer, parts):
     return ids, num_last
 
 
-# Gaps
-
-
 @dataclass(frozen=True)
 class GapPrompt:
     head: list  # texts and Specials, up to the line at the gap
@@ -148,8 +145,6 @@ def cut_to(tokenizer, text, part):
 #
 # At 1,870 random places in C++, the tokens before the place began the whole text's tokens in 19%. With up to 1, 2, 3
 # and 6 tokens taken back, the whole text's tokens were possible in 77, 94, 99.1 and 99.4%.
-
-
 class Vocabulary:
     """The tokens of a tokenizer, sorted, so that tokens with a common beginning are neighbours."""
 

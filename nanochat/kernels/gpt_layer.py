@@ -51,8 +51,9 @@ class How:
         """Returns the names of the stacks that are kept for the backward pass, (slots, B, T, width) each but log_sums:
         q, k and v; y, attention's output; h, the hidden units after ReLU, before they are squared; x_mid, between
         attention and MLP, if ranks along tensor would have to sum it again; log_sums, see AttentionByHand."""
-        names = ["q", "k", "v"] if self.keeps_qkv else []
-        names += ["y", "h"]
+        names = ["y", "h"]
+        if self.keeps_qkv:
+            names = ["q", "k", "v", "y", "h"]
         if self.sharding.tensor_groups:
             names.append("x_mid")
         if self.attention.log_sums_shape:
@@ -234,9 +235,6 @@ def _attention_backward(how, index, saved, x_in, y, d_y, given):
         d_scaled = (d_scaled + d_values_gate * weights.gate_map[layers.VALUES]
                     + d_gate * weights.gate_map[layers.ATTENTION])
     return _norm_backward(x_in, scale, d_scaled), d_v, gradients
-
-
-# Their parts
 
 
 def _mixed(x, given):

@@ -123,7 +123,8 @@ class TokenLosses:
 
     def _with_teacher(self, logits, by_text, taught, cross_entropy, d_cross_entropy):
         """Adds the teacher's part to the losses and to their gradient. Returns both."""
-        weight, temperature = self.teacher.weight, self.teacher.temperature
+        weight = self.teacher.weight
+        temperature = self.teacher.temperature
         by_student = by_text
         if temperature != 1:
             by_student = self.sharding.log_softmax(logits / temperature)

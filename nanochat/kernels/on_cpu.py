@@ -18,9 +18,6 @@ BLOCK_LOGITS = 2**20  # logits that the loss computes at a time, 4 MiB
 BLOCK_TOKENS = 64  # but at least this many tokens: smaller products are slow
 
 
-# Attention
-
-
 def attention(q, k, v, window):
     """See layers.Kernels. Scores are fp32, whatever the dtype of q."""
     group = q.size(1) // k.size(1)
@@ -99,9 +96,6 @@ def _blocks(length, window):
         yield block, seen, torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
 
 
-# The loss
-
-
 def mean_loss(chunk_tokens, hidden, head, targets, cap, teaching=None):
     """See layers.Kernels. With a teacher, it is loss.py's."""
     if teaching is not None:
@@ -122,7 +116,7 @@ class _ChunkBody:
     def __call__(self, index, carry, read, write, constants):
         loss, d_head = carry
         hidden, targets = read
-        head, = constants
+        head = constants[0]
         rows = max(BLOCK_LOGITS // len(head), BLOCK_TOKENS)
         d_logits = torch.empty(len(hidden), len(head), dtype=hidden.dtype)  # (chunk, V)
         blocks = zip(hidden.split(rows), targets.split(rows), d_logits.split(rows), strict=True)

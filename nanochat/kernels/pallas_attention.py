@@ -20,18 +20,10 @@ from functools import partial
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from nanochat.kernels import attention_tiles as tiling
 from nanochat.kernels import pallas_parts as parts
 from nanochat.kernels import pallas_short
-from nanochat.kernels.attention_tiles import (
-    BACKWARD_TILES,
-    FORWARD_TILES,
-    HEAD_DIM,
-    MAX_WHOLE,
-    list_tiles,
-    num_scores,
-    pipeline,
-    segment_of,
-)
+from nanochat.kernels.attention_tiles import HEAD_DIM, MAX_WHOLE
 
 
 def forward(place, q, *others, max_whole=MAX_WHOLE, **options):
@@ -46,7 +38,7 @@ def forward(place, q, *others, max_whole=MAX_WHOLE, **options):
     """
     if q.shape[2] <= max_whole:
         return pallas_short.forward(place, q, *others, **options)
-    return forward_in_segments(place, q, *others, segment=segment_of(q.shape[2], max_whole), **options)
+    return forward_in_segments(place, q, *others, segment=tiling.segment_of(q.shape[2], max_whole), **options)
 
 
 def backward(place, q, *others, max_whole=MAX_WHOLE, **options):
@@ -54,10 +46,7 @@ def backward(place, q, *others, max_whole=MAX_WHOLE, **options):
     what `forward` returned; d_out (B, T, H × 128); cos and sin. The rest as in `forward`."""
     if q.shape[2] <= max_whole:
         return pallas_short.backward(place, q, *others, **options)
-    return backward_in_segments(place, q, *others, segment=segment_of(q.shape[2], max_whole), **options)
-
-
-# Pairs of segments
+    return backward_in_segments(place, q, *others, segment=tiling.segment_of(q.shape[2], max_whole), **options)
 
 
 def list_pairs(segments, segment, window):
@@ -81,7 +70,7 @@ def list_cases(pairs, segment, tiles, window):
             first, _, found = cases.pop()
         else:
             first = distance
-            found = list_tiles(segment, tiles, None if is_whole else window, distance * segment)
+            found = tiling.list_tiles(segment, tiles, None if is_whole else window, distance * segment)
         cases.append((first, distance, found))
     return cases
 
@@ -91,7 +80,8 @@ def _here(place, num_steps):
     # `place` is: layer, window, each step's segment of queries, each step's segment of keys, and in the backward kernel
     # whether each step adds gradients (see pallas_parts.run).
     step = pl.program_id(3)
-    i, j = place[2 + step], place[2 + num_steps + step]
+    i = place[2 + step]
+    j = place[2 + num_steps + step]
     return i, j, (step == 0) | (place[2 + jnp.maximum(step, 1) - 1] != i)
 
 
@@ -99,9 +89,6 @@ def _clear(*sums):
     zeros = [jnp.zeros_like(total) for total in sums]
     for total, zero in zip(sums, zeros, strict=True):
         total[...] = zero
-
-
-# The kernels
 
 
 def _forward_kernel(place, refs, *, eps, window, cases, num_steps):
@@ -192,7 +179,7 @@ def _backward_kernel(place, refs, *, eps, window, cases, num_steps, matrix_unit)
                       (1, pair.compute_probabilities), (2, pair.compute_d_scores_of_row)]
         else:
             stages = [*first, (1, pair.compute_probabilities), (2, pair.add_to_means)]
-        pipeline(len(tiles), stages)
+        tiling.pipeline(len(tiles), stages)
 
     for first, last, tiles in cases:
         for is_second in (0, 1):
@@ -201,16 +188,13 @@ def _backward_kernel(place, refs, *, eps, window, cases, num_steps, matrix_unit)
                 work(tiles, is_second, is_last)
 
 
-# Calling them
-
-
 def _scores(pairs, cases):
     """Returns how many scores the tiles of all pairs have."""
     total = 0
     for i, j in pairs:
         for first, last, tiles in cases:
             if first <= i - j <= last:
-                total += num_scores(tiles)
+                total += tiling.num_scores(tiles)
     return total
 
 
@@ -227,7 +211,7 @@ def forward_in_segments(place, q, k, v, cos, sin, *, windows, matrix_unit, eps, 
 
     def call(window):
         pairs = list_pairs(length // segment, segment, window)
-        cases = list_cases(pairs, segment, FORWARD_TILES[matrix_unit], window)
+        cases = list_cases(pairs, segment, tiling.FORWARD_TILES[matrix_unit], window)
         scores = _scores(pairs, cases)
         kernel = partial(_forward_kernel, cases=cases, num_steps=len(pairs), eps=eps, window=window)
         return parts.run(kernel, place, operands, segment, (4 * HEAD_DIM * scores, scores), pairs, interpret)
@@ -254,7 +238,7 @@ def backward_in_segments(place, q, k, v, log_sums, d_out, *tables, windows, matr
         for query in reversed(range(length // segment)):
             keys = [j for i, j in pairs if i == query]
             steps += [(query, j, is_second) for is_second in (0, 1) for j in keys]
-        cases = list_cases(pairs, segment, BACKWARD_TILES[matrix_unit], window)
+        cases = list_cases(pairs, segment, tiling.BACKWARD_TILES[matrix_unit], window)
         scores = _scores(pairs, cases)
         kernel = partial(_backward_kernel, cases=cases, num_steps=len(steps), eps=eps, window=window,
                          matrix_unit=matrix_unit)

@@ -123,9 +123,6 @@ def by_window(call, window, length, windows):
     return jax.lax.switch(sum((window > size).astype(jnp.int32) for size in sizes[:-1]), kernels)
 
 
-# Running a kernel
-
-
 class Operands(NamedTuple):
     """The operands of a kernel, by names. It gets its blocks, and the scratch, as attributes of one object, `refs`.
 

@@ -16,18 +16,9 @@ from itertools import groupby
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from nanochat.kernels import attention_tiles as tiling
 from nanochat.kernels import pallas_parts as parts
-from nanochat.kernels.attention_tiles import (
-    BACKWARD_TILES,
-    FORWARD_TILES,
-    HEAD_DIM,
-    Once,
-    list_tiles,
-    num_scores,
-    pipeline,
-)
-
-# The forward kernel
+from nanochat.kernels.attention_tiles import HEAD_DIM
 
 
 class Outputs:
@@ -49,13 +40,13 @@ class Outputs:
         self.weights = {}
         self.outs = {}  # by the first row of a block of queries, as sums
         self.sums = {}
-        self._keys_once = Once(refs.q.shape[2], self._prepare_keys)
-        self._queries_once = Once(refs.q.shape[2], self._prepare_queries)
+        self._keys_once = tiling.Once(refs.q.shape[2], self._prepare_keys)
+        self._queries_once = tiling.Once(refs.q.shape[2], self._prepare_queries)
 
     def compute(self):
         # The products of a tile's scores stand two tiles before their exponentials: 6.67 Mcycles for 16 layers on v6e,
         # where one tile took 7.45 and three took 6.74.
-        pipeline(len(self.tiles), [(0, self.compute_scores), (2, self.compute_weights), (4, self.add_values)])
+        tiling.pipeline(len(self.tiles), [(0, self.compute_scores), (2, self.compute_weights), (4, self.add_values)])
 
     def _prepare_keys(self, chunk):
         refs = self.refs
@@ -89,7 +80,8 @@ class Outputs:
 
 
 def _forward_kernel(place, refs, *, tiles, eps, window):
-    refs.cos_k, refs.sin_k = refs.cos_q, refs.sin_q  # queries and keys have the same positions
+    refs.cos_k = refs.cos_q  # queries and keys have the same positions
+    refs.sin_k = refs.sin_q
 
     def finish(rows, out, sums):
         total = jnp.sum(sums, axis=0, keepdims=True)
@@ -97,9 +89,6 @@ def _forward_kernel(place, refs, *, tiles, eps, window):
         refs.out[0, rows] = (out / total).astype(refs.out.dtype).T
 
     Outputs(tiles, refs, finish, eps=eps, window=window).compute()
-
-
-# The backward kernel
 
 
 class Scores:
@@ -119,8 +108,8 @@ class Scores:
         self.d_weights = {}
         self.probabilities = {}
         self.d_scores = {}
-        self._keys_once = Once(refs.q.shape[2], self._prepare_keys)
-        self._queries_once = Once(refs.q.shape[2], self._prepare_queries)
+        self._keys_once = tiling.Once(refs.q.shape[2], self._prepare_keys)
+        self._queries_once = tiling.Once(refs.q.shape[2], self._prepare_queries)
 
     def _kept_norm(self, which, x, cos, sin, chunk):
         refs = self.refs
@@ -253,7 +242,8 @@ class _Gradients(Scores):
 def _backward_kernel(place, refs, *, tiles, eps, window, matrix_unit, group):
     """With the probabilities p = 2^(s - log sum): d v = pᵀ d out and d s = p (d out vᵀ - mean), the mean under p. Tiles
     are queries × keys."""
-    refs.cos_k, refs.sin_k = refs.cos_q, refs.sin_q  # queries and keys have the same positions
+    refs.cos_k = refs.cos_q  # queries and keys have the same positions
+    refs.sin_k = refs.sin_q
     work = _Gradients(tiles, refs, matrix_unit=matrix_unit, eps=eps, window=window)
     if group > 1:  # the query heads of a group follow one another and add to the same gradients of k and v
         for total in (refs.dk_sum, refs.dv_sum):
@@ -268,12 +258,9 @@ def _backward_kernel(place, refs, *, tiles, eps, window, matrix_unit, group):
     # six orders, by 2 to 8% on v6e. add_to_q must follow add_to_k, because it drops the tile's d_scores.
     longest = max(Counter(tile.rows.start for tile in tiles).values())
     row = longest + 1  # turns after which a tile's row has its mean
-    pipeline(len(tiles), [(row + 2, work.add_to_v), (row + 2, work.add_to_k), (0, work.compute_scores),
+    tiling.pipeline(len(tiles), [(row + 2, work.add_to_v), (row + 2, work.add_to_k), (0, work.compute_scores),
                           (0, work.compute_d_weights), (row + 2, work.add_to_q), (1, work.add_to_means),
                           (row, work.compute_d_scores_of_row)])
-
-
-# Calling them
 
 
 def forward(place, q, k, v, cos, sin, *, windows, matrix_unit, eps, interpret=False):
@@ -284,7 +271,7 @@ def forward(place, q, k, v, cos, sin, *, windows, matrix_unit, eps, interpret=Fa
     operands = parts.Operands(inputs, parts.forward_results(q), parts.forward_scratch(length, q.dtype))
 
     def call(window):
-        tiles = list_tiles(length, FORWARD_TILES[matrix_unit], window)
+        tiles = tiling.list_tiles(length, tiling.FORWARD_TILES[matrix_unit], window)
         kernel = partial(_forward_kernel, tiles=tiles, eps=eps, window=window)
         return parts.run(kernel, place, operands, length, _cost(tiles, products=2), interpret=interpret)
 
@@ -304,7 +291,7 @@ def backward(place, q, k, v, log_sums, d_out, cos, sin, *, windows, matrix_unit,
     operands = parts.Operands(inputs, parts.backward_results(q, k, v), parts.backward_scratch(length, q.dtype) | sums)
 
     def call(window):
-        tiles = list_tiles(length, BACKWARD_TILES[matrix_unit], window)
+        tiles = tiling.list_tiles(length, tiling.BACKWARD_TILES[matrix_unit], window)
         kernel = partial(_backward_kernel, tiles=tiles, eps=eps, window=window, matrix_unit=matrix_unit, group=group)
         return parts.run(kernel, place, operands, length, _cost(tiles, products=5), interpret=interpret)
 
@@ -313,5 +300,5 @@ def backward(place, q, k, v, log_sums, d_out, cos, sin, *, windows, matrix_unit,
 
 def _cost(tiles, products):
     """Returns the cost of a head: `products` of each tile with 128 columns, and an exponential of each score."""
-    scores = num_scores(tiles)
+    scores = tiling.num_scores(tiles)
     return 2 * products * scores * HEAD_DIM, scores

@@ -34,8 +34,7 @@ class Embedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out):
-        ids, = ctx.saved_tensors
-        ids = ids.flatten().long()
+        ids = ctx.saved_tensors[0].flatten().long()
         d_out = d_out.flatten(0, 1)
         total = ctx.table.main_grad
         sharding = ctx.sharding
@@ -53,9 +52,6 @@ class Embedding(torch.autograd.Function):
             whole = total.new_zeros(parts * total.size(0), total.size(1))
             total.add_(sharding.scatter(whole.index_add_(0, ids, d_out.float()).to(d_out.dtype)))
         return None, None, None, None
-
-
-# The loss, see loss.py
 
 
 def cross_entropy(chunk_tokens, sharding, hidden, head, targets, cap):

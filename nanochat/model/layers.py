@@ -70,9 +70,6 @@ class Kernels:
     whole: Callable | None = None
 
 
-# The parts of a layer
-
-
 def norm(x):
     """RMSNorm without parameters, over the last dimension."""
     return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
@@ -136,7 +133,6 @@ def causal_mask(query_positions, key_positions, window):
 # MLP, the number a and the vector map are learned. A gate starts at 1, so a model starts as the plain one. These are
 # hyper-connections (arXiv 2409.19606, 2512.24880) of one stream; more streams cost more and gained nothing
 # (dev/LOG.md).
-
 VALUES, ATTENTION, MLP = range(3)  # the rows of a layer's gate_map, (3, C), and gate_scale, (3, 1)
 NUM_GATES = 3
 
@@ -168,9 +164,6 @@ def gate_backward(weights, which, x, scale, change):
 def _logit(weights, which, x, scale):
     product = (x.float() * weights.gate_map[which].float()).sum(-1, keepdim=True)
     return product if scale is None else scale * product
-
-
-# The layer
 
 
 @dataclass

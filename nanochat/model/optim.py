@@ -46,8 +46,6 @@ def adamw(p, exp_avg, exp_avg_sq, gradient, rule, betas, scheduled):
 
 # Muon (Jordan et al. 2024) makes the direction of an update orthogonal, evens out its neurons, and decays only weights
 # that the update shrinks as well.
-
-
 def muon(p, second_moment, direction, lr, weight_decay):
     """Returns matrices p and the second moment of their neurons after an update along an orthogonal `direction`, with
     NorMuon's normalisation."""
@@ -143,7 +141,10 @@ class MuonAdamW:
         self.rules = rules
         self.dist = dist
         self.parts = parts
-        self.mesh = parts.mesh if parts else Mesh(data=dist.world_size if dist else 1)
+        if parts:
+            self.mesh = parts.mesh
+        else:
+            self.mesh = Mesh(data=dist.world_size if dist else 1)
         shapes = {name: p.shape for name, p in model.named_parameters()}
         self.lengths = {name: shape[0] for name, shape in shapes.items()}
         self.sharded = frozenset(name for name, shape in shapes.items()

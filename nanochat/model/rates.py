@@ -90,9 +90,6 @@ def decay_rate(weight_decay, matrix_lr, num_steps):
     return -math.expm1(-weight_decay / num_steps) / matrix_lr
 
 
-# How each parameter is updated
-
-
 def adam_step(lr, average, root):
     """Returns AdamW's step: the `average` gradient over the `root` of the average square."""
     return lr * average / (root + ADAM_EPS)
