@@ -26,6 +26,7 @@ parse "ROUNDS= BACKOFF_S=" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "the VM has no name: create.sh NAME, or set NAME in deploy/config.env"
 facts "$TYPE"
+need_room
 lookup "$NAME"
 [ "$VM_STATE" != unknown ] || cannot_tell "$NAME"
 [ "$VM_STATE" = absent ] || die 6 "$NAME exists already: $VM_STATE $VM_HEALTH in $VM_ZONE"
@@ -47,23 +48,25 @@ fi
 # try ZONE creates the VM there. It returns 0 when the VM is ready; otherwise it deletes the VM, sets REASON, returns 1.
 try() {
   local zone=$1 creator status="" deadline=$((SECONDS + WAIT_S))
-  GCLOUD_ERR=$TMP/create tpu "$zone" create "$NAME" "${flags[@]}" >/dev/null &
+  set -m  # a process group, all of which can be ended: a gcloud that is left behind may still create the VM
+  gcloud_tpu "$zone" create "$NAME" "${flags[@]}" >/dev/null 2>"$TMP/create" &
   creator=$!
-  trap 'kill $creator; die 1 "interrupted: $NAME may still be created in $zone: delete.sh $NAME"' INT TERM
+  set +m
+  trap 'kill -- -$creator; die 1 "interrupted: $NAME may still be created in $zone: delete.sh $NAME"' INT TERM
   REASON="not ready and healthy after $WAIT_S s"
   while [ $SECONDS -lt $deadline ]; do
     sleep "$POLL_S"
     if [ -z "$status" ] && ! kill -0 $creator 2>/dev/null; then
       status=0
       wait $creator || status=$?
-      if [ $status != 0 ]; then REASON=$(GCLOUD_ERR=$TMP/create why); break; fi
+      if [ $status != 0 ]; then REASON=$(TPU_ERR=$(cat "$TMP/create") && why); break; fi
     fi
     ZONES=$zone lookup "$NAME"
     say "$NAME in $zone: $VM_STATE $VM_HEALTH$VM_ERROR"
     if [ "$VM_STATE $VM_HEALTH" = "READY HEALTHY" ]; then REASON=""; break; fi
     case $VM_STATE in PREEMPTED | TERMINATED) REASON="preempted at once"; break ;; esac
   done
-  kill $creator 2>/dev/null || true  # gcloud itself would notice only after a long pause
+  kill -- -$creator 2>/dev/null || true  # gcloud itself would notice only after a long pause
   wait $creator 2>/dev/null || true
   trap - INT TERM
   [ -n "$REASON" ] || return 0
@@ -71,7 +74,7 @@ try() {
   ! grep -q -e ALREADY_EXISTS -e 'already exists' "$TMP/create" || die 6 "$NAME exists already in $zone"
   ZONES=$zone lookup "$NAME"
   # The next zone is tried only when this one holds no VM: two VMs would cost twice, and only one would be found.
-  [ "$VM_STATE" = absent ] || tpu "$zone" delete "$NAME" --async >/dev/null || [ "$(why)" = not_found ] ||
+  [ "$VM_STATE" = absent ] || tpu "$zone" delete "$NAME" --async || [ "$(why)" = not_found ] ||
     die 1 "$NAME may still exist in $zone, and cost money: delete.sh $NAME; $(complaint)"
   return 1
 }
@@ -88,12 +91,13 @@ while :; do
       say "$NAME is ready in $zone: $VM_IPS, ${USD:-unknown} USD an hour until it is deleted"
       exit 0
     fi
+    TPU_ERR=$(cat "$TMP/create")
     case $REASON in
-      quota) say "$zone: no quota: $(GCLOUD_ERR=$TMP/create complaint)"; continue ;;
-      auth) die 4 "credentials refused (gcloud auth login): $(GCLOUD_ERR=$TMP/create complaint)" ;;
-      permanent) refused="$zone: $(GCLOUD_ERR=$TMP/create complaint)"; say "$refused"; continue ;;
+      quota) say "$zone: no quota: $(complaint)"; continue ;;
+      auth) die 4 "credentials refused (gcloud auth login): $(complaint)" ;;
+      permanent) refused="$zone: $(complaint)"; say "$refused"; continue ;;
       stockout) say "$zone: no capacity" ;;
-      other | not_found) say "$zone: $(GCLOUD_ERR=$TMP/create complaint)" ;;
+      other | not_found) say "$zone: $(complaint)" ;;
       *) say "$zone: $REASON" ;;
     esac
     left="$left $zone"

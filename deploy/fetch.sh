@@ -24,8 +24,8 @@ RUN=${RUN:-$(run_on_vm)}
 script <<'END'
 load_env
 cd "$BASE/checkpoints/$1" 2>/dev/null || { echo "no run $1 in $BASE/checkpoints" >&2; exit 1; }
-find . -maxdepth 1 -name 'step_??????' | sort | sed 's/^..//' | { [ -n "$2" ] && cat || tail -n 1; } |
-  while read -r step; do (cd "$step"; echo "$step $(eval "$3")"); done
+checkpoints . | { [ -n "$2" ] && cat || tail -n 1; } |
+  while read -r step; do (cd "$step" 2>/dev/null && echo "$step $(eval "$3")") || true; done
 END
 LIST=$SCRIPT
 
@@ -51,19 +51,33 @@ get() {
   rm -rf "$TO/$RUN/incoming"
 }
 
-steps=$(retry vm 0 "$LIST" "$RUN" "$ALL" "$SUM")
+listed() { retry vm 0 "$LIST" "$RUN" "$ALL" "$SUM"; }
+# fetch_steps copies the checkpoints in $steps. It returns 1 if the run has deleted one meanwhile.
+fetch_steps() {
+  local step sum other deleted=0
+  while read -r step sum; do
+    [ -n "$step" ] || continue
+    if [ -d "$TO/$RUN/$step" ]; then
+      if [ "$(cd "$TO/$RUN/$step" && eval "$SUM")" = "$sum" ]; then say "$step is here"; continue; fi
+      other=other_$step.$(date +%s)
+      say "$step here is from another run of this name: it is kept as $TO/$RUN/$other"
+      mv "$TO/$RUN/$step" "$TO/$RUN/$other"
+    fi
+    say "$step …"
+    retry get "$step" </dev/null || exit
+    [ -d "$TO/$RUN/$step" ] || deleted=1
+  done < <(printf '%s\n' "$steps")
+  return $deleted
+}
+
+steps=$(listed)
 [ -z "$DRY_RUN" ] || exit 0
 retry get metrics.jsonl run.log
-[ -z "$NO_CHECKPOINTS" ] || steps=""
-while read -r step sum; do
-  [ -n "$step" ] || continue
-  if [ -d "$TO/$RUN/$step" ]; then
-    if [ "$(cd "$TO/$RUN/$step" && eval "$SUM")" = "$sum" ]; then say "$step is here"; continue; fi
-    other=other_$step.$(date +%s)
-    say "$step here is from another run of this name: it is kept as $TO/$RUN/$other"
-    mv "$TO/$RUN/$step" "$TO/$RUN/$other"
-  fi
-  say "$step …"
-  retry get "$step" </dev/null
-done <<<"$steps"
+for round in 1 2 3 ""; do
+  [ -n "$round" ] || die 1 "the run deletes checkpoints faster than they are copied: stop_run.sh, then fetch.sh again"
+  [ -z "$NO_CHECKPOINTS" ] || break
+  if fetch_steps; then break; fi
+  say "the run has deleted a checkpoint before it was copied: looking again"
+  steps=$(listed)
+done
 say "run $RUN is in $TO/$RUN"

@@ -15,14 +15,16 @@ parse "" "$@"
 format='value[separator="|"](name.basename(),name.segment(-3),state,health,acceleratorType,schedulingConfig.spot,'
 format+='networkEndpoints[].accessConfig.externalIp.list(),networkEndpoints[].ipAddress.list())'
 status=0 total=0 unknown=""
-if ! tpu - list --format="$format" >"$TMP/list"; then
+if tpu - list --format="$format"; then found=$TPU_OUT; else
+  found=""
   reason=$(why)
   say "not all zones were looked at: $(complaint)"
   status=4
   if [ "$reason" = permanent ]; then
     status=2
     for zone in $(printf %s "$ZONES" | tr , ' '); do
-      if tpu "$zone" list --format="$format" >>"$TMP/list"; then
+      if tpu "$zone" list --format="$format"; then
+        found+=$TPU_OUT$'\n'
         say "$zone was looked at"
         status=4
       else
@@ -30,7 +32,7 @@ if ! tpu - list --format="$format" >"$TMP/list"; then
       fi
     done
   fi
-  [ -s "$TMP/list" ] || exit $status
+  [ -n "$found" ] || exit $status
 fi
 while IFS='|' read -r name zone state health type spot external internal; do
   facts_of_vm "$type" "$spot" "$zone"
@@ -40,6 +42,6 @@ while IFS='|' read -r name zone state health type spot external internal; do
   total=$(calc "$total + ${USD:-0}")
   printf '%-20s %-16s %-10s %-10s %-14s %-9s %-16s %s USD/h\n' "$name" "$zone" "$state" "$health" "$type" \
     "$([ "$spot" = True ] && echo spot || echo on demand)" "$external" "${USD:-?}"
-done <"$TMP/list"
+done < <(printf '%s\n' "$found" | sed '/^$/d')
 echo "together: $total USD an hour$unknown"
 exit $status

@@ -19,6 +19,7 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 MAX_BYTES=50000000
 parse "" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
+need_room
 
 cd "$ROOT"
 names=(nanochat scripts tokenizer pyproject.toml Makefile README.md .tpu_env.example)
@@ -27,7 +28,8 @@ source="$source|^nanochat/(device/prices\\.csv|serve/page\\.html|judge/problem_s
 source="$source|^tokenizer/(tokenizer_65k/)?(vocabulary\\.tiktoken|tokenizer\\.json|token_bytes\\.pt|tokenizer\\.pkl)$"
 noise='(^|/)__pycache__/|\.py[co]$|(^|/)\.DS_Store$'
 secret='/\.|/wandb/|\.env$|\.(pem|key|p12|pfx|jks|ppk|kdbx)$|/id_(rsa|dsa|ecdsa|ed25519)[^/.]*(\.pub)?$'
-secret="$secret|[[:cntrl:]]|/[^/]*(credential|secret|password|service[_-]?account)[^/]*\\.(json|ya?ml|txt|ini|cfg|csv)$"
+secret="$secret|[[:cntrl:]]|/[^/]*(credential|secret|passw(or)?d|service[_-]?account)[^/]*$"
+secret="$secret|/([^/]*[._-])?(api|access|private|ssh|hf)?[._-]?(keys?|tokens?)(\\.(json|ya?ml|txt|ini|cfg|csv))?$"
 
 # Lists of files have one name a line, sorted; a line break in a name becomes the control character 1.
 list() { LC_ALL=C tr '\0\n' '\n\1' | LC_ALL=C sort; }
@@ -56,6 +58,8 @@ pack() { # writes files, left_out and code.tgz
   LC_ALL=C sort "$TMP/wanted" | LC_ALL=C comm -12 - "$TMP/real" | matching -vi "$noise|$secret" >"$TMP/files"
   LC_ALL=C comm -23 "$TMP/known" "$TMP/files" | matching -v "$noise" | LC_ALL=C sed 's/[[:cntrl:]]/?/g' >"$TMP/left_out"
   grep -q '^nanochat/' "$TMP/files" || die 2 "no code to push: there is no nanochat/ with source files in $ROOT"
+  submodules=$(repository ls-files -s -- "${names[@]}" | sed -n 's/^160000 .*\t//p' | tr '\n' ' ') || true
+  [ -z "$submodules" ] || say "left out (submodules): $submodules"
   tr '\n' '\0' <"$TMP/files" | tar -cf - --null -T - | gzip -n >"$TMP/code.tgz"
 }
 

@@ -63,7 +63,7 @@ mkdir -p "$next"
 echo "$run" >"$next/run"
 printf '%q ' "$@" >"$next/flags"
 { printf '# %s, code %s\n' "$(date -u +%FT%TZ)" "$(cat "$code/COMMIT" 2>/dev/null)"
-  printf 'set -a; . ~/.tpu_env; set +a\ncd %q\necho $$ >%q\n' "$code" "$D/runs/pid"
+  printf 'set -a; eval "$(tr -d "\\r" <~/.tpu_env)"; set +a\ncd %q\necho $$ >%q\n' "$code" "$D/runs/pid"
   printf 'exec %q -u -m scripts.base_train' "$D/venv/bin/python"; printf ' %q' "$@" $device; echo; } >"$next/command"
 tail -n 1 "$next/command"
 END

@@ -30,7 +30,7 @@ from deploy.lib.calls import Calls, end_group, processes  # noqa: E402
 from deploy.lib.catalogue import hourly_prices  # noqa: E402
 from deploy.lib.keeper import ENDED, Keeper  # noqa: E402
 from deploy.lib.settings import read_settings  # noqa: E402
-from deploy.lib.state import Books, Journal, Known, replace_file  # noqa: E402
+from deploy.lib.state import Books, Ended, Journal, Known, replace_file  # noqa: E402
 from deploy.lib.worker import Worker  # noqa: E402
 from nanochat.common import BadInput  # noqa: E402
 
@@ -102,6 +102,10 @@ def keep(settings, role):
     """Watches the budget, with a worker or, as guard, without one. Returns the exit status."""
     actions = make_actions(settings)
     journal = actions.journal
+    ended = Ended.load(settings.state / "ended")
+    if ended and ended.flags == list(settings.flags) and not settings.again:
+        print(f"the run {settings.run} {ended}", flush=True)
+        return ended.status
     if "WATCH_PRICES" not in os.environ:
         by_zone = hourly_prices(settings, lambda line: print(line, flush=True))
         if by_zone is None and settings.max_usd is not None:
@@ -123,6 +127,7 @@ def keep(settings, role):
                     if limit is not None]
             journal.note(f"watching {settings.name}: {settings.type} in {','.join(settings.zones)}, {usd_text()} USD "
                          f"an hour, at most {' and '.join(most)}; spent so far: {books}")
+        (settings.state / "ended").unlink(missing_ok=True)
         status = keeper.run()
     except ToldToStop:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -139,6 +144,9 @@ def keep(settings, role):
         status = 70
     else:
         journal.note(f"watch.sh ends; spent: {books}")
+        if status in (0, 1):
+            at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            Ended(status, list(settings.flags), at).save(settings.state / "ended")
         if status == 0:
             (settings.state / "spent").unlink(missing_ok=True)  # the next run has a budget of its own
     journal.close()

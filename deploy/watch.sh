@@ -16,6 +16,7 @@
 #   --poll_s N                 seconds between two checks of the VM (default 60)
 #   --patience N               after how many failed checks in a row the VM is created again (default 5)
 #   --stall_s N                a run without a new log line for this long is started again (default 1800)
+#   --again                    also start a run that has finished or was given up; other flags after -- are another run
 #   --keep_vm                  do not delete the VM at the end; it still costs money
 #   --to DIR                   where fetch.sh puts the run (default: checkpoints/ beside deploy/)
 #   --state DIR                journal and spending, which outlive a restart (default ~/.local/state/nanochat/NAME)
@@ -29,8 +30,8 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 # shellcheck disable=SC2034  # exported by name, below
 MAX_USD="" MAX_HOURS="" MARGIN_S=600 POLL_S=60 PATIENCE=5 STALL_S=1800
 # shellcheck disable=SC2034
-KEEP_VM="" STATE="" WEBHOOK="" PRICE_API_KEY="" PRICE_API="" TO=$ROOT/checkpoints
-parse "MAX_USD= MAX_HOURS= MARGIN_S= PATIENCE= STALL_S= KEEP_VM STATE= TO=" "$@"
+KEEP_VM="" AGAIN="" STATE="" WEBHOOK="" PRICE_API_KEY="" PRICE_API="" TO=$ROOT/checkpoints
+parse "MAX_USD= MAX_HOURS= MARGIN_S= PATIENCE= STALL_S= KEEP_VM AGAIN STATE= TO=" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "the VM has no name: watch.sh NAME … -- FLAGS"
 [ ${#FLAGS[@]} -gt 0 ] || die 2 "the run has no flags: watch.sh NAME … -- --run=NAME …"
@@ -44,10 +45,10 @@ for PYTHON in python3 python3.13 python3.12 python3.11 python3.10 "$ROOT/.venv/b
 done
 [ -z "$DRY_RUN" ] || { say "+ create, setup, push, data, train with $SETTINGS -- ${FLAGS[*]}"; exit 0; }
 STATE=${STATE:-$HOME/.local/state/nanochat/$NAME}
-for setting in SETTINGS ${SETTINGS//=/} MAX_USD MAX_HOURS MARGIN_S PATIENCE STALL_S KEEP_VM STATE WEBHOOK TO \
+for setting in SETTINGS ${SETTINGS//=/} MAX_USD MAX_HOURS MARGIN_S PATIENCE STALL_S KEEP_VM AGAIN STATE WEBHOOK TO \
   PRICE_API_KEY PRICE_API; do
   export "WATCH_$setting=${!setting}"  # in the environment, where other users do not see the webhook and the key
 done
-rm -rf "$TMP"
+[ -z "$TMP" ] || rm -rf "$TMP"
 export "WATCH_WANDB_API_KEY=${WANDB_API_KEY:-}"
 exec "$PYTHON" "$HERE/watch.py" watch "$NAME" -- "${FLAGS[@]}"

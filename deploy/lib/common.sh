@@ -9,7 +9,17 @@ set -euo pipefail
 
 # Physical paths: seen through a symbolic link, the parent of deploy/ is another folder than the checkout.
 LIB=$(CDPATH="" cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd -P) && HERE=${LIB%/*} && ROOT=${HERE%/*} || exit 1
-TMP=$(mktemp -d) && trap 'rm -rf "$TMP"' EXIT || exit 1
+
+# TMP is a new folder in the first of these places that has room for small files. If none has, TMP is empty: deleting a
+# VM needs no file, and everything else says that there is no room.
+for TMPDIR in "${TMPDIR:-/tmp}" /dev/shm /var/tmp "$HOME"; do
+  TMP=$(mktemp -d "$TMPDIR/nanochat.XXXXXX" 2>/dev/null) || continue
+  if head -c 300000 /dev/zero 2>/dev/null >"$TMP/room"; then rm "$TMP/room"; break; fi 2>/dev/null
+  rm -rf "$TMP"
+  TMP=""
+done
+export TMPDIR  # bash writes here-documents there
+trap '[ -z "$TMP" ] || rm -rf "$TMP"' EXIT
 export -n WANDB_API_KEY 2>/dev/null || true  # a secret: no child process needs it in its environment
 export COPYFILE_DISABLE=1  # so that tar on macOS adds no ._ files
 
@@ -23,6 +33,7 @@ DRY_RUN="" INTERNAL_IPS=""
 awk() { LC_ALL=C command awk "$@"; }  # numbers have a decimal point in every locale
 say() { printf '%s\n' "$*" >&2; }
 die() { local code=$1; shift; say "error: $*"; exit "$code"; }
+need_room() { [ -n "$TMP" ] || die 1 "no room for small files in \$TMPDIR, /dev/shm, /var/tmp or $HOME: free some"; }
 quote() { local a; for a in "$@"; do printf "'%s' " "$(printf %s "$a" | sed "s/'/'\\\\''/g")"; done; }
 # backoff SECONDS ROUND prints the pause after that round. It doubles every round and is varied by half at random, so
 # that several waiting scripts do not ask at the same time.
@@ -52,9 +63,7 @@ parse() {
   local spec=" $SETTINGS $1 " name value config_type
   shift && ARGS=() FLAGS=() GIVEN=" "
   if [ -f "${NANOCHAT_DEPLOY_CONFIG:=$HERE/config.env}" ]; then
-    LC_ALL=C tr -d '\r' <"$NANOCHAT_DEPLOY_CONFIG" >"$TMP/config.env"  # an editor of Windows ends lines with CR LF
-    # shellcheck source=/dev/null
-    . "$TMP/config.env"
+    eval "$(LC_ALL=C tr -d '\r' <"$NANOCHAT_DEPLOY_CONFIG")"  # an editor of Windows ends lines with CR LF
   fi
   config_type=$TYPE
   while [ $# -gt 0 ]; do

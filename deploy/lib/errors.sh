@@ -1,14 +1,14 @@
 # shellcheck shell=bash disable=SC2034
-# What gcloud's error messages mean, which tpu keeps in GCLOUD_ERR; sourced by common.sh.
+# What gcloud's error messages mean, which tpu keeps in TPU_ERR; sourced by common.sh.
 
 # failure prints gcloud's last error message in one line. Before it, gcloud may have written about its progress, and
 # after it the details of the API. Without such a message it prints the last line that is not about progress.
 failure() {
-  awk '/^ERROR: / { text = ""; inside = 1; sub(/^ERROR: (\(gcloud[^)]*\) )?/, "") }
+  printf '%s\n' "$TPU_ERR" | awk '/^ERROR: / { text = ""; inside = 1; sub(/^ERROR: (\(gcloud[^)]*\) )?/, "") }
        /^- .@type|^To search the help text/ { inside = 0 }
        inside && NF { sub(/^ +/, ""); text = text (text == "" ? "" : " ") $0 }
        NF && !/^(Create request issued|Waiting for operation|\.)/ { line = $0 }
-       END { print text == "" ? line : text }' "$GCLOUD_ERR"
+       END { print text == "" ? line : text }'
 }
 # complaint prints gcloud's reason in its own words.
 complaint() {

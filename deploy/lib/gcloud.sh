@@ -41,33 +41,44 @@ facts() {
   case $row in *" "*) USD_NOTE="the price in ${row#* } is not known: the dearest of the type counts" ;; esac
 }
 
-# tpu ZONE VERB ARGS runs gcloud and keeps its stderr for why and complaint. gcloud asks five times when there is no
-# answer, so a dead network costs two minutes; a gcloud that hangs for another reason is ended after $GCLOUD_S, and, if
-# it changes a VM and waits for that, a minute after --wait_s.
-GCLOUD_ERR=$TMP/gcloud
+# gcloud_tpu ZONE VERB ARGS runs gcloud. gcloud asks five times when there is no answer, so a dead network costs two
+# minutes. A gcloud that hangs for another reason is ended after $GCLOUD_S or, if it changes a VM and waits for that, a
+# minute after --wait_s.
 : "${GCLOUD_S:=180}"
-tpu() {
+gcloud_tpu() {
   local zone=$1 verb=$2 limit_s=$GCLOUD_S
   shift 2
   case $verb in create | delete | start | stop) limit_s=$((WAIT_S + 60)) ;; esac
   CLOUDSDK_CORE_HTTP_TIMEOUT=20 limited "$limit_s" gcloud compute tpus tpu-vm "$verb" "$@" --zone="$zone" --quiet \
-    ${PROJECT:+--project="$PROJECT"} 2>"$GCLOUD_ERR"
+    ${PROJECT:+--project="$PROJECT"}
+}
+
+# tpu ZONE VERB ARGS runs gcloud_tpu. It sets TPU_OUT to what gcloud prints and TPU_ERR to its messages, for why and
+# complaint. Both come through one pipe, with a mark before each message: on a full disk there are no files.
+TPU_OUT="" TPU_ERR=""
+tpu() {
+  local both status=0
+  both=$({ gcloud_tpu "$@" 2>&1 >&3 | sed 's/^/! /' >&3; } 3>&1) || status=$?
+  TPU_OUT=$(printf '%s\n' "$both" | sed '/^! /d')
+  TPU_ERR=$(printf '%s\n' "$both" | sed -n 's/^! //p')
+  return $status
 }
 change() { # change VERB: deletes, starts or stops the VM that was looked up
   say "+ gcloud compute tpus tpu-vm $1 $NAME --zone=$VM_ZONE"
-  [ -n "$DRY_RUN" ] || tpu "$VM_ZONE" "$1" "$NAME" >/dev/null
+  [ -n "$DRY_RUN" ] || tpu "$VM_ZONE" "$1" "$NAME"
 }
 # lookup NAME sets VM_STATE to the state that the API reports, to absent (NOT_FOUND in every zone), or to unknown
 # (VM_ERROR says why; VM_PERMANENT is 1 if no waiting mends that), and the other VM_ variables if the VM exists.
 lookup() {
-  local zone out reason external internal format='value[separator="|"](state,health,id,createTime,acceleratorType,'
+  local zone reason external internal format='value[separator="|"](state,health,id,createTime,acceleratorType,'
   format+='networkEndpoints[].accessConfig.externalIp.list(),networkEndpoints[].ipAddress.list(),schedulingConfig.spot)'
   [ -n "$ZONES" ] || die 2 "--zones is not set: give the flag or write deploy/config.env"
   VM_STATE=absent VM_HEALTH="" VM_ZONE="" VM_ID="" VM_CREATED="" VM_TYPE="" VM_IPS="" VM_SPOT="" VM_ERROR=""
   VM_PERMANENT=""
   for zone in $(printf %s "$ZONES" | tr , ' '); do
-    if out=$(tpu "$zone" describe "$1" --format="$format"); then
-      IFS='|' read -r VM_STATE VM_HEALTH VM_ID VM_CREATED VM_TYPE external internal VM_SPOT <<<"$out"
+    if tpu "$zone" describe "$1" --format="$format"; then
+      IFS='|' read -r VM_STATE VM_HEALTH VM_ID VM_CREATED VM_TYPE external internal VM_SPOT \
+        < <(printf '%s\n' "$TPU_OUT")
       VM_ZONE=$zone VM_IPS=$external VM_ERROR="" VM_PERMANENT=""
       case $external in *None*) VM_IPS="" ;; esac
       [ -z "$INTERNAL_IPS" ] || VM_IPS=$internal

@@ -8,7 +8,7 @@ import time
 
 from deploy.lib.actions import DELETE_S, GONE, LOOK_S
 from deploy.lib.calls import end_group
-from deploy.lib.state import Known
+from deploy.lib.state import Known, steady_time
 
 # When the worker has ended the watch, its status is ENDED plus that of watch.sh. After any other, such as the 1 of
 # Python's own errors, it is started again.
@@ -21,7 +21,7 @@ BACKOFF_S = (1, 10, 60, 300, 600)  # pauses before that
 class Keeper:
     """`start_worker()` returns a Popen, or None where only the budget is to be watched. `usd_at(zone)` is the price."""
 
-    def __init__(self, settings, actions, books, usd_at, start_worker, pause=time.sleep, now=time.time):
+    def __init__(self, settings, actions, books, usd_at, start_worker, pause=time.sleep, now=steady_time):
         self.settings, self.actions, self.books, self.usd_at = settings, actions, books, usd_at
         self.start_worker, self.pause, self.now = start_worker, pause, now
         self.known, self.note = actions.known, actions.journal.note

@@ -10,12 +10,14 @@ ended() { # ended SECONDS: waits for the end of all processes of the run
 current() { cat "$D/runs/current" 2>/dev/null || true; }
 stop_run() { kill -TERM "$(cat "$D/runs/pid")" 2>/dev/null || true; ended "$1"; }
 load_env() {
-  set -a
-  # shellcheck source=/dev/null
-  [ ! -f ~/.tpu_env ] || . ~/.tpu_env
-  set +a
+  set -a +u  # a name that is not defined is empty there, as in a login shell
+  [ ! -f ~/.tpu_env ] || eval "$(tr -d '\r' <~/.tpu_env)"  # an editor of Windows ends lines with CR LF
+  set +a -u
   BASE=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
 }
+
+# checkpoints FOLDER prints the names of the whole checkpoints there, oldest first.
+checkpoints() { find "$1" -maxdepth 1 -regex '.*/step_[0-9]+' -printf '%f\n' | sort -t _ -k 2 -n; }
 
 # mirror_lines FILE prints what the mirror.json that base_train keeps says about the copies of the run's checkpoints.
 mirror_lines() {
@@ -35,7 +37,7 @@ probe() {
   local dir log newest state=none
   load_env
   log=$D/runs/$(current).log dir=$BASE/checkpoints/$(current)
-  newest=$(find "$dir" -maxdepth 1 -name 'step_??????' | sort | tail -n 1) || true
+  newest=$(checkpoints "$dir" | tail -n 1 | sed "s|^|$dir/|") || true
   if running && kill -0 "$(cat "$D/runs/pid")"; then state=running; elif ! ended 5; then state=orphans; fi
   [ $state != none ] || [ ! -f "$log" ] || state=killed
   [ $state != killed ] || [ ! -f "${log%.log}.exit" ] || state=ended
@@ -52,6 +54,7 @@ probe() {
   mirror_lines "$dir/mirror.json"
   echo "log_age_s=$(($(date +%s) - $(stat -c %Y "$log" || date +%s)))"
   echo "error=$(tail -c +"$(cat "$D/runs/offset" 2>/dev/null || echo 1)" "$log" 2>/dev/null |
-    grep -vE '^[^ ]*wandb[^ .]*: |[wW]arning: ' |
-    grep -E 'rror[: ]|Traceback|No space left|Killed|RESOURCE_EXHAUSTED' | tail -n 1 | cut -c 1-200)"
+    grep -vE '^[^ ]*wandb[^ .]*: ' | sed '/[Ww]arning: /{/[Nn]o space left/!d;}' |
+    grep -E '(^|[^A-Za-z])([A-Za-z]*E|e)rror[: ]|Traceback|[Nn]o space left|Killed|RESOURCE_EXHAUSTED' |
+    tail -n 1 | cut -c 1-200)"
 } 2>/dev/null

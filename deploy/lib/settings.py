@@ -23,6 +23,7 @@ class Settings:
     patience: int
     stall_s: int
     keep_vm: bool
+    again: bool  # also if this run has finished or was given up
     state: Path
     to: Path
     webhook: str
@@ -65,5 +66,6 @@ def read_settings(flags):
         has_bucket=bool(value("BUCKET")), max_usd=number_or_none("MAX_USD"), max_hours=number_or_none("MAX_HOURS"),
         usd_per_hour=number_or_none("USD_PER_HOUR"), margin_s=float(value("MARGIN_S")), poll_s=float(value("POLL_S")),
         patience=int(value("PATIENCE")), stall_s=int(value("STALL_S")), keep_vm=bool(value("KEEP_VM")),
+        again=bool(value("AGAIN")),
         state=Path(value("STATE")), to=Path(value("TO")), webhook=value("WEBHOOK"),
         price_api_key=value("PRICE_API_KEY"), price_api=value("PRICE_API"))

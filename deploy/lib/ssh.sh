@@ -27,22 +27,33 @@ aim() {
   [ ${#TARGETS[@]} -gt 0 ] || die 2 "--worker $WORKER does not exist: there are $n"
 }
 
+# What the VM's login shell prints, such as a greeting in .bashrc, comes before this line, and our output after it.
+BEGIN="-- nanochat begins --"
+from_begin() { local line; while IFS= read -r line; do [ "$line" != "$BEGIN" ] || exec cat; done; }
+
 # script <<'END' puts the text up to END into SCRIPT. vm I SCRIPT ARGS runs a bash script on host I, with our stdin.
 script() { IFS= read -r -d '' SCRIPT || true; }
 vm() {
-  local i=$1 script=$2 host=${TARGETS[$1]} alias=${ALIASES[$1]} options status=0
+  local i=$1 script=$2 host=${TARGETS[$1]} alias=${ALIASES[$1]} options socket status=0
   shift 2
   options=(-o BatchMode=yes -o "ConnectTimeout=$SSH_TIMEOUT_S" -o "ServerAliveInterval=$((SSH_TIMEOUT_S / 2))"
     -o ServerAliveCountMax=3 -o LogLevel=ERROR -E "$TMP/ssh$i"
-    -o StrictHostKeyChecking=accept-new -o ControlMaster=auto -o ControlPersist=60
-    -o "ControlPath=$HOME/.ssh/nc-$(echo "$alias$host" | cksum | cut -d' ' -f1)")
+    -o RemoteCommand=none -o RequestTTY=no)
+  # A new host's key is accepted, unless the user's configuration says how to check it.
+  [ "$(ssh -T -G "$host" | sed -n 's/^stricthostkeychecking //p')" != ask ] ||
+    options+=(-o StrictHostKeyChecking=accept-new)
+  # One connection serves all calls of a minute. The path of a socket has 104 bytes at most, of which ssh needs 17.
+  socket=$HOME/.ssh/nc-$(echo "$alias$host" | cksum | cut -d' ' -f1)
+  [ ${#socket} -gt 86 ] || options+=(-o ControlMaster=auto -o ControlPersist=60 -o "ControlPath=\"$socket\"")
   [ -z "$alias" ] || options+=(-o "HostKeyAlias=$alias")
   [ ! -f "$SSH_KEY" ] || options+=(-i "$SSH_KEY")
   if [ -n "$DRY_RUN" ]; then say "+ ssh $host bash -c SCRIPT bash $(quote "$@") where SCRIPT is" "$script"; return; fi
   [ -d "$HOME/.ssh" ] || (umask 077 && mkdir -p "$HOME/.ssh")
+  need_room
   rm -f "$TMP/ssh$i"
-  ssh "${options[@]}" "$host" "bash -c $(quote "$ON_VM
-$script" bash "$@")" || status=$?
+  ssh "${options[@]}" "$host" "bash -c $(quote "echo '$BEGIN'
+$ON_VM
+$script" bash "$@")" | from_begin || status=$?
   if [ $status = 255 ]; then
     case $(cat "$TMP/ssh$i") in
       *"IDENTIFICATION HAS CHANGED"*) status=1; say "$host has another host key than before." \

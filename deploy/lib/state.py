@@ -9,6 +9,16 @@ from pathlib import Path
 RATE_UNTIL_MEASURED = 5e6  # bytes per second between the VM and this machine: 40 Mbit/s, a slow line
 
 
+# Both clocks go on while the machine sleeps, the first on Linux and the second on macOS.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_STARTED = time.time() - time.clock_gettime(_CLOCK)
+
+
+def steady_time():
+    """Returns the Unix time at the start of this process plus what has passed since: no jump of the clock counts."""
+    return _STARTED + time.clock_gettime(_CLOCK)
+
+
 def replace_file(path, text):
     """Writes a file in one rename. Returns whether that worked: on a full disk the old file stays."""
     try:
@@ -79,6 +89,30 @@ class Journal:
                 post.kill()
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How the watch of a run has ended for good: the next watch.sh with the same flags, at a boot for example, must not
+    start it again."""
+    status: int  # of watch.sh: 0 finished, 1 given up
+    flags: list  # the run's
+    at: str
+
+    @classmethod
+    def load(cls, path):
+        """Returns the Ended that `save` has written, or None."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def save(self, path):
+        return replace_file(path, json.dumps(asdict(self)) + "\n")
+
+    def __str__(self):
+        how = "finished" if self.status == 0 else "was given up"
+        return f"{how} at {self.at}: --again starts it again"
+
+
 @dataclass
 class Known:
     """What is known about the VM. The file lets the keeper of the budget, and the next watch.sh, know it as well."""
@@ -125,7 +159,7 @@ class Books:
 
     def __init__(self, path, max_usd=None, max_hours=None):
         self.path, self.max_usd, self.max_hours = path, max_usd, max_hours
-        self.counted_at, self.elapsed_s, self.was = time.time(), 0.0, "absent"
+        self.counted_at, self.elapsed_s, self.was = steady_time(), 0.0, "absent"
         self.spent_usd = self.pending_usd = 0.0
         try:
             words = Path(path).read_text().split()

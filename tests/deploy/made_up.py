@@ -20,8 +20,8 @@ class World:
         self.settings = Settings(
             name="nano", type="v6e-4", zones=("us-west4-a",), spot=True, flags=("--run=d16",), verb_flags=(),
             has_bucket=False, max_usd=None, max_hours=100, usd_per_hour=2, margin_s=600, poll_s=60, patience=3,
-            stall_s=1800, keep_vm=False, state=folder / "state", to=folder / "results", webhook="", price_api_key="",
-            price_api="")
+            stall_s=1800, keep_vm=False, again=False, state=folder / "state", to=folder / "results",
+            webhook="", price_api_key="", price_api="")
         self.settings.state.mkdir()
         self.journal = Journal(self.settings.state, "nano")
         self.known = Known(state="READY", id="1", zone="us-west4-a", ips="192.0.2.1", run="d16", bytes_per_s=1e6)

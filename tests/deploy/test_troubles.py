@@ -1,0 +1,203 @@
+"""The scripts on laptops and VMs in trouble: full disks, greetings, other people's settings of ssh, odd names."""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from deploy.lib.calls import Calls
+from deploy.lib.state import Books, Ended, Known, steady_time
+from tests.deploy.conftest import ROOT, eventually
+from tests.deploy.made_up import World
+
+
+def train(laptop, vm, *flags, **options):
+    return laptop.run("train.sh", vm.ip, "--min_free_gb=0", "--", *flags, **options)
+
+
+def full(*folders):
+    """Returns the beginning of a command line that runs a command where these folders have no room for any file."""
+    fill = "mount -t tmpfs -o size=4k x {0} && head -c 9999 /dev/zero >{0}/x"
+    mounts = "; ".join(fill.format(folder) for folder in folders)
+    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'({mounts}) 2>/dev/null; exec "$@"', "sh"]
+
+
+def output_of(process, status=0):
+    output = process.communicate(timeout=100)[0]
+    assert process.returncode == status, output
+    return output
+
+
+# -----------------------------------------------------------------------------
+# The laptop
+
+
+def test_a_full_temporary_folder_changes_nothing(laptop, vm, cloud):
+    train(laptop, vm, "--run=a", "--num_iterations=2")
+    folder, results = laptop.root / "full", laptop.root / "results"
+    folder.mkdir()
+    env = {"TMPDIR": str(folder)}
+    output_of(laptop.start("fetch.sh", vm.ip, f"--to={results}", env=env, under=full(folder)))
+    assert (results / "a/step_000002").is_dir()
+    assert "run    a ended" in output_of(laptop.start("status.sh", vm.ip, env=env, under=full(folder)))
+
+
+def test_a_vm_can_be_deleted_where_no_folder_has_room_for_a_file(laptop, cloud):
+    laptop.run("create.sh", "nano", "--zones=us-a", "--poll_s=1")
+    folder = laptop.root / "full"
+    folder.mkdir()
+    env = {"TMPDIR": str(folder), "HOME": str(folder)}
+    under = full(folder, "/dev/shm", "/var/tmp")
+    assert "no room" in output_of(laptop.start("push.sh", "127.0.0.1", env=env, under=under), 1)
+    delete = laptop.start("delete.sh", "nano", "--yes", "--zones=us-a", env=env, under=under)
+    assert "nano is deleted" in output_of(delete)
+    assert not cloud.nodes
+
+
+def test_an_answer_is_whole_though_the_log_has_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr("deploy.lib.calls.DEPLOY", tmp_path)
+    (tmp_path / "push.sh").write_text("#!/bin/sh\necho state=READY\n")
+    (tmp_path / "push.sh").chmod(0o755)
+    settings = World(tmp_path).settings
+    (settings.state / "push.log").symlink_to("/dev/full")
+    result = Calls(settings)("push", 20)
+    assert result.status == 0 and result.fields == {"state": "READY"}
+
+
+def test_setting_the_clock_spends_nothing(tmp_path, monkeypatch):
+    books, known = Books(tmp_path / "spent", max_usd=10), Known(state="READY")
+    monkeypatch.setattr(time, "time", lambda: 4e9)  # the year 2096
+    books.count(known, 1.0, steady_time())
+    assert books.spent_usd < 0.1
+
+
+@pytest.mark.parametrize("status, word", [(0, "finished"), (1, "given up")])
+def test_a_run_that_has_ended_for_good_is_not_started_again_at_the_next_boot(laptop, status, word):
+    state = laptop.root / "state"
+    state.mkdir()
+    Ended(status, ["--run=a", "--depth=4"], "2026-11-26T12:00:00Z").save(state / "ended")
+    output = laptop.run("watch.sh", "nano", "--zones=us-a", "--max_usd=1", f"--state={state}", "--", "--run=a",
+                        "--depth=4", status=status)
+    assert word in output and "--again" in output and "watching" not in output
+
+
+@pytest.mark.parametrize("home", ["a home with spaces", "h" * 100])
+def test_a_home_of_any_name_serves(laptop, vm, home):
+    folder = laptop.root / home
+    folder.mkdir()
+    shutil.copytree(laptop.home / ".ssh", folder / ".ssh")
+    assert "step 00001" in train(laptop, vm, "--run=a", env={"HOME": str(folder)})
+
+
+def test_settings_of_ssh_are_the_users(laptop, vm):
+    config = laptop.home / ".ssh/config"
+    config.write_text("Host *\n  RemoteCommand tmux\n  RequestTTY yes\n" + config.read_text().partition("\n")[2])
+    assert "no run yet" in laptop.run("status.sh", vm.ip)
+    (laptop.home / ".ssh/known_hosts").unlink()
+    for socket in (laptop.home / ".ssh").glob("nc-*"):
+        subprocess.run(["ssh", "-O", "exit", "-o", f"ControlPath={socket}", vm.ip], capture_output=True)
+    config.write_text(f"{config.read_text()}  StrictHostKeyChecking yes\n")
+    assert "unreachable" in laptop.run("status.sh", vm.ip, status=1)
+
+
+def test_an_interrupted_creation_leaves_no_gcloud_behind(laptop, cloud):
+    cloud.held = True
+    marker = laptop.root / "gcloud_pid"
+    (laptop.home / "bin/gcloud").write_text(
+        f'#!/bin/bash\ncase "$*" in *" create "*) echo $$ >{marker}; exec sleep 300 ;; esac\n'
+        f'exec {laptop.gcloud} "$@"\n')
+    (laptop.home / "bin/gcloud").chmod(0o755)
+    create = laptop.start("create.sh", "nano", "--zones=us-a", "--poll_s=1")
+    pid = int(eventually(lambda: marker.exists() and marker.read_text().strip(), 60))
+    os.kill(create.pid, signal.SIGTERM)
+    assert "may still be created" in output_of(create, 1)
+    eventually(lambda: not os.path.exists(f"/proc/{pid}"))
+
+
+# -----------------------------------------------------------------------------
+# The VM
+
+
+def test_a_shell_that_greets_is_no_part_of_an_answer(laptop, vm):
+    (vm.home / ".bashrc").write_text("echo Welcome to this VM\necho state=none\n")
+    train(laptop, vm, "--run=a", "--num_iterations=2")
+    laptop.run("fetch.sh", vm.ip, f"--to={laptop.root}/results")
+    assert (laptop.root / "results/a/step_000002/model.safetensors").exists()
+    assert "run    a ended" in laptop.run("status.sh", vm.ip)
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_fetched_is_replaced_by_the_next(laptop, vm):
+    train(laptop, vm, "--run=a", "--num_iterations=2")
+    laptop.run("stop_run.sh", vm.ip)
+    folder = vm.run_dir("a")
+    vm.program(vm.root / "bin/cksum", f'/usr/bin/cksum "$@"\n[ ! -d {folder}/step_000002 ] || '
+                                      f"mv {folder}/step_000002 {folder}/step_000003")
+    output = laptop.run("fetch.sh", vm.ip, f"--to={laptop.root}/results")
+    assert "looking again" in output and (laptop.root / "results/a/step_000003").is_dir()
+
+
+def test_steps_of_a_million_and_more_are_the_newest(laptop, vm):
+    train(laptop, vm, "--run=a", "--num_iterations=2")
+    laptop.run("stop_run.sh", vm.ip)
+    for step in ("step_999999", "step_1000000", "step_1000001.tmp", "step_1000002.aside"):
+        shutil.copytree(vm.run_dir("a") / "step_000002", vm.run_dir("a") / step)
+    assert "checkpoint step_1000000" in laptop.run("status.sh", vm.ip)
+    laptop.run("fetch.sh", vm.ip, f"--to={laptop.root}/results")
+    assert sorted(path.name for path in laptop.root.glob("results/a/step_*")) == ["step_1000000"]
+
+
+def test_a_run_on_a_full_disk_is_told_to_stop(laptop, vm):
+    vm.shell("mkdir -p ~/nanochat.d/runs && mount -t tmpfs -o size=1m x ~/nanochat.d/runs")
+    train(laptop, vm, "--run=a", "--num_iterations=100000")
+    vm.shell("head -c 9900000 /dev/zero >~/nanochat.d/runs/filler || true")
+    laptop.start("stop_run.sh", vm.ip, "--wait_s=5")
+    eventually(lambda: not vm.trainers())
+
+
+def test_an_environment_file_of_windows_with_an_unknown_name_is_read(laptop, vm):
+    (vm.home / ".tpu_env").write_text("export PJRT_DEVICE=TPU\r\nexport EXTRA=$NOT_DEFINED:1\r\n")
+    assert "PJRT_DEVICE=TPU\n" in train(laptop, vm, "--run=a")
+
+
+@pytest.mark.parametrize("line, shown", [
+    ("mirror: copied step_000100 to gs://b", False),
+    ("warning: wandb: error: no network", False),
+    ("warning: No space left on device: the checkpoint is written again", True),
+    ("RuntimeError: it broke", True),
+    ("error: the run is over", True),
+])
+def test_status_shows_errors_and_a_full_disk_and_nothing_else(laptop, vm, line, shown):
+    train(laptop, vm, "--run=a", "--num_iterations=1")
+    laptop.run("stop_run.sh", vm.ip)
+    with open(vm.home / "nanochat.d/runs/a.log", "a") as file:
+        file.write(line + "\n")
+    assert ("error  " in laptop.run("status.sh", vm.ip)) == shown
+
+
+def test_files_with_names_of_keys_never_travel_and_submodules_are_named(laptop, tmp_path):
+    root = tmp_path / "checkout"
+    shutil.copytree(ROOT / "deploy", root / "deploy")
+    (root / "nanochat/lib").mkdir(parents=True)
+    names = ["api_key.json", "wandb_key.txt", "hf_token", "my_secrets.py", "keys.json"]
+    for name in [*names, "tokens.py", "keyboard.py"]:
+        (root / "nanochat" / name).write_text("x = 1\n")
+    git = "git -c user.name=a -c user.email=a@b -c protocol.file.allow=always"
+    subprocess.run(f"git init -q nanochat/lib && cd nanochat/lib && touch b && {git} add b && {git} commit -qm b "
+                   f"&& cd ../.. && git init -q && git add -A 2>/dev/null && {git} commit -qm a",
+                   shell=True, cwd=root, check=True)
+    vm = laptop.vm()
+    output = laptop.run("push.sh", vm.ip, root=root)
+    pushed = {path.name for path in (vm.home / "nanochat/nanochat").iterdir()}
+    assert pushed == {"tokens.py", "keyboard.py"}
+    assert all(name in output for name in names) and "submodules): nanochat/lib" in output
+
+
+def test_the_state_of_an_ended_watch_is_read_back(tmp_path):
+    assert Ended.load(tmp_path / "ended") is None
+    Ended(1, ["--run=a"], "now").save(tmp_path / "ended")
+    assert Ended.load(tmp_path / "ended") == Ended(1, ["--run=a"], "now")
+    (tmp_path / "ended").write_text(json.dumps({"status": 1}))
+    assert Ended.load(tmp_path / "ended") is None
