@@ -348,7 +348,7 @@ class Progress:
         self.close()
 
     def update(self, amount):
-        """Adds an amount to what is done."""
+        """Advances by `amount`."""
         self._done += amount
         if self._bar:
             self._bar.update(amount)

@@ -203,7 +203,8 @@ class LanguageTask:
             training.micro_step_name = self.plan.micro_step_name(step)
         # After the teacher's last step the micro-step is another program, without its forward pass.
         if training.teacher and not self._has_teacher(step):
-            training.change_objective(NEXT_TOKEN, "micro_step without teacher")
+            training.objective = NEXT_TOKEN
+            training.micro_step_name = "micro_step without teacher"
 
     # What happens between two steps
 

@@ -47,7 +47,7 @@ def choose_mesh(flags, config, parameters, device_type, chips):
                        "--mesh_fsdp a number; tpu_preflight --find_mesh finds the smallest")
     chip = tpu.parse_accelerator(accelerator).tpu
     tried = []
-    has = f"{chip.usable_hbm_bytes / GIB:.2f} GiB of a {chip.name}, of which {ROOM:.0%} may be filled"
+    has = f"{chip.usable_hbm_bytes / GIB:.2f} GiB of a {chip.name}, {ROOM:.0%} of it usable"
     # From the fewest chips along fsdp on: every further one gathers more of each weight from others. After the loop,
     # `largest` is the program that does not fit even on the mesh that divides the most; the advice follows from it.
     for mesh in possible_meshes(flags, config, device_type, chips):
@@ -55,7 +55,7 @@ def choose_mesh(flags, config, parameters, device_type, chips):
         largest = max(needed, key=needed.get)
         tried.append(f"{needed[largest] / GIB:.2f} GiB ({largest}) with --mesh_fsdp={mesh.fsdp}")
         if needed[largest] <= ROOM * chip.usable_hbm_bytes:
-            return replace(mesh, reason=f"by estimate a chip needs {', '.join(tried)}, of {has}")
+            return replace(mesh, reason=f"by estimate a chip needs {', '.join(tried)} and has {has}")
     instead = "a smaller --device_batch_size"
     if devices.activation_checkpointing != "all":
         instead = f"--activation_checkpointing, {instead}"
@@ -63,7 +63,7 @@ def choose_mesh(flags, config, parameters, device_type, chips):
         instead = "--sample_every=-1 without --code_eval_every"
     if devices.shard_optimizer == "off" and chips > 1:
         instead = f"--shard_optimizer=auto, {instead}"
-    raise BadInput(f"--mesh_fsdp={AUTO}: by estimate a chip needs {tried[-1]}, and there are {has}: use {instead}, "
+    raise BadInput(f"--mesh_fsdp={AUTO}: by estimate a chip needs {tried[-1]} and has {has}: use {instead}, "
                    "more chips, or the number that tpu_preflight --find_mesh finds")
 
 

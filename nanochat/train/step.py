@@ -90,11 +90,6 @@ class TrainingStep:
             found[f"carry.{name}"] = tensor
         return found
 
-    def change_objective(self, objective, micro_step_name):
-        """Lets micro-steps compute another objective with the same names, in another program."""
-        self.objective = objective
-        self.micro_step_name = micro_step_name
-
     def rehearse(self, batches):
         """Compiles the micro-steps of {name of the program: {name: CPU tensor}} by running them, and clears the sums to
         which they have added. No update: weights and the optimizer's state stay."""

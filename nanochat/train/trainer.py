@@ -86,7 +86,7 @@ class Trainer:
         events = self.task.events()
         # The order between two steps matters. The ranks agree first, because it decides what is due. The log comes
         # next, see write_log. A checkpoint comes before evaluations and samples, so that their failure costs no steps.
-        # A series of non-finite steps, which do not change the weights, has none, unless the run ends there.
+        # Non-finite steps do not change the weights, so a series of them saves none, unless the run ends there.
         while True:
             self.agree("step")
             due = events_due(events, record, self.step, first_step, self.run.plan.num_iterations, self.save_is_asked,

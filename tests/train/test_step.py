@@ -57,11 +57,12 @@ def test_a_rehearsal_adds_nothing(training):
 
 
 def test_another_objective_is_another_program(training):
-    training.change_objective(Objective(lambda model, carry, x: (
-        {"loss": (model.slope * 0).sum(), "other": x.sum()}, carry)), "micro_step without teacher")
+    training.objective = Objective(lambda model, carry, x: (
+        {"loss": (model.slope * 0).sum(), "other": x.sum()}, carry))
+    training.micro_step_name = "micro_step without teacher"
     assert training.run(batches(7), 1, training.optimizer.scheduled(0)).fetch() == {
         "loss": 0, "other": 7, "grad_norm": 0}
-    assert training.micro_step_name == "micro_step without teacher" and training.teacher is None
+    assert training.teacher is None
 
 
 def test_the_state_is_all_that_stays_and_comes_back_from_the_host(training):
