@@ -55,7 +55,7 @@ def choose_mesh(flags, config, parameters, device_type, chips):
         largest = max(needed, key=needed.get)
         tried.append(f"{needed[largest] / GIB:.2f} GiB ({largest}) with --mesh_fsdp={mesh.fsdp}")
         if needed[largest] <= ROOM * chip.usable_hbm_bytes:
-            return replace(mesh, reason=f"by estimate a chip needs {', '.join(tried)} and has {has}")
+            return replace(mesh, reason=f"by estimate a chip needs {', '.join(tried)}, and has {has}")
     instead = "a smaller --device_batch_size"
     if devices.activation_checkpointing != "all":
         instead = f"--activation_checkpointing, {instead}"
@@ -63,7 +63,7 @@ def choose_mesh(flags, config, parameters, device_type, chips):
         instead = "--sample_every=-1 without --code_eval_every"
     if devices.shard_optimizer == "off" and chips > 1:
         instead = f"--shard_optimizer=auto, {instead}"
-    raise BadInput(f"--mesh_fsdp={AUTO}: by estimate a chip needs {tried[-1]} and has {has}: use {instead}, "
+    raise BadInput(f"--mesh_fsdp={AUTO}: by estimate a chip needs {tried[-1]}, and has {has}: use {instead}, "
                    "more chips, or the number that tpu_preflight --find_mesh finds")
 
 
