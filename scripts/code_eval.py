@@ -27,8 +27,8 @@ from nanochat.judge.writer import Writer, WriterFlags
 
 @dataclass(frozen=True)
 class TaskFlags(TextFlags):
-    task: str = flag("functions", "functions (to be completed), infill (gaps in held-out files) or infill_functions "
-                     "(gaps in the solutions of problems)", choices=TASKS)
+    task: str = flag("functions", "functions, infill (gaps in held-out files) or infill_functions (gaps in the "
+                     "problems' solutions)", choices=TASKS)
     problems: Path | None = flag(None, "as HumanEval-X or MultiPL-E; default: the project's own", of=expand_path)
     num_tasks: int = flag(100, "gaps of each kind", at_least=1, at_most=10_000)
     check: bool = flag(False, "judge the problems' solutions, and each with one line deleted, instead of a model")

@@ -26,7 +26,7 @@ from nanochat.puzzles.puzzle_data import write_puzzles
 class Flags:
     puzzle: str = flag("sudoku", "sudoku, maze, or the tasks of ARC-AGI-1 or 2",
                        choices=("sudoku", "maze", *arc.VERSIONS))
-    box: str = flag("2x2", "ROWSxCOLUMNS of a Sudoku's box: 2x2 is the 4 × 4 Sudoku, 2x3 the 6 × 6, 3x3 the usual one",
+    box: str = flag("2x2", "ROWSxCOLUMNS of a Sudoku's box; 2x2: a 4 × 4 Sudoku, 2x3: 6 × 6, 3x3: the usual one",
                     choices=("2x2", "2x3", "3x2", "2x4", "4x2", "3x3"))  # a 12 × 12 puzzle takes the solver minutes
     side: int = flag(15, "rows and columns of a maze", at_least=5, at_most=99)
     min_path: int = flag(20, "cells that the shortest path of a maze exceeds", at_least=1, at_most=10_000)
