@@ -80,8 +80,8 @@ def prepare(flags, maker, out_dir):
         splits, tasks = arc.make_splits(*choose_tasks(flags), flags.forms, flags.seed)
         write_puzzles(out_dir, "arc", (arc.SIDE,), splits, tasks)
         return splits, f"; {tasks:,} forms of tasks"
-    wanted = {"train": 2000 if flags.train < 0 else flags.train, "val": 300 if flags.val < 0 else flags.val}
-    splits = make_splits(maker, wanted, flags.qqwing)
+    sizes = {"train": 2000 if flags.train < 0 else flags.train, "val": 300 if flags.val < 0 else flags.val}
+    splits = make_splits(maker, sizes, flags.qqwing)
     write_puzzles(out_dir, maker.kind, maker.shape, splits)
     if flags.puzzle == "maze":
         return splits, ""

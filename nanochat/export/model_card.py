@@ -109,16 +109,16 @@ def _fill_in_the_middle(tokenizer, meta):
     rate = meta.flags.get("fim_rate") or 0
     if "<|fim_middle|>" not in tokenizer.special_tokens:
         return "## Fill in the middle\n\nThe tokenizer has no tokens for it."
-    learnt = "**This checkpoint was not trained to fill in the middle**: it has never seen these tokens."
+    training = "**This checkpoint was not trained to fill in the middle**: it has never seen these tokens."
     if rate:
-        learnt = f"In training, this share of the documents had this form: {rate:g} (`--fim_rate`)."
+        training = f"In training, this share of the documents had this form: {rate:g} (`--fim_rate`)."
     return f"""## Fill in the middle
 
 ```
 <|bos|><|fim_prefix|>text before the cursor<|fim_suffix|>text after it<|fim_middle|>what the model writes<|file_sep|>
 ```
 
-{learnt}
+{training}
 
 The middle ends with `<|file_sep|>`, and a document with the `<|bos|>` of the next; `generate` stops at both.
 The tokenizer writes `<|bos|>` itself. Splits are at characters, not at tokens."""

@@ -30,7 +30,7 @@ class Gap:
     name: str
     kind: str
     prefix: str
-    middle: str  # what was cut
+    middle: str  # cut out
     suffix: str
     problem: object = None  # whose tests decide, if there are any
 
@@ -120,7 +120,7 @@ def spans(text, kind):
 
 
 def _is(kind, text, begin, end):
-    """Returns whether the text between two brackets is of this kind."""
+    """Returns whether the text between two brackets makes a gap of this kind."""
     inside = text[begin:end]
     if kind == "block":
         return "\n" in inside and bool(inside.strip())

@@ -34,7 +34,7 @@ _COMMENT = re.compile(r"\s*(//|/\*|\*(\s|/|$)|$)")
 
 @dataclass(frozen=True)
 class Budget:
-    tokens: int  # all that are drawn, also those of dropped texts
+    tokens: int  # drawn, dropped texts included
     calls: int  # of g++; the same program counts once
 
 
@@ -319,7 +319,7 @@ def first_error(search, text, verdict):
 
 
 def fill(search, lines, begin, end):
-    """Returns the model's text in place of some lines of a function, or None if it reaches the limit of tokens."""
+    """Returns the model's text for lines `begin` to `end` of a function, or None if it reaches the limit of tokens."""
     writer = search.writer
     prefix = search.problem.prompt + "".join(f"{line}\n" for line in lines[:begin])
     suffix = "".join(f"\n{line}" for line in lines[end:]) + search.problem.closing()

@@ -15,7 +15,7 @@ _EXPRESSION = re.compile(r"(=|\breturn|\]|\]\s*\([^()]*\)[^;{}()]*)$")  # before
 
 
 def brackets(code):
-    """Returns [(begin, end)] of the pairs of brackets in `code`, and [begin] of those that are not closed."""
+    """Returns [(begin, end)] of the pairs of brackets in `code`, and [begin] of the open ones."""
     pairs = []
     opened = []
     for match in CODE_TOKEN.finditer(code):
@@ -76,7 +76,7 @@ def ends_statement(text):
 
 
 def error_lines(message, only_certain=False):
-    """Returns the lines, from 1, of the errors of g++. only_certain: those that no code on the same line can fix."""
+    """Returns the lines, from 1, of the errors of g++. only_certain: without those that later text may fix."""
     found = []
     line = None
     for text in message.splitlines():

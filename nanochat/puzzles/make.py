@@ -60,20 +60,20 @@ def by_qqwing(count):
     return puzzles
 
 
-def make_splits(maker, wanted, uses_qqwing=False):
-    """Returns {"train": puzzles, "val": puzzles} with the numbers in `wanted`. All forms of a puzzle are in one of
+def make_splits(maker, sizes, uses_qqwing=False):
+    """Returns {"train": puzzles, "val": puzzles} with the numbers in `sizes`. All forms of a puzzle are in one of
     them, because few small puzzles differ: 36 minimal 4 × 4 Sudokus. Raises BadInput if too few are found."""
-    found = {name: {} for name in wanted}
+    found = {name: {} for name in sizes}
     made = 0
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=begin_worker) as pool, \
-            Progress("puzzles", sum(wanted.values()), unit="") as progress:
+            Progress("puzzles", sum(sizes.values()), unit="") as progress:
         # Each of these four draws a thousand mazes: a path that none of them has is refused before the rounds.
         if maker.kind == "maze" and not any(pool.map(maker.make, range(4))):
             raise BadInput(f"--min_path={maker.min_path}: none of thousands of mazes of --side={maker.shape[0]} has so "
                            "long a path: give a smaller one")
         for _ in range(ROUNDS):
             # The fingerprint puts a quarter of the puzzles into val, so val needs four times its missing number.
-            missing = max(round((wanted[name] - len(found[name])) / share) for name, share in SHARES.items())
+            missing = max(round((sizes[name] - len(found[name])) / share) for name, share in SHARES.items())
             if missing <= 0:
                 break
             if uses_qqwing:
@@ -83,18 +83,18 @@ def make_splits(maker, wanted, uses_qqwing=False):
                 made += missing
             if new:
                 fingerprints = maker.fingerprints(np.array([puzzle for puzzle, _, _ in new]))
-                progress.update(_split(new, fingerprints, found, wanted))
-    if any(len(found[name]) < wanted[name] for name in wanted):
-        raise BadInput(f"--train={wanted['train']} and --val={wanted['val']}: only {len(found['train'])} and "
+                progress.update(_split(new, fingerprints, found, sizes))
+    if any(len(found[name]) < sizes[name] for name in sizes):
+        raise BadInput(f"--train={sizes['train']} and --val={sizes['val']}: only {len(found['train'])} and "
                        f"{len(found['val'])} different puzzles were found: ask for fewer, or for larger ones")
     return {name: list(puzzles.values()) for name, puzzles in found.items()}
 
 
-def _split(puzzles, fingerprints, found, wanted):
-    """Adds puzzles to `found`, {split: {puzzle: …}}, up to the numbers in `wanted`, and returns how many are new."""
+def _split(puzzles, fingerprints, found, sizes):
+    """Adds puzzles to `found`, {split: {puzzle: …}}, up to the numbers in `sizes`, and returns how many are new."""
     num_before = sum(map(len, found.values()))
     for puzzle, fingerprint in zip(puzzles, fingerprints, strict=True):
         name = "val" if fingerprint % 1000 < 1000 * SHARES["val"] else "train"
-        if len(found[name]) < wanted[name]:
+        if len(found[name]) < sizes[name]:
             found[name][tuple(puzzle[0])] = puzzle
     return sum(map(len, found.values())) - num_before

@@ -327,12 +327,7 @@ async def finished(events):
 async def stream(events, chunk, last, first=()):
     """Returns the answer that streams `first`, each chunk(sample, text) and last(completion) as server-sent events.
     Raises Refused if the model could not begin."""
-    # The first event comes before the answer begins. So a refused request gets the status of the refusal, and not 200
-    # with an error in its stream.
-    event = await anext(events)
-
-    async def lines():
-        nonlocal event
+    async def lines(event):
         for data in first:
             yield f"data: {json.dumps(data)}\n\n"
         try:
@@ -347,4 +342,7 @@ async def stream(events, chunk, last, first=()):
             await events.aclose()
         yield "data: [DONE]\n\n"
 
-    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    # The first event comes before the answer begins. So a refused request gets the status of the refusal, and not 200
+    # with an error in its stream.
+    event = await anext(events)
+    return StreamingResponse(lines(event), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
