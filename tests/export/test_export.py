@@ -221,7 +221,6 @@ def test_ids_of_the_shipped_tokenizer_are_those_of_the_library():
         assert theirs.encode(text).ids == [ours.bos_id, *ids] and theirs.decode(ids) == text
 
 
-# -----------------------------------------------------------------------------
 # scripts/export.py
 
 

@@ -63,7 +63,6 @@ def test_programs_with_all_headers_are_compiled_with_a_precompiled_one(judge):
     assert "source.cpp:3:27: error: 'y'" in judge.judge(code % "y", TESTS).message
 
 
-# -----------------------------------------------------------------------------
 # The problems
 
 

@@ -119,7 +119,6 @@ def test_tests_decide_and_end_the_search(learner, judge):
     assert wrong.status == "failed" and wrong.compiles
 
 
-# -----------------------------------------------------------------------------
 # scripts/solve.py
 
 

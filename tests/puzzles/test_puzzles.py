@@ -272,7 +272,6 @@ def test_the_program_does_not_grow_with_the_recursions_or_the_cycles():
     assert 100 < once == instructions(recursions=6, cycles=2) == instructions(recursions=6, cycles=4)
 
 
-# -----------------------------------------------------------------------------
 # Runs
 
 

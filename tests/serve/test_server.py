@@ -44,7 +44,6 @@ def events_of(client, path, **body):
     return list(map(json.loads, lines))
 
 
-# -----------------------------------------------------------------------------
 # The protocols
 
 
@@ -141,7 +140,6 @@ def test_models_health_metrics_and_the_page(client):
     assert "<textarea" in page and not re.findall(r"(?:src|href)=\"(?!data:)|https?://", page)
 
 
-# -----------------------------------------------------------------------------
 # One model, several requests
 
 
@@ -275,7 +273,6 @@ def test_the_server_answers_while_the_model_generates(slow):
     running.join(30)
 
 
-# -----------------------------------------------------------------------------
 # Who may ask
 
 

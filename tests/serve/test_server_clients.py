@@ -36,7 +36,6 @@ def wait_for(condition, describe):
         time.sleep(0.1)
 
 
-# -----------------------------------------------------------------------------
 # Vim with llama.vim
 
 
@@ -99,7 +98,6 @@ def test_vim_shows_ghost_text_and_tab_accepts_it(vim):
     wait_for(lambda: file.read_text() == SOURCE, lambda: file.read_text() + terminal.screen())
 
 
-# -----------------------------------------------------------------------------
 # openai
 
 
@@ -144,7 +142,6 @@ def test_openai_cancels(openai_client, served):
     assert openai_client.completions.create(**REQUEST).choices[0].text == "urn a + b;"
 
 
-# -----------------------------------------------------------------------------
 # Tabby and Continue
 
 

@@ -156,7 +156,6 @@ def has_ended(connection):
         return True
 
 
-# -----------------------------------------------------------------------------
 # scripts/serve.py
 
 
