@@ -4,7 +4,7 @@ import subprocess
 import time
 from urllib.parse import quote
 
-from nanochat.device import prices, tpu
+from nanochat.device import tpu
 
 PRICE_API = "https://cloudbilling.googleapis.com/v1"
 COMPUTE_ENGINE = "6F81-5844-456A"  # the service in whose price list v5e and v6e are (cloud.google.com/skus)
@@ -61,9 +61,9 @@ def hourly_prices(settings, say):
             say(f"Google's price list gave no answer, so the table of prices counts: {error}")
     found = {}
     for zone in settings.zones:
-        usd = listed.get(prices.region_of(zone))
+        usd = listed.get(tpu.region_of(zone))
         if usd is None:
-            price = prices.chip_price(settings.type, settings.spot, zone)
+            price = tpu.chip_price(settings.type, settings.spot, zone)
             if price is None:
                 return None
             usd = price.usd_per_chip_hour

@@ -1,25 +1,24 @@
-"""The directories and files of a run's checkpoints: which there are, whether they are whole, what meta.json says, and
-which are deleted.
+"""A run's checkpoints on disk: which exist, whether they are whole, what meta.json says, and which are deleted.
 
     <base dir>/checkpoints/<run>/step_000100/
         model.safetensors      the weights by name; those of large models are in pieces, see pieces.py
         optimizer.safetensors  the optimizer's state by name, in pieces as well
         lanes.json             the position of each lane in the data, with its buffered documents
-        meta.json              all that is small, see Meta
-        SHA256SUMS             the checksums of these files, which `sha256sum -c SHA256SUMS` checks as well
+        meta.json              everything small, see Meta
+        SHA256SUMS             the checksums of these files; `sha256sum -c SHA256SUMS` checks them, too
 
-step_000100.tmp is a checkpoint that is being written or deleted. step_000100.aside is a damaged or superseded one that
-no run resumes from; it is deleted once a new checkpoint of its step or a later one is in place.
+step_000100.tmp is being written or deleted. step_000100.aside is damaged or superseded: no run resumes from it, and it
+is deleted once a new checkpoint of its step or a later one is in place.
 """
 import base64
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from shlex import quote
@@ -30,12 +29,10 @@ from nanochat.common import BadInput, expand_path, get_base_dir
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 LANES, META, SUMS = "lanes.json", "meta.json", "SHA256SUMS"
-FORMAT = 1  # of a checkpoint. Whoever changes the meaning of a field of Meta, or adds one, raises it
+FORMAT = 1  # of a checkpoint. Whoever adds a field to Meta, or changes the meaning of one, raises it
 MAX_THREADS = 16  # that read files to compute their checksums
-ADVICE = "resume with the flags it was trained with, or choose another --run"
 
 
-# -----------------------------------------------------------------------------
 # Finding
 
 
@@ -55,22 +52,22 @@ def step_of(path):
 
 
 def list_checkpoints(run_dir):
-    """Returns the paths of the finished checkpoints of a run, oldest first."""
+    """Returns the paths of a run's finished checkpoints, oldest first."""
     paths = [path for path in Path(run_dir).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
     return sorted(paths, key=step_of)
 
 
 def latest(run_dir):
-    """Returns the path of the newest checkpoint, or None."""
+    """Returns the path of a run's newest checkpoint, or None."""
     paths = list_checkpoints(run_dir)
     return paths[-1] if paths else None
 
 
 def find_checkpoint(name=""):
-    """Returns the path of the checkpoint that `name` stands for.
+    """Returns the path of the checkpoint that `name` stands for. Raises BadInput if there is none.
 
-    name: the path of a checkpoint, the path or name of a run (its newest checkpoint), RUN/step_000100, or nothing (the
-        newest checkpoint of all runs). Raises BadInput if there is none.
+    name: the path of a checkpoint, the path or name of a run (its newest checkpoint), RUN/step_000100, or "" (the
+        newest checkpoint of all runs).
     """
     checkpoints_dir = get_base_dir() / "checkpoints"
     if not name:
@@ -87,8 +84,8 @@ def find_checkpoint(name=""):
 
 
 def latest_good(run_dir):
-    """Returns the path of the newest undamaged checkpoint, or None. Sets damaged ones aside, and prints a warning for
-    each."""
+    """Returns the path of a run's newest undamaged checkpoint, or None. Sets damaged ones aside, each with a
+    warning."""
     for path in reversed(list_checkpoints(run_dir)):
         problem = find_problem(path)
         if problem is None:
@@ -98,7 +95,6 @@ def latest_good(run_dir):
     return None
 
 
-# -----------------------------------------------------------------------------
 # meta.json
 
 
@@ -109,16 +105,16 @@ class Meta:
     tokenizer_sha256: str
     data_fingerprint: str
     flags: dict  # of the script that trains, {name: value}; {} of a model that was trained elsewhere
-    rng: str  # see rng_state
+    rng: str  # see rng_state; "" of a model that was trained elsewhere
     wandb_id: str | None = None
     time: float | None = None  # Unix time of the save, s
     batch_schedule: tuple = ()  # ((step, tokens), …) as in Plan
     interruptions: int = 0  # how often the run was resumed
     nonfinite_steps: dict = field(default_factory=dict)  # {"total": …, "in_a_row": …}
     seconds: dict = field(default_factory=dict)  # {name: seconds}, see Goodput
-    task: str = "language"  # what is learnt
-    mesh: dict = field(default_factory=dict)  # {axis: chips} on which it was trained; it may go on on another
-    is_pause: bool = False  # the run ended here, finished or told to stop: the time until it goes on is not lost
+    task: str = "language"
+    mesh: dict = field(default_factory=dict)  # {axis: chips} on which it was trained; a resumed run may use another
+    is_pause: bool = False  # the run finished or was told to stop here: the time until it resumes is not lost
 
     def to_json(self):
         """Returns the JSON object that from_json reads."""
@@ -126,15 +122,53 @@ class Meta:
 
     @classmethod
     def from_json(cls, found):
-        """Returns the Meta of a JSON object. Raises TypeError if a field is missing, unknown or of another type."""
-        values = {name: value for name, value in found.items() if name != "format"}
-        values["batch_schedule"] = tuple((step, tokens) for step, tokens in values.get("batch_schedule", ()))
-        meta = cls(**values)
-        for each in fields(cls):
-            value = getattr(meta, each.name)
-            if not isinstance(value, each.type) and not (each.type == float | None and type(value) is int):
-                raise TypeError(f"{each.name} is {json.dumps(value)[:40]}")
+        """Returns the Meta of a JSON object. Raises TypeError if a field is missing, unknown or has a value that no run
+        writes."""
+        meta = cls(**{name: _with_tuples(value) for name, value in found.items() if name != "format"})
+        name = _find_wrong_field(meta)
+        if name:
+            raise TypeError(f"{name} is {json.dumps(getattr(meta, name))[:40]}")
         return meta
+
+
+def _with_tuples(value):
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
+def _find_wrong_field(meta):
+    """Returns the name of a field of a Meta with a value that no run writes, or None."""
+    for each in fields(meta):
+        if not isinstance(getattr(meta, each.name), each.type):
+            return each.name
+    is_right = {
+        "step": meta.step >= 0,
+        "rng": _is_rng_state(meta.rng) or not meta.flags,
+        "time": meta.time is None or math.isfinite(meta.time),
+        "batch_schedule": _is_schedule(meta.batch_schedule),
+        "nonfinite_steps": meta.nonfinite_steps.keys() <= {"total", "in_a_row"} and _are_numbers(meta.nonfinite_steps),
+        "seconds": _are_numbers(meta.seconds),
+    }
+    return next((name for name in is_right if not is_right[name]), None)
+
+
+def _is_rng_state(text):
+    try:
+        torch.Generator().set_state(_rng_tensor(text))
+    except (ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _is_schedule(entries):
+    """Returns whether the entries are pairs of whole numbers, (step, tokens), with steps that rise from 0."""
+    if not all(isinstance(entry, tuple) and [type(number) for number in entry] == [int, int] for entry in entries):
+        return False
+    steps = [step for step, _ in entries]
+    return steps == sorted(set(steps)) and steps[:1] in ([], [0]) and all(tokens > 0 for _, tokens in entries)
+
+
+def _are_numbers(values):
+    return all(type(value) in (int, float) and math.isfinite(value) for value in values.values())
 
 
 def load_meta(path):
@@ -145,13 +179,13 @@ def load_meta(path):
             raise BadInput(f"checkpoint {path} has format {found.get('format', 'none')} and this program reads format "
                            f"{FORMAT}: use another checkpoint or --run, or the version of nanochat that wrote it")
         return Meta.from_json(found)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BadInput(f"{path} is not a checkpoint ({META}: {error}): give a step_… directory") from None
 
 
 def read_config(path, meta, config_class):
-    """Returns the config, an object of the data class `config_class`, of the model in the checkpoint at `path`. Raises
-    BadInput if a field is missing, is unknown or has a value that it cannot have."""
+    """Returns the config of the model in the checkpoint at `path`, a `config_class`, which is a data class. Raises
+    BadInput if a field is missing or unknown, or has an impossible value."""
     def refuse(problem):
         return BadInput(f"{path} cannot be used: the model's config in its {META} {problem}: use another checkpoint")
 
@@ -171,29 +205,16 @@ def read_config(path, meta, config_class):
         raise refuse(f"makes no model ({error})") from None
 
 
-def require_match(path, meta, *, config=None, tokenizer_sha256=None, data_fingerprint=None):
-    """Raises BadInput if the checkpoint at `path` is of another architecture, tokenizer or data than these.
-
-    config: the model's config as a dict; None for anything that need not match.
-    """
-    for name, value in (config or {}).items():
-        if meta.config.get(name) != value:
-            raise BadInput(f"{path} is of another architecture: --{name} is {meta.config.get(name)} there and {value} "
-                           f"here: {ADVICE}")
-    for saved, value, what in ((meta.tokenizer_sha256, tokenizer_sha256, "another tokenizer than --tokenizer_dir"),
-                               (meta.data_fingerprint, data_fingerprint, "other data than that in --data_dir")):
-        if value is not None and saved != value:
-            raise BadInput(f"{path} was trained with {what}: its fingerprint is {saved[:12]} there and {value[:12]} "
-                           f"here: {ADVICE}")
+def require_same(path, values):
+    """Raises BadInput if the checkpoint at `path` and the run differ in one of `values`, {what: (saved, now)}."""
+    for what, (saved, now) in values.items():
+        if saved != now:
+            raise BadInput(f"{path} does not fit this run: {what} is {_shown(saved)} there and {_shown(now)} here: "
+                           "resume with the flags it was trained with, or choose another --run")
 
 
-def require_same_flags(path, meta, flags):
-    """Raises BadInput if the checkpoint at `path` was trained with another value of one of `flags`, {name: value}."""
-    for name, value in flags.items():
-        saved = meta.flags.get(name)
-        if saved != value:
-            raise BadInput(f"{path} was trained with --{name}={quote(str(saved))}, and this run has "
-                           f"--{name}={quote(str(value))}: {ADVICE}")
+def _shown(value):
+    return quote(str(value)[:40])
 
 
 def rng_state():
@@ -203,21 +224,24 @@ def rng_state():
 
 def restore_rng(state):
     """Sets torch's default CPU generator to a state that rng_state returned."""
-    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
+    torch.set_rng_state(_rng_tensor(state))
 
 
-# -----------------------------------------------------------------------------
+def _rng_tensor(state):
+    return torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8)
+
+
 # Whether the files are whole
 
 
 def index_of(kind):
-    """Returns the name of the file that says in which piece a tensor is. kind: MODEL or OPTIMIZER."""
+    """Returns the name of the file that says which piece holds a tensor. kind: MODEL or OPTIMIZER."""
     return f"{kind}.index.json"
 
 
 def tensor_files(path, kind):
-    """Returns the names of the files that have the tensors of `kind`, MODEL or OPTIMIZER, of the checkpoint at `path`:
-    one file, or an index and its pieces. Raises OSError, also if the index is damaged."""
+    """Returns the names of the files with the tensors of `kind`, MODEL or OPTIMIZER, in the checkpoint at `path`: one
+    file, or an index and its pieces. Raises OSError, also if the index is damaged."""
     index = Path(path) / index_of(kind)
     if not index.exists():
         return [kind]
@@ -229,7 +253,7 @@ def tensor_files(path, kind):
 
 
 def is_whole(names):
-    """Returns whether a set of names of files is that of a whole checkpoint."""
+    """Returns whether a set of file names is that of a whole checkpoint."""
     return {LANES, META, SUMS} <= names and _has_tensors(names, MODEL) and _has_tensors(names, OPTIMIZER)
 
 
@@ -237,12 +261,12 @@ def _has_tensors(names, kind):
     if kind in names:
         return True
     matches = [re.fullmatch(rf"{Path(kind).stem}-\d+-of-(\d+)\.safetensors", name) for name in names]
-    counts = [int(match[1]) for match in matches if match]  # each piece says how many there are
+    counts = [int(match[1]) for match in matches if match]  # each piece's name has the number of pieces
     return index_of(kind) in names and len(counts) > 0 and len(counts) == counts[0]
 
 
 def read_sums(path):
-    """Returns {name of a file: its checksum} of the checkpoint at `path`. Raises OSError."""
+    """Returns {file name: checksum} of the checkpoint at `path`. Raises OSError."""
     sums = {}
     for line in (Path(path) / SUMS).read_text(errors="replace").splitlines():
         digest, _, name = line.partition("  ")
@@ -251,14 +275,14 @@ def read_sums(path):
 
 
 def find_problem(path, weights_only=False):
-    """Returns what is wrong with the files of the checkpoint, or with those of its weights and its description only, in
-    a few words, or None. Reads them whole."""
+    """Returns what is wrong with a checkpoint's files, in a few words, or None. Reads them whole. weights_only: checks
+    the weights and meta.json alone."""
     path = Path(path)
     kinds = [MODEL] if weights_only else [MODEL, OPTIMIZER]
     others = [META] if weights_only else [LANES, META]
     try:
         expected = read_sums(path)
-        # The indexes come first: a damaged one would name other files than there are.
+        # The indexes come first: a damaged one names files that do not exist.
         indexes = [index_of(kind) for kind in kinds if (path / index_of(kind)).exists()]
         problem = _find_difference(path, indexes, expected)
         if problem:
@@ -291,24 +315,23 @@ def _sha256(path):
     return digest.hexdigest()
 
 
-# -----------------------------------------------------------------------------
 # Setting aside and deleting
 
 
 @dataclass(frozen=True)
 class Kept:
     """Which checkpoints stay when there is a new one."""
-    newest: int | None = None  # so many of the newest, which is at least one; None: all
-    every: int = -1  # those, too, whose step is a multiple of this; -1: none
+    newest: int | None = None  # this many of the newest, at least one; None: all
+    every: int = -1  # and those whose step is a multiple of this; -1: none
 
     def outdated(self, paths):
-        """Returns those of the paths or names of checkpoints, oldest first, that need not stay."""
+        """Returns the paths or names of checkpoints that may go. paths: oldest first."""
         if self.newest is None:
             return []
         return [path for path in paths[:-max(self.newest, 1)] if not self.is_for_ever(path)]
 
     def is_for_ever(self, path):
-        """Whether the checkpoint is never deleted."""
+        """Returns whether the checkpoint is never deleted."""
         return self.every > 0 and step_of(path) % self.every == 0
 
 
@@ -320,7 +343,7 @@ def set_aside(path):
 
 
 def set_aside_after(run_dir, step):
-    """Sets aside all checkpoints after `step`: for a run that returns to an earlier one, or (-1) that starts anew."""
+    """Sets aside all checkpoints after `step`, for a run that returns to an earlier one or (-1) starts over."""
     for path in list_checkpoints(run_dir):
         if step_of(path) > step:
             set_aside(path)
@@ -334,30 +357,30 @@ def clean_partial(run_dir):
 
 def prune(run_dir, step, kept):
     """Deletes what the new checkpoint of `step` makes superfluous. kept: a Kept."""
-    for path in Path(run_dir).glob("step_*.tmp"):  # saves that were given up because the disk was full
+    for path in Path(run_dir).glob("step_*.tmp"):  # saves that a full disk ended
         if step_of(path) <= step:
             shutil.rmtree(path, ignore_errors=True)
     aside = [path for path in Path(run_dir).glob("step_*.aside") if step_of(path) <= step]
     for path in aside + kept.outdated(list_checkpoints(run_dir)):
-        _delete(path)
+        delete(path)
 
 
-def _delete(path):
-    # Files go one by one, and a kill may come between two. So the directory first loses the name of a whole one.
+def delete(path):
+    """Deletes a checkpoint."""
+    # Its files go one by one, and a kill may come in between. So the directory first loses its final name.
     doomed = path.with_suffix(".tmp")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed)
 
 
-# -----------------------------------------------------------------------------
 # The disk
 
 
 def check_disk_space(run_dir, checkpoint_bytes, copies=2):
-    """Raises BadInput unless the disk has room for so many checkpoints, including those that the run already has.
+    """Raises BadInput unless the disk has room for so many checkpoints, those that the run already has included.
 
-    A run needs two because the new one must be in place before the last old one is deleted.
+    A run needs two: the new one must be in place before the last old one is deleted.
     """
     own = sum(file.stat().st_size for file in Path(run_dir).glob("step_*/*"))
     free = shutil.disk_usage(run_dir).free
@@ -365,28 +388,6 @@ def check_disk_space(run_dir, checkpoint_bytes, copies=2):
         what = "two checkpoints take" if copies == 2 else "a checkpoint takes"
         raise BadInput(f"too little disk in {run_dir}: {what} {copies * checkpoint_bytes / 1e9:.2f} GB and "
                        f"{(own + free) / 1e9:.2f} GB are free: free some, or set NANOCHAT_BASE_DIR to a larger disk")
-
-
-def make_room(run_dir, needed_bytes, kept):
-    """Deletes the oldest checkpoints until `needed_bytes` are free; never the newest nor those that are for ever.
-
-    Raises OSError (ENOSPC) if that is not enough.
-    """
-    doomed = [path for path in list_checkpoints(run_dir)[:-1] if not kept.is_for_ever(path)]
-    while (free := shutil.disk_usage(run_dir).free) < needed_bytes:
-        if not doomed:
-            raise OSError(errno.ENOSPC, f"a checkpoint takes {needed_bytes / 1e9:.3f} GB and {free / 1e9:.3f} GB are "
-                          "free", str(run_dir))
-        _delete(doomed.pop(0))
-
-
-def bytes_in(path):
-    """Returns the bytes of the files in a directory, which others may be writing and renaming."""
-    total = 0
-    for file in path.iterdir():
-        with suppress(FileNotFoundError):
-            total += file.stat().st_size
-    return total
 
 
 def sync_to_disk(path):

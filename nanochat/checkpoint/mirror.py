@@ -4,10 +4,10 @@
     <mirror>/<run>/step_000100/…     the files listed in format.py
 
 A bucket cannot rename a folder, so SHA256SUMS is copied last and deleted first: a copy without it is not whole, and no
-run resumes from it. A new VM, whose disk is empty, resumes from the newest whole copy. The copies of a run that was
-abandoned (--resume=never) have SHA256SUMS.aside instead; a newer run deletes them once it has come to their step.
+run resumes from it. A new VM, whose disk is empty, resumes from the newest whole copy. The copies of an abandoned run
+(--resume=never) have SHA256SUMS.aside instead; a newer run deletes them once it reaches their step.
 
-<run dir>/mirror.json is read by the scripts that look after the run from outside (deploy/):
+The scripts that watch the run from outside (deploy/) read <run dir>/mirror.json:
     {"mirror": URL of the run's folder there, "newest_saved": "step_000200" or null,
      "newest_copied": "step_000100" or null, "behind_since": Unix time in s or null, "error": text or null}
 """
@@ -23,24 +23,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nanochat.checkpoint.format import SUMS, Kept, find_problem, is_whole, read_sums, step_of
-from nanochat.common import BadInput
+from nanochat.common import BadInput, Outage
 from nanochat.data.storage import Interruption, copy_files, delete_files, list_files
 from nanochat.record.metrics import METRICS_FILE
 
 STATE_FILE = "mirror.json"
 COPY_TIMEOUT_S, LIST_TIMEOUT_S = 1800, 120
 TRY_TIMEOUT_S = 60  # for each attempt to reach the mirror at the start of a run
-OUTAGE_S, PAUSE_S = 600, 15  # how long a start waits for a mirror that cannot be reached; between its attempts
+OUTAGE_S, PAUSE_S = 600, 15  # how long a start waits for an unreachable mirror; the pause between its attempts
 FIRST_RETRY_S, RETRY_S = 5, 60  # the first pause between attempts to copy, which doubles, and the longest
 END_TIMEOUT_S = 1800  # for the mirror at the end of a run
 POLL_S = 0.25
 PARTIAL = ".partial"  # ends the names of files that are being copied to a directory
 _UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
                 errno.ENETUNREACH, errno.EAGAIN, errno.EBUSY}  # errors of a file system whose server does not answer
-
-
-class MirrorError(Exception):
-    """The mirror cannot be reached, and the same may work later."""
 
 
 def run_mirror(place, run, kept):
@@ -57,7 +53,7 @@ def run_mirror(place, run, kept):
 @dataclass(frozen=True)
 class Mirror:
     """A folder of copies of one run's checkpoints, in a bucket or a directory. Every method raises BadInput if the
-    mirror refuses for good, and MirrorError if the same may work later."""
+    mirror refuses for good, and Outage if a retry may succeed."""
     url: str  # of the folder of the run: gs://…/RUN or a path
     kept: Kept  # which copies stay there
 
@@ -67,19 +63,18 @@ class Mirror:
 
     def try_to_write(self, scratch, timeout_s=TRY_TIMEOUT_S):
         """Writes a small file to the mirror and deletes it. scratch: a directory on this machine's disk."""
-        name = f"write_test_{os.getpid()}"
-        source = Path(scratch) / f".{name}"
+        source = Path(scratch) / f".write_test_{os.getpid()}"
         source.write_text("base_train writes this file when it starts, and deletes it\n")
         try:
-            self._copy([source], self.url, name, timeout_s)
-            self._remove_files(f"{self.url}/{name}", timeout_s)
+            self._copy([source], self.url, timeout_s)
+            self._remove_files(f"{self.url}/{source.name}", timeout_s)
         finally:
             source.unlink()
 
     def copy(self, path):
         """Copies the checkpoint at `path` and its run's metrics there."""
         self._copy([path / name for name in read_sums(path)], f"{self.url}/{path.name}")
-        # Before SHA256SUMS: whoever finds the copy whole finds the metrics up to its step, too.
+        # Before SHA256SUMS: whoever finds a whole copy finds the metrics up to its step, too.
         self._copy([path.parent / METRICS_FILE], self.url)
         self._copy([path / SUMS], f"{self.url}/{path.name}")
 
@@ -90,26 +85,27 @@ class Mirror:
         whole = [name for name, files in copies.items() if is_whole(files)]
         staying = set(whole) - set(self.kept.outdated(whole))
         for name in copies.keys() - staying:
-            # First it is no longer whole, then its files go: what a kill between two leaves is taken for no copy.
+            # Without SHA256SUMS it is no longer whole, whenever a kill comes.
             if SUMS in copies[name]:
                 self._remove_files(f"{self.url}/{name}/{SUMS}")
             self._remove_files(f"{self.url}/{name}/*")
 
     def set_aside(self):
-        """Makes all copies ones from which no run resumes, for a run that starts over. The newest is the last: if this
-        is interrupted, the abandoned run is still whole."""
+        """Marks all copies so that no run resumes from them, for a run that starts over. The newest is the last: an
+        interruption leaves the abandoned run whole."""
         files = [(f"{self.url}/{name}", SUMS) for name in self.whole_copies()]
         if files:
             files.append((self.url, METRICS_FILE))
         for folder, file in files:
             with tempfile.TemporaryDirectory() as scratch:
                 self._copy([f"{folder}/{file}"], scratch)
-                self._copy([Path(scratch) / file], folder, f"{file}.aside")
+                aside = (Path(scratch) / file).rename(Path(scratch) / f"{file}.aside")
+                self._copy([aside], folder)
             self._remove_files(f"{folder}/{file}")
 
     def fetch(self, run_dir, after_step=-1):
         """Copies the newest whole copy of a step later than `after_step`, and the metrics, into `run_dir`. Returns the
-        checkpoint's path, or None if there is none. Says which copies are damaged and tries the one before."""
+        checkpoint's path, or None if there is none. Skips damaged copies with a warning."""
         run_dir = Path(run_dir)
         copies = self._copies()
         for name in reversed(copies):
@@ -122,7 +118,7 @@ class Mirror:
             self._copy([f"{self.url}/{name}/{file}" for file in files], partial)
             problem = find_problem(partial)
             if problem is None:
-                # Before the checkpoint has its name: once it has, the next start fetches only what is later than it.
+                # Before the checkpoint gets its name: from then on, a start fetches only later copies.
                 self._copy([f"{self.url}/{METRICS_FILE}"], run_dir)
                 partial.rename(run_dir / name)
                 return run_dir / name
@@ -150,93 +146,88 @@ class Mirror:
                 found.setdefault(match[1], set()).add(match[2])
         return {name: found[name] for name in sorted(found, key=step_of)}
 
-    def _copy(self, sources, directory, name="", timeout_s=COPY_TIMEOUT_S):
-        """Copies files to a directory, under a new name if there is one. One of the two is in the mirror."""
+    def _copy(self, sources, directory, timeout_s=COPY_TIMEOUT_S):
+        """Copies files to a directory. The sources or the directory are in the mirror."""
         if self._is_bucket:
-            pairs = [(str(source), f"{directory}/{name or os.path.basename(source)}") for source in sources]
+            pairs = [(str(source), f"{directory}/{os.path.basename(source)}") for source in sources]
             _within(timeout_s, lambda: copy_files(pairs))
-            return
-
-        def copy():
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            for source in map(Path, sources):
-                target = Path(directory) / (name or source.name)
-                partial = target.with_name(target.name + PARTIAL)
-                shutil.copyfile(source, partial)
-                partial.replace(target)
-
-        _within(timeout_s, copy)
+        else:
+            _within(timeout_s, lambda: _copy_to_directory(sources, Path(directory)))
 
     def _remove_files(self, pattern, timeout_s=LIST_TIMEOUT_S):
-        """Deletes the files of this URL, whose last part may be *; with *, in a directory, the folder goes, too."""
+        """Deletes the file of this URL, or with …/* the files of a folder and, in a directory, the folder."""
         if self._is_bucket:
             _within(timeout_s, lambda: delete_files(pattern))
-            return
-        if pattern.endswith("/*"):
+        elif pattern.endswith("/*"):
             _within(timeout_s, lambda: shutil.rmtree(pattern[:-2]))
         else:
             _within(timeout_s, Path(pattern).unlink)
 
 
-# -----------------------------------------------------------------------------
+def _copy_to_directory(sources, directory):
+    directory.mkdir(parents=True, exist_ok=True)
+    for source in map(Path, sources):
+        target = directory / source.name
+        partial = target.with_name(target.name + PARTIAL)
+        shutil.copyfile(source, partial)
+        partial.replace(target)
+
+
 # Errors, and how long each thing may take
 
 
 # A call to a file system whose server is gone (NFS, for example) does not return, and nothing can interrupt it. So a
-# thread makes the call, and is left to itself if it does not come back. The same thread gives a bucket that sends a
-# byte now and then a limit on the whole.
+# thread makes the call, and is abandoned if it does not return. It also limits a bucket that sends a byte now and then.
 def _within(timeout_s, function):
-    """Returns function(), which uses the mirror. Raises MirrorError if that takes more than `timeout_s` seconds or may
-    succeed later, and BadInput for any other OSError."""
-    outcome = []
+    """Returns function(), which uses the mirror. Raises Outage if it takes more than `timeout_s` seconds or may succeed
+    later, and BadInput for any other OSError."""
+    results = []
+    errors = []
 
     def work():
         try:
-            outcome.append((function(), None))
+            results.append(function())
         except Exception as error:
-            outcome.append((None, error))
+            errors.append(error)
 
     thread = threading.Thread(target=work, name="mirror-files", daemon=True)
     thread.start()
     thread.join(timeout_s)
-    if not outcome:
-        raise MirrorError(f"it has not answered after {timeout_s} s")
-    result, error = outcome[0]
-    if error is None:
-        return result
+    if results:
+        return results[0]
+    if not errors:
+        raise Outage(f"it has not answered after {timeout_s} s")
+    error = errors[0]
     if isinstance(error, BadInput):
         raise BadInput(f"--checkpoint_mirror: {error}")
     if isinstance(error, Interruption):
-        raise MirrorError(str(error))
+        raise Outage(str(error))
     if not isinstance(error, OSError):
         raise error
     problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if error.errno in _UNREACHABLE:
-        raise MirrorError(problem)
+        raise Outage(problem)
     raise BadInput(f"--checkpoint_mirror: {problem}: choose a directory that can be written to, or start without the "
                    "flag")
 
 
-# -----------------------------------------------------------------------------
 # The start of a run
 
 
-class Patience:
-    """The wait of a start for a mirror that cannot be reached: for OUTAGE_S seconds at most."""
-
-    def __init__(self, url):
-        self._url = url
-        self._deadline = time.monotonic() + OUTAGE_S
-
-    def wait_after(self, error):
-        """Says that there was this MirrorError, and returns when it is time to try again. Raises a MirrorError instead
-        once the wait is over."""
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
-            raise MirrorError(f"--checkpoint_mirror: {self._url} has not been reached for {OUTAGE_S / 60:.0f} minutes "
-                              f"({error}): start the same command again later, or without the flag") from None
-        print(f"warning: --checkpoint_mirror: {self._url} cannot be reached ({error}); waiting for it, for up to "
-              f"{left_s / 60:.0f} more minutes", flush=True)
+def patiently(url, function):
+    """Returns function(), which uses the mirror at `url`. Retries while it raises Outage, for OUTAGE_S seconds, and
+    raises Outage after them."""
+    deadline = time.monotonic() + OUTAGE_S
+    while True:
+        try:
+            return function()
+        except Outage as error:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise Outage(f"--checkpoint_mirror: {url} has not been reached for {OUTAGE_S / 60:.0f} minutes "
+                             f"({error}): start the same command again later, or without the flag") from None
+            print(f"warning: --checkpoint_mirror: {url} cannot be reached ({error}); waiting for it, for up to "
+                  f"{left_s / 60:.0f} more minutes", flush=True)
         time.sleep(PAUSE_S)
 
 
@@ -246,7 +237,7 @@ class MirrorState:
     mirror: str
     newest_saved: str | None = None
     newest_copied: str | None = None
-    behind_since: float | None = None  # the mirror lacks what was saved since then
+    behind_since: float | None = None  # the mirror lacks the checkpoints since then
     error: str | None = None  # of the last attempt
 
     @classmethod
@@ -255,7 +246,7 @@ class MirrorState:
         return cls(**json.loads((Path(run_dir) / STATE_FILE).read_text()))
 
     def write(self, run_dir):
-        """Replaces the file in one step. A full disk is ignored: the next call writes it."""
+        """Replaces the file in one step. Ignores a full disk: the next call writes it."""
         unfinished = Path(run_dir) / f".{STATE_FILE}.unfinished"
         try:
             unfinished.write_text(json.dumps(asdict(self)) + "\n")
@@ -277,35 +268,34 @@ class MirrorState:
             self.behind_since = None
 
 
-# -----------------------------------------------------------------------------
 # In the background
 
 
 class Uploader:
-    """Copies the newest checkpoint to a Mirror in the background. A copy that fails never stops the run: it is reported
-    and tried again, with a newer checkpoint once there is one."""
+    """Copies the newest checkpoint to a Mirror in the background. A copy that fails never stops the run: the Uploader
+    reports it and retries, with a newer checkpoint once there is one."""
 
     def __init__(self, mirror, run_dir, starts_over=False, first_retry_s=FIRST_RETRY_S):
-        """run_dir: that has a mirror.json; starts_over: sets aside all copies that are there."""
+        """run_dir: with a mirror.json; starts_over: whether to set aside all copies in the mirror."""
         self._mirror = mirror
         self._run_dir = run_dir
         self._state = MirrorState(mirror.url) if starts_over else MirrorState.read(run_dir)
         self._starts_over = starts_over
-        self._wanted = None  # the path of the checkpoint that is not in the mirror yet
-        self._refused = None  # the last that the mirror has refused for good
+        self._waiting = None  # the path of the checkpoint that is not in the mirror yet
+        self._refused = None  # the last one that the mirror has refused for good
         self._first_retry_s = self._retry_s = first_retry_s
         self._is_over = False
-        self._condition = threading.Condition()  # guards all these
+        self._condition = threading.Condition()  # guards all of these
         self._note()
         threading.Thread(target=self._work, name="mirror", daemon=True).start()
 
     def upload(self, path):
-        """Copies the checkpoint at `path` in the background, unless it is the newest in the mirror already. It replaces
-        one that is still waiting for its turn."""
+        """Copies the checkpoint at `path` in the background, unless it is the newest in the mirror already. Replaces a
+        waiting one."""
         with self._condition:
             self._state.saved(path.name)
             if self._state.behind_since:
-                self._wanted = path
+                self._waiting = path
             self._note()
 
     def behind_s(self):
@@ -319,11 +309,11 @@ class Uploader:
         deadline = time.monotonic() + END_TIMEOUT_S
         has_said = False
         with self._condition:
-            while self._wanted and self._refused != self._wanted and time.monotonic() < deadline:
+            while self._waiting and self._refused != self._waiting and time.monotonic() < deadline:
                 if is_told_to_end():
                     break
                 if not has_said and self._state.behind_since:
-                    print(f"waiting until {self._wanted.name} is in {self._mirror.url}, for up to "
+                    print(f"waiting until {self._waiting.name} is in {self._mirror.url}, for up to "
                           f"{END_TIMEOUT_S / 60:.0f} minutes. It is safe on this machine's disk: Ctrl-C or SIGTERM "
                           "ends the wait at once", flush=True)
                     has_said = True
@@ -332,7 +322,7 @@ class Uploader:
             if not self._state.behind_since:
                 return True
             why = f" ({self._state.error})" if self._state.error else ""
-            print(f"warning: {self._wanted.name} is on this machine's disk only, and not in {self._mirror.url}{why}",
+            print(f"warning: {self._waiting.name} is on this machine's disk only, and not in {self._mirror.url}{why}",
                   flush=True)
             return False
 
@@ -341,16 +331,16 @@ class Uploader:
             self._state.write(self._run_dir)
             self._condition.notify_all()
 
-    # The thread takes what is wanted now. While it copies that, `upload` may replace what is wanted, and the next turn
-    # takes the newest: however slow the mirror is, no queue of checkpoints grows.
+    # The thread copies the waiting checkpoint. Meanwhile `upload` may replace it, and the next turn takes the newest:
+    # however slow the mirror is, no queue grows.
     def _work(self):
         while not self._is_over:
             with self._condition:
-                self._condition.wait_for(lambda: self._wanted or self._starts_over)
-                path = self._wanted
+                self._condition.wait_for(lambda: self._waiting or self._starts_over)
+                path = self._waiting
             try:
                 self._copy(path)
-            except (MirrorError, BadInput) as error:
+            except (Outage, BadInput) as error:
                 self._failed(path, error)
 
     def _copy(self, path):
@@ -367,12 +357,12 @@ class Uploader:
         self._note()
         try:
             self._mirror.prune(path.name)
-        except (MirrorError, BadInput) as error:
+        except (Outage, BadInput) as error:
             print(f"warning: old checkpoints stay in {self._mirror.url}: {error}", flush=True)
         with self._condition:
-            # If `upload` has named a newer one meanwhile, that stays wanted.
-            if self._wanted == path:
-                self._wanted = None
+            # A newer one that `upload` has named meanwhile stays.
+            if self._waiting == path:
+                self._waiting = None
             self._note()
 
     def _failed(self, path, error):
@@ -386,5 +376,5 @@ class Uploader:
             if isinstance(error, BadInput):
                 self._refused = path
             self._note()
-            self._condition.wait_for(lambda: self._wanted != path, self._retry_s)
+            self._condition.wait_for(lambda: self._waiting != path, self._retry_s)
             self._retry_s = min(2 * self._retry_s, RETRY_S)

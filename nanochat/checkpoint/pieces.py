@@ -1,13 +1,12 @@
-"""The tensors of a checkpoint: in which file each one is, which rank writes it, and how all are read.
+"""The tensors of a checkpoint: which file holds each one, which rank writes it, and how to read them.
 
-Weights and optimizer's state are a file each: model.safetensors and optimizer.safetensors. If they are larger than a
-few GB, they are divided into pieces, with whole tensors in each, and an index says what is where. Hugging Face's
-libraries read the same format:
+Weights and optimizer's state have a file each: model.safetensors and optimizer.safetensors. If one is larger than a few
+GB, it is divided into pieces of whole tensors, with an index, in the format of Hugging Face's libraries:
     model-00001-of-00007.safetensors … model-00007-of-00007.safetensors
     model.safetensors.index.json        {"metadata": {"total_size": bytes}, "weight_map": {tensor: file}}
 
-All ranks of the first host write. So each keeps only its part of the state in host memory, and a large checkpoint is
-written by as many processes as the host has chips.
+All ranks of the first host write. So each keeps only its part of the state in host memory, and a large checkpoint has
+as many writers as the host has chips.
 """
 import errno
 import json
@@ -36,7 +35,7 @@ class Checkpoint:
 
 
 def load_checkpoint(path):
-    """Returns the Checkpoint at `path`. Its tensors are memory-mapped, so that the ranks of a host share the pages."""
+    """Returns the Checkpoint at `path`, with memory-mapped tensors."""
     path = Path(path)
     lane_states = {int(lane): state for lane, state in json.loads((path / LANES).read_text()).items()}
     return Checkpoint(path, load_meta(path), load_tensors(path, MODEL), load_tensors(path, OPTIMIZER), lane_states)
@@ -44,7 +43,7 @@ def load_checkpoint(path):
 
 def load_tensors(path, kind):
     """Returns {name: tensor} of `kind`, MODEL or OPTIMIZER, of the checkpoint at `path`: memory-mapped, so that the
-    processes of a host share the pages, and only what is used is read."""
+    ranks of a host share the pages, and only tensors in use are read."""
     tensors = {}
     for name in tensor_files(path, kind):
         if name.endswith(".safetensors"):
@@ -58,22 +57,21 @@ def sizes_of(state):
 
 
 def state_bytes(*states):
-    """Returns the bytes of all tensors in the {name: tensor} dicts."""
+    """Returns the bytes of all tensors in the states, {name: tensor}."""
     return sum(sum(sizes_of(state).values()) for state in states)
 
 
-# -----------------------------------------------------------------------------
 # Which tensors are in which file
 
 
 @dataclass(frozen=True)
 class Layout:
     """Which tensors are in which file of a checkpoint."""
-    files: dict  # {file: {tensor: bytes}}, those of the model first
+    files: dict  # {file: {tensor: bytes}}, the model's first
 
     @classmethod
     def of(cls, model_sizes, optimizer_sizes, piece_bytes=PIECE_BYTES):
-        """Returns the Layout of {tensor: bytes} of weights and optimizer's state."""
+        """Returns the Layout for {tensor: bytes} of the weights and of the optimizer's state."""
         return cls(_divide(MODEL, model_sizes, piece_bytes) | _divide(OPTIMIZER, optimizer_sizes, piece_bytes))
 
     @property
@@ -82,9 +80,9 @@ class Layout:
 
     def tensors_of(self, writer, writers):
         """Returns the names of the tensors that one of several writers writes: each file, the largest first, goes to
-        the writer that has least to write."""
-        # Every rank computes the whole division and takes its own part of it. By size, because what a rank writes waits
-        # in its memory: handed out in turn, one rank of four had 21.5 GB of a model of 7B, and by size 14.9.
+        the writer with the fewest bytes."""
+        # Every rank computes the whole division and takes its own part. By size, because a rank holds its part in
+        # memory: of a model of 7B one rank of four had 21.5 GB with files dealt in turn, and 14.9 GB by size.
         loads = [0] * writers  # bytes
         mine = set()
         for sizes in sorted(self.files.values(), key=lambda sizes: -sum(sizes.values())):
@@ -95,18 +93,22 @@ class Layout:
         return mine
 
     def files_with(self, *states):
-        """Returns {file: {name: tensor}} of the files all of whose tensors are in the states, {name: tensor}."""
-        found = {}
+        """Returns {file: {name: tensor}} of the files whose tensors are all in the states, {name: tensor}."""
+        tensors = {}
         for state in states:
-            found |= state
-        return {file: {name: found[name] for name in names} for file, names in self.files.items()
-                if names.keys() <= found.keys()}
+            tensors |= state
+        files = {}
+        for file, sizes in self.files.items():
+            if sizes.keys() <= tensors.keys():
+                files[file] = {name: tensors[name] for name in sizes}
+        return files
 
     def indexes(self):
-        """Returns {file: its text} of the indexes. There are none where one file holds all."""
+        """Returns {file: its text} of the indexes; a kind that one file holds has none."""
         texts = {}
         for kind in (MODEL, OPTIMIZER):
-            weight_map, total = {}, 0
+            weight_map = {}
+            total = 0
             for file, sizes in self.files.items():
                 if file.startswith(f"{Path(kind).stem}-"):
                     weight_map |= dict.fromkeys(sizes, file)
@@ -118,9 +120,8 @@ class Layout:
 
 
 def _divide(kind, sizes, piece_bytes):
-    """Returns {file: {tensor: bytes}}: one file of this kind, or its pieces."""
-    # In the order of the names, and a tensor is never divided. So one that is larger than a piece has a file of its
-    # own.
+    """Returns {file: {tensor: bytes}}: one file of this kind, or its pieces. Divides no tensor: one that is larger than
+    a piece has a file of its own."""
     pieces = [{}]
     for name, size in sizes.items():
         if pieces[-1] and sum(pieces[-1].values()) + size > piece_bytes:
@@ -132,13 +133,12 @@ def _divide(kind, sizes, piece_bytes):
             for number, piece in enumerate(pieces, 1)}
 
 
-# -----------------------------------------------------------------------------
 # Writing
 
 
 def write_files(folder, files):
-    """Writes {file: {name: tensor}} to the folder and reads them back. A file gets its name when it is whole. If
-    anything goes wrong, none of them is left. Raises OSError."""
+    """Writes {file: {name: tensor}} to the folder and reads them back. A file gets its name once it is whole. Leaves
+    none of them after an error. Raises OSError."""
     try:
         with ThreadPoolExecutor(WRITING_THREADS) as pool:
             list(pool.map(_write_file, [folder / file for file in files], files.values()))
@@ -148,7 +148,7 @@ def write_files(folder, files):
 
 
 def remove_files(folder, files):
-    """Deletes those of the files that are there, also unfinished ones."""
+    """Deletes the files that exist, also unfinished ones."""
     for file in files:
         (folder / file).unlink(missing_ok=True)
         _unfinished(folder / file).unlink(missing_ok=True)
@@ -159,7 +159,7 @@ def _write_file(path, state):
     unfinished = _unfinished(path)
     try:
         save_file(state, unfinished)
-    except SafetensorError as error:  # only its text has the number of the OSError behind it
+    except SafetensorError as error:  # only its text has the number of the OSError
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
             raise
@@ -167,7 +167,7 @@ def _write_file(path, state):
     sync_to_disk(unfinished)
     found = load_file(unfinished)
     for name, tensor in state.items():
-        # As bytes, so that a NaN, which is not equal to itself, counts as no difference.
+        # As bytes, because a NaN does not equal itself.
         if not torch.equal(_bytes_of(tensor), _bytes_of(found[name])):
             raise OSError(errno.EIO, f"{name} was read back with other bytes than were written", str(path))
     unfinished.rename(path)

@@ -3,40 +3,27 @@
 A checkpoint is written as `step_000100.tmp`, synced to disk, read back, and renamed. So a directory with the final name
 is whole unless something damaged it later; its checksums tell, and `latest_good` then returns the checkpoint before it.
 
-Before a run spawns its ranks, its parent process calls, once and only there, so that all ranks agree:
-    clean_partial(run_dir); check_disk_space(run_dir, bytes); path = latest_good(run_dir)
-Then every rank calls `load_checkpoint(path)`. To save, every rank calls `save_lane_states(…)`. The ranks that write
-tensors have a Saver, which writes them in the background: Saver.save on rank 0, which waits for the files of the others
-and gives the checkpoint its name, and Saver.save_part on the others.
+To save, every rank calls `save_lane_states`. The ranks that write tensors have a Saver, which writes them in the
+background: rank 0 calls Saver.save, which waits for the files of the others and gives the checkpoint its name; the
+others call Saver.save_part.
 """
 import errno
 import json
 import shutil
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.checkpoint.format import (
-    LANES,
-    META,
-    SUMS,
-    Kept,
-    bytes_in,
-    final_dir,
-    find_problem,
-    make_room,
-    partial_dir,
-    prune,
-    set_aside,
-    sha256_of_files,
-    sync_to_disk,
-)
+from nanochat.checkpoint import format
+from nanochat.checkpoint.format import LANES, META, SUMS, Kept
 from nanochat.checkpoint.pieces import Layout, remove_files, sizes_of, write_files
 from nanochat.common import Failure, is_disk_full
 
 END_TIMEOUT_S = 1800  # for the last checkpoint at the end of a run
-PROBE_S, PROBE_BYTES = 1, 2**20  # how often, and by which file, a missing part is found to be due to a full disk
+PROBE_S = 1  # between two tests whether a missing part is due to a full disk
+PROBE_BYTES = 2**20
 FULL, NOT_FINITE = "disk_is_full", "weights_are_not_finite"  # files that tell rank 0 why a rank's part is missing
 
 
@@ -49,25 +36,24 @@ class SaveOptions:
 
 
 class NotFinite(Exception):
-    """A weight is not finite, so the state is not to be saved."""
+    """A weight is not finite, so the state must not be saved."""
 
 
-# -----------------------------------------------------------------------------
 # What every rank adds
 
-# Ranks meet only in the directory step_….tmp. Each writes a file under another name, and renames it once it is whole.
-# So rank 0 may take every file that it sees there, in whatever order they come, and needs no message from the others. A
-# rank that cannot write leaves a mark instead, FULL or NOT_FINITE, or rank 0 would wait for it until its time is over.
+# Ranks meet only in the directory step_….tmp. Each writes a file under another name and renames it once it is whole. So
+# rank 0 may take every file that it sees there, in any order, and needs no message from the others. A rank that cannot
+# write leaves a mark instead, FULL or NOT_FINITE; otherwise rank 0 would wait for it until its wait times out.
 
 
 def save_lane_states(run_dir, step, lane_states, options=SaveOptions()):
     """Adds the states of this rank's lanes, {lane: JSON value}, to the checkpoint of `step` that rank 0 saves.
 
-    If the disk is full, a thread tries again for as long as rank 0 waits for the states. Raises any other OSError.
+    If the disk is full, a thread retries for as long as rank 0 waits for the states. Raises any other OSError.
     """
     if not lane_states:
         return
-    path = partial_dir(run_dir, step) / f"lanes_from_{min(lane_states)}.json"
+    path = format.partial_dir(run_dir, step) / f"lanes_from_{min(lane_states)}.json"
     text = json.dumps(lane_states)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +74,7 @@ def _write_lanes_later(path, text, options):
     deadline = time.monotonic() + options.lanes_timeout_s
     while time.monotonic() < deadline:
         time.sleep(options.retry_s)
-        if not path.parent.is_dir():  # rank 0 waits for space, or has given this checkpoint up
+        if not path.parent.is_dir():  # rank 0 waits for space, or has abandoned this checkpoint
             continue
         try:
             return _write_lanes(path, text)
@@ -99,14 +85,14 @@ def _write_lanes_later(path, text, options):
 
 
 def write_part(run_dir, step, layout, model_state, optimizer_state):
-    """Adds this rank's tensors to the checkpoint of `step` that rank 0 saves. Other ranks than rank 0 only.
+    """Adds this rank's tensors to the checkpoint of `step` that rank 0 saves. For ranks other than 0.
 
-    layout: the Layout of the whole checkpoint; the states: {name: tensor} of the files that this rank writes. If the
-    disk is full, or a weight is not finite, rank 0 gets to know. Raises OSError and NotFinite.
+    layout: the Layout of the whole checkpoint; the states: {name: tensor} of the files that this rank writes. Raises
+    NotFinite, and OSError; tells rank 0 if a weight is not finite or the disk is full.
     """
-    partial = partial_dir(run_dir, step)
+    partial = format.partial_dir(run_dir, step)
     partial.mkdir(parents=True, exist_ok=True)
-    # Of an earlier attempt: rank 0 would give up this one because of it.
+    # The mark of an earlier attempt would make rank 0 abandon this one.
     (partial / FULL).unlink(missing_ok=True)
     try:
         require_finite(model_state)
@@ -126,7 +112,6 @@ def require_finite(model_state):
         raise NotFinite
 
 
-# -----------------------------------------------------------------------------
 # What rank 0 does
 
 
@@ -136,17 +121,17 @@ def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layo
 
     model_state, optimizer_state: {name: tensor}, those that this rank writes. meta: a Meta.
     num_lanes: the number of lane states to wait for, from all ranks together.
-    layout: the Layout of the whole checkpoint, whose other files other ranks write; None: there are no others.
-    log: its flush() writes the metrics up to this step, without which the checkpoint gets no final name.
+    layout: the Layout of the whole checkpoint, whose other files other ranks write; None: this rank writes all.
+    log: its flush() writes the metrics up to this step, before the checkpoint gets its final name.
     Raises TimeoutError if parts of other ranks are missing, OSError (ENOSPC) if the disk is full even without the old
-    checkpoints, and NotFinite if another rank has found that.
+    checkpoints, and NotFinite if another rank's weights are not finite.
     """
-    final = final_dir(run_dir, meta.step)
-    partial = partial_dir(run_dir, meta.step)
+    final = format.final_dir(run_dir, meta.step)
+    partial = format.partial_dir(run_dir, meta.step)
     if final.is_dir():
-        if find_problem(final) is None:
-            return final  # it holds the same state, because a resumed run repeats its steps bit for bit
-        set_aside(final)
+        if format.find_problem(final) is None:
+            return final  # it holds the same state: a resumed run repeats its steps bit for bit
+        format.set_aside(final)
     layout = layout or Layout.of(sizes_of(model_state), sizes_of(optimizer_state))
     mine = layout.files_with(model_state, optimizer_state)
     partial.mkdir(parents=True, exist_ok=True)
@@ -166,28 +151,48 @@ def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layo
         remove_files(partial, mine)  # frees the disk; ranks may still write to the directory
         raise
     _publish(partial, final)
-    prune(run_dir, meta.step, options.kept)
+    format.prune(run_dir, meta.step, options.kept)
     return final
 
 
-# The order is what makes a kill at any moment harmless. All files are on disk by now; then their names in the
-# directory; then one rename makes the checkpoint whole for everybody; and only when that name is on disk, too, may an
-# older checkpoint go.
+def make_room(run_dir, needed_bytes, kept):
+    """Deletes the oldest checkpoints until `needed_bytes` are free; never the newest nor those that are kept for ever.
+    Raises OSError (ENOSPC) if that is not enough."""
+    doomed = [path for path in format.list_checkpoints(run_dir)[:-1] if not kept.is_for_ever(path)]
+    while (free := shutil.disk_usage(run_dir).free) < needed_bytes:
+        if not doomed:
+            raise OSError(errno.ENOSPC, f"a checkpoint takes {needed_bytes / 1e9:.3f} GB and {free / 1e9:.3f} GB are "
+                          "free", str(run_dir))
+        format.delete(doomed.pop(0))
+
+
+def bytes_in(path):
+    """Returns the bytes of the files in a directory, which others may be writing and renaming."""
+    total = 0
+    for file in path.iterdir():
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
+
+
+# This order makes a kill at any moment harmless. All files are on disk by now. Then come their names in the directory,
+# then one rename, which makes the checkpoint whole for everybody. An older checkpoint goes only once the new name is on
+# disk, too.
 def _publish(partial, final):
-    sync_to_disk(partial)
+    format.sync_to_disk(partial)
     partial.rename(final)
-    sync_to_disk(final.parent)
+    format.sync_to_disk(final.parent)
 
 
 def _write_text(path, text):
     path.write_text(text)
-    sync_to_disk(path)
+    format.sync_to_disk(path)
     if path.read_text() != text:
         raise OSError(errno.EIO, "other text was read back than was written", str(path))
 
 
 def _write_sums(partial, names):
-    sums = sha256_of_files([partial / name for name in names])
+    sums = format.sha256_of_files([partial / name for name in names])
     _write_text(partial / SUMS, "".join(f"{digest}  {path.name}\n" for path, digest in sums.items()))
 
 
@@ -203,8 +208,8 @@ def _wait_for_files(partial, files, timeout_s):
 
 
 def _merge_lane_states(partial, num_lanes, timeout_s):
-    """Merges the files that the ranks' save_lane_states wrote into one, and deletes them."""
-    if (partial / LANES).exists():  # merged by an earlier attempt, after which the disk was full
+    """Merges the files that the ranks' save_lane_states wrote into LANES, and deletes them."""
+    if (partial / LANES).exists():  # merged by an earlier attempt, which a full disk ended
         return
     wait = _Wait(partial, timeout_s)
     while True:
@@ -223,8 +228,8 @@ def _merge_lane_states(partial, num_lanes, timeout_s):
         file.unlink()
 
 
-# A rank on a full disk may not even be able to write its mark, which takes a block of its own. So rank 0, while it
-# waits, tries each second whether 1 MiB fits, and takes it for a full disk if not.
+# On a full disk a rank may be unable to write even its mark, which takes a block of its own. So while rank 0 waits, it
+# tests each second whether 1 MiB fits.
 class _Wait:
     """Rank 0's wait for files of other ranks in the directory `partial`."""
 
@@ -235,8 +240,8 @@ class _Wait:
         self._next_probe = time.monotonic() + PROBE_S
 
     def for_the_ranks_that(self, what):
-        """Waits a moment. Raises TimeoutError once the time is over, and OSError (ENOSPC) if something is missing while
-        the disk is full: the ranks cannot write it, and to wait for them would stop the run."""
+        """Waits a moment. Raises TimeoutError once the time is over, and OSError (ENOSPC) if the disk is full: then the
+        ranks cannot write, and waiting for them would stop the run."""
         if time.monotonic() > self._deadline:
             raise TimeoutError(f"waited {self._timeout_s:.0f} s for the ranks that {what}")
         if time.monotonic() > self._next_probe:
@@ -246,24 +251,22 @@ class _Wait:
 
 
 def _write_probe(path):
-    """Raises OSError if PROBE_BYTES cannot be written to `path`, where nothing is left."""
     try:
         path.write_bytes(bytes(PROBE_BYTES))
-        sync_to_disk(path)
+        format.sync_to_disk(path)
     finally:
         path.unlink(missing_ok=True)
 
 
-# -----------------------------------------------------------------------------
 # In the background
 
 
 class Saver:
-    """Writes what this rank writes of each checkpoint, in the background and one checkpoint at a time. Rank 0 calls
-    `save`, the other ranks `save_part`.
+    """Writes this rank's part of each checkpoint, in the background and one checkpoint at a time. Rank 0 calls `save`,
+    the other ranks `save_part`, with states {name: tensor} in host memory that never change (MuonAdamW.host_state).
 
-    A full disk does not end the run: the same state is tried again until there is a newer one. The next call of a
-    method raises any other error. A state whose weights are not finite is not saved.
+    A full disk does not end the run: the Saver retries until there is a newer state. The next call of a method raises
+    any other error. A state whose weights are not finite is not saved.
     """
 
     def __init__(self, run_dir, num_lanes=0, options=SaveOptions(), saved_step=0, uploader=None, log=None):
@@ -280,25 +283,21 @@ class Saver:
         self._superseded = threading.Event()
 
     def save(self, model_state, optimizer_state, meta, layout=None):
-        """Waits for the checkpoint that is being written, and begins to save this one; see save_checkpoint.
-
-        The states are {name: tensor} in host memory, never changed again (see MuonAdamW.host_state)."""
+        """Waits for the checkpoint that is being written, and begins to save this one; see save_checkpoint."""
         self._begin(self._save, model_state, optimizer_state, meta, layout)
 
     def save_part(self, step, layout, model_state, optimizer_state):
-        """Waits for the part that is being written, and begins to write this one; see write_part.
-
-        The states are {name: tensor} in host memory, never changed again (see MuonAdamW.host_state)."""
+        """Waits for the part that is being written, and begins to write this one; see write_part."""
         self._begin(self._save_part, step, layout, model_state, optimizer_state)
 
     def check(self):
-        """Raises the error that ended saving in the background, if there was one."""
+        """Raises the error that ended a save in the background, if there was one."""
         if self._error:
             raise self._error
 
     def finish(self, is_told_to_end=lambda: False, timeout_s=END_TIMEOUT_S):
-        """Waits until the last state is on disk. Once is_told_to_end() returns True, a full disk is not tried again.
-        Raises Failure after `timeout_s` seconds."""
+        """Waits until the last state is on disk. Once is_told_to_end() returns True, it no longer retries on a full
+        disk. Raises Failure after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while self._thread and self._thread.is_alive():
             if is_told_to_end():
@@ -309,8 +308,8 @@ class Saver:
             self._thread.join(1)
         self.check()
 
-    # At most one state waits in host memory. A newer one ends the pauses of a full disk (_superseded), waits until the
-    # thread has given the older one up or written it, and begins in a thread of its own.
+    # At most one state waits in host memory. A newer one ends the retries of a full disk (_superseded), waits until the
+    # thread has abandoned or written the older one, and begins in a thread of its own.
     def _begin(self, work, *args):
         self._superseded.set()
         self.finish()
@@ -341,7 +340,7 @@ class Saver:
                       f"again every {self._options.retry_s} s", flush=True)
             if self._superseded.wait(self._options.retry_s):
                 break
-        shutil.rmtree(partial_dir(self._run_dir, meta.step), ignore_errors=True)  # this state is given up
+        shutil.rmtree(format.partial_dir(self._run_dir, meta.step), ignore_errors=True)  # this state is abandoned
 
     def _save_part(self, step, layout, model_state, optimizer_state):
         while True:
@@ -351,7 +350,7 @@ class Saver:
                 return
             except BaseException as error:
                 if not is_disk_full(error):
-                    if partial_dir(self._run_dir, step).is_dir():  # otherwise rank 0 has given this checkpoint up
+                    if format.partial_dir(self._run_dir, step).is_dir():  # otherwise rank 0 has abandoned it
                         self._error = error
                     return
             if self._superseded.wait(self._options.retry_s):

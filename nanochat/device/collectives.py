@@ -1,4 +1,4 @@
-"""Communication between the ranks of a run: sums, parts and copies of tensors, and a barrier for threads."""
+"""Communication between the ranks of a run: collectives, and a barrier for threads."""
 import threading
 from contextlib import contextmanager
 from functools import cache, partial
@@ -9,10 +9,8 @@ from nanochat.device.xla_ops import without_token
 
 
 def all_reduce_sum(tensors, dist):
-    """Sums every tensor of the list over all ranks, in place, by one all-reduce for the whole list.
-
-    Averaging is left to the caller, because torch_xla ignores a scale when there is one rank.
-    """
+    """Sums every tensor of the list over all ranks, in place, by one all-reduce for the whole list."""
+    # The caller averages, because torch_xla ignores a scale with one rank.
     if dist.world_size == 1:
         return
     if dist.is_xla:
@@ -26,8 +24,8 @@ def all_reduce_sum(tensors, dist):
 def reduce_scatter_sum(tensor, dist):
     """Returns this rank's part, (n, …), of the sum of `tensor` (world_size × n, …) over all ranks. On XLA only."""
     # Divided so that nothing moves in memory. As rows, because XLA would give matrices the order that suits Muon's
-    # products, and copy the whole tensor for it before it is summed. With torch_xla's token, XLA reads and writes all
-    # gradients once more: the update of a model of depth 16 takes 28.7 ms on v5e-8, and 25.8 without.
+    # products, and copy the whole tensor for it before the sum. With torch_xla's token, XLA reads and writes all
+    # gradients once more: the update of a model of depth 16 takes 28.7 ms on v5e-8, without it 25.8 ms.
     parts = tensor.flatten(0, -2).unflatten(0, (dist.world_size, -1))
     return without_token(_scatter_sum(dist.world_size), parts)[0].unflatten(0, (-1, *tensor.shape[1:-1]))
 
@@ -44,7 +42,7 @@ def all_gather(part, dist):
     import torch_xla.core.xla_model as xm
     # With pinned layouts it would become an all-reduce of padded tensors, and another program on every rank. The group
     # gives the number of ranks, because the runtime of a process that only traces would count its own devices.
-    # Gathers keep torch_xla's token and with it their order: in no order, fewer of them run beside products.
+    # Gathers keep torch_xla's token and with it their order: without an order, fewer of them overlap with products.
     groups = [list(range(dist.world_size))]
     return xm.all_gather(part[None], 0, groups=groups, pin_layout=False).flatten(0, 1)
 
@@ -55,10 +53,11 @@ BARRIER_TIMEOUT_S = 900
 
 
 def thread_barrier(dist):
-    """Waits for the other ranks if ranks are threads of this process, that is, several XLA devices on a CPU.
+    """Waits for the other ranks if ranks are threads of this process, that is, several XLA devices on a CPU. Raises
+    TimeoutError.
 
-    On other devices it does nothing, and an early rank waits inside the all-reduce. On a CPU the all-reduce gives up
-    after some 15 s, which is too short while another rank saves a checkpoint. Raises TimeoutError.
+    On other devices it does nothing, and an early rank waits inside the all-reduce. On a CPU the all-reduce times out
+    after some 15 s, which is too short while another rank saves a checkpoint.
     """
     if dist.num_threads > 1:
         with _barriers_lock:
@@ -69,8 +68,7 @@ def thread_barrier(dist):
             raise TimeoutError(f"rank {dist.rank} waited {BARRIER_TIMEOUT_S} s for the other ranks") from None
 
 
-# -----------------------------------------------------------------------------
-# Collectives within groups of ranks, [[rank, …], …], on XLA. They may stand in the body of a loop of the program.
+# Collectives within groups of ranks, [[rank, …], …], on XLA. The body of a loop of the program may use them.
 
 
 def gather_in_groups(part, groups):
@@ -81,12 +79,12 @@ def gather_in_groups(part, groups):
 
 
 def exchange_in_groups(tensor, groups, split, concat):
-    """Returns `tensor` after each rank has sent the r-th of its parts along dimension `split` to rank r of its group;
-    what a rank gets is put together along dimension `concat`."""
+    """Returns the parts that this rank receives when each rank sends the r-th part of its `tensor` along dimension
+    `split` to rank r of its group, concatenated along dimension `concat`."""
     import torch_xla.core.xla_model as xm
     if split:
-        # Parts that are not whole blocks of memory are put one after the other first. Left to the compiler, the
-        # exchange of a single layer becomes a copy of so many instructions that it did not compile for 32 chips.
+        # Makes each part a whole block of memory first. The compiler's own copy, for the exchange of a single layer,
+        # has so many instructions that it did not compile for 32 chips.
         tensor = tensor.unflatten(split, (len(groups[0]), -1)).movedim(split, 0).flatten(0, 1)
     with _no_token():
         return xm.all_to_all(tensor, 0, concat, len(groups[0]), groups, pin_layout=False)
@@ -96,26 +94,26 @@ def scatter_sum_in_groups(tensor, groups):
     """Returns this rank's part, (n, …) in fp32, of the sum of `tensor` (ranks × n, …) over the ranks of its group.
 
     The parts travel in the dtype of `tensor` and are summed in fp32. On 16 chips and more, the TPU compiler turns a
-    reduce-scatter into an all-reduce, which moves twice the bytes; and it hides an exchange behind products.
+    reduce-scatter into an all-reduce, which moves twice the bytes; an exchange it overlaps with products.
     """
     # Divided after the exchange: before it, the products that make the tensor would get another order in memory.
     return exchange_in_groups(tensor, groups, 0, 0).unflatten(0, (len(groups[0]), -1)).float().sum(0)
 
 
 def sum_in_groups(tensor, groups):
-    """Returns the sum of what the ranks of this rank's group have, the same bits on each."""
+    """Returns the sum of `tensor` over the ranks of this rank's group, the same bits on each."""
     return _all_reduce("sum", tensor, groups)
 
 
 def largest_in_groups(tensor, groups):
-    """Returns the largest of what the ranks of this rank's group have, element by element."""
+    """Returns the maximum of `tensor` over the ranks of this rank's group, element by element."""
     return _all_reduce("max", tensor, groups)
 
 
 def place_in_group(groups, device):
-    """Returns this rank's place in its group, int32 (). The ranks find it out by an exchange, because a number that
-    each rank puts into its program would make other programs of them, whose collectives do not meet."""
-    # Each rank sends the number r to rank r of its group, which gets it from all.
+    """Returns this rank's place in its group, int32 ()."""
+    # By an exchange: each rank sends the number r to rank r of its group. A constant for each rank would make different
+    # programs, whose collectives do not meet.
     return exchange_in_groups(torch.arange(len(groups[0]), dtype=torch.int32, device=device), groups, 0, 0)[0]
 
 
@@ -127,8 +125,8 @@ def _all_reduce(operation, tensor, groups):
 
 @contextmanager
 def _no_token():
-    """Makes the collective in the block independent of others. torch_xla chains them by a token, which it adds to their
-    tensors; in the body of a loop, the token of a collective outside would be a tensor that is not an argument."""
+    """Makes the collective in the block independent of others. torch_xla chains them by a token that it adds to their
+    tensors; in the body of a loop, the token from outside would be a tensor that is not an argument."""
     import torch_xla
     device = str(torch_xla.device())
     torch_xla._XLAC._set_all_reduce_token(device, None)

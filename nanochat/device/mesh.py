@@ -1,13 +1,14 @@
 """The mesh: how the chips of a run divide the model and the batch among themselves.
 
 A mesh has three axes, data × fsdp × tensor. Chips along `data` and `fsdp` read different rows. Chips along `data` hold
-the same weights; those along `fsdp` hold a part of each, and gather a layer's weights when they come to it (ZeRO-3,
-arXiv 1910.02054). Chips along `tensor` read the same rows, and each computes with its part of the heads, the hidden
-units and the vocabulary (arXiv 1909.08053). With 1 × 1 for the last two, every chip holds all weights.
+the same weights. Chips along `fsdp` hold a part of each weight, and gather a layer's weights when they need them
+(ZeRO-3, arXiv 1910.02054). Chips along `tensor` read the same rows, and each computes with its part of the heads, the
+hidden units and the vocabulary (arXiv 1909.08053).
 """
 import math
 import os
 import re
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
 from nanochat.common import BadInput
@@ -22,15 +23,15 @@ class Mesh:
     fsdp: int = 1
     tensor: int = 1
     variables: str = field(default="", compare=False, repr=False)  # of the environment that name it; "": flags do
-    reason: str = field(default="", compare=False, repr=False)  # why it was chosen, if no number says so
+    reason: str = field(default="", compare=False, repr=False)  # why --mesh_fsdp=auto chose it
 
     @property
     def source(self):
-        """What asked for the parts in which this mesh divides the weights, for an error."""
+        """The flags or variables with which this mesh divides the weights, for an error."""
         return self.variables or " ".join(f"--mesh_{axis}={getattr(self, axis)}" for axis in self._dividing_axes())
 
     def ask_for(self, axis, *sizes):
-        """Returns what to give for another number of chips along `axis`, one of `sizes`, for an error."""
+        """Returns the flag or variables for another number of chips along `axis`, one of `sizes`, for an error."""
         if not self.variables:
             return f"--mesh_{axis}={_in_words(sizes)}"
         if axis == "fsdp":
@@ -38,7 +39,7 @@ class Mesh:
         return _in_environment(self.chips, [(self.fsdp, size) for size in sizes])
 
     def ask_for_whole_weights(self):
-        """Returns what to give for a mesh that does not divide the weights, for an error."""
+        """Returns the flags or variables of a mesh that does not divide the weights, for an error."""
         if self.variables:
             return _in_environment(self.chips, [(1, 1)])
         return " ".join(f"--mesh_{axis}=1" for axis in self._dividing_axes())
@@ -56,12 +57,12 @@ class Mesh:
 
     @property
     def divides_weights(self):
-        """Whether a chip holds a part of the weights only."""
+        """Whether a chip holds only a part of the weights."""
         return self.fsdp * self.tensor > 1
 
     @property
     def readers(self):
-        """How many chips, or groups of chips along tensor, read different rows."""
+        """The number of chips, or groups of chips along tensor, that read different rows."""
         return self.data * self.fsdp
 
     def reader(self, rank):
@@ -70,22 +71,21 @@ class Mesh:
 
     @property
     def devices_of_readers(self):
-        """What reads different rows, in words: "devices" or "groups of 2 devices"."""
+        """The readers in words: "devices" or "groups of 2 devices"."""
         return "devices" if self.tensor == 1 else f"groups of {self.tensor} devices"
 
     def coordinates(self, rank):
-        """Returns where a rank stands along data, fsdp and tensor."""
+        """Returns a rank's place along data, fsdp and tensor."""
         return rank // (self.fsdp * self.tensor), rank // self.tensor % self.fsdp, rank % self.tensor
 
     def groups(self, axis):
         """Returns the groups of ranks that differ in their place along `axis` only, [[rank, …], …], each in the order
         of that place."""
-        place = AXES.index(axis)
-        groups = {}  # place with 0 along the axis -> ranks
+        number = AXES.index(axis)
+        groups = {}  # places along the other axes -> ranks
         for rank in range(self.chips):
-            coordinates = list(self.coordinates(rank))
-            coordinates[place] = 0
-            groups.setdefault(tuple(coordinates), []).append(rank)
+            places = self.coordinates(rank)
+            groups.setdefault(places[:number] + places[number + 1:], []).append(rank)
         return list(groups.values())
 
     def __str__(self):
@@ -102,10 +102,11 @@ def all_meshes(chips, tensor=1):
 
 
 def make_mesh(data, fsdp, tensor, chips, environment=os.environ):
-    """Returns the Mesh of `chips` chips for --mesh_data, --mesh_fsdp and --mesh_tensor; a data of -1 is what is left.
+    """Returns the Mesh of `chips` chips for --mesh_data, --mesh_fsdp and --mesh_tensor; data = -1: the remaining chips.
+    Raises BadInput if the product is another number of chips.
 
-    If all three have their defaults, TPU_MESH_CONFIG counts, "4,2" for example, the chips along the axes that
-    TPU_AXIS_NAMES lists, by default data,fsdp,tensor. Raises BadInput if the product is another number of chips.
+    If all three have their defaults, TPU_MESH_CONFIG counts: "4,2" for example, the chips along the axes in
+    TPU_AXIS_NAMES, by default data,fsdp,tensor.
     """
     variables = ""
     if (data, fsdp, tensor) == (-1, 1, 1) and environment.get("TPU_MESH_CONFIG"):
@@ -125,7 +126,7 @@ def make_mesh(data, fsdp, tensor, chips, environment=os.environ):
 
 
 def _instead(fsdp, tensor, chips, in_environment):
-    """Returns what to give for a mesh that does exist, and is near this one, in words."""
+    """Returns the flags or variables of the nearest meshes that exist."""
     if chips % tensor == 0:
         fsdps = _nearest_divisors(chips // tensor, fsdp)
         tensors = [tensor]
@@ -163,7 +164,7 @@ def require_divisible(mesh, axis, sizes):
     others = mesh.tensor if axis == "fsdp" else mesh.fsdp
     for what, size in sizes.items():
         if size % chips:
-            # A number that would do divides every size, and the chips that the other axis leaves.
+            # A valid number divides every size, and the chips that the other axis leaves.
             nearest = _nearest_divisors(math.gcd(*sizes.values(), mesh.chips // others), chips)
             raise BadInput(f"{mesh.source}: {chips} chips along {axis} do not divide {what}, {size}: use "
                            f"{mesh.ask_for(axis, *nearest)}")
@@ -172,9 +173,9 @@ def require_divisible(mesh, axis, sizes):
 def _nearest_divisors(number, near):
     """Returns the divisors of `number` that come before and after `near`, and `near` if it is one."""
     divisors = [n for n in range(1, number + 1) if number % n == 0]
-    below = [n for n in divisors if n < near]
-    above = [n for n in divisors if n > near]
-    return below[-1:] + [n for n in divisors if n == near] + above[:1]
+    below = bisect_left(divisors, near)
+    above = bisect_right(divisors, near)
+    return divisors[max(below - 1, 0):above + 1]
 
 
 def _in_words(values):
@@ -182,7 +183,7 @@ def _in_words(values):
 
 
 def _in_environment(chips, pairs):
-    """Returns the environment variables that ask for one of `pairs` of chips along fsdp and tensor, in words."""
+    """Returns the variables of the environment for each of `pairs` of chips along fsdp and tensor, in words."""
     axes = AXES if any(tensor > 1 for _, tensor in pairs) else AXES[:2]
     configs = []
     for fsdp, tensor in pairs:

@@ -21,12 +21,11 @@ class ProgramRun:
 
 @contextmanager
 def one_program(dist, name, collective=False):
-    """Makes everything that is computed inside the block one XLA program, dispatched at the end of the block.
+    """Makes the computation inside the block one XLA program, dispatched at the end of the block. Does nothing on other
+    devices. Yields a ProgramRun, filled in at the end.
 
-    name: of the program; collective: whether it contains a collective. Yields a ProgramRun, which is filled in at the
-    end. On other devices this does nothing.
-
-    Ranks that are threads of one process trace and compile the first two runs of each program one after the other.
+    name: of the program; collective: whether it contains a collective. Ranks that are threads of one process trace and
+    compile the first two runs of each program in turn.
     """
     run = ProgramRun()
     if not dist.is_xla:
@@ -34,9 +33,8 @@ def one_program(dist, name, collective=False):
         return
     import torch_xla
     import torch_xla.core.xla_model as xm
-    # If two threads compile a program at the same time, they get two executables whose all-reduces never meet. Hence
-    # the lock. Before a rank takes it, the rank waits for its programs in flight, because these may need a rank that
-    # waits for the lock.
+    # Two threads that compile a program at the same time get two executables whose all-reduces never meet: hence the
+    # lock. Before a rank takes it, it waits for its programs in flight, which may need a rank that waits for the lock.
     ranks_are_threads = dist.num_threads > 1
     runs = dist.program_runs[name] = dist.program_runs.get(name, 0) + 1
     one_at_a_time = ranks_are_threads and runs <= 2
@@ -52,20 +50,20 @@ def one_program(dist, name, collective=False):
         traced = time.monotonic()
         cpu_begun = time.thread_time()
     if one_at_a_time and collective:
-        # All ranks trace before any of them dispatches: the others may take longer than a collective waits for them.
-        # The lock is free meanwhile, because they need it to come here.
+        # All ranks trace before any of them dispatches: a collective may time out while the others trace. The lock is
+        # free meanwhile, because they need it to come here.
         thread_barrier(dist)
     with turn:
         torch_xla.sync()
-        # Tracing never waits for the device. sync() waits if the device is busy, without using CPU time, so its CPU
-        # time is counted. XLA's own threads hold up nobody here.
+        # Tracing never waits for the device. sync() does if the device is busy, but uses no CPU time for it, so its CPU
+        # time counts.
         run.is_compiled = compilations() > compiled
         if not run.is_compiled:
             run.host_s = traced - begun + time.thread_time() - cpu_begun
 
 
 def synchronize(dist):
-    """Waits until the device has finished all programs that were dispatched to it."""
+    """Waits until the device has finished all dispatched programs."""
     if dist.is_xla:
         import torch_xla.core.xla_model as xm
         xm.wait_device_ops()
@@ -75,10 +73,8 @@ def synchronize(dist):
 
 @contextmanager
 def device_trace(dist, folder):
-    """Records a trace of host and device inside the block, and waits for the device at its end.
-
-    Writes files for TensorBoard to `folder`: xprof's from XLA, torch.profiler's from cuda and cpu.
-    """
+    """Records a trace of host and device inside the block, and waits for the device at its end. Writes files for
+    TensorBoard to `folder`: xprof's from XLA, torch.profiler's from cuda and cpu."""
     if not dist.is_xla:
         with torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder))):
             yield
@@ -112,16 +108,14 @@ def _compile_time():
 
 
 def device_memory(dist):
-    """Returns the bytes of a TPU's memory that are in use, that were at most, and that exist, as {metric: bytes}.
-
-    On other devices, and where the runtime does not say it, the dictionary is empty.
-    """
+    """Returns the bytes of a TPU's memory in use, their peak, and the limit, as {metric: bytes}; {} on other devices,
+    and if the runtime does not know them."""
     if dist.device_type != "tpu":  # not implemented for XLA's CPU devices
         return {}
     import torch_xla.core.xla_model as xm
     try:
         info = xm.get_memory_info(dist.device)
-    except RuntimeError:  # a metric is no reason to end a run
+    except RuntimeError:  # a missing metric does not end a run
         return {}
     return {"device_memory_bytes": info["bytes_used"], "device_memory_peak_bytes": info["peak_bytes_used"],
             "device_memory_limit_bytes": info["bytes_limit"]}

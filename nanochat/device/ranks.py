@@ -1,7 +1,6 @@
 """The ranks of a run and the devices that they run on.
 
-torch_xla is imported inside functions only: importing this module touches neither the XLA runtime, nor the network,
-nor the disk.
+torch_xla is imported inside functions only: importing this module touches neither the XLA runtime nor the network.
 """
 import ctypes
 import os
@@ -30,8 +29,8 @@ def resolve_device_type(requested="auto", pci_devices="/sys/bus/pci/devices"):
     """Returns the device type for `--device_type`: "tpu", "xla", "cuda" or "cpu". Raises BadInput if there is no such
     device.
 
-    On a machine with TPU chips, `auto` is the TPU, and another PJRT_DEVICE is an error: a run that trains on the host's
-    CPU by accident costs as much as one that trains on the TPU.
+    On a machine with TPU chips, `auto` is the TPU, and another PJRT_DEVICE is an error: training on the host's CPU by
+    accident costs as much as training on the TPU.
     """
     chips = count_tpu_chips(pci_devices)
     pjrt_device = os.environ.get("PJRT_DEVICE", "")
@@ -56,14 +55,14 @@ def resolve_device_type(requested="auto", pci_devices="/sys/bus/pci/devices"):
 
 def prepare_xla_environment(device_type):
     """Sets the environment variables of torch_xla. Call it in the parent process, before torch_xla is imported. Raises
-    BadInput for those with which torch_xla would compute something else."""
+    BadInput for variables with which torch_xla would compute something else."""
     for name, what in _HARMFUL_VARIABLES.items():
         if device_type in ("tpu", "xla") and os.environ.get(name, "").lower() not in ("", "0", "false"):
             raise BadInput(f"{name}={os.environ[name]} {what}: unset it")
     if device_type == "tpu":
         os.environ["PJRT_DEVICE"] = "TPU"
-        # Kaggle sets these for one process with all chips. Here each chip gets a process, and torch_xla, which keeps
-        # what is set, would give all of them this place (huggingface/transformers issue 28204).
+        # Kaggle sets these for one process with all chips. Here each chip gets a process, and torch_xla, which does not
+        # overwrite them, would give all processes one place (huggingface/transformers issue 28204).
         os.environ.pop("TPU_PROCESS_ADDRESSES", None)
         if task := os.environ.pop("CLOUD_TPU_TASK_ID", ""):
             os.environ.setdefault("TPU_WORKER_ID", task)
@@ -72,11 +71,11 @@ def prepare_xla_environment(device_type):
         devices = os.environ.setdefault("CPU_NUM_DEVICES", "1")
         if not re.fullmatch("[1-9][0-9]{0,2}", devices):
             raise BadInput(f"CPU_NUM_DEVICES={devices} is not a number of devices: set it to 1, 2, 4 …")
-        # Several CPU devices are threads of one process. A collective blocks the thread that runs it, so the pool must
-        # have a thread for each device, and the client must run programs in the order in which it gets them.
+        # Several CPU devices are threads of one process. A collective blocks its thread, so the pool needs a thread for
+        # each device, and the client must run programs in the order in which it gets them.
         os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"
         os.environ["XLA_THREAD_POOL_SIZE"] = str(max(int(devices) * 2, os.cpu_count() or 1))
-        for variable, _, value in _KEEP_FREED_MEMORY:  # glibc reads them when the ranks' process starts
+        for variable, _, value in KEEP_FREED_MEMORY:  # glibc reads them when the ranks' process starts
             os.environ.setdefault(variable, str(value))
 
 
@@ -88,26 +87,26 @@ def prepare_libtpu(device_type):
 
 
 # variable of glibc, parameter of its mallopt, value
-_KEEP_FREED_MEMORY = (("MALLOC_ARENA_MAX", -8, 1),  # otherwise each thread keeps its own
-                      ("MALLOC_MMAP_MAX_", -4, 0),  # otherwise what is large is mapped, and unmapped when it is freed
-                      ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1))
-MALLOC_VARIABLES = tuple(variable for variable, *_ in _KEEP_FREED_MEMORY)
+KEEP_FREED_MEMORY = (("MALLOC_ARENA_MAX", -8, 1),  # otherwise each thread keeps its own
+                     ("MALLOC_MMAP_MAX_", -4, 0),  # otherwise glibc unmaps a large block as soon as it is freed
+                     ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1))
 
 
 def keep_freed_memory():
-    """Makes this process keep the memory that it frees, for what it allocates next, as prepare_xla_environment does for
-    the ranks that are spawned. Variables that are set count. Where there is no glibc, it does nothing.
+    """Makes this process keep the memory that it frees, as prepare_xla_environment does for the spawned ranks. Does not
+    override variables that are set, and does nothing without glibc.
 
-    By default glibc gives each large tensor back to the operating system, which clears every page of the next one: that
-    took a third of the time of training on a CPU. A process may need half as much memory again.
+    By default glibc returns each large tensor to the operating system, which clears every page of the next one: that
+    took a third of the time of training on a CPU. In exchange, a process may need half as much memory again.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    for variable, parameter, value in _KEEP_FREED_MEMORY if mallopt else ():
+    if mallopt is None:
+        return
+    for variable, parameter, value in KEEP_FREED_MEMORY:
         if variable not in os.environ:
             mallopt(parameter, value)
 
 
-# -----------------------------------------------------------------------------
 # Ranks
 
 
@@ -118,7 +117,7 @@ class Dist:
     device: torch.device
     rank: int = 0
     world_size: int = 1
-    hosts: int = 1  # over which the ranks are spread, as many on each
+    hosts: int = 1  # of the run; each has the same number of ranks
     local_rank: int = 0  # among those of this host
     program_runs: dict = field(default_factory=dict, compare=False, repr=False)  # name of program -> number of runs
 
@@ -128,12 +127,12 @@ class Dist:
 
     @property
     def num_local(self):
-        """How many ranks this host has."""
+        """The number of ranks of this host."""
         return self.world_size // self.hosts
 
     @property
     def num_threads(self):
-        """How many ranks are threads of this process: on several XLA devices of a CPU, those of this host."""
+        """The number of ranks that are threads of this process: on XLA devices of a CPU, all of this host."""
         return self.num_local if self.device_type == "xla" else 1
 
 
@@ -141,12 +140,12 @@ _this_thread = threading.local()  # ranks on CPU XLA devices are threads of one 
 
 
 def compute_init(device_type, hosts=1):
-    """Starts the runtime for this rank and returns its Dist. `device_type` as resolve_device_type gave it; hosts: over
-    which the ranks of the run are spread."""
+    """Starts the runtime for this rank and returns its Dist. device_type: as resolve_device_type returns it; hosts: of
+    the run."""
     if device_type in ("tpu", "xla"):
         import torch_xla
         import torch_xla.runtime as xr
-        # spawn_ranks has started the runtime on this rank's chip. Any other process must take one chip itself.
+        # spawn_ranks has started the runtime on this rank's chip. Other processes take one chip here.
         if device_type == "tpu" and not torch_xla._XLAC._xla_runtime_is_initialized():
             _start_on_one_chip()
         dist = Dist(device_type, torch_xla.device(), xr.global_ordinal(), xr.world_size(), hosts,
@@ -167,8 +166,8 @@ def compute_init(device_type, hosts=1):
 
 
 def _start_on_one_chip():
-    """Starts the runtime of a process that spawn_ranks has not started, with the first chip alone. With all chips of
-    the host it would wait for the other hosts of a pod. Raises Failure."""
+    """Starts the runtime of a process that spawn_ranks has not started, on the first chip. With all chips of the host
+    it would wait for the other hosts of a pod. Raises Failure."""
     import torch_xla
     torch_xla.tpu.configure_one_chip_topology()
     try:
@@ -182,8 +181,8 @@ def spawn_ranks(function, *args, begin):
     """Calls function(index, *args) in a process for each TPU chip, or in a thread for each XLA device of a CPU, and
     returns when all have ended. Nothing may have started the XLA runtime before.
 
-    begin(): called first in every process, before the runtime starts there. Raises BrokenProcessPool if a process ends
-    by itself, and BadInput if torch_xla finds no chips.
+    begin(): called in every process before its runtime starts. Raises BrokenProcessPool if a process ends by itself,
+    and BadInput if torch_xla finds no chips.
     """
     import torch_xla.distributed.xla_multiprocessing as xmp
     from torch_xla._internal import pjrt, tpu
@@ -195,13 +194,12 @@ def spawn_ranks(function, *args, begin):
 
 
 def _start_runtime(begin, local_rank, local_world_size):
-    """Starts the runtime in a spawned process, and ends the process if that fails: the runtimes of the others would
-    wait for this one, and torch_xla's spawn for them."""
+    """Starts the runtime in a spawned process, and ends the process if that fails: otherwise the runtimes of the others
+    would wait for this one, and torch_xla's spawn for them."""
     from torch_xla._internal import pjrt
     try:
         begin()
-        # spawn_ranks has changed the name in the parent alone. This process has imported pjrt anew, so this is
-        # torch_xla's.
+        # torch_xla's own function: spawn_ranks has replaced it in the parent alone, and this process imports pjrt anew.
         pjrt.initialize_multiprocess(local_rank, local_world_size)
     except BaseException:
         traceback.print_exc()
@@ -210,14 +208,14 @@ def _start_runtime(begin, local_rank, local_world_size):
 
 
 def compute_cleanup(dist):
-    """Ends what compute_init began."""
+    """Ends what compute_init started."""
     if dist.device_type == "cuda" and dist.world_size > 1:
         torch.distributed.destroy_process_group()
     _this_thread.dist = None
 
 
 def print0(*values):
-    """Prints on rank 0 only, and in processes without a rank."""
+    """Prints on rank 0, and in processes without a rank."""
     dist = getattr(_this_thread, "dist", None)
     if dist is None or dist.rank == 0:
         print(*values, flush=True)

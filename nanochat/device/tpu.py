@@ -1,16 +1,18 @@
-"""Tables of accelerators: peak FLOP/s, memory, and the meaning of accelerator strings such as "v5litepod-8".
+"""Tables of accelerators: peak FLOP/s, memory, prices, and the meaning of accelerator strings such as "v5litepod-8".
 
-Nothing here asks a runtime or the network.
+Nothing here asks a runtime or the network. The prices are in prices.csv, by type of TPU, region, and spot or on demand;
+deploy/lib/gcloud.sh reads the same table. Prices change: scripts that print a cost have a flag that overrides it.
 """
+import csv
 import glob
 import os
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from nanochat.common import BadInput
-from nanochat.device import prices
 
 GIB = 2**30
 
@@ -21,7 +23,7 @@ def _gib(number):
 
 @dataclass(frozen=True)
 class TpuType:
-    """One generation of TPU. All figures are per chip. What a chip costs is in prices.csv."""
+    """One generation of TPU. All figures are per chip."""
     name: str
     accelerator_prefix: str  # of the accelerator strings that create such VMs
     peak_flops: float  # dense bf16 FLOP/s
@@ -32,13 +34,13 @@ class TpuType:
     flops_per_cycle: int  # bf16, of the matrix units; peak_flops over it is the clock of the compiler's cycles
     torus_dims: int  # 2: flat slices, 3: cubic ones
     cores_per_chip: int  # the number in an accelerator string counts cores on v4 and v5p, chips on v5e and v6e
-    max_chips_per_host: int  # of a slice that is one host
+    max_chips_per_host: int  # of a slice with one host
     runtime_version: str  # of the VM image
     matrix_unit: int = 128  # width of a matrix unit
-    max_whole: int | None = None  # positions of a sequence for which attention has room in VMEM, if few
-    scoped_vmem_kib: int | None = None  # VMEM for the tiles of one operation, if libtpu is slower with its own
-    async_gathers: bool = True  # libtpu, or torch_xla, lets all-gathers run beside products without being told
-    async_exchange_chips: int = 2**20  # of the largest slice for which libtpu compiles exchanges that others hide
+    max_whole: int | None = None  # positions of a sequence for which attention fits VMEM, if few
+    scoped_vmem_kib: int | None = None  # VMEM for the tiles of one operation, if libtpu's own choice is slower
+    async_gathers: bool = True  # libtpu, or torch_xla, overlaps all-gathers with products by default
+    async_exchange_chips: int = 2**20  # of the largest slice for which libtpu compiles asynchronous exchanges
 
 
 # Figures from Google's "TPU versions" pages; usable HBM from the out-of-memory reports of libtpu 0.0.21. Matrix units:
@@ -67,7 +69,7 @@ _GPU_PEAK_FLOPS = (
 )
 
 
-# Options with which collectives run beside products. On a mesh with fsdp, 84% of the gathered bytes do. libtpu refuses
+# Options that overlap collectives with products. On a mesh with fsdp, 84% of the gathered bytes overlap. libtpu refuses
 # asynchronous exchanges for slices "on limited ICI": of v5e for 32 chips and more, of v4, v5p and v6e for none tried.
 _ASYNC_EXCHANGES = {"xla_tpu_enable_async_all_to_all": "true"}
 _ASYNC_GATHERS = {
@@ -78,10 +80,8 @@ _ASYNC_GATHERS = {
 
 
 def libtpu_init_args(tpu_slice, others=()):
-    """Returns $LIBTPU_INIT_ARGS, extended by the options of a Slice and by `others`, {name: value}.
-
-    An option that the variable already sets stays as it is.
-    """
+    """Returns $LIBTPU_INIT_ARGS, extended by the options of a Slice and by `others`, {name: value}. Options that the
+    variable already sets stay."""
     tpu = tpu_slice.tpu
     options = dict(others)
     if tpu.scoped_vmem_kib:
@@ -114,9 +114,8 @@ _UNCLEAR_NAMES = {"v5": ("v5e", "v5p"), "v6": ("v6e",)}
 
 
 def parse_accelerator(accelerator, source="--accelerator"):
-    """Returns the Slice of an accelerator string such as "v5litepod-8", "v6e-4" or "v4-32", or of another spelling of
-    it, such as "v5e-8", "v6e4" or "tpu-V5LITEPOD_8". source: the flag that it is from. Raises BadInput if there is
-    none."""
+    """Returns the Slice of an accelerator string such as "v5litepod-8" or "v4-32", or of another spelling, such as
+    "v5e-8", "v6e4" or "tpu-V5LITEPOD_8". source: the flag that has it. Raises BadInput if there is none."""
     spelling = accelerator.lower().replace("_", "-")
     match = re.fullmatch("(?:tpu-?)?(v[0-9](?:litepod|lite|[a-z])?)-?([0-9]{1,6})", spelling)
     name, count = match.groups() if match else ("", "0")
@@ -151,8 +150,8 @@ def _topology(chips, torus_dims):
 def count_tpu_chips(pci_devices="/sys/bus/pci/devices", dev="/dev"):
     """Returns the number of TPU chips of this machine, without starting a runtime.
 
-    They are on the PCI bus. Where a container hides that, they are /dev/accel0 …; or, if the environment says that this
-    is a TPU, /dev/vfio/0 …, which other devices have too.
+    They are on the PCI bus. If a container hides the bus, they are /dev/accel0 …; or, if the environment says that this
+    is a TPU, /dev/vfio/0 …, which other devices have, too.
     """
     chips = 0
     for vendor_path in glob.glob(f"{pci_devices}/*/vendor"):
@@ -160,7 +159,7 @@ def count_tpu_chips(pci_devices="/sys/bus/pci/devices", dev="/dev"):
             # The ids that torch_xla knows; other Google devices (gVNIC, 0x0042) are not TPUs.
             chips += _read_id(Path(vendor_path).with_name("device")) in (
                 "0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
-    # A bus that shows devices and no TPU is an answer. One that shows nothing is hidden.
+    # A bus that shows devices but no TPU is an answer. An empty one is hidden.
     if chips or os.path.isdir(pci_devices) and os.listdir(pci_devices):
         return chips
     chips = len(glob.glob(f"{dev}/accel[0-9]*"))
@@ -179,8 +178,8 @@ def _read_id(path):
 def detect_accelerator(pci_devices="/sys/bus/pci/devices"):
     """Returns the accelerator string of this machine, or None if it has no TPU or an unknown one.
 
-    This is $TPU_ACCELERATOR_TYPE if that is set. Otherwise it follows from the PCI bus, which shows the chips of this
-    host only: a host of a larger slice looks like a slice of one host. Raises BadInput if the variable names no TPU.
+    $TPU_ACCELERATOR_TYPE comes first; raises BadInput if it names no TPU. Otherwise the string follows from the PCI
+    bus, which shows the chips of this host only: a host of a larger slice looks like a slice of one host.
     """
     if os.environ.get("TPU_ACCELERATOR_TYPE"):
         return parse_accelerator(os.environ["TPU_ACCELERATOR_TYPE"], "TPU_ACCELERATOR_TYPE").accelerator
@@ -207,17 +206,6 @@ def peak_flops(device_name):
     return None
 
 
-def usd_per_hour(accelerator, spot, usd_per_chip_hour=None, zone=None):
-    """Returns the price of a slice in USD per hour: `usd_per_chip_hour` if it is given, otherwise that of the zone in
-    prices.csv. Without a zone, and in one that the table does not know, it is that of the dearest region. Returns None
-    if no price of this type is known."""
-    chips = parse_accelerator(accelerator).chips
-    if usd_per_chip_hour is None:
-        price = prices.chip_price(accelerator, spot, zone)
-        usd_per_chip_hour = price and price.usd_per_chip_hour
-    return None if usd_per_chip_hour is None else usd_per_chip_hour * chips
-
-
 def peak_flops_here(device_type):
     """Returns the bf16 FLOP/s of one device of this machine, or None if it is not known."""
     if device_type == "tpu":
@@ -227,3 +215,48 @@ def peak_flops_here(device_type):
         return None
     import torch
     return peak_flops(torch.cuda.get_device_name())
+
+
+# Prices
+
+
+class Price(NamedTuple):
+    usd_per_chip_hour: float
+    is_known: bool  # False: the region is not in the table, and this is the price of the dearest region
+
+
+def region_of(zone):
+    """Returns the region of a zone: us-west4 for us-west4-a."""
+    return zone.rpartition("-")[0]
+
+
+@cache
+def _read_prices():
+    """Returns {(type, kind): {region: USD per chip-hour}}. Lines that begin with # are comments."""
+    table = {}
+    with open(Path(__file__).with_name("prices.csv"), encoding="utf-8") as file:
+        for row in csv.DictReader(line for line in file if not line.startswith("#")):
+            table.setdefault((row["type"], row["kind"]), {})[row["region"]] = float(row["usd_per_chip_hour"])
+    return table
+
+
+def chip_price(accelerator, spot, zone=None):
+    """Returns the Price of one chip of an accelerator such as "v5litepod-8" in this zone, or None if no price of the
+    type is known. Without a zone, and in an unknown one, the dearest region counts."""
+    by_region = _read_prices().get((accelerator.partition("-")[0], "spot" if spot else "on_demand"))
+    if not by_region:
+        return None
+    usd = by_region.get(region_of(zone or ""))
+    return Price(max(by_region.values()), False) if usd is None else Price(usd, True)
+
+
+def usd_per_hour(accelerator, spot, usd_per_chip_hour=None, zone=None):
+    """Returns the price of a slice in USD per hour, by chip_price unless `usd_per_chip_hour` is given, or None if it is
+    not known."""
+    chips = parse_accelerator(accelerator).chips
+    if usd_per_chip_hour is None:
+        price = chip_price(accelerator, spot, zone)
+        if price is None:
+            return None
+        usd_per_chip_hour = price.usd_per_chip_hour
+    return usd_per_chip_hour * chips

@@ -1,13 +1,12 @@
 """Operations that PyTorch/XLA lacks: a loop inside the program, slices of a stack by index, a kernel written in JAX.
 
-Each is built once for each set of shapes and kept, so that tracing it in later steps costs one dictionary look-up.
-torch_xla and jax are imported inside the functions only.
+Each is built once for each set of shapes and kept, so that tracing it in later steps costs one dictionary lookup.
+torch_xla and jax are imported inside the functions only. JAX translates kernels; torch_xla alone owns the TPU.
 """
+import os
 from functools import partial
 
 import torch
-
-from nanochat.device.jax_import import import_jax
 
 _computations = {}  # key -> XLA computation
 
@@ -17,19 +16,19 @@ def _shapes(tensors):
 
 
 def loop(body, carry, read, write, constants=(), reverse=False):
-    """Runs `body` once for each index of the stacks' first dimension, as one loop of the XLA program.
+    """Runs `body` once for each index of the stacks' first dimension, as one loop of the XLA program. Returns
+    (carry, write) after the last iteration. There is no gradient.
 
     body(index, carry, read, write, constants) -> (carry, write): index is an int32 scalar, the others are tuples of
-        tensors. Of `read` and `write` it gets slice `index` of each stack, and the slices of `write` that it returns
-        replace those. It must be the same object, or an equal one, at every call, and use no tensor but its arguments.
+        tensors. It gets slice `index` of each stack of `read` and `write`, and the slices that it returns replace those
+        of `write`. It must be the same object, or an equal one, at every call, and use no tensor but its arguments.
     carry: tensors that go from one iteration to the next and keep their shapes. read, write: stacks, (n, …) each.
     reverse: from the last index to the first.
-    Returns (carry, write) after the last iteration. There is no gradient.
     """
     import torch_xla
     device = read[0].device
     arguments = [torch.zeros((), dtype=torch.int32, device=device), *carry, *read, *write, *constants]
-    # The device, because the scalars that are kept with the computation are tensors on it.
+    # The device counts: the scalars that are kept with the computation are tensors on it.
     key = (body, reverse, device, len(carry), len(read), len(write), _shapes(arguments))
     if key not in _computations:
         use_device_of(arguments[0])
@@ -41,11 +40,10 @@ def loop(body, carry, read, write, constants=(), reverse=False):
 
 
 def use_device_of(tensor):
-    """Makes the device of `tensor` the one on which this thread creates tensors and runs collectives.
+    """Makes this thread create tensors and run collectives on the device of `tensor`.
 
     Autograd calls backward passes in threads of its own, which begin with the first device. With several devices in a
-    process, their collectives would all be that device's, and its program would wait for ever for ranks that run
-    another.
+    process, all collectives would run on that device, and its program would wait for ever for the other ranks.
     """
     import torch_xla
     torch_xla._XLAC._xla_set_default_device(str(tensor.device))
@@ -58,8 +56,8 @@ def _build_loop(body, carry, read, write, constants, reverse):
     from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
 
     body_computation, arguments_of_body, scalars = _trace_body(body, carry, read, write, constants)
-    # The loop's state is [index, *carry, *read, *write, *constants, *scalars]. An XLA loop has no other memory, so what
-    # is only read is in its state, too, and goes on as it is.
+    # The loop's state is [index, *carry, *read, *write, *constants, *scalars]. An XLA loop has no other memory, so its
+    # state also holds, unchanged, what it only reads.
     first_read = 1 + len(carry)
     first_write = first_read + len(read)
     first_constant = first_write + len(write)
@@ -87,11 +85,16 @@ def _build_loop(body, carry, read, write, constants, reverse):
             arguments[first_write + i] = dynamic_update_slice(arguments[first_write + i], new, at)
         return tuple(arguments)
 
-    builder = xb.create_builder("loop")
     index = torch.zeros((), dtype=torch.int32, device=torch_xla.device())
-    parameters = tuple(xb.mkparam(builder, i, xb.tensor_shape(t))
-                       for i, t in enumerate([index, *carry, *read, *write, *constants, *scalars]))
-    return xb.Op.mkwhile(parameters, condition, iterate).build("loop"), scalars
+    parameters = _parameters("loop", [index, *carry, *read, *write, *constants, *scalars])
+    return xb.Op.mkwhile(tuple(parameters), condition, iterate).build("loop"), scalars
+
+
+def _parameters(name, tensors):
+    """Returns the parameters of a new computation, an xla_builder.Op for each tensor."""
+    from torch_xla.core import xla_builder as xb
+    builder = xb.create_builder(name)
+    return [xb.mkparam(builder, number, xb.tensor_shape(tensor)) for number, tensor in enumerate(tensors)]
 
 
 def _trace_body(body, carry, read, write, constants):
@@ -110,8 +113,8 @@ def _trace_body(body, carry, read, write, constants):
         new_carry, new_write = body(index, *groups)
     for name, old, new in (("carry", groups[0], new_carry), ("write", groups[2], new_write)):
         assert _shapes(old) == _shapes(new), f"{name}: the loop's body turned {_shapes(old)} into {_shapes(new)}"
-    # Lowered, the body has a parameter for each tensor that it reads, in an order of torch_xla's own. The placeholders
-    # among them tell which argument of the loop that is. An argument that the body leaves alone is no parameter.
+    # The lowered body has a parameter for each tensor that it reads, in torch_xla's own order. The placeholders tell
+    # which argument of the loop each is. An argument that the body does not read is no parameter.
     context = torch_xla._XLAC.lowering.LoweringContext("LoopBody")
     context.set_name_string("loop_body")
     context.build([*new_carry, *new_write])
@@ -121,7 +124,7 @@ def _trace_body(body, carry, read, write, constants):
     for number, tensor in enumerate(arguments):
         if (parameter := context.tensor_parameter_id(tensor)) != -1:
             of_parameters[parameter] = number
-    # Numbers in the body's code are scalars on the device by now: they become arguments, too.
+    # Numbers in the body's code have become scalars on the device: they become arguments, too.
     scalars = []
     for parameter, tensor in context.device_parameter_id_tensor_mapping().items():
         if parameter not in of_parameters:
@@ -135,12 +138,12 @@ def without_token(collective, tensor):
     """Returns collective(tensor): a function of torch_xla's that makes one tensor of one. Use the same object at every
     call.
 
-    torch_xla orders collectives by a token that it adds to their operands: a zero that is an argument of the program,
-    so that XLA does not know its value, and writes the sum to memory. Here the token is a constant.
+    torch_xla orders collectives by a token that it adds to their operands: a zero that is an argument of the program.
+    XLA does not know its value, and writes the sum to memory. Here the token is a constant.
     """
     import torch_xla
     key = (collective, tensor.device, _shapes([tensor]))
-    # Gone at every call, so that what comes after it is the same program in all steps: building takes it away, too.
+    # Building removes the token. So every call does, and the operations that follow are the same program in all steps.
     torch_xla._XLAC._set_all_reduce_token(str(tensor.device), None)
     if key not in _computations:
         use_device_of(tensor)
@@ -156,10 +159,9 @@ def _build_without_token(collective, tensor):
     context.set_name_string("collective")
     context.build([collective(placeholder)])
     torch_xla._XLAC._set_all_reduce_token(str(tensor.device), None)
-    builder = xb.create_builder("collective")
-    operand = xb.mkparam(builder, 0, xb.tensor_shape(tensor))
-    # The computation's other parameter is the token, before or behind the tensor.
-    zero = xb.Op.scalar(builder, 0.0, dtype=xb.Type.F32)
+    operand, = _parameters("collective", [tensor])
+    # The computation's other parameter is the token, before or after the tensor.
+    zero = xb.Op.scalar(operand.builder(), 0.0, dtype=xb.Type.F32)
     number = len(context.device_parameter_id_tensor_mapping())
     place = context.tensor_parameter_id(placeholder)
     computation = xb.computation_from_module_proto("collective", context.hlo())
@@ -178,8 +180,8 @@ def take(stack, index):
 def put(stack, index, value, use_from_memory=False):
     """Returns `stack` with `value` as its slice `index`.
 
-    use_from_memory: everything that uses the value must read it from the result. Otherwise XLA may keep the value as a
-    tensor of its own and copy it into the stack; so the operation that computes the value writes it there directly.
+    use_from_memory: all uses of the value must read it from the result, so that the operation that computes the value
+        writes it there. Otherwise XLA may keep it as a tensor of its own and copy it into the stack.
     """
     def build(stack, index, value):
         from torch_xla.experimental.scan import dynamic_update_slice
@@ -193,8 +195,8 @@ def put(stack, index, value, use_from_memory=False):
 
 
 def take_columns(x, index, width):
-    """Returns columns index × width to (index + 1) × width of x (…, columns), or the last ones if x has not so many.
-    index: int32 scalar."""
+    """Returns columns index × width to (index + 1) × width of x (…, columns), or the last ones if x has fewer. index:
+    int32 scalar."""
     def build(x, index):
         return x.dynamic_slice(_first_column(x, index, width), [*x.shape().sizes[:-1], width])
 
@@ -202,10 +204,8 @@ def take_columns(x, index, width):
 
 
 def add_to_columns(x, index, value):
-    """Returns x with `value` added to the columns that take_columns returns, or x itself if it has not so many.
-
-    The program decides it: where nothing is added, nothing of x is read or written.
-    """
+    """Returns x with `value` added to the columns that take_columns returns, or x itself if it has fewer. The program
+    decides: if it adds nothing, it neither reads nor writes x."""
     def build(x, index, value):
         from torch_xla.core import xla_builder as xb
 
@@ -213,8 +213,8 @@ def add_to_columns(x, index, value):
             first = _first_column(x, index, value.shape().sizes[-1])
             return x.dynamic_update_slice(x.dynamic_slice(first, value.shape().sizes) + value, first)
 
-        # Without the conditional, layers that add no value read and write the sum all the same: 60.4 GB of HBM traffic
-        # a micro-step on v6e at depth 16, and 58.6 so. A loop of one turn or none is slower, 87.0 Mcycles instead of
+        # Without the conditional, layers that add no value would also read and write the sum: 60.4 GB of HBM traffic a
+        # micro-step on v6e at depth 16, with it 58.6 GB. A loop of one turn or none is slower, 87.0 Mcycles instead of
         # 84.5, because the compiler copies the sum to VMEM and back.
         blocks = x.shape().sizes[-1] // value.shape().sizes[-1]
         is_there = index < xb.Op.scalar(index.builder(), blocks, dtype=xb.Type.S32)
@@ -224,7 +224,7 @@ def add_to_columns(x, index, value):
 
 
 def _first_column(x, index, width):
-    """Returns where in x column index × width begins, an index for each dimension. All three are of xla_builder."""
+    """Returns where in x column index × width begins, an index for each dimension. x, index: xla_builder.Ops."""
     from torch_xla.core import xla_builder as xb
     width = xb.Op.scalar(index.builder(), width, dtype=xb.Type.S32)
     return [index.zeros_like()] * (x.shape().rank - 1) + [index * width]
@@ -232,12 +232,9 @@ def _first_column(x, index, width):
 
 def _call(name, build, *tensors):
     import torch_xla
-    from torch_xla.core import xla_builder as xb
     key = (name, _shapes(tensors))
     if key not in _computations:
-        builder = xb.create_builder(name)
-        parameters = [xb.mkparam(builder, i, xb.tensor_shape(t)) for i, t in enumerate(tensors)]
-        _computations[key] = build(*parameters).build(name)
+        _computations[key] = build(*_parameters(name, tensors)).build(name)
     result = torch_xla._XLAC._xla_user_computation(f"nanochat::{name}", list(tensors), _computations[key])
     return result[0] if isinstance(result, (list, tuple)) else result
 
@@ -245,8 +242,8 @@ def _call(name, build, *tensors):
 def jax_call(function, *tensors):
     """Calls a JAX function on XLA tensors, as part of the program, and returns a list of tensors.
 
-    function: a functools.partial, the same object at every call. It is lowered for the TPU, whatever JAX itself would
-    run on, or for the CPU with the keyword interpret=True.
+    function: a functools.partial, the same object at every call, lowered for the TPU, or for the CPU if it has the
+        keyword interpret=True.
     """
     import torch_xla
     key = (function, _shapes(tensors))
@@ -259,19 +256,41 @@ def jax_call(function, *tensors):
 def row_major_matmul(x, weight):
     """Returns x @ weight, (B, T, out), for (B, T, in) and (in, out), in this order in memory. Needs jax; TPU only.
 
-    Left alone, the compiler chooses an order that suits this product, and then copies it for the others.
+    By itself, the compiler chooses an order that suits this product, and copies the result for the others.
     """
     return jax_call(_row_major_matmul, x, weight)[0]
 
 
 @partial
 def _row_major_matmul(x, weight):
-    # One product of three dimensions. PyTorch's product is of (B × T, in), and a constraint on its reshaped result does
+    # One product in three dimensions: PyTorch flattens x to (B × T, in), and a constraint on the reshaped result does
     # not reach the product.
     import jax
     from jax.experimental.layout import Layout, with_layout_constraint
     product = jax.lax.dot_general(x, weight, (((2,), (0,)), ((), ())))
     return with_layout_constraint(product, Layout(major_to_minor=(0, 1, 2)))
+
+
+def import_jax():
+    """Returns the module jax, on the CPU, without touching this machine's TPU. Call it before any other import of jax.
+
+    On a TPU VM the import of jax changes three things (jax/_src/cloud_tpu_init.py), which this reverts:
+    - JAX would start the TPU that torch_xla owns.
+    - Before it writes a Pallas kernel, it would ask its runtime for the date of libtpu. The CPU's has none, which JAX
+      takes for too old, although the pinned libtpu reads what the pinned JAX writes.
+    - It adds an option for libtpu to the environment, and so to the environment of the ranks: chips that run different
+      programs, as ranks may, would then wait for each other for ever (pytorch/xla issue 9084).
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    libtpu_options = os.environ.get("LIBTPU_INIT_ARGS", "")
+    import jax
+    from jax._src import cloud_tpu_init, tpu_custom_call
+    os.environ["LIBTPU_INIT_ARGS"] = libtpu_options
+    jax.config.update("jax_platforms", "cpu")  # if it was imported before
+    cloud_tpu_init.running_in_cloud_tpu_vm = False
+    # jaxlib 0.7.1 writes Pallas kernels in Mosaic version 8, libtpu 0.0.21 reads 7 (pytorch/xla issue 9614).
+    tpu_custom_call.get_ir_version = lambda *args, **kwargs: 7
+    return jax
 
 
 def _lower(function, tensors):
@@ -285,7 +304,7 @@ def _lower(function, tensors):
 
 
 def wait_for(first, tensors):
-    """Makes everything that is computed from `tensors`, a list, wait in the program until `first` is computed. All of
-    them are changed in place: use no views of others."""
+    """Makes the program compute `first` before anything that uses `tensors`, a list. Changes all of them in place: pass
+    no views."""
     import torch_xla.core.xla_model as xm
     xm.optimization_barrier_([first, *tensors])

@@ -7,8 +7,7 @@ from functools import cache, partial
 import torch
 
 from nanochat.device import tpu
-from nanochat.device.jax_import import import_jax
-from nanochat.device.xla_ops import jax_call, row_major_matmul, take, use_device_of
+from nanochat.device.xla_ops import import_jax, jax_call, row_major_matmul, take, use_device_of
 from nanochat.kernels import plain, xla_loss
 from nanochat.kernels.attention_tiles import MAX_WHOLE
 from nanochat.kernels.gpt_layer import AttentionByHand, How, gpt_layer_for_loop

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from nanochat.checkpoint.format import require_match, require_same_flags
+from nanochat.checkpoint.format import require_same
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.device.mesh import Mesh
@@ -46,10 +46,12 @@ class PuzzleTask:
 
     def resumed(self, path, meta):
         # The data comes first: with another vocabulary, a message about the config would hide the reason.
-        require_match(path, meta, config=None, tokenizer_sha256=None, data_fingerprint=self.data_fingerprint)
-        require_match(path, meta, config=asdict(self.plan.config), tokenizer_sha256=None, data_fingerprint=None)
-        now = self.flags.as_dict()  # the carry and the optimizer's state depend on these
-        require_same_flags(path, meta, {name: now[name] for name in ("total_batch_size", "optimizer", "seed")})
+        require_same(path, {"the hash of --data_dir": (meta.data_fingerprint, self.data_fingerprint)})
+        for name, value in asdict(self.plan.config).items():
+            require_same(path, {f"--{name}": (meta.config.get(name), value)})
+        now = self.flags.as_dict()
+        for name in ("total_batch_size", "optimizer", "seed"):  # on which the carry and the optimizer's state depend
+            require_same(path, {f"--{name}": (meta.flags.get(name), now[name])})
         return self
 
     def state_bytes(self):

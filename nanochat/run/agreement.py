@@ -1,21 +1,20 @@
 """How all ranks agree on the step at which they stop or save, without asking the device.
 
 Signals and Google Cloud's metadata server ask for a stop; rank 0's clock asks for a save. All ranks must obey before
-the same step, but they are not at the same step when the request comes. So they agree through a small memory-mapped
-file. Each rank reads it at fixed points of its program, its ticks: before each step and during evaluations. Rank 0
-publishes a request, and every rank that sees it answers with the number of its current tick. Once all have answered,
-the request is due at the tick after the highest answer, which no rank has passed yet.
+the same step, but they are at different steps when the request comes. So they agree through a small memory-mapped file.
+Each rank reads it at fixed points of its program, its ticks: before each step and during evaluations. Rank 0 publishes
+a request, and every rank that sees it answers with the number of its current tick. Once all have answered, the request
+is due at the tick after the highest answer, which no rank has passed yet.
 
 A rank that has answered waits for ranks at lower ticks. It does not wait for a rank at the same or a higher tick that
-has not seen the request yet, because that rank may itself be waiting for this one's gradients. Without a request, a
-tick writes one number to memory and reads two.
+has not seen the request yet, because that rank may be waiting for this one's gradients. Without a request, a tick
+writes one number to memory and reads two.
 
 If the run has several hosts, their parent processes agree instead, through their channel (pod.py). The first host
 numbers the requests, and begins one once the last is done everywhere. It asks the parents of all hosts to hold: each
-publishes the request to its ranks, and answers with the highest tick that any of them has come to. From then on a rank
-that comes to a tick waits there, for the parents alone. The request is due at the tick after the highest answer, which
-no rank has passed. Parents answer without waiting for a rank, so ranks that wait here keep no other rank waiting but
-for this exchange of messages.
+publishes the request to its ranks, and answers with the highest tick that any of them has reached. From then on a rank
+waits at its next tick, for the parents alone. The request is due at the tick after the highest answer, which no rank
+has passed. Parents answer without waiting for a rank, so this exchange of messages is all that ranks wait for.
 """
 import fcntl
 import threading
@@ -38,10 +37,10 @@ POLL_S = 0.05
 
 
 class Requests:
-    """The requests to the ranks of one host, in a file that their processes and those that ask open."""
+    """The requests to the ranks of one host, in a memory-mapped file that all its processes open."""
 
     def __init__(self, path, create=False):
-        """create: makes the file anew; one process does so before the others open it."""
+        """create: whether to replace the file; one process does so before the others open it."""
         if create:
             np.zeros(_END, np.int64).tofile(path)
         self.path = path
@@ -49,14 +48,14 @@ class Requests:
 
     def ask_to_stop(self, is_preempted=False):
         """Asks all ranks to stop soon. is_preempted: because this machine is about to end."""
-        # The reason is there before the count that others look at. Two processes that ask at the same moment may count
-        # as one: that stops the run as well.
+        # The reason before the count, which others poll. Two processes that ask at the same moment may count as one,
+        # which also stops the run.
         self.shared[_IS_PREEMPTED] |= is_preempted
         self.shared[_STOP_ASKED] += 1
 
     @property
     def times_asked(self):
-        """How often a stop was asked for so far."""
+        """How often a stop was asked for."""
         return int(self.shared[_STOP_ASKED])
 
     @property
@@ -70,14 +69,14 @@ class Requests:
 
     @property
     def waits_for_mirror(self):
-        """Whether the ranks are done, and the run only waits for its mirror: nothing is lost if it ends at once."""
+        """Whether the ranks have ended, and the run only waits for its mirror: ending at once loses nothing."""
         return bool(self.shared[_WAITS_FOR_MIRROR])
 
     def begin_to_wait_for_mirror(self):
         """Makes waits_for_mirror true."""
         self.shared[_WAITS_FOR_MIRROR] = 1
 
-    # What a parent of one of several hosts does
+    # For the parent of one of several hosts
 
     @property
     def save_is_asked(self):
@@ -85,10 +84,10 @@ class Requests:
         return bool(self.shared[_SAVE_ASKED])
 
     def hold(self, number, kind):
-        """Publishes the request `number` to this host's ranks, and returns the highest tick that any of them has come
-        to. Until `decide` says when it is due, none passes another tick."""
+        """Publishes the request `number` to this host's ranks, and returns the highest tick that any of them has
+        reached. None passes another tick until `decide` says when the request is due."""
         # The kind before the number: a rank that sees the new number reads the kind next. In the same way `decide`
-        # writes the tick before the number that says that it is there.
+        # writes the tick before its number.
         self.shared[_KIND] = kind
         self.shared[_NUMBER] = number
         # A rank writes its tick before it reads the number. So one that read the old number has written its tick, and
@@ -102,7 +101,7 @@ class Requests:
         self.shared[_AGREED_NUMBER] = number
 
     def is_done(self, number, num_ranks):
-        """Returns whether all ranks of this host, so many, have done what the request asks for."""
+        """Returns whether all ranks of this host, `num_ranks`, have carried out the request."""
         return int((self.shared[_READ_NUMBER:_READ_NUMBER + MAX_RANKS] >= number).sum()) >= num_ranks
 
 
@@ -128,8 +127,8 @@ class RankAgreement:
         """Returns what all ranks do at this tick: STOP, SAVE or 0. All get the same answer at the same tick, provided
         that every rank calls it at the same points of its program.
 
-        wants_save: on rank 0, whether to ask all ranks to save; it has no effect on other ranks. Raises TimeoutError if
-        another rank does not come to its next tick.
+        wants_save: on rank 0, whether to ask all ranks to save; ignored on other ranks. Raises TimeoutError if another
+        rank does not reach its next tick.
         """
         self._tick += 1
         self._shared[_TICK + self._rank] = self._tick
@@ -152,9 +151,9 @@ class RankAgreement:
         return self._kind
 
     def finish(self):
-        """Says that this rank has no further tick, so that requests from now on have no effect."""
-        # As if this rank had answered every request that may still come, at a tick to which none comes. So the others
-        # never wait for it, and what they agree on is never due.
+        """Marks this rank's last tick: later requests have no effect."""
+        # As if this rank had answered every later request at a tick that no rank reaches. So the others never wait for
+        # it, and their agreement is never due.
         fields = [_ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER]
         if self._spans_hosts:
             fields.append(_TICK)
@@ -163,25 +162,25 @@ class RankAgreement:
                 self._shared[field + self._rank] = _NEVER
 
     def _ask(self, wants_save):
-        """Publishes a request, on rank 0, if there is something to ask for and the last request is done. Of several
-        hosts, the parent of the first publishes it."""
+        """Publishes a request, on rank 0, if one is needed and the last one is done. With several hosts the parent of
+        the first publishes it."""
         shared = self._shared
         if self._spans_hosts:
             shared[_SAVE_ASKED] = wants_save
             return
         if self.is_stopping or self._due_tick or not (wants_save or shared[_STOP_ASKED]):
             return
-        # One request at a time: there is one place for its tick, and a rank that has not read it yet would miss it.
+        # One request at a time: its tick has one field, which a rank may not have read yet.
         if (self._of_ranks(_READ_NUMBER) >= shared[_NUMBER]).all():
             shared[_KIND] = STOP if shared[_STOP_ASKED] else SAVE
             shared[_NUMBER] += 1
 
-    # Under the lock exactly one rank finds that its answer is the last, and that rank sets the tick for all: one more
-    # than the highest tick that any of them answered with. A rank that has answered may go on to higher ticks only
-    # where it would otherwise wait for one that waits for it; it then answers again with its new tick, until the
-    # request is agreed. So the agreed tick lies after every tick that any rank has passed.
+    # Under the lock exactly one rank finds that its answer is the last. That rank sets the tick for all: one more than
+    # the highest answer. A rank that has answered goes on to higher ticks only if it would otherwise wait for a rank
+    # that waits for it; it then answers again with its new tick, until the request is agreed. So the agreed tick comes
+    # after every tick that any rank has passed.
     def _agree(self, number):
-        """Answers request `number`. Returns once its tick is known, or once waiting for it could be a deadlock."""
+        """Answers request `number`. Returns once its tick is known, or if waiting for it could be a deadlock."""
         shared = self._shared
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -232,20 +231,20 @@ class RankAgreement:
 
 
 class HostAgreement:
-    """One host's part in agreeing on when all ranks of all hosts stop or save: a thread of its parent process, and what
-    it does when messages of the other hosts come."""
+    """One host's part in agreeing on when all ranks of all hosts stop or save: a thread of its parent process, and the
+    handlers of the other hosts' messages."""
 
     def __init__(self, pod, requests, num_ranks):
-        """requests: the Requests of this host's ranks; num_ranks: how many they are."""
+        """requests: the Requests of this host's ranks; num_ranks: their number."""
         self._pod = pod
         self._requests = requests
         self._num_ranks = num_ranks
         self._lock = threading.RLock()  # guards all below
-        # Of this host: how often it has asked for a stop, whether it has told of its end, the request to be done.
+        # What this host has told the first, and the request that its ranks have yet to carry out.
         self._told_stops = 0
         self._told_preemption = False
         self._open_number = 0
-        # Of the first host: the last request, who holds at which tick, who has done it.
+        # On the first host: the last request, {host: the tick it holds at}, and the hosts that have carried it out.
         self._number = 0
         self._kind = 0
         self._held = {}
@@ -294,9 +293,9 @@ class HostAgreement:
             self._kind = STOP if self._is_stop_asked else SAVE
             self._held = {}
             self._done = set()
-            # Sent outside of the lock, here and below: a send may wait for a slow connection, and the threads that read
-            # the other connections need the lock meanwhile.
             message = {"kind": "hold", "number": self._number, "action": self._kind}
+        # Outside of the lock, here and below: a send may wait for a slow connection, and the threads that read the
+        # other connections need the lock meanwhile.
         self._pod.tell_all(message)
 
     def _on_stop(self, index, message):

@@ -1,7 +1,7 @@
-"""Which hosts a run has, which of them this machine is, and that they are alike. A pod is a TPU with several hosts.
+"""Which hosts a run has, which of them this machine is, and whether they are alike. A pod is a TPU with several hosts.
 
 On a TPU the hosts follow from its type, and from $TPU_WORKER_HOSTNAMES and $TPU_WORKER_ID or the metadata server. These
-variables come first, for tests and for machines that know better:
+variables override that:
     NANOCHAT_HOSTS        the hosts' addresses, separated by commas, the same list on all: "10.0.0.1,10.0.0.2"
     NANOCHAT_HOST_INDEX   which of them this machine is, counted from 0
     NANOCHAT_HOST_NAME    its name in messages; default: that of the machine
@@ -24,7 +24,7 @@ from nanochat.device import tpu
 
 PORT = 7690
 PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "numpy")
-VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS", "TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # which make other programs
+VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS", "TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # which change the programs
 
 
 @dataclass(frozen=True)
@@ -45,24 +45,27 @@ class Host:
 
 
 def this_host(device_type):
-    """Returns the Host that this machine is, or None if the run has one host only. Raises BadInput if there are several
-    and it cannot be found out which.
+    """Returns the Host that this machine is, or None if the run has only one host. Raises BadInput if there are several
+    and none is known to be this one. Sets $TPU_ACCELERATOR_TYPE on a pod if it is not set.
 
-    device_type: as resolve_device_type returns it. Sets $TPU_ACCELERATOR_TYPE on a pod where it is not set.
+    device_type: as resolve_device_type returns it.
     """
     if addresses := _listed(os.environ.get("NANOCHAT_HOSTS", "")):
         return _host(addresses, os.environ.get("NANOCHAT_HOST_INDEX", ""), "NANOCHAT_HOST_INDEX")
     if device_type != "tpu":
         return None
-    addresses, accelerator = _listed(os.environ.get("TPU_WORKER_HOSTNAMES", "")), _accelerator()
+    addresses = _listed(os.environ.get("TPU_WORKER_HOSTNAMES", ""))
+    accelerator = _accelerator()
     hosts = tpu.parse_accelerator(accelerator).hosts if accelerator else 1
     if max(hosts, len(addresses)) == 1:
         return None
-    index, source = os.environ.get("TPU_WORKER_ID", ""), "TPU_WORKER_ID"
+    index = os.environ.get("TPU_WORKER_ID", "")
+    source = "TPU_WORKER_ID"
     if not addresses:  # "name:id:address,…", as torch_xla reads them
         endpoints = metadata("attributes/worker-network-endpoints").split(",")
         addresses = tuple(endpoint.split(":")[2] for endpoint in endpoints if endpoint.count(":") >= 2)
-        index, source = metadata("attributes/agent-worker-number"), "the metadata server's agent-worker-number"
+        index = metadata("attributes/agent-worker-number")
+        source = "the metadata server's agent-worker-number"
     if len(addresses) != hosts:
         raise BadInput(f"a TPU of type {accelerator} has {hosts} hosts, and {len(addresses)} are named: set "
                        "TPU_ACCELERATOR_TYPE to the type of the whole TPU, and TPU_WORKER_HOSTNAMES to the addresses "
@@ -75,8 +78,8 @@ def _listed(text):
 
 
 def _accelerator():
-    """Returns the accelerator string of the whole TPU, or None. The PCI bus shows the chips of this host only, so the
-    metadata server is asked whether there are more."""
+    """Returns the accelerator string of the whole TPU, or None. Asks the metadata server, because the PCI bus shows the
+    chips of this host only."""
     if not os.environ.get("TPU_ACCELERATOR_TYPE"):
         told = metadata("attributes/accelerator-type")
         try:
@@ -94,7 +97,8 @@ def _host(addresses, index, source):
         raise BadInput(f"the run has {len(addresses)} hosts ({', '.join(addresses)}), and {source} is '{index}': set "
                        f"NANOCHAT_HOSTS to their addresses, and NANOCHAT_HOST_INDEX to a number from 0 to "
                        f"{len(addresses) - 1}")
-    if len({*addresses}) < len(addresses) or not all(map(_is_address, addresses)):
+    are_names = all(re.fullmatch(r"([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?", name) for name in addresses)
+    if len(set(addresses)) < len(addresses) or not are_names:
         raise BadInput(f"the run's hosts are {', '.join(addresses)[:200]}: set NANOCHAT_HOSTS to one address for each, "
                        "and no address twice")
     port = os.environ.get("NANOCHAT_POD_PORT") or str(PORT)
@@ -104,16 +108,9 @@ def _host(addresses, index, source):
     return Host(int(index), addresses, name, int(port))
 
 
-def _is_address(text):
-    """Whether it is spelt like a name of a host or an address."""
-    return re.fullmatch(r"([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?", text) is not None
-
-
 def metadata(key, timeout_s=5):
-    """Returns what Google Cloud's metadata server says of instance/`key`, "" if it cannot be reached.
-
-    $GCE_METADATA_HOST is the server's address, as in Google's own libraries.
-    """
+    """Returns the value of instance/`key` on Google Cloud's metadata server, or "" if it cannot be reached.
+    $GCE_METADATA_HOST is the server's address, as in Google's own libraries."""
     server = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
     request = urllib.request.Request(f"http://{server}/computeMetadata/v1/instance/{key}",
                                      headers={"Metadata-Flavor": "Google"})
@@ -124,8 +121,7 @@ def metadata(key, timeout_s=5):
         return ""
 
 
-# -----------------------------------------------------------------------------
-# Alike
+# Whether they are alike
 
 
 def describe(flags, device_type):
@@ -137,12 +133,12 @@ def describe(flags, device_type):
     for name in VARIABLES:
         about[f"${name}"] = os.environ.get(name, "")
     for name, value in flags.as_dict().items():
-        about[f"--{name}"] = json.loads(json.dumps(value))  # as the other hosts get it: a tuple becomes a list
+        about[f"--{name}"] = json.loads(json.dumps(value))  # as the other hosts receive it: a tuple becomes a list
     return about
 
 
 def code_version(root):
-    """Returns a few digits that are others if a line of the program in the folder `root` is another."""
+    """Returns the beginning of a hash of the program's lines in the folder `root`."""
     digest = hashlib.sha256()
     for path in sorted([*root.glob("nanochat/**/*.py"), *root.glob("scripts/**/*.py")]):
         digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode() + path.read_bytes())
@@ -157,8 +153,7 @@ def _version(package):
 
 
 def require_alike(names, found, advice):
-    """Raises BadInput if hosts differ, with what differs and both values. names: of the hosts; found: what each says,
-    {name: value}."""
+    """Raises BadInput if hosts differ, with both values. names: of the hosts; found: {name: value} of each."""
     first = found[0]
     for name, other in zip(names[1:], found[1:], strict=True):
         differences = [f"{key} is {_show(first.get(key))} on {names[0]} and {_show(other.get(key))} on {name}"

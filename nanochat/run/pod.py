@@ -1,11 +1,11 @@
 """The channel between the hosts of a run: a TCP connection from the parent process of every host to that of the first.
 
-Through it the hosts learn who is there, agree (agreement.py), and notice within 20 seconds that one has died or
-cannot be reached; then all end. The ranks' gradients never come here: they go from chip to chip.
+Through it the hosts join, agree (agreement.py), and notice within 20 seconds that one has died or cannot be reached;
+then all end. The ranks' gradients do not pass here: they go from chip to chip.
 
-A connection begins with a message that says of which kind it is: "join", which lasts as long as the run, or a request
-for which this channel's owner has set a function in `serves`. The first host takes connections from the addresses of
-the run's hosts only, and serves requests only to those that know its token, which it tells those that have joined.
+The first message of a connection names its kind: "join", which lasts as long as the run, or a request for which
+`serves` has a function. The first host accepts connections from the addresses of the run's hosts only, and serves
+requests only to those that know its token, which it tells the hosts that have joined.
 """
 import hmac
 import os
@@ -14,11 +14,10 @@ import socket
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from nanochat.checkpoint.mirror import MirrorError
-from nanochat.common import BadInput, Outage
+from nanochat.common import BadInput, Failure
 from nanochat.run import wire
 from nanochat.run.stopping import EXIT_STATUS
 
@@ -28,16 +27,16 @@ RETRY_S = 0.5
 @dataclass(frozen=True)
 class PodLimits:
     """How long a host waits for the others, in seconds."""
-    join_s: float = 300  # for all hosts to be there
+    join_s: float = 300  # for all hosts to join
     gather_s: float = 3600  # for all hosts to say something: they may fetch or check a checkpoint before
     end_s: float = 7200  # for the first host, which saves and waits for its mirror at the end
-    last_words_s: float = 300  # for the others, whose ranks are done before
-    beat_s: float = 1  # between two signs that a host gives of being there
-    lost_s: float = 20  # after this silence it counts as lost
+    last_words_s: float = 300  # for the others, whose ranks finish before
+    beat_s: float = 1  # between two heartbeats of a host
+    lost_s: float = 20  # a host that is silent for so long is lost
     grace_s: float = 30  # from the run's failure to the end of this process, whatever it does
 
 
-class PodError(Exception):
+class PodError(Failure):
     """The run has ended on another host; `status` is the exit status with which all end."""
 
     def __init__(self, message, status):
@@ -53,21 +52,21 @@ class Pod:
         self._limits = limits
         self.names = []  # of all hosts, once they have joined
         self.link = None  # for requests to the first host, once this one has joined
-        self.failure = None  # the PodError with which the run has to end here
+        self.failure = None  # the PodError with which the run ends here
         self.handlers = {"value": self._on_value, "values": self._on_values, "failed": self._on_failed,
                          "ended": self._on_ended, "over": self._on_over}  # kind -> function(index, message)
         self.serves = {}  # kind of request -> function(connection, message), on the first host
         self._listener = None
         self._token = secrets.token_hex(16)
-        self._changed = threading.Condition(threading.RLock())  # guards all below, and says when they change
-        self._members = {}  # index -> Member
+        self._is_over = threading.Event()
+        self._changed = threading.Condition(threading.RLock())  # guards all below, and tells when they change
+        self._members = {}  # index -> Member: on the first host all others, on another host the first
         self._readers = []  # the threads that read from them
-        self._hellos = {}  # index -> what that host said of itself, on the first host
+        self._hellos = {}  # index -> what that host says of itself, on the first host
         self._said = {}  # name -> {index: value}, see gather; on the first host
         self._values = {}  # name -> the values of all hosts
-        self._ended = set()  # indices of the hosts that have come to their end, on the first host
+        self._ended = set()  # indices of the hosts whose ranks have ended, on the first host
         self._status = None  # of the run, once it is over
-        self._is_over = False
 
     @property
     def is_first(self):
@@ -76,10 +75,8 @@ class Pod:
     # Joining
 
     def join(self, about):
-        """Waits for all hosts, and returns what each says of itself, a list. about: what this one does.
-
-        Raises PodError if one does not come, and BadInput if the first host refuses this one.
-        """
+        """Waits for all hosts, and returns what each says about itself, a list. about: what this one says. Raises
+        PodError if one does not join, and BadInput if the first host refuses this one."""
         if self.is_first:
             hellos = self._wait_for_others(about)
         else:
@@ -98,7 +95,7 @@ class Pod:
     # Joining, on the first host
 
     def _wait_for_others(self, about):
-        """Returns what all hosts say of themselves, and tells it to the others."""
+        """Returns the hellos of all hosts, and sends them to the others."""
         self._listen()
         began = time.monotonic()
         with self._changed:
@@ -122,7 +119,7 @@ class Pod:
         self._start(self._accept, known)
 
     def _accept(self, known):
-        """Takes connections from the known addresses until the listener is closed."""
+        """Accepts connections from the known addresses until the listener is closed."""
         while True:
             try:
                 connection, (peer, _) = self._listener.accept()
@@ -144,7 +141,7 @@ class Pod:
             with connection:
                 if kind in self.serves and hmac.compare_digest(str(message.get("token")), self._token):
                     self.serves[kind](connection, message)
-        except (OSError, EOFError, ValueError, KeyError):  # whoever asks finds its connection ended
+        except (OSError, EOFError, ValueError, KeyError):  # the other side sees the connection end
             connection.close()
 
     def _serve_join(self, connection, message):
@@ -167,7 +164,7 @@ class Pod:
     # Joining, on the others
 
     def _join_first(self, about):
-        """Returns what all hosts say of themselves, once they have joined the first."""
+        """Returns the hellos of all hosts, once they have joined the first."""
         first = f"{self.host.addresses[0]}:{self.host.port}"
         connection = self._reach(first)
         wire.send(connection, {"kind": "join", "index": self.host.index, "name": self.host.name, "about": about,
@@ -203,28 +200,26 @@ class Pod:
             time.sleep(RETRY_S)
 
     # Messages. A thread for each connection reads them and calls the handler of their kind. No handler waits for
-    # another host, so a host that hangs keeps no message from the others. Each host sends a beat every second, and
-    # a connection that is silent for 20 seconds is one whose host is lost.
+    # another host, so a host that hangs blocks no message of the others. Each host sends a heartbeat every second, and
+    # is lost after 20 seconds of silence.
 
     def tell(self, index, message):
-        """Sends a message, {"kind": …, …}, to the host `index`, whose handler for the kind gets it. A host that cannot
-        be reached is noticed by its silence."""
+        """Sends a message, {"kind": …, …}, to the handler for its kind on the host `index`. Ignores errors: the silence
+        of an unreachable host is noticed."""
         if index == self.host.index:
             self.handlers[message["kind"]](index, message)
             return
-        try:
+        with suppress(OSError):
             self._members[index].send(message)
-        except OSError:
-            pass
 
     def tell_all(self, message):
-        """Sends a message from the first host to all, itself included."""
+        """Sends a message from the first host to all hosts, itself included."""
         for index in range(self.host.count):
             self.tell(index, message)
 
     def gather(self, name, value):
-        """Returns what each host has said by this call with the same name, a list. Raises PodError if the run has
-        ended on another host."""
+        """Returns the values that all hosts pass to this call with the same name, a list. Raises PodError if the run
+        has ended on another host."""
         self.tell(0, {"kind": "value", "name": name, "value": value})
         began = time.monotonic()
         with self._changed:
@@ -248,27 +243,26 @@ class Pod:
             self._changed.notify_all()
 
     def _missing(self, there):
-        """Returns the names of the hosts that this one waits for, if those with the indices `there` are there."""
+        """Returns the names of the hosts that this one waits for. there: the indices of those that have answered."""
         if not self.is_first:
             return self.names[0]
         return ", ".join(name for index, name in enumerate(self.names) if index not in there)
 
     def _wait(self, began, timeout_s, what):
-        """Waits, holding self._changed, until something changes. what: for what, in words. Raises the run's failure,
-        and a PodError once `timeout_s` seconds have passed since `began`."""
+        """Waits, holding self._changed, until something changes. Raises the run's failure, and a PodError once
+        `timeout_s` seconds have passed since `began`. what: this host waits for, in words."""
         if self.failure:
             raise self.failure
         if time.monotonic() > began + timeout_s:
             raise PodError(f"waited {timeout_s} s for {what}: look at their logs, and start the run again on all hosts",
                            1)
-        # At most a second, because a limit that passes changes nothing that would wake this up.
+        # At most a second: a limit that passes notifies nobody.
         self._changed.wait(1)
 
     def _beat(self):
-        while not self._is_over:
+        while not self._is_over.wait(self._limits.beat_s):
             for index in list(self._members):
                 self.tell(index, {"kind": "beat"})
-            time.sleep(self._limits.beat_s)
 
     def _read(self, index):
         """Handles the messages of another host until its end."""
@@ -277,14 +271,14 @@ class Pod:
             try:
                 message = wire.receive(connection)
             except TimeoutError:
-                what = f"has not been heard of for {self._limits.lost_s} s: it died, or the network did"
+                what = f"has been silent for {self._limits.lost_s} s: it died, or the network did"
                 break
             except (OSError, EOFError, ValueError) as error:
                 what = f"has ended without a word ({error})"
                 break
             if message["kind"] != "beat":
                 self.handlers[message["kind"]](index, message)
-        if not self._is_over:
+        if not self._is_over.is_set():
             self._fail(f"host {self.names[index]} {what}", 1)
         connection.close()
 
@@ -292,12 +286,12 @@ class Pod:
 
     def fail(self, message, status):
         """Ends the run on all hosts with this status, unless it has failed already. message: what is wrong here."""
-        if not self._is_over:
+        if not self._is_over.is_set():
             name = self.names[self.host.index] if self.names else self.host.name
             self._fail(f"host {name}: {message}", status)
 
-    # Only the first failure counts, so a message that comes back is not sent on. The watchdog sees it and ends the
-    # ranks; whatever the main thread does then, this process ends half a minute later.
+    # Only the first failure counts, so a message that comes back is not forwarded. The watchdog sees the failure and
+    # ends the ranks; whatever the main thread does then, this process ends half a minute later.
     def _fail(self, message, status):
         with self._changed:
             if self.failure:
@@ -305,26 +299,20 @@ class Pod:
             self.failure = PodError(message, status)
             for index in list(self._members):  # the first host tells all, the others tell the first
                 self.tell(index, {"kind": "failed", "message": message, "status": status})
-            self._changed.notify_all()  # only now: who waits may end the connections
+            self._changed.notify_all()  # only now: a waiting thread may close the connections
         self._start(self._end_at_last)
 
     def _end_at_last(self):
-        deadline = time.monotonic() + self._limits.grace_s
-        while time.monotonic() < deadline:
-            if self._is_over:
-                return
-            time.sleep(0.1)
-        print(f"error: {self.failure}", file=sys.stderr, flush=True)
-        os._exit(self.failure.status)
+        if not self._is_over.wait(self._limits.grace_s):
+            print(f"error: {self.failure}", file=sys.stderr, flush=True)
+            os._exit(self.failure.status)
 
     def _on_failed(self, index, message):
         self._fail(message["message"], message["status"])
 
     def end(self, status, reason=""):
-        """Returns the exit status of the run, which is the same on all hosts, once all have come to their end here.
-
-        status: that of this host's ranks; reason: of a status that is neither 0 nor EXIT_STATUS, in a line.
-        """
+        """Returns the exit status of the run, the same on all hosts, once the ranks of all have ended. status: that of
+        this host's ranks; reason: why it is neither 0 nor EXIT_STATUS, in a line."""
         if status not in (0, EXIT_STATUS):
             self.fail(reason or f"its ranks ended with status {status}", status)
         self.tell(0, {"kind": "ended"})
@@ -348,19 +336,17 @@ class Pod:
 
     def _on_over(self, index, message):
         with self._changed:
-            self._is_over = True
+            self._is_over.set()
             self._status = message["status"]
             self._changed.notify_all()
 
     def close(self):
-        """Ends the connections, once the others have read what was sent."""
-        self._is_over = True
+        """Closes the connections, once the others have read the last messages."""
+        self._is_over.set()
         for member in self._members.values():
-            try:
-                # One direction ends: the others read what was sent, and what they still say is read here.
+            with suppress(OSError):
+                # One direction ends: the others read the last messages, and theirs are still read here.
                 member.connection.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass
         deadline = time.monotonic() + 3
         for reader in self._readers:
             reader.join(max(0, deadline - time.monotonic()))
@@ -377,8 +363,8 @@ class Pod:
 
 @contextmanager
 def membership(host):
-    """Yields the Pod of a Host; or None for None. An error that ends the block ends the run on all hosts: BadInput with
-    status 2 everywhere, an outage of the mirror or of the data with 75, and any other with 1."""
+    """Yields the Pod of a Host; None for None. An error that ends the block ends the run on all hosts: with status 2
+    for BadInput, that of a Failure (75 for an Outage), and 1 for any other error."""
     if host is None:
         yield None
         return
@@ -389,8 +375,8 @@ def membership(host):
         status = 1
         if isinstance(error, BadInput):
             status = 2
-        elif isinstance(error, (MirrorError, Outage)):
-            status = EXIT_STATUS
+        elif isinstance(error, Failure):
+            status = error.status
         pod.fail(" ".join(str(error).split()) or type(error).__name__, status)
         raise
     finally:

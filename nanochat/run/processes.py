@@ -1,4 +1,4 @@
-"""The processes of a run: how many ranks there are, how their parent locks the run's directory, how they end."""
+"""The processes of a run: the number of ranks, the lock of the run's directory, and how processes end."""
 import fcntl
 import multiprocessing
 import os
@@ -28,12 +28,13 @@ ORPHANS_TIMEOUT_S = 30
 @contextmanager
 def exclusive_use(run_dir):
     """Locks the run's directory for the block. Raises BadInput if another process trains this run, or if the directory
-    cannot be written to.
+    is not writable.
 
-    The operating system frees the lock when its process ends, however that happens. The ranks of a killed process may
-    live a moment longer and could still write a checkpoint, so this waits until they have ended.
+    The operating system frees the lock when its process ends, even by a kill. The ranks of a killed process may live a
+    moment longer and could still write a checkpoint, so this waits until they have ended.
     """
-    lock, holder = FileLock(require_writable_dir(run_dir) / ".lock"), run_dir / ".lock_holder"
+    lock = FileLock(require_writable_dir(run_dir) / ".lock")
+    holder = run_dir / ".lock_holder"
     try:
         held = lock.acquire(timeout=0)
     except Timeout:
@@ -45,8 +46,8 @@ def exclusive_use(run_dir):
         yield
 
 
-# A rank holds a shared lock on RANKS_LOCK from its first line to its end (begin_as_rank), and the kernel frees it
-# however the rank ends. So who gets the exclusive lock knows that no rank of an earlier process is left.
+# A rank holds a shared lock on RANKS_LOCK from its first line (begin_as_rank) to its end, however it ends. So the
+# exclusive lock is free only when no rank of an earlier process is left.
 def _wait_for_orphans(run_dir):
     deadline = time.monotonic() + ORPHANS_TIMEOUT_S
     with open(run_dir / RANKS_LOCK, "w") as file:
@@ -64,8 +65,8 @@ _held_as_rank = []  # keeps the lock files open until the process ends
 
 
 def begin_with_parent():
-    """Makes this spawned process end with its parent, and at once on Ctrl-C. Every spawned process calls it, or
-    begin_as_rank, first."""
+    """Makes this spawned process end with its parent, and at once on Ctrl-C. Every spawned process first calls this or
+    begin_as_rank."""
     watchdog.print_stacks_on_signal()
     end_with_parent(multiprocessing.parent_process().pid)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -93,7 +94,7 @@ def expected_world_size(device_type, hosts=1):
 
 
 class RankEnded(Exception):
-    """A rank has ended its process before its time. `status`: the exit status that it left; 0 if it was killed."""
+    """A rank's process has ended too early. `status`: the exit status that the rank reported; 0 if it was killed."""
 
     def __init__(self, status):
         super().__init__(f"a rank has ended its process with status {status}")
@@ -101,10 +102,10 @@ class RankEnded(Exception):
 
 
 def run_as_ranks(function, *args, begin):
-    """Calls function(*args), which returns an exit status, as every rank, see ranks.spawn_ranks. Returns the exit
-    status: that of a rank which failed, or 0. Raises RankEnded. begin: see spawn_ranks."""
+    """Calls function(*args), which returns an exit status, as every rank. Returns the status of a rank that failed, or
+    0. Raises RankEnded. begin: see spawn_ranks."""
     with tempfile.TemporaryDirectory() as scratch:
-        # By a file, because the executor says only that a process is gone, and not with which status it ended.
+        # By a file, because the executor does not tell the status of a process that has ended.
         status_path = Path(scratch) / "status"
         status_path.write_text("0")
         try:
@@ -122,8 +123,8 @@ def _run_as_rank(index, function, status_path):
 def end_process_on_error(function, status_path):
     """Calls function(), which returns an exit status, and writes the status to the file `status_path` unless it is 0.
 
-    If function() raises an error, the whole process ends at once. Otherwise the other ranks would wait for ever for
-    this one in an all-reduce.
+    If function() raises an error, the whole process ends at once. Otherwise the other ranks would wait for this one in
+    an all-reduce for ever.
     """
     try:
         status = function()

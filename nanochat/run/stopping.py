@@ -1,6 +1,5 @@
-"""What stops a run before its end: signals, and Google Cloud's notice that the machine is about to end.
-
-Both only ask for a stop (Requests, in agreement.py); the ranks then agree on the step.
+"""Early stops of a run: signals, and Google Cloud's notice that the machine is about to end. Both only ask for a stop
+(Requests, in agreement.py); the ranks then agree on the step.
 """
 import os
 import signal
@@ -11,27 +10,27 @@ from multiprocessing import resource_tracker
 
 from nanochat.run.hosts import metadata
 
-EXIT_STATUS = 75  # EX_TEMPFAIL: the state is saved, start me again
+EXIT_STATUS = 75  # EX_TEMPFAIL: the state is saved; start the same command again
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def stop_on_signals(requests):
     """Makes SIGTERM and SIGINT ask for a stop. Call it in the main thread.
 
-    A second SIGINT ends the process at once. While the run waits for its mirror, a further signal of either kind ends
-    the wait only, and the exit status stays EXIT_STATUS. If the machine is about to end, SIGTERM does not end the wait.
+    A second SIGINT ends the process at once. While the run waits for its mirror, a signal of either kind ends only the
+    wait, and the exit status stays EXIT_STATUS. If the machine is about to end, SIGTERM does not end the wait.
 
-    Both signals are blocked in this process's main thread and in processes started from now on: a signal to the whole
-    process group, such as Ctrl-C, is for the parent only.
+    Blocks both signals in this process's main thread and in processes started from now on: a signal to the whole
+    process group, such as Ctrl-C, reaches the parent only.
     """
-    # Python runs a handler in the main thread and between two of its instructions, and that thread may wait in C code
-    # for as long as the run takes. The wakeup descriptor is written to at once, by whichever thread gets the signal.
+    # Python runs a handler in the main thread, between two of its instructions, and that thread may wait in C code for
+    # the whole run. The thread that receives the signal writes to the wakeup descriptor at once.
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    for number in _SIGNALS:  # this handler does nothing: a thread reads the pipe and acts, even while this one is busy
+    for number in _SIGNALS:  # a thread reads the pipe and acts, even while this one is busy
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    # If this process is killed, Python's resource tracker frees the semaphores of its pool. That needs no warning.
+    # If this process is killed, Python's resource tracker frees the semaphores of its pool, with a needless warning.
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     resource_tracker.ensure_running()  # now, because starting it later would unblock the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -59,7 +58,7 @@ def _obey_signals(read_end, requests):
 
 
 def stop_on_signal_to_rank(requests):
-    """Makes SIGTERM to this process ask for a stop, too, although the process inherited it as blocked."""
+    """Makes SIGTERM to this process ask for a stop, too, although the process inherits it as blocked."""
     threading.Thread(target=_obey_signal_to_rank, args=(requests,), name="signals", daemon=True).start()
 
 
@@ -69,11 +68,11 @@ def _obey_signal_to_rank(requests):
 
 
 def stop_on_preemption_notice(requests, poll_s=1.0):
-    """Watches Google Cloud's metadata server in the background, and asks for a stop before the VM is preempted.
+    """Polls Google Cloud's metadata server in the background, and asks for a stop before the VM is preempted.
 
     instance/preempted becomes TRUE at most 30 s before the VM ends. instance/maintenance-event becomes
     TERMINATE_ON_HOST_MAINTENANCE before maintenance that ends the VM; its other values are NONE and, not on TPU VMs,
-    MIGRATE_ON_HOST_MAINTENANCE. A server that cannot be reached is asked again.
+    MIGRATE_ON_HOST_MAINTENANCE.
     """
     threading.Thread(target=_obey_notices, args=(requests, poll_s), name="preemption", daemon=True).start()
 

@@ -1,44 +1,33 @@
-"""What goes between the disks of a run's hosts, of which the first has the run's checkpoints: the checkpoint to resume
-from, to the other hosts, and the positions in the data that a new checkpoint holds, from them.
+"""Transfers between the disks of a run's hosts. The first has the run's checkpoints: the others receive the one to
+resume from, and send it the positions in the data that a new checkpoint holds.
 """
 import hashlib
 import time
 from functools import partial
 from pathlib import Path
 
-from nanochat.checkpoint.format import (
-    SUMS,
-    Kept,
-    find_problem,
-    latest,
-    prune,
-    read_sums,
-    set_aside,
-    set_aside_after,
-    step_of,
-    sync_to_disk,
-)
+from nanochat.checkpoint import format
+from nanochat.checkpoint.format import SUMS, Kept
 from nanochat.checkpoint.saver import save_lane_states
 from nanochat.common import BadInput, is_disk_full
 from nanochat.run import wire
 from nanochat.run.pod import PodError
 
-# -----------------------------------------------------------------------------
 # The checkpoint to resume from
 
 
 def agree_on_checkpoint(pod, directory, path, note):
-    """Returns the path of the checkpoint that all hosts resume from, here, or None, and the first host's note.
+    """Returns the path, on this host, of the checkpoint that all hosts resume from, or None; and the first host's note.
+    Hosts that lack the checkpoint receive it. Raises BadInput if only another host than the first has one.
 
-    path, note: of the first host, its newest checkpoint, or None, and a JSON value. Hosts that do not have that
-    checkpoint get it from the first. Raises BadInput if only another host has one.
+    path, note: on the first host, its newest checkpoint, or None, and a JSON value.
     """
     if not pod.is_first:
-        newest = latest(directory)
+        newest = format.latest(directory)
         found = {"name": newest.name} if newest else {}
     elif path:
         found = {"name": path.name, "sums": _digest(path / SUMS), "note": note}
-        # Served before it is told: as soon as the other hosts know of the checkpoint, they ask for it.
+        # Before gather: as soon as the other hosts know of the checkpoint, they ask for it.
         pod.serves["checkpoint"] = partial(_serve_checkpoint, path)
     else:
         found = {}
@@ -63,18 +52,17 @@ def _digest(path):
 
 
 def obtain(pod, directory, name, sums):
-    """Returns the path of the checkpoint `name` whose SHA256SUMS has the hash `sums`, on this host's disk. Gets it from
-    the first host if it is not there or damaged, and keeps no other."""
+    """Returns the path, on this host's disk, of the checkpoint `name` whose SHA256SUMS has the hash `sums`. Receives it
+    from the first host if it is missing or damaged, and keeps no other."""
     path = directory / name
-    is_here = (path / SUMS).is_file() and _digest(path / SUMS) == sums and find_problem(path) is None
+    is_here = (path / SUMS).is_file() and _digest(path / SUMS) == sums and format.find_problem(path) is None
     if not is_here:
         if path.is_dir():
-            set_aside(path)
+            format.set_aside(path)
         _get_checkpoint(pod, path, sums)
-    # Later checkpoints here are of a branch of the run that the first host has lost, or never had: it trains on from
-    # `path`.
-    set_aside_after(directory, step_of(path))
-    prune(directory, step_of(path), Kept(1))
+    # Later checkpoints here come from a branch of the run that the first host lost or never had.
+    format.set_aside_after(directory, format.step_of(path))
+    format.prune(directory, format.step_of(path), Kept(1))
     return path
 
 
@@ -84,7 +72,7 @@ def _get_checkpoint(pod, path, sums):
     partial_path.mkdir(parents=True)
     try:
         _receive_checkpoint(pod, partial_path)
-        problem = find_problem(partial_path)
+        problem = format.find_problem(partial_path)
         if _digest(partial_path / SUMS) != sums:
             problem = "its SHA256SUMS is another"
     except OSError as error:
@@ -95,34 +83,33 @@ def _get_checkpoint(pod, path, sums):
         problem = str(error)
     if problem:
         raise PodError(f"{path.name} was not received whole from host {pod.names[0]}: {problem}", 1)
-    sync_to_disk(partial_path)
+    format.sync_to_disk(partial_path)
     partial_path.rename(path)
-    sync_to_disk(path.parent)
+    format.sync_to_disk(path.parent)
     print(f"received {path.name} from host {pod.names[0]} in {time.monotonic() - started:.1f} s", flush=True)
 
 
 def _receive_checkpoint(pod, folder):
     with pod.link.request(kind="checkpoint") as connection:
         for name in wire.receive(connection)["files"]:
-            # Only the last part of a name counts, so that nothing is written outside of this folder.
+            # Only the last part of a name counts, so that no file is written outside of this folder.
             wire.receive_file(connection, folder / Path(name).name)
 
 
 def _serve_checkpoint(path, connection, message):
     connection.settimeout(wire.REQUEST_TIMEOUT_S)
-    names = [*read_sums(path), SUMS]
+    names = [*format.read_sums(path), SUMS]
     wire.send(connection, {"files": names})
     for name in names:
         wire.send_file(connection, path / name)
 
 
-# -----------------------------------------------------------------------------
 # The positions in the data that a checkpoint holds
 
 
 def serve_lanes(pod, directory):
-    """Makes the first host write what the other hosts' ranks send with send_lanes to its disk, where rank 0 waits for
-    it."""
+    """Makes the first host write the states that other hosts' ranks send by send_lanes to its disk, where rank 0 waits
+    for them."""
     pod.serves["lanes"] = partial(_serve_lanes, directory)
 
 
@@ -136,8 +123,8 @@ def _serve_lanes(directory, connection, message):
 
 
 def send_lanes(link, step, lane_states):
-    """Adds the states of this rank's lanes, {lane: JSON value}, to the checkpoint of `step` that rank 0 saves, from
-    another host than rank 0's. link: a Link. Raises OSError."""
+    """Adds the states of this rank's lanes, {lane: JSON value}, to the checkpoint of `step` that rank 0 saves on the
+    first host. link: a Link. Raises OSError."""
     if not lane_states:
         return
     try:

@@ -1,7 +1,7 @@
 """The watchdog: the parent process notices that a rank has died or hangs, says why, and ends the run with status 1.
 
-Each rank writes into a small memory-mapped file what it is doing and by when it must have finished that. The parent
-reads the file four times a second, so it also notices a rank that holds the GIL or waits for the device.
+Each rank writes its phase and the deadline of the phase into a small memory-mapped file. The parent reads the file four
+times a second, so it also notices a rank that holds the GIL or waits for the device.
 """
 import faulthandler
 import math
@@ -18,25 +18,25 @@ MAX_RANKS = 256
 POLL_S = 0.25
 STACKS_S, MAIN_THREAD_S = 1, 20
 PHASES = ("step", "compile", "evaluate", "sample", "save", "end")
-SLOW_PHASE_TIMEOUT_S = 3600  # of every phase but an ordinary step and the end, and of everything before the first
+SLOW_PHASE_TIMEOUT_S = 3600  # of every phase except an ordinary step and the end, and of everything before the first
 END_TIMEOUT_S = 7200  # of the end: up to half an hour for the disk and another for the mirror
-STEP_FACTOR = 20  # a step is late once it takes this many times the median
+STEP_FACTOR = 20  # a step is late once it takes this many times the usual time
 _PID, _PHASE, _STEP, _DEADLINE = range(4)  # the deadline is a time of CLOCK_MONOTONIC, which all processes share
 
 
 class Heartbeats:
-    """The memory-mapped file in which the ranks of a host say what they are doing."""
+    """The memory-mapped file with the phases and deadlines of a host's ranks."""
 
     def __init__(self, path, create=False):
-        """create: makes the file anew; one process does so before the others open it."""
+        """create: whether to replace the file; one process does so before the others open it."""
         if create:
             np.zeros((MAX_RANKS, 4)).tofile(path)
         self._shared = np.memmap(path, np.float64, "r+", shape=(MAX_RANKS, 4))
 
     def beat(self, rank, phase, step, limit_s):
-        """Says that this rank begins `phase`, one of PHASES, which must end within `limit_s` seconds."""
-        # The four numbers are not written at once. A reader may see the new phase with the old deadline, which has
-        # passed only if the rank was late anyway; or, in a rank's first row, no deadline yet (0).
+        """Notes that this rank begins `phase`, one of PHASES, which must end within `limit_s` seconds."""
+        # The write is not atomic. A reader may see the new phase with the old deadline, which has passed only if the
+        # rank was late anyway; or, in a rank's first row, no deadline yet (0).
         self._shared[rank] = os.getpid(), PHASES.index(phase), step, time.monotonic() + limit_s
 
     def ranks_of(self, pid):
@@ -44,10 +44,8 @@ class Heartbeats:
         return np.flatnonzero(self._shared[:, _PID] == pid).tolist()
 
     def late(self, seconds):
-        """Returns one line about a rank that is over its limit, or about none having begun after `seconds`, or None.
-
-        seconds: since the ranks were spawned.
-        """
+        """Returns one line about a rank that is over its limit, or about a late first step, or None. seconds: since the
+        ranks were spawned."""
         ranks = np.flatnonzero(self._shared[:, _PID])
         if not len(ranks) and seconds > SLOW_PHASE_TIMEOUT_S:
             return f"no rank has come to its first step after {seconds:.0f} s"
@@ -60,10 +58,10 @@ class Heartbeats:
 
 
 def limit_s(phase, step_timeout_s, usual_s):
-    """Returns how many seconds a phase may take.
+    """Returns the limit of a phase, in seconds.
 
-    step_timeout_s: the least limit of an ordinary step; 0 or less: no limit for any phase.
-    usual_s: the usual time of the slowest ordinary steps, which are those that wait for the device.
+    step_timeout_s: the smallest limit of an ordinary step; 0 or less: no limit for any phase.
+    usual_s: the usual time of the slowest ordinary steps, those that wait for the device.
     """
     if step_timeout_s <= 0:
         return math.inf
@@ -78,14 +76,14 @@ def print_stacks_on_signal():
 
 
 # A rank that dies leaves the others waiting in a collective for ever, and neither they nor the main thread of this
-# process, which waits for them, can be interrupted. So a thread watches, and at last it ends the whole process: the
-# main thread has MAIN_THREAD_S to return and clean up once its children are gone.
+# process, which waits for them, can be interrupted. So a thread watches, and ends the whole process. Once its children
+# are gone, the main thread has MAIN_THREAD_S to return and clean up.
 class Watchdog:
     """Watches, from a thread, the processes that this process spawns in the block `with Watchdog(heartbeats):`.
 
-    Once a process is killed or a rank is late, or the run has failed on another host, the thread says so, kills all
-    processes (after they have printed their stacks, if a rank is late), and ends this process with status 1 unless the
-    block ends first.
+    If a process is killed, a rank is late, or the run has failed on another host, the thread says so, kills all
+    processes (a late rank's after all have printed their stacks), and ends this process with status 1 unless the block
+    ends first.
     """
 
     def __init__(self, heartbeats, pod=None):
@@ -107,27 +105,30 @@ class Watchdog:
     def _work(self):
         started = time.monotonic()
         while not self._is_over.wait(POLL_S):
-            # It forgets a process that has ended, so each is kept from when it was first seen.
+            # active_children forgets a process that has ended, so each is kept once it is seen.
             for child in multiprocessing.active_children():
                 self._children[child.pid] = child
             ended = {pid: child.exitcode for pid, child in self._children.items() if child.exitcode}
             failure = self._pod.failure if self._pod else None
             late = self._heartbeats.late(time.monotonic() - started)
-            # The nearest cause comes first: where a process was killed, other ranks are late because of it.
+            # The nearest cause comes first: after a kill, other ranks are late because of it.
             if ended:
                 self._report_killed(ended)
             elif failure:
                 self._report(f"{failure}: the run ends")
             elif late:
                 self._report(f"{late}. The stacks of all processes follow, then the run ends")
-                self._print_all_stacks()
+                faulthandler.dump_traceback(all_threads=True)
+                for pid in self._alive():
+                    os.kill(pid, signal.SIGUSR1)
+                    time.sleep(STACKS_S)  # one process at a time, or their lines would mix
             else:
                 continue
             return self._end()
 
     def _report_killed(self, ended):
-        """Reports the processes that a signal has ended. ended: {pid: exit code}. A rank that has failed has said so
-        itself, and SIGTERM is never the cause: the executor ends the other processes with it."""
+        """Reports the processes that a signal has ended. ended: {pid: exit code}. A rank that fails reports it itself.
+        SIGTERM is never the cause: the executor ends the other processes with it."""
         for pid, code in ended.items():
             if code < 0 and code != -signal.SIGTERM:
                 ranks = ", ".join(map(str, self._heartbeats.ranks_of(pid))) or "?"
@@ -136,12 +137,6 @@ class Watchdog:
     def _report(self, reason):
         self.reason = reason
         print(f"error: {reason}", file=sys.stderr, flush=True)
-
-    def _print_all_stacks(self):
-        faulthandler.dump_traceback(all_threads=True)
-        for pid in self._alive():
-            os.kill(pid, signal.SIGUSR1)
-            time.sleep(STACKS_S)  # one process after the other, or their lines would mix
 
     def _end(self):
         self.has_reported.set()

@@ -15,14 +15,14 @@ REQUEST_TIMEOUT_S = 60
 
 
 def send(connection, message):
-    """Sends a JSON object. Raises OSError, of which TimeoutError is one."""
+    """Sends a JSON object. Raises OSError (TimeoutError is one)."""
     text = json.dumps(message).encode()
     connection.sendall(struct.pack("!Q", len(text)) + text)
 
 
 def receive(connection):
-    """Returns the next JSON object. Raises EOFError if the connection has ended, OSError, of which TimeoutError is one,
-    and ValueError for what is no message."""
+    """Returns the next JSON object. Raises EOFError if the connection has ended, OSError (TimeoutError is one), and
+    ValueError for an invalid message."""
     length = struct.unpack("!Q", _read(connection, 8))[0]
     if length > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {length} bytes")
@@ -40,7 +40,7 @@ def send_file(connection, path):
 
 
 def receive_file(connection, path):
-    """Writes the next file to `path`, a piece at a time, and returns once it is on disk. Raises what `receive` does."""
+    """Writes the next file to `path`, a piece at a time, and returns once it is on disk. Raises as `receive` does."""
     left = receive(connection)["bytes"]
     with open(path, "wb") as file:
         while left:
@@ -64,30 +64,29 @@ def _read(connection, length):
     return b"".join(parts)
 
 
-# -----------------------------------------------------------------------------
 # Between the first host and the others
 
 
 def connect(host):
     """Returns a connection to the first host, from the address by which it knows this one."""
-    # A machine may have several addresses, and the first host takes connections only from those that it knows.
+    # A machine may have several addresses, and the first host accepts connections only from those in its list.
     own = socket.gethostbyname(host.addresses[host.index])
     connection = socket.create_connection((host.addresses[0], host.port), timeout=REQUEST_TIMEOUT_S,
                                           source_address=(own, 0))
-    # Messages are small, and ranks wait for the answers: they are not to be held back until there are more.
+    # Messages are small, and ranks wait for the answers: the kernel must send each at once.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a process of any host needs to send requests to the first host. Ranks get it, too."""
+    """What a process of any host, a rank for example, needs to send requests to the first host."""
     host: Host
     token: str
 
     @contextmanager
     def request(self, **message):
-        """Connects to the first host for the block, and sends the message."""
+        """Connects to the first host for the block, and sends it the message."""
         with connect(self.host) as connection:
             send(connection, {**message, "token": self.token})
             yield connection

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from nanochat.checkpoint.format import read_config, require_match, require_same_flags
+from nanochat.checkpoint.format import read_config, require_same
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.data.bucket import check_cache
@@ -106,12 +106,14 @@ class LanguageTask:
         config = read_config(path, meta, GPTConfig)
         if not meta.flags:
             raise BadInput(f"{path} was imported and holds only weights, so no run can resume: choose another --run")
-        require_match(path, meta, tokenizer_sha256=self.tokenizer.sha256, data_fingerprint=self.data_fingerprint)
+        require_same(path, {"the hash of the tokenizer": (meta.tokenizer_sha256, self.tokenizer.sha256),
+                            "the hash of --data_dir": (meta.data_fingerprint, self.data_fingerprint)})
         require_as_saved(self.given, config, path)
         flags = self.flags.settled(config)
         # With another value of one of these, the saved positions in the data would mean other rows.
         now = flags.as_dict()
-        require_same_flags(path, meta, {name: now[name] for name in ("seq_len_ramp", "fim_rate", "num_lanes")})
+        for name in ("seq_len_ramp", "fim_rate", "num_lanes"):
+            require_same(path, {f"--{name}": (meta.flags.get(name), now[name])})
         plan = make_plan(flags, self.tokenizer.n_vocab, self.plan.device_type, self.plan.world_size, meta)
         return replace(self, flags=flags, plan=plan)
 

@@ -9,13 +9,12 @@ from functools import partial
 
 import torch
 
-from nanochat.checkpoint.mirror import MirrorError
 from nanochat.common import BadInput
 from nanochat.device import ranks
 from nanochat.run import stopping
 from nanochat.run.agreement import HostAgreement, Requests
 from nanochat.run.hosts import describe, require_alike, this_host
-from nanochat.run.pod import PodError, membership
+from nanochat.run.pod import membership
 from nanochat.run.processes import RankEnded, begin_as_rank, exclusive_use, run_as_ranks
 from nanochat.run.transfer import serve_lanes
 from nanochat.run.watchdog import Heartbeats, Watchdog
@@ -33,12 +32,6 @@ def launch(flags, device_type, make_task):
             raise BadInput(f"NANOCHAT_HOSTS={os.environ.get('NANOCHAT_HOSTS')} is for XLA devices, and this runs on "
                            f"{device_type}: unset it")
         return train_without_parent(flags, device_type, make_task)
-    except PodError as error:  # on another host, before training began
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.status
-    except MirrorError as error:  # an outage, before training began
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return stopping.EXIT_STATUS
     except KeyboardInterrupt:  # before training began, for example while waiting for the mirror
         return 130
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from shlex import quote
 
 from nanochat.checkpoint import format
-from nanochat.checkpoint.mirror import STATE_FILE, Mirror, MirrorError, MirrorState, Patience, run_mirror
-from nanochat.common import BadInput, get_base_dir
+from nanochat.checkpoint.mirror import STATE_FILE, Mirror, MirrorState, patiently, run_mirror
+from nanochat.common import BadInput, Outage, get_base_dir
 from nanochat.model.config import GPTConfig, config_as_flags
 from nanochat.record.observe import parse_profile_steps
 from nanochat.run.agreement import Requests
@@ -91,7 +91,7 @@ def run_directory(flags):
 
 
 def prepare(flags, device_type, make_task, pod=None):
-    """Returns the Run for a script's flags. Raises BadInput, and MirrorError if the mirror cannot be reached.
+    """Returns the Run for a script's flags. Raises BadInput, and Outage if the mirror cannot be reached.
 
     device_type: from resolve_device_type. make_task(flags, device_type, world_size, directory) -> Task. pod: the Pod,
     if there are several hosts: all prepare the run at the same time, and only the first uses the mirror. One process at
@@ -215,24 +215,23 @@ def resumed_checkpoint(directory, mirror, pod=None):
 
 def reach(mirror, directory):
     """Writes to the mirror as a test, and waits for an unreachable one. Returns its MirrorState, which is also in the
-    run's directory, or None without a mirror. Raises BadInput or MirrorError."""
+    run's directory, or None without a mirror. Raises BadInput or Outage."""
     if mirror is None:
         (directory / STATE_FILE).unlink(missing_ok=True)
         return None
     state = MirrorState(mirror.url)
-    print(f"testing whether {mirror.url} is writable", flush=True)
-    patience = Patience(mirror.url)
-    while True:
+
+    def try_mirror():
         try:
             mirror.try_to_write(directory)
-            copies = mirror.whole_copies()
-            break
-        except (BadInput, MirrorError) as error:
+            return mirror.whole_copies()
+        except (BadInput, Outage) as error:
             state.error = str(error)
             state.write(directory)
-            if isinstance(error, BadInput):
-                raise
-            patience.wait_after(error)
+            raise
+
+    print(f"testing whether {mirror.url} is writable", flush=True)
+    copies = patiently(mirror.url, try_mirror)
     state.newest_copied = copies[-1] if copies else None
     state.error = None
     state.write(directory)
@@ -241,17 +240,12 @@ def reach(mirror, directory):
 
 def newest_checkpoint(directory, mirror):
     """Returns the path of a run's newest undamaged checkpoint, or None. Fetches it if only the mirror has it. Raises
-    BadInput or MirrorError."""
+    BadInput or Outage."""
     path = format.latest_good(directory)
     if mirror is None:
         return path
     step = format.step_of(path) if path else -1
-    patience = Patience(mirror.url)
-    while True:
-        try:
-            return mirror.fetch(directory, after_step=step) or path
-        except MirrorError as error:
-            patience.wait_after(error)
+    return patiently(mirror.url, lambda: mirror.fetch(directory, after_step=step)) or path
 
 
 def changed_flags(saved, task):

@@ -18,7 +18,7 @@ PRODUCTS = {"forward": 2, "backward": 5}  # of each pair of a query and a key wi
 UNITS = "matrix", "vector", "load", "store", "transcendental", "across lanes"
 KERNEL = """
 from functools import partial
-from nanochat.device.jax_import import import_jax
+from nanochat.device.xla_ops import import_jax
 jax = import_jax()
 from nanochat.kernels import pallas_attention, pallas_parts
 name, (batch, length, width, kv_width, window, matrix_unit) = sys.argv[1], map(int, sys.argv[2:])

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from nanochat.checkpoint import format
-from nanochat.checkpoint.format import Meta
+from nanochat.checkpoint.format import Meta, rng_state
 from nanochat.checkpoint.saver import SaveOptions, save_checkpoint, save_lane_states
+
+RNG = rng_state()
 
 
 def make_meta(step=1, **fields):
     return Meta(**{"step": step, "config": {"n_layer": 2, "n_embd": 128}, "tokenizer_sha256": "aa" * 32,
-                   "data_fingerprint": "bb" * 32, "flags": {"depth": 2}, "rng": "", **fields})
+                   "data_fingerprint": "bb" * 32, "flags": {"depth": 2}, "rng": RNG, **fields})
 
 
 def make_state(seed=0):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from nanochat.checkpoint import format
-from nanochat.checkpoint import saver as saver_module
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.checkpoint.saver import SaveOptions, save_checkpoint, save_lane_states
 from tests.checkpoint.states import flip_a_byte, kill_at_any_moment, make_meta, make_state, names, save
@@ -85,7 +84,7 @@ def test_an_error_while_saving_leaves_the_old_checkpoint_and_frees_the_disk(tmp_
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(saver_module, "sync_to_disk", disk_full)
+        patch.setattr(format, "sync_to_disk", disk_full)
         with pytest.raises(OSError, match="No space left"):
             save(tmp_path, 2, keep=1)
     assert format.latest_good(tmp_path) == old

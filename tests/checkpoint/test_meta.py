@@ -11,13 +11,13 @@ from nanochat.checkpoint.format import (
     Meta,
     load_meta,
     read_config,
-    require_match,
+    require_same,
     restore_rng,
     rng_state,
 )
 from nanochat.common import BadInput
 from nanochat.model.config import CONFIG_FLAGS, GPTConfig, require_as_saved
-from tests.checkpoint.states import make_meta, save
+from tests.checkpoint.states import make_meta
 
 CONFIG = asdict(GPTConfig(vocab_size=270, max_seq_len=32, n_layer=2, n_embd=64, n_head=2))
 
@@ -37,6 +37,19 @@ def test_a_meta_is_restored_as_it_was_saved():
     ({"config": None}, "is not a checkpoint .meta.json: config is null"),
     ({"step": "2"}, 'is not a checkpoint .meta.json: step is "2"'),
     ({"data_fingerprint": None}, "is not a checkpoint .meta.json: data_fingerprint is null"),
+    ({"step": -1}, "is not a checkpoint .meta.json: step is -1"),
+    ({"rng": "AAAA"}, 'is not a checkpoint .meta.json: rng is "AAAA"'),
+    ({"rng": "é"}, "is not a checkpoint .meta.json: rng is"),
+    ({"batch_schedule": 5}, "is not a checkpoint .meta.json: batch_schedule is 5"),
+    ({"batch_schedule": [5]}, "is not a checkpoint .meta.json: batch_schedule is .5."),
+    ({"batch_schedule": [[0, "x"]]}, "is not a checkpoint .meta.json: batch_schedule is"),
+    ({"batch_schedule": [[0, 512], [4]]}, "is not a checkpoint .meta.json: batch_schedule is"),
+    ({"batch_schedule": [[1, 512]]}, "is not a checkpoint .meta.json: batch_schedule is"),
+    ({"seconds": {"train": "20"}}, 'is not a checkpoint .meta.json: seconds is {"train": "20"}'),
+    ({"seconds": [20]}, "is not a checkpoint .meta.json: seconds is .20."),
+    ({"time": float("nan")}, "is not a checkpoint .meta.json: time is NaN"),
+    ({"nonfinite_steps": {"total": None}}, "is not a checkpoint .meta.json: nonfinite_steps is"),
+    ({"nonfinite_steps": {"often": 1}}, "is not a checkpoint .meta.json: nonfinite_steps is"),
     ({"a_field_of_later": 1}, "is not a checkpoint .meta.json: .*a_field_of_later"),
     ("{\"step\": 4", "is not a checkpoint .meta.json: Expecting ',' delimiter"),
     ("[4]", "is not a checkpoint"),
@@ -72,17 +85,10 @@ def test_a_config_that_makes_no_model_is_refused_by_the_name_of_its_field(tmp_pa
     assert read_config(tmp_path, meta, GPTConfig) == GPTConfig(**CONFIG)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"config": {"n_layer": 3, "n_embd": 128}}, "another architecture: --n_layer is 2 there and 3 here"),
-    ({"tokenizer_sha256": "cc" * 32}, "another tokenizer"),
-    ({"data_fingerprint": "cc" * 32}, "other data than that in --data_dir"),
-])
-def test_resuming_with_another_model_tokenizer_or_data_is_bad_input(tmp_path, change, message):
-    meta = load_meta(save(tmp_path, 1))
-    ours = dict(config=meta.config, tokenizer_sha256=meta.tokenizer_sha256, data_fingerprint=meta.data_fingerprint)
-    require_match(tmp_path, meta, **ours)
-    with pytest.raises(BadInput, match=message):
-        require_match(tmp_path, meta, **{**ours, **change})
+def test_a_checkpoint_of_other_flags_or_data_is_refused_with_both_values(tmp_path):
+    require_same(tmp_path, {"--fim_rate": (0.5, 0.5), "the hash of the data": ("ab", "ab")})
+    with pytest.raises(BadInput, match="--fim_rate is 0.5 there and 0.0 here.*another --run"):
+        require_same(tmp_path, {"--seed": (1, 1), "--fim_rate": (0.5, 0.0)})
 
 
 @pytest.mark.parametrize("given, saved", [({"key_shift": "on"}, "off"), ({"depth": 3}, 2), ({"softcap": 0.0}, 15.0),

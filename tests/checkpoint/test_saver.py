@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from nanochat.checkpoint import format, pieces
-from nanochat.checkpoint import saver as saver_module
 from nanochat.checkpoint.format import META
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
@@ -70,7 +69,7 @@ def test_the_next_call_raises_an_error_of_the_background_and_nonfinite_weights_a
 @pytest.mark.parametrize("name", [format.MODEL, META])
 def test_a_checkpoint_that_does_not_read_back_as_it_was_written_gets_no_final_name(tmp_path, monkeypatch, name):
     """The file is changed between writing and reading back, as a bad disk might change it."""
-    module = saver_module if name == META else pieces
+    module = format if name == META else pieces
     sync = module.sync_to_disk
 
     def sync_and_alter(path):

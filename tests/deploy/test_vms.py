@@ -128,8 +128,7 @@ def test_a_vm_is_reached_by_its_name_even_after_it_was_created_again(laptop, clo
 
 
 def test_facts_agree_with_the_table_of_tpus(laptop):
-    from nanochat.device.prices import chip_price
-    from nanochat.device.tpu import parse_accelerator
+    from nanochat.device.tpu import chip_price, parse_accelerator
     for name in ("v5litepod-1", "v5litepod-8", "v5litepod-16", "v6e-4", "v6e-8", "v4-32", "v5p-8"):
         tpu = parse_accelerator(name)
         script = f'. deploy/lib/common.sh; facts {name} us-west4-a; echo "$CHIPS $HOSTS $VERSION ${{USD:-none}}"'

@@ -14,7 +14,7 @@ from deploy.lib import calls, catalogue
 from deploy.lib.calls import TIMED_OUT, Calls, end_orphan
 from deploy.lib.keeper import Keeper
 from deploy.lib.state import Journal, Known
-from nanochat.device import prices
+from nanochat.device import tpu
 from tests.deploy.conftest import ROOT, eventually
 from tests.deploy.made_up import World
 
@@ -177,7 +177,7 @@ def test_a_zone_that_the_table_does_not_know_counts_at_the_dearest_price_and_tha
     settings = replace(World(tmp_path).settings, zones=("us-a", "us-west1-c"), usd_per_hour=None)
     said = []
     by_zone = catalogue.hourly_prices(settings, said.append)
-    assert by_zone["us-a"] == 4 * prices.chip_price("v6e-4", spot=True).usd_per_chip_hour > by_zone["us-west1-c"]
+    assert by_zone["us-a"] == 4 * tpu.chip_price("v6e-4", spot=True).usd_per_chip_hour > by_zone["us-west1-c"]
     assert said == [f"the price in us-a is not known: {by_zone['us-a']:.2f} USD an hour counts, the dearest of the "
                     "table"]
     assert catalogue.hourly_prices(replace(settings, type="v4-8"), said.append) is None

@@ -14,7 +14,7 @@ import glob, json, os, sys
 from functools import partial
 real_glob = glob.glob
 glob.glob = lambda path: real_glob(path.replace("/sys/bus/pci/devices", sys.argv[1]))
-from nanochat.device.jax_import import import_jax
+from nanochat.device.xla_ops import import_jax
 jax = import_jax()
 assert jax._src.hardware_utils.num_available_tpu_chips_and_device_id()[0] == 8
 from nanochat.kernels import pallas_attention

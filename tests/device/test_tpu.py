@@ -1,7 +1,7 @@
 import pytest
 
 from nanochat.common import BadInput
-from nanochat.device import prices, tpu
+from nanochat.device import tpu
 
 
 @pytest.mark.parametrize("accelerator, name, chips, hosts, topology", [
@@ -106,7 +106,7 @@ def test_a_zone_without_a_known_price_counts_at_the_dearest_of_the_type():
     assert dearest == max(tpu.usd_per_hour("v6e-4", spot=True, zone=zone) for zone in zones)
     for zone in ("us-wset4-a", "", "us"):
         assert tpu.usd_per_hour("v6e-4", spot=True, zone=zone) == dearest
-        assert prices.chip_price("v6e-4", True, zone) == (dearest / 4, False)
+        assert tpu.chip_price("v6e-4", True, zone) == (dearest / 4, False)
 
 
 def test_libtpu_gets_the_options_of_its_chip_that_are_not_set_already(monkeypatch):

@@ -140,7 +140,10 @@ def test_a_run_does_not_resume_with_other_puzzles_and_the_message_says_so(data_d
     made = task.make_task(parse_flags(last_of_each(*TINY, f"--data_dir={data_dir}")), "cpu", 1, None)
     config = {**asdict(made.plan.config), "vocab_size": 7, "cells": 36}
     meta = SimpleNamespace(config=config, data_fingerprint="other", tokenizer_sha256="")
-    with pytest.raises(BadInput, match="was trained with other data than that in --data_dir"):
+    with pytest.raises(BadInput, match="the hash of --data_dir is"):
+        made.resumed("step_000001", meta)
+    meta.data_fingerprint = made.data_fingerprint
+    with pytest.raises(BadInput, match="--vocab_size is 7 there"):
         made.resumed("step_000001", meta)
 
 

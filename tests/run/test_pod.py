@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanochat.checkpoint.mirror import MirrorError
-from nanochat.common import BadInput
+from nanochat.common import BadInput, Outage
 from nanochat.run import wire
 from nanochat.run.pod import Pod, PodError, membership
 from nanochat.run.stopping import EXIT_STATUS
@@ -35,7 +34,7 @@ def test_hosts_of_one_name_are_told_apart_by_their_addresses():
     pods = [Pod(replace(pod.host, name="vm")) for pod in pods]
     on_all(pods, Pod.join, {})
     assert pods[1].names == ["vm (127.0.0.1)", "vm (127.0.0.2)"]
-    pods[1]._is_over = True
+    pods[1]._is_over.set()
     pods[1]._members[0].connection.shutdown(socket.SHUT_RDWR)
     wait_for(lambda: pods[0].failure)
     assert "host vm (127.0.0.2) has ended" in str(pods[0].failure)
@@ -62,7 +61,7 @@ def test_a_host_that_fails_ends_all_with_its_name_its_reason_and_its_status():
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_host_whose_process_ends_is_named_on_all_others(lost):
     with joined_pods(3) as pods:
-        pods[lost]._is_over = True  # it is killed: it tells nobody of what follows
+        pods[lost]._is_over.set()  # it is killed: it tells nobody of what follows
         for member in pods[lost]._members.values():
             member.connection.shutdown(socket.SHUT_RDWR)
         others = [pod for pod in pods if pod is not pods[lost]]
@@ -77,7 +76,7 @@ def test_a_host_that_falls_silent_is_named(monkeypatch):
         assert not any(pod.failure for pod in pods)
         monkeypatch.setattr(pods[2], "tell", lambda index, message: None)
         wait_for(lambda: all(pod.failure for pod in pods))
-        assert "host w2 has not been heard of for 3 s" in str(pods[1].failure)
+        assert "host w2 has been silent for 3 s" in str(pods[1].failure)
 
 
 def test_a_host_that_does_not_come_is_waited_for_and_named():
@@ -120,7 +119,7 @@ def test_the_first_host_says_that_its_port_is_in_use():
         Pod(pods[0].host).join({})
 
 
-@pytest.mark.parametrize("error, status", [(BadInput("no shards in /data"), 2), (MirrorError("an outage"), EXIT_STATUS),
+@pytest.mark.parametrize("error, status", [(BadInput("no shards in /data"), 2), (Outage("an outage"), EXIT_STATUS),
                                            (RuntimeError("a bug"), 1)])
 def test_an_error_before_training_ends_all_hosts_with_its_text(error, status):
     def work(host):

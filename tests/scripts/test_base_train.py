@@ -119,7 +119,7 @@ def test_rows_that_become_longer_keep_the_bits_of_a_run_that_resumes_before_at_a
         if devices == 2:
             assert resumed.losses == whole.losses and resumed.bpb == whole.bpb
         assert resumed.losses == pytest.approx(whole.losses, rel=2e-6)
-    with pytest.raises(BadInput, match="--seq_len_ramp=0:8,2:16,4:32.*--seq_len_ramp=''"):
+    with pytest.raises(BadInput, match="--seq_len_ramp is 0:8,2:16,4:32 there and ''"):
         base_train.main(last_of_each(*tiny, "--run=parts", "--num_iterations=8"))
 
 
@@ -265,9 +265,9 @@ def test_a_run_with_fill_in_the_middle_records_its_bits_per_byte_and_keeps_its_r
     trained = train(*flags, run="fim")
     fim = {record["step"]: record["fim_bpb"] for record in trained.records if "fim_bpb" in record}
     assert sorted(fim) == sorted(trained.bpb) == [0, 3, 6] and fim[6] < fim[0]
-    with pytest.raises(BadInput, match="--fim_rate=0.5.*--fim_rate=0.0"):
+    with pytest.raises(BadInput, match="--fim_rate is 0.5 there and 0.0"):
         base_train.main(last_of_each(*tiny, "--run=fim", *flags[1:], "--num_iterations=8"))
-    with pytest.raises(BadInput, match="--num_lanes=64.*--num_lanes=128"):
+    with pytest.raises(BadInput, match="--num_lanes is 64 there and 128"):
         base_train.main(last_of_each(*tiny, "--run=fim", *flags, "--num_iterations=8", "--num_lanes=128"))
     base_eval.main(["--checkpoint=fim", f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/val",
                     "--eval_tokens=1024", "--device_type=cpu", "--fim"])
