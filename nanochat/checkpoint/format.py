@@ -18,6 +18,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -148,7 +149,10 @@ def _find_wrong_field(meta):
         "nonfinite_steps": meta.nonfinite_steps.keys() <= {"total", "in_a_row"} and _are_numbers(meta.nonfinite_steps),
         "seconds": _are_numbers(meta.seconds),
     }
-    return next((name for name in is_right if not is_right[name]), None)
+    for name in is_right:
+        if not is_right[name]:
+            return name
+    return None
 
 
 def _is_rng_state(text):
@@ -321,13 +325,11 @@ def _sha256(path):
 @dataclass(frozen=True)
 class Kept:
     """Which checkpoints stay when there is a new one."""
-    newest: int | None = None  # this many of the newest, at least one; None: all
+    newest: int = sys.maxsize  # this many of the newest, at least one
     every: int = -1  # and those whose step is a multiple of this; -1: none
 
     def outdated(self, paths):
         """Returns the paths or names of checkpoints that may go. paths: oldest first."""
-        if self.newest is None:
-            return []
         return [path for path in paths[:-max(self.newest, 1)] if not self.is_for_ever(path)]
 
     def is_for_ever(self, path):

@@ -135,10 +135,10 @@ class Mirror:
     def _copies(self):
         """Returns {name: names of its files} of all copies, whole or not, oldest first."""
         if self._is_bucket:
-            files, _ = _within(LIST_TIMEOUT_S, lambda: list_files(self.url, delimiter=""))
+            files, _ = _within(LIST_TIMEOUT_S, list_files, self.url, "")
             paths = [file.url for file in files]
         else:
-            paths = _within(LIST_TIMEOUT_S, lambda: [str(path) for path in Path(self.url).glob("step_*/*")])
+            paths = map(str, _within(LIST_TIMEOUT_S, list, Path(self.url).glob("step_*/*")))
         found = {}
         for path in paths:
             match = re.search(r"/(step_\d+)/([^/]+)$", path)
@@ -150,16 +150,16 @@ class Mirror:
         """Copies files to a directory. The sources or the directory are in the mirror."""
         if self._is_bucket:
             pairs = [(str(source), f"{directory}/{os.path.basename(source)}") for source in sources]
-            _within(timeout_s, lambda: copy_files(pairs))
+            _within(timeout_s, copy_files, pairs)
         else:
-            _within(timeout_s, lambda: _copy_to_directory(sources, Path(directory)))
+            _within(timeout_s, _copy_to_directory, sources, Path(directory))
 
     def _remove_files(self, pattern, timeout_s=LIST_TIMEOUT_S):
         """Deletes the file of this URL, or with …/* the files of a folder and, in a directory, the folder."""
         if self._is_bucket:
-            _within(timeout_s, lambda: delete_files(pattern))
+            _within(timeout_s, delete_files, pattern)
         elif pattern.endswith("/*"):
-            _within(timeout_s, lambda: shutil.rmtree(pattern[:-2]))
+            _within(timeout_s, shutil.rmtree, pattern[:-2])
         else:
             _within(timeout_s, Path(pattern).unlink)
 
@@ -173,20 +173,17 @@ def _copy_to_directory(sources, directory):
         partial.replace(target)
 
 
-# Errors, and how long each thing may take
-
-
 # A call to a file system whose server is gone (NFS, for example) does not return, and nothing can interrupt it. So a
 # thread makes the call, and is abandoned if it does not return. It also limits a bucket that sends a byte now and then.
-def _within(timeout_s, function):
-    """Returns function(), which uses the mirror. Raises Outage if it takes more than `timeout_s` seconds or may succeed
-    later, and BadInput for any other OSError."""
+def _within(timeout_s, function, *args):
+    """Returns function(*args), which uses the mirror. Raises Outage if it takes more than `timeout_s` seconds, or if a
+    retry may succeed, and BadInput for any other OSError."""
     results = []
     errors = []
 
     def work():
         try:
-            results.append(function())
+            results.append(function(*args))
         except Exception as error:
             errors.append(error)
 

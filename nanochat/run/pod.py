@@ -22,6 +22,7 @@ from nanochat.run import wire
 from nanochat.run.stopping import EXIT_STATUS
 
 RETRY_S = 0.5
+END = "that their ranks have ended"  # the last thing that all hosts say
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Pod:
         self.names = []  # of all hosts, once they have joined
         self.link = None  # for requests to the first host, once this one has joined
         self.failure = None  # the PodError with which the run ends here
-        self.handlers = {"value": self._on_value, "values": self._on_values, "failed": self._on_failed,
-                         "ended": self._on_ended, "over": self._on_over}  # kind -> function(index, message)
+        self.handlers = {"value": self._on_value, "values": self._on_values,
+                         "failed": self._on_failed}  # kind -> function(index, message)
         self.serves = {}  # kind of request -> function(connection, message), on the first host
         self._listener = None
         self._token = secrets.token_hex(16)
@@ -65,8 +66,6 @@ class Pod:
         self._hellos = {}  # index -> what that host says of itself, on the first host
         self._said = {}  # name -> {index: value}, see gather; on the first host
         self._values = {}  # name -> the values of all hosts
-        self._ended = set()  # indices of the hosts whose ranks have ended, on the first host
-        self._status = None  # of the run, once it is over
 
     @property
     def is_first(self):
@@ -217,15 +216,18 @@ class Pod:
         for index in range(self.host.count):
             self.tell(index, message)
 
-    def gather(self, name, value):
+    def gather(self, name, value, timeout_s=None):
         """Returns the values that all hosts pass to this call with the same name, a list. Raises PodError if the run
-        has ended on another host."""
+        has ended on another host, or after `timeout_s` (default: gather_s)."""
         self.tell(0, {"kind": "value", "name": name, "value": value})
         began = time.monotonic()
         with self._changed:
             while name not in self._values:
-                missing = self._missing(self._said.get(name, {}))
-                self._wait(began, self._limits.gather_s, f"{missing} to say {name}")
+                missing = [self.names[0]]
+                if self.is_first:
+                    said = self._said.get(name, {})
+                    missing = [host for index, host in enumerate(self.names) if index not in said]
+                self._wait(began, timeout_s or self._limits.gather_s, f"{', '.join(missing)} to say {name}")
             return self._values[name]
 
     def _on_value(self, index, message):
@@ -240,13 +242,9 @@ class Pod:
     def _on_values(self, index, message):
         with self._changed:
             self._values[message["name"]] = message["values"]
+            if message["name"] == END:  # here, because the others may close their connections at once
+                self._is_over.set()
             self._changed.notify_all()
-
-    def _missing(self, there):
-        """Returns the names of the hosts that this one waits for. there: the indices of those that have answered."""
-        if not self.is_first:
-            return self.names[0]
-        return ", ".join(name for index, name in enumerate(self.names) if index not in there)
 
     def _wait(self, began, timeout_s, what):
         """Waits, holding self._changed, until something changes. Raises the run's failure, and a PodError once
@@ -315,30 +313,12 @@ class Pod:
         this host's ranks; reason: why it is neither 0 nor EXIT_STATUS, in a line."""
         if status not in (0, EXIT_STATUS):
             self.fail(reason or f"its ranks ended with status {status}", status)
-        self.tell(0, {"kind": "ended"})
-        began = time.monotonic()
+        # The others wait for the first, which saves and waits for its mirror.
+        timeout_s = self._limits.last_words_s if self.is_first else self._limits.end_s
         try:
-            with self._changed:
-                while self.is_first and len(self._ended) < self.host.count:
-                    self._wait(began, self._limits.last_words_s, f"{self._missing(self._ended)} to end")
-                while not self.is_first and self._status is None:
-                    self._wait(began, self._limits.end_s, f"host {self.names[0]} to save and to wait for its mirror")
+            return self.gather(END, status, timeout_s)[0]
         except PodError as failure:
             return failure.status
-        if self.is_first:
-            self.tell_all({"kind": "over", "status": status})
-        return self._status
-
-    def _on_ended(self, index, message):
-        with self._changed:
-            self._ended.add(index)
-            self._changed.notify_all()
-
-    def _on_over(self, index, message):
-        with self._changed:
-            self._is_over.set()
-            self._status = message["status"]
-            self._changed.notify_all()
 
     def close(self):
         """Closes the connections, once the others have read the last messages."""

@@ -232,4 +232,4 @@ def test_a_gcloud_that_hangs_is_ended_with_its_helpers(run_dir, tmp_path, monkey
 
 def test_a_file_system_that_does_not_answer_is_an_outage():
     with pytest.raises(Outage, match="has not answered after 0.01 s"):
-        mirror._within(0.01, lambda: time.sleep(5))
+        mirror._within(0.01, time.sleep, 5)

@@ -36,7 +36,7 @@ def make_layout(state):
     return Layout.of(*map(sizes_of, state), PIECE_BYTES)
 
 
-def save_in_pieces(run_dir, step, delay_s=0.0, keep=None):
+def save_in_pieces(run_dir, step, delay_s=0.0, keep=100):
     """Saves a checkpoint of one lane by three writers; returns its path."""
     state = make_state(step)
     layout = make_layout(state)
