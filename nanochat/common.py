@@ -318,12 +318,11 @@ def written_whole(path):
 def locked(lock_file, refusal):
     """Holds a lock on the file for the block. Raises BadInput(refusal) if another process holds it."""
     from filelock import FileLock, Timeout
-    lock = FileLock(lock_file)
     try:
-        lock.acquire(timeout=0)
+        held = FileLock(lock_file).acquire(timeout=0)
     except Timeout:
         raise BadInput(refusal) from None
-    with lock:
+    with held:  # releases it once; `with FileLock(…)` would acquire it a second time
         yield
 
 

@@ -19,11 +19,12 @@ import shutil
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nanochat.checkpoint.format import SUMS, Kept, find_problem, is_whole, read_sums, step_of
-from nanochat.common import BadInput, Outage
+from nanochat.common import BadInput, Outage, written_whole
 from nanochat.data.storage import Interruption, copy_files, delete_files, list_files
 from nanochat.record.metrics import METRICS_FILE
 
@@ -244,12 +245,8 @@ class MirrorState:
 
     def write(self, run_dir):
         """Replaces the file in one step. Ignores a full disk: the next call writes it."""
-        unfinished = Path(run_dir) / f".{STATE_FILE}.unfinished"
-        try:
+        with suppress(OSError), written_whole(Path(run_dir) / STATE_FILE) as unfinished:
             unfinished.write_text(json.dumps(asdict(self)) + "\n")
-            unfinished.replace(Path(run_dir) / STATE_FILE)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
 
     def saved(self, name):
         """Notes that the checkpoint `name` is on this machine's disk."""

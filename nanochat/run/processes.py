@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
-from nanochat.common import BadInput, end_with_parent, prepare_output, require_writable_dir, say_error
+from nanochat.common import BadInput, end_with_parent, locked, prepare_output, require_writable_dir, say_error
 from nanochat.device import tpu
 from nanochat.device.ranks import spawn_ranks
 from nanochat.device.tpu import count_tpu_chips
@@ -33,14 +31,10 @@ def exclusive_use(run_dir):
     The operating system frees the lock when its process ends, even by a kill. The ranks of a killed process may live a
     moment longer and could still write a checkpoint, so this waits until they have ended.
     """
-    lock = FileLock(require_writable_dir(run_dir) / ".lock")
+    lock_file = require_writable_dir(run_dir) / ".lock"
     holder = run_dir / ".lock_holder"
-    try:
-        held = lock.acquire(timeout=0)
-    except Timeout:
-        raise BadInput(f"{run_dir} is in use by {holder.read_text()}: end that run first, or choose another --run") \
-            from None
-    with held:
+    user = holder.read_text() if holder.exists() else "another process"
+    with locked(lock_file, f"{run_dir} is in use by {user}: end that run first, or choose another --run"):
         _wait_for_orphans(run_dir)
         holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         yield

@@ -98,7 +98,6 @@ def test_incomplete_and_damaged_copies_are_not_used(run_dir, folder, tmp_path, c
     assert [path.name for path in run_dir.glob("step_*")] == ["step_000001"]
 
 
-# -----------------------------------------------------------------------------
 # A run that starts over
 
 
@@ -141,7 +140,6 @@ def test_a_copy_is_kept_although_the_mirror_has_later_steps(run_dir, folder):
     assert folder.whole_copies() == ["step_000050", "step_000100", "step_000200"]
 
 
-# -----------------------------------------------------------------------------
 # Refusals and outages
 
 

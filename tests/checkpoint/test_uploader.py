@@ -102,7 +102,6 @@ def test_a_run_that_starts_over_sets_the_copies_of_the_old_run_aside_at_once(run
     assert uploads.finish() and there.whole_copies() == ["step_000005"]
 
 
-# -----------------------------------------------------------------------------
 # At the start of a run, in the parent process
 
 

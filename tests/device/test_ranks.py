@@ -89,7 +89,6 @@ def test_freed_memory_is_kept_where_it_is_asked_for(how, monkeypatch):
     assert (faults > PAGES // 2) == (how == "default"), faults
 
 
-# -----------------------------------------------------------------------------
 # On a TPU, of which the tests replace what they ask
 
 

@@ -79,7 +79,6 @@ class Trainer(Life):
         return status
 
 
-# -----------------------------------------------------------------------------
 # Faults. Each leaves the run's process ended, or (full disk) alive.
 
 
@@ -155,7 +154,6 @@ FAULTS = {
     "byte flipped in a shard": flip_byte,
 }
 
-# -----------------------------------------------------------------------------
 
 
 def result(base_dir):

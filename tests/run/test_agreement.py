@@ -42,7 +42,6 @@ def test_another_line_of_code_is_another_version(tmp_path):
     assert len({own, first, code_version(tmp_path)}) == 3
 
 
-# -----------------------------------------------------------------------------
 # Stopping and saving
 
 
@@ -136,7 +135,6 @@ def test_a_stop_before_the_first_tick_stops_at_it_and_one_after_the_last_has_no_
         assert not any(map(any, run_ranks_of_hosts(pods, tmp_path, late).values()))
 
 
-# -----------------------------------------------------------------------------
 # Checkpoints
 
 
