@@ -256,19 +256,6 @@ def tensor_files(path, kind):
         raise OSError(errno.EINVAL, "it is no index of pieces", str(index)) from None
 
 
-def is_whole(names):
-    """Returns whether a set of file names is that of a whole checkpoint."""
-    return {LANES, META, SUMS} <= names and _has_tensors(names, MODEL) and _has_tensors(names, OPTIMIZER)
-
-
-def _has_tensors(names, kind):
-    if kind in names:
-        return True
-    matches = [re.fullmatch(rf"{Path(kind).stem}-\d+-of-(\d+)\.safetensors", name) for name in names]
-    counts = [int(match[1]) for match in matches if match]  # each piece's name has the number of pieces
-    return index_of(kind) in names and len(counts) > 0 and len(counts) == counts[0]
-
-
 def read_sums(path):
     """Returns {file name: checksum} of the checkpoint at `path`. Raises OSError."""
     sums = {}

@@ -23,7 +23,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nanochat.checkpoint.format import SUMS, Kept, find_problem, is_whole, read_sums, step_of
+from nanochat.checkpoint import format
+from nanochat.checkpoint.format import LANES, META, MODEL, OPTIMIZER, SUMS, Kept, step_of
 from nanochat.common import BadInput, Outage, written_whole
 from nanochat.data.storage import Interruption, copy_files, delete_files, list_files
 from nanochat.record.metrics import METRICS_FILE
@@ -74,7 +75,7 @@ class Mirror:
 
     def copy(self, path):
         """Copies the checkpoint at `path` and its run's metrics there."""
-        self._copy([path / name for name in read_sums(path)], f"{self.url}/{path.name}")
+        self._copy([path / name for name in format.read_sums(path)], f"{self.url}/{path.name}")
         # Before SHA256SUMS: whoever finds a whole copy finds the metrics up to its step, too.
         self._copy([path.parent / METRICS_FILE], self.url)
         self._copy([path / SUMS], f"{self.url}/{path.name}")
@@ -117,7 +118,7 @@ class Mirror:
             partial.mkdir(parents=True)
             files = sorted(file for file in copies[name] if not file.endswith(PARTIAL))
             self._copy([f"{self.url}/{name}/{file}" for file in files], partial)
-            problem = find_problem(partial)
+            problem = format.find_problem(partial)
             if problem is None:
                 # Before the checkpoint gets its name: from then on, a start fetches only later copies.
                 self._copy([f"{self.url}/{METRICS_FILE}"], run_dir)
@@ -172,6 +173,19 @@ def _copy_to_directory(sources, directory):
         partial = target.with_name(target.name + PARTIAL)
         shutil.copyfile(source, partial)
         partial.replace(target)
+
+
+def is_whole(names):
+    """Returns whether a set of file names is that of a whole checkpoint."""
+    return {LANES, META, SUMS} <= names and _has_tensors(names, MODEL) and _has_tensors(names, OPTIMIZER)
+
+
+def _has_tensors(names, kind):
+    if kind in names:
+        return True
+    matches = [re.fullmatch(rf"{Path(kind).stem}-\d+-of-(\d+)\.safetensors", name) for name in names]
+    counts = [int(match[1]) for match in matches if match]  # each piece's name has the number of pieces
+    return format.index_of(kind) in names and len(counts) > 0 and len(counts) == counts[0]
 
 
 # A call to a file system whose server is gone (NFS, for example) does not return, and nothing can interrupt it. So a
