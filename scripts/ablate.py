@@ -11,15 +11,13 @@ The table is a TOML file. Its keys are flags of base_train; the first variant is
     [variants.half]
     matrix_lr = 0.01
 
-It may be killed at any time: the same command goes on where it was, and repeats no finished run. It prints which
-variants differ from the reference by more than their seeds do, and draws validation over tokens, FLOPs, seconds and,
-with --accelerator, the preflight's chip-seconds. docs/ablations.md says more.
+It may be killed at any time: the same command resumes, and repeats no finished run. It prints which variants differ
+from the reference by more than their seeds do, and draws validation over tokens, FLOPs, seconds and, with
+--accelerator, the preflight's chip-seconds. docs/ablations.md says more.
 """
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from nanochat.analysis.figures import require_packages
 from nanochat.analysis.history import read_run
@@ -27,7 +25,7 @@ from nanochat.analysis.results import curve_of, write_results
 from nanochat.analysis.running import STOPPED, chip_seconds_per_token, run_trial, stop_on_sigterm
 from nanochat.analysis.summary import format_table
 from nanochat.analysis.trials import read_trials, require_same_flags
-from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
+from nanochat.common import expand_path, flag, get_base_dir, locked, read_flags, require_writable_dir, run_script
 from nanochat.device import tpu
 from nanochat.record.metrics import format_count
 
@@ -45,7 +43,7 @@ class Flags:
 
 
 def describe_plan(trials):
-    """Prints what will be run."""
+    """Prints the runs."""
     rows = [("variant", ["parameters", "batch", "steps", "tokens", "FLOPs"])]
     for name, plan in {trial.variant: trial.plan for trial in trials}.items():
         rows.append((name, [format_count(sum(plan.parameters.values())), f"{plan.total_batch_size:,}",
@@ -58,7 +56,7 @@ def describe_plan(trials):
 
 
 def run_all(trials, accelerator, folder):
-    """Trains what is not finished, and writes the results after every run. Returns the exit status."""
+    """Trains the unfinished runs, and writes the results after each. Returns the exit status."""
     chip_seconds = {}
     if accelerator:
         for name, trial in {trial.variant: trial for trial in trials}.items():
@@ -70,7 +68,7 @@ def run_all(trials, accelerator, folder):
         print(f"run {number} of {len(trials)}: {trial.variant}, seed {trial.seed}", flush=True)
         log_path = folder / f"{trial.variant}.{trial.seed}.log"
         status = run_trial(trial, BASE_TRAIN, log_path)
-        # The trial has saved and can go on. Whoever stopped it, the same command begins with it again.
+        # The trial has saved and can resume. Whoever stopped it, the same command begins with it again.
         if status == STOPPED:
             raise KeyboardInterrupt
         if status or not trial.is_finished():
@@ -92,7 +90,7 @@ def main(argv=None):
     require_packages("matplotlib", "scipy")  # before the runs, not after them
     trials = read_trials(flags.table)
     accelerator = flags.accelerator and tpu.parse_accelerator(flags.accelerator).accelerator
-    # All runs are looked at before the first one is trained: what cannot be compared is said now, and not after hours.
+    # All runs are checked before the first one trains: errors come now, and not after hours.
     for trial in trials:
         require_same_flags(trial)
         if trial.is_finished():
@@ -101,13 +99,13 @@ def main(argv=None):
     if flags.dry_run:
         return 0
     folder = require_writable_dir(get_base_dir() / "ablations" / flags.table.stem)
+    lock_file = folder / ".lock"
     try:
-        with FileLock(folder / ".lock", timeout=0), stop_on_sigterm():
+        with (locked(lock_file, f"{flags.table} is in use: another process holds {lock_file}; wait for its end"),
+              stop_on_sigterm()):
             return run_all(trials, accelerator, folder)
-    except Timeout:
-        raise BadInput(f"{flags.table} is in use: another process holds {folder / '.lock'}") from None
     except KeyboardInterrupt:
-        print("stopped: the same command goes on where it was", flush=True)
+        print("stopped: the same command resumes", flush=True)
         return STOPPED
 
 

@@ -3,8 +3,8 @@
     python3 -m scripts.prepare_puzzles --puzzle=sudoku --box=3x3 --train=100 --val=20
     python3 -m scripts.puzzle_preflight --accelerator=v5litepod-8 --total_batch_size=768 --num_iterations=65104
 
-All flags of puzzle_train are accepted too (python3 -m scripts.puzzle_train --help). The puzzles only say how large a
-grid is and how many tokens there are.
+All flags of puzzle_train are accepted too (python3 -m scripts.puzzle_train --help). Only the size of the puzzles' grid
+and the number of their tokens matter.
 
 Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
 """
@@ -29,7 +29,7 @@ def trace_run(flags, chips):
     import torch_xla
     task = make_task(flags, "tpu", chips, directory=None)
     dist = Dist("tpu", torch_xla.device(), world_size=chips)
-    # The weights have shapes and no memory. Each is replaced by a placeholder of the XLA device, which can be traced.
+    # On the meta device the weights have shapes and no memory. Placeholders of the XLA device replace them.
     with torch.device("meta"):
         model = TRM(task.plan.config, task.plan.dtype)
     training = task.make_step(fill_with_placeholders(model), dist)
@@ -43,9 +43,9 @@ def trace_run(flags, chips):
 def main(argv=None):
     own, flags = read_preflight_flags(argv, __doc__, TITLES, Flags)
     if own.find_batch:
-        raise BadInput("--find_batch is for base_train: a puzzle's batch is --total_batch_size, whatever fits")
+        raise BadInput("--find_batch is for base_train: give --total_batch_size instead")
     if own.find_mesh:
-        raise BadInput("--find_mesh is for base_train: puzzle_train divides no weights")
+        raise BadInput("--find_mesh is for base_train: puzzle_train divides no weights, so leave it out")
     say = prepare(own)
     started = time.monotonic()
     programs, traced = trace_run(flags, own.tpu_slice.chips)

@@ -2,8 +2,8 @@
 
     python3 -m scripts.report RUN [RUN …]
 
-RUN is the name of a run, its directory, or a copy of its metrics.jsonl. A panel is drawn if at least one run has its
-metric. Broken lines mark interruptions. It needs matplotlib: pip install '.[report]'
+RUN is the name of a run, its directory, or a copy of its metrics.jsonl. Panels that no run has metrics for are left
+out. Broken lines mark interruptions. It needs matplotlib: pip install '.[report]'
 """
 from dataclasses import dataclass
 from functools import partial
@@ -24,21 +24,22 @@ class Flags:
                       metavar="RUN")
     completion: Path | None = flag(None, "also draw completion.png: the loss with the text of FILE beside it",
                                    metavar="FILE", of=expand_path)
-    preflight: Path | None = flag(None, "also print a block to paste into an issue: what the first run measured beside "
-                                  "the estimate in FILE, which tpu_preflight --json wrote", metavar="FILE",
+    preflight: Path | None = flag(None, "also print a block to paste into an issue: the first run's measurements "
+                                  "beside the estimate in FILE, which tpu_preflight --json wrote", metavar="FILE",
                                   of=expand_path)
     out_dir: Path | None = flag(None, "the report's folder; default: report/ in the first run's", of=expand_path)
     accelerator: str | None = flag(None, "also print what the runs cost on this TPU, such as v5litepod-8")
     zone: str | None = flag(None, "zone whose prices count, such as us-west4-a; default: the dearest")
-    on_demand: bool = flag(False, "the prices of VMs that are not spot VMs")
+    on_demand: bool = flag(False, "prices on demand instead of spot")
     usd_per_chip_hour: float | None = flag(None, "price of a chip, instead of nanochat/device/prices.csv", of=float,
                                            at_least=0)
 
     def usd_per_hour(self):
-        """Returns the price of the TPU in USD an hour, or None without --accelerator. Raises BadInput if it is not
-        known."""
+        """Returns the price of the TPU in USD an hour, None without --accelerator. Raises BadInput if it is unknown."""
         if self.accelerator is None:
             return None
+        if self.usd_per_chip_hour is None:
+            tpu.require_known_zone(tpu.parse_accelerator(self.accelerator).accelerator, self.zone)
         usd = tpu.usd_per_hour(self.accelerator, not self.on_demand, self.usd_per_chip_hour, self.zone)
         if usd is None:
             raise BadInput(f"no price of --accelerator={self.accelerator} is known: give --usd_per_chip_hour")

@@ -3,7 +3,7 @@
     python3 -m scripts.tpu_advice RUN
 
 RUN is the name of a run, its directory, or its metrics.jsonl. The fractions of time are medians since the newest
-process started, or fractions of the whole wall time. The flags are read from the run's newest checkpoint.
+process started, or fractions of the whole wall time. The flags come from the run's newest checkpoint.
 """
 from dataclasses import dataclass
 
@@ -26,9 +26,9 @@ def main(argv=None):
     for number, item in enumerate(advice, start=1):
         print(f"{number}. {item.text}")
     if not advice:
-        print("nothing to advise: what was measured shows nothing wrong")
+        print("nothing to advise: the measurements show nothing wrong")
     elif not known:
-        print("(no checkpoint next to the metrics, so the values of its flags are not known)")
+        print("(no checkpoint next to the metrics, so the values of its flags are unknown)")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,10 @@ chip's memory and what they cost:
 
     python3 -m scripts.tpu_preflight --accelerator=v5litepod-8 --depth=16 --device_batch_size=8 --max_seq_len=1024
 
-All flags of base_train are accepted too (python3 -m scripts.base_train --help). The programs are those that base_train
-runs, and libtpu, the real TPU compiler, compiles them. The memory is what the compiler allocated. The times are
-estimates: the cycles of the machine's own schedule, which libtpu writes for every operation, or the operation's traffic
-with HBM, whichever takes longer, and the waits for copies and collectives that nothing hides. docs/preflight.md says
-how far to trust them.
+All flags of base_train are accepted too (python3 -m scripts.base_train --help). libtpu, the real TPU compiler, compiles
+the programs that base_train runs. The memory is what the compiler allocated. The times are estimates: the cycles of the
+machine's own schedule, or an operation's traffic with HBM if that takes longer, and the copies and collectives that
+overlap with no operation. docs/preflight.md says how far to trust them.
 
 Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
 """

@@ -1,31 +1,30 @@
-"""What would make a run faster, from its metrics and flags, the largest loss of time first."""
+"""Advises what would make a run faster, from its metrics and flags."""
 import json
 import math
 from dataclasses import dataclass
 
 from nanochat.analysis.summary import text
 from nanochat.checkpoint.format import META, Meta, list_checkpoints
+from nanochat.device.tpu import GIB
 from nanochat.record.metrics import format_duration
 
-# From these fractions of the time on, advice is given:
+# Advice follows from these fractions of the time on:
 DATA_WAIT = 0.05  # waiting for data
 HOST_BOUND = 0.80  # dispatching or waiting for data: nearly all the time, so the device waits for the host
 NOT_TRAINING = 0.05  # any one kind of work that is not training
 # Fractions of the device's memory up to which twice the batch
 MEMORY_FREE = 0.48  # fits, because it takes less than twice the memory
 MEMORY_TIGHT = 0.70  # may fit, because weights and optimizer do not grow with it
-GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Advice:
-    fraction: float  # of the run's time that is lost, as measured; 0 if the gain is not known
+    fraction: float  # of the run's time that is lost, as measured; 0 if the gain is unknown
     text: str
 
 
 def flags_of(run):
-    """Returns the flags {name: value} of the run's newest checkpoint whose meta.json can be read, or {} if there is
-    none."""
+    """Returns the flags {name: value} of the run's newest checkpoint whose meta.json can be read, {} without one."""
     for path in reversed(list_checkpoints(run.directory)):
         try:
             return Meta.from_json(json.loads((path / META).read_text())).flags
@@ -52,7 +51,7 @@ def advise(run, flags):
 
 
 def now(flags, name):
-    """Returns the value of a flag in brackets, or "" if it is not known."""
+    """Returns the value of a flag in brackets, or "" if it is unknown."""
     return text(flags.get(name), " (now {})")
 
 
@@ -67,8 +66,8 @@ def about_data(run, flags):
 def about_host(run, flags):
     dispatch = run.median("host_dispatch") or 0.0
     wait = run.median("data_wait") or 0.0
-    # Below HOST_BOUND the host still waits for the device, which hides its work. If it waits for data most of the time,
-    # about_data says so.
+    # Below HOST_BOUND the host's work overlaps with the device's. If it waits for data most of the time, about_data
+    # says so.
     if dispatch + wait < HOST_BOUND or wait > dispatch:
         return
     remedies = []
@@ -78,13 +77,13 @@ def about_host(run, flags):
     if flags.get("log_every", 10) < 10:
         remedies.append(f"--log_every=10{now(flags, 'log_every')}: every line waits for the device")
     remedies = "; ".join(remedies) or "a larger --total_batch_size with a larger --device_batch_size"
-    # Twice the rows in a program are half as many programs, so half of the time is to be gained.
+    # Twice the rows in a program make half as many programs, which gains half of the time.
     yield Advice(dispatch / 2, f"The host is busy dispatching programs for {dispatch:.0%} of the time, so the device "
                                f"waits for it: {remedies}")
 
 
 def rows_per_step(run, flags):
-    """Returns the rows of a step on all devices together, or 0 if they are not known."""
+    """Returns the rows of a step on all devices together, or 0 if they are unknown."""
     steps, tokens = run.series("tokens")
     if len(steps) < 2 or not flags.get("max_seq_len"):
         return 0
@@ -93,7 +92,9 @@ def rows_per_step(run, flags):
 
 
 def about_compiling(run):
-    found = [text for record in run.records for text in record.get("recompiled", ())]
+    found = []
+    for record in run.records:
+        found += record.get("recompiled", ())
     if not found:
         return
     seconds = recompiling_s(run)
@@ -110,8 +111,8 @@ def recompiling_s(run):
     before = None
     seconds = 0.0
     for record in run.records:
-        # compile_s adds up from the start of a process. It falls where a new process began, whose first compilations
-        # are not meant.
+        # compile_s adds up from the start of a process. It falls when a new process starts, whose first compilations do
+        # not count.
         compiled = record.get("compile_s", before)
         if record.get("recompiled") and before is not None:
             seconds += max(compiled - before, 0.0)
@@ -123,30 +124,51 @@ def about_time_not_training(run, flags):
     """Yields Advice on evaluating, sampling, saving, interruptions and compiling."""
     seconds = run.seconds()
     total = max(sum(seconds.values()), 1e-9)
-    for kind, flag, activity in (("evaluate", "eval_every", "evaluating"), ("sample", "sample_every", "sampling"),
-                             ("save", "save_every", "saving")):
-        fraction = seconds.get(kind, 0.0) / total
-        if fraction > NOT_TRAINING:
-            remedy = f"a larger --{flag}"
-            if every := flags.get(flag):
-                # The smallest multiple with which it would take NOT_TRAINING of the time at most, if each time costs
-                # the same.
-                remedy = f"--{flag}={every * math.ceil(fraction / NOT_TRAINING)} (now {every})"
-            if kind == "evaluate":
-                remedy += f", or fewer --eval_tokens{now(flags, 'eval_tokens')}"
-            yield Advice(fraction, f"{fraction:.0%} of the time goes into {activity}: {remedy}")
+    saving = seconds.get("save", 0.0) / total
     lost = seconds.get("lost", 0.0) / total
     interruptions = int(run.last("interruptions") or 0)
-    if lost > NOT_TRAINING and interruptions:
+    if not interruptions:
+        lost = 0.0  # pauses, not interruptions
+    save_flag = "save_every"
+    if flags.get("save_every_minutes", -1) > 0:
+        save_flag = "save_every_minutes"
+    yield from about_events(seconds.get("evaluate", 0.0) / total, "evaluating", "eval_every", flags)
+    yield from about_events(seconds.get("sample", 0.0) / total, "sampling", "sample_every", flags)
+    # Fewer checkpoints lose more work at an interruption, so only the larger loss decides how often to save. The best
+    # interval loses as much time to saving as to work done again (Young 1974).
+    if saving >= lost:
+        yield from about_events(saving, "saving", save_flag, flags)
+    if lost > NOT_TRAINING:
+        remedy = "a VM that is replaced sooner (deploy/watch.sh with more zones)"
+        if flags.get(save_flag, 1) <= 0:
+            remedy = f"checkpoints (--{save_flag} is off), or {remedy}"
+        elif lost > saving:
+            remedy = f"a smaller --{save_flag}{now(flags, save_flag)}, or {remedy}"
         times = "1 interruption" if interruptions == 1 else f"{interruptions} interruptions"
-        yield Advice(lost, f"{lost:.0%} of the time was lost to {times} (work done again, and nothing running): a "
-                           f"smaller --save_every{now(flags, 'save_every')}, or a VM that is replaced sooner "
-                           "(deploy/watch.sh with more zones)")
+        yield Advice(lost, f"{lost:.0%} of the time was lost to {times} (work done again, and nothing running): "
+                           f"{remedy}")
     compiling = seconds.get("compile", 0.0) / total
-    starts = len(run.interruptions()) + 1
+    # A run that was told to stop starts again without counting an interruption.
+    starts = max(interruptions, len(run.interruptions())) + 1
     if compiling > NOT_TRAINING and interruptions:
         yield Advice(compiling, f"{compiling:.0%} of the time goes into compiling, at each of {starts} "
                                 "starts: zones with fewer preemptions, or --on_demand (deploy/watch.sh)")
+
+
+def about_events(fraction, activity, flag, flags):
+    """Yields Advice on an activity that happens every so many steps or minutes, as a flag says."""
+    if fraction <= NOT_TRAINING:
+        return
+    remedy = f"a larger --{flag}"
+    every = flags.get(flag, -1)
+    if every > 0 and fraction < 1:
+        # The smallest multiple with which it would take NOT_TRAINING of the time at most. The other time stays, and
+        # each event costs the same.
+        times = math.ceil(fraction / (1 - fraction) * (1 - NOT_TRAINING) / NOT_TRAINING)
+        remedy = f"--{flag}={every * times:.10g} (now {every})"
+    if activity == "evaluating":
+        remedy += f", or fewer --eval_tokens{now(flags, 'eval_tokens')}"
+    yield Advice(fraction, f"{fraction:.0%} of the time goes into {activity}: {remedy}")
 
 
 def about_memory(run, flags):
@@ -160,17 +182,18 @@ def about_memory(run, flags):
         return
     batch = flags.get("device_batch_size")
     if batch and rows_per_step(run, flags) <= batch:
-        return  # a step is one micro-step of one device, so a larger device batch would change the run
+        return  # a step is one micro-step of one device: a larger device batch would change the run
     larger = f"--device_batch_size={2 * batch} (now {batch})" if batch else "twice the --device_batch_size"
     if peak / limit <= MEMORY_FREE:
         yield Advice(0, f"{used}: {larger} fits, because it takes less than twice as much")
     else:
-        same = "".join(f" --{name}={flags[name]}" for name in ("depth", "max_seq_len", "kernel") if name in flags)
-        yield Advice(0, f"{used}: {larger} may fit; python3 -m scripts.tpu_preflight "
-                        f"--accelerator=TYPE --find_batch{same} finds out")
+        command = "python3 -m scripts.tpu_preflight --accelerator=TYPE --find_batch"
+        for name in ("depth", "max_seq_len", "kernel"):
+            if name in flags:
+                command += f" --{name}={flags[name]}"
+        yield Advice(0, f"{used}: {larger} may fit; {command} finds out")
 
 
 def about_kernel(run, flags):
     if run.median("mfu") is not None and flags.get("kernel") == "current":
         yield Advice(0, "--kernel=flash (now current) keeps attention scores out of the device's memory; it needs jax")
-

@@ -1,4 +1,4 @@
-"""Pictures of runs: curves over work or time, where the time went, the memory. They need matplotlib."""
+"""Draws runs with matplotlib: curves over work or time, where the time went, the memory."""
 import textwrap
 from dataclasses import dataclass
 from functools import partial
@@ -7,13 +7,13 @@ import numpy as np
 
 from nanochat.analysis.history import SECONDS
 from nanochat.common import BadInput
+from nanochat.device.tpu import GIB
 from nanochat.record.metrics import format_count
 
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22")
 KINDS = {"train": "#2ca02c", "compile": "#ff7f0e", "load": "#17becf", "save": "#9467bd", "evaluate": "#1f77b4",
          "sample": "#e377c2", "other": "#7f7f7f", "lost": "#d62728"}  # Goodput's names in stacking order
 TIME_UNITS = (("minutes", 60), ("hours", 3600), ("days", 86400))
-GIB = 2**30
 
 
 def require_packages(*names):
@@ -22,7 +22,7 @@ def require_packages(*names):
         for name in names:
             __import__(name)
     except ImportError as error:
-        raise BadInput(f"there is no {error.name}: pip install '.[report]'") from None
+        raise BadInput(f"{error.name} is not installed: pip install '.[report]'") from None
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Lines:
     is_count: bool = False  # the values are whole numbers
 
     def is_shown(self, runs):
-        """Returns whether one of the runs has the metric, and for a count whether anything was counted."""
+        """Returns whether one of the runs has the metric, or, for a count, has counted anything."""
         for run in runs:
             values = run.series(self.name)[1]
             if values.any() if self.is_count else len(values):
@@ -47,24 +47,9 @@ class Lines:
     def draw(self, runs, axes):
         unit_s = label_time(axes, runs) if self.over == "time" else 1
         for run, colour in zip(runs, COLOURS, strict=False):
-            steps, values = run.series(self.name)
-            if not len(steps):
-                continue
-            x = run.work(steps)
-            if self.over == "time":  # a gap where the run was interrupted
-                # matplotlib draws no line to or from a point that is not a number.
-                breaks = np.searchsorted(steps, [record["step"] for record in run.interruptions()])
-                x = np.insert(run.elapsed_s(steps) / unit_s, breaks, np.nan)
-                values = np.insert(values, breaks, np.nan)
-            style = {"color": colour}
-            if self.name == "val_bpb" or len(steps) == 1:
-                style |= {"marker": "o", "markersize": 3}
-            if self.smooth:
-                axes.plot(x, values * self.scale, linewidth=1.2, alpha=0.3, **style)
-                axes.plot(x, running_mean(values) * self.scale, linewidth=1.6, label=run.name, color=colour)
-            else:
-                axes.plot(x, values * self.scale, linewidth=1.2, label=run.name, **style)
-            mark_interruptions(axes, run, colour, self.over, unit_s)
+            if len(run.series(self.name)[0]):
+                self._draw_run(run, colour, axes, unit_s)
+                mark_interruptions(axes, run, colour, self.over, unit_s)
         axes.set_ylabel(self.label)
         if self.over == "work":
             axes.set_xlabel(runs[0].unit)
@@ -72,12 +57,29 @@ class Lines:
         self._scale_axis(axes)
         draw_legend(axes)
 
+    def _draw_run(self, run, colour, axes, unit_s):
+        steps, values = run.series(self.name)
+        x = run.work(steps)
+        if self.over == "time":
+            # The line has a gap at each interruption: matplotlib draws none to or from a point that is not a number.
+            breaks = np.searchsorted(steps, [record["step"] for record in run.interruptions()])
+            x = np.insert(run.elapsed_s(steps) / unit_s, breaks, np.nan)
+            values = np.insert(values, breaks, np.nan)
+        style = {"color": colour}
+        if self.name == "val_bpb" or len(steps) == 1:
+            style |= {"marker": "o", "markersize": 3}
+        if self.smooth:
+            axes.plot(x, values * self.scale, linewidth=1.2, alpha=0.3, **style)
+            axes.plot(x, running_mean(values) * self.scale, linewidth=1.6, label=run.name, color=colour)
+        else:
+            axes.plot(x, values * self.scale, linewidth=1.2, label=run.name, **style)
+
     def _scale_axis(self, axes):
         if self.is_log:
             axes.set_yscale("log")
         elif self.scale == 100 or self.is_count or self.name == "lr_multiplier":
             bottom, top = axes.get_ylim()
-            if axes.dataLim.ymin >= 0:  # what should not be below zero is shown, too
+            if axes.dataLim.ymin >= 0:  # negative values, if there are any, stay visible
                 bottom = -0.02 * top
             axes.set_ylim(bottom=bottom)
         if self.is_count:
@@ -108,7 +110,7 @@ PICTURES = {
 
 
 def draw_all(runs, folder):
-    """Writes the pictures that some run has metrics for, as PNGs, and returns their paths."""
+    """Writes the pictures for which some run has metrics, as PNGs, and returns their paths."""
     found = []
     for name, (title, lines) in PICTURES.items():
         panels = [partial(each.draw, runs) for each in lines if each.is_shown(runs)]
@@ -124,7 +126,7 @@ def draw_all(runs, folder):
 
 def save_figure(path, title, panels):
     """Writes a picture of panels, functions that draw on axes, and returns its path."""
-    # A Figure without pyplot needs no display, and is freed when it goes out of use.
+    # A Figure without pyplot needs no display, and is freed with its last reference.
     from matplotlib.figure import Figure
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
@@ -136,7 +138,7 @@ def save_figure(path, title, panels):
         axes.grid(alpha=0.3)
     for axes in grid[len(panels):]:
         axes.remove()
-    figure.savefig(path)
+    figure.savefig(path, format="png")
     return path
 
 
@@ -148,22 +150,21 @@ def draw_text(text, axes):
     axes.axis("off")
     shown = axes.text(0.02, 0.97, "\n".join(lines), family="monospace", fontsize=10, va="top", parse_math=False,
                       transform=axes.transAxes)
-    shown.set_in_layout(False)  # a long text is cut at the bottom, and does not squeeze the plot beside it
+    shown.set_in_layout(False)  # a long text is cut at the bottom instead of squeezing the plot beside it
 
 
 def draw_goodput(runs, run, axes):
     """Draws the fractions of Goodput's kinds in the wall time of one of the runs so far, stacked."""
     unit_s = label_time(axes, [run])
     records = [record for record in run.records if SECONDS + "train" in record]
-    there = run.seconds()
-    kinds = [kind for kind in (*KINDS, *sorted(there.keys() - KINDS)) if kind in there]
-    # (kinds, records), and so are the percentages. The seconds are running totals, so a column adds up to the time so
-    # far.
+    known = run.seconds()
+    kinds = [kind for kind in (*KINDS, *sorted(known.keys() - KINDS)) if kind in known]
+    # (kinds, records), like the percentages. The seconds are running totals, so a column adds up to the time so far.
     seconds = np.array([[record.get(SECONDS + kind, 0.0) for record in records] for kind in kinds])
     percentages = 100 * seconds / np.maximum(seconds.sum(axis=0), 1e-9)
     times = [(record["time"] - run.records[0]["time"]) / unit_s for record in records]
-    axes.stackplot(times, percentages, alpha=0.8, colors=[KINDS.get(kind, "#bcbd22") for kind in kinds],
-                   labels=[f"{kind} {of_kind[-1]:.1f}%" for kind, of_kind in zip(kinds, percentages, strict=True)])
+    labels = [f"{kind} {of_kind[-1]:.1f}%" for kind, of_kind in zip(kinds, percentages, strict=True)]
+    axes.stackplot(times, percentages, alpha=0.8, colors=[KINDS.get(kind, "#bcbd22") for kind in kinds], labels=labels)
     mark_interruptions(axes, run, "black", "time", unit_s)
     axes.set(ylabel="fraction of the time so far, %", ylim=(0, 100))
     if len(runs) > 1:
@@ -186,7 +187,7 @@ def draw_memory(runs, axes):
 
 
 def draw_legend(axes):
-    """Draws the legend above the axes, where it hides nothing."""
+    """Draws the legend above the axes, so that it covers nothing."""
     axes.legend(fontsize="small", loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, ncols=2, frameon=False)
 
 
@@ -203,8 +204,7 @@ def running_mean(values, decay=0.9):
         if np.isnan(value):
             means.append(value)
             continue
-        # The mean begins at 0, so the first ones are too small: `weight` is what the mean of ones would be, and they
-        # are divided by it.
+        # The mean begins at 0, so the first ones are too small. They are divided by `weight`, the mean of ones.
         mean = decay * mean + (1 - decay) * value
         weight = decay * weight + 1 - decay
         means.append(mean / weight)
@@ -214,16 +214,18 @@ def running_mean(values, decay=0.9):
 def label_time(axes, runs):
     """Labels the time axis and returns its unit in seconds."""
     longest_s = max(run.wall_s() for run in runs)
-    unit, unit_s = "seconds", 1
+    unit = "seconds"
+    unit_s = 1
     for longer, longer_s in TIME_UNITS:
         if longest_s > 3 * longer_s:
-            unit, unit_s = longer, longer_s
+            unit = longer
+            unit_s = longer_s
     axes.set_xlabel(f"time since the first record, {unit}")
     return unit_s
 
 
 def mark_interruptions(axes, run, colour, over, unit_s):
-    """Draws a broken line where the run was resumed; over time, also a shade over the pause before it."""
+    """Draws a broken line at each resumption of the run, and over time a shade over the pause before it."""
     label = f"{run.name}: resumed after an interruption"
     for record in run.interruptions():
         if over == "work":
@@ -234,4 +236,4 @@ def mark_interruptions(axes, run, colour, over, unit_s):
             begin = (before["time"] - run.records[0]["time"]) / unit_s
             axes.axvspan(begin, x, color=colour, alpha=0.1, linewidth=0)
         axes.axvline(x, color=colour, linestyle="--", linewidth=1, alpha=0.8, label=label)
-        label = None  # once in the legend
+        label = None  # in the legend once

@@ -1,21 +1,21 @@
-"""A run's speed and memory beside the preflight's estimate, as Markdown to paste into an issue."""
+"""Compares a run's speed and memory with the preflight's estimate, as Markdown to paste into an issue."""
 import json
 import platform
 from importlib import metadata
 
-from nanochat.analysis.summary import text
+from nanochat.analysis.summary import peak_bytes, text
 from nanochat.common import BadInput
+from nanochat.device.tpu import GIB
 from nanochat.model.config import CONFIG_FLAGS
 
-GIB = 2**30
 PACKAGES = ("torch", "torch_xla", "libtpu", "jax")
-# Flags that change a step's time or memory; the preflight must have had the values of the run.
+# Flags that change a step's time or memory. The preflight must have the values of the run.
 OF_THE_PROGRAMS = (*CONFIG_FLAGS, "device_batch_size", "total_batch_size", "seq_len_ramp", "kernel", "compute_dtype",
                    "activation_checkpointing", "shard_optimizer", "gradient_sums", "teacher")
 
 
 def read_preflight(path):
-    """Returns the report that tpu_preflight wrote to `path`, a JSON object. Raises BadInput if it is none."""
+    """Returns the report that tpu_preflight wrote to `path`, a JSON object. Raises BadInput."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -27,14 +27,11 @@ def read_preflight(path):
 
 
 def markdown_block(run, flags, report):
-    """Returns the block as text.
-
-    run: a History (history.py); flags: {name: value} of its checkpoint, {} if there is none; report: as
-    read_preflight returns it. The first record of a process is left out, because its steps include compiling.
-    """
+    """Returns the block as text. run: a History; flags: {name: value} of its checkpoint, {} without one; report: as
+    read_preflight returns it."""
     estimate = report.get("estimate", {})
     if lengths := run.lengths():
-        # Where rows become longer, the run's medians are of its newest length, so the estimate is of that stage.
+        # If rows become longer, the run's medians are of its newest length, so the estimate is that stage's.
         estimate = estimate.get("stages", {}).get(f"micro_step {lengths[-1][1]}", {})
     step_ms = scaled(estimate.get("step_s"), 1000)
     lines = [f"**{report['accelerator']}: run {run.name}, measured beside the preflight's estimate**", "",
@@ -51,7 +48,7 @@ def markdown_block(run, flags, report):
               f"{known(run.last('goodput'), '{:.1%}')}, interruptions {len(run.interruptions())}; step "
               f"{run.records[-1]['step']:,}.", versions()]
     if different := differences(flags, report["flags"]):
-        lines.append(f"**The estimate is of another run:** {different}.")
+        lines.append(f"**The estimate belongs to another run:** {different}.")
     return "\n".join(lines)
 
 
@@ -77,19 +74,16 @@ def error_bar(estimate):
     return f" ({1000 * estimate['step_low_s']:,.0f} to {1000 * estimate['step_high_s']:,.0f})"
 
 
-def peak_bytes(run):
-    """Returns the largest peak of a device's memory in bytes, or None if it was not measured."""
-    peaks = run.series("device_memory_peak_bytes")[1]
-    return float(peaks.max()) if len(peaks) else None
-
-
 def differences(flags, estimated):
-    """Returns the flags of programs and batch that the run and the preflight do not share, "depth 12, not 8"."""
-    same = {"on", "auto"}  # of shard_optimizer on a TPU
-    return ", ".join(f"{name} was {flags[name]} in the run and {estimated[name]} in the preflight"
-                     for name in OF_THE_PROGRAMS
-                     if name in flags and name in estimated and flags[name] != estimated[name]
-                     and not {flags[name], estimated[name]} <= same)
+    """Returns the flags in which the programs of the run and of the preflight differ, with both values."""
+    found = []
+    for name in OF_THE_PROGRAMS:
+        if name not in flags or name not in estimated or flags[name] == estimated[name]:
+            continue
+        if {flags[name], estimated[name]} == {"on", "auto"}:  # the same for shard_optimizer on a TPU
+            continue
+        found.append(f"{name} was {flags[name]} in the run and {estimated[name]} in the preflight")
+    return ", ".join(found)
 
 
 def versions():

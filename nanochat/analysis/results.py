@@ -1,4 +1,5 @@
-"""What came of an ablation: its table, as text, page and JSON, and the curves of its variants over what they cost."""
+"""Compares the variants of an ablation, and writes its table, as text, page and JSON, and their curves. Two variants
+differ only if their final values do by more than the spread between seeds explains."""
 import json
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -6,21 +7,31 @@ from functools import partial
 
 import numpy as np
 
-from nanochat.analysis.ablation import compare, read_curve
 from nanochat.analysis.figures import COLOURS, save_figure
 from nanochat.analysis.history import read_run
 from nanochat.analysis.summary import format_table, make_page, text
-from nanochat.common import BadInput, is_disk_full
+from nanochat.common import BadInput, is_disk_full, written_whole
 from nanochat.record.metrics import format_count
 
+LEVEL = 0.05  # of the tests, for a whole table
 STYLES = ("-", "--", ":")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The validation of one run. All arrays are (n,), one entry for each evaluation."""
+    seed: int
+    bits_per_byte: np.ndarray
+    tokens: np.ndarray
+    seconds: np.ndarray  # of training, without compiling and evaluating
+    cpu_s: float | None  # of all processes of the finished run; None if one of them was killed
 
 
 @dataclass(frozen=True)
 class Variant:
     """The finished runs of a variant."""
     plan: object  # a Plan
-    chip_s_per_token: float | None  # estimated; None where it is not known
+    chip_s_per_token: float | None  # estimated; None if it is unknown
     curves: list  # one Curve for each seed
 
     def finals(self):
@@ -28,20 +39,20 @@ class Variant:
 
     def cost(self):
         """Returns what one run costs, {unit: number or None}; the seconds are medians over seeds."""
-        plan = self.plan
-        tokens = plan.tokens(0, plan.num_iterations)
+        tokens = self.plan.tokens(0, self.plan.num_iterations)
+        train_s = [curve.seconds[-1] for curve in self.curves]
         cpu_s = [curve.cpu_s for curve in self.curves if curve.cpu_s is not None]
-        return {"tokens": tokens, "flops": plan.flops(0, plan.num_iterations),
-                "train_s": float(np.median([curve.seconds[-1] for curve in self.curves])),
-                "cpu_s": float(np.median(cpu_s)) if cpu_s else None,
-                "chip_s": None if self.chip_s_per_token is None else self.chip_s_per_token * tokens}
+        chip_s = None
+        if self.chip_s_per_token is not None:
+            chip_s = self.chip_s_per_token * tokens
+        return {"tokens": tokens, "flops": self.plan.flops(0, self.plan.num_iterations),
+                "train_s": float(np.median(train_s)), "cpu_s": float(np.median(cpu_s)) if cpu_s else None,
+                "chip_s": chip_s}
 
 
 def write_results(trials, chip_seconds, folder):
     """Writes report.html, ablation.png and results.json of all finished runs, and returns the table as text.
-
-    chip_seconds: {variant: chip-seconds per token, or None}.
-    """
+    chip_seconds: {variant: chip-seconds per token, or None}."""
     variants = {}
     for trial in trials:
         if trial.is_finished():
@@ -54,12 +65,12 @@ def write_results(trials, chip_seconds, folder):
         seeds = {curve.seed: curve.bits_per_byte[-1] for curve in variant.curves}
         results[name] = asdict(comparisons[name]) | variant.cost() | {"seeds": seeds}
     picture = folder / "ablation.png"
-    with replacing(picture) as partial_path:
-        draw(partial_path, variants)
-    with replacing(folder / "report.html") as partial_path:
-        partial_path.write_text(make_page(folder.name, rows, [picture]), encoding="utf-8")
-    with replacing(folder / "results.json") as partial_path:
-        partial_path.write_text(json.dumps(results, indent=1))
+    with replacing(picture) as unfinished:
+        draw(unfinished, variants)
+    with replacing(folder / "report.html") as unfinished:
+        unfinished.write_text(make_page(folder.name, rows, [picture]), encoding="utf-8")
+    with replacing(folder / "results.json") as unfinished:
+        unfinished.write_text(json.dumps(results, indent=1))
     return format_table(rows)
 
 
@@ -72,28 +83,104 @@ def curve_of(trial):
     except BadInput as error:
         raise BadInput(f"{trial.variant}, seed {trial.seed}, has finished, but its record is lost ({error}): "
                        f"{remedy}") from None
-    steps = run.series("val_bpb")[0]
+    steps, bits_per_byte = run.series("val_bpb")
     if not len(steps) or steps[-1] != last:
         where = f"step {steps[-1]:g}" if len(steps) else "none"
         raise BadInput(f"{trial.variant}, seed {trial.seed}: its last evaluation is of {where}, not of step {last}, so "
                        f"it was trained on by hand, or its metrics.jsonl is damaged: {remedy}")
-    return read_curve(run, trial.seed, trial.notes().get("cpu_s"))
+    # Evaluations and seconds are recorded at different steps, so the seconds are interpolated, from 0 at step 0 on.
+    known_steps, known_seconds = run.series("seconds_train")
+    seconds = np.interp(steps, [0, *known_steps], [0, *known_seconds])
+    return Curve(trial.seed, bits_per_byte, run.work(steps), seconds, trial.notes().get("cpu_s"))
 
 
 @contextmanager
 def replacing(path):
-    """Gives the path of a file that takes the name `path` when the block ends. Raises BadInput if it cannot."""
-    partial_path = path.with_name(f"partial_{path.name}")
+    """As written_whole, but raises BadInput if the file cannot be written."""
     try:
-        yield partial_path
-        partial_path.replace(path)
+        with written_whole(path) as unfinished:
+            yield unfinished
     except OSError as error:
         if is_disk_full(error):
             raise
         raise BadInput(f"{path} cannot be written ({error.strerror}): move it away, and start the same command "
                        "again") from None
-    finally:
-        partial_path.unlink(missing_ok=True)
+
+
+# The comparison
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The final bits per byte of a variant, beside those of the reference."""
+    mean: float
+    deviation: float | None  # standard deviation between seeds; None with one seed
+    difference: float | None  # mean minus that of the reference; None for the reference itself
+    p_value: float | None  # corrected; None without a test
+    verdict: str
+
+
+def compare(finals, reference):
+    """Returns {variant: Comparison} of {variant: [final bits per byte, one of each seed]}. If `finals` lacks the
+    reference, nothing is compared."""
+    # The test is Welch's (1947), which compares two means whose spreads may differ. Holm's method (1979) corrects its
+    # p-values, so that a table without any true difference shows one with a probability of at most 5%.
+    # Welch's test does not pair the seeds. A paired test sees more, but with two seeds it has one degree of freedom and
+    # needs a difference of 12.7 standard errors, where Welch's needs 4.3 or more.
+    p_values = {}
+    for name, values in finals.items():
+        if name != reference and reference in finals:
+            p_values[name] = welch_p(values, finals[reference])
+    # Holm's factor is the number of tests, so variants without a test are not among them.
+    corrected = holm({name: p for name, p in p_values.items() if p is not None})
+    found = {}
+    for name, values in finals.items():
+        mean = float(np.mean(values))
+        deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        difference = None
+        in_words = "the reference"
+        if name != reference:
+            if reference in finals:
+                difference = mean - float(np.mean(finals[reference]))
+            in_words = verdict(difference, corrected.get(name))
+        found[name] = Comparison(mean, deviation, difference, corrected.get(name), in_words)
+    return found
+
+
+def verdict(difference, p_value):
+    if difference is None:
+        return "no run of the reference finished"
+    if p_value is None:
+        return "needs two seeds"
+    if p_value >= LEVEL:
+        return "not beyond the spread of seeds"
+    return "better" if difference < 0 else "worse"
+
+
+def welch_p(first, second):
+    """Returns the two-sided p-value of Welch's test that two samples have the same mean, or None if one of them has
+    fewer than two values."""
+    from scipy.stats import ttest_ind
+    if min(len(first), len(second)) < 2:
+        return None
+    if np.ptp(first) == np.ptp(second) == 0:  # no spread at all: the seed changes nothing
+        return 0.0 if first[0] != second[0] else 1.0
+    return float(ttest_ind(first, second, equal_var=False).pvalue)
+
+
+def holm(p_values):
+    """Returns {name: p-value} corrected for their number by Holm's step-down method."""
+    corrected = {}
+    largest = 0.0
+    for rank, name in enumerate(sorted(p_values, key=p_values.get)):
+        # The smallest of n p-values is multiplied by n, the next one by n - 1, and so on. None becomes smaller than the
+        # one before.
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))
+        corrected[name] = largest
+    return corrected
+
+
+# The table and the picture
 
 
 def make_rows(variants, comparisons):
@@ -112,42 +199,36 @@ def make_rows(variants, comparisons):
 
 def draw(path, variants):
     """Writes the picture of validation over tokens, FLOPs, seconds and chip-seconds."""
-    axes = {"tokens": tokens_of, "FLOPs": flops_of, "seconds of training on this machine": seconds_of}
+    labels = ["tokens", "FLOPs", "seconds of training on this machine"]
     if any(variant.chip_s_per_token for variant in variants.values()):
-        axes["estimated chip-seconds"] = chip_seconds_of
-    save_figure(path, "Validation, bits per byte", [partial(draw_curves, variants, *each) for each in axes.items()])
+        labels.append("estimated chip-seconds")
+    panels = [partial(draw_curves, variants, label) for label in labels]
+    save_figure(path, "Validation, bits per byte", panels)
 
 
-def tokens_of(variant, curve):
-    return curve.tokens
-
-
-def flops_of(variant, curve):
-    """Returns the FLOPs after which a run has seen its tokens, an array; rows that become longer cost more."""
+def costs_of(variant, curve):
+    """Returns {label of an axis: what each evaluation of a curve has cost until then, an array}."""
+    # Longer rows cost more FLOPs. Between two switches each token costs the same, so a straight line from switch to
+    # switch is exact.
     plan = variant.plan
-    # Between two switches each token costs the same, so a straight line from switch to switch is exact.
     steps = [0, *plan.switches, plan.num_iterations]
-    return np.interp(curve.tokens, [plan.tokens(0, step) for step in steps], [plan.flops(0, step) for step in steps])
+    flops = np.interp(curve.tokens, [plan.tokens(0, step) for step in steps], [plan.flops(0, step) for step in steps])
+    return {"tokens": curve.tokens, "FLOPs": flops, "seconds of training on this machine": curve.seconds,
+            "estimated chip-seconds": curve.tokens * (variant.chip_s_per_token or np.nan)}
 
 
-def seconds_of(variant, curve):
-    return curve.seconds
-
-
-def chip_seconds_of(variant, curve):
-    return curve.tokens * (variant.chip_s_per_token or np.nan)
-
-
-def draw_curves(variants, label, x_of, axes):
+def draw_curves(variants, label, axes):
     """Draws every run thinly and the mean of each variant's seeds. The first evaluation, before training, is left out,
     because beside it the others would look alike."""
     for index, (name, variant) in enumerate(variants.items()):
         # All colours first with one style of line, then with the next: 30 variants look different.
         style = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index // len(COLOURS) % len(STYLES)]}
-        xs = [x_of(variant, curve)[1:] for curve in variant.curves]
-        ys = [curve.bits_per_byte[1:] for curve in variant.curves]
-        for x, y in zip(xs, ys, strict=True):
-            axes.plot(x, y, linewidth=0.7, alpha=0.4, **style)
+        xs = []
+        ys = []
+        for curve in variant.curves:
+            xs.append(costs_of(variant, curve)[label][1:])
+            ys.append(curve.bits_per_byte[1:])
+            axes.plot(xs[-1], ys[-1], linewidth=0.7, alpha=0.4, **style)
         # The mean is over the evaluations that all seeds have.
         common = min(map(len, ys))
         axes.plot(np.mean([x[:common] for x in xs], axis=0), np.mean([y[:common] for y in ys], axis=0),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import partial
 
-from nanochat.common import BadInput, end_with_parent
+from nanochat.common import BadInput, end_with_parent, written_whole
 from nanochat.model.rates import OptimConfig
 from nanochat.train.flags import RecordFlags, RunFlags
 
@@ -31,19 +31,16 @@ def stop_on_sigterm():
 
 
 def run_trial(trial, base_train, log_path):
-    """Trains one run in a process of its own, with its output in a file. Returns its exit status.
-
-    base_train: the command, a list of words. KeyboardInterrupt stops that process, after a checkpoint. It is told to
-    stop, too, if this process is killed.
-    """
+    """Trains one run in a process of its own, with its output in a file. Returns its exit status. base_train: the
+    command, a list of words. KeyboardInterrupt, or the end of this process, stops it after a checkpoint."""
     earlier = trial.notes()
     cpu_before = cpu_seconds()
-    # If this process is killed now, nobody counts what the trial takes: None says that its CPU time is not known.
+    # If this process is killed now, nobody counts the trial's CPU time: None says that it is unknown.
     trial.write_notes(None)
     command = [*base_train, *trial.argv]
     with open(log_path, "a") as log:
-        # In a session of its own, a trial does not get the terminal's Ctrl-C. It gets the one SIGTERM from here, and
-        # has the time to save.
+        # In a session of its own, a trial does not get the terminal's Ctrl-C, but the one SIGTERM from here, and has
+        # the time to save.
         process = subprocess.Popen(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
             preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
@@ -60,7 +57,7 @@ def run_trial(trial, base_train, log_path):
                 process.wait()
                 raise
             status = STOPPED
-    # Those of a start that was killed are not known.
+    # The CPU seconds of a start that was killed are unknown.
     cpu_of_earlier = earlier.get("cpu_s") if earlier else 0.0
     if cpu_of_earlier is not None:
         trial.write_notes(cpu_of_earlier + cpu_seconds() - cpu_before)
@@ -68,7 +65,7 @@ def run_trial(trial, base_train, log_path):
 
 
 def cpu_seconds():
-    """Returns the CPU seconds of all processes so far that this one has started and that have ended."""
+    """Returns the CPU seconds of all processes that this one started and that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -76,11 +73,11 @@ def cpu_seconds():
 def chip_seconds_per_token(trial, accelerator, tpu_preflight, folder):
     """Returns the chip-seconds that the preflight estimates for a token of this run, or None if it does not fit.
 
-    tpu_preflight: the command, a list of words. It is run once for variants whose programs are the same, and its
-    reports stay in `folder`. Raises BadInput if it fails.
+    tpu_preflight: the command, a list of words. Variants with the same programs share one preflight, and the reports
+    stay in `folder`. Raises BadInput if it fails.
     """
-    # Seeds, rates and what is logged change no program. Without these flags, variants and seeds share one report.
-    no_matter = {"device_type"}  # flags that change no program
+    # Seeds, rates and what is logged change no program.
+    no_matter = {"device_type"}
     for group in (RunFlags, RecordFlags, OptimConfig):
         no_matter |= {field.name for field in fields(group)}
     argv = sorted(word for word in trial.argv if word.partition("=")[0].removeprefix("--") not in no_matter)
@@ -88,22 +85,22 @@ def chip_seconds_per_token(trial, accelerator, tpu_preflight, folder):
     path = folder / f"preflight_{digest}.json"
     if not path.exists():
         print(f"preflight of {trial.variant} for {accelerator}", flush=True)
-        # A report that was cut by a kill must not be taken for one by the next start.
-        unfinished = path.with_suffix(".tmp")
-        command = [*tpu_preflight, f"--accelerator={accelerator}", f"--json={unfinished}",
-                   "--programs=micro_step,update", *argv]
-        result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-                                preexec_fn=partial(end_with_parent, os.getpid()))
-        if result.returncode not in (0, DOES_NOT_FIT):
-            last = (result.stderr.strip() or "no message").splitlines()[-1]
-            raise BadInput(f"--accelerator={accelerator}: the preflight of variant {trial.variant} ended with status "
-                           f"{result.returncode}: {last}")
-        unfinished.replace(path)
+        with written_whole(path) as unfinished:
+            run_preflight(trial.variant, [*tpu_preflight, f"--accelerator={accelerator}", f"--json={unfinished}",
+                                          "--programs=micro_step,update", *argv])
     report = json.loads(path.read_text())
     if not report["fits"] or "estimate" not in report:
         print(f"warning: {trial.variant} does not fit into a chip of {accelerator}", flush=True)
         return None
-    run = report["estimate"]  # of a step in the last stage, and of all of them
-    # Where rows become longer, step_s is that of the last stage, and this is the mean step's fraction of it.
-    is_of_last = run["hours"] / run.get("hours_of_last", run["hours"])
-    return is_of_last * run["step_s"] * report["chips"] / report["plan"]["total_batch_size"]
+    # step_s is that of the last stage. With rows that become longer, the mean step takes a fraction of it.
+    run = report["estimate"]
+    fraction = run["hours"] / run.get("hours_of_last", run["hours"])
+    return fraction * run["step_s"] * report["chips"] / report["plan"]["total_batch_size"]
+
+
+def run_preflight(variant, command):
+    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+                            preexec_fn=partial(end_with_parent, os.getpid()))
+    if result.returncode not in (0, DOES_NOT_FIT):
+        last = (result.stderr.strip() or "no message").splitlines()[-1]
+        raise BadInput(f"the preflight of variant {variant} ended with status {result.returncode}: {last}")

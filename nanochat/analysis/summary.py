@@ -2,24 +2,24 @@
 import base64
 import html
 
+from nanochat.device.tpu import GIB
 from nanochat.record.metrics import format_count, format_duration
-
-GIB = 2**30
 
 
 def summarise(runs, usd_per_hour=None):
-    """Returns the rows of the summary, (label, [a text for each run]), without those that are empty for all runs. The
-    cost is that of `usd_per_hour`, the price of the TPU."""
+    """Returns the rows of the summary, (label, [a text for each run]), without those that are empty for all runs.
+    usd_per_hour: the price of the TPU."""
     columns = [summary_of(run, usd_per_hour) for run in runs]
     rows = [(label, [column[label] for column in columns]) for label in columns[0]]
     return [(label, texts) for label, texts in rows if any(texts)]
 
 
 def summary_of(run, usd_per_hour):
-    """Returns {label: text} of one run, "" for what is not known. All runs have the same labels."""
+    """Returns {label: text} of one run, "" for what is unknown. All runs have the same labels."""
     speed = run.median("tokens_per_s")
     hours = run.wall_s() / 3600
-    cost = cost_of_billion = ""
+    cost = ""
+    cost_of_billion = ""
     if usd_per_hour is not None:
         cost = f"{usd_per_hour * hours:.2f} USD"
         if speed is not None:
@@ -75,12 +75,18 @@ def best_validation(run):
 
 
 def peak_memory(run):
-    peaks = run.series("device_memory_peak_bytes")[1]
-    if not len(peaks):
+    peak = peak_bytes(run)
+    if peak is None:
         return ""
     limit = run.last("device_memory_limit_bytes")
     of_limit = f" of {limit / GIB:.1f}" if limit else ""
-    return f"{peaks.max() / GIB:.1f} GiB{of_limit}"
+    return f"{peak / GIB:.1f} GiB{of_limit}"
+
+
+def peak_bytes(run):
+    """Returns the largest peak of a device's memory in bytes, or None if it was not measured."""
+    peaks = run.series("device_memory_peak_bytes")[1]
+    return float(peaks.max()) if len(peaks) else None
 
 
 def time_not_training(run):
@@ -92,9 +98,9 @@ def time_not_training(run):
 
 def format_table(rows):
     """Returns rows, (label, [texts]), as text in columns."""
-    lines = [[label, *texts] for label, texts in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    table = [[label, *texts] for label, texts in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table)
 
 
 def make_page(title, rows, pictures):

@@ -1,19 +1,9 @@
-"""The runs of an ablation: every variant of a table of flags, with every seed.
-
-A table is a TOML file, whose keys are flags of base_train:
-
-    seeds = [0, 1, 2]
-    [flags]                # of all runs
-    depth = 4
-    [variants.default]     # the first one is the reference
-    [variants.half]
-    matrix_lr = 0.01
-"""
+"""Reads the runs of an ablation: each variant of a TOML table of flags, as in scripts/ablate.py, with each seed."""
 import json
 import re
 from dataclasses import dataclass
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, written_whole
 from nanochat.data.shards import fingerprint, open_text
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.record.metrics import METRICS_FILE
@@ -25,6 +15,7 @@ from nanochat.train.prepare import FINISHED_FILE, run_directory
 
 LONGEST_NAME = 100  # of a variant: file systems take names of 255 bytes
 NOTES_FILE = "ablate.json"  # in a run's folder: its flags, and the CPU seconds of its processes
+NOT_FOR_TABLES = ("run", "seed", "resume", "help")
 
 
 @dataclass(frozen=True)
@@ -33,7 +24,7 @@ class Trial:
     variant: str
     seed: int
     argv: tuple  # the flags of base_train
-    flags: Flags  # those of the model as they became in its config
+    flags: Flags  # those of the model as its config settled them
     plan: Plan
     inputs: dict  # {name: hash} of the data and the tokenizer, which may change while the flags stay
 
@@ -51,12 +42,11 @@ class Trial:
     def write_notes(self, cpu_s):
         """Notes the run's flags, inputs and CPU seconds in its folder; None while it runs, and if it was killed."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        partial = self.directory / f"{NOTES_FILE}.tmp"
-        partial.write_text(json.dumps({"flags": self.flags.as_dict(), "inputs": self.inputs, "cpu_s": cpu_s}))
-        partial.replace(self.directory / NOTES_FILE)
+        with written_whole(self.directory / NOTES_FILE) as unfinished:
+            unfinished.write_text(json.dumps({"flags": self.flags.as_dict(), "inputs": self.inputs, "cpu_s": cpu_s}))
 
     def settled(self):
-        """Returns {name: value} of the flags but --run."""
+        """Returns {name: value} of all flags except --run."""
         return self.flags.as_dict() | {"run": None}
 
     def is_finished(self):
@@ -64,10 +54,11 @@ class Trial:
 
 
 def read_trials(path):
-    """Returns the Trials of a table, variant after variant for the first seed, then for the second, and so on: so that
-    there is something to compare early. Raises BadInput."""
+    """Returns the Trials of a table: all variants with the first seed, then with the second, and so on, to compare them
+    early. Raises BadInput."""
     seeds, common, variants = read_table(path)
-    plans, trials = {}, []
+    plans = {}  # {variant: what plan_of returned}
+    trials = []
     for seed in seeds:
         for name, own in variants.items():
             argv = [*to_flags(common | own, f"{path}: variant {name}"), f"--run={path.stem}.{name}.{seed}",
@@ -75,17 +66,17 @@ def read_trials(path):
             try:
                 flags = parse_flags(argv)
                 run_directory(flags)
-                # The seed changes neither the plan nor the data, which plan_of hashes, so this is done once for each
-                # variant.
-                plans[name] = plans.get(name) or plan_of(flags)
+                # The seed changes neither the plan nor the data that plan_of hashes: once for each variant is enough.
+                if name not in plans:
+                    plans[name] = plan_of(flags)
             except BadInput as error:
                 raise BadInput(f"{path}: variant {name}: {error}") from None
             plan, inputs = plans[name]
             trial = Trial(name, seed, tuple(argv), flags.settled(plan.config), plan, inputs)
-            # Compared as settled: a flag that is given with its default value is the same as one that is left out.
-            same = [other.variant for other in trials if other.settled() == trial.settled()]
-            if same:
-                raise BadInput(f"{path}: variants {same[0]} and {name} are the same run: leave one of them out")
+            # Compared as settled: a flag given with its default value is the same as one left out.
+            for other in trials:
+                if other.settled() == trial.settled():
+                    raise BadInput(f"{path}: variants {other.variant} and {name} are the same run: leave one out")
             trials.append(trial)
     return trials
 
@@ -103,7 +94,9 @@ def read_table(path):
     unknown = table.keys() - {"seeds", "flags", "variants"}
     if unknown:
         raise BadInput(f"{path}: {sorted(unknown)[0]} is unknown: a table has seeds, [flags] and [variants.NAME]")
-    seeds, common, variants = table.get("seeds", [0]), table.get("flags", {}), table.get("variants", {})
+    seeds = table.get("seeds", [0])
+    common = table.get("flags", {})
+    variants = table.get("variants", {})
     is_whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
     if not is_whole or not seeds or len(set(seeds)) < len(seeds):
         raise BadInput(f"{path}: seeds = {seeds} is not a list of different whole numbers, such as [0, 1, 2]")
@@ -119,13 +112,13 @@ def read_table(path):
 
 
 def to_flags(values, where):
-    """Returns {"depth": 4, "no_compile": true} as ["--depth=4", "--no_compile"]. where: for BadInput."""
+    """Returns {"depth": 4, "no_compile": True} as ["--depth=4", "--no_compile"]. where: for BadInput."""
     argv = []
     for name, value in values.items():
-        if name in ("run", "seed", "resume", "help"):
+        if name in NOT_FOR_TABLES:
             raise BadInput(f"{where}: {name} is not for a table: leave it out")
         if not re.fullmatch(r"[a-z][\w-]*", name) or not isinstance(value, (bool, int, float, str)):
-            raise BadInput(f"{where}: {name} = {value} is not a flag of base_train with a value: write for example "
+            raise BadInput(f"{where}: {name} = {value} is not a flag of base_train with a value: write, for example, "
                            "depth = 4")
         if value is False:
             raise BadInput(f"{where}: {name} = false: write \"off\" if the flag takes that, else leave it out")
@@ -134,12 +127,13 @@ def to_flags(values, where):
 
 
 def plan_of(flags):
-    """Returns a run's Plan on this machine and its inputs, after all checks that need no device. Raises BadInput."""
+    """Returns a run's Plan on this machine and its inputs, {name: hash}, after all checks that need no device. Raises
+    BadInput."""
     device_type = resolve_device_type(flags.devices.device_type)
     prepare_xla_environment(device_type)
     if flags.record.eval_every < 0:
-        raise BadInput("--eval_every=-1: without evaluations there is nothing to compare")
-    # The table says what a run is: an earlier checkpoint of that name must not lend it its architecture.
+        raise BadInput("--eval_every=-1: a comparison needs evaluations, so give it a number of steps")
+    # The table decides: the run must not take its architecture from an earlier checkpoint of that name.
     anew = flags.replace(resume="never")
     task = make_task(anew, device_type, expected_world_size(device_type), run_directory(flags))
     inputs = {"hash of the tokenizer": task.tokenizer.sha256}
@@ -150,13 +144,16 @@ def plan_of(flags):
 
 
 def require_same_flags(trial):
-    """Raises BadInput if the run's folder is of a run with other flags, data or tokenizer."""
+    """Raises BadInput if the run's folder belongs to a run with other flags, data or tokenizer."""
     if not (trial.directory / METRICS_FILE).exists():
         return
     notes = trial.notes()
-    saved, now = notes.get("flags", {}) | notes.get("inputs", {}), trial.flags.as_dict() | trial.inputs
-    changed = [f"{name} {saved[name]} -> {now[name]}" for name in now if name in saved and saved[name] != now[name]]
+    saved = notes.get("flags", {}) | notes.get("inputs", {})
+    changed = []
+    for name, value in (trial.flags.as_dict() | trial.inputs).items():
+        if name in saved and saved[name] != value:
+            changed.append(f"{name} {saved[name]} -> {value}")
     if changed or not saved:
-        raise BadInput(f"{trial.directory} is of a run with other flags or data "
+        raise BadInput(f"{trial.directory} belongs to a run with other flags or data "
                        f"({', '.join(changed) or 'not of a table'}): give it the old values, rename the "
                        "variant or the table, or delete that folder")

@@ -251,12 +251,23 @@ def chip_price(accelerator, spot, zone=None):
 
 
 def usd_per_hour(accelerator, spot, usd_per_chip_hour=None, zone=None):
-    """Returns the price of a slice in USD per hour, by chip_price unless `usd_per_chip_hour` is given, or None if it is
-    not known."""
+    """Returns the price of a slice in USD per hour: of the zone, or of the dearest region without one, unless
+    `usd_per_chip_hour` is given. Returns None if it is unknown."""
     chips = parse_accelerator(accelerator).chips
     if usd_per_chip_hour is None:
         price = chip_price(accelerator, spot, zone)
-        if price is None:
+        if price is None or zone and not price.is_known:
             return None
         usd_per_chip_hour = price.usd_per_chip_hour
     return usd_per_chip_hour * chips
+
+
+def require_known_zone(accelerator, zone):
+    """Raises BadInput if the table has prices of this type of TPU, and none for the zone."""
+    regions = set()
+    for (name, _), by_region in _read_prices().items():
+        if name == accelerator.partition("-")[0]:
+            regions |= by_region.keys()
+    if zone and regions and region_of(zone) not in regions:
+        raise BadInput(f"--zone={zone}: no price of {accelerator} is known there: give --usd_per_chip_hour, or a zone "
+                       f"of {', '.join(sorted(regions))}")

@@ -1,8 +1,5 @@
-"""Compiles traced programs for a TPU on a machine that has none: libtpu compiles for a topology that it is told.
-
-Each program compiles in a process of its own (compiler_process.py), because libtpu cannot share one with the XLA client
-that traced.
-"""
+"""Compiles traced programs for a TPU without one: libtpu compiles for the topology that it is told. Each compiles in a
+process of its own (compiler_process.py), because libtpu cannot share one with the XLA client that traced."""
 import json
 import os
 import shutil
@@ -15,9 +12,9 @@ from pathlib import Path
 from nanochat.common import BadInput, Failure
 from nanochat.device import tpu
 from nanochat.preflight import schedule
-from nanochat.preflight.source_lines import REPOSITORY
+from nanochat.preflight.hlo import REPOSITORY
 
-# Options that torch_xla adds to LIBTPU_INIT_ARGS where it finds a TPU (torch_xla/__init__.py), unless they are set.
+# Options that torch_xla adds to LIBTPU_INIT_ARGS if it finds a TPU (torch_xla/__init__.py) and they are not set.
 _TORCH_XLA_LIBTPU_FLAGS = {"xla_tpu_use_enhanced_launch_barrier": "false", "xla_latency_hiding_scheduler_rerun": "1",
                            "xla_tpu_prefer_async_allgather_to_allreduce": "true",
                            "xla_tpu_enable_flash_attention": "false"}
@@ -25,7 +22,7 @@ _TORCH_XLA_V5_FLAGS = {"xla_enable_async_all_gather": "true", "xla_enable_async_
 
 
 def require_packages():
-    """Raises BadInput if a package is not installed that compiling for a TPU needs."""
+    """Raises BadInput if a package that compiling for a TPU needs is not installed."""
     from importlib.util import find_spec
     missing = [name for name in ("torch_xla", "libtpu", "jax") if not find_spec(name)]
     if missing:
@@ -34,15 +31,13 @@ def require_packages():
 
 
 class CompilerError(Failure):
-    """The TPU compiler failed, or took too long. The message is one line: what happened, and what to do."""
+    """The TPU compiler failed, or timed out. The message is one line: what happened, and what to do."""
 
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """The TPU compiler's result for a program. Sizes are per chip.
-
-    For a program that does not fit into a chip's memory, only `seconds` and `out_of_memory` are set.
-    """
+    """The TPU compiler's result for a program; only `seconds` and `out_of_memory` if it does not fit. Sizes are per
+    chip."""
     seconds: float
     out_of_memory: str = ""  # the compiler's report on a program that does not fit
     hlo_text: str = ""  # optimised
@@ -51,26 +46,28 @@ class CompiledProgram:
     alias_bytes: int = 0  # of the outputs that reuse the memory of donated arguments
     temp_bytes: int = 0
     code_bytes: int = 0
-    costs: dict = field(default_factory=dict)  # the compiler's own analysis, which counts a loop's body once
-    schedules: dict = field(default_factory=dict)  # name of an operation -> schedule.Schedule, where asked for
+    schedules: dict = field(default_factory=dict)  # name of an operation -> schedule.Schedule, if asked for
 
 
 def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, schedule_options=None):
     """Compiles each TracedProgram for `tpu_slice` (a tpu.Slice); yields (program, CompiledProgram) in their order.
 
     folder: keeps the files that the compilers read and write, in a folder for each program.
-    timeout_s: the most seconds that one program may take. jobs: the number of compilers that run concurrently.
+    timeout_s: for one program. jobs: the number of compilers that run concurrently.
     schedule_options: schedule.LIBTPU_OPTIONS, or those with bundles, to read the machine's own schedule of each
-    operation, too.
-    Raises CompilerError if a compiler fails for another reason than a lack of device memory, takes longer than
-    `timeout_s`, or writes no schedules; the other compilers are ended then.
+        operation, too.
+    Raises CompilerError if a compiler times out, writes no schedules, or fails for another reason than a lack of device
+    memory; the other compilers end then.
     """
     processes = []
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(_compile_in_subprocess, program, tpu_slice, _folder(folder, program), timeout_s,
-                               processes, schedule_options) for program in programs]
-        # Results come in the order of `programs`. When the caller stops or a compiler fails, the queue is cancelled
-        # before the compilers are killed: a thread whose compiler was killed would take the next program from it.
+        futures = []
+        for program in programs:
+            own_folder = Path(folder) / program.name.replace(" ", "_")  # libtpu takes no path with a space
+            futures.append(pool.submit(_compile_in_subprocess, program, tpu_slice, own_folder, timeout_s, processes,
+                                       schedule_options))
+        # When the caller stops or a compiler fails, the queue is cancelled before the compilers are killed: a thread
+        # whose compiler was killed would take the next program from it.
         try:
             for program, future in zip(programs, futures, strict=True):
                 yield program, future.result()
@@ -78,10 +75,6 @@ def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, schedu
             pool.shutdown(wait=False, cancel_futures=True)
             for process in processes:
                 process.kill()  # does nothing to a process that has ended
-
-
-def _folder(folder, program):
-    return Path(folder) / program.name.replace(" ", "_")  # libtpu takes no path with a space
 
 
 def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, schedule_options):
@@ -113,7 +106,7 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, sch
 
 def _run_compiler(program, tpu_slice, folder, timeout_s, processes, options):
     # The child ties its life to this process before it imports anything: a compiler works for minutes, and would go on
-    # when nobody reads its result.
+    # when nobody is left to read its result.
     process = subprocess.Popen(  # without preexec_fn: with it jax, which is in this process, warns of a fork
         [sys.executable, "-c", f"from nanochat.common import end_with_parent; end_with_parent({os.getpid()}); "
          f"from nanochat.preflight.compiler_process import compile_folder; compile_folder({str(folder.resolve())!r})"],
@@ -126,10 +119,10 @@ def _run_compiler(program, tpu_slice, folder, timeout_s, processes, options):
         process.kill()
         process.wait()  # it writes no more files
         raise CompilerError(f"the TPU compiler took more than --timeout_s={timeout_s} for {program.name}: give it more "
-                            "time or fewer --jobs, or compile a smaller --depth") from None
+                            "time, fewer --jobs, or a smaller --depth") from None
     if process.returncode:
         print(errors[-4000:], file=sys.stderr)
-        raise CompilerError(f"the TPU compiler failed on {program.name}: what it says is above")
+        raise CompilerError(f"the TPU compiler failed on {program.name}: see its message above")
 
 
 def _topology_options(tpu_slice):
@@ -144,8 +137,8 @@ def _topology_options(tpu_slice):
 
 
 def _compiler_environment(tpu_slice, options):
-    """Returns the environment in which libtpu compiles without a TPU, with the options that it has in a run, and
-    `options`, {name: value}."""
+    """Returns the environment in which libtpu compiles without a TPU: with the options of a run, and with `options`,
+    {name: value}."""
     torch_xla_flags = dict(_TORCH_XLA_LIBTPU_FLAGS)
     if tpu_slice.tpu.name in ("v5e", "v5p"):
         torch_xla_flags |= _TORCH_XLA_V5_FLAGS
@@ -153,6 +146,6 @@ def _compiler_environment(tpu_slice, options):
         "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu's lock file protects a TPU, and none is used here
         "LIBTPU_INIT_ARGS": tpu.libtpu_init_args(tpu_slice, torch_xla_flags | options), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    # The topology is enough. With TPU_ACCELERATOR_TYPE, libtpu would look for files that only a real v6e has.
+    # The topology is enough. With TPU_ACCELERATOR_TYPE, libtpu looks for files that only a real v6e has.
     environment.pop("TPU_ACCELERATOR_TYPE", None)
     return environment

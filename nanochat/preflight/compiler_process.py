@@ -1,7 +1,5 @@
-"""Runs the TPU compiler, libtpu, in a process that compile.py starts for each program.
-
-libtpu tolerates no other XLA client beside it. This process needs neither PyTorch nor a TPU.
-"""
+"""Runs the TPU compiler, libtpu, in a process that compile.py starts for each program. It needs neither PyTorch nor a
+TPU."""
 import functools
 import json
 import os
@@ -9,28 +7,25 @@ import re
 import time
 from pathlib import Path
 
-from nanochat.preflight.source_lines import IN_MLIR, IN_SCOPE, REPOSITORY
+from nanochat.preflight.hlo import LINE_IN_MLIR, LINE_IN_SCOPE, REPOSITORY
 
 
 def compile_folder(folder):
-    """Compiles the program `folder`/traced.pb with the options in `folder`/request.json.
-
-    `folder` is an absolute path. It becomes the working directory, because an option of libtpu cannot hold a path with
-    a space. Writes `folder`/compiled.json, which has the fields of compile.CompiledProgram, and
-    `folder`/optimised.hlo, which is empty if the program does not fit into the chip's memory.
-    """
+    """Compiles the program `folder`/traced.pb with the options in `folder`/request.json. Writes `folder`/compiled.json,
+    the fields of compile.CompiledProgram, and `folder`/optimised.hlo, which is empty if the program does not fit.
+    `folder` is an absolute path."""
     import numpy as np
     from jax.errors import JaxRuntimeError
     from jax.experimental import topologies
     from jaxlib import xla_client
 
     folder = Path(folder)
-    os.chdir(folder)
+    os.chdir(folder)  # an option of libtpu cannot hold a path with a space
     request = json.loads((folder / "request.json").read_text())
     devices = topologies.get_topology_desc(
         platform="tpu", topology_name=request["topology"], **request["topology_options"]).devices
-    # Each chip is a replica, and no program is divided (one computation each): what was traced is what every chip runs,
-    # and its collectives count replicas. The assignment is (replicas, 1).
+    # Each chip is a replica and runs the traced program as it is, undivided; its collectives count replicas. The
+    # assignment is (replicas, 1).
     options = xla_client.CompileOptions()
     options.num_replicas = len(devices)
     options.device_assignment = xla_client.DeviceAssignment.create(np.arange(len(devices)).reshape(-1, 1))
@@ -46,12 +41,10 @@ def compile_folder(folder):
         return
     seconds = time.monotonic() - started
     memory = executable.get_compiled_memory_stats()
-    costs = executable.cost_analysis()
     _write(folder, executable.hlo_modules()[0].to_string(), seconds=seconds,
            argument_bytes=memory.argument_size_in_bytes, output_bytes=memory.output_size_in_bytes,
            alias_bytes=memory.alias_size_in_bytes, temp_bytes=memory.temp_size_in_bytes,
-           code_bytes=memory.generated_code_size_in_bytes,
-           costs={key: costs[key] for key in ("flops", "bytes accessed", "transcendentals") if key in costs})
+           code_bytes=memory.generated_code_size_in_bytes)
 
 
 def _write(folder, hlo_text, **fields):
@@ -60,11 +53,8 @@ def _write(folder, hlo_text, **fields):
 
 
 def _load(path, donated):
-    """Reads a HloModuleProto and returns it as MLIR bytecode.
-
-    The arguments whose indices are in `donated` are marked. The name of each operation begins with the line of this
-    repository that it comes from, because the compiler keeps names only.
-    """
+    """Returns a HloModuleProto as MLIR bytecode, with the arguments whose indices are in `donated` marked, and with the
+    source line of each operation in its name, because the compiler keeps names only."""
     from jax._src.interpreters import mlir
     from jaxlib import xla_client
     from jaxlib.mlir import ir
@@ -76,45 +66,47 @@ def _load(path, donated):
         main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
         # The compiler may put any output into a donor's memory, as torch_xla's donated buffers allow it in a run.
         # Without the mark each updated weight would need its memory twice.
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get([
-            ir.DictAttr.get({"jax.buffer_donor": ir.BoolAttr.get(True)} if index in donated else {})
-            for index in range(len(main.type.inputs))])
+        marks = []
+        for index in range(len(main.type.inputs)):
+            mark = {"jax.buffer_donor": ir.BoolAttr.get(True)} if index in donated else {}
+            marks.append(ir.DictAttr.get(mark))
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(marks)
         return mlir.module_to_bytecode(module)
 
 
 def with_lines_in_loops(proto):
     """Returns the HloModuleProto with the line of each operation outside the entry computation added to its name, in
-    the spelling source_lines.IN_SCOPE.
-
-    The call stacks of these operations are removed. Loop bodies were lowered as modules of their own, so that their
-    numbers of call stacks denote other stacks in this module.
-    """
-    # The fields, from xla/service/hlo.proto and xla/xla_data.proto: of a module 3 is a computation and 6 the entry's
-    # id; of a computation 2 is an instruction and 5 its id; of an instruction 7 is its OpMetadata; of that 2, 3, 4 and
-    # 15 are name, file, line and stack_frame_id.
-    def with_line(metadata):
-        fields = {number: value for number, value, _ in _fields(metadata)}
-        scopes, _, name = fields.get(2, b"").decode().rpartition("/")
-        path = fields.get(3, b"").decode()
-        if path.startswith(f"{REPOSITORY}/"):
-            scopes += f"/{path.removeprefix(f'{REPOSITORY}/')}_{fields.get(4, 0)}"
-        name = f"{scopes}/{name}".strip("/").encode()
-        # The new name comes last: a reader takes a message's fields in any order.
-        others = b"".join(field for number, _, field in _fields(metadata) if number not in (2, 15))
-        return others + _varint(2 << 3 | 2) + _varint(len(name)) + name
+    the spelling hlo.LINE_IN_SCOPE, and its call stack removed."""
+    # Loop bodies were lowered as modules of their own, so the numbers of their call stacks denote other stacks here.
+    # Fields, from xla/service/hlo.proto: of a module 3 is a computation and 6 the entry's id; of a computation 2 is an
+    # instruction and 5 its id; of an instruction 7 is its OpMetadata.
+    entry = next(value for number, value, _ in _fields(proto) if number == 6)
 
     def with_lines(computation):
-        if (5, entry) in (field[:2] for field in _fields(computation)):
+        if any(number == 5 and value == entry for number, value, _ in _fields(computation)):
             return computation
-        return _rewritten(computation, 2, lambda instruction: _rewritten(instruction, 7, with_line))
+        return _rewritten(computation, 2, lambda instruction: _rewritten(instruction, 7, _with_line))
 
-    entry = next(value for number, value, _ in _fields(proto) if number == 6)
     return _rewritten(proto, 3, with_lines)
 
 
-# A protocol buffer is a row of fields. Each begins with a varint, number of the field × 8 + kind, and its content is a
+def _with_line(metadata):
+    """Returns an OpMetadata, of which 2, 3, 4 and 15 are name, file, line and stack_frame_id (xla/xla_data.proto)."""
+    fields = {number: value for number, value, _ in _fields(metadata)}
+    scopes, _, name = fields.get(2, b"").decode().rpartition("/")
+    path = fields.get(3, b"").decode()
+    if path.startswith(f"{REPOSITORY}/"):
+        scopes += f"/{path.removeprefix(f'{REPOSITORY}/')}_{fields.get(4, 0)}"
+    name = f"{scopes}/{name}".strip("/").encode()
+    others = b"".join(field for number, _, field in _fields(metadata) if number not in (2, 15))
+    # The new name comes last: a reader takes a message's fields in any order.
+    return others + _field_of_bytes(2, name)
+
+
+# A protocol buffer is a row of fields. Each begins with a varint, number of the field × 8 + kind. Its content is a
 # varint (kind 0), or bytes: 8 of them (kind 1), 4 (kind 5), or as many as a varint before them says (kind 2: texts,
 # messages). A varint has 7 bits of a number in each byte, the lowest first; the highest bit says that more follow.
+_FIXED_SIZES = {1: 8, 5: 4}  # kind -> bytes
 
 
 def _rewritten(message, number, rewrite):
@@ -122,38 +114,42 @@ def _rewritten(message, number, rewrite):
     result = []
     for found, value, field in _fields(message):
         if found == number:
-            value = rewrite(value)
-            field = _varint(number << 3 | 2) + _varint(len(value)) + value
+            field = _field_of_bytes(number, rewrite(value))
         result.append(field)
     return b"".join(result)
 
 
+def _field_of_bytes(number, value):
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
 def _fields(message):
-    """Yields (number, value, all its bytes) of each field of a protocol buffer. A value is an int, or bytes for every
-    other type."""
-    at = 0
-
-    def read_varint():
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    while at < len(message):
-        begin = at
-        number, kind = divmod(read_varint(), 8)
+    """Yields (number, value, all its bytes) of each field of a protocol buffer. A value is an int or bytes."""
+    end = 0
+    while end < len(message):
+        begin = end
+        key, end = _read_varint(message, begin)
+        number, kind = divmod(key, 8)
         if kind == 0:
-            value = read_varint()
+            value, end = _read_varint(message, end)
         else:
-            length = read_varint() if kind == 2 else {1: 8, 5: 4}[kind]
-            value = message[at:at + length]
-            at += length
-        yield number, value, message[begin:at]
+            if kind == 2:
+                size, end = _read_varint(message, end)
+            else:
+                size = _FIXED_SIZES[kind]
+            value = message[end:end + size]
+            end += size
+        yield number, value, message[begin:end]
+
+
+def _read_varint(message, at):
+    """Returns the varint at a place of a message, and the place behind it."""
+    value = shift = 0
+    while message[at] >= 0x80:
+        value |= (message[at] & 0x7F) << shift
+        shift += 7
+        at += 1
+    return value | message[at] << shift, at + 1
 
 
 def _varint(value):
@@ -164,29 +160,34 @@ def _varint(value):
     return bytes([*result, value])
 
 
+# A traced operation has a location `"aten__mm"(call stack)`. A call stack is a line of a file, `"name"(location)`, or
+# `callsite(callee at caller)`. The compiler keeps the name alone.
 def with_source_lines(text):
-    """Returns the MLIR text with each operation's source line in front of its name: the location
-    `"aten__mm"(call stack)` becomes `"nanochat/model/gpt.py:166 aten__mm"(call stack)`."""
+    """Returns the MLIR text with each operation's source line in front of its name:
+    `"nanochat/model/gpt.py:166 aten__mm"(call stack)`."""
     locations = dict(re.findall(r"^(#loc\d+) = loc\((.*)\)$", text, re.MULTILINE))
 
     @functools.cache
     def line(location):
-        """Returns the innermost line of this repository in a location, or "". A location is a line of a file,
-        `"name"(location)` or `callsite(callee at caller)`."""
-        found = IN_MLIR.match(location)
+        """Returns the innermost line of this repository in a location, or ""."""
+        found = LINE_IN_MLIR.match(location)
         if found:
             return f"{found[1]}:{found[2]}"
         # The callee stands first in a call site, so the first line that is found is the innermost.
-        return next(filter(None, (line(locations[name]) for name in re.findall(r"#loc\d+", location))), "")
+        for inner in re.findall(r"#loc\d+", location):
+            if line(locations[inner]):
+                return line(locations[inner])
+        return ""
 
     def with_line(match):
-        name, rest = match[2], match[3]
-        scopes = IN_SCOPE.findall(name)
-        # The call stack is asked first. Two kinds of operations have no useful one, and say their line in a scope of
-        # the name: those in a loop's body (with_lines_in_loops), and those of the backward pass, which C++ calls
-        # (trace.py).
-        source = line(rest) or (scopes and "{}:{}".format(*scopes[-1]))
-        parts = [source, "backward" if any(scope[2] for scope in scopes) else "", name.rsplit("/", 1)[-1]]
-        return match[1] + " ".join(filter(None, parts)) + rest
+        begin, name, rest = match.groups()
+        source = line(rest)
+        # The call stack comes first. Operations in a loop's body have none: their line is a scope of the name
+        # (with_lines_in_loops).
+        scopes = LINE_IN_SCOPE.findall(name)
+        if scopes and not source:
+            source = "{}:{}".format(*scopes[-1])
+        own_name = name.rsplit("/", 1)[-1]
+        return begin + f"{source} {own_name}".strip() + rest
 
     return re.sub(r'^(#loc\d+ = loc\(")([^"]*)("(?:\(#loc\d+\))?\))$', with_line, text, flags=re.MULTILINE)

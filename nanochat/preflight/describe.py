@@ -4,15 +4,13 @@ from pathlib import Path
 
 from nanochat.common import BadInput
 from nanochat.device.tpu import GIB
-from nanochat.preflight import explain
-from nanochat.preflight.out_of_memory import advice
-from nanochat.preflight.report import MICRO_STEP, kind_of
+from nanochat.preflight.report import MICRO_STEP, advice, kind_of
 
 DOES_NOT_FIT = 3
 
 
 def deliver(own, report, say):
-    """Says the report, and writes it where the PreflightFlags `own` want it. Returns the exit status."""
+    """Prints the report, and writes its JSON to --json of the PreflightFlags `own`. Returns the exit status."""
     say("\n".join(describe(report)))
     if own.json == "-":
         print(json.dumps(report, indent=1))
@@ -20,7 +18,7 @@ def deliver(own, report, say):
         Path(own.json).write_text(json.dumps(report, indent=1))
     if own.explain and not report["explained"] and report["programs"]:
         raise BadInput(f"--explain={own.explain}: no scheduled operation has this in its name or its line of Python: "
-                       "the list of the most expensive operations has some")
+                       "see the list of the most expensive operations")
     return 0 if report["fits"] else DOES_NOT_FIT
 
 
@@ -31,8 +29,8 @@ def describe(report):
     for name, size in report["memory"].items():
         lines.append(f"  {gib(size):>10}  {name}")
     lines += describe_programs(report["programs"])
-    for name, found in report["explained"].items():
-        lines += ["", f"of {name}:", *explain.describe(found)]
+    for name, explained in report["explained"].items():
+        lines += ["", f"of {name}:", *explained]
     for name, found in report["out_of_memory"].items():
         lines += describe_out_of_memory(name, found)
     if "estimate" in report:
@@ -45,8 +43,9 @@ def describe(report):
     if report["fits"]:
         lines.append(f"fits: {gib(report['peak_bytes'])} of {gib(usable)} ({report['peak_bytes'] / usable:.0%})")
     else:
-        is_vmem = any(found["memory"] == "vmem" for found in report["out_of_memory"].values())
-        lines.append(f"does not fit into {'VMEM' if is_vmem else gib(usable)}. Try {', or '.join(advice(report))}")
+        memories = [found["memory"] for found in report["out_of_memory"].values()]
+        what = "VMEM" if "vmem" in memories else gib(usable)
+        lines.append(f"does not fit into {what}. Try {', or '.join(advice(report))}")
     return lines + describe_searches(report)
 
 
@@ -62,12 +61,11 @@ def span_ms(low_s, high_s, digits=1):
     return f"{1000 * low_s:.{digits}f} to {1000 * high_s:.{digits}f}"
 
 
-# -----------------------------------------------------------------------------
 # Programs
 
 
 def describe_programs(programs):
-    """Returns lines about the programs that were compiled and fit, what report_program returned of each."""
+    """Returns lines about the programs that fit: what report_program returned of each."""
     if not programs:
         return []
     lines = ["", f"{'':>14}  {'peak':>10} {'temporary':>10} {'Mcycles':>8} {'HBM GB':>7} {'est. ms':>8} "
@@ -76,9 +74,8 @@ def describe_programs(programs):
         lines.append(f"{name:>14}  {gib(program['peak_bytes']):>10} {gib(program['temp_bytes']):>10} "
                      f"{program['cycles'] / 1e6:8.1f} {program['hbm_bytes'] / 1e9:7.1f} "
                      f"{1000 * program['estimated_s']:8.1f} {span_ms(program['low_s'], program['high_s']):>13} "
-                     f"{program['runs_per_step']:4} "
-                     f"{program['traced_instructions']:6} {program['compiled_instructions']:8} "
-                     f"{program['compile_s']:7.0f}")
+                     f"{program['runs_per_step']:4} {program['traced_instructions']:6} "
+                     f"{program['compiled_instructions']:8} {program['compile_s']:7.0f}")
     for name, program in programs.items():
         lines += [f"  {name}: {line}" for line in describe_waits(program)]
     for name, program in programs.items():
@@ -91,8 +88,8 @@ def describe_waits(program):
     """Returns lines about what a program may wait for, and about its Pallas kernels."""
     lines = [f"the error bar is {program['doubt']}"]
     for kind, (count, num_bytes, overlapped) in program["collectives"].items():
-        lines.append(f"{count} {kind}, {num_bytes / 1e6:.1f} MB, {overlapped / 1e6:.1f} of them while other work goes "
-                     "on")
+        lines.append(f"{count} {kind}, {num_bytes / 1e6:.1f} MB, {overlapped / 1e6:.1f} of them overlapped with "
+                     "compute")
     for kind, total_s, waited_s in (("collectives", program["ici_s"], program["ici_waited_s"]),
                                     ("copies", program["copies_s"], program["copies_waited_s"])):
         if total_s:
@@ -112,7 +109,7 @@ def describe_top_operations(name, program):
                 f"{op['shape'][:60]}  {op['limit']}")
         lines.append(line.rstrip())
     scheduled = program["scheduled_cycles"] / program["cycles"]
-    lines.append(f"  {scheduled:.1%} of the cycles are the machine's own schedule, the others the compiler's heuristic")
+    lines.append(f"  {scheduled:.1%} of the cycles are the machine's own schedule, the rest the compiler's heuristic")
     return lines
 
 
@@ -128,15 +125,15 @@ def describe_out_of_memory(name, found):
     return lines
 
 
-# -----------------------------------------------------------------------------
 # The run
 
 
 def describe_run(run, plan, zone):
     """Returns lines about a report's estimate of a run."""
     unit = plan["unit"]
+    has_stages = len(run["stages"]) > 1
     lines = [""]
-    if len(run["stages"]) > 1:
+    if has_stages:
         for name, stage in run["stages"].items():
             lines.append(f"estimate: {1000 * stage['step_s']:.0f} ms a step in steps {stage['first']:,} to "
                          f"{stage['last']:,} ({name}), MFU {stage['mfu']:.1%}, {stage['hours']:.1f} h")
@@ -144,14 +141,14 @@ def describe_run(run, plan, zone):
               f"({span_ms(run['step_low_s'], run['step_high_s'], 0)}), {run[f'{unit}_per_s']:,.0f} {unit}/s, "
               f"MFU {run['mfu']:.1%}; update {run['shares']['update']:.1%} of a step",
               f"estimate: {run['hours']:.1f} h for {plan['num_iterations']:,} steps{describe_cost(run, zone)}"]
-    if len(run["stages"]) > 1:
+    if has_stages:
         lines.append(f"estimate: {1 - run['hours'] / run['hours_of_last']:.1%} less than with the last of these "
                      "programs throughout")
     return lines
 
 
 def describe_cost(found, zone):
-    """Returns ", 62 USD on spot …" for a JSON object with costs; "" if no price is known."""
+    """Returns ", 62 USD on spot …" for a JSON object with costs, "" if no price is known."""
     cost = ""
     for key, name in (("usd_spot", "on spot"), ("usd_on_demand", "on demand")):
         if found.get(key) is not None:
@@ -177,12 +174,12 @@ def describe_preemptions(found, zone):
 
 def describe_host(found):
     """Returns lines about what a host needs, and has. found: of host_needs.estimate_host."""
-    memory = (f"a host's memory: {found['ranks']} ranks that start hold {gb(found['starting_bytes'])}; the first host "
+    memory = (f"a host's memory: {found['ranks']} starting ranks hold {gb(found['starting_bytes'])}; the first host "
               f"holds {gb(found['saving_bytes'])} while it saves, twice that if a save begins before the last has "
               f"ended; it has {gb(found['memory_bytes'])}")
     if max(found["starting_bytes"], found["saving_bytes"]) > found["memory_bytes"]:
         memory += ", TOO LITTLE"
-    data = "data that is not on this machine"
+    data = "data that this machine does not have"
     if found["data_bytes"] is not None:
         data = f"{gb(found['data_bytes'])} of data"
     disk = (f"the first host's disk: {found['checkpoints']} checkpoints of {gb(found['checkpoint_bytes'])}, and {data};"
@@ -190,14 +187,14 @@ def describe_host(found):
     room = found["disk_bytes"] - (found["data_bytes"] or 0)
     if found["checkpoints_bytes"] > room:
         disk += ", TOO LITTLE: attach another"
-        fewer = room // found["checkpoint_bytes"] - 1  # one more is there while it is written
+        fewer = room // found["checkpoint_bytes"] - 1  # the newest is one more while it is written
         if fewer > 0:
             disk += f", or --keep_checkpoints={fewer}"
     return [memory, disk]
 
 
 def describe_searches(report):
-    """Returns lines about what was found by the searches of fit.py."""
+    """Returns lines about the results of fit.py's searches."""
     lines = []
     if "find_mesh" in report:
         found = report["find_mesh"]

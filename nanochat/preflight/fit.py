@@ -19,38 +19,39 @@ from nanochat.train.teacher import find_teacher
 
 
 def require_searchable(own, flags):
-    """Raises BadInput if base_train's Flags leave nothing to what the PreflightFlags `own` search for."""
+    """Raises BadInput if base_train's Flags fix what the PreflightFlags `own` search for."""
     devices = flags.devices
     if own.find_mesh and (devices.mesh_data != -1 or devices.mesh_fsdp == AUTO):
-        raise BadInput(f"--find_mesh searches for the mesh, and --mesh_data={devices.mesh_data} "
+        raise BadInput(f"--find_mesh searches for the mesh, but --mesh_data={devices.mesh_data} "
                        f"--mesh_fsdp={devices.mesh_fsdp} is given: leave both out")
     if own.find_batch and devices.mesh_fsdp == AUTO:
-        raise BadInput(f"--find_batch with --mesh_fsdp={AUTO}, which chooses another mesh for another batch: give "
-                       "--mesh_fsdp a number")
+        raise BadInput(f"--find_batch with --mesh_fsdp={AUTO}, which depends on the batch: give --mesh_fsdp a number")
 
 
 def search(own, flags, kernel, say):
-    """Returns {"find_mesh": …, "find_batch": …} of the searches that the PreflightFlags `own` ask for, see find_mesh
-    and find_batch. kernel: that of the run with base_train's Flags."""
+    """Returns {"find_mesh": …, "find_batch": …} of the searches that the PreflightFlags `own` ask for. flags: those of
+    base_train; kernel: of their run."""
     found = {}
     if own.find_mesh:
         trials = flags_of_meshes(flags, own.tpu_slice.chips)
         found["find_mesh"] = find_mesh(lambda fsdp: try_run(own, trials[fsdp], {"micro_step", "update"}), trials, say)
     if own.find_batch:
         def try_batch(batch_size, setting):
-            # Only the micro-step is compiled, because the update works on weights. Its memory does not depend on how
-            # many run in a step, and a total that was given might not divide by this batch size.
+            # Only the micro-step is compiled, because the update works on weights. Its memory does not depend on the
+            # total batch size, which might not be a multiple of this batch size.
             trial = flags.replace(device_batch_size=batch_size, total_batch_size=-1, activation_checkpointing=setting)
             return try_run(own, trial, {"micro_step"})
 
-        settings = ("none", "all") if kernel == "current" else RECOMPUTED
+        settings = RECOMPUTED
+        if kernel == "current":
+            settings = ("none", "all")
         found["find_batch"] = find_batch(try_batch, flags.batch.device_batch_size, settings, say)
     return found
 
 
 def flags_of_meshes(flags, chips):
-    """Returns {chips along fsdp: Flags} for each mesh on which a run is possible, the fewest first. All its axes are
-    given, so that TPU_MESH_CONFIG names none of them."""
+    """Returns {chips along fsdp: Flags} for each mesh on which a run is possible, the fewest first. The Flags give all
+    axes, so TPU_MESH_CONFIG names none of them."""
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     found = {}
     for mesh in all_meshes(chips, flags.devices.mesh_tensor):
@@ -66,18 +67,18 @@ def flags_of_meshes(flags, chips):
 @dataclass(frozen=True)
 class Fit:
     """Whether the programs of a run fit into a chip's memory."""
-    peak_bytes: int | None  # of the memory in use; None if they do not fit
+    peak_bytes: int | None  # None if they do not fit
     too_large: tuple = ()  # the names of those that do not
 
 
 def try_run(own, flags, kinds):
-    """Compiles the programs of these kinds of a run with base_train's Flags. Returns the Fit. Memory needs no
-    schedule, which takes a tenth to a quarter of the time of compiling."""
+    """Compiles the programs of these kinds of a run with base_train's Flags. Returns the Fit."""
     programs, traced = trace_run(flags, own.tpu_slice.chips)
     traced = [program for name, program in traced.items() if kind_of(name) in kinds]
     resident_bytes = programs.resident_bytes()
     peaks = []
     too_large = []
+    # Without schedules, which memory does not need: they take a tenth to a quarter of the time of compiling.
     with tempfile.TemporaryDirectory(prefix="tpu_preflight_") as scratch:
         for program, compiled in compile_programs(traced, own.tpu_slice, scratch, own.timeout_s, own.jobs):
             peaks.append(peak_bytes(program, compiled, resident_bytes))
@@ -87,11 +88,8 @@ def try_run(own, flags, kinds):
 
 
 def find_mesh(try_mesh, sizes, say=print):
-    """Searches for the smallest --mesh_fsdp that fits, one of `sizes`, from the first of them on.
-
-    try_mesh: function of a number of chips along fsdp; returns the Fit of such a run.
-    Returns a JSON object with the smallest (None if none fits) and the peak memory of all that it tried.
-    """
+    """Tries the `sizes` of --mesh_fsdp in their order until one fits: try_mesh(size) returns the Fit. Returns a JSON
+    object with the size that fits (None if none does) and the peak memory of all that it tried."""
     peaks = {}
     smallest = None
     started = time.monotonic()
@@ -107,13 +105,11 @@ def find_mesh(try_mesh, sizes, say=print):
 
 
 def find_batch(try_batch, start, settings, say=print):
-    """Searches for the largest --device_batch_size that fits with each of `settings`, the values of
-    --activation_checkpointing that are to be tried, in the order in which they need less memory.
+    """Searches for the largest --device_batch_size that fits with each of `settings`, values of
+    --activation_checkpointing, each of which needs less memory than the one before. try_batch(size, setting) returns
+    the Fit. The search begins with `start`, and then with the largest size of the setting before.
 
-    try_batch: function of a batch size and a setting; returns the Fit of such a run. start: the first batch size;
-    a setting begins with the largest of the one before.
-    Returns a JSON object with the largest batch size of each (None if there is none) and the peak memory of all that it
-    tried.
+    Returns a JSON object with the largest size of each setting (None if none fits) and the peak memory of all trials.
     """
     found = {}
     started = time.monotonic()
@@ -121,7 +117,9 @@ def find_batch(try_batch, start, settings, say=print):
         largest, peaks = _largest_batch(try_batch, start, setting, say)
         found[setting] = {"largest": largest or None, "peak_bytes": peaks}
         start = largest or start
-    compilations = sum(len(each["peak_bytes"]) for each in found.values())
+    compilations = 0
+    for each in found.values():
+        compilations += len(each["peak_bytes"])
     return {"settings": found, "compilations": compilations, "seconds": time.monotonic() - started}
 
 
@@ -132,11 +130,11 @@ def _largest_batch(try_batch, start, setting, say):
     def fits(batch):
         if batch not in peaks:
             peaks[batch] = try_batch(batch, setting).peak_bytes
-            said = "does not fit" if peaks[batch] is None else f"fits, {peaks[batch] / GIB:.2f} GiB"
-            say(f"--device_batch_size={batch} --activation_checkpointing={setting}: {said}")
+            verdict = "does not fit" if peaks[batch] is None else f"fits, {peaks[batch] / GIB:.2f} GiB"
+            say(f"--device_batch_size={batch} --activation_checkpointing={setting}: {verdict}")
         return peaks[batch] is not None
 
-    # Halved until something fits, doubled while everything does; last comes the size between that and its double.
+    # The size is halved until it fits and doubled while it does; last comes the size halfway to its double.
     batch = start
     while batch and not fits(batch):
         batch //= 2

@@ -21,15 +21,15 @@ def file_or_dash(text):
 @dataclass(frozen=True)
 class PreflightFlags:
     accelerator: str = flag("", "the TPU to compile for: v5litepod-8, v6e-4, v4-32 …", required=True)
-    json: str | None = flag(None, "write the report to FILE too; -: write it to standard output, and nothing else "
-                            "there", metavar="FILE", of=file_or_dash)
-    programs: str = flag(",".join(PROGRAMS), "the programs to compile; without micro_step or update there is no "
-                         "estimate of a step")
+    json: str | None = flag(None, "write the report to FILE too; -: write it, and nothing else, to standard output",
+                            metavar="FILE", of=file_or_dash)
+    programs: str = flag(",".join(PROGRAMS), "the programs to compile; the estimate of a step needs micro_step and "
+                         "update")
     find_batch: bool = flag(False, "search for the largest --device_batch_size that fits, with each value of "
                             "--activation_checkpointing")
     find_mesh: bool = flag(False, "search for the smallest --mesh_fsdp that fits")
-    explain: str | None = flag(None, "say what the dearest operation whose name or line of Python contains OPERATION "
-                               "waits for, and print its critical loop; compiling takes twice as long",
+    explain: str | None = flag(None, "explain the dearest operation whose name or line of Python contains OPERATION: "
+                               "what it waits for, and its critical loop; doubles the time of compiling",
                                metavar="OPERATION")
     dump_dir: Path | None = flag(None, "keep the traced programs (HLO protos) and the optimised HLO text in DIR",
                                  metavar="DIR", of=expand_path)
@@ -38,8 +38,8 @@ class PreflightFlags:
     usd_per_chip_hour: float | None = flag(None, "price of a chip; default: the prices in "
                                            "nanochat/device/prices.csv, on spot and on demand", of=float, at_least=0)
     zone: str | None = flag(None, "zone whose prices count, such as us-west4-a; default: the dearest")
-    preemptions_per_day: float | None = flag(None, "also say what so many preemptions a day cost, and how often to "
-                                             "save then", of=float, above=0, at_most=1000)
+    preemptions_per_day: float | None = flag(None, "also estimate the run with this many preemptions a day, and how "
+                                             "often to save then", of=float, above=0, at_most=1000)
     restart_minutes: float = flag(10.0, "from a preemption until the run trains again: a new VM, setup, compiling",
                                   at_least=0, at_most=10_000)
 
@@ -62,10 +62,12 @@ def read_preflight_flags(argv=None, description="", titles=TITLES, flags_of_trai
     if own.explain == "":
         raise BadInput("--explain=: name an operation")
     if own.preemptions_per_day is None and own.restart_minutes != PreflightFlags.restart_minutes:
-        raise BadInput(f"--restart_minutes={own.restart_minutes:g} needs --preemptions_per_day: give both, or neither")
+        raise BadInput(f"--restart_minutes={own.restart_minutes:g} needs --preemptions_per_day: give both or neither")
     if own.preemptions_per_day is not None and not own.kinds >= {"micro_step", "update"}:
-        raise BadInput(f"--preemptions_per_day={own.preemptions_per_day:g} needs the time of a step, and so micro_step "
-                       f"and update in --programs={own.programs}")
+        raise BadInput(f"--preemptions_per_day={own.preemptions_per_day:g} needs the time of a step: add micro_step "
+                       f"and update to --programs={own.programs}")
+    if own.usd_per_chip_hour is None:
+        tpu.require_known_zone(own.tpu_slice.accelerator, own.zone)
     if own.json not in (None, "-"):
         _require_folder("json", own.json, Path(own.json).parent)
         if Path(own.json).is_dir():
@@ -87,7 +89,7 @@ def _require_folder(name, value, folder):
 
 def prepare(own):
     """Prepares this process for tracing, before torch_xla is imported. Returns the function that prints a line for a
-    person: to standard error where standard output is for the JSON. Raises BadInput if a package is missing."""
+    person: to standard error if --json=- reserves standard output. Raises BadInput if a package is missing."""
     require_packages()
     prepare_environment()
     os.environ["TPU_ACCELERATOR_TYPE"] = own.accelerator  # the attention kernel's tiles depend on the chip

@@ -4,18 +4,29 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
-
-from nanochat.preflight.source_lines import IN_NAME
+from pathlib import Path
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f16": 16, "bf16": 16, "s32": 32,
          "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64}
 # An array is written bf16[8,1024]{1,0:T(8,128)(2,1)S(1)}: type, sides, and a layout that ends with the memory space. No
-# space is HBM, S(1) is VMEM. A side <=8 has a length that is only bounded.
+# space means HBM, S(1) VMEM. The length of a side <=8 is only bounded.
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*[a-z0-9]*)\[(?P<dims>[\d,<=]*)\](?:\{(?P<layout>[^}]*)\})?")
 _INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.-]+) = (?P<rest>.*)", re.DOTALL)
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$", re.DOTALL)
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 PALLAS_CALL = "tpu_custom_call"
+
+# A line of Python on its way into the table of operations. It begins in a call stack. compiler_process.py moves it into
+# the name of the operation, which is all that survives the TPU compiler, and Instruction.source reads it from there.
+# Each pattern finds one spelling: its first group is the path from the repository's root, its second the line.
+REPOSITORY = Path(__file__).resolve().parents[2]
+_PATH = r"(?:nanochat|scripts)/[\w/]+\.py"
+# A location in MLIR: "/…/nanochat/model/gpt.py":166. Files that only trace or wrap the model are left out, so that a
+# line of the model is found instead.
+_WRAPPERS = "nanochat/preflight/|scripts/puzzle_preflight|nanochat/device/(?!xla_ops)"
+LINE_IN_MLIR = re.compile(rf'"{re.escape(str(REPOSITORY))}/(?!{_WRAPPERS})({_PATH})":(\d+)')
+LINE_IN_SCOPE = re.compile(rf"({_PATH})_(\d+)")  # in the name of a traced operation: nanochat/model/gpt.py_166
+LINE_IN_NAME = re.compile(rf"({_PATH}):(\d+)")  # in that of a compiled one: nanochat/model/gpt.py:166 aten__mm
 
 
 @dataclass(frozen=True)
@@ -65,12 +76,12 @@ class Instruction:
 
     @property
     def cycles(self):
-        """The compiler's own estimate, 0 where it makes none."""
+        """The compiler's own estimate, 0 if it makes none."""
         return int(self._find(r'"estimated_cycles":"(\d+)"') or 0)
 
     @property
     def group_size(self):
-        """The number of chips in each group of a collective, or None if all chips are one group."""
+        """The chips in each group of a collective; None if all chips are one group."""
         # Groups are listed, {{0,1},{2,3}}, or counted: [2,4]<=[8] is two groups of four among eight chips.
         first_group = self._find(r"replica_groups=\{\{([\d,]+)\}")
         if first_group:
@@ -85,15 +96,16 @@ class Instruction:
 
     @property
     def source(self):
-        """Its innermost source line and its name: "nanochat/model/gpt.py:166 backward aten__mm"; "" if unknown."""
+        """Its innermost source line and its name: "nanochat/model/gpt.py:166 aten__mm"; "" if unknown."""
         name = self._find(r'op_name="([^"]*)"')
         if name is None:
             return ""
-        parts = [line[0] for line in IN_NAME.finditer(name)][-1:]
-        if " backward " in name:
-            parts.append("backward")
-        parts.append(name.rsplit("/", 1)[-1].split()[-1])
-        return " ".join(parts)
+        own = name.rsplit("/", 1)[-1].split()[-1]
+        lines = LINE_IN_NAME.findall(name)
+        if not lines:
+            return own
+        path, number = lines[-1]
+        return f"{path}:{number} {own}"
 
 
 @dataclass
@@ -102,7 +114,7 @@ class Module:
     entry: str = ""
 
     def instruction_count(self):
-        """Returns the number of instructions, including those inside fusions and loops, each counted once."""
+        """Returns the number of instructions, those inside fusions and loops included, each counted once."""
         return sum(map(len, self.computations.values()))
 
     def inside(self, instruction):
@@ -110,53 +122,56 @@ class Module:
         return self.computations[instruction.called("calls")]
 
 
-# -----------------------------------------------------------------------------
 # Parsing
 
 
 def parse(text):
-    """Returns the Module of an HLO text. An instruction may span lines, some of which may begin with `}`."""
+    """Returns the Module of an HLO text."""
     module = Module()
-    current = None  # the computation that a line belongs to
-    statement = []  # the lines of an instruction so far
-
-    # Nothing marks the end of an instruction: it is over when the next one or the next computation begins, so finish()
-    # must run before `current` changes. A closing brace on its own line ends up in the attributes, where no pattern
-    # looks for it.
-    def finish():
-        found = _INSTRUCTION.match("\n".join(statement))
-        if found:
-            instruction = _parse_instruction(found)
-            current[instruction.name] = instruction
-        statement.clear()
-
-    for line in text.splitlines():
-        header = _COMPUTATION.match(line)
+    current = None  # the computation of the instructions that follow its header
+    for statement in _statements(text):
+        header = _COMPUTATION.match(statement.partition("\n")[0])
         if header:
-            finish()
             current = {}
             module.computations[header["name"]] = current
             if header["entry"]:
                 module.entry = header["name"]
-        elif _INSTRUCTION.match(line) and current is not None:
-            finish()
-            statement.append(line)
-        elif statement:
-            statement.append(line)
-    finish()
+            continue
+        found = _INSTRUCTION.match(statement)
+        if found and current is not None:
+            instruction = _parse_instruction(found)
+            current[instruction.name] = instruction
     return module
+
+
+# Nothing marks the end of an instruction, and one may span lines, some of which begin with `}`. It ends where the next
+# instruction or computation begins. A computation's closing brace ends up in the attributes of its last instruction,
+# where no pattern looks for it.
+def _statements(text):
+    """Yields the header of each computation and its instructions, each a text of one or several lines."""
+    lines = []
+    for line in text.splitlines():
+        if _COMPUTATION.match(line) or _INSTRUCTION.match(line):
+            yield "\n".join(lines)
+            lines = []
+        lines.append(line)
+    yield "\n".join(lines)
 
 
 def _parse_instruction(found):
     # `rest` is the shape, the opcode with its operands, and attributes, with comments in between: (f32[8]{0}, s32[])
     # fusion(%a, /*index=1*/%b), kind=kLoop, calls=%c
     rest = re.sub(r"/\*.*?\*/", "", found["rest"])
-    shape_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    opcode, _, _ = rest[shape_end:].strip().partition("(")
+    shape_end = rest.index(" ")
+    if rest.startswith("("):
+        shape_end = _closing(rest, 0) + 1
     operands_start = rest.index("(", shape_end)
     operands_end = _closing(rest, operands_start)
+    opcode = rest[shape_end:operands_start].strip()
     inside = rest[operands_start + 1:operands_end]
-    operands = [inside] if opcode in ("constant", "parameter") else re.findall(r"%([\w.-]+)", inside)
+    operands = re.findall(r"%([\w.-]+)", inside)
+    if opcode in ("constant", "parameter"):
+        operands = [inside]
     return Instruction(found["name"], opcode, parse_shape(rest[:shape_end]), operands, rest[operands_end + 1:],
                        bool(found["root"]))
 
@@ -172,7 +187,7 @@ def _closing(text, start):
 
 
 def parse_shape(text):
-    """Returns the list of the Arrays in a shape's text, one or the several of a tuple."""
+    """Returns the list of the Arrays in a shape's text: one, or those of a tuple."""
     arrays = []
     for found in _ARRAY.finditer(text):
         dims = tuple(int(side.lstrip("<=")) for side in found["dims"].split(",") if side)
@@ -182,11 +197,8 @@ def parse_shape(text):
 
 
 def hash_of_program(text):
-    """Returns a hash of a module that is not optimised yet.
-
-    It is equal for the same program, whatever the module's name, its source lines and the way of printing. Only Pallas
-    kernels contain paths of source files, so that their hash depends on the folder of the repository.
-    """
+    """Returns a hash of a module that is not optimised yet, without its name, source lines and layout of text.
+    Pallas kernels contain paths of source files, so their hash depends on the folder of the repository."""
     digest = hashlib.sha256()
     for computation in parse(text).computations.values():
         for i in computation.values():

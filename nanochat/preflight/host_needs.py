@@ -1,9 +1,6 @@
-"""What each host of a run needs: memory of its processors, and disk. And what a TPU's host, a VM, has.
-
-A run that starts reads or draws its weights in host memory, in the process of every chip; one that saves brings the
-whole state to the first host. What Python, libtpu and the data need is not counted, nor the pages of a checkpoint's
-files, which the processes of a host share and the system takes back when it needs them.
-"""
+"""Estimates the memory and disk that each host of a run needs, and says what a TPU's host, a VM, has. A starting run
+reads or draws its weights in host memory, in the process of every chip; a save brings the whole state to the first
+host. Not counted: Python, libtpu, the data, and the page cache."""
 from nanochat.common import BadInput
 from nanochat.data.bucket import in_bucket
 from nanochat.data.shards import list_text
@@ -11,16 +8,16 @@ from nanochat.device.tpu import GIB
 from nanochat.train.mesh_plan import TABLES, held_bytes
 
 # By type and chips of the VM, from Google's list of machine types (ct4p-hightpu-4t, ct5lp-hightpu-1t, -4t and -8t,
-# ct5p-hightpu-4t, ct6e-standard-1t, -4t and -8t). The list was read in the copy of tools/machinetypes.csv in
+# ct5p-hightpu-4t, ct6e-standard-1t, -4t and -8t), in its copy tools/machinetypes.csv of
 # github.com/Cyclenerd/google-cloud-pricing-cost-calculator, commit 0026ae3a. docs.cloud.google.com/tpu/docs/v5e and v5p
-# say the same of theirs.
+# agree.
 MEMORY_GB = {("v4", 4): 407, ("v5e", 1): 48, ("v5e", 4): 192, ("v5e", 8): 384, ("v5p", 4): 448, ("v6e", 1): 176,
              ("v6e", 4): 720, ("v6e", 8): 1440}
 BOOT_DISK_BYTES = 100 * GIB  # cloud.google.com/tpu/docs/setup-persistent-disk, "a 100 GiB boot disk"
 
 
 def estimate_host(flags, plan, tpu_slice, checkpoint_bytes):
-    """Returns a JSON object about what a host of a tpu.Slice needs for base_train's Flags and their Plan, and has."""
+    """Returns a JSON object: what a host of a tpu.Slice has, and what base_train's Flags and their Plan need."""
     ranks = tpu_slice.chips // tpu_slice.hosts
     checkpoints = number_of_checkpoints(flags.record, plan.num_iterations)
     return {
@@ -36,8 +33,8 @@ def memory_bytes(tpu_slice):
 
 
 def starting_bytes(plan):
-    """Returns the bytes that a rank holds in host memory when it brings its weights to its chip: whole fp32 weights or,
-    on a mesh that divides them, its parts of them, those of the optimizer in fp32, and the largest table."""
+    """Returns the bytes that a rank holds in host memory while it brings its weights to its chip: whole fp32 weights
+    or, on a mesh that divides them, its parts, the optimizer's parts in fp32, and the largest table."""
     if not plan.mesh.divides_weights:
         return 4 * sum(plan.parameters.values())
     layers = plan.config.n_layer
@@ -49,11 +46,11 @@ def starting_bytes(plan):
 
 
 def number_of_checkpoints(record, num_iterations):
-    """Returns how many checkpoints the first host's disk has at the most for RecordFlags: those that stay, with the
-    newest, and the oldest of them that goes when the newest is whole."""
+    """Returns the most checkpoints on the first host's disk for RecordFlags: those that stay, and the oldest, which
+    goes when the newest is whole."""
     if not record.saves:
         return 0
-    # A clock says nothing about steps; there is at most one checkpoint after each.
+    # Minutes say nothing about steps; at most one checkpoint follows each.
     if record.save_every_minutes > 0:
         saves = num_iterations
     else:
@@ -65,7 +62,7 @@ def number_of_checkpoints(record, num_iterations):
 
 
 def data_bytes(data):
-    """Returns the bytes of a host's disk that DataFlags ask for; None where the shards are not on this machine."""
+    """Returns the bytes of a host's disk that DataFlags ask for; None if the shards are not on this machine."""
     if data.synthetic_data:
         return 0
     found = 0

@@ -1,4 +1,4 @@
-"""Small programs written in JAX, compiled for one chip of a TPU that is not there, to measure their schedules."""
+"""Compiles small programs written in JAX for one chip, without a TPU, to measure their schedules."""
 import os
 import subprocess
 import sys
@@ -15,10 +15,10 @@ _WRITE = "\nsys.stdout.buffer.write(lowered.compiler_ir('hlo').as_serialized_hlo
 
 
 def parse_one_chip(accelerator):
-    """Returns the tpu.Slice of --accelerator, which must be one chip whose schedules are read. Raises BadInput."""
+    """Returns the tpu.Slice of --accelerator, one chip whose schedules can be read. Raises BadInput."""
     tpu_slice = tpu.parse_accelerator(accelerator)
     if tpu_slice.chips != 1 or tpu_slice.tpu.name not in ("v5e", "v6e"):
-        raise BadInput(f"--accelerator={accelerator} is not one chip that is measured here: give v5litepod-1 or v6e-1")
+        raise BadInput(f"--accelerator={accelerator} cannot be measured: give v5litepod-1 or v6e-1")
     return tpu_slice
 
 
@@ -28,8 +28,7 @@ def schedule_of(name, code, arguments, tpu_slice, folder, timeout_s, libtpu_opti
 
     name: for messages. code: a Python script that takes `arguments` and makes `lowered`, what jax.jit(f).lower()
     returns; it runs in a process of its own, because JAX and torch_xla cannot share one.
-    Raises CompilerError, with one line, if tracing or compiling fails, takes longer than timeout_s, or needs more
-    memory than the chip has.
+    Raises CompilerError if tracing or compiling fails or times out, or the program does not fit into the chip.
     """
     try:
         traced = subprocess.run([sys.executable, "-c", f"import sys\n{code}{_WRITE}", *map(str, arguments)],
@@ -43,6 +42,8 @@ def schedule_of(name, code, arguments, tpu_slice, folder, timeout_s, libtpu_opti
     (_, compiled), = compile_programs([program], tpu_slice, folder, timeout_s, schedule_options=libtpu_options)
     if compiled.out_of_memory:
         raise CompilerError(f"the {name} does not fit into the chip: {compiled.out_of_memory.splitlines()[0]}")
-    declared = [op.kernel.declared_cost for op in ops_of(hlo.parse(compiled.hlo_text)) if op.kernel]
-    return (max(compiled.schedules.values(), key=lambda schedule: schedule.cycles),
-            next(filter(None, declared), {}))
+    dearest = max(compiled.schedules.values(), key=lambda schedule: schedule.cycles)
+    for op in ops_of(hlo.parse(compiled.hlo_text)):
+        if op.kernel and op.kernel.declared_cost:
+            return dearest, op.kernel.declared_cost
+    return dearest, {}

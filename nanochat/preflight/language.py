@@ -1,4 +1,4 @@
-"""The programs of base_train: traced as they run there, with what only a GPT knows of them."""
+"""Traces the programs of base_train, with what only a GPT knows of them."""
 import math
 from collections import Counter
 from fractions import Fraction
@@ -18,10 +18,8 @@ from nanochat.train.teacher import DistillationLoss, find_teacher, make_teacher
 
 
 def trace_run(flags, chips):
-    """Returns the Programs of a run with base_train's Flags on `chips` TPU chips, and its {name: TracedProgram}.
-
-    Call prepare_environment() before.
-    """
+    """Returns the Programs of a run with base_train's Flags on `chips` TPU chips, and its {name: TracedProgram}. Call
+    prepare_environment() before."""
     import torch_xla
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     plan = make_plan(flags, tokenizer.n_vocab, "tpu", chips)
@@ -45,9 +43,9 @@ def trace_run(flags, chips):
 
     def evaluate():
         readers = plan.mesh.readers
-        # Two batches: the second one's program is kept (Programs.trace).
-        wanted = Rows(rows, length, world_size=readers, num_lanes=flags.data.num_lanes)
-        loader = SyntheticLoader(tokenizer.n_vocab, wanted, num_rows=2 * rows * readers)
+        # Two batches: Programs.trace keeps the second one's program.
+        shape = Rows(rows, length, world_size=readers, num_lanes=flags.data.num_lanes)
+        loader = SyntheticLoader(tokenizer.n_vocab, shape, num_rows=2 * rows * readers)
         bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist, copies=plan.mesh.tensor)
 
     def name_buffer(shape):
@@ -58,9 +56,9 @@ def trace_run(flags, chips):
 
 
 def branch_shares(config, length):
-    """Returns the fraction of the layers that run each branch of the conditionals in a loop over the layers, for rows
-    of `length`, as ops_of takes them: in the attention kernel those of the windows, the shortest first, and in
-    the backward pass those of layers that add value embeddings, and of others."""
+    """Returns the branch_shares of ops_of for a loop over the layers, with rows of `length`: the attention kernel has
+    a branch for each window, the shortest first; the backward pass one for layers that add value embeddings, and one
+    for the others."""
     windows = Counter(min(window or length, length) for window in config.windows())
     adding = Fraction(sum(slot is not None for slot in config.value_slots()), config.n_layer)
     return {"branch_computations": [Fraction(windows[size], config.n_layer) for size in sorted(windows)],
@@ -70,7 +68,7 @@ def branch_shares(config, length):
 def name_buffer_of_gpt(shape, config, batch_size, seq_len):
     """Guesses from its shape, "bf16[8192,65536]" for example, what an array of a GPT holds.
 
-    Returns "logits", "attention scores" and so on, or "" if it could be anything.
+    Returns "logits", "attention scores" and so on, or "" if the shape fits none of them.
     """
     dims = [int(side) for side in shape.partition("[")[2].rstrip("]").split(",") if side]
     if config.vocab_size in dims and config.n_embd in dims:

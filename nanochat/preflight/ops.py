@@ -1,20 +1,20 @@
-"""Counts what a compiled program does: which operations run, how often, and which bytes each of them moves.
+"""Counts what a compiled program does: which operations run, how often, and how many bytes each of them moves.
 
 The compiler writes `estimated_cycles` on each operation that it schedules, but its own sums count a loop's body once.
 Here a program is a list of Op, each with the number of times that it runs. Three things are counted:
 - cycles: the compiler's estimate for each scheduled operation. It makes none for Pallas kernels.
-- bytes: operands and results. If an operation reads or writes only a slice of an array, the slice counts, as in XLA's
-  HloCostAnalysis. `hbm_bytes` leaves out arrays that the compiler placed in VMEM (memory space S(1) and others).
-- transfers that run beside other operations, from an operation X-start to its X-done. The compiler also cuts
-  collectives into steps, which it fuses with other operations. Such a collective is one Op, made of its first step; the
-  other steps hand its arrays on untouched, and it ends with the last.
+- hbm_bytes: operands and results in HBM. If an operation reads or writes only a slice of an array, the slice counts, as
+  in XLA's HloCostAnalysis. Arrays that the compiler placed in VMEM (memory space S(1) and others) do not count.
+- asynchronous transfers, from an operation X-start to its X-done. The compiler also cuts collectives into steps, which
+  it fuses with other operations. Such a collective is one Op, made of its first step; the other steps pass its arrays
+  on untouched, and it ends with the last.
 """
 import re
 from dataclasses import dataclass
 
 from nanochat.preflight.hlo import COLLECTIVES, PALLAS_CALL, Array, Instruction
 
-# These move no data: the compiler makes no code for them, or lets them share the memory of their operand.
+# These move no data: the compiler generates no code for them, or they share the memory of their operand.
 _FREE = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
                    "partition-id", "replica-id", "async-update", "domain", "add-dependency"})
 _FREE_CUSTOM_CALLS = frozenset({"ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound"})
@@ -27,19 +27,18 @@ class Op:
     instruction: Instruction
     times: int
     cycles: int = 0
-    bytes: float = 0.0
     hbm_bytes: float = 0.0
-    begins: str = ""  # the name of the transfer that it begins, which goes on beside the following operations
+    begins: str = ""  # the name of the asynchronous transfer that it starts
     ends: str = ""  # the name of the transfer whose end it waits for
-    kernel: Instruction | None = None  # the Pallas kernel that it is, or that is in its fusion
+    kernel: Instruction | None = None  # the Pallas kernel that it is, or that its fusion contains
 
 
 def ops_of(module, branch_shares=None):
     """Returns a list of Op of all scheduled instructions of a Module: of the entry computation and of its loops.
 
-    branch_shares: the fraction of a conditional's runs that each of its branches gets, as Fractions, of conditionals
-    that choose by a number, {"branch_computations": …}, or by a truth value, {"true_computation": …}. All branches of
-    others, and of those that have another number of branches, are counted as if they always ran.
+    branch_shares: the share of a conditional's runs that each of its branches gets, a list of Fractions, for those that
+    choose by a number, {"branch_computations": …}, or by a truth value, {"true_computation": …}. All branches of
+    others, and of those with another number of branches, count as if they always ran.
     """
     return list(_walk(module, module.entry, 1, branch_shares or {}))
 
@@ -69,12 +68,12 @@ def _walk(module, name, times, branch_shares):
 
 
 def _op(instruction, times, touched, begins="", kernel=None):
-    return Op(instruction, times, instruction.cycles, sum(array.bytes for array in touched),
-              sum(array.bytes for array in touched if array.in_hbm), begins, kernel=kernel)
+    hbm_bytes = sum(array.bytes for array in touched if array.in_hbm)
+    return Op(instruction, times, instruction.cycles, hbm_bytes, begins, kernel=kernel)
 
 
 def _kernel_in(module, instruction):
-    """Returns the Pallas kernel that an instruction is, or that its fusion has, or None."""
+    """Returns the Pallas kernel that an instruction is, or that its fusion contains, or None."""
     if instruction.custom_call_target == PALLAS_CALL:
         return instruction
     if instruction.opcode == "fusion":
@@ -99,7 +98,6 @@ def _branches(conditional, branch_shares):
     return zip(branches, shares, strict=True)
 
 
-# -----------------------------------------------------------------------------
 # Transfers
 
 
@@ -113,7 +111,8 @@ def _start_of(done, computation):
 
 def _collective_steps(fused, times):
     """Yields the Op that begins a collective and the one that waits for its end, if their steps are in a fusion."""
-    is_last = any(inner.custom_call_target == "AsyncCollectiveDone" for inner in fused.values())
+    targets = {inner.custom_call_target for inner in fused.values()}
+    is_last = "AsyncCollectiveDone" in targets
     for inner in fused.values():
         if inner.opcode not in COLLECTIVES:
             continue
@@ -125,7 +124,6 @@ def _collective_steps(fused, times):
             yield Op(inner, times, ends=name)
 
 
-# -----------------------------------------------------------------------------
 # Loops
 
 
@@ -133,14 +131,14 @@ def trip_count(module, loop, computation):
     """Returns the number of times that the body of a `while` runs.
 
     The loops here count up to a bound, or down from one. The bound is a constant in the condition or among the
-    initial values. Returns 1 if neither is found.
+    initial values. Returns 1 without one.
     """
     condition = module.computations[loop.called("condition")]
     bound = max(_constants(module, condition.values()), default=0)
     if bound > 0:
         return bound
-    # A loop that counts down compares with 0, the greatest constant of its condition. Its length is then among the
-    # values with which it starts.
+    # A loop that counts down compares with 0, the greatest constant of its condition. Its length is then among its
+    # initial values.
     initial = [computation[name] for name in computation[loop.operands[0]].operands if name in computation]
     return max(_constants(module, initial), default=1) or 1
 
@@ -155,7 +153,6 @@ def _constants(module, instructions):
                 yield int(instruction.operands[0])
 
 
-# -----------------------------------------------------------------------------
 # Bytes
 
 
@@ -166,8 +163,7 @@ def _touched(module, instruction, computation, kernel):
     if kernel and kernel.declared_cost:  # a kernel may read only a slice of an operand
         return [Array("u8", (kernel.declared_cost["bytes_accessed"],), True)]
     operands = [computation[name].shape for name in instruction.operands if name in computation]
-    # From here on an operand counts as it lies: a slice is in the memory, HBM or VMEM, of the array that it is taken
-    # from.
+    # From here on a slice is in the memory, HBM or VMEM, of the array that it is taken from.
     if opcode == "slice-start":  # ((source), slice, …)
         return [shape[1].placed_as(shape[0]), shape[1]]
     if opcode.endswith("-start"):  # (source, destination, …) in either order, each touched once
@@ -179,7 +175,7 @@ def _touched(module, instruction, computation, kernel):
     if opcode == "dynamic-update-slice":
         update = operands[1][0]
         return [update, update.placed_as(shape[0])]
-    if opcode == "scatter":  # it adds to rows: it reads and writes them
+    if opcode == "scatter":  # it adds to rows, so it reads and writes them
         updates = operands[2][0]
         return [*operands[1], updates, updates.placed_as(shape[0]), updates.placed_as(shape[0])]
     return [*sum(operands, []), *shape]
@@ -188,7 +184,7 @@ def _touched(module, instruction, computation, kernel):
 def _touched_by_fusion(module, fused, operands, shape):
     """Returns the same of a fusion of the instructions `fused`."""
     root = _root(fused)
-    # The collective in it is an Op of its own, which has these bytes (_collective_steps).
+    # The collective in it is an Op of its own and has these bytes (_collective_steps).
     if root.custom_call_target in ("AsyncCollectiveStart", "AsyncCollectiveDone"):
         return []
     touched = []
@@ -198,14 +194,16 @@ def _touched_by_fusion(module, fused, operands, shape):
             touched += arrays
         else:
             touched += [part.placed_as(arrays[0]) for part in parts]
-    results = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    # `shape` has the arrays of a tuple in a tuple one after the other, and then they are not the root's operands one by
-    # one: all are counted whole, rather too much than too little.
+    results = [root]
+    if root.opcode == "tuple":
+        results = [fused[name] for name in root.operands]
+    # `shape` lists the arrays of a tuple in a tuple one after the other. They do not match the root's operands then, so
+    # all count whole, rather too much than too little.
     if len(results) != len(shape):
         return touched + shape
     for result, array in zip(results, shape, strict=True):
         if result.opcode == "parameter" or result.opcode in COLLECTIVES:
-            continue  # handed on untouched
+            continue  # passed on untouched
         part = _part_written(module, result, fused)
         touched.append(part.placed_as(array) if part else array)
     return touched
@@ -220,7 +218,7 @@ def _parameter(fused, number):
 
 
 def _part_written(module, result, fused):
-    """Returns the Array that a fusion writes in place into a larger one, None if it writes all of its result."""
+    """Returns the Array that a fusion writes in place into a larger one; None if it writes all of its result."""
     while result.opcode in ("bitcast", "copy", "reshape") and result.operands[0] in fused:
         result = fused[result.operands[0]]
     if result.opcode in _UPDATED_BY:
@@ -231,7 +229,7 @@ def _part_written(module, result, fused):
     return None
 
 
-# A fusion's parameter is often a whole stack of layers, of which it reads one layer. So its users are followed, through
+# A fusion's parameter is often a whole stack of layers, of which it reads one. So its users are followed, through
 # bitcasts and inner fusions, to what each reads of it. If one of them reads all of it, the whole operand counts.
 
 
@@ -262,5 +260,5 @@ def _parts_read_by(module, user, position, fused):
     if position == 0 and user.opcode == "scatter":  # the same, and read, because it adds
         return fused[user.operands[_UPDATED_BY["scatter"]]].shape
     if user.opcode in COLLECTIVES or user.opcode == "tuple" and user.is_root:
-        return []  # handed on untouched
+        return []  # passed on untouched
     return None

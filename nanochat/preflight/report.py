@@ -1,24 +1,22 @@
-"""Makes the report of a preflight: whether the programs of a run fit into a chip's memory, and what the run costs.
-
-The report is a JSON object. describe.py says it to a person.
-"""
+"""Makes the report of a preflight, a JSON object: whether the programs of a run fit into a chip's memory, and what the
+run costs. describe.py says it to a person."""
 import math
+import re
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 
 from nanochat.device import tpu
 from nanochat.preflight import estimate, hlo, schedule
 from nanochat.preflight.compile import compile_programs
 from nanochat.preflight.explain import explain
 from nanochat.preflight.ops import ops_of
-from nanochat.preflight.out_of_memory import explain_out_of_memory
-from nanochat.preflight.preemptions import report_preemptions
 
 MICRO_STEP = "micro_step"  # the kind of these programs, see kind_of
 
 
 def kind_of(name):
-    """Returns the kind of the program with this name: there is a micro_step for each length of rows."""
+    """Returns the kind of the program with this name: each length of rows has a micro_step of its own."""
     return name.partition(" ")[0]
 
 
@@ -26,7 +24,7 @@ def make_report(own, flags, programs, traced, trace_s, say=print):
     """Compiles the traced programs of a run that the PreflightFlags `own` name and returns the report.
 
     flags: {name: value} of all flags of the run. programs: its Programs. traced: its {name: TracedProgram}; trace_s:
-    the seconds that tracing took. say: is called with a line of text whenever there is progress.
+    the seconds that tracing took. say: is called with each line of progress.
     """
     tpu_slice = own.tpu_slice
     plan = programs.plan
@@ -51,15 +49,12 @@ def make_report(own, flags, programs, traced, trace_s, say=print):
         report["estimate"] = run | costs(run["hours"], own)
         if own.preemptions_per_day:
             every_s = save_every_s(flags, run["step_s"])
-            found = report_preemptions(own, programs.checkpoint_bytes(), every_s, run["hours"])
-            found["usd_spot"] = costs(found["hours"], own)["usd_spot"]
-            report["preemptions"] = {name: None if value == math.inf else value  # JSON has no infinity
-                                     for name, value in found.items()}
+            report["preemptions"] = report_preemptions(own, programs.checkpoint_bytes(), every_s, run["hours"])
     return report
 
 
 def _compile(own, programs, traced, report, say):
-    """Compiles the TracedPrograms, and adds to `report` what came of each."""
+    """Compiles the TracedPrograms, and adds the result of each to `report`."""
     runs_per_step = {MICRO_STEP: programs.plan.micro_steps(0), "update": 1, "evaluate": 0}
     resident_bytes = programs.resident_bytes()
     options = schedule.LIBTPU_OPTIONS_WITH_BUNDLES if own.explain else schedule.LIBTPU_OPTIONS
@@ -67,20 +62,21 @@ def _compile(own, programs, traced, report, say):
     with tempfile.TemporaryDirectory(prefix="tpu_preflight_") as scratch:
         for program, compiled in compile_programs(traced, own.tpu_slice, own.dump_dir or scratch, own.timeout_s,
                                                   own.jobs, options):
+            name = program.name
             if compiled.out_of_memory:
-                say(f"{program.name}: {compiled.seconds:.0f} s, does not fit")
-                report["out_of_memory"][program.name] = explain_out_of_memory(
+                say(f"{name}: {compiled.seconds:.0f} s, does not fit")
+                report["out_of_memory"][name] = explain_out_of_memory(
                     program, compiled, sum(resident_bytes.values()), programs.name_buffer)
                 continue
-            say(f"{program.name}: {compiled.seconds:.0f} s")
-            shares = programs.branch_shares.get(program.name)
-            report["programs"][program.name] = estimate.report_program(
-                program, compiled, runs_per_step[kind_of(program.name)], resident_bytes, own.tpu_slice, shares)
+            say(f"{name}: {compiled.seconds:.0f} s")
+            shares = programs.branch_shares.get(name)
+            report["programs"][name] = estimate.report_program(
+                program, compiled, runs_per_step[kind_of(name)], resident_bytes, own.tpu_slice, shares)
             if own.explain:
                 ops = ops_of(hlo.parse(compiled.hlo_text), shares)
-                found = explain(own.explain, ops, compiled.schedules, own.tpu_slice.tpu)
-                if found:
-                    report["explained"][program.name] = found
+                lines = explain(own.explain, ops, compiled.schedules, own.tpu_slice.tpu)
+                if lines:
+                    report["explained"][name] = lines
     report["compile_wall_s"] = time.monotonic() - started
 
 
@@ -95,10 +91,118 @@ def save_every_s(flags, step_s):
 
 
 def costs(hours, own):
-    """Returns the price of `hours` on the TPU of the PreflightFlags in USD, on spot and on demand; None where it is
-    unknown."""
+    """Returns the price of `hours` on the TPU of the PreflightFlags in USD, on spot and on demand; None if unknown."""
     found = {}
     for name, spot in (("usd_spot", True), ("usd_on_demand", False)):
         price = tpu.usd_per_hour(own.accelerator, spot, own.usd_per_chip_hour, own.zone)
         found[name] = None if price is None else price * hours
     return found
+
+
+# Programs that do not fit
+
+
+def explain_out_of_memory(program, compiled, resident_bytes, name_buffer):
+    """Returns a JSON object about a program that does not fit: the bytes that it needs, and its largest buffers.
+    resident_bytes: of all tensors that stay on the chip. name_buffer: as in trace.Programs."""
+    needed, buffers = large_buffers(compiled.out_of_memory)
+    for buffer in buffers:
+        buffer["what"] = name_buffer(buffer["shape"])
+    is_vmem = "memory space vmem" in compiled.out_of_memory  # of one operation, such as a Pallas kernel
+    if not is_vmem:
+        needed += resident_bytes  # the compiler's report covers temporaries only
+    return {
+        "memory": "vmem" if is_vmem else "hbm", "needed_bytes": needed,
+        "compile_s": compiled.seconds, "traced_instructions": program.instructions,
+        "largest": buffers[:10], "report": compiled.out_of_memory[:4000]}
+
+
+def large_buffers(out_of_memory):
+    """Returns the bytes that the program would need (0 if the compiler's report does not say), and its large buffers,
+    [{"bytes": …, "shape": …, "source": …}], the largest first."""
+    needed = re.search(r"Used ([\d.]+[KMG]) of|Allocation \(size=(\d+)\)", out_of_memory)
+    needed_bytes = parse_size(needed[1] or needed[2]) if needed else 0
+    buffers = []
+    for entry in re.split(r"\n\s+\d+\. Size: ", out_of_memory)[1:]:
+        shape = re.search(r"Shape: (\S+?)\{", entry)
+        source = re.search(r'op_name="([^"]*)"', entry)
+        buffers.append({"bytes": parse_size(entry.split()[0]), "shape": shape[1] if shape else "",
+                        "source": source[1] if source else ""})
+    if not buffers:
+        for shape in re.findall(r"shape = '([^{']*)", out_of_memory):
+            buffers.append({"bytes": needed_bytes, "shape": shape, "source": ""})
+    return needed_bytes, sorted(buffers, key=lambda buffer: buffer["bytes"], reverse=True)
+
+
+def parse_size(text):
+    """Returns the bytes that "24.25G", "31.0K", "512B" or "17179869184" stands for."""
+    number, unit = re.fullmatch(r"([\d.]+)([BKMG]?)", text).groups()
+    return int(float(number) * 1024 ** "BKMG".index(unit or "B"))
+
+
+def advice(report):
+    """Returns the flags that would make a run fit, the most promising first. report: of make_report."""
+    flags = report["flags"]
+    found = set()
+    for oom in report["out_of_memory"].values():
+        if oom["memory"] == "vmem":
+            return ["a shorter --max_seq_len", "--kernel=chunked"]
+        found |= {buffer["what"] for buffer in oom["largest"][:5]}
+    suggestions = []
+    if report["kernel"] == "current" and found & {"attention scores", "logits"}:
+        suggestions.append("--kernel=flash")
+    if flags.get("activation_checkpointing") in ("none", "qkv") and found & {
+            "activations", "activations of all layers", "attention scores", ""}:
+        suggestions.append("--activation_checkpointing=all")
+    if flags.get("device_batch_size", 1) > 1:  # puzzles have none
+        suggestions.append(f"--device_batch_size={flags['device_batch_size'] // 2}")
+    if report.get("chips", 1) > 1 and flags.get("mesh_fsdp") in (1, "auto") and report["kernel"] != "current":
+        suggestions.append("the --mesh_fsdp that tpu_preflight --find_mesh finds")
+    return suggestions or ["a smaller model", "a TPU with more memory"]
+
+
+# Preemptions come without notice, at random, with a mean rate (a Poisson process). Measured with a checkpoint of 3.2 GB
+# on two CPU cores (dev/LOG.md, "surviving faults"):
+HELD_S_PER_BYTE = 5.6 / 3.2e9  # the loop waits for the copy of the state
+SAFE_S_PER_BYTE = 17.9 / 3.2e9  # until the checkpoint is on disk; a preemption before that loses it
+
+
+@dataclass(frozen=True)
+class Preemptions:
+    per_day: float
+    restart_s: float  # from a preemption until the run trains again: a new VM, setup, compiling, loading
+    held_s: float  # for which a save holds the loop
+    safe_s: float  # from a save until its checkpoint is on disk
+
+    def slowdown(self, save_every_s):
+        """Returns the expected wall time over the time of training alone, with a checkpoint after every `save_every_s`
+        seconds of training: M e^(R/M) (e^((τ + δ) / M) - 1) / τ (Daly 2006, doi 10.1016/j.future.2004.11.016).
+        It is infinite if nearly every interval is preempted.
+        """
+        mean_s = 86400 / self.per_day
+        try:
+            return (mean_s * math.exp((self.restart_s + self.safe_s) / mean_s)
+                    * math.expm1((save_every_s + self.held_s) / mean_s) / save_every_s)
+        except OverflowError:
+            return math.inf
+
+    def best_save_every_s(self):
+        """Returns the seconds of training between checkpoints that cost the least: √(2 δ M) (Young 1974, doi
+        10.1145/361147.361115)."""
+        return math.sqrt(2 * self.held_s * 86400 / self.per_day)
+
+
+def report_preemptions(own, checkpoint_bytes, save_every_s, hours):
+    """Returns a JSON object: the expected hours, price and goodput of a run that takes `hours` undisturbed, and its
+    goodput with the best time between checkpoints. None stands for infinity, which JSON lacks."""
+    model = Preemptions(own.preemptions_per_day, 60 * own.restart_minutes, HELD_S_PER_BYTE * checkpoint_bytes,
+                        SAFE_S_PER_BYTE * checkpoint_bytes)
+    best_s = model.best_save_every_s()
+    run_s = 3600 * hours
+    # Without checkpoints save_every_s is infinite, and the whole run is the interval that must go through.
+    slowdown = model.slowdown(min(save_every_s, run_s))
+    best_slowdown = model.slowdown(min(best_s, run_s))
+    found = {**asdict(model), "save_every_s": save_every_s, "goodput": 1 / slowdown, "hours": hours * slowdown,
+             "best_save_every_s": best_s, "best_goodput": 1 / best_slowdown,
+             "usd_spot": costs(hours * slowdown, own)["usd_spot"]}
+    return {name: None if value == math.inf else value for name, value in found.items()}

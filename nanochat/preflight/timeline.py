@@ -1,14 +1,14 @@
-"""Runs the operations of a compiled program one after the other, on paper: what waits for what, and for how long.
-
-A transfer between an operation X-start and its X-done goes on beside the operations between the two, which hide that
-much of it. Transfers of the same kind, copies by HBM or collectives by the interconnect, follow one another.
-"""
+"""Estimates what waits for what in a compiled program, and for how long. A transfer from an operation X-start to its
+X-done overlaps with the operations between the two. Transfers of the same kind, copies by HBM or collectives by the
+interconnect, follow one another."""
 import math
 from dataclasses import dataclass
 
 from nanochat.preflight import hlo
 
-COPIES, ICI = "copies", "ici"  # what a transfer uses: HBM, or the interconnect
+# What a transfer uses: HBM, or the interconnect.
+COPIES = "copies"
+ICI = "ici"
 
 
 @dataclass
@@ -33,12 +33,12 @@ class Timeline:
 
     @property
     def low_s(self):
-        """The time if everything that can run at the same time did."""
+        """The time if everything that can overlap does."""
         return max(self.busy_s, self.traffic_s + self.copies_s, self.ici_s)
 
     @property
     def high_s(self):
-        """The time if nothing ran at the same time."""
+        """The time if nothing overlaps."""
         return self.busy_s + self.traffic_s + self.copies_s + self.ici_s
 
 
@@ -48,63 +48,59 @@ class _Transfer:
     end_s: float  # when it ends, if nothing disturbs it
 
 
-# The clock is Timeline.seconds. An operation moves it on by the longer of its cycles and its traffic; the start of a
-# transfer does not move it, and its end moves it to where the transfer ends, if that is later. Transfers of a kind have
-# one resource, so each begins when the one before it has ended.
+# The clock is Timeline.seconds. An operation advances it by the longer of its cycles and its traffic. The start of a
+# transfer does not; its end advances it to the end of the transfer, if that is later. Each transfer begins when the one
+# before it on the same resource has ended.
 def run(ops, busy_s, tpu_slice):
-    """Returns the Timeline of a list of Op in their order.
-
-    busy_s: function of an Op, the seconds of one run without waiting for memory. The runs of a loop's body are alike,
-    so that they are counted as one run whose operations and transfers take so many times as long.
-    """
+    """Returns the Timeline of a list of Op in their order. busy_s: function of an Op, the seconds of one run without
+    waiting for memory. The runs of a loop's body count as one run, whose operations take so many times as long."""
     line = Timeline()
     transfers = {}  # name -> _Transfer, of those that have begun and that nothing has waited for
-    free_at = {COPIES: 0.0, ICI: 0.0}  # when the last transfer of this kind ends
+    free_at = {COPIES: 0.0, ICI: 0.0}  # when the last transfer on this resource ends
     for op in ops:
         is_collective = bool(collective_of(op))
-        now = line.seconds
         traffic_s = op.times * op.hbm_bytes / tpu_slice.tpu.hbm_bytes_per_s
         ici_s = op.times * collective_s(op, tpu_slice)
         line.ici_s += ici_s
         if op.ends:
             transfer = transfers.pop(op.ends, None)
             if transfer:
-                line.wait(transfer.resource, transfer.end_s - now)
+                line.wait(transfer.resource, transfer.end_s - line.seconds)
         elif op.begins:
             resource = ICI if is_collective else COPIES
-            free_at[resource] = max(free_at[resource], now) + (ici_s if is_collective else traffic_s)
+            free_at[resource] = max(free_at[resource], line.seconds) + (ici_s if is_collective else traffic_s)
             transfers[op.begins] = _Transfer(resource, free_at[resource])
             if resource == COPIES:
                 line.copies_s += traffic_s
         elif is_collective:
             line.wait(ICI, max(ici_s, traffic_s))
         else:
+            _delay_copies(transfers, free_at, line.seconds, traffic_s)
             seconds = op.times * busy_s(op)
             line.busy_s += seconds
             line.traffic_s += traffic_s
             line.seconds += max(seconds, traffic_s)
-            # HBM serves the operation before the copies that go on beside it: they end so much later.
-            for transfer in transfers.values():
-                if transfer.resource == COPIES and transfer.end_s > now:
-                    transfer.end_s += traffic_s
-            if free_at[COPIES] > now:
-                free_at[COPIES] += traffic_s
-    # A copy that goes on beside an operation holds up no operation here, though both use HBM. So the sum of all traffic
+    # A copy that overlaps with an operation does not slow it down here, though both use HBM. So the sum of all traffic
     # is a bound of its own.
     line.seconds = max(line.seconds, line.low_s)
     return line
 
 
-# -----------------------------------------------------------------------------
+def _delay_copies(transfers, free_at, now_s, traffic_s):
+    """Delays the copies that are in flight: HBM serves the traffic of an operation before them."""
+    for transfer in transfers.values():
+        if transfer.resource == COPIES and transfer.end_s > now_s:
+            transfer.end_s += traffic_s
+    if free_at[COPIES] > now_s:
+        free_at[COPIES] += traffic_s
+
+
 # Collectives
 
 
 def count_collectives(ops, chips):
-    """Returns {opcode: [number of runs, bytes, overlapped bytes]} of the collectives among `ops`.
-
-    The bytes are those of the whole arrays that are reduced or gathered; the overlapped ones move concurrently with
-    other work. chips: the number of chips that take part.
-    """
+    """Returns {opcode: [runs, bytes of the whole arrays, bytes that move during other work]} of the collectives among
+    `ops`, in which so many chips take part."""
     found = {}
     for op in ops:
         kind = collective_of(op)
@@ -121,7 +117,9 @@ def count_collectives(ops, chips):
 def collective_of(op):
     """Returns the opcode of the collective that an Op is or begins, "" if it is none."""
     kind = op.instruction.opcode.removesuffix("-start")
-    return kind if kind in hlo.COLLECTIVES and not op.ends else ""
+    if op.ends or kind not in hlo.COLLECTIVES:
+        return ""
+    return kind
 
 
 def collective_bytes(op, chips):
@@ -139,8 +137,8 @@ def collective_s(op, tpu_slice):
     """Returns the estimated seconds of one run of an Op's collective, 0 if it has none.
 
     Assumes rings: each chip sends along one dimension of the torus, in both directions. In an exchange (all-to-all),
-    half of what each chip sends crosses the middle of the box of chips, of which a row sends through one link each:
-    bytes × length of the longest side / 4 per link. A torus whose sides are closed would take half of that.
+    half of what each chip sends crosses the middle of the box of chips, where a row of chips shares a link:
+    bytes × length of the longest side / 4 per link. A torus with closed sides would take half of that.
     """
     kind = collective_of(op)
     if not kind:

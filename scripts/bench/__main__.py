@@ -1,4 +1,4 @@
-"""Measures how fast one part of nanochat is, beside what it is compared with. Ratios are of one run:
+"""Measures how fast one part of nanochat is, beside a reference in the same run:
 
     python3 -m scripts.bench NAME
 
@@ -23,14 +23,15 @@ NAMES = ("train", "host", "loader", "checkpoint", "generate", "serve", "judge", 
 
 
 def main(argv=None):
-    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    words = sys.argv[1:] if argv is None else argv
+    name = words[0] if words else ""
     if name in ("-h", "--help"):
         print(__doc__)
         return 0
     if name not in NAMES:
         raise BadInput(f"no bench is called '{name}': give one of {', '.join(NAMES)}")
-    sys.argv[0] = f"bench {name}"  # what its --help says of the command
-    return importlib.import_module(f"scripts.bench.{name}").main(rest)
+    sys.argv[0] = f"bench {name}"  # for its --help
+    return importlib.import_module(f"scripts.bench.{name}").main(words[1:])
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
     python3 -m scripts.bench generate --data_dir=some/parquet
 
-The weights are random. Drafts are measured on C++ from --data_dir, whose lines are to be filled in. They depend on the
-text and not on how good the model is: it computes as always, and is then given the next token of the text as the
-likeliest one.
+The weights are random. Drafts are measured by filling in lines of the C++ in --data_dir. They depend on the text, and
+not on the model: it computes as always, and then the next token of the text is made its likeliest one.
 """
 import random
 from dataclasses import dataclass
@@ -40,13 +39,13 @@ def make_model(flags, vocab_size):
     """Returns a GPT of random weights."""
     config = GPTConfig(n_layer=flags.depth, vocab_size=vocab_size, max_seq_len=flags.max_seq_len)
     model = GPT(config, get_kernels("current", "cpu")).init_weights()
-    for matrix in (model.attn_o, model.mlp_out, model.lm_head):  # which are zero or nearly so before training
+    for matrix in (model.attn_o, model.mlp_out, model.lm_head):  # zero, or nearly, before training
         torch.nn.init.normal_(matrix, 0.0, 0.02)
     return model.eval().requires_grad_(False)
 
 
 def read_texts(flags, least_characters):
-    """Returns the texts of the first shards of TextFlags that have so many characters. Raises BadInput if none has."""
+    """Returns the texts in the first shards of TextFlags that have so many characters. Raises BadInput if none has."""
     texts = [text for text in whole_texts(open_text(flags)[:4]) if len(text) > least_characters]
     if not texts:
         raise BadInput(f"--data_dir={flags.data_dir} has no document of more than {least_characters} characters: name "
@@ -69,7 +68,7 @@ class Reading:
         return clock.spent()
 
     def token(self):
-        # The reader computes only what is behind the beginning that a text shares with the one before. So the prompt is
+        # The reader computes only what follows the beginning that a text shares with the one before. So the prompt is
         # not measured, and each further text is one token more.
         self.reader.read(self.ids[:self.prompt_tokens])
         clock = Clock()
@@ -78,14 +77,13 @@ class Reading:
         return clock.spent(len(self.ids) - self.prompt_tokens)
 
 
-# -----------------------------------------------------------------------------
 # Drafts
 
-LINES = 15  # that are filled in
+LINES = 15  # of a gap
 
 
 class Prompter(Int8GPT):
-    """Computes as an Int8GPT does, and its likeliest token is then that of the text `ids`."""
+    """Computes as an Int8GPT does, and then makes the next token of the text `ids` its likeliest one."""
 
     def __init__(self, model):
         super().__init__(model)
@@ -97,10 +95,10 @@ class Prompter(Int8GPT):
         return super().hidden(ids, cache, positions)
 
     def logits(self, hidden):
-        # Computed as ever, so that the time is a real model's.
+        # Computed all the same, so that the time is a real model's.
         logits = super().logits(hidden)
         for row in range(len(logits)):
-            # Row r of R rows is of the position num_read - R + r, and predicts the token after it. A thousand is above
+            # Row r of R rows belongs to position num_read - R + r, and predicts the token after it. A thousand exceeds
             # every logit.
             position = self.num_read - len(logits) + row + 1
             if position < len(self.ids):
@@ -135,14 +133,14 @@ class Filling:
         found = self.engine.complete(prompt, temperature=0, max_tokens=len(of_middle), drafts=self.drafts)
         # A draft may change the time, and never the text.
         if found != middle:
-            raise AssertionError(f"with drafts={self.drafts} the text is another one")
+            raise AssertionError(f"with drafts={self.drafts} the text differs")
         self.drafted += self.engine.timings.drafted_tokens
         self.accepted += self.engine.timings.accepted_tokens
         return clock.spent(len(of_middle))
 
 
 def compare_drafts(model, tokenizer, texts, rounds):
-    # Both contenders go through the same texts, one in each round; the first is the warm-up's.
+    # Both contenders fill in the same texts, one in each round; the first round warms up.
     texts = random.Random(0).choices(texts, k=rounds + 1)
     drafting = Filling(model, tokenizer, texts, drafts=True)
     contenders = {"without drafts": Filling(model, tokenizer, texts, drafts=False).token, "drafts": drafting.token}
@@ -153,8 +151,8 @@ def compare_drafts(model, tokenizer, texts, rounds):
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     if flags.prompt_tokens + flags.tokens > flags.max_seq_len:
-        raise BadInput(f"--prompt_tokens={flags.prompt_tokens} and --tokens={flags.tokens} are more than "
-                       f"--max_seq_len={flags.max_seq_len}")
+        raise BadInput(f"--prompt_tokens={flags.prompt_tokens} and --tokens={flags.tokens} exceed "
+                       f"--max_seq_len={flags.max_seq_len}: lower one of them")
     tokenizer = load_tokenizer()
     texts = read_texts(flags, least_characters=3000) if flags.data_dir else []
     model = make_model(flags, tokenizer.n_vocab)

@@ -3,7 +3,7 @@
     python3 -m scripts.bench host --depth=16 --micro_steps=8
 
 The model is narrow, so that the device, an XLA device of this CPU, finishes at once: the host's work depends on the
-number of operations and not on their size.
+number of operations, not on their size.
 """
 from dataclasses import dataclass
 
@@ -40,18 +40,18 @@ class Training:
         self.step = 0
         with one_program(dist, f"initialise {kernel}"):
             pass
-        self.run()  # compiles what the first step alone needs
+        self.run()  # compiles the programs that only the first step needs
 
     def run(self):
-        """Returns what the host spent on one optimizer step; the device is idle before each program."""
+        """Returns the Spent of the host on one optimizer step; the device is idle before each program."""
         training = self.training
         cpu_before = cpu_seconds()
         host_s = 0.0
         for _ in range(self.micro_steps):
             with one_program(self.dist, f"micro_step {self.kernel}") as program:
                 training.micro_step(self.batch, training.loss_scales[self.micro_steps])
-            # The device is this CPU, so it must be idle while the next program is traced: its work would slow the
-            # tracing down, of which the time by the clock counts.
+            # The device is this CPU, so it must be idle while the next program is traced: its work would slow down
+            # tracing, whose wall time counts.
             synchronize(self.dist)
             host_s += program.host_s
         scheduled = training.optimizer.scheduled(self.step).to(self.dist.device)

@@ -2,7 +2,8 @@
 
     python3 -m scripts.bench judge
 
-It judges solutions of the project's problems, one after the other. CPU times count: a busy machine changes them little.
+It judges solutions of the project's problems, one after the other. Compare CPU times: a busy machine changes them
+little.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,7 @@ def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     solved = [problem for problem in read_problems(flags.problems) if problem.solution][:flags.num_programs]
     if not solved:
-        raise BadInput(f"--problems={flags.problems} has no solutions to judge")
+        raise BadInput(f"--problems={flags.problems} has no solutions to judge: name a file with some")
     contenders = {"without a sandbox": partial(judge_all, solved, True),
                   "in the sandbox": partial(judge_all, solved, False)}
     compare("a program", contenders, flags.rounds, reference="without a sandbox")

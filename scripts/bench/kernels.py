@@ -1,10 +1,10 @@
-"""Compiles the attention kernels alone for a TPU, and says how many cycles they take by the machine's own schedule:
+"""Compiles the attention kernels alone for a TPU, and prints their cycles by the machine's own schedule:
 
     python3 -m scripts.bench kernels --accelerator=v6e-1 --max_seq_len=2048 --window=1024
 
-Needs no TPU, and seconds where tpu_preflight compiles a whole program. Beside the cycles stand the bound, which is the
-products of all pairs of a query and a key that it sees at the peak rate of the matrix units, and the fraction of each
-unit's slots that is used. A batch, heads and layers multiply the cycles.
+It needs no TPU, and takes seconds, not minutes like tpu_preflight. Beside the cycles it prints the bound (the products
+of all pairs of a query and a key that it sees, at the peak rate of the matrix units) and the fraction of each unit's
+slots in use. A batch, heads and layers multiply the cycles.
 """
 import tempfile
 from dataclasses import dataclass
@@ -60,12 +60,12 @@ def measure(flags, tpu_slice, folder):
     window = flags.max_seq_len if flags.window == -1 else flags.window
     sizes = (flags.device_batch_size, flags.max_seq_len, flags.num_heads * HEAD_DIM, kv_heads * HEAD_DIM, window,
              tpu_slice.tpu.matrix_unit)
-    # What a query at a position sees: all before it and itself, but no more than its window.
+    # A query sees itself and all positions before it, but no more than its window.
     pairs = sum(min(position, window) for position in range(1, flags.max_seq_len + 1))
     for name, products in PRODUCTS.items():
         schedule, declared = schedule_of(f"{name} kernel", KERNEL, (name, *sizes), tpu_slice, folder, flags.timeout_s)
         flops = 2 * products * HEAD_DIM * pairs * flags.device_batch_size * flags.num_heads
-        # The bound is of the pairs that are seen. The tiles also compute the scores beside them, which are masked.
+        # The bound counts the pairs that are seen. The tiles also compute the masked scores beside them.
         bound = flops / tpu_slice.tpu.flops_per_cycle
         tiles = declared["flops"] / tpu_slice.tpu.flops_per_cycle
         yield name, Cycles(schedule.cycles_with(tiles, declared["transcendentals"]), bound, tiles), schedule
@@ -76,9 +76,10 @@ def main(argv=None):
     tpu_slice = parse_one_chip(flags.accelerator)
     if not is_length(flags.max_seq_len, 128):
         step = 128 if flags.max_seq_len <= MAX_WHOLE else SEGMENT
-        raise BadInput(f"--max_seq_len={flags.max_seq_len} is not a multiple of {step}")
+        raise BadInput(f"--max_seq_len={flags.max_seq_len} is not a multiple of {step}: give one")
     if flags.num_heads % max(flags.num_kv_heads, 1):
-        raise BadInput(f"--num_heads={flags.num_heads} is not a multiple of --num_kv_heads={flags.num_kv_heads}")
+        raise BadInput(f"--num_heads={flags.num_heads} is not a multiple of --num_kv_heads={flags.num_kv_heads}: "
+                       "give one")
     require_packages()
     print(f"Mcycles of {flags.layers} layers, and the fraction of each unit's slots in use")
     print(f"{'':>10} {'schedule':>9} {'bound':>8} {'÷ bound':>8} {'tiles':>8} {'empty':>6}  " + "  ".join(UNITS))

@@ -2,7 +2,7 @@
 
     python3 -m scripts.bench loader --data_dir=DIR
 
-The tokenizer alone gets the same documents as the loader. CPU time is to be compared when the machine has other work.
+The tokenizer alone gets the same documents as the loader. On a busy machine compare CPU times.
 """
 import resource
 import time
@@ -18,8 +18,8 @@ from nanochat.data.shards import TextFlags, open_text
 from nanochat.data.tokenizer import Infill, load_tokenizer
 from scripts.bench.rounds import Clock, Spent, compare
 
-# In a round the loader reads this many documents, and then the tokenizer has its turn. If the texts of a whole run were
-# held for it, the loader could not use their memory again, and new pages from the kernel would cost it 10 ns per token.
+# In a round the loader reads this many documents, and then the tokenizer has its turn. If it held the texts of a whole
+# run, the loader could not reuse their memory, and new pages from the kernel would cost it 10 ns per token.
 DOCUMENTS_IN_ROUND = 1000
 UNIT = "a million characters"
 
@@ -30,7 +30,7 @@ class Flags(TextFlags):
     device_batch_size: int = flag(8, "rows in a batch", at_least=1)
     max_seq_len: int = flag(1024, "T, one less than the tokens in a row", at_least=1)
     threads: int = flag(2, "threads that tokenize, with and without the loader", at_least=1, at_most=1000)
-    fim_rate: float = flag(0.5, "of the loader that is compared with one without", above=0, at_most=1)
+    fim_rate: float = flag(0.5, "of the loader with fill in the middle", above=0, at_most=1)
     rounds: int = flag(20, f"rounds of {DOCUMENTS_IN_ROUND:,} documents", at_least=1)
 
 
@@ -66,19 +66,19 @@ class Recorder:
 
 
 def load(loader, recorder):
-    """Makes the rows of a round, and waits until the loader has made its next blocks, which it does ahead. Returns the
-    Spent of the tokenized text: rows are not counted, because some were made earlier."""
+    """Makes the rows of a round, and waits until the loader has prefetched its next blocks. Returns the Spent of the
+    tokenized text: rows do not count, because some were prefetched earlier."""
     recorder.begin()
     clock = Clock()
     begun = recorder.ended
     before = len(recorder.lengths)
     while len(recorder.lengths) < before + DOCUMENTS_IN_ROUND:
         next(loader)
-    # The loader works ahead in threads, so the round ends when a tenth of a second has brought no further document.
+    # The loader prefetches in threads, so the round ends when a tenth of a second has brought no further document.
     while before != len(recorder.lengths):
         before = len(recorder.lengths)
         time.sleep(0.1)
-    # The wall time ends with the last group that was tokenized, and so without that tenth of a second.
+    # The wall time ends with the last group that was tokenized, without that tenth of a second.
     return Spent((recorder.ended - begun) / recorder.millions(), clock.spent(recorder.millions()).cpu_s)
 
 
@@ -104,8 +104,9 @@ def compare_all(flags, shards, tokenizer):
     best_fit = best_fit_crop(recorder.lengths[:50_000], flags.max_seq_len + 1)
     print(f"the loader dropped {dropped:.4%} of the tokens; best fit, cropping the rest, drops {best_fit:.2%}")
 
-    # Few lanes, because with fill in the middle each reads a megabyte of text at a time.
-    plain, fim = Recorder(tokenizer), Recorder(tokenizer)
+    # Few lanes, because with fill in the middle each reads a megabyte of text at once.
+    plain = Recorder(tokenizer)
+    fim = Recorder(tokenizer)
     rows = replace(rows, num_lanes=4)
     with (open_loader(plain, rows) as without,
           open_loader(fim, rows, infilling=Infilling(flags.fim_rate, rows.seed)) as with_fim):
@@ -115,8 +116,8 @@ def compare_all(flags, shards, tokenizer):
 
 
 def best_fit_crop(documents, row_tokens, buffer_size=1000):
-    """Returns the share of the tokens that best-fit packing drops, of documents of these lengths. Each row takes the
-    longest document of a buffer that fits, and when none fits, crops the shortest."""
+    """Returns the share of the tokens that best-fit packing drops of documents of these lengths. Each row takes the
+    longest document of a buffer that fits; if none fits, it crops the shortest, which loses the fewest tokens."""
     waiting = documents[::-1]
     buffer = []
     space = row_tokens
@@ -124,7 +125,6 @@ def best_fit_crop(documents, row_tokens, buffer_size=1000):
     while waiting or buffer:
         while waiting and len(buffer) < buffer_size:
             buffer.append(waiting.pop())
-        # The longest that fits; where none fits, the shortest, of which the least is lost.
         taken = max((length for length in buffer if length <= space), default=min(buffer))
         buffer.remove(taken)
         dropped += max(0, taken - space)

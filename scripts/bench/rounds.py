@@ -1,5 +1,5 @@
-"""What the benches share. Contenders are measured in turns, round after round, so that other work on the machine falls
-on all of them, and a ratio is the median of the rounds' ratios: all of it is measured in one run."""
+"""Measures contenders in turns, round after round, so that other work on the machine slows down all of them. A ratio is
+the median of the rounds' ratios."""
 import statistics
 import time
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from os import times
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds that a piece of work took, of the clock and of the CPU, which other work on the machine changes less."""
+    """Seconds that a piece of work took: wall time, and CPU time, which other work on the machine changes less."""
     wall_s: float
     cpu_s: float
 
@@ -24,7 +24,7 @@ class Clock:
         self._cpu_s = cpu_seconds()
 
     def spent(self, pieces=1):
-        """Returns the Spent of one of the `pieces` of work that were done since."""
+        """Returns the Spent of one of the `pieces` of work since."""
         return Spent((time.perf_counter() - self._wall_s) / pieces, (cpu_seconds() - self._cpu_s) / pieces)
 
 
@@ -36,9 +36,8 @@ def cpu_seconds():
 def compare(piece, contenders, rounds, reference):
     """Measures each contender in every round, and prints the rounds and the medians.
 
-    piece: what one piece of the work is, such as "a token". contenders: {name: function that works, and returns the
-    Spent of a piece}. The first round warms up (compilation, first touch of memory) and is not counted.
-    reference: the contender with which the others are compared.
+    piece: the unit of the work, such as "a token". contenders: {name: function that works, and returns the Spent of a
+    piece}. The first round warms up (compilation, first touch of memory) and does not count.
     """
     print(f"{piece}, ms (of CPU time):")
     found = {name: [] for name in contenders}
@@ -54,8 +53,7 @@ def compare(piece, contenders, rounds, reference):
         line = f"{name}: {1000 * wall_s:,.3f} ms, {1 / wall_s:,.1f} a second"
         if name != reference:
             pairs = list(zip(found[reference], of_rounds, strict=True))
-            # The median of the rounds' ratios, and not the ratio of the medians: what slows down a round slows down all
-            # in it.
+            # Not the ratio of the medians: other work slows down all contenders of a round.
             wall = statistics.median(first.wall_s / spent.wall_s for first, spent in pairs)
             cpu = statistics.median(first.cpu_s / spent.cpu_s for first, spent in pairs)
             line += f", {wall:.2f} times as fast as {reference} ({cpu:.2f} by CPU time)"

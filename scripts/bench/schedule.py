@@ -2,8 +2,8 @@
 
     python3 -m scripts.bench schedule --accelerator=v5litepod-1
 
-Compiles matrix products of bfloat16 for one chip. No schedule can be faster than the matrix units at their peak rate;
-the compiler makes plain products nearly as fast as that. Prints both, and their ratio. Needs no TPU.
+It compiles matrix products of bfloat16 for one chip, and needs no TPU. No schedule can be faster than the matrix units
+at their peak rate, and plain products come close. It prints both, and their ratio.
 """
 import tempfile
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class Flags:
 
 
 def measure(tpu_slice, shape, folder, timeout_s=600, libtpu_options=LIBTPU_OPTIONS):
-    """Compiles the product of a `shape` (rows, inner, columns). Returns the cycles that it takes at the peak rate of
-    the matrix units, and the Schedule of its dearest operation. Raises CompilerError."""
+    """Compiles the product of a `shape` (rows, inner, columns). Returns its cycles at the matrix units' peak rate, and
+    the Schedule of its dearest operation. Raises CompilerError."""
     schedule, _ = schedule_of("product", PRODUCT, shape, tpu_slice, folder, timeout_s, libtpu_options)
     rows, inner, columns = shape
     return 2 * rows * inner * columns / tpu_slice.tpu.flops_per_cycle, schedule

@@ -2,9 +2,9 @@
 
     python3 -m scripts.bench serve --data_dir=some/parquet
 
-The server computes in 8 bits, with random weights, in a process of its own. At random places of documents of
---data_dir, one character after the other is typed, and after each one 16 tokens are asked for, as llama.vim does. Times
-are those of the clock, of the whole request over loopback. Needs pip install '.[serve]'.
+The server computes in 8 bits, with random weights, in a process of its own. The bench types at random places of
+documents of --data_dir, and asks for 16 tokens after each character, as llama.vim does. It prints the wall time of the
+whole request over loopback. It needs pip install '.[serve]'.
 """
 import http.client
 import json
@@ -31,33 +31,48 @@ TOKENS = 16  # of a completion
 class Flags(TextFlags):
     depth: int = flag(16, "number of layers; the weights are random", at_least=1, at_most=64)
     max_seq_len: int = flag(1024, "positions of the model", at_least=128, at_most=65536)
-    places: int = flag(4, "documents in which something is typed", at_least=1, at_most=10_000)
+    places: int = flag(4, "documents in which the bench types", at_least=1, at_most=10_000)
     characters: int = flag(15, "characters typed in each", at_least=2, at_most=1000)
 
 
 def run_server(flags, sender):
-    """Serves in this process, until its parent ends. Sends the port."""
+    """Serves in this process until its parent ends. Sends the port."""
     end_with_parent(parent_process().pid)
     try:
         from nanochat.serve.connections import listen, make_runner
         from nanochat.serve.server import Server, make_app
     except ImportError as error:
-        print(f"error: there is no {error.name}: pip install '.[serve]'")
+        print(f"error: {error.name} is not installed: pip install '.[serve]'")
         return
     tokenizer = load_tokenizer()
-    completer = Completer(Engine(Int8GPT(make_model(flags, tokenizer.n_vocab)), tokenizer, CPU), True)
+    model = Int8GPT(make_model(flags, tokenizer.n_vocab))
+    completer = Completer(Engine(model, tokenizer, CPU), True)
     listening = listen("127.0.0.1", 0)
     sender.send(listening.getsockname()[1])
     app = make_app(Server(completer, name="random", device="cpu", max_tokens=TOKENS, timeout_s=REQUEST_TIMEOUT_S))
     make_runner(app).run(sockets=[listening])
 
 
+def ask(connection, body):
+    """Returns the seconds that the server takes for a completion, and its answer. Raises BadInput if it refuses."""
+    begun = time.perf_counter()
+    connection.request("POST", "/infill", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    answer = response.read()
+    seconds = time.perf_counter() - begun
+    if response.status != 200:
+        raise BadInput(f"the server answers {response.status}: {answer[:300].decode(errors='replace')}")
+    return seconds, json.loads(answer)
+
+
 def type_texts(port, texts, flags):
     """Types at random places of the texts, and prints how long the answers took."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
     generator = random.Random(0)
-    # At a new place the engine reads the whole prompt. The further characters change its last line alone.
-    first, further, read = [], [], []  # seconds, seconds, and tokens that the model read anew
+    # At a new place the engine reads the whole prompt. The further characters change only its last line.
+    first = []  # seconds
+    further = []
+    read = []  # tokens that the model read anew
     for _ in range(flags.places):
         text = generator.choice(texts)
         begin = generator.randrange(2000, len(text) - 1000 - flags.characters)
@@ -65,18 +80,12 @@ def type_texts(port, texts, flags):
             before, _, line = text[:cursor].rpartition("\n")
             body = {"input_prefix": f"{before}\n", "prompt": line, "input_suffix": text[begin + flags.characters:],
                     "n_predict": TOKENS}
-            begun = time.perf_counter()
-            connection.request("POST", "/infill", json.dumps(body), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            answer = response.read()
-            seconds = time.perf_counter() - begun
-            if response.status != 200:
-                raise BadInput(f"the server answers {response.status}: {answer[:300].decode(errors='replace')}")
+            seconds, answer = ask(connection, body)
             if cursor == begin:
                 first.append(seconds)
             else:
                 further.append(seconds)
-                read.append(json.loads(answer)["timings"]["prompt_n"])
+                read.append(answer["timings"]["prompt_n"])
     first_s = statistics.median(first)
     further_s = statistics.median(further)
     slow_s = sorted(further)[9 * (len(further) - 1) // 10]
@@ -93,11 +102,11 @@ def main(argv=None):
     receiver, sender = context.Pipe(duplex=False)
     server = context.Process(target=run_server, args=(flags, sender), daemon=True)
     server.start()
-    # The server now has the only end that sends: if it dies, recv() raises EOFError and does not wait for ever.
+    # The server now has the only end that sends: if it dies, recv() raises EOFError instead of waiting for ever.
     sender.close()
     try:
         if not receiver.poll(START_TIMEOUT_S):
-            raise BadInput(f"the server has not started after {START_TIMEOUT_S} s: try a smaller --depth")
+            raise BadInput(f"the server did not start within {START_TIMEOUT_S} s: try a smaller --depth")
         try:
             port = receiver.recv()
         except EOFError:

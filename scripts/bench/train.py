@@ -2,7 +2,7 @@
 
     python3 -m scripts.bench train --depth=4
 
-current: eager, with PyTorch's attention and loss; chunked: eager, with this project's, the default on a CPU; and XLA.
+current: eager, with PyTorch's attention and loss. chunked: eager, with this project's, the default on a CPU. XLA.
 """
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class Flags:
 
 
 class Training:
-    """Training in one way. run() trains a step of one micro-step, and returns the Spent of it."""
+    """Training in one way. run() trains a step of one micro-step, and returns its Spent."""
 
     def __init__(self, flags, device_type, kernel):
         self.vocab_size = flags.vocab_size
@@ -50,7 +50,7 @@ class Training:
         clock = Clock()
         rows = torch.randint(self.vocab_size, self.shape, generator=self.generator, dtype=torch.int32)
         self.training.run(iter([{"rows": rows}]), 1, self.training.optimizer.scheduled(self.step))
-        # XLA runs a program after it was dispatched; without this, only the dispatch would be measured.
+        # XLA runs a program after dispatching it; without this, the bench would measure only the dispatch.
         synchronize(self.dist)
         self.step += 1
         return clock.spent()

@@ -100,13 +100,17 @@ def test_prices_come_from_the_table_unless_given():
     assert tpu.usd_per_hour("v4-8", spot=True, usd_per_chip_hour=1.0) == 4.0
 
 
-def test_a_zone_without_a_known_price_counts_at_the_dearest_of_the_type():
+def test_without_a_zone_the_dearest_price_counts_and_an_unknown_zone_has_none():
     dearest = tpu.usd_per_hour("v6e-4", spot=True)
     zones = ["us-east5-b", "us-west1-c", "asia-northeast1-b", "europe-west4-a", "asia-south1-b"]
     assert dearest == max(tpu.usd_per_hour("v6e-4", spot=True, zone=zone) for zone in zones)
-    for zone in ("us-wset4-a", "", "us"):
-        assert tpu.usd_per_hour("v6e-4", spot=True, zone=zone) == dearest
+    for zone in ("us-wset4-a", "us", "southamerica-west1-a"):  # the last has a price on demand alone
+        assert tpu.usd_per_hour("v6e-4", spot=True, zone=zone) is None
         assert tpu.chip_price("v6e-4", True, zone) == (dearest / 4, False)
+    tpu.require_known_zone("v6e-4", "southamerica-west1-a")
+    tpu.require_known_zone("v4-8", "us-central2-b")  # a type without prices
+    with pytest.raises(BadInput, match="--zone=us-wset4-a: .*v6e-4 .*--usd_per_chip_hour.* us-east5"):
+        tpu.require_known_zone("v6e-4", "us-wset4-a")
 
 
 def test_libtpu_gets_the_options_of_its_chip_that_are_not_set_already(monkeypatch):

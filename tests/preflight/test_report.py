@@ -8,8 +8,7 @@ from nanochat.preflight.estimate import report_run
 from nanochat.preflight.fit import Fit, find_batch, find_mesh
 from nanochat.preflight.flags import PreflightFlags
 from nanochat.preflight.language import name_buffer_of_gpt
-from nanochat.preflight.out_of_memory import advice
-from nanochat.preflight.report import costs
+from nanochat.preflight.report import advice, costs
 
 CONFIG = SimpleNamespace(vocab_size=65536, n_embd=1024, n_head=8, n_layer=16)
 

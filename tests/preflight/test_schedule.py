@@ -160,8 +160,7 @@ def test_a_listing_says_how_many_bundles_are_empty_and_ends():
 
 def op(opcode, milliseconds=0.0, hbm_bytes=0.0, **fields):
     array = hlo.Array("u8", (int(hbm_bytes),), True)
-    return Op(hlo.Instruction(opcode, opcode, [array], [], "", False), 1, milliseconds, hbm_bytes, hbm_bytes,
-                  **fields)
+    return Op(hlo.Instruction(opcode, opcode, [array], [], "", False), 1, milliseconds, hbm_bytes, **fields)
 
 
 def test_what_runs_between_the_start_and_the_end_of_a_transfer_hides_it():
@@ -202,8 +201,7 @@ def test_a_collective_within_groups_moves_less_and_an_exchange_crosses_the_middl
 
     def seconds(opcode, groups=""):
         array = hlo.Array("u8", (int(size),), True)
-        return timeline.collective_s(Op(hlo.Instruction("x", opcode, [array], [], groups, False), 1, 0, 0.0, 0.0),
-                                     slice_)
+        return timeline.collective_s(Op(hlo.Instruction("x", opcode, [array], [], groups, False), 1), slice_)
 
     ring_bytes_per_s = slice_.tpu.ici_bytes_per_s / 4
     assert seconds("all-gather") == pytest.approx(7 / 8 * size / ring_bytes_per_s)

@@ -62,8 +62,8 @@ def test_a_table_is_every_variant_with_every_seed_and_a_variant_s_flags_count(wr
     ("[variants.a]\ntotal_batch_size = 100", "variant a: --total_batch_size=100 tokens does not divide"),
     ("[variants.a]\neval_every = -1", "variant a: --eval_every=-1"),
     ("[variants.'a b']", "variant a b: --run=rates.a b.0 is not a plain name"),
-    ("[variants.a]\n[variants.b]\nwindow_pattern = 'SSSL'", "variants a and b are the same run: leave one"),
-    ("[variants.a]\n[variants.b]\nvalue_embeddings = 'shared'", "variants a and b are the same run: leave one"),
+    ("[variants.a]\n[variants.b]\nwindow_pattern = 'SSSL'", "variants a and b .* leave one out"),
+    ("[variants.a]\n[variants.b]\nvalue_embeddings = 'shared'", "variants a and b .* leave one out"),
     ("[variants.a]\ndepth = 2\ndepth = 3", "cannot be read as a table of TOML"),
     ("[variant.a]", "variant is unknown"),
     ('[variants.""]', "a variant's name has 0 letters"),
@@ -138,7 +138,7 @@ def test_finished_runs_are_not_repeated_and_their_differences_are_told(write_tab
 def test_a_run_of_the_same_name_with_other_flags_is_refused(write_table):
     for trial in read_trials(write_table()):
         finish(trial)
-    with pytest.raises(BadInput, match="rates.default.0 is of a run with other flags or data .num_iterations 200 -"):
+    with pytest.raises(BadInput, match="rates.default.0 .*num_iterations 200 -> 100"):
         ablate.main([str(write_table(num_iterations=100))])
 
 
@@ -167,7 +167,7 @@ def test_so_is_one_whose_data_or_tokenizer_has_changed_in_place(what, write_tabl
         source = next((corpus_dir / ("val" if what == "train" else "train")).glob("*.parquet"))
         shutil.copy(source, tmp_path / "data" / what / "shard_00009.parquet")
     name = {"tokenizer": "hash of the tokenizer", "train": "hash of the data", "val": "hash of the validation"}[what]
-    with pytest.raises(BadInput, match=f"rates.default.0 is of a run with other flags or data .{name} .* -> "):
+    with pytest.raises(BadInput, match=f"rates.default.0 .*{name} .* -> "):
         ablate.main([str(write_table(num_iterations=6, **places))])
 
 
@@ -194,7 +194,7 @@ def test_results_that_cannot_be_written_are_one_line_and_the_old_ones_stay(write
     (folder / "report.html").mkdir(parents=True)
     with pytest.raises(BadInput, match="report.html cannot be written .Is a directory.: move it away"):
         ablate.main([str(table)])
-    assert [path.name for path in folder.glob("partial_*")] == []
+    assert [path.name for path in folder.glob("*unfinished")] == []
 
 
 def wait_for_step_40(metrics, process):

@@ -70,6 +70,8 @@ def test_the_cost_is_that_of_the_price_table_or_of_the_flag(interrupted, capsys)
     assert re.search(rf"^cost of 1B tokens, .* {per_billion:.2f} USD$", output, re.M)
     with pytest.raises(BadInput, match="--accelerator=v9-8"):
         main(["test", "--accelerator=v9-8"])
+    with pytest.raises(BadInput, match="--zone=us-wets4-a: .*--usd_per_chip_hour.* us-west4"):
+        main(["test", "--accelerator=v5litepod-8", "--zone=us-wets4-a"])
 
 
 def test_a_run_that_does_not_exist_or_has_no_records_is_bad_input(tmp_path, base_dir):

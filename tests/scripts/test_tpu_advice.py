@@ -42,7 +42,7 @@ def advise(tmp_path, capsys):
 
 
 def test_where_nothing_is_wrong_nothing_is_advised(advise):
-    assert advise() == ["nothing to advise: what was measured shows nothing wrong"]
+    assert advise() == ["nothing to advise: the measurements show nothing wrong"]
     seconds = {"seconds_train": 1000.0, "seconds_evaluate": 40.0, "seconds_save": 10.0, "seconds_compile": 120.0}
     memory = {"device_memory_peak_bytes": 15e9, "device_memory_limit_bytes": 16.9e9}
     assert advise(data_wait=0.03, host_dispatch=0.7, mfu=0.4, **seconds, **memory)[0].startswith("nothing to advise")
@@ -55,8 +55,8 @@ def test_where_nothing_is_wrong_nothing_is_advised(advise):
     ({"recompiled": ["micro_step: rows is int32 (2, 17) and was int32 (2, 33)"]},
      ["compiled again 2 times", "for 13s", "rows is int32 (2, 17) and was int32 (2, 33)"]),
     ({"seconds_train": 75.0, "seconds_evaluate": 20.0, "seconds_save": 5.0},
-     ["20% of the time goes into evaluating", "--eval_every=100 (now 25)", "--eval_tokens (now 8192)"]),
-    ({"seconds_train": 70.0, "seconds_save": 30.0}, ["30% of the time goes into saving: --save_every=360 (now 60)"]),
+     ["20% of the time goes into evaluating", "--eval_every=125 (now 25)", "--eval_tokens (now 8192)"]),
+    ({"seconds_train": 70.0, "seconds_save": 30.0}, ["30% of the time goes into saving: --save_every=540 (now 60)"]),
     ({"seconds_train": 70.0, "seconds_lost": 30.0, "interruptions": 2, "compile_s": 1.0},
      ["30% of the time was lost to 2 interruptions (", "smaller --save_every (now 60)"]),
     ({"device_memory_peak_bytes": 7e9, "device_memory_limit_bytes": 16.9e9},
@@ -72,13 +72,39 @@ def test_each_loss_is_named_with_its_measure_and_the_flag(advise, measured, word
         assert word in said[0]
 
 
+@pytest.mark.parametrize("lost, saving, wanted", [
+    (30.0, 10.0, "a smaller --save_every"), (10.0, 30.0, "--save_every=")])
+def test_one_advice_at_most_says_how_often_to_save(advise, lost, saving, wanted):
+    said = advise(seconds_train=60.0, seconds_lost=lost, seconds_save=saving, interruptions=2, compile_s=1.0)
+    of_saving = [line for line in said if "--save_every" in line]
+    assert len(of_saving) == 1 and wanted in of_saving[0]
+    assert "lost to 2 interruptions" in "".join(said) and "replaced sooner" in "".join(said)
+
+
+def test_events_that_are_off_or_follow_the_clock_get_no_impossible_flag(advise):
+    (said,) = advise(flags=FLAGS | {"eval_every": -1}, seconds_train=75.0, seconds_evaluate=25.0)
+    assert "evaluating: a larger --eval_every," in said
+    (said,) = advise(flags=FLAGS | {"save_every_minutes": 2.5}, seconds_train=70.0, seconds_save=30.0)
+    assert said.endswith("saving: --save_every_minutes=22.5 (now 2.5)")
+    (said,) = advise(flags=FLAGS | {"save_every": -1}, seconds_train=70.0, seconds_lost=30.0, interruptions=1,
+                     compile_s=1.0)
+    assert "checkpoints (--save_every is off)" in said and "smaller" not in said
+    (said,) = advise(seconds_train=0.0, seconds_sample=10.0)
+    assert said.endswith("100% of the time goes into sampling: a larger --sample_every")
+
+
+def test_every_interruption_counts_as_a_start_that_compiles(advise):
+    said = advise(seconds_train=60.0, seconds_lost=20.0, seconds_compile=20.0, interruptions=5, compile_s=1.0)
+    assert "lost to 5 interruptions" in "".join(said) and "at each of 6 starts" in "".join(said)
+
+
 def test_the_largest_loss_comes_first_also_without_a_checkpoint(advise):
     said = advise(flags=None, data_wait=0.1, seconds_train=60.0, seconds_evaluate=30.0, seconds_sample=10.0,
                   device_memory_peak_bytes=7e9, device_memory_limit_bytes=16.9e9)
     assert [line.split()[0] for line in said[:4]] == ["1.", "2.", "3.", "4."]
     assert "30% of the time goes into evaluating: a larger --eval_every" in said[0]
     assert {"data" in said[1], "sampling" in said[2]} == {True} and "Device memory" in said[3]
-    assert said[4] == "(no checkpoint next to the metrics, so the values of its flags are not known)"
+    assert said[4] == "(no checkpoint next to the metrics, so the values of its flags are unknown)"
 
 
 def test_flags_are_read_from_a_checkpoint_of_any_format_and_a_damaged_one_is_passed_over(advise, tmp_path):

@@ -15,7 +15,7 @@ from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.preflight import hlo
 from nanochat.preflight.fit import flags_of_meshes
-from nanochat.preflight.source_lines import IN_NAME, REPOSITORY
+from nanochat.preflight.hlo import LINE_IN_NAME, REPOSITORY
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_optimizer
 from nanochat.train.plan import make_plan
@@ -88,9 +88,9 @@ def test_the_top_operations_are_named_by_lines_of_this_repository_that_exist(pre
     assert micro["low_s"] <= micro["estimated_s"] <= micro["high_s"]
     assert "the first host's disk: 1 checkpoints of " in flash.stdout
     explained = flash_report["explained"]["micro_step"]
-    assert "pallas_call" in explained["source"] and explained["use"]["matrix"] > 0
-    assert any("vmatmul" in line or "vld" in line for line in explained["critical_loop"]["program"])
-    lines = [IN_NAME.match(operation["source"]) for report in (tiny_report, flash_report)
+    assert "pallas_call" in explained[0] and re.search(r"  matrix +\d.* of 4 slots a bundle", "\n".join(explained))
+    assert any("vmatmul" in line or "vld" in line for line in explained)
+    lines = [LINE_IN_NAME.match(operation["source"]) for report in (tiny_report, flash_report)
              for program in report["programs"].values() for operation in program["top_operations"]]
     found = {(line[1], int(line[2])) for line in lines if line}
     assert len(found) > 5 and sum(map(bool, lines)) > 0.8 * len(lines)
@@ -113,6 +113,7 @@ def test_bad_flags_are_refused_in_one_line(preflight, tiny):
     (["--accelerator=v6e-4", "--restart_minutes=5"], "--restart_minutes=5 .*--preemptions_per_day: give both"),
     (["--accelerator=v6e-4", "--preemptions_per_day=4", "--programs=evaluate"], "--preemptions_per_day=4 .*=evaluate"),
     (["--accelerator=v6e-4", "--json=/nowhere/report.json"], "--json=/nowhere/report.json: /nowhere .*: name another"),
+    (["--accelerator=v5e-8", "--zone=us-wets4-a"], "--zone=us-wets4-a: .*v5litepod-8 .*us-west4"),
     (["--accelerator=v6e-4", "--json=/tmp"], "--json=/tmp .*: name a file"),
     (["--accelerator=v6e-4", f"--dump_dir={__file__}"], "--dump_dir=.*: name another one"),
     (["--accelerator=v6e-4", "--dump_dir=/proc/x"], "cannot write to /proc/x")])

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from nanochat.analysis.ablation import compare, holm, welch_p
+from nanochat.analysis.results import compare, holm, welch_p
 
 
 def test_the_p_value_is_that_of_welch_s_own_formula():
