@@ -12,6 +12,7 @@ def describe_plan(plan, tokenizer):
     """Returns the plan as lines for a person."""
     accelerator = tpu.detect_accelerator() if plan.device_type == "tpu" else None
     tokens = plan.tokens(0, plan.num_iterations)
+    divisor = matrix_params(plan.parameters)
     parameters = " + ".join(f"{number:,} {group}" for group, number in plan.parameters.items())
     dtype = str(plan.dtype).removeprefix("torch.")
     lines = {
@@ -19,8 +20,8 @@ def describe_plan(plan, tokenizer):
         "model": plan.config.describe(),
         "parameters": f"{sum(plan.parameters.values()):,} = {parameters}",
         "batch": _describe_batch(plan),
-        "horizon": f"{plan.num_iterations:,} steps, {tokens:,} tokens "
-                   f"({tokens / matrix_params(plan.parameters):.1f} per matrix parameter)",
+        "horizon": f"{plan.num_iterations:,} steps, {tokens:,} tokens, {tokens / divisor:.1f} for each of the "
+                   f"{divisor:,} parameters of matrices and head",
         "rates": _describe_rates(plan),
         "compute": _describe_compute(plan),
         "tokenizer": f"{tokenizer.n_vocab:,} tokens, sha256 {tokenizer.sha256[:12]}",

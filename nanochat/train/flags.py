@@ -125,7 +125,8 @@ class BatchFlags:
                                at_most=MAX_STEPS, unset=-1)
     target_flops: float = flag(-1.0, "FLOPs of the whole run; -1: by --target_param_data_ratio", above=0, at_most=1e30,
                                unset=-1)
-    target_param_data_ratio: float = flag(20.0, "tokens of the whole run per matrix parameter", above=0, at_most=1e6)
+    target_param_data_ratio: float = flag(20.0, "tokens of the whole run per parameter of matrices and head", above=0,
+                                          at_most=1e6)
     device_batch_size: int = flag(8, "rows of a micro-step on one device, or one group of --mesh_tensor devices",
                                   at_least=1, at_most=2**20)
     total_batch_size: int = flag(-1, "tokens of an optimizer step, in whole micro-steps; -1: by the depth", at_least=1,

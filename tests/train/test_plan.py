@@ -35,6 +35,8 @@ def test_the_horizon_is_the_first_of_three_flags():
     assert by_flops.num_iterations == round(1e18 / (by_flops.flops_per_token * by_flops.total_batch_size))
     by_ratio = plan_of("--target_param_data_ratio=10", "--total_batch_size=524288")
     assert by_ratio.num_iterations == round(10 * (201_326_592 + 67_108_864) / 524288)
+    assert "10.0 for each of the 268,435,456 parameters of matrices and head" in str(
+        describe_plan(by_ratio, load_tokenizer()))
 
 
 def test_the_horizon_in_tokens_counts_the_batches_that_grow():
