@@ -35,23 +35,28 @@ class History:
 
     def median(self, name):
         """Returns the median of `name` since the newest process started, and since rows became longer (--seq_len_ramp),
-        or None if no record has it.
-
-        The first record of these is left out, because its steps include compiling, or shorter rows.
-        """
-        interruptions = self.interruptions()
-        start = interruptions[-1]["step"] if interruptions else self.records[0]["step"]
-        if lengths := self.lengths():
-            start = max(start, lengths[-1][0])
+        or None if no record has it."""
+        start = self.records[0]["step"]
+        for record in self.interruptions():
+            start = record["step"]
+        for step, _ in self.lengths():
+            start = max(start, step)
         steps, values = self.series(name)
         values = values[steps >= start]
-        return float(np.median(values[1:] if len(values) > 1 else values)) if len(values) else None
+        if not len(values):
+            return None
+        # The steps of the first record include compiling, or shorter rows.
+        if len(values) > 1:
+            values = values[1:]
+        return float(np.median(values))
 
     def lengths(self):
         """Returns [(step, positions per row)]: the first record of each length; [] for rows of one length."""
-        steps, values = self.series("seq_len")
-        return [(int(step), int(value)) for i, (step, value) in enumerate(zip(steps, values, strict=True))
-                if i == 0 or values[i - 1] != value]
+        found = []
+        for step, length in zip(*self.series("seq_len"), strict=True):
+            if not found or length != found[-1][1]:
+                found.append((int(step), int(length)))
+        return found
 
     @property
     def unit(self):
@@ -63,18 +68,14 @@ class History:
         return "tokens"
 
     def work(self, steps):
-        """Returns the tokens (or other units) seen until each of these steps, interpolated where a record lacks
-        them."""
+        """Returns the tokens (or other units) seen until each of these steps, interpolated between records."""
         known_steps, known = self.series(self.unit)
         return np.interp(steps, [0, *known_steps], [0, *known])
 
     def elapsed_s(self, steps):
-        """Returns the wall time of each of these steps, in seconds since the first record.
-
-        It is interpolated, because the losses of all steps since the last console line are written at once.
-        """
-        # A record that has the task's unit, or an evaluation, is written when its step is done; the first such record
-        # of a step counts.
+        """Returns the wall time of each of these steps, in seconds since the first record, interpolated."""
+        # The losses of all steps since the last console line are written at once. A record that has the task's unit, or
+        # an evaluation, is written at the end of its step, and the first such record of a step counts.
         times = {}
         unit = self.unit
         for record in self.records:
@@ -83,18 +84,16 @@ class History:
         return np.interp(steps, list(times), list(times.values())) if times else np.zeros(len(steps))
 
     def wall_s(self):
-        """Returns the seconds from the first record to the newest, the time between two VMs among them."""
+        """Returns the seconds from the first record to the newest, including the time between two VMs."""
         return self.records[-1]["time"] - self.records[0]["time"]
 
     def interruptions(self):
-        """Returns the first record of each process but the first.
-
-        There `interruptions` grows or `compile_s`, the seconds that one process has spent compiling, shrinks.
-        """
+        """Returns the first record of each process except the first."""
+        # There `interruptions` grows, or `compile_s`, the seconds that one process has spent compiling, shrinks. Both
+        # count: a run that was told to stop resumes without an interruption, and a process may compile nothing.
         found = []
-        # Both are needed. A run that was told to stop goes on without a count, so that only the compile time begins
-        # anew; and a process that compiles nothing shows in the count alone.
-        interruptions = compile_s = None  # of the same process before
+        interruptions = None  # the last value of the same process
+        compile_s = None
         for record in self.records:
             now = record.get("interruptions", interruptions)
             compiled = record.get("compile_s", compile_s)
@@ -110,29 +109,31 @@ class History:
 
     def seconds(self):
         """Returns the newest {kind: seconds} of Goodput, or {} if no record has them."""
-        newest = next((record for record in reversed(self.records) if SECONDS + "train" in record), {})
-        return {name.removeprefix(SECONDS): value for name, value in newest.items() if name.startswith(SECONDS)}
+        for record in reversed(self.records):
+            if SECONDS + "train" in record:
+                return {name.removeprefix(SECONDS): value for name, value in record.items() if name.startswith(SECONDS)}
+        return {}
 
 
 def read_run(name):
-    """Returns the History of a run. name: under $NANOCHAT_BASE_DIR/checkpoints; or of its directory or metrics.jsonl.
-
-    Raises BadInput if there is no such file or it has no records.
-    """
+    """Returns the History of a run. name: of its folder under $NANOCHAT_BASE_DIR/checkpoints, or the path of its folder
+    or metrics.jsonl. Raises BadInput if there is no such file or it has no records."""
     path = expand_path(name)
     if not path.exists():
         path = get_base_dir() / "checkpoints" / name
-    path = path / METRICS_FILE if path.is_dir() else path
+    if path.is_dir():
+        path /= METRICS_FILE
     if not path.is_file():
         raise BadInput(f"no run {name}: {path} is not there; give the name of a run, its directory, or its "
                        f"{METRICS_FILE}")
     records = []
     for line in path.read_text(errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue  # a crash left an incomplete line
-    records = [record for record in records if isinstance(record, dict) and {"step", "time"} <= record.keys()]
+        if isinstance(record, dict) and {"step", "time"} <= record.keys():
+            records.append(record)
     if not records:
         raise BadInput(f"{path} has no records yet: wait for the first line of the log")
     return History(path.resolve().parent.name, path.resolve().parent, records)
