@@ -19,7 +19,7 @@ from nanochat.data.shards import TextFlags, open_text, read_columns, require_fil
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 # The split pattern: it cuts text into pieces, and no token crosses the border between two. There is no look-around, so
-# it runs in linear time, and no piece is long, so BPE on it is quick. dev/LOG.md says what each choice gains.
+# it runs in linear time, and no piece is long, so BPE on it is quick. dev/log says what each choice gains.
 PUNCTUATION = r"[!-/:-@\[-`{-~\x00-\x08\x0B\x0C\x0E-\x1F\x7F]"  # ASCII except letters, digits and white space
 LOWER = r"[^\x00-`{-\x7F]"  # a to z, and every character that is not ASCII
 PATTERN = "|".join((

@@ -24,8 +24,11 @@ from scripts import tpu_preflight
 from scripts.bench import __main__ as bench
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tokenizer/README.md",
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tokenizer/README.md", "dev/DECISIONS.md",
              *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+LOGS = sorted(f"dev/log/{path.name}" for path in (ROOT / "dev" / "log").glob("*.md"))
+WITHOUT_COMMANDS = ("CHANGELOG.md", "docs/design.md")
+LONG_CELLS = ("docs/data.md", "docs/design.md", "docs/mesh.md", "docs/pods.md", "docs/preflight.md", "docs/training.md")
 SCRIPTS = [f"scripts/{path.name}" for path in sorted((ROOT / "scripts").glob("[a-z]*.py"))]
 SCRIPTS += [f"scripts/bench/{name}.py" for name in bench.NAMES]
 HELPS = [*SCRIPTS,
@@ -171,6 +174,8 @@ def problem_of_run(words):
         arguments = words[words.index("scripts.base_train") + 1:]
         if "--device_type=xla" in arguments:
             chips, device_type = 2, "xla"
+        elif "--device_type=cpu" in arguments:
+            chips, device_type = 1, "cpu"
     if "scripts.tpu_preflight" in words:
         own, flags = tpu_preflight.read_preflight_flags(words[words.index("scripts.tpu_preflight") + 1:])
         chips = parse_accelerator(own.accelerator).chips
@@ -267,6 +272,22 @@ def links(text):
     return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text))
 
 
+def table_rows(text):
+    """The rows of all tables of a Markdown text, each a list of cells."""
+    lines = re.findall(r"^\|(.*)\|$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return [re.split(r"(?<!\\)\|", line) for line in lines]
+
+
+def words_of(cell):
+    """The words of a table's cell, as a reader sees them."""
+    return re.sub(r"\]\([^)]*\)", "]", cell).split()
+
+
+def paragraphs(text):
+    """The paragraphs, list items and table rows of a Markdown text, outside of code blocks."""
+    return re.split(r"\n\s*\n|\n(?=[-|] )", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
 # -----------------------------------------------------------------------------
 # The tests
 
@@ -276,7 +297,7 @@ def test_every_command_is_accepted_by_its_parser(document):
     found = commands((ROOT / document).read_text())
     problems = [f"{shlex.join(words)}: {problem}" for words in found if (problem := problem_of_command(words))]
     assert not problems, "\n".join(problems)
-    assert found or document in ("CHANGELOG.md", "docs/design.md")
+    assert found or document in WITHOUT_COMMANDS
 
 
 @pytest.mark.parametrize("script", HELPS)
@@ -309,7 +330,7 @@ def test_every_group_of_packages_that_is_named_is_there():
     known = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition(
         "[project.optional-dependencies]")[2].partition("\n[")[0], re.MULTILINE))
     texts = {path: (ROOT / path).read_text() for path in files()
-             if path.endswith((".md", ".py", ".sh", ".yaml", ".ipynb", "Makefile")) and path != "dev/LOG.md"}
+             if path.endswith((".md", ".py", ".sh", ".yaml", ".ipynb", "Makefile")) and not path.startswith("dev/log/")}
     unknown = [f"{path}: {name}" for path, text in texts.items() for names in re.findall(r"'\.\[([\w,]+)\]'", text)
                for name in names.split(",") if name not in known]
     assert "serve" in known and not unknown, "\n".join(unknown)
@@ -321,7 +342,7 @@ def test_every_flag_and_file_in_the_text_is_there(document):
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, "dev/LOG.md"])
+@pytest.mark.parametrize("document", [*DOCUMENTS, *LOGS])
 def test_every_link_leads_somewhere(document):
     problems = [problem for target in links((ROOT / document).read_text())
                 if (problem := problem_of_link(document, target))]
@@ -336,6 +357,31 @@ def test_the_folders_in_the_diagrams_are_those_of_the_library(document, heading)
     library = sorted({path.split("/")[1] for path in files()
                       if re.fullmatch(r"nanochat/\w+(/.*)?\.py", path) and not path.endswith("nanochat/__init__.py")})
     assert sorted(name for name in shown if name not in ("scripts", "nanochat", "deploy", "tokenizer")) == library
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 60
+
+
+def test_the_cells_of_the_tables_are_short():
+    problems = []
+    for document in sorted(set(DOCUMENTS) - set(LONG_CELLS)):
+        limit = 10 if document == "README.md" else 30
+        cells = [cell for row in table_rows((ROOT / document).read_text()) for cell in row]
+        problems += [f"{document}: {cell}" for cell in cells if len(words_of(cell)) > limit]
+    assert not problems, "\n".join(problems)
+
+
+def test_the_demo_ends_at_the_same_bits_per_byte_in_every_document():
+    figures = (ROOT / "dev/DECISIONS.md").read_text()
+    (result,) = re.findall(r"^\| demo: .*? \| [\d.]+, ([\d.]+) \|", figures, re.MULTILINE)
+    said = [(document, paragraph) for document in DOCUMENTS if document != "dev/DECISIONS.md"
+            for paragraph in paragraphs((ROOT / document).read_text())
+            if re.search(r"\bdemo\b", paragraph, re.IGNORECASE) and "bits per byte" in paragraph]
+    assert {"README.md", "CONTRIBUTING.md"} <= {document for document, _ in said}
+    wrong = [f"{document}: {paragraph}" for document, paragraph in said if result not in paragraph]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_all_documents_are_reached_from_the_readme():
@@ -386,6 +432,6 @@ def test_stale_flags_files_and_links_are_found():
     assert problem_of_span("nanochat/common.py") is None
     assert problem_of_span("nanochat/commom.py") == "no file nanochat/commom.py"
     assert problem_of_span("no_such_module.py") == "no file of the name no_such_module.py"
-    assert problem_of_link("docs/data.md", "../README.md#start") is None
+    assert problem_of_link("docs/data.md", "../README.md#put-it-on-a-tpu") is None
     assert problem_of_link("docs/data.md", "README.md") == "no file README.md"
     assert problem_of_link("README.md", "docs/data.md#no-such-section") == "no section docs/data.md#no-such-section"

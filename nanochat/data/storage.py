@@ -11,7 +11,7 @@ that is tried.
 
 The door is the JSON API over http. Its credentials are those of Google's command gcloud, which is asked for an access
 token, and for a new one when the bucket refuses the old one: on a VM that is the token of its service account, on
-another machine that of `gcloud auth login`. pyarrow's GcsFileSystem and gcsfs were tried instead; dev/LOG.md says what
+another machine that of `gcloud auth login`. pyarrow's GcsFileSystem and gcsfs were tried instead; dev/log says what
 stood in the way.
 """
 import base64

@@ -1,6 +1,6 @@
 """Attention of sequences that fit into VMEM as a whole: one program of a kernel computes one head of one sequence.
 
-What makes the kernels fast (dev/LOG.md has the gain of each part):
+What makes the kernels fast (dev/log has the gain of each part):
 - The scores are computed in tiles. Those above the diagonal or out of the window's reach are skipped, and only those on
   the edge are masked.
 - Several tiles are in flight: the matrix units multiply for one while the vector units compute another. The compiler

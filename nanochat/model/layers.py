@@ -99,7 +99,7 @@ def shift_keys(k, before, head_dim):
 
     So one layer finds what followed earlier occurrences of a token: it looks for the token's own key one position
     later. Without it, one layer must copy each token's predecessor before another one can match it (arXiv 2209.11895).
-    The idea is from modded-nanogpt; dev/LOG.md has its gain on C++.
+    The idea is from modded-nanogpt; dev/log has its gain on C++.
     """
     return torch.where(_keeps_place(k, head_dim), k, before)
 
@@ -132,7 +132,7 @@ def causal_mask(query_positions, key_positions, window):
 # by one number each per token. A gate is a × 2 × sigmoid(map · norm(x)): x is the input of the layer's attention or
 # MLP, the number a and the vector map are learned. A gate starts at 1, so a model starts as the plain one. These are
 # hyper-connections (arXiv 2409.19606, 2512.24880) of one stream; more streams cost more and gained nothing
-# (dev/LOG.md).
+# (dev/log).
 VALUES, ATTENTION, MLP = range(3)  # the rows of a layer's gate_map, (3, C), and gate_scale, (3, 1)
 NUM_GATES = 3
 

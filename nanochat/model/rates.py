@@ -69,7 +69,7 @@ def batch_lr_scale(total_batch_size):
 
 def run_lr_scale(run_tokens):
     """Shorter runs need higher learning rates: (2^32 / tokens)^0.32, from 22.3 at 2^18 tokens to 1 at 2^32 (form and
-    exponent of arXiv 2409.19913; dev/LOG.md compares it with the best rates)."""
+    exponent of arXiv 2409.19913; dev/log compares it with the best rates)."""
     tokens = min(max(run_tokens, SHORTEST_RUN_TOKENS), REFERENCE_RUN_TOKENS)
     return (REFERENCE_RUN_TOKENS / tokens) ** 0.32
 
@@ -82,7 +82,7 @@ def width_lr_scale(width):
 def decay_rate(weight_decay, matrix_lr, num_steps):
     """Returns AdamW's and Muon's weight decay that multiplies weights by exp(-weight_decay) in `num_steps` steps at the
     learning rate `matrix_lr`. Weights then forget gradients older than 1 / weight_decay of the run, for every batch,
-    width and length (arXiv 2405.13698; dev/LOG.md). 0 if the learning rate is 0, or too small for fp32."""
+    width and length (arXiv 2405.13698; dev/log). 0 if the learning rate is 0, or too small for fp32."""
     if matrix_lr <= 1e-30:
         return 0.0
     # A step multiplies weights by 1 - matrix_lr × rate, and all steps by exp(-weight_decay). expm1 keeps the digits of

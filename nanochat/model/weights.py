@@ -57,7 +57,7 @@ class Weight:
 
 # Start: with attn_o and mlp_out at 0, a layer is the identity; with a small lm_head, predictions are almost uniform;
 # with gate_map at 0 and gate_scale at 1, every gate is 1. The numbers for value embeddings are nanochat's: they gain
-# 0.15 bits per byte with them, and nothing without (dev/LOG.md, 2026-11-24).
+# 0.15 bits per byte with them, and nothing without (dev/log, 2026-11-24).
 # Rates: no others were tried for gates. Every layer multiplies the residual stream by resid_scale.
 WEIGHTS = (
     Weight("wte", "V C", "embedding", Start(normal=1.0), Start(normal=0.8), Rate("embedding_lr", by_width=True)),

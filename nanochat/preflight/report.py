@@ -162,7 +162,7 @@ def advice(report):
 
 
 # Preemptions come without notice, at random, with a mean rate (a Poisson process). Measured with a checkpoint of 3.2 GB
-# on two CPU cores (dev/LOG.md, "surviving faults"):
+# on two CPU cores (dev/log, "surviving faults"):
 HELD_S_PER_BYTE = 5.6 / 3.2e9  # the loop waits for the copy of the state
 SAFE_S_PER_BYTE = 17.9 / 3.2e9  # until the checkpoint is on disk; a preemption before that loses it
 

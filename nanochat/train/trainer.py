@@ -30,7 +30,7 @@ class Trainer:
             lane_states = restored.lane_states
         self.restore(meta)
         # The loader comes first: it prefetches while the weights are restored and the first program is compiled, so the
-        # first batch takes 0.00 s instead of 1.5 to 2.1 s (dev/LOG.md). The run's folder changes only once everything
+        # first batch takes 0.00 s instead of 1.5 to 2.1 s (dev/log). The run's folder changes only once everything
         # is on the device: a start that finds the TPU in use leaves it unchanged.
         with self.goodput.span("load"):
             self.batches = self.task.open_batches(dist, self.step, lane_states)
