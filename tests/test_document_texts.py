@@ -1,0 +1,47 @@
+"""The documents are short, and agree with each other."""
+import re
+
+from tests.test_documents import DOCUMENTS, ROOT
+
+LONG_CELLS = ("docs/data.md", "docs/design.md", "docs/mesh.md", "docs/pods.md", "docs/preflight.md", "docs/training.md")
+
+
+def table_rows(text):
+    """The rows of all tables of a Markdown text, each a list of cells."""
+    lines = re.findall(r"^\|(.*)\|$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return [re.split(r"(?<!\\)\|", line) for line in lines]
+
+
+def words_of(cell):
+    """The words of a table's cell, as a reader sees them."""
+    return re.sub(r"\]\([^)]*\)", "]", cell).split()
+
+
+def paragraphs(text):
+    """The paragraphs, list items and table rows of a Markdown text, outside of code blocks."""
+    return re.split(r"\n\s*\n|\n(?=[-|] )", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def test_readme_and_changelog_are_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 60
+
+
+def test_the_cells_of_the_tables_are_short():
+    problems = []
+    for document in sorted(set(DOCUMENTS) - set(LONG_CELLS)):
+        limit = 10 if document == "README.md" else 30
+        cells = [cell for row in table_rows((ROOT / document).read_text()) for cell in row]
+        problems += [f"{document}: {cell}" for cell in cells if len(words_of(cell)) > limit]
+    assert not problems, "\n".join(problems)
+
+
+def test_the_demo_ends_at_the_same_bits_per_byte_in_every_document():
+    figures = (ROOT / "dev/DECISIONS.md").read_text()
+    (result,) = re.findall(r"^\| demo: .*? \| [\d.]+, ([\d.]+) \|", figures, re.MULTILINE)
+    said = [(document, paragraph) for document in DOCUMENTS if document != "dev/DECISIONS.md"
+            for paragraph in paragraphs((ROOT / document).read_text())
+            if re.search(r"\bdemo\b", paragraph, re.IGNORECASE) and "bits per byte" in paragraph]
+    assert {"README.md", "CONTRIBUTING.md"} <= {document for document, _ in said}
+    wrong = [f"{document}: {paragraph}" for document, paragraph in said if result not in paragraph]
+    assert not wrong, "\n".join(wrong)
