@@ -1,7 +1,8 @@
 """The documents are short, and agree with each other."""
+import os
 import re
 
-from tests.test_documents import DOCUMENTS, ROOT
+from tests.test_documents import DOCUMENTS, ROOT, anchors, links
 
 LONG_CELLS = ("docs/data.md", "docs/design.md", "docs/mesh.md", "docs/pods.md", "docs/preflight.md", "docs/training.md")
 
@@ -45,3 +46,11 @@ def test_the_demo_ends_at_the_same_bits_per_byte_in_every_document():
     assert {"README.md", "CONTRIBUTING.md"} <= {document for document, _ in said}
     wrong = [f"{document}: {paragraph}" for document, paragraph in said if result not in paragraph]
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_term_of_the_glossary_is_linked_from_a_document():
+    terms = anchors((ROOT / "docs/glossary.md").read_text()) - {"glossary"}
+    linked = {os.path.relpath((ROOT / document).parent / target, ROOT) for document in DOCUMENTS
+              for target in links((ROOT / document).read_text())}
+    missing = {term for term in terms if f"docs/glossary.md#{term}" not in linked}
+    assert not missing
