@@ -2,6 +2,7 @@
 import os
 import re
 
+from dev.figures import figures
 from tests.test_documents import DOCUMENTS, ROOT, anchors, links
 
 LONG_CELLS = ("docs/data.md", "docs/design.md", "docs/mesh.md", "docs/pods.md", "docs/preflight.md", "docs/training.md")
@@ -54,3 +55,15 @@ def test_every_term_of_the_glossary_is_linked_from_a_document():
               for target in links((ROOT / document).read_text())}
     missing = {term for term in terms if f"docs/glossary.md#{term}" not in linked}
     assert not missing
+
+
+def test_the_rows_that_the_preflights_reports_make_are_those_of_todays_figures():
+    programs = {name: {"traced_instructions": 2000, "cycles": 1e8, "hbm_bytes": 2e10}
+                for name in ("micro_step", "update", "evaluate")}
+    run = {"step_s": 0.7, "step_low_s": 0.6, "step_high_s": 0.9, "tokens_per_s": 7e5, "mfu": 0.75,
+           "shares": {"update": 0.03}}
+    rows = figures({"programs": programs, "estimate": run, "peak_bytes": 2**33, "plan": {"total_batch_size": 524288}})
+    assert rows["step of 524,288 tokens (its error bar)"] == "700 ms (600 to 900)"
+    assert rows["tokens/s; MFU"] == "700,000; 75.0%" and rows["peak HBM, GiB"] == "8.00"
+    table = (ROOT / "dev/DECISIONS.md").read_text()
+    assert all(f"\n| {name} | " in table for name in rows)
