@@ -24,8 +24,8 @@ class Flags:
                       metavar="RUN")
     completion: Path | None = flag(None, "also draw completion.png: the loss with the text of FILE beside it",
                                    metavar="FILE", of=expand_path)
-    preflight: Path | None = flag(None, "also print a block to paste into an issue: the first run's measurements "
-                                  "beside the estimate in FILE, which tpu_preflight --json wrote", metavar="FILE",
+    preflight: Path | None = flag(None, "also print a block for an issue: the run's measurements beside FILE's "
+                                  "estimate; FILE: from tpu_preflight --json", metavar="FILE",
                                   of=expand_path)
     out_dir: Path | None = flag(None, "the report's folder; default: report/ in the first run's", of=expand_path)
     accelerator: str | None = flag(None, "also print what the runs cost on this TPU, such as v5litepod-8")

@@ -30,11 +30,11 @@ class CorpusFlags:
     val_fraction: float = flag(0.05, "fraction of the bytes that is held out for validation, in whole projects",
                                above=0, below=1)
     val_projects: list = flag((), "hold out these projects instead, separated by commas", of=names)
-    exclude_problems: list = flag((), "drop documents that contain a part of a prompt of these problems: files for "
-                                  "code_eval --problems, or own (the project's), separated by commas", of=names)
+    exclude_problems: list = flag((), "drop documents that contain prompts of these problems: files, or own, "
+                                  "separated by commas; own: the project's", of=names)
     eval_only: bool = flag(False, f"make an evaluation corpus: only {VAL_DIR}/")
-    pack: str = flag("file", "what a document is: a file, or a project's files in the order in which they include each "
-                     "other", choices=("file", "project"))
+    pack: str = flag("file", "what a document is: a file, or a project's files in include order",
+                     choices=("file", "project"))
     shard_bytes: int = flag(100_000_000, "bytes of text in one shard", at_least=1, at_most=1_000_000_000)
     seed: int = flag(1337, "seed of the split and of the order of documents", at_least=0)
 

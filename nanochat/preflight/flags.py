@@ -28,9 +28,8 @@ class PreflightFlags:
     find_batch: bool = flag(False, "search for the largest --device_batch_size that fits, with each value of "
                             "--activation_checkpointing")
     find_mesh: bool = flag(False, "search for the smallest --mesh_fsdp that fits")
-    explain: str | None = flag(None, "explain the dearest operation whose name or line of Python contains OPERATION: "
-                               "what it waits for, and its critical loop; doubles the time of compiling",
-                               metavar="OPERATION")
+    explain: str | None = flag(None, "explain the dearest operation whose name or line of Python contains OPERATION; "
+                               "doubles the time of compiling", metavar="OPERATION")
     dump_dir: Path | None = flag(None, "keep the traced programs (HLO protos) and the optimised HLO text in DIR",
                                  metavar="DIR", of=expand_path)
     jobs: int = flag(2, "the number of compilers that run concurrently", at_least=1, at_most=1000)
@@ -38,8 +37,8 @@ class PreflightFlags:
     usd_per_chip_hour: float | None = flag(None, "price of a chip; default: the prices in "
                                            "nanochat/device/prices.csv, on spot and on demand", of=float, at_least=0)
     zone: str | None = flag(None, "zone whose prices count, such as us-west4-a; default: the dearest")
-    preemptions_per_day: float | None = flag(None, "also estimate the run with this many preemptions a day, and how "
-                                             "often to save then", of=float, above=0, at_most=1000)
+    preemptions_per_day: float | None = flag(None, "also estimate the run with so many preemptions a day, and the "
+                                             "best save interval", of=float, above=0, at_most=1000)
     restart_minutes: float = flag(10.0, "from a preemption until the run trains again: a new VM, setup, compiling",
                                   at_least=0, at_most=10_000)
 
