@@ -1,20 +1,7 @@
 """The metrics of a run, which rank 0 writes to metrics.jsonl, to the console and to WandB.
 
-metrics.jsonl has one JSON object per line with `step` (optimizer steps completed) and `time` (Unix time, s).
-The console line shows the metrics of CONSOLE and those for which the task has a text; the others are in the file only.
-CONSOLE has:
-    mean_loss       mean of the finite losses of the steps since the last line
-    lr_multiplier, step_ms, tokens_per_s, time_left_s
-    mfu             0 to 1
-    tokens          seen so far
-    val_bpb         bits per byte of the validation text
-    code_bpb        with --code_eval_every, bits per byte of the problems' solutions; code_compiles and code_pass are
-                    the fractions of the model's answers that compile and pass the tests
-    fim_bpb         with --fim_rate, bits per byte of middles in it, given the text before and after
-    recompiled      a list of texts, one for each program that was compiled again
-    mirror_behind_s with --checkpoint_mirror, for how many seconds it has lacked the newest checkpoint; shown from a
-                    minute on
-The file also has:
+metrics.jsonl has one JSON object per line, with `step` (optimizer steps completed), `time` (Unix time, s), metrics of
+CONSOLE (below) and
     loss            of one step, every step: mean over the global batch, nats per token; null if it was not finite
     grad_norm, epoch, goodput (0 to 1)
     seq_len         with --seq_len_ramp, the positions per row of the last step
@@ -40,7 +27,7 @@ WANDB_TIMEOUT_S = 60
 
 
 class MetricsLogger:
-    """Writes the records of a run; rank 0 only. It waits for neither the disk, only for its cache, nor WandB."""
+    """Writes the records of a run; rank 0 only. It waits for the disk's cache at most, and never for WandB."""
 
     def __init__(self, run_dir, *, resume_step=None, total_steps=None, wandb=None, console=print, of_task=None):
         """
@@ -225,22 +212,22 @@ def _mirror_behind(seconds):
 
 # The metrics on the console line, in its order.
 CONSOLE = {
-    "mean_loss": "loss {:.4f}",
+    "mean_loss": "loss {:.4f}",  # of the steps since the last line whose loss was finite
     "lr_multiplier": "lr {:.3f}",
     "step_ms": "{:,.0f} ms",
     "tokens_per_s": "{:,.0f} tok/s",
     "mfu": "mfu {:.1%}",
-    "tokens": "{} tokens",
+    "tokens": "{} tokens",  # seen so far
     "time_left_s": "{} left",
-    "code_compiles": "{:.1%} of its code compiles",
+    "code_compiles": "{:.1%} of its code compiles",  # with --code_eval_every: the model's answers to problems
     "code_pass": "{:.1%} passes",
-    "code_bpb": "solutions {:.4f} bits per byte",
+    "code_bpb": "solutions {:.4f} bits per byte",  # of the problems
     "val_bpb": "validation {:.4f} bits per byte",
-    "fim_bpb": "middles {:.4f}",
+    "fim_bpb": "middles {:.4f}",  # with --fim_rate: bits per byte of middles, given the text before and after
     "val_bytes": "of {} bytes",
     "val_whole_text": "{}",
-    "recompiled": "{}",
-    "mirror_behind_s": "{}",
+    "recompiled": "{}",  # a list of texts, one for each program that was compiled again
+    "mirror_behind_s": "{}",  # for how long the mirror has lacked the newest checkpoint
 }
 _WORDS = {"tokens": format_count, "val_bytes": format_count, "time_left_s": format_duration,
           "val_whole_text": _whole_text, "recompiled": _repeated_compilation, "mirror_behind_s": _mirror_behind}
