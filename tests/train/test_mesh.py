@@ -122,7 +122,7 @@ def test_tensor_takes_logits_without_a_bound_and_several_chunks_of_tokens_and_lo
 def test_auto_leaves_the_weights_whole_on_devices_of_unknown_memory(train, reference, tokenizer_dir):
     flags = *CHUNKED, f"--tokenizer_dir={tokenizer_dir}"
     run = train(*flags, "--mesh_fsdp=auto", devices=2)
-    assert "2 data × 1 fsdp × 1 tensor; the memory of a device (xla) is not known" in run.stdout
+    assert "2 data × 1 fsdp × 1 tensor; the memory of a device (xla) is unknown" in run.stdout
     assert_same(run, reference(*flags))
 
 
