@@ -182,12 +182,13 @@ def with_source_lines(text):
     def with_line(match):
         begin, name, rest = match.groups()
         source = line(rest)
-        # The call stack comes first. Operations in a loop's body have none: their line is a scope of the name
-        # (with_lines_in_loops).
+        # The call stack comes first. Two kinds of operations have none, but a scope in the name: those in a loop's body
+        # (with_lines_in_loops), and those of the backward pass, which C++ calls (trace.py).
         scopes = LINE_IN_SCOPE.findall(name)
         if scopes and not source:
             source = "{}:{}".format(*scopes[-1])
-        own_name = name.rsplit("/", 1)[-1]
-        return begin + f"{source} {own_name}".strip() + rest
+        is_backward = any(backward for _, _, backward in scopes)
+        words = [source, "backward" if is_backward else "", name.rsplit("/", 1)[-1]]
+        return begin + " ".join(filter(None, words)) + rest
 
     return re.sub(r'^(#loc\d+ = loc\(")([^"]*)("(?:\(#loc\d+\))?\))$', with_line, text, flags=re.MULTILINE)

@@ -21,11 +21,14 @@ PALLAS_CALL = "tpu_custom_call"
 # Each pattern finds one spelling: its first group is the path from the repository's root, its second the line.
 REPOSITORY = Path(__file__).resolve().parents[2]
 _PATH = r"(?:nanochat|scripts)/[\w/]+\.py"
+_ROOT = re.escape(str(REPOSITORY))
+LINE_IN_TRACEBACK = re.compile(rf'File "{_ROOT}/({_PATH})", line (\d+)')  # File "/…/nanochat/model/gpt.py", line 166
 # A location in MLIR: "/…/nanochat/model/gpt.py":166. Files that only trace or wrap the model are left out, so that a
 # line of the model is found instead.
 _WRAPPERS = "nanochat/preflight/|scripts/puzzle_preflight|nanochat/device/(?!xla_ops)"
-LINE_IN_MLIR = re.compile(rf'"{re.escape(str(REPOSITORY))}/(?!{_WRAPPERS})({_PATH})":(\d+)')
-LINE_IN_SCOPE = re.compile(rf"({_PATH})_(\d+)")  # in the name of a traced operation: nanochat/model/gpt.py_166
+LINE_IN_MLIR = re.compile(rf'"{_ROOT}/(?!{_WRAPPERS})({_PATH})":(\d+)')
+# In the name of a traced operation: nanochat/model/gpt.py_166, or nanochat/model/gpt.py_166 backward
+LINE_IN_SCOPE = re.compile(rf"({_PATH})_(\d+)( backward)?")
 LINE_IN_NAME = re.compile(rf"({_PATH}):(\d+)")  # in that of a compiled one: nanochat/model/gpt.py:166 aten__mm
 
 
@@ -96,16 +99,14 @@ class Instruction:
 
     @property
     def source(self):
-        """Its innermost source line and its name: "nanochat/model/gpt.py:166 aten__mm"; "" if unknown."""
+        """Its innermost source line and its name: "nanochat/model/gpt.py:166 backward aten__mm"; "" if unknown."""
         name = self._find(r'op_name="([^"]*)"')
         if name is None:
             return ""
-        own = name.rsplit("/", 1)[-1].split()[-1]
-        lines = LINE_IN_NAME.findall(name)
-        if not lines:
-            return own
-        path, number = lines[-1]
-        return f"{path}:{number} {own}"
+        words = ["{}:{}".format(*line) for line in LINE_IN_NAME.findall(name)[-1:]]
+        if " backward " in name:
+            words.append("backward")
+        return " ".join([*words, name.rsplit("/", 1)[-1].split()[-1]])
 
 
 @dataclass

@@ -2,6 +2,7 @@
 CPU device without memory, and keeps each program that torch_xla would have compiled and run."""
 import gc
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +89,8 @@ def trace(names, function, state):
     sync = torch_xla.sync
     torch_xla.sync = capture.sync
     try:
-        function()
+        with _named_backward_pass():
+            function()
     except _Traced:
         return capture.programs
     finally:
@@ -147,6 +149,50 @@ class _Capture:
         text = torch_xla_c._get_xla_tensors_hlo(outputs)
         return TracedProgram(name, torch_xla_c._get_xla_tensors_hlo_proto(outputs), hlo.hash_of_program(text),
                              hlo.parse(text).instruction_count(), arguments, donated)
+
+
+@contextmanager
+def _named_backward_pass():
+    """Names the operations of the backward passes in the block; the programs stay the same."""
+    backward = torch.autograd.backward
+
+    def named_backward(tensors, *args, **kwargs):
+        _name_nodes([tensors] if torch.is_tensor(tensors) else tensors)
+        return backward(tensors, *args, **kwargs)
+
+    torch.autograd.backward = named_backward
+    try:
+        # Autograd's nodes then keep their call stack. check_nan would read values, and a placeholder has none.
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+            yield
+    finally:
+        torch.autograd.backward = backward
+
+
+# C++ calls the backward pass, so its operations have no line of Python of their own.
+def _name_nodes(outputs):
+    """Names each operation of the backward pass of `outputs` after the line whose derivative it computes, in the
+    spelling hlo.LINE_IN_SCOPE."""
+    todo = [tensor.grad_fn for tensor in outputs]
+    seen = {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        todo += [function for function, _ in node.next_functions]
+        lines = hlo.LINE_IN_TRACEBACK.findall("".join(node.metadata.get("traceback_", [])))
+        if lines:
+            _run_in_scope(node, "{}_{} backward".format(*lines[-1]))
+
+
+def _run_in_scope(node, name):
+    import torch_xla
+    # A scope lasts as long as the object that scope_pusher returns, so dropping it after the node ends the scope. It
+    # changes neither the graph's hash nor the HLO.
+    scopes = []
+    node.register_prehook(lambda *_: scopes.append(torch_xla._XLAC.profiler.scope_pusher(name)))
+    node.register_hook(lambda *_: scopes.clear())
 
 
 # The programs of a run

@@ -1,11 +1,14 @@
 """Checks that source lines of every file that computes reach the preflight's table of operations."""
 import re
+import traceback
 
 import pytest
 
+from nanochat.common import BadInput
+from nanochat.device import tpu
 from nanochat.preflight import hlo
 from nanochat.preflight.compiler_process import with_source_lines
-from nanochat.preflight.hlo import REPOSITORY
+from nanochat.preflight.hlo import LINE_IN_TRACEBACK, REPOSITORY
 
 FOLDERS = ("train", "kernels", "model")
 FILES = sorted(str(path.relative_to(REPOSITORY)) for path in [
@@ -22,7 +25,7 @@ MLIR = '''
 #loc6 = loc(callsite(#loc1 at #loc5))
 #loc7 = loc(callsite(#loc4 at #loc6))
 #loc8 = loc("aten__mm"(#loc7))
-#loc9 = loc("{path}_12/aten__mul"(#loc3))
+#loc9 = loc("{path}_12 backward/aten__mul"(#loc3))
 #loc10 = loc("aten__add"(#loc3))
 '''
 
@@ -41,5 +44,15 @@ def test_the_files_that_compute_are_where_they_are_looked_for():
 @pytest.mark.parametrize("path", FILES)
 def test_the_innermost_line_of_this_repository_names_an_operation(path):
     names = re.findall(r'loc\("([^"]*)"\(', with_source_lines(MLIR.format(repository=REPOSITORY, path=path)))
-    assert names == [f"{path}:7 aten__mm", f"{path}:12 aten__mul", "aten__add"]
+    assert names == [f"{path}:7 aten__mm", f"{path}:12 backward aten__mul", "aten__add"]
     assert [source_in_the_table(name) for name in names] == names
+
+
+def test_lines_are_found_in_the_call_stacks_of_python():
+    try:
+        tpu.parse_accelerator("none")
+    except BadInput:
+        stack = traceback.format_exc()
+    (path, number), = LINE_IN_TRACEBACK.findall(stack)  # this file is not among those that compute
+    assert path == "nanochat/device/tpu.py"
+    assert "raise BadInput" in (REPOSITORY / path).read_text().splitlines()[int(number) - 1]

@@ -90,9 +90,8 @@ def test_the_top_operations_are_named_by_lines_of_this_repository_that_exist(pre
     explained = flash_report["explained"]["micro_step"]
     assert "pallas_call" in explained[0] and re.search(r"  matrix +\d.* of 4 slots a bundle", "\n".join(explained))
     assert any("vmatmul" in line or "vld" in line for line in explained)
-    # The backward pass of --kernel=current is autograd's own, which knows no lines.
-    programs = [micro, *(tiny_report["programs"][name] for name in ("update", "evaluate"))]
-    lines = [LINE_IN_NAME.match(operation["source"]) for program in programs for operation in program["top_operations"]]
+    lines = [LINE_IN_NAME.match(operation["source"]) for report in (tiny_report, flash_report)
+             for program in report["programs"].values() for operation in program["top_operations"]]
     found = {(line[1], int(line[2])) for line in lines if line}
     assert len(found) > 5 and sum(map(bool, lines)) > 0.8 * len(lines)
     for path, number in found:
