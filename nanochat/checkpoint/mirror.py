@@ -1,7 +1,8 @@
 """The mirror: copies of a run's checkpoints in a bucket (gs://…) or in another directory.
 
     <mirror>/<run>/metrics.jsonl
-    <mirror>/<run>/step_000100/…     the files listed in format.py
+    <mirror>/<run>/step_000100/…            the files listed in format.py
+    <mirror>/<run>/step_000123.rounded/…    the same of a state at the notice of a preemption, see rounded.py
 
 A bucket cannot rename a folder, so SHA256SUMS is copied last and deleted first: a copy without it is not whole, and no
 run resumes from it. A new VM, whose disk is empty, resumes from the newest whole copy. The copies of an abandoned run
@@ -26,7 +27,7 @@ from pathlib import Path
 from nanochat.checkpoint import format
 from nanochat.checkpoint.format import LANES, META, MODEL, OPTIMIZER, SUMS, Kept, step_of
 from nanochat.common import BadInput, Outage, written_whole
-from nanochat.data.storage import Interruption, copy_files, delete_files, list_files
+from nanochat.data.storage import Cancelled, Interruption, copy_files, delete_files, list_files, never
 from nanochat.record.metrics import METRICS_FILE
 
 STATE_FILE = "mirror.json"
@@ -36,6 +37,7 @@ OUTAGE_S, PAUSE_S = 600, 15  # how long a start waits for an unreachable mirror;
 FIRST_RETRY_S, RETRY_S = 5, 60  # the first pause between attempts to copy, which doubles, and the longest
 END_TIMEOUT_S = 1800  # for the mirror at the end of a run
 POLL_S = 0.25
+ROUNDED = ".rounded"  # ends the names of rounded copies
 PARTIAL = ".partial"  # ends the names of files that are being copied to a directory
 _UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
                 errno.ENETUNREACH, errno.EAGAIN, errno.EBUSY}  # errors of a file system whose server does not answer
@@ -73,18 +75,20 @@ class Mirror:
         finally:
             source.unlink()
 
-    def copy(self, path):
-        """Copies the checkpoint at `path` and its run's metrics there."""
-        self._copy([path / name for name in format.read_sums(path)], f"{self.url}/{path.name}")
+    def copy(self, path, metrics, suffix="", is_cancelled=never):
+        """Copies the checkpoint at `path` there, with `suffix` behind its name, and its run's file `metrics`. Raises
+        Cancelled once is_cancelled() returns True."""
+        name = path.name + suffix
+        self._copy([path / file for file in format.read_sums(path)], f"{self.url}/{name}", is_cancelled=is_cancelled)
         # Before SHA256SUMS: whoever finds a whole copy finds the metrics up to its step, too.
-        self._copy([path.parent / METRICS_FILE], self.url)
-        self._copy([path / SUMS], f"{self.url}/{path.name}")
+        self._copy([metrics], self.url)
+        self._copy([path / SUMS], f"{self.url}/{name}")
 
     def prune(self, newest):
         """Deletes what the copy `newest`, a name, makes superfluous: older copies and incomplete ones. Copies of later
         steps stay."""
         copies = {name: files for name, files in self._copies().items() if step_of(name) <= step_of(newest)}
-        whole = [name for name, files in copies.items() if is_whole(files)]
+        whole = [name for name, files in copies.items() if is_whole(files) and not name.endswith(ROUNDED)]
         staying = set(whole) - set(self.kept.outdated(whole))
         for name in copies.keys() - staying:
             # Without SHA256SUMS it is no longer whole, whenever a kill comes.
@@ -113,7 +117,8 @@ class Mirror:
         for name in reversed(copies):
             if step_of(name) <= after_step or not is_whole(copies[name]):
                 continue
-            partial = run_dir / f"{name}.tmp"
+            final = format.final_dir(run_dir, step_of(name))
+            partial = final.with_suffix(".tmp")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             files = sorted(file for file in copies[name] if not file.endswith(PARTIAL))
@@ -122,13 +127,14 @@ class Mirror:
             if problem is None:
                 # Before the checkpoint gets its name: from then on, a start fetches only later copies.
                 self._copy([f"{self.url}/{METRICS_FILE}"], run_dir)
-                partial.rename(run_dir / name)
-                return run_dir / name
+                partial.rename(final)
+                if name.endswith(ROUNDED):
+                    print(f"{final.name} was rounded when the VM was preempted: the run continues at its step, but not "
+                          "bit for bit", flush=True)
+                return final
             shutil.rmtree(partial)
             print(f"warning: {self.url}/{name} is damaged ({problem}): the one before it is used", flush=True)
         return None
-
-    # What differs between a bucket and a directory
 
     @property
     def _is_bucket(self):
@@ -143,18 +149,19 @@ class Mirror:
             paths = map(str, _within(LIST_TIMEOUT_S, list, Path(self.url).glob("step_*/*")))
         found = {}
         for path in paths:
-            match = re.search(r"/(step_\d+)/([^/]+)$", path)
+            match = re.search(rf"/(step_\d+(?:{ROUNDED})?)/([^/]+)$", path)
             if match:
                 found.setdefault(match[1], set()).add(match[2])
-        return {name: found[name] for name in sorted(found, key=step_of)}
+        # Of one step, the rounded copy comes before the whole one.
+        return {name: found[name] for name in sorted(found, key=lambda name: (step_of(name), -len(name)))}
 
-    def _copy(self, sources, directory, timeout_s=COPY_TIMEOUT_S):
+    def _copy(self, sources, directory, timeout_s=COPY_TIMEOUT_S, is_cancelled=never):
         """Copies files to a directory. The sources or the directory are in the mirror."""
         if self._is_bucket:
             pairs = [(str(source), f"{directory}/{os.path.basename(source)}") for source in sources]
-            _within(timeout_s, copy_files, pairs)
+            _within(timeout_s, copy_files, pairs, is_cancelled)
         else:
-            _within(timeout_s, _copy_to_directory, sources, Path(directory))
+            _within(timeout_s, _copy_to_directory, sources, Path(directory), is_cancelled)
 
     def _remove_files(self, pattern, timeout_s=LIST_TIMEOUT_S):
         """Deletes the file of this URL, or with …/* the files of a folder and, in a directory, the folder."""
@@ -166,9 +173,11 @@ class Mirror:
             _within(timeout_s, Path(pattern).unlink)
 
 
-def _copy_to_directory(sources, directory):
+def _copy_to_directory(sources, directory, is_cancelled):
     directory.mkdir(parents=True, exist_ok=True)
     for source in map(Path, sources):
+        if is_cancelled():
+            raise Cancelled
         target = directory / source.name
         partial = target.with_name(target.name + PARTIAL)
         shutil.copyfile(source, partial)
@@ -223,9 +232,6 @@ def _within(timeout_s, function, *args):
                    "flag")
 
 
-# The start of a run
-
-
 def patiently(url, function):
     """Returns function(), which uses the mirror at `url`. Retries while it raises Outage, for OUTAGE_S seconds, and
     raises Outage after them."""
@@ -276,9 +282,6 @@ class MirrorState:
             self.behind_since = None
 
 
-# In the background
-
-
 class Uploader:
     """Copies the newest checkpoint to a Mirror in the background. A copy that fails never stops the run: the Uploader
     reports it and retries, with a newer checkpoint once there is one."""
@@ -290,6 +293,7 @@ class Uploader:
         self._state = MirrorState(mirror.url) if starts_over else MirrorState.read(run_dir)
         self._starts_over = starts_over
         self._waiting = None  # the path of the checkpoint that is not in the mirror yet
+        self._rounded = None  # the path of a rounded one, which goes before all others
         self._refused = None  # the last one that the mirror has refused for good
         self._first_retry_s = self._retry_s = first_retry_s
         self._is_over = False
@@ -306,6 +310,12 @@ class Uploader:
                 self._waiting = path
             self._note()
 
+    def upload_rounded(self, path):
+        """Copies the rounded checkpoint at `path` at once: a copy that is in progress is cancelled and follows it."""
+        with self._condition:
+            self._rounded = path
+            self._note()
+
     def behind_s(self):
         """Returns for how many seconds the mirror has lacked the newest checkpoint; 0 if it has it."""
         since = self._state.behind_since
@@ -317,13 +327,13 @@ class Uploader:
         deadline = time.monotonic() + END_TIMEOUT_S
         has_said = False
         with self._condition:
-            while self._waiting and self._refused != self._waiting and time.monotonic() < deadline:
+            while (self._rounded or self._waiting and self._refused != self._waiting) and time.monotonic() < deadline:
                 if is_told_to_end():
                     break
-                if not has_said and self._state.behind_since:
+                if not has_said and self._waiting and not self._rounded:
                     print(f"waiting until {self._waiting.name} is in {self._mirror.url}, for up to "
-                          f"{END_TIMEOUT_S / 60:.0f} minutes. It is safe on this machine's disk: Ctrl-C or SIGTERM "
-                          "ends the wait at once", flush=True)
+                          f"{END_TIMEOUT_S / 60:.0f} minutes. It is on this machine's disk: Ctrl-C or SIGTERM ends the "
+                          "wait at once", flush=True)
                     has_said = True
                 self._condition.wait(POLL_S)
             self._is_over = True
@@ -344,21 +354,33 @@ class Uploader:
     def _work(self):
         while not self._is_over:
             with self._condition:
-                self._condition.wait_for(lambda: self._waiting or self._starts_over)
+                self._condition.wait_for(lambda: self._rounded or self._waiting or self._starts_over)
+                rounded = self._rounded
                 path = self._waiting
             try:
-                self._copy(path)
+                if self._starts_over:
+                    self._mirror.set_aside()
+                    self._starts_over = False
+                if rounded:
+                    self._copy_rounded(rounded)
+                elif path:
+                    self._copy(path)
+            except Cancelled:
+                print(f"{path.name} waits: the state at the notice of preemption is copied first", flush=True)
             except (Outage, BadInput) as error:
-                self._failed(path, error)
+                self._failed(rounded or path, error)
+
+    def _copy_rounded(self, path):
+        started = time.monotonic()
+        self._mirror.copy(path, self._run_dir / METRICS_FILE, ROUNDED)
+        print(f"copied {path.name}, rounded, to {self._mirror.url} in {time.monotonic() - started:.1f} s", flush=True)
+        with self._condition:
+            self._rounded = None
+            self._note()
 
     def _copy(self, path):
         started = time.monotonic()
-        if self._starts_over:
-            self._mirror.set_aside()
-            self._starts_over = False
-        if not path:
-            return
-        self._mirror.copy(path)
+        self._mirror.copy(path, path.parent / METRICS_FILE, is_cancelled=lambda: self._rounded is not None)
         print(f"copied {path.name} to {self._mirror.url} in {time.monotonic() - started:.0f} s", flush=True)
         self._state.copied(path.name)
         self._retry_s = self._first_retry_s
@@ -383,6 +405,7 @@ class Uploader:
             self._state.error = str(error)
             if isinstance(error, BadInput):
                 self._refused = path
+                self._rounded = None
             self._note()
-            self._condition.wait_for(lambda: self._waiting != path, self._retry_s)
+            self._condition.wait_for(lambda: (self._rounded or self._waiting) != path, self._retry_s)
             self._retry_s = min(2 * self._retry_s, RETRY_S)

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from nanochat.checkpoint.format import LANES, MODEL, OPTIMIZER, Meta, index_of, load_meta, sync_to_disk, tensor_files
+from nanochat.checkpoint.rounded import restored, rounded_sizes
 
 PIECE_BYTES = 4 * 10**9  # a file is larger only if one tensor is
 WRITING_THREADS = 2  # files that a rank writes at the same time
@@ -48,7 +49,7 @@ def load_tensors(path, kind):
     for name in tensor_files(path, kind):
         if name.endswith(".safetensors"):
             tensors |= load_file(Path(path) / name)
-    return tensors
+    return restored(tensors)
 
 
 def sizes_of(state):
@@ -73,6 +74,10 @@ class Layout:
     def of(cls, model_sizes, optimizer_sizes, piece_bytes=PIECE_BYTES):
         """Returns the Layout for {tensor: bytes} of the weights and of the optimizer's state."""
         return cls(_divide(MODEL, model_sizes, piece_bytes) | _divide(OPTIMIZER, optimizer_sizes, piece_bytes))
+
+    def rounded(self):
+        """Returns the Layout of the rounded form of the same state: the same files."""
+        return Layout({file: rounded_sizes(sizes) for file, sizes in self.files.items()})
 
     @property
     def num_bytes(self):

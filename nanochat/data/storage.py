@@ -53,6 +53,10 @@ class Interruption(Exception):
     """An attempt that may succeed later."""
 
 
+class Cancelled(Exception):
+    """Whoever began a copy has ended it."""
+
+
 class _NotFound(Exception):
     """There is no such bucket, or no such file in it."""
 
@@ -175,9 +179,14 @@ def download(file, descriptor, begin, end, retries):
 # Copying and deleting
 
 
-def copy_files(pairs):
+def never():
+    return False
+
+
+def copy_files(pairs, is_cancelled=never):
     """Copies files, [(source, target)], of which one is a path and one a URL, a few at a time; raises the first error.
-    A file in a bucket is written in one step: a part of it is never to be seen there."""
+    A file in a bucket is written in one step: a part of it is never to be seen there. Raises Cancelled once
+    is_cancelled() returns True."""
     waiting = queue.SimpleQueue()
     for pair in pairs:
         waiting.put(pair)
@@ -186,7 +195,7 @@ def copy_files(pairs):
     def work():
         try:
             while not errors:
-                _copy_file(*waiting.get_nowait())
+                _copy_file(*waiting.get_nowait(), is_cancelled)
         except queue.Empty:
             pass
         except Exception as error:
@@ -202,9 +211,9 @@ def copy_files(pairs):
         raise errors[0]
 
 
-def _copy_file(source, target):
+def _copy_file(source, target, is_cancelled):
     if target.startswith("gs://"):
-        Retries(target, BLIP_S).call(_upload, source, target)
+        Retries(target, BLIP_S).call(_upload, source, target, is_cancelled)
         return
     retries = Retries(source, BLIP_S)
     file = retries.call(_find_file, source)
@@ -223,7 +232,7 @@ def _find_file(url):
         raise Interruption(f"its answer is cut ({error})") from None
 
 
-def _upload(path, url):
+def _upload(path, url, is_cancelled):
     bucket, name = _parts(url)
     # A session is opened first, by a request without content: so a refusal is read before gigabytes are sent, and not
     # lost in a connection that the bucket closes while they are on their way.
@@ -236,7 +245,7 @@ def _upload(path, url):
         raise BadInput(f"{url}: {error}: correct the bucket's name") from None
     digest = hashlib.md5()
     headers = {"Content-Type": "application/octet-stream", "Content-Length": str(os.path.getsize(path))}
-    request = urllib.request.Request(session, _content(path, digest), headers, method="PUT")
+    request = urllib.request.Request(session, _content(path, digest, is_cancelled), headers, method="PUT")
     try:
         with urllib.request.urlopen(request, timeout=TRY_TIMEOUT_S) as answer:
             stored = json.loads(answer.read())
@@ -246,9 +255,11 @@ def _upload(path, url):
         raise Interruption("what has arrived is not what was sent")
 
 
-def _content(path, digest):
+def _content(path, digest, is_cancelled):
     with open(path, "rb") as file:
         while part := file.read(PART_BYTES):
+            if is_cancelled():
+                raise Cancelled
             digest.update(part)
             yield part
 

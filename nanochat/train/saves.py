@@ -1,12 +1,18 @@
 """The checkpoints of a running run: every rank hands over its part, and rank 0 writes them in the background."""
+import hashlib
+import shutil
 import time
+from pathlib import Path
 
+from nanochat.checkpoint import rounded
 from nanochat.checkpoint.format import Kept
 from nanochat.checkpoint.mirror import Uploader
 from nanochat.checkpoint.pieces import Layout
-from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
+from nanochat.checkpoint.saver import NotFinite, SaveOptions, Saver, save_checkpoint, save_lane_states, write_part
 from nanochat.device.collectives import thread_barrier
 from nanochat.run.transfer import send_lanes
+
+ROUNDED_S = 20  # for the ranks to write their parts of a rounded state
 
 
 class Saves:
@@ -19,6 +25,10 @@ class Saves:
         self._piece_bytes = round(record.checkpoint_piece_gb * 1e9)
         self._saved_step = step
         self._saved_at = time.monotonic()
+        self._log = log
+        self._num_lanes = run.task.num_lanes
+        self._rounds = bool(run.mirror) and not run.link
+        self._memory = _memory_dir(run.directory)
         self._link = None
         self._saver = None
         self._uploader = None
@@ -30,12 +40,13 @@ class Saves:
         elif dist.rank > 0:
             self._saver = Saver(run.directory)
         else:
+            shutil.rmtree(self._memory, ignore_errors=True)  # of a process that was killed
             if run.mirror:
                 self._uploader = Uploader(run.mirror, run.directory, run.starts_over)
                 if run.checkpoint:
                     self._uploader.upload(run.checkpoint)
             options = SaveOptions(Kept(record.keep_checkpoints, record.keep_every))
-            self._saver = Saver(run.directory, run.task.num_lanes, options, step, self._uploader, log)
+            self._saver = Saver(run.directory, self._num_lanes, options, step, self._uploader, log)
 
     def wants_save(self):
         """Whether --save_every_minutes have passed since the last checkpoint, by this rank's clock."""
@@ -46,12 +57,22 @@ class Saves:
         if self._saver:
             self._saver.check()
 
-    def save(self, step, lane_states, training, meta):
+    def save(self, step, lane_states, training, meta, is_preempted=False):
         """Begins to save `step`, once. Every rank must call it.
 
-        lane_states: of this rank's lanes; training: the TrainingStep; meta: the Meta, on rank 0.
+        lane_states: of this rank's lanes; training: the TrainingStep; meta: the Meta, on rank 0. is_preempted: the VM
+        ends within seconds, so the mirror gets the state in its rounded form first.
         """
         self._saved_at = time.monotonic()
+        is_rounded = is_preempted and self._rounds
+        if self._saved_step == step and not is_rounded:
+            return
+        # Every rank computes the same layout from the same sizes, and so knows its files.
+        layout = Layout.of(*training.sizes(), rounded.PIECE_BYTES if is_rounded else self._piece_bytes)
+        mine = layout.tensors_of(self._dist.local_rank, self._dist.num_local) if self._saver else ()
+        state = training.host_state(mine)  # every rank must call it: it gathers the tensors from all
+        if is_rounded:
+            self._save_rounded(step, lane_states, layout.rounded(), state, meta)
         if self._saved_step == step:
             return
         self._saved_step = step
@@ -59,16 +80,25 @@ class Saves:
             send_lanes(self._link, step, lane_states)
         else:
             save_lane_states(self._run_dir, step, lane_states)
-        # Every rank computes the same layout from the same sizes, and so knows its files.
-        layout = Layout.of(*training.sizes(), self._piece_bytes)
-        mine = layout.tensors_of(self._dist.local_rank, self._dist.num_local) if self._saver else ()
-        state = training.host_state(mine)  # every rank must call it: it gathers the tensors from all
         if self._dist.rank == 0:
             self._saver.save(*state, meta, layout)
         elif mine:
             self._saver.save_part(step, layout, *state)
         # Ranks that are threads wait for the slowest copy: an all-reduce on the CPU times out after some 15 s.
         thread_barrier(self._dist)
+
+    def _save_rounded(self, step, lane_states, layout, state, meta):
+        """Writes this rank's part of the rounded state to memory. Rank 0 hands it to the mirror."""
+        try:
+            save_lane_states(self._memory, step, lane_states)
+            state = rounded.round_state(*state)
+            if self._dist.rank > 0:
+                return write_part(self._memory, step, layout, *state)
+            options = SaveOptions(lanes_timeout_s=ROUNDED_S, pieces_timeout_s=ROUNDED_S)
+            path = save_checkpoint(self._memory, *state, meta, self._num_lanes, layout, options, self._log)
+            self._uploader.upload_rounded(path)
+        except (OSError, NotFinite) as error:  # the checkpoint on disk follows
+            print(f"warning: the mirror gets no rounded state of step {step}: {error!r}", flush=True)
 
     def mirror_behind_s(self):
         """Returns for how many seconds the mirror has lacked the newest checkpoint, or None without a mirror."""
@@ -83,4 +113,14 @@ class Saves:
 
     def finish_mirror(self, is_told_to_end):
         """Waits until the last checkpoint is in the mirror (Uploader.finish). Returns whether it is, or none is set."""
-        return not self._uploader or self._uploader.finish(is_told_to_end)
+        is_there = not self._uploader or self._uploader.finish(is_told_to_end)
+        shutil.rmtree(self._memory, ignore_errors=True)
+        return is_there
+
+
+def _memory_dir(run_dir):
+    """Returns where the rounded state of a run is written: in memory, if this system has files there."""
+    shared_memory = Path("/dev/shm")
+    if not shared_memory.is_dir():
+        return run_dir / ".rounded"
+    return shared_memory / f"nanochat_{hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:16]}"

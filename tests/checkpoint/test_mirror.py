@@ -31,7 +31,7 @@ def folder(tmp_path):
 def copy(mirror, run_dir, *steps):
     for step in steps:
         path = save(run_dir, step)
-        mirror.copy(path)
+        mirror.copy(path, path.parent / "metrics.jsonl")
         mirror.prune(path.name)
 
 
@@ -88,7 +88,7 @@ def test_what_is_damaged_on_its_way_to_a_bucket_is_sent_again(run_dir, bucket, m
 def test_incomplete_and_damaged_copies_are_not_used(run_dir, folder, tmp_path, capsys):
     copy(folder, run_dir, 1, 2)
     copies = tmp_path / "mirror" / "run"
-    folder.copy(save(run_dir, 3))
+    folder.copy(save(run_dir, 3), run_dir / "metrics.jsonl")
     (copies / "step_000003" / format.SUMS).unlink()  # the upload was interrupted
     damaged = copies / "step_000002" / format.MODEL
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")

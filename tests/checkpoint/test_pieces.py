@@ -111,7 +111,7 @@ def test_a_copy_in_a_mirror_is_whole_only_with_all_pieces(tmp_path):
     path = save_in_pieces(run_dir, 3)
     (run_dir / "metrics.jsonl").touch()
     mirror = run_mirror(str(tmp_path / "mirror"), "run", format.Kept(2))
-    mirror.copy(path)
+    mirror.copy(path, path.parent / "metrics.jsonl")
     assert mirror.whole_copies() == ["step_000003"]
     fetched = mirror.fetch(tmp_path / "other")
     assert names(fetched) == names(path) and format.find_problem(fetched) is None

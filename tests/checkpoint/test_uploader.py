@@ -94,7 +94,7 @@ def test_the_end_does_not_wait_for_a_mirror_that_refuses_for_good(run_dir, state
 
 def test_a_run_that_starts_over_sets_the_copies_of_the_old_run_aside_at_once(run_dir, state, tmp_path):
     there = Mirror(str(tmp_path / "mirror"), Kept(1))
-    there.copy(save(run_dir, 100))
+    there.copy(save(run_dir, 100), run_dir / "metrics.jsonl")
     uploads = begin(there, run_dir, starts_over=True)
     assert state()["newest_copied"] is None
     eventually(lambda: not there.whole_copies())
