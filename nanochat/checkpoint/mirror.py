@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nanochat.checkpoint import format
-from nanochat.checkpoint.format import LANES, META, MODEL, OPTIMIZER, SUMS, Kept, step_of
+from nanochat.checkpoint.format import SUMS, Kept, step_of
+from nanochat.checkpoint.pieces import is_whole
 from nanochat.common import BadInput, Outage, written_whole
 from nanochat.data.storage import Cancelled, Interruption, copy_files, delete_files, list_files, never
 from nanochat.record.metrics import METRICS_FILE
@@ -182,19 +183,6 @@ def _copy_to_directory(sources, directory, is_cancelled):
         partial = target.with_name(target.name + PARTIAL)
         shutil.copyfile(source, partial)
         partial.replace(target)
-
-
-def is_whole(names):
-    """Returns whether a set of file names is that of a whole checkpoint."""
-    return {LANES, META, SUMS} <= names and _has_tensors(names, MODEL) and _has_tensors(names, OPTIMIZER)
-
-
-def _has_tensors(names, kind):
-    if kind in names:
-        return True
-    matches = [re.fullmatch(rf"{Path(kind).stem}-\d+-of-(\d+)\.safetensors", name) for name in names]
-    counts = [int(match[1]) for match in matches if match]  # each piece's name has the number of pieces
-    return format.index_of(kind) in names and len(counts) > 0 and len(counts) == counts[0]
 
 
 # A call to a file system whose server is gone (NFS, for example) does not return, and nothing can interrupt it. So a

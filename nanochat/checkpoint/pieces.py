@@ -19,7 +19,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from nanochat.checkpoint.format import LANES, MODEL, OPTIMIZER, Meta, index_of, load_meta, sync_to_disk, tensor_files
+from nanochat.checkpoint.format import (
+    LANES,
+    META,
+    MODEL,
+    OPTIMIZER,
+    SUMS,
+    Meta,
+    index_of,
+    load_meta,
+    sync_to_disk,
+    tensor_files,
+)
 from nanochat.checkpoint.rounded import restored, rounded_sizes
 
 PIECE_BYTES = 4 * 10**9  # a file is larger only if one tensor is
@@ -60,6 +71,19 @@ def sizes_of(state):
 def state_bytes(*states):
     """Returns the bytes of all tensors in the states, {name: tensor}."""
     return sum(sum(sizes_of(state).values()) for state in states)
+
+
+def is_whole(names):
+    """Returns whether a set of file names is that of a whole checkpoint."""
+    return {LANES, META, SUMS} <= names and _has_tensors(names, MODEL) and _has_tensors(names, OPTIMIZER)
+
+
+def _has_tensors(names, kind):
+    if kind in names:
+        return True
+    matches = [re.fullmatch(rf"{Path(kind).stem}-\d+-of-(\d+)\.safetensors", name) for name in names]
+    counts = [int(match[1]) for match in matches if match]  # each piece's name has the number of pieces
+    return index_of(kind) in names and len(counts) > 0 and len(counts) == counts[0]
 
 
 # Which tensors are in which file
