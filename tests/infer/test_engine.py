@@ -181,7 +181,6 @@ def test_a_completion_as_long_as_the_context_is_refused(cpu_engine):
         cpu_engine.complete(PROMPT, max_tokens=CONTEXT)
 
 
-# -----------------------------------------------------------------------------
 # Drawing tokens
 
 
@@ -210,7 +209,6 @@ def test_top_k_and_top_p_leave_out_the_unlikely():
     assert draw(4000, top_k=100) == pytest.approx([0.1, 0.4, 0.2, 0.3], abs=0.03)
 
 
-# -----------------------------------------------------------------------------
 # The text of a sample
 
 
@@ -253,7 +251,6 @@ def test_half_a_character_at_the_end_becomes_a_replacement_character():
     assert sample.text == "\ufffd"
 
 
-# -----------------------------------------------------------------------------
 # scripts/generate.py
 
 

@@ -49,7 +49,6 @@ def engine(int8_model):
     return Engine(int8_model, BYTES, CPU)
 
 
-# -----------------------------------------------------------------------------
 # 8 bits
 
 
@@ -100,7 +99,6 @@ def test_a_checkpoint_is_loaded_with_8_bits_on_the_cpu_only(tmp_path, shipped):
         load_model(path, CPU, quantize="int3")
 
 
-# -----------------------------------------------------------------------------
 # Drafts, and what is remembered
 
 
@@ -142,7 +140,6 @@ def test_a_prompt_that_begins_like_the_last_one_is_not_read_again(int8_model, en
     assert together[1].text == Engine(int8_model, BYTES, CPU).complete(PROMPT, max_tokens=10, seed=4)
 
 
-# -----------------------------------------------------------------------------
 # How a call ends
 
 
@@ -181,7 +178,6 @@ def test_a_list_is_read_as_it_stands(engine):
             engine.complete(prompt, max_tokens=10)
 
 
-# -----------------------------------------------------------------------------
 # Healing
 
 
