@@ -30,7 +30,7 @@ PROMPT = "int main(int argc, char** argv) {"
 
 
 def make_model(device_type="cpu", device="cpu", vocab_size=BYTES.n_vocab):
-    """A model that has learnt nothing but is far from uniform, with windows and grouped queries."""
+    """A model that learned nothing but is far from uniform, with windows and grouped queries."""
     config = GPTConfig(vocab_size=vocab_size, max_seq_len=CONTEXT, n_layer=2, n_embd=64, n_head=4, n_kv_head=2,
                        window_pattern="SL", short_window=48)
     model = GPT(config, get_kernels("current", device_type)).init_weights(seed=1)
