@@ -195,5 +195,9 @@ def collect(process, limits, kill):
                 process.wait(KILL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-    status = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    return Result(None if stopped_by else status, stopped_by, *map(bytes, outputs.values()))
+    status = process.returncode
+    if stopped_by:
+        status = None
+    elif status < 0:  # a signal
+        status = 128 - status
+    return Result(status, stopped_by, *map(bytes, outputs.values()))

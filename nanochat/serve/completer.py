@@ -61,8 +61,12 @@ class Completer:
                                           keep_going=goes_on)
         reasons = []
         for sample, shaper in zip(samples, shapers, strict=True):
-            reason = "length" if sample.reason == "stopped" else sample.reason
-            reasons.append("end" if shaper.ended else reason)
+            if shaper.ended:
+                reasons.append("end")
+            elif sample.reason == "stopped":
+                reasons.append("length")
+            else:
+                reasons.append(sample.reason)
         if is_warm_up:
             texts = [""] * num_samples
             num_tokens = 0
