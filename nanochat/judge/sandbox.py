@@ -71,9 +71,7 @@ class Sandbox:
         with ExitStack() as stack:
             if self.unsafe:
                 return self._run_unsafe(command, limits, files, stack)
-            info, info_of_child = os.pipe()
-            stack.callback(os.close, info)
-            descriptors = [info_of_child]
+            descriptors = []
             box = []
             for name, data in files.items():
                 descriptor = stack.enter_context(memory_file(data)).fileno()
@@ -81,9 +79,11 @@ class Sandbox:
                 box += ["--perms", "0755", "--file", str(descriptor), f"/tmp/{name}"]
             for folder in read_only:
                 box += ["--ro-bind", str(folder), str(folder)]
+            info, info_of_child = os.pipe()
+            stack.callback(os.close, info)
             command = [*less_privileged(), *bubblewrap(info_of_child, box), *FIRST_PROCESS, *limited(limits), *command]
             try:
-                process = start(command, pass_fds=descriptors)
+                process = start(command, pass_fds=[info_of_child, *descriptors])
             finally:
                 os.close(info_of_child)
 
