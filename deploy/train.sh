@@ -4,10 +4,10 @@
 #   deploy/train.sh HOST -- --run=d16 --depth=16 --device_batch_size=8
 #   deploy/train.sh HOST --again               repeats the last command line; the run resumes
 #
-# The flags after -- are those of python -m scripts.base_train. Before the start, these are checked: code, packages,
-# .tpu_env, PJRT_DEVICE=TPU, number of chips, disk, data and tokenizer. On a pod the run starts on every VM or on none.
-# The VM keeps RUN.log, RUN.exit and RUN.command in ~/nanochat.d/runs/.
+# The flags after -- are those of python -m scripts.base_train. It first checks code, packages, .tpu_env, PJRT_DEVICE,
+# chips, disk, data and tokenizer. On a pod the run starts on every VM or on none. RUN.log is in ~/nanochat.d/runs/.
 #
+#   --max_hours N              the VM itself stops the run after this time and, if HOST is its name, deletes itself
 #   --min_free_gb N            refuse to start with less free disk than this (default 20)
 #   --wait_s N                 return after this time (default 600); the run continues
 #   --dry_run                  only print what would be done
@@ -15,8 +15,8 @@
 # Exit status 6: another run is running. If the run ends at once, its own exit status is returned.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
-MIN_FREE_GB=20 AGAIN=""
-parse "AGAIN MIN_FREE_GB=" "$@"
+MIN_FREE_GB=20 AGAIN="" MAX_HOURS="" VM_ZONE=""
+parse "AGAIN MIN_FREE_GB= MAX_HOURS=" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
 [ -n "$AGAIN" ] || [ ${#FLAGS[@]} -gt 0 ] || die 2 "the run has no flags: train.sh HOST -- --run=NAME …, or --again"
 
@@ -79,7 +79,7 @@ setsid -f flock -w 3 "$D/run.lock" bash -c '
   echo "=== $(head -n 1 "$run.command")" >>"$run.log"; wc -c <"$run.log" >offset
   echo "$1" >token; rm -r "$1"
   bash "$run.command" >>"$run.log" 2>&1; echo $? >"$run.exit"' bash "start.$1" </dev/null >/dev/null 2>&1
-for _ in $(seq 25); do [ ! -d "start.$1" ] && [ -s pid ] && exit 0; sleep 0.2; done
+for _ in $(seq 25); do [ ! -d "start.$1" ] && [ -s pid ] && { end_after "${@:2}"; exit 0; }; sleep 0.2; done
 rm -r "start.$1"; echo "another run is running: $(current)" >&2; exit 6
 END
 START=$SCRIPT
@@ -103,10 +103,11 @@ script <<'END'
 END
 STOP=$SCRIPT
 
-token=$$.$RANDOM
+token=$$.$RANDOM max_s=$([ -z "$MAX_HOURS" ] || awk "BEGIN { printf \"%d\", 3600 * $MAX_HOURS }")
 # shellcheck disable=SC2317,SC2329  # `each` and `retry` call these by name
 { check() { retry vm "$1" "$CHECK" "$token" "$AGAIN" "$MIN_FREE_GB" ${FLAGS[@]+"${FLAGS[@]}"}; }
-start() { vm "$1" "$START" "$token"; }; stop() { vm "$1" "$STOP" "$token"; }
+start() { vm "$1" "$START" "$token" "$max_s" ${VM_ZONE:+"${ARGS[0]}" "$VM_ZONE"}; }
+stop() { vm "$1" "$STOP" "$token"; }
 follow() { retry vm "$1" "$FOLLOW" "$WAIT_S" "$1"; }; alive() { [ -n "$DRY_RUN" ] || vm "$1" 'running'; }; }
 each check || exit
 each start || { status=$?; say "not started everywhere: stopping it"; each stop || true; exit $status; }

@@ -214,9 +214,14 @@ def work(settings):
             raise KeeperGone
 
     actions = make_actions(settings, wait)
-    _, usd_text = prices(settings)
+    usd_at, usd_text = prices(settings)
+
+    def left_s():
+        books = Books(settings.state / "spent", settings.max_usd, settings.max_hours)
+        return books.left_s(usd_at(actions.known.zone))
+
     try:
-        return ENDED + Worker(settings, actions, wait, lambda: usd_text(actions.known.zone)).run()
+        return ENDED + Worker(settings, actions, wait, lambda: usd_text(actions.known.zone), left_s).run()
     except ToldToStop:
         return 143
     except KeeperGone:

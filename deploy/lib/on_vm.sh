@@ -58,3 +58,26 @@ probe() {
     grep -E '(^|[^A-Za-z])([A-Za-z]*E|e)rror[: ]|Traceback|[Nn]o space left|Killed|RESOURCE_EXHAUSTED' |
     tail -n 1 | cut -c 1-200)"
 } 2>/dev/null
+
+# end_after SECONDS [NAME ZONE] ends the run after that time, though nobody watches it, and deletes this VM if it has a
+# name and the mirror has the newest checkpoint. SECONDS may be empty: then it only ends the timer of the run before.
+end_after() {
+  kill -- "-$(cat "$D/runs/timer" 2>/dev/null)" 2>/dev/null || true
+  [ -n "$1" ] || return 0
+  export D
+  export -f running ended current stop_run load_env mirror_lines checkpoints probe end_now
+  # shellcheck disable=SC2016  # it is evaluated there
+  setsid -f bash -c 'echo $$ >"$D/runs/timer"; sleep "$1"; end_now "${@:2}"' bash "$@" \
+    </dev/null >>"$D/runs/timer.log" 2>&1
+}
+end_now() {
+  local seen newest
+  echo "$(date -u +%FT%TZ) the time is over: the run ends"
+  stop_run 1900 || true
+  seen=$(probe)
+  newest=$(printf '%s\n' "$seen" | sed -n 's/^checkpoint=//p')
+  if [ -z "${1:-}" ]; then echo "the VM stays: its name is not known"
+  elif [ "$newest" != "$(printf '%s\n' "$seen" | sed -n 's/^mirrored=//p')" ]; then
+    echo "the VM stays: $newest is on this disk alone"
+  else gcloud compute tpus tpu-vm delete "$1" --zone="$2" --quiet; fi
+}

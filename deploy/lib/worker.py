@@ -1,4 +1,5 @@
 """The state machine that keeps one run alive on one VM: it creates the VM, starts the run and replaces what is lost."""
+import math
 import random
 
 from deploy.lib.actions import GONE, LOOK_S, number
@@ -18,10 +19,11 @@ class End(Exception):
 
 
 class Worker:
-    """`pause(seconds)` waits, and raises when the worker has to end. `usd()` is the VM's price as a text."""
+    """`pause(seconds)` waits, and raises when the worker has to end. `usd()` is the VM's price as a text. `left_s()` is
+    how long the budget lasts."""
 
-    def __init__(self, settings, actions, pause, usd):
-        self.settings, self.actions, self.pause, self.usd = settings, actions, pause, usd
+    def __init__(self, settings, actions, pause, usd, left_s):
+        self.settings, self.actions, self.pause, self.usd, self.left_s = settings, actions, pause, usd, left_s
         self.known, self.note = actions.known, actions.journal.note
         self.call, self.journal = actions.call, actions.journal
         self.troubles = self.futile = self.pending = self.crashes = 0  # failed checks; VMs; polls; ends of the run
@@ -253,7 +255,10 @@ class Worker:
         self.trouble(f"{trouble}: {result.last_line}")
 
     def start(self):
-        result = self.call("train", 900, "--wait_s=600", "--", *self.settings.flags)
+        # While this machine sleeps nobody ends the budget, so the VM has a limit of its own.
+        left_s = self.left_s()
+        limit = [] if math.isinf(left_s) else [f"--max_hours={max(0.0, left_s) / 3600:.4f}"]
+        result = self.call("train", 900, "--wait_s=600", *limit, "--", *self.settings.flags)
         if result.status == 0:
             steps = [line for line in result.output.splitlines() if line.startswith("step")]
             self.note(f"run started: {steps[-1] if steps else 'no step yet'}")

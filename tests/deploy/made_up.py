@@ -86,7 +86,7 @@ class World:
         return Actions(self.settings, self.known, self.journal, self, now=lambda: self.now)
 
     def worker(self):
-        return Worker(self.settings, self.actions, self.pause, lambda: "2.00")
+        return Worker(self.settings, self.actions, self.pause, lambda: "2.00", lambda: 3600.0)
 
     def text(self):
         return self.journal.path.read_text()

@@ -177,6 +177,30 @@ def test_status_shows_errors_and_a_full_disk_and_nothing_else(laptop, vm, line, 
     assert ("error  " in laptop.run("status.sh", vm.ip)) == shown
 
 
+def test_a_vm_that_is_forgotten_ends_its_run_and_deletes_itself(laptop, vm, cloud):
+    mirror = laptop.root / "mirror"
+    mirror.mkdir()
+    vm.program(vm.root / "bin/gcloud", f'echo "$*" >>{laptop.root}/gcloud_calls')
+    flags = ("--run=a", "--num_iterations=100000", f"--checkpoint_mirror={mirror}")
+    script = ROOT / "deploy/lib/on_vm.sh"
+    train(laptop, vm, *flags)
+    vm.shell(f"PATH={vm.root}/bin:$PATH; . {script}; end_after 1 nano us-a")
+    eventually(lambda: (laptop.root / "gcloud_calls").exists())
+    assert "tpu-vm delete nano --zone=us-a --quiet" in (laptop.root / "gcloud_calls").read_text()
+    assert not vm.trainers() and list(mirror.glob("step_*"))
+
+
+def test_a_limit_on_the_vm_ends_with_the_run_before_and_never_deletes_the_only_copy(laptop, vm):
+    vm.program(vm.root / "bin/gcloud", f'echo "$*" >>{laptop.root}/gcloud_calls')
+    for hours in ("0.002", "100"):
+        laptop.run("train.sh", vm.ip, "--min_free_gb=0", f"--max_hours={hours}", "--", "--run=a",
+                   "--num_iterations=100000", "--step_s=0.2")
+        if hours != "100":
+            eventually(lambda: not vm.trainers())
+    time.sleep(1.5)
+    assert vm.trainers() and not (laptop.root / "gcloud_calls").exists()
+
+
 def test_files_with_names_of_keys_never_travel_and_submodules_are_named(laptop, tmp_path):
     root = tmp_path / "checkout"
     shutil.copytree(ROOT / "deploy", root / "deploy")
