@@ -33,10 +33,13 @@ def describe(report):
         lines += ["", f"of {name}:", *explained]
     for name, found in report["out_of_memory"].items():
         lines += describe_out_of_memory(name, found)
+    prices = f"in {report['zone'] or 'the dearest region (--zone)'}"
+    if report["usd_per_chip_hour"] is not None:
+        prices = "at --usd_per_chip_hour"
     if "estimate" in report:
-        lines += describe_run(report["estimate"], report["plan"], report["zone"])
+        lines += describe_run(report["estimate"], report["plan"], prices)
     if "preemptions" in report:
-        lines += describe_preemptions(report["preemptions"], report["zone"])
+        lines += describe_preemptions(report["preemptions"], prices)
     if "host" in report:
         lines += ["", *describe_host(report["host"])]
     lines.append("")
@@ -128,8 +131,8 @@ def describe_out_of_memory(name, found):
 # The run
 
 
-def describe_run(run, plan, zone):
-    """Returns lines about a report's estimate of a run."""
+def describe_run(run, plan, prices):
+    """Returns lines about a report's estimate of a run. prices: which they are, "in us-west4-a"."""
     unit = plan["unit"]
     has_stages = len(run["stages"]) > 1
     lines = [""]
@@ -140,32 +143,30 @@ def describe_run(run, plan, zone):
     lines += [f"estimate: {1000 * run['step_s']:.0f} ms a step of {plan['total_batch_size']:,} {unit} "
               f"({span_ms(run['step_low_s'], run['step_high_s'], 0)}), {run[f'{unit}_per_s']:,.0f} {unit}/s, "
               f"MFU {run['mfu']:.1%}; update {run['shares']['update']:.1%} of a step",
-              f"estimate: {run['hours']:.1f} h for {plan['num_iterations']:,} steps{describe_cost(run, zone)}"]
+              f"estimate: {run['hours']:.1f} h for {plan['num_iterations']:,} steps{describe_cost(run, prices)}"]
     if has_stages:
         lines.append(f"estimate: {1 - run['hours'] / run['hours_of_last']:.1%} less than with the last of these "
                      "programs throughout")
     return lines
 
 
-def describe_cost(found, zone):
+def describe_cost(found, prices):
     """Returns ", 62 USD on spot …" for a JSON object with costs, "" if no price is known."""
     cost = ""
     for key, name in (("usd_spot", "on spot"), ("usd_on_demand", "on demand")):
         if found.get(key) is not None:
             cost += f", {found[key]:.0f} USD {name}"
-    if not cost:
-        return ""
-    return f"{cost} in {zone or 'the dearest region (--zone)'}"
+    return cost and f"{cost} {prices}"
 
 
-def describe_preemptions(found, zone):
+def describe_preemptions(found, prices):
     """Returns lines about a report's preemptions."""
     saved = "no checkpoint"
     if found["save_every_s"] is not None:
         saved = f"a checkpoint every {found['save_every_s'] / 60:.1f} min"
     wall = "it never ends"
     if found["hours"] is not None:
-        wall = f"{found['hours']:.1f} h{describe_cost(found, zone)}"
+        wall = f"{found['hours']:.1f} h{describe_cost(found, prices)}"
     return [f"estimate: with {found['per_day']:g} preemptions a day, {found['restart_s'] / 60:g} min of restarting for "
             f"each, and {saved}: goodput {found['goodput']:.1%}, {wall}",
             f"estimate: then --save_every_minutes={max(found['best_save_every_s'] / 60, 0.1):.1f} would be best: "

@@ -33,7 +33,8 @@ def make_report(own, flags, programs, traced, trace_s, say=print):
         f"{own.accelerator} ({tpu_slice.tpu.name} {tpu_slice.topology})")
     report = {
         "accelerator": own.accelerator, "chips": tpu_slice.chips, "hosts": tpu_slice.hosts,
-        "topology": tpu_slice.topology, "zone": own.zone, "flags": flags, "kernel": plan.kernel,
+        "topology": tpu_slice.topology, "zone": own.zone, "usd_per_chip_hour": own.usd_per_chip_hour,
+        "flags": flags, "kernel": plan.kernel,
         "plan": {"unit": plan.unit, "total_batch_size": plan.units(0, 1), "grad_accum_steps": plan.micro_steps(0),
                  "num_iterations": plan.num_iterations, f"flops_per_{plan.unit[:-1]}": plan.flops_per_unit,
                  "parameters": sum(plan.parameters.values())},

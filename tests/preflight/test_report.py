@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanochat.device import tpu
+from nanochat.preflight.describe import describe_cost
 from nanochat.preflight.estimate import report_run
 from nanochat.preflight.fit import Fit, find_batch, find_mesh
 from nanochat.preflight.flags import PreflightFlags
@@ -90,3 +91,5 @@ def test_a_price_that_is_not_known_stays_out():
     assert costs(10, PreflightFlags("v4-8")) == {"usd_spot": None, "usd_on_demand": None}
     assert costs(10, PreflightFlags("v6e-4", zone="us-east5-b"))["usd_spot"] == pytest.approx(43.2)
     assert costs(10, PreflightFlags("v4-8", usd_per_chip_hour=0.5))["usd_spot"] == 20
+    assert describe_cost({"usd_spot": 43.2, "usd_on_demand": None}, "in us-east5-b") == ", 43 USD on spot in us-east5-b"
+    assert describe_cost({"usd_spot": None}, "in us-east5-b") == ""
