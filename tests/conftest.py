@@ -2,6 +2,7 @@
 import functools
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -9,14 +10,19 @@ from pathlib import Path
 
 from tests.warm import CHEAP_COMPILATION, TIMEOUT_S, WarmRanks
 
+QUICK_START = Path(__file__).parent / "quick_start"
+
 # Before anything imports torch_xla: one XLA device, on the CPU, in the process that runs the tests.
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["CPU_NUM_DEVICES"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["XLA_FLAGS"] = CHEAP_COMPILATION
+os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for one another cost more than these tiny products
+# The processes that tests start import quickly, and so does this one.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(QUICK_START), os.environ.get("PYTHONPATH")]))
+runpy.run_path(str(QUICK_START / "sitecustomize.py"))
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
 import torch_xla  # noqa: E402
 
 from scripts import base_train  # noqa: E402
@@ -30,15 +36,21 @@ torch_xla.device()  # PyTorch's autograd engine counts the devices at the first 
 WARM = {"tests/test_warm.py", "tests/data/test_batches.py", "tests/scripts/test_base_train.py",
         "tests/scripts/test_base_train_refusals.py", "tests/scripts/test_base_train_ends.py",
         "tests/train/test_mesh.py"}
-LONG = ["warm ranks", "tests/scripts/test_tpu_preflight.py", "tests/run/test_chaos.py", "tests/run/test_stopping.py"]
+# These compile for minutes, and share nothing with the other tests of their file.
+COMPILATIONS = {"test_both_chips_compile_every_kernel_at_depth_2",
+                "test_running_out_of_memory_is_foreseen_and_the_culprit_is_named"}
+LONG = ["warm ranks", "compilation", "tests/scripts/test_tpu_preflight.py", "tests/run/test_chaos.py",
+        "tests/run/test_stopping.py"]
 
 
 def group_of(nodeid):
     """Returns the name of the group that this test belongs to. One process runs all tests of a group: those that train
     in warm processes, and those of each file, which may share fixtures. Tests of deploy/ share next to nothing."""
-    path = nodeid.partition("::")[0]
+    path, _, test = nodeid.partition("::")
     if path in WARM:
         return "warm ranks"
+    if test.partition("[")[0] in COMPILATIONS:
+        return f"compilation {test}"
     return nodeid if path.startswith("tests/deploy/") else path
 
 
@@ -55,7 +67,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_collection_modifyitems(items):
     """The groups that take longest come first: the others then fill the time until all end."""
-    items.sort(key=lambda item: LONG.index(group_of(item.nodeid)) if group_of(item.nodeid) in LONG else len(LONG))
+    def rank(item):
+        group = group_of(item.nodeid)
+        return next((place for place, name in enumerate(LONG) if group.startswith(name)), len(LONG))
+
+    items.sort(key=rank)
 
 
 # -----------------------------------------------------------------------------
@@ -82,15 +98,6 @@ def base_dir(tmp_path, monkeypatch):
     path = tmp_path / "base"
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(path))
     return path
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Threads that wait for one another cost more than these tiny products, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

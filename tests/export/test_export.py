@@ -40,7 +40,6 @@ import contextlib, importlib.util, json, os, sys
 assert not importlib.util.find_spec("nanochat") and not importlib.util.find_spec("scripts")
 import numpy as np, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-torch.set_num_threads(1)
 found = {}
 for number, job in enumerate(json.load(sys.stdin)):
     if "texts" in job:

@@ -23,7 +23,6 @@ from nanochat.model.gpt import GPT
 from scripts.generate import main
 from tests.checkpoint.states import make_meta
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 BYTES = Tokenizer({bytes([byte]): byte for byte in range(256)}, r"(?s).", {"<|bos|>": 256, "<|pad|>": 257})
 CONTEXT = 96
 PROMPT = "int main(int argc, char** argv) {"

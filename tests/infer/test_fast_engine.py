@@ -18,8 +18,6 @@ from nanochat.infer.sample import Sample, Sampling
 from tests.checkpoint.states import make_meta
 from tests.infer.test_engine import BYTES, CONTEXT, PROMPT, make_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU = Dist("cpu", torch.device("cpu"))
 CODE = '''#include <vector>
 

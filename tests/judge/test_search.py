@@ -46,7 +46,7 @@ def example(tokenizer, generator):
 
 
 @pytest.fixture(scope="module")
-def learner(one_thread, byte_tokenizer_dir):
+def learner(byte_tokenizer_dir):
     """A model that writes such functions, and its tokenizer."""
     tokenizer, generator = load_tokenizer(byte_tokenizer_dir), random.Random(0)
     config = GPTConfig(vocab_size=tokenizer.n_vocab, max_seq_len=256, n_layer=2, n_embd=64, n_head=2, n_kv_head=2,

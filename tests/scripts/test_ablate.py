@@ -210,8 +210,7 @@ def wait_for_step_40(metrics, process):
 
 
 @pytest.mark.slow
-def test_a_killed_table_goes_on_and_repeats_no_finished_run(write_table, base_dir, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # several threads wait for each other where all cores are busy
+def test_a_killed_table_goes_on_and_repeats_no_finished_run(write_table, base_dir):
     table = write_table(num_iterations=400, save_every=20)
     command = [sys.executable, "-m", "scripts.ablate", str(table)]
     metrics = base_dir / "checkpoints" / "rates.fast.0" / "metrics.jsonl"
@@ -248,8 +247,7 @@ def processes():
 
 
 @pytest.mark.slow
-def test_sigterm_stops_after_a_checkpoint_with_status_75(write_table, base_dir, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_sigterm_stops_after_a_checkpoint_with_status_75(write_table, base_dir):
     table = write_table(num_iterations=100_000, seeds="[0]")
     metrics = base_dir / "checkpoints" / "rates.default.0" / "metrics.jsonl"
     with subprocess.Popen([sys.executable, "-m", "scripts.ablate", str(table)], stdout=subprocess.PIPE,

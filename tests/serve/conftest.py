@@ -50,8 +50,7 @@ def example(tokenizer, generator, length):
 @pytest.fixture(scope="session")
 def gap_run(tmp_path_factory, byte_tokenizer_dir):
     """The base directory of a run `tiny` whose model fills in the middle of SOURCE."""
-    tokenizer, threads = load_tokenizer(byte_tokenizer_dir), torch.get_num_threads()
-    torch.set_num_threads(1)
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
     config = GPTConfig(vocab_size=tokenizer.n_vocab, max_seq_len=256, n_layer=2, n_embd=64, n_head=2, n_kv_head=2,
                        window_pattern="L", layer_gates=False, value_embeddings="off", rotary_base=10_000.0)
     model = GPT(config, get_kernels("current", "cpu")).init_weights(seed=1)
@@ -63,7 +62,6 @@ def gap_run(tmp_path_factory, byte_tokenizer_dir):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    torch.set_num_threads(threads)
     base_dir = tmp_path_factory.mktemp("base")
     meta = make_meta(STEPS, config=asdict(config), tokenizer_sha256=tokenizer.sha256, flags={"fim_rate": 1.0})
     save_checkpoint(base_dir / "checkpoints" / "tiny", model.state_dict(), {}, meta, num_lanes=0)

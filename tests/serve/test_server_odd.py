@@ -180,12 +180,10 @@ def test_the_script_says_where_it_listens_and_ends_at_a_signal(gap_run, byte_tok
         url = re.search(r"step 150, on cpu. Open (http://127.0.0.1:\d+/)$", line)[1]
         answer = httpx.post(f"{url}infill", json=VIM, timeout=60).json()
         assert answer["content"] == "urn a + b;"
-        begin = time.monotonic()
         process.send_signal(how)
         out, err = process.communicate(timeout=60)
         assert process.returncode == status and out == "" and "Traceback" not in err
         assert "/infill: " in err and "int add" not in err
-        assert time.monotonic() - begin < 30
     finally:
         watchdog.cancel()
         process.kill()
