@@ -67,12 +67,12 @@ def test_bad_data_names_the_file_and_its_row_group(train, tiny, tmp_path, corpus
 
 
 def test_resuming_something_else_is_refused(train, tiny, corpus_dir):
-    train("--save_every=6")
+    train("--save_every=6", "--device_type=cpu")  # where nothing is compiled
     for flags, words in [(["--depth=3"], "--depth=3, .* has --depth=2"),
                          ([f"--data_dir={corpus_dir}/val"], "the hash of --data_dir is")]:
         with pytest.raises(BadInput, match=words):
             main(last_of_each(*tiny, "--run=test", "--num_iterations=8", *flags))
-    restarted = train("--resume=never", "--depth=3")
+    restarted = train("--resume=never", "--depth=3", "--device_type=cpu")
     assert sorted(restarted.losses) == [1, 2, 3, 4, 5, 6]
 
 
@@ -87,16 +87,16 @@ def change_meta(path, name, value):
 
 
 def test_a_resumed_run_keeps_its_architecture(train, tiny):
-    short = ["--window_pattern=SL", "--save_every=3"]
+    short = ["--window_pattern=SL", "--save_every=3", "--device_type=cpu"]
     train(*short, "--short_window=5", "--num_iterations=3")
-    resumed = train("--save_every=3", "--num_iterations=4", without=("depth", "model_dim", "num_heads", "max_seq_len"))
+    without = ("depth", "model_dim", "num_heads", "max_seq_len")
+    resumed = train("--save_every=3", "--num_iterations=4", "--device_type=cpu", without=without)
     assert "step_000003" in resumed.stdout and "depth 2, width 64, 2 heads" in resumed.stdout
     assert "windows SL (S: 5 positions)" in resumed.stdout
-    of_model = "--depth", "--model_dim", "--num_heads", "--max_seq_len"
-    without_model = [flag for flag in tiny if not flag.startswith(of_model)]
+    without_model = [flag for flag in tiny if flag.partition("=")[0].removeprefix("--") not in without]
     newest = get_base_dir() / "checkpoints" / "test" / "step_000004"
     (newest / "meta.json").write_text("{")  # damaged: the one before it is used
-    resumed = train("--save_every=3", "--num_iterations=5", without=("depth", "model_dim", "num_heads", "max_seq_len"))
+    resumed = train("--save_every=3", "--num_iterations=5", "--device_type=cpu", without=without)
     assert "step_000003" in resumed.stdout and "depth 2, width 64, 2 heads" in resumed.stdout
     change_meta(newest.with_name("step_000005"), "format", 2)
     with pytest.raises(BadInput, match="has format 2 and this program reads format 1"):
