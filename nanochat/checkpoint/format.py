@@ -136,6 +136,8 @@ def _with_tuples(value):
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
+# A matching checksum says that the file has not changed since it was written, and not that a run wrote it. Without
+# these checks a wrong value would be a traceback in every rank.
 def _find_wrong_field(meta):
     """Returns the name of a field of a Meta with a value that no run writes, or None."""
     for each in fields(meta):

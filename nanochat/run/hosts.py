@@ -124,6 +124,8 @@ def metadata(key, timeout_s=5):
 # Whether they are alike
 
 
+# Each host traces and compiles the program for itself, and collectives meet only in equal programs. So whatever may
+# change the program must be the same on all.
 def describe(flags, device_type):
     """Returns what must be the same on all hosts before a run begins, {name: JSON value}."""
     about = {"device type": device_type, "code": code_version(Path(__file__).resolve().parents[2]),

@@ -216,6 +216,8 @@ class Pod:
         for index in range(self.host.count):
             self.tell(index, message)
 
+    # Each host tells the first its value, and the first sends all values to each. So all hosts decide from the same
+    # values, and a host that has them knows that all others have come this far.
     def gather(self, name, value, timeout_s=None):
         """Returns the values that all hosts pass to this call with the same name, a list. Raises PodError if the run
         has ended on another host, or after `timeout_s` (default: gather_s)."""
