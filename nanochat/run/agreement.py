@@ -32,7 +32,7 @@ _NEVER = 2**62
 # _STOP_ASKED counts how often a stop was asked for. _SAVE_ASKED: with several hosts, whether rank 0 asks for a save.
 _STOP_ASKED, _IS_PREEMPTED, _WAITS_FOR_MIRROR, _SAVE_ASKED, _NUMBER, _KIND, _AGREED_NUMBER, _AGREED_TICK = range(8)
 _TICK, _ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER, _END = (8 + i * MAX_RANKS for i in range(5))
-HOLD_S = 0.01  # in which what a rank has written is seen by its parent
+HOLD_S = 0.01  # within which a parent sees what a rank has written
 POLL_S = 0.05
 
 

@@ -48,11 +48,11 @@ class Heartbeats:
         ranks were spawned."""
         ranks = np.flatnonzero(self._shared[:, _PID])
         if not len(ranks) and seconds > SLOW_PHASE_TIMEOUT_S:
-            return f"no rank has come to its first step after {seconds:.0f} s"
+            return f"no rank has reached its first step after {seconds:.0f} s"
         for rank in ranks:
             pid, phase, step, deadline = self._shared[rank]
             if deadline and time.monotonic() > deadline:
-                return (f"rank {rank} (process {int(pid)}) has not come to the end of a {PHASES[int(phase)]} at step "
+                return (f"rank {rank} (process {int(pid)}) has not finished a {PHASES[int(phase)]} at step "
                         f"{int(step)}: it is {time.monotonic() - deadline:.0f} s over its limit")
         return None
 

@@ -304,7 +304,7 @@ def test_ctrl_c_twice_ends_at_once_and_without_warnings_of_python(start):
 
 @pytest.mark.parametrize("number, reason", [
     (signal.SIGKILL, "was ended by SIGKILL: the run ends"),
-    (signal.SIGSTOP, "has not come to the end of a step at step "),
+    (signal.SIGSTOP, "has not finished a step at step "),
 ])
 def test_a_rank_that_is_killed_or_hangs_ends_the_run_with_the_reason(start, number, reason):
     run = start("test", "--step_timeout_s=10", "--num_iterations=100000")

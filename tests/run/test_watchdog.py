@@ -21,13 +21,13 @@ def test_a_rank_that_dies_or_hangs_ends_all_of_them(tmp_path, fault):
     if fault == "killed":
         assert reasons == [f"error: rank 1 (process {pids['1']}) was ended by SIGKILL: the run ends"]
     elif fault == "hangs":
-        assert len(reasons) == 1 and f"rank 1 (process {pids['1']}) has not come to the end of a step at step 10" in \
+        assert len(reasons) == 1 and f"rank 1 (process {pids['1']}) has not finished a step at step 10" in \
             reasons[0]
         # the stuck rank, and the other two, and the parent
         assert "in get_stuck_here" in process.stderr
         assert process.stderr.count("in be_a_rank") == RANKS and "in be_the_parent" in process.stderr
     elif fault == "never begins":
-        assert len(reasons) == 1 and "no rank has come to its first step after " in reasons[0]
+        assert len(reasons) == 1 and "no rank has reached its first step after " in reasons[0]
         assert process.stderr.count("in get_stuck_here") == RANKS
     else:
         assert reasons == []  # the rank itself has reported its error
