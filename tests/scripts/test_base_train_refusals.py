@@ -98,10 +98,15 @@ def test_a_resumed_run_keeps_its_architecture(train, tiny):
     (newest / "meta.json").write_text("{")  # damaged: the one before it is used
     resumed = train("--save_every=3", "--num_iterations=5", "--device_type=cpu", without=without)
     assert "step_000003" in resumed.stdout and "depth 2, width 64, 2 heads" in resumed.stdout
-    change_meta(newest.with_name("step_000005"), "format", 2)
-    with pytest.raises(BadInput, match="has format 2 and this program reads format 1"):
-        main(last_of_each(*without_model, "--run=test", "--num_iterations=8"))
-    change_meta(newest.with_name("step_000005"), "format", 1)
+    newest = newest.with_name("step_000005")
+    saved = json.loads((newest / "meta.json").read_text())
+    for name, value, words in [("format", 2, "has format 2 and this program reads format 1"),
+                               ("rng", "AAAA", "meta.json: rng is"), ("seconds", {"train": "1"}, "seconds is"),
+                               ("batch_schedule", [[0, "x"]], "batch_schedule is")]:
+        change_meta(newest, name, value)
+        with pytest.raises(BadInput, match=words):
+            main(last_of_each(*without_model, "--run=test", "--num_iterations=8"))
+        change_meta(newest, name, saved[name])
     for flags, words in [(["--window_pattern=SL", "--short_window=6"], "--short_window=6, .* has --short_window=5"),
                          (["--window_pattern=L"], "--window_pattern=L, .* has --window_pattern=SL")]:
         with pytest.raises(BadInput, match=words):
