@@ -197,6 +197,15 @@ def start(tmp_path, byte_tokenizer_dir):
         timer.cancel()
 
 
+def read_until(run, words):
+    """Reads the run's output up to a line that has these words."""
+    assert any(words in line for line in run.stdout), f"the run has ended without: {words}"
+
+
+def child_processes(run):
+    return [int(pid) for pid in open(f"/proc/{run.pid}/task/{run.pid}/children").read().split()]
+
+
 def losses_of(base_dir, name):
     records = [json.loads(line) for line in (base_dir / "checkpoints" / name / "metrics.jsonl").open()]
     steps = [record["step"] for record in records if "loss" in record]
@@ -209,10 +218,8 @@ def test_a_run_that_is_told_to_stop_saves_and_resumes_bit_for_bit(start, base_di
     """Each time it resumes from the mirror, as on a new VM, whose disk has the data and nothing else."""
     for number, after in ((signal.SIGTERM, "step 00020"), (signal.SIGINT, "step 00060")):
         run = start("test")
-        for line in run.stdout:
-            if line.startswith(after):
-                run.send_signal(number)
-                break
+        read_until(run, after)
+        run.send_signal(number)
         output = run.communicate(timeout=TIMEOUT_S)[0]
         assert run.returncode == EXIT_STATUS, output
         assert f"{number.name}: the run stops" in output
@@ -230,13 +237,11 @@ def test_a_run_that_is_told_to_stop_saves_and_resumes_bit_for_bit(start, base_di
 @pytest.mark.slow
 def test_a_run_is_trained_by_one_process_and_no_rank_outlives_a_killed_parent(start):
     run = start("test")
-    for line in run.stdout:
-        if line.startswith("step 00020"):
-            break
+    read_until(run, "step 00020")
     second = start("test")
     output = second.communicate(timeout=TIMEOUT_S)[0]
     assert second.returncode == 2 and f"in use by process {run.pid} on " in output
-    children = [int(pid) for pid in open(f"/proc/{run.pid}/task/{run.pid}/children").read().split()]
+    children = child_processes(run)
     assert children
     run.kill()
     run.wait()
@@ -248,13 +253,7 @@ def test_a_run_is_trained_by_one_process_and_no_rank_outlives_a_killed_parent(st
 
 def rank_process(run):
     """Returns the id of the process in which the ranks of a run are threads."""
-    children = [int(pid) for pid in open(f"/proc/{run.pid}/task/{run.pid}/children").read().split()]
-    return next(pid for pid in children if b"spawn_main" in open(f"/proc/{pid}/cmdline", "rb").read())
-
-
-def read_until(run, words):
-    """Reads the run's output up to a line that has these words."""
-    assert any(words in line for line in run.stdout), f"the run has ended without: {words}"
+    return next(pid for pid in child_processes(run) if b"spawn_main" in open(f"/proc/{pid}/cmdline", "rb").read())
 
 
 @pytest.mark.slow
@@ -308,9 +307,7 @@ def test_ctrl_c_twice_ends_at_once_and_without_warnings_of_python(start):
 ])
 def test_a_rank_that_is_killed_or_hangs_ends_the_run_with_the_reason(start, number, reason):
     run = start("test", "--step_timeout_s=10", "--num_iterations=100000")
-    for line in run.stdout:
-        if line.startswith("step 00020"):
-            break
+    read_until(run, "step 00020")
     ranks = rank_process(run)
     os.kill(ranks, number)
     output = run.communicate(timeout=TIMEOUT_S)[0]
