@@ -106,8 +106,9 @@ class LanguageTask:
         config = read_config(path, meta, GPTConfig)
         if not meta.flags:
             raise BadInput(f"{path} was imported and holds only weights, so no run can resume: choose another --run")
-        require_same(path, {"the hash of the tokenizer": (meta.tokenizer_sha256, self.tokenizer.sha256),
-                            "the hash of --data_dir": (meta.data_fingerprint, self.data_fingerprint)})
+        require_same(path, {"the hash of the tokenizer": (meta.tokenizer_sha256, self.tokenizer.sha256)})
+        if self.data_fingerprint:  # synthetic data has none
+            require_same(path, {"the hash of --data_dir": (meta.data_fingerprint, self.data_fingerprint)})
         require_as_saved(self.given, config, path)
         flags = self.flags.settled(config)
         # With another value of one of these, the saved positions in the data would mean other rows.
