@@ -4,7 +4,7 @@ No line at module level touches the XLA runtime: each of these processes starts 
 """
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -110,16 +110,21 @@ def train_without_parent(flags, device_type, make_task):
     dist = ranks.compute_init(device_type)
     # torchrun has started the ranks. So rank 0 locks, prepares and watches for all, and the others wait in the
     # broadcast for its Run. Each handles its own signals, because torchrun forwards them to all.
-    with exclusive_use(run_directory(flags)) if dist.rank == 0 else nullcontext():
-        found = [prepare(flags, device_type, make_task) if dist.rank == 0 else None]
+    with ExitStack() as held:
+        run = None
+        if dist.rank == 0:
+            held.enter_context(exclusive_use(run_directory(flags)))
+            run = prepare(flags, device_type, make_task)
         if dist.world_size > 1:
+            found = [run]
             torch.distributed.broadcast_object_list(found)
-        run = found[0]
+            run = found[0]
         if run.finished_step:
             return say_finished(run) if dist.rank == 0 else 0
         stopping.stop_on_signals(Requests(run.requests_file))
-        with Watchdog(Heartbeats(run.heartbeats_file)) if dist.rank == 0 else nullcontext():
-            status = Trainer(run, dist).train()
+        if dist.rank == 0:
+            held.enter_context(Watchdog(Heartbeats(run.heartbeats_file)))
+        status = Trainer(run, dist).train()
     ranks.compute_cleanup(dist)
     return status
 
