@@ -1,12 +1,12 @@
-"""Reads tarballs, and the diffs of Debian, as streams, and unpacks nothing to disk.
+"""Reads tarballs and Debian's diffs as streams, and unpacks nothing to disk.
 
-An archive that is cut or damaged is an error, wherever the damage is, and never a shorter archive. Archives may come
-from anywhere, so no length that one claims is believed: what is read is bounded.
+A cut or damaged archive is an error wherever the damage is, and never a shorter archive. Archives may come from
+anywhere, so no length in one is trusted: reading is bounded.
 """
 import bz2
 import gzip
-import hashlib
 import lzma
+import math
 import re
 import tarfile
 import zlib
@@ -14,21 +14,21 @@ from contextlib import contextmanager
 
 import pyarrow as pa
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, sha256_of
 
 TARBALL = re.compile(r"\.(?:tar\.|t)(gz|bz2|xz|lzma|zst)$|\.tar$")
 MAX_RATIO, RATIO_FREE_BYTES = 200, 1 << 30  # source code shrinks to a fifth; a file of zeros to a thousandth or less
 MAX_PATH_BYTES = 4096  # PATH_MAX of Linux
 MAX_HEADER_BYTES = 1 << 20  # of the attributes that a tarball holds for one file
-MAX_LICENCE_BYTES = 16 << 20  # what is longer is not the text of a licence
+MAX_LICENCE_BYTES = 16 << 20  # longer files are no licences
 
 
 def iter_archive(archive):
     """Yields (path, nbytes, read) for every regular file of the archive whose path is `archive`, a str.
 
-    `read()` returns the bytes of the file; it must be called before the next file is asked for. It takes `nbytes` of
-    memory. Both raise BadInput if the archive is damaged or unpacks to far more than its size. When the last file has
-    been yielded, the archive has been read to its end, where its format has sums.
+    `read()` returns the bytes of the file, before the next file is requested. Both raise BadInput if the archive is
+    damaged or unpacks to far more than its size. After the last file, the archive has been read to its end, where its
+    format has checksums.
     """
     with _archive_errors(archive), open(archive, "rb") as raw:
         nbytes = raw.seek(0, 2)
@@ -45,16 +45,9 @@ def iter_archive(archive):
 def check_sha256(archive, expected):
     """Raises BadInput unless the file `archive` has this SHA-256, in hexadecimal."""
     with _archive_errors(archive), open(archive, "rb") as file:
-        if (found := sha256_of(file)) != expected:
+        found = sha256_of(file)
+        if found != expected:
             raise tarfile.ReadError(f"its SHA-256 is {found[:12]}…, not {expected[:12]}…")
-
-
-def sha256_of(file):
-    """Returns the SHA-256, in hexadecimal, of what is left to read of an open file."""
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 @contextmanager
@@ -67,10 +60,12 @@ def _archive_errors(archive):
 
 
 class _Bounded:
-    """A stream that reads another one, which unpacks an archive of `packed_bytes`, and refuses to read far more."""
+    """Reads a stream that unpacks an archive of `packed_bytes`, and refuses to read far more."""
 
     def __init__(self, stream, packed_bytes):
-        self.stream, self.packed_bytes, self.room = stream, packed_bytes, RATIO_FREE_BYTES + MAX_RATIO * packed_bytes
+        self.stream = stream
+        self.packed_bytes = packed_bytes
+        self.room = RATIO_FREE_BYTES + MAX_RATIO * packed_bytes
         self.reads_at_end = 0
 
     def read(self, size):
@@ -91,32 +86,32 @@ class _Bounded:
 
 
 class _Header(tarfile.TarInfo):
-    """The header of a file in a tarball. Where tarfile takes a damaged one for the end of the archive, it is an error.
-
-    At its end an archive has blocks of zeros, and nothing after them but another archive.
-    """
+    """The header of a file in a tarball. A damaged one, which tarfile takes for the end of the archive, is an error."""
+    # An archive ends with blocks of zeros, and only another archive may follow them.
 
     @classmethod
     def frombuf(cls, buf, encoding, errors):
         header = super().frombuf(buf, encoding, errors)
-        # tarfile reads what belongs to a header of these kinds into memory in one go, however long the header claims it
-        # to be. So the claim is checked before tarfile acts on it.
-        is_name = header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-        is_header = is_name or header.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
-        if header.size < 0 or is_header and header.size > (MAX_PATH_BYTES if is_name else MAX_HEADER_BYTES):
+        # tarfile reads the contents of headers of these kinds into memory in one go, whatever size they claim. So the
+        # claim is checked first.
+        most = math.inf
+        if header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
+            most = MAX_PATH_BYTES
+        elif header.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE):
+            most = MAX_HEADER_BYTES
+        if not 0 <= header.size <= most:
             raise tarfile.ReadError(f"a header claims {header.size} bytes")
         return header
 
     @classmethod
     def fromtarfile(cls, tar):
-        # has_ended is what is known between two headers. Only an archive that has closed with a block of zeros may run
-        # out of bytes.
+        # Only an archive that has closed with a block of zeros may run out of bytes.
         try:
             header = super().fromtarfile(tar)
         except tarfile.EOFHeaderError:  # a block of zeros
             tar.has_ended = True
             raise
-        except tarfile.EmptyHeaderError:  # there is nothing more to read
+        except tarfile.EmptyHeaderError:  # no more bytes
             if not tar.has_ended:
                 raise tarfile.ReadError("it ends without the blocks that end an archive") from None
             raise
@@ -130,14 +125,13 @@ class _Header(tarfile.TarInfo):
 
 class _Tar(tarfile.TarFile):
     tarinfo = _Header
-    has_ended = False  # whether the last block that was read ends the archive
+    has_ended = False  # whether the last block ends the archive
 
 
 def _iter_tar(archive, raw, nbytes, prefix, nested_name=None):
     """Yields the files of a tarball as iter_archive does. In their paths `prefix` replaces the directory NAME-VERSION/.
-
-    Some source packages contain the real tarball: one in the outermost directory is read as if it were unpacked there.
     """
+    # Some source packages contain the real tarball: one in the outermost directory is read as if unpacked there.
     with (_decompressed(nested_name or archive, raw) as stream,
           _Tar.open(fileobj=_Bounded(stream, nbytes), mode="r|", ignore_zeros=True) as tar):
         # With ignore_zeros, tarfile reads on to the end of the stream, where gzip, xz and bzip2 check their sums.
@@ -147,7 +141,7 @@ def _iter_tar(archive, raw, nbytes, prefix, nested_name=None):
                 continue
             path = member.name.removeprefix("./").split("/", 1)[-1]
             # The inner archive is read through its member of the outer one, block by block. Only one level is opened,
-            # so an archive of archives cannot go on without end.
+            # so archives of archives cannot go on without end.
             if not nested_name and "/" not in path and TARBALL.search(path):
                 with _archive_errors(f"{path} in {archive}"):
                     yield from _iter_tar(archive, tar.extractfile(member), member.size, prefix, nested_name=path)
@@ -174,12 +168,16 @@ def _decompressed(name, raw):
 
 def _iter_debian_diff(stream):
     """Yields debian/copyright, from the diff that contains debian/ in source packages of format 1.0."""
-    copyright_lines, nbytes, inside = [], 0, False
+    copyright_lines = []
+    nbytes = 0
+    inside = False
     while line := stream.readline(MAX_LICENCE_BYTES):
         # debian/ is only on the new side of this diff, so the added lines of a file are the whole file.
         if line.startswith(b"+++ "):
             inside = b"".join(line.split()[1:2]).split(b"/", 1)[-1] == b"debian/copyright"
-        elif inside and line.startswith(b"+") and (nbytes := nbytes + len(line)) <= MAX_LICENCE_BYTES:
-            copyright_lines.append(line[1:])
+        elif inside and line.startswith(b"+"):
+            nbytes += len(line)
+            if nbytes <= MAX_LICENCE_BYTES:
+                copyright_lines.append(line[1:])
     text = b"".join(copyright_lines)
     yield "debian/copyright", len(text), lambda: text

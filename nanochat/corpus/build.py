@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from nanochat.common import BadInput, Progress, flag
+from nanochat.common import BadInput, Progress, flag, written_whole
 from nanochat.corpus import corpus
-from nanochat.corpus.duplicates import Index, find_duplicates, load_index, shuffle_duplicates
+from nanochat.corpus.duplicates import Index, find_duplicates, load_index
 from nanochat.corpus.ray_cluster import RayRun
 from nanochat.corpus.scan import RECIPE, scan, telling_sequences
 
@@ -43,13 +43,13 @@ class CorpusFlags:
 class Excluded:
     """Texts of which no document may contain a part."""
     texts: tuple = ()
-    digest: str | None = None  # stands for them
+    digest: str | None = None  # hash of them
 
 
 @dataclass
 class Documents:
-    """The documents that are kept: files, or the files of projects joined."""
-    index: Index  # of the others, too
+    """The documents that are kept: files, or the joined files of projects."""
+    index: Index  # of all documents
     source: np.ndarray  # (N,) number of the source of each document in the index
     sides: dict  # {folder: (N,) bool, which documents are in it}
 
@@ -60,37 +60,37 @@ class Documents:
 def prepare(sources, flags, excluded, engine, out_dir):
     """Makes the corpus, or resumes making it; does nothing if `out_dir` already holds it.
 
-    flags: CorpusFlags; engine: a function of the bytes of memory that a task may take, whose result is a context
-    manager of run(function, calls, done), as worker_pool.
+    flags: CorpusFlags. engine(task_bytes): returns a context manager of run(function, calls, done), as worker_pool;
+    task_bytes is the memory that a task may take.
     """
     identity = identity_of(sources, flags, excluded)
     work_dir = out_dir / ".work"
     staging = work_dir / identity
-    # The identity is the name of the folder in which this corpus is made, so a command only resumes its own work. The
-    # manifest comes last: a folder that has it is whole and needs no more than to be published.
+    # The identity names the folder in which this corpus is made, so a command resumes only its own work. The manifest
+    # comes last: a folder that has it is whole, and only has to be published.
     if not (staging / MANIFEST).exists():
         if holds(out_dir, identity):
-            shutil.rmtree(work_dir, ignore_errors=True)  # what is left of it if publishing was interrupted
+            shutil.rmtree(work_dir, ignore_errors=True)  # the rest of an interrupted publish
             print(f"{out_dir} already holds this corpus")
             return
         check_out_dir(out_dir)
         staging.mkdir(parents=True, exist_ok=True)
-        require_disk(staging, sum(source.nbytes for source in sources), "the corpus")
+        require_disk(staging, total_bytes(sources), "the corpus")
         remove_leftovers(work_dir)
         with engine(task_bytes(sources, flags)) as run:
             manifest = build(sources, flags, excluded, run, staging)
-        (staging / ".manifest.partial").write_text(json.dumps({"identity": identity, **manifest}, indent=1))
-        os.replace(staging / ".manifest.partial", staging / MANIFEST)
+        with written_whole(staging / MANIFEST) as path:
+            path.write_text(json.dumps({"identity": identity, **manifest}, indent=1))
     publish(staging, out_dir)
     shutil.rmtree(work_dir)
     report(json.loads((out_dir / MANIFEST).read_text()), out_dir)
 
 
 def identity_of(sources, flags, excluded):
-    """Returns a hexadecimal number that stands for what decides the bytes of the corpus."""
+    """Returns a hexadecimal hash of all that decides the bytes of the corpus."""
     recipe = [flags.seed, flags.max_file_bytes, flags.val_fraction, list(flags.val_projects), flags.eval_only,
               flags.shard_bytes]
-    # A setting that came later is left out at its default, so corpora that were made without it keep their identity.
+    # These two are left out at their defaults, so older corpora keep their identity.
     if excluded.texts:
         recipe.append(excluded.digest)
     if flags.pack != "file":
@@ -107,23 +107,27 @@ def build(sources, flags, excluded, run, staging):
     val_projects = split_projects(sources, stats, flags)
     is_val = np.array([source.project in val_projects for source in sources])
     documents = unique_documents(directories, stats, is_val, flags, staging, run)
-    files = {name: int(side.sum()) for name, side in documents.sides.items()}
+    unpacked = documents
     if flags.pack == "project":
         documents = pack_projects(documents, flags, staging, run)
     shards = write_shards(documents, flags, staging, run)
     if isinstance(run, RayRun):
-        print(run.cost(sum(source.nbytes for source in sources)), flush=True)
+        print(run.cost(total_bytes(sources)), flush=True)
     totals = {}
     for name, side in documents.sides.items():
         totals[name] = {"documents": int(side.sum()), "bytes": int(documents.index.nbytes[side].sum()),
                         "shards": sum(shard.startswith(f"{name}/") for shard in shards)}
         if flags.pack == "project":
-            totals[name]["files"] = files[name]
+            totals[name]["files"] = int(unpacked.sides[name].sum())
     return {**make_manifest(flags, sources, stats, val_projects, totals), "shards": dict(sorted(shards.items()))}
 
 
+def total_bytes(sources):
+    return sum(source.nbytes for source in sources)
+
+
 def remove_leftovers(work_dir):
-    """Removes what a killed run had begun; moved away first, because a task of it may still run on another machine."""
+    """Removes the unfinished files of a killed run. It renames them first, because a task may still run elsewhere."""
     for leftover in [*work_dir.rglob("*.partial"), *work_dir.rglob("*.gone"), *work_dir.glob("probe_*")]:
         gone = leftover.rename(leftover.with_suffix(".gone"))
         shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
@@ -138,37 +142,38 @@ def require_disk(directory, nbytes, what):
 
 
 def task_bytes(sources, flags):
-    """Returns the memory in bytes that a task of this corpus may take, well above what was measured."""
+    """Returns the memory in bytes that a task of this corpus may take, with a margin above measurements."""
     longest = max(flags.shard_bytes, flags.max_file_bytes)
     if flags.pack == "project":
         # pack holds all files of a source. Source code in an archive shrinks to a fifth, so 8 leaves room.
-        longest = max(longest, *(source.nbytes * (8 if source.archives else 1) for source in sources))
+        for source in sources:
+            unpacked = 8 * source.nbytes if source.archives else source.nbytes
+            longest = max(longest, unpacked)
     return 600_000_000 + 6 * longest
 
 
-# -----------------------------------------------------------------------------
 # The steps
 
 
 def scan_all(sources, flags, excluded, scans_dir, run):
     """Scans every source. Returns the directories of their runs and their statistics, in the order of `sources`."""
-    directories = [None] * len(sources)
-    # So no large source is left to one worker at the end, while the others have nothing to do.
-    largest_first = sorted(range(len(sources)), key=lambda i: -sources[i].nbytes)
-    bar = Progress(f"reading {len(sources)} sources", sum(source.nbytes for source in sources))
-
-    def done(i, directory):
-        directories[largest_first[i]] = directory
-        bar.update(sources[largest_first[i]].nbytes)
-
+    directories = {}
+    # Largest first, so that no worker reads a large source at the end while the others are idle.
+    largest_first = sorted(sources, key=lambda source: -source.nbytes)
     sequences = telling_sequences(excluded.texts)
-    run(scan, [(sources[i], scans_dir, flags.seed, flags.max_file_bytes, sequences) for i in largest_first], done)
-    bar.close()
-    return directories, [json.loads((directory / "stats.json").read_text()) for directory in directories]
+    calls = [(source, scans_dir, flags.seed, flags.max_file_bytes, sequences) for source in largest_first]
+    with Progress(f"reading {len(sources)} sources", total_bytes(sources)) as bar:
+        def done(i, directory):
+            directories[largest_first[i]] = directory
+            bar.update(largest_first[i].nbytes)
+
+        run(scan, calls, done)
+    in_order = [directories[source] for source in sources]
+    return in_order, [json.loads((directory / "stats.json").read_text()) for directory in in_order]
 
 
 def split_projects(sources, stats, flags):
-    """Returns the names of the projects that are held out for validation. Raises BadInput if a side would be empty."""
+    """Returns the names of the held-out projects. Raises BadInput if a side would be empty."""
     bytes_by_project = Counter()
     for source, stat in zip(sources, stats, strict=True):
         if stat["documents"]:
@@ -179,9 +184,8 @@ def split_projects(sources, stats, flags):
     if flags.eval_only:
         return set(bytes_by_project)
     if len(bytes_by_project) == 1:
-        raise BadInput(f"all files are of one project ({next(iter(bytes_by_project))}), which cannot be both for "
-                       "training and for validation: add another source, or name a directory of several with "
-                       "--projects_dir")
+        raise BadInput(f"all files come from one project ({next(iter(bytes_by_project))}), and validation needs "
+                       "another: add a source, or name a directory of several with --projects_dir")
     if unknown := set(flags.val_projects) - set(bytes_by_project):
         raise BadInput(f"--val_projects: no project is called {', '.join(sorted(unknown))}; "
                        f"there are {', '.join(sorted(bytes_by_project))}")
@@ -193,26 +197,20 @@ def split_projects(sources, stats, flags):
 def unique_documents(directories, stats, is_val, flags, staging, run):
     """Returns the Documents without duplicates, which are counted in `stats`. Raises BadInput if a side is empty.
 
-    is_val: (sources,) bool. Of several copies the first is kept. Validation comes first, so it stays whole and training
-    loses the copies.
+    is_val: (sources,) bool. Validation comes first: it stays whole, and training loses the copies.
     """
-    order = [*np.flatnonzero(is_val), *np.flatnonzero(~is_val)]
-    runs = [(i, path) for i in order for path in sorted(directories[i].glob("run_*.parquet"))]
-    paths = [path for _, path in runs]
-    if isinstance(run, RayRun):
-        index = load_index(paths, with_signatures=False)
-        # The files of shuffle_duplicates, 0.3 kB per document and 0.6 kB per pair, if each document is compared once.
-        require_disk(staging, 1000 * len(index.key), "looking for duplicates")
-        bar = Progress("looking for duplicates", 100, "%")
-        exact, near = shuffle_duplicates(paths, np.bincount(index.run), staging / "duplicates", run,
-                                         lambda fraction: bar.update(100 * fraction))
-        bar.close()
-    else:
-        index = load_index(paths)
-        exact, near = find_duplicates(index)
-        index.signature = None  # the largest part by far, and not needed any more
-    # (documents,): the number of the source of each document in the index.
-    source = np.array([i for i, _ in runs])[index.run]
+    paths = []
+    numbers = []  # of the source of each path
+    for i in (*np.flatnonzero(is_val), *np.flatnonzero(~is_val)):
+        runs = sorted(directories[i].glob("run_*.parquet"))
+        paths += runs
+        numbers += [i] * len(runs)
+    index = load_index(paths)
+    # The files of find_duplicates: 0.3 kB per document and 0.6 kB per pair, if each document is compared once.
+    require_disk(staging, 1000 * len(index.key), "looking for duplicates")
+    with Progress("looking for duplicates", 100, "%") as bar:
+        exact, near = find_duplicates(index, staging / "duplicates", run, lambda part: bar.update(100 * part))
+    source = np.array(numbers)[index.run]  # (documents,)
     for i, stat in enumerate(stats):
         stat["dropped"]["exact_duplicate"] = int(exact[source == i].sum())
         stat["dropped"]["near_duplicate"] = int(near[source == i].sum())
@@ -227,8 +225,7 @@ def unique_documents(directories, stats, is_val, flags, staging, run):
 
 
 def pack_projects(documents, flags, staging, run):
-    """Returns the Documents that are the files of each source joined. Sources are on one side each, and stay in their
-    order."""
+    """Returns the Documents of each source's files joined, in the order of the sources."""
     require_disk(staging, documents.nbytes() // 3, "joining the files")
     calls = []
     for name, side in documents.sides.items():
@@ -236,11 +233,10 @@ def pack_projects(documents, flags, staging, run):
         for source in np.unique(documents.source[side]):
             parts = corpus.parts_of(documents.index, side & (documents.source == source))
             calls.append((staging / "packed" / name / f"{source:06d}.parquet", parts, flags.seed))
-    bar = Progress(f"ordering the files of {len(calls)} sources", len(calls), " sources")
-    run(corpus.pack, calls, lambda i, _: bar.update(1))
-    bar.close()
+    with Progress(f"ordering the files of {len(calls)} sources", len(calls), " sources") as bar:
+        run(corpus.pack, calls, lambda *_: bar.update(1))
     paths = [path for path, *_ in calls]
-    packed = load_index(paths, with_signatures=False)
+    packed = load_index(paths)
     side_of = np.array([path.parent.name for path in paths])[packed.run]
     return Documents(packed, packed.run, {name: side_of == name for name in documents.sides})
 
@@ -255,20 +251,17 @@ def write_shards(documents, flags, staging, run):
             calls.append((staging / name / f"shard_{number:05d}.parquet", parts, is_packed))
     nbytes = documents.nbytes()
     require_disk(staging, nbytes // 3, "writing the shards")
-    bar = Progress(f"writing {len(calls)} shards", nbytes)
     shards = {}
+    with Progress(f"writing {len(calls)} shards", nbytes) as bar:
+        def done(i, description):
+            path = calls[i][0]
+            shards[f"{path.parent.name}/{path.name}"] = description
+            bar.update(nbytes // len(calls))
 
-    def done(i, description):
-        path = calls[i][0]
-        shards[f"{path.parent.name}/{path.name}"] = description
-        bar.update(nbytes // len(calls))
-
-    run(corpus.write_shard, calls, done)
-    bar.close()
+        run(corpus.write_shard, calls, done)
     return shards
 
 
-# -----------------------------------------------------------------------------
 # The manifest, and the folder of the corpus
 
 
@@ -294,22 +287,22 @@ def counts(dropped):
 
 def publish(staging, out_dir):
     """Moves a finished corpus to the directories in which training looks for it. If killed, it can be called again."""
-    # The manifest is moved last, because `holds` takes a folder with it for whole.
+    # The manifest moves last, because `holds` takes a folder with a manifest for whole.
     for name in (TRAIN_DIR, VAL_DIR, MANIFEST):
         if (staging / name).exists():
             os.replace(staging / name, out_dir / name)
 
 
 def holds(out_dir, identity):
-    """Returns whether `out_dir` holds the corpus of this identity. Raises BadInput if a part of it is lost."""
+    """Returns whether `out_dir` holds the corpus of this identity. Raises BadInput if a part of it is missing."""
     manifest = read_manifest(out_dir)
     if manifest.get("identity") != identity:
         return False
     missing = [name for name, description in manifest["shards"].items() if not is_whole(out_dir / name, description)]
     if not missing:
         return True
-    # Where no file is left in either folder, they were moved away on purpose: the corpus is made again.
-    if any(path.is_file() for name in (TRAIN_DIR, VAL_DIR) for path in out_dir.glob(f"{name}/*")):
+    # If both folders are empty, the shards were moved away on purpose: the corpus is made again.
+    if any(map(Path.is_file, [*out_dir.glob(f"{TRAIN_DIR}/*"), *out_dir.glob(f"{VAL_DIR}/*")])):
         more = " …" if len(missing) > 3 else ""
         raise BadInput(f"{out_dir} holds this corpus, but {len(missing)} of its shards are missing or damaged "
                        f"({', '.join(missing[:3])}{more}): move {TRAIN_DIR}/ and {VAL_DIR}/ away and run the same "
@@ -318,7 +311,7 @@ def holds(out_dir, identity):
 
 
 def is_whole(path, description):
-    """Returns whether a shard is there, as it was written."""
+    """Returns whether a shard is as it was written."""
     try:
         return corpus.describe_shard(path) == description
     except OSError:

@@ -12,33 +12,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.corpus.archives import sha256_of
+from nanochat.common import sha256_of
+from nanochat.corpus import scan
 from nanochat.corpus.packing import join_files
-from nanochat.corpus.scan import (
-    PACKED_RUN_SCHEMA,
-    RUN_ROW_GROUP_DOCUMENTS,
-    SCHEMA,
-    key_of,
-    partial_path,
-    write_parquet,
-    write_run,
-)
+from nanochat.corpus.scan import RUN_ROW_GROUP_DOCUMENTS, SCHEMA
 from nanochat.data.shards import PACKED
 
 MAX_SHARDS = 100_000  # their names have five digits
 SHARD_ROW_GROUP_DOCUMENTS = 256  # about 2 MB of text, so that many row groups can be read concurrently in little memory
 PACKED_ROW_GROUP_DOCUMENTS = 8  # of projects, for the same reason
 
-# -----------------------------------------------------------------------------
-# Held-out projects
-
 
 def choose_validation(bytes_by_project, fraction, seed):
-    """Returns the set of names of the projects that are held out for validation.
-
-    In the order of a seeded hash, projects that fit into `fraction` of all bytes are taken until half of that is
-    filled. If none fits, the smallest project is held out.
-    """
+    """Returns the names of the held-out projects, a set: those that fit into `fraction` of all bytes, taken in the
+    order of a seeded hash until half of that is filled. If none fits, it is the smallest project."""
     budget = fraction * sum(bytes_by_project.values())
     chosen = []
     nbytes = 0
@@ -48,9 +35,6 @@ def choose_validation(bytes_by_project, fraction, seed):
             nbytes += bytes_by_project[project]
     return set(chosen or [min(bytes_by_project, key=lambda name: (bytes_by_project[name], name))])
 
-
-# -----------------------------------------------------------------------------
-# Shards
 
 
 def plan_shards(index, kept, shard_bytes):
@@ -63,8 +47,8 @@ def plan_shards(index, kept, shard_bytes):
     chosen = chosen[np.argsort(index.key[chosen])]
     ends = np.cumsum(index.nbytes[chosen])
     num_shards = max(1, min(round(ends[-1] / shard_bytes), len(chosen), MAX_SHARDS))
-    # (documents,), never falling. The text is divided into equal spans, and a document belongs to the span that has its
-    # last byte. A span that a long document leaps over has no shard.
+    # (documents,), never falling. The text is divided into equal spans, and a document belongs to the span of its last
+    # byte. A span that a long document leaps over has no shard.
     shard_of = (ends - 1) * num_shards // ends[-1]
     return [parts_of(index, documents) for documents in np.split(chosen, np.flatnonzero(np.diff(shard_of)) + 1)]
 
@@ -81,10 +65,10 @@ def parts_of(index, documents):
 
 
 def pack(path, parts, seed):
-    """Writes the run `path`, unless it exists: the files `parts` of one source, joined as projects.py says."""
+    """Writes the run `path`, unless it exists: the files `parts` of one source, joined into documents."""
     if path.exists():
         return
-    # The key decides between files of one path, so their order does not depend on the run in which they are.
+    # The key decides between files of one path, so their order does not depend on their runs.
     files = _read_parts(parts).sort_by([("path", "ascending"), ("key", "ascending")]).to_pylist()
     by_path = {}
     for file in files:
@@ -96,18 +80,16 @@ def pack(path, parts, seed):
     for paths, text in join_files({name: file["text"].encode() for name, file in by_path.items()}):
         licences = sorted({by_path[name]["licence"] for name in paths})
         documents.append({"text": text, "path": paths[0], "source": files[0]["source"],
-                          "licence": " AND ".join(licences), "key": key_of(text, seed), "nbytes": len(text)})
-    partial = partial_path(path)
-    write_run(partial, PACKED_RUN_SCHEMA, documents)
-    partial.rename(path)
+                          "licence": " AND ".join(licences), "key": scan.key_of(text, seed), "nbytes": len(text)})
+    scan.write_run(path, scan.PACKED_RUN_SCHEMA, documents)
 
 
 def _read_parts(parts):
     """Returns the documents `parts` = [(path of a run, numbers)] as a table with their keys."""
     tables = []
     for run, documents in parts:
-        # Every row group but a run's last has RUN_ROW_GROUP_DOCUMENTS documents, so a document's number says its row
-        # group. Only row groups with wanted documents are read; row_group counts among these.
+        # All row groups except a run's last have RUN_ROW_GROUP_DOCUMENTS documents, so a document's number gives its
+        # row group. `groups` are read, and row_group counts among these.
         groups, row_group = np.unique(documents // RUN_ROW_GROUP_DOCUMENTS, return_inverse=True)
         table = pq.ParquetFile(run).read_row_groups(groups, columns=[*SCHEMA.names, "key"])
         tables.append(table.take(row_group * RUN_ROW_GROUP_DOCUMENTS + documents % RUN_ROW_GROUP_DOCUMENTS))
@@ -117,8 +99,7 @@ def _read_parts(parts):
 def write_shard(path, parts, is_packed=False):
     """Writes the shard `path`, unless it exists: the documents `parts` = [(path of a run, numbers)], sorted by key.
 
-    is_packed: they are projects and no files, which the shard then says.
-    Returns the size and the SHA-256 of the file, as describe_shard does.
+    is_packed: they are projects; the shard's metadata records it. Returns what describe_shard does.
     """
     if path.exists():
         return describe_shard(path)
@@ -131,9 +112,7 @@ def write_shard(path, parts, is_packed=False):
         size = PACKED_ROW_GROUP_DOCUMENTS
     table = table.select(SCHEMA.names).replace_schema_metadata(schema.metadata)
     row_groups = (table.take(order[start:start + size]) for start in range(0, len(order), size))
-    partial = partial_path(path)
-    write_parquet(partial, schema, row_groups)
-    partial.rename(path)
+    scan.write_parquet(path, schema, row_groups)
     return describe_shard(path)
 
 

@@ -10,9 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
-from nanochat.common import BadInput
+from nanochat.common import BadInput, Progress, locked
 from nanochat.corpus.archives import TARBALL
 from nanochat.corpus.sources import archive_source, readable
 
@@ -33,34 +31,31 @@ def check_names(names, *, eval_only):
                            "with o or z: leave it out, or make an evaluation corpus with --eval_only")
 
 
-def debian_sources(names, cache_dir, progress):
+def debian_sources(names, cache_dir):
     """Returns Sources for the packages `names` (NAME or NAME=VERSION), and downloads those that are not in `cache_dir`.
 
-    A package in the cache is never looked up again, so the same command gives the same versions. `progress(label,
-    total_bytes)` returns an object with `update(nbytes)` and `close()`. Raises BadInput if apt fails, or if another
-    process is downloading into `cache_dir`.
+    A cached package is never looked up again, so the same command gives the same versions. Raises BadInput if apt
+    fails, or if another process is downloading into `cache_dir`.
     """
     names = sorted(set(names))
     cache_dir = Path(cache_dir)
     missing = [name for name in names if not (cache_dir / name).is_dir()]
     if missing:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        try:
-            with FileLock(cache_dir / ".lock", timeout=0):
-                _download(missing, cache_dir, progress)
-        except Timeout:
-            raise BadInput(f"another process is downloading into {cache_dir}: wait for it or choose another --cache_dir"
-                           ) from None
+        busy = f"another process is downloading into {cache_dir}: wait for it or choose another --cache_dir"
+        with locked(cache_dir / ".lock", busy):
+            _download(missing, cache_dir)
     return [_package_source(cache_dir / name) for name in names]
 
 
 def _package_source(directory):
     """Returns a Source for one downloaded package. Its archive with debian/copyright comes first.
 
-    Raises BadInput unless every archive is there that the package's description (.dsc) lists.
+    Raises BadInput if an archive is missing that the package's description (.dsc) lists.
     """
     with readable():
-        descriptions, there = list(directory.glob("*.dsc")), {path.name for path in directory.iterdir()}
+        there = {path.name for path in directory.iterdir()}
+        descriptions = list(directory.glob("*.dsc"))
         text = descriptions[0].read_text(errors="replace") if len(descriptions) == 1 else ""
     fields = dict(re.findall(r"^(Source|Version): (\S+)", text, re.MULTILINE))
     sums = {name: sha256 for sha256, name in re.findall(r"^ ([0-9a-f]{64}) \d+ (\S+)$", text, re.MULTILINE)}
@@ -75,7 +70,7 @@ def _package_source(directory):
                           sha256s=tuple(sums.get(path.name, "") for path in archives))
 
 
-def _download(names, cache_dir, progress):
+def _download(names, cache_dir):
     options = _private_apt(cache_dir / ".apt")
     listing = _apt(["source", "--print-uris", "--only-source", *names], options, timeout_s=UPDATE_TIMEOUT_S)
     nbytes = sum(int(size) for size in re.findall(r"^'\S+' \S+ (\d+)", listing, re.MULTILINE))
@@ -89,25 +84,24 @@ def _download(names, cache_dir, progress):
         shutil.rmtree(partial, ignore_errors=True)  # it may hold parts of an older version
         partial.mkdir()
         _apt(["source", "--download-only", "--only-source", name], options, cwd=partial, timeout_s=DOWNLOAD_TIMEOUT_S)
-        # debian_sources takes a folder of this name as it is, so it gets the name when apt has ended.
+        # debian_sources takes a folder of this name for whole, so it gets the name once apt has ended.
         partial.rename(cache_dir / name)
         return sum(path.stat().st_size for path in (cache_dir / name).iterdir())
 
-    bar = progress(f"apt: downloading {len(names)} source packages", nbytes)
-    with ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:
+    with (Progress(f"apt: downloading {len(names)} source packages", nbytes) as bar,
+          ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool):
         futures = [pool.submit(download, name) for name in names]
         try:
             for future in futures:
                 bar.update(future.result())
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-            bar.close()
 
 
 def _private_apt(apt_dir):
-    """Returns options for apt-get by which it uses package lists below `apt_dir` instead of the system's.
+    """Returns options for apt-get to use package lists below `apt_dir` instead of the system's.
 
-    They are of the system's repositories, with deb replaced by deb-src, and are updated when they are a day old.
+    They list the system's repositories, with deb-src instead of deb, and are updated when they are a day old.
     """
     if not shutil.which("apt-get"):
         raise BadInput("--debian_source needs apt-get: run this on Debian or Ubuntu")
@@ -115,18 +109,24 @@ def _private_apt(apt_dir):
     answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
     system = {name: Path(path) for name, path in re.findall(r"^(\w+)='(.*)'$", answer, re.MULTILINE)}
     files = [system["list"], *(path for path in system["parts"].glob("*") if path.suffix in (".list", ".sources"))]
-    derived = {path.name: text for path in files if path.is_file() and (text := deb_to_deb_src(path.read_text()))}
+    derived = {}
+    for path in files:
+        text = deb_to_deb_src(path.read_text()) if path.is_file() else ""
+        if text:
+            derived[path.name] = text
     if not derived:
         raise BadInput(f"--debian_source: apt knows no repository ({system['list']} and {system['parts']} name none)")
 
-    sources_dir, lists_dir, cache_dir = apt_dir / "sources.list.d", apt_dir / "lists", apt_dir / "cache"
+    sources_dir = apt_dir / "sources.list.d"
+    lists_dir = apt_dir / "lists"
+    cache_dir = apt_dir / "cache"
     options = ["-o", "Dir::Etc::sourcelist=/dev/null", "-o", f"Dir::Etc::sourceparts={sources_dir}",
                "-o", f"Dir::State::Lists={lists_dir}", "-o", f"Dir::Cache={cache_dir}",
                "-o", "Dir::Cache::pkgcache=", "-o", "Dir::Cache::srcpkgcache=",  # concurrent clients would share them
                "-o", "APT::Sandbox::User=root",  # the user _apt cannot write into a private directory
                "-o", "Acquire::Retries=3", "-o", "Acquire::http::Timeout=60", "-o", "Acquire::https::Timeout=60"]
-    # The stamp is written last and the folder is emptied first, so lists of an update that was interrupted are never
-    # used. Lists that were made of other repositories are not used either.
+    # The folder is emptied first and the stamp is written last, so lists of an interrupted update are never used. Lists
+    # of other repositories are not used either.
     stamp = apt_dir / "updated"
     is_fresh = stamp.exists() and time.time() - stamp.stat().st_mtime < INDEX_MAX_AGE_S
     if is_fresh and derived == {path.name: path.read_text() for path in sources_dir.iterdir()}:
@@ -145,11 +145,8 @@ def _private_apt(apt_dir):
 
 
 def deb_to_deb_src(text):
-    """Returns the text of a .list or .sources file with its binary repositories replaced by source repositories.
-
-    It is "" if the file names none. A .sources file (deb822 format) has fields, a .list file has one line for each
-    repository. CD-ROMs are left out.
-    """
+    """Returns the text of a .list or .sources file with source repositories instead of binary ones, without CD-ROMs;
+    "" if it names none. A .sources file (deb822 format) has fields, a .list file has one line per repository."""
     if re.search(r"^Types:", text, re.MULTILINE):
         return re.sub(r"^Types:.*", "Types: deb-src", text, flags=re.MULTILINE)
     lines = re.findall(r"^[ \t]*deb(?:-src)?([ \t]+(?!cdrom:).*)", text, re.MULTILINE)

@@ -33,11 +33,9 @@ def join_files(texts):
 
 def dependency_order(texts):
     """Returns the paths of {path: text, bytes}, each file as closely as possible after what it includes by
-    `#include "…"`.
-
-    This is a depth-first search from the files that are not headers, sorted by path. In a circle of includes, the line
-    that closes the circle does not count.
-    """
+    `#include "…"`."""
+    # A depth-first search from the files that are not headers, sorted by path. In a circle of includes, the line that
+    # closes the circle does not count.
     by_name = defaultdict(list)
     for path in sorted(texts):
         by_name[posixpath.basename(path)].append(path)

@@ -1,8 +1,8 @@
-"""A Ray cluster in place of the processes of one machine (workers.py), where one machine is not enough.
+"""Runs the tasks of a corpus on a Ray cluster instead of one machine's processes (workers.py).
 
-Plain tasks, and no Ray Data: all that tasks hand on are files in one folder that all nodes see, so memory is what a
-task holds, a lost node costs nothing but its running tasks, and the order of documents is that of one machine. Blocks
-of Ray Data would lie in the nodes' memory, be lost with them, and need a sort to come back into an order.
+Plain tasks, and no Ray Data: tasks pass on nothing except files in one folder that all nodes see. So a lost node costs
+only its running tasks, and the order of documents is that of one machine. Blocks of Ray Data would be lost with their
+node, and need a sort to come back into an order.
 """
 import hashlib
 import importlib.metadata
@@ -36,8 +36,8 @@ except Exception as error:
 
 
 def find_address(address):
-    """Returns the address of the cluster: `address`, or $RAY_ADDRESS. Raises BadInput without ray, and if there is no
-    address, or nothing answers there."""
+    """Returns the address of the cluster: `address`, or $RAY_ADDRESS. Raises BadInput if ray is not installed, or
+    nothing answers at the address."""
     try:
         importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
@@ -63,23 +63,15 @@ def find_address(address):
 
 @contextmanager
 def ray_cluster(address, workers, task_bytes):
-    """Yields a RayRun. address: what find_address returns. workers: tasks at a time at most; None: what has room.
+    """Yields a RayRun. address: what find_address returns. workers: concurrent tasks at most; None: as many as fit.
     task_bytes: memory of a task. Raises BadInput if the cluster cannot be used."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options = {"logging_level": "ERROR", "log_to_driver": False}
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options |= {"num_cpus": workers, "include_dashboard": False, "object_store_memory": LOCAL_STORE_BYTES}
-    else:  # ray.init waits for ever where another program answers, and cannot be interrupted, so a process tries it
-        try:
-            tried = subprocess.run([sys.executable, "-c", _CONNECT], input=address, capture_output=True, text=True,
-                                   timeout=CONNECT_S)
-        except subprocess.TimeoutExpired:
-            raise BadInput(f"{address}: no Ray cluster answered in {CONNECT_S} s: check the address, and "
-                           "that this machine is a node of the cluster") from None
-        if tried.returncode:
-            reason = (tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[-1]
-            raise BadInput(f"{address}, the address of the Ray cluster: {reason}")
+    else:
+        _try_to_connect(address)
     import ray
     ray.init(address, **options)
     try:
@@ -90,25 +82,49 @@ def ray_cluster(address, workers, task_bytes):
         ray.shutdown()
 
 
+def _try_to_connect(address):
+    """Raises BadInput unless a cluster answers. A process tries it, because ray.init waits forever, and cannot be
+    interrupted, if another program answers."""
+    try:
+        tried = subprocess.run([sys.executable, "-c", _CONNECT], input=address, capture_output=True, text=True,
+                               timeout=CONNECT_S)
+    except subprocess.TimeoutExpired:
+        raise BadInput(f"{address}: no Ray cluster answered in {CONNECT_S} s: check the address, and that this machine "
+                       "is a node of the cluster") from None
+    if tried.returncode:
+        reason = (tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[-1]
+        raise BadInput(f"{address}, the address of the Ray cluster: {reason}")
+
+
 class RayRun:
     """run(function, calls, done), as worker_pool yields it, on the nodes of a Ray cluster."""
 
     def __init__(self, ray, workers, task_bytes):
-        self.ray, self.workers, self.task_bytes = ray, workers, task_bytes
-        self.started = self.looked = time.monotonic()
-        self.alive, self.node_s, self.cpu_s, self.peak_bytes, self.tasks, self.again = {}, 0.0, 0.0, 0, 0, 0
-        # Ray repeats without end a task that ran out of memory. So it must repeat none, and __call__ counts the tries.
+        self.ray = ray
+        self.workers = workers
+        self.task_bytes = task_bytes
+        self.started = time.monotonic()
+        self.looked = self.started
+        self.alive = {}  # {id: node} at the last look
+        self.node_s = 0.0
+        self.cpu_s = 0.0
+        self.peak_bytes = 0
+        self.tasks = 0
+        self.repeated = 0
+        # Ray repeats a task that ran out of memory without end. So it must repeat none, and __call__ counts the tries.
         self._task = ray.remote(max_retries=0, num_cpus=1, memory=task_bytes)(_measured)
         self.look()
 
     def look(self):
-        """Counts the time of the nodes, and says which of them are gone. Returns those with room for a task."""
-        now, nodes = time.monotonic(), {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
-        # node-hours are added up from look to look: the nodes of the last look are taken to have been there since.
+        """Counts the time of the nodes, and prints which of them are gone. Returns those with room for a task."""
+        now = time.monotonic()
+        nodes = {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
+        # Node-hours add up from look to look: the nodes of the last look count as alive since then.
         self.node_s += (now - self.looked) * len(self.alive)
         for gone in self.alive.keys() - nodes.keys():
-            print(f"node {_name(self.alive[gone])} is gone: its tasks are done again by others", flush=True)
-        self.looked, self.alive = now, nodes
+            print(f"node {_name(self.alive[gone])} is gone: others repeat its tasks", flush=True)
+        self.looked = now
+        self.alive = nodes
         return {number: node for number, node in nodes.items() if node["Resources"].get("CPU", 0) >= 1
                 and node["Resources"].get("memory", 0) >= self.task_bytes}
 
@@ -124,72 +140,73 @@ class RayRun:
         """Raises BadInput unless each node has this machine's versions and sees `folder` and the Sources as it does."""
         probe = folder / f"probe_{uuid.uuid4().hex}"
         probe.mkdir()
-        files = [path for source in sources for path in
-                 [*source.archives, *(os.path.join(source.directory, file) for file in source.files[:1])]]
-        # One probe is bound to each node. It claims neither cores nor memory, so it also runs where other work has them
-        # all.
+        files = []
+        for source in sources:
+            for path in (*source.archives, *(os.path.join(source.directory, file) for file in source.files[:1])):
+                files.append((path, *_seen(path)))
+        # One probe is bound to each node. It claims neither cores nor memory, so it also runs on a busy node.
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        nodes = {self._task.options(num_cpus=0, memory=0, scheduling_strategy=strategy(number, soft=False)).remote(
-            _versions(), _look_around, (probe, number, [(path, *_seen(path)) for path in files])): node
-            for number, node in self.require_room().items()}
-        lost = 0
+        nodes = {}  # {reference to the probe's result: node}
+        for number, node in self.require_room().items():
+            probing = self._task.options(num_cpus=0, memory=0, scheduling_strategy=strategy(number, soft=False))
+            nodes[probing.remote(_versions(), _look_around, (probe, number, files))] = node
         try:
             ready, late = self.ray.wait(list(nodes), num_returns=len(nodes), timeout=PROBE_S)
-            for reference in ready:
-                name = _name(nodes[reference])
-                try:
-                    problem, *_ = self.ray.get(reference)
-                except self.ray.exceptions.RayTaskError as error:
-                    problem = f"{error.cause}" if isinstance(error.cause, BadInput) else (
-                        f"it cannot run this program ({_last_line(error.cause)}): install the same "
-                        "version there, with '.[data,ray]'")
-                except self.ray.exceptions.RayError:
-                    print(f"node {name} is lost: the others do its work", flush=True)
-                    lost += 1
-                    continue
-                # A node that writes to a disk of its own, which has the same path, reports no error: its file must be
-                # seen here.
-                if not problem and not any((probe / f"seen_{nodes[reference]['NodeID']}").glob("file")):
-                    problem = f"what it writes to {folder} is not seen here: name an --out_dir that all nodes share"
-                if problem:
-                    raise BadInput(f"node {name}: {problem}")
-            if lost == len(nodes):
+            is_there = [self._passes(reference, nodes[reference], probe) for reference in ready]
+            if not late and not any(is_there):
                 raise BadInput("every node of the cluster is lost: start it again")
             if late:
                 raise BadInput(f"node {_name(nodes[late[0]])} did not answer in {PROBE_S} s: check it")
         finally:
             shutil.rmtree(probe, ignore_errors=True)  # a late node may still write there
 
+    def _passes(self, reference, node, probe):
+        """Returns whether a node is still there. Raises BadInput if its probe has found a problem."""
+        try:
+            problem, *_ = self.ray.get(reference)
+        except self.ray.exceptions.RayTaskError as error:
+            problem = f"{error.cause}"
+            if not isinstance(error.cause, BadInput):
+                problem = (f"it cannot run this program ({_last_line(error.cause)}): install the same version there, "
+                           "with '.[data,ray]'")
+        except self.ray.exceptions.RayError:
+            print(f"node {_name(node)} is lost: the others do its work", flush=True)
+            return False
+        # A node that writes to a disk of its own, under the same path, reports no error: its file must be seen here.
+        if not problem and not any((probe / f"seen_{node['NodeID']}").glob("file")):
+            problem = f"what it writes to {probe.parent} is not seen here: name an --out_dir that all nodes share"
+        if problem:
+            raise BadInput(f"node {_name(node)}: {problem}")
+        return True
+
     def __call__(self, function, calls, done):
-        ray, tries, waiting, running = self.ray, Counter(), deque(range(len(calls))), {}
-        # ended: when a task has last ended. room: when a node was last seen that can take one. Lost nodes may be
-        # replaced, so to have none is an error only after NO_ROOM_S.
-        ended = room = time.monotonic()
+        tries = Counter()
+        waiting = deque(range(len(calls)))
+        running = {}  # {reference: number of its call}
+        ended = time.monotonic()  # when a task last ended
+        room = ended  # when a node was last seen that can take one; lost nodes may be replaced, within NO_ROOM_S
         try:
             while waiting or running:
-                cores = sum(int(node["Resources"].get("CPU", 0)) for node in self.alive.values())
                 # Ray gets about two tasks for each core, so that a node has its next one at hand when one ends.
+                cores = sum(int(node["Resources"].get("CPU", 0)) for node in self.alive.values())
                 while waiting and len(running) < (self.workers or 2 * cores + 2):
                     i = waiting.popleft()
                     tries[i] += 1
                     running[self._task.remote(_versions(), function, calls[i])] = i
-                ready, _ = ray.wait(list(running), timeout=5)
+                ready, _ = self.ray.wait(list(running), timeout=5)
                 now = time.monotonic()
                 for reference in ready:
-                    i, ended = running.pop(reference), now
+                    i = running.pop(reference)
+                    ended = now
                     try:
-                        result, cpu_s, peak_bytes = ray.get(reference)
-                    except ray.exceptions.RayTaskError as error:
+                        done(i, self._result(reference))
+                    except self.ray.exceptions.RayTaskError as error:
                         raise (error.cause if isinstance(error.cause, Exception) else error) from None
-                    except ray.exceptions.RayError as error:  # its worker or node is lost
+                    except self.ray.exceptions.RayError as error:  # its worker or node is lost
                         self._again(function, tries[i], error)
                         waiting.appendleft(i)
-                        continue
-                    self.tasks, self.cpu_s = self.tasks + 1, self.cpu_s + cpu_s
-                    self.peak_bytes = max(self.peak_bytes, peak_bytes)
-                    done(i, result)
-                if not ready or now - self.looked > 5:
-                    room = now if self.look() else room
+                if (not ready or now - self.looked > 5) and self.look():
+                    room = now
                 if now - room > NO_ROOM_S:
                     self.require_room()
                 if now - ended > STALL_S:
@@ -197,23 +214,31 @@ class RayRun:
                                    "run the same command again, which resumes")
         except BaseException:
             for reference in running:
-                ray.cancel(reference, force=True)
+                self.ray.cancel(reference, force=True)
             raise
+
+    def _result(self, reference):
+        """Returns the result of a task that has ended, and counts what it took."""
+        result, cpu_s, peak_bytes = self.ray.get(reference)
+        self.tasks += 1
+        self.cpu_s += cpu_s
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        return result
 
     def _again(self, function, tries, error):
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if tries == TRIES:
             raise BadInput(f"a task ({function.__name__}) was lost {TRIES} times, perhaps because memory ran out "
                            f"({reason}): give the nodes more, and run the same command again, which resumes")
-        self.again += 1
+        self.repeated += 1
         print(f"a task ({function.__name__}) was lost with its worker or node: try {tries + 1} of {TRIES}", flush=True)
 
     def cost(self, nbytes):
-        """Returns a line: what the run took, and the bytes of sources per second."""
+        """Returns a line with the cost of the run and the bytes of sources per second."""
         self.look()
         seconds = self.looked - self.started
         return (f"ray: {len(self.alive)} nodes, {self.node_s / 3600:.3f} node-hours, {self.cpu_s:.0f} CPU-seconds in "
-                f"{self.tasks} tasks ({self.again} done again), {nbytes / 1e6 / seconds:.1f} MB of sources per "
+                f"{self.tasks} tasks ({self.repeated} repeated), {nbytes / 1e6 / seconds:.1f} MB of sources per "
                 f"second, at most {self.peak_bytes / 1e6:.0f} of {self.task_bytes / 1e6:.0f} MB in a worker")
 
 
@@ -225,13 +250,12 @@ def _name(node):
     return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}:{node['NodeManagerPort']})"
 
 
-# -----------------------------------------------------------------------------
 # On the nodes
 
 
 @cache
 def _versions():
-    """Returns what decides the bytes of a corpus, as {name: version}."""
+    """Returns {name: version} of everything that decides the bytes of a corpus."""
     code = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         code.update(path.read_bytes())
@@ -240,11 +264,11 @@ def _versions():
 
 
 def _measured(versions, function, arguments):
-    """Calls function(*arguments). Returns its result, the CPU seconds, and the most bytes that this process ever had.
-    Raises BadInput where the versions differ from those of the machine that asks."""
+    """Calls function(*arguments). Returns its result, the CPU seconds, and the peak memory of this process in bytes.
+    Raises BadInput if the versions differ from those of the machine that asks."""
     for name, version in versions.items():
         if _versions()[name] != version:
-            raise BadInput(f"{name} is {_versions()[name]} on {socket.gethostname()}, and {version} where the command "
+            raise BadInput(f"{name} is {_versions()[name]} on {socket.gethostname()} and {version} where the command "
                            "runs, which would make other bytes: install the same version")
     before = time.process_time()
     result = function(*arguments)

@@ -1,7 +1,7 @@
 """Sources of C and C++ text: directories, git checkouts, tarballs, and the headers of installed packages.
 
-A Source has the name and the version of a project, and lists its files or archives. `iter_files` reads it as a stream;
-licences.py tells the licence of each file. debian.py makes Sources of packages.
+A Source has the name and the version of a project, and lists its files or archives. `iter_files` reads it as a stream.
+debian.py makes Sources of packages.
 """
 import hashlib
 import importlib.metadata
@@ -28,13 +28,13 @@ class Source:
     """A project to read: a directory with a list of files in it, or the archives that together make up a package."""
     name: str
     version: str = ""
-    licence: str = ""  # if it is already known; otherwise licence_finder looks for it among the files
+    licence: str = ""  # if it is known; otherwise licence_finder looks for it among the files
     directory: str = ""
     files: tuple[str, ...] = ()
     archives: tuple[str, ...] = ()
     nbytes: int = 0  # size of the files or archives on disk
     fingerprint: str = ""  # hash of names, sizes and times of change
-    sha256s: tuple[str, ...] = ()  # what the archives must have, if it is known
+    sha256s: tuple[str, ...] = ()  # of the archives, if their package states them
 
     @property
     def label(self):
@@ -44,11 +44,11 @@ class Source:
     @property
     def project(self):
         """The name without a trailing version: llvm-toolchain-14 and llvm-toolchain-15 are one project."""
-        # What is cut is a number behind a separator (-14, _v2.1), or one with a dot right behind the name (boost1.74).
+        # The version is a number after a separator (-14, _v2.1), or one with a dot right after the name (boost1.74).
         return re.sub(r"(?:[-_]v?\d[\w.+~-]*|(?<=[a-z+])\d+\.[\d.]+)$", "", self.name)
 
     def identity(self):
-        """Returns what decides the documents of this source, as a dict."""
+        """Returns everything that decides the documents of this source, as a dict."""
         return {name: value for name, value in asdict(self).items() if name != "sha256s"}
 
 
@@ -69,8 +69,9 @@ def _check_readable(path):
 
 def _fingerprint(paths):
     """Returns (number of bytes of all files, hex hash that changes when one of them does)."""
-    # Sizes and times, and not contents: to read all files only to resume would take as long as to scan them.
-    digest, nbytes = hashlib.blake2b(digest_size=16), 0
+    # Sizes and times, not contents: reading all files to resume would take as long as scanning them.
+    digest = hashlib.blake2b(digest_size=16)
+    nbytes = 0
     for path in paths:
         stat = os.stat(path)
         digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(errors="surrogateescape"))
@@ -101,15 +102,18 @@ def _as_text(name):
 
 
 def open_source(path):
-    """Returns a Source for one directory, git checkout or tarball, which is the same for every way to write its path.
+    """Returns a Source for one directory, git checkout or tarball, the same for every way to write its path.
 
-    Prints what is left out of a checkout. Raises BadInput if `path` is none of these or cannot be read.
+    Prints the files of a checkout that are left out. Raises BadInput if `path` is none of these or cannot be read.
     """
     path = Path(path)
     with readable():
         if path.is_dir():
             path = path.resolve()
-            files, version = (_git_files(path) if (path / ".git").exists() else None) or (_walk(path), "")
+            found = None
+            if (path / ".git").exists():
+                found = _git_files(path)
+            files, version = found or (_walk(path), "")
             return directory_source(path.name or "root", path, files, version=version)
         if path.is_file() and TARBALL.search(path.name):
             return archive_source(TARBALL.sub("", path.name), [path.parent.resolve() / path.name])
@@ -120,7 +124,7 @@ def open_source(path):
 def open_projects(directory):
     """Returns a list of Sources, one for every subdirectory and every tarball of `directory`.
 
-    Prints which other files there are. Raises BadInput if `directory` is not a directory or has neither.
+    Prints the other files. Raises BadInput if `directory` is not a directory or has neither.
     """
     with readable():
         if not directory.is_dir():
@@ -129,16 +133,14 @@ def open_projects(directory):
         projects = [path for path in paths if path.is_dir() or TARBALL.search(path.name)]
     if not projects:
         raise BadInput(f"--projects_dir={directory} has neither subdirectories nor tarballs")
-    if others := [path.name for path in paths if path not in set(projects)]:
-        _say_left_out(directory, [_some(others, "that are neither subdirectories nor tarballs", "files")])
+    others = {path.name for path in paths} - {path.name for path in projects}
+    _say_left_out(directory, "files that are neither subdirectories nor tarballs", others)
     return [open_source(path) for path in projects]
 
 
 def distinguish(sources):
-    """Returns the sources with each place once; those of one name in different places get names with their parents.
-
-    /x/lib and /y/lib become x/lib and y/lib, so that they are two projects. A name that is in one place only stays.
-    """
+    """Returns the sources with each place once. Sources of one name get their parents' names too: /x/lib and /y/lib
+    become the projects x/lib and y/lib."""
     by_place = {(source.directory, source.files, source.archives): source for source in sources}
     by_name = defaultdict(list)
     for source in by_place.values():
@@ -147,19 +149,26 @@ def distinguish(sources):
     for name, same in by_name.items():
         parents = [Path(source.directory or source.archives[0]).parent.parts for source in same]
         # The smallest number of parent folders by which all sources of this name differ.
-        length = next((n for n in range(max(map(len, parents))) if len({p[-n:] if n else () for p in parents})
-                       == len(same)), 0)
+        for length in range(max(map(len, parents))):
+            if len({_last(parts, length) for parts in parents}) == len(same):
+                break
+        else:
+            length = 0
         for source, parts in zip(same, parents, strict=True):
-            nearest = [part for part in parts[max(0, len(parts) - length):] if part != os.sep]
+            nearest = [part for part in _last(parts, length) if part != os.sep]
             found.append(replace(source, name=_as_text("/".join([*nearest, name]))))
     return found
+
+
+def _last(parts, count):
+    return parts[max(0, len(parts) - count):]
 
 
 def installed_headers():
     """Returns Sources for the C++ headers that pyarrow and torch install, one per top-level include directory.
 
-    The generated headers of torch are left out: they are 30 of its 36 MB, and nearly identical. Raises BadInput if one
-    of the packages is not installed.
+    The generated headers of torch are left out: 30 of its 36 MB, and nearly identical. Raises BadInput if one of the
+    packages is not installed.
     """
     sources = []
     for package in ("pyarrow", "torch"):
@@ -180,28 +189,26 @@ def installed_headers():
 
 
 def _walk(directory):
-    """Returns the relative paths of all regular files below `directory`, in a fixed order.
-
-    Symbolic links and hidden directories are left out. Raises OSError for a directory that cannot be read.
-    """
+    """Returns the relative paths of all regular files below `directory`, in a fixed order, except those in hidden
+    directories. Raises OSError for a directory that cannot be read."""
     def fail(error):
         raise error
     files = []
     for parent, directories, names in os.walk(directory, onerror=fail):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
-        files += [path for path in (os.path.join(parent, name) for name in sorted(names)) if _is_regular(path)]
-    return [os.path.relpath(path, directory) for path in files]
+        paths = [os.path.join(parent, name) for name in sorted(names)]
+        files += [os.path.relpath(path, directory) for path in paths if _is_regular(path)]
+    return files
 
 
 def _is_regular(path):
     return os.path.isfile(path) and not os.path.islink(path)
 
 
-# -----------------------------------------------------------------------------
 # Git checkouts
 
-# A checkout may come from anywhere, and its .git/config may name programs: git must run none of them. Nor may variables
-# of the environment, such as GIT_DIR, choose another repository, or the configuration of this user other files.
+# A checkout may come from anywhere, and its .git/config may name programs: git must run none of them. Neither may the
+# environment, such as GIT_DIR, choose another repository, nor the configuration of this user other files.
 _GIT = ["git", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", "--git-dir=.git", "--work-tree=."]
 _GIT_ENVIRONMENT = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "HOME": os.devnull,
                     "XDG_CONFIG_HOME": os.devnull, "GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1",
@@ -219,8 +226,8 @@ def _git(directory, *arguments):
 def _git_files(directory):
     """Returns (relative paths of the tracked files, short hash of HEAD), or None if git fails, which it prints.
 
-    A submodule is another project, so its files are left out, as are files that are not tracked: they are often made by
-    a compiler, and the hash does not stand for them. How many these are is printed.
+    It leaves out submodules, which are other projects, and untracked files, which are often made by a compiler and not
+    covered by the hash. It prints how many these are.
     """
     try:
         # An entry is "MODE HASH STAGE<tab>PATH". Mode 160000 is a submodule, 120000 a symbolic link.
@@ -233,40 +240,36 @@ def _git_files(directory):
     try:
         head = _git(directory, "rev-parse", "--short=12", "HEAD").decode().strip()
     except (OSError, subprocess.SubprocessError):
-        head = ""  # there is no commit yet
+        head = ""  # no commit yet
     tracked = {os.fsdecode(name): mode.split()[0] for name, mode in modes.items()}
-    # An index that somebody else has made may name paths outside of the checkout.
+    # An index from elsewhere may name paths outside of the checkout.
     files = [name for name in sorted(tracked) if ".." not in name.split("/") and _is_regular(directory / name)]
     submodules = [name for name, mode in tracked.items() if mode == b"160000"]
-    missing = tracked.keys() - set(files) - {name for name, mode in tracked.items() if mode in (b"160000", b"120000")}
-    untracked = [name for name in map(os.fsdecode, others) if name.lower().endswith(SUFFIXES)]
-    _say_left_out(directory, [
-        *([_some(submodules, "(name their folders with --source, too)", "submodules")] if submodules else []),
-        *([_some(untracked, "that git does not track", "C and C++ files")] if untracked else []),
-        *([_some(missing, "that git tracks and the folder lacks", "files")] if missing else [])])
+    links = [name for name, mode in tracked.items() if mode == b"120000"]
+    _say_left_out(directory, "submodules (name their folders with --source, too)", submodules)
+    _say_left_out(directory, "C and C++ files that git does not track",
+                  [name for name in map(os.fsdecode, others) if name.lower().endswith(SUFFIXES)])
+    _say_left_out(directory, "files that git tracks and the folder lacks",
+                  tracked.keys() - {*files, *submodules, *links})
     return files, head
 
 
-def _some(names, condition, noun):
-    """Returns how many and which: "5 files that … (a, b, c …)"."""
-    listed = ", ".join(map(_as_text, sorted(names)[:3]))
-    return f"{len(names)} {noun} {condition}: {listed}{' …' if len(names) > 3 else ''}"
+def _say_left_out(directory, what, names):
+    """Prints how many and which, such as "5 files that … (a, b, c …)"."""
+    if names:
+        listed = ", ".join(map(_as_text, sorted(names)[:3]))
+        more = " …" if len(names) > 3 else ""
+        print(f"{_as_text(directory)}: left out {len(names)} {what}: {listed}{more}", flush=True)
 
 
-def _say_left_out(directory, parts):
-    if parts:
-        print(f"{_as_text(directory)}: left out {'; '.join(parts)}", flush=True)
-
-
-# -----------------------------------------------------------------------------
 # Reading
 
 
 def iter_files(source):
     """Yields (path, nbytes, read) for every regular file of `source`.
 
-    `read()` returns the bytes of the file, at most `nbytes`; it must be called before the next file is asked for. For a
-    file in a directory it raises OSError. BadInput is raised if a file has vanished or an archive is damaged.
+    `read()` returns the bytes of the file, at most `nbytes`, before the next file is requested. For a file in a
+    directory it raises OSError. Raises BadInput if a file has vanished or an archive is damaged.
     """
     for file in source.files:
         path = Path(source.directory, file)
@@ -283,7 +286,7 @@ def _read_file(path, nbytes):
 
 
 def check_sums(source):
-    """Raises BadInput if an archive of `source` is not the one of which the package states the SHA-256."""
+    """Raises BadInput if an archive of `source` has another SHA-256 than its package states."""
     for archive, sha256 in zip(source.archives, source.sha256s, strict=False):
         if sha256:
             check_sha256(archive, sha256)

@@ -1,6 +1,7 @@
-"""Worker processes that end with the process that started them."""
+"""Runs tasks in worker processes that end with the process that started them, and lets tasks write files whole."""
 import multiprocessing
 import os
+import uuid
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 
@@ -11,13 +12,10 @@ from nanochat.common import end_with_parent
 def worker_pool(workers):
     """Yields a function run(function, calls, done), which calls `function` in `workers` processes.
 
-    `calls` is a list of tuples of arguments. done(i, result) is called when call number i has ended, in any order.
+    `calls` is a list of tuples of arguments. run calls done(i, result) when call number i has ended, in any order.
     """
     if workers == 1:
-        def run(function, calls, done):
-            for i, arguments in enumerate(calls):
-                done(i, function(*arguments))
-        yield run
+        yield _run_here
         return
     # spawn, because this process has threads by now (apt's downloads, pyarrow, tqdm), and fork would break them
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=end_with_parent,
@@ -32,3 +30,25 @@ def worker_pool(workers):
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         yield run
+
+
+def _run_here(function, calls, done):
+    for i, arguments in enumerate(calls):
+        done(i, function(*arguments))
+
+
+def partial_path(path):
+    """Returns a name for `path` until it is whole. Each try gets another one, because a task whose node was believed
+    lost may still run beside its repetition."""
+    return path.with_name(f"{path.name}.{os.getpid()}_{uuid.uuid4().hex}.partial")
+
+
+@contextmanager
+def whole_file(path):
+    """Yields an open file that becomes `path` when the block ends without an error and every byte is on disk."""
+    partial = partial_path(path)
+    with open(partial, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)

@@ -8,7 +8,8 @@ import tracemalloc
 import pytest
 
 from nanochat.common import BadInput
-from nanochat.corpus import archives, licences
+from nanochat.corpus import archives
+from nanochat.corpus.scan import licence_finder
 from nanochat.corpus.sources import archive_source, iter_files
 from tests.corpus.projects import LICENCE_MIT, cpp, make_tar
 
@@ -89,7 +90,7 @@ def zeros(path, name, nbytes):
 def test_a_licence_without_end_is_not_read_into_memory(tmp_path):
     source = archive_source("a", [zeros(tmp_path / "a.tar.gz", "a/LICENSE", 100 << 20)])
     tracemalloc.start()
-    assert licences.licence_finder(source)("x.c") == "unknown"
+    assert licence_finder(source)("x.c") == "unknown"
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 30e6

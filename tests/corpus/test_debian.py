@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import BadInput
-from nanochat.corpus import debian, licences, sources
+from nanochat.corpus import debian, sources
+from nanochat.corpus.scan import licence_finder
 from tests.corpus.projects import LICENCE_MIT, cpp, make_tar, prepare, read, shard_hashes
 
 COPYRIGHT = f"""Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/
@@ -120,7 +121,7 @@ def test_unknown_package_is_named(tmp_path, apt_repository):
 
 def test_licence_of_a_file_is_that_of_the_last_rule_that_matches(tmp_path):
     make_tar(tmp_path / "t_1.debian.tar.xz", {"debian/copyright": COPYRIGHT.encode()})
-    licence_of = licences.licence_finder(sources.archive_source("t", [tmp_path / "t_1.debian.tar.xz"]))
+    licence_of = licence_finder(sources.archive_source("t", [tmp_path / "t_1.debian.tar.xz"]))
     assert [licence_of(path) for path in ("a.c", "src/b/c.c", "src/special.c", "lib/a.cc", "lib/ab.cc")] == [
         "Apache-2.0", "Expat", "Zlib", "Expat", "Apache-2.0"]
 
@@ -129,7 +130,7 @@ def test_copyright_is_found_in_the_diff_of_format_1(tmp_path):
     diff = "--- t-1.orig/debian/rules\n+++ t-1/debian/rules\n@@ -0,0 +1 @@\n+all:\n--- t-1.orig/debian/copyright\n"
     diff += "+++ t-1/debian/copyright\n@@ -0,0 +1,9 @@\n" + "".join(f"+{line}\n" for line in COPYRIGHT.splitlines())
     (tmp_path / "t_1-1.diff.gz").write_bytes(gzip.compress(diff.encode()))
-    licence_of = licences.licence_finder(sources.archive_source("t", [tmp_path / "t_1-1.diff.gz"]))
+    licence_of = licence_finder(sources.archive_source("t", [tmp_path / "t_1-1.diff.gz"]))
     assert licence_of("src/a.c") == "Expat"
 
 

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from nanochat.common import BadInput
-from nanochat.corpus import licences, sources
-from nanochat.corpus.scan import scan
+from nanochat.corpus import sources
+from nanochat.corpus.scan import licence_finder, scan
 from tests.corpus.projects import LICENCE_MIT, cpp, make_project, make_tar, prepare, read
 
 
@@ -27,7 +27,7 @@ def test_git_checkout_gives_tracked_files_and_its_commit(tmp_path, capsys):
     head = make_checkout(checkout)
     source = sources.open_source(checkout)
     assert source.files == ("LICENSE", *(f"src/file{i}.cpp" for i in range(6)))
-    assert source.label == f"tool={head[:12]}" and licences.licence_finder(source)("src/file0.cpp") == "Expat"
+    assert source.label == f"tool={head[:12]}" and licence_finder(source)("src/file0.cpp") == "Expat"
     assert capsys.readouterr().out == ""
 
 
@@ -40,10 +40,10 @@ def test_what_is_left_out_of_a_checkout_is_said(tmp_path, capsys):
         (checkout / name).write_text("int a;")
     (checkout / "src/file5.cpp").unlink()
     assert sources.open_source(checkout).files == tuple(f"src/file{i}.cpp" for i in range(5))
-    said, = capsys.readouterr().out.splitlines()
-    assert "left out 1 submodules (name their folders with --source, too): third_party/library;" in said
-    assert "4 C and C++ files that git does not track: b.H, c.cc, d.c …;" in said
-    assert said.endswith("1 files that git tracks and the folder lacks: src/file5.cpp")
+    submodules, untracked, missing = capsys.readouterr().out.splitlines()
+    assert submodules.endswith("left out 1 submodules (name their folders with --source, too): third_party/library")
+    assert untracked.endswith("left out 4 C and C++ files that git does not track: b.H, c.cc, d.c …")
+    assert missing.endswith("left out 1 files that git tracks and the folder lacks: src/file5.cpp")
     assert len(sources.open_source(checkout / "third_party/library").files) == 6
 
 
@@ -195,7 +195,7 @@ def test_tarballs_are_read_as_streams(tmp_path, suffix):
     source = sources.open_source(path)
     assert {name: read() for name, _, read in sources.iter_files(source)} == {
         "LICENSE": LICENCE_MIT.encode(), "src/a.cc": b"int a;", "lib/b.cc": b"int b;"}
-    assert source.project == "thing" and licences.licence_finder(source)("src/a.cc") == "Expat"
+    assert source.project == "thing" and licence_finder(source)("src/a.cc") == "Expat"
 
 
 @pytest.mark.parametrize("suffix", ["tar.gz", "tar.bz2", "tar.xz", "tar.zst"])
