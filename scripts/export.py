@@ -18,6 +18,7 @@ from nanochat.analysis import figures
 from nanochat.analysis.history import read_run
 from nanochat.checkpoint.format import MODEL, find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, is_disk_full, read_flags, run_script
+from nanochat.data.tokenizer import TokenizerFlags
 from nanochat.device.ranks import Dist
 from nanochat.export import export, model_card
 from nanochat.infer.load import load_model
@@ -26,13 +27,11 @@ FORMATS = ("transformers", "safetensors")
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(TokenizerFlags):
     out: Path | None = flag(None, "folder to make, or *.safetensors with --format=safetensors", of=expand_path)
     format: str = flag("transformers", "transformers: weights, tokenizer, code and model card; safetensors: one file "
                        "of weights", choices=FORMATS)
     checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
-    tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
-                                      of=expand_path)
     manifest: Path | None = flag(None, "manifest.json of the training corpus, for the model card; default: the one "
                                  "beside the checkpoint's data, if that is unchanged", of=expand_path)
     force: bool = flag(False, "replace an existing export")

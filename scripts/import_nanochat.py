@@ -12,7 +12,7 @@ from pathlib import Path
 from nanochat.checkpoint.format import Meta, list_checkpoints
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir, run_script
-from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
+from nanochat.data.tokenizer import TokenizerFlags, check_tokenizer, load_tokenizer
 from nanochat.export.from_nanochat import convert, read_meta, read_weights
 from nanochat.train.flags import Flags as TrainFlags
 from nanochat.train.flags import RunFlags
@@ -20,11 +20,9 @@ from nanochat.train.prepare import run_directory
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(TokenizerFlags):
     model: Path | None = flag(None, "nanochat's model_STEP.pt, with meta_STEP.json beside it", of=expand_path)
     run: str = flag("", "name of the run to make, of which this becomes the only checkpoint")
-    tokenizer_dir: Path | None = flag(None, "folder of nanochat's tokenizer.pkl; default: "
-                                      "$NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one", of=expand_path)
 
 
 def main(argv=None):

@@ -5,21 +5,19 @@
 
 It may be killed at any time: the same command resumes and makes the same shards, byte for byte.
 """
-import errno
 import os
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from nanochat.common import (
     BadInput,
-    Progress,
     expand_path,
     flag,
     get_base_dir,
+    is_disk_full,
+    locked,
     read_flags,
     require_writable_dir,
     run_script,
@@ -59,7 +57,7 @@ class PlaceFlags:
 
 
 def find_sources(flags, eval_only, cache_dir):
-    """Returns all Sources that the SourceFlags name, in an order that does not depend on the order of the flags."""
+    """Returns all Sources that the SourceFlags name, in an order independent of the flags' order."""
     check_names(flags.debian_source, eval_only=eval_only)
     sources = [open_source(expand_path(name)) for name in flags.source]
     if flags.projects_dir:
@@ -68,14 +66,14 @@ def find_sources(flags, eval_only, cache_dir):
     if flags.installed_headers:
         sources += installed_headers()
     if flags.debian_source:
-        sources += debian_sources(flags.debian_source, require_writable_dir(cache_dir / "debian"), Progress)
+        sources += debian_sources(flags.debian_source, require_writable_dir(cache_dir / "debian"))
     if not sources:
         raise BadInput("no sources: name some with --source, --projects_dir, --debian_source or --installed_headers")
     return sorted(sources, key=lambda source: (source.label, source.directory, source.archives))
 
 
 def check_apart(sources, projects_dir, out_dir):
-    """Raises BadInput if `out_dir`, in which the lock file is, is a source too: the next run would read its shards."""
+    """Raises BadInput if `out_dir` is also a source: the next run would read its shards."""
     lock_file = out_dir.resolve() / LOCK_FILE
     around = [source.directory for source in sources
               if source.directory and os.path.relpath(lock_file, source.directory) in source.files]
@@ -85,8 +83,7 @@ def check_apart(sources, projects_dir, out_dir):
 
 
 def choose_engine(places):
-    """Returns a function of the bytes of memory that a task may take, whose result is a context manager of run(…), as
-    worker_pool. Raises BadInput if the cluster cannot be reached."""
+    """Returns the function engine(task_bytes) of build.prepare. Raises BadInput if the cluster cannot be reached."""
     workers = None if places.workers == -1 else places.workers
     if places.engine == "ray":
         return partial(ray_cluster, find_address(places.ray_address), workers)
@@ -105,19 +102,17 @@ def main(argv=None):
     out_dir = require_writable_dir(places.out_dir or get_base_dir() / "parquet").absolute()  # for nodes of a cluster
     cache_dir = (places.cache_dir or get_base_dir() / "downloads").absolute()
     engine = choose_engine(places)
+    busy = f"another prepare_data is writing to {out_dir}: wait for it or choose another --out_dir"
     try:
-        with FileLock(out_dir / LOCK_FILE, timeout=0):
+        with locked(out_dir / LOCK_FILE, busy):
             found = find_sources(sources, flags.eval_only, cache_dir)
             check_apart(found, sources.projects_dir, out_dir)
             prepare(found, flags, excluded, engine, out_dir)
-    except Timeout:
-        raise BadInput(f"another prepare_data is writing to {out_dir}: wait for it or choose another --out_dir"
-                       ) from None
     except BrokenProcessPool:
         raise BadInput("a worker process was killed, perhaps because memory ran out: give fewer --workers and run the "
                        "same command again, which resumes") from None
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_disk_full(error):
             raise BadInput(f"the disk is full ({error}): free some space and run the same command again, which "
                            "resumes") from None
         raise BadInput(f"{error}: mend this and run the same command again, which resumes") from None

@@ -2,18 +2,18 @@
 
     python3 -m scripts.tok_train --data_dir=corpus/base_data_v3 --out_dir=my_tokenizer
 
-The shards may have the columns source and licence, too. The same data and flags give the same files.
+The shards may also have the columns source and licence. The same data and flags give the same files.
 tokenizer/README.md has the commands that made the shipped tokenizer.
 """
-import hashlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import rustbpe
 from tqdm import tqdm
 
+from nanochat.checkpoint.format import SUMS, sums_text
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data.shards import TextFlags, open_text, read_columns, require_files
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
@@ -47,15 +47,17 @@ class Flags(TextFlags):
 
 
 class Usage:
-    """Counts the text that the tokenizer is trained on, by source."""
+    """Counts the training text by source."""
 
     def __init__(self):
-        self.nbytes, self.documents, self.licences = Counter(), Counter(), {}
+        self.nbytes = Counter()
+        self.documents = Counter()
+        self.licences = defaultdict(Counter)
 
     def add(self, source, licence, nbytes):
         self.nbytes[source] += nbytes
         self.documents[source] += 1
-        self.licences.setdefault(source, Counter())[licence] += 1
+        self.licences[source][licence] += 1
 
     def table(self):
         """Returns tab-separated lines: source, documents, bytes, and the licences with their numbers of documents."""
@@ -73,8 +75,8 @@ def choose_texts(shards, max_bytes, max_bytes_per_source, usage):
     bar = tqdm(shards, desc="counting pieces", unit="shard", disable=None)  # None: only on a terminal
     for shard in bar:
         for text, source, licence in read_columns(shard, "source", "licence"):
-            # A text that is too long for its source is left out and the next one may still fit; the limit in total ends
-            # the reading.
+            # A text that exceeds the limit of its source is skipped, and the next one may fit; the total limit ends the
+            # reading.
             if usage.nbytes[source] + len(text) > max_bytes_per_source:
                 continue
             if total + len(text) > max_bytes:
@@ -95,27 +97,28 @@ def main(argv=None):
     shards = open_text(flags)
     require_files(shards, "training a tokenizer")
 
-    trainer, usage, started = rustbpe.Tokenizer(), Usage(), time.monotonic()
+    trainer = rustbpe.Tokenizer()
+    usage = Usage()
+    started = time.monotonic()
     n_merged = flags.vocab_size - len(SPECIAL_TOKENS)
     texts = choose_texts(shards, flags.max_bytes, flags.max_bytes_per_source, usage)
     try:
         trainer.train_from_iterator(texts, n_merged, buffer_size=1024, pattern=flags.pattern)
     except ValueError as error:
         raise BadInput(f"--pattern={flags.pattern} is not a regular expression ({error})") from None
-    # A token's rank is the order in which it was merged; special tokens come behind all of them.
+    # A token's rank is the order of its merge; special tokens come after all of them.
     ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
     nbytes = sum(usage.nbytes.values())
     if len(ranks) < n_merged:
         raise BadInput(f"{nbytes / 1e6:.1f} MB of text make {len(ranks) + len(SPECIAL_TOKENS)} tokens, not "
-                       f"--vocab_size={flags.vocab_size}: ask for fewer, or give more text")
+                       f"--vocab_size={flags.vocab_size}: choose fewer, or give more text")
     tokenizer = Tokenizer(ranks, flags.pattern, {name: n_merged + i for i, name in enumerate(SPECIAL_TOKENS)})
     if not tokenizer.keeps_every_character():
         raise BadInput(f"--pattern={flags.pattern} leaves out some characters: every character must be in a piece")
 
     tokenizer.save(out_dir)
     (out_dir / "sources.tsv").write_text(usage.table(), encoding="utf-8")
-    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(out_dir.glob("[!.]*"))}
-    (out_dir / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
+    (out_dir / SUMS).write_text(sums_text(sorted(out_dir.glob("[!.]*"))))
     print(f"{out_dir}: {tokenizer.n_vocab} tokens from {nbytes / 1e6:.1f} MB of {len(usage.nbytes)} sources in "
           f"{time.monotonic() - started:.0f} s; sha256 {tokenizer.sha256}")
 

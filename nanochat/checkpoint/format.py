@@ -12,7 +12,6 @@ is deleted once a new checkpoint of its step or a later one is in place.
 """
 import base64
 import errno
-import hashlib
 import json
 import math
 import os
@@ -26,7 +25,7 @@ from shlex import quote
 
 import torch
 
-from nanochat.common import BadInput, expand_path, get_base_dir
+from nanochat.common import BadInput, expand_path, get_base_dir, sha256_of
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 LANES, META, SUMS = "lanes.json", "meta.json", "SHA256SUMS"
@@ -300,12 +299,13 @@ def sha256_of_files(paths):
 
 
 def _sha256(path):
-    digest = hashlib.sha256()
-    buffer = bytearray(2**22)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-    return digest.hexdigest()
+    with open(path, "rb") as file:
+        return sha256_of(file)
+
+
+def sums_text(paths):
+    """Returns the content of SUMS for these files, as sha256sum prints it."""
+    return "".join(f"{digest}  {path.name}\n" for path, digest in sha256_of_files(paths).items())
 
 
 # Setting aside and deleting

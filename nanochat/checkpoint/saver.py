@@ -144,7 +144,8 @@ def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layo
             _write_text(partial / name, text)
         _wait_for_files(partial, layout.files, options.pieces_timeout_s)
         _merge_lane_states(partial, num_lanes, options.lanes_timeout_s)
-        _write_sums(partial, [*layout.files, LANES, *texts])
+        files = [partial / name for name in (*layout.files, LANES, *texts)]
+        _write_text(partial / SUMS, format.sums_text(files))
         if log:
             log.flush()
     except BaseException:
@@ -189,11 +190,6 @@ def _write_text(path, text):
     format.sync_to_disk(path)
     if path.read_text() != text:
         raise OSError(errno.EIO, "other text was read back than was written", str(path))
-
-
-def _write_sums(partial, names):
-    sums = format.sha256_of_files([partial / name for name in names])
-    _write_text(partial / SUMS, "".join(f"{digest}  {path.name}\n" for path, digest in sums.items()))
 
 
 def _wait_for_files(partial, files, timeout_s):

@@ -1,15 +1,9 @@
-"""Parquet files of data, on this machine or in a bucket (gs://…). What is read of a file in a bucket is fetched into a
-cache on this machine's disk.
+"""Parquet files of data, on this machine or in a bucket (gs://…), with a cache on this machine's disk.
 
     files = list_bucket("gs://my-bucket/parquet/val", cache_gb=20)    # BucketFiles
     files[0].open_footer()                # a pyarrow file that has the footer, at its place
     files[0].open_row_group(3, ["text"])  # … this column of row group 3; and the file's metadata
     files[0].read_ahead(3, ["text"])      # fetches that in the background
-
-Lanes read row groups in a random order, so single row groups are fetched, and not whole files, of which each would be
-fetched again and again. The cache, $NANOCHAT_BASE_DIR/bucket_cache, is shared by all processes of the machine: together
-they keep its limit, and fetch each part once. A part is a sparse file that has the bytes at their place, so pyarrow
-reads it like the file itself, and never one that is not whole. The parts that were not read for longest are deleted.
 
 Raises BadInput if the bucket refuses for good, Outage if it has not been reached for OUTAGE_S, and Failure if the disk
 is full.
@@ -34,7 +28,7 @@ from nanochat.data.storage import Interruption, Retries, StoredFile, download, e
 
 CACHE_GB = 20.0
 CACHE_DIR = "bucket_cache"  # under the base directory
-OUTAGE_S = 480  # less than loader.TIMEOUT_S, and than the default of --step_timeout_s, so that this is what is reported
+OUTAGE_S = 480  # less than loader.TIMEOUT_S, and than the default of --step_timeout_s, so that this is reported first
 LOCK_TIMEOUT_S = OUTAGE_S  # for another process that fetches the same part
 ROOM_TIMEOUT_S = 60  # for others that make room in the cache
 TAIL_BYTES = 64 << 10  # of a file, in which most footers are
@@ -42,13 +36,13 @@ FOOTERS_AT_ONCE = 16
 NUM_FETCHES = 8  # in the background of a process, at the same time
 PADDING_BYTES = 100  # which pyarrow reads after a column of old files of parquet-mr, whose sizes are too small
 BLOCK_BYTES = 4096  # of the disk; a part fills its first and last one incompletely
-EVICTED_SHARE = 0.1  # of the limit that is made free when it is reached, because that lists all parts
-TRIES = 5  # to open a part; more than two only if the cache is so small that others need its room at once
+EVICTED_SHARE = 0.1  # of the limit; each eviction makes this much free, because it lists all parts
+TRIES = 5  # to open a part; more than two only if the cache is so small that others evict the part at once
 
 
 def data_place(text):
-    """Returns the value of a flag that names a folder of data, in a bucket or on this machine, as a text. Raises
-    BadInput if it is neither."""
+    """Returns the value of a flag that names a folder of data, in a bucket or on this machine. Raises BadInput if it is
+    neither."""
     if re.match(r"gs://[a-z0-9][a-z0-9._-]*(/|$)", text) and text.isprintable():
         return text.rstrip("/")
     if re.match(r"gs:|gs//|[a-z][a-z0-9+.-]*:/", text, re.IGNORECASE):
@@ -57,7 +51,7 @@ def data_place(text):
 
 
 def in_bucket(place):
-    """Returns whether a folder that data_place returned, or None, is in a bucket."""
+    """Returns whether a folder, as data_place returns it or None, is in a bucket."""
     return str(place).startswith("gs://")
 
 
@@ -89,7 +83,7 @@ class LocalFile:
 
 @dataclass(frozen=True)
 class BucketFile:
-    """A file in a bucket, as it was when it was listed. It waits for a bucket that does not answer for outage_s."""
+    """A file in a bucket, as it was when it was listed. It waits up to outage_s for a bucket that does not answer."""
     stored: StoredFile
     cache_gb: float = CACHE_GB
     outage_s: float = OUTAGE_S
@@ -106,13 +100,13 @@ class BucketFile:
         return self.stored.url.rpartition("/")[0]
 
     def open_footer(self):
-        """Returns a pyarrow file of this one's size, of which only the footer may be read."""
+        """Returns a pyarrow file of the same size, which holds only the footer."""
         size = self.stored.size
         tail = max(0, size - TAIL_BYTES)
         file = self._open(tail, size)
         if size < 8:
             return file
-        # The last 8 bytes are the footer's length and PAR1. A footer that begins before the tail is fetched whole.
+        # The last 8 bytes are the footer's length and PAR1. If the footer begins before the tail, fetch all of it.
         file.seek(size - 8)
         footer = size - 8 - int.from_bytes(file.read(4), "little")
         if 0 <= footer < tail and file.read(4) == b"PAR1":
@@ -121,8 +115,7 @@ class BucketFile:
         return file
 
     def open_row_group(self, row_group, columns):
-        """Returns a pyarrow file of which only these columns of a row group may be read, and the metadata from the
-        footer."""
+        """Returns a pyarrow file that holds only these columns of a row group, and the metadata from the footer."""
         with self.open_footer() as file:
             metadata = pq.read_metadata(file)
         begin, end = column_range(metadata, row_group, columns)
@@ -134,7 +127,7 @@ class BucketFile:
         """Fetches columns of a row group in the background."""
         def work():
             with _fetches:
-                # One attempt only: who needs the row group will try for longer, and report what is wrong.
+                # One attempt only: whoever needs the row group will retry, and report what is wrong.
                 _try(replace(self, outage_s=0).open_row_group, row_group, columns)
 
         threading.Thread(target=work, name="read-ahead", daemon=True).start()
@@ -146,13 +139,12 @@ class BucketFile:
         path = folder / hashlib.sha256(key.encode()).hexdigest()[:32]
         for _ in range(TRIES):
             try:
-                # The file's time says when the part was read last, by which evictions go. Once it is open it may be
-                # deleted, and is read all the same.
+                # The file's time records the last read, for evictions. An open file stays readable once it is deleted.
                 if _is_whole(path, end):
                     os.utime(path)
                     return pa.OSFile(str(path))
-                # Whoever has the lock fetches the part, and those who wait for it find it there.
-                # 256 locks for all parts, so that the folder does not fill with locks.
+                # The process that has the lock fetches the part, and those that wait for it find it there. All parts
+                # share 256 locks, so that the folder does not fill with locks.
                 with FileLock(folder / f"{path.name[:2]}.lock", timeout=LOCK_TIMEOUT_S):
                     if not _is_whole(path, end):
                         self._fetch(path, begin, end)
@@ -161,15 +153,16 @@ class BucketFile:
                              "again") from None
             except Interruption as error:
                 raise _outage(self, self.outage_s, error) from None
-            except FileNotFoundError:  # others needed its room
+            except FileNotFoundError:  # evicted meanwhile
                 continue
             except OSError as error:
                 if is_disk_full(error):
-                    raise Failure(f"the disk is full ({error.strerror}), and so {self} cannot be read: free some space "
-                                  f"for {folder}, or lower --data_cache_gb={self.cache_gb:g}") from None
+                    raise Failure(f"the disk is full ({error.strerror}), so {self} cannot be read: free some space for "
+                                  f"{folder}, or lower --data_cache_gb={self.cache_gb:g}") from None
                 raise Failure(f"the cache {folder} cannot be used ({error}): mend this, or delete it while nothing "
                               "runs") from None
-        raise Failure(f"the cache {folder} is too small for all that read from it: raise --data_cache_gb, or use fewer")
+        raise Failure(f"the cache {folder} is too small for all processes that use it: raise --data_cache_gb, or run "
+                      "fewer")
 
     def _fetch(self, path, begin, end):
         partial = path.with_suffix(".partial")
@@ -178,7 +171,7 @@ class BucketFile:
             with file:
                 download(self.stored, file.fileno(), begin, end, Retries(self, self.outage_s))
                 os.fsync(file.fileno())
-            with FileLock(partial.parent / "room.lock", timeout=ROOM_TIMEOUT_S):  # it is counted under one of the names
+            with _room_lock(partial.parent):  # so that _parts_in counts it under one of the names
                 partial.rename(path)
         except BaseException:
             partial.unlink(missing_ok=True)
@@ -195,7 +188,7 @@ def _outage(place, waited_s, error):
 
 
 def _try(function, *args):
-    """Fetches ahead, and returns whether that worked. If not, whoever needs it will try again and find out why."""
+    """Fetches ahead, and returns whether that worked. If not, whoever needs the part will retry and find out why."""
     try:
         function(*args)
     except (BadInput, Failure, pa.ArrowException, OSError):
@@ -204,7 +197,7 @@ def _try(function, *args):
 
 
 def fetch_footers(files):
-    """Fetches the footers of the BucketFiles among `files` into the cache, many at the same time, but only one while
+    """Fetches the footers of the BucketFiles among `files` into the cache: many at the same time, but only one while
     the bucket does not answer."""
     files = [file for file in files if isinstance(file, BucketFile)]
     while files:
@@ -212,17 +205,16 @@ def fetch_footers(files):
         with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
             for is_fetched in pool.map(_try, [replace(file, outage_s=0).open_footer for file in files]):
                 if not is_fetched:
-                    break  # which cancels those that have not begun
+                    break  # cancels those that have not begun
                 num_fetched += 1
-        # The first that failed, alone and with patience: this waits until the bucket answers again, or raises what is
-        # wrong.
+        # The first that failed, alone: this waits until the bucket answers again, or raises what is wrong.
         for file in files[num_fetched:num_fetched + 1]:
             file.open_footer()
         files = files[num_fetched + 1:]
 
 
 def column_range(metadata, row_group, names):
-    """Returns where the columns of a row group begin in their file, and where they end."""
+    """Returns the places in the file where these columns of a row group begin and end."""
     begins = []
     ends = []
     columns = metadata.row_group(row_group)
@@ -236,8 +228,12 @@ def column_range(metadata, row_group, names):
     return min(begins), max(ends)
 
 
-# -----------------------------------------------------------------------------
-# The cache
+# The cache, $NANOCHAT_BASE_DIR/bucket_cache
+#
+# Lanes read row groups in a random order, so the unit of fetching is a row group: whole files would be fetched again
+# and again. All processes of the machine share the cache: together they keep its limit, and fetch each part once. A
+# part is a sparse file that has the bytes at their place, so pyarrow reads it like the file itself. Only whole parts
+# are read. The cache evicts the part that was not read for longest.
 
 _fetches = threading.Semaphore(NUM_FETCHES)
 
@@ -247,15 +243,19 @@ def _cache_folder(base_dir):
     return require_writable_dir(base_dir / CACHE_DIR)
 
 
-# The file `bytes` counts what all parts take together, so that a fetch does not have to list them. It is an upper
-# bound: a process that was killed has counted a part that it did not finish. An eviction lists them and counts anew.
+def _room_lock(folder):
+    return FileLock(folder / "room.lock", timeout=ROOM_TIMEOUT_S)
+
+
+# The file `bytes` holds the size of all parts together, so that a fetch does not have to list them. It is an upper
+# bound: a killed process has counted a part that it did not finish. An eviction lists the parts and counts anew.
 def _reserve(partial, begin, end, limit):
-    """Returns the file `partial`, open for writing, with room on the disk for its bytes from `begin` to `end`. Deletes
-    older parts if the cache would be larger than `limit` bytes."""
+    """Returns the file `partial`, open for writing, with room on the disk for its bytes from `begin` to `end`. Evicts
+    parts if the cache would exceed `limit` bytes."""
     folder = partial.parent
     counter = folder / "bytes"
     n_bytes = end - begin + 2 * BLOCK_BYTES
-    with FileLock(folder / "room.lock", timeout=ROOM_TIMEOUT_S):
+    with _room_lock(folder):
         try:
             used = int(counter.read_text())
         except (OSError, ValueError):
@@ -265,7 +265,7 @@ def _reserve(partial, begin, end, limit):
         counter.write_text(str(used + n_bytes))
         file = partial.open("wb")
         try:
-            # Blocks, and not only a size: so a full disk shows here, and what `bytes` counts is what the disk gives.
+            # This allocates blocks, not only a size: so a full disk shows here, and `bytes` counts what the disk gives.
             if end > begin:
                 os.posix_fallocate(file.fileno(), begin, end - begin)
         except BaseException:
@@ -276,7 +276,7 @@ def _reserve(partial, begin, end, limit):
 
 
 def _parts_in(folder):
-    """Returns [(when it was read last, bytes on the disk, path)] of the cache, in any order."""
+    """Returns [(time of the last read, bytes on the disk, path)] of the cache, in any order."""
     found = []
     for entry in os.scandir(folder):
         if re.fullmatch(r"[0-9a-f]{32}(\.partial)?", entry.name):
@@ -295,17 +295,14 @@ def _evict(folder, limit):
     for _, n_bytes, path in parts:
         if used <= limit:
             break
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            pass
+        Path(path).unlink(missing_ok=True)
         used -= n_bytes
     return used
 
 
 def check_cache(shards, num_lanes):
-    """Returns a text about the Shards in a bucket and their cache, None if none is in a bucket. Raises BadInput if the
-    lanes need more than the cache may have, or the disk has less."""
+    """Returns a line about the Shards in a bucket and their cache, None if none is in a bucket. Raises BadInput if the
+    cache is too small for the lanes, or the disk for the cache."""
     shards = [shard for shard in shards if isinstance(shard.file, BucketFile)]
     if not shards:
         return None
@@ -316,8 +313,8 @@ def check_cache(shards, num_lanes):
     needed = min(n_bytes, 2 * num_lanes * (largest + 2 * BLOCK_BYTES))
     if needed > limit:
         raise BadInput(f"--data_cache_gb={limit / 1e9:g} is too small: each of {num_lanes} lanes holds two row groups, "
-                       f"of up to {largest / 1e6:,.1f} MB: give it at least {math.ceil(needed / 1e7) / 100:g}, or "
-                       "write smaller row groups")
+                       f"of up to {largest / 1e6:,.1f} MB: give at least {math.ceil(needed / 1e7) / 100:g}, or write "
+                       "smaller row groups")
     free = shutil.disk_usage(folder).free
     available = free + sum(used for _, used, _ in _parts_in(folder))
     if available < min(limit, n_bytes):
@@ -328,13 +325,12 @@ def check_cache(shards, num_lanes):
             f"{free / 1e9:,.1f} GB are free")
 
 
-# -----------------------------------------------------------------------------
-# What there is
+# Listing
 
 
 def list_bucket(url, cache_gb=CACHE_GB):
-    """Returns the BucketFiles of the parquet files in a folder, or of those one level deeper if there are none, as they
-    were when this process first asked."""
+    """Returns the BucketFiles of the parquet files in a folder, or one level deeper if there are none, as they were
+    when this process first asked."""
     try:
         return [BucketFile(file, cache_gb, OUTAGE_S) for file in _parquet_files(url.rstrip("/"), endpoint())]
     except Interruption as error:

@@ -1,15 +1,15 @@
-"""Fill in the middle: documents rewritten so that a model learns to write what belongs at a cursor.
+"""Fill in the middle: rewrites documents so that a model learns to complete text at a cursor.
 
     BOS <|fim_prefix|> prefix <|fim_suffix|> suffix <|fim_middle|> middle <|file_sep|>
 
-The text is divided at characters and not at tokens, because an editor's cursor is usually inside a token of the whole
-text: of ours, a tenth of the line starts are token boundaries. The end of the middle is a token, because rows are
-filled to the last token and a document at the end of a row would show no end. A document longer than a row is first cut
-at line starts into parts, each a document of its own: otherwise a middle would be in another row than its suffix. What
-is too much for a row at the end of a part becomes a small document from left to right.
+The text is divided at characters, not at tokens, because an editor's cursor is usually inside a token of the whole
+text: only a tenth of the line starts are token boundaries. A token marks the end of the middle, because a document at
+the end of a full row would show no end. A document longer than a row is first cut at line starts into parts, each a
+document of its own: otherwise a middle would be in another row than its suffix. Surplus tokens of a part become a small
+document from left to right.
 
-All random choices follow from the seed and from where the document is in the data, so they are the same whenever it is
-read. The format is that of arXiv 2207.14255 (prefix, suffix, middle), with the names that Qwen and llama.cpp use.
+All random choices follow from the seed and the document's place in the data, so they repeat whenever it is read. The
+format is that of arXiv 2207.14255 (prefix, suffix, middle), with the names that Qwen and llama.cpp use.
 """
 import hashlib
 import re
@@ -21,12 +21,12 @@ import numpy as np
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import FIM_TOKENS, Infill
 
-KINDS = ("random", "line", "structure")  # kinds of middles, each as often as the others
+KINDS = ("random", "line", "structure")  # kinds of middles, equally frequent
 MIN_SEQ_LEN = 64  # shorter rows have no room for a middle with its context
 MAX_LINES = 30  # of a middle by lines
 MAX_STRUCTURE_CHARS = 1500  # of a middle by structure; also how far the scanner reads for its end
 
-# How many characters of C++ a token stands for is estimated with this text.
+# Estimates the characters of C++ in a token.
 SAMPLE = """
   // Returns the number of elements that are not equal to `value`, or -1 if the range is empty.
   template <typename Iterator, typename T>
@@ -53,7 +53,7 @@ _EIGHT_INTEGERS = struct.Struct("<8Q")
 
 @dataclass(frozen=True)
 class Infilling:
-    """Which documents are rewritten, and how. rate: the share of the documents; kinds: of their middles."""
+    """Which documents to rewrite, and how. rate: the share of the documents; kinds: of their middles."""
     rate: float
     seed: int
     kinds: tuple = KINDS
@@ -61,25 +61,24 @@ class Infilling:
     def encode(self, lane, texts, tokenizer, row_tokens):
         """Returns for each text a list with the tokens of its parts, as memoryviews of uint32.
 
-        A text that is not rewritten is one part, and so is every piece of a document that is read in several. All parts
-        begin with BOS, except the later pieces of a document.
-        texts: a list of (ref, TextPiece) of the lane with this number.
+        A text that is not rewritten is one part, and so is each piece of a document that is read in pieces. All parts
+        begin with BOS, except the later pieces of a document. texts: a list of (ref, TextPiece) of the lane with this
+        number.
         """
-        # Most parts of a long document turn out a little longer than a row, and are then cut to its length: rows are
-        # hard to fill with documents that are a little shorter.
+        # Most parts of a long document are then a little longer than a row, and cut to its length: documents a little
+        # shorter than a row leave gaps that are hard to fill.
         part_chars = int(1.22 * row_tokens * len(SAMPLE) / len(tokenizer.encode_to_numpy(SAMPLE)))
-        waiting = []  # what is to be encoded
-        numbers = []  # of each, the number of the text that it belongs to
+        waiting = []  # to be encoded
+        numbers = []  # the number of the text of each
         for i, (ref, text) in enumerate(texts):
             place = f"{self.seed},{lane},{ref[0]},{ref[1]},{ref[2]}"
-            below = None if ref[2] or not text.is_last else draws(place)
-            if below and below(1 << 53) < self.rate * (1 << 53):
-                parts = self._rewrite(text.text, part_chars, place, below)
-                waiting += parts
-                numbers += [i] * len(parts)
-            else:
-                waiting.append(text.text)
-                numbers.append(i)
+            parts = [text.text]
+            if text.is_last and not ref[2]:
+                below = draws(place)
+                if below(1 << 53) < self.rate * (1 << 53):
+                    parts = self._rewrite(text.text, part_chars, place, below)
+            waiting += parts
+            numbers += [i] * len(parts)
         found = [[] for _ in texts]
         for i, document, tokens in zip(numbers, waiting, tokenizer.encode_documents(waiting), strict=True):
             if isinstance(document, Infill) and len(tokens) > row_tokens:
@@ -89,9 +88,8 @@ class Infilling:
         return found
 
     def _rewrite(self, text, part_chars, place, below):
-        """Returns a list of Infills, the parts of a text. place: where it is; below: draws(place), for the first part.
-        """
-        # Malformed bytes become lone surrogates, and then the bytes again.
+        """Returns a list of Infills, the parts of a text at `place`. below: draws(place), for the first part."""
+        # Malformed bytes become lone surrogates, and then bytes again.
         characters = text if isinstance(text, str) else text.decode("utf-8", "surrogateescape")
         parts = []
         begin = 0
@@ -112,11 +110,10 @@ class Infilling:
 
 
 def check_fim(flag, tokenizer, seq_len):
-    """Raises BadInput, which names `flag`, if a tokenizer or rows of this length cannot be used for fill in the middle.
-    """
+    """Raises BadInput, which names `flag`, if a tokenizer or the length of rows does not fit fill in the middle."""
     for name in FIM_TOKENS:
-        if not tokenizer.has_special(name):
-            raise BadInput(f"{flag} needs a tokenizer with the special token {name}, which this one has not: leave it "
+        if name not in tokenizer.special_tokens:
+            raise BadInput(f"{flag} needs a tokenizer with the special token {name}, which this one lacks: leave it "
                            "out, or give another --tokenizer_dir")
     if seq_len < MIN_SEQ_LEN:
         raise BadInput(f"{flag} needs rows with room for a middle and its context, and --max_seq_len={seq_len} is less "
@@ -124,11 +121,9 @@ def check_fim(flag, tokenizer, seq_len):
 
 
 def fit_into_row(tokens, row_tokens, tokenizer):
-    """Returns a list of documents that have the text of one that is longer than a row, without encoding it again.
-
-    What is too much at the end of the suffix, or else at the beginning of the prefix, becomes a document of its own,
-    from left to right. If both are too short for that, the whole text becomes one.
-    """
+    """Returns a list of documents with the text of one that is longer than a row, without encoding it again."""
+    # Surplus tokens at the end of the suffix, or else at the beginning of the prefix, become a document of their own,
+    # from left to right. If both are too short for that, the whole text becomes one.
     ids = np.asarray(tokens)  # BOS <|fim_prefix|> … <|fim_suffix|> … <|fim_middle|> … <|file_sep|>
     bos = ids[:1]
     suffix = (ids == tokenizer.special(FIM_TOKENS[1])).argmax()
@@ -146,35 +141,33 @@ def fit_into_row(tokens, row_tokens, tokenizer):
 
 
 def draws(key):
-    """Returns a function below(n) that returns up to eight random integers from 0 to n - 1, which follow from the text
-    `key`."""
-    # A hash of 64 bytes is eight words, and no generator has to be set up for each document. What is above the lowest
-    # 64 bits of word × n is uniform from 0 to n - 1, but for n / 2^64.
+    """Returns a function below(n), to be called up to eight times, that returns random integers from 0 to n - 1. They
+    follow from the text `key`."""
+    # A hash of 64 bytes is eight words, so no document needs a generator. The bits of word × n above the lowest 64 are
+    # uniform from 0 to n - 1, except for n / 2^64.
     words = iter(_EIGHT_INTEGERS.unpack(hashlib.blake2b(key.encode()).digest()))
     return lambda n: next(words) * n >> 64
 
 
-# -----------------------------------------------------------------------------
 # Middles
 
 
 def choose_middle(text, kinds, below):
     """Returns (begin, end) of a random middle of `text`, of a random one of `kinds`; below: as `draws` returns it.
 
-    A text without the structure that was drawn gets a middle by lines.
+    A text without structures gets a middle by lines.
     """
     kind = kinds[below(len(kinds))]
     if kind == "random":
         return tuple(sorted((below(len(text) + 1), below(len(text) + 1))))
-    return (kind == "structure" and choose_structure(text, below)) or choose_lines(text, below)
+    found = choose_structure(text, below) if kind == "structure" else None
+    return found or choose_lines(text, below)
 
 
 def choose_lines(text, below):
-    """Returns (begin, end) of 1 to 30 lines, short middles more often than long ones.
-
-    It begins at a line's start or, as often, inside a line, and ends before the end of a line. A middle of nothing but
-    white space goes on to the next line that has more: it would teach that nothing belongs into an empty line.
-    """
+    """Returns (begin, end) of 1 to 30 lines, short middles more often than long ones."""
+    # It begins at a line's start or, as often, inside a line, and ends before the end of a line. A middle of white
+    # space extends to the next line with text: alone it would teach that empty lines stay empty.
     begin = below(len(text) + 1)
     if below(2):
         begin = text.rfind("\n", 0, begin) + 1
@@ -190,8 +183,8 @@ def choose_lines(text, below):
 
 
 def choose_structure(text, below):
-    """Returns (begin, end) of the first body, argument list, statement or group of directives after a random line start
-    of C++, or of another of these if there is none of the kind that was drawn. None if there is nothing of all."""
+    """Returns (begin, end) of the first body, argument list, statement or group of directives, whichever is drawn,
+    after a random line start of C++. If there is none, it tries the others in turn; None if it finds nothing."""
     choice = below(4)
     begin = text.rfind("\n", 0, below(len(text) + 1)) + 1
     for find, *arguments in (STRUCTURES * 2)[choice:choice + 4]:
@@ -200,8 +193,8 @@ def choose_structure(text, below):
     return None
 
 
-# What the scanner stops at: comments, strings and directives, which it skips, and brackets and semicolons. Each
-# alternative begins with a literal character: Python then looks for these characters before it tries an alternative.
+# The scanner skips comments, strings and directives, and stops at brackets and semicolons. Each alternative begins with
+# a literal character: Python then looks for these characters before it tries an alternative.
 _TOKEN = re.compile(r"""
     /(?:/[^\n]*|\*.*?(?:\*/|\Z))
     | R"([^()\\\s]{0,16})\(.*?(?:\)\1"|\Z)
@@ -212,13 +205,13 @@ _TOKEN = re.compile(r"""
 
 
 def find_brackets(text, begin, pair):
-    """Returns (begin, end) of what is between the next two brackets that belong together, of a pair such as "{}". If
-    that is too long it is the outermost pair inside, and if there is none, None."""
+    """Returns (begin, end) of the text inside the next two matching brackets; pair: such as "{}". If that is too long,
+    it is the outermost pair inside, or None."""
     opening, closing = pair
     first = _code_line(text, text.find(opening, begin))
     if first is None:
         return None
-    opened = []  # where what is inside each open bracket begins
+    opened = []  # where the text inside each open bracket begins
     found = None
     for match in _TOKEN.finditer(text, first, first + MAX_STRUCTURE_CHARS):
         token = match[0]
@@ -234,7 +227,7 @@ def find_brackets(text, begin, pair):
 
 
 def find_statement(text, begin):
-    """Returns (begin, end) of the next statement with its semicolon, or None if there is none."""
+    """Returns (begin, end) of the next statement with its semicolon, or None."""
     first = _code_line(text, begin)
     if first is None:
         return None
@@ -254,8 +247,7 @@ def find_statement(text, begin):
 
 
 def find_directives(text, begin):
-    """Returns (begin, end) of the next lines that begin with #, with those that continue them. None if there are none.
-    """
+    """Returns (begin, end) of the next lines that begin with #, with their continuations, or None."""
     first = begin if text.startswith("#", begin) else text.find("\n#", begin) + 1
     if not text.startswith("#", first):
         return None
@@ -266,10 +258,12 @@ def find_directives(text, begin):
 
 
 def _code_line(text, position):
-    """Returns the beginning of the line of `position`, from which a scanner may begin, or None if position is negative
-    or the line seems to be inside a comment."""
-    first = text.rfind("\n", 0, max(position, 0)) + 1
-    return None if position < 0 or text[first:position + 1].lstrip().startswith("*") else first
+    """Returns the beginning of the line of `position`, or None if position is negative or the line seems to be inside a
+    comment."""
+    if position < 0:
+        return None
+    first = text.rfind("\n", 0, position) + 1
+    return None if text[first:position + 1].lstrip().startswith("*") else first
 
 
 STRUCTURES = ((find_brackets, "{}"), (find_brackets, "()"), (find_statement,), (find_directives,))

@@ -1,4 +1,4 @@
-"""A lane turns documents into full rows of tokens, for training without end. It can be restored to any row.
+"""A lane turns documents into full rows of tokens, for endless training. It can be restored to any row.
 
     shared = SharedByLanes(units, tokenizer, read_bytes=1 << 22)
     lane = Lane(3, LaneState(), shared, row_tokens=1025)
@@ -6,14 +6,14 @@
     Lane(3, LaneState(*states[7]), …)    # its first row is rows[8]
     Lane(3, LaneState(), …, num_units=2) # ends with its second unit; the rows after that are PADDING
 
-A row is one sequence of the training batch: T + 1 tokens. These statements always hold:
+A row is one sequence of the training batch: T + 1 tokens. Invariants:
 
-- A lane's rows depend on the data, the tokenizer, the seed, the number of lanes and the length of a row, and on nothing
-  else: neither on the ranks, nor on the other lanes, nor on how many rows are made at a time.
+- A lane's rows depend only on the data, the tokenizer, the seed, the number of lanes and the length of a row: not on
+  the ranks, the other lanes, or how many rows are made at a time.
 - A LaneState names documents and holds no tokens; a restored lane reads and tokenizes those documents again.
-- Every row is full (up to the end of the data, where there is one), and every document begins with BOS. A document
-  that continues in the next row repeats its last token there, so that each token is predicted exactly once. Tokens that
-  are left out are counted in `dropped`.
+- Every row is full, up to the end of the data, and every document begins with BOS. A document that continues in the
+  next row repeats its last token there, so that each token is predicted exactly once. `dropped` counts the tokens that
+  are left out.
 
 docs/data.md explains the design.
 """
@@ -32,27 +32,27 @@ from nanochat.data.units import Units
 NUM_LANES = 64
 PADDING = -1  # instead of a token, after the end of the data
 GROUP_CHARS = 1 << 20  # tokenized in one go: work in between would evict the tokenizer's tables from the core's cache
-FIRST_GROUP_CHARS = 1 << 16  # each group is twice as long as the one before, so that a lane's first row comes soon
+FIRST_GROUP_CHARS = 1 << 16  # groups double up to GROUP_CHARS, so that a lane's first row comes soon
 BUFFER_DOCUMENTS = 16  # documents from which a lane chooses while one of them is longer than a row
-BUFFER_SHORT_DOCUMENTS = 128  # documents from which it chooses otherwise: more, as one that does not fit is cropped
+BUFFER_SHORT_DOCUMENTS = 128  # documents from which it chooses otherwise: more, because it crops what does not fit
 BUFFER_TOKENS = 1 << 17  # the buffer holds about this many tokens at most, but at least those of two rows
 PATIENCE_ROWS = 256  # a short document that has waited for this many rows goes before any further long one
 
 
 class Piece(NamedTuple):
-    """The tokens of a whole document, of one piece of a document that is too long to be read at once, or of one part
-    of a document for fill in the middle, which is like a whole document but for its number."""
+    """The tokens of a document, of one piece of a document that is too long to be read at once, or of one part of a
+    document for fill in the middle, which is like a whole document except for its number."""
     ref: tuple  # (unit, document, piece or part): their numbers within the lane, the unit and the document
-    is_last: bool  # no token of the same document, or of the same part, comes after these
+    is_last: bool  # these are the last tokens of the document or part
     tokens: memoryview  # uint32; the first piece of a document begins with BOS, and each part does
-    next: tuple  # ref of the Piece that is read after this one
+    next: tuple  # ref of the Piece to read after this one
 
 
 class LaneState(NamedTuple):
     """The position of a lane between two rows. Checkpoints hold it as JSON, by the names of these fields."""
     rows: int = 0  # rows made so far
     next: tuple = (0, 0, 0)  # ref of the next piece to read
-    buffer: tuple = ()  # refs of the documents that were read and are not yet in any row
+    buffer: tuple = ()  # refs of the documents that were read and are in no row yet
     pending: tuple | None = None  # (*ref, offset): the piece, and the token in it, with which the next row begins
     waited: int = 0  # number of rows for which the oldest short document has been waiting
     tokens: int = 0  # tokens in all rows so far; repeated tokens count once
@@ -62,25 +62,20 @@ class LaneState(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedByLanes:
-    """What all lanes of a rank read, and how."""
+    """The sources and settings of all lanes of a rank."""
     units: Units
     tokenizer: Tokenizer
     read_bytes: int  # of text that a lane reads at a time
-    infilling: Infilling | None = None  # None: every document is read from left to right
+    infilling: Infilling | None = None  # rewrites documents for fill in the middle
 
 
 class Lane:
-    """Reads, tokenizes and packs the documents of one lane. Only one thread may use it at a time.
-
-    num_units: the number of units after which the data ends.
-    """
+    """Reads, tokenizes and packs the documents of one lane, up to its unit number `num_units`. Only one thread may use
+    it at a time."""
 
     def __init__(self, number, state, shared, row_tokens, num_units=math.inf):
         self.number = number
-        self.units = shared.units
-        self.tokenizer = shared.tokenizer
-        self.read_bytes = shared.read_bytes
-        self.infilling = shared.infilling
+        self.shared = shared
         self.row_tokens = row_tokens
         self.num_units = num_units
         self.group_chars = FIRST_GROUP_CHARS
@@ -98,14 +93,12 @@ class Lane:
         self._pieces = self._tokenize(state)
         self._peeked = None
         if state.next[0] < num_units:
-            self.units.read_ahead(number, state.next[0])
+            self.shared.units.read_ahead(number, state.next[0])
 
     def make_rows(self, count):
         """Returns the next rows, int32 (count, row_tokens), and a list with the LaneState's fields after each row.
-
-        Raises BadInput for a row group that cannot be read, and for a state whose documents cannot be read any more.
-        """
-        # Here and not in __init__, because a worker calls this: the lanes of a rank are restored side by side.
+        Raises BadInput if a row group, or a document of the state, cannot be read."""
+        # Here and not in __init__, because a worker calls this: the lanes of a rank are restored concurrently.
         if self.to_restore:
             self._restore(self.to_restore)
             self.to_restore = None
@@ -117,22 +110,22 @@ class Lane:
         return np.frombuffer(b"".join(parts), np.int32).reshape(count, self.row_tokens), states
 
     def _state(self):
-        # Plain tuples, and refs as the keys of a dict: a state is made for every row, and together the two save 3 to 4
-        # of 16 ns of packing per token.
+        # Every row makes a state. Plain tuples, and refs as the keys of a dict, save 3 to 4 of 16 ns of packing per
+        # token.
         if self.buffer is None:
             self.buffer = tuple(self.refs)
         pending = self.pending and (*self.pending[0].ref, self.pending[1])
         return self.rows, self.next, self.buffer, pending, self.waited, self.tokens, self.dropped, self.documents
 
     def _restore(self, state):
-        # The first Pieces that _tokenize yields are those that the state names, in the order in which they were read.
+        # _tokenize first yields the Pieces that the state names, in the order of reading.
         for _ in range(len(state.buffer) + bool(state.pending)):
             piece = self._take()
             if state.pending and piece.ref == tuple(state.pending[:3]):
                 self.pending = piece, state.pending[3]
             elif list(piece.ref) in map(list, state.buffer):
                 self._keep(piece)
-            else:  # it was in a row group that is skipped by now
+            else:  # its row group is skipped by now
                 raise BadInput(f"a document that the saved position in the data names cannot be read any more (lane "
                                f"{self.number}): restore the data, or begin a new run")
         self.next = tuple(state.next)
@@ -141,24 +134,24 @@ class Lane:
 
     def _tokenize(self, state):
         """Yields the Pieces that `state` names, then all Pieces from `state.next` on."""
-        # Documents of the buffer lie between others that were in rows before the state was saved: from the first of
-        # them on, everything is read again, and only what the state names is tokenized and kept.
+        # Documents of the buffer lie between others that are in earlier rows. So everything from the first of them on
+        # is read again, but only what the state names is tokenized and kept.
         begin = tuple(state.next)
         again = set(map(tuple, state.buffer))
         if state.pending:
             again.add(tuple(state.pending[:3]))
         unit, document, piece = min({begin} | again)
-        whole = set()  # documents of which some part is wanted
-        if self.infilling:
+        rewritten = set()  # documents of which some part is needed
+        if self.shared.infilling:
             piece = 0  # the parts of a document are made from the whole text, which is piece 0
-            whole = {ref[:2] for ref in again | {begin}}
-
-        def is_wanted(ref, text):
-            return ref >= begin or ref in again or ref[:2] in whole and text.is_last and not text.index
-
+            rewritten = {ref[:2] for ref in again | {begin}}
         for texts in self._read(unit, document, piece):
-            wanted = [(ref, text) for ref, text in texts if is_wanted(ref, text)]
-            for group in self._groups(wanted):
+            needed = []
+            for ref, text in texts:
+                is_whole = text.is_last and not text.index
+                if ref >= begin or ref in again or is_whole and ref[:2] in rewritten:
+                    needed.append((ref, text))
+            for group in self._groups(needed):
                 for piece in self._pieces_of(group):
                     if piece.ref >= begin or piece.ref in again:
                         yield piece
@@ -175,10 +168,10 @@ class Lane:
                 yield Piece((unit, document, number), text.is_last, tokens, following)
 
     def _encode(self, group):
-        """Returns for each (ref, TextPiece) a list of the tokens of its parts: itself, unless it is rewritten."""
-        if self.infilling:
-            return self.infilling.encode(self.number, group, self.tokenizer, self.row_tokens)
-        documents = encode_documents([text for _, text in group], self.tokenizer)
+        """Returns for each (ref, TextPiece) a list of the tokens of its parts: only itself, unless it is rewritten."""
+        if self.shared.infilling:
+            return self.shared.infilling.encode(self.number, group, self.shared.tokenizer, self.row_tokens)
+        documents = encode_documents([text for _, text in group], self.shared.tokenizer)
         return [[tokens[1:] if ref[2] else tokens] for (ref, _), tokens in zip(group, documents, strict=True)]
 
     def _groups(self, texts):
@@ -197,14 +190,14 @@ class Lane:
             yield group
 
     def _read(self, number, document, piece):
-        """Yields lists of (ref, TextPiece), beginning with this piece of this document of the lane's unit `number`."""
+        """Yields lists of (ref, TextPiece) from this piece of this document of the lane's unit `number` on."""
         while number < self.num_units:
-            unit = self.units.get(self.number, number)
+            unit = self.shared.units.get(self.number, number)
             if number + 1 < self.num_units:
-                self.units.read_ahead(self.number, number + 1)
+                self.shared.units.read_ahead(self.number, number + 1)
             while unit.first + document < unit.stop:
                 self.reading = f"{unit.shard.file}, row group {unit.row_group}"
-                texts, following = self.units.read(unit, unit.first + document, piece, self.read_bytes)
+                texts, following = self.shared.units.read(unit, unit.first + document, piece, self.shared.read_bytes)
                 document = following - unit.first
                 piece = 0
                 yield [((number, text.document - unit.first, text.index), text) for text in texts]
@@ -245,7 +238,7 @@ class Lane:
                 del self.refs[piece.ref]
                 self.pending = piece, 0
                 space = self._continue(parts, space)
-                if self.pending and not self._is_long(piece):  # it did not fit: the rest of it is dropped
+                if self.pending and not self._is_long(piece):  # it did not fit: its rest is dropped
                     self.dropped += len(piece.tokens) - self.pending[1] - 1
                     self.pending = None
             self.buffer = None
@@ -264,43 +257,43 @@ class Lane:
         self.buffered_tokens += len(piece.tokens)
         self.refs[piece.ref] = self.buffer = None
 
-    # The more documents there are to choose from, the better they fit, and the more a restart has to read again.
+    # With more documents to choose from, they fit better, and a restart has to read more again.
     def _refill(self):
-        """Reads documents into the buffer until there are enough from which to choose."""
+        """Reads documents into the buffer until it holds enough."""
         while True:
-            wanted = BUFFER_DOCUMENTS if self.long else BUFFER_SHORT_DOCUMENTS
-            if self.buffered_tokens >= 2 * self.row_tokens and (self.buffered_tokens >= BUFFER_TOKENS
-                                                                or len(self.short) + len(self.long) >= wanted):
+            enough = BUFFER_DOCUMENTS if self.long else BUFFER_SHORT_DOCUMENTS
+            is_full = self.buffered_tokens >= BUFFER_TOKENS or len(self.refs) >= enough
+            if is_full and self.buffered_tokens >= 2 * self.row_tokens:
                 return
-            if self._peek() is None or self._peek().tokens[0] != self.tokenizer.bos_id:
+            if self._peek() is None or self._peek().tokens[0] != self.shared.tokenizer.bos_id:
                 return  # the next piece belongs to a document in the buffer, and is read once that is begun
             self._keep(self._take())
 
     def _choose(self, space):
-        """Removes the Pieces that come next from the buffer and returns them, for a row with `space` tokens left.
-
-        All of them fit except perhaps the last.
-        """
-        # Long documents may be cut at a row's end, short ones may not: so short ones fill the row exactly where some
-        # of them can, else a long one takes what is left, and only where there is none, one short document is cropped.
-        # Whatever was read first does not wait without end.
+        """Removes the Pieces that come next from the buffer and returns them, for a row with `space` tokens left. All
+        of them fit except perhaps the last."""
+        # Rows may cut long documents, but not short ones. So short ones fill the row exactly if some of them can, else
+        # a long one takes the rest of the row, and only without long ones a short one is cropped. The document that
+        # was read first goes first, so that none waits forever.
         if self.long and not (self.short and self.short[0].ref < self.long[0].ref):
             return [self.long.pop(0)]
         lengths = self.short_lengths
-        if self.infilling and space == self.row_tokens and space in lengths:  # it fits into no row that has begun
-            return self._pop_short([lengths.index(space)])
-        chosen = [0] if lengths[0] <= space else []  # the oldest goes first, so that none waits for ever
-        space -= sum(lengths[:len(chosen)])
+        if self.shared.infilling and space == self.row_tokens and space in lengths:
+            return self._pop_short([lengths.index(space)])  # it fits only into an empty row
+        chosen = []
+        if lengths[0] <= space:
+            chosen = [0]
+            space -= lengths[0]
         others = lengths[len(chosen):]
         cover = smallest_cover(others, space, space)
         if cover is None:
             if self.long and (self.waited < PATIENCE_ROWS or sum(others) < space):
                 return self._pop_short(chosen) + [self.long.pop(0)]
             cover = smallest_cover(others, space, space + self.row_tokens)
-            if cover is None:  # at the end of the data: all that is left fits
+            if cover is None:  # at the end of the data: everything left fits
                 cover = range(len(others))
         chosen += [i + len(chosen) for i in cover]
-        # If the sum exceeds the space, then by less than the longest length: without it there would be a smaller cover.
+        # The sum exceeds the space by less than the longest length: otherwise the cover without it would be smaller.
         return sorted(self._pop_short(sorted(chosen, reverse=True)), key=lambda piece: len(piece.tokens))
 
     def _pop_short(self, indices):
@@ -327,12 +320,11 @@ class Lane:
 
 def smallest_cover(lengths, space, limit):
     """Returns the indices of the `lengths` with the smallest sum from `space` to `limit`, or None if there is none.
-
-    This is the subset sum problem, solved by dynamic programming over the bits of an integer: bit i of `reach` says
-    whether some of the lengths add up to i. If several subsets do, earlier indices are preferred.
-    """
+    Among several subsets, earlier indices win."""
+    # This is the subset sum problem, solved by dynamic programming over the bits of an integer: bit i of `reach` says
+    # whether some of the lengths add up to i.
     reach = 1
-    before = []  # `reach` before each length that was used
+    before = []  # `reach` before each used length
     used = []  # the indices of these
     mask = (1 << limit + 1) - 1
     exact = 1 << space
@@ -347,8 +339,8 @@ def smallest_cover(lengths, space, limit):
     over = reach >> space
     if not over:
         return None
-    # The lowest bit of `over` is the smallest sum. From the last length back, one belongs to it if without it the sum
-    # that is left could not be reached.
+    # The lowest bit of `over` is the smallest sum. From the last length back, a length belongs to it if the lengths
+    # before cannot reach the rest of the sum.
     left = space + (over & -over).bit_length() - 1
     indices = []
     while left:

@@ -2,16 +2,16 @@
 
     rows = Rows(batch_size=8, seq_len=1024, rank=r, world_size=w)
     with DataLoader(open_text(flags), tokenizer, rows) as loader:
-        for batch in loader:           # endless; a fresh tensor each time
+        for batch in loader:           # endless; a new tensor each time
             batch.rows                 # int32 (8, 1025): inputs are rows[:, :-1], targets rows[:, 1:]
             batch.state                # {lane: JSON value} of this rank's lanes after this batch
             loader.stats               # counts up to this batch: rows, tokens, dropped, …
-    DataLoader(…, num_rows=1000)       # the run's rows 0 to 999, of one pass over the data at most; then it ends
+    DataLoader(…, num_rows=1000)       # the run's rows 0 to 999, or fewer if one pass over the data has fewer
     SyntheticLoader(n_vocab, rows)     # random tokens, without data
 
 Row n of a run comes from lane n mod num_lanes and goes to rank n mod world_size, which therefore owns the lanes rank,
-rank + world_size, …: a step sees the same tokens on any number of ranks. Each lane's next block of rows is made ahead:
-one row at first, then blocks that grow with what was taken.
+rank + world_size, …: a step sees the same tokens on any number of ranks. Each lane prefetches one block of rows, at
+first of one row; blocks grow with the rows taken.
 
 docs/data.md explains the design.
 """
@@ -31,30 +31,30 @@ from nanochat.data.units import Units
 
 READ_AHEAD_BYTES = 256 << 20  # bytes of text that all lanes of a rank hold together, at most
 BLOCK_TOKENS = 1 << 15  # tokens of the rows that a worker makes at a time, at most (but at least one row)
-# An evaluation of few files, which may have fewer tokens than it asks for, reads them as one lane, of which every rank
-# packs all rows: among many lanes some would have no text, and others more than they are asked for.
+# An evaluation of few files, which may have fewer tokens than requested, reads them as one lane, of which every rank
+# packs all rows: among many lanes some would have no text, and others more than requested.
 SMALL_BYTES = 1 << 20  # of the files
-SMALL_BYTES_PER_TOKEN = 4  # of the files, for a token that is asked for; a token takes about one byte there
-TIMEOUT_S = 540  # more than a bucket is waited for, less than a step may take by default
+SMALL_BYTES_PER_TOKEN = 4  # of the files, per requested token; a token takes about one byte there
+TIMEOUT_S = 540  # longer than the wait for a bucket, less than a step may take by default
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows a rank reads, and in what portions."""
+    """Which rows a rank reads, and in what batches."""
     batch_size: int  # rows in a batch
     seq_len: int  # T, one less than the tokens of a row
     rank: int = 0
     world_size: int = 1
     seed: int = 0  # of the order of the data
     num_lanes: int = NUM_LANES
-    seq_len_before: int | None = None  # of the rows before the state that it resumes from; None: the same
+    seq_len_before: int | None = None  # of the rows before the state to resume from; None: the same
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of one rank, and the states of its lanes after this batch."""
+    """One batch of one rank."""
     rows: torch.Tensor  # int32 (batch_size, seq_len + 1)
-    lanes: dict = field(repr=False)  # {lane: fields of its LaneState}, for the lanes of this rank
+    lanes: dict = field(repr=False)  # {lane: fields of its LaneState after this batch}, for the lanes of this rank
     run: dict = field(repr=False)  # the settings for which the states are valid
 
     @property
@@ -64,14 +64,14 @@ class Batch:
 
 
 class RowQueue:
-    """The rows of one lane, made one block ahead by any worker that takes this queue from `wanted`.
+    """The rows of one lane, prefetched by one block by any worker that takes this queue from `wanted`.
 
-    block_rows: of a block, at most. The first has one row, and each has twice as many as the one before, so that much
-    is made ahead only once much was taken. num_rows: that are needed in all.
+    Blocks double from one row to block_rows, so that it prefetches no more than it has served. num_rows: the rows
+    needed in all.
     """
 
-    # At any time a queue has at most one block that is finished or being made, besides the one that `get` takes from:
-    # so memory is bounded, only one worker at a time is in a lane, and the lanes need no locks.
+    # At any time a queue has at most one block that is finished or in work, besides the one that `get` takes from: so
+    # memory is bounded, only one worker at a time is in a lane, and the lanes need no locks.
     def __init__(self, lane, block_rows, wanted, num_rows):
         self.lane = lane
         self.block_rows = block_rows
@@ -83,7 +83,7 @@ class RowQueue:
         self._want()
 
     def _want(self):
-        """Asks the workers for the next block, unless enough rows were asked for."""
+        """Asks the workers for the next block, unless all rows were requested."""
         self._size = min(self._size, self.block_rows, self._left)
         self._left -= self._size
         if self._size:
@@ -123,16 +123,15 @@ class DataLoader:
 
     shards: Shards. rows: which of their rows.
     state: the lane states of all ranks in one dict, saved with any world size; None begins a new run.
-    num_rows: rows 0 to num_rows - 1 of a new run, for an evaluation. It ends with the batch of the last one, or when
-        the data ends, after as many batches on every rank, and no document is in it twice: what is missing from the
-        batches is lanes.PADDING.
-    infilling: which documents are rewritten for fill in the middle, see fim.py; None: none.
+    num_rows: for an evaluation, rows 0 to num_rows - 1 of a new run. It ends with the batch of the last row, or where
+        the data ends, after equally many batches on every rank. No document repeats: missing rows are lanes.PADDING.
+    infilling: rewrites documents for fill in the middle, see fim.py.
 
-    Raises BadInput for data, sizes or a state that cannot be used. `next()` raises errors of the background threads.
-    Close the loader, or use it as a context manager: otherwise its threads wait until the process ends.
+    Raises BadInput for unusable data, sizes or states. `next()` raises errors of the background threads. Close the
+    loader, or use it as a context manager: otherwise its threads live until the process ends.
     """
 
-    _part = slice(None)  # this rank's part of the rows that are made for a batch
+    _part = slice(None)  # this rank's part of the rows of a batch
 
     def __init__(self, shards, tokenizer, rows, *, state=None, num_rows=None, infilling=None, threads=2):
         self._n_documents = sum(sum(shard.row_group_documents) for shard in shards)
@@ -147,7 +146,7 @@ class DataLoader:
         if infilling:
             require_files(shards, "fill in the middle")
             run |= {"fim_rate": infilling.rate, "fim_kinds": list(infilling.kinds)}
-        # Lanes hold text at the same time, so each gets its share, as if there were 16 at least.
+        # All lanes hold text at the same time, so each gets its share; lanes count as 16 at least.
         read_bytes = READ_AHEAD_BYTES // max(16, rows.num_lanes // rows.world_size)
         self._shared = SharedByLanes(Units(shards, rows.num_lanes, rows.seed), tokenizer, read_bytes, infilling)
         self._begin(run, rows, state, num_rows, threads)
@@ -157,14 +156,14 @@ class DataLoader:
         return Lane(number, state, self._shared, row_tokens, num_units)
 
     def _begin(self, run, rows, state, num_rows, threads):
-        """Starts at `state`. run: the settings for which it is valid, besides those of `rows`."""
+        """Starts at `state`. run: the settings for which it is valid, in addition to those of `rows`."""
         run |= {"num_lanes": rows.num_lanes, "seed": rows.seed, "seq_len": rows.seq_len}
         states = check_lane_states(state, run | {"seq_len": rows.seq_len_before or rows.seq_len}, rows.world_size)
         self.fingerprint = run["data"]
         self.world_size = rows.world_size
         self._num_threads = threads
-        # So many rows all ranks have read together, a multiple of their number (check_lane_states), and this rank's
-        # place in the round of rows that comes next.
+        # The rows that all ranks have read together, a multiple of their number (check_lane_states), and this rank's
+        # place in the next round of rows.
         self._next_row = rows.rank + sum(lane.rows for lane in states.values())
         self._states = {lane: states[lane] for lane in range(rows.rank, rows.num_lanes, rows.world_size)}
         self._num_rows = math.inf if num_rows is None else num_rows
@@ -182,7 +181,9 @@ class DataLoader:
         block_rows = max(1, BLOCK_TOKENS // self.seq_len)
         for number, state in self._states.items():
             lane = self._make_lane(number, LaneState(*state), self.seq_len + 1)
-            num_rows = _rows_of_lane(number, run["num_lanes"], self._num_rows)
+            num_rows = math.inf
+            if self._num_rows != math.inf:
+                num_rows = len(range(number, self._num_rows, run["num_lanes"]))
             self._rows[number] = RowQueue(lane, block_rows, self._wanted, num_rows)
         self._threads = []
         for i in range(self._num_threads):
@@ -195,8 +196,7 @@ class DataLoader:
     def __next__(self):
         if self._error:
             raise self._error
-        # The first row of the round in which all ranks are. So all end after the same batch, also those that have no
-        # row in it.
+        # The first row of the round of all ranks. So all end after the same batch, also those that have no row in it.
         if self._next_row - self._next_row % self.world_size >= self._num_rows:
             raise StopIteration
         rows = np.full((self.batch_size, self.seq_len + 1), PADDING, dtype=np.int32)
@@ -209,19 +209,18 @@ class DataLoader:
                         self.unfinished_lanes.discard(lane)
                 self._next_row += self.world_size
         except BaseException as error:
-            self._error = error  # some rows of this batch are lost, so the loader cannot continue
+            self._error = error  # rows of this batch are lost, so the loader cannot continue
             raise
         if self._part != slice(None) and (rows[:, 0] == PADDING).all():
             raise StopIteration  # the text has ended, on every rank
         return Batch(torch.from_numpy(rows)[self._part], dict(self._states), self.run)
 
     def change_rows(self, batch_size, seq_len):
-        """From the next batch on, rows have another length: they are those of a loader with this length that begins
-        with the states of the last batch. What was made ahead is made again. Only for endless loaders without
-        fim_rate."""
+        """Changes the length of rows from the next batch on, as a new loader would that begins with the states of the
+        last batch. Only for endless loaders without fim_rate."""
         if self._num_rows != math.inf or "fim_rate" in self.run:
             raise ValueError("the rows of an evaluation, and of fill in the middle, keep their length")
-        # The states are those after the rows that were handed out. The lanes themselves are further, and are made anew.
+        # The states are those after the served rows. The lanes have read further, so new ones replace them.
         self.close()
         self._start(self.run | {"seq_len": seq_len}, batch_size)
 
@@ -229,12 +228,13 @@ class DataLoader:
     def stats(self):
         """Counts of this rank's lanes, from the beginning of the run to the last batch, as a dict.
 
-        rows, tokens (repeated ones not counted), dropped tokens, documents begun; dropped_share, a fraction of all
+        rows, tokens (repeated ones count once), dropped tokens, documents begun; dropped_share, a fraction of all
         tokens; and epoch, the number of passes over the data, if the other ranks read as fast.
         """
-        states = [LaneState(*state) for state in self._states.values()]
-        counts = {name: sum(getattr(state, name) for state in states)
-                  for name in ("rows", "tokens", "dropped", "documents")}
+        counts = dict.fromkeys(("rows", "tokens", "dropped", "documents"), 0)
+        for state in self._states.values():
+            for name in counts:
+                counts[name] += getattr(LaneState(*state), name)
         counts["dropped_share"] = counts["dropped"] / max(1, counts["tokens"] + counts["dropped"])
         counts["epoch"] = counts["documents"] * self.world_size / self._n_documents
         return counts
@@ -242,7 +242,7 @@ class DataLoader:
     def close(self):
         """Ends the threads. Safe to call twice."""
         self._error = RuntimeError("the loader is closed")
-        # Queues that still wait for a worker are dropped, so that each worker ends after the block that it is at.
+        # Queues that still wait for a worker are dropped, so that each worker ends after its present block.
         while not self._wanted.empty():
             try:
                 self._wanted.get_nowait()
@@ -260,13 +260,8 @@ class DataLoader:
         self.close()
 
 
-def _rows_of_lane(lane, num_lanes, num_rows):
-    """Returns how many of the rows 0 to num_rows - 1 come from a lane."""
-    return num_rows if num_rows == math.inf else len(range(lane, num_rows, num_lanes))
-
-
 class SyntheticLoader(DataLoader):
-    """A loader of random tokens, to try a machine without data. Its arguments are those of DataLoader."""
+    """A DataLoader of random tokens, to try a machine without data."""
 
     def __init__(self, n_vocab, rows, *, state=None, num_rows=None):
         self._n_documents = 1
@@ -277,15 +272,14 @@ class SyntheticLoader(DataLoader):
         return RandomLane(number, state, self._n_vocab, row_tokens, self.run["seed"])
 
 
-# -----------------------------------------------------------------------------
 # Saved positions
 
 
 def check_lane_states(saved, run, world_size):
     """Returns {lane: LaneState} for all lanes: the `saved` states, or new ones if `saved` is None.
 
-    `saved` is {lane: JSON value} of all lanes, as Batch.state gives it; `run` is a dict of the settings that must not
-    change during a run. Raises BadInput if the states do not fit the run or the number of ranks.
+    `saved` is {lane: JSON value} of all lanes, as Batch.state returns it; `run` is a dict of the settings that a run
+    keeps. Raises BadInput if the states do not fit the run or the number of ranks.
     """
     num_lanes = run["num_lanes"]
     if num_lanes % world_size:
@@ -297,26 +291,29 @@ def check_lane_states(saved, run, world_size):
     for lane, fields in saved.items():
         fields = dict(fields)
         saved_run = fields.pop("run")
-        for name in {**saved_run, **run}:  # those of fill in the middle are missing where there is none
-            if saved_run.get(name, 0) != run.get(name, 0):
-                raise BadInput(f"the saved position in the data is for {name} {saved_run.get(name, 0)}, but this run "
-                               f"has {run.get(name, 0)}: resume with the data and the flags of the first start")
+        for name in {**saved_run, **run}:  # those of fill in the middle are missing without it
+            before = saved_run.get(name, 0)
+            now = run.get(name, 0)
+            if before != now:
+                raise BadInput(f"the saved position in the data is for {name} {before}, but this run has {now}: resume "
+                               "with the data and the flags of the first start")
         lanes[int(lane)] = LaneState(**fields)
     if missing := sorted(set(range(num_lanes)) - lanes.keys()):
-        raise BadInput(f"the saved position in the data lacks lanes {', '.join(map(str, missing))}: "
-                       "the states that all ranks saved are needed")
+        raise BadInput(f"the saved position in the data lacks lanes {', '.join(map(str, missing))}: give the states "
+                       "that all ranks saved")
     # Of the rows 0 to n - 1 of a run, lane l has made those with numbers l, l + lanes, …: ⌈(n - l) / lanes⌉ of them.
     n_rows = sum(lane.rows for lane in lanes.values())
     if any(lane.rows != -(-(n_rows - number) // num_lanes) for number, lane in lanes.items()):
-        raise BadInput("the saved lanes are of different steps: resume from another checkpoint")
+        raise BadInput("the saved lanes come from different steps: resume from another checkpoint")
     if n_rows % world_size:
         raise BadInput(f"{n_rows} rows were read so far, which is not possible with {world_size} ranks: "
                        f"use {divisors_near(math.gcd(n_rows, num_lanes), world_size)} ranks")
     return lanes
 
 
-def divisors_near(n, wanted):
-    """Returns the divisors of n on both sides of `wanted`, as text: "2 or 4"."""
+def divisors_near(n, number):
+    """Returns the divisors of n on both sides of a number, as text: "2 or 4"."""
     divisors = [d for d in range(1, n + 1) if n % d == 0]
-    below = [d for d in divisors if d < wanted][-1:]
-    return " or ".join(map(str, below + [d for d in divisors if d > wanted][:1]))
+    below = [d for d in divisors if d < number][-1:]
+    above = [d for d in divisors if d > number][:1]
+    return " or ".join(map(str, below + above))

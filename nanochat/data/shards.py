@@ -1,11 +1,11 @@
 """Lists parquet shards, checks them, and reads their text.
 
-A shard is a parquet file with a column of text; other columns are read only by read_columns. Each of its rows is called
-a document here, because a row is something else: one sequence of the training batch. Shards may come from anywhere and
-have row groups of a gigabyte. So no file stays open, and no more text is held than the caller asks for. Where the
-shards are in a bucket, bucket.py fetches what is read.
+A shard is a parquet file with a column of text; only read_columns reads other columns. Each of its rows is called a
+document here, because a row is one sequence of the training batch. Shards may come from anywhere and have row groups of
+a gigabyte. So no file stays open, and memory holds no more text than the caller asks for. bucket.py fetches shards
+from buckets, one row group at a time.
 
-    shards = open_text(flags, "val")      # what a script's TextFlags name: checked, BadInput says what is wrong
+    shards = open_text(flags, "val")      # what a script's TextFlags name, checked
     fingerprint(shards)                   # changes when the data changes
     read_pieces(shards[0], 3, 0, 100)     # documents 0 to 99 of row group 3, or the first megabytes of their text
     whole_texts(shards)                   # yields the text of one document after the other
@@ -40,16 +40,16 @@ PACKED = {"pack": "project"}  # in the metadata of a shard whose documents are p
 
 @dataclass(frozen=True)
 class TextFlags:
-    """Where text comes from. Every script that reads shards has these flags, and open_text opens what they name."""
+    """The flags of every script that reads shards; open_text opens what they name."""
     data_dir: str | None = flag(None, "folder of parquet shards with a column text, or gs://…; default: in "
                                 "$NANOCHAT_BASE_DIR/parquet, base_data_v3 for training and val for evaluations",
                                 of=data_place)
-    data_cache_gb: float = flag(CACHE_GB, "gigabytes of this machine's disk for what is read of shards in gs://…",
-                                above=0, at_most=1e6)
-    skip_bad_shards: bool = flag(False, "leave out the parts of corrupt shards that cannot be read")
+    data_cache_gb: float = flag(CACHE_GB, "gigabytes of this machine's disk for a cache of shards in gs://…", above=0,
+                                at_most=1e6)
+    skip_bad_shards: bool = flag(False, "skip the corrupt parts of shards, with a warning")
 
     def folder(self, split):
-        """Returns the folder of a split, train or val; None: the default one."""
+        """Returns the folder of a split, train or val, or None for the default one."""
         return self.data_dir
 
 
@@ -66,7 +66,7 @@ class Shard:
     digest: str  # SHA-256 of name, size and footer
     is_packed: bool = False  # its documents are projects, see projects.py
     row_group_bytes: int = 0  # of the text of its largest row group, compressed
-    skip_bad: bool = False  # what cannot be decoded is left out, with a warning
+    skip_bad: bool = False  # reading skips what it cannot decode, with a warning
 
 
 class TextPiece(NamedTuple):
@@ -75,35 +75,29 @@ class TextPiece(NamedTuple):
     index: int  # 0 for the first piece of a document
     is_last: bool
     text: str | bytes  # bytes if the text is not valid UTF-8
-    is_packed: bool = False  # it is of a project, see projects.py
+    is_packed: bool = False  # it comes from a project, see projects.py
 
 
-# -----------------------------------------------------------------------------
 # Finding and checking
 
 
 def saved_text_flags(flags):
-    """Returns the TextFlags of a run, of the {name: value} of all its flags."""
+    """Returns the TextFlags among all flags of a run, {name: value}."""
     own = {field.name: flags[field.name] for field in fields(TextFlags) if field.name in flags}
     return TextFlags(**own | {"skip_bad_shards": True})
 
 
 def open_text(flags, split="train"):
     """Returns the Shards of a split, train or val, that TextFlags name."""
-    return open_shards(list_text(flags, split), flags.skip_bad_shards)
-
-
-def list_text(flags, split="train"):
-    """Returns the files of these Shards, see list_shards."""
-    return list_shards(flags.folder(split), split, flags.data_cache_gb)
+    return open_shards(list_shards(flags.folder(split), split, flags.data_cache_gb), flags.skip_bad_shards)
 
 
 def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
-    """Returns the paths of the parquet files in `data_dir`, or in the default directory of `split`, sorted by name; for
-    a `data_dir` in a bucket, BucketFiles, of which at most `cache_gb` gigabytes are on this machine's disk.
+    """Returns the parquet files in `data_dir`, or in the default directory of `split`, sorted by name: paths, or
+    BucketFiles that share a cache of `cache_gb` gigabytes.
 
-    If there are none, those one level deeper are returned, because `gcloud storage cp -r` nests the directory that it
-    copies. Raises BadInput if there are none at all.
+    If there are none, it looks one level deeper, because `gcloud storage cp -r` nests the directory that it copies.
+    Raises BadInput if there are none there either.
     """
     if data_dir and in_bucket(data_dir):
         files = list_bucket(data_dir, cache_gb)
@@ -114,7 +108,7 @@ def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
     data_dir = Path(data_dir) if data_dir else get_base_dir() / DEFAULT_DIRS[split]
     try:
         paths = list(data_dir.glob("*.parquet")) or list(data_dir.glob("*/*.parquet"))
-        next(data_dir.iterdir(), None)  # which fails where glob says nothing, in a folder that may not be read
+        next(data_dir.iterdir(), None)  # raises for a folder that must not be read, where glob finds nothing
     except (FileNotFoundError, NotADirectoryError):
         paths = []
     except OSError as error:
@@ -130,8 +124,8 @@ def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
 def open_shards(paths, skip_bad=False):
     """Reads the footers of files, paths or BucketFiles, and returns a list of Shards.
 
-    Raises BadInput for a file that is not a whole parquet file with a column of text (with `skip_bad`, prints a warning
-    and leaves it out instead), and if every document is empty.
+    Raises BadInput if a file is not a whole parquet file with a column of text, which `skip_bad` skips with a warning,
+    and if every document is empty.
     """
     files = [path if isinstance(path, BucketFile) else LocalFile(Path(path)) for path in paths]
     fetch_footers(files)
@@ -140,9 +134,7 @@ def open_shards(paths, skip_bad=False):
         try:
             shards.append(_open_shard(file, skip_bad))
         except BadInput as error:
-            if not skip_bad:
-                raise
-            _report_skipped(error)
+            _skip_or_raise(error, skip_bad)
     if next(all_pieces(shards), None) is None:
         names = ", ".join(map(str, paths[:3]))
         more = " …" if len(paths) > 3 else ""
@@ -163,28 +155,23 @@ def _open_shard(file, skip_bad):
     except (pa.ArrowException, OSError) as error:
         raise BadInput(f"{file} is not a whole parquet file ({_first_line(error)}): copy or prepare it again") from None
     _check_column(file, schema)
-    row_groups = range(metadata.num_row_groups)
-    largest = 0
-    for row_group in row_groups:
+    documents = []
+    text_bytes = []
+    for row_group in range(metadata.num_row_groups):
+        documents.append(metadata.row_group(row_group).num_rows)
         begin, end = column_range(metadata, row_group, [TEXT])
-        largest = max(largest, end - begin)
-    # The digest is of the footer, which says where each column of a row group lies, how large it is, and how many
-    # documents it has. The text itself is read only when its turn comes.
-    return Shard(
-        file=file,
-        n_bytes=size,
-        row_group_documents=tuple(metadata.row_group(row_group).num_rows for row_group in row_groups),
-        digest=hashlib.sha256(f"{file.name} {size} ".encode() + footer).hexdigest(),
-        is_packed=(metadata.metadata or {}).get(b"pack") == PACKED["pack"].encode(),
-        row_group_bytes=largest,
-        skip_bad=skip_bad)
+        text_bytes.append(end - begin)
+    # The footer says where each column of a row group lies, how large it is, and how many documents it has. The text
+    # itself is read only when its turn comes.
+    digest = hashlib.sha256(f"{file.name} {size} ".encode() + footer).hexdigest()
+    is_packed = (metadata.metadata or {}).get(b"pack") == PACKED["pack"].encode()
+    return Shard(file, size, tuple(documents), digest, is_packed, max(text_bytes, default=0), skip_bad)
 
 
 def _check_column(file, schema):
     """Raises BadInput unless a file has one column of text."""
-    count = schema.names.count(TEXT)
-    if count != 1:
-        found = "several columns" if count else "no column"
+    if schema.names.count(TEXT) != 1:
+        found = "several columns" if TEXT in schema.names else "no column"
         raise BadInput(f"{file} has {found} named {TEXT} (it has {', '.join(schema.names)}): name other data")
     kind = schema.field(TEXT).type
     if pa.types.is_dictionary(kind):
@@ -194,33 +181,30 @@ def _check_column(file, schema):
 
 
 def require_files(shards, what):
-    """Raises BadInput if a shard holds projects, for `what`, which reads files."""
+    """Raises BadInput, which names `what`, if a shard holds projects."""
     if packed := [shard.file for shard in shards if shard.is_packed]:
         raise BadInput(f"{packed[0]} holds whole projects (prepare_data --pack=project), and {what} needs single "
                        "files: name a corpus without --pack")
 
 
 def fingerprint(shards):
-    """Returns a hex string that changes when a shard is added, removed, renamed or written again. Reads no file."""
+    """Returns a hex string that changes when a shard is added, removed, renamed or rewritten. Reads no file."""
     return hashlib.sha256("".join(shard.digest for shard in shards).encode()).hexdigest()[:16]
 
 
-# -----------------------------------------------------------------------------
 # Reading
 
 
 def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 20):
-    """Reads documents of a row group, from number `document` up to but not including `stop`, as a list of TextPieces.
+    """Reads documents `document` to `stop` - 1 of a row group, without the first `first_piece` pieces of the first.
 
-    The first `first_piece` pieces of the first document are left out, and an empty or null document has no piece.
-    Reading ends early once the pieces have `max_bytes`. Returns the pieces and the number of the document with which to
-    continue: that of the last piece if it does not end its document, else the next.
-
-    Parquet can reach a document only by decoding those before it in the row group, so this takes longer for later ones.
-    Raises CorruptRowGroup if the row group cannot be decoded, and BadInput if the file cannot be read at all. Where
-    shard.skip_bad says so, a row group ends before the first batch that is corrupt, instead. Batches are the same
-    wherever reading begins and however much is asked for, so every run skips the same documents.
+    Returns a list of TextPieces and the number of the document with which to continue: the last piece's document if
+    that goes on, else the next. Reading ends early once the pieces have `max_bytes`. Empty documents have no piece.
+    Raises CorruptRowGroup if the row group cannot be decoded, and BadInput if the file cannot be read.
     """
+    # Parquet decodes a row group from its beginning, so later documents take longer. With shard.skip_bad, a row group
+    # ends before its first corrupt batch. Batches do not depend on where reading begins, so every run skips the same
+    # documents.
     pieces = []
     n_bytes = 0
     try:
@@ -232,9 +216,7 @@ def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 
             if n_bytes >= max_bytes:
                 return pieces, piece.document + piece.is_last
     except CorruptRowGroup as error:
-        if not shard.skip_bad:
-            raise
-        _report_skipped(error)
+        _skip_or_raise(error, shard.skip_bad)
     return pieces, stop
 
 
@@ -252,14 +234,15 @@ def _decode(shard, row_group, document, stop):
 
 
 def _batches(shard, row_group, columns):
-    """Yields the Arrow batches of columns of a row group: all its documents, or CorruptRowGroup is raised."""
+    """Yields Arrow batches of columns, for all documents of a row group. Raises CorruptRowGroup."""
     found = 0
     try:
         source, metadata = shard.file.open_row_group(row_group, columns)
         # Buffered and without pre_buffer, Arrow holds one page at a time and not the whole column.
         with source, pq.ParquetFile(source, metadata=metadata, buffer_size=READ_BATCH_BYTES,
                                     page_checksum_verification=True) as file:
-            size = _documents_per_batch(file.metadata.row_group(row_group))
+            group = file.metadata.row_group(row_group)
+            size = max(1, min(4096, READ_BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)))
             for batch in file.iter_batches(size, [row_group], columns, use_threads=False):
                 found += len(batch)
                 yield batch
@@ -268,7 +251,7 @@ def _batches(shard, row_group, columns):
             raise pa.ArrowInvalid(f"it ends after {found} of {expected} documents")
     except (pa.ArrowException, OSError) as error:
         message = f"{shard.file}: row group {row_group} cannot be read ({_first_line(error)}): "
-        if getattr(error, "errno", None):  # the file or its disk is missing, perhaps only for a while
+        if getattr(error, "errno", None):  # the file or its disk is missing, perhaps temporarily
             raise BadInput(message + "make it readable again") from None
         raise CorruptRowGroup(message + "copy or prepare the file again, or use --skip_bad_shards") from None
 
@@ -280,13 +263,14 @@ def all_pieces(shards):
             document = first_piece = 0
             while document < num_documents:
                 pieces, document = read_pieces(shard, row_group, document, num_documents, first_piece)
-                # Where reading has ended inside a long document, it continues with the next piece of that document.
-                first_piece = pieces[-1].index + 1 if pieces and not pieces[-1].is_last else 0
                 yield from pieces
+                first_piece = 0
+                if pieces and not pieces[-1].is_last:  # continue inside a long document
+                    first_piece = pieces[-1].index + 1
 
 
 def whole_texts(shards):
-    """Yields the texts of the documents that are one piece and valid UTF-8, which nearly all are."""
+    """Yields the texts of the documents that are one piece and valid UTF-8: nearly all."""
     for piece in all_pieces(shards):
         if piece.index == 0 and piece.is_last and isinstance(piece.text, str):
             yield piece.text
@@ -309,32 +293,27 @@ def read_columns(shard, *names):
                     if document[0]:
                         yield document
         except CorruptRowGroup as error:
-            if not shard.skip_bad:
-                raise
-            _report_skipped(error)
+            _skip_or_raise(error, shard.skip_bad)
 
 
 _skipped = set()
 
 
-def _report_skipped(error):
-    """Prints a warning, once in a process. Every rank does so, because rank 0 may never meet this error."""
+def _skip_or_raise(error, skip_bad):
+    """Prints a warning, once in a process, or raises `error`. Every rank warns, because rank 0 may never meet this."""
+    if not skip_bad:
+        raise error
     message = str(error).rsplit(": ", 1)[0]
     if message not in _skipped:
         _skipped.add(message)
         print(f"warning: skipped what cannot be read: {message}", flush=True)
 
 
-def _documents_per_batch(row_group):
-    return max(1, min(4096, READ_BATCH_BYTES * row_group.num_rows // max(1, row_group.total_byte_size)))
-
-
 def _texts(column, begin, document, stop):
-    """Yields (number, memoryview of the text) of the documents from `document` to `stop` that are not empty.
-
-    `begin` is the number of the first document in the column. The buffers are read directly: as_py fails on malformed
-    UTF-8, which a column of strings may hold, and a pyarrow scalar for each document took 8% of the loader's time.
-    """
+    """Yields (number, memoryview of the text) of the documents from `document` to `stop` that are not empty. `begin` is
+    the number of the first document in the column."""
+    # This reads the buffers directly: as_py fails on malformed UTF-8, which a column of strings may hold, and a pyarrow
+    # scalar for each document took 8% of the loader's time.
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     column = column.cast(pa.large_binary())  # copies only the offsets
@@ -346,18 +325,13 @@ def _texts(column, begin, document, stop):
             yield number, data[first:end]
 
 
+# A long document is cut where a line begins with a letter, because no split pattern joins the text before it with the
+# text after it: the pieces have the tokens of the whole text. Nearly every PIECE_BYTES of C++ have such a line; text
+# without one may get a few other tokens.
 def _cut(document, text):
-    """Returns the TextPieces of a document. A long one is cut where a line begins with a letter.
-
-    Nearly every PIECE_BYTES of C++ have such a line. The split patterns of tokenizers break there too (elsewhere they
-    may join a newline with the white space or punctuation after it), so the pieces have the tokens of the whole text.
-    """
-    if len(text) <= PIECE_BYTES:
-        return [TextPiece(document, 0, True, _as_str(text))]
-    return _cut_long(document, bytes(text))
-
-
-def _cut_long(document, text):
+    """Yields the TextPieces of a document."""
+    if len(text) > PIECE_BYTES:
+        text = bytes(text)
     begin = 0
     index = 0
     while len(text) - begin > PIECE_BYTES:
@@ -368,8 +342,6 @@ def _cut_long(document, text):
     yield TextPiece(document, index, True, _as_str(text[begin:]))
 
 
-# Where a line begins with a letter, no split pattern joins what is before with what is after: cut there, the pieces
-# have the tokens of the whole. Text without such lines is rare, and may get a few others.
 def _last_of_piece(text, begin, end):
     """Returns the place of the last byte of a piece that begins at `begin` and ends before `end`: a newline before a
     letter, else any newline, else the last byte of a UTF-8 character."""

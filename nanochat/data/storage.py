@@ -1,4 +1,4 @@
-"""The door to buckets of Google Cloud Storage: everything that is read from one or written to one passes here.
+"""All reads from and writes to buckets of Google Cloud Storage.
 
     list_files("gs://bucket/folder")                               # its StoredFiles, and the URLs of its folders
     read_range(file, 0, 100)                                       # yields its bytes 0 to 99, in parts
@@ -6,13 +6,12 @@
     copy_files([("/tmp/name", "gs://bucket/folder/name")])         # there or back, several at a time
     delete_files("gs://bucket/folder/*")
 
-All raise BadInput if the bucket refuses for good, and Interruption for what may succeed later; Retries say for how long
-that is tried.
+All raise BadInput if the bucket refuses for good, and Interruption for a failure that may pass; Retries limit how long
+a call is retried.
 
-The door is the JSON API over http. Its credentials are those of Google's command gcloud, which is asked for an access
-token, and for a new one when the bucket refuses the old one: on a VM that is the token of its service account, on
-another machine that of `gcloud auth login`. pyarrow's GcsFileSystem and gcsfs were tried instead; dev/log says what
-stood in the way.
+The module speaks the JSON API over http. Google's command gcloud supplies the access token, and a new one when the
+bucket refuses the old one: on a VM the token of its service account, elsewhere that of `gcloud auth login`. dev/log
+says why pyarrow's GcsFileSystem and gcsfs did not serve.
 """
 import base64
 import hashlib
@@ -35,15 +34,15 @@ from nanochat.common import BadInput
 
 TRY_TIMEOUT_S = 30  # for the next bytes from or to the bucket
 LOGIN_TIMEOUT_S = 60
-SAY_S = 30  # between two lines of a process about an outage; shorter waits pass without a line
-FIRST_PAUSE_S = 1.0  # between two attempts; each pause is twice as long as the one before
+SAY_S = 30  # between two warnings of a process about an outage; shorter waits pass without one
+FIRST_PAUSE_S = 1.0  # between two attempts; each pause doubles
 LONGEST_PAUSE_S = 30.0
 PART_BYTES = 1 << 20
 COPIES_AT_ONCE = 4
-BLIP_S = 3  # for which a copy is tried again at once: so an odd failure costs one file and not all that are copied
+BLIP_S = 3  # for which a copy is retried at once, so that an odd failure costs one file and not the whole copy
 FIELDS = "prefixes,items(name,size,generation),nextPageToken"
 
-# What gcloud says when it has no login and trying again does not help. Whatever else it says may be an outage.
+# What gcloud says if it has no login and retrying is useless. Any other message may be an outage.
 _NO_LOGIN = re.compile(
     r"PERMISSION_DENIED|UNAUTHENTICATED|INVALID_ARGUMENT|HTTPError 40[0134]|active account|(valid|invalid) credentials|"
     r"reauthentication|invalid_grant|authentication scopes", re.IGNORECASE)
@@ -54,11 +53,11 @@ class Interruption(Exception):
 
 
 class Cancelled(Exception):
-    """Whoever began a copy has ended it."""
+    """The caller has cancelled a copy."""
 
 
 class _NotFound(Exception):
-    """There is no such bucket, or no such file in it."""
+    """No such bucket, or no such file in it."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,11 @@ class StoredFile:
     """A file in a bucket, as it was when it was listed."""
     url: str
     size: int
-    generation: str  # another one has other bytes
+    generation: str  # changes with the bytes
 
 
 class Retries:
-    """Attempts to reach a bucket that does not answer, for at most limit_s from the last time that it did."""
+    """Retries until the bucket has not answered for limit_s."""
     silent_until = 0.0
 
     def __init__(self, url, limit_s):
@@ -79,12 +78,12 @@ class Retries:
         self.begin()
 
     def begin(self):
-        """Begins to count again."""
+        """Restarts the clock."""
         self.deadline = time.monotonic() + self.limit_s
         self.pause_s = FIRST_PAUSE_S
 
     def wait(self, error):
-        """Waits before the next attempt, and says so; raises `error`, an Interruption, if there is none."""
+        """Waits before the next attempt, with a warning; raises `error`, an Interruption, after the last one."""
         now = time.monotonic()
         left_s = self.deadline - now
         if left_s <= 0:
@@ -97,7 +96,7 @@ class Retries:
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
     def call(self, function, *args):
-        """Returns function(*args), tried again while it raises Interruption."""
+        """Returns function(*args), retried while it raises Interruption."""
         self.begin()
         while True:
             try:
@@ -106,27 +105,20 @@ class Retries:
                 self.wait(error)
 
 
-# -----------------------------------------------------------------------------
 # Reading
 
 
 def list_files(url, delimiter="/"):
-    """Returns the StoredFiles right in a folder and the URLs of its folders, both empty if there is no such folder.
-    With delimiter="" these are the files at every depth, and no folders."""
+    """Returns the StoredFiles directly in a folder, and the URLs of its folders; both are empty if the folder does not
+    exist. With delimiter="" it returns the files at every depth, and no folders."""
     bucket, name = _parts(url)
     query = {"prefix": f"{name}/" if name else "", "delimiter": delimiter, "fields": FIELDS}
     files = []
     folders = []
     while True:
-        try:
-            page = json.loads(_ask(f"b/{bucket}/o?{urlencode(query)}", url))
-        except _NotFound as error:
-            raise BadInput(f"{url}: {error}: correct the bucket's name") from None
-        except ValueError as error:
-            raise Interruption(f"its answer is cut ({error})") from None
+        page = _ask_for_json(f"b/{bucket}/o?{urlencode(query)}", url, "correct the bucket's name")
         files += [_stored(bucket, item) for item in page.get("items", [])]
-        for prefix in page.get("prefixes", []):
-            folders.append(f"gs://{bucket}/{prefix.rstrip('/')}")
+        folders += [f"gs://{bucket}/{prefix.rstrip('/')}" for prefix in page.get("prefixes", [])]
         if "nextPageToken" not in page:
             return files, folders
         query["pageToken"] = page["nextPageToken"]
@@ -137,28 +129,26 @@ def _stored(bucket, item):
 
 
 def read_range(file, begin, end):
-    """Yields the bytes of a StoredFile from `begin` to `end`, which may end too early, in parts."""
-    bucket, name = _parts(file.url)
+    """Yields the bytes of a StoredFile from `begin` to `end`, in parts. A broken connection may end it early."""
     query = urlencode({"alt": "media", "generation": file.generation})
+    headers = {"Range": f"bytes={begin}-{end - 1}"}
     try:
-        with _open(f"b/{bucket}/o/{quote(name, safe='')}?{query}", file.url,
-                   headers={"Range": f"bytes={begin}-{end - 1}"}) as answer:
+        with _open(f"{_object(file.url)}?{query}", file.url, headers=headers) as answer:
             if answer.status != 206:
-                raise BadInput(f"{file.url}: the bucket sends it whole and not in parts: store it without "
-                               "Content-Encoding")
+                raise BadInput(f"{file.url}: the bucket sends it only as a whole: store it without Content-Encoding")
             while begin < end and (part := answer.read(min(PART_BYTES, end - begin))):
                 begin += len(part)
                 yield part
     except _NotFound as error:
         raise BadInput(f"{file.url} was replaced or deleted after it was listed ({error}): put it back, or begin a "
-                       "new run with the data that is there now") from None
+                       "new run with the data as it is now") from None
     except (OSError, http.client.HTTPException) as error:
         raise Interruption(_why(error)) from None
 
 
 def download(file, descriptor, begin, end, retries):
-    """Writes the bytes of a StoredFile from `begin` to `end` to the same place of an open file. Where a connection
-    breaks, it goes on from there, as long as the Retries allow."""
+    """Writes the bytes of a StoredFile from `begin` to `end` to the same place of an open file. After a broken
+    connection it continues from there, as long as the Retries allow."""
     while begin < end:
         try:
             for part in read_range(file, begin, end):
@@ -166,16 +156,13 @@ def download(file, descriptor, begin, end, retries):
                 begin += written
                 if written < len(part):  # the next part would not be at its place
                     raise Interruption("the disk took only a part of it")
-                # The time is counted from the last bytes that came: a bucket that is slow is not one that does not
-                # answer.
-                retries.begin()
+                retries.begin()  # a slow bucket still answers
             if begin < end:
                 raise Interruption("the connection was cut")
         except Interruption as error:
             retries.wait(error)
 
 
-# -----------------------------------------------------------------------------
 # Copying and deleting
 
 
@@ -185,8 +172,7 @@ def never():
 
 def copy_files(pairs, is_cancelled=never):
     """Copies files, [(source, target)], of which one is a path and one a URL, a few at a time; raises the first error.
-    A file in a bucket is written in one step: a part of it is never to be seen there. Raises Cancelled once
-    is_cancelled() returns True."""
+    A file appears in a bucket only once it is whole. Raises Cancelled once is_cancelled() returns True."""
     waiting = queue.SimpleQueue()
     for pair in pairs:
         waiting.put(pair)
@@ -201,10 +187,11 @@ def copy_files(pairs, is_cancelled=never):
         except Exception as error:
             errors.append(error)
 
-    # Daemons, unlike those of a ThreadPoolExecutor: the end of the process does not wait for a copy.
-    threads = [threading.Thread(target=work, name="copy", daemon=True) for _ in range(COPIES_AT_ONCE)]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for _ in range(COPIES_AT_ONCE):
+        # A daemon, unlike the threads of a ThreadPoolExecutor: the end of the process does not wait for a copy.
+        threads.append(threading.Thread(target=work, name="copy", daemon=True))
+        threads[-1].start()
     for thread in threads:
         thread.join()
     if errors:
@@ -223,19 +210,14 @@ def _copy_file(source, target, is_cancelled):
 
 def _find_file(url):
     """Returns the StoredFile of a URL. Raises BadInput if there is none."""
-    bucket, name = _parts(url)
-    try:
-        return _stored(bucket, json.loads(_ask(f"b/{bucket}/o/{quote(name, safe='')}", url)))
-    except _NotFound as error:
-        raise BadInput(f"{url}: {error}: put it back, or correct the URL") from None
-    except ValueError as error:
-        raise Interruption(f"its answer is cut ({error})") from None
+    bucket, _ = _parts(url)
+    return _stored(bucket, _ask_for_json(_object(url), url, "put it back, or correct the URL"))
 
 
 def _upload(path, url, is_cancelled):
     bucket, name = _parts(url)
-    # A session is opened first, by a request without content: so a refusal is read before gigabytes are sent, and not
-    # lost in a connection that the bucket closes while they are on their way.
+    # A request without content opens a session. So a refusal is read before gigabytes are sent, and is not lost in a
+    # connection that the bucket closes meanwhile.
     query = urlencode({"uploadType": "resumable", "name": name})
     headers = {"Content-Type": "application/json", "X-Upload-Content-Type": "application/octet-stream"}
     try:
@@ -252,7 +234,7 @@ def _upload(path, url, is_cancelled):
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise Interruption(_why(error)) from None
     if stored.get("md5Hash") != base64.b64encode(digest.digest()).decode():
-        raise Interruption("what has arrived is not what was sent")
+        raise Interruption("the bucket received other bytes than were sent")
 
 
 def _content(path, digest, is_cancelled):
@@ -265,31 +247,44 @@ def _content(path, digest, is_cancelled):
 
 
 def delete_files(pattern):
-    """Deletes the file of this URL, or those right in a folder for gs://…/FOLDER/*, if there are any."""
+    """Deletes the file of this URL, or all files directly in a folder for gs://…/FOLDER/*."""
     urls = [pattern]
     if pattern.endswith("/*"):
         files, _ = list_files(pattern.removesuffix("/*"))
         urls = [file.url for file in files]
     for url in urls:
-        bucket, name = _parts(url)
         try:
-            _ask(f"b/{bucket}/o/{quote(name, safe='')}", url, "DELETE")
+            _ask(_object(url), url, "DELETE")
         except _NotFound:
             pass
 
 
-# -----------------------------------------------------------------------------
 # Requests
 
 
 def endpoint():
-    """Returns the address of the JSON API: that of gcloud's settings in the environment, or Google's."""
+    """Returns the address of the JSON API: gcloud's setting in the environment, else Google's."""
     return os.environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE") or "https://storage.googleapis.com/storage/v1/"
 
 
 def _parts(url):
     bucket, _, name = url.removeprefix("gs://").partition("/")
     return bucket, name
+
+
+def _object(url):
+    bucket, name = _parts(url)
+    return f"b/{bucket}/o/{quote(name, safe='')}"
+
+
+def _ask_for_json(query, url, advice):
+    """Returns the answer to a request as an object. Raises BadInput with this advice if nothing is found."""
+    try:
+        return json.loads(_ask(query, url))
+    except _NotFound as error:
+        raise BadInput(f"{url}: {error}: {advice}") from None
+    except ValueError as error:
+        raise Interruption(f"its answer is cut ({error})") from None
 
 
 def _ask(query, url, method="GET"):
@@ -302,14 +297,13 @@ def _ask(query, url, method="GET"):
 
 
 def _open(query, url, method="GET", content=None, headers=None):
-    """Returns the answer to a request, to be read. url: what it is about, for errors."""
+    """Returns the open answer to a request. url: named in errors."""
     address = endpoint()
     if method == "POST":
         address = address.replace("/storage/v1/", "/upload/storage/v1/")
-    # Once with the token that is known, and once more with a new one if that has expired.
+    # Once with the known token, and once more with a new one if that has expired.
     token = None
-    while True:
-        is_second = token is not None
+    for is_second in (False, True):
         token = _token(url, stale=token)
         headers = {**(headers or {}), "Authorization": f"Bearer {token}"}
         request = urllib.request.Request(address + query, content, headers, method=method)
@@ -318,7 +312,7 @@ def _open(query, url, method="GET", content=None, headers=None):
         except urllib.error.HTTPError as error:
             with error:
                 problem = _message(error)
-            if error.code == 401 and not is_second:  # the token has expired
+            if error.code == 401 and not is_second:
                 continue
             if error.code in (408, 429) or error.code >= 500:
                 raise Interruption(f"{error.code} {problem}") from None
@@ -336,7 +330,7 @@ def _why(error):
 
 
 def _message(error):
-    """Returns what the body of an HTTPError says, in one line."""
+    """Returns the message in the body of an HTTPError, in one line."""
     try:
         text = json.loads(error.read())["error"]["message"]
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
@@ -344,7 +338,6 @@ def _message(error):
     return " ".join(str(text).split())[:300].rstrip(".")
 
 
-# -----------------------------------------------------------------------------
 # The login
 
 _tokens = {}
@@ -352,16 +345,16 @@ _tokens_lock = threading.Lock()
 
 
 def _token(url, stale=None):
-    """Returns the token with which gcloud is logged in; another one than `stale`, which the bucket has refused."""
+    """Returns gcloud's access token; not `stale`, which the bucket has refused."""
     with _tokens_lock:
-        # Whoever comes while another asks gcloud waits for the lock, and finds the new token there.
+        # A thread that comes while another asks gcloud waits for the lock, and finds the new token.
         if _tokens.get("newest") in (None, stale):
             _tokens["newest"] = _ask_gcloud(url)
         return _tokens["newest"]
 
 
 def _ask_gcloud(url):
-    # In a session of its own: so its helpers can be ended with it, and Ctrl-C is for the script alone.
+    # In a session of its own, so that its helpers end with it, and Ctrl-C reaches only the script.
     try:
         process = subprocess.Popen(["gcloud", "auth", "print-access-token"], stdin=subprocess.DEVNULL,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",

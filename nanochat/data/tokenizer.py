@@ -1,21 +1,20 @@
 """The tokenizer: a lossless byte-level BPE in tiktoken's format, with special tokens.
 
 A tokenizer directory holds `vocabulary.tiktoken` (one line per token: base64 and rank), `tokenizer.json` (split pattern
-and special tokens) and `token_bytes.pt` (number of bytes of every token); or it holds the `tokenizer.pkl` of
-karpathy/nanochat, or the `tokenizer.json` of Hugging Face's library (see tokenizer_json.py). scripts/tok_train.py makes
-a tokenizer directory.
+and special tokens) and `token_bytes.pt` (number of bytes of every token), as scripts/tok_train.py writes them; or the
+`tokenizer.pkl` of karpathy/nanochat, or the `tokenizer.json` of Hugging Face's library (see tokenizer_json.py).
 """
 import base64
 import binascii
 import functools
 import hashlib
-import itertools
 import json
 import pickle
 import re
 import unicodedata
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,13 +22,15 @@ import numpy as np
 import tiktoken
 import torch
 
-from nanochat.common import BadInput, get_base_dir
+from nanochat.common import BadInput, expand_path, flag, get_base_dir
 from nanochat.data.tokenizer_json import read_huggingface
 
 SHIPPED_DIR = Path(__file__).resolve().parents[2] / "tokenizer"  # in a checkout
 INSTALLED_DIR = Path(__file__).resolve().parent / "shipped_tokenizer"  # the same after pip install, see pyproject.toml
-VOCABULARY_FILE, CONFIG_FILE, TOKEN_BYTES_FILE, PICKLE_FILE = (
-    "vocabulary.tiktoken", "tokenizer.json", "token_bytes.pt", "tokenizer.pkl")
+VOCABULARY_FILE = "vocabulary.tiktoken"
+CONFIG_FILE = "tokenizer.json"
+TOKEN_BYTES_FILE = "token_bytes.pt"
+PICKLE_FILE = "tokenizer.pkl"
 
 SPECIAL_TOKENS = (
     "<|bos|>",  # before every document
@@ -44,8 +45,15 @@ FIM_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|
 _VALID_THEN_MALFORMED = re.compile("([^\udc80-\udcff]*)([\udc80-\udcff]*)")  # malformed as "surrogateescape" marks it
 
 
+@dataclass(frozen=True)
+class TokenizerFlags:
+    """The flag of scripts that read a tokenizer."""
+    tokenizer_dir: Path | None = flag(None, "folder of the tokenizer; default: $NANOCHAT_BASE_DIR/tokenizer if it "
+                                      "exists, else the shipped one", of=expand_path)
+
+
 class Infill(NamedTuple):
-    """A document whose middle is to be filled in: see fim.py. All three are str, or all are bytes."""
+    """A document for fill in the middle, see fim.py. All three are str, or all are bytes."""
     prefix: str | bytes
     suffix: str | bytes
     middle: str | bytes
@@ -58,7 +66,7 @@ def _is_ascii(text):
 
 
 class Tokenizer:
-    """Encodes and decodes text. Threads may share it, and encode concurrently: encoding releases Python's lock."""
+    """Encodes and decodes text. Threads may share it and encode concurrently: encoding releases the GIL."""
 
     def __init__(self, mergeable_ranks, pattern, special_tokens):
         """Makes a tokenizer from {bytes: rank}, a regular expression that splits text, and {name: id}.
@@ -75,33 +83,24 @@ class Tokenizer:
         self._encoding = tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=mergeable_ranks,
                                            special_tokens=special_tokens)
         self._ranks = mergeable_ranks
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens = special_tokens  # {name: id}
         self.pattern = pattern
         self._byte_ids = [mergeable_ranks[bytes([byte])] for byte in range(256)]
         self.n_vocab = n_vocab
         self.bos_id = special_tokens["<|bos|>"]
 
-    @property
-    def special_tokens(self):
-        """{name: id} of the special tokens."""
-        return dict(self._special_tokens)
-
-    def has_special(self, name):
-        """Whether there is a special token of this name, such as "<|fim_prefix|>"."""
-        return name in self._special_tokens
-
     def special(self, name):
-        """Returns the id of the special token `name`, such as "<|fim_prefix|>". Raises BadInput if there is none."""
-        if name not in self._special_tokens:
-            raise BadInput(f"this tokenizer has no special token {name}: it has {' '.join(self._special_tokens)}")
-        return self._special_tokens[name]
+        """Returns the id of a special token. Raises BadInput if there is none of this name."""
+        if name not in self.special_tokens:
+            raise BadInput(f"this tokenizer has no special token {name}: it has {' '.join(self.special_tokens)}")
+        return self.special_tokens[name]
 
     def tokens(self):
-        """Returns {bytes: id} of all tokens that stand for text, which special tokens do not."""
+        """Returns {bytes: id} of all tokens except special ones."""
         return self._ranks
 
     def encode(self, text):
-        """Returns the ids of `text` (str or bytes) as a list. The name of a special token is text like any other."""
+        """Returns the ids of `text` (str or bytes) as a list. The name of a special token is ordinary text."""
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text):
@@ -117,14 +116,13 @@ class Tokenizer:
     def encode_documents(self, texts):
         """Returns a list with a memoryview of uint32 for each text (str or bytes): BOS and the ids of the text.
 
-        Instead of a text there may be an Infill, whose three texts come with FIM_TOKENS before, between and after them.
+        An Infill instead of a text gets FIM_TOKENS before, between and after its three texts.
         """
-        # Those in ASCII are encoded together, which is 3 to 10% cheaper. A single other one among them would take that
-        # back, because all of them would be converted to UTF-8; of our corpus, 1.2% of the documents are not ASCII.
-        are_ascii = list(map(_is_ascii, texts))
-        together = iter(self._encode_together(list(itertools.compress(texts, are_ascii))))
-        return [next(together) if is_ascii else self._encode_document(text)
-                for text, is_ascii in zip(texts, are_ascii, strict=True)]
+        # Documents in ASCII are encoded together, which is 3 to 10% cheaper. A single other one among them would cancel
+        # that, because all of them would be converted to UTF-8; of our corpus, 1.2% of the documents are not ASCII.
+        documents = [None if _is_ascii(text) else self._encode_document(text) for text in texts]
+        together = iter(self._encode_together([text for text in texts if _is_ascii(text)]))
+        return [next(together) if document is None else document for document in documents]
 
     def _encode_together(self, texts):
         """Returns the same as encode_documents, for texts in ASCII, by one call for all, joined by BOS."""
@@ -138,14 +136,14 @@ class Tokenizer:
                 expected += len(FIM_TOKENS)
             else:
                 strings.append(text)
-        # Only the names that were put there may become special tokens. A text that has such a name itself shows as one
-        # too many, and then all of these texts are encoded one by one.
+        # Only the names inserted here may become special tokens. A text that has such a name itself shows as one too
+        # many, and then all of these texts are encoded one by one.
         special = {"<|bos|>"}
         if expected > len(texts):
             special.update(FIM_TOKENS)
         ids = self._encoding.encode_to_numpy("".join(strings), allowed_special=special, disallowed_special=())
-        if sum(np.count_nonzero(ids == self._special_tokens[name]) for name in special) > expected:
-            return map(self._encode_document, texts)  # a text contains such a name, which is text like any other
+        if sum(np.count_nonzero(ids == self.special_tokens[name]) for name in special) > expected:
+            return map(self._encode_document, texts)
         begins = np.flatnonzero(ids == self.bos_id).tolist()
         return [ids.data[begin:end] for begin, end in zip(begins, [*begins[1:], len(ids)], strict=False)]
 
@@ -153,13 +151,13 @@ class Tokenizer:
         parts = [(self.bos_id,)]
         if isinstance(text, Infill):
             for name, part in zip(FIM_TOKENS, (*text, ""), strict=True):
-                parts += (self._special_tokens[name],), self.encode_to_numpy(part)
+                parts += (self.special_tokens[name],), self.encode_to_numpy(part)
         else:
             parts.append(self.encode_to_numpy(text))
         return np.concatenate(parts, dtype=np.uint32, casting="unsafe").data
 
     def _encode_malformed(self, data):
-        """Returns the ids of bytes that are not UTF-8: one for each malformed byte, and the text between as usual."""
+        """Returns the ids of bytes that are not UTF-8: one per malformed byte, and the text between as usual."""
         ids = []
         # "surrogateescape" makes U+DC80 to U+DCFF of the malformed bytes 0x80 to 0xFF.
         for match in _VALID_THEN_MALFORMED.finditer(data.decode("utf-8", "surrogateescape")):
@@ -176,10 +174,8 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def keeps_every_character(self):
-        """Returns whether every character of Unicode comes back, and those of each kind beside those of each other.
-
-        A split pattern may leave out some, and tiktoken then drops them.
-        """
+        """Returns whether every character of Unicode comes back, and pairs of all kinds of characters. tiktoken drops
+        the characters that a split pattern leaves out."""
         every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
         seen = Counter()
         kinds = []  # all of ASCII, and two characters of each other category
@@ -192,7 +188,7 @@ class Tokenizer:
         return self.decode(self.encode(every)) == every and self.decode(self.encode(pairs)) == pairs
 
     def token_bytes(self):
-        """Returns the number of bytes of each token, as an int32 tensor (n_vocab,). Special tokens have 0 bytes."""
+        """Returns the number of bytes of each token, int32 (n_vocab,). Special tokens have 0."""
         counts = torch.zeros(self.n_vocab, dtype=torch.int32)
         for token, rank in self._ranks.items():
             counts[rank] = len(token)
@@ -210,7 +206,7 @@ class Tokenizer:
 
     def config_json(self):
         """Returns the content of `tokenizer.json`, as text."""
-        return json.dumps({"pattern": self.pattern, "special_tokens": self._special_tokens}, indent=2) + "\n"
+        return json.dumps({"pattern": self.pattern, "special_tokens": self.special_tokens}, indent=2) + "\n"
 
     def save(self, directory):
         """Writes the three files of a tokenizer directory."""
@@ -220,17 +216,18 @@ class Tokenizer:
         torch.save(self.token_bytes(), directory / TOKEN_BYTES_FILE)
 
 
-# -----------------------------------------------------------------------------
 # Loading
 
 
 def load_tokenizer(tokenizer_dir=None):
-    """Returns the tokenizer in `tokenizer_dir`; without it, the one in the base directory, else the shipped one.
+    """Returns the tokenizer in `tokenizer_dir`; by default the one in the base directory, else the shipped one.
 
     `gcloud storage cp -r` nests the directory that it copies, so each of these may have it in `tokenizer_65k/` instead.
     Raises BadInput if there is no tokenizer or it is damaged.
     """
-    parents = [Path(tokenizer_dir)] if tokenizer_dir else [get_base_dir() / "tokenizer", SHIPPED_DIR, INSTALLED_DIR]
+    parents = [get_base_dir() / "tokenizer", SHIPPED_DIR, INSTALLED_DIR]
+    if tokenizer_dir:
+        parents = [Path(tokenizer_dir)]
     for directory in (path for parent in parents for path in (parent, parent / "tokenizer_65k")):
         try:
             there = {name for name in (VOCABULARY_FILE, CONFIG_FILE, PICKLE_FILE) if (directory / name).exists()}
@@ -238,7 +235,8 @@ def load_tokenizer(tokenizer_dir=None):
             raise BadInput(f"{directory} cannot be read ({error.strerror}): give yourself the right to read it, or "
                            "name another with --tokenizer_dir") from None
         if VOCABULARY_FILE not in there and _is_huggingface(directory / CONFIG_FILE):
-            return _load_huggingface(directory / CONFIG_FILE)
+            return _load(directory / CONFIG_FILE, _read_huggingface, "move it away to use the shipped one, or name "
+                         "another with --tokenizer_dir")
         if VOCABULARY_FILE in there or CONFIG_FILE in there:
             return _load(directory, _read_files)
         if PICKLE_FILE in there:
@@ -251,36 +249,30 @@ def check_tokenizer(tokenizer, vocab_size=None, sha256=None):
     """Raises BadInput if the tokenizer has more than `vocab_size` tokens, or another hash than `sha256`."""
     if vocab_size is not None and tokenizer.n_vocab > vocab_size:
         raise BadInput(f"the tokenizer has {tokenizer.n_vocab} tokens but the model's vocabulary is {vocab_size}: "
-                       "give the tokenizer that the model was trained with by --tokenizer_dir")
+                       "name the tokenizer of the model's training with --tokenizer_dir")
     if sha256 is not None and tokenizer.sha256 != sha256:
         raise BadInput(f"the tokenizer (sha256 {tokenizer.sha256[:12]}…) is not the checkpoint's ({sha256[:12]}…): "
-                       "give the tokenizer that the model was trained with by --tokenizer_dir")
+                       "name the tokenizer of the model's training with --tokenizer_dir")
 
 
-def _load(directory, read):
+def _load(path, read, advice="copy it again"):
+    """Returns the Tokenizer that read(path) returns."""
     try:
-        tokenizer = Tokenizer(*read(directory))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise BadInput(f"the tokenizer in {directory} cannot be loaded ({reason}): copy it again") from None
-    _check_token_bytes(tokenizer, directory / TOKEN_BYTES_FILE)
-    return tokenizer
-
-
-def _load_huggingface(path):
-    try:
-        tokenizer = Tokenizer(*read_huggingface(path, SPECIAL_TOKENS))
-        if not tokenizer.keeps_every_character():
-            raise ValueError("its split pattern leaves out some characters")
+        return read(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(f"{type(error).__name__} {error}".split()).removeprefix("ValueError ")
-        raise BadInput(f"the tokenizer of Hugging Face in {path} cannot be used ({reason}): move it away, so that the "
-                       "shipped one is taken, or name another with --tokenizer_dir") from None
+        raise BadInput(f"the tokenizer in {path} cannot be loaded ({reason}): {advice}") from None
+
+
+def _read_huggingface(path):
+    tokenizer = Tokenizer(*read_huggingface(path, SPECIAL_TOKENS))
+    if not tokenizer.keeps_every_character():
+        raise ValueError("its split pattern leaves out some characters")
     return tokenizer
 
 
 def _is_huggingface(path):
-    """Returns whether a tokenizer.json is of Hugging Face's library and not of this module."""
+    """Returns whether a tokenizer.json is Hugging Face's and not this module's."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -299,11 +291,11 @@ def _read_files(directory):
         except (ValueError, binascii.Error):
             raise ValueError(f"{VOCABULARY_FILE} line {number} is not a base64 token and a rank") from None
     config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-    return ranks, config["pattern"], config["special_tokens"]
+    return _checked(Tokenizer(ranks, config["pattern"], config["special_tokens"]), directory)
 
 
 class _PickledEncoding:
-    """Replaces tiktoken.Encoding while a pickle is read: it keeps the state and does nothing with it."""
+    """Replaces tiktoken.Encoding while a pickle is read: it only keeps the state."""
 
     def __setstate__(self, state):
         self.state = state
@@ -324,17 +316,18 @@ def _read_pickle(directory):
             state = _TiktokenUnpickler(file).load().state
         except Exception as error:  # a damaged pickle may raise anything
             raise ValueError(f"{PICKLE_FILE} is not a pickled tiktoken.Encoding: {error}") from None
-    return state["mergeable_ranks"], state["pat_str"], state["special_tokens"]
+    return _checked(Tokenizer(state["mergeable_ranks"], state["pat_str"], state["special_tokens"]), directory)
 
 
-def _check_token_bytes(tokenizer, path):
-    """Warns if the file `path` disagrees with the tokenizer. Bits per byte is counted with tokenizer.token_bytes()."""
-    if not path.exists():
-        return
-    try:
-        counts = torch.load(path, map_location="cpu", weights_only=True)
-        agrees = counts.dim() == 1 and torch.equal(counts.long(), tokenizer.token_bytes().long())
-    except Exception:  # a damaged file may raise anything
-        agrees = False
-    if not agrees:
-        warnings.warn(f"{path} does not hold the bytes of this tokenizer's tokens: counted again", stacklevel=4)
+def _checked(tokenizer, directory):
+    """Returns the tokenizer. Warns if token_bytes.pt disagrees; bits per byte uses tokenizer.token_bytes()."""
+    path = directory / TOKEN_BYTES_FILE
+    if path.exists():
+        try:
+            counts = torch.load(path, map_location="cpu", weights_only=True)
+            agrees = counts.dim() == 1 and torch.equal(counts.long(), tokenizer.token_bytes().long())
+        except Exception:  # a damaged file may raise anything
+            agrees = False
+        if not agrees:
+            warnings.warn(f"{path} does not hold the bytes of this tokenizer's tokens: counted again", stacklevel=5)
+    return tokenizer

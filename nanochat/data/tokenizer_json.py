@@ -1,9 +1,8 @@
-"""Reads the tokenizer.json of Hugging Face's tokenizers, if it is a byte-level BPE that tiktoken encodes alike, and
-writes one that Hugging Face encodes as tiktoken does.
+"""Reads the tokenizer.json of Hugging Face's tokenizers, if it is a byte-level BPE that tiktoken encodes alike.
 
 Both libraries merge the pair of lowest rank first. But Hugging Face has a list of pairs, and tiktoken merges any pair
-that makes a token; they split text with different regular expressions; and Hugging Face may change the text before.
-So every part of a file that is read is compared with what is known to give the same ids, and anything else is refused.
+that makes a token; their regular expressions differ; and Hugging Face may change the text first. So only what is known
+to give the same ids is accepted.
 """
 import json
 import re
@@ -11,17 +10,17 @@ import re
 # The split of GPT-2, which ByteLevel makes unless a Split does (tokenizers, src/pre_tokenizers/byte_level.rs)
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# What means the same to Oniguruma, which Hugging Face uses, and to the regex crates of Rust, which tiktoken uses. Not
-# among it: ^ and $, which match at every line in Oniguruma; \w, \b and \h, which have other characters; back-references
-# and look-behind; {m,n} with another quantifier after it; and flags, but for the endings of English ('s, 'll): without
-# case, Oniguruma takes "ss" and "st" for one character, too.
+# The syntax that means the same to Oniguruma, which Hugging Face uses, and to the regex crates of Rust, which tiktoken
+# uses. It excludes ^ and $, which match at every line in Oniguruma; \w, \b and \h, which match other characters;
+# back-references and look-behind; {m,n} before another quantifier; and flags, except for English endings ('s, 'll):
+# without case, Oniguruma also takes "ss" and "st" for one character.
 _CHARACTER = r"\\[pP]\{[A-Z][a-z]?\}|\\[sSdDrnt]|\\x[0-7][0-9A-Fa-f]|\\[^\w\s]"
 ALIKE = re.compile(
     rf"(?:{_CHARACTER}|\(\?(?::|[=!])|\(\?i:(?![^)]*s[st])['sdmtlvre|\[\]]+\)|\((?!\?)|[)|.]|"
     rf"\[\^?(?:{_CHARACTER}|(?!&&|--|~~)[^\\\[\]])+\]|"
     r"\{\d+(?:,\d*)?\}(?![?*+{])|[?*+][?+]?(?![?*+{])|[^\\^$.\[\](){}|?*+])+")
 
-# Other names that Hugging Face's models give to the special tokens of nanochat; the first that is there counts.
+# Other names of nanochat's special tokens in Hugging Face's models; the first that is present counts.
 _OTHER_NAMES = {
     "<|bos|>": ("<|begin_of_text|>", "<bos>", "<s>", "[BOS]", "<|startoftext|>", "<|endoftext|>"),
     "<|file_sep|>": ("<file_sep>", "<|file_separator|>"),
@@ -31,17 +30,17 @@ _CONTROL = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 
 def byte_of_character():
-    """Returns {character: byte}: GPT-2 writes each byte as a character that can be seen, from U+0100 on if need be."""
+    """Returns {character: byte}: GPT-2 writes each byte as a visible character, from U+0100 on if necessary."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def read_huggingface(path, our_names):
-    """Returns ({bytes: id}, split pattern, {special token: id}) of a tokenizer.json, with the ids of Hugging Face.
+    """Returns ({bytes: id}, split pattern, {special token: id}) of a tokenizer.json, with its ids.
 
-    Special tokens get the names of nanochat, `our_names`, where they have others. Raises ValueError with the reason if
-    text would get other ids, or if it is not byte-level. The caller has to check that no character is lost.
+    Special tokens get nanochat's names, `our_names`. Raises ValueError with the reason if text would get other ids, or
+    if the tokenizer is not byte-level. The caller has to check that no character is lost.
     """
     config = json.loads(path.read_text(encoding="utf-8"))
     _require(config.get("normalizer") in (None, {"type": "Sequence", "normalizers": []}),
@@ -53,7 +52,10 @@ def read_huggingface(path, our_names):
         _require(not model.get(name), f"its model has a {name}")
     special_tokens = _special_tokens(config.get("added_tokens") or [])
     ranks = _ranks(model["vocab"], set(special_tokens.values()))
-    _check_merges(ranks, [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]])
+    merges = []
+    for pair in model["merges"]:  # older versions write "left right", newer ones ["left", "right"]
+        merges.append(pair.split(" ") if isinstance(pair, str) else pair)
+    _check_merges(ranks, merges)
     return ranks, pattern, _with_our_names(special_tokens, our_names)
 
 
@@ -84,7 +86,7 @@ def _split_pattern(pre_tokenizer):
 
 
 def _special_tokens(added_tokens):
-    """Returns {name: id} of the added tokens. The text of a document never becomes one of them."""
+    """Returns {name: id} of the added tokens. Text never becomes one of them."""
     for token in added_tokens:
         _require(token.get("special") or _CONTROL.fullmatch(token["content"]),
                  f"it has a token that is cut out of the text before the rest: {token['content']!r}")
@@ -110,21 +112,24 @@ def _ranks(vocabulary, special_ids):
         if number not in special_ids:
             _require(token and all(character in byte_of for character in token),
                      f"its token {token!r} is not of bytes, so it is not byte-level")
-            ranks[bytes(byte_of[character] for character in token)] = number
+            ranks[_bytes_of(token, byte_of)] = number
     return ranks
 
 
-def _check_merges(ranks, merges):
-    """Raises ValueError unless merging any pair that makes a token, lowest id first, is the same as these `merges`.
+def _bytes_of(token, byte_of):
+    return bytes(map(byte_of.__getitem__, token))
 
-    It is if the ids of what they make never fall, no token is made of later ones, and the pair of which tiktoken makes
-    each token is among them: when it makes a token, all pairs of lower rank are merged, so it meets that pair only.
-    """
+
+def _check_merges(ranks, merges):
+    """Raises ValueError unless merging any pair that makes a token, lowest id first, is the same as these `merges`."""
+    # It is if the ids of the results never fall, no token is made of later ones, and the pair of which tiktoken makes
+    # each token is among the merges. When tiktoken makes a token, all pairs of lower rank are merged, so it meets only
+    # that pair.
     byte_of = byte_of_character()
     pairs = {}  # token: the pairs of which it is made
     last = -1
     for left, right in merges:
-        pair = tuple(bytes(byte_of[character] for character in part) for part in (left, right))
+        pair = _bytes_of(left, byte_of), _bytes_of(right, byte_of)
         token = b"".join(pair)
         rank = ranks.get(token, -1)
         _require(rank >= last, f"its merges are not in the order of ids, at {token!r}")
@@ -138,7 +143,7 @@ def _check_merges(ranks, merges):
 
 
 def last_pair(token, rank, ranks):
-    """Returns what is left of a token when all pairs of a rank below its own are merged, the leftmost lowest first."""
+    """Returns the parts of a token after merging all pairs of a lower rank than its own, the leftmost lowest first."""
     parts = [token[i:i + 1] for i in range(len(token))]
     while len(parts) > 2:
         found = [ranks.get(left + right, rank) for left, right in zip(parts, parts[1:], strict=False)]

@@ -25,7 +25,7 @@ class Unit(NamedTuple):
 
 class Units:
     """A unit is a row group, or a slice of one if there are fewer row groups than lanes. Every epoch has all units, in
-    a random order of its own. The units of all epochs, one after the other, are dealt to the lanes in turn.
+    a random order of its own. The lanes take turns at the units of all epochs, one after the other.
     """
 
     def __init__(self, shards, num_lanes, seed):
@@ -34,7 +34,7 @@ class Units:
         self.units = []
         row_groups = [(shard, row_group, n_documents) for shard in shards
                       for row_group, n_documents in enumerate(shard.row_group_documents) if n_documents]
-        # To reach a slice, the row group must be decoded up to it: so only as many slices as give each lane a unit.
+        # Reading a slice decodes the row group up to it: so there are only as many slices as give each lane a unit.
         slices = -(-num_lanes // len(row_groups))
         for shard, row_group, n_documents in row_groups:
             cuts = np.linspace(0, n_documents, min(slices, n_documents) + 1).astype(int).tolist()
@@ -52,14 +52,13 @@ class Units:
         return np.argsort(bits, kind="stable")
 
     def get(self, lane, number):
-        """Returns a Unit of `lane`, which reads its units in the order of `number`, which begins at 0."""
-        # Where the unit stands among those of all epochs, one after the other. An epoch need not be a multiple of the
-        # lanes.
+        """Returns the Unit that `lane` reads as its `number`-th, from 0."""
+        # An epoch need not be a multiple of the lanes.
         epoch, index = divmod(number * self.num_lanes + lane, len(self.units))
         return self.units[self._order(epoch)[index]]
 
     def read_ahead(self, lane, number):
-        """Lets the row group of a unit be fetched, if it is in a bucket, before it is read."""
+        """Prefetches the row group of a unit from its bucket."""
         unit = self.get(lane, number)
         if (unit.shard.digest, unit.row_group) not in self._kept:
             unit.shard.file.read_ahead(unit.row_group, [TEXT])
@@ -69,15 +68,16 @@ class Units:
         return len(range(lane, len(self.units), self.num_lanes))
 
     def read(self, unit, document, first_piece, max_bytes):
-        """Returns the same as read_pieces, from `document` (its number in the row group) to the end of the unit."""
+        """Returns what read_pieces does, from `document` (its number in the row group) to the end of the unit."""
         pieces = self._keep(unit.shard, unit.row_group)
         if pieces is None:
             return read_pieces(unit.shard, unit.row_group, document, unit.stop, first_piece, max_bytes)
-        return pieces[bisect_left(pieces, (document, first_piece)):bisect_left(pieces, (unit.stop, 0))], unit.stop
+        begin = bisect_left(pieces, (document, first_piece))
+        return pieces[begin:bisect_left(pieces, (unit.stop, 0))], unit.stop
 
     def _keep(self, shard, row_group):
         """Returns all TextPieces of a row group and keeps them in memory, or None if there is no room for them."""
-        # Several workers may come here at the same time without a lock: at worst two of them decode the same row group.
+        # Several workers may come here at the same time without a lock: at worst two decode the same row group.
         key = shard.digest, row_group
         if key not in self._kept and self._room > 0:
             stop = shard.row_group_documents[row_group]

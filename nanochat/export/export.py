@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from nanochat.checkpoint.format import SUMS, sha256_of_files, sync_to_disk
+from nanochat.checkpoint.format import SUMS, sums_text, sync_to_disk
 from nanochat.common import BadInput
 from nanochat.export.huggingface import tokenizer_json
 from nanochat.model import logit_cap
@@ -140,8 +140,7 @@ def write_for_transformers(folder, model, tokenizer, card):
     if is_scaled(model):
         shutil.copy(Path(__file__).with_name(f"{CODE}.py"), folder)
     _save(folder, model, {"format": "pt"})
-    sums = sha256_of_files(sorted(folder.iterdir()))
-    (folder / SUMS).write_text("".join(f"{digest}  {path.name}\n" for path, digest in sums.items()))
+    (folder / SUMS).write_text(sums_text(sorted(folder.iterdir())))
 
 
 def write_safetensors(folder, model, meta):

@@ -1,15 +1,14 @@
 """Finds and loads the model of a checkpoint, to complete text or to evaluate."""
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
 from nanochat.checkpoint.format import MODEL, find_problem, load_meta, read_config, sha256_of_files, tensor_files
 from nanochat.checkpoint.pieces import load_tensors
-from nanochat.common import BadInput, expand_path, flag
-from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
+from nanochat.common import BadInput, flag
+from nanochat.data.tokenizer import TokenizerFlags, check_tokenizer, load_tokenizer
 from nanochat.device.mesh import ONE_CHIP
 from nanochat.device.ranks import DEVICE_TYPES, resolve_device_type
 from nanochat.device.tpu import count_tpu_chips
@@ -24,11 +23,9 @@ QUANTIZATIONS = ("none", "int8")
 
 
 @dataclass(frozen=True)
-class CheckpointFlags:
+class CheckpointFlags(TokenizerFlags):
     """Which model a script loads, and the device."""
     checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; default: the newest of all")
-    tokenizer_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped one",
-                                      of=expand_path)
     device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
 
 

@@ -3,7 +3,7 @@ reads or draws its weights in host memory, in the process of every chip; a save 
 host. Not counted: Python, libtpu, the data, and the page cache."""
 from nanochat.common import BadInput
 from nanochat.data.bucket import in_bucket
-from nanochat.data.shards import list_text
+from nanochat.data.shards import list_shards
 from nanochat.device.tpu import GIB
 from nanochat.train.mesh_plan import TABLES, held_bytes
 
@@ -72,7 +72,7 @@ def data_bytes(data):
         if in_bucket(data.folder(split)):
             continue
         try:
-            found += sum(path.stat().st_size for path in list_text(data, split))
+            found += sum(path.stat().st_size for path in list_shards(data.folder(split), split))
         except BadInput:
             return None
     return found

@@ -9,13 +9,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
-from nanochat.common import expand_path, flag, read_flags
+from nanochat.common import flag, read_flags
 from nanochat.data.fim import Infilling
 from nanochat.data.loader import DataLoader, Rows
 from nanochat.data.shards import TextFlags, open_text
-from nanochat.data.tokenizer import Infill, load_tokenizer
+from nanochat.data.tokenizer import Infill, TokenizerFlags, load_tokenizer
 from scripts.bench.rounds import Clock, Spent, compare
 
 # In a round the loader reads this many documents, and then the tokenizer has its turn. If it held the texts of a whole
@@ -25,8 +24,7 @@ UNIT = "a million characters"
 
 
 @dataclass(frozen=True)
-class Flags(TextFlags):
-    tokenizer_dir: Path | None = flag(None, "directory of the tokenizer; default: that of training", of=expand_path)
+class Flags(TextFlags, TokenizerFlags):
     device_batch_size: int = flag(8, "rows in a batch", at_least=1)
     max_seq_len: int = flag(1024, "T, one less than the tokens in a row", at_least=1)
     threads: int = flag(2, "threads that tokenize, with and without the loader", at_least=1, at_most=1000)

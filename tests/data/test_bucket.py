@@ -214,10 +214,9 @@ def test_a_part_that_a_crash_of_the_machine_has_cut_is_fetched_again(folder, sto
 
 
 def test_a_cache_that_is_too_small_or_a_disk_with_less_is_refused_before_any_work(folder, storage, monkeypatch):
-    with pytest.raises(BadInput, match="--data_cache_gb=0.0001 is too small: each of 4 lanes holds two row groups, of "
-                                       "up to 0.1 MB: give it at least 0.0"):
+    with pytest.raises(BadInput, match="--data_cache_gb=0.0001 is too small: .* 4 lanes .* 0.1 MB: .* 0.0"):
         check_cache(open_shards(list_shards(URL, cache_gb=1e-4)), LANES)
-    with pytest.raises(BadInput, match="--data_cache_gb=20, but there is only room for 0.0"):
+    with pytest.raises(BadInput, match="--data_cache_gb=20, .*0.0"):
         monkeypatch.setattr(bucket_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
         check_cache(open_shards(list_shards(URL)), LANES)
     assert check_cache(open_shards(list_shards(folder)), LANES) is None
@@ -227,7 +226,7 @@ def test_a_full_disk_is_one_line_with_status_1(storage, monkeypatch, base_dir):
     def is_full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(bucket_module.os, "posix_fallocate", is_full)
-    with pytest.raises(Failure, match="the disk is full .*lower --data_cache_gb=20") as error:
+    with pytest.raises(Failure, match="disk is full .*--data_cache_gb=20") as error:
         open_shards(list_shards(URL))
     assert error.value.status == 1 and not list((base_dir / CACHE_DIR).glob("*.partial"))
 
@@ -236,7 +235,7 @@ def test_a_cache_that_cannot_be_used_is_one_line(storage, base_dir):
     (base_dir / CACHE_DIR).mkdir(parents=True)
     for number in range(256):
         (base_dir / CACHE_DIR / f"{number:02x}.lock").mkdir()
-    with pytest.raises(Failure, match="the cache .* cannot be used .*mend this, or delete it while nothing runs"):
+    with pytest.raises(Failure, match="the cache .* cannot be used"):
         open_shards(list_shards(URL))
 
 
@@ -269,7 +268,7 @@ def test_during_an_outage_not_every_file_is_tried_in_turn(storage, tmp_path, mon
         return False
     monkeypatch.setattr(bucket_module, "_try", fail)
     monkeypatch.setattr(BucketFile, "open_footer", lambda self: raise_(Outage(f"{self} has not been reached")))
-    with pytest.raises(Outage, match="000.parquet has not been reached"):
+    with pytest.raises(Outage, match="000.parquet"):
         bucket_module.fetch_footers(files)
     assert len(tries) <= 3 * bucket_module.FOOTERS_AT_ONCE
 
@@ -297,10 +296,10 @@ def test_a_bucket_that_is_gone_for_good_is_one_line_with_status_75(storage, monk
     open_shards(shards)
     storage.close()
     monkeypatch.setattr(bucket_module, "OUTAGE_S", 0.3)
-    with pytest.raises(Outage, match="gs://b/other has not been reached for 0 minutes .*start the same command again"):
+    with pytest.raises(Outage, match="gs://b/other .* 0 minutes"):
         list_shards("gs://b/other")
     shards = [replace(file, outage_s=0.3) for file in shards]
-    with pytest.raises(Outage, match=rf"{URL}/shard_\d.parquet has not been reached .*Connection refused") as error:
+    with pytest.raises(Outage, match=rf"{URL}/shard_\d.parquet .*Connection refused") as error:
         steps_of(shards)
     assert error.value.status == 75 and "\n" not in str(error.value)
 
@@ -309,7 +308,7 @@ def test_a_file_that_changes_during_a_run_is_one_line(folder, storage):
     shards = list_shards(URL)
     open_shards(shards)
     storage.put("b", "corpus/train/shard_1.parquet", (folder / "shard_1.parquet").read_bytes())
-    with pytest.raises(BadInput, match=f"{URL}/shard_1.parquet was replaced or deleted after it was listed"):
+    with pytest.raises(BadInput, match=f"{URL}/shard_1.parquet was replaced or deleted"):
         steps_of(shards, skip_bad=True)
 
 
@@ -349,7 +348,7 @@ def test_without_a_login_or_without_gcloud_a_bucket_is_refused(storage, monkeypa
     with pytest.raises(BadInput, match=f"{URL}: .*You do not currently have an active account selected: log in"):
         list_shards(URL)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(BadInput, match="needs gcloud, which cannot be started here"):
+    with pytest.raises(BadInput, match="needs gcloud"):
         list_shards(URL)
 
 
@@ -366,7 +365,7 @@ def test_files_that_are_not_whole_parquet_files_and_empty_folders_are_named(stor
 @pytest.mark.parametrize("place", ["gs:/x", "gs://", "gs:///x", "gs//x", "GS://x", "gs:x", "s3://x", "http://x/y",
                                    "gs://b/\n", "gs://B/x"])
 def test_a_place_that_is_neither_a_bucket_nor_a_folder_is_refused(place):
-    with pytest.raises(BadInput, match="it is neither gs://BUCKET/FOLDER nor a folder of this machine"):
+    with pytest.raises(BadInput, match="neither gs://BUCKET/FOLDER"):
         data_place(place)
 
 

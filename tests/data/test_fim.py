@@ -221,8 +221,8 @@ def test_rate_and_kinds_must_be_those_of_the_saved_position(open_fim):
 
 def test_what_cannot_be_used_for_it_is_one_line(tokenizer, byte_tokenizer_dir):
     without = Tokenizer({bytes([byte]): byte for byte in range(256)}, r"[^\n]+|\n", {"<|bos|>": 256})
-    with pytest.raises(BadInput, match="--fim needs a tokenizer with the special token <|fim_prefix|>"):
+    with pytest.raises(BadInput, match=r"--fim .*<\|fim_prefix\|>"):
         check_fim("--fim", without, 1024)
-    with pytest.raises(BadInput, match="--fim needs rows .* --max_seq_len=32 is less than 64"):
+    with pytest.raises(BadInput, match="--fim .* --max_seq_len=32 .* 64"):
         check_fim("--fim", tokenizer, 32)
     check_fim("--fim", load_tokenizer(byte_tokenizer_dir), 64)

@@ -118,7 +118,7 @@ def test_rows_become_longer_at_a_step_and_hold_the_same_whatever_the_ranks_and_w
         for (rows, state), (expected, after) in zip(run(world_size, begin, steps[begin - 1][1]), steps[begin:],
                                                     strict=True):
             assert torch.equal(rows, expected) and state == after, f"resumed before step {begin}"
-    with pytest.raises(BadInput, match="is for seq_len 64, but this run has 32"):
+    with pytest.raises(BadInput, match="seq_len 64, .* 32"):
         next(run(1, 4, steps[5][1]))
 
 
@@ -152,7 +152,7 @@ def test_a_saved_position_whose_data_is_corrupt_by_now_is_refused(tmp_path):
     path = write_pages(tmp_path / "a.parquet", make_texts(300), 100)
     state = list(read_steps([path], 4, world_size=1))[-1][1]
     damage(path, 0, 300, b"??")
-    with pytest.raises(BadInput, match="a document that the saved position in the data names cannot be read any more"):
+    with pytest.raises(BadInput, match="saved position .*cannot be read"):
         list(read_steps([path], 30, world_size=1, state=state, skip_bad=True))
 
 
@@ -297,16 +297,16 @@ def test_what_does_not_fit_is_one_clear_line(shards, tmp_path):
         (dict(state=state, seq_len=64), "is for seq_len 128, but this run has 64"),
         (dict(state=state, num_lanes=16), "is for num_lanes 8, but this run has 16"),
         (dict(state={k: v for k, v in state.items() if k != 3}), "lacks lanes 3"),
-        (dict(state={**state, 2: {**state[2], "rows": 7}}), "of different steps"),
+        (dict(state={**state, 2: {**state[2], "rows": 7}}), "different steps"),
     ]
     for options, message in cases:
         with pytest.raises(BadInput, match=message):
             open_loader(shards, **options)
-    with pytest.raises(BadInput, match="is for data .*, but this run has "):
+    with pytest.raises(BadInput, match="is for data "):
         open_loader(shards[:2], state=state)
     with open_loader(shards, batch_size=1) as loader:
         odd = [next(loader) for _ in range(6)][-1].state
-    with pytest.raises(BadInput, match="6 rows were read so far, which is not possible with 4 ranks: use 2 ranks"):
+    with pytest.raises(BadInput, match="6 rows .* 4 ranks: use 2 ranks"):
         open_loader(shards, world_size=4, state=odd)
     with pytest.raises(BadInput, match="every document is empty"):
         open_loader([write(tmp_path / "empty.parquet", ["", None])])

@@ -125,7 +125,7 @@ def test_the_shipped_tokenizer_has_65536_tokens_with_all_special_ones(shipped):
     assert [shipped.special(name) for name in SPECIAL_TOKENS] == list(range(65536 - len(SPECIAL_TOKENS), 65536))
     assert shipped.bos_id == shipped.special("<|bos|>")
     assert shipped.decode([shipped.bos_id]) == "<|bos|>"
-    with pytest.raises(BadInput, match="no special token <|nothing|>"):
+    with pytest.raises(BadInput, match=r"<\|nothing\|>"):
         shipped.special("<|nothing|>")
 
 

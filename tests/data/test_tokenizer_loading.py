@@ -162,7 +162,7 @@ def test_token_bytes_are_counted_again_when_the_file_is_missing_or_wrong(tmp_pat
 def test_a_tokenizer_that_does_not_fit_the_model_is_bad_input():
     tokenizer = byte_tokenizer()
     check_tokenizer(tokenizer, vocab_size=tokenizer.n_vocab, sha256=tokenizer.sha256)
-    with pytest.raises(BadInput, match="270 tokens but the model's vocabulary is 256"):
+    with pytest.raises(BadInput, match="270 tokens .* 256: .*--tokenizer_dir"):
         check_tokenizer(tokenizer, vocab_size=256)
-    with pytest.raises(BadInput, match="is not the checkpoint's"):
+    with pytest.raises(BadInput, match="--tokenizer_dir"):
         check_tokenizer(tokenizer, sha256="0" * 64)
