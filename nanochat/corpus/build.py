@@ -129,8 +129,9 @@ def total_bytes(sources):
 def remove_leftovers(work_dir):
     """Removes the unfinished files of a killed run. It renames them first, because a task may still run elsewhere."""
     for leftover in [*work_dir.rglob("*.partial"), *work_dir.rglob("*.gone"), *work_dir.glob("probe_*")]:
-        gone = leftover.rename(leftover.with_suffix(".gone"))
-        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+        if leftover.exists():  # not inside of another one
+            gone = leftover.rename(leftover.with_suffix(".gone"))
+            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
 
 
 def require_disk(directory, nbytes, what):

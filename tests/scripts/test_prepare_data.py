@@ -227,7 +227,7 @@ find out -name '*.parquet' | wc -l
     ([], "no sources"),
     (["--source={nothing}/x"], "not a directory, a git checkout or a tarball"),
     (["--projects_dir={nothing}/x"], "is not a directory"),
-    (["--source={one}"], "all files are of one project"),
+    (["--source={one}"], r"one project \(one\).*--projects_dir"),
     (["--source={one},{two}", "--val_projects=three"], "no project is called three"),
     (["--source={one},{two}", "--val_projects=one,two"], "names every project"),
     (["--source={one},{two}", "--val_fraction=1.5"], "is not a number above 0 and below 1"),
