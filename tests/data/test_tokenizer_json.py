@@ -188,8 +188,7 @@ def test_what_would_change_text_or_ids_is_refused_in_one_line(tmp_path, trained,
         load_tokenizer(save(tmp_path, changed(trained, *path, to=to)))
     message = str(error.value)
     assert reason in message and "\n" not in message
-    assert f"{tmp_path}/tokenizer.json" in message and message.endswith(
-        "move it away, so that the shipped one is taken, or name another with --tokenizer_dir")
+    assert f"{tmp_path}/tokenizer.json" in message and "--tokenizer_dir" in message
 
 
 def test_merges_in_another_order_are_refused(tmp_path, trained):
