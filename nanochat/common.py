@@ -3,7 +3,6 @@ import argparse
 import ctypes
 import difflib
 import errno
-import hashlib
 import io
 import math
 import os
@@ -325,14 +324,6 @@ def locked(lock_file, refusal):
         raise BadInput(refusal) from None
     with held:  # releases it once; `with FileLock(…)` would acquire it a second time
         yield
-
-
-def sha256_of(file):
-    """Returns the SHA-256, in hexadecimal, of the rest of a file that is open for bytes."""
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 class Progress:

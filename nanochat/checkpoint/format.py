@@ -12,6 +12,7 @@ is deleted once a new checkpoint of its step or a later one is in place.
 """
 import base64
 import errno
+import hashlib
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from shlex import quote
 
 import torch
 
-from nanochat.common import BadInput, expand_path, get_base_dir, sha256_of
+from nanochat.common import BadInput, expand_path, get_base_dir
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 LANES, META, SUMS = "lanes.json", "meta.json", "SHA256SUMS"
@@ -299,8 +300,12 @@ def sha256_of_files(paths):
 
 
 def _sha256(path):
-    with open(path, "rb") as file:
-        return sha256_of(file)
+    digest = hashlib.sha256()
+    buffer = bytearray(2**22)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+    return digest.hexdigest()
 
 
 def sums_text(paths):

@@ -5,6 +5,7 @@ anywhere, so no length in one is trusted: reading is bounded.
 """
 import bz2
 import gzip
+import hashlib
 import lzma
 import math
 import re
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 
 import pyarrow as pa
 
-from nanochat.common import BadInput, sha256_of
+from nanochat.common import BadInput
 
 TARBALL = re.compile(r"\.(?:tar\.|t)(gz|bz2|xz|lzma|zst)$|\.tar$")
 MAX_RATIO, RATIO_FREE_BYTES = 200, 1 << 30  # source code shrinks to a fifth; a file of zeros to a thousandth or less
@@ -48,6 +49,14 @@ def check_sha256(archive, expected):
         found = sha256_of(file)
         if found != expected:
             raise tarfile.ReadError(f"its SHA-256 is {found[:12]}…, not {expected[:12]}…")
+
+
+def sha256_of(file):
+    """Returns the SHA-256, in hexadecimal, of the rest of a file that is open for bytes."""
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import sha256_of
 from nanochat.corpus import scan
+from nanochat.corpus.archives import sha256_of
 from nanochat.corpus.packing import join_files
 from nanochat.corpus.scan import RUN_ROW_GROUP_DOCUMENTS, SCHEMA
 from nanochat.data.shards import PACKED
