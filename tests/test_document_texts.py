@@ -3,9 +3,8 @@ import os
 import re
 
 from dev.figures import figures
-from tests.test_documents import DOCUMENTS, ROOT, anchors, links
-
-LONG_CELLS = ()
+from tests.test_documents import DOCUMENTS, ROOT, anchors, files, links
+from tests.test_structure import CORE, ROOMS
 
 
 def table_rows(text):
@@ -31,7 +30,7 @@ def test_readme_and_changelog_are_short():
 
 def test_the_cells_of_the_tables_are_short():
     problems = []
-    for document in sorted(set(DOCUMENTS) - set(LONG_CELLS)):
+    for document in DOCUMENTS:
         limit = 10 if document == "README.md" else 30
         cells = [cell for row in table_rows((ROOT / document).read_text()) for cell in row]
         problems += [f"{document}: {cell}" for cell in cells if len(words_of(cell)) > limit]
@@ -67,3 +66,35 @@ def test_the_rows_that_the_preflights_reports_make_are_those_of_todays_figures()
     assert rows["tokens/s; MFU"] == "700,000; 75.0%" and rows["peak HBM, GiB"] == "8.00"
     table = (ROOT / "dev/DECISIONS.md").read_text()
     assert all(f"\n| {name} | " in table for name in rows)
+
+
+def lines_of(path):
+    """The lines of a Python file, or of all Python files in a folder."""
+    found = [path] if path.suffix else path.rglob("*.py")
+    return sum(len(file.read_text().splitlines()) for file in found)
+
+
+def test_the_lines_that_the_readme_counts_are_right_to_a_tenth():
+    """A folder may differ by 100 lines, because the README rounds."""
+    text = (ROOT / "README.md").read_text()
+    shown = [(name, int(lines.replace(",", ""))) for name, lines in
+             re.findall(r"^ *([\w.]+)/? +([\d,]+)  ", text[text.index("## Where things are"):], re.MULTILINE)]
+    core = [*CORE[:-1], "common.py"]
+    sums = iter(sum(lines_of(ROOT / "nanochat" / name) for name in names) for names in (core, ROOMS))
+    wrong = []
+    for name, lines in shown:
+        folder = ROOT / "scripts" if name == "scripts" else ROOT / "nanochat" / name
+        actual = next(sums) if name == "nanochat" else lines_of(folder)
+        if abs(lines - actual) > max(100, actual / 10):
+            wrong.append(f"{name}: {lines}, {actual} now")
+    assert len(shown) == len(CORE) + len(ROOMS) + 3 and not wrong, wrong
+
+
+def test_every_message_that_troubleshooting_quotes_is_in_the_program():
+    program = "".join((ROOT / path).read_text() for path in files() if path == "Makefile"
+                      or path.startswith(("nanochat/", "scripts/", "deploy/")) and path.endswith((".py", ".sh")))
+    program = re.sub(r'"\s*\n\s*f?"', "", program)  # a message may be divided among lines
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    parts = [part.strip() for quoted in re.findall(r'"([^"]+)"', text) for part in quoted.split("…")]
+    missing = [part for part in parts if part not in program]
+    assert parts and not missing, missing
