@@ -11,23 +11,24 @@ from multiprocessing import resource_tracker
 from nanochat.run.hosts import metadata
 
 EXIT_STATUS = 75  # EX_TEMPFAIL: the state is saved; start the same command again
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # SIGUSR1: the notice of Slurm
 
 
 def stop_on_signals(requests):
-    """Makes SIGTERM and SIGINT ask for a stop. Call it in the main thread.
+    """Makes _SIGNALS ask for a stop, but for a SIGHUP that is ignored (nohup). Call it in the main thread.
 
-    A second SIGINT ends the process at once. While the run waits for its mirror, a signal of either kind ends only the
+    A second SIGINT ends the process at once. While the run waits for its mirror, a signal of any kind ends only the
     wait, and the exit status stays EXIT_STATUS. If the machine is about to end, SIGTERM does not end the wait.
 
-    Blocks both signals in this process's main thread and in processes started from now on: a signal to the whole
+    Blocks the signals in this process's main thread and in processes started from now on: a signal to the whole
     process group, such as Ctrl-C, reaches the parent only.
     """
     # Python runs a handler in the main thread, between two of its instructions, and that thread may wait in C code for
     # the whole run. The thread that receives the signal writes to the wakeup descriptor at once.
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    for number in _SIGNALS:  # a thread reads the pipe and acts, even while this one is busy
+    heard = [number for number in _SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    for number in heard:  # a thread reads the pipe and acts, even while this one is busy
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     # If this process is killed, Python's resource tracker frees the semaphores of its pool, with a needless warning.
@@ -58,12 +59,12 @@ def _obey_signals(read_end, requests):
 
 
 def stop_on_signal_to_rank(requests):
-    """Makes SIGTERM to this process ask for a stop, too, although the process inherits it as blocked."""
+    """Makes SIGTERM and SIGHUP to this process ask for a stop, too, although the process inherits them as blocked."""
     threading.Thread(target=_obey_signal_to_rank, args=(requests,), name="signals", daemon=True).start()
 
 
 def _obey_signal_to_rank(requests):
-    signal.sigwait({signal.SIGTERM})
+    signal.sigwait({signal.SIGTERM, signal.SIGHUP})
     requests.ask_to_stop()
 
 

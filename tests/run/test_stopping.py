@@ -1,4 +1,5 @@
 """All ranks stop before the same step and save their state, and the resumed run has the same bits."""
+import fcntl
 import http.server
 import json
 import os
@@ -6,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nanochat.checkpoint.format import load_meta
+from nanochat.checkpoint.meta import load_meta
 from nanochat.run.agreement import SAVE, STOP, RankAgreement, Requests
 from nanochat.run.stopping import EXIT_STATUS, stop_on_preemption_notice
 from nanochat.run.watchdog import Heartbeats
@@ -154,9 +156,87 @@ from nanochat.run.stopping import stop_on_signals
 stop_on_signals(Requests(sys.argv[1], create=True))
 with ProcessPoolExecutor(1, get_context("spawn")) as executor:
     blocked = executor.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
-assert {signal.SIGINT, signal.SIGTERM} <= blocked, blocked
+assert {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} <= blocked, blocked
 """
     subprocess.run([sys.executable, "-c", code, tmp_path / "requests"], check=True, timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM])
+def test_each_signal_asks_for_a_stop_and_one_that_is_ignored_stays_ignored(tmp_path, number):
+    code = """
+import os, signal, sys, time
+from nanochat.run.agreement import Requests
+from nanochat.run.stopping import stop_on_signals
+requests = Requests(sys.argv[1], create=True)
+if len(sys.argv) == 4:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+stop_on_signals(requests)
+os.kill(os.getpid(), int(sys.argv[2]))
+time.sleep(0.2)
+print(requests.times_asked)
+"""
+    command = [sys.executable, "-c", code, tmp_path / "requests", str(int(number))]
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert asked.stdout == f"{number.name}: the run stops after a few steps and saves a checkpoint\n1\n", asked.stderr
+    if number == signal.SIGHUP:
+        asked = subprocess.run([*command, "nohup"], capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert asked.stdout == "0\n", asked.stderr
+
+
+def test_a_terminal_that_closes_asks_for_a_stop_and_lines_printed_after_it_are_no_error(tmp_path):
+    code = """
+import multiprocessing, sys, time
+from nanochat.common import prepare_output
+from nanochat.run.agreement import Requests
+from nanochat.run.stopping import stop_on_signal_to_rank, stop_on_signals
+
+def as_rank(path):
+    prepare_output()
+    requests = Requests(path)
+    stop_on_signal_to_rank(requests)
+    print("ready", flush=True)
+    while not requests.times_asked:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    print("saved", flush=True)
+    open(path + ".saved", "w").close()
+
+if __name__ == "__main__":
+    prepare_output()
+    stop_on_signals(Requests(sys.argv[1], create=True))
+    rank = multiprocessing.get_context("fork").Process(target=as_rank, args=sys.argv[1:])
+    rank.start()
+    rank.join()
+    print("ended", flush=True)
+    sys.exit(75)
+"""
+    terminal, end = os.openpty()
+    process = subprocess.Popen([sys.executable, "-c", code, tmp_path / "requests"], stdin=end, stdout=end, stderr=end,
+                               start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+    os.close(end)
+    output = b""
+    while b"ready" not in output:
+        output += os.read(terminal, 1000)
+    os.close(terminal)
+    assert process.wait(60) == 75 and (tmp_path / "requests.saved").exists()
+
+
+def test_a_rank_prints_its_stacks_on_sigusr1_although_its_parent_takes_it_for_a_stop(tmp_path):
+    code = """
+import os, signal, sys
+from nanochat.run.agreement import Requests
+from nanochat.run.stopping import stop_on_signals
+from nanochat.run.watchdog import print_stacks_on_signal
+stop_on_signals(Requests(sys.argv[1], create=True))
+if os.fork() == 0:
+    print_stacks_on_signal()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os._exit(0)
+os.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "requests"], capture_output=True, text=True,
+                          timeout=60)
+    assert "most recent call first" in done.stderr and done.stdout == ""
 
 
 def test_the_systems_sigterm_does_not_end_the_copying_on_a_machine_that_is_preempted(tmp_path):
