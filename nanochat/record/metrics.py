@@ -18,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-from nanochat.common import is_disk_full, written_whole
+from nanochat.common import is_disk_full, move_aside, written_whole
 
 METRICS_FILE = "metrics.jsonl"
 MIRROR_BEHIND_S = 60  # the console line shows a mirror that is further behind
@@ -97,7 +97,7 @@ def _rewind(path, resume_step):
     if not path.exists():
         return set()
     if resume_step is None:
-        path.replace(path.with_suffix(".jsonl.aside"))
+        move_aside(path)
         return set()
     kept = []
     names = set()
@@ -150,10 +150,16 @@ class WandbLog:
             settings = wandb.Settings(console="off", silent=True, login_timeout=1, init_timeout=WANDB_TIMEOUT_S,
                                       finish_timeout=WANDB_TIMEOUT_S)
             run = wandb.init(resume="allow", settings=settings, **init_arguments)
+            # The step is a metric like others. WandB's own counter never goes back: after a resume it would drop the
+            # steps between the checkpoint and the end of the process before.
+            run.define_metric("*", step_metric="step")
             while (record := self._queue.get()) is not None:
-                run.log(record, step=record["step"])
+                run.log(record)
             run.finish()
         except BaseException as error:  # wandb raises KeyboardInterrupt and SystemExit, too
+            if "No API key" in str(error):
+                return self._console("WandB gets no records: nobody has logged in here (wandb login). metrics.jsonl "
+                                     "has every record.")
             self._warn(f"failed ({type(error).__name__}: {' '.join(str(error).split())})")
 
     def _warn(self, problem):

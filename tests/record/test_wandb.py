@@ -1,5 +1,6 @@
 """The real WandB; each test runs it in another process, because it leaves threads and an exit handler behind."""
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,14 +20,19 @@ logger.close()
 """
 
 
-def run_with_wandb(run_dir, **environment):
+def run_code(code, run_dir, **environment):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    done = subprocess.run([sys.executable, "-c", WANDB_RUN, str(run_dir)], text=True, timeout=60,
+    done = subprocess.run([sys.executable, "-c", code, str(run_dir)], text=True, timeout=60,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                           env={**clean, "HOME": str(run_dir), **environment})
     assert done.returncode == 0, done.stdout
-    assert len(read(run_dir)) == 100
     return done.stdout
+
+
+def run_with_wandb(run_dir, **environment):
+    output = run_code(WANDB_RUN, run_dir, **environment)
+    assert len(read(run_dir)) == 100
+    return output
 
 
 def test_wandb_offline_receives_the_run_under_its_id(tmp_path):
@@ -35,9 +41,25 @@ def test_wandb_offline_receives_the_run_under_its_id(tmp_path):
     assert list(tmp_path.glob("wandb/offline-run-*-abcd1234/run-abcd1234.wandb"))
 
 
-def test_wandb_without_a_login_is_one_warning(tmp_path):
+def test_wandb_takes_steps_that_it_has_already_after_a_resume(tmp_path):
+    code = """
+import sys
+from nanochat.record.metrics import WandbLog
+wandb = WandbLog(id="abcd1234", name="trial", project="nanochat", dir=sys.argv[1])
+for number, step in enumerate((1, 2, 3, 2, 3, 4)):  # WandB has step 3, and the checkpoint is of step 1
+    wandb.log({"step": step, "loss": 7770 + number})
+wandb.finish(30)
+"""
+    run_code(code, tmp_path, WANDB_MODE="offline")
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    found = {int(loss) for loss in re.findall(rb"777\d", file.read_bytes())}
+    assert found == set(range(7770, 7776))
+
+
+def test_wandb_without_a_login_is_one_plain_line(tmp_path):
     output = run_with_wandb(tmp_path)
-    assert output.count("warning: WandB failed") == 1
+    assert output.count("WandB gets no records: nobody has logged in here (wandb login)") == 1
+    assert "warning" not in output and "UsageError" not in output
 
 
 def test_no_step_waits_for_a_wandb_server_that_never_answers_and_the_process_ends(tmp_path):
