@@ -12,8 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field, fields
 from functools import partial
 from pathlib import Path
@@ -62,12 +61,26 @@ def run_script(main):
     sys.exit(status)
 
 
+class _Terminal(io.FileIO):
+    """A terminal that may be closed while the process goes on, to save a checkpoint for example."""
+
+    def write(self, data):
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return len(data)
+
+
 def prepare_output():
-    """Lets this process print to a closed output, and print é as \\xe9 if the terminal or log is ASCII."""
-    # Python sets a stream to None if it was closed.
-    sys.stdout = sys.stdout or open(os.devnull, "w")
-    sys.stderr = sys.stderr or open(os.devnull, "w")
-    for stream in (sys.stdout, sys.stderr):
+    """Lets this process print to a closed output or terminal, and print é as \\xe9 if the terminal or log is ASCII."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # Python sets a stream to None if it was closed
+        if stream.isatty():
+            lines = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+            stream = io.TextIOWrapper(lines, stream.encoding, line_buffering=True)
+        setattr(sys, name, stream)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
@@ -313,57 +326,30 @@ def written_whole(path):
         unfinished.unlink(missing_ok=True)
 
 
-# Packages are imported inside these two, because deploy/ imports this module where none is installed.
+def move_aside(path):
+    """Renames a file or folder, if it exists, to NAME.aside, or NAME.aside2, … if there is one already."""
+    number = ""
+    while (aside := path.with_name(f"{path.name}.aside{number}")).exists():
+        number = int(number or 1) + 1
+    with suppress(FileNotFoundError):
+        path.rename(aside)
+
+
+# A package is imported inside, because deploy/ imports this module where none is installed.
 @contextmanager
 def locked(lock_file, refusal):
-    """Holds a lock on the file for the block. Raises BadInput(refusal) if another process holds it."""
+    """Holds a lock on the file for the block. Raises BadInput(refusal) if another process holds it, and BadInput if its
+    file system has no locks."""
     from filelock import FileLock, Timeout
     try:
         held = FileLock(lock_file).acquire(timeout=0)
     except Timeout:
         raise BadInput(refusal) from None
+    except (OSError, NotImplementedError) as error:
+        raise BadInput(f"{lock_file} cannot be locked ({error}): choose a disk of this machine, with the folder's flag "
+                       "or with NANOCHAT_BASE_DIR") from None
     with held:  # releases it once; `with FileLock(…)` would acquire it a second time
         yield
-
-
-class Progress:
-    """Shows progress on stderr: a bar on a terminal, otherwise a line every ten seconds at most. A context manager."""
-
-    def __init__(self, label, total, unit="B"):
-        from tqdm import tqdm
-        self._meter = partial(tqdm.format_meter, total=total, ncols=0, prefix=label, unit=unit, unit_scale=True)
-        self._total = total
-        self._done = 0
-        self._begun = time.monotonic()
-        self._printed = self._begun
-        self._bar = None
-        if sys.stderr.isatty():
-            self._bar = tqdm(total=total, desc=label, unit=unit, unit_scale=True)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.close()
-
-    def update(self, amount):
-        """Advances by `amount`."""
-        self._done += amount
-        if self._bar:
-            self._bar.update(amount)
-        elif self._done < self._total and time.monotonic() - self._printed > 10:
-            self._print()
-
-    def close(self):
-        """Shows the final state."""
-        if self._bar:
-            self._bar.close()
-        else:
-            self._print()
-
-    def _print(self):
-        self._printed = time.monotonic()
-        print(self._meter(self._done, elapsed=self._printed - self._begun), file=sys.stderr, flush=True)
 
 
 # Loaded here, because end_with_parent runs between fork and exec. There, locks of other threads stay locked, so nothing

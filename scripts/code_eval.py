@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.checkpoint.format import find_checkpoint
-from nanochat.common import Progress, expand_path, flag, read_flags, run_script
+from nanochat.common import expand_path, flag, read_flags, run_script
 from nanochat.data.shards import TextFlags
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, resolve_device_type
 from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, weights_of
@@ -23,6 +23,7 @@ from nanochat.judge.judge import Judge, JudgeFlags
 from nanochat.judge.problems import digest, read_problems, usable
 from nanochat.judge.results import open_results, results_dir
 from nanochat.judge.writer import Writer, WriterFlags
+from nanochat.record.progress import Progress
 
 
 @dataclass(frozen=True)

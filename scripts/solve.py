@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 
 from nanochat.checkpoint.format import find_checkpoint
-from nanochat.common import Progress, expand_path, flag, read_flags, run_script
+from nanochat.common import expand_path, flag, read_flags, run_script
 from nanochat.device.ranks import compute_cleanup, prepare_xla_environment
 from nanochat.infer.load import ModelFlags, load_language_meta, resolve_inference_device_type, weights_of
 from nanochat.judge.judge import Judge, JudgeFlags
 from nanochat.judge.problems import ProblemFlags, digest
 from nanochat.judge.results import open_results, results_dir
 from nanochat.judge.solve import SearchFlags, compare_methods, fitting, load_writers, solve, table
+from nanochat.record.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.common import BadInput, Progress, expand_path, flag, get_base_dir, locked, read_flags, written_whole
+from nanochat.common import BadInput, expand_path, flag, get_base_dir, locked, read_flags, written_whole
+from nanochat.record.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 
 from nanochat.analysis.summary import text
-from nanochat.checkpoint.format import META, Meta, list_checkpoints
+from nanochat.checkpoint.format import META, list_checkpoints
+from nanochat.checkpoint.meta import Meta
 from nanochat.device.tpu import GIB
 from nanochat.record.metrics import format_duration
 

@@ -1,37 +1,35 @@
-"""A run's checkpoints on disk: which exist, whether they are whole, what meta.json says, and which are deleted.
+"""A run's checkpoints on disk: which exist, whether they are whole, and which are deleted.
 
     <base dir>/checkpoints/<run>/step_000100/
         model.safetensors      the weights by name; those of large models are in pieces, see pieces.py
         optimizer.safetensors  the optimizer's state by name, in pieces as well
         lanes.json             the position of each lane in the data, with its buffered documents
-        meta.json              everything small, see Meta
+        meta.json              everything small, see meta.py
         SHA256SUMS             the checksums of these files; `sha256sum -c SHA256SUMS` checks them, too
 
-step_000100.tmp is being written or deleted. step_000100.aside is damaged or superseded: no run resumes from it, and it
-is deleted once a new checkpoint of its step or a later one is in place.
+step_000100.tmp is being written or deleted. step_000100.aside is damaged or superseded: no run resumes from it, and
+only a person deletes it.
 """
-import base64
 import errno
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 
-import torch
-
-from nanochat.common import BadInput, expand_path, get_base_dir
+from nanochat.common import BadInput, Outage, expand_path, get_base_dir, move_aside
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 LANES, META, SUMS = "lanes.json", "meta.json", "SHA256SUMS"
-FORMAT = 1  # of a checkpoint. Whoever adds a field to Meta, or changes the meaning of one, raises it
 MAX_THREADS = 16  # that read files to compute their checksums
+READ_AGAIN_S = (1, 4, 15)  # the pauses before a file system that fails is tried again
+_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL}  # errors that mean a damaged checkpoint
 
 
 # Finding
@@ -85,156 +83,30 @@ def find_checkpoint(name=""):
 
 
 def latest_good(run_dir):
-    """Returns the path of a run's newest undamaged checkpoint, or None. Sets damaged ones aside, each with a
-    warning."""
+    """Returns the path of a run's newest undamaged checkpoint, or None, and {path: what is wrong} of all later ones.
+    Raises Outage if the file system fails: that is no proof of damage."""
+    damaged = {}
+    _insist(run_dir, os.listdir)  # because glob hides errors
     for path in reversed(list_checkpoints(run_dir)):
-        problem = find_problem(path)
+        problem = _insist(path, _find_damage)
         if problem is None:
-            return path
-        print(f"warning: checkpoint {path} is damaged ({problem}): it is set aside", flush=True)
-        set_aside(path)
-    return None
+            return path, damaged
+        damaged[path] = problem
+    return None, damaged
 
 
-# meta.json
-
-
-@dataclass(frozen=True)
-class Meta:
-    step: int  # optimizer steps completed
-    config: dict  # the fields of the model's config, a GPTConfig for language
-    tokenizer_sha256: str
-    data_fingerprint: str
-    flags: dict  # of the script that trains, {name: value}; {} of a model that was trained elsewhere
-    rng: str  # see rng_state; "" of a model that was trained elsewhere
-    wandb_id: str | None = None
-    time: float | None = None  # Unix time of the save, s
-    batch_schedule: tuple = ()  # ((step, tokens), …) as in Plan
-    interruptions: int = 0  # how often the run was resumed
-    nonfinite_steps: dict = field(default_factory=dict)  # {"total": …, "in_a_row": …}
-    seconds: dict = field(default_factory=dict)  # {name: seconds}, see Goodput
-    task: str = "language"
-    mesh: dict = field(default_factory=dict)  # {axis: chips} on which it was trained; a resumed run may use another
-    is_pause: bool = False  # the run finished or was told to stop here: the time until it resumes is not lost
-
-    def to_json(self):
-        """Returns the JSON object that from_json reads."""
-        return {"format": FORMAT} | asdict(self)
-
-    @classmethod
-    def from_json(cls, found):
-        """Returns the Meta of a JSON object. Raises TypeError if a field is missing, unknown or has a value that no run
-        writes."""
-        meta = cls(**{name: _with_tuples(value) for name, value in found.items() if name != "format"})
-        name = _find_wrong_field(meta)
-        if name:
-            raise TypeError(f"{name} is {json.dumps(getattr(meta, name))[:40]}")
-        return meta
-
-
-def _with_tuples(value):
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
-
-
-# A matching checksum says that the file has not changed since it was written, and not that a run wrote it. Without
-# these checks a wrong value would be a traceback in every rank.
-def _find_wrong_field(meta):
-    """Returns the name of a field of a Meta with a value that no run writes, or None."""
-    for each in fields(meta):
-        if not isinstance(getattr(meta, each.name), each.type):
-            return each.name
-    is_right = {
-        "step": meta.step >= 0,
-        "rng": _is_rng_state(meta.rng) or not meta.flags,
-        "time": meta.time is None or math.isfinite(meta.time),
-        "batch_schedule": _is_schedule(meta.batch_schedule),
-        "nonfinite_steps": meta.nonfinite_steps.keys() <= {"total", "in_a_row"} and _are_numbers(meta.nonfinite_steps),
-        "seconds": _are_numbers(meta.seconds),
-    }
-    for name in is_right:
-        if not is_right[name]:
-            return name
-    return None
-
-
-def _is_rng_state(text):
-    try:
-        torch.Generator().set_state(_rng_tensor(text))
-    except (ValueError, RuntimeError):
-        return False
-    return True
-
-
-def _is_schedule(entries):
-    """Returns whether the entries are pairs of whole numbers, (step, tokens), with steps that rise from 0."""
-    if not all(isinstance(entry, tuple) and [type(number) for number in entry] == [int, int] for entry in entries):
-        return False
-    steps = [step for step, _ in entries]
-    return steps == sorted(set(steps)) and steps[:1] in ([], [0]) and all(tokens > 0 for _, tokens in entries)
-
-
-def _are_numbers(values):
-    return all(type(value) in (int, float) and math.isfinite(value) for value in values.values())
-
-
-def load_meta(path):
-    """Returns the Meta of the checkpoint at `path`. Raises BadInput if it cannot be read or has another format."""
-    try:
-        found = json.loads((Path(path) / META).read_text())
-        if found.get("format") != FORMAT:
-            raise BadInput(f"checkpoint {path} has format {found.get('format', 'none')} and this program reads format "
-                           f"{FORMAT}: use another checkpoint or --run, or the version of nanochat that wrote it")
-        return Meta.from_json(found)
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise BadInput(f"{path} is not a checkpoint ({META}: {error}): give a step_… directory") from None
-
-
-def read_config(path, meta, config_class):
-    """Returns the config of the model in the checkpoint at `path`, a `config_class`, which is a data class. Raises
-    BadInput if a field is missing or unknown, or has an impossible value."""
-    def refuse(problem):
-        return BadInput(f"{path} cannot be used: the model's config in its {META} {problem}: use another checkpoint")
-
-    types = {each.name: each.type for each in fields(config_class)}
-    for name in [*types, *meta.config]:
-        if name not in meta.config:
-            raise refuse(f"has no {name}")
-        if name not in types:
-            raise refuse(f"has {name}, which this program does not know")
-        value = meta.config[name]
-        is_right = type(value) is types[name] or type(value) is int and types[name] is float
-        if not is_right or types[name] is int and value < 0:
-            raise refuse(f"has {name} = {json.dumps(value)[:40]}")
-    try:
-        return config_class(**meta.config)
-    except (BadInput, ArithmeticError) as error:
-        raise refuse(f"makes no model ({error})") from None
-
-
-def require_same(path, values):
-    """Raises BadInput if the checkpoint at `path` and the run differ in one of `values`, {what: (saved, now)}."""
-    for what, (saved, now) in values.items():
-        if saved != now:
-            raise BadInput(f"{path} does not fit this run: {what} is {_shown(saved)} there and {_shown(now)} here: "
-                           "resume with the flags it was trained with, or choose another --run")
-
-
-def _shown(value):
-    return quote(str(value)[:40])
-
-
-def rng_state():
-    """Returns the state of torch's default CPU generator as a string."""
-    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
-
-
-def restore_rng(state):
-    """Sets torch's default CPU generator to a state that rng_state returned."""
-    torch.set_rng_state(_rng_tensor(state))
-
-
-def _rng_tensor(state):
-    return torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8)
+def _insist(path, read):
+    """Returns read(path). Tries it again after each of READ_AGAIN_S, and then raises Outage."""
+    for pause_s in (*READ_AGAIN_S, None):
+        try:
+            return read(path)
+        except OSError as error:
+            problem = _reason(error)
+        if pause_s:
+            print(f"warning: {path} cannot be read ({problem}): tried again in {pause_s} s", flush=True)
+            time.sleep(pause_s)
+    raise Outage(f"{path} cannot be read ({problem}), which does not mean that it is damaged: start the same command "
+                 "again once the disk answers. Or move it away: the run then resumes from the checkpoint before it")
 
 
 # Whether the files are whole
@@ -270,7 +142,14 @@ def read_sums(path):
 def find_problem(path, weights_only=False):
     """Returns what is wrong with a checkpoint's files, in a few words, or None. Reads them whole. weights_only: checks
     the weights and meta.json alone."""
-    path = Path(path)
+    try:
+        return _find_damage(Path(path), weights_only)
+    except OSError as error:
+        return _reason(error)
+
+
+def _find_damage(path, weights_only=False):
+    """Does the work of find_problem. Raises OSError if the file system fails."""
     kinds = [MODEL] if weights_only else [MODEL, OPTIMIZER]
     others = [META] if weights_only else [LANES, META]
     try:
@@ -283,7 +162,13 @@ def find_problem(path, weights_only=False):
         files = [name for kind in kinds for name in tensor_files(path, kind)]
         return _find_difference(path, files + others, expected)
     except OSError as error:
-        return f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error)
+        if error.errno in _DAMAGE:
+            return _reason(error)
+        raise
+
+
+def _reason(error):
+    return f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error)
 
 
 def _find_difference(path, names, expected):
@@ -331,18 +216,11 @@ class Kept:
         return self.every > 0 and step_of(path) % self.every == 0
 
 
-def set_aside(path):
-    """Renames a checkpoint to step_….aside, so that no run resumes from it."""
-    aside = Path(path).with_suffix(".aside")
-    shutil.rmtree(aside, ignore_errors=True)
-    Path(path).rename(aside)
-
-
 def set_aside_after(run_dir, step):
     """Sets aside all checkpoints after `step`, for a run that returns to an earlier one or (-1) starts over."""
     for path in list_checkpoints(run_dir):
         if step_of(path) > step:
-            set_aside(path)
+            move_aside(path)
 
 
 def clean_partial(run_dir):
@@ -356,8 +234,7 @@ def prune(run_dir, step, kept):
     for path in Path(run_dir).glob("step_*.tmp"):  # saves that a full disk ended
         if step_of(path) <= step:
             shutil.rmtree(path, ignore_errors=True)
-    aside = [path for path in Path(run_dir).glob("step_*.aside") if step_of(path) <= step]
-    for path in aside + kept.outdated(list_checkpoints(run_dir)):
+    for path in kept.outdated(list_checkpoints(run_dir)):
         delete(path)
 
 
@@ -373,17 +250,46 @@ def delete(path):
 # The disk
 
 
-def check_disk_space(run_dir, checkpoint_bytes, copies=2):
-    """Raises BadInput unless the disk has room for so many checkpoints, those that the run already has included.
+def check_disk_space(run_dir, checkpoint_bytes, copies=2, starts_over=False):
+    """Raises BadInput unless the disk has room for so many checkpoints, those that the run already has included, unless
+    it starts over: then they stay.
 
     A run needs two: the new one must be in place before the last old one is deleted.
     """
-    own = sum(file.stat().st_size for file in Path(run_dir).glob("step_*/*"))
+    found = [] if starts_over else list_checkpoints(run_dir)
+    own = sum(map(bytes_in, found))
     free = shutil.disk_usage(run_dir).free
     if own + free < copies * checkpoint_bytes:
         what = "two checkpoints take" if copies == 2 else "a checkpoint takes"
         raise BadInput(f"too little disk in {run_dir}: {what} {copies * checkpoint_bytes / 1e9:.2f} GB and "
-                       f"{(own + free) / 1e9:.2f} GB are free: free some, or set NANOCHAT_BASE_DIR to a larger disk")
+                       f"{(own + free) / 1e9:.2f} GB are free: free some, of old runs for example (step_….aside), or "
+                       "set NANOCHAT_BASE_DIR to a larger disk")
+
+
+def check_renaming(run_dir):
+    """Raises BadInput if the disk cannot do what the end of a save needs: sync a directory and rename it."""
+    trial = Path(run_dir) / ".trial.tmp"
+    renamed = trial.with_suffix("")
+    try:
+        (trial / "folder").mkdir(parents=True, exist_ok=True)
+        (trial / "file").touch()
+        sync_to_disk(trial)
+        trial.rename(renamed)
+    except OSError as error:
+        raise BadInput(f"{run_dir} cannot hold checkpoints: a folder there cannot be synced and renamed "
+                       f"({error.strerror}): set NANOCHAT_BASE_DIR to a disk of this machine") from None
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
+        shutil.rmtree(renamed, ignore_errors=True)
+
+
+def bytes_in(path):
+    """Returns the bytes of the files in a directory, which others may be writing and renaming."""
+    total = 0
+    for file in path.glob("*"):
+        with suppress(OSError):
+            total += file.stat().st_size
+    return total
 
 
 def sync_to_disk(path):
@@ -391,5 +297,8 @@ def sync_to_disk(path):
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not os.path.isdir(path):  # some file systems cannot sync a directory
+            raise
     finally:
         os.close(descriptor)

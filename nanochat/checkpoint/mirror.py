@@ -27,7 +27,7 @@ from pathlib import Path
 from nanochat.checkpoint import format
 from nanochat.checkpoint.format import SUMS, Kept, step_of
 from nanochat.checkpoint.pieces import is_whole
-from nanochat.common import BadInput, Outage, written_whole
+from nanochat.common import BadInput, Outage, move_aside, written_whole
 from nanochat.data.storage import Cancelled, Interruption, copy_files, delete_files, list_files, never
 from nanochat.record.metrics import METRICS_FILE
 
@@ -128,6 +128,7 @@ class Mirror:
             if problem is None:
                 # Before the checkpoint gets its name: from then on, a start fetches only later copies.
                 self._copy([f"{self.url}/{METRICS_FILE}"], run_dir)
+                move_aside(final)  # a damaged one of that step, if there is one
                 partial.rename(final)
                 if name.endswith(ROUNDED):
                     print(f"{final.name} was rounded when the VM was preempted: the run continues at its step, but not "

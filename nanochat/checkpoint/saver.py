@@ -1,7 +1,7 @@
 """Saves checkpoints, which are atomic, checked, and independent of the number of ranks.
 
 A checkpoint is written as `step_000100.tmp`, synced to disk, read back, and renamed. So a directory with the final name
-is whole unless something damaged it later; its checksums tell, and `latest_good` then returns the checkpoint before it.
+is whole unless something damaged it later; its checksums tell, and a run resumes from the one before it.
 
 To save, every rank calls `save_lane_states`. The ranks that write tensors have a Saver, which writes them in the
 background: rank 0 calls Saver.save, which waits for the files of the others and gives the checkpoint its name; the
@@ -12,14 +12,13 @@ import json
 import shutil
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.checkpoint import format
 from nanochat.checkpoint.format import LANES, META, SUMS, Kept
 from nanochat.checkpoint.pieces import Layout, remove_files, sizes_of, write_files
-from nanochat.common import Failure, is_disk_full
+from nanochat.common import Failure, is_disk_full, move_aside
 
 END_TIMEOUT_S = 1800  # for the last checkpoint at the end of a run
 PROBE_S = 1  # between two tests whether a missing part is due to a full disk
@@ -131,12 +130,12 @@ def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layo
     if final.is_dir():
         if format.find_problem(final) is None:
             return final  # it holds the same state: a resumed run repeats its steps bit for bit
-        format.set_aside(final)
+        move_aside(final)
     layout = layout or Layout.of(sizes_of(model_state), sizes_of(optimizer_state))
     mine = layout.files_with(model_state, optimizer_state)
     partial.mkdir(parents=True, exist_ok=True)
     # Other ranks may have written a part of it already.
-    make_room(run_dir, layout.num_bytes - bytes_in(partial), options.kept)
+    make_room(run_dir, layout.num_bytes - format.bytes_in(partial), options.kept)
     try:
         write_files(partial, mine)
         texts = layout.indexes() | {META: json.dumps(meta.to_json(), indent=1)}
@@ -165,15 +164,6 @@ def make_room(run_dir, needed_bytes, kept):
             raise OSError(errno.ENOSPC, f"a checkpoint takes {needed_bytes / 1e9:.3f} GB and {free / 1e9:.3f} GB are "
                           "free", str(run_dir))
         format.delete(doomed.pop(0))
-
-
-def bytes_in(path):
-    """Returns the bytes of the files in a directory, which others may be writing and renaming."""
-    total = 0
-    for file in path.iterdir():
-        with suppress(FileNotFoundError):
-            total += file.stat().st_size
-    return total
 
 
 # This order makes a kill at any moment harmless. All files are on disk by now. Then come their names in the directory,

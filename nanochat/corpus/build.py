@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from nanochat.common import BadInput, Progress, flag, written_whole
+from nanochat.common import BadInput, flag, written_whole
 from nanochat.corpus import corpus
 from nanochat.corpus.duplicates import Index, find_duplicates, load_index
 from nanochat.corpus.ray_cluster import RayRun
 from nanochat.corpus.scan import RECIPE, scan, telling_sequences
+from nanochat.record.progress import Progress
 
 TRAIN_DIR = "base_data_v3"
 VAL_DIR = "val"

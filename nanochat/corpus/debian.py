@@ -10,9 +10,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nanochat.common import BadInput, Progress, locked
+from nanochat.common import BadInput, locked
 from nanochat.corpus.archives import TARBALL
 from nanochat.corpus.sources import archive_source, readable
+from nanochat.record.progress import Progress
 
 RESERVED_INITIALS = "oz"  # packages with these initials are reserved for evaluation and must not be trained on
 INDEX_MAX_AGE_S = 24 * 3600

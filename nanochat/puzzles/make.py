@@ -10,8 +10,9 @@ from functools import partial
 
 import numpy as np
 
-from nanochat.common import BadInput, Progress, end_with_parent
+from nanochat.common import BadInput, end_with_parent
 from nanochat.puzzles import mazes, sudoku
+from nanochat.record.progress import Progress
 
 ROUNDS = 20  # each makes as many puzzles as are still missing
 SHARES = {"train": 0.75, "val": 0.25}  # of the fingerprints

@@ -3,7 +3,8 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
-from nanochat.checkpoint.format import META, OPTIMIZER, find_problem, load_meta, read_config
+from nanochat.checkpoint.format import META, OPTIMIZER, find_problem
+from nanochat.checkpoint.meta import load_meta, read_config
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput
 from nanochat.puzzles.trm import TRM, TRMConfig

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from nanochat.checkpoint.format import require_same
+from nanochat.checkpoint.meta import require_same
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.device.mesh import Mesh

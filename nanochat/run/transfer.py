@@ -9,7 +9,7 @@ from pathlib import Path
 from nanochat.checkpoint import format
 from nanochat.checkpoint.format import SUMS, Kept
 from nanochat.checkpoint.saver import save_lane_states
-from nanochat.common import BadInput, is_disk_full
+from nanochat.common import BadInput, is_disk_full, move_aside
 from nanochat.run import wire
 from nanochat.run.pod import PodError
 
@@ -58,7 +58,7 @@ def obtain(pod, directory, name, sums):
     is_here = (path / SUMS).is_file() and _digest(path / SUMS) == sums and format.find_problem(path) is None
     if not is_here:
         if path.is_dir():
-            format.set_aside(path)
+            move_aside(path)
         _get_checkpoint(pod, path, sums)
     # Later checkpoints here come from a branch of the run that the first host lost or never had.
     format.set_aside_after(directory, format.step_of(path))

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from nanochat.checkpoint.format import read_config, require_same
+from nanochat.checkpoint.meta import read_config, require_same
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.data.bucket import check_cache

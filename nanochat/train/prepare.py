@@ -6,8 +6,9 @@ from pathlib import Path
 from shlex import quote
 
 from nanochat.checkpoint import format
+from nanochat.checkpoint.meta import load_meta, read_config
 from nanochat.checkpoint.mirror import STATE_FILE, Mirror, MirrorState, patiently, run_mirror
-from nanochat.common import BadInput, Outage, get_base_dir
+from nanochat.common import BadInput, Outage, get_base_dir, move_aside
 from nanochat.model.config import GPTConfig, config_as_flags
 from nanochat.record.observe import parse_profile_steps
 from nanochat.run.agreement import Requests
@@ -113,8 +114,10 @@ def prepare(flags, device_type, make_task, pod=None):
     # New files, by this process alone and before a rank opens them: an earlier process's stop must not stop this one.
     Requests(directory / REQUESTS_FILE, create=True)
     Heartbeats(directory / HEARTBEATS_FILE, create=True)
-    if flags.record.saves:  # another host than the first holds only the checkpoint that it fetches
-        format.check_disk_space(directory, task.state_bytes(), copies=2 if is_first else 1)
+    if flags.record.saves:
+        format.check_renaming(directory)
+        # Another host than the first holds only the checkpoint that it fetches.
+        format.check_disk_space(directory, task.state_bytes(), 2 if is_first else 1, flags.run.resume == "never")
     path = finished_step = None
     if flags.run.resume == "auto":
         path, is_finished = resumed_checkpoint(directory, mirror, pod)
@@ -142,7 +145,7 @@ def resume(task, path, is_finished, is_first):
 
     is_finished: the run has the mark of its end. is_first: this host prints the changed flags.
     """
-    meta = format.load_meta(path)
+    meta = load_meta(path)
     if meta.task != task.name:
         raise BadInput(f"{path} is of the task {meta.task}, not {task.name}: choose another --run")
     task = task.resumed(path, meta)
@@ -168,10 +171,10 @@ def saved_meta(flags, directory):
     for path in reversed(format.list_checkpoints(directory)):
         # Prepare checks all files later, sets damaged checkpoints aside, and takes the one before.
         if _meta_is_whole(path):
-            meta = format.load_meta(path)
+            meta = load_meta(path)
             if meta.task != "language":  # prepare refuses it
                 return None
-            format.read_config(path, meta, GPTConfig)
+            read_config(path, meta, GPTConfig)
             return meta
     return None
 
@@ -239,13 +242,21 @@ def reach(mirror, directory):
 
 
 def newest_checkpoint(directory, mirror):
-    """Returns the path of a run's newest undamaged checkpoint, or None. Fetches it if only the mirror has it. Raises
-    BadInput or Outage."""
-    path = format.latest_good(directory)
-    if mirror is None:
-        return path
-    step = format.step_of(path) if path else -1
-    return patiently(mirror.url, lambda: mirror.fetch(directory, after_step=step)) or path
+    """Returns the path of a run's newest undamaged checkpoint, or None if the run has none. Fetches it if only the
+    mirror has it. Raises Outage, and BadInput if all checkpoints are damaged."""
+    path, damaged = format.latest_good(directory)
+    if mirror:
+        step = format.step_of(path) if path else -1
+        path = patiently(mirror.url, lambda: mirror.fetch(directory, after_step=step)) or path
+    if damaged and not path:
+        problems = ", ".join(f"{bad.name} ({problem})" for bad, problem in damaged.items())
+        raise BadInput(f"all checkpoints in {directory} are damaged: {problems}: put whole copies in their place, or "
+                       "start over with --resume=never")
+    for bad, problem in damaged.items():
+        print(f"warning: checkpoint {bad} is damaged ({problem}): it is set aside", flush=True)
+        if bad != path:  # otherwise the mirror's copy is in its place
+            move_aside(bad)
+    return path
 
 
 def changed_flags(saved, task):

@@ -3,7 +3,8 @@ import math
 import time
 from dataclasses import dataclass
 
-from nanochat.checkpoint.format import Meta, latest, restore_rng, rng_state
+from nanochat.checkpoint.format import latest
+from nanochat.checkpoint.meta import Meta, restore_rng, rng_state
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.device.ranks import print0, print_banner
 from nanochat.record.goodput import Goodput

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanochat.checkpoint import format
-from nanochat.checkpoint.format import Meta, rng_state
+from nanochat.checkpoint.meta import Meta, rng_state
 from nanochat.checkpoint.saver import SaveOptions, save_checkpoint, save_lane_states
 
 RNG = rng_state()

@@ -1,39 +1,65 @@
 """Which checkpoints a run has, keeps, sets aside and resumes from, and how much disk they need."""
+import errno
+import os
+from stat import S_ISDIR
 
 import pytest
 
 from nanochat.checkpoint import format
 from nanochat.checkpoint.format import META
 from nanochat.checkpoint.pieces import state_bytes
-from nanochat.common import BadInput
-from tests.checkpoint.states import DAMAGES, damage, flip_a_byte, make_state, names, save
+from nanochat.common import BadInput, Outage
+from tests.checkpoint.states import DAMAGES, damage, make_state, names, save
 
 
 @pytest.mark.parametrize("name", [format.MODEL, format.OPTIMIZER, format.LANES, META, format.SUMS])
 @pytest.mark.parametrize("how", DAMAGES)
-def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_used(tmp_path, name, how, capsys):
+def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_used(tmp_path, name, how):
     good, bad = save(tmp_path, 100), save(tmp_path, 200)
     damage(bad / name, how)
-    assert format.latest_good(tmp_path) == good
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1 and f"checkpoint {bad} is damaged" in said
-    assert names(tmp_path) == ["step_000100", "step_000200.aside"]
+    path, damaged = format.latest_good(tmp_path)
+    assert path == good and list(damaged) == [bad] and damaged[bad]
+    assert names(tmp_path) == ["step_000100", "step_000200"]
 
 
-def test_all_checkpoints_damaged_gives_none_and_deletes_nothing(tmp_path):
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_file_system_that_fails_is_tried_again_and_is_no_proof_of_damage(tmp_path, number, monkeypatch, capsys):
     for step in (1, 2):
-        flip_a_byte(save(tmp_path, step) / "model.safetensors")
-    assert format.latest_good(tmp_path) is None
-    assert names(tmp_path) == ["step_000001.aside", "step_000002.aside"]
-
-
-def test_a_checkpoint_set_aside_is_deleted_once_the_run_has_passed_its_step(tmp_path):
-    for step in (1, 2, 3):
         save(tmp_path, step)
-    format.set_aside_after(tmp_path, 1)
-    assert names(tmp_path) == ["step_000001", "step_000002.aside", "step_000003.aside"]
-    save(tmp_path, 2)
-    assert names(tmp_path) == ["step_000001", "step_000002", "step_000003.aside"]
+    failures = []
+
+    def failing(path, *args, **options):
+        if "step_000002/model" in str(path) and len(failures) < most:
+            failures.append(path)
+            raise OSError(number, os.strerror(number), str(path))
+        return open(path, *args, **options)
+
+    monkeypatch.setattr(format, "READ_AGAIN_S", (0.01, 0.01))
+    monkeypatch.setattr(format, "open", failing, raising=False)
+    most = 2
+    assert format.latest_good(tmp_path) == (tmp_path / "step_000002", {})
+    assert capsys.readouterr().out.count(f"model.safetensors: {os.strerror(number)}") == 2
+    most = 99
+    with pytest.raises(Outage, match=f"step_000002 cannot be read .model.safetensors: {os.strerror(number)}.*again"):
+        format.latest_good(tmp_path)
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+
+
+def test_a_folder_that_cannot_be_listed_is_no_new_run(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    monkeypatch.setattr(format, "READ_AGAIN_S", (0.01,))
+    monkeypatch.setattr(format.os, "listdir", lambda path: open("/proc/self/mem", "rb").read(1))  # EIO
+    with pytest.raises(Outage, match=f"{tmp_path} cannot be read"):
+        format.latest_good(tmp_path)
+
+
+def test_no_run_deletes_what_was_set_aside(tmp_path):
+    for _ in range(2):
+        for step in (1, 2):
+            save(tmp_path, step)
+        format.set_aside_after(tmp_path, 1)
+    save(tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["step_000002.aside", "step_000002.aside2", "step_000003"]
 
 
 def test_what_is_left_of_a_save_that_was_given_up_is_deleted_once_the_run_has_passed_its_step(tmp_path):
@@ -76,6 +102,26 @@ def test_on_a_nearly_full_disk_the_oldest_are_deleted_and_the_newest_stays(tmp_p
     assert [path.name for path in format.list_checkpoints(tmp_path)] == ["step_000003", "step_000004"]
     with pytest.raises(OSError, match="0.000 GB are free"):
         save(tmp_path, 5, keep_every=3)  # step 3 is never deleted
+
+
+def test_a_disk_that_cannot_rename_a_folder_is_refused_and_one_that_cannot_sync_it_holds_checkpoints(
+        tmp_path, monkeypatch):
+    def failing(number):
+        def fail(*_):
+            raise OSError(number, os.strerror(number))
+        return fail
+
+    format.check_renaming(tmp_path)
+    sync = os.fsync
+    with monkeypatch.context() as patch:
+        patch.setattr(format.Path, "rename", failing(errno.ENOSYS))
+        with pytest.raises(BadInput, match="renamed .Function not implemented.*NANOCHAT_BASE_DIR"):
+            format.check_renaming(tmp_path)
+        assert names(tmp_path) == []
+    monkeypatch.setattr(os, "fsync", lambda number: failing(errno.EINVAL)() if S_ISDIR(os.fstat(number).st_mode)
+                        else sync(number))
+    format.check_renaming(tmp_path)
+    assert format.find_problem(save(tmp_path, 1)) is None
 
 
 def test_state_bytes_counts_every_tensor():

@@ -115,7 +115,7 @@ time.sleep(0.5)
 os.unlink(run_dir / "ballast")
 saver.finish(timeout_s=30)
 assert [path.name for path in format.list_checkpoints(run_dir)] == ["step_000001", "step_000003"]
-assert format.latest_good(run_dir).name == "step_000003" and saver.saved_step == 3
+assert format.latest_good(run_dir)[0].name == "step_000003" and saver.saved_step == 3
 assert not list(run_dir.glob("*.tmp")), "a checkpoint that was given up is still there"
 """
 
@@ -145,7 +145,7 @@ print("now there is space", flush=True)
 ballast.unlink()
 saver.finish(timeout_s=30)
 assert [path.name for path in format.list_checkpoints(run_dir)] == ["step_000001"]
-assert format.latest_good(run_dir) and not list(run_dir.glob("step_*/probe"))
+assert format.latest_good(run_dir)[0] and not list(run_dir.glob("step_*/probe"))
 """
 
 

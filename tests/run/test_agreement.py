@@ -148,7 +148,7 @@ def hosts(tmp_path):
 
 
 def agree(pods, hosts):
-    newest = format.latest_good(hosts[0])
+    newest, _ = format.latest_good(hosts[0])
     return on_all(pods, lambda pod: agree_on_checkpoint(pod, hosts[pod.host.index], newest, {"is": "finished"}))
 
 

@@ -133,7 +133,7 @@ def test_steps_that_are_not_finite_end_the_run_with_the_last_good_checkpoint_and
     assert "error: 2 steps in a row" in process.stdout and "step 4 is not saved" in process.stdout
     assert [process.losses[step] is None for step in range(1, 7)] == [False] * 4 + [True] * 2
     assert process.records[-1]["bad_steps"] == 2 and process.records[-1]["grad_norm"] is None
-    assert format.latest_good(run_dir).name == "step_000003"
+    assert format.latest_good(run_dir)[0].name == "step_000003"
     rows = [np.load(run_dir / "bad_step_000005" / f"rank_{rank:03d}.npy") for rank in (0, 1)]
     assert all(part.shape == (8, 33) and part.dtype == np.int32 for part in rows)
 
@@ -149,7 +149,7 @@ def test_a_run_whose_model_breaks_ends_with_status_1_and_no_script_takes_it_for_
                  "warning: no sample at step 3: the model's predictions are not finite",
                  "error: the validation after step 6 is not finite: the model is broken"):
         assert said in process.stdout
-    assert format.latest_good(run_dir).name == "step_000006" and not (run_dir / ".finished").exists()
+    assert format.latest_good(run_dir)[0].name == "step_000006" and not (run_dir / ".finished").exists()
     assert "error: the validation after step 6 is not finite" in train(*break_it, status=1).stdout  # evaluated again
     limited = train(*break_it, "--max_bad_steps=5", status=1)
     assert "5 steps in a row had a non-finite loss or gradient" in limited.stdout

@@ -4,7 +4,8 @@ import os
 import pytest
 
 from nanochat.checkpoint import format
-from nanochat.checkpoint.format import Kept, load_meta
+from nanochat.checkpoint.format import Kept
+from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.mirror import Mirror
 from nanochat.common import BadInput
 from scripts import base_train

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nanochat.checkpoint.format import Meta
+from nanochat.checkpoint.meta import Meta
 from nanochat.common import BadInput
 from nanochat.model.rates import OptimConfig, lr_multiplier
 from nanochat.train.flags import Flags, LanguageRecordFlags, parse_flags

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from nanochat.checkpoint.format import Meta
+from nanochat.checkpoint.meta import Meta
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.model.config import GPTConfig

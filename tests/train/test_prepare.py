@@ -9,7 +9,7 @@ from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
 from nanochat.train.flags import FlagGroups, RecordFlags, RunFlags
 from nanochat.train.prepare import Run, changed_flags, prepare, run_directory
-from tests.checkpoint.states import save
+from tests.checkpoint.states import flip_a_byte, save
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,22 @@ def test_a_run_resumes_from_its_newest_checkpoint_and_has_finished_with_its_mark
     assert prepared(steps=5).finished_step is None
     with pytest.raises(BadInput, match="past step 4.*--num_iterations"):
         prepared(steps=4)
+
+
+def test_a_damaged_checkpoint_moves_aside_if_another_is_whole_and_the_start_is_refused_if_none_is(base_dir, capsys):
+    directory = base_dir / "checkpoints" / "a"
+    for step in (2, 5):
+        save_in(directory, step)
+    flip_a_byte(directory / "step_000005/model.safetensors")
+    assert prepared(steps=9).checkpoint.name == "step_000002"
+    assert f"{directory}/step_000005 is damaged (model.safetensors does not match" in capsys.readouterr().out
+    save_in(directory, 5)
+    for step in (2, 5):
+        flip_a_byte(directory / f"step_00000{step}/optimizer.safetensors")
+    with pytest.raises(BadInput, match="damaged: step_000005 .optimizer.*, step_000002 .*--resume=never"):
+        prepared(steps=9)
+    assert sorted(path.name for path in directory.glob("step*")) == \
+        ["step_000002", "step_000005", "step_000005.aside"]
 
 
 def test_a_checkpoint_of_another_task_is_refused(base_dir):

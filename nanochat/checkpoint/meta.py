@@ -1,0 +1,152 @@
+"""What meta.json of a checkpoint says, and whether a run can use it."""
+import base64
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from shlex import quote
+
+import torch
+
+from nanochat.checkpoint.format import META
+from nanochat.common import BadInput
+
+FORMAT = 1  # of a checkpoint. Whoever adds a field to Meta, or changes the meaning of one, raises it
+
+
+@dataclass(frozen=True)
+class Meta:
+    step: int  # optimizer steps completed
+    config: dict  # the fields of the model's config, a GPTConfig for language
+    tokenizer_sha256: str
+    data_fingerprint: str
+    flags: dict  # of the script that trains, {name: value}; {} of a model that was trained elsewhere
+    rng: str  # see rng_state; "" of a model that was trained elsewhere
+    wandb_id: str | None = None
+    time: float | None = None  # Unix time of the save, s
+    batch_schedule: tuple = ()  # ((step, tokens), …) as in Plan
+    interruptions: int = 0  # how often the run was resumed
+    nonfinite_steps: dict = field(default_factory=dict)  # {"total": …, "in_a_row": …}
+    seconds: dict = field(default_factory=dict)  # {name: seconds}, see Goodput
+    task: str = "language"
+    mesh: dict = field(default_factory=dict)  # {axis: chips} on which it was trained; a resumed run may use another
+    is_pause: bool = False  # the run finished or was told to stop here: the time until it resumes is not lost
+
+    def to_json(self):
+        """Returns the JSON object that from_json reads."""
+        return {"format": FORMAT} | asdict(self)
+
+    @classmethod
+    def from_json(cls, found):
+        """Returns the Meta of a JSON object. Raises TypeError if a field is missing, unknown or has a value that no run
+        writes."""
+        meta = cls(**{name: _with_tuples(value) for name, value in found.items() if name != "format"})
+        name = _find_wrong_field(meta)
+        if name:
+            raise TypeError(f"{name} is {json.dumps(getattr(meta, name))[:40]}")
+        return meta
+
+
+def _with_tuples(value):
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
+# A matching checksum says that the file has not changed since it was written, and not that a run wrote it. Without
+# these checks a wrong value would be a traceback in every rank.
+def _find_wrong_field(meta):
+    """Returns the name of a field of a Meta with a value that no run writes, or None."""
+    for each in fields(meta):
+        if not isinstance(getattr(meta, each.name), each.type):
+            return each.name
+    is_right = {
+        "step": meta.step >= 0,
+        "rng": _is_rng_state(meta.rng) or not meta.flags,
+        "time": meta.time is None or math.isfinite(meta.time),
+        "batch_schedule": _is_schedule(meta.batch_schedule),
+        "nonfinite_steps": meta.nonfinite_steps.keys() <= {"total", "in_a_row"} and _are_numbers(meta.nonfinite_steps),
+        "seconds": _are_numbers(meta.seconds),
+    }
+    for name in is_right:
+        if not is_right[name]:
+            return name
+    return None
+
+
+def _is_rng_state(text):
+    try:
+        torch.Generator().set_state(_rng_tensor(text))
+    except (ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _is_schedule(entries):
+    """Returns whether the entries are pairs of whole numbers, (step, tokens), with steps that rise from 0."""
+    if not all(isinstance(entry, tuple) and [type(number) for number in entry] == [int, int] for entry in entries):
+        return False
+    steps = [step for step, _ in entries]
+    return steps == sorted(set(steps)) and steps[:1] in ([], [0]) and all(tokens > 0 for _, tokens in entries)
+
+
+def _are_numbers(values):
+    return all(type(value) in (int, float) and math.isfinite(value) for value in values.values())
+
+
+def load_meta(path):
+    """Returns the Meta of the checkpoint at `path`. Raises BadInput if it cannot be read or has another format."""
+    try:
+        found = json.loads((Path(path) / META).read_text())
+        if found.get("format") != FORMAT:
+            raise BadInput(f"checkpoint {path} has format {found.get('format', 'none')} and this program reads format "
+                           f"{FORMAT}: use another checkpoint or --run, or the version of nanochat that wrote it")
+        return Meta.from_json(found)
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise BadInput(f"{path} is not a checkpoint ({META}: {error}): give a step_… directory") from None
+
+
+def read_config(path, meta, config_class):
+    """Returns the config of the model in the checkpoint at `path`, a `config_class`, which is a data class. Raises
+    BadInput if a field is missing or unknown, or has an impossible value."""
+    def refuse(problem):
+        return BadInput(f"{path} cannot be used: the model's config in its {META} {problem}: use another checkpoint")
+
+    types = {each.name: each.type for each in fields(config_class)}
+    for name in [*types, *meta.config]:
+        if name not in meta.config:
+            raise refuse(f"has no {name}")
+        if name not in types:
+            raise refuse(f"has {name}, which this program does not know")
+        value = meta.config[name]
+        is_right = type(value) is types[name] or type(value) is int and types[name] is float
+        if not is_right or types[name] is int and value < 0:
+            raise refuse(f"has {name} = {json.dumps(value)[:40]}")
+    try:
+        return config_class(**meta.config)
+    except (BadInput, ArithmeticError) as error:
+        raise refuse(f"makes no model ({error})") from None
+
+
+def require_same(path, values):
+    """Raises BadInput if the checkpoint at `path` and the run differ in one of `values`, {what: (saved, now)}."""
+    for what, (saved, now) in values.items():
+        if saved != now:
+            raise BadInput(f"{path} does not fit this run: {what} is {_shown(saved)} there and {_shown(now)} here: "
+                           "resume with the flags it was trained with, or choose another --run")
+
+
+def _shown(value):
+    return quote(str(value)[:40])
+
+
+def rng_state():
+    """Returns the state of torch's default CPU generator as a string."""
+    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+
+
+def restore_rng(state):
+    """Sets torch's default CPU generator to a state that rng_state returned."""
+    torch.set_rng_state(_rng_tensor(state))
+
+
+def _rng_tensor(state):
+    return torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8)
