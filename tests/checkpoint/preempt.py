@@ -1,0 +1,138 @@
+"""What of a depth-16 state is in a bucket 30 s after the notice of a preemption, if the bucket takes 100 MB/s:
+
+    python3 -m tests.checkpoint.preempt --depth=16 --mb_per_s=100 --notice_s=30
+
+A state of that model, with random numbers, goes the way of a run at its notice: Saves, the files in memory, the uploads to
+an emulated bucket that takes so many MB a second in all. One process with the threads of this machine does what the
+processes of all chips do on a VM. The process is killed at the end of the notice. Prints the timeline, and the step from
+which a new VM resumes.
+"""
+import argparse
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from nanochat.checkpoint.format import Kept
+from nanochat.checkpoint.mirror import MirrorState, run_mirror
+from nanochat.checkpoint.pieces import sizes_of, state_bytes
+from nanochat.data import storage
+from nanochat.device.ranks import Dist
+from nanochat.model.config import GPTConfig
+from nanochat.model.weights import shapes
+from nanochat.train.flags import RecordFlags
+from nanochat.train.saves import Saves
+from tests.checkpoint.states import make_meta
+from tests.deploy.cloud import Cloud
+
+
+class Rate:
+    """Lets so many bytes a second through, for all threads together."""
+
+    def __init__(self, bytes_per_s):
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def take(self, count):
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + count / self._bytes_per_s
+            wait_s = self._free_at - time.monotonic()
+        time.sleep(max(0.0, wait_s))
+
+
+def make_state(depth):
+    """Returns ({name: weight}, {name: state}) of the model that --depth makes, in random numbers."""
+    weights, state = {}, {}
+    for name, shape in shapes(GPTConfig(n_layer=depth)).items():
+        weights[name] = torch.rand(shape)
+        state[f"{name}.momentum"] = torch.rand(shape)
+        is_matrices = len(shape) == 3  # Muon has a second moment for each neuron
+        state[f"{name}.second_moment"] = torch.rand((*shape[:-1], 1) if is_matrices else shape)
+    return weights, state
+
+
+class Training:
+    def __init__(self, state):
+        self.state = state
+
+    def sizes(self):
+        return [sizes_of(part) for part in self.state]
+
+    def host_state(self, names):
+        return [{name: tensor.clone() for name, tensor in part.items() if name in names} for part in self.state]
+
+
+def save_at_the_notice(depth, url):
+    """Does in a child process what a run does at the notice, and says when it did what."""
+    state = make_state(depth)
+    run_dir = Path(tempfile.mkdtemp())
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    mirror = run_mirror(url, "run", Kept(2))
+    MirrorState(mirror.url).write(run_dir)
+    run = SimpleNamespace(directory=run_dir, link=None, mirror=mirror, checkpoint=None, starts_over=False,
+                          flags=SimpleNamespace(record=RecordFlags()), task=SimpleNamespace(num_lanes=1))
+    saves = Saves(run, Dist("cpu", torch.device("cpu")), 0, SimpleNamespace(flush=lambda: None))
+    os.write(1, f"state of {state_bytes(*state) / 1e9:.2f} GB; notice\n".encode())
+    saves.save(123, {0: {}}, Training(state), make_meta(123), is_preempted=True)
+    os.write(1, b"the rounded state is in memory, and the loop ends\n")
+    saves.finish(lambda: False)
+    saves.finish_mirror(lambda: False)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depth", type=int, default=16)
+    parser.add_argument("--mb_per_s", type=float, default=100.0)
+    parser.add_argument("--notice_s", type=float, default=30.0)
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.url:
+        rate, content = Rate(1e6 * flags.mb_per_s), storage._content
+
+        def limited(*args):
+            for part in content(*args):
+                rate.take(len(part))
+                yield part
+
+        storage._content = limited
+        return save_at_the_notice(flags.depth, flags.url)
+    return watch(flags)
+
+
+def watch(flags):
+    """Starts the run, kills it at the end of the notice, and resumes from what is in the bucket."""
+    cloud = Cloud()
+    os.environ.update(cloud.env(tempfile.mkdtemp()))
+    reader, writer = os.pipe()
+    command = [sys.executable, "-u", "-m", "tests.checkpoint.preempt", f"--depth={flags.depth}",
+               f"--mb_per_s={flags.mb_per_s}", "--url=gs://b"]
+    pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, writer, 1)])
+    os.close(writer)
+    begin = timer = None
+    for line in open(reader):
+        if line.endswith("notice\n"):
+            begin = time.monotonic()
+            timer = threading.Timer(flags.notice_s, os.kill, (pid, 9))
+            timer.start()
+        print(f"{time.monotonic() - (begin or time.monotonic()):5.1f} s  {re.sub('/tmp/[^ ]*/', '', line.strip())}", flush=True)
+    os.waitpid(pid, 0)
+    if timer is None:
+        sys.exit("the run did not start")
+    timer.cancel()
+    print(f"{time.monotonic() - begin:5.1f} s  killed; {sum(map(len, cloud.objects.values())) / 1e9:.2f} GB in the bucket")
+    new_vm = Path(tempfile.mkdtemp())
+    (new_vm / "metrics.jsonl").touch()
+    path = run_mirror("gs://b", "run", Kept(2)).fetch(new_vm)
+    print("a new VM", f"resumes from {path.name}" if path else "finds no checkpoint")
+    cloud.close()
+
+
+if __name__ == "__main__":
+    main()
