@@ -2,10 +2,10 @@
 
     python3 -m tests.checkpoint.preempt --depth=16 --mb_per_s=100 --notice_s=30
 
-A state of that model, with random numbers, goes the way of a run at its notice: Saves, the files in memory, the uploads to
-an emulated bucket that takes so many MB a second in all. One process with the threads of this machine does what the
-processes of all chips do on a VM. The process is killed at the end of the notice. Prints the timeline, and the step from
-which a new VM resumes.
+A state of that model, with random numbers, goes the way of a run at its notice: Saves, the files in memory, the uploads
+to an emulated bucket that takes so many MB a second in all. One process with the threads of this machine does what the
+processes of all chips do on a VM. It is killed at the end of the notice. Prints the timeline, and the step from which a
+new VM resumes.
 """
 import argparse
 import os
@@ -66,7 +66,7 @@ class Training:
         return [sizes_of(part) for part in self.state]
 
     def host_state(self, names):
-        return [{name: tensor.clone() for name, tensor in part.items() if name in names} for part in self.state]
+        return [{name: tensor for name, tensor in part.items() if name in names} for part in self.state]
 
 
 def save_at_the_notice(depth, url):
@@ -121,12 +121,14 @@ def watch(flags):
             begin = time.monotonic()
             timer = threading.Timer(flags.notice_s, os.kill, (pid, 9))
             timer.start()
-        print(f"{time.monotonic() - (begin or time.monotonic()):5.1f} s  {re.sub('/tmp/[^ ]*/', '', line.strip())}", flush=True)
+        seconds = time.monotonic() - begin if begin else 0.0
+        print(f"{seconds:5.1f} s  {re.sub('/tmp/[^ ]*/', '', line.strip())}", flush=True)
     os.waitpid(pid, 0)
     if timer is None:
         sys.exit("the run did not start")
     timer.cancel()
-    print(f"{time.monotonic() - begin:5.1f} s  killed; {sum(map(len, cloud.objects.values())) / 1e9:.2f} GB in the bucket")
+    stored_gb = sum(map(len, cloud.objects.values())) / 1e9
+    print(f"{time.monotonic() - begin:5.1f} s  killed; {stored_gb:.2f} GB in the bucket")
     new_vm = Path(tempfile.mkdtemp())
     (new_vm / "metrics.jsonl").touch()
     path = run_mirror("gs://b", "run", Kept(2)).fetch(new_vm)
