@@ -18,12 +18,22 @@ from functools import partial
 from pathlib import Path
 
 
+def printable(text):
+    """Returns the text in one line that a terminal shows and does not obey: unprintable characters are escaped."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def warn(text):
+    """Prints a warning."""
+    print(f"warning: {printable(text)}", flush=True)
+
+
 class BadInput(Exception):
-    """An error that the user can correct, with exit status 2. Its message is one line: what is wrong, the value, and
-    what to do. Unprintable characters are escaped: a line's end in the value of a flag becomes \\n."""
+    """An error that the user can correct, with exit status 2. Its message is one printable line: what is wrong, the
+    value, and what to do."""
 
     def __init__(self, message):
-        super().__init__("".join(char if char.isprintable() else repr(char)[1:-1] for char in message))
+        super().__init__(printable(message))
 
 
 class Failure(Exception):
@@ -107,7 +117,7 @@ def is_disk_full(error):
 
 
 def _say(line, status):
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
     return status
 
 

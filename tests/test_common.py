@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.common import BadInput, expand_path, flag, get_base_dir, locked, read_flags, written_whole
+from nanochat.common import (
+    BadInput,
+    Outage,
+    expand_path,
+    flag,
+    get_base_dir,
+    locked,
+    read_flags,
+    say_error,
+    warn,
+    written_whole,
+)
 from nanochat.record.progress import Progress
 
 
@@ -133,6 +144,12 @@ def test_a_script_runs_with_closed_outputs():
     body = " print('x'); sys.stderr.isatty(); raise BadInput('no')"
     process = run_main(body, preexec_fn=lambda: (os.close(1), os.close(2)))
     assert process.wait(timeout=30) == 2
+
+
+def test_a_terminal_obeys_no_escape_code_in_an_error_or_a_warning(capsys):
+    warn("\x1b[2Jgone\n")
+    assert say_error(Outage("\x1b]0;title\x07 é")) == 75
+    assert capsys.readouterr() == ("warning: \\x1b[2Jgone\\n\n", "error: \\x1b]0;title\\x07 é\n")
 
 
 @pytest.mark.parametrize("before", ["pass", "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"])

@@ -55,10 +55,11 @@ def in_bucket(place):
     return str(place).startswith("gs://")
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalFile:
     """A file on this machine, with the methods of BucketFile."""
     path: Path
+    seen: tuple | None = None  # its size and time of change when it was first opened
 
     def __str__(self):
         return str(self.path)
@@ -72,10 +73,17 @@ class LocalFile:
         return str(self.path.parent)
 
     def open_footer(self):
-        return pa.OSFile(str(self.path))
+        file = pa.OSFile(str(self.path))
+        stat = os.fstat(file.fileno())
+        found = stat.st_size, stat.st_mtime_ns  # not the inode, because gcsfuse numbers a file anew now and then
+        self.seen = self.seen or found
+        if found != self.seen:
+            raise BadInput(f"{self} was replaced or changed after it was opened: put it back, or begin a new run with "
+                           "the data as it is now")
+        return file
 
     def open_row_group(self, row_group, columns):
-        return pa.OSFile(str(self.path)), None
+        return self.open_footer(), None
 
     def read_ahead(self, row_group, columns):
         pass
@@ -213,6 +221,12 @@ def fetch_footers(files):
         files = files[num_fetched + 1:]
 
 
+def is_data(name):
+    """Returns whether a file or folder is no other program's own: Jupyter's copies and AppleDouble files are hidden,
+    and Delta Lake and Spark write an underscore before the names of theirs."""
+    return not name.startswith((".", "_"))
+
+
 def column_range(metadata, row_group, names):
     """Returns the places in the file where these columns of a row group begin and end."""
     begins = []
@@ -341,10 +355,16 @@ def list_bucket(url, cache_gb=CACHE_GB):
 def _parquet_files(url, _):
     retries = Retries(url, OUTAGE_S)
     files, folders = retries.call(list_files, url)
-    found = [file for file in files if file.url.endswith(".parquet")]
+    found = _data_in(files)
     if found:
         return found
     for folder in folders:
-        files, _ = retries.call(list_files, folder)
-        found += [file for file in files if file.url.endswith(".parquet")]
+        if is_data(folder.rpartition("/")[2]):
+            files, _ = retries.call(list_files, folder)
+            found += _data_in(files)
     return found
+
+
+def _data_in(files):
+    names = {file: file.url.rpartition("/")[2] for file in files}
+    return [file for file, name in names.items() if name.endswith(".parquet") and is_data(name)]

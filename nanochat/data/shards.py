@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import BadInput, flag, get_base_dir
+from nanochat.common import BadInput, flag, get_base_dir, warn
 from nanochat.data.bucket import (
     CACHE_GB,
     BucketFile,
@@ -28,6 +28,7 @@ from nanochat.data.bucket import (
     data_place,
     fetch_footers,
     in_bucket,
+    is_data,
     list_bucket,
 )
 
@@ -35,6 +36,7 @@ DEFAULT_DIRS = {"train": "parquet/base_data_v3", "val": "parquet/val"}  # under 
 TEXT = "text"  # the column
 PIECE_BYTES = 256 * 1024  # longer documents are read and tokenized piece by piece
 READ_BATCH_BYTES = 1 << 20  # bytes of text that Arrow decodes at a time
+LONGEST_BATCH_BYTES = 32 << 20  # … if texts share bytes in the file, as in a dictionary
 PACKED = {"pack": "project"}  # in the metadata of a shard whose documents are projects
 
 
@@ -107,7 +109,7 @@ def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
         return sorted(files, key=lambda file: (file.name, str(file).split("/")))
     data_dir = Path(data_dir) if data_dir else get_base_dir() / DEFAULT_DIRS[split]
     try:
-        paths = list(data_dir.glob("*.parquet")) or list(data_dir.glob("*/*.parquet"))
+        paths = _data_in(data_dir, "*.parquet") or _data_in(data_dir, "*/*.parquet")
         next(data_dir.iterdir(), None)  # raises for a folder that must not be read, where glob finds nothing
     except (FileNotFoundError, NotADirectoryError):
         paths = []
@@ -119,6 +121,12 @@ def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
         raise BadInput(f"no {split} data: {data_dir} {why}; make some with python3 -m scripts.prepare_data, "
                        "or name a directory that has it")
     return sorted(paths, key=lambda path: (path.name, path))
+
+
+def _data_in(folder, pattern):
+    """Returns the files that match, without those of other programs. Spark names a folder *.parquet."""
+    return [path for path in folder.glob(pattern)
+            if all(map(is_data, path.relative_to(folder).parts)) and not path.is_dir()]
 
 
 def open_shards(paths, skip_bad=False):
@@ -150,6 +158,10 @@ def _open_shard(file, skip_bad):
             size = source.seek(0, 2)
             source.seek(size - 8 - metadata.serialized_size)
             footer = source.read()
+        # A file with encrypted columns has a signature after its metadata. To ask pyarrow for such a column would end
+        # the process.
+        if int.from_bytes(footer[-8:-4], "little") != metadata.serialized_size:
+            raise pa.ArrowInvalid("its columns are encrypted")
     except UnicodeError:
         raise BadInput(f"the path {file} is not UTF-8, which pyarrow needs: rename the folder or file") from None
     except (pa.ArrowException, OSError) as error:
@@ -176,7 +188,7 @@ def _check_column(file, schema):
     kind = schema.field(TEXT).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if kind not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+    if kind not in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()):
         raise BadInput(f"{file}: its column {TEXT} holds {kind}, not strings: name other data")
 
 
@@ -241,8 +253,7 @@ def _batches(shard, row_group, columns):
         # Buffered and without pre_buffer, Arrow holds one page at a time and not the whole column.
         with source, pq.ParquetFile(source, metadata=metadata, buffer_size=READ_BATCH_BYTES,
                                     page_checksum_verification=True) as file:
-            group = file.metadata.row_group(row_group)
-            size = max(1, min(4096, READ_BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)))
+            size = _batch_size(file.metadata.row_group(row_group))
             for batch in file.iter_batches(size, [row_group], columns, use_threads=False):
                 found += len(batch)
                 yield batch
@@ -254,6 +265,17 @@ def _batches(shard, row_group, columns):
         if getattr(error, "errno", None):  # the file or its disk is missing, perhaps temporarily
             raise BadInput(message + "make it readable again") from None
         raise CorruptRowGroup(message + "copy or prepare the file again, or use --skip_bad_shards") from None
+
+
+def _batch_size(group):
+    """Returns how many documents of a row group are decoded at a time."""
+    size = min(4096, READ_BATCH_BYTES * group.num_rows // max(1, group.total_byte_size))
+    # A dictionary holds a text once that many documents may have, and DELTA_BYTE_ARRAY the common beginning of two. So
+    # the text may be many times as long as the row group, but each document's at most as long.
+    for column in map(group.column, range(group.num_columns)):
+        if column.path_in_schema == TEXT and (column.has_dictionary_page or "DELTA_BYTE_ARRAY" in column.encodings):
+            size = min(size, LONGEST_BATCH_BYTES // max(1, column.total_uncompressed_size))
+    return max(1, size)
 
 
 def all_pieces(shards):
@@ -306,7 +328,7 @@ def _skip_or_raise(error, skip_bad):
     message = str(error).rsplit(": ", 1)[0]
     if message not in _skipped:
         _skipped.add(message)
-        print(f"warning: skipped what cannot be read: {message}", flush=True)
+        warn(f"skipped what cannot be read: {message}")
 
 
 def _texts(column, begin, document, stop):

@@ -28,9 +28,10 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import quote, urlencode
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, warn
 
 TRY_TIMEOUT_S = 30  # for the next bytes from or to the bucket
 LOGIN_TIMEOUT_S = 60
@@ -40,6 +41,7 @@ LONGEST_PAUSE_S = 30.0
 PART_BYTES = 1 << 20
 COPIES_AT_ONCE = 4
 BLIP_S = 3  # for which a copy is retried at once, so that an odd failure costs one file and not the whole copy
+MAX_PAGES = 1000  # of a listing, each of up to 1000 files
 FIELDS = "prefixes,items(name,size,generation),nextPageToken"
 
 # What gcloud says if it has no login and retrying is useless. Any other message may be an outage.
@@ -90,8 +92,8 @@ class Retries:
             raise error
         if self.limit_s > SAY_S and now >= Retries.silent_until:
             Retries.silent_until = now + SAY_S
-            print(f"warning: {self.url} cannot be reached ({error}); waiting for it, for up to "
-                  f"{math.ceil(left_s / 60)} more minutes", flush=True)
+            warn(f"{self.url} cannot be reached ({error}); waiting for it, for up to {math.ceil(left_s / 60)} more "
+                 "minutes")
         time.sleep(min(self.pause_s, left_s))
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
@@ -115,13 +117,18 @@ def list_files(url, delimiter="/"):
     query = {"prefix": f"{name}/" if name else "", "delimiter": delimiter, "fields": FIELDS}
     files = []
     folders = []
-    while True:
-        page = _ask_for_json(f"b/{bucket}/o?{urlencode(query)}", url, "correct the bucket's name")
-        files += [_stored(bucket, item) for item in page.get("items", [])]
-        folders += [f"gs://{bucket}/{prefix.rstrip('/')}" for prefix in page.get("prefixes", [])]
-        if "nextPageToken" not in page:
+
+    def read(page):
+        files.extend(_stored(bucket, item) for item in page.get("items", []))
+        folders.extend(f"gs://{bucket}/{prefix.rstrip('/')}" for prefix in page.get("prefixes", []))
+        return page.get("nextPageToken")
+
+    for _ in range(MAX_PAGES):
+        token = _ask_for_json(f"b/{bucket}/o?{urlencode(query)}", url, "correct the bucket's name", read)
+        if not token:
             return files, folders
-        query["pageToken"] = page["nextPageToken"]
+        query["pageToken"] = token
+    raise BadInput(f"{url}: the list of its files does not end after {MAX_PAGES} pages: name a folder with fewer files")
 
 
 def _stored(bucket, item):
@@ -211,7 +218,7 @@ def _copy_file(source, target, is_cancelled):
 def _find_file(url):
     """Returns the StoredFile of a URL. Raises BadInput if there is none."""
     bucket, _ = _parts(url)
-    return _stored(bucket, _ask_for_json(_object(url), url, "put it back, or correct the URL"))
+    return _ask_for_json(_object(url), url, "put it back, or correct the URL", partial(_stored, bucket))
 
 
 def _upload(path, url, is_cancelled):
@@ -222,18 +229,18 @@ def _upload(path, url, is_cancelled):
     headers = {"Content-Type": "application/json", "X-Upload-Content-Type": "application/octet-stream"}
     try:
         with _open(f"b/{bucket}/o?{query}", url, "POST", b"{}", headers) as answer:
-            session = answer.headers["Location"]
+            session = answer.headers["Location"] or ""
     except _NotFound as error:
         raise BadInput(f"{url}: {error}: correct the bucket's name") from None
     digest = hashlib.md5()
     headers = {"Content-Type": "application/octet-stream", "Content-Length": str(os.path.getsize(path))}
-    request = urllib.request.Request(session, _content(path, digest, is_cancelled), headers, method="PUT")
     try:
-        with urllib.request.urlopen(request, timeout=TRY_TIMEOUT_S) as answer:
-            stored = json.loads(answer.read())
-    except (OSError, http.client.HTTPException, ValueError) as error:
+        request = urllib.request.Request(session, _content(path, digest, is_cancelled), headers, method="PUT")
+        with _opener.open(request, timeout=TRY_TIMEOUT_S) as answer:
+            received = json.loads(answer.read())["md5Hash"]
+    except (OSError, http.client.HTTPException, *_ODD_JSON) as error:
         raise Interruption(_why(error)) from None
-    if stored.get("md5Hash") != base64.b64encode(digest.digest()).decode():
+    if received != base64.b64encode(digest.digest()).decode():
         raise Interruption("the bucket received other bytes than were sent")
 
 
@@ -261,6 +268,17 @@ def delete_files(pattern):
 
 # Requests
 
+_ODD_JSON = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
+
+class _StayHere(urllib.request.HTTPRedirectHandler):
+    """Follows no redirection: the token is for this server only, and so are the bytes."""
+    def redirect_request(self, *request):
+        return None
+
+
+_opener = urllib.request.build_opener(_StayHere)
+
 
 def endpoint():
     """Returns the address of the JSON API: gcloud's setting in the environment, else Google's."""
@@ -277,14 +295,14 @@ def _object(url):
     return f"b/{bucket}/o/{quote(name, safe='')}"
 
 
-def _ask_for_json(query, url, advice):
-    """Returns the answer to a request as an object. Raises BadInput with this advice if nothing is found."""
+def _ask_for_json(query, url, advice, read):
+    """Returns read(the answer to a request, as an object). Raises BadInput with this advice if nothing is found."""
     try:
-        return json.loads(_ask(query, url))
+        return read(json.loads(_ask(query, url)))
     except _NotFound as error:
         raise BadInput(f"{url}: {error}: {advice}") from None
-    except ValueError as error:
-        raise Interruption(f"its answer is cut ({error})") from None
+    except _ODD_JSON as error:
+        raise Interruption(f"its answer is cut, or not Cloud Storage's ({type(error).__name__}: {error})") from None
 
 
 def _ask(query, url, method="GET"):
@@ -308,10 +326,10 @@ def _open(query, url, method="GET", content=None, headers=None):
         headers = {**(headers or {}), "Authorization": f"Bearer {token}"}
         request = urllib.request.Request(address + query, content, headers, method=method)
         try:
-            return urllib.request.urlopen(request, timeout=TRY_TIMEOUT_S)
+            return _opener.open(request, timeout=TRY_TIMEOUT_S)
         except urllib.error.HTTPError as error:
             with error:
-                problem = _message(error)
+                problem = _message(error, token)
             if error.code == 401 and not is_second:
                 continue
             if error.code in (408, 429) or error.code >= 500:
@@ -329,13 +347,13 @@ def _why(error):
     return str(getattr(error, "reason", error)) or type(error).__name__
 
 
-def _message(error):
-    """Returns the message in the body of an HTTPError, in one line."""
+def _message(error, token):
+    """Returns the message in the body of an HTTPError, in one line, without the token."""
     try:
         text = json.loads(error.read())["error"]["message"]
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+    except (OSError, http.client.HTTPException, *_ODD_JSON):
         text = error.reason
-    return " ".join(str(text).split())[:300].rstrip(".")
+    return " ".join(str(text).replace(token, "[token]").split())[:300].rstrip(".")
 
 
 # The login
@@ -370,8 +388,9 @@ def _ask_gcloud(url):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if process.returncode == 0:
-        return output.strip()
+    token = output.strip()
+    if process.returncode == 0 and re.fullmatch("[!-~]+", token):  # anything else in a header would be printed
+        return token
     problem = next((line for line in reversed(said.splitlines()) if "ERROR" in line), said.strip()[-200:])
     problem = problem.removeprefix("ERROR: ").removesuffix(".") or f"gcloud ended with status {process.returncode}"
     if _NO_LOGIN.search(problem):

@@ -335,7 +335,7 @@ def test_a_login_that_expires_is_renewed(storage, monkeypatch):
     handle = storage.handle
 
     def check(method, path, body, headers):
-        if headers["Authorization"] != "Bearer x":
+        if headers["Authorization"] != "Bearer ya29.a-token":
             raise Answer(401, "UNAUTHENTICATED", "Invalid Credentials")
         return handle(method, path, body, headers)
 

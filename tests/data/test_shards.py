@@ -1,4 +1,5 @@
 """Missing, unsuitable and corrupt data give clear errors, and text is the same wherever reading begins."""
+import base64
 import os
 from itertools import islice
 from pathlib import Path
@@ -6,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as encryption
 import pytest
 
 from nanochat.common import BadInput
@@ -36,6 +38,25 @@ def read_all(shard):
     return {key: "".join(parts) for key, parts in found.items()}
 
 
+class Keys(encryption.KmsClient):
+    def __init__(self, config):
+        super().__init__()
+
+    def wrap_key(self, key, name):
+        return base64.b64encode(key)
+
+
+def write_encrypted(path):
+    """Writes a file of which the footer can be read and the column text cannot."""
+    properties = encryption.CryptoFactory(Keys).file_encryption_properties(
+        encryption.KmsConnectionConfig(), encryption.EncryptionConfiguration(
+            footer_key="a", column_keys={"b": ["text"]}, plaintext_footer=True))
+    table = pa.table({"text": ["int x;"]})
+    with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+    return path
+
+
 def damage(path, row_group, offset, content):
     """Overwrites bytes of the text of a row group, `offset` bytes after it begins in the file."""
     columns = pq.read_metadata(path).row_group(row_group)
@@ -45,6 +66,52 @@ def damage(path, row_group, offset, content):
     assert offset + len(content) < text.total_compressed_size and data[begin:begin + len(content)] != content
     data[begin:begin + len(content)] = content
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["._a.parquet", ".ipynb_checkpoints/a-checkpoint.parquet", "_delta_log/1.parquet"])
+@pytest.mark.parametrize("own", ["a.parquet", "part/a.parquet", "corpus.parquet/part-0.parquet"])  # the last: Spark's
+def test_files_of_other_programs_are_no_shards(tmp_path, own, name):
+    own, other = write(tmp_path / own, ["int x;"]), tmp_path / name
+    other.parent.mkdir(exist_ok=True)
+    other.write_bytes(bytes(4096))
+    assert list_shards(tmp_path) == [own]
+
+
+def test_an_encrypted_column_is_named_or_skipped(tmp_path):
+    paths = [write_encrypted(tmp_path / "a.parquet"), write(tmp_path / "b.parquet", ["int x;"])]
+    with pytest.raises(BadInput, match="a.parquet is not a whole parquet file .its columns are encrypted"):
+        open_shards(paths)
+    assert [shard.file.name for shard in open_shards(paths, skip_bad=True)] == ["b.parquet"]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY",
+                                                                                     "path": "PLAIN"}}])
+def test_texts_that_share_their_bytes_in_the_file_do_not_share_the_memory(tmp_path, options):
+    text = "int value;\n" * 95_325
+    path = write(tmp_path / "a.parquet", [text] * 200, dictionary_pagesize_limit=4 << 20, **options)
+    assert path.stat().st_size < 20_000
+    shard, = open_shards([path])
+    before = pa.total_allocated_bytes()
+    largest = 0
+    for _ in all_pieces([shard]):
+        largest = max(largest, pa.total_allocated_bytes() - before)
+    assert largest < 80 << 20
+    assert len(read_all(shard)) == 200 and set(read_all(shard).values()) == {text}
+
+
+@pytest.mark.parametrize("change", [
+    lambda path: write(path, ["changed"] * 100, row_group_size=10), lambda path: write(path, ["changed"]),
+    lambda path: os.replace(write(path.with_name("b"), ["changed"] * 100, row_group_size=10), path),
+    lambda path: path.write_bytes(b""), Path.unlink])
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_a_shard_that_is_replaced_while_it_is_read_is_named(tmp_path, change, skip_bad):
+    path = write(tmp_path / "a.parquet", ["original"] * 100, row_group_size=10)
+    shard, = open_shards([path], skip_bad)
+    assert read_pieces(shard, 0, 0, 10)
+    change(path)
+    for row_group in (1, 9):
+        with pytest.raises(BadInput, match="/a.parquet was replaced|/a.parquet: .*make it readable again"):
+            read_pieces(shard, row_group, 0, 10)
 
 
 def test_shards_are_found_by_name_also_one_level_deeper(tmp_path, base_dir):

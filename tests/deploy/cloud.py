@@ -71,7 +71,7 @@ class Cloud:
 
     def env(self, config_dir):
         """Returns the environment variables with which the real gcloud talks to this cloud and to nothing else."""
-        return {"CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU": self.url, "CLOUDSDK_AUTH_ACCESS_TOKEN": "x",
+        return {"CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU": self.url, "CLOUDSDK_AUTH_ACCESS_TOKEN": "ya29.a-token",
                 "CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE": self.url + "storage/v1/", "CLOUDSDK_CONFIG": str(config_dir),
                 "CLOUDSDK_CORE_PROJECT": "p", "CLOUDSDK_CORE_CHECK_GCE_METADATA": "false",
                 "CLOUDSDK_CORE_DISABLE_PROMPTS": "1", "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "true",
