@@ -18,7 +18,7 @@ import tiktoken
 
 from nanochat.common import flag, read_flags, run_script
 from nanochat.data.shards import TextFlags, open_text, read_columns, require_files
-from nanochat.data.tokenizer import TokenizerFlags, load_tokenizer
+from nanochat.data.tokenizer import TokenizerFlags, encode_text, load_tokenizer
 
 OPENAI = ("cl100k_base", "o200k_base")
 KINDS = ("C++ sources", "C++ headers", "C", "comments", "strings", "all")
@@ -111,9 +111,7 @@ def find_entrants(tokenizer_dir):
     try:
         for name in OPENAI:
             encoding = tiktoken.get_encoding(name)
-            # A name such as <|endoftext|> in a source file is text.
-            encode = functools.partial(encoding.encode_to_numpy, disallowed_special=())
-            entrants.append(Entrant(name, encode, encoding.decode_bytes))
+            entrants.append(Entrant(name, functools.partial(encode_text, encoding), encoding.decode_bytes))
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         print(f"without {' and '.join(OPENAI[len(entrants):])}, which tiktoken cannot fetch ({reason}): connect to the "

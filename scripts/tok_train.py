@@ -88,12 +88,23 @@ def choose_texts(shards, max_bytes, max_bytes_per_source, usage):
             print(f"counting pieces: {shard.file.name} read, {total / 1e6:.0f} MB so far", flush=True)
 
 
+def check_pattern(pattern):
+    """Raises BadInput unless a tokenizer with this split pattern is lossless."""
+    try:
+        bytes_only = Tokenizer({bytes([byte]): byte for byte in range(256)}, pattern, {"<|bos|>": 256})
+    except ValueError as error:
+        raise BadInput(f"--pattern={pattern} is not a regular expression for pieces of text ({error})") from None
+    if not bytes_only.keeps_every_character():
+        raise BadInput(f"--pattern={pattern} leaves out some characters: every character must be in a piece")
+
+
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     out_dir = require_writable_dir(flags.out_dir or get_base_dir() / "tokenizer")
     if there := sorted(path.name for path in out_dir.iterdir() if not path.name.startswith(".")):
         raise BadInput(f"{out_dir} is not empty (it holds {there[0]}{' …' if there[1:] else ''}), and checkpoints may "
                        "need a tokenizer in it: name another --out_dir")
+    check_pattern(flags.pattern)
     shards = open_text(flags)
     require_files(shards, "training a tokenizer")
 
@@ -102,10 +113,7 @@ def main(argv=None):
     started = time.monotonic()
     n_merged = flags.vocab_size - len(SPECIAL_TOKENS)
     texts = choose_texts(shards, flags.max_bytes, flags.max_bytes_per_source, usage)
-    try:
-        trainer.train_from_iterator(texts, n_merged, buffer_size=1024, pattern=flags.pattern)
-    except ValueError as error:
-        raise BadInput(f"--pattern={flags.pattern} is not a regular expression ({error})") from None
+    trainer.train_from_iterator(texts, n_merged, buffer_size=1024, pattern=flags.pattern)
     # A token's rank is the order of its merge; special tokens come after all of them.
     ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
     nbytes = sum(usage.nbytes.values())
@@ -113,9 +121,6 @@ def main(argv=None):
         raise BadInput(f"{nbytes / 1e6:.1f} MB of text make {len(ranks) + len(SPECIAL_TOKENS)} tokens, not "
                        f"--vocab_size={flags.vocab_size}: choose fewer, or give more text")
     tokenizer = Tokenizer(ranks, flags.pattern, {name: n_merged + i for i, name in enumerate(SPECIAL_TOKENS)})
-    if not tokenizer.keeps_every_character():
-        raise BadInput(f"--pattern={flags.pattern} leaves out some characters: every character must be in a piece")
-
     tokenizer.save(out_dir)
     (out_dir / "sources.tsv").write_text(usage.table(), encoding="utf-8")
     (out_dir / SUMS).write_text(sums_text(sorted(out_dir.glob("[!.]*"))))

@@ -65,6 +65,20 @@ def _is_ascii(text):
     return isinstance(text, str) and text.isascii()
 
 
+def encode_text(encoding, text):
+    """Returns the ids of `text` (str) in a tiktoken.Encoding as a uint32 array. The name of a special token is ordinary
+    text. Raises UnicodeEncodeError for lone surrogates."""
+    try:
+        return encoding.encode_to_numpy(text, disallowed_special=())
+    except UnicodeEncodeError:
+        raise
+    except ValueError:  # the regular expression has no room for, say, a million spaces in a row
+        if len(text) < 2:
+            raise
+        half = text.rfind("\n", 1, len(text) // 2) + 1 or len(text) // 2
+        return np.concatenate([encode_text(encoding, text[:half]), encode_text(encoding, text[half:])])
+
+
 class Tokenizer:
     """Encodes and decodes text. Threads may share it and encode concurrently: encoding releases the GIL."""
 
@@ -80,6 +94,7 @@ class Tokenizer:
             raise ValueError("the ids of ranks and special tokens are not 0, 1, 2 …, each once")
         if "<|bos|>" not in special_tokens:
             raise ValueError("there is no <|bos|> among the special tokens")
+        _require_no_empty_piece(pattern)
         self._encoding = tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=mergeable_ranks,
                                            special_tokens=special_tokens)
         self._ranks = mergeable_ranks
@@ -106,8 +121,7 @@ class Tokenizer:
     def encode_to_numpy(self, text):
         """Returns the ids of `text` (str or bytes) as a uint32 array, which is faster than a list."""
         try:
-            return self._encoding.encode_to_numpy(str(text, "utf-8") if isinstance(text, bytes) else text,
-                                                  disallowed_special=())
+            return encode_text(self._encoding, str(text, "utf-8") if isinstance(text, bytes) else text)
         except UnicodeEncodeError:  # a str with lone surrogates
             return self._encode_malformed(text.encode("utf-8", "surrogatepass"))
         except UnicodeDecodeError:
@@ -161,7 +175,7 @@ class Tokenizer:
         ids = []
         # "surrogateescape" makes U+DC80 to U+DCFF of the malformed bytes 0x80 to 0xFF.
         for match in _VALID_THEN_MALFORMED.finditer(data.decode("utf-8", "surrogateescape")):
-            ids += self._encoding.encode_ordinary(match[1])
+            ids += encode_text(self._encoding, match[1]).tolist()
             ids += (self._byte_ids[ord(escaped) - 0xDC00] for escaped in match[2])
         return np.array(ids, dtype=np.uint32)
 
@@ -214,6 +228,17 @@ class Tokenizer:
         (directory / VOCABULARY_FILE).write_bytes(self.vocabulary_lines())
         (directory / CONFIG_FILE).write_text(self.config_json(), encoding="utf-8")
         torch.save(self.token_bytes(), directory / TOKEN_BYTES_FILE)
+
+
+def _require_no_empty_piece(pattern):
+    """Raises ValueError if a split pattern is no regular expression, or matches no characters: such a piece ends
+    tiktoken with a panic."""
+    # Here it has a token, so that it is found instead.
+    ranks = {b"": 256} | {bytes([byte]): byte for byte in range(256)}
+    probe = tiktoken.Encoding("probe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    every_kind = "".join(map(chr, range(0x250))) + "\n\u4e2d\u2028 a1 _(\n"
+    if any(256 in probe.encode_ordinary(text) for text in ("", *every_kind, every_kind)):
+        raise ValueError(f"the split pattern {pattern!r} matches pieces without a character")
 
 
 # Loading

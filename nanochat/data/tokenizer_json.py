@@ -6,6 +6,7 @@ to give the same ids is accepted.
 """
 import json
 import re
+from heapq import heapify, heappop, heappush
 
 # The split of GPT-2, which ByteLevel makes unless a Split does (tokenizers, src/pre_tokenizers/byte_level.rs)
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -144,12 +145,24 @@ def _check_merges(ranks, merges):
 
 def last_pair(token, rank, ranks):
     """Returns the parts of a token after merging all pairs of a lower rank than its own, the leftmost lowest first."""
-    parts = [token[i:i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        found = [ranks.get(left + right, rank) for left, right in zip(parts, parts[1:], strict=False)]
-        lowest = min(found)
-        if lowest >= rank:
-            break
-        i = found.index(lowest)
-        parts[i:i + 2] = [parts[i] + parts[i + 1]]
-    return tuple(parts)
+    size = len(token)
+    end = list(range(1, size + 1))  # of the part that begins at each place; 0 if none does
+    before = list(range(-1, size))  # where the part before it begins
+    waiting = [(ranks[token[i:i + 2]], i) for i in range(size - 1) if ranks.get(token[i:i + 2], rank) < rank]
+    heapify(waiting)
+    n_parts = size
+    while waiting and n_parts > 2:
+        lowest, i = heappop(waiting)
+        middle = end[i]
+        # A pair is there no longer once one of its parts has been merged.
+        if not 0 < middle < size or ranks.get(token[i:end[middle]]) != lowest:
+            continue
+        end[i], end[middle] = end[middle], 0
+        n_parts -= 1
+        for first, second in ((before[i], i), (i, end[i])):
+            if first >= 0 and second < size:
+                before[second] = first
+                if (found := ranks.get(token[first:end[second]], rank)) < rank:
+                    heappush(waiting, (found, first))
+    begins = [i for i in range(size) if end[i]]
+    return tuple(token[i:end[i]] for i in begins)

@@ -12,7 +12,8 @@ import tiktoken.load
 import torch
 
 from nanochat.common import BadInput
-from nanochat.data.tokenizer import SHIPPED_DIR, SPECIAL_TOKENS, load_tokenizer
+from nanochat.data.tokenizer import SHIPPED_DIR, SPECIAL_TOKENS, Tokenizer, encode_text, load_tokenizer
+from nanochat.data.tokenizer_json import GPT2_PATTERN
 from scripts import tok_train
 
 HEADERS = [path.read_text() for path in sorted(Path(pa.get_include()).glob("arrow/**/*.h"))]
@@ -21,6 +22,15 @@ HEADERS = [path.read_text() for path in sorted(Path(pa.get_include()).glob("arro
 @pytest.fixture(scope="session")
 def shipped():
     return load_tokenizer(SHIPPED_DIR)
+
+
+@pytest.mark.parametrize("text", ["int a;" + " " * 1_200_000, b"\xff" + b" " * 1_200_000 + b"x"])
+def test_a_million_spaces_come_back_with_the_pattern_of_gpt2(text):
+    tokenizer = Tokenizer({bytes([byte]): byte for byte in range(256)} | {b"  ": 256}, GPT2_PATTERN, {"<|bos|>": 257})
+    data = text.encode() if isinstance(text, str) else text
+    assert tokenizer.decode_bytes(tokenizer.encode(text)) == data
+    peer = tiktoken.Encoding("peer", pat_str=GPT2_PATTERN, mergeable_ranks=tokenizer.tokens(), special_tokens={})
+    assert len(encode_text(peer, data[1:].decode())) < 700_000
 
 
 def pieces(tokenizer, text):

@@ -2,6 +2,7 @@
 import copy
 import json
 import random
+import time
 
 import pytest
 import regex
@@ -253,3 +254,29 @@ def test_random_vocabularies_are_read_alike_or_refused(tmp_path):
             text = "".join(rng.choices(letters, k=rng.randrange(12)))
             assert encoding.encode_ordinary(text) == encode(config, r"[\s\S]+", text), (number, merges, text)
     assert 50 < taken < 280
+
+
+def test_a_long_token_is_checked_in_less_than_a_second():
+    ranks = {b"a" * 2**k: k for k in range(14)}
+    started = time.thread_time()
+    assert tokenizer_json.last_pair(b"a" * 2**13, 13, ranks) == (b"a" * 2**12,) * 2
+    assert time.thread_time() - started < 1
+
+
+def test_the_last_pair_is_that_of_merging_one_pair_after_the_other():
+    rng = random.Random(0)
+    for _ in range(300):
+        tokens = [b"a", b"b", b"c"]
+        for _ in range(rng.randint(0, 12)):
+            tokens.append(rng.choice(tokens) + rng.choice(tokens))
+        ranks = {token: rank for rank, token in enumerate(dict.fromkeys(tokens))}
+        for token in [*ranks, bytes(rng.choices(b"abc", k=40))]:
+            rank = ranks.get(token, rng.randint(0, len(ranks)))
+            parts = [bytes([byte]) for byte in token]
+            while len(parts) > 2:
+                found = [ranks.get(left + right, rank) for left, right in zip(parts, parts[1:], strict=False)]
+                if min(found) >= rank:
+                    break
+                i = found.index(min(found))
+                parts[i:i + 2] = [parts[i] + parts[i + 1]]
+            assert tokenizer_json.last_pair(token, rank, ranks) == tuple(parts)

@@ -1,5 +1,6 @@
 """A tokenizer is found, comes back as it was saved, and is read without trusting its files."""
 import base64
+import json
 import pickle
 from pathlib import Path
 
@@ -138,6 +139,15 @@ def test_a_directory_without_a_tokenizer_is_bad_input(tmp_path):
     for directory in (tmp_path, tmp_path / "missing"):
         with pytest.raises(BadInput, match="no tokenizer in"):
             load_tokenizer(directory)
+
+
+@pytest.mark.parametrize("pattern", ["", "a*", r"\s+|"])
+def test_a_pattern_of_empty_pieces_is_bad_input_and_no_panic(tmp_path, pattern):
+    save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**config, "pattern": pattern}))
+    with pytest.raises(BadInput, match="pieces without a character"):
+        load_tokenizer(tmp_path)
 
 
 def test_token_bytes_are_counted_again_when_the_file_is_missing_or_wrong(tmp_path, recwarn):

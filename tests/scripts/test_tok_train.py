@@ -70,6 +70,7 @@ def test_any_parquet_with_a_column_text_will_do(tmp_path):
     (["--max_bytes=5000", "--vocab_size=60000"], "give more text"),
     (["--pattern=[a-z]+"], "leaves out some characters"),
     (["--pattern=[a-z"], "not a regular expression"),
+    (["--pattern="], "pieces without a character"),
 ])
 def test_flags_that_make_no_tokenizer_are_bad_input(headers_dir, tmp_path, flags, complaint):
     with pytest.raises(BadInput, match=complaint):
