@@ -23,11 +23,6 @@ def printable(text):
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
-def warn(text):
-    """Prints a warning."""
-    print(f"warning: {printable(text)}", flush=True)
-
-
 class BadInput(Exception):
     """An error that the user can correct, with exit status 2. Its message is one printable line: what is wrong, the
     value, and what to do."""

@@ -7,7 +7,7 @@ It may be killed at any time: the same command resumes and makes the same shards
 """
 import os
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -54,14 +54,14 @@ class PlaceFlags:
                        choices=("local", "ray"))
     ray_address: str | None = flag(None, "HOST:PORT of the Ray cluster, auto (this machine's) or local (start one "
                                    "here); default: $RAY_ADDRESS")
+    ray_open: bool = flag(False, "use a Ray cluster that asks for no token; anyone on its network can run code there")
 
 
 def find_sources(flags, eval_only, cache_dir):
     """Returns all Sources that the SourceFlags name, in an order independent of the flags' order."""
     check_names(flags.debian_source, eval_only=eval_only)
-    sources = [open_source(expand_path(name)) for name in flags.source]
-    if flags.projects_dir:
-        sources += open_projects(flags.projects_dir)
+    sources = open_projects(flags.projects_dir) if flags.projects_dir else []
+    sources += [replace(open_source(expand_path(name)), is_own=True) for name in flags.source]
     sources = distinguish(sources)
     if flags.installed_headers:
         sources += installed_headers()
@@ -86,9 +86,9 @@ def choose_engine(places):
     """Returns the function engine(task_bytes) of build.prepare. Raises BadInput if the cluster cannot be reached."""
     workers = None if places.workers == -1 else places.workers
     if places.engine == "ray":
-        return partial(ray_cluster, find_address(places.ray_address), workers)
-    if places.ray_address:
-        raise BadInput("--ray_address needs --engine=ray: give both, or neither")
+        return partial(ray_cluster, find_address(places.ray_address), workers, places.ray_open)
+    if places.ray_address or places.ray_open:
+        raise BadInput("--ray_address and --ray_open need --engine=ray: give that too, or leave them out")
     return lambda task_bytes: worker_pool(workers or min(os.cpu_count(), 8))
 
 

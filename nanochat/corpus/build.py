@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanochat.common import BadInput, flag, written_whole
+from nanochat.common import BadInput, flag, printable, written_whole
 from nanochat.corpus import corpus
 from nanochat.corpus.duplicates import Index, find_duplicates, load_index
 from nanochat.corpus.ray_cluster import RayRun
@@ -70,6 +70,7 @@ def prepare(sources, flags, excluded, engine, out_dir):
     # The identity names the folder in which this corpus is made, so a command resumes only its own work. The manifest
     # comes last: a folder that has it is whole, and only has to be published.
     if not (staging / MANIFEST).exists():
+        check_validation(sources, flags)
         if holds(out_dir, identity):
             shutil.rmtree(work_dir, ignore_errors=True)  # the rest of an interrupted publish
             print(f"{out_dir} already holds this corpus")
@@ -91,11 +92,13 @@ def identity_of(sources, flags, excluded):
     """Returns a hexadecimal hash of all that decides the bytes of the corpus."""
     recipe = [flags.seed, flags.max_file_bytes, flags.val_fraction, list(flags.val_projects), flags.eval_only,
               flags.shard_bytes]
-    # These two are left out at their defaults, so older corpora keep their identity.
+    # These are left out at their defaults, so older corpora keep their identity.
     if excluded.texts:
         recipe.append(excluded.digest)
     if flags.pack != "file":
         recipe.append(flags.pack)
+    if not flags.eval_only and not flags.val_projects and (own := own_projects(sources)):
+        recipe.append(sorted(own))
     identity = json.dumps([RECIPE, recipe, [source.identity() for source in sources]])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
@@ -121,6 +124,20 @@ def build(sources, flags, excluded, run, staging):
         if flags.pack == "project":
             totals[name]["files"] = int(unpacked.sides[name].sum())
     return {**make_manifest(flags, sources, stats, val_projects, totals), "shards": dict(sorted(shards.items()))}
+
+
+def check_validation(sources, flags):
+    """Raises BadInput if a project of the user's own would have to be held out and is not named."""
+    if flags.eval_only or flags.val_projects:
+        return
+    own = own_projects(sources)
+    if len(own) > 1 and own == {source.project for source in sources}:
+        raise BadInput("all projects are named with --source, and none of them is held out for validation unasked: "
+                       f"add --val_projects with some of {', '.join(sorted(own))}")
+
+
+def own_projects(sources):
+    return {source.project for source in sources if source.is_own}
 
 
 def total_bytes(sources):
@@ -175,7 +192,8 @@ def scan_all(sources, flags, excluded, scans_dir, run):
 
 
 def split_projects(sources, stats, flags):
-    """Returns the names of the held-out projects. Raises BadInput if a side would be empty."""
+    """Returns the names of the held-out projects, and prints those that nobody named. Raises BadInput if a side would
+    be empty."""
     bytes_by_project = Counter()
     for source, stat in zip(sources, stats, strict=True):
         if stat["documents"]:
@@ -193,7 +211,17 @@ def split_projects(sources, stats, flags):
                        f"there are {', '.join(sorted(bytes_by_project))}")
     if set(flags.val_projects) == set(bytes_by_project):
         raise BadInput("--val_projects names every project: leave one to train on, or use --eval_only")
-    return set(flags.val_projects) or corpus.choose_validation(bytes_by_project, flags.val_fraction, flags.seed)
+    if flags.val_projects:
+        return set(flags.val_projects)
+    # Training would see nothing of a project that is held out, so never one of the user's own.
+    candidates = bytes_by_project.keys() - own_projects(sources)
+    if not candidates:
+        raise BadInput("no project is left to hold out for validation except those of --source: name some with "
+                       f"--val_projects, of {', '.join(sorted(bytes_by_project))}")
+    chosen = corpus.choose_validation(bytes_by_project, candidates, flags.val_fraction, flags.seed)
+    print(printable(f"held out for validation, not trained on: {', '.join(sorted(chosen))} (--val_projects chooses "
+                    "others)"), flush=True)
+    return chosen
 
 
 def unique_documents(directories, stats, is_val, flags, staging, run):
@@ -354,5 +382,5 @@ def report(manifest, out_dir):
         files = f"{total['files']} files in " if "files" in total else ""
         print(f"{out_dir / name}: {files}{total['documents']} documents, {total['bytes'] / 1e6:.1f} MB of text, "
               f"{total['shards']} shards")
-    print(f"projects held out for validation: {', '.join(manifest['val_projects'])}")
+    print(printable(f"projects held out for validation: {', '.join(manifest['val_projects'])}"))
     print(f"versions, licences and numbers of files: {out_dir / MANIFEST}")

@@ -23,18 +23,17 @@ SHARD_ROW_GROUP_DOCUMENTS = 256  # about 2 MB of text, so that many row groups c
 PACKED_ROW_GROUP_DOCUMENTS = 8  # of projects, for the same reason
 
 
-def choose_validation(bytes_by_project, fraction, seed):
-    """Returns the names of the held-out projects, a set: those that fit into `fraction` of all bytes, taken in the
-    order of a seeded hash until half of that is filled. If none fits, it is the smallest project."""
+def choose_validation(bytes_by_project, candidates, fraction, seed):
+    """Returns the names of the held-out projects, a set: those of `candidates` that fit into `fraction` of all bytes,
+    taken in the order of a seeded hash until half of that is filled. If none fits, it is the smallest candidate."""
     budget = fraction * sum(bytes_by_project.values())
     chosen = []
     nbytes = 0
-    for project in sorted(bytes_by_project, key=lambda name: hashlib.blake2b(f"{seed}:{name}".encode()).digest()):
+    for project in sorted(candidates, key=lambda name: hashlib.blake2b(f"{seed}:{name}".encode()).digest()):
         if nbytes + bytes_by_project[project] <= budget and nbytes < budget / 2:
             chosen.append(project)
             nbytes += bytes_by_project[project]
-    return set(chosen or [min(bytes_by_project, key=lambda name: (bytes_by_project[name], name))])
-
+    return set(chosen or [min(candidates, key=lambda name: (bytes_by_project[name], name))])
 
 
 def plan_shards(index, kept, shard_bytes):

@@ -35,6 +35,10 @@ except Exception as error:
 """
 
 
+# Whether a cluster takes a client without a token: the second failure proves that it does not.
+_WITHOUT_TOKEN = {"RAY_AUTH_MODE": "disabled", "RAY_NUM_REDIS_GET_RETRIES": "2"}
+
+
 def find_address(address):
     """Returns the address of the cluster: `address`, or $RAY_ADDRESS. Raises BadInput if ray is not installed, or
     nothing answers at the address."""
@@ -62,16 +66,21 @@ def find_address(address):
 
 
 @contextmanager
-def ray_cluster(address, workers, task_bytes):
+def ray_cluster(address, workers, may_be_open, task_bytes):
     """Yields a RayRun. address: what find_address returns. workers: concurrent tasks at most; None: as many as fit.
-    task_bytes: memory of a task. Raises BadInput if the cluster cannot be used."""
+    may_be_open: the cluster need not ask for a token. task_bytes: memory of a task. Raises BadInput if the cluster
+    cannot be used."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options = {"logging_level": "ERROR", "log_to_driver": False}
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options |= {"num_cpus": workers, "include_dashboard": False, "object_store_memory": LOCAL_STORE_BYTES}
     else:
-        _try_to_connect(address)
+        if problem := _try_to_connect(address, {}):
+            raise BadInput(f"{address}, the address of the Ray cluster: {problem}")
+        if not may_be_open and not _try_to_connect(address, _WITHOUT_TOKEN):
+            raise BadInput(f"{address}: the Ray cluster asks for no token, so anyone on its network can run code on "
+                           "its nodes: start it with RAY_AUTH_MODE=token, as docs/data.md shows, or add --ray_open")
     import ray
     ray.init(address, **options)
     try:
@@ -82,18 +91,20 @@ def ray_cluster(address, workers, task_bytes):
         ray.shutdown()
 
 
-def _try_to_connect(address):
-    """Raises BadInput unless a cluster answers. A process tries it, because ray.init waits forever, and cannot be
-    interrupted, if another program answers."""
+def _try_to_connect(address, env):
+    """Returns why the cluster refuses, or "". Raises BadInput if none answers. A process tries it, because ray.init
+    waits forever, and cannot be interrupted, if another program answers."""
     try:
         tried = subprocess.run([sys.executable, "-c", _CONNECT], input=address, capture_output=True, text=True,
-                               timeout=CONNECT_S)
+                               timeout=CONNECT_S, env=os.environ | env)
     except subprocess.TimeoutExpired:
         raise BadInput(f"{address}: no Ray cluster answered in {CONNECT_S} s: check the address, and that this machine "
                        "is a node of the cluster") from None
-    if tried.returncode:
-        reason = (tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[-1]
-        raise BadInput(f"{address}, the address of the Ray cluster: {reason}")
+    if not tried.returncode:
+        return ""
+    if "InvalidAuthToken" in tried.stderr:
+        return "it asks for its token: set RAY_AUTH_MODE=token, and copy the token to ~/.ray/auth_token"
+    return (tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[-1]
 
 
 class RayRun:

@@ -17,7 +17,7 @@ from nanochat.corpus.duplicates import NUM_PERMUTATIONS, signature
 from nanochat.corpus.sources import LICENCE_FILE, SUFFIXES, check_sums, check_unchanged, iter_files, readable
 from nanochat.corpus.workers import partial_path, whole_file
 
-RECIPE = 1  # to be increased when a change to this file or to corpus.py makes another corpus from the same files
+RECIPE = 2  # to be increased when a change to this file or to corpus.py makes another corpus from the same files
 RUN_BYTES = 32_000_000
 RUN_ROW_GROUP_DOCUMENTS = 64
 SCHEMA = pa.schema([("text", pa.string()), ("path", pa.string()), ("source", pa.string()), ("licence", pa.string())])
@@ -36,13 +36,15 @@ _GENERATED = re.compile(
 _GENERATED_NAME = re.compile(r"(?:^|/)(?:moc_|qrc_|ui_)[^/]*$|\.pb\.(?:h|cc)$|_wrap\.(?:c|cpp|cxx)$")
 _ASCII = bytes(range(128))
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))
+# What Git LFS and, on disks without symbolic links, Git write in the place of a file: where the file is.
+_POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/|[\w./+-]+\.\w+\Z")
 
 
 def clean(path, data):
     """Returns (text, note): the bytes of the file as UTF-8 and "" or "recoded", or None and the reason for dropping it.
     """
     # UTF-16 with a byte order mark is recoded. So is invalid UTF-8 with at most 1% of non-ASCII bytes, which is usually
-    # a name or two in Latin-1; other invalid UTF-8 is dropped, because its encoding is unknown.
+    # a name or two in Windows-1252 or Latin-1; other invalid UTF-8 is dropped, because its encoding is unknown.
     note = ""
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         try:
@@ -58,11 +60,16 @@ def clean(path, data):
     except UnicodeDecodeError:
         if len(data.translate(None, _ASCII)) > 0.01 * len(data):
             return None, "not_utf8"
-        data = data.decode("latin-1").encode()
+        try:
+            data = data.decode("cp1252").encode()
+        except UnicodeDecodeError:  # Windows-1252 leaves five bytes undefined
+            data = data.decode("latin-1").encode()
         note = "recoded"
     visible = len(data.translate(None, b" \t\r\n\f"))
     if not visible:
         return None, "empty"
+    if _POINTER.match(data):
+        return None, "pointer"
     if _GENERATED_NAME.search(path) or _GENERATED.search(data, 0, 2048):
         return None, "generated"
     if visible - len(data.translate(None, b" \t\r\n\f0123456789,")) > 0.4 * visible:

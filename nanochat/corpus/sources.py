@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, printable
 from nanochat.corpus.archives import TARBALL, check_sha256, iter_archive
 
 SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".c++", ".h", ".hh", ".hpp", ".hxx", ".h++", ".inl", ".ipp", ".tcc", ".tpp",
@@ -35,6 +35,7 @@ class Source:
     nbytes: int = 0  # size of the files or archives on disk
     fingerprint: str = ""  # hash of names, sizes and times of change
     sha256s: tuple[str, ...] = ()  # of the archives, if their package states them
+    is_own: bool = False  # named with --source: validation gets its project only if that is named, too
 
     @property
     def label(self):
@@ -49,7 +50,7 @@ class Source:
 
     def identity(self):
         """Returns everything that decides the documents of this source, as a dict."""
-        return {name: value for name, value in asdict(self).items() if name != "sha256s"}
+        return {name: value for name, value in asdict(self).items() if name not in ("sha256s", "is_own")}
 
 
 @contextmanager
@@ -235,15 +236,17 @@ def _git_files(directory):
         others = _git(directory, "ls-files", "-z", "--others", "--exclude-standard").split(b"\0")[:-1]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         reason = (getattr(error, "stderr", None) or str(error).encode()).decode("utf-8", "replace").split("\n")[0]
-        print(f"{directory}: git cannot read this checkout ({reason}), so all files in it are read", flush=True)
+        print(printable(f"{directory}: git cannot read this checkout ({reason}), so all files in it are read"),
+              flush=True)
         return None
     try:
         head = _git(directory, "rev-parse", "--short=12", "HEAD").decode().strip()
     except (OSError, subprocess.SubprocessError):
         head = ""  # no commit yet
     tracked = {os.fsdecode(name): mode.split()[0] for name, mode in modes.items()}
-    # An index from elsewhere may name paths outside of the checkout.
-    files = [name for name in sorted(tracked) if ".." not in name.split("/") and _is_regular(directory / name)]
+    # An index from elsewhere may name paths outside of the checkout, and a folder in it may be a symbolic link.
+    files = [name for name in sorted(tracked)
+             if os.path.realpath(directory / name) == f"{directory}/{name}" and _is_regular(directory / name)]
     submodules = [name for name, mode in tracked.items() if mode == b"160000"]
     links = [name for name, mode in tracked.items() if mode == b"120000"]
     _say_left_out(directory, "submodules (name their folders with --source, too)", submodules)
@@ -259,7 +262,7 @@ def _say_left_out(directory, what, names):
     if names:
         listed = ", ".join(map(_as_text, sorted(names)[:3]))
         more = " …" if len(names) > 3 else ""
-        print(f"{_as_text(directory)}: left out {len(names)} {what}: {listed}{more}", flush=True)
+        print(printable(f"{_as_text(directory)}: left out {len(names)} {what}: {listed}{more}"), flush=True)
 
 
 # Reading

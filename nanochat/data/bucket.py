@@ -221,10 +221,10 @@ def fetch_footers(files):
         files = files[num_fetched + 1:]
 
 
-def is_data(name):
-    """Returns whether a file or folder is no other program's own: Jupyter's copies and AppleDouble files are hidden,
-    and Delta Lake and Spark write an underscore before the names of theirs."""
-    return not name.startswith((".", "_"))
+def is_data(path):
+    """Returns whether a path in the folder of data may be a shard. Jupyter's copies and AppleDouble files are hidden;
+    folders such as _delta_log and _temporary are Delta Lake's and Spark's own."""
+    return not re.search(r"(?:^|/)(?:\.|_[^/]*/)", path)
 
 
 def column_range(metadata, row_group, names):
@@ -359,7 +359,7 @@ def _parquet_files(url, _):
     if found:
         return found
     for folder in folders:
-        if is_data(folder.rpartition("/")[2]):
+        if is_data(folder.rpartition("/")[2] + "/"):
             files, _ = retries.call(list_files, folder)
             found += _data_in(files)
     return found

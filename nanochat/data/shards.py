@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import BadInput, flag, get_base_dir, warn
+from nanochat.common import BadInput, flag, get_base_dir, printable
 from nanochat.data.bucket import (
     CACHE_GB,
     BucketFile,
@@ -126,7 +126,7 @@ def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
 def _data_in(folder, pattern):
     """Returns the files that match, without those of other programs. Spark names a folder *.parquet."""
     return [path for path in folder.glob(pattern)
-            if all(map(is_data, path.relative_to(folder).parts)) and not path.is_dir()]
+            if is_data(str(path.relative_to(folder))) and not path.is_dir()]
 
 
 def open_shards(paths, skip_bad=False):
@@ -328,7 +328,7 @@ def _skip_or_raise(error, skip_bad):
     message = str(error).rsplit(": ", 1)[0]
     if message not in _skipped:
         _skipped.add(message)
-        warn(f"skipped what cannot be read: {message}")
+        print(printable(f"warning: skipped what cannot be read: {message}"), flush=True)
 
 
 def _texts(column, begin, document, stop):

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from urllib.parse import quote, urlencode
 
-from nanochat.common import BadInput, warn
+from nanochat.common import BadInput, printable
 
 TRY_TIMEOUT_S = 30  # for the next bytes from or to the bucket
 LOGIN_TIMEOUT_S = 60
@@ -92,8 +92,8 @@ class Retries:
             raise error
         if self.limit_s > SAY_S and now >= Retries.silent_until:
             Retries.silent_until = now + SAY_S
-            warn(f"{self.url} cannot be reached ({error}); waiting for it, for up to {math.ceil(left_s / 60)} more "
-                 "minutes")
+            print(printable(f"warning: {self.url} cannot be reached ({error}); waiting for it, for up to "
+                            f"{math.ceil(left_s / 60)} more minutes"), flush=True)
         time.sleep(min(self.pause_s, left_s))
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 

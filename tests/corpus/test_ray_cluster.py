@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -53,7 +54,7 @@ def cluster(monkeypatch):
 
 def start(address, *flags):
     COMMANDS.append(subprocess.Popen([sys.executable, "-m", "scripts.prepare_data", "--engine=ray",
-                                      f"--ray_address={address}",
+                                      f"--ray_address={address}", "--ray_open",
                                       *map(str, flags)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                      text=True))
     return COMMANDS[-1]
@@ -155,6 +156,40 @@ def two_projects(folder):
     return folder / "in"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["token", "disabled"])
+def test_a_cluster_that_asks_for_no_token_is_refused_and_one_that_does_is_used(tmp_path, mode):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    folder = tempfile.mkdtemp(dir="/tmp")  # its sockets need short names
+    guarded = {**os.environ, **ENVIRONMENT, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+    head = subprocess.Popen([f"{sys.prefix}/bin/ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=1",
+                             "--node-ip-address=127.0.0.1", "--memory=2000000000", "--object-store-memory=80000000",
+                             "--include-dashboard=false", f"--temp-dir={folder}"],
+                            env={**guarded, "RAY_AUTH_MODE": mode}, stdout=subprocess.DEVNULL)
+
+    def run(name, env):
+        return subprocess.run([sys.executable, "-m", "scripts.prepare_data", f"--projects_dir={two_projects(tmp_path)}",
+                               "--engine=ray", f"--ray_address=127.0.0.1:{port}", f"--out_dir={tmp_path / name}"],
+                              env={**os.environ, **ENVIRONMENT, **env}, capture_output=True, text=True, timeout=150)
+    try:
+        ray_cluster_answers = time.monotonic() + 60
+        while time.monotonic() < ray_cluster_answers and "nothing" in run("early", guarded).stderr:
+            time.sleep(1)
+        found = run("out", guarded)
+        if mode == "disabled":
+            assert found.returncode == 2 and "asks for no token, so anyone on its network can run code" in found.stderr
+        else:
+            assert found.returncode == 0, found.stderr
+            found = run("without", {"RAY_AUTH_MODE": "disabled"})
+            assert found.returncode == 2 and "set RAY_AUTH_MODE=token, and copy the token" in found.stderr
+    finally:
+        for process in [*psutil.Process(head.pid).children(recursive=True), head]:
+            process.kill()
+        head.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def test_a_server_that_is_no_cluster_is_one_line_and_not_waited_for(tmp_path, monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -169,7 +204,7 @@ def test_a_server_that_is_no_cluster_is_one_line_and_not_waited_for(tmp_path, mo
 
 
 def test_without_ray_and_without_the_engine_it_is_one_line(tmp_path, monkeypatch):
-    with pytest.raises(BadInput, match="--ray_address needs --engine=ray"):
+    with pytest.raises(BadInput, match="--ray_address and --ray_open need --engine=ray"):
         prepare(tmp_path / "out", f"--projects_dir={two_projects(tmp_path)}", "--ray_address=auto")
 
     def version(name):

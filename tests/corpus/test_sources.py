@@ -47,6 +47,18 @@ def test_what_is_left_out_of_a_checkout_is_said(tmp_path, capsys):
     assert len(sources.open_source(checkout / "third_party/library").files) == 6
 
 
+def test_a_folder_of_a_checkout_that_became_a_link_leads_nowhere(tmp_path, capsys):
+    checkout, outside = make_project(tmp_path, "tool"), make_project(tmp_path, "outside")
+    (checkout / "\x1b[2J.cpp").write_text("int a;")
+    make_checkout(checkout)
+    shutil.rmtree(checkout / "src")
+    (checkout / "src").symlink_to(outside / "src")
+    (checkout / "\x1b[2J.cpp").unlink()
+    assert sources.open_source(checkout).files == ()
+    line, = capsys.readouterr().out.splitlines()
+    assert "left out 7 files that git tracks and the folder lacks: \\x1b[2J.cpp, src/file0.cpp" in line
+
+
 def test_a_checkout_runs_no_program_of_its_own(tmp_path, monkeypatch):
     checkout, marker = make_project(tmp_path, "tool"), tmp_path / "ran"
     make_checkout(checkout)
@@ -205,7 +217,7 @@ def test_truncated_tarball_is_named(tmp_path, suffix):
     path.write_bytes(path.read_bytes()[:-20000])
     make_project(tmp_path, "b")
     with pytest.raises(BadInput, match=r"/a\.tar\.\w+ is truncated or corrupt"):
-        prepare(tmp_path / "out", f"--source={path},{tmp_path / 'b'}")
+        prepare(tmp_path / "out", f"--source={path},{tmp_path / 'b'}", "--val_projects=b")
 
 
 def test_installed_headers_are_several_projects_without_generated_operators():

@@ -1,5 +1,6 @@
 """Answers that no Cloud Storage gives: each is refused in one line, and nobody gets the token."""
 import json
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from nanochat.common import BadInput, Outage
 from nanochat.data import bucket as bucket_module
 from nanochat.data.shards import list_shards
+from nanochat.data.storage import Interruption, Retries
 from tests.buckets import gcloud  # noqa: F401
 from tests.data.storage import Storage
 from tests.data.test_bucket import URL, folder, storage  # noqa: F401
@@ -24,6 +26,13 @@ def test_a_redirection_gets_no_token_and_an_error_that_repeats_it_is_printed_wit
     with pytest.raises(BadInput, match="403 .*Bearer .token.") as error:
         list_shards(URL)
     assert str(error.value).isprintable()
+
+
+def test_a_warning_of_an_outage_has_no_escape_code(monkeypatch, capsys):
+    monkeypatch.setattr(Retries, "silent_until", 0)
+    monkeypatch.setattr(Retries, "begin", lambda self: vars(self).update(deadline=time.monotonic() + 99, pause_s=0))
+    assert Retries("gs://b", 60).call(Mock(side_effect=[Interruption("\x1b[2Jgone\n"), 5])) == 5
+    assert capsys.readouterr().out.startswith("warning: gs://b cannot be reached (\\x1b[2Jgone\\n); waiting for it")
 
 
 @pytest.mark.parametrize("answer, words", [

@@ -43,7 +43,7 @@ def test_shards_have_the_columns_small_row_groups_and_a_shuffled_order(tmp_path)
 
 def test_same_bytes_for_any_number_of_workers_and_order_of_flags(tmp_path):
     projects = [make_project(tmp_path / "in", name) for name in ("a", "b", "c", "d")]
-    flags = ["--shard_bytes=10000", "--seed=5", "--val_fraction=0.3"]
+    flags = ["--shard_bytes=10000", "--seed=5", "--val_projects=b"]
     for workers, order in ((1, projects), (2, projects[::-1])):
         main([f"--out_dir={tmp_path / str(workers)}", f"--workers={workers}", *flags,
               f"--source={','.join(map(str, order))}"])
@@ -153,11 +153,25 @@ def test_a_corpus_whose_shards_are_gone_or_damaged_is_not_there(tmp_path, capsys
 def test_the_same_corpus_is_known_by_a_relative_path_too(tmp_path, monkeypatch, capsys):
     for name in "ab":
         make_project(tmp_path / "in", name)
-    prepare(tmp_path / "out", f"--projects_dir={tmp_path / 'in'}")
+    prepare(tmp_path / "out", f"--projects_dir={tmp_path / 'in'}", "--val_projects=a")
     monkeypatch.chdir(tmp_path)
-    prepare(tmp_path / "out", "--projects_dir=in")
-    prepare(tmp_path / "out", "--source=in/a,./in/b,in/../in/b")
+    prepare(tmp_path / "out", "--projects_dir=in", "--val_projects=a")
+    prepare(tmp_path / "out", "--source=in/a,./in/b,in/../in/b", "--val_projects=a")
     assert capsys.readouterr().out.count("already holds this corpus") == 2
+
+
+def test_a_project_of_source_is_held_out_only_if_it_is_named_and_the_choice_is_said_before(tmp_path, capsys):
+    mine = make_project(tmp_path, "mine", files=1)
+    for name in ("a", "b", "c"):
+        make_project(tmp_path / "in", name, files=20)
+    for seed in range(6):
+        made = prepare(tmp_path / str(seed), f"--source={mine}", f"--projects_dir={tmp_path / 'in'}", f"--seed={seed}",
+                       "--val_fraction=0.01")  # in which only `mine` fits
+        output = capsys.readouterr().out
+        assert set(made["val_projects"]) <= {"a", "b", "c"}
+        assert output.startswith(f"held out for validation, not trained on: {', '.join(made['val_projects'])} (--val_")
+    made = prepare(tmp_path / "named", f"--source={mine}", f"--projects_dir={tmp_path / 'in'}", "--val_projects=mine")
+    assert made["val_projects"] == ["mine"]
 
 
 def test_two_directories_of_one_name_are_divided_between_training_and_validation(tmp_path):
@@ -229,6 +243,7 @@ find out -name '*.parquet' | wc -l
     (["--projects_dir={nothing}/x"], "is not a directory"),
     (["--source={one}"], r"one project \(one\).*--projects_dir"),
     (["--source={one},{two}", "--val_projects=three"], "no project is called three"),
+    (["--source={one},{two}"], "--val_projects with some of one, two"),
     (["--source={one},{two}", "--val_projects=one,two"], "names every project"),
     (["--source={one},{two}", "--val_fraction=1.5"], "is not a number above 0 and below 1"),
     (["--source={one},{copy}", "--val_projects=one"], "is a copy of a validation document"),
