@@ -8,7 +8,7 @@ The completion goes to standard output, everything else to standard error.
 """
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -53,10 +53,15 @@ class SamplingFlags:
     top_p: float = flag(1.0, "draw from the likeliest tokens with this probability together", above=0, at_most=1)
     stop: list = flag(None, "text before which to stop, as in --stop=$'\\n}'; may be repeated", action="append")
     seed: int = flag(0, "the same seed gives the same text", at_least=0)
+    no_heal: bool = flag(False, "never replace the prompt's last tokens, as in other programs (docs/export.md)")
+
+    def sampling(self):
+        return Sampling(self.num_samples, self.max_tokens, self.temperature, self.top_k, self.top_p,
+                        tuple(self.stop or ()), self.seed, heal=not self.no_heal)
 
 
 def main(argv=None):
-    of_model, of_prompt, sampling, of_mesh = read_flags(argv, __doc__, {
+    of_model, of_prompt, of_sampling, of_mesh = read_flags(argv, __doc__, {
         ModelFlags: "model", PromptFlags: "prompt (without any: standard input)", SamplingFlags: "sampling",
         MeshFlags: "mesh"})
     device_type = resolve_inference_device_type(of_model.device_type)
@@ -64,7 +69,8 @@ def main(argv=None):
     path = find_checkpoint(of_model.checkpoint)
     mesh = of_mesh.mesh(GPTConfig(**load_language_meta(path).config), device_type, LOOP)
     prompt = of_prompt.read()
-    return run_on_mesh(partial(complete, of_model, path, prompt, of_prompt.echo, sampling, mesh), mesh, device_type)
+    return run_on_mesh(partial(complete, of_model, path, prompt, of_prompt.echo, of_sampling.sampling(), mesh), mesh,
+                       device_type)
 
 
 def complete(of_model, path, prompt, echo, sampling, mesh, dist):
@@ -87,7 +93,6 @@ def complete(of_model, path, prompt, echo, sampling, mesh, dist):
 
     say(f"{path}: step {meta.step}, on {mesh if mesh.divides_weights else dist.device}")
     shown_prompt = prompt.decode(errors="replace") if echo else ""
-    sampling = Sampling(**asdict(sampling) | {"stop": sampling.stop or ()})
     engine = Engine(model, tokenizer, dist)
     if sampling.num_samples == 1:
         show(shown_prompt)

@@ -292,6 +292,18 @@ def test_a_prompt_that_is_not_utf_8_is_the_same_from_a_flag_and_from_standard_in
     assert re.search(r"the prompt has \d+ tokens: only the last 84 are read", by_flag.err)
 
 
+def test_with_no_heal_the_script_writes_the_likeliest_tokens_after_the_prompts_own(generate, trained):
+    """As other programs do with an export. Otherwise it replaces the end of this prompt."""
+    model, tokenizer, _ = load_model(trained / "checkpoints/tiny/step_000020", Dist("cpu", torch.device("cpu")))
+    ids = [tokenizer.bos_id, *tokenizer.encode("int retu")]
+    num_given = len(ids)
+    for _ in range(8):
+        ids.append(int(model(torch.tensor([ids]))[0, -1, :tokenizer.n_vocab].argmax()))
+    flags = "--device_type=cpu", "--prompt=int retu", "--temperature=0", "--max_tokens=8"
+    expected = tokenizer.decode_bytes(ids[num_given:]).decode(errors="replace") + "\n"
+    assert generate(*flags, "--no_heal").out == expected != generate(*flags).out
+
+
 def test_the_script_prints_several_samples_through_xla(generate):
     output = generate("--device_type=xla", "--prompt", "--num_samples=2", "--max_tokens=4", "--echo").out
     assert output.count(PROMPT) == output.count("--- sample") == 2
