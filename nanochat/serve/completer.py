@@ -40,16 +40,14 @@ class Completer:
     def complete(self, prefix, suffix, extra, options, on_text=ignore, keep_going=never_stop):
         """Returns a Completion of the text between `prefix` and `suffix`.
 
-        suffix: None to continue the prefix. extra: texts of other files. max_tokens: at most half of the context; 0
-        only reads the prompt, for the next completion. on_text(sample, text) gets each new piece of text. keep_going()
+        suffix: None to continue the prefix. extra: texts of other files. max_tokens: 0 only reads the prompt, for the
+        next completion. on_text(sample, text) gets each new piece of text. keep_going()
         is asked before every token; False ends the completion.
         """
-        num_samples = options.sampling.num_samples
-        is_warm_up = options.sampling.max_tokens == 0
-        max_tokens = max(1, min(options.sampling.max_tokens, self.context // 2))
-        prompt = gap_prompt(self.engine.tokenizer, prefix, suffix if self.fim else None, self.context - max_tokens,
-                            extra, self.extra_tokens, self.windows)
-        shapers = [Shaper(suffix or "", options, partial(on_text, i)) for i in range(num_samples)]
+        room = self.context - max(options.sampling.max_tokens, 1)
+        prompt = gap_prompt(self.engine.tokenizer, prefix, suffix if self.fim else None, room, extra, self.extra_tokens,
+                            self.windows)
+        shapers = [Shaper(suffix or "", options, partial(on_text, i)) for i in range(options.sampling.num_samples)]
 
         def add(i, text):
             shapers[i].add(text)
@@ -57,8 +55,7 @@ class Completer:
         def goes_on():
             return keep_going() and not all(shaper.ended for shaper in shapers)
 
-        samples = self.engine.completions(prompt.parts, replace(options.sampling, max_tokens=max_tokens), on_text=add,
-                                          keep_going=goes_on)
+        samples = self.engine.completions(prompt.parts, options.sampling, on_text=add, keep_going=goes_on)
         reasons = []
         for sample, shaper in zip(samples, shapers, strict=True):
             if shaper.ended:
@@ -67,13 +64,9 @@ class Completer:
                 reasons.append("length")
             else:
                 reasons.append(sample.reason)
-        if is_warm_up:
-            texts = [""] * num_samples
-            num_tokens = 0
-        else:
-            texts = [shaper.finish() for shaper in shapers]
-            num_tokens = sum(sample.num_tokens for sample in samples)
-        return Completion(texts, reasons, num_tokens, replace(self.engine.timings), prompt.is_cut)
+        num_tokens = sum(sample.num_tokens for sample in samples)
+        return Completion([shaper.finish() for shaper in shapers], reasons, num_tokens, replace(self.engine.timings),
+                          prompt.is_cut)
 
 
 # What an editor can insert
@@ -123,9 +116,9 @@ class Shaper:
     def _len_unsettled(self):
         """Returns how many characters at the end may yet repeat the suffix, or begin a line that is indented less."""
         unsettled = max(overlaps(self.text, self.suffix), default=0)
-        if self.options.min_indent:
-            blank = len(self.text) - len(self.text.rstrip(" \t\r\n"))
-            unsettled = max(unsettled, blank)
+        if self.options.min_indent:  # before such a line, the text ends without its white space
+            end = self.text.rstrip()
+            unsettled = max(unsettled, len(self.text) - len(end) + max(overlaps(end, self.suffix), default=0))
         return unsettled
 
     def _show_up_to(self, length):

@@ -1,4 +1,5 @@
 """What an editor is given to insert."""
+import random
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,8 @@ from nanochat.serve.completer import Options, Shaper, end_of_block, without_repe
 
 
 def test_a_model_that_was_not_trained_to_fill_gaps_reads_what_is_before_the_cursor(completer):
-    completion = replace(completer, fim=False, windows={}).complete("int a;\n  ret", "\n}\n", [], Options(Sampling()))
+    options = Options(Sampling(max_tokens=1))
+    completion = replace(completer, fim=False, windows={}).complete("int a;\n  ret", "\n}\n", [], options)
     assert completion.timings.prompt_tokens == 1 + len("int a;\n  ret")
 
 
@@ -31,13 +33,14 @@ def test_a_text_ends_before_a_line_that_is_indented_less(text, end):
 
 
 def feed(text, suffix, **options):
+    """text: a str, which comes by the character, or a list of pieces."""
     pieces = []
     shaper = Shaper(suffix, Options(Sampling(max_tokens=100), **options), pieces.append)
     num_fed = 0
-    for character in text:
+    for piece in text:
         if shaper.ended:
             break
-        shaper.add(character)
+        shaper.add(piece)
         num_fed += 1
     assert shaper.finish() == "".join(pieces)
     return shaper.finish(), num_fed
@@ -47,6 +50,16 @@ def test_pieces_are_shown_only_once_they_are_sure():
     assert feed("return a;\n}\nint main", "\n}\n\nint main", min_indent=4)[0] == "return a;"
     assert feed("return a;\n    }", "\n}\n") == ("return a;\n    }", 15)
     assert feed("a;\n\n    b;", "", min_indent=4)[0] == "a;\n\n    b;"
+
+
+def test_a_stream_and_a_whole_answer_are_equal():
+    assert feed("f(x) }\nint", "}", min_indent=4)[0] == "f(x) "
+    draw = random.Random(0)
+    for _ in range(3000):
+        def text(count):
+            return "".join(draw.choices("a;}) \n\r\x0b", k=draw.randrange(count)))
+
+        feed([text(6) for _ in range(8)], text(8), min_indent=draw.choice((0, 1, 2)), max_ms=draw.choice((None, 0)))
 
 
 def test_generation_ends_when_a_line_of_the_suffix_is_repeated():
