@@ -6,15 +6,17 @@ Then open the printed address in a browser, or set up your editor (docs/editor.m
 no text of a user.
 """
 import logging
+import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from nanochat.checkpoint.format import find_checkpoint
-from nanochat.common import BadInput, flag, read_flags, run_script
+from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.engine import Engine
-from nanochat.infer.load import ModelFlags, load_model, resolve_inference_device_type
-from nanochat.infer.sample import Sampling
+from nanochat.infer.load import ModelFlags, load_language_meta, load_model, resolve_inference_device_type
+from nanochat.infer.sample import Sampling, default_max_tokens
 from nanochat.serve.completer import Completer, Options
 
 
@@ -22,14 +24,34 @@ from nanochat.serve.completer import Completer, Options
 class ServerFlags:
     host: str = flag("127.0.0.1", "address to listen on; any other than this machine's own needs --api_key")
     port: int = flag(8012, "port to listen on: the default is llama.vim's; 0: a free one", at_least=0, at_most=65535)
-    api_key: str | None = flag(None, "bearer token that clients must send; none: no token")
+    api_key: str | None = flag(None, "bearer token that clients must send; default: $NANOCHAT_API_KEY, or no token")
+    api_key_file: Path | None = flag(None, "file with the token, which other users cannot see in ps", of=expand_path)
+
+    def read_key(self):
+        """Returns the token, or None. Raises BadInput if its file cannot be read."""
+        if self.api_key_file is None:
+            return os.environ.get("NANOCHAT_API_KEY") if self.api_key is None else self.api_key
+        if self.api_key is not None:
+            raise BadInput("--api_key and --api_key_file are both given: leave one out")
+        try:
+            return self.api_key_file.read_text(errors="replace").strip()
+        except OSError as error:
+            raise BadInput(f"--api_key_file={self.api_key_file} cannot be read: {error.strerror}") from None
 
 
 @dataclass(frozen=True)
 class LimitFlags:
-    max_tokens: int = flag(256, "most tokens of a completion, at most half of the context", at_least=1)
+    max_tokens: int = flag(-1, "most tokens of a completion; -1: 256, at most half of the context", at_least=1,
+                           unset=-1)
     timeout_s: float = flag(30.0, "most seconds for a request: then it gets the text so far", above=0, at_most=3600)
     extra_tokens: int = flag(0, "most tokens of other files before the prefix, if it leaves room", at_least=0)
+
+    def max_tokens_of(self, context):
+        """Returns --max_tokens for a model of this context. Raises BadInput if little room is left for a prompt."""
+        if self.max_tokens > context // 2:
+            raise BadInput(f"--max_tokens={self.max_tokens} is more than half of the {context} tokens that the model "
+                           f"sees: give at most {context // 2}")
+        return default_max_tokens(context) if self.max_tokens == -1 else self.max_tokens
 
 
 def main(argv=None):
@@ -40,33 +62,41 @@ def main(argv=None):
         from nanochat.serve.server import Server, make_app
     except ImportError as error:
         raise BadInput(f"there is no {error.name}: pip install '.[serve]'") from None
+    api_key = of_server.read_key()
     # The port is opened first, so that a used one is refused before the model is loaded. Early connections wait.
-    with listen(of_server.host, of_server.port, of_server.api_key) as listening:
+    with listen(of_server.host, of_server.port, api_key) as listening:
         device_type = resolve_inference_device_type(of_model.device_type)
         prepare_xla_environment(device_type)
         path = find_checkpoint(of_model.checkpoint)
+        meta = load_language_meta(path)
+        max_tokens = limits.max_tokens_of(meta.config["max_seq_len"])
+        print(f"loading {path}, step {meta.step}", file=sys.stderr, flush=True)
         dist = compute_init(device_type)
-        model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir,
-                                            quantize=of_model.quantize)
-        completer = Completer(Engine(model, tokenizer, dist), meta.flags.get("fim_rate", 0) > 0, limits.extra_tokens)
-        if not completer.fim:
-            print(f"{path} was trained without --fim_rate: completions ignore the text after the cursor",
-                  file=sys.stderr)
-        warm_up = Options(Sampling(max_tokens=1, temperature=0))
-        completer.complete("int main() {\n", "}\n", [], warm_up)  # compiles the programs
+        completer = load_completer(of_model, path, limits.extra_tokens, dist)
         server = Server(completer, name=f"{path.resolve().parent.name}/{path.name}", device=str(dist.device),
-                        max_tokens=limits.max_tokens, timeout_s=limits.timeout_s)
+                        max_tokens=max_tokens, timeout_s=limits.timeout_s)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
         host, port = listening.getsockname()[:2]
         if ":" in host:
             host = f"[{host}]"
-        print(f"{path}: step {meta.step}, on {dist.device}. Open http://{host}:{port}/", file=sys.stderr, flush=True)
+        print(f"on {dist.device}, completions of at most {max_tokens} tokens. Open http://{host}:{port}/",
+              file=sys.stderr, flush=True)
         try:
-            make_runner(make_app(server, api_key=of_server.api_key)).run(sockets=[listening])
+            make_runner(make_app(server, api_key), api_key).run(sockets=[listening])
         except KeyboardInterrupt:
             return 130
         finally:
             compute_cleanup(dist)
+
+
+def load_completer(of_model, path, extra_tokens, dist):
+    """Returns a Completer of the checkpoint at `path`, whose programs are compiled."""
+    model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, quantize=of_model.quantize)
+    completer = Completer(Engine(model, tokenizer, dist), meta.flags.get("fim_rate", 0) > 0, extra_tokens)
+    if not completer.fim:
+        print(f"{path} was trained without --fim_rate: completions ignore the text after the cursor", file=sys.stderr)
+    completer.complete("int main() {\n", "}\n", [], Options(Sampling(max_tokens=1, temperature=0)))
+    return completer
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""The server's socket, and connections that time out."""
+"""The server's socket, and the limits of its connections."""
 import ipaddress
 import socket
 from functools import partial
+from http import HTTPStatus
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanochat.common import BadInput
+from nanochat.serve.access import error_answer, has_key
 
 MAX_CONNECTIONS = 100
+MAX_WITHOUT_KEY = 10  # of one address, if the server has a key
 REQUEST_TIMEOUT_S = 10  # for the headers, from the connection or the first byte on; server.py limits the body
 KEEP_ALIVE_S = 75  # longer than a person's pause, after which an editor reuses its connection
 
@@ -16,7 +19,8 @@ KEEP_ALIVE_S = 75  # longer than a person's pause, after which an editor reuses 
 def listen(host, port, api_key=None):
     """Returns a socket that listens at --host and --port. Raises BadInput, also for other machines without a key."""
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
-        raise BadInput("--api_key must be printable ASCII, not empty, without white space at its ends")
+        raise BadInput("--api_key must be printable ASCII, not empty, without white space at its ends, also in a file "
+                       "or in $NANOCHAT_API_KEY")
     try:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError:
@@ -36,29 +40,38 @@ def listen(host, port, api_key=None):
     return listening
 
 
-def make_runner(app, request_timeout_s=REQUEST_TIMEOUT_S, limit_concurrency=MAX_CONNECTIONS,
+def make_runner(app, api_key=None, request_timeout_s=REQUEST_TIMEOUT_S, max_connections=MAX_CONNECTIONS,
                 timeout_keep_alive=KEEP_ALIVE_S):
     """Returns the uvicorn.Server of an application: run(sockets=[…]) serves until a signal, or until `should_exit`."""
     # uvicorn's log of requests would show queries; the server logs each completion itself.
     return uvicorn.Server(uvicorn.Config(
         app, log_config=None, access_log=False, log_level="warning", ws="none",
-        http=partial(TimedConnection, request_timeout_s), limit_concurrency=limit_concurrency,
-        timeout_graceful_shutdown=2, timeout_keep_alive=timeout_keep_alive))
+        http=partial(LimitedConnection, api_key, request_timeout_s, max_connections), timeout_graceful_shutdown=2,
+        timeout_keep_alive=timeout_keep_alive))
 
 
-# uvicorn limits the number of connections and their idle time between two requests, but not the time for a request's
-# headers. A hundred silent connections would keep out everybody.
-class TimedConnection(H11Protocol):
-    """A connection that closes if the headers of a request are late, or if a body continues after its answer."""
+# uvicorn limits the idle time between two requests, but not the time for a request's headers. A hundred silent
+# connections would keep out everybody.
+class LimitedConnection(H11Protocol):
+    """A connection that closes if the headers of a request are late, if a body continues after its answer, and after
+    the answer to a client without the key. It is refused if too many are open, in all or of such clients."""
 
-    def __init__(self, request_timeout_s, *arguments, **options):
+    def __init__(self, api_key, request_timeout_s, max_connections, *arguments, **options):
         super().__init__(*arguments, **options)
+        self._api_key = api_key
         self._request_timeout_s = request_timeout_s
+        self._max_connections = max_connections
         self._timer = None
+        self.is_stranger = api_key is not None  # until it sends the key
 
     def connection_made(self, transport):
         super().connection_made(transport)
         self._begin_to_wait()
+        strangers = [other for other in self.connections if other.is_stranger and other.client[0] == self.client[0]]
+        if len(strangers) > MAX_WITHOUT_KEY:
+            self._refuse(503, f"{MAX_WITHOUT_KEY} connections of your address wait without the key: try again later")
+        elif len(self.connections) > self._max_connections:
+            self.app = error_answer(503, f"{self._max_connections} connections are open already: try again later")
 
     def connection_lost(self, exc):
         self._end_waiting()
@@ -71,6 +84,9 @@ class TimedConnection(H11Protocol):
         super().data_received(data)
         if self.cycle is not before:  # a whole request
             self._end_waiting()
+            self.is_stranger = not has_key(self._api_key, self.headers)
+            if self.is_stranger:
+                self.headers.append((b"connection", b"close"))  # as if the client had asked for it
         elif before is None or before.response_complete:
             self._begin_to_wait()
 
@@ -82,3 +98,14 @@ class TimedConnection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def send_400_response(self, msg):
+        """uvicorn's answer to what is not HTTP."""
+        self._refuse(400, "this is not a request of HTTP/1.1")
+
+    def _refuse(self, status, message):
+        """Answers at once, and closes the connection."""
+        body = error_answer(status, message).body
+        self.transport.write(f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
+                             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        self.transport.close()

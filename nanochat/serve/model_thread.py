@@ -7,19 +7,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from nanochat.common import BadInput
+from nanochat.serve.access import Refused
 
 MAX_WAITING = 16
 # nginx's "client closed request". After 409 or 503, OpenAI's package would retry.
 STATUS_REPLACED = 499
-
-
-class Refused(Exception):
-    """A request without a completion: the HTTP status, and the reason."""
-
-    def __init__(self, status, message):
-        super().__init__(message)
-        self.status = status
-        self.message = message
 
 
 class Job:

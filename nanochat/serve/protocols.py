@@ -1,13 +1,15 @@
 """The requests and answers of editors' protocols.
 
-Unknown fields of a client are ignored, and null counts as a missing field.
+Unknown fields of a client are ignored, and null counts as a missing field. Known ones that the server cannot heed are
+refused, because the text would be another than the client asked for.
 """
 import secrets
 import time
 import uuid
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from nanochat.infer.sample import Sampling
 from nanochat.serve.completer import Options
@@ -25,12 +27,20 @@ def as_list(value):
     return [value] if isinstance(value, str) else value
 
 
+def as_neutral(value):
+    """Returns a value that asks for nothing, such as 0 or {}."""
+    if value:
+        raise PydanticCustomError("unheeded", "this server cannot do that: leave it out")
+    return value
+
+
 Text = Annotated[str, BeforeValidator(without_surrogates)]
 Stop = Annotated[list[Annotated[Text, Field(max_length=200)]], BeforeValidator(as_list), Field(max_length=16)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, le=8)]
 Seed = Annotated[int, Field(ge=-2**63, lt=2**64)]
+Unheeded = Annotated[object, AfterValidator(as_neutral)]
 
 
 class Body(BaseModel):
@@ -40,6 +50,13 @@ class Body(BaseModel):
     @classmethod
     def _drop_nulls(cls, data):
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class RequestBody(Body):
+    """What several protocols know, and this server does not."""
+    frequency_penalty: Unheeded = 0
+    presence_penalty: Unheeded = 0
+    logit_bias: Unheeded = None
 
 
 def make_options(max_tokens, num_samples=1, temperature=None, seed=None, top_p=1.0, top_k=40, stop=(), **others):
@@ -60,7 +77,7 @@ class ExtraFile(Body):
     text: Text = ""
 
 
-class InfillBody(Body):
+class InfillBody(RequestBody):
     input_prefix: Text = ""
     input_suffix: Text = ""
     input_extra: list[ExtraFile] = Field([], max_length=256)
@@ -77,6 +94,9 @@ class InfillBody(Body):
     t_max_predict_ms: float = -1.0
     response_fields: list[Text] = Field([], max_length=64)
     id_slot: int = -1
+    grammar: Unheeded = ""
+    json_schema: Unheeded = None
+    n_probs: Unheeded = 0
 
     def options(self, most_tokens):
         max_tokens = most_tokens if self.n_predict < 0 else min(self.n_predict, most_tokens)
@@ -136,7 +156,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class CompletionBody(Body):
+class CompletionBody(RequestBody):
     prompt: Annotated[list[Text], BeforeValidator(as_list), Field(min_length=1, max_length=1)] = [""]
     suffix: Text | None = None
     segments: Segments | None = None
@@ -149,7 +169,7 @@ class CompletionBody(Body):
     echo: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    logprobs: Literal[0] = 0
+    logprobs: Unheeded = 0
     best_of: Literal[1] = 1
     user: Text | None = None
 
@@ -184,7 +204,7 @@ def usage(completion):
 # Codestral's /v1/fim/completions: Continue, minuet
 
 
-class FimBody(Body):
+class FimBody(RequestBody):
     prompt: Text = ""
     suffix: Text = ""
     max_tokens: int = Field(EDITOR_TOKENS, ge=0)

@@ -10,7 +10,6 @@ It logs and keeps no text of a user, except the tokens of the last prompt, which
 """
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import os
@@ -23,14 +22,13 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from nanochat.serve import protocols
-from nanochat.serve.model_thread import ModelThread, Refused
+from nanochat.serve.access import Refused, check_access, error_answer
+from nanochat.serve.model_thread import ModelThread
 
 MAX_BODY_BYTES = 1 << 20  # a model reads some 10 kB of text at most
 BODY_TIMEOUT_S = 10
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BUCKETS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6)
 
 log = logging.getLogger(__name__)
@@ -40,35 +38,33 @@ class Server:
     """The handlers of all paths, and what they share."""
 
     def __init__(self, completer, *, name, device, max_tokens, timeout_s, body_timeout_s=BODY_TIMEOUT_S):
-        """name: of the model, for clients. The others limit each request; body_timeout_s: the arrival of its body."""
+        """name: of the model, for clients. The others limit each request; max_tokens: at most half of the context;
+        body_timeout_s: the arrival of its body."""
         self.completer = completer
         self.name = name
         self.device = device
-        self.max_tokens = min(max_tokens, completer.context // 2)
+        self.max_tokens = max_tokens
         self.timeout_s = timeout_s
         self.body_timeout_s = body_timeout_s
         self.thread = ModelThread()
         self.counters = Counters(self.thread.num_waiting)
 
-    async def events(self, request, prefix, suffix, extra, options, client=None):
-        """Yields (sample, text) for each piece of text, and at last the Completion. Raises Refused."""
+    def events(self, request, prefix, suffix, extra, options, client=None):
+        """Returns the Job.events of a completion, whose last one is a Completion. Raises Refused."""
         def work(job):
-            return self.completer.complete(prefix, suffix, extra, options, job.on_text, job.keep_going)
+            completion = self.completer.complete(prefix, suffix, extra, options, job.on_text, job.keep_going)
+            # Here, because most completions of editors are aborted, and those count, too.
+            self.counters.count(completion)
+            timings = completion.timings
+            log.info("%s: %d tokens of prompt, %d of them read in %.0f ms; %d generated of at most %d in %.0f ms",
+                     request.url.path, timings.prompt_tokens, timings.read_tokens, timings.prompt_ms,
+                     completion.num_tokens, options.sampling.max_tokens, timings.predicted_ms)
+            return completion
 
         if client is not None:
             # A client is a program on a machine, so two people never replace each other's requests.
             client = (request.client and request.client.host, request.headers.get("user-agent"), client)
-        job = self.thread.start(work, client, self.timeout_s)
-        # Closing this generator closes job.events at once, which cancels the job.
-        async with contextlib.aclosing(job.events(request)) as events:
-            async for event in events:
-                if not isinstance(event, tuple):
-                    self.counters.count(event)
-                    timings = event.timings
-                    log.info("%s: %d tokens of prompt, %d of them read in %.0f ms; %d generated in %.0f ms",
-                             request.url.path, timings.prompt_tokens, timings.read_tokens, timings.prompt_ms,
-                             event.num_tokens, timings.predicted_ms)
-                yield event
+        return self.thread.start(work, client, self.timeout_s).events(request)
 
     # --- llama.cpp
 
@@ -177,33 +173,25 @@ class Server:
                                        "connect-src 'self'; frame-ancestors 'none'"})
 
 
-def make_app(server, *, api_key=None, hosts=LOOPBACK):
-    """Returns the FastAPI application. api_key: the bearer token of clients, except for the page and /health. hosts:
-    without a key, requests must name one of them, so that no other site's page in a browser can use the server."""
+def make_app(server, api_key=None):
+    """Returns the FastAPI application. api_key: the bearer token of clients, except for the page and /health."""
     @contextlib.asynccontextmanager
     async def lifespan(app):
         yield
         server.thread.stop()
 
-    async def check_key(request: Request):
-        sent = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        # In constant time, so that the time does not tell how much of a guess is right.
-        if api_key and not hmac.compare_digest(sent, api_key.encode()):
-            raise Refused(401, "this server needs its --api_key, as the header Authorization: Bearer KEY")
+    async def check(request: Request):
+        check_access(request, api_key)
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None)  # whose documentation loads scripts of another site
+    # openapi_url: its documentation loads scripts of another site.
+    app = FastAPI(lifespan=lifespan, openapi_url=None, dependencies=[Depends(check)])
     app.add_middleware(CountRequests, counters=server.counters)
-    if not api_key:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*hosts, "[::1]"], www_redirect=False)
-    app.get("/")(server.page)
-    app.get("/health")(server.health)
-    with_key = {"dependencies": [Depends(check_key)]}
-    app.post("/infill", **with_key)(server.infill)
-    app.post("/v1/completions", **with_key)(server.completions)
-    app.post("/v1/fim/completions", **with_key)(server.fim)
-    app.get("/v1/models", **with_key)(server.models)
-    app.get("/v1/health", **with_key)(server.tabby_health)
-    app.get("/metrics", **with_key)(server.show_metrics)
+    for path, handler in {"/": server.page, "/health": server.health, "/metrics": server.show_metrics,
+                          "/v1/models": server.models, "/v1/health": server.tabby_health}.items():
+        app.api_route(path, methods=["GET", "HEAD"])(handler)
+    app.post("/infill")(server.infill)
+    app.post("/v1/completions")(server.completions)
+    app.post("/v1/fim/completions")(server.fim)
     app.add_exception_handler(Refused, answer_refused)
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_exception_handler(Exception, answer_failure)
@@ -266,13 +254,6 @@ class CountRequests:
 
 
 # Requests and answers
-
-
-def error_answer(status, message):
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    # A client whose body was not read to its end would keep sending it.
-    headers = {"Connection": "close"} if status in (408, 413) else None
-    return JSONResponse({"error": {"message": message, "code": status, "type": kind}}, status, headers)
 
 
 def answer_refused(request, error):

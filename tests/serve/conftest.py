@@ -84,7 +84,7 @@ def serving(completer, api_key=None, max_tokens=64, timeout_s=60.0, body_timeout
                     body_timeout_s=body_timeout_s)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        runner = make_runner(make_app(server, api_key=api_key), timeout_keep_alive=600, **options)
+        runner = make_runner(make_app(server, api_key), api_key, timeout_keep_alive=600, **options)
         thread = threading.Thread(target=runner.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

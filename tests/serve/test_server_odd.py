@@ -20,6 +20,7 @@ from tests.serve.conftest import SOURCE, serving
 from tests.serve.test_server import VIM
 
 SECRET = "xyzzy_secret"  # in every text, and never in a log
+JSON = {"Content-Type": "application/json"}
 PATHS = {
     "/infill": VIM | {"input_prefix": SECRET + "\n", "n_predict": 2},
     "/v1/completions": {"prompt": SECRET, "suffix": "\n", "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "n": 1,
@@ -55,7 +56,7 @@ def send_odd(client, generator):
         return None
     path = generator.choice(list(PATHS))
     if kind < 0.25:
-        return client.post(path, content=generator.choice(RAW))
+        return client.post(path, content=generator.choice(RAW), headers=JSON)
     body = dict(SEGMENTS if path == "/v1/completions" and kind < 0.4 else PATHS[path])
     for name in generator.sample(sorted(body), min(len(body), generator.randrange(1, 3))):
         target = body
@@ -64,7 +65,7 @@ def send_odd(client, generator):
             name = generator.choice(sorted(target))
         target[name] = generator.choice(ODD)
     body.update({"n": 1} if body.get("n") == 8 else {})
-    return client.post(path, content=json.dumps(body).encode())
+    return client.post(path, content=json.dumps(body).encode(), headers=JSON)
 
 
 @pytest.mark.parametrize("count", [pytest.param(1000, marks=pytest.mark.slow), 80])
@@ -93,13 +94,14 @@ def test_a_body_that_is_too_long_or_does_not_come_is_refused(client, completer):
             yield b" " * (1 << 16)
 
     try:
-        assert client.post("/infill", content=endless()).status_code == 413
+        assert client.post("/infill", content=endless(), headers=JSON).status_code == 413
     except httpx.WriteError:  # the server has closed the connection while more was sent
         pass
-    assert client.post("/infill", content=b" " * ((1 << 20) + 1)).status_code == 413
+    assert client.post("/infill", content=b" " * ((1 << 20) + 1), headers=JSON).status_code == 413
     with serving(completer, body_timeout_s=0.2) as (hasty, _):
         with socket.create_connection((hasty.base_url.host, hasty.base_url.port), timeout=30) as connection:
-            connection.sendall(b"POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
+            connection.sendall(b"POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                               b"Content-Length: 50\r\n\r\n{")
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
 
 
@@ -126,7 +128,7 @@ def test_memory_does_not_grow_while_text_is_typed(completer):
 
 def test_connections_on_which_nothing_comes_keep_nobody_out(completer):
     begun = [b"", b"POST /infill HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n{"]
-    with serving(completer, request_timeout_s=1, limit_concurrency=7) as (client, _), contextlib.ExitStack() as stack:
+    with serving(completer, request_timeout_s=1, max_connections=7) as (client, _), contextlib.ExitStack() as stack:
         address = (client.base_url.host, client.base_url.port)
         waiting = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(6)]
         for connection, text in zip(waiting, begun * 2, strict=True):
@@ -171,14 +173,18 @@ def run_script(base_dir, *flags, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how, status", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_the_script_says_where_it_listens_and_ends_at_a_signal(gap_run, byte_tokenizer_dir, how, status):
-    process = run_script(gap_run, "--checkpoint=tiny", f"--tokenizer_dir={byte_tokenizer_dir}")
+def test_the_script_says_where_it_listens_and_ends_at_a_signal(gap_run, byte_tokenizer_dir, tmp_path, how, status):
+    (tmp_path / "key").write_text("secret\n")
+    process = run_script(gap_run, "--checkpoint=tiny", f"--tokenizer_dir={byte_tokenizer_dir}",
+                         f"--api_key_file={tmp_path / 'key'}")
     watchdog = threading.Timer(120, process.kill)
     watchdog.start()
     try:
+        assert re.search("^loading .*tiny.*, step 150$", process.stderr.readline())
         line = process.stderr.readline()
-        url = re.search(r"step 150, on cpu. Open (http://127.0.0.1:\d+/)$", line)[1]
-        answer = httpx.post(f"{url}infill", json=VIM, timeout=60).json()
+        url = re.search(r"^on cpu, completions of at most 128 tokens. Open (http://127.0.0.1:\d+/)$", line)[1]
+        assert httpx.post(f"{url}infill", json=VIM, timeout=60).status_code == 401
+        answer = httpx.post(f"{url}infill", json=VIM, timeout=60, headers={"Authorization": "Bearer secret"}).json()
         assert answer["content"] == "urn a + b;"
         process.send_signal(how)
         out, err = process.communicate(timeout=60)
@@ -193,12 +199,29 @@ def test_the_script_says_where_it_listens_and_ends_at_a_signal(gap_run, byte_tok
     (["--host=0.0.0.0"], "give an --api_key"), (["--host=::"], "give an --api_key"),
     (["--host=example.com"], "--host=example.com is not an IP address"),
     (["--api_key="], "--api_key must be"), (["--api_key=clé"], "--api_key must be"),
+    (["--api_key=x", "--api_key_file=y"], "both given"), (["--api_key_file=missing"], "missing cannot be read"),
     (["--port=70000"], "--port=70000 is not a whole number"), (["--checkpoint=missing"], "no checkpoint at missing")])
 def test_the_script_refuses_bad_input(flags, message, base_dir):
     from nanochat.common import BadInput
     from scripts.serve import main
     with pytest.raises(BadInput, match=message):
         main(["--port=0", *flags])
+
+
+def test_the_key_is_also_taken_from_the_environment(base_dir, monkeypatch):
+    from scripts.serve import ServerFlags
+    assert ServerFlags().read_key() is None
+    monkeypatch.setenv("NANOCHAT_API_KEY", "secret")
+    assert ServerFlags().read_key() == "secret" and ServerFlags(api_key="mine").read_key() == "mine"
+
+
+def test_more_tokens_than_half_of_the_context_are_refused_before_the_model_is_loaded(gap_run, monkeypatch, capsys):
+    from nanochat.common import BadInput
+    from scripts.serve import main
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(gap_run))
+    with pytest.raises(BadInput, match="--max_tokens=129 is more than half of the 256 tokens .* give at most 128"):
+        main(["--port=0", "--checkpoint=tiny", "--max_tokens=129"])
+    assert not capsys.readouterr().err
 
 
 def test_a_port_in_use_is_one_line(base_dir):

@@ -4,7 +4,10 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -128,3 +131,34 @@ def test_with_a_key_the_page_asks_for_it(browser, completer):
         assert browser.value("document.getElementById('key_label').hidden") is False
         browser.value("document.getElementById('key').value = 'secret'; askSoon()")
         browser.wait_for("/ tokens in /.test(document.getElementById('status').textContent)")
+
+
+@pytest.fixture
+def other_site(tmp_path):
+    """The port of a server whose page has a form of plain text."""
+    (tmp_path / "index.html").write_text("<form method=post enctype=text/plain><input name='{\"x\":\"' value='\"}'>")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])  # another site, and the same site with another port
+def test_a_page_of_another_site_makes_the_model_do_nothing(browser, completer, other_site, host):
+    with serving(completer) as (client, server):
+        browser.call("Page.navigate", url=f"http://{host}:{other_site}/")
+        browser.wait_for("document.forms.length === 1")
+        browser.value(f"""
+            answered = [];
+            const url = "{client.base_url}/infill", body = "{{}}";
+            const json = {{"Content-Type": "application/json"}};
+            for (const options of [{{mode: "no-cors"}}, {{}}, {{headers: json}}, {{mode: "no-cors", headers: json}}])
+              fetch(url, {{method: "POST", body, ...options}}).then(reply => answered.push(reply.type),
+                                                                  () => answered.push("failed"));
+        """)
+        browser.wait_for("answered.length === 4")
+        assert sorted(browser.value("answered.join()").split(",")) == ["failed", "failed", "opaque", "opaque"]
+        browser.value(f"document.forms[0].action = '{client.base_url}/infill'; document.forms[0].submit()")
+        browser.wait_for("document.body.innerText.includes('may not use this server')")
+        assert not server.thread._jobs and 'path="/infill",status="200"' not in client.get("/metrics").text
+        assert 'nanochat_requests_total{path="/infill",status="403"} 4.0' in client.get("/metrics").text
