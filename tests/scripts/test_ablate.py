@@ -255,7 +255,7 @@ def test_sigterm_stops_after_a_checkpoint_with_status_75(write_table, base_dir):
         wait_for_step_40(metrics, process)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=120)
-    assert process.returncode == 75 and "the same command goes on" in output
+    assert process.returncode == 75 and "the same command resumes" in output
     assert list(metrics.parent.glob("step_*"))
     assert os.path.exists(base_dir / "ablations" / "rates" / "default.0.log")
     shutil.rmtree(base_dir)
