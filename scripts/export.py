@@ -43,6 +43,8 @@ def main(argv=None):
         raise BadInput("--out is needed: name the folder or file to make")
     if (flags.format == "safetensors") != (flags.out.suffix == ".safetensors"):
         raise BadInput(f"--out={flags.out} does not fit --format={flags.format}: only safetensors ends in .safetensors")
+    if flags.format == "transformers":
+        export.check_copy()
     out = Path(os.path.abspath(flags.out))
     export.check_place(out, flags.force)
     manifest = model_card.read_manifest(flags.manifest) if flags.manifest else None

@@ -170,6 +170,9 @@ def _build_without_token(collective, tensor):
 
 def take(stack, index):
     """Returns stack[index]. index: int32 scalar."""
+    if stack.device.type == "cpu":
+        return stack[index]
+
     def build(stack, index):
         from torch_xla.experimental.scan import dynamic_slice
         return dynamic_slice(stack, index)
@@ -183,6 +186,9 @@ def put(stack, index, value, use_from_memory=False):
     use_from_memory: all uses of the value must read it from the result, so that the operation that computes the value
         writes it there. Otherwise XLA may keep it as a tensor of its own and copy it into the stack.
     """
+    if stack.device.type == "cpu":
+        return stack.index_copy(0, index[None].long(), value[None])
+
     def build(stack, index, value):
         from torch_xla.experimental.scan import dynamic_update_slice
         return dynamic_update_slice(stack, value, index)

@@ -10,14 +10,17 @@ import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nanochat.checkpoint.format import SUMS, sums_text, sync_to_disk
 from nanochat.common import BadInput
 from nanochat.export.huggingface import tokenizer_json
+from nanochat.kernels.choose import get_kernels
 from nanochat.model import logit_cap
 from nanochat.model.layers import NORM_EPS
+from nanochat.model.tiny import IDS, require_close, tiny_gpt
 
 CODE = "modeling_nanochat_scaled"
 MODEL = "model.safetensors"
@@ -36,6 +39,16 @@ OTHER_NAMES = {"wte": "model.embed_tokens.weight", "lm_head": "lm_head.weight",
 # The fields of GPTConfig that the files express. A model whose other fields differ from the defaults is refused.
 EXPRESSED = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern", "short_window",
              "rotary_base", "key_shift", "layer_gates", "value_embeddings", *logit_cap.CONFIG_FIELDS}
+
+# What tiny_gpt predicts last. The files for transformers compute this model: tests/export compares them with it.
+LOGITS = torch.tensor([0.147906, -0.693267, -0.856973, -0.184222, 0.668924, 0.868284, 0.220223])
+
+
+def check_copy():
+    """Raises BadInput if the GPT has changed since the files for transformers were compared with it."""
+    logits = tiny_gpt(get_kernels("current", "cpu"))(IDS)[0, -1]
+    require_close([LOGITS], [logits], "the model computes something else than its export for transformers: change "
+                  f"nanochat/export/{CODE}.py, too, and then LOGITS in nanochat/export/export.py")
 
 
 def check_exportable(model):

@@ -13,7 +13,7 @@ from nanochat.data.tokenizer import TokenizerFlags, check_tokenizer, load_tokeni
 from nanochat.device.mesh import ONE_CHIP
 from nanochat.device.ranks import DEVICE_TYPES, resolve_device_type
 from nanochat.device.tpu import count_tpu_chips
-from nanochat.infer.quantize import Int8GPT
+from nanochat.infer.quantize import Int8GPT, require_same_model
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.config import GPTConfig
@@ -77,6 +77,8 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     if quantize == "int8" and dist.device_type != "cpu":
         raise BadInput(f"--quantize=int8 is for the CPU, not for {dist.device_type}: leave it out, or add "
                        "--device_type=cpu")
+    if quantize == "int8":
+        require_same_model()
     meta = load_language_meta(path)
     problem = find_problem(path, weights_only=True)
     if problem:

@@ -4,12 +4,16 @@ Weights have a scale per row. Activations have a scale per position and are roun
 integers: their sums are exact, and a position's result does not depend on what else is computed with it. FBGEMM, part
 of PyTorch on x86, computes the products.
 """
+from functools import cache, partial
+
 import torch
 import torch.nn.functional as F
 
 from nanochat.common import BadInput
 from nanochat.kernels import plain
+from nanochat.kernels.choose import get_kernels
 from nanochat.model.layers import ATTENTION, MLP, VALUES, CachedText, WholeText, gate_of, gated, shift_keys
+from nanochat.model.tiny import IDS, require_close, tiny_gpt
 
 KNOWN = {"head_dim", "layer_gates", "key_shift"}  # the LayerOptions that this file computes
 TINY = 1e-30  # replaces 0 as a divisor
@@ -41,14 +45,23 @@ class Int8Matrix:
         return _linear(x / largest, self.unit, self.zero_point, self.packed).mul_(largest)
 
 
+@cache
+def require_same_model():
+    """Raises BadInput unless Int8GPT, with matrices that are not rounded, computes what the GPT does."""
+    model = tiny_gpt(get_kernels("current", "cpu"))
+    exact = Int8GPT(model, lambda weight, is_input_positive=False: partial(F.linear, weight=weight))
+    require_close([exact(IDS)], [model(IDS)], "--quantize=int8 computes another model than nanochat/model: change "
+                  "nanochat/infer/quantize.py, too, or leave it out")
+
+
 class Int8GPT:
     """Computes like the GPT that it is made from, rounded, for evaluation. It holds no fp32 copy of the matrices.
     Beside the products, a token's time depends on the number of operations: there are few here."""
 
     compute_dtype = torch.float32
 
-    def __init__(self, model):
-        """Raises BadInput if this machine's PyTorch has no such products."""
+    def __init__(self, model, matrix=Int8Matrix):
+        """matrix: makes the matrices. Raises BadInput if this machine's PyTorch has no such products."""
         if "fbgemm" not in torch.backends.quantized.supported_engines:
             raise BadInput("--quantize=int8 needs an x86 processor: leave it out")
         if unknown := model.options.unknown(KNOWN):
@@ -60,8 +73,8 @@ class Int8GPT:
         self.value_table = model.value_table.detach() if model.config.num_values else None
         self.cos = torch.cat([model.cos, model.cos], dim=-1)[:, None]  # (max_seq_len, 1, head_dim)
         self.sin = torch.cat([model.sin, -model.sin], dim=-1)[:, None]
-        self.lm_head = Int8Matrix(model.lm_head.detach())
-        self.layers = [_Int8Layer(model, index) for index in range(model.config.n_layer)]
+        self.lm_head = matrix(model.lm_head.detach())
+        self.layers = [_Int8Layer(model, index, matrix) for index in range(model.config.n_layer)]
 
     @torch.no_grad()
     def hidden(self, ids, cache=None, positions=None):
@@ -99,17 +112,17 @@ class Int8GPT:
 class _Int8Layer:
     """A layer, like layers.gpt_layer."""
 
-    def __init__(self, model, index):
+    def __init__(self, model, index, matrix):
         config = model.config
         self.options = model.options
         self.resid_scale = model.resid_scale[index].item()
         self.x0_scale = model.x0_scale[index].item()
-        self.qkv = Int8Matrix(torch.cat([model.attn_q[index], model.attn_k[index], model.attn_v[index]]).detach())
+        self.qkv = matrix(torch.cat([model.attn_q[index], model.attn_k[index], model.attn_v[index]]).detach())
         self.num_q = config.n_head
         self.num_kv = config.n_kv_head
-        self.attn_o = Int8Matrix(model.attn_o[index].detach())
-        self.mlp_in = Int8Matrix(model.mlp_in[index].detach())
-        self.mlp_out = Int8Matrix(model.mlp_out[index].detach(), is_input_positive=True)  # after ReLU²
+        self.attn_o = matrix(model.attn_o[index].detach())
+        self.mlp_in = matrix(model.mlp_in[index].detach())
+        self.mlp_out = matrix(model.mlp_out[index].detach(), is_input_positive=True)  # after ReLU²
         if self.options.layer_gates:
             self.gate_map = model.gate_map[index].detach()
             self.gate_scale = model.gate_scale[index].detach()

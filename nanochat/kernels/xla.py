@@ -12,6 +12,7 @@ from nanochat.kernels import plain, xla_loss
 from nanochat.kernels.attention_tiles import MAX_WHOLE
 from nanochat.kernels.gpt_layer import AttentionByHand, How, gpt_layer_for_loop
 from nanochat.kernels.layer_loop import run_layers
+from nanochat.kernels.same_layer import require_same_layer
 from nanochat.kernels.sharded import WHOLE
 from nanochat.model.layers import NORM_EPS, Kernels, apply_rotary, norm, split_heads
 
@@ -19,7 +20,8 @@ from nanochat.model.layers import NORM_EPS, Kernels, apply_rotary, norm, split_h
 def get_kernels(name, interpret, sharding, chunk_tokens):
     """Returns the Kernels `chunked` or `flash`. interpret: Pallas kernels run as plain XLA operations, on a CPU too:
     the numbers are right, but it is slow. sharding: how the ranks divide the weights. chunk_tokens: tokens whose logits
-    the loss holds at a time."""
+    the loss holds at a time. Raises BadInput if the layer by hand is not the model's."""
+    require_same_layer(_attend)
     chip = _options_of_chip()
     if name == "flash":
         import_jax()
