@@ -1,7 +1,8 @@
 """Makes a corpus, trains a small model and completes a file, on this machine: `make demo`.
 
 It trains with the program for TPUs, over two XLA devices of the CPU, in three to five minutes on two cores. Writes to
-$NANOCHAT_BASE_DIR/demo (default ~/.cache/nanochat/demo). A second demo starts over.
+$NANOCHAT_BASE_DIR/demo (default ~/.cache/nanochat/demo), and the other scripts take the model as --checkpoint=demo. A
+second demo starts over.
 """
 import json
 import os
@@ -29,6 +30,16 @@ def run(step, module, *flags, env):
     """Prints the name of a step, and runs its script (see run_module)."""
     print(f"\n=== {step}")
     run_module(module, *flags, env=env)
+
+
+def checkpoint_name(run_dir):
+    """Returns what --checkpoint takes for the demo's run: "demo", a link to it, unless the user's own run has this
+    name."""
+    link = get_base_dir() / "checkpoints" / "demo"
+    link.parent.mkdir(exist_ok=True)
+    if not os.path.lexists(link):
+        link.symlink_to(run_dir)
+    return link.name if link.resolve() == run_dir.resolve() else run_dir
 
 
 def unigram_bits_per_byte(data_dir):
@@ -59,6 +70,7 @@ def main(argv=None):
         "--echo", "--max_tokens=100", "--temperature=0.6", env=env)
 
     run_dir = base_dir / "checkpoints" / "dummy"
+    name = checkpoint_name(run_dir)
     records = [json.loads(line) for line in (run_dir / METRICS_FILE).read_text().splitlines()]
     bpb = [record["val_bpb"] for record in records if "val_bpb" in record]
     unigram = unigram_bits_per_byte(base_dir / "parquet" / "val")
@@ -70,7 +82,10 @@ corpus       {base_dir / 'parquet'}
 checkpoint   {run_dir}/step_{records[-1]['step']:06d}
 metrics      {run_dir / METRICS_FILE}
 
-Next, on a TPU VM (v5litepod-8 or v6e-4), with data and code on it (README.md, "Put it on a TPU"):
+See it write in your browser, at the address that this prints:
+  python3 -m scripts.serve --checkpoint={name} --quantize=int8
+
+Then, on a TPU VM (v5litepod-8 or v6e-4), with data and code on it (README.md, "Put it on a TPU"):
   nohup python3 -m scripts.base_train --depth=16 --run=NAME > NAME.log 2>&1 &""")
 
 
