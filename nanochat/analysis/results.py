@@ -185,15 +185,15 @@ def holm(p_values):
 
 def make_rows(variants, comparisons):
     """Returns the rows of the table for a person, (name, [texts]), the names of the columns first."""
-    rows = [("variant", ["seeds", "bits per byte", "± s.d.", "difference", "p", "", "tokens", "FLOPs", "train s",
-                         "CPU s", "chip-s"])]
+    rows = [("variant", ["seeds", "bits per byte", "± s.d.", "difference", "p", "", "tokens", "FLOPs", "CPU s",
+                         "chip-s"])]
     for name, variant in variants.items():
         found = comparisons[name]
         cost = variant.cost()
         rows.append((name, [str(len(variant.curves)), f"{found.mean:.4f}", text(found.deviation, "{:.4f}"),
                             text(found.difference, "{:+.4f}"), text(found.p_value, "{:.2g}"), found.verdict,
-                            format_count(cost["tokens"]), f"{cost['flops']:.3g}", f"{cost['train_s']:.0f}",
-                            text(cost["cpu_s"], "{:.0f}"), text(cost["chip_s"], "{:.3g}")]))
+                            format_count(cost["tokens"]), f"{cost['flops']:.3g}", text(cost["cpu_s"], "{:.0f}"),
+                            text(cost["chip_s"], "{:.3g}")]))
     return rows
 
 
