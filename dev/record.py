@@ -36,7 +36,7 @@ class Buffer {
 
 }  // namespace text
 """
-# Each is typed behind the line that begins the pair. Then comes Tab, if grey text is shown within SHOWN_S.
+# Each is typed behind the line that begins the pair. Then comes Tab, if a completion is shown within SHOWN_S.
 TYPED = (("  size_t size() const {", "    return "), ("  }", "  bool empty() const { re"))
 SHOWN_S, KEY_S = 6, 0.12
 
@@ -52,7 +52,7 @@ let g:llama_config = {{'endpoint_fim': '{url}/infill', 'ring_n_chunks': 0, 't_ma
 set runtimepath+={plugin}
 """)
     terminal = Terminal(folder / "tmux", "asciinema", "rec", "--quiet", "--overwrite", "--command",
-                        f"vim -u {vimrc} {file}", str(cast))
+                        f"cd {folder} && vim -u {vimrc} {file.name}", str(cast))
     wait_for(lambda: "ENTER" in terminal.screen() or "class Buffer" in terminal.screen(), 20)
     if "ENTER" in terminal.screen():  # llama.vim warns of Vim 9.0, with which it works
         terminal.keys("Enter")
