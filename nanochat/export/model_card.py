@@ -205,6 +205,9 @@ def _metrics(run, curve):
         steps, values = run.series(name)
         if len(steps):
             columns[name] = dict(zip(steps, values, strict=True))
+    measured = run.series("fim_bytes")[1]
+    if len(measured):
+        shown["fim_bpb"] += f" (of {int(measured[-1]):,} bytes)"
     if not columns:
         return "## Metrics\n\nThe run recorded none."
     steps = sorted(next(iter(columns.values())))

@@ -36,6 +36,7 @@ from nanochat.train.task import Event, flags_of
 from nanochat.train.teacher import DistillationLoss, Teacher, find_teacher, load_teacher
 
 FIM_EVAL_PART = 4  # one row of middles is evaluated for each four rows of the validation text
+FIM_EVAL_TOKENS = 2**19  # but as many rows as of the text if they have fewer tokens, in which 64 KiB are of middles
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
 SAMPLE_TOKENS = 48
 
@@ -234,7 +235,8 @@ class LanguageTask:
         if text.num_bytes:
             metrics["val_bpb"] = text.bits_per_byte
         if self.flags.data.fim_rate:
-            with self._open_validation(dist, num_rows // FIM_EVAL_PART, fim_rate=1.0) as loader:
+            least = min(num_rows, FIM_EVAL_TOKENS // self.plan.config.max_seq_len)
+            with self._open_validation(dist, max(num_rows // FIM_EVAL_PART, least), fim_rate=1.0) as loader:
                 middles = measure(loader, view=partial(with_suffixes, self.tokenizer))
             if not middles:
                 return {}
