@@ -238,7 +238,8 @@ def run(trained, byte_tokenizer_dir):
 
 def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir):
     records = [{"step": step, "time": 100.0 + step, "loss": 9.0 - step / 10, "tokens": 1000 * step,
-                **({"val_bpb": 3.0 - step / 20} if step % 10 == 0 else {})} for step in range(31)]
+                **({"val_bpb": 3.0 - step / 20, "fim_bpb": 2.5, "fim_bytes": 8170} if step % 10 == 0 else {})}
+               for step in range(31)]
     (trained.parent / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     manifest = {"val_projects": ["held"], "totals": {"base_data_v3": {"documents": 7, "bytes": 700, "shards": 1}},
                 "sources": [{"name": "fmt", "version": "9", "project": "fmt", "documents": 8, "bytes": 800,
@@ -248,8 +249,8 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
     run(f"--out={tmp_path / 'out'}", f"--manifest={tmp_path / 'manifest.json'}")
     card = (tmp_path / "out" / "README.md").read_text()
     for text in ("# a_run\n", "| MIT | 5 |", "| GPL-2 \\| GPL-3 | 3 |", "whole projects: held", "7 files with 700 b",
-                 "| 20 | 20,000 | 2.0000 | 7.0000 |", "![The curve of the run](curve.png)", "--depth=2",
-                 "not trained to fill in the middle"):
+                 "| 20 | 20,000 | 2.0000 | 2.5000 | 7.0000 |", "middles, bits per byte (of 8,170 bytes) |",
+                 "![The curve of the run](curve.png)", "--depth=2", "not trained to fill in the middle"):
         assert text in card
     assert "BSD-3-Clause" not in card and "| 30 |" not in card  # the checkpoint is of step 20
     assert names(tmp_path / "out") == sorted(export.FILES)

@@ -20,6 +20,7 @@ from tests.run.life import Life
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 240
+MINUTE_S = 60  # within which docs/pods.md promises an end
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 DISK_BYTES = 8 * 2**20
 LONG = ("--num_iterations=100000", "--eval_every=-1", "--save_every_minutes=0.02", "--keep_checkpoints=2")
@@ -152,22 +153,32 @@ def test_full_disks_do_not_stop_a_run_and_a_killed_host_ends_it_with_its_name(st
     os.kill(second.process.pid, signal.SIGKILL)
     began = time.monotonic()
     assert second.end() == -signal.SIGKILL and first.end() == 1, first.text[-3000:]
-    print(f"the first host ended {time.monotonic() - began:.1f} s after the second was killed")
+    assert time.monotonic() - began < MINUTE_S
     assert "error: host w1 has ended without a word" in first.text
+
+
+def test_a_first_host_that_is_killed_ends_the_other_with_its_name(start):
+    first, second = start(*LONG)
+    first.wait_for("saved ")
+    os.kill(first.process.pid, signal.SIGKILL)
+    began = time.monotonic()
+    assert first.end() == -signal.SIGKILL and second.end() == 1, second.text[-3000:]
+    assert time.monotonic() - began < MINUTE_S
+    assert "error: host w0 has ended without a word" in second.text
 
 
 def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(start, network, run_dirs):
     limits = PodLimits()
-    assert limits.lost_s + limits.grace_s < 60
     first, second = start(*LONG)
     first.wait_for("saved ")
     subprocess.run([*network(0), "ip", "link", "set", "cable", "down"], check=True)
     began = time.monotonic()
     try:
         assert (first.end(), second.end()) == (1, 1), first.text[-3000:] + second.text[-3000:]
+        ended = time.monotonic()
     finally:
         subprocess.run([*network(0), "ip", "link", "set", "cable", "up"], check=True)
-    print(f"both hosts ended {time.monotonic() - began:.1f} s after the cut")
+    assert ended - began < MINUTE_S
     assert f"error: host w1 has been silent for {limits.lost_s} s" in first.text
     assert f"error: host w0 has been silent for {limits.lost_s} s" in second.text
     assert format.latest_good(run_dirs[0])[0] is not None
