@@ -38,7 +38,8 @@ def main(argv=None):
         if status:
             return status
     if flags.record.code_eval_every > 0:
-        Judge()  # raises BadInput if there is no compiler or no sandbox
+        with Judge():  # raises BadInput if there is no compiler or no sandbox
+            pass
     return launch(flags, device_type, partial(make_task, judge_code=evaluate_code))
 
 

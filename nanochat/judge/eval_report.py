@@ -4,14 +4,16 @@ A score is a weighted mean over problems, sum(values) / sum(weights). For pass@k
 1 and the weight 1. For bits per byte the value is the bits of a text and the weight its bytes.
 """
 import html
+import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from nanochat.judge.gaps import Gap
-from nanochat.judge.judge import PASSED, Verdict
+from nanochat.judge.judge import PASSED, Verdict, printable
 
+Z = 1.959964  # of the 95% interval of a normal distribution
 DRAWS = 10_000
 BLOCK = 100  # draws at a time, to limit memory
 PASS_AT_K = 10
@@ -53,6 +55,22 @@ def pass_at_k(num_samples, num_passed, k):
 
 
 def score(values, weights=None, seed=0):
+    """Returns the Score of the problems. Where each value is 0 or 1, its interval is Wilson's (1927)."""
+    if not are_shares(values, weights):
+        return bootstrap(values, weights, seed)
+    num = float(sum(values))
+    of = len(values)
+    centre = (num + Z**2 / 2) / (of + Z**2)
+    half = Z * math.sqrt(num * (of - num) / of + Z**2 / 4) / (of + Z**2)
+    return Score(num / of, max(0.0, centre - half), min(1.0, centre + half), of)
+
+
+def are_shares(values, weights=None):
+    """Returns whether the mean of `values` is a share of problems: each counts once, with 0 or 1."""
+    return bool(np.isin(values, (0, 1)).all() and (weights is None or np.all(np.asarray(weights) == 1)))
+
+
+def bootstrap(values, weights=None, seed=0):
     """Returns the Score of the problems, with the interval of the percentile bootstrap over problems (Efron 1979)."""
     values = np.asarray(values, float)
     weights = np.ones(len(values)) if weights is None else np.asarray(weights, float)
@@ -68,7 +86,12 @@ def score(values, weights=None, seed=0):
 def compare(first, second, weights=None, seed=0):
     """Returns the Difference of two lists of values of the same problems, with the p-value of a permutation test."""
     differences = np.asarray(first, float) - np.asarray(second, float)
-    found = score(differences, weights, seed)
+    found = bootstrap(differences, weights, seed)
+    if np.ptp(differences) == 0 and are_shares([*first, *second], weights):
+        # Resampled, equal differences stay equal. Bonett and Price (2012) add a problem for either outcome.
+        shift = differences.sum() / (len(differences) + 2)
+        half = Z * math.sqrt((abs(shift) + 2 / (len(differences) + 2) - shift**2) / (len(differences) + 2))
+        found = replace(found, low=float(max(-1, shift - half)), high=float(min(1, shift + half)))
     # How often a difference at least as large comes out if, for each problem, chance decides which of the two values
     # belongs to which checkpoint.
     rng = np.random.default_rng(seed)
@@ -201,7 +224,7 @@ def in_percent(found):
 def write_report(out_dir, settings, records, items, others):
     """Prints the scores, and writes them and the page. items: problems or Gaps; others: records to compare with."""
     scores = format_scores(summarise(records))
-    print("\n".join(scores))
+    print(printable("\n".join(scores)))
     differences = format_differences(compare_results(records, others)) if others else []
     if differences:
         print("\nthe difference to --against, each problem compared with itself:\n" + "\n".join(differences))
@@ -252,7 +275,7 @@ def show_sample(sample, before, after):
     colour = "passed" if status == PASSED else "failed"
     which = f"drawn, number {sample['sample']}" if sample["sample"] else "greedy"
     message = f"<pre>{escape(sample['message'])}</pre>" if sample.get("message") else ""
-    return (f"<p>{which}: <span class={colour}>{escape(status)}</span></p>"
+    return (f"<p>{escape(which)}: <span class={colour}>{escape(status)}</span></p>"
             f"<pre>{escape(before)}<span class=written>{escape(sample['text'])}</span>{escape(after)}</pre>{message}")
 
 

@@ -10,14 +10,34 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.common import flag
+from nanochat.common import BadInput, flag
 from nanochat.judge.sandbox import MIB, Limits, Sandbox, need
 
 COMPILER_LIMITS = Limits(cpu_s=10, wall_s=60, memory_bytes=2048 * MIB, output_bytes=32 * MIB)
 PROGRAM_LIMITS = Limits(cpu_s=5, wall_s=20, memory_bytes=1024 * MIB, output_bytes=65536)
-GXX = ["g++", "-std=c++17", "-w", "-fmax-errors=5"]
+# A function that ends without its value crashes. Otherwise, it would return what chance left, such as the right value.
+GXX = ["g++", "-std=c++17", "-w", "-fmax-errors=5", "-fsanitize=return", "-fsanitize-undefined-trap-on-error"]
 MESSAGE_CHARACTERS = 4000
 MAX_VERDICTS = 10_000  # that are remembered
+# Names of C++ that tests rely on. A macro of the code must not change them.
+NAMES = """alignas alignof asm auto bool break case catch char char16_t char32_t class const const_cast constexpr
+continue decltype default delete do double dynamic_cast else enum explicit export extern false float for friend
+goto if inline int long mutable namespace new noexcept nullptr operator private protected public register
+reinterpret_cast return short signed sizeof static static_assert static_cast struct switch template this
+thread_local throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while main
+std NDEBUG __assert_fail""".split()
+TESTS = '#include "source.cpp"\n' + "".join(f"#undef {name}\n" for name in NAMES) + "#include <cassert>\n#line 1\n%s"
+# A program that calls exit(0) succeeds without running its tests. So it passes only if it prints a secret mark, too,
+# which stands in this file alone. The linker takes __wrap_main for main, and the main of the tests for __real_main.
+GUARD = """#include <cstdio>
+extern "C" int __real_main(int, char**, char**);
+extern "C" int __wrap_main(int argc, char** argv, char** environment) {
+    int status = __real_main(argc, argv, environment);
+    std::puts("%s");
+    std::fflush(stdout);
+    return status;
+}
+"""
 
 # The verdicts.
 PASSED = "passed"
@@ -59,104 +79,106 @@ class Judge:
     """Judges programs, each distinct one once. Threads may share it. A context manager."""
 
     def __init__(self, unsafe=False, compiler_limits=COMPILER_LIMITS, program_limits=PROGRAM_LIMITS):
-        """Raises BadInput if there is no g++ or no sandbox (see Sandbox)."""
+        """Raises BadInput if there is no g++ that works or no sandbox (see Sandbox)."""
         need("g++", "g++")
         self.sandbox = Sandbox(unsafe)
         self.compiler_limits = compiler_limits
         self.program_limits = program_limits
-        self._lock = threading.Lock()  # of the header
+        self._lock = threading.Lock()  # of the headers
         self._verdicts = {}
-        self._header_folder = None
-        self._end_mark = secrets.token_hex(8)
+        self._mark = secrets.token_hex(8)
+        self._folder = Path(tempfile.mkdtemp(prefix="nanochat_judge_"))  # of what is compiled once
+        self._folder.chmod(0o755)
+        (self._folder / "guard.cpp").write_text(GUARD % self._mark)
+        self._compile_once("-c", "guard.cpp")
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        if self._header_folder:
-            shutil.rmtree(self._header_folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
-    # A program that calls exit(0) succeeds without running its tests. So it prints a secret mark before the last brace
-    # of main(), and passes only if its output ends with the mark.
     def judge(self, code, tests=""):
-        """Returns the Verdict of the program code + tests. main() is at the end of `tests`, if there are any."""
-        marked = tests
-        if not re.search(r"\breturn\b(?!\s+0\s*;)[^;]*;\s*\}\s*$", tests):  # then the status alone decides
-            mark = rf'__builtin_puts("{self._end_mark}");\n\1'
-            marked = re.sub(r"((?:\breturn\s+0\s*;\s*)?\}\s*)$", mark, tests)
-        return self._once("judge", code + marked, lambda source: self._compile_and_run(source, marked != tests))
+        """Returns the Verdict of the program of `code` and then `tests`, which hold main() if there are any."""
+        files = {"source.cpp": code}
+        if tests:
+            files["tests.cpp"] = TESTS % tests
+        return self._once("judge", files, self._compile_and_run)
 
-    def check_syntax(self, code, folders=()):
-        """Returns the Verdict of the compiler alone: "passed" or "does not compile". folders: of headers."""
-        def check(source):
-            includes = [f"-I{folder}" for folder in folders]
-            _, failure = self._compile(source, ["-fsyntax-only", *includes], folders)
+    def check_syntax(self, code):
+        """Returns the Verdict of the compiler alone: "passed" or "does not compile"."""
+        def check(files):
+            _, failure = self._compile(files, ["-fsyntax-only"])
             return failure or Verdict(PASSED, "")
-        return self._once(("syntax", *folders), code, check)
+        return self._once("syntax", {"source.cpp": code}, check)
 
-    def _once(self, kind, source, decide):
-        key = kind, hashlib.sha256(source.encode(errors="replace")).digest()
+    def _once(self, kind, files, decide):
+        files = {name: text.encode(errors="replace") for name, text in files.items()}
+        if max(map(len, files.values())) > self.compiler_limits.file_bytes:
+            limit = self.compiler_limits.file_bytes // MIB
+            return Verdict(DOES_NOT_COMPILE, f"the program has more than {limit} MiB of text")
+        key = kind, *(hashlib.sha256(data).digest() for data in files.values())
         # Without a lock: two threads with the same program may both judge it, and reach the same verdict.
         verdict = self._verdicts.get(key)
         if verdict is None:
             if len(self._verdicts) >= MAX_VERDICTS:
                 self._verdicts.clear()
-            verdict = self._verdicts[key] = decide(source)
+            verdict = self._verdicts[key] = decide(files)
         return verdict
 
-    def _compile(self, source, options, folders=()):
-        """Returns (the standard output of g++, None) or (None, the Verdict)."""
-        if re.search(r"^\s*#\s*include\s*<bits/stdc\+\+\.h>", source, re.MULTILINE):
-            header = self._precompiled_header()
-            options = [*options, "-include", str(header)]
-            folders = [*folders, header.parent]
+    def _compile(self, files, options):
+        """Returns (the standard output of g++, None) or (None, the Verdict). g++ reads the last of `files`."""
+        if any(re.search(rb"^[ \t]*#\s*include\s*<bits/stdc\+\+\.h>", data, re.MULTILINE) for data in files.values()):
+            options = ["-include", str(self._precompiled_headers()), *options]
         # The sandbox's files vanish with it, so the program comes back as standard output. `sh -c` takes the first word
         # after the script, the g++ of GXX, as its own name, and passes the others as "$@".
-        command = ["sh", "-c", 'g++ "$@" source.cpp && if [ -e program ]; then cat program; fi', *GXX, *options]
-        result = self.sandbox.run(command, self.compiler_limits, {"source.cpp": source.encode(errors="replace")},
-                                  folders)
+        command = ["sh", "-c", 'g++ "$@" && if [ -e program ]; then cat program; fi', *GXX, list(files)[-1], *options]
+        result = self.sandbox.run(command, self.compiler_limits, files, [self._folder])
         if result.status == 0:
             return result.stdout, None
-        if result.stderr.startswith(b"bwrap: "):  # says nothing about the code: memory or processes may have run out
-            raise RuntimeError(f"the sandbox failed: {readable(result.stderr)}")
-        message = readable(result.stderr) or ending(result)
-        return None, Verdict(DOES_NOT_COMPILE, message)
+        # Equal programs get equal messages, wherever the folder is.
+        message = readable(result.stderr.replace(f"{self._folder}/".encode(), b""))
+        return None, Verdict(DOES_NOT_COMPILE, message or ending(result))
 
-    def _compile_and_run(self, source, has_mark):
-        libraries = ["-lcrypto"] if re.search(r"#\s*include\s*<openssl/", source) else []
-        # Libraries come after the source: the linker reads from left to right.
-        program, verdict = self._compile(source, ["-o", "program", "-Wl,--no-as-needed", *libraries])
+    def _compile_and_run(self, files):
+        options = ["-o", "program", "-Wl,--wrap=main", str(self._folder / "guard.o")]
+        if any(re.search(rb"#\s*include\s*<openssl/", data) for data in files.values()):
+            options.append("-lcrypto")
+        program, verdict = self._compile(files, options)
         if verdict:
             return verdict
         result = self.sandbox.run(["./program"], self.program_limits, {"program": program})
-        output = result.stdout.decode(errors="replace")
-        is_at_end = output.endswith(self._end_mark + "\n")
-        message = readable(output.removesuffix(self._end_mark + "\n").encode() + result.stderr)
-        if result.status == 0 and (is_at_end or not has_mark):
+        mark = f"{self._mark}\n".encode()
+        message = readable(result.stdout.replace(mark, b"") + result.stderr)
+        if result.status == 0 and mark in result.stdout:
             return Verdict(PASSED, message)
         if result.status == 0:
             return Verdict(FAILED, f"{message}\nthe program ended before its tests".strip())
         if result.stopped_by == "output":
             return Verdict(TOO_MUCH_OUTPUT, message)
         # The sandbox limits wall time, and the kernel CPU time, by a signal.
-        if result.stopped_by or result.status == 128 + 24:  # SIGXCPU
+        if result.stopped_by == "wall time" or result.status == 128 + 24:  # SIGXCPU
             return Verdict(TIMEOUT, message)
         message = f"{message}\n{ending(result)}".strip()
-        if result.status <= 128 or result.status == 128 + 6:  # SIGABRT: of assert(), or of an uncaught exception
+        # SIGABRT: of assert(), or of an uncaught exception
+        if not result.stopped_by and (result.status <= 128 or result.status == 128 + 6):
             return Verdict(FAILED, message)
         return Verdict(CRASHED, message)
 
-    def _precompiled_header(self):
+    def _precompiled_headers(self):
         """Returns the path of a precompiled <bits/stdc++.h>: g++ takes seconds to read the plain one."""
+        path = self._folder / "all.h"
         with self._lock:
-            if not self._header_folder:
-                folder = Path(tempfile.mkdtemp(prefix="nanochat_header_"))
-                folder.chmod(0o755)
-                (folder / "all.h").write_text("#include <bits/stdc++.h>\n")
-                # With GXX, as in _compile: g++ uses a precompiled header only with the options that made it.
-                subprocess.run([*GXX, "-x", "c++-header", "all.h"], cwd=folder, check=True, capture_output=True)
-                self._header_folder = folder
-        return self._header_folder / "all.h"
+            if not path.exists():
+                path.write_text("#include <bits/stdc++.h>\n")
+                self._compile_once("-x", "c++-header", "all.h")
+        return path
+
+    def _compile_once(self, *options):
+        # With GXX, as in _compile: g++ uses a precompiled header only with the options that made it.
+        done = subprocess.run([*GXX, *options], cwd=self._folder, capture_output=True)
+        if done.returncode:
+            raise BadInput(f"g++ cannot compile the judge's own files ({readable(done.stderr)}): install it again")
 
 
 def has_code(text):
@@ -165,12 +187,17 @@ def has_code(text):
 
 
 def readable(data):
-    """Returns a program's output as text; a long one loses its middle."""
+    """Returns a program's output as text that is safe to print; a long one loses its middle."""
     text = data.decode(errors="replace").strip()
-    if len(text) <= MESSAGE_CHARACTERS:
-        return text
-    half = MESSAGE_CHARACTERS // 2
-    return f"{text[:half]}\n…\n{text[-half:]}"
+    if len(text) > MESSAGE_CHARACTERS:
+        half = MESSAGE_CHARACTERS // 2
+        text = f"{text[:half]}\n…\n{text[-half:]}"
+    return printable(text)
+
+
+def printable(text):
+    """Returns text whose control characters, which a terminal would obey, are replaced by their escapes."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def ending(result):

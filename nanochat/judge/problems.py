@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.common import BadInput, expand_path, flag
-from nanochat.judge.judge import NO_CODE, Verdict, has_code
+from nanochat.judge.judge import NO_CODE, Verdict, has_code, printable
 from nanochat.judge.unfinished import brackets, closers
 
 OWN = Path(__file__).with_name("problem_set")
@@ -28,7 +28,7 @@ STOP = "\n}"  # the first line that is not indented ends a function or a class
 class Problem:
     name: str
     prompt: str
-    tests: str  # with main()
+    tests: str  # with main(), which returns 0 for right code
     solution: str | None = None  # continues the prompt, to the end of the function or class
     difficulty: str = ""
     preamble: str = ""  # headers that the program needs, hidden from the model
@@ -89,7 +89,7 @@ class ProblemFlags:
     """The problems that solve searches: one of the user, or a set for a comparison."""
     prompt: str | None = flag(None, "C++ whose last function or class is to be completed: a comment and a signature")
     prompt_file: Path | None = flag(None, "file with such C++", of=expand_path)
-    tests: Path | None = flag(None, "C++ that ends with main(), which the code must pass", of=expand_path)
+    tests: Path | None = flag(None, "C++ whose main() returns 0 if the code is right", of=expand_path)
     problems: str | None = flag(None, "compare methods on these problems: own, or a file or folder as for code_eval")
 
     @property
@@ -188,7 +188,7 @@ def usable(problems):
         else:
             found.append(problem)
     if missing:
-        print(f"left out, because a header is not installed: {', '.join(missing)}", file=sys.stderr)
+        print(printable(f"left out, because a header is not installed: {', '.join(missing)}"), file=sys.stderr)
     return found
 
 

@@ -4,17 +4,18 @@ Needs bubblewrap 0.8 or newer (Debian 12, Ubuntu 24.04). Without it, only the li
 """
 import json
 import os
+import re
 import selectors
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, Failure
 
 NOBODY = 65534
 MIB = 2**20
@@ -23,13 +24,14 @@ KILL_TIMEOUT_S = 10
 # The first process of a sandbox. When it ends, the kernel ends all others before bubblewrap's wait for it returns. It
 # is not the program, because the kernel ignores most signals to a first process, such as SIGABRT.
 FIRST_PROCESS = ["sh", "-c", '"$@"; exit $?', "sh"]
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class Limits:
     cpu_s: int  # of each process
     wall_s: float
-    memory_bytes: int  # of address space, of each process
+    memory_bytes: int  # of address space, of each process; with a cgroup also of all together, besides TMP_BYTES
     output_bytes: int  # of both outputs together
     processes: int = 16  # and threads
     file_bytes: int = 16 * MIB  # of each file
@@ -38,7 +40,7 @@ class Limits:
 @dataclass(frozen=True)
 class Result:
     status: int | None  # the exit status, 128 + n for signal n; None if it was stopped
-    stopped_by: str  # "wall time", "output" or ""
+    stopped_by: str  # "wall time", "output", "memory" (of all processes) or ""
     stdout: bytes
     stderr: bytes
 
@@ -55,9 +57,12 @@ class Sandbox:
         if unsafe:
             return
         need("bwrap", "bubblewrap", "; --unsafe runs the programs with limits only")
-        tried = self.run(["true"], Limits(cpu_s=5, wall_s=30, memory_bytes=256 * MIB, output_bytes=MIB))
-        if tried.status != 0:
-            reason = " ".join(tried.stderr.decode(errors="replace").split()) or f"status {tried.status}"
+        try:
+            tried = self.run(["true"], Limits(cpu_s=5, wall_s=30, memory_bytes=256 * MIB, output_bytes=MIB))
+            reason = "" if tried.status == 0 else f"status {tried.status}"
+        except Failure as error:
+            reason = str(error)
+        if reason:
             raise BadInput(f"bubblewrap makes no sandbox here: {reason}; install version 0.8 or newer, and enable user "
                            "namespaces; --unsafe runs the programs with limits only")
 
@@ -65,12 +70,13 @@ class Sandbox:
         """Runs `command` within `limits`, and returns its Result when all its processes have ended.
 
         files: {name: bytes}, the only ones in its working directory. read_only: folders that it sees at their paths.
-        Its standard input is empty.
+        Its standard input is empty. Raises Failure if bubblewrap itself fails, such as when memory runs out.
         """
         files = files or {}
         with ExitStack() as stack:
+            cgroup = stack.enter_context(memory_cgroup(limits.memory_bytes + TMP_BYTES))
             if self.unsafe:
-                return self._run_unsafe(command, limits, files, stack)
+                return without_memory(self._run_unsafe(command, limits, files, cgroup, stack), cgroup)
             descriptors = []
             box = []
             for name, data in files.items():
@@ -80,8 +86,9 @@ class Sandbox:
             for folder in read_only:
                 box += ["--ro-bind", str(folder), str(folder)]
             info, info_of_child = os.pipe()
-            stack.callback(os.close, info)
-            command = [*less_privileged(), *bubblewrap(info_of_child, box), *FIRST_PROCESS, *limited(limits), *command]
+            info = stack.enter_context(open(info, "rb", buffering=0))
+            command = [*inside(cgroup), *less_privileged(), *bubblewrap(info_of_child, box), *FIRST_PROCESS,
+                       *limited(limits), *command]
             try:
                 process = start(command, pass_fds=[info_of_child, *descriptors])
             finally:
@@ -90,12 +97,17 @@ class Sandbox:
             def kill():
                 """Ends the first process of the sandbox: bubblewrap ends when the kernel has ended all others."""
                 try:
-                    os.kill(json.loads(os.read(info, 4096))["child-pid"], signal.SIGKILL)
+                    os.kill(json.loads(info.readline())["child-pid"], signal.SIGKILL)
                 except (ValueError, ProcessLookupError):  # it had not begun, or has ended
                     process.kill()
-            return collect(process, limits, kill)
+            result = without_memory(collect(process, limits, kill), cgroup)
+            # bubblewrap's word for how the program ended: the program sees neither it nor this pipe.
+            if not result.stopped_by and b'"exit-code"' not in info.read():
+                reason = " ".join(result.stderr.decode(errors="replace").split())[:300]
+                raise Failure(f"the sandbox failed: {reason or f'status {result.status}'}")
+            return result
 
-    def _run_unsafe(self, command, limits, files, stack):
+    def _run_unsafe(self, command, limits, files, cgroup, stack):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         for name, data in files.items():
             (folder / name).write_bytes(data)
@@ -104,7 +116,8 @@ class Sandbox:
         user = NOBODY if os.geteuid() == 0 else os.getuid()
         threads = subprocess.run(["ps", "-L", "--no-headers", "-U", str(user)], capture_output=True).stdout
         num_threads = threads.count(b"\n")  # the limit counts all processes of the user
-        command = [*less_privileged(), "setpriv", "--pdeathsig=KILL", *limited(limits, num_threads), *command]
+        command = [*inside(cgroup), *less_privileged(), "setpriv", "--pdeathsig=KILL", *limited(limits, num_threads),
+                   *command]
         process = start(command, cwd=folder, env={"PATH": "/usr/bin:/bin", "TMPDIR": str(folder)})
 
         def kill():
@@ -130,6 +143,60 @@ def memory_file(data):
     return file
 
 
+# No limit of a process covers memory that several share, such as shmget's, nor the sum of several processes. A cgroup
+# does. Root can nearly always make one, an ordinary user only in a session of systemd's own. A judge that is killed
+# leaves an empty one behind.
+@contextmanager
+def memory_cgroup(num_bytes):
+    """Yields the folder of a new cgroup with a limit of memory, or None where none can be made."""
+    parent, limit = parent_cgroup(Path("/proc/self/cgroup").read_text())
+    folder = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="nanochat_", dir=parent))
+        (folder / limit).write_text(str(num_bytes))
+    except OSError:
+        remove_cgroup(folder)
+        folder = None
+    try:
+        yield folder
+    finally:
+        remove_cgroup(folder)
+
+
+def parent_cgroup(text):
+    """Returns where a cgroup can stand beside or below this process's own, and the file of its limit of memory."""
+    paths = dict(re.findall(r"^\d+:(.*?):/(.*)$", text, re.MULTILINE))
+    if "memory" in paths:  # version 1
+        return CGROUPS / "memory" / paths["memory"], "memory.limit_in_bytes"
+    # In version 2, a cgroup with processes has no limited ones below it, except the root.
+    own = CGROUPS / paths.get("", "")
+    return own if own == CGROUPS else own.parent, "memory.max"
+
+
+def remove_cgroup(folder):
+    for _ in range(100 if folder else 0):
+        try:
+            return folder.rmdir()
+        except OSError:  # its last process is just ending
+            time.sleep(0.02)
+
+
+def inside(cgroup):
+    """Returns the beginning of a command that runs in a cgroup, if it may; None: in that of this process."""
+    if cgroup is None:
+        return []
+    return ["sh", "-c", '{ echo $$ >"$0"; } 2>/dev/null; exec "$@"', str(cgroup / "cgroup.procs")]
+
+
+def without_memory(result, cgroup):
+    """Returns the Result, stopped by "memory" if the kernel ended a process because its cgroup was full."""
+    if cgroup:
+        for name in ("memory.events", "memory.oom_control"):  # of version 2 and 1
+            if (cgroup / name).exists() and re.search(r"oom_kill [1-9]", (cgroup / name).read_text()):
+                return replace(result, status=None, stopped_by="memory")
+    return result
+
+
 def less_privileged():
     """Returns the beginning of a command that runs as nobody instead of root, the first to die when memory runs out."""
     first = ["choom", "--adjust=1000", "--"]
@@ -139,12 +206,12 @@ def less_privileged():
 
 
 def bubblewrap(info, box):
-    """Returns the beginning of a command in a sandbox. info: descriptor for the first process's id; box: its files."""
+    """Returns the beginning of a command in a sandbox. info: descriptor for its status; box: its files."""
     system = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "lib", "lib64"):
         system += ["--symlink", f"usr/{name}", f"/{name}"]
     return ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1", "--die-with-parent",
-            "--new-session", "--clearenv", "--setenv", "PATH", "/usr/bin", "--info-fd", str(info), *system,
+            "--new-session", "--clearenv", "--setenv", "PATH", "/usr/bin", "--json-status-fd", str(info), *system,
             "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/tmp",
             *box, "--remount-ro", "/", "--chdir", "/tmp", "--"]
 

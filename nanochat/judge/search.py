@@ -247,9 +247,10 @@ def tree(search):
 def grow(search, states):
     """Draws lines from each of `states`. Returns the new States, or None once a whole function compiles."""
     prompt = search.problem.prompt
+    max_tokens = min(MAX_LINE_TOKENS, search.writer.sampling.max_tokens)
     found = {}
     for state in states:
-        for drawn in search.draw(prompt + state.text, LINES, MAX_LINE_TOKENS, ("\n",)):
+        for drawn in search.draw(prompt + state.text, LINES, max_tokens, ("\n",)):
             text = state.text + drawn.text
             end = end_of_function(prompt, text)
             if end is not None or drawn.reason == "end":

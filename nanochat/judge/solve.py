@@ -10,7 +10,7 @@ from nanochat.device.ranks import compute_cleanup, compute_init
 from nanochat.infer.load import load_model
 from nanochat.infer.sample import ignore
 from nanochat.judge.eval_report import compare, compiles, in_percent, mean, score
-from nanochat.judge.judge import PASSED
+from nanochat.judge.judge import PASSED, printable
 from nanochat.judge.search import COMPILES, METHODS, Budget, Search, check_prompt
 from nanochat.judge.writer import Writer, WriterFlags
 
@@ -94,6 +94,8 @@ def solve(judge, load, problem, method, budget, workers):
     METHODS[method](search)
     answer = search.answer
     code = problem.program(answer.text + problem.closing()).rstrip()
+    if sys.stdout.isatty():
+        code = printable(code)
     print(f"{code}\n\n// {answer.status}: {method}, {search.num_tokens} of {budget.tokens} tokens, "
           f"{search.num_calls} calls of g++", flush=True)
     if answer.message:
@@ -104,7 +106,7 @@ def solve(judge, load, problem, method, budget, workers):
 
 
 def say(text):
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 # The comparison

@@ -9,7 +9,7 @@ _ERROR = re.compile(r"(?:fatal )?error: ")
 # Errors that no later text can fix.
 _CERTAIN = re.compile("not declared|not been declared|not a member|no member named|does not name a type|at block scope|"
                       "stray|not allowed here|no type named|no template named|unterminated|missing terminating")
-_PLACE = re.compile(r"source\.cpp:(\d+)")  # the judge's name of the file
+_PLACE = re.compile(r"(source|tests)\.cpp:(\d+)")  # the judge's names of the files
 _TYPE = re.compile(r"\b(class|struct|union|enum)\b[^()]*$")
 _EXPRESSION = re.compile(r"(=|\breturn|\]|\]\s*\([^()]*\)[^;{}()]*)$")  # before a brace: a list of values, a lambda
 
@@ -82,7 +82,7 @@ def error_lines(message, only_certain=False):
     for text in message.splitlines():
         place = _PLACE.search(text)
         if place:
-            line = int(place[1])
+            line = int(place[2]) if place[1] == "source" else None
         if line and _ERROR.search(text) and (_CERTAIN.search(text) or not only_certain):
             found.append(line)
     return found

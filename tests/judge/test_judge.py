@@ -6,6 +6,7 @@ import pytest
 from nanochat.common import BadInput
 from nanochat.judge.judge import Judge, has_code
 from nanochat.judge.problems import STOP, read_problems, without_one_line
+from nanochat.judge.sandbox import MIB
 from tests.judge.test_sandbox import require_sandbox
 
 DOUBLE = "int twice(int x) { %s }\n"
@@ -25,11 +26,53 @@ def judge():
     ("return y;", "does not compile", "source.cpp:1:27: error: 'y' was not declared"),
     ("return *(volatile int*)0;", "crashed", "signal 11"),
     ("throw 1;", "failed", "terminate called"),
+    ("x *= 2;", "crashed", "signal 4"),  # it ends without its value, which chance may have left in a register
     ("__builtin_exit(0);", "failed", "ended before its tests"),
 ])
 def test_verdicts(judge, body, status, message):
     verdict = judge.judge(DOUBLE % body, TESTS)
     assert verdict.status == status and message in verdict.message
+
+
+RETURNS = "int main() { return twice(3) == 6 ? 0 : 1; }\n"
+
+
+@pytest.mark.parametrize("code, tests, status", [
+    ("#define NDEBUG\nint twice(int x) { throw 1; }\n", TESTS, "failed"),
+    ("#include <cassert>\nint twice(int x) { return x; }\n#undef assert\n#define assert(x)\n",
+     TESTS.replace("#include <cassert>\n", ""), "failed"),
+    ("#include <cassert>\n#define __assert_fail(...) 0\nint twice(int x) { return x; }\n", TESTS, "failed"),
+    ("int twice(int x) { return x; }\n#define return return 0 *\n", "int main() { return twice(3) != 6; }\n", "failed"),
+    ("int twice(int x) { return x; }\n#define if(x) if (false)\n",
+     "int main() { if (twice(3) != 6) return 1; }\n", "failed"),
+    ("int twice(int x) { return x; }\nint main() { return 0; }\n#define main unused", TESTS, "does not compile"),
+    ("int twice(int x) { return x; }\n// \\", TESTS, "failed"),
+    ("int twice(int x) { return x; }\n/*", TESTS, "does not compile"),
+    (DOUBLE % "__builtin_exit(0);", RETURNS, "failed"),
+    (DOUBLE % "__builtin_exit(0);", TESTS + "// main\n", "failed"),
+    (DOUBLE % "return 2 * x;", "int main(int argc, char** argv) { return twice(argc) != 2 || !argv[0]; }", "passed"),
+    ('#line 1 "bwrap: x"\nint x = y;', TESTS, "does not compile"),
+    ("/" * (17 * MIB), TESTS, "does not compile"),
+])
+def test_the_code_does_not_change_what_its_tests_say(judge, code, tests, status):
+    verdict = judge.judge(code, tests)
+    assert verdict.status == status, verdict
+
+
+LOG = r"""#include <cstdio>
+struct Log { ~Log() { std::puts("\033[2Jclosed"); } };
+Log& the_log() { static Log log; return log; }
+"""
+
+
+def test_equal_programs_get_equal_messages_without_control_characters_or_the_judges_own_names(judge):
+    """The first writes after main(). The second lacks main(), which the linker misses in the judge's own file."""
+    with Judge() as other:
+        found = [(each.judge(LOG, "int main() { return &the_log() != &the_log(); }"), each.judge("int x;", "int y;"))
+                 for each in (judge, other)]
+    assert found[0] == found[1]
+    assert found[0][0].passed and found[0][0].message == r"\x1b[2Jclosed"
+    assert found[0][1].message.startswith("/usr/bin/ld: guard.o: ")
 
 
 @pytest.mark.parametrize("text, has", [

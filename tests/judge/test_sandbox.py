@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, Failure
 from nanochat.judge import sandbox
 from nanochat.judge.judge import Judge
-from nanochat.judge.sandbox import MIB, Limits, Sandbox, need
+from nanochat.judge.sandbox import MIB, Limits, Sandbox, memory_cgroup, need, parent_cgroup
 from tests.judge.hostile import PROGRAMS, SOURCES, program
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +111,48 @@ def test_a_program_ends_with_the_process_that_judges_it(unsafe):
     judging.kill()
     judging.wait()
     until(lambda: not processes())
+
+
+SHARES = r"""#include <cstdio>
+#include <cstring>
+#include <sys/shm.h>
+int main() {
+    for (int i = 0; i < 4; ++i) {
+        int id = shmget(IPC_PRIVATE, 64 << 20, 0600);
+        void* memory = shmat(id, nullptr, 0);
+        memset(memory, 1, 64 << 20);
+        shmdt(memory);
+    }
+    puts("took 256 MiB");
+}
+"""
+
+
+def test_memory_that_no_process_holds_is_limited_by_a_cgroup():
+    require_sandbox()
+    with memory_cgroup(MIB) as cgroup:
+        if cgroup is None:
+            pytest.skip("no cgroup can be made here")
+    assert not cgroup.exists()
+    with Judge(program_limits=replace(LIMITS, memory_bytes=128 * MIB)) as judge:
+        verdict = judge.judge(SHARES)
+    assert verdict.status == "crashed" and verdict.message.endswith("stopped: the limit of its memory"), verdict
+
+
+@pytest.mark.parametrize("text, folder, file", [
+    ("4:memory:/a/b\n1:cpu:/\n0::/\n", "memory/a/b", "memory.limit_in_bytes"), ("0::/\n", "", "memory.max"),
+    ("0::/user.slice/session-1.scope\n", "user.slice", "memory.max")])
+def test_a_cgroup_is_made_where_the_kernel_allows_one(text, folder, file):
+    assert parent_cgroup(text) == (Path("/sys/fs/cgroup", folder), file)
+
+
+def test_a_sandbox_that_fails_itself_is_told_from_its_program(monkeypatch):
+    require_sandbox()
+    box = Sandbox()
+    assert box.run(["sh", "-c", "echo bwrap: x >&2; exit 1"], LIMITS).status == 1
+    monkeypatch.setattr(sandbox, "FIRST_PROCESS", ["/nonexistent"])
+    with pytest.raises(Failure, match="the sandbox failed: bwrap: execvp /nonexistent"):
+        box.run(["true"], LIMITS)
 
 
 def until(condition, timeout_s=60):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from nanochat.common import BadInput
-from nanochat.judge.eval_report import compare, pass_at_k, score
+from nanochat.judge.eval_report import compare, make_page, pass_at_k, score
 from nanochat.judge.results import Results, read_results
 
 
@@ -22,6 +22,25 @@ def test_an_interval_covers_the_truth_about_nineteen_times_in_twenty():
     found = [score(rng.random(100) < 0.3, seed=trial) for trial in range(100)]
     assert 88 <= sum(each.low <= 0.3 <= each.high for each in found) <= 100
     assert all(each.low <= each.mean <= each.high for each in found)
+
+
+def test_shares_without_variation_have_an_interval():
+    """Wilson's, and for differences Bonett and Price's; resampled, equal values stay equal."""
+    none, some, full = score([0] * 49), score([1] * 3 + [0] * 46), score([1.0] * 49, [1] * 49)
+    assert (none.low, none.high) == pytest.approx((0, 0.0727), abs=1e-4)
+    assert (some.low, some.high) == pytest.approx((0.0211, 0.1652), abs=1e-4)
+    assert (full.low, full.high) == pytest.approx((1 - none.high, 1))
+    same, better = compare([0] * 49, [0] * 49), compare([1] * 49, [0] * 49)
+    assert (same.low, same.high) == pytest.approx((-0.0543, 0.0543), abs=1e-4)
+    assert better.mean == better.high == 1 and 0.8 < better.low < 0.95
+
+
+def test_no_field_of_a_record_is_taken_for_html():
+    hostile = "<script>"
+    record = {"name": hostile, "group": hostile, "sample": hostile, "text": hostile, "status": hostile,
+              "message": hostile}
+    page = make_page({"task": hostile, "checkpoint": hostile}, [record], {hostile: (hostile, hostile)}, [hostile])
+    assert hostile not in page and page.count("&lt;script&gt;") > 10
 
 
 def test_bits_per_byte_are_all_bits_over_all_bytes():

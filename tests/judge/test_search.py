@@ -1,7 +1,7 @@
 """Search and scripts/solve.py with the real compiler and a tiny model, each line of which is wrong half of the time."""
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -12,10 +12,11 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine
-from nanochat.infer.sample import Sampling
+from nanochat.infer.sample import Sampling, default_max_tokens
 from nanochat.judge.judge import PASSED, Judge
 from nanochat.judge.problems import Problem
 from nanochat.judge.search import COMPILES, METHODS, UNFINISHED, Budget, Search, refill
+from nanochat.judge.solve import say
 from nanochat.judge.writer import Writer
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
@@ -69,9 +70,9 @@ def judge():
         yield judge
 
 
-def find(learner, judge, method, tokens=400, calls=100, seed=0, tests=""):
+def find(learner, judge, method, tokens=400, calls=100, seed=0, tests="", max_tokens=100):
     """Searches with one method, and returns the Search."""
-    writer = Writer(*learner, Dist("cpu", torch.device("cpu")), Sampling(1, 100, 0.8, top_p=0.95, seed=seed))
+    writer = Writer(*learner, Dist("cpu", torch.device("cpu")), Sampling(1, max_tokens, 0.8, top_p=0.95, seed=seed))
     search = Search(writer, judge, Problem("f", PROMPT, tests), Budget(tokens, calls))
     METHODS[method](search)
     return search
@@ -109,6 +110,19 @@ def test_every_token_and_every_call_is_charged_and_no_budget_exceeded(learner, j
     assert search.num_tokens == len(drawn) if method != "tree" else search.num_tokens <= len(drawn)
     again = find(learner, judge, method, tokens=150, calls=7)
     assert (again.answer, again.num_tokens, again.num_calls) == (search.answer, search.num_tokens, search.num_calls)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_with_a_short_context_is_searched(learner, judge, method):
+    config = replace(learner[0].config, max_seq_len=32)
+    model = GPT(config, get_kernels("current", "cpu")).init_weights(seed=1).requires_grad_(False).eval()
+    search = find((model, learner[1]), judge, method, tokens=100, max_tokens=default_max_tokens(32))
+    assert 0 < search.num_tokens <= 100
+
+
+def test_what_a_search_says_has_no_control_characters(capsys):
+    say("alive \x1b[2J")
+    assert capsys.readouterr().err == "alive \\x1b[2J\n"
 
 
 def test_tests_decide_and_end_the_search(learner, judge):
