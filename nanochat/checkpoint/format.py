@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 from nanochat.common import BadInput, Outage, expand_path, get_base_dir, move_aside
 
@@ -79,7 +80,13 @@ def find_checkpoint(name=""):
             return path
         if latest(path):
             return latest(path)
-    raise BadInput(f"no checkpoint at {name}: give a run in {checkpoints_dir}, or the path of a step_… directory")
+    if (checkpoints_dir / name).is_dir():
+        raise BadInput(f"no checkpoint at {name} yet: a run saves one every --save_every steps, and when it ends or is "
+                       "stopped by Ctrl-C")
+    runs = sorted(path.name for path in checkpoints_dir.glob("*") if latest(path))
+    there = f" ({', '.join(runs[:20])})" if runs else ", which has none yet"
+    raise BadInput(f"no checkpoint at {name}: give a run in {checkpoints_dir}{there}, or the path of a step_… "
+                   "directory")
 
 
 def latest_good(run_dir):
@@ -124,16 +131,31 @@ def tensor_files(path, kind):
     if not index.exists():
         return [kind]
     try:
-        pieces = set(json.loads(index.read_text())["weight_map"].values())
-        return [index.name, *sorted(pieces)]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        pieces = sorted(set(json.loads(read_text(index))["weight_map"].values()))
+        # A piece is in the same folder: a name with / or NUL would be read from elsewhere, or from nowhere.
+        if all(re.fullmatch(r"[\w.-]+\.safetensors", piece) for piece in pieces):
+            return [index.name, *pieces]
+        raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise OSError(errno.EINVAL, "it is no index of pieces", str(index)) from None
+
+
+def read_text(path):
+    """Returns the text of a checkpoint's file. Raises OSError."""
+    require_file(path)
+    return path.read_text(errors="replace")
+
+
+def require_file(path):
+    """Raises OSError unless `path` is an ordinary file: a read of a pipe or of /dev/zero would never end."""
+    if not S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
 
 
 def read_sums(path):
     """Returns {file name: checksum} of the checkpoint at `path`. Raises OSError."""
     sums = {}
-    for line in (Path(path) / SUMS).read_text(errors="replace").splitlines():
+    for line in read_text(Path(path) / SUMS).splitlines():
         digest, _, name = line.partition("  ")
         sums[name] = digest
     return sums
@@ -185,6 +207,7 @@ def sha256_of_files(paths):
 
 
 def _sha256(path):
+    require_file(path)
     digest = hashlib.sha256()
     buffer = bytearray(2**22)
     with open(path, "rb", buffering=0) as file:

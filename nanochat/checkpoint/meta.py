@@ -8,9 +8,10 @@ from shlex import quote
 
 import torch
 
-from nanochat.checkpoint.format import META
+from nanochat.checkpoint.format import META, read_text
 from nanochat.common import BadInput
 
+MAX_STEP = 10**9
 FORMAT = 1  # of a checkpoint. Whoever adds a field to Meta, or changes the meaning of one, raises it
 
 
@@ -59,7 +60,7 @@ def _find_wrong_field(meta):
         if not isinstance(getattr(meta, each.name), each.type):
             return each.name
     is_right = {
-        "step": meta.step >= 0,
+        "step": 0 <= meta.step <= MAX_STEP,
         "rng": _is_rng_state(meta.rng) or not meta.flags,
         "time": meta.time is None or math.isfinite(meta.time),
         "batch_schedule": _is_schedule(meta.batch_schedule),
@@ -95,7 +96,7 @@ def _are_numbers(values):
 def load_meta(path):
     """Returns the Meta of the checkpoint at `path`. Raises BadInput if it cannot be read or has another format."""
     try:
-        found = json.loads((Path(path) / META).read_text())
+        found = json.loads(read_text(Path(path) / META))
         if found.get("format") != FORMAT:
             raise BadInput(f"checkpoint {path} has format {found.get('format', 'none')} and this program reads format "
                            f"{FORMAT}: use another checkpoint or --run, or the version of nanochat that wrote it")

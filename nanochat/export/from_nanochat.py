@@ -6,6 +6,7 @@ import zipfile
 
 import torch
 
+from nanochat.checkpoint.format import require_file
 from nanochat.common import BadInput
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
@@ -20,20 +21,22 @@ NANOCHAT = {"window_pattern": "L", "key_shift": False, "layer_gates": False, "va
 
 def read_meta(model):
     """Returns (step, GPTConfig) of the meta_STEP.json beside nanochat's model_STEP.pt. Raises BadInput."""
-    name = re.fullmatch(r"model_(\d+)\.pt", model.name)
+    name = re.fullmatch(r"model_(\d{1,9})\.pt", model.name)
     if not name:
         raise BadInput(f"--model={model} is not named model_STEP.pt, such as model_000650.pt")
     path = model.with_name(f"meta_{name[1]}.json")
     try:
+        require_file(model)
+        require_file(path)
         found = json.loads(path.read_text(encoding="utf-8"))["model_config"]
         sizes = {"vocab_size": found["vocab_size"], "max_seq_len": found["sequence_len"],
                  **{name: found[name] for name in ("n_layer", "n_embd", "n_head", "n_kv_head")}}
         letters = found.get("window_pattern", "L")
     except OSError as error:
         raise BadInput(f"--model={model}: {path} cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(f"--model={model}: {path} is not nanochat's ({type(error).__name__} {error})") from None
-    if not all(isinstance(size, int) and 0 < size < 2**31 for size in sizes.values()):
+    if not all(type(size) is int and 0 < size < 2**31 for size in sizes.values()):
         raise BadInput(f"--model={model}: {path} has impossible sizes: {sizes}")
     if set(letters) - {"L", "l"}:
         raise BadInput(f"--model={model} has attention windows ({letters}), which nanochat makes a position longer")

@@ -19,6 +19,7 @@ from nanochat.kernels.sharded import Sharding
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
 from nanochat.model.parts import Parts
+from nanochat.model.weights import shapes
 
 QUANTIZATIONS = ("none", "int8")
 
@@ -85,13 +86,17 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
         raise BadInput(f"checkpoint {path} is damaged ({problem}): use another one")
     tokenizer = load_tokenizer(tokenizer_dir)
     check_tokenizer(tokenizer, meta.config["vocab_size"], meta.tokenizer_sha256)
-    dtype = torch.bfloat16 if dist.device_type in ("tpu", "cuda") else torch.float32
-    model = GPT(GPTConfig(**meta.config), get_kernels(kernel, dist.device_type, Sharding.of_mesh(mesh)), dtype)
+    config = GPTConfig(**meta.config)
     try:
-        model.load_state_dict(load_tensors(path, MODEL), assign=True)
+        state = load_tensors(path, MODEL)
+        if {name: tuple(tensor.shape) for name, tensor in state.items()} != shapes(config):
+            raise RuntimeError("its weights are not those of its config")
     except (OSError, RuntimeError, SafetensorError) as error:  # deleted meanwhile, or another config's
         raise BadInput(f"checkpoint {path} is damaged ({' '.join(str(error).split())[:200]}): use another "
                        "one") from None
+    dtype = torch.bfloat16 if dist.device_type in ("tpu", "cuda") else torch.float32
+    model = GPT(config, get_kernels(kernel, dist.device_type, Sharding.of_mesh(mesh)), dtype)
+    model.load_state_dict(state, assign=True)
     parts = Parts(dist, mesh)
     for name, parameter in model.named_parameters():
         # Cast now: half of the bytes on a TPU, where every product would cast it first.

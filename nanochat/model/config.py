@@ -61,6 +61,11 @@ class GPTConfig:
             object.__setattr__(self, name, value)
 
     def _check(self):
+        for name, field in CONFIG_FLAGS.items():
+            size = getattr(self, field.name)
+            _, _, most, _, _ = field.metadata["limits"]
+            if isinstance(size, (int, float)) and size > most:
+                raise BadInput(f"--{name}={size:g} is more than {most:g}: give a smaller one")
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
             raise BadInput(f"--model_dim={self.n_embd} does not divide into --num_heads={self.n_head} heads of an even "
                            "size: change one of them")

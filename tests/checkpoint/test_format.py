@@ -1,5 +1,6 @@
 """Which checkpoints a run has, keeps, sets aside and resumes from, and how much disk they need."""
 import errno
+import json
 import os
 from stat import S_ISDIR
 
@@ -60,6 +61,26 @@ def test_no_run_deletes_what_was_set_aside(tmp_path):
         format.set_aside_after(tmp_path, 1)
     save(tmp_path, 3, keep=1)
     assert names(tmp_path) == ["step_000002.aside", "step_000002.aside2", "step_000003"]
+
+
+@pytest.mark.parametrize("name", [format.MODEL, META, format.SUMS])
+@pytest.mark.parametrize("what", ["pipe", "/dev/zero"])
+def test_a_file_whose_read_would_never_end_is_damage(tmp_path, name, what):
+    file = save(tmp_path, 1) / name
+    file.unlink()
+    if what == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(what)
+    assert format.find_problem(file.parent) == f"{name}: it is no ordinary file"
+
+
+@pytest.mark.parametrize("piece", ["/etc/model.safetensors", "../model.safetensors", "a\0b.safetensors", "[" * 10**5])
+def test_an_index_names_files_of_its_own_folder_only(tmp_path, piece):
+    text = piece if piece[0] == "[" else json.dumps({"weight_map": {"wte": piece}})
+    (tmp_path / format.index_of(format.MODEL)).write_text(text)
+    with pytest.raises(OSError, match="it is no index of pieces"):
+        format.tensor_files(tmp_path, format.MODEL)
 
 
 def test_what_is_left_of_a_save_that_was_given_up_is_deleted_once_the_run_has_passed_its_step(tmp_path):

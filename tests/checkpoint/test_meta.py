@@ -41,6 +41,9 @@ def test_a_meta_is_restored_as_it_was_saved():
     ({"seconds": [20]}, "is not a checkpoint .meta.json: seconds is .20."),
     ({"time": float("nan")}, "is not a checkpoint .meta.json: time is NaN"),
     ({"nonfinite_steps": {"total": None}}, "is not a checkpoint .meta.json: nonfinite_steps is"),
+    ({"step": -1}, "is not a checkpoint .meta.json: step is -1"),
+    ({"step": 10**30}, "is not a checkpoint .meta.json: step is 10000"),
+    ("[" * 100_000, "is not a checkpoint .meta.json: maximum recursion depth"),
     ({"nonfinite_steps": {"often": 1}}, "is not a checkpoint .meta.json: nonfinite_steps is"),
     ({"a_field_of_later": 1}, "is not a checkpoint .meta.json: .*a_field_of_later"),
     ("{\"step\": 4", "is not a checkpoint .meta.json: Expecting ',' delimiter"),
@@ -65,6 +68,8 @@ def test_another_format_and_a_damaged_file_are_refused_in_one_line(tmp_path, cha
     (CONFIG | {"n_layer": -1}, "has n_layer = -1"),
     (CONFIG | {"window_pattern": None}, "has window_pattern = null"),
     (CONFIG | {"n_head": 0}, "makes no model"),
+    (CONFIG | {"n_layer": 10**9}, "makes no model .--depth=1e.09 is more than 10000"),
+    (CONFIG | {"n_embd": 10**9}, "makes no model .--model_dim=1e.09 is more than 65536"),
     (CONFIG | {"n_head": 3}, "makes no model .--model_dim=64 does not divide"),
     ({}, "has no vocab_size"),
 ])

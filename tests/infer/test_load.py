@@ -30,7 +30,10 @@ def test_a_checkpoint_is_found_by_path_by_run_and_as_the_newest(tmp_path, monkey
     assert find_checkpoint("old") == second
     assert find_checkpoint("old/step_000001") == first
     assert find_checkpoint(str(first)) == first
-    with pytest.raises(BadInput, match="no checkpoint at nothing"):
+    (runs / "mine").mkdir()
+    with pytest.raises(BadInput, match="no checkpoint at mine yet: a run saves one every"):
+        find_checkpoint("mine")
+    with pytest.raises(BadInput, match="no checkpoint at nothing: give a run in .*/checkpoints .new, old.,"):
         find_checkpoint("nothing")
 
 
