@@ -121,7 +121,8 @@ def make_mesh(data, fsdp, tensor, chips, environment=os.environ):
     if data * others != chips:
         product = f"{'?' if data == -1 else data} × {fsdp} × {tensor}"
         raise BadInput(f"{source} are {product} chips along data, fsdp and tensor, and there are {chips}: "
-                       f"use {_instead(fsdp, tensor, chips, bool(variables))}")
+                       f"use {_instead(fsdp, tensor, chips, bool(variables))}; on a CPU, CPU_NUM_DEVICES with "
+                       "--device_type=xla sets their number")
     return Mesh(data, fsdp, tensor, variables)
 
 

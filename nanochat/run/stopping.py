@@ -50,7 +50,7 @@ def _obey_signals(read_end, requests):
             elif number == signal.SIGINT and is_asked:
                 os._exit(130)
             else:
-                what = "the run stops after a few steps and saves a checkpoint"
+                what = "the run stops after its current step or batch, and saves a checkpoint"
                 if number == signal.SIGINT:
                     what += " (again: it ends at once)"
             is_asked = True

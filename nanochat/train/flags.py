@@ -174,7 +174,8 @@ class RecordFlags:
 
 @dataclass(frozen=True)
 class LanguageRecordFlags(RecordFlags):
-    eval_tokens: int = flag(10 * 2**20, "tokens of an evaluation, on all devices together", at_least=1, at_most=2**28)
+    eval_tokens: int = flag(-1, "tokens of an evaluation, on all devices together; -1: a twentieth of the run's, from "
+                            "64K to 10M", at_least=1, at_most=2**28, unset=-1)
     code_eval_every: int = flag(-1, "steps between tests whether the model's code compiles and works, also at the end; "
                                 "-1: never; needs g++ and bubblewrap", at_least=1, unset=-1)
 

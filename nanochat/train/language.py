@@ -1,4 +1,5 @@
 """The task of base_train: predict the next token of C++."""
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +29,7 @@ from nanochat.model.rates import OptimConfig, gpt_rules
 from nanochat.model.weights import initial_weights
 from nanochat.train.describe import describe_plan
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
+from nanochat.train.pace import require_time
 from nanochat.train.plan import Plan, make_plan
 from nanochat.train.prepare import saved_meta
 from nanochat.train.row_feed import RowFeed
@@ -39,6 +41,8 @@ FIM_EVAL_PART = 4  # one row of middles is evaluated for each four rows of the v
 FIM_EVAL_TOKENS = 2**19  # but as many rows as of the text if they have fewer tokens, in which 64 KiB are of middles
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
 SAMPLE_TOKENS = 48
+PROGRESS_S = 20  # between two lines of an evaluation
+EVAL_TOKENS = (2**16, 10 * 2**20)  # the fewest and the most, unless --eval_tokens is given
 
 
 def next_token_loss(model, carry, rows):
@@ -224,9 +228,12 @@ class LanguageTask:
         """Returns the bits per byte of the validation text, and with --fim_rate of middles in it; {} if a stop cuts it
         short: the resumed run repeats it."""
         # The ranks divide the same rows, so the result does not depend on their number.
-        num_rows = self.flags.record.eval_tokens // self.plan.config.max_seq_len
+        plan = self.plan
+        num_rows = self.flags.record.eval_tokens // plan.config.max_seq_len
+        print0(f"evaluating {num_rows * plan.config.max_seq_len:,} tokens of the validation text")
+        is_cut_short = _with_progress(is_cut_short, num_rows / (plan.device_batch_size * plan.mesh.readers))
         measure = partial(bits_per_byte, training.compiled_model, token_bytes=self.tokenizer.token_bytes(), dist=dist,
-                          is_cut_short=is_cut_short, copies=self.plan.mesh.tensor)
+                          is_cut_short=is_cut_short, copies=plan.mesh.tensor)
         with self._open_validation(dist, num_rows) as loader:
             text = measure(loader)
         if not text:
@@ -284,6 +291,21 @@ class LanguageTask:
         return {}
 
 
+def _with_progress(is_cut_short, batches):
+    """Returns is_cut_short, which is called for each of so many batches, with a line every PROGRESS_S seconds."""
+    done = 0
+    said_at = time.monotonic()
+
+    def next_batch():
+        nonlocal done, said_at
+        if time.monotonic() - said_at > PROGRESS_S:
+            said_at = time.monotonic()
+            print0(f"evaluated {done} of {batches:.0f} batches")
+        done += 1
+        return is_cut_short()
+    return next_batch
+
+
 def make_task(flags, device_type, world_size, directory, judge_code=None):
     """Returns the LanguageTask for base_train's Flags. Raises BadInput.
 
@@ -302,6 +324,11 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
     # the checkpoint (resumed), so they are kept.
     given = asdict(flags.model)
     flags = flags.settled(plan.config)
+    if flags.record.eval_tokens == -1:
+        fewest, most = EVAL_TOKENS
+        flags = flags.replace(eval_tokens=min(max(plan.tokens(0, plan.num_iterations) // 20, fewest), most))
+    if not saved:
+        require_time(plan, flags.batch.num_iterations)
     data_fingerprint, bucket = check_data(flags)
     teacher = find_teacher(flags, plan, tokenizer, directory)
     if teacher:

@@ -32,7 +32,7 @@ def test_the_environment_names_a_mesh_where_no_flag_does():
 
 
 @pytest.mark.parametrize("flags, environment, words", [
-    ((-1, 3, 1), {}, r"--mesh_fsdp=3.* are \? × 3 × 1 chips .*there are 8: use .*--mesh_fsdp=2 or 4"),
+    ((-1, 3, 1), {}, r"--mesh_fsdp=3.* are \? × 3 × 1 chips .*there are 8: use .*--mesh_fsdp=2 or 4.*CPU_NUM_DEVICES"),
     ((4, 4, 1), {}, "4 × 4 × 1 .* there are 8"),
     ((-1, 16, 1), {}, "there are 8: use --mesh_data=-1 with --mesh_fsdp=8"),
     ((-1, 3, 2), {}, r"are \? × 3 × 2 chips .* there are 8: use .*--mesh_fsdp=2 or 4 and --mesh_tensor=2"),

@@ -177,7 +177,8 @@ print(requests.times_asked)
 """
     command = [sys.executable, "-c", code, tmp_path / "requests", str(int(number))]
     asked = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert asked.stdout == f"{number.name}: the run stops after a few steps and saves a checkpoint\n1\n", asked.stderr
+    assert asked.stdout == (f"{number.name}: the run stops after its current step or batch, and saves a checkpoint\n"
+                            "1\n"), asked.stderr
     if number == signal.SIGHUP:
         asked = subprocess.run([*command, "nohup"], capture_output=True, text=True, timeout=TIMEOUT_S)
         assert asked.stdout == "0\n", asked.stderr

@@ -107,3 +107,11 @@ def test_the_batch_of_the_first_of_the_steps_in_a_row_is_written(tmp_path):
 def test_a_run_that_resumes_with_a_lower_limit_than_its_count_ends_without_a_batch(tmp_path):
     steps = NonfiniteSteps(limit=3, total=5, in_a_row=5)
     assert steps.are_too_many and steps.write_first_batch(tmp_path, rank=0) is None
+
+
+def test_the_first_step_which_compiles_says_nothing_about_the_time_left(tmp_path):
+    log = make_log(tmp_path)
+    for step in (1, 2):
+        add(log, 3.0, 0.5, 1.0, 2.0)
+        log.write(step, Goodput(), BATCHES, 0)
+    assert ["time_left_s" in record for record in records(tmp_path)] == [False, True]
