@@ -312,12 +312,10 @@ def test_kernels_are_written_in_the_version_of_mosaic_that_libtpu_reads():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accelerator, seq_len", [("v5litepod-8", 1024), ("v6e-4", 2048)])
-@pytest.mark.parametrize("kernel, programs", [
-    ("flash", "micro_step,update,evaluate"),  # the update is that of every kernel; the evaluation compiles for minutes
-    ("chunked", "micro_step"), ("current", "micro_step")])
-def test_both_chips_compile_every_kernel_at_depth_2(preflight, accelerator, seq_len, kernel, programs):
+@pytest.mark.parametrize("kernel", ["flash", "chunked", "current"])
+def test_both_chips_compile_every_kernel_at_depth_2(preflight, accelerator, seq_len, kernel):
     report = preflight(f"--accelerator={accelerator}", "--depth=2", f"--max_seq_len={seq_len}", f"--kernel={kernel}",
-                       f"--programs={programs}", timeout_s=1800).report
+                       timeout_s=1800).report
     micro = report["programs"]["micro_step"]
     assert report["fits"] and not micro["pallas_uncounted"]
     assert (micro["pallas_calls"] > 0) == (kernel == "flash")
