@@ -106,6 +106,7 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
     meta = make_meta(20, config=dataclasses.asdict(model.config), tokenizer_sha256=tokenizer.sha256)
     trained = save_checkpoint(tmp_path / "run", model.state_dict(), {}, meta, num_lanes=0)
     nanochat = tmp_path / "model_000001.pt"
+    nanochat.touch()
     made_puzzles = tmp_path / "FOLDER"
     sizes = {"sequence_len": 32, "vocab_size": tokenizer.n_vocab, "n_layer": 1, "n_embd": 64, "n_head": 1}
     (tmp_path / "meta_000001.json").write_text(json.dumps({"model_config": {**sizes, "n_kv_head": 1}}))

@@ -33,7 +33,7 @@ def read_meta(model):
                  **{name: found[name] for name in ("n_layer", "n_embd", "n_head", "n_kv_head")}}
         letters = found.get("window_pattern", "L")
     except OSError as error:
-        raise BadInput(f"--model={model}: {path} cannot be read ({error.strerror})") from None
+        raise BadInput(f"--model={model}: {error.filename} cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(f"--model={model}: {path} is not nanochat's ({type(error).__name__} {error})") from None
     if not all(type(size) is int and 0 < size < 2**31 for size in sizes.values()):
