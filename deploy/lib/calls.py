@@ -3,15 +3,15 @@ import json
 import os
 import signal
 import subprocess
-import threading
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from deploy.lib.state import replace_file
 
 DEPLOY = Path(__file__).resolve().parents[1]
-READER_S = 0.5  # how long the rest of an output may take after the end of its script
 TIMED_OUT, NOT_STARTED = 124, 126  # the statuses of a call that ran past its limit, and of one that did not run
 
 
@@ -43,18 +43,13 @@ class Calls:
         if verb == "setup" and os.environ.get("WATCH_WANDB_API_KEY"):
             environment["WANDB_API_KEY"] = os.environ["WATCH_WANDB_API_KEY"]
         path = DEPLOY / f"{verb}.sh"
+        output = _memory_file()
         try:
             process = subprocess.Popen(
                 [path, self.settings.name, *self.settings.verb_flags, *flags], stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+                stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
         except OSError as error:
             return Result(NOT_STARTED, f"{path.name} could not be started: {error}")
-        # The answer comes through a pipe, and the log is a copy: where the log's disk is full, the answer is whole.
-        output = []
-        log = self.settings.state / f"{path.stem}.log"
-        arguments = (process.stdout, output, log, "wb" if verb == "lib/look" else "ab")
-        reader = threading.Thread(target=_copy_output, args=arguments, daemon=True)
-        reader.start()
         replace_file(self.record, json.dumps({"group": process.pid, "verb": path.stem}))
         deadline = time.monotonic() + limit_s
         try:
@@ -64,28 +59,24 @@ class Calls:
             if timed_out := process.poll() is None:
                 end_group(process.pid, process)
             self.record.unlink(missing_ok=True)
-        reader.join(READER_S)  # no longer: ssh's connection, which outlives its command, may keep the pipe open
-        text = b"".join(output).decode(errors="replace")
+        output.seek(0)
+        content = output.read()
+        output.close()
+        mode = "wb" if verb == "lib/look" else "ab"
+        with suppress(OSError), open(self.settings.state / f"{path.stem}.log", mode) as log:
+            log.write(content)
+        text = content.decode(errors="replace")
         if timed_out:
             return Result(TIMED_OUT, f"{text}\n{path.name} gave no answer for {limit_s:.0f} s")
         return Result(process.returncode, text)
 
 
-def _copy_output(pipe, output, log, mode):
-    """Appends what comes through the pipe to the list `output` and, as long as that works, to the file `log`."""
-    try:
-        file = open(log, mode)
-    except OSError:
-        file = None
-    while chunk := os.read(pipe.fileno(), 2**16):
-        output.append(chunk)
-        try:
-            if file:
-                file.write(chunk)
-                file.flush()
-        except OSError:
-            file = None
-    pipe.close()
+def _memory_file():
+    """Returns an open file that needs no disk, which may be full, and that outlives this process as long as the script
+    writes to it: a pipe would end a script whose watch was killed. macOS has only temporary files."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("output"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def end_group(group, process=None, patience_s=5):
