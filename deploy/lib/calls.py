@@ -43,8 +43,8 @@ class Calls:
         if verb == "setup" and os.environ.get("WATCH_WANDB_API_KEY"):
             environment["WANDB_API_KEY"] = os.environ["WATCH_WANDB_API_KEY"]
         path = DEPLOY / f"{verb}.sh"
-        output = _memory_file()
         try:
+            output = _memory_file()
             process = subprocess.Popen(
                 [path, self.settings.name, *self.settings.verb_flags, *flags], stdin=subprocess.DEVNULL,
                 stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)

@@ -8,7 +8,15 @@ from nanochat.checkpoint import rounded
 from nanochat.checkpoint.format import Kept
 from nanochat.checkpoint.mirror import Uploader
 from nanochat.checkpoint.pieces import Layout
-from nanochat.checkpoint.saver import NotFinite, SaveOptions, Saver, save_checkpoint, save_lane_states, write_part
+from nanochat.checkpoint.saver import (
+    NotFinite,
+    SaveOptions,
+    Saver,
+    require_finite,
+    save_checkpoint,
+    save_lane_states,
+    write_part,
+)
 from nanochat.device.collectives import thread_barrier
 from nanochat.run.transfer import send_lanes
 
@@ -64,8 +72,9 @@ class Saves:
         ends within seconds, so the mirror gets the state in its rounded form first.
         """
         self._saved_at = time.monotonic()
+        is_new = step != self._saved_step
         is_rounded = is_preempted and self._rounds
-        if self._saved_step == step and not is_rounded:
+        if not is_new and not is_rounded:
             return
         # Every rank computes the same layout from the same sizes, and so knows its files.
         layout = Layout.of(*training.sizes(), rounded.PIECE_BYTES if is_rounded else self._piece_bytes)
@@ -73,8 +82,13 @@ class Saves:
         state = training.host_state(mine)  # every rank must call it: it gathers the tensors from all
         if is_rounded:
             self._save_rounded(step, lane_states, layout.rounded(), state, meta)
-        if self._saved_step == step:
-            return
+        if is_new:
+            self._save_whole(step, lane_states, layout, state, meta)
+        # Ranks that are threads wait for the slowest copy: an all-reduce on the CPU times out after some 15 s.
+        thread_barrier(self._dist)
+
+    def _save_whole(self, step, lane_states, layout, state, meta):
+        """Begins to write this rank's part of the checkpoint of `step`."""
         self._saved_step = step
         if self._link:  # rank 0 is on another host
             send_lanes(self._link, step, lane_states)
@@ -82,15 +96,14 @@ class Saves:
             save_lane_states(self._run_dir, step, lane_states)
         if self._dist.rank == 0:
             self._saver.save(*state, meta, layout)
-        elif mine:
+        elif state[0] or state[1]:  # this rank writes some of the tensors
             self._saver.save_part(step, layout, *state)
-        # Ranks that are threads wait for the slowest copy: an all-reduce on the CPU times out after some 15 s.
-        thread_barrier(self._dist)
 
     def _save_rounded(self, step, lane_states, layout, state, meta):
         """Writes this rank's part of the rounded state to memory. Rank 0 hands it to the mirror."""
         try:
             save_lane_states(self._memory, step, lane_states)
+            require_finite(state[0])
             state = rounded.round_state(*state)
             if self._dist.rank > 0:
                 return write_part(self._memory, step, layout, *state)

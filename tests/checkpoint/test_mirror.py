@@ -16,14 +16,6 @@ from tests.checkpoint.states import save
 
 
 @pytest.fixture
-def run_dir(tmp_path):
-    path = tmp_path / "run"
-    path.mkdir()
-    (path / "metrics.jsonl").write_text('{"step": 1}\n')
-    return path
-
-
-@pytest.fixture
 def folder(tmp_path):
     return Mirror(str(tmp_path / "mirror" / "run"), Kept(2))
 

@@ -3,7 +3,6 @@ import json
 import time
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from nanochat.checkpoint import rounded
@@ -78,14 +77,6 @@ class Training:
         return [{name: tensor for name, tensor in part.items() if name in names} for part in self.state]
 
 
-@pytest.fixture
-def run_dir(tmp_path):
-    path = tmp_path / "run"
-    path.mkdir()
-    (path / "metrics.jsonl").write_text("{}\n")
-    return path
-
-
 def preempted(run_dir, mirror, step=3):
     """Returns the Saves of a run that gets the notice of a preemption at `step`."""
     MirrorState(mirror.url).write(run_dir)
@@ -141,3 +132,14 @@ def test_a_copy_in_progress_makes_way_for_the_rounded_state(run_dir, bucket, mon
     eventually(lambda: "step_000003.rounded" in mirror.whole_copies(), 8)
     assert "step_000001 waits" in capsys.readouterr().out
     assert json.loads((run_dir / "mirror.json").read_text())["newest_copied"] is None
+
+
+def test_weights_that_are_not_finite_never_reach_the_mirror(run_dir, tmp_path, monkeypatch):
+    training = Training()
+    training.state[0]["table"][0, 0] = float("nan")
+    monkeypatch.setattr("tests.checkpoint.test_rounded.Training", lambda: training)
+    mirror = Mirror(str(tmp_path / "mirror"), Kept(1))
+    saves = preempted(run_dir, mirror)
+    saves.finish(lambda: False)
+    saves.finish_mirror(lambda: False)
+    assert mirror.whole_copies() == []

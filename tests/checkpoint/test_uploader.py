@@ -15,14 +15,6 @@ from tests.deploy.conftest import eventually
 
 
 @pytest.fixture
-def run_dir(tmp_path):
-    path = tmp_path / "run"
-    path.mkdir()
-    (path / "metrics.jsonl").write_text("{}\n")
-    return path
-
-
-@pytest.fixture
 def state(run_dir):
     """Returns the contents of mirror.json."""
     return lambda: json.loads((run_dir / "mirror.json").read_text())
