@@ -16,7 +16,7 @@ from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.engine import Engine
 from nanochat.infer.load import ModelFlags, load_language_meta, load_model, resolve_inference_device_type
-from nanochat.infer.sample import Sampling, default_max_tokens
+from nanochat.infer.sample import Sampling, checked_max_tokens
 from nanochat.serve.completer import Completer, Options
 
 
@@ -46,13 +46,6 @@ class LimitFlags:
     timeout_s: float = flag(30.0, "most seconds for a request: then it gets the text so far", above=0, at_most=3600)
     extra_tokens: int = flag(0, "most tokens of other files before the prefix, if it leaves room", at_least=0)
 
-    def max_tokens_of(self, context):
-        """Returns --max_tokens for a model of this context. Raises BadInput if little room is left for a prompt."""
-        if self.max_tokens > context // 2:
-            raise BadInput(f"--max_tokens={self.max_tokens} is more than half of the {context} tokens that the model "
-                           f"sees: give at most {context // 2}")
-        return default_max_tokens(context) if self.max_tokens == -1 else self.max_tokens
-
 
 def main(argv=None):
     of_model, of_server, limits = read_flags(argv, __doc__, {
@@ -69,7 +62,7 @@ def main(argv=None):
         prepare_xla_environment(device_type)
         path = find_checkpoint(of_model.checkpoint)
         meta = load_language_meta(path)
-        max_tokens = limits.max_tokens_of(meta.config["max_seq_len"])
+        max_tokens = checked_max_tokens(limits.max_tokens, meta.config["max_seq_len"])
         print(f"loading {path}, step {meta.step}", file=sys.stderr, flush=True)
         dist = compute_init(device_type)
         completer = load_completer(of_model, path, limits.extra_tokens, dist)

@@ -36,6 +36,15 @@ def default_max_tokens(context):
     return min(256, context // 2)
 
 
+def checked_max_tokens(max_tokens, context):
+    """Returns --max_tokens, or its default for -1. Raises BadInput if it leaves a prompt less than half of the context.
+    """
+    if max_tokens > context // 2:
+        raise BadInput(f"--max_tokens={max_tokens} is more than half of the {context} tokens that the model sees: give "
+                       f"at most {context // 2}")
+    return default_max_tokens(context) if max_tokens == -1 else max_tokens
+
+
 class BrokenModel(BadInput):
     """A model gave logits that are not finite."""
 

@@ -3,7 +3,6 @@ import hashlib
 import os
 import re
 import secrets
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -87,7 +86,8 @@ class Judge:
         self._lock = threading.Lock()  # of the headers
         self._verdicts = {}
         self._mark = secrets.token_hex(8)
-        self._folder = Path(tempfile.mkdtemp(prefix="nanochat_judge_"))  # of what is compiled once
+        self._temporary = tempfile.TemporaryDirectory(prefix="nanochat_judge_", ignore_cleanup_errors=True)
+        self._folder = Path(self._temporary.name)  # of what is compiled once
         self._folder.chmod(0o755)
         (self._folder / "guard.cpp").write_text(GUARD % self._mark)
         self._compile_once("-c", "guard.cpp")
@@ -96,7 +96,7 @@ class Judge:
         return self
 
     def __exit__(self, *error):
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._temporary.cleanup()
 
     def judge(self, code, tests=""):
         """Returns the Verdict of the program of `code` and then `tests`, which hold main() if there are any."""

@@ -149,9 +149,9 @@ def memory_file(data):
 @contextmanager
 def memory_cgroup(num_bytes):
     """Yields the folder of a new cgroup with a limit of memory, or None where none can be made."""
-    parent, limit = parent_cgroup(Path("/proc/self/cgroup").read_text())
     folder = None
     try:
+        parent, limit = parent_cgroup(Path("/proc/self/cgroup").read_text())
         folder = Path(tempfile.mkdtemp(prefix="nanochat_", dir=parent))
         (folder / limit).write_text(str(num_bytes))
     except OSError:

@@ -9,7 +9,8 @@ _ERROR = re.compile(r"(?:fatal )?error: ")
 # Errors that no later text can fix.
 _CERTAIN = re.compile("not declared|not been declared|not a member|no member named|does not name a type|at block scope|"
                       "stray|not allowed here|no type named|no template named|unterminated|missing terminating")
-_PLACE = re.compile(r"(source|tests)\.cpp:(\d+)")  # the judge's names of the files
+# The judge's names of the files. "from tests.cpp:1" stands after the line of the code that includes a header.
+_PLACE = re.compile(r"(source|(?<!from )tests)\.cpp:(\d+)")
 _TYPE = re.compile(r"\b(class|struct|union|enum)\b[^()]*$")
 _EXPRESSION = re.compile(r"(=|\breturn|\]|\]\s*\([^()]*\)[^;{}()]*)$")  # before a brace: a list of values, a lambda
 

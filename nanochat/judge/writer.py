@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanochat.common import BadInput, flag
+from nanochat.common import flag
 from nanochat.device.programs import one_program
 from nanochat.infer.engine import Engine
 from nanochat.infer.prompt import BOS, cut_to, encode_prompt, gap_prompt
-from nanochat.infer.sample import Sampling, default_max_tokens
+from nanochat.infer.sample import Sampling, checked_max_tokens
 from nanochat.judge.gaps import ONE_LINE_KINDS, Gap
 from nanochat.judge.problems import STOP
 from nanochat.model.layers import IGNORE_INDEX
@@ -26,9 +26,7 @@ class WriterFlags:
 
     def sampling(self, context, num_samples=1):
         """Returns the Sampling for a context. Raises BadInput if a sample leaves less than half of it to the prompt."""
-        max_tokens = default_max_tokens(context) if self.max_tokens == -1 else self.max_tokens
-        if max_tokens > context // 2:
-            raise BadInput(f"--max_tokens={max_tokens} is more than half of the {context} tokens that the model sees")
+        max_tokens = checked_max_tokens(self.max_tokens, context)
         return Sampling(num_samples, max_tokens, self.temperature, top_p=self.top_p, seed=self.seed)
 
 

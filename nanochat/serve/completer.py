@@ -40,9 +40,9 @@ class Completer:
     def complete(self, prefix, suffix, extra, options, on_text=ignore, keep_going=never_stop):
         """Returns a Completion of the text between `prefix` and `suffix`.
 
-        suffix: None to continue the prefix. extra: texts of other files. max_tokens: 0 only reads the prompt, for the
-        next completion. on_text(sample, text) gets each new piece of text. keep_going()
-        is asked before every token; False ends the completion.
+        suffix: None to continue the prefix. extra: texts of other files. With options.sampling.max_tokens = 0, it only
+        reads the prompt, so that the next completion begins sooner. on_text(sample, text) gets each new piece of text.
+        keep_going() is asked before every token; once it returns False, the completion ends.
         """
         room = self.context - max(options.sampling.max_tokens, 1)
         prompt = gap_prompt(self.engine.tokenizer, prefix, suffix if self.fim else None, room, extra, self.extra_tokens,

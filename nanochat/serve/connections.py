@@ -64,10 +64,14 @@ class LimitedConnection(H11Protocol):
         self._timer = None
         self.is_stranger = api_key is not None  # until it sends the key
 
+    @property
+    def address(self):
+        return self.client and self.client[0]  # None: the client is gone already
+
     def connection_made(self, transport):
         super().connection_made(transport)
         self._begin_to_wait()
-        strangers = [other for other in self.connections if other.is_stranger and other.client[0] == self.client[0]]
+        strangers = [other for other in self.connections if other.is_stranger and other.address == self.address]
         if len(strangers) > MAX_WITHOUT_KEY:
             self._refuse(503, f"{MAX_WITHOUT_KEY} connections of your address wait without the key: try again later")
         elif len(self.connections) > self._max_connections:

@@ -28,7 +28,7 @@ def as_list(value):
 
 
 def as_neutral(value):
-    """Returns a value that asks for nothing, such as 0 or {}."""
+    """Returns a value that asks for nothing, such as 0 or {}. Refuses every other."""
     if value:
         raise PydanticCustomError("unheeded", "this server cannot do that: leave it out")
     return value

@@ -1,4 +1,5 @@
 """What the judge says of right, wrong, broken and dishonest code, and of the project's own problems."""
+import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -86,6 +87,15 @@ def test_equal_programs_are_compiled_once(judge, monkeypatch):
     verdict = judge.judge(DOUBLE % "return 2 * x;", TESTS)
     monkeypatch.setattr(judge.sandbox, "run", None)
     assert judge.judge(DOUBLE % "return 2 * x;", TESTS) is verdict
+
+
+def test_a_judge_without_a_compiler_that_works_leaves_no_folder(judge, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("nanochat.judge.judge.GXX", ["false"])
+    with pytest.raises(BadInput, match="g\\+\\+ cannot compile the judge's own files"):
+        Judge()
+    gc.collect()
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_compiler_alone_says_whether_a_file_compiles(judge):

@@ -146,6 +146,15 @@ def test_a_cgroup_is_made_where_the_kernel_allows_one(text, folder, file):
     assert parent_cgroup(text) == (Path("/sys/fs/cgroup", folder), file)
 
 
+def test_without_a_list_of_cgroups_none_is_made(monkeypatch):
+    def missing(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    with memory_cgroup(MIB) as cgroup:
+        assert cgroup is None
+
+
 def test_a_sandbox_that_fails_itself_is_told_from_its_program(monkeypatch):
     require_sandbox()
     box = Sandbox()

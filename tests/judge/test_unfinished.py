@@ -34,6 +34,9 @@ def test_errors_are_found_in_the_lines_that_led_to_them(judge):
            "    std::vector<A>(x).push_back(1);\n    y = 2;\n}\n"
     assert set(error_lines(judge.check_syntax(code).message)) == {7, 8}
     assert error_lines(judge.judge("int f();\n", "int main() { return g(); }\n").message) == []  # an error in the tests
+    of_header = judge.judge("int f();\n#define vector\n#include <vector>\n", "int main() {}\n").message
+    assert "from source.cpp:3" in of_header and "from tests.cpp:1" in of_header
+    assert set(error_lines(of_header)) == {3}
     half = judge.check_syntax("int f(int x) {\n    return x +\n}\n").message
     assert error_lines(half) and not error_lines(half, only_certain=True)
     assert error_lines(judge.check_syntax("int f() {\n    return y +\n}\n").message, only_certain=True) == [2]

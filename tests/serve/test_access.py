@@ -5,6 +5,7 @@ import socket
 
 import httpx
 import pytest
+from uvicorn.protocols.http import h11_impl
 
 from nanochat.serve.connections import MAX_WITHOUT_KEY
 from tests.serve.conftest import serving
@@ -111,6 +112,16 @@ def test_connections_without_the_key_are_few_and_end_with_their_answer(completer
         assert other.get("/v1/models").status_code == 200
         silent[0].close()
         assert client.get("/v1/models", headers=KEY).status_code == 200
+
+
+def test_a_client_that_is_gone_already_does_not_lift_the_limit_of_others(completer, monkeypatch):
+    address_of = h11_impl.get_remote_addr
+    gone = [None]
+    monkeypatch.setattr(h11_impl, "get_remote_addr", lambda transport: gone.pop() if gone else address_of(transport))
+    with serving(completer, api_key="secret") as (client, _), contextlib.ExitStack() as stack:
+        for _ in range(1 + MAX_WITHOUT_KEY):
+            stack.enter_context(connect(client))
+        assert read_refusal(stack.enter_context(connect(client)))[0] == 503
 
 
 # Every refusal is the same JSON
