@@ -212,8 +212,9 @@ class Pod:
             self._members[index].send(message)
 
     def tell_all(self, message):
-        """Sends a message from the first host to all hosts, itself included."""
-        for index in range(self.host.count):
+        """Sends a message from the first host to all hosts, itself last."""
+        # Last, because the message may wake the main thread, which then closes the connections to the others.
+        for index in reversed(range(self.host.count)):
             self.tell(index, message)
 
     # Each host tells the first its value, and the first sends all values to each. So all hosts decide from the same
@@ -238,13 +239,15 @@ class Pod:
             said[index] = message["value"]
             is_whole = len(said) == self.host.count
         if is_whole:
+            if message["name"] == END:  # here, because a host that has the values may close its connection at once
+                self._is_over.set()
             values = [said[index] for index in range(self.host.count)]
             self.tell_all({"kind": "values", "name": message["name"], "values": values})
 
     def _on_values(self, index, message):
         with self._changed:
             self._values[message["name"]] = message["values"]
-            if message["name"] == END:  # here, because the others may close their connections at once
+            if message["name"] == END:  # here, because the first host may close its connections at once
                 self._is_over.set()
             self._changed.notify_all()
 

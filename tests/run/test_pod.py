@@ -48,6 +48,19 @@ def test_all_hosts_end_with_the_status_of_the_first(status):
         assert not any(pod.failure for pod in pods)
 
 
+def test_a_host_that_hears_the_end_late_ends_well(monkeypatch):
+    tell = Pod.tell
+
+    def tell_late(pod, index, message):
+        time.sleep(0.1)
+        tell(pod, index, message)
+
+    with joined_pods(3) as pods:
+        monkeypatch.setattr(Pod, "tell", tell_late)
+        assert on_all(pods, lambda pod: (pod.end(0), pod.close())) == [(0, None)] * 3
+        assert not any(pod.failure for pod in pods)
+
+
 def test_a_host_that_fails_ends_all_with_its_name_its_reason_and_its_status():
     with joined_pods(3) as pods:
         assert pods[1].end(1, "rank 5 (process 7) was ended by SIGKILL") == 1
