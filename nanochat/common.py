@@ -146,7 +146,7 @@ class ArgumentParser(argparse.ArgumentParser):
         for word in unknown:
             near = self._near(word.partition("=")[0])
             advice = f"did you mean {near}?" if near else "--help lists all flags"
-            self.error(f"{word} is not a flag: {advice}")
+            self.error(f"{word if word.strip() else repr(word)} is not a flag: {advice}")
         return found
 
     def _near(self, name):
@@ -154,7 +154,9 @@ class ArgumentParser(argparse.ArgumentParser):
         # The end of a name comes before a similar one: --seq_len means --max_seq_len rather than --seq_len_ramp. If
         # several flags have this end, their help tells them apart.
         options = self._option_string_actions
-        near = [option for option in options if option.endswith(name.replace("--", "_", 1))]
+        near = []
+        if name.startswith("--"):  # every flag ends with an empty word
+            near = [option for option in options if option.endswith(name.replace("--", "_", 1))]
         if not near:
             near = difflib.get_close_matches(name, options, 1)
         if len(near) > 1:

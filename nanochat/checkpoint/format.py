@@ -95,15 +95,16 @@ def latest_good(run_dir):
     damaged = {}
     _insist(run_dir, os.listdir)  # because glob hides errors
     for path in reversed(list_checkpoints(run_dir)):
-        problem = _insist(path, _find_damage)
+        problem = _insist(path, _find_damage, ". Or move it away: the run then resumes from the checkpoint before it, "
+                                              "if there is one")
         if problem is None:
             return path, damaged
         damaged[path] = problem
     return None, damaged
 
 
-def _insist(path, read):
-    """Returns read(path). Tries it again after each of READ_AGAIN_S, and then raises Outage."""
+def _insist(path, read, or_else=""):
+    """Returns read(path). Tries it again after each of READ_AGAIN_S, and then raises Outage. or_else: more advice."""
     for pause_s in (*READ_AGAIN_S, None):
         try:
             return read(path)
@@ -113,7 +114,7 @@ def _insist(path, read):
             print(f"warning: {path} cannot be read ({problem}): tried again in {pause_s} s", flush=True)
             time.sleep(pause_s)
     raise Outage(f"{path} cannot be read ({problem}), which does not mean that it is damaged: start the same command "
-                 "again once the disk answers. Or move it away: the run then resumes from the checkpoint before it")
+                 f"again once the disk answers{or_else}")
 
 
 # Whether the files are whole
@@ -191,6 +192,14 @@ def _find_damage(path, weights_only=False):
 
 def _reason(error):
     return f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error)
+
+
+def meta_is_whole(path):
+    """Returns whether META of the checkpoint at `path` has its saved checksum."""
+    try:
+        return _find_difference(path, [META], read_sums(path)) is None
+    except OSError:
+        return False
 
 
 def _find_difference(path, names, expected):
