@@ -1,4 +1,5 @@
 """The task of base_train: predict the next token of C++."""
+import math
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -7,7 +8,8 @@ from functools import partial
 
 import torch
 
-from nanochat.checkpoint.meta import read_config, require_same
+from nanochat.checkpoint.format import list_checkpoints, meta_is_whole
+from nanochat.checkpoint.meta import load_meta, read_config, require_same
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.data.bucket import check_cache
@@ -21,7 +23,7 @@ from nanochat.infer.loss_eval import bits_per_byte, with_suffixes
 from nanochat.infer.sample import BrokenModel
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
-from nanochat.model.config import GPTConfig, require_as_saved
+from nanochat.model.config import GPTConfig, config_as_flags, require_as_saved
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW
 from nanochat.model.parts import Parts
@@ -31,7 +33,6 @@ from nanochat.train.describe import describe_plan
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
 from nanochat.train.pace import require_time
 from nanochat.train.plan import Plan, make_plan
-from nanochat.train.prepare import saved_meta
 from nanochat.train.row_feed import RowFeed
 from nanochat.train.step import Objective, TrainingStep
 from nanochat.train.task import Event, flags_of
@@ -142,13 +143,6 @@ class LanguageTask:
                            "started: start it again")
         return RowFeed(loader, plan, step, dist.rank)
 
-    def _open_validation(self, dist, num_rows, fim_rate=0.0):
-        """Returns the loader of this rank's part of `num_rows` of the validation text, with `fim_rate` of the documents
-        rewritten."""
-        rows = self._rows(dist, batch_size=self.plan.device_batch_size, seq_len=self.plan.config.max_seq_len,
-                          seed=self.flags.run.seed + 1)
-        return self._open_rows("val", rows, fim_rate, num_rows=max(num_rows, 1))
-
     def _rows(self, dist, **options):
         # Chips along the axis tensor read the same rows: together they are one rank for the loader.
         mesh = self.plan.mesh
@@ -228,27 +222,35 @@ class LanguageTask:
         """Returns the bits per byte of the validation text, and with --fim_rate of middles in it; {} if a stop cuts it
         short: the resumed run repeats it."""
         # The ranks divide the same rows, so the result does not depend on their number.
-        plan = self.plan
-        num_rows = self.flags.record.eval_tokens // plan.config.max_seq_len
-        print0(f"evaluating {num_rows * plan.config.max_seq_len:,} tokens of the validation text")
-        is_cut_short = _with_progress(is_cut_short, num_rows / (plan.device_batch_size * plan.mesh.readers))
-        measure = partial(bits_per_byte, training.compiled_model, token_bytes=self.tokenizer.token_bytes(), dist=dist,
-                          is_cut_short=is_cut_short, copies=plan.mesh.tensor)
-        with self._open_validation(dist, num_rows) as loader:
-            text = measure(loader)
+        seq_len = self.plan.config.max_seq_len
+        num_rows = max(self.flags.record.eval_tokens // seq_len, 1)
+        print0(f"evaluating {num_rows * seq_len:,} tokens of the validation text")
+        measure = partial(self._measure, training.compiled_model, dist, is_cut_short)
+        text = measure(num_rows)
         if not text:
             return {}
         metrics = {"val_bytes": text.num_bytes, "val_whole_text": text.is_whole_text}
         if text.num_bytes:
             metrics["val_bpb"] = text.bits_per_byte
         if self.flags.data.fim_rate:
-            least = min(num_rows, FIM_EVAL_TOKENS // self.plan.config.max_seq_len)
-            with self._open_validation(dist, max(num_rows // FIM_EVAL_PART, least), fim_rate=1.0) as loader:
-                middles = measure(loader, view=partial(with_suffixes, self.tokenizer))
+            least = min(num_rows, max(FIM_EVAL_TOKENS // seq_len, 1))
+            middles = measure(max(num_rows // FIM_EVAL_PART, least), fim_rate=1.0,
+                              view=partial(with_suffixes, self.tokenizer))
             if not middles:
                 return {}
             metrics |= {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes}
         return metrics
+
+    def _measure(self, model, dist, is_cut_short, num_rows, fim_rate=0.0, **options):
+        """Returns the Evaluation of `num_rows` of the validation text, with `fim_rate` of the documents rewritten; None
+        if it is cut short. options: of bits_per_byte."""
+        plan = self.plan
+        rows = self._rows(dist, batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len,
+                          seed=self.flags.run.seed + 1)
+        batches = math.ceil(num_rows / (plan.device_batch_size * plan.mesh.readers))
+        with self._open_rows("val", rows, fim_rate, num_rows=num_rows) as loader:
+            return bits_per_byte(model, loader, self.tokenizer.token_bytes(), dist,
+                                 _with_progress(is_cut_short, batches), copies=plan.mesh.tensor, **options)
 
     @contextmanager
     def whole_model(self, training):
@@ -300,7 +302,7 @@ def _with_progress(is_cut_short, batches):
         nonlocal done, said_at
         if time.monotonic() - said_at > PROGRESS_S:
             said_at = time.monotonic()
-            print0(f"evaluated {done} of {batches:.0f} batches")
+            print0(f"evaluated {done} of {batches} batches")
         done += 1
         return is_cut_short()
     return next_batch
@@ -336,6 +338,31 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
     if flags.data.fim_rate:
         check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)
     return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, bucket, judge_code)
+
+
+def saved_meta(flags, directory):
+    """Returns the Meta of the checkpoint in a run's directory from which it resumes, or None. Raises BadInput for a
+    whole checkpoint that this program cannot read."""
+    if flags.run.resume != "auto" or directory is None:
+        return None
+    for path in reversed(list_checkpoints(directory)):
+        # Prepare checks all files later, sets damaged checkpoints aside, and takes the one before.
+        if meta_is_whole(path):
+            meta = load_meta(path)
+            if meta.task != "language":  # prepare refuses it
+                return None
+            read_config(path, meta, GPTConfig)
+            return meta
+    return None
+
+
+def kept_flags(flags, directory):
+    """Returns the flags of the model that are not given and that the checkpoint has, as arguments."""
+    meta = saved_meta(flags, directory)
+    if meta is None:
+        return []
+    saved = config_as_flags(GPTConfig(**meta.config))
+    return [f"--{name}={value}" for name, value in saved.items() if getattr(flags.model, name) is None]
 
 
 def check_data(flags):

@@ -6,10 +6,9 @@ from pathlib import Path
 from shlex import quote
 
 from nanochat.checkpoint import format
-from nanochat.checkpoint.meta import load_meta, read_config
+from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.mirror import STATE_FILE, Mirror, MirrorState, patiently, run_mirror
 from nanochat.common import BadInput, Outage, get_base_dir, move_aside
-from nanochat.model.config import GPTConfig, config_as_flags
 from nanochat.record.observe import parse_profile_steps
 from nanochat.run.agreement import Requests
 from nanochat.run.hosts import require_alike
@@ -161,40 +160,6 @@ def resume(task, path, is_finished, is_first):
     if changes and is_first:
         print(f"changed since the checkpoint: {changes}", flush=True)
     return task, finished_step
-
-
-def saved_meta(flags, directory):
-    """Returns the Meta of the checkpoint in a run's directory from which it resumes, or None. Raises BadInput for a
-    whole checkpoint that this program cannot read."""
-    if flags.run.resume != "auto" or directory is None:
-        return None
-    for path in reversed(format.list_checkpoints(directory)):
-        # Prepare checks all files later, sets damaged checkpoints aside, and takes the one before.
-        if _meta_is_whole(path):
-            meta = load_meta(path)
-            if meta.task != "language":  # prepare refuses it
-                return None
-            read_config(path, meta, GPTConfig)
-            return meta
-    return None
-
-
-def _meta_is_whole(path):
-    """Returns whether format.META of the checkpoint at `path` has its saved checksum."""
-    file = Path(path) / format.META
-    try:
-        return format.read_sums(path).get(format.META) == format.sha256_of_files([file])[file]
-    except OSError:
-        return False
-
-
-def kept_flags(flags, directory):
-    """Returns the flags of the model that are not given and that the checkpoint has, as arguments."""
-    meta = saved_meta(flags, directory)
-    if meta is None:
-        return []
-    saved = config_as_flags(GPTConfig(**meta.config))
-    return [f"--{name}={value}" for name, value in saved.items() if getattr(flags.model, name) is None]
 
 
 def what_is_trained(task):

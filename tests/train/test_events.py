@@ -2,12 +2,17 @@
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanochat.checkpoint.meta import Meta
 from nanochat.common import BadInput
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.device.ranks import Dist
+from nanochat.infer.loss_eval import Evaluation
 from nanochat.model.rates import OptimConfig, lr_multiplier
+from nanochat.train import language
 from nanochat.train.flags import Flags, LanguageRecordFlags, parse_flags
 from nanochat.train.language import LanguageTask
 from nanochat.train.plan import make_plan
@@ -78,3 +83,21 @@ def test_a_plan_has_whole_steps_and_a_resumed_run_keeps_its_batches_and_its_end(
         assert one.micro_steps(step) * micro == one.batch_tokens(step) > 0
     assert plan.tokens(0, step) + plan.tokens(step, plan.num_iterations + step) == \
         plan.tokens(0, plan.num_iterations + step)
+
+
+@pytest.mark.parametrize("eval_tokens, tokens, batches", [(1, 32, [1, 1]), (320, 320, [5, 1])])
+def test_each_evaluation_counts_its_own_batches(monkeypatch, capsys, byte_tokenizer_dir, eval_tokens, tokens, batches):
+    def read_all(model, loader, token_bytes, dist, is_cut_short, **options):
+        assert not any(is_cut_short() for _ in loader)
+        return Evaluation(1.0, 1, is_whole_text=False)
+
+    monkeypatch.setattr(language, "bits_per_byte", read_all)
+    monkeypatch.setattr(language, "PROGRESS_S", -1)
+    monkeypatch.setattr(language, "FIM_EVAL_TOKENS", 1)
+    flags = parse_flags(["--depth=1", "--model_dim=64", "--num_heads=1", "--max_seq_len=32", "--device_batch_size=2",
+                         "--total_batch_size=64", "--num_iterations=1", "--synthetic_data", "--fim_rate=0.5",
+                         f"--eval_tokens={eval_tokens}"])
+    task = LanguageTask(flags, make_plan(flags, 257, "cpu", 1), load_tokenizer(byte_tokenizer_dir), {}, None, None)
+    task.evaluate(SimpleNamespace(compiled_model=None), Dist("cpu", None), 0, is_cut_short=lambda: False)
+    lines = [f"evaluated {done} of {count} batches" for count in batches for done in range(count)]
+    assert capsys.readouterr().out.splitlines() == [f"evaluating {tokens} tokens of the validation text", *lines]
