@@ -15,7 +15,7 @@ import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -55,11 +55,11 @@ def in_bucket(place):
     return str(place).startswith("gs://")
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
 class LocalFile:
     """A file on this machine, with the methods of BucketFile."""
     path: Path
-    seen: tuple | None = None  # its size and time of change when it was first opened
+    seen: tuple | None = field(default=None, compare=False)  # its size and time of change when it was first opened
 
     def __str__(self):
         return str(self.path)
@@ -78,6 +78,7 @@ class LocalFile:
         found = stat.st_size, stat.st_mtime_ns  # not the inode, because gcsfuse numbers a file anew now and then
         self.seen = self.seen or found
         if found != self.seen:
+            file.close()
             raise BadInput(f"{self} was replaced or changed after it was opened: put it back, or begin a new run with "
                            "the data as it is now")
         return file
@@ -366,5 +367,4 @@ def _parquet_files(url, _):
 
 
 def _data_in(files):
-    names = {file: file.url.rpartition("/")[2] for file in files}
-    return [file for file, name in names.items() if name.endswith(".parquet") and is_data(name)]
+    return [file for file in files if file.url.endswith(".parquet") and is_data(file.url.rpartition("/")[2])]

@@ -161,7 +161,7 @@ def _open_shard(file, skip_bad):
         # A file with encrypted columns has a signature after its metadata. To ask pyarrow for such a column would end
         # the process.
         if int.from_bytes(footer[-8:-4], "little") != metadata.serialized_size:
-            raise pa.ArrowInvalid("its columns are encrypted")
+            raise BadInput(f"{file} has encrypted columns: decrypt it, or name other data")
     except UnicodeError:
         raise BadInput(f"the path {file} is not UTF-8, which pyarrow needs: rename the folder or file") from None
     except (pa.ArrowException, OSError) as error:
@@ -237,9 +237,10 @@ def _decode(shard, row_group, document, stop):
     begin = 0  # the first document of the batch
     for batch in _batches(shard, row_group, [TEXT]):
         end = begin + len(batch)
-        for number, text in _texts(batch.column(0), begin, max(begin, document), min(end, stop)):
-            for piece in _cut(number, text):
-                yield piece._replace(is_packed=True) if shard.is_packed else piece
+        if end > document:
+            for number, text in _texts(batch.column(0), begin, max(begin, document), min(end, stop)):
+                for piece in _cut(number, text):
+                    yield piece._replace(is_packed=True) if shard.is_packed else piece
         if end >= stop:
             return
         begin = end
@@ -271,10 +272,15 @@ def _batch_size(group):
     """Returns how many documents of a row group are decoded at a time."""
     size = min(4096, READ_BATCH_BYTES * group.num_rows // max(1, group.total_byte_size))
     # A dictionary holds a text once that many documents may have, and DELTA_BYTE_ARRAY the common beginning of two. So
-    # the text may be many times as long as the row group, but each document's at most as long.
+    # the text may be many times as long as the row group, but each document's at most as long as what is shared.
     for column in map(group.column, range(group.num_columns)):
-        if column.path_in_schema == TEXT and (column.has_dictionary_page or "DELTA_BYTE_ARRAY" in column.encodings):
-            size = min(size, LONGEST_BATCH_BYTES // max(1, column.total_uncompressed_size))
+        is_delta = "DELTA_BYTE_ARRAY" in column.encodings
+        if column.path_in_schema == TEXT and (is_delta or column.has_dictionary_page):
+            longest = column.total_uncompressed_size
+            if not is_delta and column.data_page_offset > column.dictionary_page_offset:
+                dictionary = column.data_page_offset - column.dictionary_page_offset
+                longest = dictionary * longest // max(1, column.total_compressed_size)  # by the column's compression
+            size = min(size, LONGEST_BATCH_BYTES // max(1, longest))
     return max(1, size)
 
 

@@ -178,8 +178,8 @@ def never():
 
 
 def copy_files(pairs, is_cancelled=never):
-    """Copies files, [(source, target)], of which one is a path and one a URL, a few at a time; raises the first error.
-    A file appears in a bucket only once it is whole. Raises Cancelled once is_cancelled() returns True."""
+    """Copies files, [(source, target)], a path and a URL, a few at a time; raises the first error. A file appears in a
+    bucket only once it is whole. An upload raises Cancelled once is_cancelled() returns True; downloads do not ask."""
     waiting = queue.SimpleQueue()
     for pair in pairs:
         waiting.put(pair)
@@ -388,9 +388,11 @@ def _ask_gcloud(url):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    token = output.strip()
-    if process.returncode == 0 and re.fullmatch("[!-~]+", token):  # anything else in a header would be printed
-        return token
+    if process.returncode == 0:
+        # http.client puts an invalid header into its error, which would show the token
+        if token := re.fullmatch(r"\s*([!-~]+)\s*", output):
+            return token[1]
+        raise Interruption("gcloud auth print-access-token printed no token")
     problem = next((line for line in reversed(said.splitlines()) if "ERROR" in line), said.strip()[-200:])
     problem = problem.removeprefix("ERROR: ").removesuffix(".") or f"gcloud ended with status {process.returncode}"
     if _NO_LOGIN.search(problem):

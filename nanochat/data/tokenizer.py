@@ -233,7 +233,7 @@ class Tokenizer:
 def _require_no_empty_piece(pattern):
     """Raises ValueError if a split pattern is no regular expression, or matches no characters: such a piece ends
     tiktoken with a panic."""
-    # Here it has a token, so that it is found instead.
+    # The probe has a token for the empty piece (id 256), so a bad pattern shows as that id and not as a panic.
     ranks = {b"": 256} | {bytes([byte]): byte for byte in range(256)}
     probe = tiktoken.Encoding("probe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     every_kind = "".join(map(chr, range(0x250))) + "\n\u4e2d\u2028 a1 _(\n"

@@ -1,5 +1,6 @@
 """Answers that no Cloud Storage gives: each is refused in one line, and nobody gets the token."""
 import json
+import os
 import time
 from unittest.mock import Mock
 
@@ -8,7 +9,7 @@ import pytest
 from nanochat.common import BadInput, Outage
 from nanochat.data import bucket as bucket_module
 from nanochat.data.shards import list_shards
-from nanochat.data.storage import Interruption, Retries
+from nanochat.data.storage import Interruption, Retries, _ask_gcloud
 from tests.buckets import gcloud  # noqa: F401
 from tests.data.storage import Storage
 from tests.data.test_bucket import URL, folder, storage  # noqa: F401
@@ -47,3 +48,13 @@ def test_answers_of_another_kind_are_one_line(storage, monkeypatch, answer, word
     with pytest.raises((BadInput, Outage), match=words) as error:
         list_shards(URL)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("output", ["", "a token\nand more", "ya29.\u00e4"])
+def test_gcloud_that_prints_no_token_is_named_and_its_output_is_not_shown(tmp_path, monkeypatch, output):
+    program = tmp_path / "gcloud"
+    program.write_text(f"#!/bin/sh\nprintf '{output}'\necho 'WARNING: be careful' >&2\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(Interruption, match="^gcloud auth print-access-token printed no token$"):
+        _ask_gcloud("gs://b")

@@ -13,6 +13,7 @@ import pytest
 from nanochat.common import BadInput
 from nanochat.data import shards as shards_module
 from nanochat.data import units as units_module
+from nanochat.data.bucket import LocalFile
 from nanochat.data.shards import all_pieces, fingerprint, list_shards, open_shards, read_pieces, whole_texts
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.data.units import Units
@@ -79,7 +80,7 @@ def test_files_of_other_programs_are_no_shards(tmp_path, own, name):
 
 def test_an_encrypted_column_is_named_or_skipped(tmp_path):
     paths = [write_encrypted(tmp_path / "a.parquet"), write(tmp_path / "b.parquet", ["int x;"])]
-    with pytest.raises(BadInput, match="a.parquet is not a whole parquet file .its columns are encrypted"):
+    with pytest.raises(BadInput, match="a.parquet has encrypted columns: decrypt it, or name other data"):
         open_shards(paths)
     assert [shard.file.name for shard in open_shards(paths, skip_bad=True)] == ["b.parquet"]
 
@@ -97,6 +98,29 @@ def test_texts_that_share_their_bytes_in_the_file_do_not_share_the_memory(tmp_pa
         largest = max(largest, pa.total_allocated_bytes() - before)
     assert largest < 80 << 20
     assert len(read_all(shard)) == 200 and set(read_all(shard).values()) == {text}
+
+
+def test_a_large_row_group_with_a_dictionary_is_not_decoded_one_document_at_a_time(tmp_path, monkeypatch):
+    random = np.random.default_rng(0)
+    texts = [random.bytes(2500).hex() for _ in range(8000)]
+    path = write(tmp_path / "a.parquet", texts)
+    column = pq.read_metadata(path).row_group(0).column(1)
+    assert column.has_dictionary_page and column.total_uncompressed_size > 32 << 20
+    shard, = open_shards([path])
+    found = []
+    whole_texts = shards_module._texts
+    monkeypatch.setattr(shards_module, "_texts", lambda *args: found.append(args) or whole_texts(*args))
+    assert list(read_all(shard).values()) == texts
+    assert 8 < len(found) < 8000 / 4
+    found.clear()
+    pieces, _ = read_pieces(shard, 0, 7990, 8000)  # the batches before these documents are decoded only
+    assert [piece.text for piece in pieces] == texts[7990:] and len(found) < 4
+
+
+def test_a_file_on_this_machine_is_the_same_before_and_after_it_was_read(tmp_path):
+    path = write(tmp_path / "a.parquet", ["int x;"])
+    (read,), unread = open_shards([path]), LocalFile(path)
+    assert read.file.seen and read.file == unread and len({read.file, unread, LocalFile(tmp_path)}) == 2
 
 
 @pytest.mark.parametrize("change", [
@@ -243,6 +267,13 @@ def test_every_kind_of_text_column_is_read(tmp_path, text_type):
         texts = [text and text.encode() for text in texts]
     shard, = open_shards([write(tmp_path / "a.parquet", texts, row_group_size=4, text_type=text_type)])
     assert read_all(shard) == {(0, 0): "int x;", (0, 3): "käse\r\n\t\0", (1, 0): "int x;", (1, 1): "日本語"}
+
+
+@pytest.mark.parametrize("text_type", [pa.string_view(), pa.large_string(), pa.binary_view()])
+def test_views_are_read_like_strings(tmp_path, text_type):
+    shard, = open_shards([write(tmp_path / "a.parquet", ["int x;", None, ""], text_type=text_type)])
+    assert pq.read_schema(tmp_path / "a.parquet").field("text").type == text_type
+    assert read_all(shard) == {(0, 0): "int x;"}
 
 
 def test_malformed_utf8_comes_back_as_bytes(tmp_path):
