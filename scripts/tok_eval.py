@@ -8,6 +8,7 @@ from the folder $TIKTOKEN_CACHE_DIR. The exit status is 1 if a text does not com
 """
 import functools
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from nanochat.data.shards import TextFlags, open_text, read_columns, require_fil
 from nanochat.data.tokenizer import TokenizerFlags, encode_text, load_tokenizer
 
 OPENAI = ("cl100k_base", "o200k_base")
+FETCH_S = 120  # tiktoken itself has no limit
 KINDS = ("C++ sources", "C++ headers", "C", "comments", "strings", "all")
 
 
@@ -107,13 +109,24 @@ def find_entrants(tokenizer_dir):
     """Returns Entrants for OpenAI's encodings, if tiktoken can fetch them, and for our tokenizer, which is the last."""
     tokenizer = load_tokenizer(tokenizer_dir)
     print(f"ours: {tokenizer.n_vocab} tokens, sha256 {tokenizer.sha256}", flush=True)
-    entrants = []
-    try:
-        for name in OPENAI:
-            encoding = tiktoken.get_encoding(name)
-            entrants.append(Entrant(name, functools.partial(encode_text, encoding), encoding.decode_bytes))
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+    print(f"fetching OpenAI's vocabularies, for up to {FETCH_S} s", flush=True)
+    fetched = []
+    errors = []
+
+    def fetch():
+        try:
+            for name in OPENAI:
+                fetched.append(tiktoken.get_encoding(name))
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=fetch, name="fetch", daemon=True)  # abandoned if it does not end
+    thread.start()
+    thread.join(FETCH_S)
+    entrants = [Entrant(encoding.name, functools.partial(encode_text, encoding), encoding.decode_bytes)
+                for encoding in tuple(fetched)]
+    if len(entrants) < len(OPENAI):
+        reason = " ".join(str(errors[0] if errors else f"it has not ended after {FETCH_S} s").split())[:200]
         print(f"without {' and '.join(OPENAI[len(entrants):])}, which tiktoken cannot fetch ({reason}): connect to the "
               "internet, or copy its cache to $TIKTOKEN_CACHE_DIR", flush=True)
     return [*entrants, Entrant("ours", tokenizer.encode_to_numpy, tokenizer.decode_bytes)]

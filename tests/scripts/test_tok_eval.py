@@ -1,4 +1,6 @@
 """scripts/tok_eval.py: the comparison of the tokenizer with OpenAI's."""
+import socket
+
 import pytest
 
 from nanochat.common import BadInput
@@ -27,6 +29,17 @@ def test_without_a_network_the_comparison_says_so_in_one_line(headers_dir, is_of
     assert "| bytes per token | MB | ours |" in printed and "| every text comes back |  | yes |" in printed
 
 
+def test_a_server_that_does_not_answer_is_not_waited_for(is_offline, monkeypatch, capsys):
+    monkeypatch.setattr(tok_eval, "FETCH_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{server.getsockname()[1]}")
+        (ours,) = tok_eval.find_entrants(None)
+    assert ours.name == "ours"
+    first, fetching, without = capsys.readouterr().out.splitlines()
+    assert fetching == "fetching OpenAI's vocabularies, for up to 0.5 s"
+    assert "which tiktoken cannot fetch (it has not ended after 0.5 s)" in without
+
+
 def test_bad_data_is_found_before_anything_is_downloaded(tmp_path, monkeypatch):
     monkeypatch.setattr(tok_eval, "find_entrants", None)
     with pytest.raises(BadInput, match="no val data"):
@@ -42,7 +55,8 @@ def test_comments_and_strings_are_told_apart():
     assert [len(kinds[kind]) for kind in ("C++ sources", "C++ headers", "C", "all")] == [1, 1, 1, 3]
 
 
-def test_the_shipped_tokenizer_needs_fewer_tokens_than_openais():
+def test_the_shipped_tokenizer_needs_fewer_tokens_than_openais(monkeypatch):
+    monkeypatch.setattr(tok_eval, "FETCH_S", 30)
     *others, ours = tok_eval.find_entrants(None)
     if len(others) < 2:
         pytest.skip("tiktoken cannot fetch OpenAI's vocabularies: no network")
