@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-GIB = 2**30
+from nanochat.device.tpu import GIB
 
 
 def figures(report):

@@ -90,15 +90,9 @@ def prepare(sources, flags, excluded, engine, out_dir):
 
 def identity_of(sources, flags, excluded):
     """Returns a hexadecimal hash of all that decides the bytes of the corpus."""
+    own = () if flags.eval_only or flags.val_projects else own_projects(sources)  # they limit only the choice
     recipe = [flags.seed, flags.max_file_bytes, flags.val_fraction, list(flags.val_projects), flags.eval_only,
-              flags.shard_bytes]
-    # These are left out at their defaults, so older corpora keep their identity.
-    if excluded.texts:
-        recipe.append(excluded.digest)
-    if flags.pack != "file":
-        recipe.append(flags.pack)
-    if not flags.eval_only and not flags.val_projects and (own := own_projects(sources)):
-        recipe.append(sorted(own))
+              flags.shard_bytes, excluded.digest, flags.pack, sorted(own)]
     identity = json.dumps([RECIPE, recipe, [source.identity() for source in sources]])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 

@@ -34,9 +34,9 @@ except Exception as error:
     sys.exit(" ".join(str(error).split())[:400])
 """
 
-
-# Whether a cluster takes a client without a token: the second failure proves that it does not.
+# The environment of a client without a token. It tries twice only, because a guarded cluster refuses every try.
 _WITHOUT_TOKEN = {"RAY_AUTH_MODE": "disabled", "RAY_NUM_REDIS_GET_RETRIES": "2"}
+_NEEDS_TOKEN = "it asks for its token: set RAY_AUTH_MODE=token, and copy the token to ~/.ray/auth_token"
 
 
 def find_address(address):
@@ -78,9 +78,10 @@ def ray_cluster(address, workers, may_be_open, task_bytes):
     else:
         if problem := _try_to_connect(address, {}):
             raise BadInput(f"{address}, the address of the Ray cluster: {problem}")
-        if not may_be_open and not _try_to_connect(address, _WITHOUT_TOKEN):
-            raise BadInput(f"{address}: the Ray cluster asks for no token, so anyone on its network can run code on "
-                           "its nodes: start it with RAY_AUTH_MODE=token, as docs/data.md shows, or add --ray_open")
+        if not may_be_open and (problem := _try_to_connect(address, _WITHOUT_TOKEN)) != _NEEDS_TOKEN:
+            doubt = f"perhaps asks for no token ({problem})" if problem else "asks for no token"
+            raise BadInput(f"{address}: the Ray cluster {doubt}, so anyone on its network can run code on its nodes: "
+                           "start it with RAY_AUTH_MODE=token, as docs/data.md shows, or add --ray_open")
     import ray
     ray.init(address, **options)
     try:
@@ -103,7 +104,7 @@ def _try_to_connect(address, env):
     if not tried.returncode:
         return ""
     if "InvalidAuthToken" in tried.stderr:
-        return "it asks for its token: set RAY_AUTH_MODE=token, and copy the token to ~/.ray/auth_token"
+        return _NEEDS_TOKEN
     return (tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[-1]
 
 

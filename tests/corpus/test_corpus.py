@@ -60,6 +60,12 @@ def test_dropped_files_are_counted_by_reason(tmp_path):
     assert [source["files"] for source in result["sources"]] == [1 + len(bad), 1]
 
 
+@pytest.mark.parametrize("text, note", [
+    (b"../include/real.h", "pointer"), (b"a/b.c++", "pointer"), (b"real.h\n", ""), (b"x-0.5", ""), (b"x+1.0f", "")])
+def test_the_path_of_a_file_is_a_pointer_and_a_number_is_none(text, note):
+    assert clean("a.h", text)[1] == note
+
+
 def test_encodings_are_recoded_to_utf8_and_the_rest_is_left_alone():
     code = "// Stra\u00dfe\n" + cpp("s")
     assert clean("a.c", code.encode("latin-1")) == (code.encode(), "recoded")

@@ -150,6 +150,14 @@ def test_a_cluster_that_is_not_there_is_one_line(tmp_path, monkeypatch, address,
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("found, message", [("", "Ray cluster asks for no token, so anyone"),
+                                            ("no memory", "Ray cluster perhaps asks for no token .no memory., so")])
+def test_a_cluster_is_refused_unless_it_refuses_a_client_without_a_token(monkeypatch, found, message):
+    monkeypatch.setattr(ray_cluster, "_try_to_connect", lambda address, env: found if env else "")
+    with pytest.raises(BadInput, match=message), ray_cluster.ray_cluster("127.0.0.1:1025", None, False, 1):
+        pass
+
+
 def two_projects(folder):
     for name in "ab":
         make_project(folder / "in", name, files=1)
@@ -173,8 +181,8 @@ def test_a_cluster_that_asks_for_no_token_is_refused_and_one_that_does_is_used(t
                                "--engine=ray", f"--ray_address=127.0.0.1:{port}", f"--out_dir={tmp_path / name}"],
                               env={**os.environ, **ENVIRONMENT, **env}, capture_output=True, text=True, timeout=150)
     try:
-        ray_cluster_answers = time.monotonic() + 60
-        while time.monotonic() < ray_cluster_answers and "nothing" in run("early", guarded).stderr:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and "nothing" in run("early", guarded).stderr:
             time.sleep(1)
         found = run("out", guarded)
         if mode == "disabled":
