@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import field, fields
 from functools import partial
 from pathlib import Path
+from stat import S_ISREG
 
 
 def printable(text):
@@ -302,6 +303,14 @@ def get_base_dir():
     return expand_path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat")
 
 
+def require_file(path):
+    """Raises OSError unless `path` is an ordinary file: a read of a pipe or of /dev/zero would never end."""
+    if os.path.islink(path) and not os.path.exists(path):
+        raise OSError(errno.ENOENT, "it is a link to nothing", str(path))
+    if not S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+
+
 def require_writable_dir(path):
     """Creates the directory `path` if it does not exist, and returns it. Raises BadInput if it is not writable."""
     path = Path(path)
@@ -314,7 +323,10 @@ def require_writable_dir(path):
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
-        raise BadInput(f"cannot write to {path} ({error.strerror}): choose a writable directory, with the flag that "
+        problem = error.strerror
+        if isinstance(error, FileExistsError):
+            problem = f"{error.filename} is {'a link to nothing' if os.path.islink(error.filename) else 'not a folder'}"
+        raise BadInput(f"cannot write to {path} ({problem}): choose a writable directory, with the flag that "
                        "names it or with NANOCHAT_BASE_DIR") from None
     return path
 

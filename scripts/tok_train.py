@@ -100,13 +100,17 @@ def check_pattern(pattern):
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    out_dir = require_writable_dir(flags.out_dir or get_base_dir() / "tokenizer")
-    if there := sorted(path.name for path in out_dir.iterdir() if not path.name.startswith(".")):
+    out_dir = flags.out_dir or get_base_dir() / "tokenizer"
+    if there := sorted(path.name for path in out_dir.glob("[!.]*")):
         raise BadInput(f"{out_dir} is not empty (it holds {there[0]}{' …' if there[1:] else ''}), and checkpoints may "
                        "need a tokenizer in it: name another --out_dir")
     check_pattern(flags.pattern)
     shards = open_text(flags)
     require_files(shards, "training a tokenizer")
+    is_new = not out_dir.exists()
+    require_writable_dir(out_dir)
+    if is_new:  # the text may still be refused
+        out_dir.rmdir()
 
     trainer = rustbpe.Tokenizer()
     usage = Usage()
@@ -121,7 +125,7 @@ def main(argv=None):
         raise BadInput(f"{nbytes / 1e6:.1f} MB of text make {len(ranks) + len(SPECIAL_TOKENS)} tokens, not "
                        f"--vocab_size={flags.vocab_size}: choose fewer, or give more text")
     tokenizer = Tokenizer(ranks, flags.pattern, {name: n_merged + i for i, name in enumerate(SPECIAL_TOKENS)})
-    tokenizer.save(out_dir)
+    tokenizer.save(require_writable_dir(out_dir))
     (out_dir / "sources.tsv").write_text(usage.table(), encoding="utf-8")
     (out_dir / SUMS).write_text(sums_text(sorted(out_dir.glob("[!.]*"))))
     print(f"{out_dir}: {tokenizer.n_vocab} tokens from {nbytes / 1e6:.1f} MB of {len(usage.nbytes)} sources in "

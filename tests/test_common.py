@@ -18,6 +18,7 @@ from nanochat.common import (
     get_base_dir,
     locked,
     read_flags,
+    require_writable_dir,
     say_error,
     written_whole,
 )
@@ -173,6 +174,17 @@ def test_a_worker_ends_when_its_parent_is_killed(before):
 def test_a_worker_whose_parent_has_ended_before_it_began_ends():
     process = run_main(" end_with_parent(1)")
     assert process.wait(timeout=30) == -signal.SIGKILL
+
+
+def test_an_output_folder_may_be_a_link_and_no_file_and_no_link_to_nothing(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "gone").symlink_to("nowhere")
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name, problem in (("file", "file is not a folder"), ("gone", "gone is a link to nothing"),
+                          ("gone/deeper", "gone is a link to nothing")):
+        with pytest.raises(BadInput, match=f"cannot write to .*{name} ..*{problem}.: choose a writable"):
+            require_writable_dir(tmp_path / name)
+    assert require_writable_dir(tmp_path / "link") == tmp_path / "link"
 
 
 def test_a_file_is_written_whole_or_left_as_it_was(tmp_path):

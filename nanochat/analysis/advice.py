@@ -1,11 +1,11 @@
 """Advises what would make a run faster, from its metrics and flags."""
-import json
 import math
 from dataclasses import dataclass
 
 from nanochat.analysis.summary import text
-from nanochat.checkpoint.format import META, list_checkpoints
-from nanochat.checkpoint.meta import Meta
+from nanochat.checkpoint.format import list_checkpoints
+from nanochat.checkpoint.meta import load_meta
+from nanochat.common import BadInput
 from nanochat.device.tpu import GIB
 from nanochat.record.metrics import format_duration
 
@@ -28,8 +28,8 @@ def flags_of(run):
     """Returns the flags {name: value} of the run's newest checkpoint whose meta.json can be read, {} without one."""
     for path in reversed(list_checkpoints(run.directory)):
         try:
-            return Meta.from_json(json.loads((path / META).read_text())).flags
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return load_meta(path).flags
+        except BadInput:
             continue
     return {}
 

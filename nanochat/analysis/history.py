@@ -4,14 +4,13 @@
     steps, losses = run.series("loss")
     tokens, seconds = run.work(steps), run.elapsed_s(steps)
 """
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from nanochat.common import BadInput, expand_path, get_base_dir
-from nanochat.record.metrics import METRICS_FILE
+from nanochat.record.metrics import METRICS_FILE, parse_record
 
 SECONDS = "seconds_"  # the prefix of seconds_train, seconds_compile, …
 
@@ -126,14 +125,7 @@ def read_run(name):
     if not path.is_file():
         raise BadInput(f"no run {name}: {path} is not there; give the name of a run, its directory, or its "
                        f"{METRICS_FILE}")
-    records = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # a crash left an incomplete line
-        if isinstance(record, dict) and {"step", "time"} <= record.keys():
-            records.append(record)
+    records = list(filter(None, map(parse_record, path.read_text(errors="replace").splitlines())))
     if not records:
         raise BadInput(f"{path} has no records yet: wait for the first line of the log")
     return History(path.resolve().parent.name, path.resolve().parent, records)

@@ -22,9 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
 
-from nanochat.common import BadInput, Outage, expand_path, get_base_dir, move_aside
+from nanochat.common import BadInput, Outage, expand_path, get_base_dir, move_aside, require_file
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 LANES, META, SUMS = "lanes.json", "meta.json", "SHA256SUMS"
@@ -145,12 +144,6 @@ def read_text(path):
     """Returns the text of a checkpoint's file. Raises OSError."""
     require_file(path)
     return path.read_text(errors="replace")
-
-
-def require_file(path):
-    """Raises OSError unless `path` is an ordinary file: a read of a pipe or of /dev/zero would never end."""
-    if not S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
 
 
 def read_sums(path):

@@ -2,7 +2,7 @@
 import base64
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from shlex import quote
 
@@ -41,7 +41,12 @@ class Meta:
     def from_json(cls, found):
         """Returns the Meta of a JSON object. Raises TypeError if a field is missing, unknown or has a value that no run
         writes."""
-        meta = cls(**{name: _with_tuples(value) for name, value in found.items() if name != "format"})
+        values = {name: _with_tuples(value) for name, value in found.items() if name != "format"}
+        needed = {each.name for each in fields(cls) if each.default is each.default_factory is MISSING}
+        unlike = needed - values.keys() or values.keys() - {each.name for each in fields(cls)}
+        if unlike:
+            raise TypeError(f"{min(unlike)} is missing or unknown")
+        meta = cls(**values)
         name = _find_wrong_field(meta)
         if name:
             raise TypeError(f"{name} is {json.dumps(getattr(meta, name))[:40]}")
@@ -97,12 +102,16 @@ def load_meta(path):
     """Returns the Meta of the checkpoint at `path`. Raises BadInput if it cannot be read or has another format."""
     try:
         found = json.loads(read_text(Path(path) / META))
+        if not isinstance(found, dict):
+            raise TypeError("it is no JSON object")
         if found.get("format") != FORMAT:
             raise BadInput(f"checkpoint {path} has format {found.get('format', 'none')} and this program reads format "
                            f"{FORMAT}: use another checkpoint or --run, or the version of nanochat that wrote it")
         return Meta.from_json(found)
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise BadInput(f"{path} is not a checkpoint ({META}: {error}): give a step_… directory") from None
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        problem = getattr(error, "strerror", None) or error
+        raise BadInput(f"checkpoint {path} is damaged ({META}: {problem}): move it away, or name another "
+                       "step") from None
 
 
 def read_config(path, meta, config_class):

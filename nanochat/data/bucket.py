@@ -23,7 +23,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
-from nanochat.common import BadInput, Failure, Outage, expand_path, get_base_dir, is_disk_full, require_writable_dir
+from nanochat.common import (
+    BadInput,
+    Failure,
+    Outage,
+    expand_path,
+    get_base_dir,
+    is_disk_full,
+    require_file,
+    require_writable_dir,
+)
 from nanochat.data.storage import Interruption, Retries, StoredFile, download, endpoint, list_files
 
 CACHE_GB = 20.0
@@ -73,6 +82,7 @@ class LocalFile:
         return str(self.path.parent)
 
     def open_footer(self):
+        require_file(self.path)
         file = pa.OSFile(str(self.path))
         stat = os.fstat(file.fileno())
         found = stat.st_size, stat.st_mtime_ns  # not the inode, because gcsfuse numbers a file anew now and then

@@ -393,4 +393,5 @@ def _as_str(text):
 
 
 def _first_line(error):
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return text.splitlines()[0].rstrip(".")

@@ -6,8 +6,7 @@ import zipfile
 
 import torch
 
-from nanochat.checkpoint.format import require_file
-from nanochat.common import BadInput
+from nanochat.common import BadInput, require_file
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
 

@@ -6,6 +6,8 @@ import torch
 
 from nanochat.common import BadInput
 
+GREEDY_BELOW = 1e-9  # such a temperature always takes the likeliest token: logits over a smaller one may be infinite
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -57,7 +59,7 @@ def choose_token(logits, generator, temperature, top_k, top_p):
     """Returns the id of a token, drawn from logits (V,). Raises BrokenModel if one of them is NaN."""
     if logits.isnan().any():
         raise BrokenModel
-    if temperature == 0:
+    if temperature < GREEDY_BELOW:
         return int(logits.argmax())
     logits, ids = logits.topk(min(top_k or len(logits), len(logits)))  # the likeliest first
     probabilities = torch.softmax(logits.double() / temperature, dim=0)

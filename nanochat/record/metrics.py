@@ -42,7 +42,7 @@ class MetricsLogger:
         self._console = console
         self._of_task = of_task
         self._wandb = wandb
-        self._names_at_resume = _rewind(self.path, resume_step)
+        self._names_at_resume = _rewind(self.path, resume_step, console)
         # Unbuffered: the kernel holds a logged record, which survives a kill of this process.
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._unwritten = b""
@@ -91,9 +91,20 @@ class MetricsLogger:
             self._wandb.finish(timeout_s)
 
 
-def _rewind(path, resume_step):
-    """Deletes all records after `resume_step` and an incomplete last line. Returns the names of the metrics that the
-    file has for `resume_step` itself."""
+def parse_record(line):
+    """Returns the record of a line of metrics.jsonl, or None if it is no record: a crash leaves an incomplete line."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(record, dict) and type(record.get("step")) is int and type(record.get("time")) in (int, float):
+        return record
+    return None
+
+
+def _rewind(path, resume_step, console):
+    """Deletes all records after `resume_step`, and with a warning all lines that are no records. Returns the names of
+    the metrics that the file has for `resume_step` itself."""
     if not path.exists():
         return set()
     if resume_step is None:
@@ -101,15 +112,18 @@ def _rewind(path, resume_step):
         return set()
     kept = []
     names = set()
+    num_others = 0
     for line in path.read_text(errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # a crash left an incomplete line
+        record = parse_record(line)
+        if record is None:
+            num_others += 1
+            continue
         if record["step"] <= resume_step:
             kept.append(line + "\n")
         if record["step"] == resume_step:
             names |= record.keys()
+    if num_others:
+        console(f"warning: {path}: left out what is no record of a step (lines: {num_others})")
     with written_whole(path) as unfinished:
         unfinished.write_text("".join(kept))
     return names

@@ -87,6 +87,8 @@ def run_directory(flags):
     if not re.fullmatch(r"\w[\w.+=-]*", name):
         raise BadInput(f"--run={name} is not a plain name, as for a folder: give letters, digits and _, and after the "
                        "first also . + = and -")
+    if len(name.encode()) > 200:
+        raise BadInput(f"--run={name[:40]}… is too long for a folder: give at most 200 bytes")
     return get_base_dir() / "checkpoints" / name
 
 

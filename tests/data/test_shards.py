@@ -170,6 +170,11 @@ def test_files_that_are_not_whole_parquet_files_are_named(tmp_path):
         with pytest.raises(BadInput, match=r"bad\.parquet is not a whole parquet file") as error:
             open_shards([tmp_path / "good.parquet", tmp_path / "bad.parquet"])
         assert "\n" not in str(error.value)
+    os.mkfifo(tmp_path / "pipe.parquet")
+    (tmp_path / "link.parquet").symlink_to("nowhere")
+    for name, problem in (("pipe", "it is no ordinary file"), ("link", "it is a link to nothing")):
+        with pytest.raises(BadInput, match=rf"{name}\.parquet is not a whole parquet file \({problem}\): copy"):
+            open_shards([tmp_path / f"{name}.parquet"])
 
 
 def test_files_without_text_are_named(tmp_path):

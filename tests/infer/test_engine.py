@@ -198,7 +198,8 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_model():
 def test_temperature_sharpens_and_zero_takes_the_likeliest():
     squares = [0.01 / 0.3, 0.16 / 0.3, 0.04 / 0.3, 0.09 / 0.3]
     assert draw(4000, temperature=0.5) == pytest.approx(squares, abs=0.03)
-    assert draw(10, temperature=0) == [0, 1, 0, 0]
+    for temperature in (0, 1e-320, 1e-9):
+        assert draw(10, temperature=temperature) == [0, 1, 0, 0]
 
 
 def test_top_k_and_top_p_leave_out_the_unlikely():

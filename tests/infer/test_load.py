@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nanochat.checkpoint.format import META, find_checkpoint, find_problem
+from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
@@ -35,6 +36,9 @@ def test_a_checkpoint_is_found_by_path_by_run_and_as_the_newest(tmp_path, monkey
         find_checkpoint("mine")
     with pytest.raises(BadInput, match="no checkpoint at nothing: give a run in .*/checkpoints .new, old.,"):
         find_checkpoint("nothing")
+    (runs / "mine/step_000030").touch()
+    with pytest.raises(BadInput, match="step_000030 is damaged .meta.json: Not a directory.: move it away"):
+        load_meta(find_checkpoint("mine"))
 
 
 def test_an_accelerator_holds_the_weights_in_bf16_and_computes_what_it_does_with_fp32(tmp_path):

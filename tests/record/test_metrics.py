@@ -46,6 +46,16 @@ def test_after_resuming_no_step_and_no_half_line_appears_twice(tmp_path):
                      (6, "loss"), (7, "loss"), (8, "loss")]
 
 
+def test_a_run_resumes_though_lines_of_its_file_are_no_records_and_says_so_once(tmp_path):
+    start(tmp_path).log(1, {"loss": 1.0})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('[]\n4\n{}\n{"step": "x", "time": 1}\n{"step": 2}\n{"step": 1, "time": null}\n' + "[" * 100_000)
+    said = []
+    start(tmp_path, console=said.append, resume_step=5).log(6, {"loss": 1.0}, quiet=True)
+    assert [record["step"] for record in read(tmp_path)] == [1, 6]
+    assert len(said) == 1 and "metrics.jsonl: left out what is no record of a step (lines: 7)" in said[0]
+
+
 def test_an_evaluation_that_the_interruption_lost_is_recorded_after_resuming(tmp_path):
     start(tmp_path).log(5, {"loss": 1.0})
     start(tmp_path, resume_step=5).log(5, {"val_bpb": 2.0})

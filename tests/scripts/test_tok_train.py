@@ -74,8 +74,12 @@ def test_any_parquet_with_a_column_text_will_do(tmp_path):
 ])
 def test_flags_that_make_no_tokenizer_are_bad_input(headers_dir, tmp_path, flags, complaint):
     with pytest.raises(BadInput, match=complaint):
-        train(headers_dir, tmp_path, *flags)
-    assert not (tmp_path / "vocabulary.tiktoken").exists()
+        train(headers_dir, tmp_path / "new", *flags)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(BadInput, match=complaint):
+        train(headers_dir, tmp_path / "mine", *flags)
+    assert (tmp_path / "mine").exists()
 
 
 def test_a_tokenizer_is_not_overwritten_and_a_corrupt_shard_is_named(headers_dir, tmp_path, byte_tokenizer_dir):

@@ -117,6 +117,13 @@ def test_a_run_needs_a_name_that_can_be_a_folder(name):
         run_directory(SimpleNamespace(run=RunFlags(run=name)))
 
 
+def test_the_name_of_a_run_fits_a_folder():
+    for name in ("a" * 201, "é" * 101):
+        with pytest.raises(BadInput, match=f"--run={name[:40]}.*too long"):
+            run_directory(SimpleNamespace(run=RunFlags(run=name)))
+    assert run_directory(SimpleNamespace(run=RunFlags(run="a" * 200))).name == "a" * 200
+
+
 def test_ranks_must_be_as_many_as_were_planned(tmp_path):
     run = Run(Task(None, SimpleNamespace(world_size=2)), tmp_path, None, None, None, (0, 0))
     run.check_ranks(Dist("cpu", torch.device("cpu"), world_size=2))
