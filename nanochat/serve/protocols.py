@@ -136,6 +136,27 @@ def only_fields(answer, names):
 
 # /v1/completions: OpenAI's, and Tabby's with `segments`
 
+# The tokens of gaps before the prefix, before the suffix and at the end, as Zed and others write them into the prompt.
+GAP_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # this model, Qwen2.5-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<PRE> ", " <SUF>", " <MID>"),  # CodeLlama
+    (" <PRE> ", " <SUF>", " <MID>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+)
+
+
+def split_gap(prompt):
+    """Returns (prefix, suffix) if `prompt` is a gap with the tokens of one family, else None. Only the first and the
+    last token, and the one token between that separates two texts, are taken away; everything else is text."""
+    for before_prefix, before_suffix, end in GAP_TOKENS:
+        if prompt.startswith(before_prefix) and prompt.endswith(end):
+            texts = prompt[len(before_prefix):-len(end)].split(before_suffix)
+            if len(texts) == 2:
+                return texts
+    return None
+
 
 class Snippet(Body):
     body: Text = ""
@@ -172,6 +193,15 @@ class CompletionBody(RequestBody):
     logprobs: Unheeded = 0
     best_of: Literal[1] = 1
     user: Text | None = None
+
+    @model_validator(mode="after")
+    def _read_gap(self):
+        texts = split_gap(self.prompt[0]) if self.suffix is None else None
+        if texts:
+            self.prompt[0], self.suffix = texts
+            if self.temperature is None and self.n == 1:
+                self.temperature = 0.0  # an editor asks, which wants no chance
+        return self
 
     def options(self, most_tokens):
         temperature = 1.0 if self.temperature is None else self.temperature  # OpenAI's default

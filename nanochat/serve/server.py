@@ -3,7 +3,7 @@
 | path                    | whose protocol                               | clients                                |
 |-------------------------|----------------------------------------------|----------------------------------------|
 | `/infill`               | llama.cpp's                                  | llama.vim, llama.vscode, the page at / |
-| `/v1/completions`       | OpenAI's; with `segments` in it, Tabby's     | openai, minuet, Tabby                  |
+| `/v1/completions`       | OpenAI's; with `segments` in it, Tabby's     | openai, minuet, Zed, Tabby             |
 | `/v1/fim/completions`   | Codestral's                                  | Continue, minuet                       |
 
 It logs and keeps no text of a user, except the tokens of the last prompt, which the engine holds.

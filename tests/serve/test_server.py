@@ -13,6 +13,7 @@ from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine
 from nanochat.serve.completer import Completer
 from nanochat.serve.model_thread import MAX_WAITING
+from nanochat.serve.protocols import CompletionBody, split_gap
 from tests.infer.test_engine import make_model
 from tests.serve.conftest import serving
 
@@ -139,6 +140,36 @@ def test_without_a_suffix_text_is_continued_with_the_same_seed_alike(client):
     body = {"prompt": "int main(", "max_tokens": 16, "seed": 1, "temperature": 1.0}
     texts = [post(client, "/v1/completions", **body | {"seed": seed})["choices"][0]["text"] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
+
+
+ZED = {  # its prompt_format, and what it writes into the prompt
+    "qwen": "<|fim_prefix|>{}<|fim_suffix|>{}<|fim_middle|>", "star_coder": "<fim_prefix>{}<fim_suffix>{}<fim_middle>",
+    "code_llama": "<PRE> {} <SUF>{} <MID>", "deepseek_coder": "<｜fim▁begin｜>{}<｜fim▁hole｜>{}<｜fim▁end｜>",
+    "glm": "<|code_prefix|>{}<|code_suffix|>{}<|code_middle|>"}
+
+
+@pytest.mark.parametrize("prompt_format", ZED)
+def test_a_prompt_with_the_tokens_of_a_gap_is_a_gap_as_zed_sends_it(client, prompt_format):
+    prompt = ZED[prompt_format].format(BEFORE + LINE, AFTER)
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 256, "stop": ["<|endoftext|>", "<fim_prefix>"]}
+    answer = post(client, "/v1/completions", **body)
+    assert answer["choices"][0]["text"] == REST and answer["choices"][0]["finish_reason"] == "stop"
+    assert {"id", "object", "created", "model", "usage"} <= answer.keys()  # without which Zed takes no answer
+    whole = post(client, "/v1/completions", prompt=BEFORE + LINE, suffix=AFTER, max_tokens=64, temperature=0)
+    assert answer["usage"] == whole["usage"]
+    assert post(client, "/v1/completions", **body, echo=True)["choices"][0]["text"] == BEFORE + LINE + REST
+
+
+def test_names_of_tokens_inside_a_text_stay_text():
+    prefix, suffix, middle = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
+    assert split_gap(f"{prefix}{suffix}{middle}") == ["", ""]
+    assert split_gap(f"{prefix}a{prefix}{middle}\n{suffix}b<|bos|>{middle}{middle}") == [
+        f"a{prefix}{middle}\n", f"b<|bos|>{middle}"]
+    for text in (f" {prefix}a{suffix}b{middle}", f"{prefix}a{suffix}b{middle}\n", f"{prefix}a{suffix}b{suffix}{middle}",
+                 f"{prefix}a{middle}", f"{suffix}b{prefix}a{middle}", f"<fim_prefix>a{suffix}b{middle}", prefix, ""):
+        assert split_gap(text) is None
+    body = CompletionBody(prompt=f"{prefix}a{suffix}b{middle}", suffix="c")
+    assert (body.prompt, body.suffix) == ([f"{prefix}a{suffix}b{middle}"], "c")
 
 
 def test_a_body_with_segments_is_tabbys(client):
