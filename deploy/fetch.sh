@@ -46,7 +46,7 @@ get() {
   mkdir -p "$TO/$RUN/incoming"
   vm 0 "$SEND" "$RUN" "$@" | tar -xf - -C "$TO/$RUN/incoming" || return
   for name in "$@"; do
-    [ ! -e "$TO/$RUN/incoming/$name" ] || mv "$TO/$RUN/incoming/$name" "$TO/$RUN/"
+    [ ! -e "$TO/$RUN/incoming/$name" ] || mv "$TO/$RUN/incoming/$name" "$TO/$RUN/" || return
   done
   rm -rf "$TO/$RUN/incoming"
 }
@@ -61,7 +61,7 @@ fetch_steps() {
       if [ "$(cd "$TO/$RUN/$step" && eval "$SUM")" = "$sum" ]; then say "$step is here"; continue; fi
       other=other_$step.$(date +%s)
       say "$step here is from another run of this name: it is kept as $TO/$RUN/$other"
-      mv "$TO/$RUN/$step" "$TO/$RUN/$other"
+      mv "$TO/$RUN/$step" "$TO/$RUN/$other" || exit
     fi
     say "$step …"
     retry get "$step" </dev/null || exit

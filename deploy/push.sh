@@ -58,7 +58,7 @@ pack() { # writes files, left_out and code.tgz
   LC_ALL=C sort "$TMP/wanted" | LC_ALL=C comm -12 - "$TMP/real" | matching -vi "$noise|$secret" >"$TMP/files"
   LC_ALL=C comm -23 "$TMP/known" "$TMP/files" | matching -v "$noise" | LC_ALL=C sed 's/[[:cntrl:]]/?/g' >"$TMP/left_out"
   grep -q '^nanochat/' "$TMP/files" || die 2 "no code to push: there is no nanochat/ with source files in $ROOT"
-  submodules=$(repository ls-files -s -- "${names[@]}" | sed -n 's/^160000 .*\t//p' | tr '\n' ' ') || true
+  submodules=$(repository ls-files -s -- "${names[@]}" | grep '^160000 ' | cut -f 2 | tr '\n' ' ') || true
   [ -z "$submodules" ] || say "left out (submodules): $submodules"
   tr '\n' '\0' <"$TMP/files" | tar -cf - --null -T - | gzip -n >"$TMP/code.tgz"
 }

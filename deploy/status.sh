@@ -13,6 +13,7 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 . "$(dirname "$me")/lib/common.sh" || exit 2
 WATCH=""
 parse "WATCH" "$@"
+need_room
 [ ${#ARGS[@]} -gt 0 ] || ARGS=(${NAME:+"$NAME"})
 [ ${#ARGS[@]} -gt 0 ] || die 2 "no VM is named: status.sh HOST, or set NAME in deploy/config.env"
 

@@ -32,13 +32,7 @@ where() { # prints the newest whole checkpoint, and where it is
 load_env
 dir=$BASE/checkpoints/$run
 running || { echo "nothing is running; $(where)"; exit 0; }
-# One signal only: a second would end the run at once, without its mirror.
-start=$(cat "$D/runs/token" 2>/dev/null || echo unknown)
-sent=/dev/shm/nanochat.stopping.$(id -u).$(echo "$D" | cksum | cut -d ' ' -f 1)  # in memory: the disk may be full
-if [ "$(cat "$sent" 2>/dev/null)" != "$start" ]; then
-  kill -TERM "$(cat "$D/runs/pid")" 2>/dev/null || true
-  echo "$start" 2>/dev/null >"$sent" || true
-fi
+signal_run
 while left=$((deadline - $(date +%s))); ! ended $((left > 20 ? 20 : left > 0 ? left : 0)); do
   [ $left -gt 0 ] || break
   echo "run $run saves its state and waits for its mirror, $left s at most; $(where)"

@@ -18,6 +18,7 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 MIN_FREE_GB=20 AGAIN="" MAX_HOURS="" VM_ZONE=""
 parse "AGAIN MIN_FREE_GB= MAX_HOURS=" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
+[ -z "$MAX_HOURS" ] || [ "$WORKER" = all ] || die 2 "--max_hours is for all workers: leave out --worker"
 [ -n "$AGAIN" ] || [ ${#FLAGS[@]} -gt 0 ] || die 2 "the run has no flags: train.sh HOST -- --run=NAME …, or --again"
 
 script <<'END'
@@ -57,7 +58,6 @@ free_gb=$(($(df -Pk "$BASE" | awk 'NR == 2 { print $4 }') / 1000000))
   fail "no parquet shards in $BASE/parquet/base_data_v3: data.sh first, or --data_dir, or --synthetic_data"
 [ -n "$(find -L "$code/tokenizer" "$BASE/tokenizer" -size +100k -print -quit 2>/dev/null)" ] ||
   fail "no tokenizer: push.sh"
-
 find "$D/runs" -maxdepth 1 -name 'start.*' -mmin +60 -exec rm -r {} +
 mkdir -p "$next"
 echo "$run" >"$next/run"
@@ -102,11 +102,11 @@ script <<'END'
 [ "$(cat "$D/runs/token")" != "start.$1" ] || stop_run 60  # only the run that this command started
 END
 STOP=$SCRIPT
-
 token=$$.$RANDOM max_s=$([ -z "$MAX_HOURS" ] || awk "BEGIN { printf \"%d\", 3600 * $MAX_HOURS }")
-# shellcheck disable=SC2317,SC2329  # `each` and `retry` call these by name
+# `each` and `retry` call these by name. The first host alone, which has the mirror, may delete the TPU.
+# shellcheck disable=SC2317,SC2329
 { check() { retry vm "$1" "$CHECK" "$token" "$AGAIN" "$MIN_FREE_GB" ${FLAGS[@]+"${FLAGS[@]}"}; }
-start() { vm "$1" "$START" "$token" "$max_s" ${VM_ZONE:+"${ARGS[0]}" "$VM_ZONE"}; }
+start() { [ "$1" = 0 ] || VM_ZONE=""; vm "$1" "$START" "$token" "$max_s" ${VM_ZONE:+"${ARGS[0]}" "$VM_ZONE"}; }
 stop() { vm "$1" "$STOP" "$token"; }
 follow() { retry vm "$1" "$FOLLOW" "$WAIT_S" "$1"; }; alive() { [ -n "$DRY_RUN" ] || vm "$1" 'running'; }; }
 each check || exit

@@ -6,6 +6,7 @@ second demo starts over.
 """
 import json
 import os
+import shlex
 import shutil
 import time
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ checkpoint   {run_dir}/step_{records[-1]['step']:06d}
 metrics      {run_dir / METRICS_FILE}
 
 See it write in your browser, at the address that this prints:
-  python3 -m scripts.serve --checkpoint={name} --quantize=int8
+  python3 -m scripts.serve --checkpoint={shlex.quote(str(name))} --quantize=int8
 
 Then, on a TPU VM (v5litepod-8 or v6e-4), with data and code on it (README.md, "Put it on a TPU"):
   nohup python3 -m scripts.base_train --depth=16 --run=NAME > NAME.log 2>&1 &""")

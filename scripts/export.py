@@ -70,7 +70,8 @@ def main(argv=None):
     except (OSError, UnicodeError, SafetensorError) as error:
         if is_disk_full(error):
             raise  # run_script says so
-        raise BadInput(f"--out={out} cannot be written ({error}) and was removed: name another place") from None
+        raise BadInput(f"--out={out} cannot be written ({error}), and nothing was changed there: name another "
+                       "place") from None
     print(f"{path} (step {meta.step}) is exported to {out}")
     if flags.format == "transformers":
         trust = ", trust_remote_code=True" if export.is_scaled(model) else ""

@@ -8,7 +8,17 @@ ended() { # ended SECONDS: waits for the end of all processes of the run
   flock -w "$1" -s "$D/run.lock" true
 }
 current() { cat "$D/runs/current" 2>/dev/null || true; }
-stop_run() { kill -TERM "$(cat "$D/runs/pid")" 2>/dev/null || true; ended "$1"; }
+# note NAME prints the path of a small file that needs no disk and that no reboot survives.
+# signal_run sends SIGTERM once: a second would end the run's wait for its mirror.
+note() { echo "/dev/shm/nanochat.$1.$(id -u).$(echo "$D" | cksum | cut -d ' ' -f 1)"; }
+signal_run() {
+  local start sent
+  start=$(cat "$D/runs/token" 2>/dev/null || echo unknown) sent=$(note stopping)
+  [ "$(cat "$sent" 2>/dev/null)" != "$start" ] || return 0
+  kill -TERM "$(cat "$D/runs/pid")" 2>/dev/null || true
+  echo "$start" 2>/dev/null >"$sent" || true
+}
+stop_run() { signal_run; ended "$1"; }
 load_env() {
   set -a +u  # a name that is not defined is empty there, as in a login shell
   [ ! -f ~/.tpu_env ] || eval "$(tr -d '\r' <~/.tpu_env)"  # an editor of Windows ends lines with CR LF
@@ -59,15 +69,15 @@ probe() {
     tail -n 1 | cut -c 1-200)"
 } 2>/dev/null
 
-# end_after SECONDS [NAME ZONE] ends the run after that time, though nobody watches it, and deletes this VM if it has a
-# name and the mirror has the newest checkpoint. SECONDS may be empty: then it only ends the timer of the run before.
+# end_after SECONDS [NAME ZONE] ends the run after that time, though nobody watches it. With a name, it deletes this VM
+# if the mirror has the newest checkpoint. If SECONDS is empty, it only ends the timer of the run before.
 end_after() {
-  kill -- "-$(cat "$D/runs/timer" 2>/dev/null)" 2>/dev/null || true
+  kill -- "-$(cat "$(note timer)" 2>/dev/null)" 2>/dev/null || true
   [ -n "$1" ] || return 0
   export D
-  export -f running ended current stop_run load_env mirror_lines checkpoints probe end_now
+  export -f running ended current note signal_run stop_run load_env mirror_lines checkpoints probe end_now
   # shellcheck disable=SC2016  # it is evaluated there
-  setsid -f bash -c 'echo $$ >"$D/runs/timer"; sleep "$1"; end_now "${@:2}"' bash "$@" \
+  setsid -f bash -c 'echo $$ >"$(note timer)"; sleep "$1"; end_now "${@:2}"' bash "$@" \
     </dev/null >>"$D/runs/timer.log" 2>&1
 }
 end_now() {
@@ -76,7 +86,8 @@ end_now() {
   stop_run 1900 || true
   seen=$(probe)
   newest=$(printf '%s\n' "$seen" | sed -n 's/^checkpoint=//p')
-  if [ -z "${1:-}" ]; then echo "the VM stays: its name is not known"
+  if [ -z "$seen" ]; then echo "the VM stays: its state is not known"
+  elif [ -z "${1:-}" ]; then echo "the VM stays: its name is not known"
   elif [ "$newest" != "$(printf '%s\n' "$seen" | sed -n 's/^mirrored=//p')" ]; then
     echo "the VM stays: $newest is on this disk alone"
   else gcloud compute tpus tpu-vm delete "$1" --zone="$2" --quiet; fi

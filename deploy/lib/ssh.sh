@@ -8,6 +8,7 @@ is_vm() { case $1 in *[.:@,]*) return 1 ;; esac; [ "$(ssh -T -G "$1" | sed -n 's
 # resolve HOST sets TARGETS and ALIASES for a list of IPs or ssh hosts (a,b,c), or for the VM of this name.
 resolve() {
   [ $# = 1 ] || die 2 "exactly one HOST is needed: an IP, an ssh host or the VM's name; $(basename "$0") --help"
+  case $1 in -*) die 2 "$1 is no HOST: give an IP, an ssh host or the VM's name" ;; esac
   VM_ID="" VM_TYPE="" VM_IPS=$1
   ! is_vm "$1" || need "$1" READY
   aim
@@ -27,10 +28,9 @@ aim() {
   [ ${#TARGETS[@]} -gt 0 ] || die 2 "--worker $WORKER does not exist: there are $n"
 }
 
-# What the VM's login shell prints, such as a greeting in .bashrc, comes before this line, and our output after it.
+# What the VM's login shell prints, such as a greeting in .bashrc, comes before this line.
 BEGIN="-- nanochat begins --"
 from_begin() { local line; while IFS= read -r line; do [ "$line" != "$BEGIN" ] || exec cat; done; }
-
 # script <<'END' puts the text up to END into SCRIPT. vm I SCRIPT ARGS runs a bash script on host I, with our stdin.
 script() { IFS= read -r -d '' SCRIPT || true; }
 vm() {

@@ -319,7 +319,7 @@ class Uploader:
             while (self._rounded or self._waiting and self._refused != self._waiting) and time.monotonic() < deadline:
                 if is_told_to_end():
                     break
-                if not has_said and self._waiting and not self._rounded:
+                if not has_said and self._state.behind_since and self._waiting and not self._rounded:
                     print(f"waiting until {self._waiting.name} is in {self._mirror.url}, for up to "
                           f"{END_TIMEOUT_S / 60:.0f} minutes. It is on this machine's disk: Ctrl-C or SIGTERM ends the "
                           "wait at once", flush=True)
@@ -394,7 +394,8 @@ class Uploader:
             self._state.error = str(error)
             if isinstance(error, BadInput):
                 self._refused = path
-                self._rounded = None
+                if self._rounded == path:
+                    self._rounded = None
             self._note()
             self._condition.wait_for(lambda: (self._rounded or self._waiting) != path, self._retry_s)
             self._retry_s = min(2 * self._retry_s, RETRY_S)

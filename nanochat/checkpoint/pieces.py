@@ -91,7 +91,10 @@ class Layout:
 
     def rounded(self):
         """Returns the Layout of the rounded form of the same state: the same files."""
-        return Layout({file: rounded_sizes(sizes) for file, sizes in self.files.items()})
+        files = {}
+        for file, sizes in self.files.items():
+            files[file] = rounded_sizes(sizes, of_weights=file.startswith(Path(MODEL).stem))
+        return Layout(files)
 
     @property
     def num_bytes(self):

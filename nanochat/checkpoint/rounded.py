@@ -33,13 +33,18 @@ def round_state(model_state, optimizer_state):
     return weights, state
 
 
-def rounded_sizes(sizes):
-    """Returns {name: bytes} of the rounded form of tensors with these, {name: bytes}. The scales count nothing."""
+def rounded_sizes(sizes, of_weights):
+    """Returns {name: bytes} of the rounded form of fp32 tensors with these, {name: bytes}. The scales count nothing.
+
+    of_weights: these are the model's weights, not the optimizer's state.
+    """
     found = {}
     for name, size in sizes.items():
         if name.endswith((MOMENTUM, SECOND_MOMENT)):
             found[name] = size // 4
             found[name + SCALE] = 0
+        elif of_weights:
+            found[name] = size // 2
         else:
             found[name] = size
     return found

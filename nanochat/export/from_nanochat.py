@@ -30,15 +30,16 @@ def read_meta(model):
         found = json.loads(path.read_text(encoding="utf-8"))["model_config"]
         sizes = {"vocab_size": found["vocab_size"], "max_seq_len": found["sequence_len"],
                  **{name: found[name] for name in ("n_layer", "n_embd", "n_head", "n_kv_head")}}
-        letters = found.get("window_pattern", "L")
+        letters = set(found.get("window_pattern", "L"))
     except OSError as error:
         raise BadInput(f"--model={model}: {error.filename} cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(f"--model={model}: {path} is not nanochat's ({type(error).__name__} {error})") from None
     if not all(type(size) is int and 0 < size < 2**31 for size in sizes.values()):
         raise BadInput(f"--model={model}: {path} has impossible sizes: {sizes}")
-    if set(letters) - {"L", "l"}:
-        raise BadInput(f"--model={model} has attention windows ({letters}), which nanochat makes a position longer")
+    if letters - {"L", "l"}:
+        raise BadInput(f"--model={model} has attention windows ({found['window_pattern']}), which nanochat makes a "
+                       "position longer")
     return int(name[1]), GPTConfig(**sizes, **NANOCHAT)
 
 

@@ -105,7 +105,7 @@ class Engine:
         return ids[-room:], num_last
 
     def _tail(self, ids, num_last):
-        """Returns the tokens at the end of a prompt to draw again, except its first: the model must read one."""
+        """Returns the last tokens of a prompt, which are drawn again. Never its first: the model must read one."""
         end = ids[len(ids) - min(num_last, len(ids) - 1, MAX_TAKEN_BACK):]
         number = self._vocabulary.num_taken_back([self.tokenizer.decode_bytes([token]) for token in end])
         return ids[len(ids) - number:]

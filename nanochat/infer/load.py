@@ -87,6 +87,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     tokenizer = load_tokenizer(tokenizer_dir)
     check_tokenizer(tokenizer, meta.config["vocab_size"], meta.tokenizer_sha256)
     config = GPTConfig(**meta.config)
+    kernels = get_kernels(kernel, dist.device_type, Sharding.of_mesh(mesh))
     try:
         state = load_tensors(path, MODEL)
         if {name: tuple(tensor.shape) for name, tensor in state.items()} != shapes(config):
@@ -95,7 +96,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
         raise BadInput(f"checkpoint {path} is damaged ({' '.join(str(error).split())[:200]}): use another "
                        "one") from None
     dtype = torch.bfloat16 if dist.device_type in ("tpu", "cuda") else torch.float32
-    model = GPT(config, get_kernels(kernel, dist.device_type, Sharding.of_mesh(mesh)), dtype)
+    model = GPT(config, kernels, dtype)
     model.load_state_dict(state, assign=True)
     parts = Parts(dist, mesh)
     for name, parameter in model.named_parameters():

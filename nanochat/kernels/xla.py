@@ -20,7 +20,8 @@ from nanochat.model.layers import NORM_EPS, Kernels, apply_rotary, norm, split_h
 def get_kernels(name, interpret, sharding, chunk_tokens):
     """Returns the Kernels `chunked` or `flash`. interpret: Pallas kernels run as plain XLA operations, on a CPU too:
     the numbers are right, but it is slow. sharding: how the ranks divide the weights. chunk_tokens: tokens whose logits
-    the loss holds at a time. Raises BadInput if the layer by hand is not the model's."""
+    the loss holds at a time. Raises BadInput if the layer by hand is not the model's. Only tests compare the
+    Pallas kernels with the model's attention."""
     require_same_layer(_attend)
     chip = _options_of_chip()
     if name == "flash":

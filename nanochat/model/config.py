@@ -37,7 +37,7 @@ class GPTConfig:
     softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)
     layer_gates: bool = flag(True, "learned, token-dependent gates scale values and what attention and MLP add")
     value_embeddings: str = flag("shared", "learned per-token vectors that every second layer adds to attention's "
-                                 "values: off, its own, shared", choices=("off", "own", "shared"))
+                                 "values: shared, own or off", choices=("off", "own", "shared"))
     rotary_base: float = None  # see rotary_base_for
 
     def __post_init__(self):

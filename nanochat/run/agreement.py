@@ -23,7 +23,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-STOP, SAVE = 1, 2  # kinds of request
+STOP, SAVE, PREEMPTED = 1, 2, 3  # kinds of request; PREEMPTED: stop, because the machine is about to end
 AGREE_TIMEOUT_S = 900
 MAX_RANKS = 256
 _NEVER = 2**62
@@ -112,6 +112,7 @@ class RankAgreement:
         """requests: the Requests of this host. spans_hosts: the ranks are on several hosts, whose parents agree.
         timeout_s: how long to wait for other ranks."""
         self.is_stopping = False  # once agreed_action has returned STOP
+        self.is_preempted = False  # whether all ranks stop because the machine is about to end; on one host only
         self._file = open(requests.path, "r+b")  # a lock is held by an open file, so each rank opens its own
         self._shared = requests.shared
         self._rank = rank
@@ -143,12 +144,13 @@ class RankAgreement:
         if self._tick != self._due_tick:
             return 0
         self._due_tick = 0
-        self.is_stopping = self._kind == STOP
+        self.is_preempted = self._kind == PREEMPTED
+        self.is_stopping = self.is_preempted or self._kind == STOP
         if self._spans_hosts:
             if self._rank == 0:
                 self._shared[_SAVE_ASKED] = 0
             self._shared[_READ_NUMBER + self._rank] = self._number
-        return self._kind
+        return STOP if self.is_stopping else SAVE
 
     def finish(self):
         """Marks this rank's last tick: later requests have no effect."""
@@ -172,7 +174,10 @@ class RankAgreement:
             return
         # One request at a time: its tick has one field, which a rank may not have read yet.
         if (self._of_ranks(_READ_NUMBER) >= shared[_NUMBER]).all():
-            shared[_KIND] = STOP if shared[_STOP_ASKED] else SAVE
+            kind = SAVE
+            if shared[_STOP_ASKED]:
+                kind = PREEMPTED if shared[_IS_PREEMPTED] else STOP
+            shared[_KIND] = kind
             shared[_NUMBER] += 1
 
     # Under the lock exactly one rank finds that its answer is the last. That rank sets the tick for all: one more than

@@ -225,7 +225,7 @@ class Pod:
         self.tell(0, {"kind": "value", "name": name, "value": value})
         began = time.monotonic()
         with self._changed:
-            while name not in self._values:
+            while self.failure or name not in self._values:  # all hosts may say that they have ended after a failure
                 missing = [self.names[0]]
                 if self.is_first:
                     said = self._said.get(name, {})

@@ -36,6 +36,7 @@ class Saves:
         self._log = log
         self._num_lanes = run.task.num_lanes
         self._rounds = bool(run.mirror) and not run.link
+        self._rounded_step = None
         self._memory = _memory_dir(run.directory)
         self._link = None
         self._saver = None
@@ -73,7 +74,7 @@ class Saves:
         """
         self._saved_at = time.monotonic()
         is_new = step != self._saved_step
-        is_rounded = is_preempted and self._rounds
+        is_rounded = is_preempted and self._rounds and step != self._rounded_step
         if not is_new and not is_rounded:
             return
         # Every rank computes the same layout from the same sizes, and so knows its files.
@@ -101,6 +102,7 @@ class Saves:
 
     def _save_rounded(self, step, lane_states, layout, state, meta):
         """Writes this rank's part of the rounded state to memory. Rank 0 hands it to the mirror."""
+        self._rounded_step = step
         try:
             save_lane_states(self._memory, step, lane_states)
             require_finite(state[0])

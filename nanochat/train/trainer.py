@@ -141,7 +141,7 @@ class Trainer:
         self.save_is_asked = False
         with self.goodput.span("save"):
             meta = self.meta() if self.dist.rank == 0 else None
-            self.saves.save(self.step, self.batches.state, self.training, meta, self.liveness.is_preempted)
+            self.saves.save(self.step, self.batches.state, self.training, meta, self.liveness.stops_preempted)
 
     def run_event(self, event):
         """Runs one of the task's events, and logs its result. A stop cuts it short."""

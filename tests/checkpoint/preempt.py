@@ -15,20 +15,16 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
 from nanochat.checkpoint.format import Kept
-from nanochat.checkpoint.mirror import MirrorState, run_mirror
-from nanochat.checkpoint.pieces import sizes_of, state_bytes
+from nanochat.checkpoint.mirror import run_mirror
+from nanochat.checkpoint.pieces import state_bytes
 from nanochat.data import storage
-from nanochat.device.ranks import Dist
 from nanochat.model.config import GPTConfig
 from nanochat.model.weights import shapes
-from nanochat.train.flags import RecordFlags
-from nanochat.train.saves import Saves
-from tests.checkpoint.states import make_meta
+from tests.checkpoint.states import Training, make_meta, saves_of
 from tests.deploy.cloud import Cloud
 
 
@@ -58,27 +54,13 @@ def make_state(depth):
     return weights, state
 
 
-class Training:
-    def __init__(self, state):
-        self.state = state
-
-    def sizes(self):
-        return [sizes_of(part) for part in self.state]
-
-    def host_state(self, names):
-        return [{name: tensor for name, tensor in part.items() if name in names} for part in self.state]
-
-
 def save_at_the_notice(depth, url):
     """Does in a child process what a run does at the notice, and says when it did what."""
     state = make_state(depth)
     run_dir = Path(tempfile.mkdtemp())
     (run_dir / "metrics.jsonl").write_text("{}\n")
     mirror = run_mirror(url, "run", Kept(2))
-    MirrorState(mirror.url).write(run_dir)
-    run = SimpleNamespace(directory=run_dir, link=None, mirror=mirror, checkpoint=None, starts_over=False,
-                          flags=SimpleNamespace(record=RecordFlags()), task=SimpleNamespace(num_lanes=1))
-    saves = Saves(run, Dist("cpu", torch.device("cpu")), 0, SimpleNamespace(flush=lambda: None))
+    saves = saves_of(run_dir, mirror, num_lanes=1)
     os.write(1, f"state of {state_bytes(*state) / 1e9:.2f} GB; notice\n".encode())
     saves.save(123, {0: {}}, Training(state), make_meta(123), is_preempted=True)
     os.write(1, b"the rounded state is in memory, and the loop ends\n")

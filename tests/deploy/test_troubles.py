@@ -225,3 +225,36 @@ def test_the_state_of_an_ended_watch_is_read_back(tmp_path):
     assert Ended.load(tmp_path / "ended") == Ended(1, ["--run=a"], "now")
     (tmp_path / "ended").write_text(json.dumps({"status": 1}))
     assert Ended.load(tmp_path / "ended") is None
+
+
+def test_the_timer_of_the_vm_and_stop_run_send_one_signal_together(laptop, vm):
+    """A second one would end the run's wait for its mirror."""
+    mirror = laptop.root / "mirror"
+    mirror.mkdir()
+    (mirror / "refuses").touch()
+    train(laptop, vm, "--run=a", "--num_iterations=100000", f"--checkpoint_mirror={mirror}")
+    vm.shell(f". {ROOT}/deploy/lib/on_vm.sh; end_after 0 nano us-a")
+    eventually(lambda: (vm.run_dir("a") / "mirror.json").exists())
+    laptop.run("stop_run.sh", vm.ip, "--wait_s=1", status=1)
+    (mirror / "refuses").unlink()
+    laptop.run("stop_run.sh", vm.ip)
+    assert (vm.home / "nanochat.d/runs/a.exit").read_text() == "75\n" and list(mirror.glob("step_*"))
+
+
+def test_only_the_first_host_of_a_pod_may_delete_it(laptop):
+    vms = [laptop.vm(f"w{i}") for i in range(2)]
+    for vm in vms:
+        vm.give_code()
+        (vm.home / ".tpu_env").write_text("export PJRT_DEVICE=TPU\n")
+        vm.program(vm.root / "bin/gcloud", f'echo "$*" >>{vm.root}/gcloud_calls')
+    hosts = ",".join(vm.ip for vm in vms)
+    laptop.run("train.sh", hosts, "--min_free_gb=0", "--max_hours=0.002", "--", "--run=a", "--synthetic_data=1",
+               "--num_iterations=100000", "--step_s=0.2")
+    eventually(lambda: not any(vm.trainers() for vm in vms))
+    assert not any((vm.root / "gcloud_calls").exists() for vm in vms)
+    one_worker = laptop.run("train.sh", hosts, "--worker=1", "--max_hours=1", "--", "--run=a", status=2)
+    assert "leave out --worker" in one_worker
+
+
+def test_what_begins_with_a_dash_is_no_host(laptop):
+    assert "is no HOST" in laptop.run("push.sh", "-oProxyCommand=x", "--dry_run", status=2)

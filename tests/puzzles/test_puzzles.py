@@ -143,7 +143,7 @@ def test_a_run_does_not_resume_with_other_puzzles_and_the_message_says_so(data_d
     with pytest.raises(BadInput, match="the hash of --data_dir is"):
         made.resumed("step_000001", meta)
     meta.data_fingerprint = made.data_fingerprint
-    with pytest.raises(BadInput, match="--vocab_size is 7 there"):
+    with pytest.raises(BadInput, match="the model.s vocab_size is 7 there"):
         made.resumed("step_000001", meta)
 
 

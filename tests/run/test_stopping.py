@@ -44,8 +44,10 @@ def run_ranks(path, program, ranks=8):
     return results
 
 
-def test_ranks_that_run_at_their_own_pace_save_and_stop_at_the_same_ticks(tmp_path):
-    """Nothing synchronises the ranks, so one may be hundreds of ticks ahead of another."""
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_ranks_that_run_at_their_own_pace_save_and_stop_at_the_same_ticks(tmp_path, is_preempted):
+    """Nothing synchronises the ranks, so one may be hundreds of ticks ahead of another. The notice of a preemption that
+    comes while they agree is a reason to stop for all of them or for none."""
     path = tmp_path / "requests"
     parent = Requests(path, create=True)
 
@@ -53,10 +55,12 @@ def test_ranks_that_run_at_their_own_pace_save_and_stop_at_the_same_ticks(tmp_pa
         random, done = np.random.default_rng(rank), []
         for tick in range(100_000):
             if rank == 3 and tick == 300:
-                parent.ask_to_stop()
+                parent.ask_to_stop(is_preempted)
             if kind := agreement.agreed_action(wants_save=random.random() < 0.02):
                 done.append((tick, kind))
             if agreement.is_stopping:
+                parent.note_preemption()
+                assert agreement.is_preempted == is_preempted
                 return done
             time.sleep(random.uniform(0, 0.0005) * (rank + 1))
 
