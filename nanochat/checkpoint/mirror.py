@@ -329,8 +329,7 @@ class Uploader:
             if not self._state.behind_since:
                 return True
             why = f" ({self._state.error})" if self._state.error else ""
-            print(f"warning: {self._waiting.name} is on this machine's disk only, and not in {self._mirror.url}{why}",
-                  flush=True)
+            print(f"warning: {self._waiting.name} is on this disk only, not in {self._mirror.url}{why}", flush=True)
             return False
 
     def _note(self):
