@@ -329,7 +329,8 @@ class Uploader:
             if not self._state.behind_since:
                 return True
             why = f" ({self._state.error})" if self._state.error else ""
-            print(f"warning: {self._waiting.name} is on this disk only, not in {self._mirror.url}{why}", flush=True)
+            where = f"on this machine's disk only, and not in {self._mirror.url}{why}"
+            print(f"warning: {self._waiting.name} is {where}", flush=True)
             return False
 
     def _note(self):
@@ -393,8 +394,7 @@ class Uploader:
             self._state.error = str(error)
             if isinstance(error, BadInput):
                 self._refused = path
-                if self._rounded == path:
-                    self._rounded = None
+                self._rounded = None if self._rounded == path else self._rounded
             self._note()
             self._condition.wait_for(lambda: (self._rounded or self._waiting) != path, self._retry_s)
             self._retry_s = min(2 * self._retry_s, RETRY_S)
