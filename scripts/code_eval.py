@@ -30,7 +30,7 @@ from nanochat.record.progress import Progress
 class TaskFlags(TextFlags):
     task: str = flag("functions", "functions, infill (gaps in held-out files) or infill_functions (gaps in the "
                      "problems' solutions)", choices=TASKS)
-    problems: Path | None = flag(None, "as HumanEval-X or MultiPL-E; default: the project's own", of=expand_path)
+    problems: Path | None = flag(None, "a set as in docs/evaluation.md; default: the project's own", of=expand_path)
     num_tasks: int = flag(100, "gaps of each kind", at_least=1, at_most=10_000)
     check: bool = flag(False, "judge the problems' solutions, and each with one line deleted, instead of a model")
 

@@ -1,23 +1,29 @@
 """Reads sets of programming problems: a prompt to complete, tests that decide, and usually a solution.
 
 The project's own set is the folder problem_set: a C++ program for each problem, whose parts begin with lines such as
-`//@ solution`. Two other formats are read, JSON lines, also compressed by gzip:
+`//@ solution`. Four other formats are read, as parquet or as JSON lines, also compressed by gzip:
 
 - HumanEval-X (Zheng et al., arXiv 2303.17568), with the keys task_id, prompt, declaration, canonical_solution and test
-- MultiPL-E (Cassano et al., arXiv 2208.08227), with the keys name, prompt and tests
+- McEval (Chai et al., arXiv 2406.07436), with the same keys except declaration
+- MultiPL-E (Cassano et al., arXiv 2208.08227), of HumanEval or MBPP, with the keys name, prompt and tests
+- CRUXEval-X (Xu et al., arXiv 2408.13001), with the keys id, code and output_reasoning: the prompt is a function and a
+  test without the value that the function returns
 """
 import gzip
 import hashlib
+import io
 import json
 import os
 import re
 import sys
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import pyarrow.parquet as pq
+
 from nanochat.common import BadInput, expand_path, flag
-from nanochat.judge.judge import NO_CODE, Verdict, has_code, printable
+from nanochat.judge.judge import FAILED, NO_CODE, Verdict, has_code, printable
 from nanochat.judge.unfinished import brackets, closers
 
 OWN = Path(__file__).with_name("problem_set")
@@ -32,6 +38,7 @@ class Problem:
     solution: str | None = None  # continues the prompt, to the end of the function or class
     difficulty: str = ""
     preamble: str = ""  # headers that the program needs, hidden from the model
+    forbidden: str = field(default="", repr=False)  # a regular expression of what the completion must not use
 
     def program(self, completion):
         """Returns the code of the prompt with a completion: a model's text before STOP, or the whole solution."""
@@ -48,6 +55,8 @@ class Problem:
         """Returns the Verdict of a completion that ends before STOP."""
         if not has_code(text):
             return Verdict(NO_CODE, "")
+        if self.forbidden and (found := re.search(self.forbidden, text)):
+            return Verdict(FAILED, f"{found[0]} is what it had to tell")
         return judge.judge(self.program(text + self.closing()), self.tests)
 
     def missing_header(self):
@@ -68,12 +77,16 @@ def read_problems(path=None, name="--problems"):
             data = path.read_bytes()
             if data[:2] == b"\x1f\x8b":
                 data = gzip.decompress(data)
-            problems = [_foreign(json.loads(line)) for line in data.decode().splitlines() if line.strip()]
+            if data[:4] == b"PAR1":
+                rows = pq.read_table(io.BytesIO(data)).to_pylist()
+            else:
+                rows = [json.loads(line) for line in data.decode().splitlines() if line.strip()]
+            problems = [_foreign(row) for row in rows]
     except OSError as error:
         raise BadInput(f"{name}={path} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, AttributeError, EOFError, RecursionError, zlib.error) as error:
-        raise BadInput(f"{name}={path} has no problems in the format of HumanEval-X, MultiPL-E or this project: "
-                       f"{type(error).__name__} {error}") from None
+        raise BadInput(f"{name}={path} has no problems in the format of HumanEval-X, McEval, MultiPL-E, CRUXEval-X or "
+                       f"this project: {type(error).__name__} {error}") from None
     if not problems:
         raise BadInput(f"{name}={path} holds no problem")
     names = set()
@@ -165,16 +178,34 @@ def _read_own(folder):
 
 
 def _foreign(row):
-    """Returns the Problem of a line of HumanEval-X or MultiPL-E. Raises ValueError for text that is no UTF-8."""
+    """Returns the Problem of a row of another set. Raises ValueError for text that is no UTF-8."""
+    number = row.get("id")
     row = {key: value for key, value in row.items() if isinstance(value, str)}
     "".join(row.values()).encode()
-    if "canonical_solution" in row:
+    if "output_reasoning" in row:
+        return _of_cruxeval(f"CRUXEval-X/{number}", row["code"], row["output_reasoning"])
+    if "canonical_solution" not in row:
+        tests = row["tests"].lstrip()  # they begin with the brace that closes the function
+        return Problem(row["name"], row["prompt"], tests.removeprefix("}"), row.get("solution"))
+    if "declaration" in row:
         # Only the headers of the declaration are used, because the declaration of CPP/38 has an error.
         includes = [line for line in row["declaration"].splitlines() if line.startswith("#include")]
         extra = [f"{line}\n" for line in includes if line not in row["prompt"]]
         return Problem(row["task_id"], row["prompt"], row["test"], row["canonical_solution"], preamble="".join(extra))
-    tests = row["tests"].lstrip()  # they begin with the brace that closes the function
-    return Problem(row["name"], row["prompt"], tests.removeprefix("}"), row.get("solution"))
+    # McEval's prompts end with the signature, and its solutions begin with the brace.
+    solution = row["canonical_solution"].strip().removeprefix("{").lstrip("\n")
+    return Problem(f"McEval/{row['task_id']}", row["prompt"].rstrip() + " {\n", row["test"], f"{solution}\n")
+
+
+def _of_cruxeval(name, code, output_reasoning):
+    """Returns the Problem to tell a function's value. code: the function, and main() with its test; output_reasoning:
+    the end of `code` with ???? in the place of the value. Raises ValueError if it is not."""
+    begin, mark, _ = output_reasoning.partition("????")
+    function, _, solution = code.rpartition(begin)
+    if not mark or not solution:
+        raise ValueError(f"output_reasoning of {name} is not the end of its code with ????")
+    # A test of the function against itself would always pass.
+    return Problem(name, function + begin, "", solution, forbidden=r"\bcandidate\b|\bf\(")
 
 
 def usable(problems):
