@@ -20,7 +20,7 @@
 #   --keep_vm                  do not delete the VM at the end; it still costs money
 #   --to DIR                   where fetch.sh puts the run (default: checkpoints/ beside deploy/)
 #   --state DIR                journal and spending, which outlive a restart (default ~/.local/state/nanochat/NAME)
-#   --dry_run                  only print what would be done
+#   --dry_run                  only check the flags after -- and print what would be done
 #   WEBHOOK=URL in config.env  an address that gets every line of the journal as {"text": …}
 #
 # Exit status 0: finished; 1: given up; 2: wrong use; 6: watched already; 7: budget spent; 70: watch.sh itself failed;
@@ -43,6 +43,7 @@ for PYTHON in python3 python3.13 python3.12 python3.11 python3.10 "$ROOT/.venv/b
   [ -n "$PYTHON" ] || die 2 "watch.sh needs Python 3.10 or newer: python3 is $(python3 --version 2>&1 || true)"
   if "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then break; fi
 done
+[ -z "$DRY_RUN" ] || check_flags "$TYPE"
 [ -z "$DRY_RUN" ] || { say "+ create, setup, push, data, train with $SETTINGS -- ${FLAGS[*]}"; exit 0; }
 STATE=${STATE:-$HOME/.local/state/nanochat/$NAME}
 for setting in SETTINGS ${SETTINGS//=/} MAX_USD MAX_HOURS MARGIN_S PATIENCE STALL_S KEEP_VM AGAIN STATE WEBHOOK TO \

@@ -57,6 +57,18 @@ limited() (
 # given NAME returns 0 if a flag has set this variable.
 given() { case $GIVEN in *" $1 "*) ;; *) return 1 ;; esac; }
 
+# check_flags TYPE exits if base_train would refuse FLAGS on a TPU of this type ("": not known). For dry runs: otherwise
+# the VM says so.
+check_flags() {
+  local status=0 python=$ROOT/.venv/bin/python
+  (cd "$ROOT" && limited 120 "$python" -m deploy.lib.check_flags "$1" ${FLAGS[@]+"${FLAGS[@]}"}) || status=$?
+  case $status in
+    0) ;;
+    2) exit 2 ;;
+    *) say "the flags after -- are not checked: that needs the packages that make installs" ;;
+  esac
+}
+
 # parse "MORE= SETTINGS" "$@" sets a variable for each flag (--a_b=1 or --a-b 1), ARGS to the other words, and FLAGS to
 # all words after --.
 parse() {

@@ -286,8 +286,8 @@ def check_disk_space(run_dir, checkpoint_bytes, copies=2, starts_over=False):
     free = shutil.disk_usage(run_dir).free
     if own + free < copies * checkpoint_bytes:
         what = "two checkpoints take" if copies == 2 else "a checkpoint takes"
-        raise BadInput(f"too little disk in {run_dir}: {what} {copies * checkpoint_bytes / 1e9:.2f} GB and "
-                       f"{(own + free) / 1e9:.2f} GB are free: free some, of old runs for example (step_….aside), or "
+        raise BadInput(f"too little disk in {run_dir}: {what} {copies * checkpoint_bytes / 1e6:,.1f} MB and "
+                       f"{(own + free) / 1e6:,.1f} MB are free: free some, of old runs for example (step_….aside), or "
                        "set NANOCHAT_BASE_DIR to a larger disk")
 
 

@@ -180,7 +180,7 @@ def _write_file(path, state):
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     unfinished = _unfinished(path)
     try:
-        save_file(state, unfinished)
+        save_tensors(state, unfinished)
     except SafetensorError as error:  # only its text has the number of the OSError
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
@@ -193,6 +193,14 @@ def _write_file(path, state):
         if not torch.equal(_bytes_of(tensor), _bytes_of(found[name])):
             raise OSError(errno.EIO, f"{name} was read back with other bytes than were written", str(path))
     unfinished.rename(path)
+
+
+def save_tensors(state, path, metadata=None):
+    """Writes a file of safetensors with the rights of every new file. save_file alone lets only its owner read it."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(state, path, metadata)
+    path.chmod(mode)
 
 
 def _unfinished(path):

@@ -161,8 +161,8 @@ def make_room(run_dir, needed_bytes, kept):
     doomed = [path for path in format.list_checkpoints(run_dir)[:-1] if not kept.is_for_ever(path)]
     while (free := shutil.disk_usage(run_dir).free) < needed_bytes:
         if not doomed:
-            raise OSError(errno.ENOSPC, f"a checkpoint takes {needed_bytes / 1e9:.3f} GB and {free / 1e9:.3f} GB are "
-                          "free", str(run_dir))
+            raise OSError(errno.ENOSPC, f"a checkpoint takes {needed_bytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB "
+                          "are free", str(run_dir))
         format.delete(doomed.pop(0))
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from nanochat.checkpoint.format import SUMS, sums_text, sync_to_disk
+from nanochat.checkpoint.pieces import save_tensors
 from nanochat.common import BadInput
 from nanochat.export.huggingface import tokenizer_json
 from nanochat.kernels.choose import get_kernels
@@ -164,8 +164,7 @@ def write_safetensors(folder, model, meta):
 
 
 def _save(folder, model, metadata):
-    save_file(weights(model), folder / MODEL, metadata=metadata)
-    (folder / MODEL).chmod(0o644)  # safetensors makes it readable by its owner only, and an export is for sharing
+    save_tensors(weights(model), folder / MODEL, metadata)
 
 
 def check_place(out, force):

@@ -69,14 +69,6 @@ def choose_token(logits, generator, temperature, top_k, top_p):
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
 
 
-def end_tokens(tokenizer):
-    """Returns the ids that end a completion: <|bos|> begins the next document, <|file_sep|> ends a middle or a file."""
-    try:
-        return {tokenizer.bos_id, tokenizer.special("<|file_sep|>")}
-    except BadInput:  # karpathy/nanochat's tokenizer
-        return {tokenizer.bos_id}
-
-
 class Sample:
     """A completion: its `text`, its number of tokens `num_tokens`, and the `reason` why it ended: "end" (the model
     ended it), "stop" (a stop string), "length" (enough tokens) or "stopped" (the caller did).
@@ -96,7 +88,8 @@ class Sample:
         self.known = known
         self.generator = torch.Generator().manual_seed(seed)
         self._tokenizer = tokenizer
-        self._ends = end_tokens(tokenizer)
+        # <|bos|> begins the next document, <|file_sep|> ends a middle or a file, and no other special token is text.
+        self._ends = set(tokenizer.special_tokens.values())
         self._stop = [string for string in stop if string]
         self._max_tokens = max_tokens
         self._show = show

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import platform
 import time
@@ -271,17 +272,17 @@ def answer_failure(request, error):
 async def read_body(request, model, timeout_s):
     """Returns the request's JSON as a `model`. Raises Refused, whose message repeats nothing of the request."""
     try:
-        data = json.loads(await asyncio.wait_for(read_bytes(request), timeout_s))
+        # Python makes no int of more than 4300 digits.
+        data = json.loads(await asyncio.wait_for(read_bytes(request), timeout_s),
+                          parse_int=lambda digits: int(digits) if len(digits) < 4300 else math.inf)
     except asyncio.TimeoutError:
         raise Refused(408, f"the request's body did not arrive within {timeout_s:g} s") from None
-    except (ValueError, RecursionError):  # ValueError also for other bytes than UTF-8, and for endless numbers
+    except (ValueError, RecursionError):  # ValueError also for other bytes than UTF-8
         raise Refused(400, "the request's body is not JSON in UTF-8") from None
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the body"
-        raise Refused(422, f"{where}: {first['msg']}") from None
+        raise Refused(422, protocols.refusal(error)) from None
 
 
 async def read_bytes(request):

@@ -106,8 +106,17 @@ def test_checkpoints_at_multiples_of_keep_every_are_never_deleted(tmp_path):
 
 def test_too_little_disk_for_two_checkpoints_is_bad_input(tmp_path):
     format.check_disk_space(tmp_path, state_bytes(*make_state()))
-    with pytest.raises(BadInput, match="2000000.00 GB .*: free some"):
+    with pytest.raises(BadInput, match="2,000,000,000.0 MB .*: free some"):
         format.check_disk_space(tmp_path, 10**15)
+
+
+def test_every_file_of_a_checkpoint_has_the_rights_of_a_new_file(tmp_path):
+    umask = os.umask(0o027)
+    try:
+        path = save(tmp_path, 1)
+    finally:
+        os.umask(umask)
+    assert {oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == {"0o640"}
 
 
 def test_on_a_nearly_full_disk_the_oldest_are_deleted_and_the_newest_stays(tmp_path, monkeypatch):
@@ -121,7 +130,7 @@ def test_on_a_nearly_full_disk_the_oldest_are_deleted_and_the_newest_stays(tmp_p
     monkeypatch.setattr(format.shutil, "disk_usage", nearly_full)
     save(tmp_path, 4)
     assert [path.name for path in format.list_checkpoints(tmp_path)] == ["step_000003", "step_000004"]
-    with pytest.raises(OSError, match="0.000 GB are free"):
+    with pytest.raises(OSError, match="0.0 MB are free"):
         save(tmp_path, 5, keep_every=3)  # step 3 is never deleted
 
 

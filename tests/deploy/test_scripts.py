@@ -156,3 +156,27 @@ def test_skypilot_accepts_the_task_and_refuses_a_misspelt_key(tmp_path):
 def test_watch_does_not_start_without_a_budget_that_is_a_number(flags):
     result = run(DEPLOY / "watch.sh", "nano", "--zones=a", *flags, "--", "--run=a")
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+@pytest.mark.parametrize("flags, complaint", [
+    ("--dept=3", "--dept=3 is not a flag: did you mean --depth?"),
+    ("--run=a/b", "--run=a/b is not a plain name"),
+    ("--total_batch_size=999", "999 tokens does not divide by 65536 = device_batch_size 8 × max_seq_len 1024 × 8"),
+    ("--run=d16 --depth=16", None),
+])
+def test_a_dry_run_checks_the_flags_of_the_run(flags, complaint):
+    if not (DEPLOY.parent / ".venv/bin/python").exists():
+        pytest.skip("make has not installed the packages")
+    result = run(DEPLOY / "watch.sh", "nano", "--zones=a", "--max_usd=1", "--dry_run", "--", *flags.split())
+    assert result.returncode == (2 if complaint else 0) and (complaint or "+ create, setup") in result.stderr
+    result = run(DEPLOY / "train.sh", "192.0.2.1", "--dry_run", "--", *flags.split())
+    if complaint and "batch" not in complaint:  # the TPU behind an address is not known
+        assert result.returncode == 2 and complaint in result.stderr and "+ ssh" not in result.stderr
+    else:
+        assert result.returncode == 0 and "+ ssh" in result.stderr
+
+
+def test_a_dry_run_says_that_it_cannot_check_the_flags_without_the_packages(tmp_path):
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    result = run(tmp_path / "deploy/train.sh", "192.0.2.1", "--dry_run", "--", "--dept=3")
+    assert result.returncode == 0 and "the flags after -- are not checked" in result.stderr

@@ -159,10 +159,12 @@ def test_a_sample_says_why_it_ended(engine, num_samples):
     assert ends() == {("length", 10)}
 
 
-def test_a_file_separator_ends_a_sample(shipped):
-    sample = Sample(shipped, [], 10, lambda text: None)
-    sample.add(shipped.special("<|file_sep|>"))
-    assert (sample.text, sample.reason) == ("", "end")
+@pytest.mark.parametrize("name", ["<|bos|>", "<|file_sep|>", "<|fim_middle|>", "<|pad|>", "<|assistant_end|>"])
+def test_a_special_token_ends_a_sample_and_is_no_text_and_its_name_is_text(shipped, name):
+    sample = Sample(shipped, [], 100, lambda text: None)
+    for token in [*shipped.encode(f"a {name} b"), shipped.special(name), *shipped.encode("c")]:
+        sample.add(token)
+    assert (sample.text, sample.reason) == (f"a {name} b", "end")
 
 
 def test_a_list_is_read_as_it_stands(engine):
