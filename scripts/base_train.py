@@ -23,9 +23,10 @@ from nanochat.judge.code_eval import evaluate_code
 from nanochat.judge.judge import Judge
 from nanochat.run.hosts import this_host
 from nanochat.train.flags import parse_flags
-from nanochat.train.language import kept_flags, make_task
+from nanochat.train.language import make_task
 from nanochat.train.launch import launch
 from nanochat.train.prepare import run_directory
+from nanochat.train.start import kept_flags
 
 
 def main(argv=None):

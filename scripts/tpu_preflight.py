@@ -19,10 +19,12 @@ from nanochat.preflight.flags import prepare, read_preflight_flags
 from nanochat.preflight.host_needs import estimate_host
 from nanochat.preflight.language import trace_run
 from nanochat.preflight.report import make_report
+from nanochat.train.start import with_start
 
 
 def main(argv=None):
     own, flags = read_preflight_flags(argv, __doc__)
+    flags = with_start(flags)
     require_searchable(own, flags)
     say = prepare(own)
     started = time.monotonic()

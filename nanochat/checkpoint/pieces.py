@@ -39,8 +39,13 @@ class Checkpoint:
 def load_checkpoint(path):
     """Returns the Checkpoint at `path`, with memory-mapped tensors."""
     path = Path(path)
-    lane_states = {int(lane): state for lane, state in json.loads((path / LANES).read_text()).items()}
-    return Checkpoint(path, load_meta(path), load_tensors(path, MODEL), load_tensors(path, OPTIMIZER), lane_states)
+    return Checkpoint(path, load_meta(path), load_tensors(path, MODEL), load_tensors(path, OPTIMIZER),
+                      load_lane_states(path))
+
+
+def load_lane_states(path):
+    """Returns {lane: its state} of the checkpoint at `path`."""
+    return {int(lane): state for lane, state in json.loads((path / LANES).read_text()).items()}
 
 
 def load_tensors(path, kind):

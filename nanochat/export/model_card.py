@@ -186,11 +186,16 @@ def _recipe(meta):
 
 It also learned from the predictions of the model {teacher}: weight {meta.flags["kd_weight"]:g}
 at temperature {meta.flags["kd_temperature"]:g}, in the first {meta.flags["kd_until"]:.0%} of the steps."""
+    begun = ""
+    if meta.flags.get("decay_from"):
+        begun = f"\n\nIt is an ending of a longer run: the learning rates fell from {meta.flags['decay_from']} on."
+    elif meta.flags.get("init_from"):
+        begun = f"\n\nIt began with the weights of the model {meta.flags['init_from']}."
     return f"""## Recipe
 
 ```
 {" ".join(command)}
-```{distilled}
+```{distilled}{begun}
 
 Matrices by Muon, the rest by AdamW; the learning rate rises, stays, and falls linearly. Tokenizer sha256
 `{meta.tokenizer_sha256}`."""

@@ -193,8 +193,9 @@ class MuonAdamW:
         """Returns the numbers of `step` as a CPU tensor (4,), see Scheduled. batch_growth: this step's batch over that
         of the first step."""
         beta1, beta2 = self.rules.betas
-        return torch.tensor([self.rules.lr_multiplier(step, batch_growth), muon_momentum(step),
-                             1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)], dtype=torch.float32)
+        age = self.rules.earlier_steps + step  # of the averages
+        return torch.tensor([self.rules.lr_multiplier(step, batch_growth), muon_momentum(age),
+                             1 - beta1 ** (age + 1), 1 - beta2 ** (age + 1)], dtype=torch.float32)
 
     @torch.no_grad()
     def update(self, scheduled, sums):

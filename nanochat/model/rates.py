@@ -30,6 +30,8 @@ class OptimConfig:
     warmup_steps: int = flag(-1, f"steps in which learning rates rise; -1: {WARMUP_STEPS}, at most a fifth of the run",
                              at_least=0, unset=-1)
     warmdown_ratio: float = flag(0.5, "fraction of the run in which learning rates fall", at_least=0, at_most=1)
+    rate_horizon: int = flag(-1, "steps of the run for whose length rates and decay are scaled; -1: this run's",
+                             at_least=1, unset=-1)
     final_lr_frac: float = flag(0.05, "fraction of the learning rates that remains at the end", at_least=0, at_most=1)
 
 
@@ -114,15 +116,17 @@ class Rules:
     betas: tuple = ADAM_BETAS
     average_decay: float = 0.0  # of a running average of the weights; 0: none
     matrix_dtype: torch.dtype = torch.float32  # in which Muon orthogonalises
+    earlier_steps: int = 0  # of the optimizer's state, before the first step of the run
 
     def lr_multiplier(self, step, batch_growth=1.0):
         """Returns the factor of all learning rates at `step`, whose batch is `batch_growth` × the first one."""
         return lr_multiplier(step, self.num_iterations, self.schedule) * math.sqrt(batch_growth)
 
 
-def gpt_rules(config, total_batch_size, num_iterations, width, matrix_dtype=torch.float32):
+def gpt_rules(config, total_batch_size, num_iterations, width, matrix_dtype=torch.float32, earlier_steps=0):
     """Returns a GPT's Rules. config: OptimConfig; total_batch_size: tokens of the first step."""
-    scale = batch_lr_scale(total_batch_size) * run_lr_scale(total_batch_size * num_iterations)
+    horizon = num_iterations if config.rate_horizon < 0 else config.rate_horizon
+    scale = batch_lr_scale(total_batch_size) * run_lr_scale(total_batch_size * horizon)
     matrix_lr = config.matrix_lr * scale
     adam = {}
     for weight in WEIGHTS:
@@ -136,5 +140,5 @@ def gpt_rules(config, total_batch_size, num_iterations, width, matrix_dtype=torc
         if rate.by_width:
             scale_here = scale * width_lr_scale(width)
         adam[weight.name] = AdamW(base * rate.factor * scale_here)
-    decay = decay_rate(config.weight_decay, matrix_lr, num_iterations)
-    return Rules(adam, matrix_lr, decay, config, num_iterations, matrix_dtype=matrix_dtype)
+    decay = decay_rate(config.weight_decay, matrix_lr, horizon)
+    return Rules(adam, matrix_lr, decay, config, num_iterations, matrix_dtype=matrix_dtype, earlier_steps=earlier_steps)

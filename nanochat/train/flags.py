@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field, fields, make_dataclass, replac
 
 import torch
 
+from nanochat.checkpoint.format import step_of
 from nanochat.common import BadInput, expand_path, flag, read_flags
 from nanochat.data.bucket import data_place
 from nanochat.data.lanes import NUM_LANES
@@ -121,8 +122,8 @@ ModelFlags.__module__ = __name__  # so that it can be handed to other processes
 
 @dataclass(frozen=True)
 class BatchFlags:
-    num_iterations: int = flag(-1, "optimizer steps; -1: by --target_flops or --target_param_data_ratio", at_least=1,
-                               at_most=MAX_STEPS, unset=-1)
+    num_iterations: int = flag(-1, "optimizer steps, with --decay_from those after it; -1: by --target_flops or "
+                               "--target_param_data_ratio", at_least=1, at_most=MAX_STEPS, unset=-1)
     target_flops: float = flag(-1.0, "FLOPs of the whole run; -1: by --target_param_data_ratio", above=0, at_most=1e30,
                                unset=-1)
     target_param_data_ratio: float = flag(20.0, "tokens of the whole run per parameter of matrices and head", above=0,
@@ -144,6 +145,26 @@ class DistillationFlags:
     kd_weight: float = flag(0.5, "weight of the teacher in the loss", above=0, at_most=1)
     kd_temperature: float = flag(1.0, "temperature of both predictions", at_least=0.1, at_most=100)
     kd_until: float = flag(1.0, "fraction of the run's steps that have a teacher", above=0, at_most=1)
+
+
+# find_start (start.py) replaces the names by RUN/step_000100.
+@dataclass(frozen=True)
+class StartFlags:
+    init_from: str = flag("", "begin with the weights of RUN, RUN/step_000100 or a path; "
+                          "docs/training.md#begin-with-another-run")
+    init_optimizer: bool = flag(False, "with --init_from: take the optimizer's state, too")
+    decay_from: str = flag("", "an ending of another run: go on from RUN/step_000100, with rates that fall; "
+                           "docs/training.md#several-endings")
+
+    @property
+    def first_step(self):
+        """The steps of the checkpoint that the run goes on from."""
+        return step_of(self.decay_from) if self.decay_from else 0
+
+    @property
+    def earlier_steps(self):
+        """The steps before the run's first that the optimizer's state has seen and the run does not count."""
+        return step_of(self.init_from) if self.init_optimizer else 0
 
 
 @dataclass(frozen=True)
@@ -188,7 +209,7 @@ TITLES = {
     ModelFlags: "model (by default everything follows from the depth; a resumed run keeps its model)",
     BatchFlags: "batch and horizon (the first given horizon counts)",
     OptimConfig: "optimizer (rates are scaled from steps of 2^19 tokens and runs of 2^32)",
-    DistillationFlags: "distillation",
+    DistillationFlags: "distillation", StartFlags: "start from another run",
     LanguageRecordFlags: "evaluation, samples, checkpoints, logs"}
 
 
@@ -216,6 +237,7 @@ class Flags(FlagGroups):
     batch: BatchFlags = field(default_factory=BatchFlags)
     optimizer: OptimConfig = field(default_factory=OptimConfig)
     distillation: DistillationFlags = field(default_factory=DistillationFlags)
+    start: StartFlags = field(default_factory=StartFlags)
     record: LanguageRecordFlags = field(default_factory=LanguageRecordFlags)
 
     def replace(self, **values):

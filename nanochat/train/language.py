@@ -8,8 +8,7 @@ from functools import partial
 
 import torch
 
-from nanochat.checkpoint.format import list_checkpoints, meta_is_whole
-from nanochat.checkpoint.meta import load_meta, read_config, require_same
+from nanochat.checkpoint.meta import read_config, require_same
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.data.bucket import check_cache
@@ -23,7 +22,7 @@ from nanochat.infer.loss_eval import bits_per_byte, with_suffixes
 from nanochat.infer.sample import BrokenModel
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
-from nanochat.model.config import GPTConfig, config_as_flags, require_as_saved
+from nanochat.model.config import GPTConfig, require_as_saved
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW
 from nanochat.model.parts import Parts
@@ -34,6 +33,7 @@ from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
 from nanochat.train.pace import require_time
 from nanochat.train.plan import Plan, make_plan
 from nanochat.train.row_feed import RowFeed
+from nanochat.train.start import Start, as_begun, find_start, require_same_rows, saved_meta
 from nanochat.train.step import Objective, TrainingStep
 from nanochat.train.task import Event, flags_of
 from nanochat.train.teacher import DistillationLoss, Teacher, find_teacher, load_teacher
@@ -62,7 +62,8 @@ def make_model(plan):
 
 def make_optimizer(plan, model, dist=None, weights=None):
     """Returns the MuonAdamW of a Plan. dist, weights: see there."""
-    rules = gpt_rules(plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.config.n_embd, plan.dtype)
+    rules = gpt_rules(plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.config.n_embd, plan.dtype,
+                      plan.start.earlier_steps)
     parts = None
     if plan.shard_optimizer and dist and dist.world_size > 1:
         parts = Parts(dist, plan.mesh, plan.gradient_sums)
@@ -87,6 +88,8 @@ class LanguageTask:
     data_fingerprint: str | None  # None for synthetic data
     bucket: str | None = None  # a line about data in a bucket and its cache
     judge_code: Callable | None = None  # (model, tokenizer, dist, is_cut_short) -> {metric: value}
+    start: Start | None = None  # of a run that has not begun yet
+    lacks: str | None = None  # see Task
     name = "language"
     console = {}
     changing_flags = (*flags_of((BatchFlags, OptimConfig, DistillationFlags), but={"device_batch_size"}),
@@ -96,12 +99,18 @@ class LanguageTask:
     def num_lanes(self):
         return self.flags.data.num_lanes
 
+    @property
+    def first_step(self):
+        return self.plan.start.first_step
+
     def describe(self):
         lines = describe_plan(self.plan, self.tokenizer)
         if self.bucket:
             lines.append(f"       data  {self.bucket}")
         if self.teacher:
             lines.append(self.teacher.describe())
+        if self.start:
+            lines.append(self.start.describe(self.data_fingerprint))
         return lines
 
     def identity(self):
@@ -116,13 +125,10 @@ class LanguageTask:
         if self.data_fingerprint:  # synthetic data has none
             require_same(path, {"the hash of --data_dir": (meta.data_fingerprint, self.data_fingerprint)})
         require_as_saved(self.given, config, path)
-        flags = self.flags.settled(config)
-        # With another value of one of these, the saved positions in the data would mean other rows.
-        now = flags.as_dict()
-        for name in ("seq_len_ramp", "fim_rate", "num_lanes"):
-            require_same(path, {f"--{name}": (meta.flags.get(name), now[name])})
+        flags = as_begun(self.flags, meta).settled(config)
+        require_same_rows(path, meta, flags)
         plan = make_plan(flags, self.tokenizer.n_vocab, self.plan.device_type, self.plan.world_size, meta)
-        return replace(self, flags=flags, plan=plan)
+        return replace(self, flags=flags, plan=plan, start=None)
 
     def state_bytes(self):
         optimizer = make_optimizer(self.plan, GPT.on_meta(self.plan.config))
@@ -132,6 +138,8 @@ class LanguageTask:
 
     def open_batches(self, dist, step, lane_states=None):
         plan = self.plan
+        if self.start and not lane_states:
+            lane_states = self.start.lane_states(self.data_fingerprint)
         # The lanes' states are valid for rows of any length, but name the one of the step before, for which they were
         # saved, and the loader compares it.
         rows = self._rows(dist, batch_size=plan.rows(step), seq_len=plan.seq_len(step), seed=self.flags.run.seed,
@@ -160,21 +168,26 @@ class LanguageTask:
 
     def restore_training(self, dist, step, restored=None):
         plan = self.plan
+        weights = state = None
+        if restored:
+            weights, state = restored.model_state, restored.optimizer_state
+        elif self.start:
+            weights, state = self.start.load()
         objective = NEXT_TOKEN
         if self._has_teacher(step):
             teacher = load_teacher(self.teacher, plan, dist)
             objective = Objective(DistillationLoss(self.teacher, teacher), teacher=teacher)
         model = make_model(plan)
         if plan.mesh.divides_weights:  # in slices: the whole model may not fit into a device
-            training = make_step(plan, model, dist, objective, self._slices(restored))
+            training = make_step(plan, model, dist, objective, self._slices(weights))
         else:
-            if restored:
-                model.load_state_dict(restored.model_state)
+            if weights:
+                model.load_state_dict(weights)
             else:
                 model.init_weights(self.flags.run.seed)
             training = make_step(plan, model.to(dist.device), dist, objective)
-        if restored:
-            training.load_state(restored.optimizer_state)
+        if state:
+            training.load_state(state)
         # A pending buffer would become part of the first micro-step's program, and the second would compile another.
         # Longer rows are rehearsed: the run must not compile, or run out of memory, in the middle.
         training.materialise()
@@ -182,11 +195,11 @@ class LanguageTask:
             training.rehearse(self._empty_batches(step))
         return training
 
-    def _slices(self, restored):
-        """Returns a Checkpoint's weights, or initial ones, as MuonAdamW takes them."""
-        if not restored:
+    def _slices(self, weights):
+        """Returns the weights {name: tensor}, or initial ones, as MuonAdamW takes them."""
+        if not weights:
             return initial_weights(self.plan.config, self.flags.run.seed)
-        return ((name, None, tensor) for name, tensor in restored.model_state.items())
+        return ((name, None, tensor) for name, tensor in weights.items())
 
     def _empty_batches(self, step):
         """Returns {name of the micro-step: its batch} of the stages of the run that end after `step`."""
@@ -315,16 +328,18 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
     """
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     saved = saved_meta(flags, directory)
+    # Settled flags have a value for every flag of the model. Only the values of the command line itself must agree with
+    # the checkpoint (resumed), so they are kept.
+    given = asdict(flags.model)
+    flags, start, lacks = find_start(flags, saved, tokenizer, directory)
+    earlier = start.meta if start and start.is_decay else saved
     try:
-        plan = make_plan(flags, tokenizer.n_vocab, device_type, world_size, saved)
+        plan = make_plan(flags, tokenizer.n_vocab, device_type, world_size, earlier)
     except BadInput as error:
         if saved or not flags.record.checkpoint_mirror:
             raise
         raise BadInput(f"{error}. No checkpoint of the run is on this disk, so flags of the model have their defaults: "
                        "to resume from the mirror, give them all") from None
-    # Settled flags have a value for every flag of the model. Only the values of the command line itself must agree with
-    # the checkpoint (resumed), so they are kept.
-    given = asdict(flags.model)
     flags = flags.settled(plan.config)
     if flags.record.eval_tokens == -1:
         fewest, most = EVAL_TOKENS
@@ -332,37 +347,14 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
     if not saved:
         require_time(plan, flags.batch.num_iterations)
     data_fingerprint, bucket = check_data(flags)
+    if start and start.goes_on(data_fingerprint):
+        require_same_rows(start.path, start.meta, flags)
     teacher = find_teacher(flags, plan, tokenizer, directory)
     if teacher:
         flags = flags.replace(teacher=str(teacher.path))  # today's newest checkpoint, should it train further
     if flags.data.fim_rate:
         check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)
-    return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, bucket, judge_code)
-
-
-def saved_meta(flags, directory):
-    """Returns the Meta of the checkpoint in a run's directory from which it resumes, or None. Raises BadInput for a
-    whole checkpoint that this program cannot read."""
-    if flags.run.resume != "auto" or directory is None:
-        return None
-    for path in reversed(list_checkpoints(directory)):
-        # Prepare checks all files later, sets damaged checkpoints aside, and takes the one before.
-        if meta_is_whole(path):
-            meta = load_meta(path)
-            if meta.task != "language":  # prepare refuses it
-                return None
-            read_config(path, meta, GPTConfig)
-            return meta
-    return None
-
-
-def kept_flags(flags, directory):
-    """Returns the flags of the model that are not given and that the checkpoint has, as arguments."""
-    meta = saved_meta(flags, directory)
-    if meta is None:
-        return []
-    saved = config_as_flags(GPTConfig(**meta.config))
-    return [f"--{name}={value}" for name, value in saved.items() if getattr(flags.model, name) is None]
+    return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, bucket, judge_code, start, lacks)
 
 
 def check_data(flags):

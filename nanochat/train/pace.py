@@ -16,9 +16,10 @@ FIRST_TRY = "--num_iterations=100 --max_seq_len=256 --device_batch_size=4 --tota
 def require_time(plan, num_iterations):
     """Prints how long a long run takes on this CPU. Raises BadInput if that is more than a day and --num_iterations,
     -1 if it is not given, does not ask for it. plan: a Plan."""
-    if plan.device_type not in ("cpu", "xla") or plan.flops(0, plan.num_iterations) < SHORT_FLOPS:
+    steps = plan.start.first_step, plan.num_iterations
+    if plan.device_type not in ("cpu", "xla") or plan.flops(*steps) < SHORT_FLOPS:
         return
-    seconds = seconds_of_row(plan.config) * plan.tokens(0, plan.num_iterations) / plan.config.max_seq_len
+    seconds = seconds_of_row(plan.config) * plan.tokens(*steps) / plan.config.max_seq_len
     text = f"about {seconds / DAY_S:,.0f} days" if seconds > 2 * DAY_S else f"about {format_duration(seconds)}"
     if seconds > DAY_S and num_iterations == -1:
         raise BadInput(f"{plan.num_iterations:,} steps take {text} on this CPU: for a first try add {FIRST_TRY}, or "

@@ -16,7 +16,7 @@ from nanochat.model import weights
 from nanochat.model.config import GPTConfig, config_from_flags
 from nanochat.model.rates import OptimConfig
 from nanochat.model.weights import count_parameters
-from nanochat.train.flags import MAX_STEPS
+from nanochat.train.flags import MAX_STEPS, StartFlags
 from nanochat.train.mesh_plan import plan_mesh
 from nanochat.train.stages import batch_schedule, length_schedule, spans, value_at
 
@@ -41,6 +41,7 @@ class Plan:
     parameters: dict  # group -> number
     batch_schedule: tuple  # ((step, tokens), …): the size of the batch from that step on; the first step is 0
     length_schedule: tuple  # ((step, positions), …) of a row from that step on; the last is max_seq_len
+    start: StartFlags
     unit = "tokens"  # in which work is counted, see Task
 
     @property
@@ -102,9 +103,9 @@ class Plan:
 
     @property
     def stages(self):
-        """((first step, step after the last, name of the micro-step), …) of the whole run."""
+        """((first step, step after the last, name of the micro-step), …) of the run."""
         return tuple((first, last, self.micro_step_name(first))
-                     for first, last, _ in spans(self.length_schedule, 0, self.num_iterations))
+                     for first, last, _ in spans(self.length_schedule, self.start.first_step, self.num_iterations))
 
 
 def make_plan(flags, vocab_size, device_type, world_size, meta=None):
@@ -125,23 +126,25 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     kernel = plan_kernel(devices, config, device_type, mesh)
     lengths = _plan_lengths(flags, config, kernel, device_type)
     schedule = plan_batches(batch, config.max_seq_len, mesh, parameters, flags.data.num_lanes, meta)
+    num_iterations = plan_horizon(batch, config, parameters, schedule, lengths, flags.start)
     return Plan(
         config=config,
         kernel=kernel,
         dtype=devices.dtype_on(device_type),
         activation_checkpointing=devices.activation_checkpointing,
         use_compile=device_type == "cuda" and not devices.no_compile,
-        optimizer=flags.optimizer,
+        optimizer=plan_rates(flags.optimizer, flags.start, num_iterations),
         shard_optimizer=shard_optimizer,
         gradient_sums=getattr(torch, devices.gradient_sums),
         device_type=device_type,
         world_size=world_size,
         mesh=mesh,
         device_batch_size=batch.device_batch_size,
-        num_iterations=plan_horizon(batch, config, parameters, schedule, lengths),
+        num_iterations=num_iterations,
         parameters=parameters,
         batch_schedule=schedule,
-        length_schedule=lengths)
+        length_schedule=lengths,
+        start=flags.start)
 
 
 def plan_sharding(devices, device_type):
@@ -164,11 +167,18 @@ def plan_kernel(devices, config, device_type, mesh):
     return kernels.name
 
 
-def plan_horizon(batch, config, parameters, schedule, lengths):
-    """Returns the number of optimizer steps, for BatchFlags. Raises BadInput if a run cannot have so many, or would end
-    before its rows have their full length."""
+def plan_rates(rates, start, num_iterations):
+    """Returns the OptimConfig of a run that is to have the OptimConfig `rates`. start: its StartFlags."""
+    if not start.decay_from:
+        return rates
+    return replace(rates, warmup_steps=0, warmdown_ratio=1 - start.first_step / num_iterations)
+
+
+def plan_horizon(batch, config, parameters, schedule, lengths, start):
+    """Returns the step at which a run ends, for BatchFlags and StartFlags. Raises BadInput if a run cannot have so many
+    steps, or would end before its rows have their full length."""
     if batch.num_iterations > 0:
-        num_iterations = batch.num_iterations
+        num_iterations = start.first_step + batch.num_iterations
     elif batch.target_flops > 0:
         num_iterations = _steps_to_spend(batch.target_flops, config, schedule, lengths)
     else:

@@ -126,6 +126,8 @@ def prepare(flags, device_type, make_task, pod=None):
         format.set_aside_after(directory, -1)  # copies of the first host's checkpoints; see Run.begin
     if path:
         task, finished_step = resume(task, path, is_finished, is_first)
+    elif task.lacks:
+        raise BadInput(task.lacks)
     if mirror and path:  # the mirror may lack it: the process before was perhaps killed during the copy
         mirror_state.saved(path.name)
         mirror_state.write(directory)

@@ -53,7 +53,8 @@ class Trainer:
         """Continues from the Meta of a checkpoint, or begins a run if it is None. The inverse of `meta`."""
         limit = self.run.flags.record.max_bad_steps
         if meta is None:
-            self.step = self.interruptions = 0
+            self.step = self.task.first_step
+            self.interruptions = 0
             self.nonfinite = NonfiniteSteps(limit)
             self.goodput = Goodput()
             return

@@ -26,6 +26,7 @@ class Task:
     name: str = "language"
     is_resumed: bool = False
     changing_flags = ("seed", "save_every")
+    lacks = None
 
     def resumed(self, path, meta):
         return replace(self, is_resumed=True)

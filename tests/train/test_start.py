@@ -1,0 +1,106 @@
+"""Runs that begin with another run's checkpoint."""
+import json
+import shutil
+
+import pytest
+
+from nanochat.checkpoint import format
+from nanochat.checkpoint.meta import load_meta
+from nanochat.common import BadInput, get_base_dir
+from nanochat.data.tokenizer import SHIPPED_DIR
+from nanochat.device.ranks import resolve_device_type
+from nanochat.export.model_card import _recipe
+from nanochat.train.flags import parse_flags
+from nanochat.train.language import make_task
+from nanochat.train.prepare import prepare
+from tests.conftest import last_of_each
+
+RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
+
+
+@pytest.fixture
+def first(train):
+    """A run of 8 steps whose rates fall after step 4, with checkpoints of steps 4 and 8."""
+    return train("--num_iterations=8", "--eval_every=2", "--save_every=4", run="first", devices=2)
+
+
+def resume_without(other, run, step):
+    """Lets a run resume after `step`, without the run that it began with."""
+    run_dir = get_base_dir() / "checkpoints" / run
+    format.set_aside_after(run_dir, step)
+    (run_dir / ".finished").unlink()
+    shutil.rmtree(get_base_dir() / "checkpoints" / other)
+
+
+def test_an_ending_with_the_rates_of_the_run_has_its_bits_and_resumes_with_them(train, first):
+    # Its rates, its batch and its data are those of the first run, although the command leaves some out.
+    ending = ["--decay_from=first/step_000004", "--num_iterations=+4", "--save_every=2", "--eval_every=2"]
+    process = train(*ending, run="ending", devices=2, without=(*RATES, "data_dir"))
+    assert "start  weights and optimizer of first/step_000004, data from where it was" in process.stdout
+    assert process.losses == {step: loss for step, loss in first.losses.items() if step > 4}
+    assert {step: process.bpb[step] for step in (4, 6, 8)} == {step: first.bpb[step] for step in (4, 6, 8)}
+    tokens = {record["step"]: record["tokens"] for record in process.records if "tokens" in record}
+    assert tokens[8] == 8 * 512
+    resume_without("first", "ending", 6)
+    resumed = train(*ending, run="ending", devices=2, without=(*RATES, "data_dir"))
+    assert "step_000006" in resumed.stdout and resumed.losses == process.losses and resumed.bpb == process.bpb
+    meta = load_meta(format.latest(process.run_dir))
+    assert meta.flags["decay_from"] == "first/step_000004" and meta.interruptions == 1
+    assert "the learning rates fell from first/step_000004 on" in _recipe(meta)
+
+
+def test_an_ending_on_other_data_reads_it_from_its_beginning(train, first, corpus_dir):
+    process = train("--decay_from=first/step_000004", "--num_iterations=2", f"--data_dir={corpus_dir}/val", run="other",
+                    devices=2)
+    assert "data from its beginning" in process.stdout and sorted(process.losses) == [5, 6]
+    assert process.losses[5] != first.losses[5]
+
+
+@pytest.mark.parametrize("optimizer", [[], ["--init_optimizer"]])
+def test_a_run_that_begins_with_weights_has_them_and_resumes_without_their_run(train, first, corpus_dir, optimizer):
+    flags = ["--init_from=first", *optimizer, f"--data_dir={corpus_dir}/val", "--save_every=3"]
+    process = train(*flags, run="second", devices=2, without=("depth", "model_dim", "num_heads", "max_seq_len"))
+    assert process.bpb[0] == first.bpb[8] and sorted(process.losses) == [1, 2, 3, 4, 5, 6]
+    resume_without("first", "second", 3)
+    resumed = train(*flags, run="second", devices=2)
+    assert "step_000003" in resumed.stdout and resumed.losses == process.losses and resumed.bpb == process.bpb
+    meta = load_meta(format.latest(process.run_dir))
+    assert (meta.flags["init_from"], meta.flags["init_optimizer"]) == ("first/step_000008", bool(optimizer))
+    assert "It began with the weights of the model first/step_000008" in _recipe(meta)
+
+
+def test_a_new_machine_resumes_from_the_mirror_without_the_run_that_it_began_with(train, first, tmp_path):
+    flags = ["--init_from=first", "--save_every=3", f"--checkpoint_mirror={tmp_path}/mirror"]
+    process = train(*flags, run="second", devices=2)
+    shutil.rmtree(get_base_dir())
+    shutil.rmtree(tmp_path / "mirror/second/step_000006")
+    resumed = train(*flags, run="second", devices=2)
+    assert "step_000003" in resumed.stdout and resumed.losses == process.losses
+    assert load_meta(format.latest(process.run_dir)).flags["init_from"] == "first/step_000008"
+
+
+def test_a_start_that_cannot_be_is_refused_in_one_line(train, first, tiny, tmp_path):
+    def refusal(*flags, run="second"):
+        with pytest.raises(BadInput) as error:
+            prepare(parse_flags(last_of_each(f"--run={run}", *tiny, *flags)), resolve_device_type("cpu"), make_task)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "no checkpoint at nobody" in refusal("--init_from=nobody")
+    mirrored = train("--init_from=nobody", f"--checkpoint_mirror={tmp_path}/mirror", run="second", status=2)
+    assert "error: --init_from=nobody: no checkpoint at nobody" in mirrored.stderr
+    assert "exclude each other" in refusal("--init_from=first", "--decay_from=first")
+    assert "--init_optimizer needs --init_from=RUN" in refusal("--init_optimizer")
+    assert "is a checkpoint of this run" in refusal("--init_from=first", "--resume=never", run="first")
+    assert "did not begin with other" in refusal("--init_from=other", run="first")
+    assert "--depth=3, but the model in" in refusal("--init_from=first", "--depth=3")
+    assert "the hash of the tokenizer" in refusal("--init_from=first", f"--tokenizer_dir={SHIPPED_DIR}")
+    assert "does not say for how long" in refusal("--decay_from=first/step_000004", "--num_iterations=-1")
+    assert "learning rates at 0.050 of their height" in refusal("--decay_from=first/step_000008")
+    assert "--fim_rate is 0.0 there and 0.5 here" in refusal("--decay_from=first/step_000004", "--fim_rate=0.5")
+    model = get_base_dir() / "checkpoints/first/step_000008/model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"x")
+    assert "is damaged" in refusal("--init_from=first")
+    meta = json.loads((model.parent / "meta.json").read_text())
+    (model.parent / "meta.json").write_text(json.dumps(meta | {"flags": {}, "rng": ""}))
+    assert "was imported and holds only weights" in refusal("--init_from=first", "--init_optimizer")
