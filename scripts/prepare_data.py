@@ -22,10 +22,12 @@ from nanochat.common import (
     require_writable_dir,
     run_script,
 )
-from nanochat.corpus.build import MANIFEST, TRAIN_DIR, VAL_DIR, CorpusFlags, Excluded, names, prepare
+from nanochat.corpus.build import CorpusFlags, Excluded, names, prepare
 from nanochat.corpus.debian import check_names, debian_sources
+from nanochat.corpus.manifest import MANIFEST, TRAIN_DIR, VAL_DIR
 from nanochat.corpus.ray_cluster import find_address, ray_cluster
 from nanochat.corpus.sources import distinguish, installed_headers, open_projects, open_source
+from nanochat.corpus.tables import open_table, pieces
 from nanochat.corpus.workers import worker_pool
 from nanochat.judge.problems import digest, read_excluded
 
@@ -34,8 +36,11 @@ LOCK_FILE = ".prepare_data.lock"
 
 @dataclass(frozen=True)
 class SourceFlags:
-    source: list = flag((), "directories, git checkouts and tarballs, separated by commas; each is one project",
-                        of=names)
+    source: list = flag((), "projects (directories, git checkouts, tarballs) or tables (parquet, JSON Lines), with "
+                        "commas", of=names)
+    text_column: str | None = flag(None, "column of the tables' text; default: text, content, code, contents or "
+                                   "source_code")
+    where: str = flag("", "which rows of the tables, such as 'score >= 3 and language == \"C++\"'")
     projects_dir: Path | None = flag(None, "every subdirectory and tarball of this directory is a project",
                                      of=expand_path)
     debian_source: list = flag((), "names of source packages of Debian or Ubuntu, separated by commas", of=names)
@@ -61,22 +66,31 @@ def find_sources(flags, eval_only, cache_dir):
     """Returns all Sources that the SourceFlags name, in an order independent of the flags' order."""
     check_names(flags.debian_source, eval_only=eval_only)
     sources = open_projects(flags.projects_dir) if flags.projects_dir else []
-    sources += [replace(open_source(expand_path(name)), is_own=True) for name in flags.source]
-    sources = distinguish(sources)
+    for path in map(expand_path, flags.source):
+        table = open_table(path, flags.text_column, flags.where)
+        sources.append(table or replace(open_source(path), is_own=True))
+    if (flags.text_column or flags.where) and not any(source.table for source in sources):
+        raise BadInput("--text_column and --where are for tables: name parquet or JSON Lines with --source, too")
+    sources = [piece for source in distinguish(sources) for piece in pieces(source)]
     if flags.installed_headers:
         sources += installed_headers()
     if flags.debian_source:
         sources += debian_sources(flags.debian_source, require_writable_dir(cache_dir / "debian"))
     if not sources:
         raise BadInput("no sources: name some with --source, --projects_dir, --debian_source or --installed_headers")
-    return sorted(sources, key=lambda source: (source.label, source.directory, source.archives))
+    return sorted(sources, key=lambda source: (source.label, source.directory, source.archives, source.files,
+                                               source.table.row_groups if source.table else ()))
 
 
-def check_apart(sources, projects_dir, out_dir):
+def check_apart(sources, flags, out_dir):
     """Raises BadInput if `out_dir` is also a source: the next run would read its shards."""
     lock_file = out_dir.resolve() / LOCK_FILE
     around = [source.directory for source in sources
               if source.directory and os.path.relpath(lock_file, source.directory) in source.files]
+    named = {expand_path(name).resolve() for name in flags.source}
+    around += [source.directory for source in sources
+               if source.table and named & {Path(source.directory)} & {*lock_file.parents}]
+    projects_dir = flags.projects_dir
     if around or projects_dir and projects_dir.resolve() == out_dir.resolve():
         raise BadInput(f"--out_dir={out_dir} is in {(around or [projects_dir])[0]}, which is read as a source: choose "
                        "another --out_dir")
@@ -106,7 +120,7 @@ def main(argv=None):
     try:
         with locked(out_dir / LOCK_FILE, busy):
             found = find_sources(sources, flags.eval_only, cache_dir)
-            check_apart(found, sources.projects_dir, out_dir)
+            check_apart(found, sources, out_dir)
             prepare(found, flags, excluded, engine, out_dir)
     except BrokenProcessPool:
         raise BadInput("a worker process was killed, perhaps because memory ran out: give fewer --workers and run the "

@@ -134,9 +134,11 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         "eval_table": [f"--checkpoint={trained}"],
         "solve": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
                   "--prompt=int f(int x) {"],
-        "prepare_data": ["--source=FOLDER"], "tok_train": [f"--data_dir={corpus_dir}/train"],
+        "prepare_data": ["--source=mine"], "tok_train": [f"--data_dir={corpus_dir}/train"],
         "bench.loader": [f"--data_dir={corpus_dir}/train", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "tok_eval": [f"--data_dir={corpus_dir}/val", f"--tokenizer_dir={byte_tokenizer_dir}"]}.get(name, [])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.cpp").touch()
     (tmp_path / "documents").mkdir()
     pq.write_table(pa.table({"text": ["int x;\n" * 10_000]}), tmp_path / "documents/shard_00000.parquet")
     write_puzzles(made_puzzles, "sudoku", (2, 2), dict.fromkeys(("train", "val"), [([0] * 16, [1] * 16, 0)]))

@@ -1,24 +1,30 @@
 """Makes a corpus of sources in a folder, step by step. Each step resumes where it was, if the program was killed."""
 import hashlib
 import json
-import os
 import shutil
 from collections import Counter
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 
 from nanochat.common import BadInput, flag, printable, written_whole
 from nanochat.corpus import corpus
 from nanochat.corpus.duplicates import Index, find_duplicates, load_index
+from nanochat.corpus.manifest import (
+    MANIFEST,
+    TRAIN_DIR,
+    VAL_DIR,
+    all_dropped,
+    check_out_dir,
+    counts,
+    holds,
+    make_manifest,
+    publish,
+    report,
+)
 from nanochat.corpus.ray_cluster import RayRun
-from nanochat.corpus.scan import RECIPE, scan, telling_sequences
+from nanochat.corpus.scan import HELD_OUT, RECIPE, ScanOptions, scan, telling_sequences
 from nanochat.record.progress import Progress
-
-TRAIN_DIR = "base_data_v3"
-VAL_DIR = "val"
-MANIFEST = "manifest.json"
 
 
 def names(text):
@@ -28,7 +34,7 @@ def names(text):
 @dataclass(frozen=True)
 class CorpusFlags:
     max_file_bytes: int = flag(1_000_000, "longer files are dropped", at_least=1, at_most=100_000_000)
-    val_fraction: float = flag(0.05, "fraction of the bytes that is held out for validation, in whole projects",
+    val_fraction: float = flag(0.05, "fraction of the bytes, or of a table's projects, that is held out for validation",
                                above=0, below=1)
     val_projects: list = flag((), "hold out these projects instead, separated by commas", of=names)
     exclude_problems: list = flag((), "drop documents that contain prompts of these problems: files, or own, "
@@ -101,7 +107,8 @@ def build(sources, flags, excluded, run, staging):
     """Makes the shards in `staging` and returns the manifest, a dict."""
     if isinstance(run, RayRun):
         run.check(staging.parent, sources)
-    directories, stats = scan_all(sources, flags, excluded, staging.parent / "scans", run)
+    options = scan_options(flags, excluded)
+    directories, stats = scan_all(sources, options, staging.parent / "scans", run)
     val_projects = split_projects(sources, stats, flags)
     is_val = np.array([source.project in val_projects for source in sources])
     documents = unique_documents(directories, stats, is_val, flags, staging, run)
@@ -121,8 +128,12 @@ def build(sources, flags, excluded, run, staging):
 
 
 def check_validation(sources, flags):
-    """Raises BadInput if a project of the user's own would have to be held out and is not named."""
-    if flags.eval_only or flags.val_projects:
+    """Raises BadInput if a project of the user's own would have to be held out and is not named, or if a table would
+    have to be packed."""
+    tables = [source for source in sources if source.table]
+    if tables and flags.pack == "project":
+        raise BadInput(f"--pack=project needs whole projects, and {tables[0].label} is a table of files: leave one out")
+    if flags.eval_only or flags.val_projects or tables:
         return
     own = own_projects(sources)
     if len(own) > 1 and own == {source.project for source in sources}:
@@ -132,6 +143,12 @@ def check_validation(sources, flags):
 
 def own_projects(sources):
     return {source.project for source in sources if source.is_own}
+
+
+def scan_options(flags, excluded):
+    # A table is divided by the hash of its projects or paths, unless flags name the projects that are held out.
+    val_fraction = 0 if flags.eval_only or flags.val_projects else flags.val_fraction
+    return ScanOptions(flags.seed, flags.max_file_bytes, telling_sequences(excluded.texts), val_fraction)
 
 
 def total_bytes(sources):
@@ -168,13 +185,12 @@ def task_bytes(sources, flags):
 # The steps
 
 
-def scan_all(sources, flags, excluded, scans_dir, run):
+def scan_all(sources, options, scans_dir, run):
     """Scans every source. Returns the directories of their runs and their statistics, in the order of `sources`."""
     directories = {}
     # Largest first, so that no worker reads a large source at the end while the others are idle.
     largest_first = sorted(sources, key=lambda source: -source.nbytes)
-    sequences = telling_sequences(excluded.texts)
-    calls = [(source, scans_dir, flags.seed, flags.max_file_bytes, sequences) for source in largest_first]
+    calls = [(source, scans_dir, options) for source in largest_first]
     with Progress(f"reading {len(sources)} sources", total_bytes(sources)) as bar:
         def done(i, directory):
             directories[largest_first[i]] = directory
@@ -197,7 +213,8 @@ def split_projects(sources, stats, flags):
                        f"{counts(all_dropped(stats))}): check the sources")
     if flags.eval_only:
         return set(bytes_by_project)
-    if len(bytes_by_project) == 1:
+    tables = {source.project for source in sources if source.table}
+    if len(bytes_by_project) == 1 and not (tables and not flags.val_projects):
         raise BadInput(f"all files come from one project ({next(iter(bytes_by_project))}), and validation needs "
                        "another: add a source, or name a directory of several with --projects_dir")
     if unknown := set(flags.val_projects) - set(bytes_by_project):
@@ -208,7 +225,12 @@ def split_projects(sources, stats, flags):
     if flags.val_projects:
         return set(flags.val_projects)
     # Training would see nothing of a project that is held out, so never one of the user's own.
-    candidates = bytes_by_project.keys() - own_projects(sources)
+    candidates = bytes_by_project.keys() - own_projects(sources) - tables
+    if tables:
+        print(printable(f"held out for validation, not trained on: {flags.val_fraction:.1%} of the projects or paths "
+                        f"of {', '.join(sorted(tables))}"), flush=True)
+    if not candidates and tables:
+        return set()
     if not candidates:
         raise BadInput("no project is left to hold out for validation except those of --source: name some with "
                        f"--val_projects, of {', '.join(sorted(bytes_by_project))}")
@@ -223,12 +245,12 @@ def unique_documents(directories, stats, is_val, flags, staging, run):
 
     is_val: (sources,) bool. Validation comes first: it stays whole, and training loses the copies.
     """
-    paths = []
-    numbers = []  # of the source of each path
-    for i in (*np.flatnonzero(is_val), *np.flatnonzero(~is_val)):
-        runs = sorted(directories[i].glob("run_*.parquet"))
-        paths += runs
-        numbers += [i] * len(runs)
+    runs = []  # (not held out, number of the source, path)
+    for i, directory in enumerate(directories):
+        for path in directory.glob("run_*.parquet"):
+            runs.append((not (is_val[i] or path.name.endswith(HELD_OUT)), i, path))
+    runs.sort()
+    is_train, numbers, paths = map(list, zip(*runs, strict=True))
     index = load_index(paths)
     # The files of find_duplicates: 0.3 kB per document and 0.6 kB per pair, if each document is compared once.
     require_disk(staging, 1000 * len(index.key), "looking for duplicates")
@@ -240,9 +262,13 @@ def unique_documents(directories, stats, is_val, flags, staging, run):
         stat["dropped"]["near_duplicate"] = int(near[source == i].sum())
     kept = ~exact & ~near
     sides = {}
+    in_training = np.array(is_train)[index.run]
     if not flags.eval_only:
-        sides[TRAIN_DIR] = kept & ~is_val[source]
-    sides[VAL_DIR] = kept & is_val[source]
+        sides[TRAIN_DIR] = kept & in_training
+    sides[VAL_DIR] = kept & ~in_training
+    if not sides[VAL_DIR].any():
+        raise BadInput(f"of {len(index.key)} documents none is held out for validation: give a larger --val_fraction "
+                       f"({flags.val_fraction}), or add a source and name it with --val_projects")
     if not all(side.any() for side in sides.values()):
         raise BadInput("every training document is a copy of a validation document: add sources")
     return Documents(index, source, sides)
@@ -284,97 +310,3 @@ def write_shards(documents, flags, staging, run):
 
         run(corpus.write_shard, calls, done)
     return shards
-
-
-# The manifest, and the folder of the corpus
-
-
-def make_manifest(flags, sources, stats, val_projects, totals):
-    """Returns the manifest: flags, held-out projects, totals, and for each source its version, licences and counts."""
-    entries = []
-    for source, stat in zip(sources, stats, strict=True):
-        side = VAL_DIR if source.project in val_projects else TRAIN_DIR
-        entries.append({"name": source.name, "version": source.version, "project": source.project, "side": side,
-                        **stat})
-    return {"flags": {**asdict(flags), "val_projects": list(flags.val_projects)}, "val_projects": sorted(val_projects),
-            "totals": totals, "dropped": dict(all_dropped(stats)), "sources": entries}
-
-
-def all_dropped(stats):
-    return sum((Counter(stat["dropped"]) for stat in stats), Counter())
-
-
-def counts(dropped):
-    """Returns the numbers of dropped files as text, such as "46 generated, 7 empty"."""
-    return ", ".join(f"{count} {reason}" for reason, count in Counter(dropped).most_common() if count) or "none"
-
-
-def publish(staging, out_dir):
-    """Moves a finished corpus to the directories in which training looks for it. If killed, it can be called again."""
-    # The manifest moves last, because `holds` takes a folder with a manifest for whole.
-    for name in (TRAIN_DIR, VAL_DIR, MANIFEST):
-        if (staging / name).exists():
-            os.replace(staging / name, out_dir / name)
-
-
-def holds(out_dir, identity):
-    """Returns whether `out_dir` holds the corpus of this identity. Raises BadInput if a part of it is missing."""
-    manifest = read_manifest(out_dir)
-    if manifest.get("identity") != identity:
-        return False
-    missing = [name for name, description in manifest["shards"].items() if not is_whole(out_dir / name, description)]
-    if not missing:
-        return True
-    # If both folders are empty, the shards were moved away on purpose: the corpus is made again.
-    if any(map(Path.is_file, [*out_dir.glob(f"{TRAIN_DIR}/*"), *out_dir.glob(f"{VAL_DIR}/*")])):
-        more = " …" if len(missing) > 3 else ""
-        raise BadInput(f"{out_dir} holds this corpus, but {len(missing)} of its shards are missing or damaged "
-                       f"({', '.join(missing[:3])}{more}): move {TRAIN_DIR}/ and {VAL_DIR}/ away and run the same "
-                       "command again, which makes them")
-    return False
-
-
-def is_whole(path, description):
-    """Returns whether a shard is as it was written."""
-    try:
-        return corpus.describe_shard(path) == description
-    except OSError:
-        return False
-
-
-def read_manifest(out_dir):
-    """Returns the manifest in `out_dir`, or {} if there is none. Raises BadInput if it is damaged."""
-    path = Path(out_dir) / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-        if isinstance(manifest, dict) and {"identity", "totals", "shards"} <= manifest.keys():
-            return manifest
-        reason = "another program's"
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        reason = str(error)
-    raise BadInput(f"{path} is not a manifest of this script ({reason}): move it away, or choose another --out_dir")
-
-
-def check_out_dir(out_dir):
-    """Raises BadInput if the corpus cannot be put into `out_dir`, because something else is there."""
-    for name in (TRAIN_DIR, VAL_DIR):
-        path = out_dir / name
-        if path.is_symlink() or path.exists() and not path.is_dir():
-            what = "a symbolic link" if path.is_symlink() else "not a directory"
-            raise BadInput(f"{path} is {what}, where a directory must be made: move it away, or choose another "
-                           "--out_dir")
-        if path.exists() and any(path.iterdir()):
-            raise BadInput(f"{path} holds other data: move it away, or choose another --out_dir")
-
-
-def report(manifest, out_dir):
-    print(f"read {sum(source['files'] for source in manifest['sources'])} files of {len(manifest['sources'])} sources; "
-          f"dropped {counts(manifest['dropped'])}")
-    for name, total in manifest["totals"].items():
-        files = f"{total['files']} files in " if "files" in total else ""
-        print(f"{out_dir / name}: {files}{total['documents']} documents, {total['bytes'] / 1e6:.1f} MB of text, "
-              f"{total['shards']} shards")
-    print(printable(f"projects held out for validation: {', '.join(manifest['val_projects'])}"))
-    print(f"versions, licences and numbers of files: {out_dir / MANIFEST}")

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,9 +16,11 @@ import pyarrow.parquet as pq
 from nanochat.corpus.archives import MAX_LICENCE_BYTES
 from nanochat.corpus.duplicates import NUM_PERMUTATIONS, signature
 from nanochat.corpus.sources import LICENCE_FILE, SUFFIXES, check_sums, check_unchanged, iter_files, readable
+from nanochat.corpus.tables import Row, iter_rows
 from nanochat.corpus.workers import partial_path, whole_file
 
 RECIPE = 3  # to be increased when a change to this file or to corpus.py makes another corpus from the same files
+HELD_OUT = "_val.parquet"  # end of the names of runs of held-out documents
 RUN_BYTES = 32_000_000
 RUN_ROW_GROUP_DOCUMENTS = 64
 SCHEMA = pa.schema([("text", pa.string()), ("path", pa.string()), ("source", pa.string()), ("licence", pa.string())])
@@ -186,33 +189,43 @@ def _licence_rules(text):
 # Runs
 
 
-def scan(source, scans_dir, seed, max_file_bytes, excluded=frozenset()):
-    """Reads `source`, writes its runs, and returns their directory. A source that has been scanned is not read again.
-    Documents with one of the sequences of words `excluded` are dropped.
+@dataclass(frozen=True)
+class ScanOptions:
+    """What decides which documents of a source are kept."""
+    seed: int
+    max_file_bytes: int = 1_000_000
+    excluded: frozenset = frozenset()  # sequences of words that no document has
+    val_fraction: float = 0.0  # of the groups of a table, which are held out
 
-    Besides run_*.parquet the directory holds stats.json: the numbers of files, of documents and bytes kept, of files
-    dropped for each reason, and of documents under each licence. Raises BadInput if the source cannot be read.
+    def identity(self):
+        return {**asdict(self), "excluded": hashlib.sha256(repr(sorted(self.excluded)).encode()).hexdigest()}
+
+
+def scan(source, scans_dir, options):
+    """Reads `source`, writes its runs, and returns their directory. A source that has been scanned is not read again.
+
+    Besides run_*.parquet, and run_*_val.parquet for held-out documents of a table, the directory holds stats.json: the
+    numbers of files, of documents and bytes kept, of files dropped for each reason, and of documents under each
+    licence. Raises BadInput if the source cannot be read.
     """
-    identity = [RECIPE, source.name, source.version, source.fingerprint, seed, max_file_bytes]
-    if excluded:
-        identity.append(hashlib.sha256(repr(sorted(excluded)).encode()).hexdigest())
-    finished = Path(scans_dir, hashlib.blake2b(json.dumps(identity).encode(), digest_size=12).hexdigest())
+    identity = json.dumps([RECIPE, source.identity(), options.identity()])
+    finished = Path(scans_dir, hashlib.blake2b(identity.encode(), digest_size=12).hexdigest())
     if finished.exists():
         return finished
     folder = partial_path(finished)
     folder.mkdir(parents=True)
     check_unchanged(source)
     check_sums(source)
-    found = _Scan(source, folder, seed)
-    for path, nbytes, read in iter_files(source):
+    found = _Scan(source, folder, options)
+    for row in iter_rows(source) if source.table else map(_as_row, iter_files(source)):
         found.stats["files"] += 1
-        text, note = select(path, nbytes, read, max_file_bytes, excluded)
+        text, note = select(row, options)
         if text is None:
             found.dropped[note] += 1
         else:
             found.stats["recoded"] += note == "recoded"
-            found.add(path, text)
-    found.write_run()
+            found.add(row, text)
+    found.write_runs()
     stats = {**found.stats, "dropped": found.dropped, "licences": found.licences}
     (folder / "stats.json").write_text(json.dumps(stats))
     try:
@@ -222,17 +235,21 @@ def scan(source, scans_dir, seed, max_file_bytes, excluded=frozenset()):
     return finished
 
 
-def select(path, nbytes, read, max_file_bytes, excluded):
-    """Returns what clean does for a file, as iter_files yields it."""
-    if not path.lower().endswith(SUFFIXES):
-        return None, "not_c_or_cpp"
-    if nbytes > max_file_bytes:
+def _as_row(file):
+    return Row(*file, "" if file[0].lower().endswith(SUFFIXES) else "not_c_or_cpp")
+
+
+def select(row, options):
+    """Returns what clean does for a Row."""
+    if row.refused:
+        return None, row.refused
+    if row.nbytes > options.max_file_bytes:
         return None, "over_long"
     try:
-        text, note = clean(path, read())
+        text, note = clean(row.path, row.read())
     except OSError:
         return None, "unreadable"
-    if text is not None and overlaps(text, excluded):
+    if text is not None and overlaps(text, options.excluded):
         return None, "overlaps_problem"
     return text, note
 
@@ -240,38 +257,47 @@ def select(path, nbytes, read, max_file_bytes, excluded):
 class _Scan:
     """Collects the documents of one source, writes them as runs in `folder`, and counts them for stats.json."""
 
-    def __init__(self, source, folder, seed):
+    def __init__(self, source, folder, options):
         self.source = source
         self.folder = folder
-        self.seed = seed
-        self.licence_of = licence_finder(source)
+        self.options = options
+        self.licence_of = (lambda path: "unknown") if source.table else licence_finder(source)
         self.stats = Counter(files=0, documents=0, bytes=0, recoded=0, runs=0)
         self.dropped = Counter()
         self.licences = Counter()
-        self.documents = []
+        self.documents = {".parquet": [], HELD_OUT: []}  # by the end of a run's name
         self.nbytes = 0  # of these
 
-    def add(self, path, text):
+    def add(self, row, text):
         # What a file says of itself counts more than what its package says of all files.
         spdx = _SPDX.search(text, 0, 4096)
-        licence = spdx[1].decode() if spdx else self.licence_of(path)
-        self.documents.append({
-            "text": text, "path": os.fsencode(path).decode("utf-8", "replace"), "source": self.source.label,
-            "licence": licence, "key": key_of(text, self.seed), "nbytes": len(text), "signature": signature(text)})
+        licence = spdx[1].decode() if spdx else row.licence or self.licence_of(row.path)
+        end = ".parquet"
+        if self.source.table and self.is_held_out(row.group.encode() or text):
+            end = HELD_OUT
+        self.documents[end].append({
+            "text": text, "path": os.fsencode(row.path).decode("utf-8", "replace"),
+            "source": row.project or self.source.label, "licence": licence, "key": key_of(text, self.options.seed),
+            "nbytes": len(text), "signature": signature(text)})
         self.licences[licence] += 1
         self.stats["documents"] += 1
         self.stats["bytes"] += len(text)
         self.nbytes += len(text)
         if self.nbytes >= RUN_BYTES:
-            self.write_run()
+            self.write_runs()
 
-    def write_run(self):
+    def is_held_out(self, group):
+        """Returns whether the documents of a group, bytes, are held out: a hash decides, the same in all files."""
+        return key_of(group, self.options.seed) < self.options.val_fraction * 2**64
+
+    def write_runs(self):
         """Writes the collected documents, if there are any."""
-        if self.documents:
-            write_run(self.folder / f"run_{self.stats['runs']:05d}.parquet", RUN_SCHEMA, self.documents)
-            self.stats["runs"] += 1
-            self.documents = []
-            self.nbytes = 0
+        for end, documents in self.documents.items():
+            if documents:
+                write_run(self.folder / f"run_{self.stats['runs']:05d}{end}", RUN_SCHEMA, documents)
+                self.stats["runs"] += 1
+        self.documents = {end: [] for end in self.documents}
+        self.nbytes = 0
 
 
 def key_of(text, seed):

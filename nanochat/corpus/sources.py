@@ -24,6 +24,16 @@ LICENCE_FILE = re.compile(r"(?:licen[cs]e|copying)[^/]*|debian/copyright", re.IG
 
 
 @dataclass(frozen=True)
+class Table:
+    """How the files of a source are read as tables, see tables.py."""
+    columns: tuple[tuple[str, str], ...]  # (role, column), such as ("text", "content")
+    where: str = ""
+    where_columns: tuple[tuple[str, str], ...] = ()  # (name in `where`, column)
+    partitions: tuple[tuple[str, str | int | None], ...] = ()  # columns that the names of folders hold
+    row_groups: tuple[int, ...] = ()  # to read; () for a file without
+
+
+@dataclass(frozen=True)
 class Source:
     """A project to read: a directory with a list of files in it, or the archives that together make up a package."""
     name: str
@@ -36,6 +46,7 @@ class Source:
     fingerprint: str = ""  # hash of names, sizes and times of change
     sha256s: tuple[str, ...] = ()  # of the archives, if their package states them
     is_own: bool = False  # named with --source: validation gets its project only if that is named, too
+    table: Table | None = None
 
     @property
     def label(self):
@@ -118,8 +129,8 @@ def open_source(path):
             return directory_source(path.name or "root", path, files, version=version)
         if path.is_file() and TARBALL.search(path.name):
             return archive_source(TARBALL.sub("", path.name), [path.parent.resolve() / path.name])
-    raise BadInput(f"{path} is not a directory, a git checkout or a tarball (.tar, .tar.gz, .bz2, .xz, .zst): "
-                   "check --source")
+    raise BadInput(f"{path} is not a directory, a git checkout or a tarball (.tar, .tar.gz, .bz2, .xz, .zst), nor a "
+                   "file of documents (.parquet, .jsonl, .jsonl.gz, .jsonl.zst, .arrow): check --source")
 
 
 def open_projects(directory):
@@ -192,14 +203,16 @@ def installed_headers():
 def _walk(directory):
     """Returns the relative paths of all regular files below `directory`, in a fixed order, except those in hidden
     directories. Raises OSError for a directory that cannot be read."""
-    def fail(error):
-        raise error
     files = []
     for parent, directories, names in os.walk(directory, onerror=fail):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
         paths = [os.path.join(parent, name) for name in sorted(names)]
         files += [os.path.relpath(path, directory) for path in paths if _is_regular(path)]
     return files
+
+
+def fail(error):
+    raise error
 
 
 def _is_regular(path):

@@ -44,6 +44,33 @@ def make_tar(path, members):
     return path
 
 
+def stack_rows(seed, count, files=2):
+    """Returns rows with the columns of The Stack: `count` projects with some files each."""
+    rows = []
+    for number in range(count):
+        for file in range(files):
+            rows.append({"content": cpp(f"{seed}{number}{file}", 12), "max_stars_repo_path": f"src/file{file}.cpp",
+                         "max_stars_repo_name": f"{seed}/repo{number}", "lang": "C++", "score": number,
+                         "max_stars_repo_licenses": ["MIT", "Apache-2.0"]})
+    return rows
+
+
+def write_table(path, rows):
+    """Writes rows in the format that the end of the file's name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(rows)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=8)
+    elif path.suffix == ".arrow":  # as Hugging Face's save_to_disk
+        with pa.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table, 8)
+    else:
+        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        with pa.output_stream(path, compression="detect") as file:
+            file.write(data)
+    return path
+
+
 def read(out_dir, side):
     """Returns the documents of train or validation as a list of {column: value}."""
     return [document for path in sorted((out_dir / side).iterdir()) for document in pq.read_table(path).to_pylist()]

@@ -9,7 +9,7 @@ import pytest
 
 from nanochat.common import BadInput
 from nanochat.corpus import sources
-from nanochat.corpus.scan import licence_finder, scan
+from nanochat.corpus.scan import ScanOptions, licence_finder, scan
 from tests.corpus.projects import LICENCE_MIT, cpp, make_project, make_tar, prepare, read
 
 
@@ -168,7 +168,7 @@ def test_a_source_file_that_may_not_be_read_is_counted(as_nobody, tmp_path):
     folder, run = as_nobody
     (make_project(folder, "tool") / "src/file0.cpp").chmod(0)
     scans = folder / "scans"
-    stats = run(lambda: scan(sources.open_source(folder / "tool"), scans, 0, 1000000)) / "stats.json"
+    stats = run(lambda: scan(sources.open_source(folder / "tool"), scans, ScanOptions(seed=0))) / "stats.json"
     assert json.loads(stats.read_text())["dropped"] == {"unreadable": 1}
 
 

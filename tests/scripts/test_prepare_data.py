@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from nanochat.common import BadInput
 from scripts.prepare_data import main
-from tests.corpus.projects import make_project, prepare, read, shard_hashes
+from tests.corpus.projects import make_project, prepare, read, shard_hashes, stack_rows, write_table
 
 
 def test_no_project_is_on_both_sides_whatever_its_versions(tmp_path):
@@ -53,10 +53,15 @@ def test_same_bytes_for_any_number_of_workers_and_order_of_flags(tmp_path):
     assert shard_hashes(tmp_path / "1") != shard_hashes(tmp_path / "other_seed")
 
 
-def test_killed_anywhere_it_resumes_and_gives_the_same_bytes(tmp_path):
+@pytest.mark.parametrize("kind", ["projects_dir", "source"])
+def test_killed_anywhere_it_resumes_and_gives_the_same_bytes(tmp_path, kind):
     for number in range(25):
-        make_project(tmp_path / "in", f"p{number}", files=10)
-    flags = [f"--projects_dir={tmp_path / 'in'}", "--shard_bytes=6000"]
+        if kind == "projects_dir":
+            make_project(tmp_path / "in", f"p{number}", files=10)
+        else:
+            suffix = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")[number % 4]
+            write_table(tmp_path / "in" / f"part={number}" / f"a{suffix}", stack_rows(f"p{number}", 10))
+    flags = [f"--{kind}={tmp_path / 'in'}", "--shard_bytes=6000"]
     prepare(tmp_path / "whole", *flags)
     out = tmp_path / "out"
 
@@ -247,7 +252,7 @@ find out -name '*.parquet' | wc -l
     (["--source={one},{two}", "--val_projects=one,two"], "names every project"),
     (["--source={one},{two}", "--val_fraction=1.5"], "is not a number above 0 and below 1"),
     (["--source={one},{copy}", "--val_projects=one"], "is a copy of a validation document"),
-    (["--source={nothing}"], "no C or C\\+\\+ file is left"),
+    (["--source={nothing}"], "nothing has neither C or C\\+\\+ files nor parquet"),
     (["--debian_source=no such"], "is not the name of a source package"),
     (["--source={one}", "--eval_only", "--val_projects=one"], "exclude each other"),
     (["--source={one},{two}", "--out_dir={one}/corpus"], "one/corpus is in .*/one, which is read as a source"),

@@ -1,0 +1,114 @@
+"""The manifest of a corpus, and the folder that holds it: what is there, what is in the way, and how it comes there."""
+import json
+import os
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from nanochat.common import BadInput, printable
+from nanochat.corpus import corpus
+
+TRAIN_DIR = "base_data_v3"
+VAL_DIR = "val"
+MANIFEST = "manifest.json"
+
+
+def make_manifest(flags, sources, stats, val_projects, totals):
+    """Returns the manifest: flags, held-out projects, totals, and for each source its version, licences and counts."""
+    entries = {}  # one for all pieces of a table
+    for source, stat in zip(sources, stats, strict=True):
+        side = VAL_DIR if source.project in val_projects else TRAIN_DIR
+        entry = {"name": source.name, "version": source.version, "project": source.project, "side": side}
+        if source.table:
+            entry |= {"columns": dict(source.table.columns), "where": source.table.where}
+        place = (source.name, source.directory) if source.table else source
+        before = entries.get(place, {})
+        entries[place] = entry | {name: add(before[name], value) if before else value for name, value in stat.items()}
+    return {"flags": {**asdict(flags), "val_projects": list(flags.val_projects)}, "val_projects": sorted(val_projects),
+            "totals": totals, "dropped": dict(all_dropped(stats)), "sources": list(entries.values())}
+
+
+def add(one, other):
+    """Returns the sum of two numbers, or of two dicts of numbers."""
+    return dict(Counter(one) + Counter(other)) if isinstance(one, dict) else one + other
+
+
+def all_dropped(stats):
+    return sum((Counter(stat["dropped"]) for stat in stats), Counter())
+
+
+def counts(dropped):
+    """Returns the numbers of dropped files as text, such as "46 generated, 7 empty"."""
+    return ", ".join(f"{count} {reason}" for reason, count in Counter(dropped).most_common() if count) or "none"
+
+
+def publish(staging, out_dir):
+    """Moves a finished corpus to the directories in which training looks for it. If killed, it can be called again."""
+    # The manifest moves last, because `holds` takes a folder with a manifest for whole.
+    for name in (TRAIN_DIR, VAL_DIR, MANIFEST):
+        if (staging / name).exists():
+            os.replace(staging / name, out_dir / name)
+
+
+def holds(out_dir, identity):
+    """Returns whether `out_dir` holds the corpus of this identity. Raises BadInput if a part of it is missing."""
+    manifest = read_manifest(out_dir)
+    if manifest.get("identity") != identity:
+        return False
+    missing = [name for name, description in manifest["shards"].items() if not is_whole(out_dir / name, description)]
+    if not missing:
+        return True
+    # If both folders are empty, the shards were moved away on purpose: the corpus is made again.
+    if any(map(Path.is_file, [*out_dir.glob(f"{TRAIN_DIR}/*"), *out_dir.glob(f"{VAL_DIR}/*")])):
+        more = " …" if len(missing) > 3 else ""
+        raise BadInput(f"{out_dir} holds this corpus, but {len(missing)} of its shards are missing or damaged "
+                       f"({', '.join(missing[:3])}{more}): move {TRAIN_DIR}/ and {VAL_DIR}/ away and run the same "
+                       "command again, which makes them")
+    return False
+
+
+def is_whole(path, description):
+    """Returns whether a shard is as it was written."""
+    try:
+        return corpus.describe_shard(path) == description
+    except OSError:
+        return False
+
+
+def read_manifest(out_dir):
+    """Returns the manifest in `out_dir`, or {} if there is none. Raises BadInput if it is damaged."""
+    path = Path(out_dir) / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        if isinstance(manifest, dict) and {"identity", "totals", "shards"} <= manifest.keys():
+            return manifest
+        reason = "another program's"
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise BadInput(f"{path} is not a manifest of this script ({reason}): move it away, or choose another --out_dir")
+
+
+def check_out_dir(out_dir):
+    """Raises BadInput if the corpus cannot be put into `out_dir`, because something else is there."""
+    for name in (TRAIN_DIR, VAL_DIR):
+        path = out_dir / name
+        if path.is_symlink() or path.exists() and not path.is_dir():
+            what = "a symbolic link" if path.is_symlink() else "not a directory"
+            raise BadInput(f"{path} is {what}, where a directory must be made: move it away, or choose another "
+                           "--out_dir")
+        if path.exists() and any(path.iterdir()):
+            raise BadInput(f"{path} holds other data: move it away, or choose another --out_dir")
+
+
+def report(manifest, out_dir):
+    print(f"read {sum(source['files'] for source in manifest['sources'])} files of {len(manifest['sources'])} sources; "
+          f"dropped {counts(manifest['dropped'])}")
+    for name, total in manifest["totals"].items():
+        files = f"{total['files']} files in " if "files" in total else ""
+        print(f"{out_dir / name}: {files}{total['documents']} documents, {total['bytes'] / 1e6:.1f} MB of text, "
+              f"{total['shards']} shards")
+    if manifest["val_projects"]:
+        print(printable(f"projects held out for validation: {', '.join(manifest['val_projects'])}"))
+    print(f"versions, licences and numbers of files: {out_dir / MANIFEST}")

@@ -1,0 +1,356 @@
+"""Sources that are tables, whose rows are documents: files and folders of parquet, JSON Lines and Arrow streams, as The
+Stack, Spark (Hive) and Hugging Face's datasets lay them out. sources.py has the other kinds.
+
+    source = open_table(path, text_column=None, where="score >= 3")     # None if it is a folder of C++
+    for piece in pieces(source):                                         # a task each
+        for row in iter_rows(piece):
+            row.read()
+"""
+import io
+import json
+import os
+import re
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nanochat.common import BadInput, printable
+from nanochat.corpus.sources import SUFFIXES, Table, directory_source, fail, readable
+from nanochat.corpus.where import expression, names_in
+
+# What a column is for, and the names under which public corpora have it: the first that is there counts.
+ROLES = {
+    "text": ("text", "content", "code", "contents", "source_code"),
+    "path": ("path", "max_stars_repo_path", "file_path", "filepath", "file_name", "filename"),
+    "project": ("project", "repo_name", "max_stars_repo_name", "repository_name", "repo", "repository"),
+    "licence": ("licence", "license", "licenses", "max_stars_repo_licenses", "detected_licenses"),
+    "language": ("language", "lang", "programming_language"),
+    "score": ("score", "int_score", "edu_score", "quality_score"),
+}
+LANGUAGES = {"c", "c++", "cpp", "cuda", "c/c++"}
+KIND = re.compile(r"\.(?:parquet|arrow|(?:jsonl|ndjson|json)(?:\.(?:gz|zst))?)$")
+_ABOUT = re.compile(r"(?:dataset_infos?|dataset_dict|state)\.json")  # Hugging Face's notes beside the data
+_STRINGS = (pa.string(), pa.large_string(), pa.string_view())
+ROWS = 64  # of parquet that are decoded at a time
+SAMPLE_ROWS, LINES_BYTES = 100, 4 << 20  # of JSON Lines: to find the columns, and what is parsed at a time
+LONGEST_LINE = 64 << 20  # of JSON
+PIECE_BYTES = 1 << 28  # of a parquet file that one task reads, unpacked
+
+
+class Row(NamedTuple):
+    """A document of a table, or a file."""
+    path: str
+    nbytes: int
+    read: Callable[[], bytes]
+    refused: str = ""  # why it is dropped unseen
+    project: str = ""  # as everything below, "" if it is unknown
+    licence: str = ""
+    group: str = ""  # what is held out as a whole: a project or path
+
+
+# Finding
+
+
+def open_table(path, text_column=None, where=""):
+    """Returns a Source with all files of the table `path`, or None if it is no table but a tarball or a folder of C++.
+    Prints its columns. Raises BadInput if it has no documents or lacks a column."""
+    with readable():
+        if path.is_dir():
+            directory = path.resolve()
+            files = _data_files(directory)
+            if files is None:
+                return None
+        elif path.is_file() and KIND.search(path.name):
+            directory = path.parent.resolve()
+            files = [path.name]
+        else:
+            return None
+    if not files:
+        raise BadInput(f"--source={path} has neither C or C++ files nor parquet or JSON Lines: name a folder that does")
+    schemas = {file: _schema(directory / file) for file in files}
+    partitions = _partitions(files)
+    there = {name: None for file in files for name in (*schemas[file].names, *partitions[file])}  # sorted by place
+    columns = _find_columns(path, list(there), text_column)
+    known = {**{role: column for role, column in columns.items() if role != "text"}, **{name: name for name in there}}
+    condition = expression(where, known) if where else None
+    used = {name: known[name] for name in names_in(where)} if where else {}
+    for file, schema in schemas.items():
+        _check_text(directory / file, schema, columns["text"])
+        if where:
+            with _reading(directory / file, f"check --where={where}"):
+                _with_columns(schema.empty_table(), partitions[file], used.values()).filter(condition)
+    listed = ", ".join(f"{role} = {column}" for role, column in columns.items())
+    print(printable(f"{path}: {len(files)} files of documents, {listed}"), flush=True)
+    name = KIND.sub("", path.resolve().name) or "root"
+    return directory_source(name, directory, files, table=Table(tuple(columns.items()), where, tuple(used.items())))
+
+
+def _data_files(directory):
+    """Returns the relative paths of the data in a folder, or None if it has C or C++ files."""
+    found = []
+    for parent, folders, names in os.walk(directory, onerror=fail):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "_")))
+        if any(name.lower().endswith(SUFFIXES) for name in names):
+            return None
+        for name in sorted(names):
+            path = os.path.join(parent, name)
+            if KIND.search(name) and not name.startswith((".", "_")) and not _ABOUT.fullmatch(name):
+                found.append(os.path.relpath(path, directory))
+    # A file .json beside others is seldom data.
+    return [file for file in found if not file.endswith(".json")] or found
+
+
+def _schema(path):
+    """Returns the names and types of a file's columns. Raises BadInput if it cannot be read or has no documents."""
+    with _reading(path):
+        if path.suffix == ".parquet":
+            with pq.ParquetFile(path) as file:
+                rows = file.metadata.num_rows
+                schema = file.schema_arrow
+        elif path.suffix == ".arrow":
+            with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
+                rows = sum(map(len, stream))
+                schema = stream.schema
+        else:
+            sample = next(_json_batches(path, SAMPLE_ROWS), [])
+            rows = len(sample)
+            schema = pa.schema([(name, _type_of(sample, name)) for name in {name: 0 for row in sample for name in row}])
+    if not rows:
+        raise BadInput(f"{path} has no documents: leave it out")
+    return schema
+
+
+def _type_of(rows, name):
+    try:
+        return _array(rows, name).type
+    except pa.ArrowException:
+        return pa.null()  # values of several types; if the column is needed, reading it says so
+
+
+def _array(rows, name):
+    return pa.array([row.get(name) for row in rows])
+
+
+def _find_columns(path, there, text_column):
+    """Returns {role: name of the column}. Raises BadInput if there is no text."""
+    named = {**ROLES, "text": (text_column,)} if text_column else ROLES
+    found = {}
+    for role, names in named.items():
+        if name := next((name for name in names if name in there), None):
+            found[role] = name
+    if "text" not in found:
+        wanted = f"no column {text_column}" if text_column else "none of the columns " + ", ".join(ROLES["text"])
+        raise BadInput(f"--source={path} has {wanted}: name its text with --text_column, of {', '.join(there)}")
+    return found
+
+
+def _check_text(path, schema, name):
+    if schema.names.count(name) != 1:
+        raise BadInput(f"{path} has {schema.names.count(name)} columns {name} (it has {', '.join(schema.names)}): name "
+                       "other files, or another --text_column")
+    kind = schema.field(name).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if kind not in (*_STRINGS, pa.binary(), pa.large_binary(), pa.binary_view(), pa.null()):
+        raise BadInput(f"{path}: its column {name} holds {kind}, not text: name another --text_column, of "
+                       f"{', '.join(schema.names)}")
+
+
+def _partitions(files):
+    """Returns {file: {column: value}} that the folders of Hive say, such as lang=cpp/part-0.parquet. The values of a
+    column are numbers if all of them are."""
+    found = {}
+    for file in files:
+        pairs = [part.split("=", 1) for part in Path(file).parent.parts if "=" in part]
+        found[file] = {name: None if "__HIVE_DEFAULT" in value else unquote(value) for name, value in pairs}
+    for name in {name for values in found.values() for name in values}:
+        values = [values[name] for values in found.values() if values.get(name) is not None]
+        if all(re.fullmatch("-?[0-9]{1,18}", value) for value in values):
+            for own in found.values():
+                if own.get(name) is not None:
+                    own[name] = int(own[name])
+    return found
+
+
+def pieces(source):
+    """Returns the Sources into which tasks divide a table: its files, and groups of row groups of long parquet files. A
+    source that is no table is one piece."""
+    if not source.table:
+        return [source]
+    found = []
+    for file, values in _partitions(source.files).items():
+        piece = directory_source(source.name, source.directory, [file])
+        groups = _row_groups(Path(source.directory, file))
+        for row_groups in groups:
+            table = replace(source.table, partitions=tuple(values.items()), row_groups=row_groups)
+            found.append(replace(piece, table=table, nbytes=piece.nbytes // len(groups)))
+    return found
+
+
+def _row_groups(path):
+    """Returns the numbers of the row groups of each piece of a file; () is the whole file."""
+    if path.suffix != ".parquet":
+        return [()]
+    found = [()]
+    with _reading(path):
+        metadata = pq.read_metadata(path)
+    nbytes = 0
+    for number in range(metadata.num_row_groups):
+        if nbytes >= PIECE_BYTES:
+            found.append(())
+            nbytes = 0
+        found[-1] += (number,)
+        nbytes += metadata.row_group(number).total_byte_size
+    return found
+
+
+# Reading
+
+
+def iter_rows(source):
+    """Yields the Rows of a piece of a table. Raises BadInput if its file cannot be read."""
+    table = source.table
+    path = Path(source.directory, source.files[0])
+    columns = dict(table.columns)
+    for rows, refused in _batches(path, table):
+        for _ in range(refused):
+            yield Row("", 0, bytes, "where")
+        for row in rows:
+            text = row[columns["text"]] or b""
+            known = {role: _as_text(row.get(name)) for role, name in columns.items() if role != "text"}
+            yield _row(source.files[0], known, text)
+
+
+def _row(file, known, text):
+    """Returns the Row of what its columns say."""
+    path = known.get("path", "").lstrip("/")
+    language = known.get("language", "").lower()
+    is_cpp = path.lower().endswith(SUFFIXES)
+    if not os.path.splitext(path)[1]:
+        is_cpp = not language or language in LANGUAGES
+    project = known.get("project", "")
+    return Row(path or file, len(text), lambda: text, "" if is_cpp else "not_c_or_cpp", project,
+               known.get("licence", ""), project or path)
+
+
+def _as_text(value):
+    """Returns the value of a column as text: "" for null, and the values of a list with AND between them."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, list):
+        return " AND ".join(map(_as_text, value))
+    return "" if value is None else str(value).encode(errors="replace").decode()
+
+
+def _batches(path, table):
+    """Yields (rows, number of refused rows) of a file. A row is a dict; its texts are bytes."""
+    names = {column for _, column in (*table.columns, *table.where_columns)}
+    condition = expression(table.where, dict(table.where_columns)) if table.where else None
+    with _reading(path):
+        if path.suffix not in (".parquet", ".arrow"):
+            for rows in _json_batches(path):
+                yield _kept_lines(rows, table, condition)
+            return
+        reader = _arrow_batches if path.suffix == ".arrow" else _parquet_batches
+        for batch in reader(path, names, table.row_groups):
+            found = _with_columns(pa.Table.from_batches([batch]), dict(table.partitions), names)
+            kept = found if condition is None else found.filter(condition)
+            yield _as_bytes(kept).to_pylist(), len(found) - len(kept)
+
+
+def _parquet_batches(path, names, row_groups):
+    with pq.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True) as file:
+        there = [name for name in file.schema_arrow.names if name in names]
+        # Buffered and without pre_buffer, Arrow holds one page of a column at a time.
+        yield from file.iter_batches(ROWS, row_groups, there, use_threads=False)
+
+
+def _arrow_batches(path, names, row_groups):
+    with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
+        for batch in stream:
+            for start in range(0, len(batch), ROWS):
+                yield batch.select([name for name in batch.schema.names if name in names]).slice(start, ROWS)
+
+
+def _with_columns(table, values, names):
+    """Returns the table with the columns `names` that it lacks: of these values, else of nulls."""
+    for name in sorted(set(names) - set(table.column_names)):
+        table = table.append_column(name, pa.repeat(values[name], len(table)) if values.get(name) is not None
+                                    else pa.nulls(len(table)))
+    return table
+
+
+def _as_bytes(table):
+    """Returns the table with bytes for strings, which may hold malformed UTF-8."""
+    for number, field in enumerate(table.schema):
+        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+        if kind in _STRINGS:
+            table = table.set_column(number, field.name, table[number].cast(kind).cast(pa.large_binary()))
+    return table
+
+
+def _kept_lines(rows, table, condition):
+    """Returns (rows, number of refused rows) of objects of JSON."""
+    for row in rows:
+        for name, value in table.partitions:
+            row.setdefault(name, value)
+    kept = rows
+    if condition is not None:
+        used = {name for _, name in table.where_columns}
+        found = pa.table({**{name: _array(rows, name) for name in used}, "": pa.array(range(len(rows)))})
+        kept = [rows[number] for number in found.filter(condition)[""].to_pylist()]
+    text = dict(table.columns)["text"]
+    for row in kept:
+        if not isinstance(row.get(text) or "", str):
+            raise pa.ArrowInvalid(f"{text} is not text in {json.dumps(row)[:60]}…")
+        row[text] = (row.get(text) or "").encode(errors="replace")
+    return kept, len(rows) - len(kept)
+
+
+def _json_batches(path, most_rows=4096):
+    """Yields lists of the objects in a file of JSON Lines, which may be compressed."""
+    rows = []
+    nbytes = 0
+    with pa.input_stream(str(path), buffer_size=1 << 20) as raw, io.BufferedReader(raw, 1 << 20) as stream:
+        number = 0
+        while line := stream.readline(LONGEST_LINE):
+            number += 1
+            if line.strip():
+                rows.append(_parse(line, number))
+            nbytes += len(line)
+            if nbytes >= LINES_BYTES or len(rows) >= most_rows:
+                yield rows
+                rows = []
+                nbytes = 0
+    if rows:
+        yield rows
+
+
+def _parse(line, number):
+    if len(line) == LONGEST_LINE:
+        raise pa.ArrowInvalid(f"line {number} is longer than {LONGEST_LINE >> 20} MiB")
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise pa.ArrowInvalid(f"line {number} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise pa.ArrowInvalid(f"line {number} is not an object of JSON, such as {{\"text\": …}}")
+    return row
+
+
+@contextmanager
+def _reading(path, advice="copy it again, or leave it out"):
+    """Turns what Arrow says of the file into a BadInput."""
+    try:
+        yield
+    except UnicodeEncodeError:
+        raise BadInput(f"the path {path} is not UTF-8, which pyarrow needs: rename the folder or file") from None
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise BadInput(f"{path} cannot be read ({reason}): {advice}") from None

@@ -1,0 +1,236 @@
+"""Sources that are tables, as people have them: The Stack in folders, Hive, JSON Lines, Hugging Face."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat.common import BadInput
+from nanochat.corpus import tables
+from tests.corpus.projects import cpp, make_project, manifest, prepare, read, shard_hashes, stack_rows, write_table
+
+ROWS = stack_rows("a", 40)
+
+
+def split(folder, names):
+    """Writes ROWS as tables of these names."""
+    size = -(-len(ROWS) // len(names))
+    for number, name in enumerate(names):
+        write_table(folder / name, ROWS[number * size:(number + 1) * size])
+
+
+def hugging_face(folder):
+    """As `git clone` and snapshot_download leave a data set: notes, and links to the files."""
+    split(folder, ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"])
+    (folder / "README.md").write_text("---\nlicense: other\n---\n")
+    (folder / "dataset_infos.json").write_text("{}")
+    (folder / ".git").mkdir()
+    blob = folder / "blob"
+    (folder / "data/train-00000-of-00002.parquet").rename(blob)
+    (folder / "data/train-00000-of-00002.parquet").symlink_to(blob)
+
+
+LAYOUTS = {
+    "nested": lambda folder: split(folder, ["data/cpp/part-0.parquet", "data/c/deeper/part-1.parquet"]),
+    "hive": lambda folder: split(folder, ["year=2023/lang=C%2B%2B/a.parquet", "year=2024/lang=C%2B%2B/b.parquet"]),
+    "jsonl": lambda folder: split(folder, ["a.jsonl", "more/b.ndjson"]),
+    "jsonl.gz": lambda folder: split(folder, ["a.jsonl.gz", "b.json.gz"]),
+    "jsonl.zst": lambda folder: split(folder, ["a.jsonl.zst", "b.jsonl.zst"]),
+    "hugging_face": hugging_face,
+    "save_to_disk": lambda folder: split(folder, ["train/data-00000-of-00001.arrow"]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_documents_with_what_the_columns_say(tmp_path, layout):
+    (tmp_path / "in").mkdir()
+    LAYOUTS[layout](tmp_path / "in")
+    result = prepare(tmp_path / "out", f"--source={tmp_path / 'in'}", "--val_fraction=0.2")
+    sides = [read(tmp_path / "out", side) for side in ("base_data_v3", "val")]
+    found = sorted((row["text"], row["path"], row["source"], row["licence"]) for side in sides for row in side)
+    assert found == sorted((row["content"], row["max_stars_repo_path"], row["max_stars_repo_name"],
+                            "MIT AND Apache-2.0") for row in ROWS)
+    training, held_out = ({row["source"] for row in side} for side in sides)
+    assert training and held_out and not training & held_out, "a project is on both sides"
+    source, = result["sources"]
+    assert source["files"] == 80 and source["columns"]["text"] == "content"
+
+
+def test_a_file_alone_and_one_that_many_tasks_read_give_the_same_corpus(tmp_path, monkeypatch):
+    path = write_table(tmp_path / "stack.parquet", ROWS)
+    prepare(tmp_path / "one", f"--source={path}", "--val_fraction=0.2")
+    monkeypatch.setattr(tables, "PIECE_BYTES", 10_000)
+    assert len(tables.pieces(tables.open_table(path))) > 3
+    result = prepare(tmp_path / "many", f"--source={path}", "--val_fraction=0.2")
+    assert shard_hashes(tmp_path / "one") == shard_hashes(tmp_path / "many")
+    assert [source["files"] for source in result["sources"]] == [80]
+
+
+def test_without_projects_the_path_decides_and_without_paths_the_text(tmp_path):
+    for drop in (["max_stars_repo_name"], ["max_stars_repo_name", "max_stars_repo_path"]):
+        rows = []
+        for number, row in enumerate(ROWS):
+            row = {**row, "max_stars_repo_path": f"src/{number % 20}.cpp"}
+            rows.append({name: value for name, value in row.items() if name not in drop})
+        write_table(tmp_path / "in" / "a.jsonl", rows)
+        out = tmp_path / f"out{len(drop)}"
+        prepare(out, f"--source={tmp_path / 'in'}", "--val_fraction=0.3")
+        training, held_out = ({row["path"] for row in read(out, side)} for side in ("base_data_v3", "val"))
+        if len(drop) == 1:
+            assert training and held_out and not training & held_out
+        else:
+            assert training == held_out == {"a.jsonl"}
+
+
+def test_tables_and_projects_are_one_corpus_and_a_named_table_is_held_out_whole(tmp_path):
+    write_table(tmp_path / "stack.jsonl", ROWS)
+    mine = make_project(tmp_path, "mine")
+    sources = f"--source={mine},{tmp_path / 'stack.jsonl'}"
+    prepare(tmp_path / "out", sources, "--val_fraction=0.2")
+    assert {row["source"] for row in read(tmp_path / "out", "base_data_v3")} > {"mine"}
+    assert "mine" not in {row["source"] for row in read(tmp_path / "out", "val")}
+    prepare(tmp_path / "named", sources, "--val_projects=stack")
+    assert {row["source"] for row in read(tmp_path / "named", "base_data_v3")} == {"mine"}
+    prepare(tmp_path / "only_val", sources, "--eval_only")
+    assert len(read(tmp_path / "only_val", "val")) == 86
+
+
+@pytest.mark.parametrize("where, numbers", [
+    ("score >= 38", [38, 39]),
+    ('score >= 3 and language == "C++" and score < 5', [3, 4]),  # language stands for the column lang
+    ("3 <= score < 5 or score in [7, 9]", [3, 4, 7, 9]),
+    ('not (score > 1) and year == 2024 and kind == "C++"', [0, 1]),
+    ("stars is None and meta.forks == -1 and score not in (0, 2)", [1, 3]),
+])
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".arrow"])
+def test_where_chooses_rows(tmp_path, where, numbers, suffix):
+    rows = [{**row, "stars": None if row["score"] < 4 else 1, "meta": {"forks": -1}} for row in ROWS]
+    write_table(tmp_path / "in" / "year=2024" / "kind=C%2B%2B" / f"a{suffix}", rows)
+    result = prepare(tmp_path / "out", f"--source={tmp_path / 'in'}", f"--where={where}", "--eval_only")
+    assert sorted(row["source"] for row in read(tmp_path / "out", "val")) == sorted(
+        f"a/repo{number}" for number in numbers for _ in range(2))
+    assert result["dropped"]["where"] == 80 - 2 * len(numbers)
+
+
+def test_what_is_not_c_or_cpp_is_dropped_by_path_or_else_by_language(tmp_path):
+    rows = [{"text": cpp(number), "path": path, "lang": language} for number, (path, language) in enumerate([
+        ("a.cpp", "Text"), ("/b.CUH", None), ("include/vector", "c++"), (None, "C"), (None, None),
+        ("a.py", "C++"), ("Makefile", "Makefile"), (None, "Rust")])]
+    result = prepare(tmp_path / "out", f"--source={write_table(tmp_path / 'a.jsonl', rows)}", "--eval_only")
+    assert sorted(row["path"] for row in read(tmp_path / "out", "val")) == [
+        "a.cpp", "a.jsonl", "a.jsonl", "b.CUH", "include/vector"]
+    assert result["dropped"]["not_c_or_cpp"] == 3
+
+
+def test_text_is_read_whatever_its_type(tmp_path):
+    texts = [cpp(number) for number in range(4)]
+    for kind in (pa.large_string(), pa.string_view(), pa.binary(), pa.binary_view(), pa.dictionary(pa.int32(),
+                                                                                                   pa.string())):
+        table = pa.table({"code": pa.array(texts).cast(kind)})
+        pq.write_table(table, tmp_path / "a.parquet")
+        piece, = tables.pieces(tables.open_table(tmp_path / "a.parquet"))
+        assert [row.read().decode() for row in tables.iter_rows(piece)] == texts
+    malformed = pa.array([b"int \xff;"]).cast(pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"code": malformed, "path": malformed}), tmp_path / "a.parquet")
+    piece, = tables.pieces(tables.open_table(tmp_path / "a.parquet"))
+    row, = tables.iter_rows(piece)
+    assert row.read() == b"int \xff;" and row.path == "int \ufffd;"
+
+
+def test_memory_is_bounded_by_a_few_rows_and_not_by_the_row_group_or_the_file(tmp_path):
+    """100 MB of text that hardly compresses, in one row group and in one file of JSON Lines."""
+    program = """
+import resource, sys
+from pathlib import Path
+from nanochat.corpus import tables
+for path in map(Path, sys.argv[1:]):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    nbytes = sum(row.nbytes for piece in tables.pieces(tables.open_table(path)) for row in tables.iter_rows(piece))
+    print(nbytes >> 20, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before >> 10)
+"""
+    block = [f"{number} ".encode().hex() * 50 for number in range(100_000)]
+    texts = ["".join(block[start::1000]) for start in range(1000)] * 5
+    texts = [f"{number} {text}" for number, text in enumerate(texts)]
+    table = pa.table({"text": texts})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=len(texts), use_dictionary=False)
+    with pa.output_stream(tmp_path / "a.jsonl.zst", compression="zstd") as file:
+        for text in texts:
+            file.write(json.dumps({"text": text}).encode() + b"\n")
+    run = subprocess.run([sys.executable, "-c", program, tmp_path / "a.parquet", tmp_path / "a.jsonl.zst"],
+                         capture_output=True, text=True, check=True)
+    for line in run.stdout.splitlines():
+        if not line.startswith("/"):
+            mebibytes, peak = map(int, line.split())
+            assert mebibytes > 100 and peak < 60, run.stdout
+
+
+# -----------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.mark.parametrize("rows, flags, message", [
+    ([{"text": ["a", "b"]}], [], r"its column text holds list<.*string>, not text: name another --text_column"),
+    ([{"text": 3}], [], "holds int64, not text"),
+    ([{"words": "int a;", "n": 1}], [], "none of the columns text, .*name its text with --text_column, of words"),
+    (ROWS, ["--text_column=body"], "has no column body: name its text with --text_column, of content, max_stars"),
+    (ROWS, ["--where=stars > 3"], "no column is called stars, of content, "),
+    (ROWS, ["--where=score >"], r"--where=score > cannot be read \(invalid syntax\): write conditions"),
+    (ROWS, ["--where=lang > 3"], "Function 'greater' has no kernel matching input types .*: check --where"),
+    (ROWS, ["--where=lang"], "must evaluate to bool.*: check --where"),
+    (ROWS, ["--where=score + 1 > 3"], r"score \+ 1 is neither a number, a text nor a list"),
+    (ROWS, ["--where=__import__('os')"], "is no condition on a column"),
+    (ROWS, ["--where=score is 3"], "is and is not need None"),
+    (ROWS, ["--where=score in []"], "neither a number"),
+    (ROWS, ["--where=" + "not " * 5000 + "score"], "--where=not .* cannot be read|--where"),
+    (ROWS, ["--where=score > 99"], r"no C or C\+\+ file is left of 80 \(dropped: 80 where\)"),
+    (ROWS[:2], [], "of 2 documents none is held out for validation: give a larger --val_fraction"),
+    (ROWS, ["--pack=project"], "--pack=project needs whole projects, and a is a table"),
+])
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_a_column_or_condition_that_does_not_fit_is_one_line(tmp_path, rows, flags, message, suffix):
+    path = write_table(tmp_path / f"a{suffix}", rows)
+    with pytest.raises(BadInput, match=message) as error:
+        prepare(tmp_path / "out", f"--source={path}", *flags)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name, data, message", [
+    ("a.jsonl", b"", "has no documents"),
+    ("a.jsonl", b'{"text": "int a;"}\n{"text"\n', "line 2 is not JSON"),
+    ("a.jsonl", b'[{"text": "int a;"}]\n', "line 1 is not an object of JSON"),
+    ("a.jsonl", b'{"text": "int a;"}\n' * 200 + b'{"text": [1]}\n', r'text is not text in \{"text": \[1\]\}'),
+    ("a.jsonl.gz", b"no gzip", "cannot be read"),
+    ("a.jsonl.zst", pa.Codec("zstd").compress(b'{"text": "int a;"}\n' * 9999, asbytes=True)[:-9], "Truncated"),
+    ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "cannot be read .*: copy it again, or leave it out"),
+    ("a.arrow", b"\0" * 20, "cannot be read"),
+    ("notes.txt", b"", "has neither C or C[+][+] files nor parquet or JSON Lines"),
+    ("dataset_infos.json", b"{}", "has neither"),
+    ("_delta_log/a.parquet", b"", "has neither"),
+])
+def test_a_file_that_is_damaged_or_empty_and_a_folder_without_documents_are_named(tmp_path, name, data, message):
+    path = tmp_path / "in" / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    with pytest.raises(BadInput, match=message) as error:
+        prepare(tmp_path / "out", f"--source={tmp_path / 'in'}", "--eval_only")
+    assert str(tmp_path / "in") in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_flags_of_tables_need_one_and_the_corpus_may_not_lie_in_it(tmp_path):
+    mine = make_project(tmp_path, "mine")
+    with pytest.raises(BadInput, match="--text_column and --where are for tables"):
+        prepare(tmp_path / "out", f"--source={mine}", "--where=score > 3")
+    write_table(tmp_path / "in" / "a.parquet", ROWS)
+    with pytest.raises(BadInput, match="which is read as a source"):
+        prepare(tmp_path / "in" / "out", f"--source={tmp_path / 'in'}")
+    prepare(tmp_path / "in" / "out", f"--source={tmp_path / 'in/a.parquet'}", "--val_fraction=0.2")
+    assert manifest(tmp_path / "in" / "out")["totals"]
+
+
+def test_a_folder_with_cpp_stays_a_project_whatever_tables_it_has(tmp_path):
+    write_table(make_project(tmp_path, "mine") / "testing" / "a.parquet", ROWS)
+    assert tables.open_table(tmp_path / "mine") is None
+    assert tables.open_table(Path(sys.executable)) is None
