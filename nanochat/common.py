@@ -7,21 +7,24 @@ import io
 import math
 import os
 import re
-import shlex
 import signal
-import subprocess
 import sys
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import field, fields
-from functools import partial
 from pathlib import Path
 from stat import S_ISREG
 
 
-def printable(text):
-    """Returns the text in one line that a terminal shows and does not obey: unprintable characters are escaped."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+def printable(text, keep=""):
+    """Returns text in one line that a terminal shows and does not obey: unprintable characters, except those in `keep`,
+    are escaped."""
+    return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
+
+
+def say(text, file=None, keep=""):
+    """Prints the `printable` text at once. It may hold names and contents of anybody's files."""
+    print(printable(text, keep), file=file, flush=True)
 
 
 class BadInput(Exception):
@@ -113,7 +116,7 @@ def is_disk_full(error):
 
 
 def _say(line, status):
-    print(printable(line), file=sys.stderr, flush=True)
+    say(line, sys.stderr)
     return status
 
 
@@ -386,14 +389,3 @@ def end_with_parent(parent, how=signal.SIGKILL):
     # If the parent ended before that call, no signal comes.
     if os.getppid() != parent:
         os.kill(os.getpid(), how)
-
-
-def run_module(module, *flags, env=None):
-    """Prints the command that runs a script of this project, and runs it in a process that gets SIGTERM when this one
-    ends. env: its environment; None: this process's. Raises BadInput if it fails."""
-    command = ["-m", module, *flags]
-    print(f"$ {shlex.join(['python3', *command])}", flush=True)
-    status = subprocess.run([sys.executable, *command], env=env, stdin=subprocess.DEVNULL,
-                            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM)).returncode
-    if status:
-        raise BadInput(f"{module} ended with status {status}: see above")

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanochat.common import flag, get_base_dir, read_flags, run_module, run_script
+from nanochat.common import flag, get_base_dir, read_flags, run_script
 from nanochat.data.shards import TextFlags, all_pieces, open_text
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.record.metrics import METRICS_FILE
+from nanochat.run.processes import run_module
 
 PROMPT = "#include <vector>\n\nnamespace"
 

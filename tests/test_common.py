@@ -19,6 +19,7 @@ from nanochat.common import (
     locked,
     read_flags,
     require_writable_dir,
+    say,
     say_error,
     written_whole,
 )
@@ -185,6 +186,12 @@ def test_an_output_folder_may_be_a_link_and_no_file_and_no_link_to_nothing(tmp_p
         with pytest.raises(BadInput, match=f"cannot write to .*{name} ..*{problem}.: choose a writable"):
             require_writable_dir(tmp_path / name)
     assert require_writable_dir(tmp_path / "link") == tmp_path / "link"
+
+
+def test_what_a_terminal_would_obey_is_escaped(capsys):
+    say("warning: a\x1b[2J\nb\tc é 中\x9b1m\u202e")
+    say("a\x1b[2J\nb\tc", sys.stderr, keep="\n\t")
+    assert capsys.readouterr() == ("warning: a\\x1b[2J\\nb\\tc é 中\\x9b1m\\u202e\n", "a\\x1b[2J\nb\tc\n")
 
 
 def test_a_file_is_written_whole_or_left_as_it_was(tmp_path):

@@ -109,6 +109,12 @@ def test_the_library_neither_runs_a_script_nor_reads_the_command_line():
     assert readers == [Path("nanochat/common.py")]  # whose parser does
 
 
+def test_a_run_prints_by_say_alone_which_escapes_what_a_terminal_would_obey():
+    texts = {path: (ROOT / path).read_text() for path in SOURCES}
+    core = [path for path in texts if path.parts[1] in ("checkpoint", "train", "record", "run")]
+    assert core and not [path for path in core if re.search(r"\bprint\(|warnings\.warn|console=print", texts[path])]
+
+
 def test_no_python_file_is_longer_than_400_lines():
     lines = {path: len((ROOT / path).read_text().splitlines())
              for path in [*SOURCES, *(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))]}

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.common import BadInput, Outage, expand_path, get_base_dir, move_aside, require_file
+from nanochat.common import BadInput, Outage, expand_path, get_base_dir, move_aside, require_file, say
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 LANES, META, SUMS = "lanes.json", "meta.json", "SHA256SUMS"
@@ -110,7 +110,7 @@ def _insist(path, read, or_else=""):
         except OSError as error:
             problem = _reason(error)
         if pause_s:
-            print(f"warning: {path} cannot be read ({problem}): tried again in {pause_s} s", flush=True)
+            say(f"warning: {path} cannot be read ({problem}): tried again in {pause_s} s")
             time.sleep(pause_s)
     raise Outage(f"{path} cannot be read ({problem}), which does not mean that it is damaged: start the same command "
                  f"again once the disk answers{or_else}")

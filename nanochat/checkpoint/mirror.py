@@ -27,7 +27,7 @@ from pathlib import Path
 from nanochat.checkpoint import format
 from nanochat.checkpoint.format import SUMS, Kept, step_of
 from nanochat.checkpoint.pieces import is_whole
-from nanochat.common import BadInput, Outage, move_aside, written_whole
+from nanochat.common import BadInput, Outage, move_aside, say, written_whole
 from nanochat.data.storage import Cancelled, Interruption, copy_files, delete_files, list_files, never
 from nanochat.record.metrics import METRICS_FILE
 
@@ -131,11 +131,11 @@ class Mirror:
                 move_aside(final)  # a damaged one of that step, if there is one
                 partial.rename(final)
                 if name.endswith(ROUNDED):
-                    print(f"{final.name} was rounded when the VM was preempted: the run continues at its step, but not "
-                          "bit for bit", flush=True)
+                    say(f"{final.name} was rounded when the VM was preempted: the run continues at its step, but not "
+                        "bit for bit")
                 return final
             shutil.rmtree(partial)
-            print(f"warning: {self.url}/{name} is damaged ({problem}): the one before it is used", flush=True)
+            say(f"warning: {self.url}/{name} is damaged ({problem}): the one before it is used")
         return None
 
     @property
@@ -233,8 +233,8 @@ def patiently(url, function):
             if left_s <= 0:
                 raise Outage(f"--checkpoint_mirror: {url} has not been reached for {OUTAGE_S / 60:.0f} minutes "
                              f"({error}): start the same command again later, or without the flag") from None
-            print(f"warning: --checkpoint_mirror: {url} cannot be reached ({error}); waiting for it, for up to "
-                  f"{left_s / 60:.0f} more minutes", flush=True)
+            say(f"warning: --checkpoint_mirror: {url} cannot be reached ({error}); waiting for it, for up to "
+                f"{left_s / 60:.0f} more minutes")
         time.sleep(PAUSE_S)
 
 
@@ -320,9 +320,9 @@ class Uploader:
                 if is_told_to_end():
                     break
                 if not has_said and self._state.behind_since and self._waiting and not self._rounded:
-                    print(f"waiting until {self._waiting.name} is in {self._mirror.url}, for up to "
-                          f"{END_TIMEOUT_S / 60:.0f} minutes. It is on this machine's disk: Ctrl-C or SIGTERM ends the "
-                          "wait at once", flush=True)
+                    say(f"waiting until {self._waiting.name} is in {self._mirror.url}, for up to "
+                        f"{END_TIMEOUT_S / 60:.0f} minutes. It is on this machine's disk: Ctrl-C or SIGTERM ends the "
+                        "wait at once")
                     has_said = True
                 self._condition.wait(POLL_S)
             self._is_over = True
@@ -330,7 +330,7 @@ class Uploader:
                 return True
             why = f" ({self._state.error})" if self._state.error else ""
             where = f"on this machine's disk only, and not in {self._mirror.url}{why}"
-            print(f"warning: {self._waiting.name} is {where}", flush=True)
+            say(f"warning: {self._waiting.name} is {where}")
             return False
 
     def _note(self):
@@ -355,14 +355,14 @@ class Uploader:
                 elif path:
                     self._copy(path)
             except Cancelled:
-                print(f"{path.name} waits: the state at the notice of preemption is copied first", flush=True)
+                say(f"{path.name} waits: the state at the notice of preemption is copied first")
             except (Outage, BadInput) as error:
                 self._failed(rounded or path, error)
 
     def _copy_rounded(self, path):
         started = time.monotonic()
         self._mirror.copy(path, self._run_dir / METRICS_FILE, ROUNDED)
-        print(f"copied {path.name}, rounded, to {self._mirror.url} in {time.monotonic() - started:.1f} s", flush=True)
+        say(f"copied {path.name}, rounded, to {self._mirror.url} in {time.monotonic() - started:.1f} s")
         with self._condition:
             self._rounded = None
             self._note()
@@ -370,14 +370,14 @@ class Uploader:
     def _copy(self, path):
         started = time.monotonic()
         self._mirror.copy(path, path.parent / METRICS_FILE, is_cancelled=lambda: self._rounded is not None)
-        print(f"copied {path.name} to {self._mirror.url} in {time.monotonic() - started:.0f} s", flush=True)
+        say(f"copied {path.name} to {self._mirror.url} in {time.monotonic() - started:.0f} s")
         self._state.copied(path.name)
         self._retry_s = self._first_retry_s
         self._note()
         try:
             self._mirror.prune(path.name)
         except (Outage, BadInput) as error:
-            print(f"warning: old checkpoints stay in {self._mirror.url}: {error}", flush=True)
+            say(f"warning: old checkpoints stay in {self._mirror.url}: {error}")
         with self._condition:
             # A newer one that `upload` has named meanwhile stays.
             if self._waiting == path:
@@ -390,7 +390,7 @@ class Uploader:
                 return
             if str(error) != self._state.error:
                 what = f"{path.name} is not in" if path else "the old run is not set aside in"
-                print(f"warning: {what} {self._mirror.url}: {error}; trying again", flush=True)
+                say(f"warning: {what} {self._mirror.url}: {error}; trying again")
             self._state.error = str(error)
             if isinstance(error, BadInput):
                 self._refused = path

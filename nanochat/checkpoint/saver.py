@@ -18,7 +18,7 @@ from pathlib import Path
 from nanochat.checkpoint import format
 from nanochat.checkpoint.format import LANES, META, SUMS, Kept
 from nanochat.checkpoint.pieces import Layout, remove_files, sizes_of, write_files
-from nanochat.common import Failure, is_disk_full, move_aside
+from nanochat.common import Failure, is_disk_full, move_aside, say
 
 END_TIMEOUT_S = 1800  # for the last checkpoint at the end of a run
 PROBE_S = 1  # between two tests whether a missing part is due to a full disk
@@ -79,7 +79,7 @@ def _write_lanes_later(path, text, options):
             return _write_lanes(path, text)
         except OSError as error:
             if not is_disk_full(error):
-                print(f"warning: {path} was not written: {error}", flush=True)
+                say(f"warning: {path} was not written: {error}")
                 return
 
 
@@ -311,19 +311,19 @@ class Saver:
                 path = save_checkpoint(self._run_dir, model_state, optimizer_state, meta, self._num_lanes, layout,
                                        self._options, self._log)
                 self.saved_step = meta.step
-                print(f"saved {path} (in {time.monotonic() - started:.1f} s)", flush=True)
+                say(f"saved {path} (in {time.monotonic() - started:.1f} s)")
                 if self._uploader:
                     self._uploader.upload(path)
                 return
             except NotFinite:
-                print(f"warning: step {meta.step} is not saved: its weights are not finite", flush=True)
+                say(f"warning: step {meta.step} is not saved: its weights are not finite")
                 break
             except BaseException as error:
                 if not is_disk_full(error):
                     self._error = error
                     return
-                print(f"warning: the disk is full ({error}): step {meta.step} is not saved; the run continues, trying "
-                      f"again every {self._options.retry_s} s", flush=True)
+                say(f"warning: the disk is full ({error}): step {meta.step} is not saved; the run continues, trying "
+                    f"again every {self._options.retry_s} s")
             if self._superseded.wait(self._options.retry_s):
                 break
         shutil.rmtree(format.partial_dir(self._run_dir, meta.step), ignore_errors=True)  # this state is abandoned

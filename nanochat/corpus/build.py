@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanochat.common import BadInput, flag, printable, written_whole
+from nanochat.common import BadInput, flag, say, written_whole
 from nanochat.corpus import corpus
 from nanochat.corpus.duplicates import Index, find_duplicates, load_index
 from nanochat.corpus.manifest import (
@@ -227,16 +227,16 @@ def split_projects(sources, stats, flags):
     # Training would see nothing of a project that is held out, so never one of the user's own.
     candidates = bytes_by_project.keys() - own_projects(sources) - tables
     if tables:
-        print(printable(f"held out for validation, not trained on: {flags.val_fraction:.1%} of the projects or paths "
-                        f"of {', '.join(sorted(tables))}"), flush=True)
+        say(f"held out for validation, not trained on: {flags.val_fraction:.1%} of the projects or paths "
+            f"of {', '.join(sorted(tables))}")
     if not candidates and tables:
         return set()
     if not candidates:
         raise BadInput("no project is left to hold out for validation except those of --source: name some with "
                        f"--val_projects, of {', '.join(sorted(bytes_by_project))}")
     chosen = corpus.choose_validation(bytes_by_project, candidates, flags.val_fraction, flags.seed)
-    print(printable(f"held out for validation, not trained on: {', '.join(sorted(chosen))} (--val_projects chooses "
-                    "others)"), flush=True)
+    say(f"held out for validation, not trained on: {', '.join(sorted(chosen))} (--val_projects chooses "
+        "others)")
     return chosen
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from nanochat.common import BadInput, printable
+from nanochat.common import BadInput, say
 from nanochat.corpus import corpus
 
 TRAIN_DIR = "base_data_v3"
@@ -110,5 +110,5 @@ def report(manifest, out_dir):
         print(f"{out_dir / name}: {files}{total['documents']} documents, {total['bytes'] / 1e6:.1f} MB of text, "
               f"{total['shards']} shards")
     if manifest["val_projects"]:
-        print(printable(f"projects held out for validation: {', '.join(manifest['val_projects'])}"))
+        say(f"projects held out for validation: {', '.join(manifest['val_projects'])}")
     print(f"versions, licences and numbers of files: {out_dir / MANIFEST}")

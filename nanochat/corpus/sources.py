@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from nanochat.common import BadInput, printable
+from nanochat.common import BadInput, say
 from nanochat.corpus.archives import TARBALL, check_sha256, iter_archive
 
 SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".c++", ".h", ".hh", ".hpp", ".hxx", ".h++", ".inl", ".ipp", ".tcc", ".tpp",
@@ -249,8 +249,7 @@ def _git_files(directory):
         others = _git(directory, "ls-files", "-z", "--others", "--exclude-standard").split(b"\0")[:-1]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         reason = (getattr(error, "stderr", None) or str(error).encode()).decode("utf-8", "replace").split("\n")[0]
-        print(printable(f"{directory}: git cannot read this checkout ({reason}), so all files in it are read"),
-              flush=True)
+        say(f"{directory}: git cannot read this checkout ({reason}), so all files in it are read")
         return None
     try:
         head = _git(directory, "rev-parse", "--short=12", "HEAD").decode().strip()
@@ -275,7 +274,7 @@ def _say_left_out(directory, what, names):
     if names:
         listed = ", ".join(map(_as_text, sorted(names)[:3]))
         more = " …" if len(names) > 3 else ""
-        print(printable(f"{_as_text(directory)}: left out {len(names)} {what}: {listed}{more}"), flush=True)
+        say(f"{_as_text(directory)}: left out {len(names)} {what}: {listed}{more}")
 
 
 # Reading

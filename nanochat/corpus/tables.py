@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import BadInput, printable
+from nanochat.common import BadInput, say
 from nanochat.corpus.sources import SUFFIXES, Table, directory_source, fail, readable
 from nanochat.corpus.where import expression, names_in
 
@@ -86,7 +86,7 @@ def open_table(path, text_column=None, where=""):
             with _reading(directory / file, f"check --where={where}"):
                 _with_columns(schema.empty_table(), partitions[file], used.values()).filter(condition)
     listed = ", ".join(f"{role} = {column}" for role, column in columns.items())
-    print(printable(f"{path}: {len(files)} files of documents, {listed}"), flush=True)
+    say(f"{path}: {len(files)} files of documents, {listed}")
     name = KIND.sub("", path.resolve().name) or "root"
     return directory_source(name, directory, files, table=Table(tuple(columns.items()), where, tuple(used.items())))
 

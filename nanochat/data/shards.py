@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import BadInput, flag, get_base_dir, printable
+from nanochat.common import BadInput, flag, get_base_dir, say
 from nanochat.data.bucket import (
     CACHE_GB,
     BucketFile,
@@ -334,7 +334,7 @@ def _skip_or_raise(error, skip_bad):
     message = str(error).rsplit(": ", 1)[0]
     if message not in _skipped:
         _skipped.add(message)
-        print(printable(f"warning: skipped what cannot be read: {message}"), flush=True)
+        say(f"warning: skipped what cannot be read: {message}")
 
 
 def _texts(column, begin, document, stop):

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from urllib.parse import quote, urlencode
 
-from nanochat.common import BadInput, printable
+from nanochat.common import BadInput, say
 
 TRY_TIMEOUT_S = 30  # for the next bytes from or to the bucket
 LOGIN_TIMEOUT_S = 60
@@ -92,8 +92,8 @@ class Retries:
             raise error
         if self.limit_s > SAY_S and now >= Retries.silent_until:
             Retries.silent_until = now + SAY_S
-            print(printable(f"warning: {self.url} cannot be reached ({error}); waiting for it, for up to "
-                            f"{math.ceil(left_s / 60)} more minutes"), flush=True)
+            say(f"warning: {self.url} cannot be reached ({error}); waiting for it, for up to "
+                f"{math.ceil(left_s / 60)} more minutes")
         time.sleep(min(self.pause_s, left_s))
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from nanochat.common import BadInput, Failure
+from nanochat.common import BadInput, Failure, say
 from nanochat.device import tpu
 from nanochat.device.tpu import count_tpu_chips
 
@@ -44,7 +44,7 @@ def resolve_device_type(requested="auto", pci_devices="/sys/bus/pci/devices"):
             return "tpu"
         if torch.cuda.is_available():
             return "cuda"
-        print("no TPU and no GPU here: running on XLA CPU devices (as many as CPU_NUM_DEVICES says)", file=sys.stderr)
+        say("no TPU and no GPU here: running on XLA CPU devices (as many as CPU_NUM_DEVICES says)", sys.stderr)
         return "xla"
     if requested == "tpu" and not chips:
         raise BadInput("--device_type=tpu, but this machine has no TPU chips: use --device_type=xla to run on the CPU")
@@ -214,11 +214,11 @@ def compute_cleanup(dist):
     _this_thread.dist = None
 
 
-def print0(*values):
+def print0(text):
     """Prints on rank 0, and in processes without a rank."""
     dist = getattr(_this_thread, "dist", None)
     if dist is None or dist.rank == 0:
-        print(*values, flush=True)
+        say(text, keep="\n\t")
 
 
 def print_banner():

@@ -3,12 +3,12 @@ import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, say
 from nanochat.data.shards import open_text
 from nanochat.infer.sample import Sampling, ignore
 from nanochat.judge.eval_report import ALL, summarise
 from nanochat.judge.gaps import document_gaps, function_gaps, read_documents
-from nanochat.judge.judge import Judge, printable
+from nanochat.judge.judge import Judge
 from nanochat.judge.problems import read_problems, without_one_line
 from nanochat.judge.results import difference, read_results
 from nanochat.judge.writer import Writer
@@ -119,7 +119,7 @@ def check_solutions(problems, judge, workers, seed):
     verdicts = judge_all(judge, workers, [(problem, problem.solution) for problem in solved], "solutions")
     for problem, verdict in zip(solved, verdicts, strict=True):
         if not verdict.passed:
-            print(printable(f"{problem.name}: {verdict.status}\n{verdict.message}"))
+            say(f"{problem.name}: {verdict.status}\n{verdict.message}", keep="\n\t")
     judge_all(judge, workers, broken, "solutions with one line deleted")
     return int(not all(verdict.passed for verdict in verdicts))
 

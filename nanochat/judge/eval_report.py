@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from nanochat.common import say
 from nanochat.judge.gaps import Gap
-from nanochat.judge.judge import PASSED, Verdict, printable
+from nanochat.judge.judge import PASSED, Verdict
 
 Z = 1.959964  # of the 95% interval of a normal distribution
 DRAWS = 10_000
@@ -224,7 +225,7 @@ def in_percent(found):
 def write_report(out_dir, settings, records, items, others):
     """Prints the scores, and writes them and the page. items: problems or Gaps; others: records to compare with."""
     scores = format_scores(summarise(records))
-    print(printable("\n".join(scores)))
+    say("\n".join(scores), keep="\n\t")
     differences = format_differences(compare_results(records, others)) if others else []
     if differences:
         print("\nthe difference to --against, each problem compared with itself:\n" + "\n".join(differences))

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.common import BadInput, flag
+from nanochat.common import BadInput, flag, printable
 from nanochat.judge.sandbox import MIB, Limits, Sandbox, need
 
 COMPILER_LIMITS = Limits(cpu_s=10, wall_s=60, memory_bytes=2048 * MIB, output_bytes=32 * MIB)
@@ -192,12 +192,7 @@ def readable(data):
     if len(text) > MESSAGE_CHARACTERS:
         half = MESSAGE_CHARACTERS // 2
         text = f"{text[:half]}\n…\n{text[-half:]}"
-    return printable(text)
-
-
-def printable(text):
-    """Returns text whose control characters, which a terminal would obey, are replaced by their escapes."""
-    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+    return printable(text, keep="\n\t")
 
 
 def ending(result):

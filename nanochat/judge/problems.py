@@ -22,8 +22,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from nanochat.common import BadInput, expand_path, flag
-from nanochat.judge.judge import FAILED, NO_CODE, Verdict, has_code, printable
+from nanochat.common import BadInput, expand_path, flag, say
+from nanochat.judge.judge import FAILED, NO_CODE, Verdict, has_code
 from nanochat.judge.unfinished import brackets, closers
 
 OWN = Path(__file__).with_name("problem_set")
@@ -219,7 +219,7 @@ def usable(problems):
         else:
             found.append(problem)
     if missing:
-        print(printable(f"left out, because a header is not installed: {', '.join(missing)}"), file=sys.stderr)
+        say(f"left out, because a header is not installed: {', '.join(missing)}", sys.stderr)
     return found
 
 

@@ -5,12 +5,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from nanochat.common import BadInput, flag
+from nanochat.common import BadInput, flag, printable, say
 from nanochat.device.ranks import compute_cleanup, compute_init
 from nanochat.infer.load import load_model
 from nanochat.infer.sample import ignore
 from nanochat.judge.eval_report import compare, compiles, in_percent, mean, score
-from nanochat.judge.judge import PASSED, printable
+from nanochat.judge.judge import PASSED
 from nanochat.judge.search import COMPILES, METHODS, Budget, Search, check_prompt
 from nanochat.judge.writer import Writer, WriterFlags
 
@@ -71,7 +71,7 @@ def fitting(methods, meta, is_comparison):
     message = "--method=repair needs a model that was trained with --fim_rate"
     if not is_comparison or methods == ["repair"]:
         raise BadInput(f"{message}: choose another method, or another --checkpoint")
-    say(f"{message}: it is left out")
+    note(f"{message}: it is left out")
     return [method for method in methods if method != "repair"]
 
 
@@ -89,24 +89,24 @@ def solve(judge, load, problem, method, budget, workers):
     """Searches, prints the code with its verdict, and returns the exit status. load(number): returns Writers."""
     check_prompt(judge, problem)  # before the model is loaded
     [writer] = load(1)
-    search = Search(writer, judge, problem, budget, workers, say)
+    search = Search(writer, judge, problem, budget, workers, note)
     begun = time.monotonic()
     METHODS[method](search)
     answer = search.answer
     code = problem.program(answer.text + problem.closing()).rstrip()
     if sys.stdout.isatty():
-        code = printable(code)
+        code = printable(code, keep="\n\t")
     print(f"{code}\n\n// {answer.status}: {method}, {search.num_tokens} of {budget.tokens} tokens, "
           f"{search.num_calls} calls of g++", flush=True)
     if answer.message:
-        say(answer.message)
-    say(f"{time.monotonic() - begun:.1f} s")
+        note(answer.message)
+    note(f"{time.monotonic() - begun:.1f} s")
     compute_cleanup(writer.dist)
     return int(answer.status not in (PASSED, COMPILES))
 
 
-def say(text):
-    print(printable(text), file=sys.stderr, flush=True)
+def note(text):
+    say(text, sys.stderr, keep="\n\t")
 
 
 # The comparison

@@ -18,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-from nanochat.common import is_disk_full, move_aside, written_whole
+from nanochat.common import is_disk_full, move_aside, say, written_whole
 
 METRICS_FILE = "metrics.jsonl"
 MIRROR_BEHIND_S = 60  # the console line shows a mirror that is further behind
@@ -29,7 +29,7 @@ WANDB_TIMEOUT_S = 60
 class MetricsLogger:
     """Writes the records of a run; rank 0 only. It waits for the disk's cache at most, and never for WandB."""
 
-    def __init__(self, run_dir, *, resume_step=None, total_steps=None, wandb=None, console=print, of_task=None):
+    def __init__(self, run_dir, *, resume_step=None, total_steps=None, wandb=None, console=say, of_task=None):
         """
         resume_step: the step of the checkpoint from which the run resumes; later records are deleted from the file.
             None means a new run: the file of an older run becomes metrics.jsonl.aside.
@@ -134,7 +134,7 @@ def _rewind(path, resume_step, console):
 class WandbLog:
     """Sends records to WandB in the background."""
 
-    def __init__(self, console=print, **init_arguments):
+    def __init__(self, console=say, **init_arguments):
         """console: called with the warning; init_arguments: those of wandb.init."""
         self._console = console
         self._queue = queue.Queue(WANDB_QUEUE_RECORDS)

@@ -6,7 +6,7 @@ import re
 import time
 from contextlib import ExitStack, contextmanager
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, say
 from nanochat.device.programs import compilations, compile_seconds, device_memory, device_trace, one_program
 
 
@@ -105,7 +105,7 @@ class Profile:
         if self._trace:
             self._trace.close()
             self._trace = None
-            print(f"wrote a trace: tensorboard --logdir={self._folder}", flush=True)
+            say(f"wrote a trace: tensorboard --logdir={self._folder}")
 
 
 def parse_profile_steps(text, num_iterations):

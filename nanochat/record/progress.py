@@ -5,6 +5,8 @@ from functools import partial
 
 from tqdm import tqdm
 
+from nanochat.common import say
+
 
 class Progress:
     """Shows progress on stderr: a bar on a terminal, otherwise a line every ten seconds at most. A context manager."""
@@ -42,4 +44,4 @@ class Progress:
 
     def _print(self):
         self._printed = time.monotonic()
-        print(self._meter(self._done, elapsed=self._printed - self._begun), file=sys.stderr, flush=True)
+        say(self._meter(self._done, elapsed=self._printed - self._begun), sys.stderr)

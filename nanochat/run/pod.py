@@ -17,7 +17,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from nanochat.common import BadInput, Failure
+from nanochat.common import BadInput, Failure, say
 from nanochat.run import wire
 from nanochat.run.stopping import EXIT_STATUS
 
@@ -87,8 +87,8 @@ class Pod:
         self._readers = [self._start(self._read, index) for index in self._members]
         self._start(self._beat)
         others = [name for index, name in enumerate(self.names) if index != self.host.index]
-        print(f"host {self.host.index} of {self.host.count}: {self.names[self.host.index]}, joined to "
-              f"{', '.join(others)}", flush=True)
+        say(f"host {self.host.index} of {self.host.count}: {self.names[self.host.index]}, joined to "
+            f"{', '.join(others)}")
         return [hello["about"] for hello in hellos]
 
     # Joining, on the first host
@@ -194,7 +194,7 @@ class Pod:
                                    f"({error}): start the run there, too, and let hosts reach each other at this port",
                                    1) from None
             if not has_said:
-                print(f"waiting for the first host at {first}, for up to {self._limits.join_s} s", flush=True)
+                say(f"waiting for the first host at {first}, for up to {self._limits.join_s} s")
                 has_said = True
             time.sleep(RETRY_S)
 
@@ -307,7 +307,7 @@ class Pod:
 
     def _end_at_last(self):
         if not self._is_over.wait(self._limits.grace_s):
-            print(f"error: {self.failure}", file=sys.stderr, flush=True)
+            say(f"error: {self.failure}", sys.stderr)
             os._exit(self.failure.status)
 
     def _on_failed(self, index, message):

@@ -2,9 +2,11 @@
 import fcntl
 import multiprocessing
 import os
+import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -14,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from nanochat.common import BadInput, end_with_parent, locked, prepare_output, require_writable_dir, say_error
+from nanochat.common import BadInput, end_with_parent, locked, prepare_output, require_writable_dir, say, say_error
 from nanochat.device import tpu
 from nanochat.device.ranks import spawn_ranks
 from nanochat.device.tpu import count_tpu_chips
@@ -141,3 +143,14 @@ def end_process_on_error(function, status_path):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def run_module(module, *flags, env=None):
+    """Prints the command that runs a script of this project, and runs it in a process that gets SIGTERM when this one
+    ends. env: its environment; None: this process's. Raises BadInput if it fails."""
+    command = ["-m", module, *flags]
+    say(f"$ {shlex.join(['python3', *command])}")
+    status = subprocess.run([sys.executable, *command], env=env, stdin=subprocess.DEVNULL,
+                            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM)).returncode
+    if status:
+        raise BadInput(f"{module} ended with status {status}: see above")

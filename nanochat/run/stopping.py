@@ -8,6 +8,7 @@ import threading
 import time
 from multiprocessing import resource_tracker
 
+from nanochat.common import say
 from nanochat.run.hosts import metadata
 
 EXIT_STATUS = 75  # EX_TEMPFAIL: the state is saved; start the same command again
@@ -58,7 +59,7 @@ def _obey_signals(read_end, requests):
                     what += " (again: it ends at once)"
             is_asked = True
             requests.ask_to_stop()
-            print(f"{signal.Signals(number).name}: {what}", flush=True)
+            say(f"{signal.Signals(number).name}: {what}")
 
 
 def stop_on_signal_to_rank(requests):
@@ -87,7 +88,7 @@ def _obey_notices(requests, poll_s):
     while True:
         for key, value in (("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")):
             if metadata(key) == value:
-                print(f"this VM is about to end (instance/{key} is {value}): the run stops after a few steps and saves "
-                      "a checkpoint", flush=True)
+                say(f"this VM is about to end (instance/{key} is {value}): the run stops after a few steps and saves "
+                    "a checkpoint")
                 return requests.ask_to_stop(is_preempted=True)
         time.sleep(poll_s)

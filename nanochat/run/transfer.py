@@ -9,7 +9,7 @@ from pathlib import Path
 from nanochat.checkpoint import format
 from nanochat.checkpoint.format import SUMS, Kept
 from nanochat.checkpoint.saver import save_lane_states
-from nanochat.common import BadInput, is_disk_full, move_aside
+from nanochat.common import BadInput, is_disk_full, move_aside, say
 from nanochat.run import wire
 from nanochat.run.pod import PodError
 
@@ -86,7 +86,7 @@ def _get_checkpoint(pod, path, sums):
     format.sync_to_disk(partial_path)
     partial_path.rename(path)
     format.sync_to_disk(path.parent)
-    print(f"received {path.name} from host {pod.names[0]} in {time.monotonic() - started:.1f} s", flush=True)
+    say(f"received {path.name} from host {pod.names[0]} in {time.monotonic() - started:.1f} s")
 
 
 def _receive_checkpoint(pod, folder):

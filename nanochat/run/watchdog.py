@@ -14,6 +14,8 @@ import time
 
 import numpy as np
 
+from nanochat.common import say
+
 MAX_RANKS = 256
 POLL_S = 0.25
 STACKS_S, MAIN_THREAD_S = 1, 20
@@ -137,7 +139,7 @@ class Watchdog:
 
     def _report(self, reason):
         self.reason = reason
-        print(f"error: {reason}", file=sys.stderr, flush=True)
+        say(f"error: {reason}", sys.stderr)
 
     def _end(self):
         self.has_reported.set()

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, say
 from nanochat.device import ranks
 from nanochat.run import stopping
 from nanochat.run.agreement import HostAgreement, Requests
@@ -74,7 +74,7 @@ def train_on_pod(run, pod, requests):
     status = spawn(run, watchdog)
     status = pod.end(status, watchdog.reason)
     if pod.failure and not watchdog.reason:
-        print(f"error: {pod.failure}", file=sys.stderr, flush=True)
+        say(f"error: {pod.failure}", sys.stderr)
     return status
 
 
@@ -131,6 +131,6 @@ def train_without_parent(flags, device_type, make_task):
 
 def say_finished(run):
     """Says that nothing is left to train, and returns the exit status."""
-    print(f"run {run.flags.run.run} has reached step {run.finished_step} ({run.checkpoint}): nothing left to do. "
-          "Raise --num_iterations, choose another --run, or start over with --resume=never")
+    say(f"run {run.flags.run.run} has reached step {run.finished_step} ({run.checkpoint}): nothing left to do. "
+        "Raise --num_iterations, choose another --run, or start over with --resume=never")
     return 0

@@ -3,7 +3,7 @@ import time
 
 import torch
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, say
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT
 from nanochat.record.metrics import format_duration
@@ -24,7 +24,7 @@ def require_time(plan, num_iterations):
     if seconds > DAY_S and num_iterations == -1:
         raise BadInput(f"{plan.num_iterations:,} steps take {text} on this CPU: for a first try add {FIRST_TRY}, or "
                        f"give --num_iterations={plan.num_iterations} for all of them")
-    print(f"{plan.num_iterations:,} steps take {text} on this CPU; for a first try add {FIRST_TRY}", flush=True)
+    say(f"{plan.num_iterations:,} steps take {text} on this CPU; for a first try add {FIRST_TRY}")
 
 
 def seconds_of_row(config):

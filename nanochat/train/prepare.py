@@ -8,7 +8,7 @@ from shlex import quote
 from nanochat.checkpoint import format
 from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.mirror import STATE_FILE, Mirror, MirrorState, patiently, run_mirror
-from nanochat.common import BadInput, Outage, get_base_dir, move_aside
+from nanochat.common import BadInput, Outage, get_base_dir, move_aside, say
 from nanochat.record.observe import parse_profile_steps
 from nanochat.run.agreement import Requests
 from nanochat.run.hosts import require_alike
@@ -162,7 +162,7 @@ def resume(task, path, is_finished, is_first):
                        "or the horizon that you gave, or choose another --run")
     changes = changed_flags(meta.flags, task)
     if changes and is_first:
-        print(f"changed since the checkpoint: {changes}", flush=True)
+        say(f"changed since the checkpoint: {changes}")
     return task, finished_step
 
 
@@ -202,7 +202,7 @@ def reach(mirror, directory):
             state.write(directory)
             raise
 
-    print(f"testing whether {mirror.url} is writable", flush=True)
+    say(f"testing whether {mirror.url} is writable")
     copies = patiently(mirror.url, try_mirror)
     state.newest_copied = copies[-1] if copies else None
     state.error = None
@@ -222,7 +222,7 @@ def newest_checkpoint(directory, mirror):
         raise BadInput(f"all checkpoints in {directory} are damaged: {problems}: put whole copies in their place, or "
                        "start over with --resume=never")
     for bad, problem in damaged.items():
-        print(f"warning: checkpoint {bad} is damaged ({problem}): it is set aside", flush=True)
+        say(f"warning: checkpoint {bad} is damaged ({problem}): it is set aside")
         if bad != path:  # otherwise the mirror's copy is in its place
             move_aside(bad)
     return path

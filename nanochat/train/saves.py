@@ -17,6 +17,7 @@ from nanochat.checkpoint.saver import (
     save_lane_states,
     write_part,
 )
+from nanochat.common import say
 from nanochat.device.collectives import thread_barrier
 from nanochat.run.transfer import send_lanes
 
@@ -113,7 +114,7 @@ class Saves:
             path = save_checkpoint(self._memory, *state, meta, self._num_lanes, layout, options, self._log)
             self._uploader.upload_rounded(path)
         except (OSError, NotFinite) as error:  # the checkpoint on disk follows
-            print(f"warning: the mirror gets no rounded state of step {step}: {error!r}", flush=True)
+            say(f"warning: the mirror gets no rounded state of step {step}: {error!r}")
 
     def mirror_behind_s(self):
         """Returns for how many seconds the mirror has lacked the newest checkpoint, or None without a mirror."""

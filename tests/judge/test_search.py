@@ -16,7 +16,7 @@ from nanochat.infer.sample import Sampling, default_max_tokens
 from nanochat.judge.judge import PASSED, Judge
 from nanochat.judge.problems import Problem
 from nanochat.judge.search import COMPILES, METHODS, UNFINISHED, Budget, Search, refill
-from nanochat.judge.solve import say
+from nanochat.judge.solve import note
 from nanochat.judge.writer import Writer
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
@@ -121,7 +121,7 @@ def test_a_model_with_a_short_context_is_searched(learner, judge, method):
 
 
 def test_what_a_search_says_has_no_control_characters(capsys):
-    say("alive \x1b[2J")
+    note("alive \x1b[2J")
     assert capsys.readouterr().err == "alive \\x1b[2J\n"
 
 
