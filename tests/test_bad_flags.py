@@ -40,7 +40,7 @@ WORK = {
     "bench.schedule": ["measure"], "bench.serve": ["get_context"], "bench.train": ["Training"],
     "code_eval": ["Judge"],
     "demo": ["run"], "eval_table": ["run"], "export": ["load_model"], "generate": ["Engine"],
-    "import_nanochat": ["read_weights"], "prepare_data": ["prepare"], "prepare_puzzles": ["prepare"],
+    "import_nanochat": ["read_weights"], "lsp": ["run"], "prepare_data": ["prepare"], "prepare_puzzles": ["prepare"],
     "puzzle_preflight": ["prepare"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED, "report": ["summarise"],
     "serve": ["Engine"], "solve": ["Judge"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"],
     "tpu_advice": ["advise"], "tpu_preflight": ["prepare"]}
@@ -98,6 +98,8 @@ def in_folder(folder):
 def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_tokenizer_dir, base_dir, tmp_path,
                                                          monkeypatch):
     module = importlib.import_module(f"scripts.{name}")
+    if name == "lsp":
+        pytest.importorskip("pygls")
     (tmp_path / "FILE").write_text("text")
     (tmp_path / "FOLDER").mkdir()
     (tmp_path / "LINK").symlink_to("LINK")

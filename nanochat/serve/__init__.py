@@ -1,2 +1,2 @@
-"""A server that completes code in editors: their protocols over HTTP, one thread that runs the model, and a page to try
-it. scripts/serve.py runs it."""
+"""Serves completions to editors: their protocols over HTTP, one thread that runs the model, a page to try it, and a
+language server. scripts/serve.py and scripts/lsp.py run it."""

@@ -1,6 +1,7 @@
 """A tiny model that has learnt to fill in the middle of one C++ file, and a server of it."""
 import socket
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -22,6 +23,7 @@ from nanochat.serve.completer import Completer
 from nanochat.serve.connections import make_runner
 from nanochat.serve.server import Server, make_app
 from tests.checkpoint.states import make_meta
+from tests.infer.test_engine import make_model
 
 SOURCE = """\
 int add(int a, int b) {
@@ -105,3 +107,48 @@ def served(completer):
 @pytest.fixture
 def client(served):
     return served[0]
+
+
+class SlowCompleter:
+    """Stands before a real one and takes its time for every token, so that a test can act while it generates."""
+    extra_tokens = 0
+
+    def __init__(self, completer):
+        self.completer, self.context = completer, completer.context
+        self.begun, self.go_on, self.asked = threading.Event(), threading.Event(), 0
+        self.prefixes, self.extras = [], []
+
+    def complete(self, prefix, suffix, extra, options, on_text, keep_going):
+        self.prefixes.append(prefix)
+        self.extras.append(extra)
+
+        def slow_keep_going():
+            self.asked += 1
+            self.begun.set()
+            self.go_on.wait(timeout=0.02)
+            return keep_going()
+
+        return self.completer.complete(prefix, suffix, extra, options, on_text, slow_keep_going)
+
+
+@pytest.fixture(scope="module")
+def untrained(byte_tokenizer_dir):
+    """A completer whose model does not know when to end."""
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
+    model = make_model(vocab_size=tokenizer.n_vocab)
+    return Completer(Engine(model, tokenizer, Dist("cpu", torch.device("cpu"))), True)
+
+
+@pytest.fixture
+def slow(untrained):
+    slow = SlowCompleter(untrained)
+    with serving(slow) as (client, server):
+        yield slow, client, server
+        slow.go_on.set()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

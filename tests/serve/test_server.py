@@ -2,20 +2,13 @@
 import json
 import re
 import threading
-import time
 
 import httpx
 import pytest
-import torch
 
-from nanochat.data.tokenizer import load_tokenizer
-from nanochat.device.ranks import Dist
-from nanochat.infer.engine import Engine
-from nanochat.serve.completer import Completer
 from nanochat.serve.model_thread import MAX_WAITING
 from nanochat.serve.protocols import CompletionBody, split_gap
-from tests.infer.test_engine import make_model
-from tests.serve.conftest import serving
+from tests.serve.conftest import SlowCompleter, serving, wait_until
 
 BEFORE, LINE, AFTER = "int add(int a, int b) {\n", "    ret", "\n}\n\nint twice(int a) {\n    return add(a, a);\n}\n"
 REST = "urn a + b;"  # what the model has learnt to write there
@@ -225,50 +218,7 @@ def test_models_health_metrics_and_the_page(client):
 # One model, several requests
 
 
-class SlowCompleter:
-    """Stands before a real one and takes its time for every token, so that a test can act while it generates."""
-    extra_tokens = 0
-
-    def __init__(self, completer):
-        self.completer, self.context = completer, completer.context
-        self.begun, self.go_on, self.asked, self.prefixes = threading.Event(), threading.Event(), 0, []
-
-    def complete(self, prefix, suffix, extra, options, on_text, keep_going):
-        self.prefixes.append(prefix)
-
-        def slow_keep_going():
-            self.asked += 1
-            self.begun.set()
-            self.go_on.wait(timeout=0.02)
-            return keep_going()
-
-        return self.completer.complete(prefix, suffix, extra, options, on_text, slow_keep_going)
-
-
-@pytest.fixture(scope="module")
-def untrained(byte_tokenizer_dir):
-    """A completer whose model does not know when to end."""
-    tokenizer = load_tokenizer(byte_tokenizer_dir)
-    model = make_model(vocab_size=tokenizer.n_vocab)
-    return Completer(Engine(model, tokenizer, Dist("cpu", torch.device("cpu"))), True)
-
-
-@pytest.fixture
-def slow(untrained):
-    slow = SlowCompleter(untrained)
-    with serving(slow) as (client, server):
-        yield slow, client, server
-        slow.go_on.set()
-
-
 LONG = {"prompt": "int main() {", "max_tokens": 48, "seed": 1}
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def in_thread(client, path, body, answers, name):

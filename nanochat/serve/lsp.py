@@ -1,0 +1,125 @@
+"""A language server of LSP 3.18's textDocument/inlineCompletion, which asks a running completion server. scripts/lsp.py
+runs it."""
+import json
+import os
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import httpx
+from lsprotocol import types
+from pygls.lsp.server import LanguageServer
+from pygls.uris import to_fs_path
+from pygls.workspace import TextDocument
+
+from nanochat.common import BadInput
+
+TIMEOUT_S = 60
+MAX_SIDE = 1 << 15  # characters before, and after, the cursor that are sent: more than a model reads
+MAX_OTHERS = 1 << 16  # characters of other files that are sent
+MAX_FILES = 256  # more are refused
+STATUS_REPLACED = 499
+
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
+_INCLUDE = re.compile(r"""^[ \t]*\#[ \t]*include[ \t]*["<]([^">\n\0]+)[">]""", re.MULTILINE)
+
+# pygls would also end lines at form feeds, which old C++ has, and at other characters that end no line of LSP.
+TextDocument.lines = property(lambda document: tuple(_LINE.findall(document.source)))
+
+
+def make_language_server(url, api_key=None):
+    """Returns a language server that asks the completion server at `url`. Raises BadInput if that is no address."""
+    headers = {"Content-Type": "application/json",
+               # Of several editors, none replaces the waiting requests of another.
+               "User-Agent": f"nanochat-lsp/{os.getpid()}"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    if not re.fullmatch(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:\d+)?/?", url):
+        raise BadInput(f"--url={url} is no address of a server: give one such as http://127.0.0.1:8012")
+    client = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+    server = LanguageServer("nanochat", "1")
+    last_said = [""]
+
+    # If the editor cancels the request, pygls cancels this coroutine. That closes the connection, and frees the model.
+    @server.feature(types.TEXT_DOCUMENT_INLINE_COMPLETION, types.InlineCompletionOptions())
+    async def complete(ls: LanguageServer, params: types.InlineCompletionParams):
+        documents = ls.workspace.text_documents
+        uri = unquote(params.text_document.uri)
+        documents[uri] = document = documents.pop(uri)  # so that the last used one comes last
+        span, typed, segments = segments_at(ls.workspace, document, params)
+        try:
+            answer = await client.post("/v1/completions", content=json.dumps({"segments": segments}).encode())
+            if answer.status_code == STATUS_REPLACED:
+                return []
+            answer = answer.json()
+            message = answer["error"]["message"] if "error" in answer else ""
+            text = "" if message else answer["choices"][0]["text"]
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            text = ""
+            message = f"no answer of {url} ({type(error).__name__}): start python3 -m scripts.serve"
+        # Once, because editors ask with each key.
+        if message and message != last_said[0]:
+            ls.window_show_message(types.ShowMessageParams(types.MessageType.Warning, f"nanochat: {message}"))
+        last_said[0] = message
+        return [types.InlineCompletionItem(typed + text, range=span)] if text else []
+
+    return server
+
+
+def segments_at(workspace, document, params):
+    """Returns the Range that the completion replaces, the text that it begins with, and Tabby's segments."""
+    span = types.Range(params.position, params.position)
+    typed = ""
+    if chosen := params.context.selected_completion_info:  # of a menu: the completion must extend its item
+        span = chosen.range
+        typed = chosen.text
+    source = document.source
+    prefix = source[:document.offset_at_position(span.start)] + typed
+    suffix = source[document.offset_at_position(span.end):]
+    others = [{"body": text} for text in other_files(workspace, document)]
+    return span, typed, {"prefix": prefix[-MAX_SIDE:].replace("\r\n", "\n"),
+                         "suffix": suffix[:MAX_SIDE].replace("\r\n", "\n"),
+                         "relevant_snippets_from_changed_files": others}
+
+
+def other_files(workspace, document):
+    """Returns the texts that may help to complete `document`, the most helpful one last: what it includes, then each
+    other open file and what that includes. A text that does not fit into the rest of MAX_OTHERS is left out."""
+    opened = {real_path(other.path): other.source for other in workspace.text_documents.values()}
+    roots = [real_path(path) for uri in workspace.folders if (path := to_fs_path(uri))]
+    if not roots and workspace.root_path:
+        roots = [real_path(workspace.root_path)]
+
+    def included(path):
+        for name in _INCLUDE.findall(opened[path]):
+            for folder in (path.parent, *roots, *(root / "include" for root in roots)):
+                found = real_path(folder / name)
+                inside = any(map(found.is_relative_to, (path.parent, *roots)))
+                if found in opened or inside and os.path.isfile(found):
+                    yield found
+                    break
+
+    here = real_path(document.path)
+    candidates = [*included(here)]
+    for path in reversed(opened):
+        candidates += [path, *included(path)]
+    texts = {here: ""}
+    room = MAX_OTHERS
+    for path in candidates:
+        if path not in texts:
+            text = opened[path] if path in opened else read_up_to(path, room)
+            texts[path] = text if len(text) <= room else ""
+            room -= len(texts[path])
+    return [text for text in reversed(texts.values()) if text][-MAX_FILES:]
+
+
+def real_path(path):
+    return Path(os.path.realpath(path))
+
+
+def read_up_to(path, num_bytes):
+    """Returns the text of a file; "" if it has more bytes or cannot be read."""
+    try:
+        return path.read_text(errors="replace") if path.stat().st_size <= num_bytes else ""
+    except OSError:
+        return ""

@@ -1,0 +1,40 @@
+"""Completes in editors that speak LSP 3.18 (textDocument/inlineCompletion), such as Neovim 0.12:
+
+    python3 -m scripts.lsp --url=http://127.0.0.1:8012
+
+The editor starts it (docs/editor.md), and it asks a scripts.serve that is running. Needs pip install '.[lsp]'. The key
+of the server, if it has one, is in $NANOCHAT_API_KEY.
+"""
+import logging
+import os
+import sys
+from dataclasses import dataclass
+
+from nanochat.common import BadInput, flag, read_flags, run_script
+
+
+@dataclass(frozen=True)
+class LspFlags:
+    url: str = flag("http://127.0.0.1:8012", "address of the running scripts.serve")
+
+
+def main(argv=None):
+    [flags] = read_flags(argv, __doc__, {LspFlags: "server"})
+    try:
+        from nanochat.serve.lsp import make_language_server
+    except ImportError as error:
+        raise BadInput(f"there is no {error.name}: pip install '.[lsp]'") from None
+    server = make_language_server(flags.url, os.environ.get("NANOCHAT_API_KEY"))
+    if sys.stdin.isatty():
+        raise BadInput("an editor starts this and talks to its standard input: docs/editor.md says how")
+    run(server)
+
+
+def run(server):
+    """Talks to the editor until it ends."""
+    logging.getLogger("pygls").setLevel(logging.CRITICAL)  # its messages contain the user's text
+    server.start_io(stdout=open(os.dup(1), "wb"))  # a copy, because pygls closes it
+
+
+if __name__ == "__main__":
+    run_script(main)
