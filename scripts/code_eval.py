@@ -20,7 +20,7 @@ from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model,
 from nanochat.judge.code_eval import TASKS, check_solutions, evaluate, make_items, read_others
 from nanochat.judge.eval_report import write_report
 from nanochat.judge.judge import Judge, JudgeFlags
-from nanochat.judge.problems import digest, read_problems, usable
+from nanochat.judge.problems import digest, read_sets, usable
 from nanochat.judge.results import open_results, results_dir
 from nanochat.judge.writer import Writer, WriterFlags
 from nanochat.record.progress import Progress
@@ -30,7 +30,7 @@ from nanochat.record.progress import Progress
 class TaskFlags(TextFlags):
     task: str = flag("functions", "functions, infill (gaps in held-out files) or infill_functions (gaps in the "
                      "problems' solutions)", choices=TASKS)
-    problems: Path | None = flag(None, "a set as in docs/evaluation.md; default: the project's own", of=expand_path)
+    problems: str = flag("own", "sets of docs/evaluation.md#problems, separated by commas; own: the project's")
     num_tasks: int = flag(100, "gaps of each kind", at_least=1, at_most=10_000)
     check: bool = flag(False, "judge the problems' solutions, and each with one line deleted, instead of a model")
 
@@ -49,7 +49,7 @@ class ResultFlags(JudgeFlags):
 def main(argv=None):
     of_model, of_task, of_samples, judging = read_flags(argv, __doc__, {
         CheckpointFlags: "model", TaskFlags: "what it does", SamplingFlags: "sampling", ResultFlags: "judging"})
-    problems = usable(read_problems(of_task.problems))
+    problems = usable(read_sets(of_task.problems))
     if of_task.check:
         with Judge(judging.unsafe) as judge:
             return check_solutions(problems, judge, judging.num_workers, of_samples.seed)

@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -89,10 +89,25 @@ def read_problems(path=None, name="--problems"):
                        f"this project: {type(error).__name__} {error}") from None
     if not problems:
         raise BadInput(f"{name}={path} holds no problem")
+    return _distinct(problems, f"{name}={path}")
+
+
+def read_sets(text):
+    """Returns the Problems of the sets that --problems names, separated by commas. Of several, each set is a group of
+    the table."""
+    names = text.split(",")
+    problems = []
+    for name in names:
+        found = read_problems(name)
+        problems += found if len(names) == 1 else [replace(problem, difficulty=Path(name).stem) for problem in found]
+    return _distinct(problems, f"--problems={text}")
+
+
+def _distinct(problems, source):
     names = set()
     for problem in problems:
         if problem.name in names:
-            raise BadInput(f"{name}={path} has two problems with the name {problem.name}")
+            raise BadInput(f"{source} has two problems with the name {problem.name}")
         names.add(problem.name)
     return problems
 

@@ -86,7 +86,7 @@ def other_files(workspace, document):
     """Returns the texts that may help to complete `document`, the most helpful one last: what it includes, then each
     other open file and what that includes. A text that does not fit into the rest of MAX_OTHERS is left out."""
     opened = {real_path(other.path): other.source for other in workspace.text_documents.values()}
-    roots = [real_path(path) for uri in workspace.folders if (path := to_fs_path(uri))]
+    roots = [real_path(path) for folder in workspace.folders.values() if (path := to_fs_path(folder.uri))]
     if not roots and workspace.root_path:
         roots = [real_path(workspace.root_path)]
 

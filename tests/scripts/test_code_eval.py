@@ -1,5 +1,6 @@
 """scripts/code_eval.py with the real compiler, and models that have learnt nothing."""
 import json
+import re
 import shutil
 from dataclasses import asdict
 
@@ -66,6 +67,16 @@ def test_a_killed_evaluation_goes_on_to_the_same_file_and_others_are_compared_wi
         code_eval("b", "third", f"--against={tmp_path / 'whole'}", "--temperature=0.5")
     with pytest.raises(BadInput, match=r"results of another evaluation \(checkpoint is a/step_000007 there"):
         code_eval("b", "whole")
+
+
+def test_several_sets_have_one_score_together_and_one_each(code_eval, tmp_path):
+    (tmp_path / "more.jsonl").write_text(json.dumps(PROBLEM | {"task_id": "z"}))
+    both = f"{tmp_path}/problems.jsonl,{tmp_path}/more.jsonl"
+    code_eval("a", "both", f"--problems={both}", "--num_samples=0", "--max_tokens=1")
+    counts = re.findall(r"^bits per byte +(\w+) .* of (\d+)$", code_eval.output, re.MULTILINE)
+    assert counts == [("all", "3"), ("problems", "2"), ("more", "1")]
+    with pytest.raises(BadInput, match="--problems=.*,.* has two problems with the name z"):
+        code_eval("a", "twice", f"--problems={both},{tmp_path}/more.jsonl")
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -106,13 +106,14 @@ def test_a_cancelled_request_frees_the_model_and_a_missing_server_is_said_once(s
     async def run():
         async with editor(client.base_url) as (lsp, _):
             open_file(lsp, BEFORE + AFTER)
+            open_file(lsp, "int other;", "file:///project/other.cpp")
             request = lsp.protocol.send_request(types.TEXT_DOCUMENT_INLINE_COMPLETION, asked(1, 0), msg_id="1")
             await asyncio.to_thread(completer.begun.wait, 60)
             lsp.cancel_request(types.CancelParams("1"))
             with pytest.raises(Exception, match="cancel"):
                 await asyncio.wait_for(asyncio.wrap_future(request), 60)
             await asyncio.to_thread(wait_until, lambda: [job.future.done() for job in server.thread._jobs] == [True])
-            assert completer.asked < 47
+            assert completer.asked < 47 and completer.extras == [["int other;"]]
         async with editor("http://127.0.0.1:1") as (lsp, messages):
             open_file(lsp, BEFORE + AFTER)
             assert [await complete(lsp, 1, 0) for _ in range(3)] == [[], [], []]
