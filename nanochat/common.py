@@ -364,12 +364,13 @@ def locked(lock_file, refusal):
     file system has no locks."""
     from filelock import FileLock, Timeout
     try:
-        held = FileLock(lock_file).acquire(timeout=0)
+        # Without the fallback: a kill would leave the lock that it makes instead.
+        held = FileLock(lock_file, fallback_to_soft=False).acquire(timeout=0)
     except Timeout:
         raise BadInput(refusal) from None
-    except (OSError, NotImplementedError) as error:
-        raise BadInput(f"{lock_file} cannot be locked ({error}): choose a disk of this machine, with the folder's flag "
-                       "or with NANOCHAT_BASE_DIR") from None
+    except OSError as error:
+        raise BadInput(f"{lock_file} cannot be locked ({error.strerror}): choose a disk of this machine, with the "
+                       "folder's flag or with NANOCHAT_BASE_DIR") from None
     with held:  # releases it once; `with FileLock(…)` would acquire it a second time
         yield
 

@@ -1,4 +1,6 @@
 """Flags: their types, ranges and messages."""
+import errno
+import fcntl
 import os
 import re
 import signal
@@ -211,6 +213,17 @@ def test_a_lock_has_one_holder(tmp_path):
             pass
     with locked(tmp_path / "lock", "in use"):
         pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_is_refused(tmp_path, monkeypatch, number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(BadInput, match=rf"lock cannot be locked \({os.strerror(number)}\): choose a disk of this"):
+        with locked(tmp_path / "lock", "in use"):
+            pass
 
 
 def test_progress_is_a_line_at_the_end_where_stderr_is_no_terminal(capsys):

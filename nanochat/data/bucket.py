@@ -164,7 +164,7 @@ class BucketFile:
                     return pa.OSFile(str(path))
                 # The process that has the lock fetches the part, and those that wait for it find it there. All parts
                 # share 256 locks, so that the folder does not fill with locks.
-                with FileLock(folder / f"{path.name[:2]}.lock", timeout=LOCK_TIMEOUT_S):
+                with _lock(folder / f"{path.name[:2]}.lock", LOCK_TIMEOUT_S):
                     if not _is_whole(path, end):
                         self._fetch(path, begin, end)
             except Timeout as error:
@@ -268,8 +268,12 @@ def _cache_folder(base_dir):
     return require_writable_dir(base_dir / CACHE_DIR)
 
 
+def _lock(path, timeout_s):
+    return FileLock(path, timeout=timeout_s, fallback_to_soft=False)  # a kill would leave the lock of the fallback
+
+
 def _room_lock(folder):
-    return FileLock(folder / "room.lock", timeout=ROOM_TIMEOUT_S)
+    return _lock(folder / "room.lock", ROOM_TIMEOUT_S)
 
 
 # The file `bytes` holds the size of all parts together, so that a fetch does not have to list them. It is an upper

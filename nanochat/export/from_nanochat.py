@@ -47,6 +47,9 @@ def read_weights(path):
     """Returns nanochat's {name: tensor}. Raises BadInput if the file cannot be read."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        if size > path.stat().st_size:  # a tensor may repeat few bytes, and would fill the memory
+            raise ValueError(f"its tensors take {size:,} bytes, more than the file")
         # torch.compile puts this prefix before the names of a compiled model.
         return {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
     except (OSError, ValueError, RuntimeError, EOFError, AttributeError, pickle.UnpicklingError,

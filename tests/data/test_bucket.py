@@ -1,5 +1,6 @@
 """Shards in a bucket, served on loopback: the same rows as from disk, in little room, through outages and kills."""
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -231,9 +232,15 @@ def test_a_full_disk_is_one_line_with_status_1(storage, monkeypatch, base_dir):
     assert error.value.status == 1 and not list((base_dir / CACHE_DIR).glob("*.partial"))
 
 
-def test_a_cache_that_cannot_be_used_is_one_line(storage, base_dir):
-    (base_dir / CACHE_DIR).mkdir(parents=True)
+def test_a_cache_that_cannot_be_used_is_one_line(storage, base_dir, monkeypatch):
+    def has_no_locks(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", has_no_locks)
+        with pytest.raises(Failure, match="the cache .* cannot be used .*Function not implemented"):
+            open_shards(list_shards(URL))
     for number in range(256):
+        (base_dir / CACHE_DIR / f"{number:02x}.lock").unlink(missing_ok=True)
         (base_dir / CACHE_DIR / f"{number:02x}.lock").mkdir()
     with pytest.raises(Failure, match="the cache .* cannot be used"):
         open_shards(list_shards(URL))

@@ -95,6 +95,8 @@ def test_scales_of_the_residual_stream_are_taken(theirs, tmp_path):
 
 @pytest.mark.parametrize("new_weights, config, message", [
     ({"value_embeds.1.weight": torch.ones(3)}, {}, "has value_embeds.1.weight, .* before value embeddings"),
+    ({"lm_head.weight": torch.ones(1).expand(10**9, 32)}, {}, "cannot be read .its tensors take 128,000,"),
+    ({"lm_head.weight": 3}, {}, "cannot be read .'int' object"),
     ({}, {"window_pattern": "SSSL"}, "has attention windows .SSSL."),
     ({}, {"n_embd": 64}, "does not fit its meta file: wte is .*, 32. and should be .*, 64"),
     ({}, {"n_head": 5}, "model_dim=32 does not divide into"),
