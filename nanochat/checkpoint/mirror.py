@@ -5,8 +5,8 @@
     <mirror>/<run>/step_000123.rounded/…    the same of a state at the notice of a preemption, see rounded.py
 
 A bucket cannot rename a folder, so SHA256SUMS is copied last and deleted first: a copy without it is not whole, and no
-run resumes from it. A new VM, whose disk is empty, resumes from the newest whole copy. The copies of an abandoned run
-(--resume=never) have SHA256SUMS.aside instead; a newer run deletes them once it reaches their step.
+run resumes from it. A new VM, whose disk is empty, resumes from the newest whole copy. A run that starts over
+(--resume=never) is refused while there are whole copies: it would replace them as it passes their steps.
 
 The scripts that watch the run from outside (deploy/) read <run dir>/mirror.json:
     {"mirror": URL of the run's folder there, "newest_saved": "step_000200" or null,
@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -96,19 +95,6 @@ class Mirror:
             if SUMS in copies[name]:
                 self._remove_files(f"{self.url}/{name}/{SUMS}")
             self._remove_files(f"{self.url}/{name}/*")
-
-    def set_aside(self):
-        """Marks all copies so that no run resumes from them, for a run that starts over. The newest is the last: an
-        interruption leaves the abandoned run whole."""
-        files = [(f"{self.url}/{name}", SUMS) for name in self.whole_copies()]
-        if files:
-            files.append((self.url, METRICS_FILE))
-        for folder, file in files:
-            with tempfile.TemporaryDirectory() as scratch:
-                self._copy([f"{folder}/{file}"], scratch)
-                aside = (Path(scratch) / file).rename(Path(scratch) / f"{file}.aside")
-                self._copy([aside], folder)
-            self._remove_files(f"{folder}/{file}")
 
     def fetch(self, run_dir, after_step=-1):
         """Copies the newest whole copy of a step later than `after_step`, and the metrics, into `run_dir`. Returns the
@@ -275,12 +261,11 @@ class Uploader:
     """Copies the newest checkpoint to a Mirror in the background. A copy that fails never stops the run: the Uploader
     reports it and retries, with a newer checkpoint once there is one."""
 
-    def __init__(self, mirror, run_dir, starts_over=False, first_retry_s=FIRST_RETRY_S):
-        """run_dir: with a mirror.json; starts_over: whether to set aside all copies in the mirror."""
+    def __init__(self, mirror, run_dir, first_retry_s=FIRST_RETRY_S):
+        """run_dir: with a mirror.json."""
         self._mirror = mirror
         self._run_dir = run_dir
-        self._state = MirrorState(mirror.url) if starts_over else MirrorState.read(run_dir)
-        self._starts_over = starts_over
+        self._state = MirrorState.read(run_dir)
         self._waiting = None  # the path of the checkpoint that is not in the mirror yet
         self._rounded = None  # the path of a rounded one, which goes before all others
         self._refused = None  # the last one that the mirror has refused for good
@@ -343,16 +328,13 @@ class Uploader:
     def _work(self):
         while not self._is_over:
             with self._condition:
-                self._condition.wait_for(lambda: self._rounded or self._waiting or self._starts_over)
+                self._condition.wait_for(lambda: self._rounded or self._waiting)
                 rounded = self._rounded
                 path = self._waiting
             try:
-                if self._starts_over:
-                    self._mirror.set_aside()
-                    self._starts_over = False
                 if rounded:
                     self._copy_rounded(rounded)
-                elif path:
+                else:
                     self._copy(path)
             except Cancelled:
                 say(f"{path.name} waits: the state at the notice of preemption is copied first")
@@ -389,8 +371,7 @@ class Uploader:
             if self._is_over:
                 return
             if str(error) != self._state.error:
-                what = f"{path.name} is not in" if path else "the old run is not set aside in"
-                say(f"warning: {what} {self._mirror.url}: {error}; trying again")
+                say(f"warning: {path.name} is not in {self._mirror.url}: {error}; trying again")
             self._state.error = str(error)
             if isinstance(error, BadInput):
                 self._refused = path

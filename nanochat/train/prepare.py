@@ -56,14 +56,9 @@ class Run:
     def heartbeats_file(self):
         return self.directory / HEARTBEATS_FILE
 
-    @property
-    def starts_over(self):
-        """Whether an older run of this name moves aside."""
-        return self.flags.run.resume == "never"
-
     def begin(self):
         """Changes the run's folder when training begins, after the last refusal. Rank 0 only."""
-        if self.starts_over:
+        if self.flags.run.resume == "never":
             format.set_aside_after(self.directory, -1)
         (self.directory / FINISHED_FILE).unlink(missing_ok=True)
 
@@ -111,6 +106,9 @@ def prepare(flags, device_type, make_task, pod=None):
     # to is found now and not at the first save.
     mirror = open_mirror(flags) if is_first else None
     mirror_state = reach(mirror, directory)
+    if mirror and mirror_state.newest_copied and flags.run.resume == "never":
+        raise BadInput(f"--resume=never, but {mirror.url} has {mirror_state.newest_copied} of an older run, and "
+                       "new checkpoints would replace old ones: choose another --run, or move that folder")
     format.clean_partial(directory)
     # New files, by this process alone and before a rank opens them: an earlier process's stop must not stop this one.
     Requests(directory / REQUESTS_FILE, create=True)
@@ -217,6 +215,9 @@ def newest_checkpoint(directory, mirror):
     if mirror:
         step = format.step_of(path) if path else -1
         path = patiently(mirror.url, lambda: mirror.fetch(directory, after_step=step)) or path
+        if not path and MirrorState.read(directory).newest_copied:
+            raise BadInput(f"all checkpoints in {mirror.url} are damaged: put whole copies in their place, or choose "
+                           "another --run")
     if damaged and not path:
         problems = ", ".join(f"{bad.name} ({problem})" for bad, problem in damaged.items())
         raise BadInput(f"all checkpoints in {directory} are damaged: {problems}: put whole copies in their place, or "

@@ -52,7 +52,7 @@ class Saves:
         else:
             shutil.rmtree(self._memory, ignore_errors=True)  # of a process that was killed
             if run.mirror:
-                self._uploader = Uploader(run.mirror, run.directory, run.starts_over)
+                self._uploader = Uploader(run.mirror, run.directory)
                 if run.checkpoint:
                     self._uploader.upload(run.checkpoint)
             options = SaveOptions(Kept(record.keep_checkpoints, record.keep_every))

@@ -58,7 +58,7 @@ class Training:
 def saves_of(run_dir, mirror, num_lanes=2, checkpoint=None):
     """Returns the Saves of a run of one rank with a mirror, which goes on from the path of a checkpoint, if any."""
     MirrorState(mirror.url).write(run_dir)
-    run = SimpleNamespace(directory=run_dir, link=None, mirror=mirror, checkpoint=checkpoint, starts_over=False,
+    run = SimpleNamespace(directory=run_dir, link=None, mirror=mirror, checkpoint=checkpoint,
                           flags=SimpleNamespace(record=RecordFlags()), task=SimpleNamespace(num_lanes=num_lanes))
     step = 0 if checkpoint is None else format.step_of(checkpoint)
     return Saves(run, Dist("cpu", torch.device("cpu")), step, SimpleNamespace(flush=lambda: None))

@@ -54,9 +54,6 @@ def test_a_bucket_gets_checkpoints_and_gives_them_back(run_dir, bucket):
     path = there.fetch(run_dir)
     assert path.name == "step_000002" and format.find_problem(path) is None
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 1}\n'
-    there.set_aside()
-    assert there.whole_copies() == [] and there.fetch(run_dir) is None
-    assert {"x/run/metrics.jsonl.aside", "x/run/step_000002/SHA256SUMS.aside"} < set(bucket.names())
 
 
 def test_what_is_damaged_on_its_way_to_a_bucket_is_sent_again(run_dir, bucket, monkeypatch):
@@ -88,42 +85,6 @@ def test_incomplete_and_damaged_copies_are_not_used(run_dir, folder, tmp_path, c
     assert folder.fetch(run_dir).name == "step_000001"
     assert "step_000002 is damaged" in capsys.readouterr().out
     assert [path.name for path in run_dir.glob("step_*")] == ["step_000001"]
-
-
-# A run that starts over
-
-
-def test_the_copies_of_an_abandoned_run_neither_come_back_nor_crowd_out_those_of_the_new_run(run_dir, folder, tmp_path):
-    copy(folder, run_dir, 100, 200)
-    folder.set_aside()
-    assert folder.fetch(tmp_path / "new disk") is None
-    shutil.rmtree(run_dir)
-    run_dir.mkdir()
-    (run_dir / "metrics.jsonl").write_text("the new run's\n")
-    copy(folder, run_dir, 10)
-    assert folder.fetch(tmp_path / "new disk").name == "step_000010"
-    copy(folder, run_dir, 20, 150)
-    assert folder.whole_copies() == ["step_000020", "step_000150"]
-    assert sorted(path.name for path in (tmp_path / "mirror/run").glob("step_*")) == \
-        ["step_000020", "step_000150", "step_000200"]  # the last one is set aside, and goes once the run has passed it
-    assert (tmp_path / "mirror/run/metrics.jsonl.aside").read_text() == '{"step": 1}\n'
-
-
-def test_setting_aside_that_is_interrupted_leaves_the_newest_copy_of_the_old_run(run_dir, folder, tmp_path,
-                                                                                 monkeypatch):
-    copy(folder, run_dir, 100, 200)
-    remove = Mirror._remove_files
-
-    def remove_one(mirror, pattern):
-        if "step_000200" in pattern:
-            raise KeyboardInterrupt
-        remove(mirror, pattern)
-
-    monkeypatch.setattr(Mirror, "_remove_files", remove_one)
-    with pytest.raises(KeyboardInterrupt):
-        folder.set_aside()
-    assert folder.whole_copies() == ["step_000200"]
-    assert folder.fetch(tmp_path / "new disk").name == "step_000200"
 
 
 def test_a_copy_is_kept_although_the_mirror_has_later_steps(run_dir, folder):

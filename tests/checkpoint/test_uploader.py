@@ -5,7 +5,7 @@ import time
 import pytest
 
 from nanochat.checkpoint import mirror
-from nanochat.checkpoint.format import Kept
+from nanochat.checkpoint.format import MODEL, Kept
 from nanochat.checkpoint.mirror import Mirror, MirrorState, Uploader, run_mirror
 from nanochat.common import BadInput, Outage
 from scripts import base_train
@@ -84,16 +84,6 @@ def test_the_end_does_not_wait_for_a_mirror_that_refuses_for_good(run_dir, state
     assert "on this machine's disk only" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_run_that_starts_over_sets_the_copies_of_the_old_run_aside_at_once(run_dir, state, tmp_path):
-    there = Mirror(str(tmp_path / "mirror"), Kept(1))
-    there.copy(save(run_dir, 100), run_dir / "metrics.jsonl")
-    uploads = begin(there, run_dir, starts_over=True)
-    assert state()["newest_copied"] is None
-    eventually(lambda: not there.whole_copies())
-    uploads.upload(save(run_dir, 5))
-    assert uploads.finish() and there.whole_copies() == ["step_000005"]
-
-
 # At the start of a run, in the parent process
 
 
@@ -110,3 +100,18 @@ def test_a_start_without_a_mirror_that_can_be_written_to_says_why_and_trains_not
     monkeypatch.setattr(mirror, "OUTAGE_S", 0)
     with pytest.raises(Outage, match="--checkpoint_mirror: gs://b/dummy has not been reached for 0.*Too many requests"):
         base_train.main([*tiny, "--checkpoint_mirror=gs://b"])
+
+
+def test_a_start_that_would_replace_the_checkpoints_of_the_mirror_is_refused(tiny, run_dir, tmp_path, capsys):
+    there = run_mirror(str(tmp_path / "mirror"), "dummy", Kept(1))
+    there.copy(save(run_dir, 2), run_dir / "metrics.jsonl")
+    weights = tmp_path / "mirror/dummy/step_000002" / MODEL
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    found = {path: path.read_bytes() for path in (tmp_path / "mirror").rglob("*.*")}
+    flags = [*tiny, f"--checkpoint_mirror={tmp_path}/mirror"]
+    with pytest.raises(BadInput, match="--resume=never, but .*mirror/dummy has step_000002 of an older run"):
+        base_train.main([*flags, "--resume=never"])
+    with pytest.raises(BadInput, match="all checkpoints in .*mirror/dummy are damaged: put whole copies"):
+        base_train.main(flags)
+    assert "step_000002 is damaged (model.safetensors does not match its checksum)" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in (tmp_path / "mirror").rglob("*.*")} == found

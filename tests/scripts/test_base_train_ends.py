@@ -4,9 +4,7 @@ import os
 import pytest
 
 from nanochat.checkpoint import format
-from nanochat.checkpoint.format import Kept
 from nanochat.checkpoint.meta import load_meta
-from nanochat.checkpoint.mirror import Mirror
 from nanochat.common import BadInput
 from scripts import base_train
 from tests.conftest import last_of_each
@@ -65,20 +63,6 @@ def test_the_pause_of_a_finished_run_is_no_interruption_and_a_lost_process_is_on
     format.set_aside_after(run_dir, 4)
     resumed = train("--num_iterations=8", "--eval_every=-1").records[-1]
     assert resumed["interruptions"] == 1 and resumed["seconds_lost"] > 0
-
-
-def test_a_run_that_starts_over_is_what_a_new_machine_gets_from_the_mirror(train, run_dir, tmp_path):
-    flags = ["--eval_every=-1", "--save_every=2", "--keep_checkpoints=1", f"--checkpoint_mirror={tmp_path}/mirror"]
-    mirror = Mirror(f"{tmp_path}/mirror/test", Kept(1))
-    old = train(*flags)
-    assert mirror.whole_copies() == ["step_000006"]
-    train(*flags, "--resume=never", "--num_iterations=4", "--seed=1")
-    assert mirror.whole_copies() == ["step_000004"]
-    for path in sorted(run_dir.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    resumed = train(*flags, "--num_iterations=5", "--seed=1")
-    assert "resuming from" in resumed.stdout and "step_000004" in resumed.stdout
-    assert resumed.losses.keys() == {1, 2, 3, 4, 5} and resumed.losses[1] != old.losses[1]
 
 
 def test_a_newer_checkpoint_of_the_mirror_comes_before_an_older_or_damaged_one_here(train, run_dir, tmp_path):

@@ -28,7 +28,7 @@ class Training:
 @pytest.fixture
 def saves(tmp_path):
     def make(step=0, **record):
-        run = SimpleNamespace(directory=tmp_path, link=None, mirror=None, checkpoint=None, starts_over=False,
+        run = SimpleNamespace(directory=tmp_path, link=None, mirror=None, checkpoint=None,
                               flags=SimpleNamespace(record=RecordFlags(**record)), task=SimpleNamespace(num_lanes=2))
         return Saves(run, Dist("cpu", torch.device("cpu")), step, SimpleNamespace(flush=lambda: None))
 
