@@ -6,6 +6,7 @@ from deploy.lib.calls import end_orphan
 
 GONE = ("PREEMPTED", "TERMINATED", "STOPPED")  # states in which nobody can reach the VM's disk any more
 DELETE_S = 60  # the last of the budget, which nothing but the deletion may use
+DELETION_S = 600  # for a deletion to end
 LOOK_S = 150  # per zone: gcloud itself gives up after two minutes without an answer
 
 
@@ -148,7 +149,7 @@ class Actions:
     # ------------------------------------------------------------------
     # Deleting
 
-    def delete(self, limit_s=600, zone=None):
+    def delete(self, limit_s=DELETION_S, zone=None):
         """Deletes the VM and returns the status of delete.sh: 0 deleted, 3 there is none."""
         result = self.call("delete", limit_s, "--yes", *([f"--zones={zone}"] if zone else []))
         if result.status == 0 and not zone:
@@ -160,6 +161,7 @@ class Actions:
     def delete_until_absent(self, pause):
         """Deletes the VM, however long that takes. gcloud must say several times that there is none: one that is being
         created may not be visible yet."""
+        self.journal.note(f"deleting the VM: each try waits for gcloud, up to {DELETION_S / 60:.0f} minutes")
         absent, wanted = 0, 3 if self.known.creating else 2
         while absent < wanted:
             status = self.delete()

@@ -42,6 +42,8 @@ class Calls:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("WATCH_")}
         if verb == "setup" and os.environ.get("WATCH_WANDB_API_KEY"):
             environment["WANDB_API_KEY"] = os.environ["WATCH_WANDB_API_KEY"]
+        if verb == "delete":  # it is tried again, and every minute costs money
+            environment.setdefault("GCLOUD_S", "60")
         path = DEPLOY / f"{verb}.sh"
         try:
             output = _memory_file()

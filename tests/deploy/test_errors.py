@@ -150,6 +150,8 @@ def test_a_gcloud_that_hangs_is_ended_with_its_children(laptop):
     hanging.chmod(0o755)
     laptop.env["GCLOUD_S"] = "1"
     assert why(laptop, "describe", "nano") == "other: gcloud gave no answer for 1 s, and was ended"
+    said = laptop.run("delete.sh", "nano", "--zones=us-a", "--yes", status=4)
+    assert "cannot tell whether nano exists: us-a: gcloud gave no answer for 1 s, and was ended" in said
     child = (laptop.home / "child").read_text().strip()
     state = subprocess.run(["ps", "-o", "stat=", "-p", child], capture_output=True, text=True).stdout
     assert state.strip()[:1] in ("", "Z"), "the process that gcloud started still runs"

@@ -32,7 +32,8 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.setenv("CHILD", str(tmp_path / "child"))
     monkeypatch.setenv("WATCH_WEBHOOK", "secret")
     monkeypatch.setenv("WATCH_WANDB_API_KEY", "key")
-    for name, text in (("hang", STUBBORN), ("setup", 'echo "args $*"; env; exit 3'), ("push", "env")):
+    scripts = {"hang": STUBBORN, "setup": 'echo "args $*"; env; exit 3', "push": "env", "delete": "env"}
+    for name, text in scripts.items():
         (tmp_path / f"{name}.sh").write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / f"{name}.sh").chmod(0o755)
     yield replace(World(tmp_path).settings, verb_flags=("--type=v6e-4",))
@@ -54,6 +55,7 @@ def test_a_call_passes_settings_on_and_the_key_to_setup_only(settings):
     assert result.status == 3 and "args nano --type=v6e-4 --wait_s=9\n" in result.output
     assert result.fields["WANDB_API_KEY"] == "key" and "secret" not in result.output
     assert "WANDB_API_KEY" not in call("push", 60).fields and not call.record.exists()
+    assert call("delete", 60).fields["GCLOUD_S"] == "60" and "GCLOUD_S" not in call("push", 60).fields
 
 
 def test_a_script_that_hangs_is_ended_with_its_children_though_they_ignore_sigterm(settings, tmp_path):
