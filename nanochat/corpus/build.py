@@ -10,7 +10,9 @@ import numpy as np
 from nanochat.common import BadInput, flag, say, written_whole
 from nanochat.corpus import corpus
 from nanochat.corpus.duplicates import Index, find_duplicates, load_index
+from nanochat.corpus.filters import page, parse_filters
 from nanochat.corpus.manifest import (
+    FILTERS_PAGE,
     MANIFEST,
     TRAIN_DIR,
     VAL_DIR,
@@ -39,6 +41,8 @@ class CorpusFlags:
     val_projects: list = flag((), "hold out these projects instead, separated by commas", of=names)
     exclude_problems: list = flag((), "drop documents that contain prompts of these problems: files, or own, "
                                   "separated by commas; own: the project's", of=names)
+    filters: list = flag((), "drop documents by these filters, or all, with commas; docs/data.md", of=parse_filters)
+    licences: str = flag("any", "keep documents of these licences", choices=("any", "permissive"))
     eval_only: bool = flag(False, f"make an evaluation corpus: only {VAL_DIR}/")
     pack: str = flag("file", "what a document is: a file, or a project's files in include order",
                      choices=("file", "project"))
@@ -98,7 +102,7 @@ def identity_of(sources, flags, excluded):
     """Returns a hexadecimal hash of all that decides the bytes of the corpus."""
     own = () if flags.eval_only or flags.val_projects else own_projects(sources)  # they limit only the choice
     recipe = [flags.seed, flags.max_file_bytes, flags.val_fraction, list(flags.val_projects), flags.eval_only,
-              flags.shard_bytes, excluded.digest, flags.pack, sorted(own)]
+              flags.shard_bytes, excluded.digest, flags.pack, sorted(own), flags.filters, flags.licences]
     identity = json.dumps([RECIPE, recipe, [source.identity() for source in sources]])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
@@ -109,6 +113,10 @@ def build(sources, flags, excluded, run, staging):
         run.check(staging.parent, sources)
     options = scan_options(flags, excluded)
     directories, stats = scan_all(sources, options, staging.parent / "scans", run)
+    if flags.filters:
+        found = [json.loads((directory / "examples.json").read_text()) for directory in directories]
+        num_files = sum(stat["files"] for stat in stats)
+        (staging / FILTERS_PAGE).write_text(page(found, all_dropped(stats), num_files), encoding="utf-8")
     val_projects = split_projects(sources, stats, flags)
     is_val = np.array([source.project in val_projects for source in sources])
     documents = unique_documents(directories, stats, is_val, flags, staging, run)
@@ -148,7 +156,8 @@ def own_projects(sources):
 def scan_options(flags, excluded):
     # A table is divided by the hash of its projects or paths, unless flags name the projects that are held out.
     val_fraction = 0 if flags.eval_only or flags.val_projects else flags.val_fraction
-    return ScanOptions(flags.seed, flags.max_file_bytes, telling_sequences(excluded.texts), val_fraction)
+    return ScanOptions(flags.seed, flags.max_file_bytes, telling_sequences(excluded.texts), val_fraction,
+                       flags.filters, flags.licences)
 
 
 def total_bytes(sources):

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from nanochat.corpus.archives import MAX_LICENCE_BYTES
 from nanochat.corpus.duplicates import NUM_PERMUTATIONS, signature
+from nanochat.corpus.filters import EMAILS, Filters, is_permissive, replace_emails
 from nanochat.corpus.sources import LICENCE_FILE, SUFFIXES, check_sums, check_unchanged, iter_files, readable
 from nanochat.corpus.tables import Row, iter_rows
 from nanochat.corpus.workers import partial_path, whole_file
@@ -196,6 +197,8 @@ class ScanOptions:
     max_file_bytes: int = 1_000_000
     excluded: frozenset = frozenset()  # sequences of words that no document has
     val_fraction: float = 0.0  # of the groups of a table, which are held out
+    filters: tuple = ()  # names in filters.py
+    licences: str = "any"  # or permissive
 
     def identity(self):
         return {**asdict(self), "excluded": hashlib.sha256(repr(sorted(self.excluded)).encode()).hexdigest()}
@@ -206,7 +209,7 @@ def scan(source, scans_dir, options):
 
     Besides run_*.parquet, and run_*_val.parquet for held-out documents of a table, the directory holds stats.json: the
     numbers of files, of documents and bytes kept, of files dropped for each reason, and of documents under each
-    licence. Raises BadInput if the source cannot be read.
+    licence; and examples.json, what filters dropped and just kept. Raises BadInput if the source cannot be read.
     """
     identity = json.dumps([RECIPE, source.identity(), options.identity()])
     finished = Path(scans_dir, hashlib.blake2b(identity.encode(), digest_size=12).hexdigest())
@@ -219,13 +222,10 @@ def scan(source, scans_dir, options):
     found = _Scan(source, folder, options)
     for row in iter_rows(source) if source.table else map(_as_row, iter_files(source)):
         found.stats["files"] += 1
-        text, note = select(row, options)
-        if text is None:
-            found.dropped[note] += 1
-        else:
-            found.stats["recoded"] += note == "recoded"
-            found.add(row, text)
+        if reason := found.add(row):
+            found.dropped[reason] += 1
     found.write_runs()
+    (folder / "examples.json").write_text(json.dumps(found.filters.examples))
     stats = {**found.stats, "dropped": found.dropped, "licences": found.licences}
     (folder / "stats.json").write_text(json.dumps(stats))
     try:
@@ -262,27 +262,46 @@ class _Scan:
         self.folder = folder
         self.options = options
         self.licence_of = (lambda path: "unknown") if source.table else licence_finder(source)
-        self.stats = Counter(files=0, documents=0, bytes=0, recoded=0, runs=0)
+        self.filters = Filters(options.filters)
+        self.stats = Counter(files=0, documents=0, bytes=0, recoded=0, emails_replaced=0, runs=0)
         self.dropped = Counter()
         self.licences = Counter()
         self.documents = {".parquet": [], HELD_OUT: []}  # by the end of a run's name
         self.nbytes = 0  # of these
 
-    def add(self, row, text):
+    def add(self, row):
+        """Adds the document of a Row, or returns the reason for dropping it."""
+        text, note = select(row, self.options)
+        if text is None:
+            return note
         # What a file says of itself counts more than what its package says of all files.
         spdx = _SPDX.search(text, 0, 4096)
         licence = spdx[1].decode() if spdx else row.licence or self.licence_of(row.path)
-        end = ".parquet"
-        if self.source.table and self.is_held_out(row.group.encode() or text):
-            end = HELD_OUT
-        self.documents[end].append({
-            "text": text, "path": os.fsencode(row.path).decode("utf-8", "replace"),
-            "source": row.project or self.source.label, "licence": licence, "key": key_of(text, self.options.seed),
+        if self.options.licences == "permissive" and not is_permissive(licence):
+            return "licence"
+        path = os.fsencode(row.path).decode("utf-8", "replace")
+        source = row.project or self.source.label
+        if dropping := self.filters.dropping(text, f"{source}: {path}", key_of(text, self.options.seed)):
+            return dropping
+        self.stats["recoded"] += note == "recoded"
+        if EMAILS in self.options.filters:
+            replaced = replace_emails(text)
+            self.stats["emails_replaced"] += replaced != text
+            text = replaced
+        self.keep(row.group, {
+            "text": text, "path": path, "source": source, "licence": licence, "key": key_of(text, self.options.seed),
             "nbytes": len(text), "signature": signature(text)})
-        self.licences[licence] += 1
+        return ""
+
+    def keep(self, group, document):
+        end = ".parquet"
+        if self.source.table and self.is_held_out(group.encode() or document["text"]):
+            end = HELD_OUT
+        self.documents[end].append(document)
+        self.licences[document["licence"]] += 1
         self.stats["documents"] += 1
-        self.stats["bytes"] += len(text)
-        self.nbytes += len(text)
+        self.stats["bytes"] += document["nbytes"]
+        self.nbytes += document["nbytes"]
         if self.nbytes >= RUN_BYTES:
             self.write_runs()
 

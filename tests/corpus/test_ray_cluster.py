@@ -20,7 +20,7 @@ import pytest
 from nanochat.common import BadInput
 from nanochat.corpus import ray_cluster
 from nanochat.corpus.sources import check_unchanged, open_source
-from tests.corpus.projects import make_project, make_tar, manifest, prepare, shard_hashes
+from tests.corpus.projects import make_project, make_tar, manifest, prepare, shard_hashes, stack_rows, write_table
 
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the second: on 127.0.0.1
 COMMANDS = []  # that were started
@@ -97,18 +97,20 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
         path.with_name(f"similar{number}.cpp").write_text(path.read_text().replace("int", "long", 2))
     make_tar(tmp_path / "in" / "t-1.0.tar.xz", {f"t/{number}.cpp": b"int f();\n" * number for number in range(1, 9)})
     flags = [f"--projects_dir={tmp_path / 'in'}", "--val_projects=v", "--shard_bytes=600000"]
-    whole = prepare(tmp_path / "whole", *flags)
+    table = write_table(tmp_path / "stack.jsonl.gz", stack_rows("stack", 100))
+    more = [f"--source={table}", "--where=score < 90", "--filters=all"]
+    whole = prepare(tmp_path / "whole", *flags, *more)
     assert whole["dropped"]["exact_duplicate"] == 30 and whole["dropped"]["near_duplicate"] == 15
     assert len(shard_hashes(tmp_path / "whole")) > 4
 
-    process = start(address, f"--out_dir={tmp_path / 'nodes'}", *flags)
+    process = start(address, f"--out_dir={tmp_path / 'nodes'}", *flags, *more)
     kill_in_the_middle(raylets, tmp_path / "nodes", "scans/*.partial", process)
     kill_in_the_middle(raylets, tmp_path / "nodes", "*/*/shard_*.partial", process)
     output = finish(process)
     assert shard_hashes(tmp_path / "nodes") == shard_hashes(tmp_path / "whole")
     assert manifest(tmp_path / "nodes") == manifest(tmp_path / "whole")
     assert {path.name for path in (tmp_path / "nodes").iterdir()} == {
-        "base_data_v3", "val", "manifest.json", ".prepare_data.lock"}
+        "base_data_v3", "val", "manifest.json", "filters.html", ".prepare_data.lock"}
     assert len(raylets) == 1 and output.count("was lost with its worker or node: try 2 of 5") >= 2
     cost = re.search(r"node-hours, \d+ CPU-seconds in \d+ tasks \((\d+) repeated\), .* most (\d+) of \d+ MB", output)
     assert int(cost[1]) >= 2 and int(cost[2]) > 50
