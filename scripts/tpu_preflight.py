@@ -13,6 +13,7 @@ Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failu
 import time
 
 from nanochat.common import run_script
+from nanochat.data.mixture import read_mixture
 from nanochat.preflight.describe import deliver
 from nanochat.preflight.fit import require_searchable, search
 from nanochat.preflight.flags import prepare, read_preflight_flags
@@ -20,17 +21,22 @@ from nanochat.preflight.host_needs import estimate_host
 from nanochat.preflight.language import trace_run
 from nanochat.preflight.report import make_report
 from nanochat.train.start import with_start
+from nanochat.train.text import mixture_lines
 
 
 def main(argv=None):
     own, flags = read_preflight_flags(argv, __doc__)
     flags = with_start(flags)
     require_searchable(own, flags)
+    if flags.data.data_mix:
+        read_mixture(flags.data.data_mix)
     say = prepare(own)
     started = time.monotonic()
     programs, traced = trace_run(flags, own.tpu_slice.chips)
     trace_s = time.monotonic() - started
     settled = flags.settled(programs.plan.config).as_dict()
+    for line in mixture_lines(flags.data, programs.plan):
+        say(line)
     report = make_report(own, settled, programs, traced, trace_s, say)
     report["host"] = estimate_host(flags, programs.plan, own.tpu_slice, programs.checkpoint_bytes())
     report |= search(own, flags, programs.plan.kernel, say)

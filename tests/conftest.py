@@ -35,7 +35,7 @@ torch_xla.device()  # PyTorch's autograd engine counts the devices at the first 
 
 WARM = {"tests/test_warm.py", "tests/data/test_batches.py", "tests/scripts/test_base_train.py",
         "tests/scripts/test_base_train_refusals.py", "tests/scripts/test_base_train_ends.py",
-        "tests/train/test_mesh.py", "tests/train/test_start.py"}
+        "tests/train/test_mesh.py", "tests/train/test_start.py", "tests/train/test_mixed_runs.py"}
 # These compile for minutes, and share nothing with the other tests of their file.
 COMPILATIONS = {"test_both_chips_compile_every_kernel_at_depth_2",
                 "test_running_out_of_memory_is_foreseen_and_the_culprit_is_named"}

@@ -34,6 +34,7 @@ def summary_of(run, usd_per_hour):
         "loss, last 20 steps": f"{losses.mean():.4f}" if len(losses) else "",
         "validation, bits per byte": last_validation(run),
         "the best, at step": best_validation(run),
+        "validation sets": validation_sets(run),
         "held-out puzzles solved": text(run.last("val_exact"), "{:.1%}"),
         "tokens/s, median": text(speed, "{:,.0f}"),
         "puzzles/s, median": text(run.median("puzzles_per_s"), "{:,.0f}"),
@@ -64,6 +65,17 @@ def last_validation(run):
     for record in reversed(run.records):
         if "val_bpb" in record:
             return text(record["val_bpb"], "{:.4f}", unknown="not finite")
+    return ""
+
+
+def validation_sets(run):
+    """Returns the bits per byte of each set of --val_dir=NAME=FOLDER,…"""
+    prefix = "val_bpb_"
+    for record in reversed(run.records):
+        found = [f"{name.removeprefix(prefix)} {text(value, '{:.4f}', unknown='not finite')}"
+                 for name, value in record.items() if name.startswith(prefix)]
+        if found:
+            return ", ".join(found)
     return ""
 
 

@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 
 from nanochat.common import BadInput, written_whole
-from nanochat.data.shards import fingerprint, open_text
+from nanochat.data.mixture import read_toml
+from nanochat.data.shards import fingerprint
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.record.metrics import METRICS_FILE
 from nanochat.run.processes import expected_world_size
@@ -12,6 +13,7 @@ from nanochat.train.flags import Flags, parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.plan import Plan
 from nanochat.train.prepare import FINISHED_FILE, run_directory
+from nanochat.train.text import validation_shards
 
 LONGEST_NAME = 100  # of a variant: file systems take names of 255 bytes
 NOTES_FILE = "ablate.json"  # in a run's folder: its flags, and the CPU seconds of its processes
@@ -83,14 +85,7 @@ def read_trials(path):
 
 def read_table(path):
     """Returns the seeds, the flags of all runs {name: value}, and {variant: {name: value}} of a TOML file."""
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path} cannot be read as a table of TOML: {' '.join(str(error).split())}") from None
+    table = read_toml(path)
     unknown = table.keys() - {"seeds", "flags", "variants"}
     if unknown:
         raise BadInput(f"{path}: {sorted(unknown)[0]} is unknown: a table has seeds, [flags] and [variants.NAME]")
@@ -139,7 +134,7 @@ def plan_of(flags):
     inputs = {"hash of the tokenizer": task.tokenizer.sha256}
     if not flags.data.synthetic_data:
         inputs |= {"hash of the data": task.data_fingerprint,
-                   "hash of the validation": fingerprint(open_text(flags.data, "val"))}
+                   "hash of the validation": fingerprint(validation_shards(flags.data))}
     return task.plan, inputs
 
 

@@ -36,6 +36,7 @@ FIRST_GROUP_CHARS = 1 << 16  # groups double up to GROUP_CHARS, so that a lane's
 BUFFER_DOCUMENTS = 16  # documents from which a lane chooses while one of them is longer than a row
 BUFFER_SHORT_DOCUMENTS = 128  # documents from which it chooses otherwise: more, because it crops what does not fit
 BUFFER_TOKENS = 1 << 17  # the buffer holds about this many tokens at most, but at least those of two rows
+COUNTS = ("tokens", "dropped", "documents")  # fields of a LaneState
 PATIENCE_ROWS = 256  # a short document that has waited for this many rows goes before any further long one
 
 
@@ -58,6 +59,7 @@ class LaneState(NamedTuple):
     tokens: int = 0  # tokens in all rows so far; repeated tokens count once
     dropped: int = 0  # tokens left out so far
     documents: int = 0  # documents begun so far
+    sources: tuple = ()  # of a mixture: the LaneState of each source; then the fields above, but for counts, are unused
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Lane:
         self.num_units = num_units
         self.group_chars = FIRST_GROUP_CHARS
         self.reading = "nothing yet"  # names file and row group in messages
-        self.rows, self.next, _, _, self.waited, self.tokens, self.dropped, self.documents = state
+        self.rows, self.next, _, _, self.waited, self.tokens, self.dropped, self.documents, _ = state
         # The buffer: first pieces of documents, oldest first, those that fit into a row and those that do not.
         self.short = []
         self.short_lengths = []  # number of tokens of each in `short`

@@ -131,6 +131,7 @@ class DataLoader:
     loader, or use it as a context manager: otherwise its threads live until the process ends.
     """
 
+    ended = frozenset()  # see MixtureLoader
     _part = slice(None)  # this rank's part of the rows of a batch
 
     def __init__(self, shards, tokenizer, rows, *, state=None, num_rows=None, infilling=None, threads=2):
@@ -140,19 +141,14 @@ class DataLoader:
                 self._n_documents < rows.num_lanes or n_bytes < SMALL_BYTES_PER_TOKEN * num_rows * rows.seq_len):
             self._part = slice(rows.rank, None, rows.world_size)
             rows = replace(rows, batch_size=rows.batch_size * rows.world_size, rank=0, world_size=1, num_lanes=1)
-        run = {"data": fingerprint(shards), "tokenizer": tokenizer.sha256}
-        if any(shard.is_packed for shard in shards):
-            tokenizer.special(FILE_SEP)  # raises BadInput if it has none
-        if infilling:
-            require_files(shards, "fill in the middle")
-            run |= {"fim_rate": infilling.rate, "fim_kinds": list(infilling.kinds)}
+        run = settings_of(shards, tokenizer, infilling)
         # All lanes hold text at the same time, so each gets its share; lanes count as 16 at least.
         read_bytes = READ_AHEAD_BYTES // max(16, rows.num_lanes // rows.world_size)
         self._shared = SharedByLanes(Units(shards, rows.num_lanes, rows.seed), tokenizer, read_bytes, infilling)
         self._begin(run, rows, state, num_rows, threads)
 
     def _make_lane(self, number, state, row_tokens):
-        num_units = math.inf if self._num_rows == math.inf else self._shared.units.number_in_epoch(number)
+        num_units = math.inf if self._num_rows == math.inf else self._shared.units.number_in_epochs(number)
         return Lane(number, state, self._shared, row_tokens, num_units)
 
     def _begin(self, run, rows, state, num_rows, threads):
@@ -273,6 +269,17 @@ class SyntheticLoader(DataLoader):
 
 
 # Saved positions
+
+
+def settings_of(shards, tokenizer, infilling):
+    """Returns the settings on which the rows of the shards depend, besides those of Rows. Raises BadInput."""
+    run = {"data": fingerprint(shards), "tokenizer": tokenizer.sha256}
+    if any(shard.is_packed for shard in shards):
+        tokenizer.special(FILE_SEP)  # raises BadInput if it has none
+    if infilling:
+        require_files(shards, "fill in the middle")
+        run |= {"fim_rate": infilling.rate, "fim_kinds": list(infilling.kinds)}
+    return run
 
 
 def check_lane_states(saved, run, world_size):

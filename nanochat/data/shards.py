@@ -24,7 +24,6 @@ from nanochat.data.bucket import (
     CACHE_GB,
     BucketFile,
     LocalFile,
-    column_range,
     data_place,
     fetch_footers,
     in_bucket,
@@ -68,6 +67,7 @@ class Shard:
     digest: str  # SHA-256 of name, size and footer
     is_packed: bool = False  # its documents are projects, see projects.py
     row_group_bytes: int = 0  # of the text of its largest row group, compressed
+    text_bytes: int = 0  # of all its text, about
     skip_bad: bool = False  # reading skips what it cannot decode, with a warning
 
 
@@ -168,16 +168,19 @@ def _open_shard(file, skip_bad):
         raise BadInput(f"{file} is not a whole parquet file ({_first_line(error)}): copy or prepare it again") from None
     _check_column(file, schema)
     documents = []
-    text_bytes = []
-    for row_group in range(metadata.num_row_groups):
-        documents.append(metadata.row_group(row_group).num_rows)
-        begin, end = column_range(metadata, row_group, [TEXT])
-        text_bytes.append(end - begin)
+    compressed = []
+    text_bytes = 0
+    for row_group in map(metadata.row_group, range(metadata.num_row_groups)):
+        documents.append(row_group.num_rows)
+        column = next(column for column in map(row_group.column, range(row_group.num_columns))
+                      if column.path_in_schema == TEXT)
+        compressed.append(column.total_compressed_size)
+        text_bytes += column.total_uncompressed_size
     # The footer says where each column of a row group lies, how large it is, and how many documents it has. The text
     # itself is read only when its turn comes.
     digest = hashlib.sha256(f"{file.name} {size} ".encode() + footer).hexdigest()
     is_packed = (metadata.metadata or {}).get(b"pack") == PACKED["pack"].encode()
-    return Shard(file, size, tuple(documents), digest, is_packed, max(text_bytes, default=0), skip_bad)
+    return Shard(file, size, tuple(documents), digest, is_packed, max(compressed, default=0), text_bytes, skip_bad)
 
 
 def _check_column(file, schema):

@@ -3,6 +3,7 @@ reads or draws its weights in host memory, in the process of every chip; a save 
 host. Not counted: Python, libtpu, the data, and the page cache."""
 from nanochat.common import BadInput
 from nanochat.data.bucket import in_bucket
+from nanochat.data.mixture import read_mixture
 from nanochat.data.shards import list_shards
 from nanochat.device.tpu import GIB
 from nanochat.train.mesh_plan import TABLES, held_bytes
@@ -66,13 +67,18 @@ def data_bytes(data):
     if data.synthetic_data:
         return 0
     found = 0
-    if in_bucket(data.data_dir) or in_bucket(data.val_dir):
+    places = [("val", each.val_dir) for each in data.validation_sets().values()]
+    if data.data_mix:
+        places += [("train", source.place) for source in read_mixture(data.data_mix).sources]
+    else:
+        places.append(("train", data.data_dir))
+    if any(in_bucket(place) for _, place in places):
         found += int(1e9 * data.data_cache_gb)
-    for split in ("train", "val"):
-        if in_bucket(data.folder(split)):
+    for split, place in places:
+        if in_bucket(place):
             continue
         try:
-            found += sum(path.stat().st_size for path in list_shards(data.folder(split), split))
+            found += sum(path.stat().st_size for path in list_shards(place, split))
         except BadInput:
             return None
     return found

@@ -1,6 +1,8 @@
 """The flags of base_train. Each group is a data class, from which the parser is made."""
 import os
+import re
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -22,6 +24,26 @@ AUTO = "auto"
 def path_text(text):
     """Returns the path that a flag names, as text for a checkpoint."""
     return str(expand_path(text))
+
+
+def named_places(text):
+    """Returns {name: place} of "NAME=PLACE,…", {} for a single place."""
+    if not re.match(r"[A-Za-z]\w*=", text) or Path(text).exists():
+        return {}
+    found = {}
+    for part in text.split(","):
+        name, equals, place = part.partition("=")
+        if not re.fullmatch(r"[A-Za-z]\w*", name) or not place or name in found:
+            raise BadInput(f"{part} is not NAME=FOLDER with a name of its own: give for example own=mine/val,others="
+                           "stack/val")
+        found[name] = data_place(place)
+    return found
+
+
+def val_places(text):
+    """Returns the value of --val_dir. Raises BadInput."""
+    named = named_places(text)
+    return ",".join(f"{name}={place}" for name, place in named.items()) if named else data_place(text)
 
 
 def chips_or_auto(text):
@@ -86,8 +108,10 @@ class KernelFlags(DeviceFlags):
 
 @dataclass(frozen=True)
 class DataFlags(TextFlags):
-    val_dir: str | None = flag(None, "folder of parquet shards for validation, or gs://…; default: "
-                               "$NANOCHAT_BASE_DIR/parquet/val", of=data_place)
+    val_dir: str | None = flag(None, "folder of parquet shards for validation, gs://…, or several, NAME=FOLDER,…; "
+                               "default: $NANOCHAT_BASE_DIR/parquet/val", of=val_places)
+    data_mix: str | None = flag(None, "TOML file of a mixture of folders, instead of --data_dir; docs/data.md#mixtures",
+                                of=path_text)
     tokenizer_dir: str | None = flag(None, "folder of the tokenizer; default: $NANOCHAT_BASE_DIR/tokenizer if it "
                                      "exists, else the shipped one", of=path_text)
     tokenizer_threads: int = flag(2, "threads per rank that prefetch and tokenize", at_least=1, at_most=1000)
@@ -99,6 +123,11 @@ class DataFlags(TextFlags):
 
     def folder(self, split):
         return self.val_dir if split == "val" else self.data_dir
+
+    def validation_sets(self):
+        """Returns {name: DataFlags with the --val_dir of this set}; the name of the only one is ""."""
+        places = named_places(self.val_dir or "")
+        return {name: replace(self, val_dir=place) for name, place in places.items()} or {"": self}
 
 
 def _flag_of_field(config_field):

@@ -11,10 +11,10 @@ import torch
 from nanochat.checkpoint.meta import read_config, require_same
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
-from nanochat.data.bucket import check_cache
 from nanochat.data.fim import Infilling, check_fim
 from nanochat.data.loader import DataLoader, Rows, SyntheticLoader
-from nanochat.data.shards import fingerprint, open_text
+from nanochat.data.mixture import MixtureLoader, open_mixture
+from nanochat.data.shards import open_text
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.device.ranks import print0
 from nanochat.infer.engine import Engine
@@ -37,6 +37,7 @@ from nanochat.train.start import Start, as_begun, find_start, require_same_rows,
 from nanochat.train.step import Objective, TrainingStep
 from nanochat.train.task import Event, flags_of
 from nanochat.train.teacher import DistillationLoss, Teacher, find_teacher, load_teacher
+from nanochat.train.text import check_data, stage_rows
 
 FIM_EVAL_PART = 4  # one row of middles is evaluated for each four rows of the validation text
 FIM_EVAL_TOKENS = 2**19  # but as many rows as of the text if they have fewer tokens, in which 64 KiB are of middles
@@ -86,12 +87,11 @@ class LanguageTask:
     given: dict  # {flag of the model: value}, None if the command line lacks it
     teacher: Teacher | None
     data_fingerprint: str | None  # None for synthetic data
-    bucket: str | None = None  # a line about data in a bucket and its cache
+    about_data: tuple = ()  # lines, in the format of describe_plan
     judge_code: Callable | None = None  # (model, tokenizer, dist, is_cut_short) -> {metric: value}
     start: Start | None = None  # of a run that has not begun yet
     lacks: str | None = None  # see Task
     name = "language"
-    console = {}
     changing_flags = (*flags_of((BatchFlags, OptimConfig, DistillationFlags), but={"device_batch_size"}),
                       "compute_dtype")
 
@@ -100,13 +100,16 @@ class LanguageTask:
         return self.flags.data.num_lanes
 
     @property
+    def console(self):
+        return {f"val_bpb_{name}": f"{name} {{:.4f}}" for name in self.flags.data.validation_sets() if name}
+
+    @property
     def first_step(self):
         return self.plan.start.first_step
 
     def describe(self):
         lines = describe_plan(self.plan, self.tokenizer)
-        if self.bucket:
-            lines.append(f"       data  {self.bucket}")
+        lines += self.about_data
         if self.teacher:
             lines.append(self.teacher.describe())
         if self.start:
@@ -123,7 +126,8 @@ class LanguageTask:
             raise BadInput(f"{path} was imported and holds only weights, so no run can resume: choose another --run")
         require_same(path, {"the hash of the tokenizer": (meta.tokenizer_sha256, self.tokenizer.sha256)})
         if self.data_fingerprint:  # synthetic data has none
-            require_same(path, {"the hash of --data_dir": (meta.data_fingerprint, self.data_fingerprint)})
+            what = "data_mix" if self.flags.data.data_mix else "data_dir"
+            require_same(path, {f"the hash of --{what}": (meta.data_fingerprint, self.data_fingerprint)})
         require_as_saved(self.given, config, path)
         flags = as_begun(self.flags, meta).settled(config)
         require_same_rows(path, meta, flags)
@@ -144,11 +148,15 @@ class LanguageTask:
         # saved, and the loader compares it.
         rows = self._rows(dist, batch_size=plan.rows(step), seq_len=plan.seq_len(step), seed=self.flags.run.seed,
                           seq_len_before=plan.seq_len(max(step - 1, 0)))
-        loader = self._open_rows("train", rows, self.flags.data.fim_rate, state=lane_states)
+        data = self.flags.data
+        if data.data_mix:
+            loader = self._open_mixture(rows, step, lane_states)
+        else:
+            loader = self._open_rows("train", data, rows, data.fim_rate, state=lane_states)
         if self.data_fingerprint not in (None, loader.fingerprint):  # a bucket is listed again in this process
             loader.close()
-            raise BadInput(f"--data_dir={self.flags.data.data_dir}: its shards have changed since this command "
-                           "started: start it again")
+            raise BadInput(f"{data.data_mix or data.data_dir}: the shards have changed since this command started: "
+                           "start it again")
         return RowFeed(loader, plan, step, dist.rank)
 
     def _rows(self, dist, **options):
@@ -156,8 +164,14 @@ class LanguageTask:
         mesh = self.plan.mesh
         return Rows(rank=mesh.reader(dist.rank), world_size=mesh.readers, num_lanes=self.num_lanes, **options)
 
-    def _open_rows(self, split, rows, fim_rate, **options):
+    def _open_mixture(self, rows, step, lane_states):
         data = self.flags.data
+        mixture = open_mixture(data)
+        infilling = Infilling(data.fim_rate, rows.seed) if data.fim_rate else None
+        return MixtureLoader(mixture, self.tokenizer, rows, stage_rows(mixture, self.plan, step, lane_states),
+                             state=lane_states, infilling=infilling, threads=data.tokenizer_threads)
+
+    def _open_rows(self, split, data, rows, fim_rate, **options):
         if data.synthetic_data:
             return SyntheticLoader(self.tokenizer.n_vocab, rows, **options)
         infilling = Infilling(fim_rate, rows.seed) if fim_rate else None
@@ -239,12 +253,17 @@ class LanguageTask:
         num_rows = max(self.flags.record.eval_tokens // seq_len, 1)
         print0(f"evaluating {num_rows * seq_len:,} tokens of the validation text")
         measure = partial(self._measure, training.compiled_model, dist, is_cut_short)
-        text = measure(num_rows)
-        if not text:
-            return {}
-        metrics = {"val_bytes": text.num_bytes, "val_whole_text": text.is_whole_text}
-        if text.num_bytes:
-            metrics["val_bpb"] = text.bits_per_byte
+        metrics = {}
+        for name, data in self.flags.data.validation_sets().items():
+            text = measure(num_rows, data=data)
+            if not text:
+                return {}
+            if not metrics:  # the first set is that of the run
+                metrics = {"val_bytes": text.num_bytes, "val_whole_text": text.is_whole_text}
+                if text.num_bytes:
+                    metrics["val_bpb"] = text.bits_per_byte
+            if name:
+                metrics[f"val_bpb_{name}"] = text.bits_per_byte
         if self.flags.data.fim_rate:
             least = min(num_rows, max(FIM_EVAL_TOKENS // seq_len, 1))
             middles = measure(max(num_rows // FIM_EVAL_PART, least), fim_rate=1.0,
@@ -254,14 +273,15 @@ class LanguageTask:
             metrics |= {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes}
         return metrics
 
-    def _measure(self, model, dist, is_cut_short, num_rows, fim_rate=0.0, **options):
-        """Returns the Evaluation of `num_rows` of the validation text, with `fim_rate` of the documents rewritten; None
-        if it is cut short. options: of bits_per_byte."""
+    def _measure(self, model, dist, is_cut_short, num_rows, fim_rate=0.0, data=None, **options):
+        """Returns the Evaluation of `num_rows` of the validation text of the DataFlags `data`, by default of the first
+        set, with `fim_rate` of the documents rewritten; None if it is cut short. options: of bits_per_byte."""
         plan = self.plan
+        data = data or next(iter(self.flags.data.validation_sets().values()))
         rows = self._rows(dist, batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len,
                           seed=self.flags.run.seed + 1)
         batches = math.ceil(num_rows / (plan.device_batch_size * plan.mesh.readers))
-        with self._open_rows("val", rows, fim_rate, num_rows=num_rows) as loader:
+        with self._open_rows("val", data, rows, fim_rate, num_rows=num_rows) as loader:
             return bits_per_byte(model, loader, self.tokenizer.token_bytes(), dist,
                                  _with_progress(is_cut_short, batches), copies=plan.mesh.tensor, **options)
 
@@ -346,7 +366,7 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
         flags = flags.replace(eval_tokens=min(max(plan.tokens(0, plan.num_iterations) // 20, fewest), most))
     if not saved:
         require_time(plan, flags.batch.num_iterations)
-    data_fingerprint, bucket = check_data(flags)
+    data_fingerprint, about_data = check_data(flags, plan, tokenizer)
     if start and start.goes_on(data_fingerprint):
         require_same_rows(start.path, start.meta, flags)
     teacher = find_teacher(flags, plan, tokenizer, directory)
@@ -354,17 +374,4 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
         flags = flags.replace(teacher=str(teacher.path))  # today's newest checkpoint, should it train further
     if flags.data.fim_rate:
         check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)
-    return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, bucket, judge_code, start, lacks)
-
-
-def check_data(flags):
-    """Returns the fingerprint of the training data (None if synthetic), and a line about data in a bucket (else None).
-    Raises BadInput for unusable data."""
-    data = flags.data
-    if data.synthetic_data:
-        if data.fim_rate:
-            raise BadInput(f"--fim_rate={data.fim_rate:g} needs text, and --synthetic_data has none: leave one out")
-        return None, None
-    held_out = open_text(data, "val") if flags.record.eval_every > 0 else []
-    shards = open_text(data)
-    return fingerprint(shards), check_cache([*shards, *held_out], data.num_lanes)
+    return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, about_data, judge_code, start, lacks)

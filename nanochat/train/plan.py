@@ -79,6 +79,11 @@ class Plan:
 
     units = tokens
 
+    def num_rows(self, begin, end):
+        """Rows of the same steps, on all devices."""
+        return sum(self.tokens(first, last) // length for first, last, length in
+                   spans(self.length_schedule, begin, end))
+
     def flops(self, begin, end):
         """Useful FLOPs of the same steps."""
         return sum(weights.flops_per_token(self.config, length) * self.tokens(first, last)

@@ -194,4 +194,6 @@ def _inherit(flags, meta):
         for each in fields(group):
             if each.name not in OWN and each.name in meta.flags and now[each.name] == each.default:
                 found[each.name] = meta.flags[each.name]
+    if now["data_dir"] or now["data_mix"]:  # one replaces the other
+        found = {name: value for name, value in found.items() if name not in ("data_dir", "data_mix")}
     return flags.replace(**found)

@@ -1,0 +1,309 @@
+"""Mixtures: a run's rows come from several sources, by weights that may change in stages. base_train --data_mix=FILE
+reads a TOML file:
+
+    [sources.stack]
+    dir = "stack/parquet"        # a folder of shards, or gs://…; a relative one counts from the file's folder
+    weight = 0.7
+    [sources.own]
+    dir = "own/base_data_v3"
+    weight = 0.3
+    epochs = 14                  # at most; then the other sources take its rows
+
+    [[stage]]                    # from 90% of the steps on
+    from = 0.9
+    weights = {stack = 0.5, own = 0.5}
+
+A lane has a Lane for each source. The number of a row alone decides of which source it is, unless that has ended in the
+row's lane. So rows depend neither on the ranks nor on where a run resumes.
+"""
+import hashlib
+import json
+import math
+import re
+from bisect import bisect_right
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from nanochat.common import BadInput
+from nanochat.data.bucket import data_place, in_bucket
+from nanochat.data.lanes import COUNTS, PADDING, Lane, LaneState, SharedByLanes
+from nanochat.data.loader import READ_AHEAD_BYTES, DataLoader, settings_of
+from nanochat.data.shards import fingerprint, open_text, read_pieces
+from nanochat.data.units import Units
+
+GOLDEN = (math.sqrt(5) - 1) / 2
+SILVER = math.sqrt(2) - 1
+SAMPLED_GROUPS = 8  # row groups of a source of whose text the tokens are counted
+SAMPLE_BYTES = 1 << 18  # of each
+
+
+class Source(NamedTuple):
+    name: str
+    place: str  # folder or gs://…
+    epochs: float = math.inf  # at most
+    shards: tuple = ()  # once it is open
+
+
+class Stage(NamedTuple):
+    begin: float  # fraction of the run's steps
+    weights: tuple  # of the sources, which add up to 1
+
+    def first_step(self, num_iterations):
+        return round(self.begin * num_iterations)
+
+
+class Mixture(NamedTuple):
+    sources: tuple
+    stages: tuple  # the first begins at 0
+
+    @property
+    def shards(self):
+        return [shard for source in self.sources for shard in source.shards]
+
+    @property
+    def fingerprint(self):
+        """A hex string that changes with the data and with all that decides which rows come from where."""
+        parts = [(source.name, source.epochs, fingerprint(source.shards)) for source in self.sources]
+        return hashlib.sha256(json.dumps([parts, self.stages]).encode()).hexdigest()[:16]
+
+
+# Reading the file
+
+
+def read_toml(path):
+    """Returns the table of a TOML file. Raises BadInput."""
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path} cannot be read as a table of TOML: {' '.join(str(error).split())}") from None
+
+
+def read_mixture(path):
+    """Returns the Mixture of a file, whose sources are not open. Raises BadInput."""
+    try:
+        return _mixture_of(read_toml(Path(path)), Path(path).parent)
+    except BadInput as error:
+        raise BadInput(f"--data_mix={path}: {error}") from None
+
+
+def open_mixture(flags):
+    """Returns the Mixture of DataFlags, with the Shards of its sources. Raises BadInput."""
+    mixture = read_mixture(flags.data_mix)
+    opened = []
+    for source in mixture.sources:
+        try:
+            opened.append(source._replace(shards=tuple(open_text(replace(flags, data_dir=source.place)))))
+        except BadInput as error:
+            raise BadInput(f"--data_mix={flags.data_mix}: source {source.name}: {error}") from None
+    return mixture._replace(sources=tuple(opened))
+
+
+def _mixture_of(table, folder):
+    sources = table.get("sources")
+    stages = table.get("stage", [])
+    if unknown := table.keys() - {"sources", "stage"}:
+        raise BadInput(f"{sorted(unknown)[0]} is unknown: a mixture has [sources.NAME] and [[stage]]")
+    if not isinstance(sources, dict) or not sources or not all(isinstance(each, dict) for each in sources.values()):
+        raise BadInput("it has no sources: add a section [sources.NAME] for each, with dir and weight")
+    if not isinstance(stages, list) or not all(isinstance(each, dict) for each in stages):
+        raise BadInput("its stages are no sections: write [[stage]], with from and weights")
+    found = tuple(_source_of(name, source, folder) for name, source in sources.items())
+    first = {name: source["weight"] for name, source in sources.items() if "weight" in source}
+    begins = [0, *(each.get("from") for each in stages)]
+    for before, begin in zip(begins, begins[1:], strict=False):
+        if type(begin) is not float or not before < begin < 1:
+            raise BadInput(f"[[stage]] from = {begin}: stages begin one after the other, each at a fraction of the run "
+                           f"above {before} and below 1")
+    weights = [first, *(each.get("weights") for each in stages)]
+    for stage in stages:
+        if unknown := stage.keys() - {"from", "weights"}:
+            raise BadInput(f"[[stage]] has {sorted(unknown)[0]}, which is unknown: it has from and weights")
+    mixture = Mixture(found, tuple(Stage(begin, _weights_of(each, sources)) for begin, each in
+                                   zip(begins, weights, strict=True)))
+    for place, name in enumerate(sources):
+        if not any(stage.weights[place] for stage in mixture.stages):
+            raise BadInput(f"source {name} has no weight at any time: give it one, or leave it out")
+    return mixture
+
+
+def _source_of(name, source, folder):
+    if unknown := source.keys() - {"dir", "weight", "epochs"}:
+        raise BadInput(f"source {name} has {sorted(unknown)[0]}, which is unknown: it has dir, weight and epochs")
+    place = source.get("dir")
+    epochs = source.get("epochs", math.inf)
+    if not re.fullmatch(r"[A-Za-z]\w*", name):
+        raise BadInput(f"source {name}: name it with letters, digits and _")
+    if not isinstance(place, str) or not place:
+        raise BadInput(f"source {name} has no dir: name its folder of shards")
+    if type(epochs) not in (int, float) or not 0 < epochs:
+        raise BadInput(f"source {name}: epochs = {epochs} is not a number above 0")
+    place = data_place(place)
+    if not in_bucket(place):
+        place = str(folder / place)
+    return Source(name, place, epochs)
+
+
+def _weights_of(weights, sources):
+    """Returns the weights, {name: number}, as a tuple in the order of the sources that adds up to 1."""
+    if not isinstance(weights, dict) or not weights:
+        raise BadInput("a stage has no weights: give some, such as weight = 0.5 for a source, and weights = "
+                       "{NAME = 0.5} for a [[stage]]")
+    for name, weight in weights.items():
+        if name not in sources:
+            raise BadInput(f"weights name {name}, which is none of the sources {', '.join(sources)}: correct it")
+        if type(weight) not in (int, float) or not 0 < weight < math.inf:
+            raise BadInput(f"the weight of {name} is {weight}, which is not a number above 0: leave a source out that "
+                           "is not to be read")
+    total = sum(weights.values())
+    return tuple(weights.get(name, 0) / total for name in sources)
+
+
+# Rows
+
+
+class MixtureLoader(DataLoader):
+    """The endless batches of a rank from a Mixture. first_rows: the row of the run with which each stage begins."""
+
+    def __init__(self, mixture, tokenizer, rows, first_rows, *, state=None, infilling=None, threads=2):
+        self._mixture = mixture
+        self._first_rows = first_rows
+        self._n_documents = sum(map(number_of_documents, mixture.sources))
+        read_bytes = READ_AHEAD_BYTES // max(16, rows.num_lanes // rows.world_size) // len(mixture.sources)
+        self._of_sources = [SharedByLanes(Units(source.shards, rows.num_lanes, rows.seed), tokenizer, read_bytes,
+                                          infilling) for source in mixture.sources]
+        self._lanes = []
+        run = settings_of(mixture.shards, tokenizer, infilling) | {"data": mixture.fingerprint}
+        self._begin(run, rows, state, None, threads)
+
+    def _make_lane(self, number, state, row_tokens):
+        lanes = []
+        states = state.sources or [()] * len(self._of_sources)
+        for source, shared, own in zip(self._mixture.sources, self._of_sources, states, strict=True):
+            num_units = math.inf
+            if source.epochs < math.inf:
+                num_units = shared.units.number_in_epochs(number, source.epochs)
+            lanes.append(Lane(number, LaneState(*own), shared, row_tokens, num_units))
+        self._lanes.append(MixedLane(number, state, lanes, self._source_of))
+        return self._lanes[-1]
+
+    def _start(self, run, batch_size):
+        self._lanes = []
+        super()._start(run, batch_size)
+
+    def _source_of(self, number, row, ended):
+        """Returns the number of the source of row `row` of the lane `number`, none of those that have ended."""
+        place = row * self.run["num_lanes"] + number
+        stage = bisect_right(self._first_rows, place) - 1
+        weights = list(self._mixture.stages[stage].weights)
+        for source in ended:
+            weights[source] = 0
+        if not any(weights):
+            raise BadInput("the sources of --data_mix have ended, because their epochs are limited: raise epochs, or "
+                           "train for fewer steps")
+        point = spread(number, row, self.run["num_lanes"]) * sum(weights)
+        for source, weight in enumerate(weights):
+            point -= weight
+            if weight and point < 0:
+                return source
+        return max(source for source, weight in enumerate(weights) if weight)  # rounding
+
+    @property
+    def stats(self):
+        """As DataLoader.stats, and `sources`: {name: (tokens, epochs)} of all ranks, if they read as fast."""
+        counts = super().stats
+        counts["sources"] = {}
+        for i, source in enumerate(self._mixture.sources):
+            lanes = [LaneState(*state).sources for state in self._states.values()]
+            states = [LaneState(*sources[i]) for sources in lanes if sources]
+            tokens = sum(state.tokens for state in states) * self.world_size
+            documents = sum(state.documents for state in states) * self.world_size
+            counts["sources"][source.name] = tokens, documents / number_of_documents(source)
+        return counts
+
+    @property
+    def ended(self):
+        """The names of the sources that have ended in all lanes of this rank."""
+        ended = set.intersection(*(lane.ended for lane in self._lanes))
+        return {self._mixture.sources[source].name for source in ended}
+
+
+# Each round of rows, one from every lane, has a point in each of num_lanes equal cells, so that it has its share of
+# every source. Neighbouring lanes are in distant cells, and a lane goes from cell to cell: so each step has its share,
+# and each lane. Within the cells, all points of a round are at the same place, which moves by the golden ratio.
+def spread(lane, row, num_lanes):
+    """Returns a point from 0 to 1 for row `row` of a lane; those of rows in succession are spread evenly."""
+    cell = (lane * _stride(num_lanes, GOLDEN) + row * _stride(num_lanes, SILVER)) % num_lanes
+    return (cell + row * GOLDEN % 1) / num_lanes
+
+
+@cache
+def _stride(num_lanes, fraction):
+    """Returns a step through all cells, of about this fraction of them."""
+    stride = round(num_lanes * fraction)
+    while math.gcd(stride, num_lanes) > 1:
+        stride += 1
+    return stride
+
+
+class MixedLane:
+    """Makes the rows of one lane of a mixture, with the interface of a Lane. source_of(lane, row, ended): see
+    MixtureLoader."""
+
+    def __init__(self, number, state, lanes, source_of):
+        self.number = number
+        self.lanes = lanes
+        self.source_of = source_of
+        self.rows = state.rows
+        self.states = [lane.to_restore for lane in lanes]
+        self.ended = set()  # sources
+        self.reading = "nothing yet"
+
+    def make_rows(self, count):
+        rows = []
+        states = []
+        for _ in range(count):
+            rows.append(self._next_row())
+            self.rows += 1
+            sums = {name: sum(getattr(state, name) for state in self.states) for name in COUNTS}
+            states.append(LaneState(self.rows, sources=tuple(self.states), **sums))
+        return rows, states
+
+    def _next_row(self):
+        while True:
+            source = self.source_of(self.number, self.rows, self.ended)
+            lane = self.lanes[source]
+            self.reading = lane.reading
+            rows, states = lane.make_rows(1)
+            if rows[0, -1] != PADDING:
+                self.states[source] = LaneState(*states[0])
+                return rows[0]
+            # The source has ended. What is left of it fills no row and is left out; a restored lane finds the same.
+            self.ended.add(source)
+
+
+# Before a run
+
+
+def number_of_documents(source):
+    return sum(sum(shard.row_group_documents) for shard in source.shards)
+
+
+def tokens_in(source, tokenizer):
+    """Returns about how many tokens a source has: it counts those of a sample."""
+    groups = [(shard, group) for shard in source.shards
+              for group, count in enumerate(shard.row_group_documents) if count]
+    if in_bucket(source.place):
+        groups = groups[:1]  # which is in the cache; others would have to be fetched
+    n_bytes = n_tokens = 0
+    for shard, group in groups[::-(-len(groups) // SAMPLED_GROUPS)]:
+        pieces, _ = read_pieces(shard, group, 0, shard.row_group_documents[group], max_bytes=SAMPLE_BYTES)
+        texts = [piece.text for piece in pieces]
+        n_bytes += sum(len(text if isinstance(text, bytes) else text.encode()) for text in texts)
+        n_tokens += sum(map(len, tokenizer.encode_documents(texts)))
+    return n_tokens * sum(shard.text_bytes for shard in source.shards) / max(1, n_bytes)

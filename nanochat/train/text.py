@@ -1,0 +1,107 @@
+"""The text that a run reads: whether it can be used, and how often a mixture reads each source."""
+import math
+
+from nanochat.common import BadInput
+from nanochat.data.bucket import check_cache
+from nanochat.data.mixture import open_mixture, tokens_in
+from nanochat.data.shards import fingerprint, open_text
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.record.metrics import format_count
+
+MISSING = 0.1  # the tokens that a mixture may lack by the estimate, as a fraction of the run's
+
+
+def check_data(flags, plan, tokenizer):
+    """Returns the fingerprint of the training data (None if synthetic), and lines about it, in the format of
+    describe_plan. Raises BadInput for unusable data."""
+    data = flags.data
+    for other in ("synthetic_data", "data_dir"):
+        if data.data_mix and getattr(data, other):
+            raise BadInput(f"--data_mix={data.data_mix} and --{other} exclude each other: leave one of them out")
+    if data.synthetic_data:
+        if data.fim_rate:
+            raise BadInput(f"--fim_rate={data.fim_rate:g} needs text, and --synthetic_data has none: leave one out")
+        return None, ()
+    held_out = []
+    if flags.record.eval_every > 0:
+        held_out = validation_shards(data)
+    lines = []
+    if data.data_mix:
+        mixture = open_mixture(data)
+        shards = mixture.shards
+        found = mixture.fingerprint
+        lines += describe_mixture(mixture, plan, tokenizer)
+    else:
+        shards = open_text(data)
+        found = fingerprint(shards)
+    if bucket := check_cache([*shards, *held_out], data.num_lanes):
+        lines.append(f"       data  {bucket}")
+    return found, tuple(lines)
+
+
+def validation_shards(data):
+    """Returns the Shards of all validation sets of DataFlags. Raises BadInput."""
+    return [shard for of_set in data.validation_sets().values() for shard in open_text(of_set, "val")]
+
+
+def stage_rows(mixture, plan, step, lane_states):
+    """Returns the row of the run with which each stage of a Mixture begins, counted as the lanes do. lane_states: those
+    after `step` steps, or None."""
+    done = sum(state["rows"] for state in (lane_states or {}).values())
+    firsts = [stage.first_step(plan.num_iterations) for stage in mixture.stages]
+    return [done + plan.num_rows(step, first) if first > step else 0 for first in firsts]
+
+
+def describe_mixture(mixture, plan, tokenizer):
+    """Returns lines about a Mixture in the run of a Plan: its weights, and how often it reads each source. Raises
+    BadInput if the sources have too little text for the epochs that they allow."""
+    sizes = [tokens_in(source, tokenizer) for source in mixture.sources]
+    left = [size * source.epochs for size, source in zip(sizes, mixture.sources, strict=True)]
+    read = [0.0] * len(sizes)
+    ends = {}  # source: the step after which it has ended
+    weights = []
+    begins = [stage.first_step(plan.num_iterations) for stage in mixture.stages]
+    for stage, begin, end in zip(mixture.stages, begins, [*begins[1:], plan.num_iterations], strict=True):
+        shares = ", ".join(f"{source.name} {weight:.3g}" for source, weight in
+                           zip(mixture.sources, stage.weights, strict=True) if weight)
+        weights.append(f"from step {begin + 1:,} on {shares}" if begin else shares)
+        _spend(stage.weights, (max(begin, plan.start.first_step), end), plan, left, read, ends)
+    needed = plan.tokens(plan.start.first_step, plan.num_iterations)
+    if sum(read) < (1 - MISSING) * needed:
+        raise BadInput(f"the sources of --data_mix allow about {format_count(round(sum(read)))} tokens by their "
+                       f"epochs, and the run takes {format_count(needed)}: raise epochs, or train for fewer steps")
+    epochs = []
+    for i, source in enumerate(mixture.sources):
+        text = f"{source.name}: {read[i] / max(1, sizes[i]):.1f} epochs of about {format_count(round(sizes[i]))} tokens"
+        epochs.append(text + (f", its last ends at about step {ends[i]:,}" if i in ends else ""))
+    return [f"    mixture  {'; '.join(weights)}", f"     epochs  {'; '.join(epochs)}"]
+
+
+def mixture_lines(data, plan):
+    """Returns describe_mixture of the DataFlags, for a machine that may lack the data; [] without --data_mix."""
+    if not data.data_mix:
+        return []
+    try:
+        mixture = open_mixture(data)
+    except BadInput as error:
+        return [f"how often the mixture reads its sources is unknown: {error}"]
+    return describe_mixture(mixture, plan, load_tokenizer(data.tokenizer_dir))
+
+
+def _spend(weights, steps, plan, left, read, ends):
+    """Lets steps (begin, end) read from the sources by their weights, and by those of the others once one has ended."""
+    begin, end = steps
+    tokens = total = plan.tokens(begin, end)
+    while tokens > 0:
+        live = [i for i, weight in enumerate(weights) if weight and left[i] > 0]
+        if not live:
+            return
+        scale = sum(weights[i] for i in live)
+        taken = min(tokens, *(left[i] * scale / weights[i] for i in live))
+        for i in live:
+            part = taken * weights[i] / scale
+            read[i] += part
+            left[i] = 0 if math.isclose(part, left[i]) else left[i] - part
+            if not left[i]:
+                ends[i] = end - round((tokens - taken) / total * (end - begin))
+        tokens -= taken

@@ -1,0 +1,167 @@
+"""Rows from several sources: by their weights, the same on any number of ranks, and restored exactly."""
+import itertools
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanochat.common import BadInput
+from nanochat.data import loader as loader_module
+from nanochat.data.mixture import MixtureLoader, open_mixture, read_mixture, spread, tokens_in
+from nanochat.train.flags import DataFlags, parse_flags
+from nanochat.train.plan import make_plan
+from nanochat.train.text import check_data, describe_mixture, mixture_lines, stage_rows
+from scripts import tpu_preflight
+from tests.data.documents import ByteTokenizer, make_texts, rows_and_others, write
+from tests.data.test_loader import read_steps
+
+FILE = """
+[sources.big]
+dir = "big"
+weight = 0.7
+[sources.own]
+dir = "own"
+weight = 0.3
+epochs = 1
+[[stage]]
+from = 0.4
+weights = {own = 0.5, big = 0.5}
+[[stage]]
+from = 0.8
+weights = {own = 9, big = 1}
+"""
+SMALL = ["--depth=1", "--max_seq_len=128", "--device_batch_size=4", "--total_batch_size=512"]
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """The DataFlags of a mixture of many documents `<NUMBER:` and of few `[NUMBER:`."""
+    monkeypatch.setattr(loader_module, "BLOCK_TOKENS", 500)
+    for name, begin, count in (("big", "<", 900), ("own", "[", 120)):
+        (tmp_path / name).mkdir()
+        texts = [text and text.replace("<", begin) for text in make_texts(count)]
+        write(tmp_path / name / "a.parquet", texts, row_group_size=37)
+    (tmp_path / "mix.toml").write_text(FILE)
+    return DataFlags(data_mix=str(tmp_path / "mix.toml"))
+
+
+def open_mixed(data, **options):
+    rows, options = rows_and_others({"seq_len": 128, "num_lanes": 8, **options})
+    return MixtureLoader(open_mixture(data), ByteTokenizer(), rows, (0, 16 * 16, 24 * 16), **options)
+
+
+def test_rows_are_the_same_on_any_number_of_ranks_and_wherever_a_run_resumes(data):
+    steps = list(read_steps(data, 60, 1, loader=open_mixed))
+    for world_size in (2, 4, 8):
+        assert all(torch.equal(rows, expected) and state == after for (rows, state), (expected, after) in
+                   zip(read_steps(data, 60, world_size, loader=open_mixed), steps, strict=True))
+    # 15 and 23 are the steps before an edge, and from about 40 on, own has ended in all lanes.
+    for k, world_size in zip((0, 7, 14, 15, 16, 22, 23, 30, 45, 57), itertools.cycle((1, 2, 4, 8)), strict=False):
+        for (rows, state), (expected, after) in zip(
+                read_steps(data, 2, world_size, loader=open_mixed, state=steps[k][1]), steps[k + 1:k + 3], strict=True):
+            assert torch.equal(rows, expected) and state == after, f"restored after step {k}"
+
+
+def test_no_document_comes_twice_before_its_epoch_ends_and_the_others_take_the_rows_of_an_exhausted_source(data):
+    with open_mixed(data, batch_size=16) as loader:
+        rows = torch.cat([next(loader).rows for _ in range(60)])
+        assert loader.ended == {"own"} and 0.8 < loader.stats["sources"]["own"][1] <= 1
+        tokens = loader.stats["sources"]
+    text = "".join(chr(token) if token < 256 else "\n" for token in rows.flatten().tolist())
+    begun = Counter(re.findall(r"^\[(\d+):", text, re.MULTILINE))
+    assert set(begun.values()) == {1} and len(begun) > 80
+    assert (rows >= 0).all() and sum(count for count, _ in tokens.values()) == pytest.approx(rows.numel(), rel=0.02)
+    last = text[-16 * 129 * 10:]
+    assert "[" not in last and "<" in last
+
+
+@pytest.mark.parametrize("num_lanes, weights", [
+    (1, (0.5, 0.5)), (8, (0.7, 0.3)), (64, (0.999, 0.001)), (64, (0.1, 0.2, 0.3, 0.4)), (96, (0.05, 0.95)),
+    (96, (1 / 3, 1 / 3, 1 / 3)), (256, (0.3, 0.7))])
+@pytest.mark.parametrize("rows_of_step", [8, 40])
+def test_weights_hold_within_a_thousandth_over_a_thousand_steps_from_anywhere_on(num_lanes, weights, rows_of_step):
+    for begin in (0, 12_345):
+        rows = range(begin, begin + 1000 * rows_of_step)
+        points = [spread(row % num_lanes, row // num_lanes, num_lanes) for row in rows]
+        edge = 0
+        for weight in weights:
+            assert sum(edge <= point < edge + weight for point in points) / len(rows) == pytest.approx(weight, abs=1e-3)
+            edge += weight
+
+
+def test_the_plan_says_how_often_each_source_is_read(data, byte_tokenizer_dir, tmp_path):
+    mixture = open_mixture(data)
+    sizes = {source.name: tokens_in(source, ByteTokenizer()) for source in mixture.sources}
+    exact = sum(len(text) + 1 for text in make_texts(120) if text)
+    assert sizes["own"] == pytest.approx(exact, rel=0.1)
+
+    def lines(steps, **epochs):
+        sources = [source._replace(epochs=epochs.get(source.name, 1000)) for source in mixture.sources]
+        plan = make_plan(parse_flags([*SMALL, f"--num_iterations={steps}"]), 300, "cpu", 1)
+        return describe_mixture(mixture._replace(sources=tuple(sources)), plan, ByteTokenizer())
+
+    weights, epochs = lines(100)
+    assert weights == ("    mixture  big 0.7, own 0.3; from step 41 on big 0.5, own 0.5; from step 81 on big 0.1, "
+                       "own 0.9")
+    read = 512 * (40 * 0.3 + 40 * 0.5 + 20 * 0.9)
+    assert f"own: {read / sizes['own']:.1f} epochs of about" in epochs and "ends" not in epochs
+    assert re.search(r"own: 1\.0 epochs of about .* tokens, its last ends at about step \d+$", lines(200, own=1)[1])
+    with pytest.raises(BadInput, match="allow about .* tokens by their epochs, and the run takes 512K: raise epochs"):
+        lines(1000, own=1, big=1)
+    plan = make_plan(parse_flags(["--depth=1", "--num_iterations=10"]), 300, "cpu", 1)
+    many = make_plan(parse_flags([*SMALL, "--num_iterations=100"]), 300, "cpu", 1)
+    assert stage_rows(mixture, many, 0, None) == [0, 160, 320]
+    assert stage_rows(mixture, many, 50, {0: {"rows": 100}, 1: {"rows": 100}}) == [0, 0, 320]
+    assert stage_rows(mixture, many, 50, None) == [0, 0, 120]  # an ending on other data
+    there = replace(data, tokenizer_dir=str(byte_tokenizer_dir))
+    assert len(mixture_lines(there, plan)) == 2 and mixture_lines(DataFlags(), plan) == []
+    (tmp_path / "own").rename(tmp_path / "away")
+    assert "is unknown: --data_mix=" in mixture_lines(there, plan)[0]
+
+
+@pytest.mark.parametrize("before, after, words", [
+    ("weight = 0.3", "weight = 0", "the weight of own is 0, which is not a number above 0"),
+    ("weight = 0.3", "weight = -1.5", "the weight of own is -1.5, "),
+    ("weight = 0.3", "weight = true", "the weight of own is True, "),
+    ("weight = 0.3", 'weight = "x"', "the weight of own is x, "),
+    ("{own = 9, big = 1}", "{own = 9, bog = 1}", "weights name bog, which is none of the sources big, own"),
+    ("{own = 9, big = 1}", "{}", "a stage has no weights"),
+    ("from = 0.8", "from = 0.3", r"from = 0.3: stages begin one after the other, each at a fraction .* above 0.4 and"),
+    ("from = 0.8", "from = 0.4", r"from = 0.4: stages begin one after the other"),
+    ("from = 0.4", "from = 0", r"from = 0: stages begin"),
+    ("from = 0.8", "from = 1.5", r"from = 1.5: stages begin"),
+    ("from = 0.8", "", r"from = None: stages begin"),
+    ("from = 0.8", "from = 0.8\nto = 0.9", r"\[\[stage\]\] has to, which is unknown"),
+    ("[[stage]]", "[[stages]]", "stages is unknown: a mixture has"),
+    ("epochs = 1", "epochs = 0", "source own: epochs = 0 is not a number above 0"),
+    ("epochs = 1", "epoch = 1", "source own has epoch, which is unknown"),
+    ('dir = "own"', "", "source own has no dir"),
+    ('dir = "own"', 'dir = "s3://own"', "it is neither gs://BUCKET/FOLDER nor a folder"),
+    ("[sources.own]", '[sources."a b"]', "source a b: name it with letters"),
+    ("[sources.own]", "[sources.own", "cannot be read as a table of TOML"),
+    (FILE, "", "it has no sources"), (FILE, "sources = 3", "no sources"), (FILE, "[sources]\nown = 3", "no sources"),
+    (FILE, "stage = 3\n[sources.a]\ndir = 'b'\nweight=1", "its stages are no sections"),
+    (FILE, "[sources.a]\ndir = 'b'\nweight=1\n[sources.c]\ndir='d'", "source c has no weight at any time"),
+])
+def test_a_mixture_that_makes_no_sense_is_refused_in_one_line(data, tmp_path, before, after, words):
+    (tmp_path / "mix.toml").write_text(FILE.replace(before, after))
+    with pytest.raises(BadInput, match=words) as refusal:
+        read_mixture(data.data_mix)
+    assert "\n" not in str(refusal.value) and str(refusal.value).startswith(f"--data_mix={data.data_mix}: ")
+    with pytest.raises(BadInput, match=words):  # before it needs a compiler
+        tpu_preflight.main(["--accelerator=v5litepod-8", f"--data_mix={data.data_mix}"])
+
+
+def test_a_source_without_documents_and_flags_that_exclude_each_other_are_refused(data, tmp_path):
+    with pytest.raises(BadInput, match="--synthetic_data exclude each other"):
+        check_data(parse_flags([f"--data_mix={data.data_mix}", "--synthetic_data"]), None, None)
+    with pytest.raises(BadInput, match="--data_dir exclude each other"):
+        check_data(parse_flags([f"--data_mix={data.data_mix}", "--data_dir=x"]), None, None)
+    write(tmp_path / "own" / "a.parquet", [None, ""])
+    with pytest.raises(BadInput, match="source own: no text in .*: every document is empty"):
+        open_mixture(data)
+    (tmp_path / "own" / "a.parquet").unlink()
+    with pytest.raises(BadInput, match=r"source own: no train data: .* has no \*.parquet"):
+        open_mixture(data)

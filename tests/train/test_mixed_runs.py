@@ -1,0 +1,71 @@
+"""Runs on a mixture, and runs with several validation sets."""
+import pytest
+
+from nanochat.checkpoint import format
+from nanochat.checkpoint.pieces import load_lane_states
+from nanochat.common import BadInput
+from nanochat.train.flags import named_places
+from scripts import base_train, report
+from tests.conftest import last_of_each
+
+MIXTURE = """
+[sources.big]
+dir = "{folder}/train"
+weight = 2
+[sources.own]
+dir = "{folder}/val"
+weight = 1
+[[stage]]
+from = 0.5
+weights = {{own = 1}}
+"""
+
+
+@pytest.fixture
+def mixture(tmp_path, corpus_dir):
+    path = tmp_path / "mix.toml"
+    path.write_text(MIXTURE.format(folder=corpus_dir))
+    return path
+
+
+@pytest.mark.parametrize("kills", [[(3, 2)], pytest.param([(5, 2), (2, 2), (2, 1)], marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_same_bits(train, mixture, tiny, capsys,
+                                                                                        corpus_dir, kills):
+    flags = [f"--data_mix={mixture}", "--save_every=1", "--keep_checkpoints=9", "--log_every=1",
+             f"--val_dir=own={corpus_dir}/val,big={corpus_dir}/train"]
+    whole = train(*flags, run="mixed", devices=2, without=("data_dir",))
+    assert "mixture  big 0.667, own 0.333; from step 4 on own 1\n" in whole.stdout
+    assert "epochs  big: 0.0 epochs of about" in whole.stdout
+    tokens = {record["step"]: (record["tokens_big"], record["tokens_own"]) for record in whole.records
+              if "tokens_own" in record}
+    assert tokens[3][0] / sum(tokens[3]) == pytest.approx(2 / 3, abs=0.05) and tokens[6][0] == tokens[3][0]
+    assert tokens[6][1] > tokens[3][1] + 1000
+    last = whole.records[-1]
+    assert last["val_bpb"] == last["val_bpb_own"] != last["val_bpb_big"]
+    assert f"validation {last['val_bpb']:.4f} bits per byte" in whole.stdout
+    assert f"own {last['val_bpb_own']:.4f} | big {last['val_bpb_big']:.4f}" in whole.stdout
+    states = load_lane_states(format.latest(whole.run_dir))
+    for step, devices in kills:
+        format.set_aside_after(whole.run_dir, step)
+        resumed = train(*flags, run="mixed", devices=devices, without=("data_dir",))
+        assert f"step_{step:06d}" in resumed.stdout and load_lane_states(format.latest(whole.run_dir)) == states
+        if devices == 2:
+            assert resumed.losses == whole.losses
+        assert resumed.losses == pytest.approx(whole.losses, rel=2e-6)
+    capsys.readouterr()
+    assert not report.main(["mixed"])
+    assert f"own {last['val_bpb_own']:.4f}, big {last['val_bpb_big']:.4f}" in capsys.readouterr().out
+    mixture.write_text(mixture.read_text().replace("weight = 2", "weight = 3"))
+    with pytest.raises(BadInput, match="the hash of --data_mix is .* there and .* here"):
+        base_train.main(last_of_each("--run=mixed", *(flag for flag in tiny if "data_dir" not in flag), *flags,
+                                     "--num_iterations=8"))
+
+
+def test_names_of_validation_sets_are_told_from_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert named_places("own=/a,big=gs://b/c=d") == {"own": "/a", "big": "gs://b/c=d"}
+    (tmp_path / "lang=cpp").mkdir()
+    assert named_places("lang=cpp") == named_places("gs://b/lang=cpp") == named_places("a/lang=cpp") == {}
+    for text in ("own=a,own=b", "own=a,b", "own=", "own=a,2=b"):
+        with pytest.raises(BadInput, match="is not NAME=FOLDER"):
+            named_places(text)
