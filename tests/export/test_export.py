@@ -327,7 +327,7 @@ def test_an_export_that_fails_leaves_nothing_and_the_old_one_as_it_was(tmp_path,
     def fail(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(export, "save_file", fail)
+    monkeypatch.setattr(export, "save_tensors", fail)
     for out in ("new", "old"):
         with pytest.raises(shown):
             run(f"--out={tmp_path / out}", "--force")
@@ -337,7 +337,7 @@ def test_an_export_that_fails_leaves_nothing_and_the_old_one_as_it_was(tmp_path,
 @pytest.mark.slow
 def test_a_kill_in_the_middle_leaves_no_folder_of_that_name(tmp_path, trained, byte_tokenizer_dir):
     program = ("import os\nfrom nanochat.export import export\nfrom scripts.export import main\n"
-               "export.save_file = lambda *a, **b: os.kill(os.getpid(), 9)\n"
+               "export.save_tensors = lambda *a, **b: os.kill(os.getpid(), 9)\n"
                f"main(['--checkpoint={trained}', '--tokenizer_dir={byte_tokenizer_dir}', '--out={tmp_path / 'out'}'])")
     assert subprocess.run([sys.executable, "-c", program], timeout=100).returncode == -9
     left = [name for name in names(tmp_path) if name.startswith("out")]
