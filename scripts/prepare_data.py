@@ -2,6 +2,7 @@
 
     python3 -m scripts.prepare_data --installed_headers
     python3 -m scripts.prepare_data --debian_source=fmtlib,abseil,re2 --source=~/src/my_project,foo-1.2.tar.xz
+    python3 -m scripts.prepare_data --source=the-stack/data/cpp --where='max_stars_count >= 10' --filters=all
 
 It may be killed at any time: the same command resumes and makes the same shards, byte for byte.
 """

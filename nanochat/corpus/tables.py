@@ -37,7 +37,7 @@ LANGUAGES = {"c", "c++", "cpp", "cuda", "c/c++"}
 KIND = re.compile(r"\.(?:parquet|arrow|(?:jsonl|ndjson|json)(?:\.(?:gz|zst))?)$")
 _ABOUT = re.compile(r"(?:dataset_infos?|dataset_dict|state)\.json")  # Hugging Face's notes beside the data
 _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
-ROWS = 64  # of parquet that are decoded at a time
+ROWS, BATCH_BYTES = 64, 16 << 20  # that are decoded at a time: fewer rows if they are long
 SAMPLE_ROWS, LINES_BYTES = 100, 4 << 20  # of JSON Lines: to find the columns, and what is parsed at a time
 LONGEST_LINE = 64 << 20  # of JSON
 PIECE_BYTES = 1 << 28  # of a parquet file that one task reads, unpacked
@@ -73,7 +73,10 @@ def open_table(path, text_column=None, where=""):
             return None
     if not files:
         raise BadInput(f"--source={path} has neither C or C++ files nor parquet or JSON Lines: name a folder that does")
-    schemas = {file: _schema(directory / file) for file in files}
+    schemas = {file: schema for file in files if (schema := _schema(directory / file))}
+    files = list(schemas)
+    if not files:
+        raise BadInput(f"--source={path} has no documents: its files are empty")
     partitions = _partitions(files)
     there = {name: None for file in files for name in (*schemas[file].names, *partitions[file])}  # sorted by place
     columns = _find_columns(path, list(there), text_column)
@@ -107,7 +110,8 @@ def _data_files(directory):
 
 
 def _schema(path):
-    """Returns the names and types of a file's columns. Raises BadInput if it cannot be read or has no documents."""
+    """Returns the names and types of a file's columns, or None if it has no documents, as many of Spark's. Raises
+    BadInput if it cannot be read."""
     with _reading(path):
         if path.suffix == ".parquet":
             with pq.ParquetFile(path) as file:
@@ -121,9 +125,7 @@ def _schema(path):
             sample = next(_json_batches(path, SAMPLE_ROWS), [])
             rows = len(sample)
             schema = pa.schema([(name, _type_of(sample, name)) for name in {name: 0 for row in sample for name in row}])
-    if not rows:
-        raise BadInput(f"{path} has no documents: leave it out")
-    return schema
+    return schema if rows else None
 
 
 def _type_of(rows, name):
@@ -152,8 +154,9 @@ def _find_columns(path, there, text_column):
 
 def _check_text(path, schema, name):
     if schema.names.count(name) != 1:
-        raise BadInput(f"{path} has {schema.names.count(name)} columns {name} (it has {', '.join(schema.names)}): name "
-                       "other files, or another --text_column")
+        number = "several columns" if name in schema.names else "no column"
+        raise BadInput(f"{path} has {number} {name} (it has {', '.join(schema.names)}): name other files, or another "
+                       "--text_column")
     kind = schema.field(name).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
@@ -268,7 +271,10 @@ def _parquet_batches(path, names, row_groups):
     with pq.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True) as file:
         there = [name for name in file.schema_arrow.names if name in names]
         # Buffered and without pre_buffer, Arrow holds one page of a column at a time.
-        yield from file.iter_batches(ROWS, row_groups, there, use_threads=False)
+        nbytes = sum(file.metadata.row_group(number).total_byte_size for number in row_groups)
+        rows = sum(file.metadata.row_group(number).num_rows for number in row_groups)
+        size = max(1, min(ROWS, BATCH_BYTES * rows // max(1, nbytes)))
+        yield from file.iter_batches(size, row_groups, there, use_threads=False)
 
 
 def _arrow_batches(path, names, row_groups):

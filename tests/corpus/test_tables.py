@@ -115,6 +115,17 @@ def test_where_chooses_rows(tmp_path, where, numbers, suffix):
     assert result["dropped"]["where"] == 80 - 2 * len(numbers)
 
 
+def test_empty_files_and_files_that_lack_a_column_are_no_obstacle(tmp_path):
+    folder = write_table(tmp_path / "in" / "part-3.parquet", ROWS[:1]).parent
+    pq.write_table(pa.table({"content": pa.array([], pa.string())}), folder / "part-0.parquet")
+    (folder / "part-1.jsonl").touch()
+    pq.write_table(pa.table({"content": [cpp(1)]}), folder / "part-2.parquet")
+    prepare(tmp_path / "out", f"--source={tmp_path / 'in'}", "--eval_only")
+    assert {row["source"] for row in read(tmp_path / "out", "val")} == {"in", "a/repo0"}
+    result = prepare(tmp_path / "where", f"--source={tmp_path / 'in'}", "--eval_only", "--where=score < 9")
+    assert result["dropped"] == {"where": 1} and len(read(tmp_path / "where", "val")) == 1
+
+
 def test_what_is_not_c_or_cpp_is_dropped_by_path_or_else_by_language(tmp_path):
     rows = [{"text": cpp(number), "path": path, "lang": language} for number, (path, language) in enumerate([
         ("a.cpp", "Text"), ("/b.CUH", None), ("include/vector", "c++"), (None, "C"), (None, None),
@@ -198,7 +209,7 @@ def test_a_column_or_condition_that_does_not_fit_is_one_line(tmp_path, rows, fla
 
 
 @pytest.mark.parametrize("name, data, message", [
-    ("a.jsonl", b"", "has no documents"),
+    ("a.jsonl", b"", "in has no documents: its files are empty"),
     ("a.jsonl", b'{"text": "int a;"}\n{"text"\n', "line 2 is not JSON"),
     ("a.jsonl", b'[{"text": "int a;"}]\n', "line 1 is not an object of JSON"),
     ("a.jsonl", b'{"text": "int a;"}\n' * 200 + b'{"text": [1]}\n', r'text is not text in \{"text": \[1\]\}'),
