@@ -131,7 +131,7 @@ def _schema(path):
 def _type_of(rows, name):
     try:
         return _array(rows, name).type
-    except pa.ArrowException:
+    except (pa.ArrowException, OverflowError):
         return pa.null()  # values of several types; if the column is needed, reading it says so
 
 
@@ -270,10 +270,10 @@ def _batches(path, table):
 def _parquet_batches(path, names, row_groups):
     with pq.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True) as file:
         there = [name for name in file.schema_arrow.names if name in names]
+        groups = [file.metadata.row_group(number) for number in row_groups]
+        nbytes = max(1, sum(group.total_byte_size for group in groups))
+        size = max(1, min(ROWS, BATCH_BYTES * sum(group.num_rows for group in groups) // nbytes))
         # Buffered and without pre_buffer, Arrow holds one page of a column at a time.
-        nbytes = sum(file.metadata.row_group(number).total_byte_size for number in row_groups)
-        rows = sum(file.metadata.row_group(number).num_rows for number in row_groups)
-        size = max(1, min(ROWS, BATCH_BYTES * rows // max(1, nbytes)))
         yield from file.iter_batches(size, row_groups, there, use_threads=False)
 
 
@@ -357,6 +357,6 @@ def _reading(path, advice="copy it again, or leave it out"):
         yield
     except UnicodeEncodeError:
         raise BadInput(f"the path {path} is not UTF-8, which pyarrow needs: rename the folder or file") from None
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, OverflowError, UnicodeDecodeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise BadInput(f"{path} cannot be read ({reason}): {advice}") from None

@@ -23,7 +23,7 @@ def expression(text, columns):
     for anything but conditions on these columns."""
     try:
         return _condition(_parse(text), columns)
-    except (pa.ArrowException, TypeError, ValueError, RecursionError) as error:
+    except (pa.ArrowException, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadInput(f"--where={text}: {error}") from None
 
 
@@ -56,7 +56,7 @@ def _comparison(node, columns):
     left = node.left
     for sign, right in zip(node.ops, node.comparators, strict=True):
         if isinstance(sign, (ast.In, ast.NotIn)):
-            part = _column(left, columns).isin(_constant(right))
+            part = _column(left, columns).isin(_constant(right, is_list=True))
         elif isinstance(sign, (ast.Is, ast.IsNot)) and isinstance(right, ast.Constant) and right.value is None:
             part = _column(left, columns).is_null()
         elif type(sign) in _COMPARE:
@@ -89,11 +89,15 @@ def _column(node, columns):
     return pc.field(columns[node.id], *path)
 
 
-def _constant(node):
+def _constant(node, is_list=False):
+    """Returns the number, bool or string of a node, or the list of them."""
     try:
         value = ast.literal_eval(node)
     except ValueError:
         value = None
-    if isinstance(value, (str, int, float)) or isinstance(node, (ast.List, ast.Tuple, ast.Set)) and value:
-        return sorted(value) if isinstance(value, set) else value
-    raise ValueError(f"{ast.unparse(node)} is neither a number, a text nor a list of them")
+    if is_list and isinstance(value, (list, tuple, set)) and value:
+        return list(value)
+    if not is_list and isinstance(value, (str, int, float)):
+        return value
+    wanted = "a list with something in it" if is_list else "a number or a string"
+    raise ValueError(f"{ast.unparse(node)} is not {wanted}")

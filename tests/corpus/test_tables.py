@@ -191,10 +191,14 @@ for path in map(Path, sys.argv[1:]):
     (ROWS, ["--where=score >"], r"--where=score > cannot be read \(invalid syntax\): write conditions"),
     (ROWS, ["--where=lang > 3"], "Function 'greater' has no kernel matching input types .*: check --where"),
     (ROWS, ["--where=lang"], "must evaluate to bool.*: check --where"),
-    (ROWS, ["--where=score + 1 > 3"], r"score \+ 1 is neither a number, a text nor a list"),
+    (ROWS, ["--where=score + 1 > 3"], r"score \+ 1 is not a number or a string"),
+    (ROWS, ["--where=score > 1" + "0" * 30], "--where=score > 10"),
+    (ROWS, ["--where=lang in 'C++'"], "'C..' is not a list with something in it"),
+    (ROWS, ["--where=score in ['a']"], "--where"),
+    (ROWS, ["--where=score == [1]"], "is not a number or a string"),
     (ROWS, ["--where=__import__('os')"], "is no condition on a column"),
     (ROWS, ["--where=score is 3"], "is and is not need None"),
-    (ROWS, ["--where=score in []"], "neither a number"),
+    (ROWS, ["--where=score in []"], "is not a list with something in it"),
     (ROWS, ["--where=" + "not " * 5000 + "score"], "--where=not .* cannot be read|--where"),
     (ROWS, ["--where=score > 99"], r"no C or C\+\+ file is left of 80 \(dropped: 80 where\)"),
     (ROWS[:2], [], "of 2 documents none is held out for validation: give a larger --val_fraction"),
@@ -206,6 +210,13 @@ def test_a_column_or_condition_that_does_not_fit_is_one_line(tmp_path, rows, fla
     with pytest.raises(BadInput, match=message) as error:
         prepare(tmp_path / "out", f"--source={path}", *flags)
     assert "\n" not in str(error.value)
+
+
+def test_values_of_several_types_or_out_of_range_in_json_are_one_line(tmp_path):
+    for values in (["a", 1], [1, 2**70]):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": cpp(1), "id": value}) + "\n" for value in values))
+        with pytest.raises(BadInput, match=r"a.jsonl cannot be read \(.*\): copy it again, or leave it out"):
+            prepare(tmp_path / "out", f"--source={tmp_path / 'a.jsonl'}", "--where=id > 1", "--eval_only")
 
 
 @pytest.mark.parametrize("name, data, message", [
