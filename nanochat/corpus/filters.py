@@ -15,7 +15,7 @@ EXAMPLES, EXAMPLE_BYTES = 20, 1500  # of each filter on either side of its limit
 _COMMENT_OR_STRING = re.compile(rb"""
     /(?:/(?:[^\\\n]|\\.)*|\*.*?(?:\*/|\Z))
     | (?:\b(?:u8|[uUL])?R)?"(?:(?<=R")([^()\\\s]{0,16})\(.*?(?:\)\1"|\Z)|(?:[^"\\\n]|\\.)*"?)
-    | (?<!\w)'(?:[^'\\\n]|\\.){1,8}'  # 1'000 is a number
+    | (?:(?<!\w)|(?<=\b[uUL])|(?<=\bu8))'(?:[^'\\\n]|\\.){1,8}'  # 1'000 is a number
     """, re.DOTALL | re.VERBOSE)
 _NUMBER = re.compile(rb"(?<!\w)\.?\d[\w.']*")
 _NAME = re.compile(rb"[A-Za-z_]\w+")

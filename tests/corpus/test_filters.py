@@ -26,6 +26,7 @@ CASES = {  # {filter: (a document that it drops, similar ones that it keeps)}
     "long_lines": (cpp(3, 30).replace("\n", " ") + "\n" + cpp(2), [cpp(1, 10).replace("\n", " ") + "\n" + cpp(2)]),
     "unbalanced": (cpp(4) + "void f() {\n" * 6 + "if (a[\n" * 3, [
         cpp(1) + '// ((((((((((((\nconst char *s = "{{{{{{{{{{{\\"{{", c = \'{\', *r = R"x({{{{{{"{{{{{)x";\n',
+        "void f() { if ((*p != L'\\\"') && (g)) { } }\n" * 9,
         "#if A\nvoid f() {\n#elif defined(B) || \\\n  (C)\nvoid g() {\n#else\nvoid h() {\n#endif\n}\n" * 20]),
     "secrets": (f'const char *token = "{KEY}";\n' + cpp(5), [
         f"int {KEY[:20]};\n", "// -----BEGIN RSA PRIVATE KEY-----\n"]),
