@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -108,6 +109,24 @@ def kill_at_any_moment(save_for_ever, run_dir, pause_s):
         format.clean_partial(run_dir)
         assert not any(name.endswith(".tmp") for name in names(run_dir))
         format.set_aside_after(run_dir, -1)
+
+
+def listen(module):
+    """Returns wait(words), which returns once the module has said a line with these words."""
+    said, say, is_new = [], module.say, threading.Condition()
+
+    def note(text):
+        say(text)
+        with is_new:
+            said.append(text)
+            is_new.notify_all()
+
+    def wait(words):
+        with is_new:
+            assert is_new.wait_for(lambda: any(words in line for line in said), 60), f"nobody said: {words}"
+
+    module.say = note
+    return wait
 
 
 def run_on_small_disk(tmp_path, script, megabytes):

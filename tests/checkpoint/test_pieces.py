@@ -193,8 +193,8 @@ from nanochat.checkpoint import format
 from nanochat.checkpoint import saver as saver_module
 from nanochat.checkpoint.pieces import Layout, sizes_of
 from nanochat.checkpoint.saver import SaveOptions, Saver
-from tests.checkpoint.states import make_meta
-run_dir = Path(sys.argv[1])
+from tests.checkpoint.states import listen, make_meta
+run_dir, wait = Path(sys.argv[1]), listen(saver_module)
 small, large = {"a": torch.ones(1000)}, {"a.momentum": torch.ones(1_000_000)}
 layout = Layout.of(sizes_of(small), sizes_of(large))
 options = SaveOptions(retry_s=0.2)
@@ -202,10 +202,11 @@ saver = Saver(run_dir, options=options)
 part = Saver(run_dir, options=options)
 (run_dir / "ballast").write_bytes(bytes(4_000_000))
 part.save_part(1, layout, {}, large)
-time.sleep(1)
+while not (format.partial_dir(run_dir, 1) / saver_module.FULL).exists():
+    time.sleep(0.01)
 saver_module.make_room = lambda *_: None  # room was there when rank 0 looked
 saver.save(small, {}, make_meta(1), layout)
-time.sleep(2)
+wait("another rank has no room for its part")
 saver.check()
 part.check()
 assert format.latest(run_dir) is None

@@ -84,15 +84,16 @@ def test_a_checkpoint_that_does_not_read_back_as_it_was_written_gets_no_final_na
 
 
 FULL_DISK = """
-import os, sys, threading, time
+import os, sys, time
 from pathlib import Path
 import torch
 from nanochat.checkpoint import format
+from nanochat.checkpoint import saver as saver_module
 from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
-from tests.checkpoint.states import make_meta
+from tests.checkpoint.states import listen, make_meta
 run_dir, state = Path(sys.argv[1]), ({"w": torch.ones(500_000)}, {})
 options = SaveOptions(format.Kept(2), retry_s=0.1)
-saver = Saver(run_dir, 1, options)
+saver, wait = Saver(run_dir, 1, options), listen(saver_module)
 def save(step):
     save_lane_states(run_dir, step, {0: {"text": "x" * 300_000}}, options)
     saver.save(*state, make_meta(step))
@@ -107,13 +108,13 @@ save(1)
 saver.finish()
 fill()
 save(2)
-time.sleep(1)
+wait("the disk is full")
 saver.check()
 assert [path.name for path in format.list_checkpoints(run_dir)] == ["step_000001"]
 save(3)  # replaces 2, which is not saved yet
 time.sleep(0.5)
 os.unlink(run_dir / "ballast")
-saver.finish(timeout_s=30)
+saver.finish(timeout_s=60)
 assert [path.name for path in format.list_checkpoints(run_dir)] == ["step_000001", "step_000003"]
 assert format.latest_good(run_dir)[0].name == "step_000003" and saver.saved_step == 3
 assert not list(run_dir.glob("*.tmp")), "a checkpoint that was given up is still there"
@@ -121,15 +122,16 @@ assert not list(run_dir.glob("*.tmp")), "a checkpoint that was given up is still
 
 
 LANES_DO_NOT_FIT = """
-import os, sys, time
+import os, sys
 from pathlib import Path
 import torch
 from nanochat.checkpoint import format
+from nanochat.checkpoint import saver as saver_module
 from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
-from tests.checkpoint.states import make_meta
+from tests.checkpoint.states import listen, make_meta
 run_dir, state = Path(sys.argv[1]), ({"w": torch.ones(500_000)}, {})
 options = SaveOptions(format.Kept(2), retry_s=0.1)
-saver = Saver(run_dir, 1, options)
+saver, wait = Saver(run_dir, 1, options), listen(saver_module)
 ballast = run_dir / "ballast"
 with open(ballast, "wb", buffering=0) as file:
     try:
@@ -140,10 +142,10 @@ with open(ballast, "wb", buffering=0) as file:
 save_lane_states(run_dir, 1, {0: {"text": "x" * 300_000}}, options)
 os.truncate(ballast, ballast.stat().st_size - 2_150_000)
 saver.save(*state, make_meta(1))
-time.sleep(4)
+wait("the disk is full")
 print("now there is space", flush=True)
 ballast.unlink()
-saver.finish(timeout_s=30)
+saver.finish(timeout_s=60)
 assert [path.name for path in format.list_checkpoints(run_dir)] == ["step_000001"]
 assert format.latest_good(run_dir)[0] and not list(run_dir.glob("step_*/probe"))
 """

@@ -48,7 +48,7 @@ def cluster(monkeypatch):
             process.kill()
         cluster.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
-    _, alive = psutil.wait_procs(started, timeout=20)
+    _, alive = psutil.wait_procs(started, timeout=60)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -69,6 +69,7 @@ def finish(process):
 def kill_in_the_middle(raylets, folder, pattern, process):
     """Stops a worker of one of the nodes as soon as it has begun, and not yet finished, a file; then kills its node."""
     while process.poll() is None:
+        time.sleep(0.001)
         for partial in map(Path, glob.glob(f"{folder}/.work/{pattern}")):
             worker = psutil.Process(int(re.search(r"\.(\d+)_\w{32}\.partial", partial.name)[1]))
             victim = next((raylet for raylet in raylets if raylet in [parent.pid for parent in worker.parents()]), None)
@@ -120,7 +121,7 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
     while process.poll() is None and len(list(scans.glob("*/stats.json"))) < 3:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL, output
     kept = {path: path.stat().st_mtime_ns for path in scans.rglob("*.parquet") if ".partial" not in str(path)}
     assert kept and not (tmp_path / "again" / "val").exists()

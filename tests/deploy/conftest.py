@@ -128,7 +128,7 @@ def vm(laptop):
     return vm
 
 
-def eventually(condition, timeout_s=20):
+def eventually(condition, timeout_s=60):
     """Waits until `condition()` is true and returns its value."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

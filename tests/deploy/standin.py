@@ -72,7 +72,7 @@ class StandIn:
         self._log = open(self.root / "log", "w")
         self.process = subprocess.Popen([*NAMESPACE, "bash", "-c", self._boot], start_new_session=True,
                                         stdin=subprocess.PIPE, stdout=self._log, stderr=self._log)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not self._answers():
             if time.monotonic() > deadline or self.process.poll() is not None:
                 raise RuntimeError(f"stand-in VM did not start: {(self.root / 'log').read_text()}")

@@ -207,7 +207,7 @@ def test_train_starts_detached_and_returns_at_the_first_log_line(laptop, vm):
     eventually(lambda: "step" in following.stdout.readline())
     stopped = laptop.run("stop_run.sh", vm.ip)
     assert "run d16 ended with status 75" in stopped and "checkpoints/d16/step_0" in stopped
-    rest = following.communicate(timeout=20)[0]
+    rest = following.communicate(timeout=100)[0]
     assert following.returncode == 75 and "preempted: state saved" in rest
     assert "nothing is running" in laptop.run("stop_run.sh", vm.ip)
 
@@ -222,7 +222,7 @@ def test_two_starts_at_once_give_one_run(laptop, vm):
     flags = ["--min_free_gb=0", "--", "--run=a", "--num_iterations=1000"]
     both = [laptop.start("train.sh", vm.ip, *flags) for _ in range(2)]
     for process in both:
-        process.communicate(timeout=30)
+        process.communicate(timeout=100)
     assert len(vm.trainers()) == 1
     assert sorted(process.returncode for process in both) == [0, 6]
 
@@ -334,7 +334,7 @@ def test_status_shows_a_mirror_that_falls_behind(laptop, vm):
 def test_processes_left_of_a_run_are_seen_and_ended(laptop, vm):
     vm.program(vm.home / "nanochat.d/venv/bin/python", "echo 'step 00001/00009'; sleep 1; sleep 300 & exit 3")
     train(laptop, vm, "--run=a")
-    eventually(lambda: "a orphans" in laptop.run("status.sh", vm.ip), 40)
+    eventually(lambda: "a orphans" in laptop.run("status.sh", vm.ip))
     laptop.run("stop_run.sh", vm.ip, "--kill", "--wait_s=1")
     assert "a ended with status 3" in laptop.run("status.sh", vm.ip)
 
@@ -344,11 +344,12 @@ def test_logs_ends_when_the_run_is_killed(laptop, vm):
     following = laptop.start("logs.sh", vm.ip)
     eventually(lambda: "step" in following.stdout.readline())
     os.kill(vm.trainers()[0], signal.SIGKILL)
-    assert "run a ended with status 137" in following.communicate(timeout=20)[0] and following.returncode == 137
+    assert "run a ended with status 137" in following.communicate(timeout=100)[0] and following.returncode == 137
     train(laptop, vm, "--run=a", "--num_iterations=100000")
     following = laptop.start("logs.sh", vm.ip)
     vm.shell("kill -KILL -- -$(tr -d ' ' <~/nanochat.d/runs/pgid)")  # with all that could have noted its status
-    assert "run a was killed, or the VM restarted" in following.communicate(timeout=20)[0] and following.returncode == 1
+    assert "run a was killed, or the VM restarted" in following.communicate(timeout=100)[0]
+    assert following.returncode == 1
 
 
 def test_a_host_of_the_ssh_configuration(laptop, checkout):

@@ -1,7 +1,6 @@
 """Pods, which are several VMs: a run starts on all of them or on none, and errors name the worker."""
 import os
 import signal
-import time
 
 import pytest
 
@@ -92,8 +91,8 @@ def test_ctrl_c_ends_the_following_and_not_the_run(laptop, pod):
     following = laptop.start("train.sh", pod[0].all, "--min_free_gb=0", "--", "--run=a", "--synthetic_data=1",
                              "--num_iterations=100000", "--hang_at=1",
                              under=("env", "--default-signal=INT"))  # which a test in the background ignores
-    eventually(lambda: all(vm.trainers() for vm in pod), timeout_s=60)
-    time.sleep(8)  # it follows what it has started
+    eventually(lambda: "plan: run a" in following.stdout.readline())  # it follows what it has started
+    eventually(lambda: all(vm.trainers() for vm in pod))
     os.killpg(following.pid, signal.SIGINT)
     assert following.wait(timeout=60) == 130
     eventually(lambda: "no longer following" in following.stdout.readline())

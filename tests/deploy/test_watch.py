@@ -111,7 +111,7 @@ def test_expired_credentials_and_a_not_found_race_make_no_second_vm(world):
 @pytest.mark.slow
 def test_a_frozen_vm_is_created_again(world):
     with open(world.laptop.home / "config.env", "a") as config:
-        config.write("SSH_TIMEOUT_S=2\n")
+        config.write("SSH_TIMEOUT_S=5\n")
     watch = world.watch(patience=2, run=("--num_iterations=60", "--step_s=0.2"))
     world.wait("run started")
     world.vm.freeze()

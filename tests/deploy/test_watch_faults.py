@@ -31,7 +31,9 @@ def test_stop_run_waits_for_the_mirror_signals_once_and_says_where_the_checkpoin
                f"--checkpoint_mirror={mirror}")
     for _ in range(2):  # a second signal would end it with another status
         output = laptop.run("stop_run.sh", vm.ip, "--wait_s=1", status=1)
-        assert "has not ended after 1 s" in output and "on this disk alone" in output
+        assert "has not ended after 1 s" in output
+        eventually(lambda: [*vm.run_dir("a").glob("step_*")])  # a slow machine saves it after that second
+    assert "on this disk alone" in output
     (mirror / "refuses").unlink()
     output = laptop.run("stop_run.sh", vm.ip)
     assert f"checkpoints/a/{max(mirror.glob('step_*')).name}, and in {mirror}" in output
@@ -65,7 +67,7 @@ def test_the_budget_ends_in_time_though_gcloud_hangs_and_watch_was_killed(world)
         f"#!/bin/bash\nwhile [ -e {hang} ]; do sleep 0.2; done\nexec {world.laptop.gcloud} \"$@\"\n")
     (world.laptop.home / "bin/gcloud").chmod(0o755)
     (world.mirror / "refuses").touch()
-    watch = world.watch(run=("--num_iterations=10000",), max_hours=0.03, margin_s=60, max_usd=1, usd_per_hour=20)
+    watch = world.watch(run=("--num_iterations=10000",), max_hours=0.04, margin_s=60, max_usd=1, usd_per_hour=20)
     world.wait("run started")
     world.wait("the mirror is behind")
     hang.touch()
@@ -77,7 +79,7 @@ def test_the_budget_ends_in_time_though_gcloud_hangs_and_watch_was_killed(world)
     world.wait("watch.sh ends; spent: ")
     newest = max((world.laptop.root / "results/d16").glob("step_*")).name
     assert world.steps()[-1] == int(newest[5:]) and not world.cloud.nodes
-    assert float((world.state / "spent").read_text().split()[1]) < 0.03 * 3600
+    assert float((world.state / "spent").read_text().split()[1]) < 0.04 * 3600
 
 
 @pytest.mark.slow

@@ -59,8 +59,8 @@ def test_a_call_passes_settings_on_and_the_key_to_setup_only(settings):
 
 
 def test_a_script_that_hangs_is_ended_with_its_children_though_they_ignore_sigterm(settings, tmp_path):
-    result = Calls(settings)("hang", 1)
-    assert result.status == TIMED_OUT and result.last_line == "hang.sh gave no answer for 1 s"
+    result = Calls(settings)("hang", 4)
+    assert result.status == TIMED_OUT and result.last_line == "hang.sh gave no answer for 4 s"
     assert not is_running((tmp_path / "child").read_text().strip())
 
 

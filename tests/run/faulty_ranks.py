@@ -25,7 +25,7 @@ def be_a_rank(rank, path, fault):
     while (heartbeats._shared[:RANKS, 0] == 0).any():  # until all ranks have begun
         time.sleep(0.01)
     for step in range(10_000):
-        heartbeats.beat(rank, "step", step, 1)
+        heartbeats.beat(rank, "step", step, 5)
         if rank == 1 and step == 10:
             fault_of(fault)
         time.sleep(0.02)

@@ -54,7 +54,7 @@ def wait_for_gradients(ticks, rank, tick, ahead, together):
     """Ends the rank's tick as a step that needs the gradients of the others: it waits until they are at most `ahead`
     ticks behind it, or, where `together` divides the tick, until they have all reached it. ticks: the last of each."""
     ticks[rank] = tick
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while min(ticks) < (tick if tick % together == 0 else tick - ahead):
         assert time.monotonic() < deadline, "a deadlock"
         time.sleep(0.0001)

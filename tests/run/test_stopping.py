@@ -176,7 +176,7 @@ stop_on_signals(requests)
 if len(sys.argv) == 4 and os.fork() == 0:
     stop_on_signal_to_rank(requests)  # the child is a rank, and prints its line, too
 os.kill(os.getpid(), int(sys.argv[2]))
-time.sleep(0.2)
+time.sleep(2)  # until the thread that takes signals has said it
 print(requests.times_asked)
 """
     command = [sys.executable, "-c", code, tmp_path / "requests", str(int(number))]
@@ -301,7 +301,7 @@ def losses_of(base_dir, name):
 @pytest.mark.slow
 def test_a_run_that_is_told_to_stop_saves_and_resumes_bit_for_bit(start, base_dir):
     """Each time it resumes from the mirror, as on a new VM, whose disk has the data and nothing else."""
-    for number, after in ((signal.SIGTERM, "step 00020"), (signal.SIGINT, "step 00060")):
+    for number, after in ((signal.SIGTERM, "step 00010"), (signal.SIGINT, "step 00030")):
         run = start("test")
         read_until(run, after)
         run.send_signal(number)
@@ -311,7 +311,7 @@ def test_a_run_that_is_told_to_stop_saves_and_resumes_bit_for_bit(start, base_di
         done = len(losses_of(base_dir, "test"))
         assert (base_dir / "checkpoints" / "test" / f"step_{done:06d}").is_dir()
         shutil.rmtree(base_dir / "checkpoints" / "test")
-    assert 60 <= done < 120
+    assert 30 <= done < 120
     for name in ("test", "whole"):
         process = start(name)
         output = process.communicate(timeout=TIMEOUT_S)[0]
@@ -321,16 +321,16 @@ def test_a_run_that_is_told_to_stop_saves_and_resumes_bit_for_bit(start, base_di
 
 @pytest.mark.slow
 def test_a_run_is_trained_by_one_process_and_no_rank_outlives_a_killed_parent(start):
-    run = start("test")
-    read_until(run, "step 00020")
-    second = start("test")
+    run = start("test", "--num_iterations=100000")  # so that it is not done before
+    read_until(run, "step 00005")
+    second = start("test", "--num_iterations=100000")
     output = second.communicate(timeout=TIMEOUT_S)[0]
     assert second.returncode == 2 and f"in use by process {run.pid} on " in output
     children = child_processes(run)
     assert children
     run.kill()
     run.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(os.path.exists(f"/proc/{pid}") for pid in children):
         assert time.monotonic() < deadline, "a rank is still there"
         time.sleep(0.1)
@@ -373,8 +373,8 @@ def test_a_stop_waits_for_the_mirror_until_it_has_the_checkpoint_or_a_second_sig
 
 @pytest.mark.slow
 def test_ctrl_c_twice_ends_at_once_and_without_warnings_of_python(start):
-    run = start("test")
-    read_until(run, "step 00020")
+    run = start("test", "--num_iterations=100000")
+    read_until(run, "step 00005")
     ranks = rank_process(run)
     os.kill(ranks, signal.SIGSTOP)  # so that they cannot save
     run.send_signal(signal.SIGINT)
@@ -387,7 +387,7 @@ def test_ctrl_c_twice_ends_at_once_and_without_warnings_of_python(start):
 
 
 @pytest.mark.parametrize("number, reason", [
-    (signal.SIGKILL, "was ended by SIGKILL: the run ends"),
+    pytest.param(signal.SIGKILL, "was ended by SIGKILL: the run ends", marks=pytest.mark.slow),
     (signal.SIGSTOP, "has not finished a step at step "),
 ])
 def test_a_rank_that_is_killed_or_hangs_ends_the_run_with_the_reason(start, number, reason):

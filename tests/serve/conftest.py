@@ -125,7 +125,7 @@ class SlowCompleter:
         def slow_keep_going():
             self.asked += 1
             self.begun.set()
-            self.go_on.wait(timeout=0.02)
+            self.go_on.wait(timeout=0.04)
             return keep_going()
 
         return self.completer.complete(prefix, suffix, extra, options, on_text, slow_keep_going)
