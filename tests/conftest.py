@@ -6,6 +6,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 from tests.warm import CHEAP_COMPILATION, TIMEOUT_S, WarmRanks
@@ -33,22 +34,29 @@ torch_xla.device()  # PyTorch's autograd engine counts the devices at the first 
 # -----------------------------------------------------------------------------
 # Which process runs a test, with pytest-xdist (make test)
 
-WARM = {"tests/test_warm.py", "tests/data/test_batches.py", "tests/scripts/test_base_train.py",
-        "tests/scripts/test_base_train_refusals.py", "tests/scripts/test_base_train_ends.py",
-        "tests/train/test_mesh.py", "tests/train/test_start.py", "tests/train/test_mixed_runs.py"}
+# Each of these two sets of files shares warm processes.
+WARM = [{"tests/checkpoint/test_pieces.py", "tests/data/test_batches.py", "tests/data/test_bucket_runs.py",
+         "tests/puzzles/test_puzzles.py", "tests/train/test_mesh.py", "tests/train/test_mixed_runs.py",
+         "tests/train/test_teacher.py"},
+        {"tests/test_warm.py", "tests/scripts/test_base_train.py", "tests/scripts/test_base_train_ends.py",
+         "tests/scripts/test_base_train_refusals.py", "tests/train/test_start.py"}]
 # These compile for minutes, and share nothing with the other tests of their file.
 COMPILATIONS = {"test_both_chips_compile_every_kernel_at_depth_2",
                 "test_running_out_of_memory_is_foreseen_and_the_culprit_is_named"}
-LONG = ["warm ranks", "compilation", "tests/scripts/test_tpu_preflight.py", "tests/run/test_chaos.py",
-        "tests/run/test_stopping.py"]
+LONG = ["warm ranks", "compilation", "tests/deploy/test_end_to_end.py", "tests/scripts/test_tpu_preflight.py",
+        "tests/run/test_chaos.py", "tests/run/test_pod_runs.py", "tests/run/test_stopping.py",
+        "tests/export/test_export.py", "tests/infer/test_on_mesh.py", "tests/corpus/test_ray_cluster.py",
+        "tests/test_notebook.py", "tests/kernels/test_pallas_attention.py", "tests/model/test_gpt.py",
+        "tests/serve/test_server_odd.py"]
 
 
 def group_of(nodeid):
     """Returns the name of the group that this test belongs to. One process runs all tests of a group: those that train
     in warm processes, and those of each file, which may share fixtures. Tests of deploy/ share next to nothing."""
     path, _, test = nodeid.partition("::")
-    if path in WARM:
-        return "warm ranks"
+    for number, files in enumerate(WARM):
+        if path in files:
+            return f"warm ranks {number}"
     if test.partition("[")[0] in COMPILATIONS:
         return f"compilation {test}"
     return nodeid if path.startswith("tests/deploy/") else path
@@ -65,13 +73,25 @@ def pytest_xdist_make_scheduler(config, log):
     return Groups(config, log)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """The groups that take longest come first: the others then fill the time until all end."""
-    def rank(item):
-        group = group_of(item.nodeid)
-        return next((place for place, name in enumerate(LONG) if group.startswith(name)), len(LONG))
-
-    items.sort(key=rank)
+    """The groups that take longest come first: the others then fill the time until all end. The tests of deploy/, which
+    wait and hardly compute, are spread among the rest."""
+    weights = Counter()  # slow tests take most of the time
+    for item in items:
+        weights[group_of(item.nodeid)] += 10 if item.get_closest_marker("slow") else 0.2
+    for number in range(len(WARM)):
+        weights[f"warm ranks {number}"] = 0  # these two keep a process each busy from the beginning
+    groups = sorted(weights, key=lambda group: next((at for at, name in enumerate(LONG) if group.startswith(name)),
+                                                    len(LONG)))
+    places = {}
+    for waits in (False, True):
+        kind = [group for group in groups if group.startswith("tests/deploy/") == waits]
+        total, before = sum(weights[group] for group in kind), 0
+        for group in kind:
+            places[group] = before / (total or 1), groups.index(group)
+            before += weights[group]
+    items.sort(key=lambda item: places[group_of(item.nodeid)])
 
 
 # -----------------------------------------------------------------------------
