@@ -13,7 +13,8 @@ from nanochat.checkpoint import format
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput, get_base_dir
 from scripts import base_eval, base_train, generate, report
-from tests.conftest import last_of_each, run_python
+from tests.conftest import add_records, last_of_each, run_python
+from tests.judge import few_problems
 from tests.judge.test_sandbox import require_sandbox
 from tests.warm import TIMEOUT_S
 
@@ -251,9 +252,11 @@ def test_several_hosts_are_for_xla_devices(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_says_how_much_of_its_code_compiles(train):
+def test_a_run_says_how_much_of_its_code_compiles(warm_ranks, tiny, base_dir):
     require_sandbox()
-    process = train("--code_eval_every=6", devices=2)
+    process = warm_ranks(2).call(few_problems.main, last_of_each("--run=code", *tiny, "--code_eval_every=6"))
+    assert process.returncode == 0, process.stdout + process.stderr
+    add_records(process, base_dir / "checkpoints" / "code")
     [found] = [record for record in process.records if "code_bpb" in record]
     assert found["step"] == 6 and 0 <= found["code_pass"] <= found["code_compiles"] <= 1 and found["code_bpb"] > 0
     assert "of its code compiles" in process.stdout
