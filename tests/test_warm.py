@@ -1,7 +1,10 @@
 """A warm process trains as a new one does, and an error in it is one of that run alone."""
+import pytest
+
 from nanochat.common import BadInput
 
 
+@pytest.mark.slow
 def test_a_warm_process_gives_the_bits_of_a_new_one_also_the_second_time(train):
     new = train(run="new", devices=2, new_process=("-m", "scripts.base_train"))
     for name in ("first", "second"):

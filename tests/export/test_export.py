@@ -144,9 +144,11 @@ def stress_strings(count, seed=0):
 
 GATES, SHIFT = {"layer_gates": True}, {"key_shift": True}
 VALUES, SHARED = {"value_embeddings": "own"}, {"value_embeddings": "shared"}
-# Scales of the residual stream, heads of keys and values, windows, softcap, other parts.
-COMBINATIONS = list(itertools.product((False, True), (4, 1), ("L", "SSL"), (15.0, 0.0),
-                                      ({}, GATES, VALUES, SHARED, SHIFT)))
+# Scales of the residual stream, heads of keys and values, windows, softcap, other parts. Half of all combinations has
+# every one of any three of the first four, with each of the other parts.
+COMBINATIONS = [(bool(scaled), (4, 1)[heads], ("L", "SSL")[window], (15.0, 0.0)[cap], parts)
+                for scaled, heads, window, cap in itertools.product((0, 1), repeat=4)
+                if (scaled + heads + window + cap) % 2 == 0 for parts in ({}, GATES, VALUES, SHARED, SHIFT)]
 SOME = [(False, 4, "L", 15.0, {}), (False, 1, "L", 0.0, {}), (False, 4, "SSL", 0.0, {}), (True, 1, "SSL", 15.0, {}),
         (False, 4, "L", 15.0, GATES), (False, 2, "L", 15.0, {"n_layer": 4, **VALUES}),
         (True, 2, "L", 15.0, SHIFT | SHARED), (True, 2, "SSL", 15.0, GATES | VALUES | SHIFT | {"short_window": 20})]
@@ -199,9 +201,9 @@ def test_a_model_of_the_usual_size_and_many_texts_are_exact(tmp_path):
     ids, folder = text_ids(tokenizer, 512), tmp_path / "exported"
     script.main([f"--checkpoint={save(tmp_path / 'run', model, tokenizer)}", f"--out={folder}",
                  f"--tokenizer_dir={SHIPPED_DIR}"])
-    paths = sorted(Path(torch.__file__).parent.joinpath("include").rglob("*.h"))[:1000]
-    texts = [*(path.read_text() for path in paths), *stress_strings(20_000)]
-    assert len(paths) == 1000
+    paths = sorted(Path(torch.__file__).parent.joinpath("include").rglob("*.h"))[:300]
+    texts = [*(path.read_text() for path in paths), *stress_strings(5000)]
+    assert len(paths) == 300
     found = read(tmp_path, [{"folder": str(folder), "trusted": True, "ids": ids, "prompt_len": 312, "texts": texts}])
     torch.testing.assert_close(torch.tensor(found["0 logits"]), model(torch.tensor([ids]))[0], atol=1e-4, rtol=0)
     assert found["0 tokens"].tolist() == greedy(model, ids[:312], 200)

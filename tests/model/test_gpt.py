@@ -124,11 +124,15 @@ def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
         assert numeric == pytest.approx(analytic, rel=0.02, abs=0.02 * direction.norm().item()), name
 
 
-@pytest.mark.parametrize("kernel, device_type, activation_checkpointing", [
-    *((kernel, device_type, setting) for setting in ("none", "all") for kernel, device_type in (
-        ("current", "cpu"), ("chunked", "cpu"), ("current", "xla"), ("chunked", "xla"), ("flash", "xla"))),
-    ("chunked", "xla", "qkv"), ("flash", "xla", "qkv")])
-@pytest.mark.parametrize("softcap, values", [(15.0, "off"), (0.0, "own"), (15.0, "shared")])
+KERNELS = [*((kernel, device_type, setting) for setting in ("none", "all") for kernel, device_type in (
+               ("current", "cpu"), ("chunked", "cpu"), ("current", "xla"), ("chunked", "xla"), ("flash", "xla"))),
+           ("chunked", "xla", "qkv"), ("flash", "xla", "qkv")]
+MODELS = [(15.0, "off"), (0.0, "own"), (15.0, "shared")]
+
+
+@pytest.mark.parametrize("kernel, device_type, activation_checkpointing, softcap, values", [
+    pytest.param(*kernel, *model, marks=[pytest.mark.slow] if (at + of_model) % 3 else [])  # each kernel once is quick
+    for at, kernel in enumerate(KERNELS) for of_model, model in enumerate(MODELS)])
 def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_checkpointing, device_type, softcap,
                                                           values, monkeypatch):
     monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 5)

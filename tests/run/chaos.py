@@ -3,7 +3,7 @@ at random moments, and compares: all losses, evaluations and the final weights m
 
     python -m tests.run.chaos --seed=1 --interruptions=27
 
-The tests (test_chaos.py) run it with 3 and 9 faults; every kind comes once before one comes again.
+The test (test_chaos.py) runs it with 9 faults; every kind comes once before one comes again.
 The faults: SIGTERM and SIGKILL to the parent, to a rank's process and to the whole group; a full disk; the newest
 checkpoint truncated; a flipped byte in a shard (the run must refuse it, naming file and row group; then it is mended).
 The disturbed run writes to a small file system of its own, which a user namespace lets anyone mount.

@@ -68,7 +68,7 @@ def send_odd(client, generator):
     return client.post(path, content=json.dumps(body).encode(), headers=JSON)
 
 
-@pytest.mark.parametrize("count", [pytest.param(1000, marks=pytest.mark.slow), 80])
+@pytest.mark.parametrize("count", [pytest.param(500, marks=pytest.mark.slow), 80])
 def test_odd_requests_get_an_answer_and_never_a_500(completer, count, caplog):
     generator, statuses = random.Random(count), []
     with serving(completer, max_tokens=4) as (client, _), caplog.at_level(logging.DEBUG):
