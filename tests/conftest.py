@@ -22,6 +22,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for one another cost mo
 # The processes that tests start import quickly, and so does this one.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(QUICK_START), os.environ.get("PYTHONPATH")]))
 runpy.run_path(str(QUICK_START / "sitecustomize.py"))
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the project is compiled once, and not by each of these processes
+sys.dont_write_bytecode = False
 
 import pytest  # noqa: E402
 import torch_xla  # noqa: E402
