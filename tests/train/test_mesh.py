@@ -19,7 +19,7 @@ from tests.judge.test_sandbox import require_sandbox
 CHUNKED = ("--kernel=chunked", "--log_every=1", "--num_heads=4", "--depth=3")
 FLASH = ("--kernel=flash", "--log_every=1", "--depth=3", "--model_dim=256", "--num_heads=2", "--num_kv_heads=1",
          "--max_seq_len=128", "--device_batch_size=1", "--window_pattern=SL", "--activation_checkpointing",
-         "--matrix_lr=0.0002")
+         "--matrix_lr=0.0002", "--num_iterations=4", "--eval_every=4")
 LOWER_RATES = ("--matrix_lr=0.0003", "--embedding_lr=0.005", "--unembedding_lr=0.00006", "--scalar_lr=0.008")
 LONG = ("--num_iterations=8", "--eval_every=8", *LOWER_RATES)  # more steps, in which rounding would grow
 
@@ -45,7 +45,7 @@ def tokenizer_dir(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data, fsdp, tensor", [
-    (1, 2, 1), (2, 2, 1), (2, 4, 1), (1, 8, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2)])
+    (2, 2, 1), (1, 8, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2)])
 def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_dir, data, fsdp, tensor):
     flags = *CHUNKED, *LONG, f"--tokenizer_dir={tokenizer_dir}"
     sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=data * fsdp * tensor)
@@ -81,7 +81,7 @@ def test_flash_does_too_where_tensor_divides_its_heads(train, reference, tokeniz
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("values, fsdp, tensor", [("shared", 2, 2), ("own", 2, 2), ("own", 1, 4)])
+@pytest.mark.parametrize("values, fsdp, tensor", [("shared", 2, 2), ("own", 1, 4)])
 def test_value_embeddings_are_divided_too(train, reference, tokenizer_dir, values, fsdp, tensor):
     flags = (*CHUNKED, *LONG, f"--tokenizer_dir={tokenizer_dir}", f"--value_embeddings={values}",
              "--layer_gates=off")  # with gates, rounding grows to 2e-4 of the norms in these steps
@@ -94,7 +94,7 @@ def test_value_embeddings_are_divided_too(train, reference, tokenizer_dir, value
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp, tensor, more", [(2, 1, ()), (1, 2, ("--activation_checkpointing=qkv",)),
+@pytest.mark.parametrize("fsdp, tensor, more", [(1, 2, ("--activation_checkpointing=qkv",)),
                                                 (2, 2, ("--num_kv_heads=2", "--value_embeddings=own"))])
 def test_gates_are_whole_and_learn_from_what_all_ranks_compute(train, reference, tokenizer_dir, fsdp, tensor, more):
     flags = (*CHUNKED, *LOWER_RATES, f"--tokenizer_dir={tokenizer_dir}", "--layer_gates=on", "--num_iterations=3",
