@@ -43,7 +43,7 @@ WARM = [{"tests/checkpoint/test_pieces.py", "tests/data/test_batches.py", "tests
         {"tests/test_warm.py", "tests/scripts/test_base_train.py", "tests/scripts/test_base_train_ends.py",
          "tests/scripts/test_base_train_refusals.py", "tests/train/test_start.py"}]
 # These compile for minutes, and share nothing with the other tests of their file.
-COMPILATIONS = {"test_both_chips_compile_every_kernel_at_depth_2",
+COMPILATIONS = {"test_the_chips_compile_every_kernel_at_depth_2",
                 "test_running_out_of_memory_is_foreseen_and_the_culprit_is_named"}
 LONG = ["warm ranks", "compilation", "tests/deploy/test_end_to_end.py", "tests/scripts/test_tpu_preflight.py",
         "tests/run/test_chaos.py", "tests/run/test_pod_runs.py", "tests/run/test_stopping.py",
