@@ -14,12 +14,15 @@ import time
 
 from nanochat.common import run_script
 from nanochat.data.mixture import read_mixture
+from nanochat.data.tokenizer import load_tokenizer
 from nanochat.preflight.describe import deliver
 from nanochat.preflight.fit import require_searchable, search
 from nanochat.preflight.flags import prepare, read_preflight_flags
 from nanochat.preflight.host_needs import estimate_host
 from nanochat.preflight.language import trace_run
 from nanochat.preflight.report import make_report
+from nanochat.train.describe import describe_plan
+from nanochat.train.plan import make_plan
 from nanochat.train.start import with_start
 from nanochat.train.text import mixture_lines
 
@@ -31,12 +34,14 @@ def main(argv=None):
     if flags.data.data_mix:
         read_mixture(flags.data.data_mix)
     say = prepare(own)
+    tokenizer = load_tokenizer(flags.data.tokenizer_dir)
+    plan = make_plan(flags, tokenizer.n_vocab, "tpu", own.tpu_slice.chips)
+    for line in (*describe_plan(plan, tokenizer), *mixture_lines(flags.data, plan)):
+        say(line)
     started = time.monotonic()
     programs, traced = trace_run(flags, own.tpu_slice.chips)
     trace_s = time.monotonic() - started
     settled = flags.settled(programs.plan.config).as_dict()
-    for line in mixture_lines(flags.data, programs.plan):
-        say(line)
     report = make_report(own, settled, programs, traced, trace_s, say)
     report["host"] = estimate_host(flags, programs.plan, own.tpu_slice, programs.checkpoint_bytes())
     report |= search(own, flags, programs.plan.kernel, say)

@@ -17,7 +17,7 @@ from nanochat.preflight import hlo
 from nanochat.preflight.fit import flags_of_meshes
 from nanochat.preflight.hlo import LINE_IN_NAME, REPOSITORY
 from nanochat.train.flags import parse_flags
-from nanochat.train.language import make_optimizer
+from nanochat.train.language import LanguageTask, make_optimizer
 from nanochat.train.plan import make_plan
 from scripts import tpu_preflight
 from tests.conftest import last_of_each
@@ -51,11 +51,25 @@ def tiny(byte_tokenizer_dir):
 
 
 @pytest.fixture(scope="module")
-def tiny_report(preflight, tiny):
-    """The report of a tiny run, compiled for four chips."""
-    process = preflight("--accelerator=v5litepod-4", "--kernel=current", "--preemptions_per_day=4", *tiny)
-    assert "with 4 preemptions a day, 10 min of restarting for each, and a checkpoint every " in process.stdout
-    return process.report
+def tiny_process(preflight, tiny):
+    """The preflight of a tiny run, compiled for four chips."""
+    return preflight("--accelerator=v5litepod-4", "--kernel=current", "--preemptions_per_day=4", *tiny)
+
+
+@pytest.fixture(scope="module")
+def tiny_report(tiny_process):
+    assert "with 4 preemptions a day, 10 min of restarting for each, and a checkpoint every " in tiny_process.stdout
+    return tiny_process.report
+
+
+def test_it_begins_with_the_plan_that_base_train_prints(monkeypatch, tiny, tiny_process):
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    flags = parse_flags([*tiny, "--kernel=current"])
+    tokenizer = load_tokenizer(flags.data.tokenizer_dir)
+    plan = make_plan(flags, tokenizer.n_vocab, "tpu", 4)
+    lines = LanguageTask(flags, plan, tokenizer, {}, None, None).describe()
+    assert lines[0].split() == "devices 4 × v5litepod-4, kernel current, bfloat16 compute".split()
+    assert tiny_process.stdout.splitlines()[:len(lines)] == lines
 
 
 def test_a_tiny_run_is_compiled_for_four_chips_and_fits(tiny_report):
