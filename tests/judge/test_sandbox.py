@@ -12,7 +12,17 @@ import pytest
 from nanochat.common import BadInput, Failure
 from nanochat.judge import sandbox
 from nanochat.judge.judge import Judge
-from nanochat.judge.sandbox import MIB, Limits, Sandbox, memory_cgroup, need, parent_cgroup
+from nanochat.judge.sandbox import (
+    MIB,
+    Limits,
+    Result,
+    Sandbox,
+    inside,
+    memory_cgroup,
+    need,
+    parent_cgroup,
+    without_memory,
+)
 from tests.judge.hostile import PROGRAMS, SOURCES, program
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +154,21 @@ def test_memory_that_no_process_holds_is_limited_by_a_cgroup():
     ("0::/user.slice/session-1.scope\n", "user.slice", "memory.max")])
 def test_a_cgroup_is_made_where_the_kernel_allows_one(text, folder, file):
     assert parent_cgroup(text) == (Path("/sys/fs/cgroup", folder), file)
+
+
+@pytest.mark.parametrize("kills, stopped_by", [(0, ""), (1, "memory")])
+def test_the_files_of_version_2_are_written_and_read(monkeypatch, tmp_path, kills, stopped_by):
+    """In a folder that looks like a cgroup: kernels with the older version have no other."""
+    monkeypatch.setattr(sandbox, "parent_cgroup", lambda text: (tmp_path, "memory.max"))
+    with memory_cgroup(5 * MIB) as cgroup:
+        assert (cgroup / "memory.max").read_text() == str(5 * MIB)
+        process = subprocess.Popen([*inside(cgroup), "true"])
+        assert process.wait() == 0 and (cgroup / "cgroup.procs").read_text() == f"{process.pid}\n"
+        (cgroup / "memory.events").write_text(f"low 0\nhigh 0\nmax 9\noom 1\noom_kill {kills}\noom_group_kill 0\n")
+        assert without_memory(Result(137, "", b"", b""), cgroup).stopped_by == stopped_by
+        for file in cgroup.iterdir():
+            file.unlink()
+    assert not cgroup.exists()
 
 
 def test_without_a_list_of_cgroups_none_is_made(monkeypatch):
