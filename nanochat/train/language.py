@@ -40,7 +40,7 @@ from nanochat.train.teacher import DistillationLoss, Teacher, find_teacher, load
 from nanochat.train.text import check_data, stage_rows
 
 FIM_EVAL_PART = 4  # one row of middles is evaluated for each four rows of the validation text
-FIM_EVAL_TOKENS = 2**19  # but as many rows as of the text if they have fewer tokens, in which 64 KiB are of middles
+FIM_EVAL_TOKENS = 2**19  # but as many rows as of the text if they have fewer tokens
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
 SAMPLE_TOKENS = 48
 PROGRESS_S = 20  # between two lines of an evaluation
