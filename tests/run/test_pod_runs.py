@@ -1,5 +1,5 @@
-"""Trainings on two "hosts": network namespaces of this machine with a cable between them, each with a folder of its
-own. What XLA cannot do between CPU processes, pod_host.py does instead; the rest is the program as it is."""
+"""Trainings on two or three "hosts": network namespaces of this machine with cables to the first, each with a folder of
+its own. What XLA cannot do between CPU processes, pod_host.py does instead; the rest is the program as it is."""
 import json
 import os
 import shutil
@@ -21,14 +21,14 @@ from tests.run.life import Life
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 240
 END_S = 120  # docs/pods.md promises an end within a minute; this machine may be busy
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
 DISK_BYTES = 8 * 2**20
 LONG = ("--num_iterations=100000", "--eval_every=-1", "--save_every_minutes=0.02", "--keep_checkpoints=2")
 
 
 @pytest.fixture(scope="module")
 def network():
-    """Two network namespaces. Returns a function: the beginning of a command that runs in that of host 0 or 1."""
+    """Three network namespaces. Returns a function: the beginning of a command that runs in that of a host."""
     keepers = []
 
     def inside(index):
@@ -45,12 +45,16 @@ def network():
 
     try:
         keep("unshare", "--user", "--map-root-user", "--net")
-        keep(*inside(0), "unshare", "--net")
-        ip(0, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(keepers[1].pid))
-        for index, address in enumerate(ADDRESSES):
-            ip(index, "address", "add", f"{address}/24", "dev", "cable")
+        ip(0, "link", "set", "lo", "up")
+        for index, address in enumerate(ADDRESSES[1:], 1):
+            keep(*inside(0), "unshare", "--net")
             ip(index, "link", "set", "lo", "up")
-            ip(index, "link", "set", "cable", "up")
+            ip(0, "link", "add", f"cable{index}", "type", "veth", "peer", "name", "cable", "netns",
+               str(keepers[index].pid))
+            for host, cable, ends in ((0, f"cable{index}", (ADDRESSES[0], address)),
+                                      (index, "cable", (address, ADDRESSES[0]))):
+                ip(host, "address", "add", ends[0], "peer", ends[1], "dev", cable)
+                ip(host, "link", "set", cable, "up")
         yield inside
     finally:
         for keeper in keepers:
@@ -60,18 +64,18 @@ def network():
 
 @pytest.fixture
 def start(network, tiny, tmp_path):
-    """Starts a run on both hosts and returns their Lives."""
+    """Starts a run on so many hosts and returns their Lives."""
     lives = []
 
-    def run(*flags, only_on_1=(), before=(), clock_s=0):
+    def run(*flags, hosts=2, only_on_1=(), before=(), clock_s=0):
         started = []
         environment = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
-        for index in (0, 1):
+        for index in range(hosts):
             started.append(Life(
                 [*network(index), *before, sys.executable, "-m", "tests.run.pod_host", *last_of_each(
                     "--run=test", *tiny, "--total_batch_size=128", "--log_every=5", *flags,
                     *(only_on_1 if index else ()))],
-                {**environment, "NANOCHAT_HOSTS": ",".join(ADDRESSES), "NANOCHAT_HOST_INDEX": str(index),
+                {**environment, "NANOCHAT_HOSTS": ",".join(ADDRESSES[:hosts]), "NANOCHAT_HOST_INDEX": str(index),
                  "NANOCHAT_POD_PORT": "7690", "NANOCHAT_HOST_NAME": f"w{index}",
                  "NANOCHAT_BASE_DIR": str(tmp_path / f"w{index}"), "POD_CLOCK_S": str(clock_s * index),
                  "CPU_NUM_DEVICES": "1", "WANDB_MODE": "disabled"}, TIMEOUT_S))
@@ -167,17 +171,38 @@ def test_a_first_host_that_is_killed_ends_the_other_with_its_name(start):
     assert "error: host w0 has ended without a word" in second.text
 
 
+def test_three_hosts_of_which_one_is_killed_end_with_its_name_and_the_run_goes_on_to_the_same_bits(
+        start, train, run_dirs, base_dir):
+    flags = ("--num_lanes=48", "--total_batch_size=192", "--num_iterations=80", "--eval_every=-1", "--save_every=10")
+    hosts = first, second, third = start(*flags, hosts=3)
+    first.wait_for("saved ")
+    os.kill(third.process.pid, signal.SIGKILL)
+    began = time.monotonic()
+    assert [life.end() for life in hosts] == [1, 1, -signal.SIGKILL], first.text[-3000:] + second.text[-3000:]
+    assert time.monotonic() - began < END_S
+    for life in (first, second):
+        assert "error: host w2 has ended without a word" in life.text, life.text[-3000:]
+    saved = format.latest_good(run_dirs[0])[0]
+    hosts = start(*flags, hosts=3)
+    assert [life.end() for life in hosts] == [0, 0, 0], hosts[0].text[-3000:]
+    assert f"resuming from {saved}" in hosts[0].text and f"received {saved.name} from host w0" in hosts[2].text
+    train(*flags, run="alone", devices=3)
+    weights = [(folder / "step_000080/model.safetensors").read_bytes()
+               for folder in (run_dirs[0], base_dir / "checkpoints/alone")]
+    assert weights[0] == weights[1]
+
+
 def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(start, network, run_dirs):
     limits = PodLimits()
     first, second = start(*LONG)
     first.wait_for("saved ")
-    subprocess.run([*network(0), "ip", "link", "set", "cable", "down"], check=True)
+    subprocess.run([*network(0), "ip", "link", "set", "cable1", "down"], check=True)
     began = time.monotonic()
     try:
         assert (first.end(), second.end()) == (1, 1), first.text[-3000:] + second.text[-3000:]
         ended = time.monotonic()
     finally:
-        subprocess.run([*network(0), "ip", "link", "set", "cable", "up"], check=True)
+        subprocess.run([*network(0), "ip", "link", "set", "cable1", "up"], check=True)
     assert ended - began < END_S
     assert f"error: host w1 has been silent for {limits.lost_s} s" in first.text
     assert f"error: host w0 has been silent for {limits.lost_s} s" in second.text
