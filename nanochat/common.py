@@ -243,7 +243,9 @@ def _shown(value):
 
 def _add_flag(group, field_):
     name = field_.name
-    options = {"default": field_.default, "action": _Once, **field_.metadata}
+    # argparse would read "" with `type`, as if it had been given.
+    options = {"default": argparse.SUPPRESS if field_.default == "" else field_.default, "action": _Once,
+               **field_.metadata}
     limits = options.pop("limits")
     kind = options.pop("of") or (str if field_.default is None else type(field_.default))
     if kind is bool:
@@ -276,10 +278,15 @@ def read_flags(argv, description, titles, first=()):
                 _add_flag(group, field_)
     parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this text")
     found = parser.parse_args(argv)
-    made = []
-    for data_class in titles:
-        made.append(data_class(**{field_.name: getattr(found, field_.name) for field_ in fields(data_class)}))
-    return tuple(made)
+    return tuple(data_class(**{each.name: getattr(found, each.name, each.default) for each in fields(data_class)})
+                 for data_class in titles)
+
+
+def not_empty(text):
+    """Returns the text of a flag. Raises BadInput if it is empty, as that of --flag=$UNSET is."""
+    if not text.strip():
+        raise BadInput("it is empty: give a value, or leave the flag out")
+    return text
 
 
 def expand_path(text):

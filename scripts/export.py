@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from nanochat.analysis import figures
 from nanochat.analysis.history import read_run
 from nanochat.checkpoint.format import MODEL, find_checkpoint
-from nanochat.common import BadInput, expand_path, flag, is_disk_full, read_flags, run_script
+from nanochat.common import BadInput, expand_path, flag, is_disk_full, not_empty, read_flags, run_script
 from nanochat.data.tokenizer import TokenizerFlags
 from nanochat.device.ranks import Dist
 from nanochat.export import export, model_card
@@ -31,7 +31,8 @@ class Flags(TokenizerFlags):
     out: Path | None = flag(None, "folder to make, or *.safetensors with --format=safetensors", of=expand_path)
     format: str = flag("transformers", "transformers: weights, tokenizer, code and model card; safetensors: one file "
                        "of weights", choices=FORMATS)
-    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest")
+    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest",
+                           of=not_empty)
     manifest: Path | None = flag(None, "manifest.json of the training corpus, for the model card; default: the one "
                                  "beside the checkpoint's data, if that is unchanged", of=expand_path)
     force: bool = flag(False, "replace an existing export")

@@ -19,6 +19,7 @@ from nanochat.common import (
     get_base_dir,
     is_disk_full,
     locked,
+    not_empty,
     read_flags,
     require_writable_dir,
     run_script,
@@ -40,8 +41,8 @@ class SourceFlags:
     source: list = flag((), "projects (directories, git checkouts, tarballs) or tables (parquet, JSON Lines), with "
                         "commas", of=names)
     text_column: str | None = flag(None, "column of the tables' text; default: text, content, code, contents or "
-                                   "source_code")
-    where: str = flag("", "which rows of the tables, such as 'score >= 3 and language == \"C++\"'")
+                                   "source_code", of=not_empty)
+    where: str = flag("", "which rows of the tables, such as 'score >= 3 and language == \"C++\"'", of=not_empty)
     projects_dir: Path | None = flag(None, "every subdirectory and tarball of this directory is a project",
                                      of=expand_path)
     debian_source: list = flag((), "names of source packages of Debian or Ubuntu, separated by commas", of=names)

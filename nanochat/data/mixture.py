@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, require_file
 from nanochat.data.bucket import data_place, in_bucket
 from nanochat.data.lanes import COUNTS, PADDING, Lane, LaneState, SharedByLanes
 from nanochat.data.loader import READ_AHEAD_BYTES, DataLoader, settings_of
@@ -79,7 +79,8 @@ def read_toml(path):
     except ModuleNotFoundError:  # Python 3.10
         import tomli as tomllib
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        require_file(path)
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} cannot be read as a table of TOML: {' '.join(str(error).split())}") from None
 

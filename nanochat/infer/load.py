@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from nanochat.checkpoint.format import MODEL, find_problem, sha256_of_files, tensor_files
 from nanochat.checkpoint.meta import load_meta, read_config
 from nanochat.checkpoint.pieces import load_tensors
-from nanochat.common import BadInput, flag
+from nanochat.common import BadInput, flag, not_empty
 from nanochat.data.tokenizer import TokenizerFlags, check_tokenizer, load_tokenizer
 from nanochat.device.mesh import ONE_CHIP
 from nanochat.device.ranks import DEVICE_TYPES, resolve_device_type
@@ -27,7 +27,8 @@ QUANTIZATIONS = ("none", "int8")
 @dataclass(frozen=True)
 class CheckpointFlags(TokenizerFlags):
     """Which model a script loads, and the device."""
-    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; default: the newest of all")
+    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; default: the newest of all",
+                           of=not_empty)
     device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from nanochat.common import BadInput, expand_path, flag, say
+from nanochat.common import BadInput, expand_path, flag, require_file, say
 from nanochat.judge.judge import FAILED, NO_CODE, Verdict, has_code
 from nanochat.judge.unfinished import brackets, closers
 
@@ -74,6 +74,7 @@ def read_problems(path=None, name="--problems"):
         if path.is_dir():
             problems = _read_own(path)
         else:
+            require_file(path)
             data = path.read_bytes()
             if data[:2] == b"\x1f\x8b":
                 data = gzip.decompress(data)
@@ -95,7 +96,9 @@ def read_problems(path=None, name="--problems"):
 def read_sets(text):
     """Returns the Problems of the sets that --problems names, separated by commas. Of several, each set is a group of
     the table."""
-    names = text.split(",")
+    names = [name for name in map(str.strip, text.split(",")) if name]
+    if not names:
+        raise BadInput(f"--problems={text} names no set: give own, or a file or folder")
     problems = []
     for name in names:
         found = read_problems(name)

@@ -159,12 +159,13 @@ def config_from_flags(given, vocab_size):
     return GPTConfig(vocab_size=vocab_size, **values)
 
 
-def require_as_saved(given, config, path):
+def require_as_saved(given, config, path, otherwise=", choose another --run, or start anew with --resume=never"):
     """Raises BadInput if a flag differs from the model in the checkpoint at `path`.
 
-    given: as in config_from_flags; config: the model's GPTConfig.
+    given: as in config_from_flags; config: the model's GPTConfig; otherwise: what a person may do, but for leaving the
+    flag out.
     """
     for name, saved in config_as_flags(config).items():
         if is_given(given[name]) and given[name] != saved:
-            raise BadInput(f"--{name}={given[name]}, but the model in {path} has --{name}={saved}: leave the flag out, "
-                           "choose another --run, or start anew with --resume=never")
+            raise BadInput(f"--{name}={given[name]}, but the model in {path} has --{name}={saved}: leave the flag "
+                           f"out{otherwise}")

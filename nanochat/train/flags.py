@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from nanochat.checkpoint.format import step_of
-from nanochat.common import BadInput, expand_path, flag, read_flags
+from nanochat.common import BadInput, expand_path, flag, not_empty, read_flags
 from nanochat.data.bucket import data_place
 from nanochat.data.lanes import NUM_LANES
 from nanochat.data.shards import TextFlags
@@ -170,7 +170,7 @@ class BatchFlags:
 @dataclass(frozen=True)
 class DistillationFlags:
     teacher: str = flag("", "run to learn from: RUN, RUN/step_000100 or a path; "
-                        "docs/training.md#learn-from-a-larger-model")
+                        "docs/training.md#learn-from-a-larger-model", of=not_empty)
     kd_weight: float = flag(0.5, "weight of the teacher in the loss", above=0, at_most=1)
     kd_temperature: float = flag(1.0, "temperature of both predictions", at_least=0.1, at_most=100)
     kd_until: float = flag(1.0, "fraction of the run's steps that have a teacher", above=0, at_most=1)
@@ -180,10 +180,10 @@ class DistillationFlags:
 @dataclass(frozen=True)
 class StartFlags:
     init_from: str = flag("", "begin with the weights of RUN, RUN/step_000100 or a path; "
-                          "docs/training.md#begin-with-another-run")
+                          "docs/training.md#begin-with-another-run", of=not_empty)
     init_optimizer: bool = flag(False, "with --init_from: take the optimizer's state, too")
     decay_from: str = flag("", "an ending of another run: go on from RUN/step_000100, with rates that fall; "
-                           "docs/training.md#several-endings")
+                           "docs/training.md#several-endings", of=not_empty)
 
     @property
     def first_step(self):

@@ -159,7 +159,7 @@ def _check(what, start, flags, tokenizer, directory):
     if start.has_optimizer and not meta.flags:
         raise BadInput(f"{what} was imported and holds only weights: use --init_from without --init_optimizer")
     require_same(path, {"the hash of the tokenizer": (meta.tokenizer_sha256, tokenizer.sha256)})
-    require_as_saved(vars(flags.model), config, path)
+    require_as_saved(vars(flags.model), config, path, otherwise="")
     problem = find_problem(path, weights_only=not start.has_optimizer)
     if problem:
         raise BadInput(f"{what} is damaged ({problem}): use another checkpoint")

@@ -1,5 +1,6 @@
 """Rows from several sources: by their weights, the same on any number of ranks, and restored exactly."""
 import itertools
+import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -152,6 +153,15 @@ def test_a_mixture_that_makes_no_sense_is_refused_in_one_line(data, tmp_path, be
     assert "\n" not in str(refusal.value) and str(refusal.value).startswith(f"--data_mix={data.data_mix}: ")
     with pytest.raises(BadInput, match=words):  # before it needs a compiler
         tpu_preflight.main(["--accelerator=v5litepod-8", f"--data_mix={data.data_mix}"])
+
+
+def test_a_file_may_begin_with_a_byte_order_mark_and_a_pipe_is_refused(data, tmp_path):
+    (tmp_path / "mix.toml").write_text("\ufeff" + FILE)
+    assert read_mixture(data.data_mix).sources
+    (tmp_path / "mix.toml").unlink()
+    os.mkfifo(tmp_path / "mix.toml")
+    with pytest.raises(BadInput, match="no ordinary file"):
+        read_mixture(data.data_mix)
 
 
 def test_a_source_without_documents_and_flags_that_exclude_each_other_are_refused(data, tmp_path):

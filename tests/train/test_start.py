@@ -93,7 +93,9 @@ def test_a_start_that_cannot_be_is_refused_in_one_line(train, first, tiny, tmp_p
     assert "--init_optimizer needs --init_from=RUN" in refusal("--init_optimizer")
     assert "is a checkpoint of this run" in refusal("--init_from=first", "--resume=never", run="first")
     assert "did not begin with other" in refusal("--init_from=other", run="first")
-    assert "--depth=3, but the model in" in refusal("--init_from=first", "--depth=3")
+    for flag in ("--init_from=", "--decay_from= ", "--teacher="):  # with a variable that is not set
+        assert f"{flag}: it is empty: give a value, or leave the flag out" in refusal(flag)
+    assert refusal("--init_from=first", "--depth=3").endswith("has --depth=2: leave the flag out")
     assert "the hash of the tokenizer" in refusal("--init_from=first", f"--tokenizer_dir={SHIPPED_DIR}")
     assert "does not say for how long" in refusal("--decay_from=first/step_000004", "--num_iterations=-1")
     assert "learning rates at 0.050 of their height" in refusal("--decay_from=first/step_000008")
