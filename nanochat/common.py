@@ -62,7 +62,8 @@ def run_script(main):
             # would complain, with status 120.
             sys.stdout.flush()
     except KeyboardInterrupt:
-        status = _say("stopped by Ctrl-C", 130)
+        # At once: the interpreter's own end would wait for worker processes, which may not have heard of it.
+        os._exit(_say("stopped by Ctrl-C", 130))
     except Exception as error:
         status = say_error(error)
         if status is None:

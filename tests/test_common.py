@@ -128,6 +128,12 @@ def run_main(body, **options):
     # Started in the background by a shell, a process ignores Ctrl-C; this test may be, too.
     (" signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT); time.sleep(9)",
      130, "stopped by Ctrl-C\n"),
+    # Where a worker process is busy for long.
+    (""" signal.signal(signal.SIGINT, signal.default_int_handler)
+ work = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGINT); time.sleep(1000)"
+ from nanochat.corpus.workers import worker_pool
+ with worker_pool(2) as run:
+  run(exec, [(work,)] * 3, print)""", 130, "stopped by Ctrl-C\n"),
     (" open('/dev/full', 'w', 1).write('x\\n')", 1,
      "error: the disk is full ([Errno 28] No space left on device): free some space and run the same command again\n"),
     (" sys.stdout.close(); sys.stdout = open('/dev/full', 'w'); print('x')", 1, "error: the disk is full"),
@@ -136,6 +142,13 @@ def test_ctrl_c_and_a_full_disk_are_one_line(body, status, message):
     process = run_main(body)
     errors = process.communicate(timeout=30)[1]
     assert (process.returncode, errors.count("Traceback")) == (status, 0) and errors.startswith(message)
+
+
+def test_ctrl_c_while_a_script_is_imported_is_one_line():
+    lines = ("import os, scripts, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+             "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)")
+    process = subprocess.run([sys.executable, "-c", lines], text=True, stderr=subprocess.PIPE)
+    assert (process.returncode, process.stderr) == (-signal.SIGINT, "stopped by Ctrl-C\n")
 
 
 def test_a_reader_that_has_ended_ends_a_script_without_a_word():

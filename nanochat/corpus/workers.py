@@ -1,6 +1,7 @@
 """Runs tasks in worker processes that end with the process that started them, and lets tasks write files whole."""
 import multiprocessing
 import os
+import signal
 import uuid
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ def worker_pool(workers):
         yield _run_here
         return
     # spawn, because this process has threads by now (apt's downloads, pyarrow, tqdm), and fork would break them
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=end_with_parent,
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin,
                              initargs=(os.getpid(),)) as pool:
         def run(function, calls, done):
             futures = {pool.submit(function, *arguments): i for i, arguments in enumerate(calls)}
@@ -30,6 +31,11 @@ def worker_pool(workers):
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         yield run
+
+
+def _begin(parent):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the parent's end is theirs
+    end_with_parent(parent)
 
 
 def _run_here(function, calls, done):
