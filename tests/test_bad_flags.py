@@ -34,7 +34,8 @@ from hypothesis import strategies as st  # noqa: E402
 LAUNCHED = ["spawn", "Trainer"]  # of nanochat.train.launch
 # Where the real work of each script begins: there the test stops it.
 WORK = {
-    "ablate": ["run_all"], "base_eval": ["DataLoader"], "base_train": ["spawn", "Trainer", "run_preflight"],
+    "ablate": ["run_all"], "adapt": ["run_module"], "base_eval": ["DataLoader"],
+    "base_train": ["spawn", "Trainer", "run_preflight"],
     "bench.checkpoint": ["make_state"], "bench.generate": ["make_model"], "bench.host": ["Training"],
     "bench.judge": ["Judge"], "bench.kernels": ["measure"], "bench.loader": ["compare_all"],
     "bench.schedule": ["measure"], "bench.serve": ["get_context"], "bench.train": ["Training"],
@@ -117,6 +118,8 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         f"data_dir = '{corpus_dir}/train'\nval_dir = '{corpus_dir}/val'\n[variants.a]\n")
     good = {
         "ablate": [str(tmp_path / "table.toml")],
+        "adapt": [f"--checkpoint={trained}", "--source=mine", f"--data_dir={corpus_dir}/train",
+                  f"--val_dir={corpus_dir}/val"],
         "base_train": [f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", "--device_type=cpu",
                        f"--val_dir={corpus_dir}/val", "--depth=1", "--max_seq_len=32", "--total_batch_size=256"],
         "bench.kernels": ["--accelerator=v6e-1"], "bench.schedule": ["--accelerator=v6e-1"],

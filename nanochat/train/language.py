@@ -107,6 +107,10 @@ class LanguageTask:
     def first_step(self):
         return self.plan.start.first_step
 
+    @property
+    def origin(self):
+        return self.start.digest if self.start else None
+
     def describe(self):
         lines = describe_plan(self.plan, self.tokenizer)
         lines += self.about_data

@@ -168,7 +168,7 @@ def what_is_trained(task):
     """Returns {name: JSON value} that must be equal on all hosts."""
     identity = json.loads(json.dumps(task.identity()))
     return {"number of devices": task.plan.world_size, "hash of the data": task.data_fingerprint,
-            "hash of the tokenizer": identity["tokenizer_sha256"]}
+            "hash of the tokenizer": identity["tokenizer_sha256"], "checkpoint to begin with": task.origin}
 
 
 def resumed_checkpoint(directory, mirror, pod=None):

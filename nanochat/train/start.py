@@ -1,4 +1,5 @@
 """The checkpoint from which a run goes on, its own or another's: base_train --init_from and --decay_from."""
+import hashlib
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
@@ -6,10 +7,12 @@ from typing import NamedTuple
 from nanochat.checkpoint.format import (
     MODEL,
     OPTIMIZER,
+    SUMS,
     find_checkpoint,
     find_problem,
     list_checkpoints,
     meta_is_whole,
+    read_text,
 )
 from nanochat.checkpoint.meta import Meta, load_meta, read_config, require_same
 from nanochat.checkpoint.pieces import load_lane_states, load_tensors
@@ -36,6 +39,11 @@ class Start(NamedTuple):
     name: str  # RUN/step_000100
     has_optimizer: bool  # the run takes the optimizer's state, too
     is_decay: bool  # the run goes on with steps and, if the data is the same, with its rows
+
+    @property
+    def digest(self):
+        """The name and the beginning of a hash of the checkpoint's files."""
+        return f"{self.name} ({hashlib.sha256(read_text(self.path / SUMS).encode()).hexdigest()[:12]})"
 
     def load(self):
         """Returns {name: weight} and the optimizer's {name: tensor}, None if the run does not take it."""

@@ -1,0 +1,166 @@
+"""Adapts a trained model to a C++ project of your own, and says what that gains on files which it did not train on:
+
+    python3 -m scripts.adapt --checkpoint=RUN --source=~/src/project
+
+It holds out a tenth of the text (200 kB at most). It trains on the rest and, for as many tokens, on the data of RUN, so
+that the model forgets little. Training ends after --epochs or --minutes, or once the held-out files gain no more.
+"""
+import hashlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nanochat.checkpoint.format import find_checkpoint
+from nanochat.common import BadInput, end_with_parent, flag, get_base_dir, read_flags, require_writable_dir, run_script
+from nanochat.data.bucket import data_place
+from nanochat.data.mixture import Source, tokens_in
+from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text, read_columns
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.infer.load import load_language_meta, resolve_inference_device_type
+from nanochat.model.config import GPTConfig
+from nanochat.record.metrics import METRICS_FILE
+from nanochat.run.processes import run_module
+from nanochat.run.stopping import EXIT_STATUS
+from nanochat.train.flags import Flags as TrainFlags
+from nanochat.train.flags import RunFlags, named_places
+from nanochat.train.pace import seconds_of_row
+from nanochat.train.prepare import run_directory
+
+HELD_OUT = 0.1  # of the project's text
+HELD_OUT_CHARS = 200_000  # at most: evaluations read all of it, because the beginnings of files are mostly licences
+EVAL_TOKENS = 2**16
+EVALUATIONS = 6
+PATIENCE = 2  # evaluations without a gain
+KEPT = ("tokenizer_dir", "device_batch_size", "total_batch_size", "fim_rate", "weight_decay")  # flags of RUN
+RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
+
+
+@dataclass(frozen=True)
+class Flags:
+    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; default: the newest of all")
+    source: str | None = flag(None, "your project: a directory, git checkout or tarball; several with commas",
+                              required=True)
+    run: str = flag("adapted", "name of the new run")
+    data_dir: str | None = flag(None, "shards that the model was trained on; default: those of its run", of=data_place)
+    val_dir: str | None = flag(None, "its validation shards; default: those of its run", of=data_place)
+    epochs: float = flag(6.0, "passes over the project, at most", above=0, at_most=1000)
+    minutes: float = flag(8.0, "minutes of training on a CPU, about and at most", above=0)
+    rate: float = flag(0.5, "learning rates, relative to the highest of the first training", above=0, at_most=10)
+    device_type: str = flag("auto", "devices to train on, as for base_train; auto: the CPU without a TPU or GPU")
+
+
+def divide(shards, folder):
+    """Writes the files of the project in `shards` to folder/train and, about a tenth of the text, to folder/val."""
+    files = {}
+    for shard in shards:
+        for text, project, path in read_columns(shard, "project", "path"):
+            files[f"{project}/{path}"] = text.decode(errors="replace")
+    if len(files) < 2:
+        raise BadInput("the project has a single C++ file, and one must be held out: name a larger project")
+    held_out = []
+    budget = min(HELD_OUT * sum(map(len, files.values())), HELD_OUT_CHARS)
+    for name in sorted(files, key=lambda name: hashlib.blake2b(name.encode()).digest()):
+        if len(files[name]) <= budget:
+            held_out.append(name)
+            budget -= len(files[name])
+    held_out = held_out or [min(files, key=lambda name: len(files[name]))]
+    names = sorted(files.keys() - set(held_out))
+    for split, chosen in (("train", names), ("val", held_out)):
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        table = pa.table({"text": [files[name] for name in chosen]})
+        pq.write_table(table, folder / split / "shard_00000.parquet", row_group_size=256)
+    print(f"{len(names)} files to train on, {len(held_out)} held out", flush=True)
+
+
+def old_data(flags, meta, path):
+    """Returns {split: folder} of the shards that the model was trained and validated on. Raises BadInput."""
+    if meta.flags.get("data_mix") and not flags.data_dir:
+        raise BadInput(f"{path} was trained on a mixture: name the folder of its shards to train on with --data_dir")
+    found = {}
+    for split, name in (("train", "data_dir"), ("val", "val_dir")):
+        place = getattr(flags, name) or meta.flags.get(name) or str(get_base_dir() / DEFAULT_DIRS[split])
+        found[split] = next(iter(named_places(place).values()), place)
+        open_text(TextFlags(found[split]), split)  # raises BadInput
+    return found
+
+
+def count_steps(flags, meta, own, tokenizer):
+    """Returns the steps of the training, half of whose tokens are of the project."""
+    tokens = meta.batch_schedule[0][1]
+    steps = flags.epochs * tokens_in(own, tokenizer) / (tokens / 2)
+    if resolve_inference_device_type(flags.device_type) in ("cpu", "xla"):
+        config = GPTConfig(**meta.config)
+        seconds = min(seconds_of_row(config) for _ in range(3)) * tokens / config.max_seq_len  # the first warms up
+        steps = min(steps, 60 * flags.minutes / seconds)
+    return max(EVALUATIONS, round(steps))
+
+
+def train(command, metrics):
+    """Runs base_train until its end, or until the held-out files have gained nothing for some evaluations."""
+    print(f"$ {shlex.join(['python3', *command])}", flush=True)
+    process = subprocess.Popen([sys.executable, *command], stdin=subprocess.DEVNULL,
+                               preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM))
+    is_told = False
+    while process.poll() is None:
+        time.sleep(1)
+        found = list(evaluations(metrics).values())
+        if not is_told and len(found) > PATIENCE and min(found[-PATIENCE:])[0] >= min(found[:-PATIENCE])[0]:
+            print("the held-out files gain no more", flush=True)
+            process.terminate()
+            is_told = True
+    if process.returncode not in (0, EXIT_STATUS if is_told else 0):
+        raise BadInput(f"base_train ended with status {process.returncode}: see above")
+
+
+def evaluations(metrics):
+    """Returns {step: (bits per byte of the project, of the old data)}."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {record["step"]: (record["val_bpb_own"], record["val_bpb_old"]) for record in records
+            if "val_bpb_own" in record}
+
+
+def main(argv=None):
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    path = find_checkpoint(flags.checkpoint)
+    meta = load_language_meta(path)
+    if not meta.flags:
+        raise BadInput(f"{path} was imported, and nothing says how it was trained: adapt a run of base_train")
+    run_dir = run_directory(TrainFlags(RunFlags(flags.run)))
+    if (run_dir / METRICS_FILE).exists():
+        raise BadInput(f"--run={flags.run} is there already ({run_dir}): choose another name")
+    old = old_data(flags, meta, path)
+    folder = require_writable_dir(get_base_dir() / "adapt" / flags.run)
+    run_module("scripts.prepare_data", f"--source={flags.source}", f"--out_dir={folder / 'project'}", "--eval_only")
+    divide(open_shards(sorted((folder / "project" / "val").glob("*.parquet"))), folder / "own")
+    own = open_shards([folder / "own" / "train" / "shard_00000.parquet"])
+    steps = count_steps(flags, meta, Source("own", "", shards=own), load_tokenizer(meta.flags.get("tokenizer_dir")))
+    (folder / "mix.toml").write_text(f'[sources.own]\ndir = "own/train"\nweight = 1\n[sources.old]\n'
+                                     f'dir = {json.dumps(old["train"])}\nweight = 1\n')
+    every = max(1, steps // EVALUATIONS)
+    command = [f"--{name}={meta.flags[name]}" for name in KEPT if meta.flags.get(name) not in (None, "")]
+    command += [f"--{name}={meta.flags[name] * flags.rate:g}" for name in RATES]
+    train(["-m", "scripts.base_train", f"--run={flags.run}", f"--init_from={path}", "--init_optimizer",
+           f"--data_mix={folder / 'mix.toml'}", f"--val_dir=own={folder / 'own' / 'val'},old={old['val']}",
+           f"--num_iterations={steps}", f"--rate_horizon={meta.step}", "--warmdown_ratio=1", f"--eval_every={every}",
+           f"--save_every={every}", "--sample_every=-1", f"--eval_tokens={EVAL_TOKENS}", *command,
+           f"--device_type={resolve_inference_device_type(flags.device_type)}"], run_dir / METRICS_FILE)
+    found = evaluations(run_dir / METRICS_FILE)
+    best = min(found, key=found.get)
+    for name, before, now in zip(("its held-out files", "the old validation text"), found[0], found[best], strict=True):
+        print(f"{name}: {before:.4f} -> {now:.4f} bits per byte ({now / before - 1:+.1%})")
+    print(f"complete with it: python3 -m scripts.serve --checkpoint={flags.run}/step_{best:06d}" if best else
+          "nothing was gained: keep the model as it is")
+
+
+if __name__ == "__main__":
+    run_script(main)
