@@ -16,9 +16,12 @@ import importlib.util
 from functools import partial
 
 from nanochat.common import BadInput
-from nanochat.kernels import loss, on_cpu, plain, xla, xla_loss
+from nanochat.kernels import int8, loss, on_cpu, plain, xla, xla_loss
+from nanochat.kernels.products import Int8, Plain
 from nanochat.kernels.sharded import WHOLE
-from nanochat.model.layers import Kernels
+from nanochat.model.layers import PLAIN, Kernels, Products
+
+PRODUCTS = ("bfloat16", "int8")  # what --products may be
 
 
 def available_kernels(device_type):
@@ -31,9 +34,10 @@ def available_kernels(device_type):
     return names
 
 
-def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None):
+def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None, products="bfloat16"):
     """Returns the Kernels called `name`. sharding: how the ranks divide the model's weights; chunk_tokens: tokens whose
-    logits a chunked loss holds at a time; None: the device's default. Raises BadInput if `device_type` cannot run them.
+    logits a chunked loss holds at a time; None: the device's default; products: one of PRODUCTS, of the layers in
+    training. Raises BadInput if `device_type` cannot run them.
     """
     available = available_kernels(device_type)
     if name == "auto":
@@ -44,7 +48,8 @@ def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None):
                        f"choose {' or '.join(available)}")
     on_xla = device_type in ("tpu", "xla")
     if on_xla and name != "current":
-        return xla.get_kernels(name, device_type == "xla", sharding, chunk_tokens or xla_loss.CHUNK_TOKENS)
+        return xla.get_kernels(name, device_type == "xla", sharding, chunk_tokens or xla_loss.CHUNK_TOKENS,
+                               Int8() if products == "int8" else Plain())
     if sharding != WHOLE:
         raise BadInput(f"--mesh_fsdp and --mesh_tensor (or TPU_MESH_CONFIG) need layers that run as a loop on XLA, and "
                        f"--kernel={name} has none here (device type {device_type}): use 1 chip along both, or "
@@ -64,4 +69,7 @@ def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None):
         if device_type == "cpu":
             attention = on_cpu.attention
             mean_loss = partial(on_cpu.mean_loss, chunk_tokens)
-    return Kernels(name, attention, cross_entropy, mean_loss, plain.embedding, recompute)
+    in_layer = PLAIN
+    if products == "int8":
+        in_layer = Products(int8.Linear.apply, int8.LinearOfSquare.apply)
+    return Kernels(name, attention, cross_entropy, mean_loss, plain.embedding, recompute, products=in_layer)

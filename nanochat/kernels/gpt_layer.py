@@ -16,6 +16,7 @@ from nanochat.common import BadInput
 from nanochat.device.xla_ops import put, take
 from nanochat.kernels import plain
 from nanochat.kernels.layer_loop import Layer, LayerByHand
+from nanochat.kernels.products import Int8, Plain, of_weight
 from nanochat.kernels.sharded import WHOLE, Sharding
 from nanochat.model import layers
 
@@ -46,19 +47,22 @@ class How:
     attention: AttentionByHand
     sharding: Sharding = WHOLE
     keeps_qkv: bool = True  # otherwise the backward pass computes q, k and v again
+    products: Plain | Int8 = Plain()
 
     def saved(self):
-        """Returns the names of the stacks that are kept for the backward pass, (slots, B, T, width) each but log_sums:
-        q, k and v; y, attention's output; h, the hidden units after ReLU, before they are squared; x_mid, between
-        attention and MLP, if ranks along tensor would have to sum it again; log_sums, see AttentionByHand."""
-        names = ["y", "h"]
+        """Returns {name: dtype, or None for that of x} of the stacks that are kept for the backward pass, (slots, B, T,
+        width) each but log_sums and scales: q, k and v; y, attention's output; h, the hidden units after ReLU, before
+        they are squared; x_mid, between attention and MLP, if ranks along tensor would have to sum it again; log_sums,
+        see AttentionByHand."""
+        dtypes = {}
         if self.keeps_qkv:
-            names = ["q", "k", "v", "y", "h"]
+            dtypes |= {"q": None, "k": None, "v": None}
+        dtypes |= self.products.stacks_of("y") | self.products.stacks_of("h")
         if self.sharding.tensor_groups:
-            names.append("x_mid")
+            dtypes["x_mid"] = None
         if self.attention.log_sums_shape:
-            names.append("log_sums")
-        return names
+            dtypes["log_sums"] = torch.float32
+        return dtypes
 
 
 @cache
@@ -71,7 +75,9 @@ def gpt_layer_for_loop(how):
     elif how.sharding.tensor_groups:
         raise BadInput(f"--mesh_tensor={len(how.sharding.tensor_groups[0])} is not for a model with {unknown}: "
                        "use --mesh_tensor=1")
-    return Layer(partial(_by_definition, how.options), by_hand, how.sharding)
+    elif how.products != Plain():
+        raise BadInput(f"--products=int8 is not for a model with {unknown}: leave it out")
+    return Layer(partial(_by_definition, how.options), by_hand, how.sharding, how.products)
 
 
 def _by_definition(options, x, x0, weights, window, tables, value):
@@ -85,12 +91,13 @@ def _new_saved(how, x, weights, slots):
     kv_width = weights.attn_k.size(-2)
     widths = {"q": q_width, "k": kv_width, "v": kv_width, "y": q_width, "h": weights.mlp_in.size(-2), "x_mid": width}
     saved = []
-    for name in how.saved():
+    for name, dtype in how.saved().items():
+        shape = batch, length
         if name == "log_sums":
             shape = how.attention.log_sums_shape(batch, length, q_width)
-            saved.append(x.new_zeros(slots, *shape, dtype=torch.float32))
-        else:
-            saved.append(x.new_zeros(slots, batch, length, widths[name]))
+        elif name in widths:
+            shape = batch, length, widths[name]
+        saved.append(x.new_zeros(slots, *shape, dtype=dtype))
     return tuple(saved)
 
 
@@ -98,32 +105,36 @@ def _new_saved(how, x, weights, slots):
 
 
 def _forward(how, x, index, saved, given):
+    products = how.products
     saved = dict(zip(how.saved(), saved, strict=True))
     weights = given.weights
     x_in = _mixed(x, given)
     scale = _reciprocal_rms(x_in)
-    products = _queries_keys_values(how, x_in, scale, weights, given.value())
+    read = _queries_keys_values(how, x_in, scale, weights, given.value())
     # Attention reads its operands from stacks, at the slot `at`. If q, k and v are not kept, each is a stack of one
     # slot.
     if how.keeps_qkv:
         at = index
-        for name, product in zip("qkv", products, strict=True):
-            saved[name] = put(saved[name], index, product, use_from_memory=True)
+        for name, tensor in zip("qkv", read, strict=True):
+            saved[name] = put(saved[name], index, tensor, use_from_memory=True)
         q, k, v = saved["q"], saved["k"], saved["v"]
     else:
         at = torch.zeros_like(index)
-        q, k, v = (product[None] for product in products)
+        q, k, v = (tensor[None] for tensor in read)
     y, log_sums = how.attention.forward(q, k, v, at, given.window, *given.tables)
-    attended = how.sharding.sum(F.linear(y, weights.attn_o))
+    y = products.operand(y)
+    attended = how.sharding.sum(products.linear(y, weights.attn_o).to(x.dtype))
     gate = layers.gate_of(how.options, weights, layers.ATTENTION, x_in, scale)
     x_mid = x_in + layers.gated(gate, attended)
     scale = _reciprocal_rms(x_mid)
-    h = F.relu(scale * F.linear(x_mid, weights.mlp_in)).to(x.dtype)
-    saved["h"] = put(saved["h"], index, h, use_from_memory=True)
-    added = how.sharding.sum(F.linear(take(saved["h"], index).square(), weights.mlp_out))
+    h = F.relu(scale * products.linear(products.operand(x_mid), weights.mlp_in)).to(x.dtype)
+    products.put(saved, "h", index, products.hidden(h), use_from_memory=True)
+    squares = products.squares(products.take(saved, "h", index))
+    added = how.sharding.sum(products.linear(squares, weights.mlp_out).to(x.dtype))
     gate = layers.gate_of(how.options, weights, layers.MLP, x_mid, scale)
     out = x_mid + layers.gated(gate, added)
-    for name, value in (("y", y), ("x_mid", x_mid), ("log_sums", log_sums)):
+    products.put(saved, "y", index, y)
+    for name, value in (("x_mid", x_mid), ("log_sums", log_sums)):
         if name in saved:
             saved[name] = put(saved[name], index, value)
     return out, tuple(saved.values())
@@ -132,21 +143,24 @@ def _forward(how, x, index, saved, given):
 def _queries_keys_values(how, x_in, scale, weights, value):
     """Returns attention's queries, keys and values, (B, T, width) each. scale: the reciprocal root mean square of
     x_in; value: added to the values, or None."""
-    q = (scale * F.linear(x_in, weights.attn_q)).to(x_in.dtype)
-    k = (scale * F.linear(x_in, weights.attn_k)).to(x_in.dtype)
+    products = how.products
+    read = products.operand(x_in)
+    q = (scale * products.linear(read, weights.attn_q)).to(x_in.dtype)
+    k = (scale * products.linear(read, weights.attn_k)).to(x_in.dtype)
     if how.options.key_shift:
         k = layers.shift_keys(k, layers.one_later(k), how.options.head_dim)
     gate = layers.gate_of(how.options, weights, layers.VALUES, x_in, scale)
-    v = layers.gated(gate, scale * F.linear(x_in, weights.attn_v))
+    v = layers.gated(gate, scale * products.linear(read, weights.attn_v))
     if value is not None:
         v = v + value
     return q, k, v.to(x_in.dtype)
 
 
 def _backward(how, x, index, d_out, saved, given):
+    products = how.products
     saved = dict(zip(how.saved(), saved, strict=True))
     weights = given.weights
-    y = take(saved["y"], index)
+    y = products.take(saved, "y", index)
     x_in = _mixed(x, given)
     gate = layers.gate_of(how.options, weights, layers.ATTENTION, x_in, _reciprocal_rms(x_in))
     # One product makes x_mid again, which is cheaper than a stack: 165.5 instead of 170.7 Mcycles a micro-step on v5e
@@ -154,13 +168,13 @@ def _backward(how, x, index, d_out, saved, given):
     if "x_mid" in saved:
         x_mid = take(saved["x_mid"], index)
     else:
-        x_mid = x_in + layers.gated(gate, F.linear(y, weights.attn_o))
-    d_mid, of_mlp = _mlp_backward(how, x_mid, take(saved["h"], index), d_out, weights)
+        x_mid = x_in + layers.gated(gate, products.linear(y, weights.attn_o).to(x.dtype))
+    d_mid, of_mlp = _mlp_backward(how, x_mid, products.take(saved, "h", index), d_out, weights)
     # A gate is one number per token, so it can multiply either side of a product with attn_o. With the gate on d_mid
     # instead, here and in the MLP, the micro-step takes 94.8 Mcycles on v6e instead of 90.4.
-    d_attn_o = _gradient_of_weight(d_mid, layers.gated(gate, y))
-    d_y = layers.gated(gate, d_mid @ weights.attn_o)
-    d_read, d_v, of_attention = _attention_backward(how, index, saved, x_in, y, d_y, given)
+    d_attn_o = products.of_weight_with(y, gate, d_mid)
+    d_y = layers.gated(gate, products.of_input(products.gradient(d_mid, weights.attn_o), weights.attn_o))
+    d_read, d_v, of_attention = _attention_backward(how, index, saved, x_in, y, d_y.to(x.dtype), given)
     d_in = d_mid + d_read
     gradients = of_mlp | of_attention
     gradients["attn_o"] = d_attn_o
@@ -172,25 +186,29 @@ def _backward(how, x, index, d_out, saved, given):
     return weights.resid_scale * d_in, weights.x0_scale * d_in, d_v, type(weights)(**gradients)
 
 
-def _mlp_backward(how, x_mid, h, d_out, weights):
+def _mlp_backward(how, x_mid, hidden, d_out, weights):
     """Returns the gradient of x_mid, and those of the weights, {name: gradient}; of the gate, gate_map is (1, C) and
     gate_scale a list of (1,)."""
+    products = how.products
     dtype = d_out.dtype
     scale = _reciprocal_rms(x_mid)
     gate = layers.gate_of(how.options, weights, layers.MLP, x_mid, scale)
     # In an order of the compiler's choice, v6e would copy this product and h into another order, and back.
-    d_act = how.attention.row_major_matmul(d_out, weights.mlp_out)
+    d_act = products.of_input(products.gradient(d_out, weights.mlp_out), weights.mlp_out,
+                                  how.attention.row_major_matmul)
+    h = products.roots(hidden)
     d_h = (2 * scale * h * layers.gated(gate, d_act)).to(dtype)  # includes the scale of norm(x_mid)
-    gradients = {"mlp_out": _gradient_of_weight(d_out, layers.gated(gate, h.square())),
-                 "mlp_in": _gradient_of_weight(d_h, x_mid)}
-    d_scaled = how.sharding.sum(d_h @ weights.mlp_in)
+    d = products.gradient(d_h, weights.mlp_in)
+    gradients = {"mlp_out": products.of_weight_with(products.squares(hidden), gate, d_out),
+                 "mlp_in": products.of_weight(d, x_mid, weights.mlp_in)}
+    d_scaled = how.sharding.sum(products.of_input(d, weights.mlp_in).to(dtype))
     if how.options.layer_gates:
         # The MLP's output × its gradient is half of this sum, because the MLP is of the second degree in its input
         # (Euler's theorem on homogeneous functions). So the output need not be kept.
         change = (x_mid.float() * d_scaled.float()).sum(-1, keepdim=True) / 2
         d_gate, d_scale = layers.gate_backward(weights, layers.MLP, x_mid, scale, change)
         d_scaled = d_scaled + d_gate * weights.gate_map[layers.MLP]
-        gradients["gate_map"] = _gradient_of_weight(d_gate.to(dtype), x_mid)
+        gradients["gate_map"] = of_weight(d_gate.to(dtype), x_mid)
         gradients["gate_scale"] = [d_scale]
     return d_out + _norm_backward(x_mid, scale, d_scaled), gradients
 
@@ -198,6 +216,7 @@ def _mlp_backward(how, x_mid, h, d_out, weights):
 def _attention_backward(how, index, saved, x_in, y, d_y, given):
     """Returns the gradient of x_in through attention's inputs, that of attention's values, and those of the weights,
     {name: gradient}; of the two gates, gate_map is (2, C) and gate_scale a list of (1,)."""
+    products = how.products
     weights = given.weights
     value = given.value()
     scale = _reciprocal_rms(x_in)
@@ -216,9 +235,8 @@ def _attention_backward(how, index, saved, x_in, y, d_y, given):
     gate = layers.gate_of(how.options, weights, layers.VALUES, x_in, scale)
     d_product = layers.gated(gate, d_v)  # of attn_v's product
     normed = (scale * x_in).to(d_y.dtype)
-    gradients = {"attn_q": _gradient_of_weight(d_q, normed), "attn_k": _gradient_of_weight(d_k, normed),
-                 "attn_v": _gradient_of_weight(d_product, normed)}
-    d_normed = how.sharding.sum(d_q @ weights.attn_q + d_k @ weights.attn_k + d_product @ weights.attn_v)
+    d_normed, gradients = products.of_several({"attn_q": d_q, "attn_k": d_k, "attn_v": d_product}, normed, weights)
+    d_normed = how.sharding.sum(d_normed.to(d_y.dtype))
     d_scaled = scale * d_normed
     if how.options.layer_gates:
         v = take(v, at).float()
@@ -226,11 +244,11 @@ def _attention_backward(how, index, saved, x_in, y, d_y, given):
         # sum, because attn_o is linear. Ranks along tensor have other heads, so their sums add up.
         gated_product = v if value is None else v - value
         changes = how.sharding.sums((gated_product.float() * d_v.float()).sum(-1, keepdim=True),
-                                    (y.float() * d_y.float()).sum(-1, keepdim=True))
+                                    (products.value(y).float() * d_y.float()).sum(-1, keepdim=True))
         d_values_gate, d_values_scale = layers.gate_backward(weights, layers.VALUES, x_in, scale, changes[0])
         d_gate, d_scale = layers.gate_backward(weights, layers.ATTENTION, x_in, scale, changes[1])
         d_gates = torch.cat([d_values_gate, d_gate], -1)
-        gradients["gate_map"] = _gradient_of_weight(d_gates.to(d_y.dtype), x_in)
+        gradients["gate_map"] = of_weight(d_gates.to(d_y.dtype), x_in)
         gradients["gate_scale"] = [d_values_scale, d_scale]
         d_scaled = (d_scaled + d_values_gate * weights.gate_map[layers.VALUES]
                     + d_gate * weights.gate_map[layers.ATTENTION])
@@ -244,11 +262,6 @@ def _mixed(x, given):
 def _reciprocal_rms(x):
     """s = 1 / rms(x), fp32 (B, T, 1)."""
     return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + layers.NORM_EPS)
-
-
-def _gradient_of_weight(d_out, x):
-    """Gradient of a weight (out, in) from those of its product, (B, T, out), and its input, (B, T, in)."""
-    return d_out.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 def _norm_backward(x, scale, scaled):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanochat.device.xla_ops import add_to_columns, loop, put, take, take_columns
+from nanochat.kernels.products import Int8, Plain
 from nanochat.kernels.sharded import WHOLE, Sharding
 
 
@@ -59,6 +60,7 @@ class Layer:
     by_hand: LayerByHand | None = None
     # How the ranks divide the weights. The loops gather a layer's weights, and scatter their gradients.
     sharding: Sharding = WHOLE
+    products: Plain | Int8 = Plain()  # of the layer by hand
 
 
 def run_layers(layer, x, stacks, windows, tables, keeps_input_only=False, values=None):
@@ -87,7 +89,8 @@ class _AllLayers(torch.autograd.Function):
     def forward(ctx, x, values, per_layer, tables, loops, is_training, *stacks):
         layer = loops.layer
         num_layers = stacks[0].size(0)
-        read = [stack.detach() for stack in stacks] + per_layer
+        weights = loops.weights_type(*(stack.detach() for stack in stacks))
+        read = layer.products.stacks_to_read(weights) + per_layer
         constants = [x, *tables]
         if values is not None:
             constants.append(values.detach())
@@ -137,14 +140,15 @@ class _Loops:
         """Returns a layer's Given, from the slices of what the loops read, and from their constants."""
         x0, *tables = constants
         # The weights are gathered in the body of the loop, so those of one layer are whole at a time.
+        tensors = iter(read)
         weights = []
-        for name, weight in zip(self.weights_type._fields, read, strict=False):  # window and number follow
-            weights.append(self.layer.sharding.gather(weight.to(x0.dtype), name))
+        for name in self.weights_type._fields:
+            weights.append(self.layer.products.read(tensors, name, x0.dtype, self.layer.sharding.gather))
         window = number = values = None
         if self.has_windows:
-            window = read[len(weights)]
+            window = next(tensors)
         if self.value_width:
-            number = read[-1]
+            number = next(tensors)
             values = tables.pop()
         return Given(x0, self.weights_type(*weights), window, tables, number, values, self.value_width)
 

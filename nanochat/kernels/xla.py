@@ -6,22 +6,27 @@ from functools import cache, partial
 
 import torch
 
+from nanochat.common import BadInput
 from nanochat.device import tpu
 from nanochat.device.xla_ops import import_jax, jax_call, row_major_matmul, take, use_device_of
 from nanochat.kernels import plain, xla_loss
 from nanochat.kernels.attention_tiles import MAX_WHOLE
 from nanochat.kernels.gpt_layer import AttentionByHand, How, gpt_layer_for_loop
 from nanochat.kernels.layer_loop import run_layers
+from nanochat.kernels.products import Plain
 from nanochat.kernels.same_layer import require_same_layer
 from nanochat.kernels.sharded import WHOLE
 from nanochat.model.layers import NORM_EPS, Kernels, apply_rotary, norm, split_heads
 
 
-def get_kernels(name, interpret, sharding, chunk_tokens):
+def get_kernels(name, interpret, sharding, chunk_tokens, products):
     """Returns the Kernels `chunked` or `flash`. interpret: Pallas kernels run as plain XLA operations, on a CPU too:
     the numbers are right, but it is slow. sharding: how the ranks divide the weights. chunk_tokens: tokens whose logits
-    the loss holds at a time. Raises BadInput if the layer by hand is not the model's. Only tests compare the
-    Pallas kernels with the model's attention."""
+    the loss holds at a time. products: Plain or Int8, of the layers in training. Raises BadInput if the layer by hand
+    is not the model's. Only tests compare the Pallas kernels with the model's attention."""
+    if sharding.tensor_groups and products != Plain():
+        raise BadInput("--products=int8 rounds the rows of whole weights, and --mesh_tensor divides them: use "
+                       "--mesh_tensor=1")
     require_same_layer(_attend)
     chip = _options_of_chip()
     if name == "flash":
@@ -35,7 +40,8 @@ def get_kernels(name, interpret, sharding, chunk_tokens):
         attention = PYTORCH_ATTENTION
         if name == "flash":
             attention = _pallas_attention(interpret, *chip, sizes)
-        layer = gpt_layer_for_loop(How(options, attention, sharding, keeps_qkv=recompute != "qkv"))
+        in_layer = products if torch.is_grad_enabled() else Plain()
+        layer = gpt_layer_for_loop(How(options, attention, sharding, recompute != "qkv", in_layer))
         if name == "flash" and layer.by_hand:
             rotary = _pallas_tables(*rotary)
         if values and sharding.tensor_groups:

@@ -175,7 +175,8 @@ class GPT(nn.Module):
 
     def _layer(self, rotary, text, x, x0, value, *weights):
         whole = self._whole(x, dict(zip(self.layer_weights._fields, weights, strict=True)))
-        return layers.gpt_layer(self.options, x, x0, self.layer_weights(*whole), rotary, text, value)
+        products = self.kernels.products if torch.is_grad_enabled() else layers.PLAIN
+        return layers.gpt_layer(self.options, x, x0, self.layer_weights(*whole), rotary, text, value, products)
 
     def _whole(self, after, weights):
         return weights.values() if self.kernels.whole is None else self.kernels.whole(after, weights)

@@ -43,6 +43,15 @@ class LayerValues(NamedTuple):
     count: int
 
 
+class Products(NamedTuple):
+    """How a layer multiplies with a weight (out, in)."""
+    linear: Callable  # linear(x, weight): x (…, in) · weightᵀ
+    of_square: Callable  # of_square(h, weight): h² · weightᵀ
+
+
+PLAIN = Products(F.linear, lambda h, weight: F.linear(h.square(), weight))
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The functions with which a GPT computes. nanochat/kernels/choose.py has the choices."""
@@ -68,6 +77,8 @@ class Kernels:
     # whole(after, parts): the whole weights, a list, of {name: this rank's part}. Gathering starts once the tensor
     # `after` is known, so few are whole at a time. None: ranks have whole weights. The functions above take parts.
     whole: Callable | None = None
+    # Of the layers one after another, in training.
+    products: Products = PLAIN
 
 
 def norm(x):
@@ -194,7 +205,7 @@ class CachedText:
         return self.cache.keys_before(self.layer, k, self.positions)
 
 
-def gpt_layer(options, x, x0, weights, rotary, text, value=None):
+def gpt_layer(options, x, x0, weights, rotary, text, value=None, products=PLAIN):
     """One layer of the GPT: returns x (B, T, C) after attention and MLP.
 
     This is the definition: every kernel and every way to generate computes it. x0: the embedding, which every layer
@@ -205,9 +216,9 @@ def gpt_layer(options, x, x0, weights, rotary, text, value=None):
     w = type(weights)(*(weight.to(x.dtype) for weight in weights))
     x = w.resid_scale * x + w.x0_scale * x0
     normed = norm(x)
-    q = F.linear(normed, w.attn_q)  # (B, T, H × head_dim)
-    k = F.linear(normed, w.attn_k)  # (B, T, H_kv × head_dim), as v
-    v = F.linear(normed, w.attn_v)
+    q = products.linear(normed, w.attn_q)  # (B, T, H × head_dim)
+    k = products.linear(normed, w.attn_k)  # (B, T, H_kv × head_dim), as v
+    v = products.linear(normed, w.attn_v)
     if options.key_shift:
         k = shift_keys(k, text.before(k), options.head_dim)
     v = gated(gate_of(options, w, VALUES, normed), v)
@@ -219,9 +230,9 @@ def gpt_layer(options, x, x0, weights, rotary, text, value=None):
     q = norm(apply_rotary(q, *rotary))  # QK-norm
     k = norm(apply_rotary(k, *rotary))
     y = text.attend(q, k, v)
-    attended = F.linear(y.transpose(1, 2).flatten(2), w.attn_o)
+    attended = products.linear(y.transpose(1, 2).flatten(2), w.attn_o)
     x = x + gated(gate_of(options, w, ATTENTION, normed), attended)
     normed = norm(x)
     gate = gate_of(options, w, MLP, normed)
-    hidden = F.relu(F.linear(normed, w.mlp_in)).square()  # (B, T, 4 × C)
-    return x + gated(gate, F.linear(hidden, w.mlp_out))
+    hidden = F.relu(products.linear(normed, w.mlp_in))  # (B, T, 4 × C)
+    return x + gated(gate, products.of_square(hidden, w.mlp_out))

@@ -15,8 +15,10 @@ def describe_plan(plan, tokenizer):
     divisor = matrix_params(plan.parameters)
     parameters = " + ".join(f"{number:,} {group}" for group, number in plan.parameters.items())
     dtype = str(plan.dtype).removeprefix("torch.")
+    products = ", int8 products in the layers" if plan.products == "int8" else ""
     lines = {
-        "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, {dtype} compute",
+        "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, {dtype} compute"
+                   f"{products}",
         "model": plan.config.describe(),
         "parameters": f"{sum(plan.parameters.values()):,} = {parameters}",
         "batch": _describe_batch(plan),

@@ -93,6 +93,8 @@ class DeviceFlags:
 class KernelFlags(DeviceFlags):
     kernel: str = flag("auto", "attention, loss and layers: auto, current, chunked, flash (TPU), cce (CUDA); "
                        "docs/training.md#kernels")
+    products: str = flag("bfloat16", "the layers multiply in compute_dtype (bfloat16) or 8-bit integers (int8); "
+                         "docs/training.md#products", choices=("bfloat16", "int8"))
     activation_checkpointing: str = flag(
         "none", "activations that the backward pass recomputes, which saves memory: none, qkv, all; without a value: "
         "all; docs/training.md#activations-computed-again", choices=RECOMPUTED, nargs="?", const="all")

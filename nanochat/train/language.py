@@ -57,7 +57,7 @@ NEXT_TOKEN = Objective(next_token_loss)
 
 def make_model(plan):
     """Returns a Plan's GPT, on torch's default device and without initial weights."""
-    kernels = get_kernels(plan.kernel, plan.device_type, Sharding.of_mesh(plan.mesh))
+    kernels = get_kernels(plan.kernel, plan.device_type, Sharding.of_mesh(plan.mesh), products=plan.products)
     return GPT(plan.config, kernels, plan.dtype, plan.activation_checkpointing)
 
 

@@ -28,6 +28,7 @@ class Plan:
     config: GPTConfig
     kernel: str  # see kernels/choose.py
     dtype: torch.dtype  # of activations and products
+    products: str  # of the layers
     activation_checkpointing: str
     use_compile: bool  # torch.compile
     optimizer: OptimConfig
@@ -136,6 +137,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         config=config,
         kernel=kernel,
         dtype=devices.dtype_on(device_type),
+        products=devices.products,
         activation_checkpointing=devices.activation_checkpointing,
         use_compile=device_type == "cuda" and not devices.no_compile,
         optimizer=plan_rates(flags.optimizer, flags.start, num_iterations),
@@ -163,7 +165,7 @@ def plan_sharding(devices, device_type):
 
 def plan_kernel(devices, config, device_type, mesh):
     """Returns the name of the kernels, for DeviceFlags. Raises BadInput if they cannot run this model here."""
-    kernels = get_kernels(devices.kernel, device_type, Sharding.of_mesh(mesh))
+    kernels = get_kernels(devices.kernel, device_type, Sharding.of_mesh(mesh), products=devices.products)
     if devices.activation_checkpointing == "qkv" and not kernels.run_layers:
         raise BadInput(f"--activation_checkpointing=qkv needs layers that run as a loop on XLA, and "
                        f"--kernel={kernels.name} has none on {device_type}: give all, or --kernel=flash or chunked on "

@@ -1,0 +1,137 @@
+"""Matrix products of 8-bit integers, which a TPU multiplies twice as fast as bfloat16, and their gradients.
+
+Each row of an operand is rounded to integers from -127 to 127, and has a scale that turns them back. The sums are
+exact, in int32. A scale can leave the sum if it belongs to a row of the result. One that belongs to a term of the sum
+multiplies the other operand before that is rounded. So weights, and the wide activations between the two products of
+the MLP, are rounded once for all products with them.
+
+The idea is SwitchBack's (arXiv 2304.13013) and Jetfire's (arXiv 2403.12422); dev/DECISIONS.md has what it costs and
+gains.
+"""
+from typing import NamedTuple
+
+import torch
+
+LARGEST = 127
+SMALLEST_SCALE = 1e-30  # of a row of zeros
+DITHER = 8191.37
+
+
+class Rows(NamedTuple):
+    """Numbers in 8 bits."""
+    integers: torch.Tensor  # int8 (…, n)
+    scale: torch.Tensor  # fp32 (…, 1)
+
+    def value(self):
+        """Returns the numbers, fp32."""
+        return self.integers.float() * self.scale
+
+    def size(self, dim):
+        return self.integers.size(dim)
+
+
+def rounded(x, dim=-1):
+    """Returns the Rows of x, each number rounded to the nearest. dim: of the numbers that share a scale."""
+    scaled, scale = _scaled(x, dim)
+    return Rows(torch.round(scaled).to(torch.int8), scale)
+
+
+# Most gradients of a token, and of a channel, are far below the largest. Rounded to the nearest, they would be 0, and
+# so would their sums over the tokens.
+def dithered(x, dim=-1):
+    """Returns the Rows of x, each number rounded up with a probability that makes its mean right. The chance is in the
+    number's own last bits, so that equal runs stay equal."""
+    scaled, scale = _scaled(x, dim)
+    chance = scaled * DITHER
+    return Rows(torch.floor(scaled + (chance - torch.floor(chance))).to(torch.int8), scale)
+
+
+def _scaled(x, dim):
+    x = x.float()
+    scale = (x.abs().amax(dim, keepdim=True) / LARGEST).clamp_min(SMALLEST_SCALE)
+    return x / scale, scale
+
+
+def rounded_weight(weight):
+    """Returns the Rows of a weight. The scale of a row of zeros is 1: some weights begin at 0, and their gradients are
+    multiplied and divided by the scales."""
+    rows = rounded(weight)
+    return Rows(rows.integers, torch.where(rows.scale > SMALLEST_SCALE, rows.scale, 1.0))
+
+
+def linear(x, weight):
+    """Returns x · weightᵀ, fp32 (…, out), of Rows (…, in) and (out, in)."""
+    return _product(x.integers, weight.integers, -1, 1) * x.scale * weight.scale[:, 0]
+
+
+# The gradients of y = linear(x, w). d is that of y, (…, out).
+
+
+def rounded_gradient(d, weight):
+    """Returns the Rows of d times the scales of the weight's rows, for the next two functions."""
+    return dithered(d.float() * weight.scale[:, 0])
+
+
+def gradient_of_input(d, weight):
+    """Returns the gradient of x, fp32 (…, in), from Rows d."""
+    return _product(d.integers, weight.integers, -1, 0) * d.scale
+
+
+def gradient_of_weight(d, x, weight):
+    """Returns the gradient of the weight, fp32 (out, in), from Rows d and x, which is rounded here."""
+    x = dithered((x.float() * d.scale).flatten(0, -2), 0)
+    return _product(d.integers.flatten(0, -2), x.integers, 0, 0) * x.scale / weight.scale
+
+
+def gradient_by_rows(d, x):
+    """Returns the same from d, which is rounded here, and Rows x."""
+    d = dithered((d.float() * x.scale).flatten(0, -2), 0)
+    return _product(d.integers, x.integers.flatten(0, -2), 0, 0) * d.scale.t()
+
+
+def _product(a, b, over_a, over_b):
+    """Returns the sum over a dimension of each, fp32."""
+    if a.device.type != "xla":
+        # Exact up to 1,040 terms, whose sum has 24 bits; longer sums are rounded like any other in fp32.
+        return torch.tensordot(a.float(), b.float(), ([over_a], [over_b]))
+    import torch_xla
+    dimensions = ([over_a % a.dim()], [over_b]), ([], [])
+    return torch_xla._XLAC._xla_dot_general(a, b, dimensions, preferred_element_type=torch.int32).float()
+
+
+# For autograd: the definition, with which the layer by hand is compared.
+
+
+class Linear(torch.autograd.Function):
+    """x · weightᵀ in the dtype of x (…, in), for weight (out, in)."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return linear(rounded(x), rounded_weight(weight)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, d):
+        x, weight = ctx.saved_tensors
+        rows = rounded_weight(weight)
+        d = rounded_gradient(d, rows)
+        return gradient_of_input(d, rows).to(x.dtype), gradient_of_weight(d, x, rows).to(weight.dtype)
+
+
+class LinearOfSquare(torch.autograd.Function):
+    """h² · weightᵀ in the dtype of h (…, in), which is at least 0. Only the rounded h² is kept."""
+
+    @staticmethod
+    def forward(ctx, h, weight):
+        squares = rounded(h.float().square())
+        ctx.save_for_backward(*squares, weight)
+        return linear(squares, rounded_weight(weight)).to(h.dtype)
+
+    @staticmethod
+    def backward(ctx, d):
+        *squares, weight = ctx.saved_tensors
+        squares = Rows(*squares)
+        rows = rounded_weight(weight)
+        d_squares = gradient_of_input(rounded_gradient(d, rows), rows)
+        d_h = 2 * squares.value().sqrt() * d_squares
+        return d_h.to(d.dtype), gradient_by_rows(d, squares).to(weight.dtype)

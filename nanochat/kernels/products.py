@@ -1,0 +1,174 @@
+"""The matrix products of the layer by hand (gpt_layer.py), in the dtype of the activations or in 8 bits (--products).
+
+Plain and Int8 have the same methods. An *operand* is what a product reads: a tensor, or its int8.Rows.
+"""
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+import torch.nn.functional as F
+
+from nanochat.device.xla_ops import put, take
+from nanochat.kernels import int8
+from nanochat.kernels.int8 import Rows
+from nanochat.model.layers import gated
+
+MATRICES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_out")  # the weights that the layer multiplies with
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Products of tensors in the dtype of the activations."""
+
+    def operand(self, x):
+        return x
+
+    def value(self, operand):
+        """Returns the tensor of an operand."""
+        return operand
+
+    # Weights: a loop over the layers reads a slice of each stack.
+
+    def stacks_to_read(self, stacks):
+        """Returns the tensors to read of a named tuple of stacks of weights, a list."""
+        return list(stacks)
+
+    def read(self, tensors, name, dtype, gather):
+        """Returns the operand of the weight `name`, from the next tensors of an iterator over slices. gather(part,
+        name): the whole weight of a rank's part."""
+        return gather(next(tensors).to(dtype), name)
+
+    # Products
+
+    def linear(self, x, weight):
+        """Returns x · weightᵀ (…, out) of operands."""
+        return F.linear(x, weight)
+
+    # The hidden units h of the MLP are multiplied as their squares.
+
+    def hidden(self, h):
+        """Returns what the layer keeps of h; the next two functions read it."""
+        return h
+
+    def squares(self, hidden):
+        """Returns the operand h²."""
+        return hidden.square()
+
+    def roots(self, hidden):
+        """Returns h."""
+        return hidden
+
+    # The gradients of linear(x, weight). d is that of its result, (…, out).
+
+    def gradient(self, d, weight):
+        """Returns the operand of d for the next two functions."""
+        return d
+
+    def of_input(self, d, weight, matmul=torch.matmul):
+        """Returns the gradient of x. matmul: computes a product of tensors."""
+        return matmul(d, weight)
+
+    def of_weight(self, d, x, weight):
+        """Returns the gradient of the weight. x: a tensor."""
+        return of_weight(d, x)
+
+    def of_several(self, gradients, x, weights):
+        """Returns the gradient of x, and {name: gradient} of the weights, for several products with the tensor x.
+        gradients: {name of the weight: d}; weights: a named tuple."""
+        products = [d @ getattr(weights, name) for name, d in gradients.items()]
+        return reduce(torch.add, products), {name: of_weight(d, x) for name, d in gradients.items()}
+
+    def of_weight_with(self, x, gate, d):
+        """Returns the gradient of the weight in gate × linear(x, weight), for an operand x and a tensor d."""
+        return of_weight(d, gated(gate, x))
+
+    # What the forward pass keeps of an operand: stacks, in the dict `saved`.
+
+    def stacks_of(self, name):
+        """Returns {name of a stack: its dtype, or None for that of the activations} of the operand `name`."""
+        return {name: None}
+
+    def put(self, saved, name, index, operand, use_from_memory=False):
+        """Writes an operand to the slot `index` of its stacks."""
+        saved[name] = put(saved[name], index, operand, use_from_memory)
+
+    def take(self, saved, name, index):
+        """Returns the operand in the slot `index`."""
+        return take(saved[name], index)
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Products of integers of 8 bits, see int8.py. Tensors are rounded to operands, and results are fp32."""
+
+    def operand(self, x):
+        return int8.rounded(x)
+
+    def value(self, operand):
+        return operand.value()
+
+    def stacks_to_read(self, stacks):
+        found = []
+        for name, stack in stacks._asdict().items():
+            if name in MATRICES:
+                found += int8.rounded_weight(stack)
+            else:
+                found.append(stack)
+        return found
+
+    def read(self, tensors, name, dtype, gather):
+        if name not in MATRICES:
+            return gather(next(tensors).to(dtype), name)
+        return Rows(gather(next(tensors), name), gather(next(tensors), name))
+
+    def linear(self, x, weight):
+        return int8.linear(x, weight)
+
+    # The root of the rounded square is h: a rounded h, too, would have to be read and written.
+
+    def hidden(self, h):
+        return int8.rounded(h.float().square())
+
+    def squares(self, hidden):
+        return hidden
+
+    def roots(self, hidden):
+        return hidden.value().sqrt()
+
+    def gradient(self, d, weight):
+        return int8.rounded_gradient(d, weight)
+
+    def of_input(self, d, weight, matmul=None):
+        return int8.gradient_of_input(d, weight)
+
+    def of_weight(self, d, x, weight):
+        return int8.gradient_of_weight(d, x, weight)
+
+    def of_several(self, gradients, x, weights):
+        # As one product with all rows of the weights: a sum of several would go through memory.
+        matrices = [getattr(weights, name) for name in gradients]
+        whole = Rows(*map(torch.cat, zip(*matrices, strict=True)))
+        d = int8.rounded_gradient(torch.cat(list(gradients.values()), -1), whole)
+        widths = [d.size(-1) for d in gradients.values()]
+        of_weights = []
+        for integers, weight in zip(d.integers.split(widths, -1), matrices, strict=True):
+            of_weights.append(int8.gradient_of_weight(Rows(integers, d.scale), x, weight))
+        return int8.gradient_of_input(d, whole), dict(zip(gradients, of_weights, strict=True))
+
+    def of_weight_with(self, x, gate, d):
+        return int8.gradient_by_rows(d if gate is None else gate * d, x)
+
+    def stacks_of(self, name):
+        return {name: torch.int8, f"{name}_scale": torch.float32}
+
+    def put(self, saved, name, index, operand, use_from_memory=False):
+        saved[name] = put(saved[name], index, operand.integers, use_from_memory)
+        saved[f"{name}_scale"] = put(saved[f"{name}_scale"], index, operand.scale[..., 0])
+
+    def take(self, saved, name, index):
+        return Rows(take(saved[name], index), take(saved[f"{name}_scale"], index)[..., None])
+
+
+def of_weight(d, x):
+    """Returns the gradient (out, in) of a weight, from that of its product, (B, T, out), and its input, (B, T, in)."""
+    return d.flatten(0, -2).t() @ x.flatten(0, -2)

@@ -1,0 +1,102 @@
+"""Products of 8-bit integers: against exact sums, against products that are not rounded, and the layer by hand against
+the definition."""
+import pytest
+import torch
+import torch_xla
+
+from nanochat.common import BadInput
+from nanochat.kernels import int8
+from nanochat.kernels.choose import get_kernels
+from nanochat.kernels.sharded import Sharding
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT
+
+CONFIG = GPTConfig(n_layer=3, n_embd=128, n_head=2, n_kv_head=1, vocab_size=64, max_seq_len=32)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("width", [1040, 4096])
+def test_sums_of_products_are_exact(width):
+    """In int32 on XLA, in fp32 on the CPU up to 1,040 terms."""
+    x = torch.full((2, 3, width), 127, dtype=torch.int8)
+    weight = int8.rounded(normal(5, width)).integers
+    weight[0] = 127
+    expected = (x.long() @ weight.long().t()).float()
+    device = torch_xla.device()
+    assert torch.equal(int8._product(x.to(device), weight.to(device), -1, 1).cpu(), expected)
+    if width <= 1040:
+        assert torch.equal(int8._product(x, weight, -1, 1), expected)
+
+
+def test_products_and_gradients_are_near_those_in_fp64():
+    x = normal(4, 64, 96).double()
+    weight = normal(80, 96, seed=1).double()
+    d = normal(4, 64, 80, seed=2).double() * torch.logspace(-3, 0, 64)[:, None]  # tokens differ in their gradients
+    weight_rows = int8.rounded_weight(weight)
+    d_rows = int8.rounded_gradient(d, weight_rows)
+    found = {"product": int8.linear(int8.rounded(x), weight_rows),
+             "of input": int8.gradient_of_input(d_rows, weight_rows),
+             "of weight": int8.gradient_of_weight(d_rows, x, weight_rows),
+             "by rows": int8.gradient_by_rows(d, int8.rounded(x))}
+    of_weight = d.flatten(0, 1).t() @ x.flatten(0, 1)
+    expected = {"product": x @ weight.t(), "of input": d @ weight, "of weight": of_weight, "by rows": of_weight}
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() < 0.03 * tensor.norm(), name
+
+
+def test_small_numbers_beside_a_large_one_keep_their_sum():
+    x = torch.cat([torch.ones(1), 5e-4 * torch.rand(100_000, generator=torch.Generator().manual_seed(0))])
+    assert int8.rounded(x).value().sum() == 1  # all others are 0
+    assert int8.dithered(x, 0).value().sum() == pytest.approx(x.sum().item(), rel=0.03)
+
+
+def trained(kernel, device, products, recompute="none"):
+    """Returns the loss and {weight: gradient} of a tiny GPT."""
+    model = GPT(CONFIG, get_kernels(kernel, device, products=products), activation_checkpointing=recompute)
+    model.init_weights()
+    with torch.no_grad():
+        for number, p in enumerate(model.parameters()):
+            p += 0.02 * normal(*p.shape, seed=number)  # some begin at 0
+    ids = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
+    model.to("cpu" if device == "cpu" else torch_xla.device())
+    model.create_main_grads()
+    ids = ids.to(model.wte.device)
+    loss = model(ids[:, :-1], ids[:, 1:], reduction="mean")
+    loss.backward()
+    torch_xla.sync()
+    return loss.item(), {name: p.main_grad.cpu() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recompute", ["none", "qkv", "all"])
+def test_the_layer_by_hand_is_the_definition(recompute):
+    loss, gradients = trained("chunked", "xla", "int8", recompute)  # before the CPU's, see same_layer.py
+    expected_loss, expected = trained("current", "xla", "int8")
+    plain_loss, plain = trained("current", "xla", "bfloat16")
+    assert loss == pytest.approx(expected_loss, abs=1e-5) and loss != plain_loss
+    assert loss == pytest.approx(plain_loss, abs=1e-3)
+    for name, gradient in gradients.items():
+        # Other last bits, another dither: so the two differ by about as much as each from the plain gradient.
+        assert (gradient - expected[name]).norm() < 0.1 * gradient.norm(), name
+        assert (gradient - plain[name]).norm() < 0.1 * gradient.norm(), name
+
+
+def test_the_same_micro_batch_has_the_same_gradients_to_the_bit():
+    first, second = (trained("chunked", "xla", "int8") for _ in range(2))
+    assert first[0] == second[0] and all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+
+
+@torch.no_grad()
+def test_only_training_rounds():
+    ids = torch.arange(32)[None]
+    hidden = []
+    for products in ("bfloat16", "int8"):
+        hidden.append(GPT(CONFIG, get_kernels("chunked", "cpu", products=products)).init_weights().hidden(ids))
+    assert torch.equal(*hidden)
+
+
+def test_weights_divided_along_tensor_are_refused():
+    with pytest.raises(BadInput, match="--products=int8.*--mesh_tensor=1"):
+        get_kernels("chunked", "xla", Sharding(tensor_groups=((0, 1),)), products="int8")
