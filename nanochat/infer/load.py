@@ -74,13 +74,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     divides the weights, this rank's parts are loaded. Raises BadInput if the weights are damaged or were replaced, or
     the tokenizer differs from the one of training.
     """
-    if quantize not in QUANTIZATIONS:
-        raise BadInput(f"--quantize={quantize} is unknown: choose {' or '.join(QUANTIZATIONS)}")
-    if quantize == "int8" and dist.device_type != "cpu":
-        raise BadInput(f"--quantize=int8 is for the CPU, not for {dist.device_type}: leave it out, or add "
-                       "--device_type=cpu")
-    if quantize == "int8":
-        require_same_model()
+    _require_quantization(quantize, dist.device_type)
     meta = load_language_meta(path)
     problem = find_problem(path, weights_only=True)
     if problem:
@@ -110,3 +104,14 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     if quantize == "int8":
         model = Int8GPT(model)
     return model, tokenizer, meta
+
+
+def _require_quantization(quantize, device_type):
+    """Raises BadInput unless models can be quantized so on this type of device."""
+    if quantize not in QUANTIZATIONS:
+        raise BadInput(f"--quantize={quantize} is unknown: choose {' or '.join(QUANTIZATIONS)}")
+    if quantize == "int8" and device_type != "cpu":
+        raise BadInput(f"--quantize=int8 is for the CPU, not for {device_type}: leave it out, or add "
+                       "--device_type=cpu")
+    if quantize == "int8":
+        require_same_model()

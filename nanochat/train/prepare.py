@@ -106,9 +106,8 @@ def prepare(flags, device_type, make_task, pod=None):
     # to is found now and not at the first save.
     mirror = open_mirror(flags) if is_first else None
     mirror_state = reach(mirror, directory)
-    if mirror and mirror_state.newest_copied and flags.run.resume == "never":
-        raise BadInput(f"--resume=never, but {mirror.url} has {mirror_state.newest_copied} of an older run, and "
-                       "new checkpoints would replace old ones: choose another --run, or move that folder")
+    if flags.run.resume == "never":
+        _require_empty(mirror, mirror_state)
     format.clean_partial(directory)
     # New files, by this process alone and before a rank opens them: an earlier process's stop must not stop this one.
     Requests(directory / REQUESTS_FILE, create=True)
@@ -130,6 +129,13 @@ def prepare(flags, device_type, make_task, pod=None):
         mirror_state.saved(path.name)
         mirror_state.write(directory)
     return Run(task, directory, path, finished_step, mirror, profile_steps, pod.link if pod else None)
+
+
+def _require_empty(mirror, state):
+    """Raises BadInput if the mirror, whose MirrorState is `state`, has checkpoints of an older run."""
+    if mirror and state.newest_copied:
+        raise BadInput(f"--resume=never, but {mirror.url} has {state.newest_copied} of an older run, and "
+                       "new checkpoints would replace old ones: choose another --run, or move that folder")
 
 
 def open_mirror(flags):
