@@ -40,7 +40,7 @@ HELD_OUT_CHARS = 200_000  # at most: evaluations read all of it, because the beg
 EVAL_TOKENS = 2**16
 EVALUATIONS = 6
 PATIENCE = 2  # evaluations without a gain
-KEPT = ("tokenizer_dir", "device_batch_size", "total_batch_size", "fim_rate", "weight_decay")  # flags of RUN
+KEPT = ("tokenizer_dir", "device_batch_size", "fim_rate", "weight_decay")  # flags of RUN
 RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
 
 
@@ -149,10 +149,12 @@ def main(argv=None):
     every = max(1, steps // EVALUATIONS)
     command = [f"--{name}={meta.flags[name]}" for name in KEPT if meta.flags.get(name) not in (None, "")]
     command += [f"--{name}={meta.flags[name] * flags.rate:g}" for name in RATES]
+    horizon = next(n for n in (meta.flags.get("rate_horizon", -1), meta.flags["num_iterations"], meta.step) if n > 0)
     train(["-m", "scripts.base_train", f"--run={flags.run}", f"--init_from={path}", "--init_optimizer",
            f"--data_mix={folder / 'mix.toml'}", f"--val_dir=own={folder / 'own' / 'val'},old={old['val']}",
-           f"--num_iterations={steps}", f"--rate_horizon={meta.step}", "--warmdown_ratio=1", f"--eval_every={every}",
-           f"--save_every={every}", "--sample_every=-1", f"--eval_tokens={EVAL_TOKENS}", *command,
+           f"--num_iterations={steps}", f"--rate_horizon={horizon}", "--warmdown_ratio=1", f"--eval_every={every}",
+           f"--total_batch_size={meta.batch_schedule[0][1]}", f"--save_every={every}",
+           f"--keep_checkpoints={2 * EVALUATIONS}", "--sample_every=-1", f"--eval_tokens={EVAL_TOKENS}", *command,
            f"--device_type={resolve_inference_device_type(flags.device_type)}"], run_dir / METRICS_FILE)
     found = evaluations(run_dir / METRICS_FILE)
     best = min(found, key=found.get)

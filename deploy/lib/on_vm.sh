@@ -75,20 +75,28 @@ end_after() {
   kill -- "-$(cat "$(note timer)" 2>/dev/null)" 2>/dev/null || true
   [ -n "$1" ] || return 0
   export D
-  export -f running ended current note signal_run stop_run load_env mirror_lines checkpoints probe end_now
+  export -f running ended current note signal_run stop_run load_env mirror_lines checkpoints not_mirrored end_now
   # shellcheck disable=SC2016  # it is evaluated there
   setsid -f bash -c 'echo $$ >"$(note timer)"; sleep "$1"; end_now "${@:2}"' bash "$@" \
     </dev/null >>"$D/runs/timer.log" 2>&1
 }
+# not_mirrored prints the newest checkpoint of each run whose mirror, if it has one, lacks it.
+not_mirrored() {
+  local dir newest
+  for dir in "$BASE"/checkpoints/*/; do
+    newest=$(checkpoints "$dir" 2>/dev/null | tail -n 1)
+    [ -z "$newest" ] || [ "$newest" = "$(mirror_lines "${dir}mirror.json" | sed -n 's/^mirrored=//p')" ] ||
+      echo "$(basename "$dir")/$newest"
+  done
+}
 end_now() {
-  local seen newest
+  local alone
   echo "$(date -u +%FT%TZ) the time is over: the run ends"
   stop_run 1900 || true
-  seen=$(probe)
-  newest=$(printf '%s\n' "$seen" | sed -n 's/^checkpoint=//p')
-  if [ -z "$seen" ]; then echo "the VM stays: its state is not known"
+  load_env
+  alone=$(not_mirrored | paste -s -d ' ')
+  if [ -e "$BASE/checkpoints" ] && ! [ -r "$BASE/checkpoints" ]; then echo "the VM stays: its checkpoints cannot be read"
   elif [ -z "${1:-}" ]; then echo "the VM stays: its name is not known"
-  elif [ "$newest" != "$(printf '%s\n' "$seen" | sed -n 's/^mirrored=//p')" ]; then
-    echo "the VM stays: $newest is on this disk alone"
+  elif [ -n "$alone" ]; then echo "the VM stays: $alone is on this disk alone"
   else gcloud compute tpus tpu-vm delete "$1" --zone="$2" --quiet; fi
 }

@@ -238,12 +238,13 @@ def split_projects(sources, stats, flags):
     if tables:
         say(f"held out for validation, not trained on: {flags.val_fraction:.1%} of the projects or paths "
             f"of {', '.join(sorted(tables))}")
-    if not candidates and tables:
+    if len(candidates) < 2 and tables:
         return set()
     if not candidates:
         raise BadInput("no project is left to hold out for validation except those of --source: name some with "
                        f"--val_projects, of {', '.join(sorted(bytes_by_project))}")
-    chosen = corpus.choose_validation(bytes_by_project, candidates, flags.val_fraction, flags.seed)
+    divisible = {project: size for project, size in bytes_by_project.items() if project not in tables}
+    chosen = corpus.choose_validation(divisible, candidates, flags.val_fraction, flags.seed)
     say(f"held out for validation, not trained on: {', '.join(sorted(chosen))} (--val_projects chooses "
         "others)")
     return chosen

@@ -98,9 +98,11 @@ def _data_files(directory):
     """Returns the relative paths of the data in a folder, or None if it has C or C++ files."""
     found = []
     for parent, folders, names in os.walk(directory, onerror=fail):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "_")))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         if any(name.lower().endswith(SUFFIXES) for name in names):
             return None
+        if any(part.startswith("_") for part in Path(os.path.relpath(parent, directory)).parts):
+            continue  # what Spark writes about its data
         for name in sorted(names):
             path = os.path.join(parent, name)
             if KIND.search(name) and not name.startswith((".", "_")) and not _ABOUT.fullmatch(name):
@@ -236,7 +238,7 @@ def _row(file, known, text):
     language = known.get("language", "").lower()
     is_cpp = path.lower().endswith(SUFFIXES)
     if not os.path.splitext(path)[1]:
-        is_cpp = not language or language in LANGUAGES
+        is_cpp = language in LANGUAGES or not (path or language)
     project = known.get("project", "")
     return Row(path or file, len(text), lambda: text, "" if is_cpp else "not_c_or_cpp", project,
                known.get("licence", ""), project or path)

@@ -202,17 +202,16 @@ class MixtureLoader(DataLoader):
         place = row * self.run["num_lanes"] + number
         stage = bisect_right(self._first_rows, place) - 1
         weights = list(self._mixture.stages[stage].weights)
-        for source in ended:
-            weights[source] = 0
-        if not any(weights):
-            raise BadInput("the sources of --data_mix have ended, because their epochs are limited: raise epochs, or "
-                           "train for fewer steps")
-        point = spread(number, row, self.run["num_lanes"]) * sum(weights)
-        for source, weight in enumerate(weights):
-            point -= weight
-            if weight and point < 0:
+        point = spread(number, row, self.run["num_lanes"])
+        # A resumed lane does not know yet which sources have ended. So one that has changes only its own rows: the
+        # place of a row within the source's interval chooses among the others.
+        while any(weights):
+            source, point = _choose(weights, point)
+            if source not in ended:
                 return source
-        return max(source for source, weight in enumerate(weights) if weight)  # rounding
+            weights[source] = 0
+        raise BadInput("the sources of --data_mix have ended, because their epochs are limited: train for fewer "
+                       "steps, or begin a new run with more epochs")
 
     @property
     def stats(self):
@@ -241,6 +240,19 @@ def spread(lane, row, num_lanes):
     """Returns a point from 0 to 1 for row `row` of a lane; those of rows in succession are spread evenly."""
     cell = (lane * _stride(num_lanes, GOLDEN) + row * _stride(num_lanes, SILVER)) % num_lanes
     return (cell + row * GOLDEN % 1) / num_lanes
+
+
+def _choose(weights, point):
+    """Returns the number of the source in whose interval the point from 0 to 1 is, and where in it, from 0 to 1. The
+    intervals are as long as the weights."""
+    point *= sum(weights)
+    for source, weight in enumerate(weights):
+        if weight:
+            chosen = source, min(point / weight, 1 - 2**-53)
+            if point < weight:
+                break
+            point -= weight
+    return chosen  # the last one, if sums are rounded
 
 
 @cache

@@ -123,12 +123,21 @@ def prepare(flags, device_type, make_task, pod=None):
         format.set_aside_after(directory, -1)  # copies of the first host's checkpoints; see Run.begin
     if path:
         task, finished_step = resume(task, path, is_finished, is_first)
-    elif task.lacks:
-        raise BadInput(task.lacks)
+    else:
+        _require_begin(task, pod)
     if mirror and path:  # the mirror may lack it: the process before was perhaps killed during the copy
         mirror_state.saved(path.name)
         mirror_state.write(directory)
     return Run(task, directory, path, finished_step, mirror, profile_steps, pod.link if pod else None)
+
+
+def _require_begin(task, pod):
+    """Raises BadInput unless a new run can begin here, and on all hosts with the same checkpoint of another."""
+    if task.lacks:
+        raise BadInput(task.lacks)
+    if pod:
+        found = pod.gather("with which checkpoint they begin", {"checkpoint to begin with": task.origin})
+        require_alike(pod.names, found, "give all hosts the same one")
 
 
 def _require_empty(mirror, state):
@@ -174,7 +183,7 @@ def what_is_trained(task):
     """Returns {name: JSON value} that must be equal on all hosts."""
     identity = json.loads(json.dumps(task.identity()))
     return {"number of devices": task.plan.world_size, "hash of the data": task.data_fingerprint,
-            "hash of the tokenizer": identity["tokenizer_sha256"], "checkpoint to begin with": task.origin}
+            "hash of the tokenizer": identity["tokenizer_sha256"]}
 
 
 def resumed_checkpoint(directory, mirror, pod=None):

@@ -4,13 +4,14 @@ import os
 import re
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanochat.common import BadInput
 from nanochat.data import loader as loader_module
-from nanochat.data.mixture import MixtureLoader, open_mixture, read_mixture, spread, tokens_in
+from nanochat.data.mixture import Mixture, MixtureLoader, Stage, open_mixture, read_mixture, spread, tokens_in
 from nanochat.train.flags import DataFlags, parse_flags
 from nanochat.train.plan import make_plan
 from nanochat.train.text import check_data, describe_mixture, mixture_lines, stage_rows
@@ -63,6 +64,18 @@ def test_rows_are_the_same_on_any_number_of_ranks_and_wherever_a_run_resumes(dat
         for (rows, state), (expected, after) in zip(
                 read_steps(data, 2, world_size, loader=open_mixed, state=steps[k][1]), steps[k + 1:k + 3], strict=True):
             assert torch.equal(rows, expected) and state == after, f"restored after step {k}"
+
+
+def test_a_source_that_has_ended_changes_its_own_rows_alone():
+    """A resumed lane learns of it only at such a row."""
+    mixture = Mixture((), (Stage(0.0, (0.2, 0.3, 0.5)),))
+    loader = SimpleNamespace(_mixture=mixture, _first_rows=(0,), run={"num_lanes": 8})
+    places = [(lane, row) for row in range(1000) for lane in range(8)]
+    before = [MixtureLoader._source_of(loader, lane, row, set()) for lane, row in places]
+    after = [MixtureLoader._source_of(loader, lane, row, {0}) for lane, row in places]
+    assert all(new == old for old, new in zip(before, after, strict=True) if old != 0)
+    taken = Counter(new for old, new in zip(before, after, strict=True) if old == 0)
+    assert taken.keys() == {1, 2} and taken[1] / taken.total() == pytest.approx(0.3 / 0.8, abs=0.02)
 
 
 def test_no_document_comes_twice_before_its_epoch_ends_and_the_others_take_the_rows_of_an_exhausted_source(data):

@@ -184,10 +184,23 @@ def test_a_vm_that_is_forgotten_ends_its_run_and_deletes_itself(laptop, vm, clou
     flags = ("--run=a", "--num_iterations=100000", f"--checkpoint_mirror={mirror}")
     script = ROOT / "deploy/lib/on_vm.sh"
     train(laptop, vm, *flags)
-    vm.shell(f"PATH={vm.root}/bin:$PATH; . {script}; end_after 1 nano us-a")
+    vm.shell(f"unset NANOCHAT_BASE_DIR; PATH={vm.root}/bin:$PATH; . {script}; end_after 1 nano us-a")
     eventually(lambda: (laptop.root / "gcloud_calls").exists())
     assert "tpu-vm delete nano --zone=us-a --quiet" in (laptop.root / "gcloud_calls").read_text()
     assert not vm.trainers() and list(mirror.glob("step_*"))
+
+
+def test_a_vm_with_another_runs_only_checkpoint_stays(laptop, vm):
+    mirror = laptop.root / "mirror"
+    mirror.mkdir()
+    vm.program(vm.root / "bin/gcloud", f'echo "$*" >>{laptop.root}/gcloud_calls')
+    train(laptop, vm, "--run=a", "--num_iterations=100000", f"--checkpoint_mirror={mirror}")
+    (vm.run_dir("old") / "step_000005").mkdir(parents=True)
+    vm.shell(f"unset NANOCHAT_BASE_DIR; PATH={vm.root}/bin:$PATH; . {ROOT}/deploy/lib/on_vm.sh; end_after 1 nano us-a")
+    log = vm.home / "nanochat.d/runs/timer.log"
+    eventually(lambda: log.exists() and "the VM stays" in log.read_text())
+    assert "the VM stays: old/step_000005 is on this disk alone" in log.read_text()
+    assert not vm.trainers() and not (laptop.root / "gcloud_calls").exists()
 
 
 def test_a_limit_on_the_vm_ends_with_the_run_before_and_never_deletes_the_only_copy(laptop, vm):

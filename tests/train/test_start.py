@@ -13,7 +13,7 @@ from nanochat.device.ranks import resolve_device_type
 from nanochat.export.model_card import _recipe
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
-from nanochat.train.prepare import prepare, run_directory, what_is_trained
+from nanochat.train.prepare import prepare, run_directory
 from tests.conftest import last_of_each
 
 RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
@@ -93,7 +93,7 @@ def test_a_start_that_cannot_be_is_refused_in_one_line(train, first, tiny, tmp_p
     assert "exclude each other" in refusal("--init_from=first", "--decay_from=first")
     assert "--init_optimizer needs --init_from=RUN" in refusal("--init_optimizer")
     flags = parse_flags(last_of_each("--run=a", *tiny, "--init_from=first"))
-    origin = what_is_trained(make_task(flags, "cpu", 1, run_directory(flags)))["checkpoint to begin with"]
+    origin = make_task(flags, "cpu", 1, run_directory(flags)).origin
     assert re.fullmatch(r"first/step_000008 \([0-9a-f]{12}\)", origin)
     assert "is a checkpoint of this run" in refusal("--init_from=first", "--resume=never", run="first")
     assert "did not begin with other" in refusal("--init_from=other", run="first")
