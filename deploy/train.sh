@@ -21,7 +21,6 @@ resolve ${ARGS[@]+"${ARGS[@]}"}
 [ -z "$MAX_HOURS" ] || [ "$WORKER" = all ] || die 2 "--max_hours is for all workers: leave out --worker"
 [ -n "$AGAIN" ] || [ ${#FLAGS[@]} -gt 0 ] || die 2 "the run has no flags: train.sh HOST -- --run=NAME …, or --again"
 [ -z "$DRY_RUN" ] || [ -n "$AGAIN" ] || check_flags "$VM_TYPE"
-
 script <<'END'
 next=$D/runs/start.$1 again=$2 min_free_gb=$3; shift 3
 fail() { echo "$1" >&2; exit "${2:-1}"; }

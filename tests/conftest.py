@@ -4,6 +4,7 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,8 @@ from pathlib import Path
 from tests.warm import CHEAP_COMPILATION, TIMEOUT_S, WarmRanks
 
 QUICK_START = Path(__file__).parent / "quick_start"
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and the processes that tests start would, too
 
 # Before anything imports torch_xla: one XLA device, on the CPU, in the process that runs the tests.
 os.environ["PJRT_DEVICE"] = "CPU"

@@ -95,7 +95,7 @@ end_now() {
   stop_run 1900 || true
   load_env
   alone=$(not_mirrored | paste -s -d ' ')
-  if [ -e "$BASE/checkpoints" ] && ! [ -r "$BASE/checkpoints" ]; then echo "the VM stays: its checkpoints cannot be read"
+  if [ -e "$BASE/checkpoints" ] && ! [ -r "$BASE/checkpoints" ]; then echo "the VM stays: its runs cannot be read"
   elif [ -z "${1:-}" ]; then echo "the VM stays: its name is not known"
   elif [ -n "$alone" ]; then echo "the VM stays: $alone is on this disk alone"
   else gcloud compute tpus tpu-vm delete "$1" --zone="$2" --quiet; fi

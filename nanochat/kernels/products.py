@@ -38,11 +38,14 @@ class Plain:
         name): the whole weight of a rank's part."""
         return gather(next(tensors).to(dtype), name)
 
-    # Products
+    # Products. These two are PyTorch's own functions, so that the preflight names them by the layer's line.
 
-    def linear(self, x, weight):
-        """Returns x · weightᵀ (…, out) of operands."""
-        return F.linear(x, weight)
+    linear = staticmethod(F.linear)  # linear(x, weight): x · weightᵀ (…, out) of operands
+    of_input = staticmethod(torch.matmul)  # of_input(d, weight): the gradient of x; see `gradient`
+
+    def of_input_by(self, matmul):
+        """Returns of_input, computed by matmul(d, weight) if operands are tensors."""
+        return matmul
 
     # The hidden units h of the MLP are multiplied as their squares.
 
@@ -61,12 +64,8 @@ class Plain:
     # The gradients of linear(x, weight). d is that of its result, (…, out).
 
     def gradient(self, d, weight):
-        """Returns the operand of d for the next two functions."""
+        """Returns the operand of d for of_input and of_weight."""
         return d
-
-    def of_input(self, d, weight, matmul=torch.matmul):
-        """Returns the gradient of x. matmul: computes a product of tensors."""
-        return matmul(d, weight)
 
     def of_weight(self, d, x, weight):
         """Returns the gradient of the weight. x: a tensor."""
@@ -138,8 +137,11 @@ class Int8:
     def gradient(self, d, weight):
         return int8.rounded_gradient(d, weight)
 
-    def of_input(self, d, weight, matmul=None):
+    def of_input(self, d, weight):
         return int8.gradient_of_input(d, weight)
+
+    def of_input_by(self, matmul):
+        return self.of_input
 
     def of_weight(self, d, x, weight):
         return int8.gradient_of_weight(d, x, weight)

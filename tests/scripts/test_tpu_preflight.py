@@ -292,7 +292,7 @@ def test_operations_are_named_by_the_line_that_they_come_from_also_in_loops(tiny
     assert len(names) > 10
     for path, number in names:
         line = Path(path).read_text().splitlines()[int(number) - 1]
-        assert re.search(r"linear\(|matmul\(| @ ", line), f"{path}:{number}: {line}"
+        assert re.search(r"linear\(|matmul\(|of_input\(| @ ", line), f"{path}:{number}: {line}"
 
 
 MOSAIC_VERSIONS = """
