@@ -107,8 +107,8 @@ def test_the_largest_loss_comes_first_also_without_a_checkpoint(advise):
     assert said[4] == "(no checkpoint next to the metrics, so the values of its flags are unknown)"
 
 
-def test_flags_are_read_from_a_checkpoint_of_any_format_and_a_damaged_one_is_passed_over(advise, tmp_path):
-    for step, meta in ((200, {**make_meta(200, flags=FLAGS).to_json(), "format": 99}), (300, None)):
+def test_flags_are_read_from_a_checkpoint_and_a_damaged_one_is_passed_over(advise, tmp_path):
+    for step, meta in ((200, make_meta(200, flags=FLAGS).to_json()), (300, None)):
         (tmp_path / f"step_{step:06d}").mkdir()
         (tmp_path / f"step_{step:06d}" / "meta.json").write_text(json.dumps(meta))
     assert "--tokenizer_threads=4 (now 2)" in advise(flags=None, data_wait=0.3)[0]
