@@ -21,8 +21,6 @@ from nanochat.kernels.products import Int8, Plain
 from nanochat.kernels.sharded import WHOLE
 from nanochat.model.layers import PLAIN, Kernels, Products
 
-PRODUCTS = ("bfloat16", "int8")  # what --products may be
-
 
 def available_kernels(device_type):
     """Returns the names of the kernels that run on `device_type` on this machine."""
@@ -36,7 +34,7 @@ def available_kernels(device_type):
 
 def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None, products="bfloat16"):
     """Returns the Kernels called `name`. sharding: how the ranks divide the model's weights; chunk_tokens: tokens whose
-    logits a chunked loss holds at a time; None: the device's default; products: one of PRODUCTS, of the layers in
+    logits a chunked loss holds at a time; None: the device's default; products: bfloat16 or int8, of the layers in
     training. Raises BadInput if `device_type` cannot run them.
     """
     available = available_kernels(device_type)

@@ -14,7 +14,7 @@ import torch
 
 LARGEST = 127
 SMALLEST_SCALE = 1e-30  # of a row of zeros
-DITHER = 8191.37
+DITHER = 8191.37  # times a number, it has a fraction that looks random and is the same in equal runs
 
 
 class Rows(NamedTuple):
@@ -39,8 +39,8 @@ def rounded(x, dim=-1):
 # Most gradients of a token, and of a channel, are far below the largest. Rounded to the nearest, they would be 0, and
 # so would their sums over the tokens.
 def dithered(x, dim=-1):
-    """Returns the Rows of x, each number rounded up with a probability that makes its mean right. The chance is in the
-    number's own last bits, so that equal runs stay equal."""
+    """Returns the Rows of x. Each number is rounded up or down as if by chance, up with the probability that is its
+    fraction. So sums of many numbers are about right."""
     scaled, scale = _scaled(x, dim)
     chance = scaled * DITHER
     return Rows(torch.floor(scaled + (chance - torch.floor(chance))).to(torch.int8), scale)
@@ -68,7 +68,7 @@ def linear(x, weight):
 
 
 def rounded_gradient(d, weight):
-    """Returns the Rows of d times the scales of the weight's rows, for the next two functions."""
+    """Returns the Rows of d times the scales of the weight's rows, for gradient_of_input and gradient_of_weight."""
     return dithered(d.float() * weight.scale[:, 0])
 
 
@@ -84,7 +84,7 @@ def gradient_of_weight(d, x, weight):
 
 
 def gradient_by_rows(d, x):
-    """Returns the same from d, which is rounded here, and Rows x."""
+    """Returns the gradient of the weight, fp32 (out, in), from d, which is rounded here, and Rows x."""
     d = dithered((d.float() * x.scale).flatten(0, -2), 0)
     return _product(d.integers, x.integers.flatten(0, -2), 0, 0) * d.scale.t()
 
@@ -103,35 +103,38 @@ def _product(a, b, over_a, over_b):
 
 
 class Linear(torch.autograd.Function):
-    """x · weightᵀ in the dtype of x (…, in), for weight (out, in)."""
+    """x · weightᵀ for x (…, in) and weight (out, in) of one dtype, which is that of the result."""
 
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return linear(rounded(x), rounded_weight(weight)).to(x.dtype)
+        weight = rounded_weight(weight)
+        ctx.save_for_backward(x, *weight)
+        return linear(rounded(x), weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx, d):
-        x, weight = ctx.saved_tensors
-        rows = rounded_weight(weight)
-        d = rounded_gradient(d, rows)
-        return gradient_of_input(d, rows).to(x.dtype), gradient_of_weight(d, x, rows).to(weight.dtype)
+        x, *weight = ctx.saved_tensors
+        weight = Rows(*weight)
+        d = rounded_gradient(d, weight)
+        return gradient_of_input(d, weight).to(x.dtype), gradient_of_weight(d, x, weight).to(x.dtype)
 
 
 class LinearOfSquare(torch.autograd.Function):
-    """h² · weightᵀ in the dtype of h (…, in), which is at least 0. Only the rounded h² is kept."""
+    """h² · weightᵀ for h (…, in) ≥ 0 and weight (out, in) of one dtype, which is that of the result. h² is kept in 8
+    bits alone."""
 
     @staticmethod
     def forward(ctx, h, weight):
         squares = rounded(h.float().square())
-        ctx.save_for_backward(*squares, weight)
-        return linear(squares, rounded_weight(weight)).to(h.dtype)
+        weight = rounded_weight(weight)
+        ctx.save_for_backward(*squares, *weight)
+        return linear(squares, weight).to(h.dtype)
 
     @staticmethod
     def backward(ctx, d):
-        *squares, weight = ctx.saved_tensors
-        squares = Rows(*squares)
-        rows = rounded_weight(weight)
-        d_squares = gradient_of_input(rounded_gradient(d, rows), rows)
+        integers, scale, *weight = ctx.saved_tensors
+        squares = Rows(integers, scale)
+        weight = Rows(*weight)
+        d_squares = gradient_of_input(rounded_gradient(d, weight), weight)
         d_h = 2 * squares.value().sqrt() * d_squares
-        return d_h.to(d.dtype), gradient_by_rows(d, squares).to(weight.dtype)
+        return d_h.to(d.dtype), gradient_by_rows(d, squares).to(d.dtype)

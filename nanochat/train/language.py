@@ -93,7 +93,7 @@ class LanguageTask:
     lacks: str | None = None  # see Task
     name = "language"
     changing_flags = (*flags_of((BatchFlags, OptimConfig, DistillationFlags), but={"device_batch_size"}),
-                      "compute_dtype")
+                      "compute_dtype", "products")
 
     @property
     def num_lanes(self):

@@ -21,9 +21,10 @@ def steps_of(run_dir):
 
 def test_a_step_past_the_horizon_trains_nothing_and_deletes_nothing(train, tiny, run_dir):
     train("--save_every=2", "--eval_every=-1")
-    again = train("--save_every=2", "--num_iterations=4", "--compute_dtype=bfloat16")
+    again = train("--save_every=2", "--num_iterations=4", "--compute_dtype=bfloat16", "--products=int8")
     assert "has reached step 6 (" in again.stdout
-    assert "changed since the checkpoint: num_iterations 6 -> 4, compute_dtype auto -> bfloat16\n" in again.stdout
+    assert ("changed since the checkpoint: num_iterations 6 -> 4, compute_dtype auto -> bfloat16, products bfloat16 -> "
+            "int8\n") in again.stdout
     (run_dir / ".finished").unlink()  # as if it had been interrupted on its way to a later step
     with pytest.raises(BadInput, match="step_000006 is past step 4, .*: raise --num_iter"):
         base_train.main(last_of_each(*tiny, "--run=test", "--save_every=2", "--num_iterations=4"))
