@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from nanochat.common import BadInput
 from nanochat.kernels import plain
 from nanochat.kernels.choose import get_kernels
+from nanochat.kernels.int8 import rounded
 from nanochat.model.layers import ATTENTION, MLP, VALUES, CachedText, WholeText, gate_of, gated, shift_keys
 from nanochat.model.tiny import IDS, require_close, tiny_gpt
 
@@ -28,10 +29,9 @@ class Int8Matrix:
         bits = 8 if torch.cpu._is_vnni_supported() else 7
         self.zero_point = 0 if is_input_positive else 2 ** (bits - 1)
         self.unit = 1 / (2 ** bits - 1 - self.zero_point)  # of the codes of activations between -1 and 1
-        scales = weight.abs().amax(dim=1).clamp_min(TINY) / 127
-        codes = (weight / scales[:, None]).round().to(torch.int8)
+        codes, scales = rounded(weight)
         quantized = torch._make_per_channel_quantized_tensor(
-            codes, scales.double(), torch.zeros(len(codes), dtype=torch.long), 0)
+            codes, scales[:, 0].double(), torch.zeros(len(codes), dtype=torch.long), 0)
         previous = torch.backends.quantized.engine
         torch.backends.quantized.engine = "fbgemm"
         self.packed = torch.ops.quantized.linear_prepack(quantized, None)
