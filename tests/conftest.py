@@ -119,9 +119,10 @@ def pytest_unconfigure(config):
 
 @pytest.fixture(autouse=True)
 def base_dir(tmp_path, monkeypatch):
-    """An empty $NANOCHAT_BASE_DIR for each test."""
+    """An empty $NANOCHAT_BASE_DIR for each test. A device type that a test sets is undone, too."""
     path = tmp_path / "base"
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(path))
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
     return path
 
 
