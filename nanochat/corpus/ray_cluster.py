@@ -150,30 +150,46 @@ class RayRun:
 
     def check(self, folder, sources):
         """Raises BadInput unless each node has this machine's versions and sees `folder` and the Sources as it does."""
-        probe = folder / f"probe_{uuid.uuid4().hex}"
-        probe.mkdir()
         files = []
         for source in sources:
             for path in (*source.archives, *(os.path.join(source.directory, file) for file in source.files[:1])):
                 files.append((path, *_seen(path)))
+        passed = set()
+        for tried in range(TRIES):
+            asked = {number: node for number, node in self.require_room().items() if number not in passed}
+            if not asked:
+                return
+            if tried:
+                time.sleep(1)  # a worker that ran out of memory may have more now
+            passed |= self._probe(asked, folder, files)
+        raise BadInput(f"the workers of node {_name(next(iter(asked.values())))} were lost {TRIES} times, perhaps "
+                       "because memory ran out: give it more, and run the same command again")
+
+    def _probe(self, nodes, folder, files):
+        """Returns the numbers of the nodes ({number: node}) that pass. The others have lost their worker. Raises
+        BadInput if a node has a problem or does not answer."""
+        probe = folder / f"probe_{uuid.uuid4().hex}"
+        probe.mkdir()
         # One probe is bound to each node. It claims neither cores nor memory, so it also runs on a busy node.
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        nodes = {}  # {reference to the probe's result: node}
-        for number, node in self.require_room().items():
+        asked = {}  # {reference to the probe's result: number of the node}
+        for number in nodes:
             probing = self._task.options(num_cpus=0, memory=0, scheduling_strategy=strategy(number, soft=False))
-            nodes[probing.remote(_versions(), _look_around, (probe, number, files))] = node
+            asked[probing.remote(_versions(), _look_around, (probe, number, files))] = number
         try:
-            ready, late = self.ray.wait(list(nodes), num_returns=len(nodes), timeout=PROBE_S)
-            is_there = [self._passes(reference, nodes[reference], probe) for reference in ready]
-            if not late and not any(is_there):
-                raise BadInput("every node of the cluster is lost: start it again")
+            ready, late = self.ray.wait(list(asked), num_returns=len(asked), timeout=PROBE_S)
+            passed = set()
+            for reference in ready:
+                if self._passes(reference, nodes[asked[reference]], probe):
+                    passed.add(asked[reference])
             if late:
-                raise BadInput(f"node {_name(nodes[late[0]])} did not answer in {PROBE_S} s: check it")
+                raise BadInput(f"node {_name(nodes[asked[late[0]]])} did not answer in {PROBE_S} s: check it")
+            return passed
         finally:
             shutil.rmtree(probe, ignore_errors=True)  # a late node may still write there
 
     def _passes(self, reference, node, probe):
-        """Returns whether a node is still there. Raises BadInput if its probe has found a problem."""
+        """Returns whether a node's probe ended well, or else lost its worker. Raises BadInput if it found a problem."""
         try:
             problem, *_ = self.ray.get(reference)
         except self.ray.exceptions.RayTaskError as error:
@@ -181,8 +197,8 @@ class RayRun:
             if not isinstance(error.cause, BadInput):
                 problem = (f"it cannot run this program ({_last_line(error.cause)}): install the same version there, "
                            "with '.[data,ray]'")
-        except self.ray.exceptions.RayError:
-            print(f"node {_name(node)} is lost: the others do its work", flush=True)
+        except self.ray.exceptions.RayError as error:
+            print(f"node {_name(node)} has lost a worker ({_first_line(error)})", flush=True)
             return False
         # A node that writes to a disk of its own, under the same path, reports no error: its file must be seen here.
         if not problem and not any((probe / f"seen_{node['NodeID']}").glob("file")):
@@ -238,10 +254,10 @@ class RayRun:
         return result
 
     def _again(self, function, tries, error):
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if tries == TRIES:
             raise BadInput(f"a task ({function.__name__}) was lost {TRIES} times, perhaps because memory ran out "
-                           f"({reason}): give the nodes more, and run the same command again, which resumes")
+                           f"({_first_line(error)}): give the nodes more, and run the same command again, which "
+                           "resumes")
         self.repeated += 1
         print(f"a task ({function.__name__}) was lost with its worker or node: try {tries + 1} of {TRIES}", flush=True)
 
@@ -252,6 +268,10 @@ class RayRun:
         return (f"ray: {len(self.alive)} nodes, {self.node_s / 3600:.3f} node-hours, {self.cpu_s:.0f} CPU-seconds in "
                 f"{self.tasks} tasks ({self.repeated} repeated), {nbytes / 1e6 / seconds:.1f} MB of sources per "
                 f"second, at most {self.peak_bytes / 1e6:.0f} of {self.task_bytes / 1e6:.0f} MB in a worker")
+
+
+def _first_line(error):
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _last_line(error):

@@ -22,14 +22,19 @@ from nanochat.corpus import ray_cluster
 from nanochat.corpus.sources import check_unchanged, open_source
 from tests.corpus.projects import make_project, make_tar, manifest, prepare, shard_hashes, stack_rows, write_table
 
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the second: on 127.0.0.1
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a cluster on 127.0.0.1
+    "RAY_memory_monitor_refresh_ms": "0",  # Ray would kill workers because of the memory of the tests beside it
+}
 COMMANDS = []  # that were started
 
 
 @pytest.fixture
-def cluster(monkeypatch):
-    """Yields (address, list of nodes with a core each) of a Ray cluster, whose processes are gone after the test."""
-    for name, value in ENVIRONMENT.items():
+def cluster(request, monkeypatch):
+    """Yields (address, list of nodes with a core each) of a Ray cluster, whose processes are gone after the test.
+    request.param: more of its environment."""
+    for name, value in (ENVIRONMENT | getattr(request, "param", {})).items():
         monkeypatch.setenv(name, value)
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     monkeypatch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)  # read when ray was imported
@@ -137,6 +142,17 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 2 and output.count("\n") == 1, output
     assert "no node of the cluster has a core and the 6600 MB that a task needs (2 nodes are there)" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [{"RAY_memory_monitor_refresh_ms": "100", "RAY_memory_usage_threshold": "0.01"}],
+                         indirect=True)
+def test_workers_killed_for_memory_are_tried_again_and_then_named(cluster, tmp_path):
+    process = start(cluster[0], f"--out_dir={tmp_path / 'out'}", f"--projects_dir={two_projects(tmp_path)}")
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 2
+    assert "killed due to the node running low on memory" in output
+    assert re.search(r"error: (the workers of node \S+ \(.*\)|a task \(\w+\)) .* lost 5 times, .* memory", output)
 
 
 @pytest.mark.parametrize("address, message", [
