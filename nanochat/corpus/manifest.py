@@ -24,7 +24,9 @@ def make_manifest(flags, sources, stats, val_projects, totals):
             entry |= {"columns": dict(source.table.columns), "where": source.table.where}
         place = (source.name, source.directory) if source.table else source
         before = entries.get(place, {})
-        entries[place] = entry | {name: add(before[name], value) if before else value for name, value in stat.items()}
+        for name, value in stat.items():
+            entry[name] = add(before[name], value) if name in before else value
+        entries[place] = entry
     dropped = all_dropped(stats)
     num_files = sum(stat["files"] for stat in stats)
     shares = {reason: round(count / num_files, 6) for reason, count in dropped.items()}

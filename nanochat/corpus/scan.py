@@ -208,8 +208,9 @@ def scan(source, scans_dir, options):
     """Reads `source`, writes its runs, and returns their directory. A source that has been scanned is not read again.
 
     Besides run_*.parquet, and run_*_val.parquet for held-out documents of a table, the directory holds stats.json: the
-    numbers of files, of documents and bytes kept, of files dropped for each reason, and of documents under each
-    licence; and examples.json, what filters dropped and just kept. Raises BadInput if the source cannot be read.
+    numbers of files, of documents and bytes kept, of files dropped for each reason, of documents under each licence,
+    and of the held-out ones among them; and examples.json, what filters dropped and just kept. Raises BadInput if the
+    source cannot be read.
     """
     identity = json.dumps([RECIPE, source.identity(), options.identity()])
     finished = Path(scans_dir, hashlib.blake2b(identity.encode(), digest_size=12).hexdigest())
@@ -226,7 +227,8 @@ def scan(source, scans_dir, options):
             found.dropped[reason] += 1
     found.write_runs()
     (folder / "examples.json").write_text(json.dumps(found.filters.examples))
-    stats = {**found.stats, "dropped": found.dropped, "licences": found.licences}
+    stats = {**found.stats, "dropped": found.dropped, "licences": found.licences,
+             "held_out_licences": found.held_out_licences}
     (folder / "stats.json").write_text(json.dumps(stats))
     try:
         folder.rename(finished)
@@ -263,9 +265,11 @@ class _Scan:
         self.options = options
         self.licence_of = (lambda path: "unknown") if source.table else licence_finder(source)
         self.filters = Filters(options.filters)
-        self.stats = Counter(files=0, documents=0, bytes=0, recoded=0, emails_replaced=0, runs=0)
+        self.stats = Counter(files=0, documents=0, bytes=0, held_out_documents=0, held_out_bytes=0, recoded=0,
+                             emails_replaced=0, runs=0)
         self.dropped = Counter()
         self.licences = Counter()
+        self.held_out_licences = Counter()
         self.documents = {".parquet": [], HELD_OUT: []}  # by the end of a run's name
         self.nbytes = 0  # of these
 
@@ -297,6 +301,9 @@ class _Scan:
         end = ".parquet"
         if self.source.table and self.is_held_out(group.encode() or document["text"]):
             end = HELD_OUT
+            self.held_out_licences[document["licence"]] += 1
+            self.stats["held_out_documents"] += 1
+            self.stats["held_out_bytes"] += document["nbytes"]
         self.documents[end].append(document)
         self.licences[document["licence"]] += 1
         self.stats["documents"] += 1

@@ -136,19 +136,32 @@ Unknown: the manifest of the corpus was missing at the export. The fingerprint o
 
 def _data_of(manifest):
     val = set(manifest.get("val_projects") or ())
-    sources = [source for source in manifest["sources"] if source.get("project", source["name"]) not in val]
-    licences = sum((Counter(source["licences"]) for source in sources), Counter())
+    licences = Counter()
+    sources = []
+    divided = []  # data sets, of which a part is held out
+    for source in manifest["sources"]:
+        if source.get("project", source["name"]) in val:
+            continue
+        if source.get("held_out_documents"):
+            divided.append(source["name"])
+        own = Counter(source["licences"]) - Counter(source.get("held_out_licences"))
+        num_files = source.get("documents", 0) - source.get("held_out_documents", 0)
+        nbytes = source.get("bytes", 0) - source.get("held_out_bytes", 0)
+        licences += own
+        cells = [source["name"], source.get("version") or "", f"{num_files:,}", f"{nbytes:,}", ", ".join(own)]
+        sources.append(f"| {' | '.join(map(_cell, cells))} |")
     total = (manifest.get("totals") or {}).get(Path(DEFAULT_DIRS["train"]).name, {})
     num_files = total.get("files", total.get("documents", 0))  # with --pack=project a document is not one file
     rows = "\n".join(f"| {_cell(name)} | {count:,} |" for name, count in licences.most_common())
-    projects = "\n".join(
-        f"| {_cell(source['name'])} | {_cell(source.get('version') or '')} | {source.get('documents', 0):,} | "
-        f"{source.get('bytes', 0):,} | {_cell(', '.join(source['licences']))} |" for source in sources)
-    held_out = f"\n\nHeld out for validation, whole projects: {_cell(', '.join(sorted(val)))}." if val else ""
+    held_out = ""
+    for what, names in (("whole projects", val), ("parts of data sets", divided)):
+        if names:
+            held_out += f"\n\nHeld out for validation, {what}: {_cell(', '.join(sorted(names)))}."
+    listed = "\n".join(sources)
     return f"""## Data
 
-C and C++ of {len(sources)} projects: {num_files:,} files with {total.get("bytes", 0):,} bytes, without exact and near
-duplicates.{held_out}
+C and C++: {num_files:,} files with {total.get("bytes", 0):,} bytes, without exact and near duplicates. Number of
+sources: {len(sources)}.{held_out}
 
 The files and packages state these licences, or none ("unknown"). The counts include duplicates.
 
@@ -156,11 +169,11 @@ The files and packages state these licences, or none ("unknown"). The counts inc
 |---|---|
 {rows}
 
-<details><summary>The projects, with version, files and bytes, duplicates included</summary>
+<details><summary>The sources, with version, files and bytes, duplicates included</summary>
 
-| project | version | files | bytes | licences |
+| source | version | files | bytes | licences |
 |---|---|---|---|---|
-{projects}
+{listed}
 
 </details>"""
 

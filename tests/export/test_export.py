@@ -269,6 +269,14 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
     assert "manifest of the corpus was missing" in (tmp_path / "bare" / "README.md").read_text()
 
 
+def test_the_card_of_a_data_set_counts_the_part_that_is_trained_on():
+    card = model_card._data_of({"sources": [{
+        "name": "stack", "documents": 80, "bytes": 9000, "licences": {"MIT": 60, "Zlib": 15, "BSL-1.0": 5},
+        "held_out_documents": 20, "held_out_bytes": 2000, "held_out_licences": {"MIT": 15, "BSL-1.0": 5}}]})
+    assert "projects" not in card and "Held out for validation, parts of data sets: stack." in card
+    assert "| MIT | 45 |\n| Zlib | 15 |\n\n" in card and "| stack |  | 60 | 7,000 | MIT, Zlib |" in card
+
+
 def test_a_manifest_beside_the_data_of_the_checkpoint_is_found(tmp_path, byte_tokenizer_dir):
     from nanochat.data.shards import fingerprint, list_shards, open_shards
     from nanochat.export.model_card import find_manifest
