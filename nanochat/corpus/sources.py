@@ -28,7 +28,7 @@ class Table:
     """How the files of a source are read as tables, see tables.py."""
     columns: tuple[tuple[str, str], ...]  # (role, column), such as ("text", "content")
     where: str = ""
-    where_columns: tuple[tuple[str, str], ...] = ()  # (name in `where`, column)
+    where_columns: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (name in `where`, column and fields in it)
     partitions: tuple[tuple[str, str | int | None], ...] = ()  # columns that the names of folders hold
     row_groups: tuple[int, ...] = ()  # to read; () for a file without
 

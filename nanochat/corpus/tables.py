@@ -18,11 +18,12 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from nanochat.common import BadInput, say
 from nanochat.corpus.sources import SUFFIXES, Table, directory_source, fail, readable
-from nanochat.corpus.where import expression, names_in
+from nanochat.corpus.where import chosen, names_in
 
 # What a column is for, and the names under which public corpora have it: the first that is there counts.
 ROLES = {
@@ -81,17 +82,21 @@ def open_table(path, text_column=None, where=""):
     there = {name: None for file in files for name in (*schemas[file].names, *partitions[file])}  # sorted by place
     columns = _find_columns(path, list(there), text_column)
     known = {**{role: column for role, column in columns.items() if role != "text"}, **{name: name for name in there}}
-    condition = expression(where, known) if where else None
-    used = {name: known[name] for name in names_in(where)} if where else {}
+    places = _places(where, known) if where else {}
+    absent = set(places)
     for file, schema in schemas.items():
         _check_text(directory / file, schema, columns["text"])
         if where:
             with _reading(directory / file, f"check --where={where}"):
-                _with_columns(schema.empty_table(), partitions[file], used.values()).filter(condition)
+                found = _fields(_with_columns(schema.empty_table(), partitions[file], known.values()), places)
+                absent -= found.keys()
+                chosen(where, found, 0)
+    if absent:
+        raise BadInput(f"--where={where}: no file has {', '.join(sorted(absent))}: check the field's name")
     listed = ", ".join(f"{role} = {column}" for role, column in columns.items())
     say(f"{path}: {len(files)} files of documents, {listed}")
     name = KIND.sub("", path.resolve().name) or "root"
-    return directory_source(name, directory, files, table=Table(tuple(columns.items()), where, tuple(used.items())))
+    return directory_source(name, directory, files, table=Table(tuple(columns.items()), where, tuple(places.items())))
 
 
 def _data_files(directory):
@@ -132,13 +137,9 @@ def _schema(path):
 
 def _type_of(rows, name):
     try:
-        return _array(rows, name).type
+        return pa.array([row.get(name) for row in rows]).type
     except (pa.ArrowException, OverflowError):
         return pa.null()  # values of several types; if the column is needed, reading it says so
-
-
-def _array(rows, name):
-    return pa.array([row.get(name) for row in rows])
 
 
 def _find_columns(path, there, text_column):
@@ -151,6 +152,29 @@ def _find_columns(path, there, text_column):
     if "text" not in found:
         wanted = f"no column {text_column}" if text_column else "none of the columns " + ", ".join(ROLES["text"])
         raise BadInput(f"--source={path} has {wanted}: name its text with --text_column, of {', '.join(there)}")
+    return found
+
+
+def _places(where, known):
+    """Returns {name in a condition: (column, fields in it)}. known: {name: column}."""
+    places = {}
+    for name in names_in(where):
+        first, *fields = name.split(".")
+        if first not in known:
+            raise BadInput(f"--where={where}: no column is called {first}, of {', '.join(sorted(known))}")
+        places[name] = (known[first], *fields)
+    return places
+
+
+def _fields(table, places):
+    """Returns {name: array} of the places (column, fields in it) that the table has."""
+    found = {}
+    for name, (column, *fields) in places.items():
+        array = table[column]
+        while fields and pa.types.is_struct(array.type) and array.type.get_field_index(fields[0]) >= 0:
+            array = pc.struct_field(array, fields.pop(0))
+        if not fields or pa.types.is_null(array.type):
+            found[name] = array
     return found
 
 
@@ -255,17 +279,18 @@ def _as_text(value):
 
 def _batches(path, table):
     """Yields (rows, number of refused rows) of a file. A row is a dict; its texts are bytes."""
-    names = {column for _, column in (*table.columns, *table.where_columns)}
-    condition = expression(table.where, dict(table.where_columns)) if table.where else None
+    names = {*dict(table.columns).values(), *(column for _, (column, *_) in table.where_columns)}
     with _reading(path):
         if path.suffix not in (".parquet", ".arrow"):
             for rows in _json_batches(path):
-                yield _kept_lines(rows, table, condition)
+                yield _kept_lines(rows, table)
             return
         reader = _arrow_batches if path.suffix == ".arrow" else _parquet_batches
         for batch in reader(path, names, table.row_groups):
             found = _with_columns(pa.Table.from_batches([batch]), dict(table.partitions), names)
-            kept = found if condition is None else found.filter(condition)
+            kept = found
+            if table.where:
+                kept = found.take(chosen(table.where, _fields(found, dict(table.where_columns)), len(found)))
             yield _as_bytes(kept).to_pylist(), len(found) - len(kept)
 
 
@@ -303,22 +328,27 @@ def _as_bytes(table):
     return table
 
 
-def _kept_lines(rows, table, condition):
+def _kept_lines(rows, table):
     """Returns (rows, number of refused rows) of objects of JSON."""
     for row in rows:
         for name, value in table.partitions:
             row.setdefault(name, value)
     kept = rows
-    if condition is not None:
-        used = {name for _, name in table.where_columns}
-        found = pa.table({**{name: _array(rows, name) for name in used}, "": pa.array(range(len(rows)))})
-        kept = [rows[number] for number in found.filter(condition)[""].to_pylist()]
+    if table.where:
+        columns = {name: pa.array([_value_at(row, place) for row in rows]) for name, place in table.where_columns}
+        kept = [rows[number] for number in chosen(table.where, columns, len(rows)).to_pylist()]
     text = dict(table.columns)["text"]
     for row in kept:
         if not isinstance(row.get(text) or "", str):
             raise pa.ArrowInvalid(f"{text} is not text in {json.dumps(row)[:60]}…")
         row[text] = (row.get(text) or "").encode(errors="replace")
     return kept, len(rows) - len(kept)
+
+
+def _value_at(row, place):
+    for name in place:
+        row = row.get(name) if isinstance(row, dict) else None
+    return row
 
 
 def _json_batches(path, most_rows=4096):

@@ -1,5 +1,5 @@
-"""Turns a condition such as `score >= 3 and language == "C++"` into an expression of pyarrow. Nothing in it is run: it
-may only hold names of columns, constants, comparisons, `in`, `and`, `or` and `not`."""
+"""Chooses the rows of a table by a condition such as `score >= 3 and language == "C++"`. Nothing in it is run: it may
+only hold names of columns, constants, comparisons, `in`, `and`, `or` and `not`."""
 import ast
 import operator
 
@@ -14,17 +14,28 @@ _JOIN = {ast.And: operator.and_, ast.Or: operator.or_}
 
 
 def names_in(text):
-    """Returns the names of the columns in a condition, sorted. Raises BadInput if it is not Python's syntax."""
-    return sorted({node.id for node in ast.walk(_parse(text)) if isinstance(node, ast.Name)})
+    """Returns the names of columns and fields in a condition, such as lang and meta.score, sorted. Raises BadInput if
+    it is not Python's syntax."""
+    found = set()
+    waiting = [_parse(text)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            found.add(ast.unparse(node))
+        elif not isinstance(node, ast.Call):  # which `chosen` refuses
+            waiting += ast.iter_child_nodes(node)
+    return sorted(found)
 
 
-def expression(text, columns):
-    """Returns the pyarrow.compute.Expression of a condition. columns: {name in it: name in the data}. Raises BadInput
-    for anything but conditions on these columns."""
+def chosen(text, columns, num_rows):
+    """Returns the numbers of the rows for which a condition is true. columns: {name in it: array}; other names are null
+    in every row. Raises BadInput for anything but conditions on columns."""
+    table = pa.table({**columns, "": pa.array(range(num_rows), pa.int64())})
     try:
-        return _condition(_parse(text), columns)
+        condition = _condition(_parse(text), table.schema)
     except (pa.ArrowException, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadInput(f"--where={text}: {error}") from None
+    return table.filter(condition)[""]
 
 
 def _parse(text):
@@ -36,31 +47,32 @@ def _parse(text):
                        '"C++"') from None
 
 
-def _condition(node, columns):
+def _condition(node, schema):
     """Returns the expression of a node that is true or false."""
     if isinstance(node, ast.BoolOp):
-        parts = [_condition(value, columns) for value in node.values]
+        parts = [_condition(value, schema) for value in node.values]
         joined = parts[0]
         for part in parts[1:]:
             joined = _JOIN[type(node.op)](joined, part)
         return joined
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return ~_condition(node.operand, columns)
+        return ~_condition(node.operand, schema)
     if isinstance(node, ast.Compare):
-        return _comparison(node, columns)
-    return _column(node, columns)
+        return _comparison(node, schema)
+    return _column(node, schema, pa.bool_())
 
 
-def _comparison(node, columns):
+def _comparison(node, schema):
     joined = None
     left = node.left
     for sign, right in zip(node.ops, node.comparators, strict=True):
         if isinstance(sign, (ast.In, ast.NotIn)):
-            part = _column(left, columns).isin(_constant(right, is_list=True))
+            values = pa.array(_constant(right, is_list=True))
+            part = _column(left, schema, values.type).isin(values)
         elif isinstance(sign, (ast.Is, ast.IsNot)) and isinstance(right, ast.Constant) and right.value is None:
-            part = _column(left, columns).is_null()
+            part = _column(left, schema, pa.null()).is_null()
         elif type(sign) in _COMPARE:
-            part = _COMPARE[type(sign)](_value(left, columns), _value(right, columns))
+            part = _COMPARE[type(sign)](_value(left, schema), _value(right, schema))
         else:
             raise ValueError(f"{ast.unparse(node)} is no condition: is and is not need None")
         if isinstance(sign, (ast.NotIn, ast.IsNot)):
@@ -70,23 +82,20 @@ def _comparison(node, columns):
     return joined
 
 
-def _value(node, columns):
+def _value(node, schema):
     if isinstance(node, (ast.Name, ast.Attribute)):
-        return _column(node, columns)
+        return _column(node, schema, pa.null())
     return pc.scalar(_constant(node))
 
 
-def _column(node, columns):
-    """Returns the field of a name, or of names with dots: meta.score is score in the column meta."""
-    path = []
-    while isinstance(node, ast.Attribute):
-        path.insert(0, node.attr)
-        node = node.value
-    if not isinstance(node, ast.Name):
+def _column(node, schema, kind):
+    """Returns the column of a name. A column without values has no type, so it becomes a null of the type `kind`."""
+    if not isinstance(node, (ast.Name, ast.Attribute)):
         raise ValueError(f"{ast.unparse(node)} is no condition on a column: compare columns with constants")
-    if node.id not in columns:
-        raise ValueError(f"no column is called {node.id}, of {', '.join(sorted(columns))}")
-    return pc.field(columns[node.id], *path)
+    name = ast.unparse(node)
+    if name not in schema.names or pa.types.is_null(schema.field(name).type):
+        return pc.scalar(pa.scalar(None, kind))
+    return pc.field(name)
 
 
 def _constant(node, is_list=False):

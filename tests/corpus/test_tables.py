@@ -57,6 +57,9 @@ def test_every_layout_gives_the_same_documents_with_what_the_columns_say(tmp_pat
     assert training and held_out and not training & held_out, "a project is on both sides"
     source, = result["sources"]
     assert source["files"] == 80 and source["columns"]["text"] == "content"
+    assert source["held_out_documents"] == result["totals"]["val"]["documents"] > 0
+    assert source["held_out_licences"] == {"MIT AND Apache-2.0": source["held_out_documents"]}
+    assert source["held_out_bytes"] == result["totals"]["val"]["bytes"]
 
 
 def test_a_file_alone_and_one_that_many_tasks_read_give_the_same_corpus(tmp_path, monkeypatch):
@@ -98,6 +101,15 @@ def test_tables_and_projects_are_one_corpus_and_a_named_table_is_held_out_whole(
     assert len(read(tmp_path / "only_val", "val")) == 86
 
 
+def test_a_table_beside_projects_does_not_take_their_part_of_validation(tmp_path):
+    write_table(tmp_path / "stack.jsonl", ROWS)
+    for number in range(20):
+        make_project(tmp_path / "in", f"p{number}", files=1, lines=12)
+    result = prepare(tmp_path / "out", f"--source={tmp_path / 'stack.jsonl'}", f"--projects_dir={tmp_path / 'in'}",
+                     "--val_fraction=0.1")
+    assert 1 <= len(result["val_projects"]) <= 2, "--val_fraction is of the projects' bytes, without the table's"
+
+
 @pytest.mark.parametrize("where, numbers", [
     ("score >= 38", [38, 39]),
     ('score >= 3 and language == "C++" and score < 5', [3, 4]),  # language stands for the column lang
@@ -115,6 +127,26 @@ def test_where_chooses_rows(tmp_path, where, numbers, suffix):
     assert result["dropped"]["where"] == 80 - 2 * len(numbers)
 
 
+@pytest.mark.parametrize("where, number", [
+    ('tag in ["x"]', 39), ('tag not in ["x", "y"]', 0), ("meta.score in [38, 39]", 39), ("meta.score > 38", 39),
+    ("note.deep.score == 39", 39), ("not flag", 39), ("flag", 38), ("meta.score is None", 0)])
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".arrow"])
+def test_where_reads_columns_and_fields_that_begin_late(tmp_path, monkeypatch, where, number, suffix):
+    """A batch knows no type of a column that is null in it, nor of a field that no row of it has."""
+    monkeypatch.setattr(tables, "ROWS", 1)
+    monkeypatch.setattr(tables, "LINES_BYTES", 1)
+    late = {38: {"flag": True, "meta": {"kind": "b"}},
+            39: {"flag": False, "meta": {"score": 39}, "tag": "x", "note": {"deep": {"score": 39}}}}
+    names = ("flag", "meta", "tag", "note")
+    rows = [{**row, **{name: late.get(row["score"], {}).get(name) for name in names}} for row in ROWS]
+    write_table(tmp_path / "in" / f"a{suffix}", rows)
+    write_table(tmp_path / "in" / f"b{suffix}", [{"content": cpp(1)}])  # it has none of these columns
+    prepare(tmp_path / "out", f"--source={tmp_path / 'in'}", f"--where={where}", "--eval_only")
+    sources = {row["source"] for row in read(tmp_path / "out", "val")}
+    assert f"a/repo{number}" in sources
+    assert len(sources) == (1 if number else 40)  # all but repo39
+
+
 def test_empty_files_and_files_that_lack_a_column_are_no_obstacle(tmp_path):
     folder = write_table(tmp_path / "in" / "part-3.parquet", ROWS[:1]).parent
     pq.write_table(pa.table({"content": pa.array([], pa.string())}), folder / "part-0.parquet")
@@ -129,11 +161,11 @@ def test_empty_files_and_files_that_lack_a_column_are_no_obstacle(tmp_path):
 def test_what_is_not_c_or_cpp_is_dropped_by_path_or_else_by_language(tmp_path):
     rows = [{"text": cpp(number), "path": path, "lang": language} for number, (path, language) in enumerate([
         ("a.cpp", "Text"), ("/b.CUH", None), ("include/vector", "c++"), (None, "C"), (None, None),
-        ("a.py", "C++"), ("Makefile", "Makefile"), (None, "Rust")])]
+        ("a.py", "C++"), ("Makefile", "Makefile"), (None, "Rust"), ("README", None), ("src.d/Makefile", "")])]
     result = prepare(tmp_path / "out", f"--source={write_table(tmp_path / 'a.jsonl', rows)}", "--eval_only")
     assert sorted(row["path"] for row in read(tmp_path / "out", "val")) == [
         "a.cpp", "a.jsonl", "a.jsonl", "b.CUH", "include/vector"]
-    assert result["dropped"]["not_c_or_cpp"] == 3
+    assert result["dropped"]["not_c_or_cpp"] == 5
 
 
 def test_text_is_read_whatever_its_type(tmp_path):
@@ -198,6 +230,9 @@ for path in map(Path, sys.argv[1:]):
     (ROWS, ["--where=score == [1]"], "is not a number or a string"),
     (ROWS, ["--where=__import__('os')"], "is no condition on a column"),
     (ROWS, ["--where=score is 3"], "is and is not need None"),
+    ([{**ROWS[0], "meta": {"forks": 1}}], ["--where=meta.fork > 1"], "no file has meta.fork: check the field's name"),
+    (ROWS, ["--where=score.x > 1"], "no file has score.x"),
+    (ROWS, ["--where=len(content) > 3"], "is not a number or a string"),
     (ROWS, ["--where=score in []"], "is not a list with something in it"),
     (ROWS, ["--where=" + "not " * 5000 + "score"], "--where=not .* cannot be read|--where"),
     (ROWS, ["--where=score > 99"], r"no C or C\+\+ file is left of 80 \(dropped: 80 where\)"),
@@ -256,3 +291,12 @@ def test_a_folder_with_cpp_stays_a_project_whatever_tables_it_has(tmp_path):
     write_table(make_project(tmp_path, "mine") / "testing" / "a.parquet", ROWS)
     assert tables.open_table(tmp_path / "mine") is None
     assert tables.open_table(Path(sys.executable)) is None
+
+
+def test_tables_in_folders_that_begin_with_an_underscore_are_left_out_but_cpp_there_makes_a_project(tmp_path):
+    folder = write_table(tmp_path / "_in" / "year=2024" / "a.parquet", ROWS).parent.parent
+    write_table(folder / "_delta_log" / "deeper" / "b.parquet", ROWS)
+    write_table(folder / "year=2024" / "_temporary" / "c.parquet", ROWS)
+    assert tables.open_table(folder).files == ("year=2024/a.parquet",)
+    (folder / "_delta_log" / "a.cpp").touch()
+    assert tables.open_table(folder) is None
