@@ -104,20 +104,7 @@ def _private_apt(apt_dir):
 
     They list the system's repositories, with deb-src instead of deb, and are updated when they are a day old.
     """
-    if not shutil.which("apt-get"):
-        raise BadInput("--debian_source needs apt-get: run this on Debian or Ubuntu")
-    query = ["apt-config", "shell", "list", "Dir::Etc::sourcelist/f", "parts", "Dir::Etc::sourceparts/d"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
-    system = {name: Path(path) for name, path in re.findall(r"^(\w+)='(.*)'$", answer, re.MULTILINE)}
-    files = [system["list"], *(path for path in system["parts"].glob("*") if path.suffix in (".list", ".sources"))]
-    derived = {}
-    for path in files:
-        text = deb_to_deb_src(path.read_text()) if path.is_file() else ""
-        if text:
-            derived[path.name] = text
-    if not derived:
-        raise BadInput(f"--debian_source: apt knows no repository ({system['list']} and {system['parts']} name none)")
-
+    derived = _source_repositories()
     sources_dir = apt_dir / "sources.list.d"
     lists_dir = apt_dir / "lists"
     cache_dir = apt_dir / "cache"
@@ -143,6 +130,24 @@ def _private_apt(apt_dir):
         raise BadInput(f"--debian_source: apt got no index of source packages ({reason.strip()}): check the network")
     stamp.touch()
     return options
+
+
+def _source_repositories():
+    """Returns {name of a .list or .sources file of the system: its text with source repositories}."""
+    if not shutil.which("apt-get"):
+        raise BadInput("--debian_source needs apt-get: run this on Debian or Ubuntu")
+    query = ["apt-config", "shell", "list", "Dir::Etc::sourcelist/f", "parts", "Dir::Etc::sourceparts/d"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
+    system = {name: Path(path) for name, path in re.findall(r"^(\w+)='(.*)'$", answer, re.MULTILINE)}
+    files = [system["list"], *(path for path in system["parts"].glob("*") if path.suffix in (".list", ".sources"))]
+    derived = {}
+    for path in files:
+        text = deb_to_deb_src(path.read_text()) if path.is_file() else ""
+        if text:
+            derived[path.name] = text
+    if not derived:
+        raise BadInput(f"--debian_source: apt knows no repository ({system['list']} and {system['parts']} name none)")
+    return derived
 
 
 def deb_to_deb_src(text):
