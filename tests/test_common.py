@@ -134,14 +134,24 @@ def run_main(body, **options):
  from nanochat.corpus.workers import worker_pool
  with worker_pool(2) as run:
   run(exec, [(work,)] * 3, print)""", 130, "stopped by Ctrl-C\n"),
+    # Where worker processes begin.
+    (""" signal.signal(signal.SIGINT, signal.default_int_handler)
+ def calls():
+  yield ("import time; time.sleep(1000)",)
+  time.sleep(0.1)  # they begin to import
+  os.killpg(0, signal.SIGINT)
+ from nanochat.corpus.workers import worker_pool
+ with worker_pool(2) as run:
+  run(exec, calls(), print)""", 130, "stopped by Ctrl-C\n"),
     (" open('/dev/full', 'w', 1).write('x\\n')", 1,
      "error: the disk is full ([Errno 28] No space left on device): free some space and run the same command again\n"),
     (" sys.stdout.close(); sys.stdout = open('/dev/full', 'w'); print('x')", 1, "error: the disk is full"),
 ])
 def test_ctrl_c_and_a_full_disk_are_one_line(body, status, message):
-    process = run_main(body)
+    process = run_main(body, start_new_session=True)
     errors = process.communicate(timeout=30)[1]
     assert (process.returncode, errors.count("Traceback")) == (status, 0) and errors.startswith(message)
+    assert "leaked semaphore" not in errors
 
 
 def test_ctrl_c_while_a_script_is_imported_is_one_line():

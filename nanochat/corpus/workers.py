@@ -1,5 +1,5 @@
 """Runs tasks in worker processes that end with the process that started them, and lets tasks write files whole."""
-import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import uuid
@@ -19,23 +19,29 @@ def worker_pool(workers):
         yield _run_here
         return
     # spawn, because this process has threads by now (apt's downloads, pyarrow, tqdm), and fork would break them
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin,
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=end_with_parent,
                              initargs=(os.getpid(),)) as pool:
         def run(function, calls, done):
+            # The processes begin here, and inherit this: Ctrl-C reaches all, and the parent's end is theirs.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             futures = {pool.submit(function, *arguments): i for i, arguments in enumerate(calls)}
-            try:
-                for future in as_completed(futures):
-                    done(futures[future], future.result())
-            except BaseException:
-                # Otherwise the end of the block would wait until all calls that are still queued were done.
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        yield run
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            for future in as_completed(futures):
+                done(futures[future], future.result())
 
-
-def _begin(parent):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the parent's end is theirs
-    end_with_parent(parent)
+        try:
+            yield run
+        except BaseException as error:
+            # Otherwise the end of the block would wait until all calls that are still queued were done.
+            pool.shutdown(wait=False, cancel_futures=True)
+            if isinstance(error, KeyboardInterrupt):
+                # run_script then ends this process at once. Without this, Python would complain of leaked semaphores,
+                # and a worker that has just begun of lost ones.
+                for process in multiprocessing.active_children():
+                    process.kill()
+                    process.join(1)
+                multiprocessing.util._run_finalizers(0)
+            raise
 
 
 def _run_here(function, calls, done):
