@@ -87,15 +87,18 @@ def find_sources(flags, eval_only, cache_dir):
 def check_apart(sources, flags, out_dir):
     """Raises BadInput if `out_dir` is also a source: the next run would read its shards."""
     lock_file = out_dir.resolve() / LOCK_FILE
-    around = [source.directory for source in sources
-              if source.directory and os.path.relpath(lock_file, source.directory) in source.files]
     named = {expand_path(name).resolve() for name in flags.source}
-    around += [source.directory for source in sources
-               if source.table and named & {Path(source.directory)} & {*lock_file.parents}]
-    projects_dir = flags.projects_dir
-    if around or projects_dir and projects_dir.resolve() == out_dir.resolve():
-        raise BadInput(f"--out_dir={out_dir} is in {(around or [projects_dir])[0]}, which is read as a source: choose "
-                       "another --out_dir")
+    around = []
+    for source in sources:
+        directory = Path(source.directory)
+        if source.table and directory in named and directory in lock_file.parents:
+            around.append(directory)
+        if source.directory and os.path.relpath(lock_file, directory) in source.files:
+            around.append(directory)
+    if flags.projects_dir and flags.projects_dir.resolve() == out_dir.resolve():
+        around.append(flags.projects_dir)
+    if around:
+        raise BadInput(f"--out_dir={out_dir} is in {around[0]}, which is read as a source: choose another --out_dir")
 
 
 def choose_engine(places):

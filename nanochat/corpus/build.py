@@ -258,7 +258,8 @@ def unique_documents(directories, stats, is_val, flags, staging, run):
     runs = []  # (not held out, number of the source, path)
     for i, directory in enumerate(directories):
         for path in directory.glob("run_*.parquet"):
-            runs.append((not (is_val[i] or path.name.endswith(HELD_OUT)), i, path))
+            is_held_out = is_val[i] or path.name.endswith(HELD_OUT)
+            runs.append((not is_held_out, i, path))
     runs.sort()
     is_train, numbers, paths = map(list, zip(*runs, strict=True))
     index = load_index(paths)

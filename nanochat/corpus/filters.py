@@ -29,7 +29,10 @@ class Code:
 
     def __init__(self, text):
         self.text = text
-        self.visible = max(1, len(text.translate(None, _SPACE)))
+
+    @cached_property
+    def visible(self):
+        return max(1, len(self.text.translate(None, _SPACE)))
 
     @cached_property
     def _parts(self):

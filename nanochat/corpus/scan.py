@@ -285,16 +285,17 @@ class _Scan:
             return "licence"
         path = os.fsencode(row.path).decode("utf-8", "replace")
         source = row.project or self.source.label
-        if dropping := self.filters.dropping(text, f"{source}: {path}", key_of(text, self.options.seed)):
+        key = key_of(text, self.options.seed)
+        if dropping := self.filters.dropping(text, f"{source}: {path}", key):
             return dropping
         self.stats["recoded"] += note == "recoded"
         if EMAILS in self.options.filters:
             replaced = replace_emails(text)
             self.stats["emails_replaced"] += replaced != text
             text = replaced
-        self.keep(row.group, {
-            "text": text, "path": path, "source": source, "licence": licence, "key": key_of(text, self.options.seed),
-            "nbytes": len(text), "signature": signature(text)})
+            key = key_of(text, self.options.seed)
+        self.keep(row.group, {"text": text, "path": path, "source": source, "licence": licence, "key": key,
+                              "nbytes": len(text), "signature": signature(text)})
         return ""
 
     def keep(self, group, document):

@@ -18,12 +18,11 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from nanochat.common import BadInput, say
 from nanochat.corpus.sources import SUFFIXES, Table, directory_source, fail, readable
-from nanochat.corpus.where import chosen, names_in
+from nanochat.corpus.where import chosen, find_fields, find_places
 
 # What a column is for, and the names under which public corpora have it: the first that is there counts.
 ROLES = {
@@ -79,20 +78,17 @@ def open_table(path, text_column=None, where=""):
     if not files:
         raise BadInput(f"--source={path} has no documents: its files are empty")
     partitions = _partitions(files)
-    there = {name: None for file in files for name in (*schemas[file].names, *partitions[file])}  # sorted by place
-    columns = _find_columns(path, list(there), text_column)
-    known = {**{role: column for role, column in columns.items() if role != "text"}, **{name: name for name in there}}
-    places = _places(where, known) if where else {}
-    absent = set(places)
+    there = {}  # {column: itself}, in the order of the files
+    for file, schema in schemas.items():
+        for name in (*schema.names, *partitions[file]):
+            there[name] = name
+    columns = _find_columns(path, there, text_column)
+    places = {}
+    if where:
+        places = find_places(where, columns | there)
+        _check_where(where, places, directory, schemas, partitions)
     for file, schema in schemas.items():
         _check_text(directory / file, schema, columns["text"])
-        if where:
-            with _reading(directory / file, f"check --where={where}"):
-                found = _fields(_with_columns(schema.empty_table(), partitions[file], known.values()), places)
-                absent -= found.keys()
-                chosen(where, found, 0)
-    if absent:
-        raise BadInput(f"--where={where}: no file has {', '.join(sorted(absent))}: check the field's name")
     listed = ", ".join(f"{role} = {column}" for role, column in columns.items())
     say(f"{path}: {len(files)} files of documents, {listed}")
     name = KIND.sub("", path.resolve().name) or "root"
@@ -131,7 +127,8 @@ def _schema(path):
         else:
             sample = next(_json_batches(path, SAMPLE_ROWS), [])
             rows = len(sample)
-            schema = pa.schema([(name, _type_of(sample, name)) for name in {name: 0 for row in sample for name in row}])
+            names = dict.fromkeys(name for row in sample for name in row)
+            schema = pa.schema([(name, _type_of(sample, name)) for name in names])
     return schema if rows else None
 
 
@@ -147,35 +144,26 @@ def _find_columns(path, there, text_column):
     named = {**ROLES, "text": (text_column,)} if text_column else ROLES
     found = {}
     for role, names in named.items():
-        if name := next((name for name in names if name in there), None):
-            found[role] = name
+        present = [name for name in names if name in there]
+        if present:
+            found[role] = present[0]
     if "text" not in found:
         wanted = f"no column {text_column}" if text_column else "none of the columns " + ", ".join(ROLES["text"])
         raise BadInput(f"--source={path} has {wanted}: name its text with --text_column, of {', '.join(there)}")
     return found
 
 
-def _places(where, known):
-    """Returns {name in a condition: (column, fields in it)}. known: {name: column}."""
-    places = {}
-    for name in names_in(where):
-        first, *fields = name.split(".")
-        if first not in known:
-            raise BadInput(f"--where={where}: no column is called {first}, of {', '.join(sorted(known))}")
-        places[name] = (known[first], *fields)
-    return places
-
-
-def _fields(table, places):
-    """Returns {name: array} of the places (column, fields in it) that the table has."""
-    found = {}
-    for name, (column, *fields) in places.items():
-        array = table[column]
-        while fields and pa.types.is_struct(array.type) and array.type.get_field_index(fields[0]) >= 0:
-            array = pc.struct_field(array, fields.pop(0))
-        if not fields or pa.types.is_null(array.type):
-            found[name] = array
-    return found
+def _check_where(where, places, directory, schemas, partitions):
+    """Raises BadInput unless the condition fits the types of all files, and each of its places is in one of them."""
+    absent = set(places)
+    for file, schema in schemas.items():
+        with _reading(directory / file, f"check --where={where}"):
+            used = [column for column, *_ in places.values()]
+            found = find_fields(_with_columns(schema.empty_table(), partitions[file], used), places)
+            chosen(where, found, 0)
+        absent -= found.keys()
+    if absent:
+        raise BadInput(f"--where={where}: no file has {', '.join(sorted(absent))}: check the field's name")
 
 
 def _check_text(path, schema, name):
@@ -279,7 +267,8 @@ def _as_text(value):
 
 def _batches(path, table):
     """Yields (rows, number of refused rows) of a file. A row is a dict; its texts are bytes."""
-    names = {*dict(table.columns).values(), *(column for _, (column, *_) in table.where_columns)}
+    places = dict(table.where_columns)
+    names = {*dict(table.columns).values(), *(column for column, *_ in places.values())}
     with _reading(path):
         if path.suffix not in (".parquet", ".arrow"):
             for rows in _json_batches(path):
@@ -290,7 +279,7 @@ def _batches(path, table):
             found = _with_columns(pa.Table.from_batches([batch]), dict(table.partitions), names)
             kept = found
             if table.where:
-                kept = found.take(chosen(table.where, _fields(found, dict(table.where_columns)), len(found)))
+                kept = found.take(chosen(table.where, find_fields(found, places), len(found)))
             yield _as_bytes(kept).to_pylist(), len(found) - len(kept)
 
 
@@ -314,8 +303,10 @@ def _arrow_batches(path, names, row_groups):
 def _with_columns(table, values, names):
     """Returns the table with the columns `names` that it lacks: of these values, else of nulls."""
     for name in sorted(set(names) - set(table.column_names)):
-        table = table.append_column(name, pa.repeat(values[name], len(table)) if values.get(name) is not None
-                                    else pa.nulls(len(table)))
+        column = pa.nulls(len(table))
+        if values.get(name) is not None:
+            column = pa.repeat(values[name], len(table))
+        table = table.append_column(name, column)
     return table
 
 
@@ -335,7 +326,9 @@ def _kept_lines(rows, table):
             row.setdefault(name, value)
     kept = rows
     if table.where:
-        columns = {name: pa.array([_value_at(row, place) for row in rows]) for name, place in table.where_columns}
+        columns = {}
+        for name, place in table.where_columns:
+            columns[name] = pa.array([_value_at(row, place) for row in rows])
         kept = [rows[number] for number in chosen(table.where, columns, len(rows)).to_pylist()]
     text = dict(table.columns)["text"]
     for row in kept:

@@ -13,18 +13,28 @@ _COMPARE = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, as
 _JOIN = {ast.And: operator.and_, ast.Or: operator.or_}
 
 
-def names_in(text):
-    """Returns the names of columns and fields in a condition, such as lang and meta.score, sorted. Raises BadInput if
-    it is not Python's syntax."""
-    found = set()
-    waiting = [_parse(text)]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, (ast.Name, ast.Attribute)):
-            found.add(ast.unparse(node))
-        elif not isinstance(node, ast.Call):  # which `chosen` refuses
-            waiting += ast.iter_child_nodes(node)
-    return sorted(found)
+def find_places(text, known):
+    """Returns {name in a condition, such as meta.score: (column, fields in it)}. known: {name: column}. Raises BadInput
+    if a name is not known, or the text not in Python's syntax."""
+    places = {}
+    for name in _names_in(text):
+        first, *fields = name.split(".")
+        if first not in known:
+            raise BadInput(f"--where={text}: no column is called {first}, of {', '.join(sorted(known))}")
+        places[name] = (known[first], *fields)
+    return places
+
+
+def find_fields(table, places):
+    """Returns {name: array} of the places (column, fields in it) that the table has."""
+    found = {}
+    for name, (column, *fields) in places.items():
+        array = table[column]
+        while fields and pa.types.is_struct(array.type) and array.type.get_field_index(fields[0]) >= 0:
+            array = pc.struct_field(array, fields.pop(0))
+        if not fields or pa.types.is_null(array.type):
+            found[name] = array
+    return found
 
 
 def chosen(text, columns, num_rows):
@@ -36,6 +46,19 @@ def chosen(text, columns, num_rows):
     except (pa.ArrowException, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadInput(f"--where={text}: {error}") from None
     return table.filter(condition)[""]
+
+
+def _names_in(text):
+    """Returns the names in a condition, sorted; meta.score is one."""
+    found = set()
+    waiting = [_parse(text)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            found.add(ast.unparse(node))
+        elif not isinstance(node, ast.Call):  # which `chosen` refuses
+            waiting += ast.iter_child_nodes(node)
+    return sorted(found)
 
 
 def _parse(text):

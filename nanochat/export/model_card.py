@@ -136,20 +136,17 @@ Unknown: the manifest of the corpus was missing at the export. The fingerprint o
 
 def _data_of(manifest):
     val = set(manifest.get("val_projects") or ())
+    divided = [source["name"] for source in manifest["sources"] if source.get("held_out_documents")]
     licences = Counter()
     sources = []
-    divided = []  # data sets, of which a part is held out
     for source in manifest["sources"]:
-        if source.get("project", source["name"]) in val:
-            continue
-        if source.get("held_out_documents"):
-            divided.append(source["name"])
-        own = Counter(source["licences"]) - Counter(source.get("held_out_licences"))
-        num_files = source.get("documents", 0) - source.get("held_out_documents", 0)
-        nbytes = source.get("bytes", 0) - source.get("held_out_bytes", 0)
-        licences += own
-        cells = [source["name"], source.get("version") or "", f"{num_files:,}", f"{nbytes:,}", ", ".join(own)]
-        sources.append(f"| {' | '.join(map(_cell, cells))} |")
+        if source.get("project", source["name"]) not in val:
+            # A part of a data set may be held out.
+            own = Counter(source["licences"]) - Counter(source.get("held_out_licences"))
+            licences += own
+            counts = [source.get(name, 0) - source.get(f"held_out_{name}", 0) for name in ("documents", "bytes")]
+            cells = [source["name"], source.get("version") or "", *map("{:,}".format, counts), ", ".join(own)]
+            sources.append(f"| {' | '.join(map(_cell, cells))} |")
     total = (manifest.get("totals") or {}).get(Path(DEFAULT_DIRS["train"]).name, {})
     num_files = total.get("files", total.get("documents", 0))  # with --pack=project a document is not one file
     rows = "\n".join(f"| {_cell(name)} | {count:,} |" for name, count in licences.most_common())
