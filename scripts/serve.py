@@ -14,10 +14,9 @@ from pathlib import Path
 from nanochat.checkpoint.format import find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
-from nanochat.infer.engine import Engine
-from nanochat.infer.load import ModelFlags, load_language_meta, load_model, resolve_inference_device_type
-from nanochat.infer.sample import Sampling, checked_max_tokens
-from nanochat.serve.completer import Completer, Options
+from nanochat.infer.load import ModelFlags, load_language_meta, resolve_inference_device_type
+from nanochat.infer.sample import checked_max_tokens
+from nanochat.serve.completer import load_completer
 
 
 @dataclass(frozen=True)
@@ -80,16 +79,6 @@ def main(argv=None):
             return 130
         finally:
             compute_cleanup(dist)
-
-
-def load_completer(of_model, path, extra_tokens, dist):
-    """Returns a Completer of the checkpoint at `path`, whose programs are compiled."""
-    model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, quantize=of_model.quantize)
-    completer = Completer(Engine(model, tokenizer, dist), meta.flags.get("fim_rate", 0) > 0, extra_tokens)
-    if not completer.fim:
-        print(f"{path} was trained without --fim_rate: completions ignore the text after the cursor", file=sys.stderr)
-    completer.complete("int main() {\n", "}\n", [], Options(Sampling(max_tokens=1, temperature=0)))
-    return completer
 
 
 if __name__ == "__main__":

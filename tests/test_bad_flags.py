@@ -39,11 +39,11 @@ WORK = {
     "bench.checkpoint": ["make_state"], "bench.generate": ["make_model"], "bench.host": ["Training"],
     "bench.judge": ["Judge"], "bench.kernels": ["measure"], "bench.loader": ["compare_all"],
     "bench.schedule": ["measure"], "bench.serve": ["get_context"], "bench.train": ["Training"],
-    "bench.clean": ["choose_texts"], "code_eval": ["Judge"],
+    "bench.clean": ["choose_texts"], "bench.replay": ["load_completer"], "code_eval": ["Judge"],
     "demo": ["run"], "eval_table": ["run"], "export": ["load_model"], "generate": ["Engine"],
     "import_nanochat": ["read_weights"], "lsp": ["run"], "prepare_data": ["prepare"], "prepare_puzzles": ["prepare"],
     "puzzle_preflight": ["prepare"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED, "report": ["summarise"],
-    "serve": ["Engine"], "solve": ["Judge"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"],
+    "serve": ["load_completer"], "solve": ["Judge"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"],
     "tpu_advice": ["advise"], "tpu_preflight": ["prepare"]}
 
 ODD = ["", " ", "-", "--", "=", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "9" * 30, "9" * 5000, "٣", "²", "1_0",
@@ -124,6 +124,8 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
                        f"--val_dir={corpus_dir}/val", "--depth=1", "--max_seq_len=32", "--total_batch_size=256"],
         "bench.kernels": ["--accelerator=v6e-1"], "bench.schedule": ["--accelerator=v6e-1"],
         "bench.serve": [f"--data_dir={tmp_path}/documents"],
+        "bench.replay": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
+                         f"--data_dir={tmp_path}/documents"],
         "puzzle_train": [f"--data_dir={made_puzzles}", "--device_type=cpu", "--hidden=8", "--heads=2"],
         "puzzle_preflight": ["--accelerator=v6e-4", f"--data_dir={made_puzzles}"],
         "tpu_preflight": ["--accelerator=v6e-4", f"--tokenizer_dir={byte_tokenizer_dir}"],

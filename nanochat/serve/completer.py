@@ -1,9 +1,12 @@
 """Completes text at a cursor: makes a prompt of the text around it, and shapes the model's text for an editor."""
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from nanochat.infer.engine import Engine
+from nanochat.infer.load import load_model
 from nanochat.infer.prompt import gap_prompt
 from nanochat.infer.sample import Sampling, ignore, never_stop
 
@@ -67,6 +70,16 @@ class Completer:
         num_tokens = sum(sample.num_tokens for sample in samples)
         return Completion([shaper.finish() for shaper in shapers], reasons, num_tokens, replace(self.engine.timings),
                           prompt.is_cut)
+
+
+def load_completer(of_model, path, extra_tokens, dist):
+    """Returns a Completer of the checkpoint at `path`, whose programs are compiled. of_model: ModelFlags."""
+    model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, quantize=of_model.quantize)
+    completer = Completer(Engine(model, tokenizer, dist), meta.flags.get("fim_rate", 0) > 0, extra_tokens)
+    if not completer.fim:
+        print(f"{path} was trained without --fim_rate: completions ignore the text after the cursor", file=sys.stderr)
+    completer.complete("int main() {\n", "}\n", [], Options(Sampling(max_tokens=1, temperature=0)))
+    return completer
 
 
 # What an editor can insert

@@ -8,6 +8,7 @@
     checkpoint  how long a save holds the training loop, and until it is safe
     generate    completion on this CPU: prompt, tokens, drafts
     serve       how long an editor waits for a completion
+    replay      characters that completions save a person who types
     clean       MB of C++ a second that prepare_data cleans, filter by filter
     judge       programs that the judge decides, and what the sandbox costs
     kernels     cycles of the attention kernels on a TPU, beside their bound
@@ -20,7 +21,8 @@ import sys
 
 from nanochat.common import BadInput, run_script
 
-NAMES = ("train", "host", "loader", "clean", "checkpoint", "generate", "serve", "judge", "kernels", "schedule")
+NAMES = ("train", "host", "loader", "clean", "checkpoint", "generate", "serve", "replay", "judge", "kernels",
+         "schedule")
 
 
 def main(argv=None):

@@ -1,0 +1,192 @@
+"""Measures how many characters completions save a person who types C++:
+
+    python3 -m scripts.bench replay --checkpoint=RUN --quantize=int8 --data_dir=some/parquet
+
+A script removes blocks of lines from held-out files, and types them again as a person would: it makes mistakes and
+deletes them, pauses, and jumps from block to block. At each pause it asks for a completion, as an editor does. It
+accepts a completion, or the first line of one, with one key, if exactly this text comes next, and if it came before
+the next key. The typing is simulated; the time of a completion is measured.
+
+Beside the model, two others complete: one copies what followed the last characters where they stood in the file
+before, and one completes nothing.
+"""
+import random
+import statistics
+import string
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+from nanochat.checkpoint.format import find_checkpoint
+from nanochat.common import flag, read_flags
+from nanochat.data.shards import TextFlags
+from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
+from nanochat.infer.load import ModelFlags, resolve_inference_device_type
+from nanochat.infer.sample import Sampling
+from nanochat.serve.completer import Options, is_word, load_completer
+from scripts.bench.generate import read_texts
+
+# Pauses before a key: the medians inside of a word and elsewhere, and the deviation of the logarithm.
+PAUSE_IN_WORD_S = 0.15
+PAUSE_S = 0.5
+SIGMA = 0.7
+EDITOR_WAITS_S = 0.1  # without a key, before it asks
+MISTAKES = 0.02  # of keys
+COPIED = (64, 32, 16, 8, 4)  # characters that must have stood in the file before
+
+
+@dataclass(frozen=True)
+class Flags(TextFlags):
+    blocks: int = flag(20, "blocks of lines that are typed", at_least=1, at_most=10_000)
+    lines: int = flag(8, "lines of a block", at_least=1, at_most=1000)
+    tokens: int = flag(48, "most tokens of a completion", at_least=1, at_most=1024)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Lines that are typed, and the file's text before and after them."""
+    number: int
+    before: str
+    text: str
+    after: str
+
+
+def choose_blocks(texts, flags):
+    """Returns Blocks of random files."""
+    generator = random.Random(0)
+    blocks = []
+    for number in range(flags.blocks):
+        lines = generator.choice(texts).splitlines(keepends=True)
+        begin = generator.randrange(max(len(lines) - flags.lines, 1))
+        chosen = "".join(lines[begin:begin + flags.lines])
+        text = chosen.rstrip()
+        after = chosen[len(text):] + "".join(lines[begin + flags.lines:])
+        blocks.append(Block(number, "".join(lines[:begin]), text, after))
+    return blocks
+
+
+def kind_of_place(line):
+    """Returns what is typed next in a line that begins with `line`."""
+    text = line.strip()
+    if not text:
+        return "start of a line"
+    if text.startswith(("#", "/*", "*")) or "//" in text:
+        return "comment or directive"
+    if text.endswith((".", "->", "::")):
+        return "member"
+    if is_word(text[-1] + "x") and line == line.rstrip():
+        return "rest of a name"
+    if text.count("(") > text.count(")"):
+        return "argument"
+    return "elsewhere"
+
+
+def pause_before(generator, typed):
+    """Returns the seconds before the key that follows `typed`."""
+    median_s = PAUSE_IN_WORD_S if typed[-1:].isalnum() else PAUSE_S
+    return median_s * generator.lognormvariate(0, SIGMA)
+
+
+def accepted_length(offered, coming):
+    """Returns how many characters of a completion are accepted: all, those of its first line, or 0."""
+    for text in (offered, offered.partition("\n")[0]):
+        if text and coming.startswith(text):
+            return len(text)
+    return 0
+
+
+class Person:
+    """Types blocks. complete(before, after) -> (text, the seconds that it took)."""
+
+    def __init__(self, complete):
+        self.complete = complete
+        self.num_characters = 0
+        self.seconds = []  # of each completion
+        self.asked = Counter()  # {kind of place: number}
+        self.accepted = Counter()
+        self.saved = Counter()  # characters, less the keys that accepted them
+
+    def type(self, block):
+        self.num_characters += len(block.text)
+        at = 0
+        while at < len(block.text):
+            # Pauses and mistakes depend on the place alone, so they are the same whoever completes.
+            generator = random.Random(1000 * block.number + at)
+            typed = block.before + block.text[:at]
+            if generator.random() < MISTAKES:
+                wrong = typed + generator.choice(string.ascii_lowercase)
+                self.offer(wrong, block.after, pause_before(generator, wrong))
+            offered = self.offer(typed, block.after, pause_before(generator, typed))
+            length = accepted_length(offered, block.text[at:])
+            if length:
+                kind = kind_of_place(typed.rpartition("\n")[2])
+                self.accepted[kind] += 1
+                self.saved[kind] += length - 1
+            at += max(length, 1)
+
+    def offer(self, typed, after, pause_s):
+        """Returns the completion that the person sees before the next key, or ""."""
+        if pause_s < EDITOR_WAITS_S:
+            return ""
+        text, seconds = self.complete(typed, after)
+        self.seconds.append(seconds)
+        self.asked[kind_of_place(typed.rpartition("\n")[2])] += 1
+        return text if EDITOR_WAITS_S + seconds <= pause_s else ""
+
+
+def copied(before, after):
+    """Returns what followed the last characters of `before` where they stood in it before, up to the line's end."""
+    for length in COPIED:
+        at = before.rfind(before[-length:], 0, len(before) - 1)
+        if len(before) >= length and at != -1:
+            return before[at + length:].partition("\n")[0]
+    return ""
+
+
+def asks(completer, tokens):
+    """Returns a function (before, after) -> (the completion of a model, seconds)."""
+    @cache
+    def ask(before, after):
+        line = before.rpartition("\n")[2]
+        options = Options(Sampling(max_tokens=tokens, temperature=0), min_indent=len(line) - len(line.lstrip()))
+        begun = time.perf_counter()
+        completion = completer.complete(before, after, [], options)
+        return completion.texts[0], time.perf_counter() - begun
+    return ask
+
+
+def show(name, person):
+    """Prints what a Person saved."""
+    total = person.num_characters
+    print(f"{name}: {sum(person.saved.values()) / total:.1%} of {total:,} characters saved; "
+          f"{sum(person.accepted.values())} of {sum(person.asked.values())} completions accepted")
+
+
+def main(argv=None):
+    of_model, flags = read_flags(argv, __doc__, {ModelFlags: "model", Flags: "flags"})
+    texts = read_texts(flags, least_characters=2000)
+    blocks = choose_blocks(texts, flags)
+    device_type = resolve_inference_device_type(of_model.device_type)
+    prepare_xla_environment(device_type)
+    path = find_checkpoint(of_model.checkpoint)
+    dist = compute_init(device_type)
+    ask = asks(load_completer(of_model, path, 0, dist), flags.tokens)
+    contenders = {
+        "the model": ask,
+        "the model, if it took no time": lambda before, after: (ask(before, after)[0], 0.0),
+        "copies of the file": lambda before, after: (copied(before, after), 0.0),
+        "nothing": lambda before, after: ("", 0.0),
+    }
+    people = {name: Person(complete) for name, complete in contenders.items()}
+    for name, person in people.items():
+        for block in blocks:
+            person.type(block)
+        show(name, person)
+    model = people["the model"]
+    for kind, number in model.asked.most_common():
+        print(f"  {kind}: {model.saved[kind] / model.num_characters:.1%} of all characters saved, "
+              f"{model.accepted[kind]} of {number} accepted")
+    tenths = statistics.quantiles(model.seconds, n=10)
+    print(f"a completion takes {tenths[4]:.2f} s, p90 {tenths[8]:.2f} s, at most {max(model.seconds):.2f} s")
+    compute_cleanup(dist)

@@ -1,0 +1,58 @@
+"""The bench that types held-out files again with completions."""
+from scripts.bench import replay
+from scripts.bench.replay import Block, Person
+from tests.corpus.projects import write_table
+from tests.serve.conftest import SOURCE
+
+BODY = "    return a + b;\n}\n\nint twice(int a) {\n    return add(a, a);"
+BLOCK = Block(0, SOURCE[:SOURCE.index(BODY)], BODY, "\n}\n")
+
+
+def oracle(seconds):
+    """Completes with the rest of BODY, which takes so many seconds."""
+    def complete(before, after):
+        assert after == "\n}\n"
+        typed = before[len(BLOCK.before):]
+        return (BODY[len(typed):] if BODY.startswith(typed) else "wrong"), seconds
+    return complete
+
+
+def test_what_comes_next_is_accepted_with_one_key_if_it_comes_before_the_next_key():
+    person = Person(oracle(0.0))
+    person.type(BLOCK)
+    assert person.num_characters == len(BODY)
+    assert sum(person.accepted.values()) == 1
+    first = sum(person.asked.values())
+    assert 1 <= first < 10 and 0 <= len(BODY) - 1 - sum(person.saved.values()) < 10
+    late = Person(oracle(3600.0))
+    late.type(BLOCK)
+    assert not late.accepted and len(late.seconds) == sum(late.asked.values()) > len(BODY) / 2
+
+
+def test_a_completion_or_its_first_line_must_be_what_comes_next():
+    assert replay.accepted_length("a;\n}", "a;\n}\nint") == 4
+    assert replay.accepted_length("a;\nx", "a;\n}\nint") == 2
+    assert replay.accepted_length("a.", "a;\n}") == 0
+    assert replay.accepted_length("\nx", "\n}") == replay.accepted_length("", "\n}") == 0
+
+
+def test_the_copy_continues_the_longest_text_that_stood_there_before():
+    assert replay.copied("int alpha = first;\nint beta = alpha;\nint alph", "") == "a = first;"
+    assert replay.copied("abc", "") == replay.copied("", "") == ""
+
+
+def test_kinds_of_places():
+    lines = ["    ", "#incl", "x = 1;  // the fir", "list.", "p->", "std::", "int nam", "f(a, ", "int name ", "x = "]
+    assert [replay.kind_of_place(line) for line in lines] == [
+        "start of a line", "comment or directive", "comment or directive", "member", "member", "member",
+        "rest of a name", "argument", "elsewhere", "elsewhere"]
+
+
+def test_the_bench_says_what_a_model_saves(gap_run, byte_tokenizer_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(gap_run))
+    write_table(tmp_path / "val" / "shard_00000.parquet", [{"text": 50 * SOURCE}])
+    replay.main(["--checkpoint=tiny", f"--data_dir={tmp_path}/val", f"--tokenizer_dir={byte_tokenizer_dir}",
+                 "--device_type=cpu", "--blocks=2", "--lines=4", "--tokens=8"])
+    output = capsys.readouterr().out
+    assert "nothing: 0.0% of" in output and "the model, if it took no time: " in output
+    assert "  start of a line: " in output and "a completion takes " in output
