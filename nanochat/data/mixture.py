@@ -7,7 +7,7 @@ reads a TOML file:
     [sources.own]
     dir = "own/base_data_v3"
     weight = 0.3
-    epochs = 14                  # at most; then the other sources take its rows
+    epochs = 14                  # at most; then the other sources take its rows, and one has no such limit
 
     [[stage]]                    # from 90% of the steps on
     from = 0.9
@@ -130,7 +130,18 @@ def _mixture_of(table, folder):
     for place, name in enumerate(sources):
         if not any(stage.weights[place] for stage in mixture.stages):
             raise BadInput(f"source {name} has no weight at any time: give it one, or leave it out")
+    for stage in mixture.stages:
+        _require_endless(stage, mixture.sources)
     return mixture
+
+
+def _require_endless(stage, sources):
+    """Raises BadInput if all sources of the Stage may end."""
+    for source, weight in zip(sources, stage.weights, strict=True):
+        if weight and source.epochs == math.inf:
+            return
+    raise BadInput(f"each source of the stage from = {stage.begin} has epochs: leave epochs out for one of them, which "
+                   "then takes the rows of those that have ended")
 
 
 def _source_of(name, source, folder):
@@ -205,13 +216,11 @@ class MixtureLoader(DataLoader):
         point = spread(number, row, self.run["num_lanes"])
         # A resumed lane does not know yet which sources have ended. So one that has changes only its own rows: the
         # place of a row within the source's interval chooses among the others.
-        while any(weights):
+        while True:
             source, point = _choose(weights, point)
             if source not in ended:
                 return source
             weights[source] = 0
-        raise BadInput("the sources of --data_mix have ended, because their epochs are limited: train for fewer "
-                       "steps, or begin a new run with more epochs")
 
     @property
     def stats(self):

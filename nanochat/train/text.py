@@ -8,8 +8,6 @@ from nanochat.data.shards import fingerprint, open_text
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.record.metrics import format_count
 
-MISSING = 0.1  # the tokens that a mixture may lack by the estimate, as a fraction of the run's
-
 
 def check_data(flags, plan, tokenizer):
     """Returns the fingerprint of the training data (None if synthetic), and lines about it, in the format of
@@ -53,9 +51,8 @@ def stage_rows(mixture, plan, step, lane_states):
 
 
 def describe_mixture(mixture, plan, tokenizer):
-    """Returns lines about a Mixture in the run of a Plan: its weights, and how often it reads each source. Raises
-    BadInput if the sources have too little text for the epochs that they allow."""
-    sizes = [tokens_in(source, tokenizer) for source in mixture.sources]
+    """Returns lines about a Mixture in the run of a Plan: its weights, and how often it reads each source."""
+    sizes = [max(1, tokens_in(source, tokenizer)) for source in mixture.sources]
     left = [size * source.epochs for size, source in zip(sizes, mixture.sources, strict=True)]
     read = [0.0] * len(sizes)
     ends = {}  # source: the step after which it has ended
@@ -66,13 +63,9 @@ def describe_mixture(mixture, plan, tokenizer):
                            zip(mixture.sources, stage.weights, strict=True) if weight)
         weights.append(f"from step {begin + 1:,} on {shares}" if begin else shares)
         _spend(stage.weights, (max(begin, plan.start.first_step), end), plan, left, read, ends)
-    needed = plan.tokens(plan.start.first_step, plan.num_iterations)
-    if sum(read) < (1 - MISSING) * needed:
-        raise BadInput(f"the sources of --data_mix allow about {format_count(round(sum(read)))} tokens by their "
-                       f"epochs, and the run takes {format_count(needed)}: raise epochs, or train for fewer steps")
     epochs = []
     for i, source in enumerate(mixture.sources):
-        text = f"{source.name}: {read[i] / max(1, sizes[i]):.1f} epochs of about {format_count(round(sizes[i]))} tokens"
+        text = f"{source.name}: {read[i] / sizes[i]:.1f} epochs of about {format_count(round(sizes[i]))} tokens"
         epochs.append(text + (f", its last ends at about step {ends[i]:,}" if i in ends else ""))
     return [f"    mixture  {'; '.join(weights)}", f"     epochs  {'; '.join(epochs)}"]
 
@@ -94,8 +87,6 @@ def _spend(weights, steps, plan, left, read, ends):
     tokens = total = plan.tokens(begin, end)
     while tokens > 0:
         live = [i for i, weight in enumerate(weights) if weight and left[i] > 0]
-        if not live:
-            return
         scale = sum(weights[i] for i in live)
         taken = min(tokens, *(left[i] * scale / weights[i] for i in live))
         for i in live:

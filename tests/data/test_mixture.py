@@ -122,8 +122,6 @@ def test_the_plan_says_how_often_each_source_is_read(data, byte_tokenizer_dir, t
     read = 512 * (40 * 0.3 + 40 * 0.5 + 20 * 0.9)
     assert f"own: {read / sizes['own']:.1f} epochs of about" in epochs and "ends" not in epochs
     assert re.search(r"own: 1\.0 epochs of about .* tokens, its last ends at about step \d+$", lines(200, own=1)[1])
-    with pytest.raises(BadInput, match="allow about .* tokens by their epochs, and the run takes 512K: raise epochs"):
-        lines(1000, own=1, big=1)
     plan = make_plan(parse_flags(["--depth=1", "--num_iterations=10"]), 300, "cpu", 1)
     many = make_plan(parse_flags([*SMALL, "--num_iterations=100"]), 300, "cpu", 1)
     assert stage_rows(mixture, many, 0, None) == [0, 160, 320]
@@ -151,6 +149,8 @@ def test_the_plan_says_how_often_each_source_is_read(data, byte_tokenizer_dir, t
     ("[[stage]]", "[[stages]]", "stages is unknown: a mixture has"),
     ("epochs = 1", "epochs = 0", "source own: epochs = 0 is not a number above 0"),
     ("epochs = 1", "epoch = 1", "source own has epoch, which is unknown"),
+    ("weight = 0.7", "weight = 0.7\nepochs = 99", "each source of the stage from = 0 has epochs: leave"),
+    ("{own = 9, big = 1}", "{own = 9}", "each source of the stage from = 0.8 has epochs: leave"),
     ('dir = "own"', "", "source own has no dir"),
     ('dir = "own"', 'dir = "s3://own"', "it is neither gs://BUCKET/FOLDER nor a folder"),
     ("[sources.own]", '[sources."a b"]', "source a b: name it with letters"),
