@@ -70,7 +70,7 @@ probe() {
 } 2>/dev/null
 
 # end_after SECONDS [NAME ZONE] ends the run after that time, though nobody watches it. With a name, it deletes this VM
-# if the mirror has the newest checkpoint. If SECONDS is empty, it only ends the timer of the run before.
+# if the mirror has the newest checkpoint of every run. If SECONDS is empty, it only ends the timer of the run before.
 end_after() {
   kill -- "-$(cat "$(note timer)" 2>/dev/null)" 2>/dev/null || true
   [ -n "$1" ] || return 0
