@@ -275,7 +275,7 @@ def read_flags(argv, description, titles, first=()):
     for data_class, title in titles.items():
         group = parser.add_argument_group(title)
         for field_ in fields(data_class):
-            if field_.name not in first:
+            if field_.metadata and field_.name not in first:
                 _add_flag(group, field_)
     parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this text")
     found = parser.parse_args(argv)

@@ -178,7 +178,7 @@ class DistillationFlags:
     kd_until: float = flag(1.0, "fraction of the run's steps that have a teacher", above=0, at_most=1)
 
 
-# find_start (start.py) replaces the names by RUN/step_000100.
+# find_start (start.py) replaces the names by RUN/step_000100, and sets steps_before, which is no flag.
 @dataclass(frozen=True)
 class StartFlags:
     init_from: str = flag("", "begin with the weights of RUN, RUN/step_000100 or a path; "
@@ -186,6 +186,7 @@ class StartFlags:
     init_optimizer: bool = flag(False, "with --init_from: take the optimizer's state, too")
     decay_from: str = flag("", "an ending of another run: go on from RUN/step_000100, with rates that fall; "
                            "docs/training.md#several-endings", of=not_empty)
+    steps_before: int = 0  # the earlier_steps of the other run, if this one takes its optimizer's state
 
     @property
     def first_step(self):
@@ -195,7 +196,7 @@ class StartFlags:
     @property
     def earlier_steps(self):
         """The steps before the run's first that the optimizer's state has seen and the run does not count."""
-        return step_of(self.init_from) if self.init_optimizer else 0
+        return self.steps_before + (step_of(self.init_from) if self.init_optimizer else 0)
 
 
 @dataclass(frozen=True)

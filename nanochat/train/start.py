@@ -126,6 +126,8 @@ def find_start(flags, saved, tokenizer, directory):
                   bool(asked.decay_from) or asked.init_optimizer, bool(asked.decay_from))
     config = _check(what, start, flags, tokenizer, directory)
     flags = flags.settled(config)
+    if start.has_optimizer:
+        flags = flags.replace(steps_before=saved_flags(StartFlags, meta.flags).earlier_steps)
     if start.is_decay:
         return _with_decay(what, flags, start, config), start, None
     return flags.replace(init_from=start.name), start, None

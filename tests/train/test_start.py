@@ -2,6 +2,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from nanochat.export.model_card import _recipe
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.prepare import prepare, run_directory
+from nanochat.train.start import as_begun
 from tests.conftest import last_of_each
 
 RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
@@ -58,9 +60,19 @@ def test_an_ending_on_other_data_reads_it_from_its_beginning(train, first, corpu
 
 
 @pytest.mark.parametrize("optimizer", [[], ["--init_optimizer"]])
-def test_a_run_that_begins_with_weights_has_them_and_resumes_without_their_run(train, first, corpus_dir, optimizer):
+def test_a_run_that_begins_with_weights_has_them_and_resumes_without_their_run(train, first, tiny, corpus_dir,
+                                                                                        optimizer):
     flags = ["--init_from=first", *optimizer, f"--data_dir={corpus_dir}/val", "--save_every=3"]
     process = train(*flags, run="second", devices=2, without=("depth", "model_dim", "num_heads", "max_seq_len"))
+    # The optimizer's averages are as old as the runs together that had them.
+    age = 8 if optimizer else 0
+    for begin, before in ((["--init_from=second", "--init_optimizer"], 6 + age),
+                          (["--decay_from=second/step_000003"], age)):
+        third = parse_flags(last_of_each("--run=third", *tiny, *begin))
+        task = make_task(third, "cpu", 1, run_directory(third))
+        assert task.plan.start.earlier_steps == before
+        saved = replace(load_meta(format.latest(process.run_dir)), flags=task.flags.as_dict())
+        assert as_begun(third, saved).start == task.flags.start
     assert process.bpb[0] == first.bpb[8] and sorted(process.losses) == [1, 2, 3, 4, 5, 6]
     resume_without("first", "second", 3)
     resumed = train(*flags, run="second", devices=2)
