@@ -191,9 +191,10 @@ def plan_horizon(batch, config, parameters, schedule, lengths, start):
     else:
         num_iterations = _steps_to_see(batch.target_param_data_ratio * matrix_params(parameters), schedule)
     if not 1 <= num_iterations <= MAX_STEPS:
-        name = "target_flops" if batch.target_flops > 0 else "target_param_data_ratio"
-        raise BadInput(f"--{name}={getattr(batch, name):g} is a horizon of {num_iterations:.3g} steps, and not of 1 to "
-                       f"{MAX_STEPS:,}: change it, or set --num_iterations")
+        horizons = ("num_iterations", "target_flops", "target_param_data_ratio")
+        name = next(name for name in horizons if getattr(batch, name) > 0)
+        raise BadInput(f"--{name}={getattr(batch, name):.9g} makes {num_iterations:.10g} steps of the run, and a run "
+                       f"has 1 to {MAX_STEPS:,}: give another --num_iterations")
     if lengths[-1][0] >= num_iterations:
         raise BadInput(f"--seq_len_ramp={batch.seq_len_ramp}: the run ends after step {num_iterations}, before it "
                        f"comes to rows of {lengths[-1][1]}: begin them earlier, or train for longer")
