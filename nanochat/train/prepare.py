@@ -105,9 +105,7 @@ def prepare(flags, device_type, make_task, pod=None):
     # The first write to disk or mirror: most refusals come before and change nothing. A mirror that cannot be written
     # to is found now and not at the first save.
     mirror = open_mirror(flags) if is_first else None
-    mirror_state = reach(mirror, directory)
-    if flags.run.resume == "never":
-        _require_empty(mirror, mirror_state)
+    mirror_state = reach(mirror, directory, flags.run.resume == "never")
     format.clean_partial(directory)
     # New files, by this process alone and before a rank opens them: an earlier process's stop must not stop this one.
     Requests(directory / REQUESTS_FILE, create=True)
@@ -138,13 +136,6 @@ def _require_begin(task, pod):
     if pod:
         found = pod.gather("with which checkpoint they begin", {"checkpoint to begin with": task.origin})
         require_alike(pod.names, found, "give all hosts the same one")
-
-
-def _require_empty(mirror, state):
-    """Raises BadInput if the mirror, whose MirrorState is `state`, has checkpoints of an older run."""
-    if mirror and state.newest_copied:
-        raise BadInput(f"--resume=never, but {mirror.url} has {state.newest_copied} of an older run, and "
-                       "new checkpoints would replace old ones: choose another --run, or move that folder")
 
 
 def open_mirror(flags):
@@ -198,9 +189,10 @@ def resumed_checkpoint(directory, mirror, pod=None):
     return agree_on_checkpoint(pod, directory, path, is_finished)
 
 
-def reach(mirror, directory):
+def reach(mirror, directory, starts_over):
     """Writes to the mirror as a test, and waits for an unreachable one. Returns its MirrorState, which is also in the
-    run's directory, or None without a mirror. Raises BadInput or Outage."""
+    run's directory, or None without a mirror. Raises BadInput or Outage. starts_over: the mirror must have no
+    checkpoints of an older run."""
     if mirror is None:
         (directory / STATE_FILE).unlink(missing_ok=True)
         return None
@@ -220,6 +212,9 @@ def reach(mirror, directory):
     state.newest_copied = copies[-1] if copies else None
     state.error = None
     state.write(directory)
+    if starts_over and copies:
+        raise BadInput(f"--resume=never, but {mirror.url} has {copies[-1]} of an older run, and new checkpoints would "
+                       "replace old ones: choose another --run, or move that folder")
     return state
 
 

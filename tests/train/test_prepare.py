@@ -9,8 +9,9 @@ from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
 from nanochat.run.processes import exclusive_use
 from nanochat.train.flags import FlagGroups, RecordFlags, RunFlags
-from nanochat.train.prepare import Run, changed_flags, prepare, run_directory
+from nanochat.train.prepare import Run, _require_begin, changed_flags, prepare, run_directory
 from tests.checkpoint.states import flip_a_byte, save
+from tests.run.pods import joined_pods, on_all
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Task:
     plan: SimpleNamespace
     name: str = "language"
     is_resumed: bool = False
+    lacks: str | None = None
     changing_flags = ("seed", "save_every")
-    lacks = None
 
     def resumed(self, path, meta):
         return replace(self, is_resumed=True)
@@ -103,6 +104,32 @@ def test_a_checkpoint_of_another_task_is_refused(base_dir):
     save_in(base_dir / "checkpoints" / "a", 1)
     with pytest.raises(BadInput, match="task language.*--run"):
         prepared(task="chess")
+
+
+def test_a_run_that_lacks_what_it_begins_with_is_refused_unless_it_resumes(base_dir):
+    def make_task(flags, device_type, world_size, directory):
+        return Task(flags, SimpleNamespace(num_iterations=5, world_size=world_size), lacks="no checkpoint at nobody")
+
+    (base_dir / "checkpoints/a").mkdir(parents=True)
+    flags = Flags(RunFlags(run="a"), RecordFlags())
+    with pytest.raises(BadInput, match="^no checkpoint at nobody$"):
+        prepare(flags, "cpu", make_task)
+    save_in(base_dir / "checkpoints" / "a", 1)
+    assert prepare(flags, "cpu", make_task).checkpoint.name == "step_000001"
+
+
+def test_all_hosts_begin_with_the_same_checkpoint_of_another_run():
+    def begin(pod, origins):
+        _require_begin(SimpleNamespace(lacks=None, origin=origins[pod.host.index]), pod)
+
+    with joined_pods(2) as pods:
+        for error in on_all(pods, begin, ["b/step_000004 (0a)", "b/step_000004 (0b)"]):
+            assert isinstance(error, BadInput)
+            assert str(error) == ("the hosts differ: checkpoint to begin with is b/step_000004 (0a) on w0 and "
+                                  "b/step_000004 (0b) on w1: give all hosts the same one")
+    for origin in ("b/step_000004 (0a)", None):
+        with joined_pods(2) as pods:
+            assert on_all(pods, begin, [origin, origin]) == [None, None]
 
 
 def test_changed_flags_are_told_as_a_person_would_type_them():
