@@ -8,27 +8,22 @@ that the model forgets little. Training ends after --epochs or --minutes, or onc
 import hashlib
 import json
 import os
-import shlex
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.checkpoint.format import find_checkpoint
-from nanochat.common import BadInput, end_with_parent, flag, get_base_dir, read_flags, require_writable_dir, run_script
-from nanochat.data.bucket import data_place
+from nanochat.common import BadInput, flag, get_base_dir, read_flags, require_writable_dir, run_script
+from nanochat.data.bucket import data_place, in_bucket
 from nanochat.data.mixture import Source, tokens_in
 from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text, read_columns
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.infer.load import load_language_meta, resolve_inference_device_type
 from nanochat.model.config import GPTConfig
 from nanochat.record.metrics import METRICS_FILE
-from nanochat.run.processes import run_module
+from nanochat.run.processes import expected_world_size, run_module, start_module
 from nanochat.run.stopping import EXIT_STATUS
 from nanochat.train.flags import Flags as TrainFlags
 from nanochat.train.flags import RunFlags, named_places
@@ -66,14 +61,18 @@ def divide(shards, folder):
             files[f"{project}/{path}"] = text.decode(errors="replace")
     if len(files) < 2:
         raise BadInput("the project has a single C++ file, and one must be held out: name a larger project")
+    names = []
     held_out = []
     budget = min(HELD_OUT * sum(map(len, files.values())), HELD_OUT_CHARS)
     for name in sorted(files, key=lambda name: hashlib.blake2b(name.encode()).digest()):
         if len(files[name]) <= budget:
             held_out.append(name)
             budget -= len(files[name])
-    held_out = held_out or [min(files, key=lambda name: len(files[name]))]
-    names = sorted(files.keys() - set(held_out))
+        else:
+            names.append(name)
+    if not held_out:
+        held_out.append(min(names, key=lambda name: len(files[name])))
+        names.remove(held_out[0])
     for split, chosen in (("train", names), ("val", held_out)):
         (folder / split).mkdir(parents=True, exist_ok=True)
         table = pa.table({"text": [files[name] for name in chosen]})
@@ -88,8 +87,9 @@ def old_data(flags, meta, path):
     found = {}
     for split, name in (("train", "data_dir"), ("val", "val_dir")):
         place = getattr(flags, name) or meta.flags.get(name) or str(get_base_dir() / DEFAULT_DIRS[split])
-        found[split] = next(iter(named_places(place).values()), place)
-        open_text(TextFlags(found[split]), split)  # raises BadInput
+        place = next(iter(named_places(place).values()), place)
+        open_text(TextFlags(place), split)  # raises BadInput
+        found[split] = place if in_bucket(place) else os.path.abspath(place)
     return found
 
 
@@ -104,11 +104,31 @@ def count_steps(flags, meta, own, tokenizer):
     return max(EVALUATIONS, round(steps))
 
 
-def train(command, metrics):
+def training_flags(flags, path, meta, steps, folder, old):
+    """Returns the flags of base_train, for so many steps from the checkpoint at `path`, which has the Meta. folder: of
+    the mixture and the project's text; old: as from old_data."""
+    every = max(1, steps // EVALUATIONS)
+    horizon = next(n for n in (meta.flags.get("rate_horizon", -1), meta.flags["num_iterations"], meta.step) if n > 0)
+    device_type = resolve_inference_device_type(flags.device_type)
+    found = [f"--run={flags.run}", f"--init_from={path}", "--init_optimizer", f"--data_mix={folder / 'mix.toml'}",
+             f"--val_dir=own={folder / 'own' / 'val'},old={old['val']}", f"--num_iterations={steps}",
+             f"--rate_horizon={horizon}", "--warmdown_ratio=1", f"--total_batch_size={meta.batch_schedule[0][1]}",
+             f"--eval_every={every}", f"--eval_tokens={EVAL_TOKENS}", "--sample_every=-1", f"--save_every={every}",
+             f"--keep_checkpoints={2 * EVALUATIONS}", f"--device_type={device_type}"]
+    # Each lane reads other files from their first line on. So few lanes see whole files in a short training, and many
+    # would see beginnings, mostly licences.
+    found.append(f"--num_lanes={expected_world_size(device_type)}")
+    for name in KEPT:
+        if meta.flags.get(name) not in (None, ""):
+            found.append(f"--{name}={meta.flags[name]}")
+    for name in RATES:
+        found.append(f"--{name}={meta.flags[name] * flags.rate:g}")
+    return found
+
+
+def train(module, flags, metrics):
     """Runs base_train until its end, or until the held-out files have gained nothing for some evaluations."""
-    print(f"$ {shlex.join(['python3', *command])}", flush=True)
-    process = subprocess.Popen([sys.executable, *command], stdin=subprocess.DEVNULL,
-                               preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM))
+    process = start_module(module, *flags)
     is_told = False
     while process.poll() is None:
         time.sleep(1)
@@ -144,18 +164,10 @@ def main(argv=None):
     divide(open_shards(sorted((folder / "project" / "val").glob("*.parquet"))), folder / "own")
     own = open_shards([folder / "own" / "train" / "shard_00000.parquet"])
     steps = count_steps(flags, meta, Source("own", "", shards=own), load_tokenizer(meta.flags.get("tokenizer_dir")))
-    (folder / "mix.toml").write_text(f'[sources.own]\ndir = "own/train"\nweight = 1\n[sources.old]\n'
-                                     f'dir = {json.dumps(old["train"])}\nweight = 1\n')
-    every = max(1, steps // EVALUATIONS)
-    command = [f"--{name}={meta.flags[name]}" for name in KEPT if meta.flags.get(name) not in (None, "")]
-    command += [f"--{name}={meta.flags[name] * flags.rate:g}" for name in RATES]
-    horizon = next(n for n in (meta.flags.get("rate_horizon", -1), meta.flags["num_iterations"], meta.step) if n > 0)
-    train(["-m", "scripts.base_train", f"--run={flags.run}", f"--init_from={path}", "--init_optimizer",
-           f"--data_mix={folder / 'mix.toml'}", f"--val_dir=own={folder / 'own' / 'val'},old={old['val']}",
-           f"--num_iterations={steps}", f"--rate_horizon={horizon}", "--warmdown_ratio=1", f"--eval_every={every}",
-           f"--total_batch_size={meta.batch_schedule[0][1]}", f"--save_every={every}",
-           f"--keep_checkpoints={2 * EVALUATIONS}", "--sample_every=-1", f"--eval_tokens={EVAL_TOKENS}", *command,
-           f"--device_type={resolve_inference_device_type(flags.device_type)}"], run_dir / METRICS_FILE)
+    old_dir = json.dumps(old["train"], ensure_ascii=False)
+    (folder / "mix.toml").write_text(f'[sources.own]\ndir = "own/train"\nweight = 1\n[sources.old]\ndir = {old_dir}\n'
+                                     "weight = 1\n", encoding="utf-8")
+    train("scripts.base_train", training_flags(flags, path, meta, steps, folder, old), run_dir / METRICS_FILE)
     found = evaluations(run_dir / METRICS_FILE)
     best = min(found, key=found.get)
     for name, before, now in zip(("its held-out files", "the old validation text"), found[0], found[best], strict=True):

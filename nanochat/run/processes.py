@@ -145,12 +145,17 @@ def end_process_on_error(function, status_path):
         os._exit(status)
 
 
-def run_module(module, *flags, env=None):
-    """Prints the command that runs a script of this project, and runs it in a process that gets SIGTERM when this one
-    ends. env: its environment; None: this process's. Raises BadInput if it fails."""
+def start_module(module, *flags, env=None):
+    """Prints the command that runs a script of this project, and returns its process, a Popen, which gets SIGTERM when
+    this one ends. env: its environment; None: this process's."""
     command = ["-m", module, *flags]
     say(f"$ {shlex.join(['python3', *command])}")
-    status = subprocess.run([sys.executable, *command], env=env, stdin=subprocess.DEVNULL,
-                            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM)).returncode
+    return subprocess.Popen([sys.executable, *command], env=env, stdin=subprocess.DEVNULL,
+                            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM))
+
+
+def run_module(module, *flags, env=None):
+    """Runs a script of this project as start_module does, up to its end. Raises BadInput if it fails."""
+    status = start_module(module, *flags, env=env).wait()
     if status:
         raise BadInput(f"{module} ended with status {status}: see above")

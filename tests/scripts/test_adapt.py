@@ -1,13 +1,22 @@
 """A model is adapted to a project."""
+import os
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from nanochat.checkpoint.meta import Meta
 from nanochat.common import BadInput
+from nanochat.data.loader import DataLoader, Rows
 from nanochat.data.shards import open_shards, whole_texts
+from nanochat.train.flags import Flags as TrainFlags
+from nanochat.train.flags import parse_flags
 from scripts import adapt
+from tests.data.documents import ByteTokenizer
 
 
 def project_shard(path, files):
@@ -27,7 +36,7 @@ def test_a_tenth_of_a_project_is_held_out_by_the_names_of_its_files(tmp_path):
         adapt.divide(project_shard(tmp_path / "b.parquet", {"a.h": "int x;"}), tmp_path / "other")
 
 
-def test_training_stops_once_the_held_out_files_gain_no_more(tmp_path, capsys):
+def test_training_stops_once_the_held_out_files_gain_no_more(tmp_path, capsys, monkeypatch):
     """With a process that waits to be stopped, and evaluations that no longer become better."""
     metrics = tmp_path / "metrics.jsonl"
     lines = [f'{{"step": {step}, "val_bpb_own": {own}, "val_bpb_old": 1.0}}\n'
@@ -35,11 +44,66 @@ def test_training_stops_once_the_held_out_files_gain_no_more(tmp_path, capsys):
     metrics.write_text("".join(lines) + '{"step": 4, "val_')
     assert adapt.evaluations(metrics)[3] == (1.5, 1.0) and len(adapt.evaluations(metrics)) == 4
     stops = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); time.sleep(60)"
-    adapt.train(["-c", stops], metrics)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "stops.py").write_text(stops)
+    (tmp_path / "fails.py").write_text("import sys; sys.exit(75)")
+    adapt.train("stops", [], metrics)
     assert "gain no more" in capsys.readouterr().out
     metrics.write_text("".join(lines[:3]))
     with pytest.raises(BadInput, match="base_train ended with status 75"):  # nobody told it to stop
-        adapt.train(["-c", "import sys; sys.exit(75)"], metrics)
+        adapt.train("fails", [], metrics)
+
+
+def begun_with(steps=600, device_type="cpu", step=5000, **saved):
+    """Returns the Flags of the training that adapts a run with these flags after `step` steps."""
+    flags = TrainFlags().replace(data_dir="parquet/train", **saved)
+    meta = Meta(step, {}, "", "", flags.as_dict(), "", batch_schedule=((0, 8192), (100, 16384)))
+    found = adapt.training_flags(adapt.Flags(device_type=device_type), Path("a/step_005000"), meta, steps, Path("f"),
+                                 {"val": "old/val"})
+    return parse_flags(found)
+
+
+@pytest.mark.parametrize("steps", [6, 11, 12, 600])
+def test_an_adapted_run_keeps_the_checkpoints_of_all_evaluations(steps):
+    record = begun_with(steps).record
+    assert record.save_every == record.eval_every and record.keep_checkpoints >= steps // record.save_every
+
+
+def test_an_adapted_run_has_the_batch_and_half_the_rates_of_the_run_before():
+    flags = begun_with(total_batch_size=-1, matrix_lr=0.03, num_iterations=20000, fim_rate=0.5, weight_decay=0.0)
+    assert flags.batch.total_batch_size == 8192 and flags.optimizer.matrix_lr == 0.015
+    assert flags.data.fim_rate == 0.5 and flags.optimizer.weight_decay == 0
+    # Rates are scaled as for the run's own length: what it was scaled for, what it was to have, or what it has.
+    assert flags.optimizer.rate_horizon == 20000
+    assert begun_with(num_iterations=2000, rate_horizon=7000).optimizer.rate_horizon == 7000
+    assert begun_with(target_flops=1e18).optimizer.rate_horizon == 5000
+
+
+def test_a_short_training_reads_old_files_to_their_ends(tmp_path, monkeypatch):
+    """And not the beginning of one file in each of many lanes."""
+    texts = ["licence " * 100 + "code " * 1000] * 128
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=8)
+    monkeypatch.setenv("CPU_NUM_DEVICES", "4")
+    for device_type, ranks in (("cpu", 1), ("xla", 4)):
+        rows = Rows(batch_size=160, seq_len=256, num_lanes=begun_with(device_type=device_type).data.num_lanes)
+        assert rows.num_lanes % ranks == 0
+        with DataLoader(open_shards([tmp_path / "a.parquet"]), ByteTokenizer(), rows) as loader:
+            read = bytes(next(loader).rows.clamp(0, 255).to(dtype=torch.uint8).flatten().tolist())
+        assert read.count(b"code ") / 5 > read.count(b"licence ") / 10
+
+
+def test_the_folder_of_the_old_data_counts_from_where_it_was_named(tmp_path, monkeypatch):
+    """The mixture is in another folder, from which its own would count."""
+    for split in ("train", "val"):
+        project_shard(tmp_path / "parquet" / split / "a.parquet", {"a.h": "int x;"})
+    monkeypatch.chdir(tmp_path)
+    flags = TrainFlags().replace(data_dir="parquet/train", val_dir="one=parquet/val,two=elsewhere").as_dict()
+    meta = Meta(1, {}, "", "", flags, "")
+    assert adapt.old_data(adapt.Flags(), meta, "x") == {"train": f"{tmp_path}/parquet/train",
+                                                        "val": f"{tmp_path}/parquet/val"}
+    meta = replace(meta, flags={**flags, "data_mix": "mix.toml"})
+    with pytest.raises(BadInput, match="x was trained on a mixture: name the folder"):
+        adapt.old_data(adapt.Flags(), meta, "x")
 
 
 @pytest.mark.slow
@@ -49,7 +113,10 @@ def test_a_model_is_adapted_by_one_command_and_says_what_it_gained(train, corpus
     project.mkdir()
     for i, text in enumerate(whole_texts(open_shards(sorted((corpus_dir / "val").glob("*.parquet"))))):
         (project / f"{i}.h").write_text(text)
-    flags = ["--checkpoint=first", f"--source={project}", "--rate=10", "--minutes=0.05", "--device_type=cpu"]
+    old = tmp_path / "old 😀"
+    old.symlink_to(corpus_dir)
+    flags = ["--checkpoint=first", f"--source={project}", f"--data_dir={old}/train", "--rate=10", "--minutes=0.05",
+             "--device_type=cpu"]
     assert not adapt.main(flags)
     said = capsys.readouterr().out
     assert re.search(r"its held-out files: \d\.\d+ -> \d\.\d+ bits per byte \(-\d+\.\d%\)", said)
