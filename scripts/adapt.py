@@ -8,6 +8,7 @@ that the model forgets little. Training ends after --epochs or --minutes, or onc
 import hashlib
 import json
 import os
+import shutil
 import time
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.checkpoint.format import find_checkpoint
-from nanochat.common import BadInput, flag, get_base_dir, read_flags, require_writable_dir, run_script
+from nanochat.common import BadInput, flag, get_base_dir, locked, read_flags, require_writable_dir, run_script
 from nanochat.data.bucket import data_place, in_bucket
 from nanochat.data.mixture import Source, tokens_in
 from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text, read_columns
@@ -149,6 +150,25 @@ def evaluations(metrics):
             if "val_bpb_own" in record}
 
 
+def adapt(flags, path, meta, old, folder, metrics):
+    """Prepares the project, trains, and says what that has gained."""
+    shutil.rmtree(folder / "project", ignore_errors=True)  # of a try that ended before it trained
+    run_module("scripts.prepare_data", f"--source={flags.source}", f"--out_dir={folder / 'project'}", "--eval_only")
+    divide(open_shards(sorted((folder / "project" / "val").glob("*.parquet"))), folder / "own")
+    own = open_shards([folder / "own" / "train" / "shard_00000.parquet"])
+    steps = count_steps(flags, meta, Source("own", "", shards=own), load_tokenizer(meta.flags.get("tokenizer_dir")))
+    old_dir = json.dumps(old["train"], ensure_ascii=False)
+    (folder / "mix.toml").write_text(f'[sources.own]\ndir = "own/train"\nweight = 1\n[sources.old]\ndir = {old_dir}\n'
+                                     "weight = 1\n", encoding="utf-8")
+    train("scripts.base_train", training_flags(flags, path, meta, steps, folder, old), metrics)
+    found = evaluations(metrics)
+    best = min(found, key=found.get)
+    for name, before, now in zip(("its held-out files", "the old validation text"), found[0], found[best], strict=True):
+        print(f"{name}: {before:.4f} -> {now:.4f} bits per byte ({now / before - 1:+.1%})")
+    print(f"complete with it: python3 -m scripts.serve --checkpoint={flags.run}/step_{best:06d}" if best else
+          "nothing was gained: keep the model as it is")
+
+
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     path = find_checkpoint(flags.checkpoint)
@@ -160,20 +180,9 @@ def main(argv=None):
         raise BadInput(f"--run={flags.run} is there already ({run_dir}): choose another name")
     old = old_data(flags, meta, path)
     folder = require_writable_dir(get_base_dir() / "adapt" / flags.run)
-    run_module("scripts.prepare_data", f"--source={flags.source}", f"--out_dir={folder / 'project'}", "--eval_only")
-    divide(open_shards(sorted((folder / "project" / "val").glob("*.parquet"))), folder / "own")
-    own = open_shards([folder / "own" / "train" / "shard_00000.parquet"])
-    steps = count_steps(flags, meta, Source("own", "", shards=own), load_tokenizer(meta.flags.get("tokenizer_dir")))
-    old_dir = json.dumps(old["train"], ensure_ascii=False)
-    (folder / "mix.toml").write_text(f'[sources.own]\ndir = "own/train"\nweight = 1\n[sources.old]\ndir = {old_dir}\n'
-                                     "weight = 1\n", encoding="utf-8")
-    train("scripts.base_train", training_flags(flags, path, meta, steps, folder, old), run_dir / METRICS_FILE)
-    found = evaluations(run_dir / METRICS_FILE)
-    best = min(found, key=found.get)
-    for name, before, now in zip(("its held-out files", "the old validation text"), found[0], found[best], strict=True):
-        print(f"{name}: {before:.4f} -> {now:.4f} bits per byte ({now / before - 1:+.1%})")
-    print(f"complete with it: python3 -m scripts.serve --checkpoint={flags.run}/step_{best:06d}" if best else
-          "nothing was gained: keep the model as it is")
+    busy = f"--run={flags.run} is in use by another process: wait for its end, or choose another name"
+    with locked(folder / ".lock", busy):
+        adapt(flags, path, meta, old, folder, run_dir / METRICS_FILE)
 
 
 if __name__ == "__main__":

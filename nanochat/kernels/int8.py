@@ -30,9 +30,9 @@ class Rows(NamedTuple):
         return self.integers.size(dim)
 
 
-def rounded(x, dim=-1):
-    """Returns the Rows of x, each number rounded to the nearest. dim: of the numbers that share a scale."""
-    scaled, scale = _scaled(x, dim)
+def rounded(x):
+    """Returns the Rows of x, each number rounded to the nearest."""
+    scaled, scale = _scaled(x, -1)
     return Rows(torch.round(scaled).to(torch.int8), scale)
 
 
@@ -40,7 +40,7 @@ def rounded(x, dim=-1):
 # so would their sums over the tokens.
 def dithered(x, dim=-1):
     """Returns the Rows of x. Each number is rounded up or down as if by chance, up with the probability that is its
-    fraction. So sums of many numbers are about right."""
+    fraction. So sums of many numbers are about right. dim: of the numbers that share a scale."""
     scaled, scale = _scaled(x, dim)
     chance = scaled * DITHER
     return Rows(torch.floor(scaled + (chance - torch.floor(chance))).to(torch.int8), scale)

@@ -1,6 +1,7 @@
 """A model is adapted to a project."""
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 from nanochat.checkpoint.meta import Meta
-from nanochat.common import BadInput
+from nanochat.common import BadInput, get_base_dir, locked
 from nanochat.data.loader import DataLoader, Rows
 from nanochat.data.shards import open_shards, whole_texts
 from nanochat.train.flags import Flags as TrainFlags
 from nanochat.train.flags import parse_flags
 from scripts import adapt
+from tests.conftest import last_of_each
 from tests.data.documents import ByteTokenizer
 
 
@@ -117,6 +119,13 @@ def test_a_model_is_adapted_by_one_command_and_says_what_it_gained(train, corpus
     old.symlink_to(corpus_dir)
     flags = ["--checkpoint=first", f"--source={project}", f"--data_dir={old}/train", "--rate=10", "--minutes=0.05",
              "--device_type=cpu"]
+    single = tmp_path / "single"
+    single.mkdir()
+    shutil.copy(project / "0.h", single)
+    with pytest.raises(BadInput, match="has a single C.. file"):
+        adapt.main(last_of_each(*flags, f"--source={single}"))
+    with locked(get_base_dir() / "adapt/adapted/.lock", ""), pytest.raises(BadInput, match="--run=adapted is in use"):
+        adapt.main(flags)
     assert not adapt.main(flags)
     said = capsys.readouterr().out
     assert re.search(r"its held-out files: \d\.\d+ -> \d\.\d+ bits per byte \(-\d+\.\d%\)", said)
