@@ -36,6 +36,7 @@ ROLES = {
 LANGUAGES = {"c", "c++", "cpp", "cuda", "c/c++"}
 KIND = re.compile(r"\.(?:parquet|arrow|(?:jsonl|ndjson|json)(?:\.(?:gz|zst))?)$")
 _ABOUT = re.compile(r"(?:dataset_infos?|dataset_dict|state)\.json")  # Hugging Face's notes beside the data
+_SURROGATE = re.compile(rb"\\u[dD]|\xed[\xa0-\xbf]")  # perhaps half of a character, which is no Unicode
 _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
 ROWS, BATCH_BYTES = 64, 16 << 20  # that are decoded at a time: fewer rows if they are long
 SAMPLE_ROWS, LINES_BYTES = 100, 4 << 20  # of JSON Lines: to find the columns, and what is parsed at a time
@@ -262,7 +263,7 @@ def _as_text(value):
         return value.decode("utf-8", "replace")
     if isinstance(value, list):
         return " AND ".join(map(_as_text, value))
-    return "" if value is None else str(value).encode(errors="replace").decode()
+    return "" if value is None else str(value)
 
 
 def _batches(path, table):
@@ -334,7 +335,7 @@ def _kept_lines(rows, table):
     for row in kept:
         if not isinstance(row.get(text) or "", str):
             raise pa.ArrowInvalid(f"{text} is not text in {json.dumps(row)[:60]}…")
-        row[text] = (row.get(text) or "").encode(errors="replace")
+        row[text] = (row.get(text) or "").encode()
     return kept, len(rows) - len(kept)
 
 
@@ -368,6 +369,8 @@ def _parse(line, number):
         raise pa.ArrowInvalid(f"line {number} is longer than {LONGEST_LINE >> 20} MiB")
     try:
         row = json.loads(line)
+        if _SURROGATE.search(line):
+            row = json.loads(json.dumps(row, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:
         raise pa.ArrowInvalid(f"line {number} is not JSON: {error}") from None
     if not isinstance(row, dict):

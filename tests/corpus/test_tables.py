@@ -254,6 +254,15 @@ def test_values_of_several_types_or_out_of_range_in_json_are_one_line(tmp_path):
             prepare(tmp_path / "out", f"--source={tmp_path / 'a.jsonl'}", "--where=id > 1", "--eval_only")
 
 
+def test_halves_of_characters_in_json_become_question_marks(tmp_path):
+    row = {"text": cpp(1) + "// \ud800\U0001f600", "path": "a\udc00.cpp", "meta": {"\udfff": ["\ud834"]}}
+    for is_escaped in (True, False):
+        (tmp_path / "a.jsonl").write_bytes(json.dumps(row, ensure_ascii=is_escaped).encode(errors="surrogatepass"))
+        piece, = tables.pieces(tables.open_table(tmp_path / "a.jsonl", where="path != 'b.cpp'"))
+        found, = tables.iter_rows(piece)
+        assert found.read().decode().endswith("// ?\U0001f600") and found.path == "a?.cpp"
+
+
 @pytest.mark.parametrize("name, data, message", [
     ("a.jsonl", b"", "in has no documents: its files are empty"),
     ("a.jsonl", b'{"text": "int a;"}\n{"text"\n', "line 2 is not JSON"),
