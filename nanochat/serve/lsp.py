@@ -3,6 +3,7 @@ runs it."""
 import json
 import os
 import re
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -45,7 +46,10 @@ def make_language_server(url, api_key=None):
     async def complete(ls: LanguageServer, params: types.InlineCompletionParams):
         documents = ls.workspace.text_documents
         uri = unquote(params.text_document.uri)
-        documents[uri] = document = documents.pop(uri)  # so that the last used one comes last
+        document = documents.pop(uri, None)
+        if document is None:  # the editor has closed it, or never opened it
+            return []
+        documents[uri] = document  # the last used one comes last
         span, typed, segments = segments_at(ls.workspace, document, params)
         try:
             answer = await client.post("/v1/completions", content=json.dumps({"segments": segments}).encode())
@@ -85,21 +89,23 @@ def segments_at(workspace, document, params):
 def other_files(workspace, document):
     """Returns the texts that may help to complete `document`, the most helpful one last: what it includes, then each
     other open file and what that includes. A text that does not fit into the rest of MAX_OTHERS is left out."""
-    opened = {real_path(other.path): other.source for other in workspace.text_documents.values()}
-    roots = [real_path(path) for folder in workspace.folders.values() if (path := to_fs_path(folder.uri))]
+    find = cache(real_path)  # because open files include the same headers
+    opened = {find(other.path): other.source for other in workspace.text_documents.values()}
+    roots = [find(path) for folder in workspace.folders.values() if (path := to_fs_path(folder.uri))]
     if not roots and workspace.root_path:
-        roots = [real_path(workspace.root_path)]
+        roots = [find(workspace.root_path)]
 
+    # For most names there is no file, and os.path.isfile says so fastest.
     def included(path):
-        for name in _INCLUDE.findall(opened[path]):
-            for folder in (path.parent, *roots, *(root / "include" for root in roots)):
-                found = real_path(folder / name)
-                inside = any(map(found.is_relative_to, (path.parent, *roots)))
-                if found in opened or inside and os.path.isfile(found):
+        folders = [path.parent, *roots, *(root / "include" for root in roots)]
+        for name in dict.fromkeys(_INCLUDE.findall(opened[path], 0, MAX_OTHERS)):
+            for file in filter(os.path.isfile, [os.path.join(folder, name) for folder in folders]):
+                found = find(file)
+                if any(map(found.is_relative_to, (path.parent, *roots))):
                     yield found
                     break
 
-    here = real_path(document.path)
+    here = find(document.path)
     candidates = [*included(here)]
     for path in reversed(opened):
         candidates += [path, *included(path)]
@@ -114,7 +120,7 @@ def other_files(workspace, document):
 
 
 def real_path(path):
-    return Path(os.path.realpath(path))
+    return Path(os.path.realpath(path.replace("\0", "")))  # a URI may contain %00
 
 
 def read_up_to(path, num_bytes):

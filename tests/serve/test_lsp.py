@@ -100,6 +100,19 @@ def test_lines_that_end_with_carriage_returns_are_completed_alike(client):
     asyncio.run(run())
 
 
+def test_a_document_that_is_not_open_gets_nothing_and_an_odd_name_hinders_no_other(client):
+    async def run():
+        async with editor(client.base_url) as (lsp, _):
+            assert await complete(lsp, 1, 7) == []
+            open_file(lsp, "int x;", "file:///project/%00.cpp")
+            open_file(lsp, BEFORE + "    ret" + AFTER)
+            assert await complete(lsp, 1, 7) == [(REST, (1, 7), (1, 7))]
+            lsp.text_document_did_close(types.DidCloseTextDocumentParams(types.TextDocumentIdentifier(URI)))
+            assert await complete(lsp, 1, 7) == []
+
+    asyncio.run(run())
+
+
 def test_a_cancelled_request_frees_the_model_and_a_missing_server_is_said_once(slow):
     completer, client, server = slow
 
@@ -146,6 +159,18 @@ def test_open_files_and_what_they_include_are_read_within_a_budget(tmp_path):
               a / "src/main.cpp": text}
     for roots, expected in [((a, b), ["part in its buffer", "api.h"]), ((), ["part in its buffer"])]:
         assert other_files(*workspace_of(opened, roots)) == ["util.h", '#include "util.h"\nint util;', *expected]
+
+
+def test_names_without_a_file_cost_little(tmp_path, monkeypatch):
+    (tmp_path / "part.h").write_text("part")
+    text = "#include <vector>\n" * 50_000 + '#include "part.h"\n'
+    found = []
+    monkeypatch.setattr("nanochat.serve.lsp.real_path", lambda path: found.append(path) or Path(path))
+    for i in range(20):
+        text = f'#include "no{i}.h"\n#include "part.h"\n{text}'
+    opened = {tmp_path / f"{i}.cpp": text for i in range(20)}
+    assert other_files(*workspace_of(opened, [tmp_path]))[-1] == "part"
+    assert len(found) == 20 + 1 + 1  # the open files, the folder, part.h
 
 
 def test_a_position_counts_the_units_that_were_agreed_on(tmp_path):
