@@ -78,6 +78,7 @@ def main(argv=None):
         except KeyboardInterrupt:
             return 130
         finally:
+            server.thread.stop()
             compute_cleanup(dist)
 
 

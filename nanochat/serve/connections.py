@@ -43,9 +43,10 @@ def listen(host, port, api_key=None):
 def make_runner(app, api_key=None, request_timeout_s=REQUEST_TIMEOUT_S, max_connections=MAX_CONNECTIONS,
                 timeout_keep_alive=KEEP_ALIVE_S):
     """Returns the uvicorn.Server of an application: run(sockets=[…]) serves until a signal, or until `should_exit`."""
-    # uvicorn's log of requests would show queries; the server logs each completion itself.
+    # uvicorn's log of requests would show queries; the server logs each completion itself. A lifespan, which the
+    # application does without, would log a second Ctrl-C as a failure.
     return uvicorn.Server(uvicorn.Config(
-        app, log_config=None, access_log=False, log_level="warning", ws="none",
+        app, log_config=None, access_log=False, log_level="warning", ws="none", lifespan="off",
         http=partial(LimitedConnection, api_key, request_timeout_s, max_connections), timeout_graceful_shutdown=2,
         timeout_keep_alive=timeout_keep_alive))
 

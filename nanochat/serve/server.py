@@ -9,7 +9,6 @@
 It logs and keeps no text of a user, except the tokens of the last prompt, which the engine holds.
 """
 import asyncio
-import contextlib
 import json
 import logging
 import math
@@ -176,16 +175,11 @@ class Server:
 
 def make_app(server, api_key=None):
     """Returns the FastAPI application. api_key: the bearer token of clients, except for the page and /health."""
-    @contextlib.asynccontextmanager
-    async def lifespan(app):
-        yield
-        server.thread.stop()
-
     async def check(request: Request):
         check_access(request, api_key)
 
     # openapi_url: its documentation loads scripts of another site.
-    app = FastAPI(lifespan=lifespan, openapi_url=None, dependencies=[Depends(check)])
+    app = FastAPI(openapi_url=None, dependencies=[Depends(check)])
     app.add_middleware(CountRequests, counters=server.counters)
     for path, handler in {"/": server.page, "/health": server.health, "/metrics": server.show_metrics,
                           "/v1/models": server.models, "/v1/health": server.tabby_health}.items():

@@ -95,6 +95,7 @@ def serving(completer, api_key=None, max_tokens=64, timeout_s=60.0, body_timeout
         finally:
             runner.should_exit = True
             thread.join(timeout=60)
+            server.thread.stop()
     assert not thread.is_alive(), "the server does not end"
 
 

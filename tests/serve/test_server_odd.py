@@ -187,6 +187,8 @@ def test_the_script_says_where_it_listens_and_ends_at_a_signal(gap_run, byte_tok
         answer = httpx.post(f"{url}infill", json=VIM, timeout=60, headers={"Authorization": "Bearer secret"}).json()
         assert answer["content"] == "urn a + b;"
         process.send_signal(how)
+        time.sleep(0.1)
+        process.send_signal(how)  # an impatient person: it must say nothing more
         out, err = process.communicate(timeout=60)
         assert process.returncode == status and out == "" and "Traceback" not in err
         assert "/infill: " in err and "int add" not in err
