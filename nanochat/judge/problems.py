@@ -78,16 +78,12 @@ def read_problems(path=None, name="--problems"):
             data = path.read_bytes()
             if data[:2] == b"\x1f\x8b":
                 data = gzip.decompress(data)
-            if data[:4] == b"PAR1":
-                rows = pq.read_table(io.BytesIO(data)).to_pylist()
-            else:
-                rows = [json.loads(line) for line in data.decode().splitlines() if line.strip()]
-            problems = [_foreign(row) for row in rows]
+            problems = _read_foreign(data)
     except OSError as error:
         raise BadInput(f"{name}={path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, AttributeError, EOFError, RecursionError, zlib.error) as error:
-        raise BadInput(f"{name}={path} has no problems in the format of HumanEval-X, McEval, MultiPL-E, CRUXEval-X or "
-                       f"this project: {type(error).__name__} {error}") from None
+    except (ValueError, EOFError, zlib.error) as error:
+        raise BadInput(f"{name}={path} is no set of problems of HumanEval-X, McEval, MultiPL-E, CRUXEval-X or this "
+                       f"project: {error}") from None
     if not problems:
         raise BadInput(f"{name}={path} holds no problem")
     return _distinct(problems, f"{name}={path}")
@@ -184,21 +180,41 @@ def read_excluded(names):
 
 
 def _read_own(folder):
-    """Returns the Problems in a folder of C++ programs, with the parts `difficulty`, `prompt`, `solution`, `tests`."""
+    """Returns the Problems in a folder of C++ programs, with the parts `difficulty`, `prompt`, `solution`, `tests`.
+    Raises ValueError."""
     problems = []
     for file in sorted(folder.glob("*.cpp")):
         text = file.read_text(encoding="utf-8")
         # A part is `//@ NAME: VALUE` in one line, or `//@ NAME` and all lines before the next part.
         parts = dict(re.findall(r"^//@ (\w+)(?:: *|\n)(.*?)(?=^//@|\Z)", text, re.DOTALL | re.MULTILINE))
-        problems.append(Problem(file.stem, parts["prompt"], parts["tests"], parts["solution"],
-                                parts["difficulty"].strip()))
+        try:
+            problems.append(Problem(file.stem, parts["prompt"], parts["tests"], parts["solution"],
+                                    parts["difficulty"].strip()))
+        except KeyError as error:
+            raise ValueError(f"{file.name} has no part {error}") from None
+    return problems
+
+
+def _read_foreign(data):
+    """Returns the Problems in a file of another set. Raises ValueError."""
+    if data[:4] == b"PAR1":
+        rows = pq.read_table(io.BytesIO(data)).to_pylist()
+    else:
+        rows = [line for line in data.splitlines() if line.strip()]
+    problems = []
+    for number, row in enumerate(rows, 1):
+        try:
+            problems.append(_foreign(json.loads(row) if isinstance(row, bytes) else row))
+        except (ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"row {number}: {type(error).__name__} {error}") from None
     return problems
 
 
 def _foreign(row):
     """Returns the Problem of a row of another set. Raises ValueError for text that is no UTF-8."""
     number = row.get("id")
-    row = {key: value for key, value in row.items() if isinstance(value, str)}
+    # An empty text counts as missing: without its tests, no code would pass.
+    row = {key: value for key, value in row.items() if isinstance(value, str) and value.strip()}
     "".join(row.values()).encode()
     if "output_reasoning" in row:
         return _of_cruxeval(f"CRUXEval-X/{number}", row["code"], row["output_reasoning"])
@@ -211,7 +227,10 @@ def _foreign(row):
         extra = [f"{line}\n" for line in includes if line not in row["prompt"]]
         return Problem(row["task_id"], row["prompt"], row["test"], row["canonical_solution"], preamble="".join(extra))
     # McEval's prompts end with the signature, and its solutions begin with the brace.
-    solution = row["canonical_solution"].strip().removeprefix("{").lstrip("\n")
+    solution = row["canonical_solution"].strip()
+    if not solution.startswith("{"):
+        raise ValueError("the row has no declaration, as in HumanEval-X, and its solution no first brace, as in McEval")
+    solution = solution.removeprefix("{").lstrip("\n")
     return Problem(f"McEval/{row['task_id']}", row["prompt"].rstrip() + " {\n", row["test"], f"{solution}\n")
 
 

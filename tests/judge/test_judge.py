@@ -187,7 +187,8 @@ def test_mceval_mbpp_and_cruxeval_x_are_read(judge, tmp_path):
 
 
 def test_the_formats_of_others_are_read(judge, tmp_path):
-    (tmp_path / "problems.jsonl").write_text(HUMANEVAL_X + "\n" + MULTIPL_E)
+    # Some editors write a byte-order mark. Characters of Unicode that end a line end no line of JSON.
+    (tmp_path / "problems.jsonl").write_text("\ufeff" + HUMANEVAL_X + "\n" + MULTIPL_E.replace("_0_", "_\u2028_\x85_"))
     first, second = read_problems(tmp_path / "problems.jsonl")
     assert judge.judge(first.program(first.solution), first.tests).passed
     assert first.preamble == "#include<math.h>\n" and "math" not in first.prompt
@@ -198,6 +199,9 @@ def test_the_formats_of_others_are_read(judge, tmp_path):
     ("", "holds no problem"), ("{}", "HumanEval-X"), ("[1]", "HumanEval-X"),
     (MULTIPL_E.replace('"tests": "', '"tests": null, "x": "'), "HumanEval-X"), ("[" * 10**5, "HumanEval-X"),
     (MULTIPL_E.replace("HumanEval_0_f", r"\ud800"), "HumanEval-X"),
+    (MULTIPL_E + MULTIPL_E[:50], "project: row 2: JSONDecodeError"),
+    (HUMANEVAL_X.replace("declaration", "d"), "row has no declaration"),
+    (MULTIPL_E + json.dumps(MCEVAL | {"test": " "}), "project: row 2: KeyError 'test'"),
     ("\x1f\x8bxxx", "HumanEval-X"), ("PAR1xxx", "HumanEval-X"),
     (json.dumps(CRUXEVAL_X | {"output_reasoning": "}"}), "not the end of its code"),
     (MULTIPL_E * 2, "two problems with the name HumanEval_0_f"),
@@ -206,6 +210,12 @@ def test_a_file_without_problems_is_one_line(tmp_path, content, message):
     (tmp_path / "problems.jsonl").write_bytes(content.encode("latin-1"))
     with pytest.raises(BadInput, match=f"--problems=.*{message}"):
         read_problems(tmp_path / "problems.jsonl")
+
+
+def test_an_own_problem_without_a_part_is_one_line(tmp_path):
+    (tmp_path / "a.cpp").write_text("//@ difficulty: easy\n//@ prompt\nint f() {\n")
+    with pytest.raises(BadInput, match="a.cpp has no part 'tests'"):
+        read_problems(tmp_path)
 
 
 def test_a_problem_whose_library_is_missing_is_known():
