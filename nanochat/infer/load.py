@@ -95,8 +95,9 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     model.load_state_dict(state, assign=True)
     parts = Parts(dist, mesh)
     for name, parameter in model.named_parameters():
-        # Cast now: half of the bytes on a TPU, where every product would cast it first.
-        parameter.data = parts.of_model(name, parameter.data).to(dtype)
+        # Cast now: half of the bytes on a TPU, where every product would cast it first. A copy, because the file stays
+        # mapped and may be overwritten; Int8GPT copies what it keeps.
+        parameter.data = parts.of_model(name, parameter.data).to(dtype, copy=quantize == "none")
     # Checked after loading, so that the results name the loaded weights.
     if weights is not None and weights != weights_of(path):
         raise BadInput(f"checkpoint {path} was replaced since this command began: start it again")

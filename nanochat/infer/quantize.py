@@ -68,9 +68,9 @@ class Int8GPT:
             raise BadInput(f"--quantize=int8 is not for a model with {unknown}: leave it out")
         self.config = model.config
         self.options = model.options
-        self.wte = model.wte.detach()
+        self.wte = model.wte.detach().clone()
         self.logit_cap = model.logit_cap
-        self.value_table = model.value_table.detach() if model.config.num_values else None
+        self.value_table = model.value_table.detach().clone() if model.config.num_values else None
         self.cos = torch.cat([model.cos, model.cos], dim=-1)[:, None]  # (max_seq_len, 1, head_dim)
         self.sin = torch.cat([model.sin, -model.sin], dim=-1)[:, None]
         self.lm_head = matrix(model.lm_head.detach())
@@ -124,8 +124,8 @@ class _Int8Layer:
         self.mlp_in = matrix(model.mlp_in[index].detach())
         self.mlp_out = matrix(model.mlp_out[index].detach(), is_input_positive=True)  # after ReLU²
         if self.options.layer_gates:
-            self.gate_map = model.gate_map[index].detach()
-            self.gate_scale = model.gate_scale[index].detach()
+            self.gate_map = model.gate_map[index].detach().clone()
+            self.gate_scale = model.gate_scale[index].detach().clone()
 
     def __call__(self, x, x0, rotary, text, value):
         head_dim = self.options.head_dim

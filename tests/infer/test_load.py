@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nanochat.checkpoint.format import META, find_checkpoint, find_problem
+from nanochat.checkpoint.format import META, MODEL, find_checkpoint, find_problem
 from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
@@ -52,6 +52,20 @@ def test_an_accelerator_holds_the_weights_in_bf16_and_computes_what_it_does_with
     ids = torch.arange(12)[None]
     with torch.no_grad():
         assert torch.equal(loaded(ids), model(ids)) and torch.equal(loaded(ids, ids), model(ids, ids))
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_a_model_stays_the_same_when_its_files_are_overwritten(tmp_path, quantize):
+    tokenizer = load_tokenizer()
+    model = make_model(vocab_size=tokenizer.n_vocab)
+    meta = make_meta(config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
+    path = save_checkpoint(tmp_path, model.state_dict(), {}, meta, num_lanes=0)
+    loaded, _, _ = load_model(path, Dist("cpu", torch.device("cpu")), quantize=quantize)
+    ids = torch.arange(16)[None]
+    before = loaded(ids)
+    with open(path / MODEL, "r+b") as file:  # in place, as cp does
+        file.write(bytes(os.path.getsize(path / MODEL)))
+    assert torch.equal(loaded(ids), before)
 
 
 @pytest.mark.parametrize("flags, device_type", [([], "xla"), (["--quantize=int8"], "cpu")])
