@@ -38,8 +38,8 @@ LOCK_FILE = ".prepare_data.lock"
 
 @dataclass(frozen=True)
 class SourceFlags:
-    source: list = flag((), "projects (directories, git checkouts, tarballs) or tables (parquet, JSON Lines), with "
-                        "commas", of=names)
+    source: list = flag((), "projects (directories, git checkouts, tarballs) or tables (parquet, JSON Lines), "
+                        "separated by commas", of=names)
     text_column: str | None = flag(None, "column of the tables' text; default: text, content, code, contents or "
                                    "source_code", of=not_empty)
     where: str = flag("", "which rows of the tables, such as 'score >= 3 and language == \"C++\"'", of=not_empty)

@@ -41,7 +41,8 @@ class CorpusFlags:
     val_projects: list = flag((), "hold out these projects instead, separated by commas", of=names)
     exclude_problems: list = flag((), "drop documents that contain prompts of these problems: files, or own, "
                                   "separated by commas; own: the project's", of=names)
-    filters: list = flag((), "drop documents by these filters, or all, with commas; docs/data.md", of=parse_filters)
+    filters: list = flag((), "drop documents by these filters, separated by commas, or all; docs/data.md",
+                         of=parse_filters)
     licences: str = flag("any", "keep documents of these licences", choices=("any", "permissive"))
     eval_only: bool = flag(False, f"make an evaluation corpus: only {VAL_DIR}/")
     pack: str = flag("file", "what a document is: a file, or a project's files in include order",
