@@ -9,7 +9,7 @@ import torch
 from nanochat.common import BadInput
 from nanochat.data import loader as loader_module
 from nanochat.data import shards as shards_module
-from nanochat.data.fim import KINDS, Infilling, check_fim, choose_middle, draws, find_brackets, find_directives
+from nanochat.data.fim import KINDS, Infilling, check_fim, choose_middle, draws, find_brackets
 from nanochat.data.fim import find_statement as find_statement_from
 from nanochat.data.loader import check_lane_states
 from nanochat.data.shards import TextPiece
@@ -141,19 +141,18 @@ def test_the_scanner_finds_structure_and_skips_strings_comments_and_directives()
     assert found(find_statement_from(CODE, 0)) == 'const char* text = "}";'
     assert found(find_statement_from(CODE, CODE.index("int f"))) == "g(i);"
     assert found(find_statement_from(CODE, CODE.index("  return"))) == "return R\"(})\" == text ? 1'000 : '}';"
-    assert found(find_directives(CODE, 0)) == "#include <vector>\n#define TWICE(x) \\\n  ((x) + (x))"
-    assert find_brackets("a { b", 0, "{}") is find_statement_from("a", 0) is find_directives("a # b", 0) is None
+    assert find_brackets("a { b", 0, "{}") is find_statement_from("a", 0) is None
 
 
-def test_structure_is_found_in_nearly_every_header():
+def test_structure_is_found_in_most_headers():
     found = []
     for i, text in enumerate(HEADERS):
         text = text[:4000]
         begin, end = choose_middle(text, ["structure"], draws(f"{i}"))
         middle, before = text[begin:end], text[:begin]
-        found.append(before.endswith(("{", "(")) or middle.endswith(";") or middle.startswith("#"))
+        found.append(before.endswith(("{", "(")) or middle.endswith(";"))
         assert middle
-    assert sum(found) > 0.9 * len(found)
+    assert sum(found) > 0.8 * len(found)  # the others have only comments and directives in their beginning
 
 
 # -----------------------------------------------------------------------------
