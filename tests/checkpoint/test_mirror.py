@@ -56,6 +56,15 @@ def test_a_bucket_gets_checkpoints_and_gives_them_back(run_dir, bucket):
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
+def test_what_a_killed_upload_leaves_in_a_bucket_is_deleted_after_the_next_copy(run_dir, bucket):
+    there = run_mirror("gs://b/x", "run", Kept(2))
+    copy(there, run_dir, 1)
+    assert sum(request.startswith("PUT ") for request in bucket.requests) == len(bucket.names())  # no file in parts
+    del bucket.objects["b", f"x/run/step_000001/{format.SUMS}"]  # which would have been the last
+    copy(there, run_dir, 2)
+    assert {name.split("/")[2] for name in bucket.names()} == {"metrics.jsonl", "step_000002"}
+
+
 def test_what_is_damaged_on_its_way_to_a_bucket_is_sent_again(run_dir, bucket, monkeypatch):
     monkeypatch.setattr(storage, "BLIP_S", 60)
     monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.01)

@@ -23,6 +23,13 @@ def test_every_script_is_a_verb_or_a_library():
     assert {str(path.relative_to(DEPLOY).with_suffix("")) for path in DEPLOY.rglob("*.sh")} == set(VERBS + LIBRARIES)
 
 
+def test_the_document_and_the_scripts_have_the_same_exit_statuses():
+    documented = (DEPLOY.parent / "docs/deploy.md").read_text().split("## Exit statuses")[1].split("\n## ")[0]
+    listed = (DEPLOY / "lib/common.sh").read_text().split("Exit status of every script:")[1].split("\nset ")[0]
+    statuses = re.findall(r"(?:^|; )(\d+) ", listed.replace("\n#", "").strip())
+    assert statuses == re.findall(r"(\d+): ", documented) and "255" in statuses
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_and_an_unknown_flag(verb):
     script = DEPLOY / f"{verb}.sh"

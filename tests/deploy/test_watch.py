@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy import watch
+from deploy.lib.keeper import ENDED
 from tests.deploy.cloud import Cloud
 from tests.deploy.conftest import ROOT, eventually
 
@@ -284,13 +285,27 @@ def test_when_stopped_it_leaves_the_run_alone_says_what_still_costs_money_and_re
     assert world.steps() == list(range(1, 101))
 
 
-def test_a_failure_of_watch_itself_is_reported_with_a_status_that_systemd_restarts(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
     flags = {"NAME": "nano", "TYPE": "v6e-4", "ZONES": "us-west1-c", "MARGIN_S": 600, "POLL_S": 1, "PATIENCE": 5,
              "STALL_S": 9, "STATE": tmp_path, "TO": tmp_path}
     for name, value in flags.items():
         monkeypatch.setenv(f"WATCH_{name}", str(value))
+    monkeypatch.delenv("WATCH_PRICES", raising=False)
+    return watch.read_settings(["--run=d16"])
+
+
+@pytest.mark.parametrize("status, word", [(0, "finished"), (1, "was given up")])
+def test_a_watch_that_has_ended_for_good_is_not_begun_again(settings, monkeypatch, capsys, status, word):
+    workers = [subprocess.Popen(["sh", "-c", f"exit {ENDED + status}"])]
+    monkeypatch.setattr(watch, "start_worker", lambda settings: workers.pop())
+    assert watch.keep(settings, "watch") == watch.keep(settings, "watch") == status
+    assert f"the run d16 {word} at " in capsys.readouterr().out
+
+
+def test_a_failure_of_watch_itself_is_reported_with_a_status_that_systemd_restarts(settings, monkeypatch, capsys):
     monkeypatch.setattr(watch, "start_worker", lambda settings: 1 / 0)
-    assert watch.keep(watch.read_settings(["--run=d16"]), "watch") == 70
+    assert watch.keep(settings, "watch") == 70
     printed = capsys.readouterr().out
     assert "watch.sh failed: ZeroDivisionError" in printed and "nano (absent) is left as it is, at 2.29 USD" in printed
     assert "70" not in (ROOT / "deploy/watch.service").read_text()

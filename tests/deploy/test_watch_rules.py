@@ -15,6 +15,14 @@ def world(tmp_path):
     return world
 
 
+def test_the_vm_is_told_how_much_time_is_left_and_ends_the_run_itself(world):
+    """As it must while this machine sleeps."""
+    given = []
+    world.fails["train"] = given.extend
+    world.worker().start()
+    assert "--max_hours=1.0000" in given[:given.index("--")]
+
+
 def test_a_run_that_goes_on_is_left_alone_whatever_gcloud_says_of_its_vm(world):
     worker = world.worker()
     for health in ("UNHEALTHY_TENSORFLOW", "UNHEALTHY_MAINTENANCE", ""):

@@ -1,5 +1,6 @@
 """A checkpoint of karpathy/nanochat is imported exactly, or refused with the reason."""
 import json
+import os
 import pickle
 
 import pytest
@@ -103,12 +104,29 @@ def test_scales_of_the_residual_stream_are_taken(theirs, tmp_path):
     ({}, {"vocab_size": 10}, "the tokenizer has 303 tokens"),
     ({}, {"n_layer": "two"}, "impossible sizes"),
     ({}, {"n_layer": 3}, "attn_q is missing"),
+    ({}, {"n_layer": 10**9}, "--depth=1e.09 is more than 10000"),
 ])
 def test_what_cannot_be_imported_is_refused_and_nothing_is_made(theirs, tmp_path, base_dir, new_weights, config,
                                                                 message):
     with pytest.raises(BadInput, match=message):
         run(change(theirs, tmp_path, new_weights, **config))
     assert not (base_dir / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("name", ["model_000650.pt", "meta_000650.json"])
+@pytest.mark.parametrize("what", ["pipe", "/dev/zero", "[" * 10**5], ids=["pipe", "zeros", "deep"])
+def test_a_file_whose_read_would_never_end_is_refused_in_one_line(theirs, tmp_path, name, what):
+    path = change(theirs, tmp_path) / name
+    path.unlink()
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what.startswith("/"):
+        path.symlink_to(what)
+    else:
+        path.write_text(what)
+    with pytest.raises(BadInput, match=f"--model=.*{name} (cannot be read|is not nanochat's)") as refusal:
+        run(tmp_path)
+    assert "\n" not in str(refusal.value)
 
 
 def test_files_that_are_not_nanochats_are_refused(theirs, tmp_path):
