@@ -23,7 +23,7 @@ from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.infer.load import load_language_meta, resolve_inference_device_type
 from nanochat.model.config import GPTConfig
-from nanochat.record.metrics import METRICS_FILE
+from nanochat.record.metrics import METRICS_FILE, parse_record
 from nanochat.run.processes import expected_world_size, run_module, start_module
 from nanochat.run.stopping import EXIT_STATUS
 from nanochat.train.flags import Flags as TrainFlags
@@ -138,16 +138,19 @@ def train(module, flags, metrics):
             print("the held-out files gain no more", flush=True)
             process.terminate()
             is_told = True
-    if process.returncode not in (0, EXIT_STATUS if is_told else 0):
+    if process.returncode != 0 and not (is_told and process.returncode == EXIT_STATUS):
         raise BadInput(f"base_train ended with status {process.returncode}: see above")
 
 
 def evaluations(metrics):
     """Returns {step: (bits per byte of the project, of the old data)}."""
-    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return {record["step"]: (record["val_bpb_own"], record["val_bpb_old"]) for record in records
-            if "val_bpb_own" in record}
+    found = {}
+    if metrics.exists():
+        for line in metrics.read_text().splitlines():
+            record = parse_record(line)
+            if record and "val_bpb_own" in record:
+                found[record["step"]] = record["val_bpb_own"], record["val_bpb_old"]
+    return found
 
 
 def adapt(flags, path, meta, old, folder, metrics):
@@ -165,8 +168,10 @@ def adapt(flags, path, meta, old, folder, metrics):
     best = min(found, key=found.get)
     for name, before, now in zip(("its held-out files", "the old validation text"), found[0], found[best], strict=True):
         print(f"{name}: {before:.4f} -> {now:.4f} bits per byte ({now / before - 1:+.1%})")
-    print(f"complete with it: python3 -m scripts.serve --checkpoint={flags.run}/step_{best:06d}" if best else
-          "nothing was gained: keep the model as it is")
+    if best:
+        print(f"complete with it: python3 -m scripts.serve --checkpoint={flags.run}/step_{best:06d}")
+    else:
+        print("nothing was gained: keep the model as it is")
 
 
 def main(argv=None):

@@ -4,7 +4,6 @@ It trains with the program for TPUs, over two XLA devices of the CPU, in three t
 $NANOCHAT_BASE_DIR/demo (default ~/.cache/nanochat/demo), and the other scripts take the model as --checkpoint=demo. A
 second demo starts over.
 """
-import json
 import os
 import shlex
 import shutil
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nanochat.analysis.history import read_run
 from nanochat.common import flag, get_base_dir, read_flags, run_script
 from nanochat.data.shards import TextFlags, all_pieces, open_text
 from nanochat.data.tokenizer import load_tokenizer
@@ -73,15 +73,16 @@ def main(argv=None):
 
     run_dir = base_dir / "checkpoints" / "dummy"
     name = checkpoint_name(run_dir)
-    records = [json.loads(line) for line in (run_dir / METRICS_FILE).read_text().splitlines()]
-    bpb = [record["val_bpb"] for record in records if "val_bpb" in record]
+    history = read_run(str(run_dir))
+    bpb = history.series("val_bpb")[1]
+    last = history.records[-1]["step"]
     unigram = unigram_bits_per_byte(base_dir / "parquet" / "val")
     print(f"""
 === done in {time.monotonic() - started:.0f} s
-validation   {bpb[0]:.3f} bits per byte before, {bpb[-1]:.3f} after {records[-1]['step']} steps;
+validation   {bpb[0]:.3f} bits per byte before, {bpb[-1]:.3f} after {last} steps;
              token frequencies alone give {unigram:.3f}
 corpus       {base_dir / 'parquet'}
-checkpoint   {run_dir}/step_{records[-1]['step']:06d}
+checkpoint   {run_dir}/step_{last:06d}
 metrics      {run_dir / METRICS_FILE}
 
 See it write in your browser, at the address that this prints:

@@ -32,19 +32,20 @@ def main(argv=None):
     max_tokens = default_max_tokens(meta.config["max_seq_len"])
     out_dir = require_writable_dir(flags.out_dir or get_base_dir() / "eval" / f"{path.parent.name}_{path.name}")
     weights = weights_of(path)
-    common = [f"--checkpoint={path.absolute()}", f"--device_type={device_type}", f"--max_tokens={max_tokens}"]
+    common = [f"--checkpoint={path.absolute()}", f"--device_type={device_type}", f"--max_tokens={max_tokens}",
+              f"--problems={flags.problems}"]
     if flags.tokenizer_dir:
         common.append(f"--tokenizer_dir={flags.tokenizer_dir}")
     if flags.unsafe:
         common.append("--unsafe")
-    of_code_eval = [] if flags.problems == "own" else [f"--problems={flags.problems}"]
-    # A model trained without fill in the middle has never seen the prompt of a gap.
-    tasks = ["functions", "infill_functions"] if meta.flags.get("fim_rate", 0) > 0 else ["functions"]
+    tasks = ["functions"]
+    if meta.flags.get("fim_rate", 0) > 0:  # without fill in the middle, a model has never seen the prompt of a gap
+        tasks.append("infill_functions")
     found = {}
     for task in tasks:
-        run("scripts.code_eval", *common, *of_code_eval, f"--task={task}", f"--out_dir={out_dir / task}")
+        run("scripts.code_eval", *common, f"--task={task}", f"--out_dir={out_dir / task}")
         found[task] = records_of(out_dir / task / "samples.jsonl", path, weights)
-    run("scripts.solve", *common, f"--problems={flags.problems}", f"--out_dir={out_dir / 'search'}")
+    run("scripts.solve", *common, f"--out_dir={out_dir / 'search'}")
     searches = records_of(out_dir / "search" / "searches.jsonl", path, weights)
     lines = [f"Checkpoint `{path.parent.name}/{path.name}`. In brackets: the 95% interval over problems or gaps.", "",
              *eval_report.table(found), "", *solve.table(searches)]

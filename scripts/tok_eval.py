@@ -123,10 +123,12 @@ def find_entrants(tokenizer_dir):
     thread = threading.Thread(target=fetch, name="fetch", daemon=True)  # abandoned if it does not end
     thread.start()
     thread.join(FETCH_S)
-    entrants = [Entrant(encoding.name, functools.partial(encode_text, encoding), encoding.decode_bytes)
-                for encoding in tuple(fetched)]
+    entrants = []
+    for encoding in tuple(fetched):
+        entrants.append(Entrant(encoding.name, functools.partial(encode_text, encoding), encoding.decode_bytes))
     if len(entrants) < len(OPENAI):
-        reason = " ".join(str(errors[0] if errors else f"it has not ended after {FETCH_S} s").split())[:200]
+        errors.append(f"it has not ended after {FETCH_S} s")  # the reason, if it is the first
+        reason = " ".join(str(errors[0]).split())[:200]
         print(f"without {' and '.join(OPENAI[len(entrants):])}, which tiktoken cannot fetch ({reason}): connect to the "
               "internet, or copy its cache to $TIKTOKEN_CACHE_DIR", flush=True)
     return [*entrants, Entrant("ours", tokenizer.encode_to_numpy, tokenizer.decode_bytes)]
@@ -137,29 +139,38 @@ def main(argv=None):
     shards = open_text(flags, "val")
     require_files(shards, "comparing tokenizers")
     entrants = find_entrants(flags.tokenizer_dir)
-    *others, ours = entrants
+    others = entrants[:-1]
     documents = first_documents(shards, flags.max_bytes_per_source)
     kinds = by_kind(documents)
 
-    def print_cells(*cells):
-        print(f"| {' | '.join(cells)} |", flush=True)
-
-    gains = [f"more than {other.name}" for other in others]
-    print_cells("bytes per token", "MB", *(entrant.name for entrant in entrants), *gains)
-    print_cells(*["---"] * (2 + len(entrants) + len(others)))
+    titles = ["bytes per token", "MB"]
+    titles += [entrant.name for entrant in entrants]
+    titles += [f"more than {other.name}" for other in others]
+    print_row(titles)
+    print_row(["---"] * len(titles))
     for kind in KINDS:
         texts = kinds[kind]
         if any(texts):
+            row = [kind, f"{count_bytes(texts) / 1e6:.1f}"]
             values = [entrant.bytes_per_token(texts) for entrant in entrants]
-            print_cells(kind, f"{count_bytes(texts) / 1e6:.1f}", *(f"{value:.3f}" for value in values),
-                        *(f"{values[-1] / value - 1:+.1%}" for value in values[:-1]))
+            row += map("{:.3f}".format, values)
+            row += [f"{values[-1] / value - 1:+.1%}" for value in values[:-1]]
+            print_row(row)
     texts = kinds["all"]
+    speeds = ["MB/s on one core", ""]
+    for entrant in entrants:
+        speeds.append(f"{entrant.bytes_per_second(texts) / 1e6:.1f}")
     blank = [""] * len(others)
-    speeds = [f"{entrant.bytes_per_second(texts) / 1e6:.1f}" for entrant in entrants]
-    print_cells("MB/s on one core", "", *speeds, *blank)
-    lossless = ["yes" if entrant.is_lossless(texts) else "no" for entrant in entrants]
-    print_cells("every text comes back", "", *lossless, *blank)
-    return 0 if ours.is_lossless(texts) else 1
+    print_row(speeds + blank)
+    answers = ["every text comes back", ""]
+    for entrant in entrants:
+        answers.append("yes" if entrant.is_lossless(texts) else "no")
+    print_row(answers + blank)
+    return int(answers[-1] == "no")
+
+
+def print_row(cells):
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures the share of a model's C++ that compiles and passes tests: during a run, and for scripts/code_eval.py."""
 import os
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 
 from nanochat.common import BadInput, say
@@ -65,9 +65,11 @@ def evaluate(items, writer, judge, results, workers, show=ignore):
     """
     # A kill may lose records of the last item only. The same seed writes the same samples again, and the ones that the
     # file holds are skipped.
-    written = [record["name"] for record in results.records]
-    last = written[-1] if written else None
-    todo = [item for item in items if item.name == last or item.name not in set(written)]
+    num_written = Counter(record["name"] for record in results.records)
+    last = None
+    if results.records:
+        last = results.records[-1]["name"]
+    todo = [item for item in items if item.name == last or item.name not in num_written]
     show(len(items) - len(todo))
     # The records are written in the order of the items, whichever verdict comes first. The model runs at most two items
     # for each worker ahead of the judging, so that a kill loses little.
@@ -86,7 +88,7 @@ def evaluate(items, writer, judge, results, workers, show=ignore):
         for item in todo:
             records = writer.write(item)
             if item.name == last:
-                records = records[written.count(last):]
+                records = records[num_written[last]:]
             pending.append([(record, pool.submit(item.verdict, judge, record["text"])) for record in records])
             while pending and (len(pending) > 2 * workers or all(verdict.done() for _, verdict in pending[0])):
                 finish_first()
@@ -111,17 +113,20 @@ def check_solutions(problems, judge, workers, seed):
     solved = [problem for problem in problems if problem.solution]
     if not solved:
         raise BadInput("--check needs solutions: the problems of --problems have none")
+    whole = []
     broken = []
     for i, problem in enumerate(solved):
+        whole.append((problem, problem.solution))
         texts = without_one_line(problem.solution)
         if texts:
             broken.append((problem, texts[(seed + i) % len(texts)]))
-    verdicts = judge_all(judge, workers, [(problem, problem.solution) for problem in solved], "solutions")
-    for problem, verdict in zip(solved, verdicts, strict=True):
+    status = 0
+    for problem, verdict in zip(solved, judge_all(judge, workers, whole, "solutions"), strict=True):
         if not verdict.passed:
+            status = 1
             say(f"{problem.name}: {verdict.status}\n{verdict.message}", keep="\n\t")
     judge_all(judge, workers, broken, "solutions with one line deleted")
-    return int(not all(verdict.passed for verdict in verdicts))
+    return status
 
 
 def judge_all(judge, workers, programs, what):

@@ -66,19 +66,19 @@ def data_bytes(data):
     """Returns the bytes of a host's disk that DataFlags ask for; None if the shards are not on this machine."""
     if data.synthetic_data:
         return 0
-    found = 0
     places = [("val", each.val_dir) for each in data.validation_sets().values()]
     if data.data_mix:
         places += [("train", source.place) for source in read_mixture(data.data_mix).sources]
     else:
         places.append(("train", data.data_dir))
-    if any(in_bucket(place) for _, place in places):
-        found += int(1e9 * data.data_cache_gb)
+    found = 0
+    cached = 0  # the cache of all places in buckets
     for split, place in places:
         if in_bucket(place):
+            cached = int(1e9 * data.data_cache_gb)
             continue
         try:
             found += sum(path.stat().st_size for path in list_shards(place, split))
         except BadInput:
             return None
-    return found
+    return found + cached

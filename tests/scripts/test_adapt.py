@@ -41,7 +41,7 @@ def test_a_tenth_of_a_project_is_held_out_by_the_names_of_its_files(tmp_path):
 def test_training_stops_once_the_held_out_files_gain_no_more(tmp_path, capsys, monkeypatch):
     """With a process that waits to be stopped, and evaluations that no longer become better."""
     metrics = tmp_path / "metrics.jsonl"
-    lines = [f'{{"step": {step}, "val_bpb_own": {own}, "val_bpb_old": 1.0}}\n'
+    lines = [f'{{"step": {step}, "time": {step}, "val_bpb_own": {own}, "val_bpb_old": 1.0}}\n'
              for step, own in enumerate((2.0, 1.5, 1.6, 1.5))]
     metrics.write_text("".join(lines) + '{"step": 4, "val_')
     assert adapt.evaluations(metrics)[3] == (1.5, 1.0) and len(adapt.evaluations(metrics)) == 4
