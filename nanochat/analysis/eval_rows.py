@@ -74,6 +74,7 @@ class ProjectRows:
         return rows, self._counts
 
     def __iter__(self):
+        """Yields batches of rows: <|bos|>, the end of the project before a file as far as it fits, and the file."""
         rows = []
         left = self.num_tokens
         self.num_files = 0

@@ -40,7 +40,7 @@ class Lines:
         """Returns whether one of the runs has the metric, or, for a count, has counted anything."""
         for run in runs:
             values = run.series(self.name)[1]
-            if values.any() if self.is_count else len(values):
+            if values.any() or len(values) and not self.is_count:
                 return True
         return False
 
@@ -158,13 +158,20 @@ def draw_goodput(runs, run, axes):
     unit_s = label_time(axes, [run])
     records = [record for record in run.records if SECONDS + "train" in record]
     known = run.seconds()
-    kinds = [kind for kind in (*KINDS, *sorted(known.keys() - KINDS)) if kind in known]
-    # (kinds, records), like the percentages. The seconds are running totals, so a column adds up to the time so far.
-    seconds = np.array([[record.get(SECONDS + kind, 0.0) for record in records] for kind in kinds])
-    percentages = 100 * seconds / np.maximum(seconds.sum(axis=0), 1e-9)
     times = [(record["time"] - run.records[0]["time"]) / unit_s for record in records]
-    labels = [f"{kind} {of_kind[-1]:.1f}%" for kind, of_kind in zip(kinds, percentages, strict=True)]
-    axes.stackplot(times, percentages, alpha=0.8, colors=[KINDS.get(kind, "#bcbd22") for kind in kinds], labels=labels)
+    kinds = {}  # {kind: its seconds until each record}
+    for kind in (*KINDS, *sorted(known.keys() - KINDS)):
+        if kind in known:
+            kinds[kind] = np.array([record.get(SECONDS + kind, 0.0) for record in records])
+    total = np.maximum(sum(kinds.values()), 1e-9)  # the time so far
+    percentages = []
+    labels = []
+    colours = []
+    for kind, seconds in kinds.items():
+        percentages.append(100 * seconds / total)
+        labels.append(f"{kind} {percentages[-1][-1]:.1f}%")
+        colours.append(KINDS.get(kind, "#bcbd22"))
+    axes.stackplot(times, percentages, alpha=0.8, colors=colours, labels=labels)
     mark_interruptions(axes, run, "black", "time", unit_s)
     axes.set(ylabel="fraction of the time so far, %", ylim=(0, 100))
     if len(runs) > 1:

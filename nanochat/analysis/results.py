@@ -130,9 +130,10 @@ def compare(finals, reference):
     p_values = {}
     for name, values in finals.items():
         if name != reference and reference in finals:
-            p_values[name] = welch_p(values, finals[reference])
-    # Holm's factor is the number of tests, so variants without a test are not among them.
-    corrected = holm({name: p for name, p in p_values.items() if p is not None})
+            p_value = welch_p(values, finals[reference])
+            if p_value is not None:  # Holm's factor is the number of tests, so variants without a test do not count
+                p_values[name] = p_value
+    corrected = holm(p_values)
     found = {}
     for name, values in finals.items():
         mean = float(np.mean(values))

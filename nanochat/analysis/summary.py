@@ -10,8 +10,12 @@ def summarise(runs, usd_per_hour=None):
     """Returns the rows of the summary, (label, [a text for each run]), without those that are empty for all runs.
     usd_per_hour: the price of the TPU."""
     columns = [summary_of(run, usd_per_hour) for run in runs]
-    rows = [(label, [column[label] for column in columns]) for label in columns[0]]
-    return [(label, texts) for label, texts in rows if any(texts)]
+    rows = []
+    for label in columns[0]:
+        texts = [column[label] for column in columns]
+        if any(texts):
+            rows.append((label, texts))
+    return rows
 
 
 def summary_of(run, usd_per_hour):
@@ -72,8 +76,10 @@ def validation_sets(run):
     """Returns the bits per byte of each set of --val_dir=NAME=FOLDER,…"""
     prefix = "val_bpb_"
     for record in reversed(run.records):
-        found = [f"{name.removeprefix(prefix)} {text(value, '{:.4f}', unknown='not finite')}"
-                 for name, value in record.items() if name.startswith(prefix)]
+        found = []
+        for name, value in record.items():
+            if name.startswith(prefix):
+                found.append(f"{name.removeprefix(prefix)} {text(value, '{:.4f}', unknown='not finite')}")
         if found:
             return ", ".join(found)
     return ""
@@ -91,8 +97,9 @@ def peak_memory(run):
     if peak is None:
         return ""
     limit = run.last("device_memory_limit_bytes")
-    of_limit = f" of {limit / GIB:.1f}" if limit else ""
-    return f"{peak / GIB:.1f} GiB{of_limit}"
+    if not limit:
+        return f"{peak / GIB:.1f} GiB"
+    return f"{peak / GIB:.1f} GiB of {limit / GIB:.1f}"
 
 
 def peak_bytes(run):
@@ -104,8 +111,11 @@ def peak_bytes(run):
 def time_not_training(run):
     seconds = run.seconds()
     total = max(sum(seconds.values()), 1e-9)
-    kinds = sorted(seconds.keys() - {"train"}, key=seconds.get, reverse=True)
-    return ", ".join(f"{kind} {seconds[kind] / total:.1%}" for kind in kinds if seconds[kind] >= 0.0005 * total)
+    found = []
+    for kind in sorted(seconds.keys() - {"train"}, key=seconds.get, reverse=True):
+        if seconds[kind] >= 0.0005 * total:
+            found.append(f"{kind} {seconds[kind] / total:.1%}")
+    return ", ".join(found)
 
 
 def format_table(rows):
@@ -117,11 +127,10 @@ def format_table(rows):
 
 def make_page(title, rows, pictures):
     """Returns one HTML document with the rows of a table, the names of its columns first, and the pictures."""
-    table = ""
-    for number, (label, texts) in enumerate(rows):
-        kind = "td" if number else "th"
-        cells = [label if number else "", *texts]
-        table += "<tr>" + "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in cells) + "</tr>\n"
+    (_, names), *others = rows
+    table = table_row("th", ["", *names])
+    for label, texts in others:
+        table += table_row("td", [label, *texts])
     images = ""
     for path in pictures:
         encoded = base64.b64encode(path.read_bytes()).decode()
@@ -135,3 +144,8 @@ td, th {{ text-align: left; padding: 0.2em 1.5em 0.2em 0 }} td:first-child {{ co
 <table>{table}</table>
 {images}</body></html>
 """
+
+
+def table_row(tag, cells):
+    """Returns a row of an HTML table, whose cells have this tag."""
+    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>\n"

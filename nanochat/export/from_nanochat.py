@@ -14,6 +14,8 @@ from nanochat.model.gpt import GPT
 LAYER_NAMES = {"attn_q": "attn.c_q.weight", "attn_k": "attn.c_k.weight", "attn_v": "attn.c_v.weight",
                "attn_o": "attn.c_proj.weight", "mlp_in": "mlp.c_fc.weight", "mlp_out": "mlp.c_proj.weight"}
 
+TABLE_NAMES = {"wte": "transformer.wte.weight", "lm_head": "lm_head.weight"}
+
 # The parts of a GPT that these models lack.
 NANOCHAT = {"window_pattern": "L", "key_shift": False, "layer_gates": False, "value_embeddings": "off"}
 
@@ -28,8 +30,8 @@ def read_meta(model):
         require_file(model)
         require_file(path)
         found = json.loads(path.read_text(encoding="utf-8"))["model_config"]
-        sizes = {"vocab_size": found["vocab_size"], "max_seq_len": found["sequence_len"],
-                 **{name: found[name] for name in ("n_layer", "n_embd", "n_head", "n_kv_head")}}
+        sizes = {"vocab_size": found["vocab_size"], "max_seq_len": found["sequence_len"], "n_layer": found["n_layer"],
+                 "n_embd": found["n_embd"], "n_head": found["n_head"], "n_kv_head": found["n_kv_head"]}
         letters = set(found.get("window_pattern", "L"))
     except OSError as error:
         raise BadInput(f"--model={model}: {error.filename} cannot be read ({error.strerror})") from None
@@ -61,15 +63,15 @@ def read_weights(path):
 def convert(state, config, path):
     """Returns nanochat's `state` as the weights of a GPT, fp32. Raises BadInput for parts that a GPT here lacks."""
     # Each known weight is taken out of `state`. The rest would be lost, so it is refused.
-    rows = config.vocab_size  # nanochat's tables may be padded with rows for no token
-    named = {"wte": state.pop("transformer.wte.weight", None), "lm_head": state.pop("lm_head.weight", None)}
-    found = {name: table[:rows] for name, table in named.items() if table is not None}
-    found["resid_scale"] = state.pop("resid_lambdas", torch.ones(config.n_layer))
-    found["x0_scale"] = state.pop("x0_lambdas", torch.zeros(config.n_layer))
+    found = {"resid_scale": state.pop("resid_lambdas", torch.ones(config.n_layer)),
+             "x0_scale": state.pop("x0_lambdas", torch.zeros(config.n_layer))}
+    for ours, theirs in TABLE_NAMES.items():
+        if theirs in state:  # it may be padded with rows for no token
+            found[ours] = state.pop(theirs)[:config.vocab_size]
     for ours, theirs in LAYER_NAMES.items():
         layers = [state.pop(f"transformer.h.{i}.{theirs}", None) for i in range(config.n_layer)]
         if all(layer is not None for layer in layers):
-            found[ours] = torch.stack([layer.float() for layer in layers])
+            found[ours] = torch.stack(layers).float()
     for name in ("cos", "sin"):  # computed from the config
         state.pop(name, None)
     if state:

@@ -216,11 +216,11 @@ def _metrics(run, curve):
     if run is None:
         return "## Metrics\n\nUnknown: the metrics of the run were missing at the export."
     shown = {"val_bpb": "validation, bits per byte", "fim_bpb": "middles, bits per byte", "loss": "loss, nats a token"}
-    columns = {}  # {name: {step: value}}
+    columns = {}  # {name: {step: text}}
     for name in shown:
         steps, values = run.series(name)
         if len(steps):
-            columns[name] = dict(zip(steps, values, strict=True))
+            columns[name] = dict(zip(steps, map("{:.4f}".format, values), strict=True))
     measured = run.series("fim_bytes")[1]
     if len(measured):
         shown["fim_bpb"] += f" (of {int(measured[-1]):,} bytes)"
@@ -231,7 +231,7 @@ def _metrics(run, curve):
     kept = sorted({steps[round(i * (len(steps) - 1) / (CURVE_ROWS - 1))] for i in range(CURVE_ROWS)})
     rows = []
     for step, tokens in zip(kept, run.work(kept), strict=True):
-        cells = [f"{values[step]:.4f}" if step in values else "" for values in columns.values()]
+        cells = [texts.get(step, "") for texts in columns.values()]
         rows.append(" | ".join([f"| {step:,}", f"{tokens:,.0f}", *cells]) + " |")
     picture = f"![The curve of the run]({curve})\n\n" if curve else ""
     titles = [shown[name] for name in columns]

@@ -111,6 +111,7 @@ class Sample:
             self.num_tokens += 1
             self.end("end")
             return
+        # The first bytes may repeat the end of the prompt, which is drawn again: they are no new text.
         data = self._tokenizer.decode_bytes([token])
         num_known = len(self.known)
         self.known = self.known[len(data):]

@@ -226,7 +226,7 @@ def write_report(out_dir, settings, records, items, others):
     """Prints the scores, and writes them and the page. items: problems or Gaps; others: records to compare with."""
     scores = format_scores(summarise(records))
     say("\n".join(scores), keep="\n\t")
-    differences = format_differences(compare_results(records, others)) if others else []
+    differences = format_differences(compare_results(records, others))
     if differences:
         print("\nthe difference to --against, each problem compared with itself:\n" + "\n".join(differences))
     page = make_page(settings, records, {item.name: around(item) for item in items}, differences)
@@ -248,18 +248,22 @@ def around(item):
 def make_page(settings, records, texts, differences=()):
     """Returns the page, self-contained HTML. texts: {name: (text before a sample, text after it)}."""
     title = escape(f"{settings['task']}: {settings['checkpoint']}")
-    rows = [f"<tr><td>{escape(measure)}<td>{escape(group)}<td>{found.mean:.4f}<td>{found.low:.4f} to {found.high:.4f}"
-            f"<td>{found.num_problems}" for measure, group, found in summarise(records)]
     parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>",
-             f"<h1>{title}</h1><table><tr><th>measure<th>of<th>mean<th>95% interval<th>problems{''.join(rows)}</table>"]
+             f"<h1>{title}</h1><table><tr><th>measure<th>of<th>mean<th>95% interval<th>problems"]
+    for measure, group, found in summarise(records):
+        parts.append(f"<tr><td>{escape(measure)}<td>{escape(group)}<td>{found.mean:.4f}"
+                     f"<td>{found.low:.4f} to {found.high:.4f}<td>{found.num_problems}")
+    parts.append("</table>")
     if differences:
         lines = escape("\n".join(differences))
         parts.append(f"<h2>Compared with the other evaluation</h2><pre>{lines}</pre>")
     parts.append("<h2>Samples</h2>")
     for name, samples in by_name(records).items():
         parts.append(show_problem(name, samples, *texts[name]))
-    shown = [f"<tr><td>{escape(key)}<td>{escape(value)}" for key, value in settings.items()]
-    parts.append(f"<h2>Settings</h2><table>{''.join(shown)}</table></html>\n")
+    parts.append("<h2>Settings</h2><table>")
+    for key, value in settings.items():
+        parts.append(f"<tr><td>{escape(key)}<td>{escape(value)}")
+    parts.append("</table></html>\n")
     return "\n".join(parts)
 
 
@@ -274,8 +278,12 @@ def show_problem(name, samples, before, after):
 def show_sample(sample, before, after):
     status = sample["status"] or "not judged, because the file does not compile by itself"
     colour = "passed" if status == PASSED else "failed"
-    which = f"drawn, number {sample['sample']}" if sample["sample"] else "greedy"
-    message = f"<pre>{escape(sample['message'])}</pre>" if sample.get("message") else ""
+    which = "greedy"
+    if sample["sample"]:
+        which = f"drawn, number {sample['sample']}"
+    message = ""
+    if sample.get("message"):
+        message = f"<pre>{escape(sample['message'])}</pre>"
     return (f"<p>{escape(which)}: <span class={colour}>{escape(status)}</span></p>"
             f"<pre>{escape(before)}<span class=written>{escape(sample['text'])}</span>{escape(after)}</pre>{message}")
 

@@ -106,8 +106,10 @@ def _cut(text, begin, end, kind, problem=None):
 def spans(text, kind):
     """Returns the (begin, end) of all spans of this kind: lines without the last newline, or a text in brackets."""
     if kind == "single line":
-        found = [match.span() for match in re.finditer(r"^[^\n]*\w[^\n]*$", text, re.MULTILINE)
-                 if len(match[0].strip()) >= 5]
+        found = []
+        for match in re.finditer(r"^[^\n]*\w[^\n]*$", text, re.MULTILINE):
+            if len(match[0].strip()) >= 5:
+                found.append(match.span())
     elif kind == "several lines":
         lines = [match.span() for match in re.finditer(r"^.*\S.*$", text, re.MULTILINE)]
         found = []

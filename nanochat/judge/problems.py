@@ -98,7 +98,9 @@ def read_sets(text):
     problems = []
     for name in names:
         found = read_problems(name)
-        problems += found if len(names) == 1 else [replace(problem, difficulty=Path(name).stem) for problem in found]
+        if len(names) > 1:
+            found = [replace(problem, difficulty=Path(name).stem) for problem in found]
+        problems += found
     return _distinct(problems, f"--problems={text}")
 
 
@@ -140,9 +142,11 @@ class ProblemFlags:
         else:
             name = "--prompt"
             prompt = _as_text(os.fsencode(self.prompt))
-        tests = "" if self.tests is None else _read_text(self.tests, "--tests")
-        if self.tests is not None and not re.search(r"\bmain\b", tests):
-            raise BadInput(f"--tests={self.tests} has no main(), which runs the tests")
+        tests = ""
+        if self.tests is not None:
+            tests = _read_text(self.tests, "--tests")
+            if not re.search(r"\bmain\b", tests):
+                raise BadInput(f"--tests={self.tests} has no main(), which runs the tests")
         return [problem_of_prompt(name, prompt, tests)]
 
 
@@ -223,9 +227,11 @@ def _foreign(row):
         return Problem(row["name"], row["prompt"], tests.removeprefix("}"), row.get("solution"))
     if "declaration" in row:
         # Only the headers of the declaration are used, because the declaration of CPP/38 has an error.
-        includes = [line for line in row["declaration"].splitlines() if line.startswith("#include")]
-        extra = [f"{line}\n" for line in includes if line not in row["prompt"]]
-        return Problem(row["task_id"], row["prompt"], row["test"], row["canonical_solution"], preamble="".join(extra))
+        preamble = ""
+        for line in row["declaration"].splitlines():
+            if line.startswith("#include") and line not in row["prompt"]:
+                preamble += f"{line}\n"
+        return Problem(row["task_id"], row["prompt"], row["test"], row["canonical_solution"], preamble=preamble)
     # McEval's prompts end with the signature, and its solutions begin with the brace.
     solution = row["canonical_solution"].strip()
     if not solution.startswith("{"):

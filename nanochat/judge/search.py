@@ -268,9 +268,11 @@ def find_wrong(search, states):
     to_check = [state.text for state in states if not state.num_comments]
     wrong = []
     for text, line in zip(to_check, search.find_errors(to_check), strict=True):
-        search.say(f"{'alive' if line is None else 'wrong'}  {text.splitlines()[-1]}")
+        status = "alive"
         if line is not None:
+            status = "wrong"
             wrong.append("".join(text.splitlines(keepends=True)[:line + 1]))
+        search.say(f"{status}  {text.splitlines()[-1]}")
     return tuple(wrong)
 
 
@@ -327,7 +329,8 @@ def fill(search, lines, begin, end):
     old = "\n".join(lines[begin:end])
     max_tokens = min(2 * len(writer.tokenizer.encode(old)) + 16, writer.model.config.max_seq_len // 2)
     prompt = writer.gap_prompt(prefix, suffix, max_tokens)
-    drawn = search.draw(prompt.parts, 1, max_tokens, ("\n",) if end - begin == 1 else ())
+    stop = ("\n",) if end - begin == 1 else ()
+    drawn = search.draw(prompt.parts, 1, max_tokens, stop)
     if not drawn or drawn[0].reason == "length":
         return None
     return drawn[0].text

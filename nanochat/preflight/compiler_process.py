@@ -187,8 +187,9 @@ def with_source_lines(text):
         scopes = LINE_IN_SCOPE.findall(name)
         if scopes and not source:
             source = "{}:{}".format(*scopes[-1])
-        is_backward = any(backward for _, _, backward in scopes)
-        words = [source, "backward" if is_backward else "", name.rsplit("/", 1)[-1]]
-        return begin + " ".join(filter(None, words)) + rest
+        words = name.rsplit("/", 1)[-1]
+        if any(backward for _, _, backward in scopes):
+            words = f"backward {words}"
+        return begin + f"{source} {words}".strip() + rest
 
     return re.sub(r'^(#loc\d+ = loc\(")([^"]*)("(?:\(#loc\d+\))?\))$', with_line, text, flags=re.MULTILINE)

@@ -109,11 +109,12 @@ def explain_out_of_memory(program, compiled, resident_bytes, name_buffer):
     needed, buffers = large_buffers(compiled.out_of_memory)
     for buffer in buffers:
         buffer["what"] = name_buffer(buffer["shape"])
-    is_vmem = "memory space vmem" in compiled.out_of_memory  # of one operation, such as a Pallas kernel
-    if not is_vmem:
+    memory = "vmem"  # of one operation, such as a Pallas kernel
+    if "memory space vmem" not in compiled.out_of_memory:
+        memory = "hbm"
         needed += resident_bytes  # the compiler's report covers temporaries only
     return {
-        "memory": "vmem" if is_vmem else "hbm", "needed_bytes": needed,
+        "memory": memory, "needed_bytes": needed,
         "compile_s": compiled.seconds, "traced_instructions": program.instructions,
         "largest": buffers[:10], "report": compiled.out_of_memory[:4000]}
 
@@ -121,18 +122,21 @@ def explain_out_of_memory(program, compiled, resident_bytes, name_buffer):
 def large_buffers(out_of_memory):
     """Returns the bytes that the program would need (0 if the compiler's report does not say), and its large buffers,
     [{"bytes": …, "shape": …, "source": …}], the largest first."""
-    needed = re.search(r"Used ([\d.]+[KMG]) of|Allocation \(size=(\d+)\)", out_of_memory)
-    needed_bytes = parse_size(needed[1] or needed[2]) if needed else 0
+    needed_bytes = parse_size(_first(r"Used ([\d.]+[KMG]) of|Allocation \(size=(\d+)\)", out_of_memory) or "0")
     buffers = []
     for entry in re.split(r"\n\s+\d+\. Size: ", out_of_memory)[1:]:
-        shape = re.search(r"Shape: (\S+?)\{", entry)
-        source = re.search(r'op_name="([^"]*)"', entry)
-        buffers.append({"bytes": parse_size(entry.split()[0]), "shape": shape[1] if shape else "",
-                        "source": source[1] if source else ""})
+        buffers.append({"bytes": parse_size(entry.split()[0]), "shape": _first(r"Shape: (\S+?)\{", entry),
+                        "source": _first(r'op_name="([^"]*)"', entry)})
     if not buffers:
         for shape in re.findall(r"shape = '([^{']*)", out_of_memory):
             buffers.append({"bytes": needed_bytes, "shape": shape, "source": ""})
     return needed_bytes, sorted(buffers, key=lambda buffer: buffer["bytes"], reverse=True)
+
+
+def _first(pattern, text):
+    """Returns the text of the group that takes part in the first match, or "" without a match."""
+    found = re.search(pattern, text)
+    return found[found.lastindex] if found else ""
 
 
 def parse_size(text):
@@ -206,4 +210,7 @@ def report_preemptions(own, checkpoint_bytes, save_every_s, hours):
     found = {**asdict(model), "save_every_s": save_every_s, "goodput": 1 / slowdown, "hours": hours * slowdown,
              "best_save_every_s": best_s, "best_goodput": 1 / best_slowdown,
              "usd_spot": costs(hours * slowdown, own)["usd_spot"]}
-    return {name: None if value == math.inf else value for name, value in found.items()}
+    for name, value in found.items():
+        if value == math.inf:
+            found[name] = None
+    return found

@@ -151,11 +151,12 @@ def read_schedule(program, use):
             units[unit] += loop.runs * count
     busy = Counter()  # matrix unit -> cycles
     for loop, unit, cycles in program.matmuls:
-        busy[unit] += cycles * (loop.runs if loop else 1)
+        busy[unit] += cycles * (loop or whole).runs
     branches = [branch for branch in program.branches if branch.has_matmuls]
     branch_cycles = 0
     if len(branches) > 1:
-        branch_cycles = sum((branch.end - branch.begin) * innermost[branch.begin].runs for branch in branches)
+        for branch in branches:
+            branch_cycles += (branch.end - branch.begin) * innermost[branch.begin].runs
     with_bundles = [loop for loop in (whole, *program.loops) if loop.own_bundles]
     return Schedule(
         cycles=sum(loop.own_cycles for loop in with_bundles), matrix_cycles=max(busy.values(), default=0),
@@ -183,6 +184,7 @@ class _Program:
         return None
 
     def read_line(self, line):
+        """Reads the next line. What it begins or contains belongs to the parts in `_around`."""
         if found := _LOOP.match(line):
             start, step, limit = map(int, found.groups()[1:])
             self._trips[len(found[1])] = math.ceil((limit - start) / step)
@@ -250,9 +252,13 @@ def _read_use(lines):
     for line in lines:
         words = re.split(r"[\s|,]+", line.strip())
         if words[0] in _UNITS:
-            names = [_UNITS.get(word, word) for word in words]
+            names = words
         elif words[0].isdigit():
-            rows.append({name: int(word) for name, word in zip(names, words, strict=True) if ":" not in name})
+            row = {}
+            for name, word in zip(names, words, strict=True):
+                if ":" not in name:
+                    row[_UNITS.get(name, name)] = int(word)
+            rows.append(row)
     if not rows:
         return {}, []
     return rows[0], rows[1:]

@@ -107,9 +107,10 @@ class Shaper:
         if not self.ended and max_ms is not None and (time.monotonic() - self.begin) * 1000 > max_ms:
             # After the time limit, the text ends with a line, but not before the text that the editor already shows.
             line_end = self.text.rfind("\n")
-            self._end_at(max(line_end, self.num_shown) if line_end > 0 else None)
+            if line_end > 0:
+                self._end_at(max(line_end, self.num_shown))
         repeated = self.text[len(without_repetition(self.text, self.suffix)):]
-        if any(line.strip() for line in repeated.split("\n")[:-1]):  # a whole line: the model has reached the suffix
+        if repeated.rpartition("\n")[0].strip():  # a whole line: the model has reached the suffix
             self.ended = True
         elif not self.ended:
             self._show_up_to(len(self.text) - self._len_unsettled())

@@ -51,15 +51,18 @@ def make_language_server(url, api_key=None):
             return []
         documents[uri] = document  # the last used one comes last
         span, typed, segments = segments_at(ls.workspace, document, params)
+        text = ""
+        message = ""
         try:
             answer = await client.post("/v1/completions", content=json.dumps({"segments": segments}).encode())
             if answer.status_code == STATUS_REPLACED:
                 return []
             answer = answer.json()
-            message = answer["error"]["message"] if "error" in answer else ""
-            text = "" if message else answer["choices"][0]["text"]
+            if "error" in answer:
+                message = answer["error"]["message"]
+            else:
+                text = answer["choices"][0]["text"]
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            text = ""
             message = f"no answer of {url} ({type(error).__name__}): start python3 -m scripts.serve"
         # Once, because editors ask with each key.
         if message and message != last_said[0]:
@@ -91,15 +94,20 @@ def other_files(workspace, document):
     other open file and what that includes. A text that does not fit into the rest of MAX_OTHERS is left out."""
     find = cache(real_path)  # because open files include the same headers
     opened = {find(other.path): other.source for other in workspace.text_documents.values()}
-    roots = [find(path) for folder in workspace.folders.values() if (path := to_fs_path(folder.uri))]
+    roots = []
+    for folder in workspace.folders.values():
+        if path := to_fs_path(folder.uri):
+            roots.append(find(path))
     if not roots and workspace.root_path:
         roots = [find(workspace.root_path)]
 
-    # For most names there is no file, and os.path.isfile says so fastest.
     def included(path):
         folders = [path.parent, *roots, *(root / "include" for root in roots)]
         for name in dict.fromkeys(_INCLUDE.findall(opened[path], 0, MAX_OTHERS)):
-            for file in filter(os.path.isfile, [os.path.join(folder, name) for folder in folders]):
+            for folder in folders:
+                file = os.path.join(folder, name)
+                if not os.path.isfile(file):  # for most names there is none, and this says so fastest
+                    continue
                 found = find(file)
                 if any(map(found.is_relative_to, (path.parent, *roots))):
                     yield found
@@ -113,9 +121,13 @@ def other_files(workspace, document):
     room = MAX_OTHERS
     for path in candidates:
         if path not in texts:
-            text = opened[path] if path in opened else read_up_to(path, room)
-            texts[path] = text if len(text) <= room else ""
-            room -= len(texts[path])
+            text = opened.get(path)
+            if text is None:
+                text = read_up_to(path, room)
+            if len(text) > room:
+                text = ""
+            texts[path] = text
+            room -= len(text)
     return [text for text in reversed(texts.values()) if text][-MAX_FILES:]
 
 

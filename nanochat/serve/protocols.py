@@ -20,7 +20,9 @@ SAMPLING_TEMPERATURE = 0.8  # for several completions without a temperature: at 
 
 def without_surrogates(text):
     """Replaces half surrogate pairs, which JavaScript clients send when they cut a text."""
-    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else text
+    if not isinstance(text, str):
+        return text
+    return text.encode("utf-8", "replace").decode()
 
 
 def as_list(value):
@@ -50,7 +52,9 @@ def refusal(error):
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"])) or "the body"
     what = _GIVE.get(first["type"])
-    return f"{where}: give {what.format(**first.get('ctx', {}))}" if what else f"{where}: {first['msg']}"
+    if what is None:
+        return f"{where}: {first['msg']}"
+    return f"{where}: give {what.format(**first.get('ctx', {}))}"
 
 
 Text = Annotated[str, BeforeValidator(without_surrogates)]
@@ -68,7 +72,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, data):
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value is not None}
 
 
 class RequestBody(Body):
@@ -189,7 +195,9 @@ class Segments(Body):
     def min_indent(self):
         """Returns the indentation of the line at the cursor: a completion does not leave its block."""
         line = self.prefix[self.prefix.rfind("\n") + 1:]
-        return len(line) - len(line.lstrip(" \t")) if line.strip() else 0
+        if not line.strip():
+            return 0
+        return len(line) - len(line.lstrip(" \t"))
 
 
 class StreamOptions(Body):
@@ -215,8 +223,7 @@ class CompletionBody(RequestBody):
 
     @model_validator(mode="after")
     def _read_gap(self):
-        texts = split_gap(self.prompt[0]) if self.suffix is None else None
-        if texts:
+        if self.suffix is None and (texts := split_gap(self.prompt[0])):
             self.prompt[0], self.suffix = texts
             if self.temperature is None and self.n == 1:
                 self.temperature = 0.0  # an editor asks, which wants no chance

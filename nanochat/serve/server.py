@@ -115,7 +115,10 @@ class Server:
 
         events = self.events(request, prompt, body.suffix, [], body.options(self.max_tokens), client=body.user)
         if body.stream:
-            return await stream(events, chunk, last, [chunk(i, shown) for i in range(body.n)] if shown else [])
+            first = []
+            if shown:
+                first = [chunk(i, shown) for i in range(body.n)]
+            return await stream(events, chunk, last, first)
         completion = await finished(events)
         choices = [protocols.completion_choice(i, shown + completion.texts[i], completion.reasons[i])
                    for i in range(body.n)]
