@@ -123,10 +123,7 @@ def keep(settings, role):
             end_lost_worker(settings)
             if not settings.has_mirror:
                 print("warning: without --checkpoint_mirror a preemption loses every checkpoint", flush=True)
-            most = [f"{limit:g} {unit}" for limit, unit in ((settings.max_usd, "USD"), (settings.max_hours, "hours"))
-                    if limit is not None]
-            journal.note(f"watching {settings.name}: {settings.type} in {','.join(settings.zones)}, {usd_text()} USD "
-                         f"an hour, at most {' and '.join(most)}; spent so far: {books}")
+            journal.note(f"{describe(settings, usd_text)}; spent so far: {books}")
         (settings.state / "ended").unlink(missing_ok=True)
         status = keeper.run()
     except ToldToStop:
@@ -151,6 +148,17 @@ def keep(settings, role):
             (settings.state / "spent").unlink(missing_ok=True)  # the next run has a budget of its own
     journal.close()
     return status
+
+
+def describe(settings, usd_text):
+    """Returns in words what is watched, and its budget."""
+    most = []
+    if settings.max_usd is not None:
+        most.append(f"{settings.max_usd:g} USD")
+    if settings.max_hours is not None:
+        most.append(f"{settings.max_hours:g} hours")
+    return (f"watching {settings.name}: {settings.type} in {','.join(settings.zones)}, {usd_text()} USD an hour, at "
+            f"most {' and '.join(most)}")
 
 
 def prices(settings):

@@ -142,7 +142,11 @@ class Actions:
             return f"{self.known.checkpoint} is on its disk alone and could not be fetched: {self.error}"
         if not fetched:
             self.journal.note(f"metrics and log could not be fetched: {self.error}")
-        where = "here" if self.is_home() else "in the mirror" if self.known.checkpoint else "nowhere: there is none"
+        where = "nowhere: there is none"
+        if self.is_home():
+            where = "here"
+        elif self.known.checkpoint:
+            where = "in the mirror"
         self.journal.note(f"the newest checkpoint, {self.known.checkpoint or 'none'}, is {where}")
         return ""
 
@@ -151,7 +155,8 @@ class Actions:
 
     def delete(self, limit_s=DELETION_S, zone=None):
         """Deletes the VM and returns the status of delete.sh: 0 deleted, 3 there is none."""
-        result = self.call("delete", limit_s, "--yes", *([f"--zones={zone}"] if zone else []))
+        flags = [f"--zones={zone}"] if zone else []
+        result = self.call("delete", limit_s, "--yes", *flags)
         if result.status == 0 and not zone:
             self.known.forget_vm()
             self.save()
@@ -162,7 +167,8 @@ class Actions:
         """Deletes the VM, however long that takes. gcloud must say several times that there is none: one that is being
         created may not be visible yet."""
         self.journal.note(f"deleting the VM: each try waits for gcloud, up to {DELETION_S / 60:.0f} minutes")
-        absent, wanted = 0, 3 if self.known.creating else 2
+        absent = 0
+        wanted = 3 if self.known.creating else 2
         while absent < wanted:
             status = self.delete()
             if status == 0:

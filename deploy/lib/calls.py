@@ -100,7 +100,9 @@ def end_group(group, process=None, patience_s=5):
 
 def processes(columns):
     """Returns the lines of ps about all processes, each split into `columns` words and the command line."""
-    flags = [flag for column in [*columns, "command"] for flag in ("-o", f"{column}=")]
+    flags = []
+    for column in (*columns, "command"):
+        flags += ["-o", f"{column}="]
     text = subprocess.run(["ps", "-A", "-ww", *flags], capture_output=True, text=True, timeout=30).stdout
     lines = [line.split(None, len(columns)) for line in text.splitlines()]
     return [words for words in lines if len(words) > len(columns)]

@@ -59,7 +59,10 @@ def read_settings(flags):
     for entry in value("SETTINGS").split():
         name = entry.rstrip("=")
         if value(name) and name not in NOT_PASSED_ON:
-            verb_flags.append(f"--{name.lower()}" + (f"={value(name)}" if entry.endswith("=") else ""))
+            flag = f"--{name.lower()}"
+            if entry.endswith("="):
+                flag += f"={value(name)}"
+            verb_flags.append(flag)
     return Settings(
         name=value("NAME"), type=value("TYPE"), zones=tuple(value("ZONES").replace(",", " ").split()),
         spot=not value("ON_DEMAND"), flags=tuple(flags), verb_flags=tuple(verb_flags),

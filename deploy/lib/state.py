@@ -179,14 +179,17 @@ class Books:
         if known.exists:
             self.spent_usd += self.pending_usd + usd
             self.pending_usd = 0
+            self.was = known.state
         elif known.creating:
             self.pending_usd += usd
+            self.was = "creating"
         else:
-            self.spent_usd += usd if self.was not in ("absent", "creating") else 0
+            if self.was not in ("absent", "creating"):
+                self.spent_usd += usd
             self.pending_usd = 0
+            self.was = "absent"
         self.elapsed_s += seconds
         self.counted_at = now
-        self.was = known.state if known.exists else "creating" if known.creating else "absent"
         return replace_file(Path(self.path), f"{now:.0f} {self.elapsed_s:.1f} {self.spent_usd:.6f} {self.was} "
                                              f"{self.pending_usd:.6f}\n")
 

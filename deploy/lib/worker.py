@@ -44,6 +44,7 @@ class Worker:
             return end.status
 
     def poll(self):
+        """Looks at the VM once and acts on its state. Raises End."""
         state = self.actions.look_up()
         self.refuse_another_vm(state)
         if state == "unknown":
@@ -213,6 +214,7 @@ class Worker:
             self.crashed(state, seen)
 
     def ended(self, seen, unhealthy):
+        """Acts on the status with which the run has ended."""
         status = seen.get("exit", "")
         if status == "0":
             self.note(f"finished: step {self.step}")
