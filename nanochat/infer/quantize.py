@@ -13,6 +13,7 @@ from nanochat.common import BadInput
 from nanochat.kernels import plain
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.int8 import rounded
+from nanochat.model import ngrams
 from nanochat.model.layers import ATTENTION, MLP, VALUES, CachedText, WholeText, gate_of, gated, shift_keys
 from nanochat.model.tiny import IDS, require_close, tiny_gpt
 
@@ -71,6 +72,7 @@ class Int8GPT:
         self.wte = model.wte.detach().clone()
         self.logit_cap = model.logit_cap
         self.value_table = model.value_table.detach().clone() if model.config.num_values else None
+        self.ngram_table = model.ngram_table.detach().clone() if model.config.ngram_rows else None
         self.cos = torch.cat([model.cos, model.cos], dim=-1)[:, None]  # (max_seq_len, 1, head_dim)
         self.sin = torch.cat([model.sin, -model.sin], dim=-1)[:, None]
         self.lm_head = matrix(model.lm_head.detach())
@@ -82,7 +84,11 @@ class Int8GPT:
         if positions is None:
             positions = slice(0, ids.size(1))
         rotary = self.cos[positions], self.sin[positions]
-        x = x0 = _norm(F.embedding(ids, self.wte))
+        x0 = _norm(F.embedding(ids, self.wte))
+        if self.ngram_table is not None:
+            rows = ngrams.rows_of(ids, self.config.ngram_rows, cache, positions)
+            x0 = x0 + ngrams.added_by(F.embedding(rows, self.ngram_table))
+        x = x0
         values = None
         if self.value_table is not None:
             heads = self.config.n_kv_head, self.config.head_dim

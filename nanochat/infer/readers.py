@@ -7,6 +7,7 @@ from nanochat.infer.quantize import Int8GPT
 from nanochat.infer.sample import never_stop
 from nanochat.model.gpt import KVCache
 from nanochat.model.layers import causal_mask
+from nanochat.model.ngrams import BEFORE
 
 BLOCK = 64  # positions to read at a time
 ROWS = 4  # see BlockCache
@@ -17,7 +18,8 @@ MIN_PREFILL_LEN = 64  # on XLA
 # are a multiple of 4. So its result is the same to the last bit whether it is read alone or among others: MKL adds in
 # another order for other lengths, and for 1 to 3 rows. Rounding to 8 bits would amplify a difference in the last bit.
 class BlockCache:
-    """Keys and values of each layer, (B, H_kv, max_len, head_dim), and `befores`, as in KVCache, written in place."""
+    """Keys and values of each layer, (B, H_kv, max_len, head_dim), `befores` and `tokens`, as in KVCache, written in
+    place."""
 
     def __init__(self, config, batch_size, dtype, device):
         max_len = -(-config.max_seq_len // BLOCK) * BLOCK
@@ -25,6 +27,7 @@ class BlockCache:
         self.keys = whole.keys
         self.values = whole.values
         self.befores = whole.befores
+        self.tokens = whole.tokens
         self._everywhere = torch.arange(max_len, device=device)
         self._seen = {}  # window -> the last question and answer of _what_is_seen
 
@@ -34,12 +37,20 @@ class BlockCache:
         befores[:, positions.start + 1:positions.stop + 1] = k
         return befores[:, positions].to(k.dtype)
 
+    def after_previous(self, ids, positions):
+        """As KVCache.after_previous. positions: a slice."""
+        tokens, = self.tokens
+        tokens[:, positions.start + BEFORE:positions.stop + BEFORE] = ids
+        return tokens[:, positions.start:positions.stop + BEFORE]
+
     def copy_prompt(self, other, length):
         """Copies the first `length` positions of another cache, with one row, to each row of this one."""
         for mine, theirs in zip([*self.keys, *self.values], [*other.keys, *other.values], strict=True):
             mine[:, :, :length] = theirs[:, :, :length]
         for mine, theirs in zip(self.befores, other.befores, strict=True):
             mine[:, :length + 1] = theirs[:, :length + 1]
+        for mine, theirs in zip(self.tokens, other.tokens, strict=True):
+            mine[:, :length + BEFORE] = theirs[:, :length + BEFORE]
 
     def attend(self, layer, q, k, v, positions, window):
         """As KVCache.attend, computed in the dtype of the cache. positions: a slice that lies in one block."""
@@ -165,7 +176,7 @@ class StaticReader:
             # position looks at them.
             hidden = self.model.hidden(padded, prompt, torch.arange(length, device=device))  # (1, length, C)
             logits = self.model.logits(hidden.index_select(1, last))[0, 0]  # (V,)
-            for name in ("keys", "values", "befores"):
+            for name in ("keys", "values", "befores", "tokens"):
                 of_slots = getattr(self.cache, name)
                 for layer, new in enumerate(getattr(prompt, name)):
                     of_slots[layer] = of_slots[layer].index_copy(0, rows, new.expand(len(rows), *new.shape[1:]))

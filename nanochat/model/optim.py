@@ -1,4 +1,4 @@
-"""The optimizer: Muon for the matrices, AdamW for the other weights. rates.py has their learning rates.
+"""The optimizer: Muon for the matrices, Adagrad for n-grams, AdamW for the other weights. rates.py has their rates.
 
 Numbers that change with the step (learning rates, momentum, bias corrections) reach the device as one small tensor. The
 compiled program contains none of them, so no schedule makes it compile again.
@@ -11,7 +11,7 @@ import torch
 from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.mesh import Mesh
 from nanochat.device.programs import one_program
-from nanochat.model.rates import muon_momentum
+from nanochat.model.rates import Adagrad, AdamW, adam_step, muon_momentum
 from nanochat.model.weights import UNDIVIDED
 
 MUON_BETA2 = 0.95
@@ -42,6 +42,14 @@ def adamw(p, exp_avg, exp_avg_sq, gradient, rule, betas, scheduled):
         p = p * (1 - lr * rule.weight_decay)
     step = rule.step(lr, exp_avg / scheduled.bias1, (exp_avg_sq / scheduled.bias2).sqrt())
     return p - step, exp_avg, exp_avg_sq
+
+
+def adagrad(p, sum_of_squares, gradient, lr):
+    """Returns the rows p (R, C) of a table and `sum_of_squares` (R, 1), the sum of the mean squares of each row's
+    gradients, after an update. A row without gradient stays. Under Adam, a row that occurs once in a thousand steps
+    would go on along that gradient for many steps more."""
+    sum_of_squares = sum_of_squares + gradient.square().mean(dim=-1, keepdim=True)
+    return p - adam_step(lr, gradient, sum_of_squares.sqrt()), sum_of_squares
 
 
 # Muon (Jordan et al. 2024) makes the direction of an update orthogonal, evens out its neurons, and decays only weights
@@ -183,8 +191,10 @@ class MuonAdamW:
 
     def _create_state(self, name):
         master = self.masters[name]
-        of_second_moment = master if name in self.rules.adam else master[:, :, :1]
-        self.state[f"{name}.momentum"] = torch.zeros_like(master)
+        rule = self.rules.adam.get(name)
+        of_second_moment = master if isinstance(rule, AdamW) else master[..., :1]
+        if not isinstance(rule, Adagrad):
+            self.state[f"{name}.momentum"] = torch.zeros_like(master)
         self.state[f"{name}.second_moment"] = torch.zeros_like(of_second_moment)
         if self.rules.average_decay:
             self.state[f"{name}.average"] = master.detach().clone()
@@ -226,10 +236,8 @@ class MuonAdamW:
 
     def _held(self, name):
         """Returns what an update changes of a parameter: its master and its state, in the order of _create_state."""
-        state = [self.state[f"{name}.momentum"], self.state[f"{name}.second_moment"]]
-        if self.rules.average_decay:
-            state.append(self.state[f"{name}.average"])
-        return [self.masters[name], *state]
+        state = [self.state.get(f"{name}.{kind}") for kind in ("momentum", "second_moment", "average")]
+        return [self.masters[name], *(tensor for tensor in state if tensor is not None)]
 
     def _updated(self, gradients, scheduled):
         """Yields (name, new tensors in the order of _held) of each parameter."""
@@ -243,15 +251,18 @@ class MuonAdamW:
                 nesterov[name] = momentum * averages[name] + (1 - momentum) * gradient
         directions = orthogonalised(nesterov, rules.matrix_dtype)
         for name in self.parameters:
-            master, average, second_moment, *weight_average = self._held(name)
-            if name in rules.adam:
-                new = adamw(master, average, second_moment, gradients[name], rules.adam[name], rules.betas, scheduled)
+            master, *state = self._held(name)
+            rule = rules.adam.get(name)
+            if isinstance(rule, Adagrad):
+                new = adagrad(master, state[0], gradients[name], rule.lr * scheduled.lr_multiplier)
+            elif rule:
+                new = adamw(master, *state[:2], gradients[name], rule, rules.betas, scheduled)
             else:
                 lr = rules.matrix_lr * scheduled.lr_multiplier
-                master, second_moment = muon(master, second_moment, directions[name], lr, rules.matrix_weight_decay)
+                master, second_moment = muon(master, state[1], directions[name], lr, rules.matrix_weight_decay)
                 new = master, averages[name], second_moment
-            if weight_average:
-                new = *new, weight_average[0].lerp(new[0], 1 - rules.average_decay)
+            if rules.average_decay:
+                new = *new, state[-1].lerp(new[0], 1 - rules.average_decay)
             yield name, new
 
     def clear(self, sums=()):

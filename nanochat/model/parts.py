@@ -206,3 +206,6 @@ def require_parts(mesh, config):
                        f"{config.vocab_size} tokens cannot be divided by {mesh.chips}: use "
                        f"{mesh.ask_for_whole_weights()}, or a tokenizer with "
                        f"{-(-config.vocab_size // mesh.chips) * mesh.chips} tokens")
+    if config.ngram_rows % mesh.chips:
+        raise BadInput(f"{mesh.source} divides the rows of --ngram_rows={config.ngram_rows} among all {mesh.chips} "
+                       f"chips: use {mesh.ask_for_whole_weights()}")

@@ -87,6 +87,8 @@ def _describe_rates(plan):
     rates = {"matrices": rules.matrix_lr, "embedding": rules.adam["wte"].lr, "head": rules.adam["lm_head"].lr}
     if plan.config.num_values:
         rates["value table"] = rules.adam["value_table"].lr
+    if plan.config.ngram_rows:
+        rates["n-grams"] = rules.adam["ngram_table"].lr
     rates["scales of the embedding"] = rules.adam["x0_scale"].lr
     heights = ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())
     return f"{rises}, {falls}; at lr 1.000: {heights}"
@@ -119,7 +121,7 @@ def _describe_fsdp(plan):
     gathered = 3 * plan.parameters["matrices"] + 2 * tables
     num_bytes = plan.dtype.itemsize * gathered / plan.mesh.tensor * _others(plan.mesh.fsdp)
     return (f"{num_bytes / 1e9:.3g} GB from each along fsdp: matrices twice, tables (embedding, head, value "
-            "embeddings) once, all gradients once")
+            "embeddings, n-grams) once, all gradients once")
 
 
 def _describe_tensor(plan):

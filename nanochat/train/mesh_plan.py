@@ -11,7 +11,7 @@ from nanochat.model.parts import require_parts
 from nanochat.train.flags import AUTO
 
 ROOM = 0.95  # of a chip's memory that an estimate may fill: no compiled peak exceeded its estimate by more than 5%
-TABLES = ("embedding", "head", "value embeddings")  # of the parameters: a row for each token
+TABLES = ("embedding", "head", "value embeddings", "n-grams")  # of the parameters: rows of tokens or n-grams
 
 
 def plan_mesh(flags, config, parameters, device_type, world_size):
@@ -123,14 +123,15 @@ def held_bytes(parameters, size, mesh, layers, is_sharded=True):
     """Returns the bytes that a chip holds between programs, {what: bytes}.
 
     parameters: {group: number}; size: the bytes of a weight; is_sharded: the chips divide the optimizer's state. That
-    is fp32 weights and averages: one for matrices, of which a chip has whole layers, and two for tables.
+    is fp32 weights and averages: one for matrices, of which a chip has whole layers, none for n-grams, and two for
+    the other tables.
     """
     weights = sum(parameters.values()) / (mesh.fsdp * mesh.tensor)
-    tables = sum(parameters.get(name, 0) for name in TABLES)
+    tables = 12 * sum(parameters.get(name, 0) for name in TABLES) - 8 * parameters.get("n-grams", 0)
     if is_sharded:
-        state = (8 * _padded(parameters, mesh, layers) + 12 * tables) / mesh.chips
+        state = (8 * _padded(parameters, mesh, layers) + tables) / mesh.chips
     else:
-        state = 8 * parameters["matrices"] + 12 * tables
+        state = 8 * parameters["matrices"] + tables
     return {"weights": size * weights, "gradients": 4 * weights, "optimizer": state}
 
 
