@@ -36,7 +36,7 @@ HELD_OUT_CHARS = 200_000  # at most: evaluations read all of it, because the beg
 EVAL_TOKENS = 2**16
 EVALUATIONS = 6
 PATIENCE = 2  # evaluations without a gain
-KEPT = ("tokenizer_dir", "device_batch_size", "fim_rate", "weight_decay")  # flags of RUN
+KEPT = ("tokenizer_dir", "device_batch_size", "fim_rate", "fim_context", "weight_decay")  # flags of RUN
 RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
 
 

@@ -4,12 +4,13 @@
 
 --fim evaluates middles of that text instead, by kind: with the text after them, without it, and from left to right.
 --project evaluates files in shards of prepare_data --pack=project: after the files before them in their project, and
-alone.
+alone. --context evaluates middles in shards of --pack=context: after other files of their project, of another project,
+and of none.
 """
 from dataclasses import dataclass
 from functools import partial
 
-from nanochat.analysis.eval_rows import ProjectRows, from_left_to_right, require_packed, without_suffixes
+from nanochat.analysis.eval_rows import GapRows, ProjectRows, from_left_to_right, require_packed, without_suffixes
 from nanochat.checkpoint.format import find_checkpoint
 from nanochat.common import BadInput, flag, read_flags, run_script
 from nanochat.data.bucket import check_cache, in_bucket
@@ -29,6 +30,7 @@ class Flags(TextFlags, CheckpointFlags):
     fim: bool = flag(False, "evaluate middles, of a model trained with --fim_rate")
     project: bool = flag(False, "evaluate files with and without their project, in shards of prepare_data "
                          "--pack=project")
+    context: bool = flag(False, "evaluate middles with and without context, in shards of prepare_data --pack=context")
     eval_tokens: int = flag(2**20, "tokens to evaluate, each document at most once", at_least=1, at_most=2**28)
     max_seq_len: int = flag(-1, "positions per row; -1: as in training", at_least=1, unset=-1)
     device_batch_size: int = flag(8, "rows at a time", at_least=1)
@@ -53,13 +55,13 @@ def main(argv=None):
         raise BadInput(f"--max_seq_len={seq_len} is more than the {config.max_seq_len} positions of the model")
     if flags.eval_tokens < seq_len:
         raise BadInput(f"--eval_tokens={flags.eval_tokens} is less than one row of {seq_len}")
-    if flags.fim and flags.project:
-        raise BadInput("--fim and --project are two evaluations: leave one of them out")
+    if flags.fim + flags.project + flags.context > 1:
+        raise BadInput("--fim, --project and --context are different evaluations: give one of them")
     shards = open_text(flags, "val")
     if in_bucket(flags.data_dir):
         print(f"data: {check_cache(shards, NUM_LANES)}", flush=True)
-    if flags.project:
-        require_packed(shards)
+    if flags.project or flags.context:
+        require_packed(shards, "project" if flags.project else "context")
     mesh = of_mesh.mesh(config, device_type, flags.kernel)
     return run_on_mesh(partial(evaluate_checkpoint, flags, path, seq_len, shards, mesh), mesh, device_type)
 
@@ -79,12 +81,15 @@ def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
         with DataLoader(shards, tokenizer, rows, num_rows=flags.eval_tokens // seq_len, infilling=infilling) as loader:
             return measure(loader, mesh.tensor, **options)
 
-    if flags.project:
-        rows_of = partial(ProjectRows, shards, tokenizer, seq_len, flags.device_batch_size, flags.eval_tokens)
-        # ProjectRows is not divided: every chip reads all of it.
-        return print_projects(about, rows_of, partial(measure, copies=mesh.chips))
+    if flags.fim or flags.context:
+        check_fim("--fim" if flags.fim else "--context", tokenizer, seq_len)
+    if flags.project or flags.context:
+        rows_of = partial(GapRows if flags.context else ProjectRows, shards, tokenizer, seq_len,
+                          flags.device_batch_size, flags.eval_tokens)
+        # FileRows are not divided: every chip reads all of them.
+        measure = partial(measure, copies=mesh.chips)
+        return print_contexts(about, rows_of, measure) if flags.context else print_projects(about, rows_of, measure)
     if flags.fim:
-        check_fim("--fim", tokenizer, seq_len)
         print0(f"{about}: bits per byte of middles")
         if not meta.flags.get("fim_rate"):
             print0("note: it was trained without --fim_rate, so it never saw a suffix before its middle")
@@ -109,17 +114,33 @@ def print_middles(tokenizer, seed, evaluate):
 
 def print_projects(about, rows_of, measure):
     """Prints the bits per byte of files given their project, and alone. about: the model, in words;
-    rows_of(with_project): the ProjectRows; measure: see evaluate_checkpoint."""
+    rows_of(given): the ProjectRows; measure: see evaluate_checkpoint."""
     found = {}
-    for with_project in (True, False):
-        rows = rows_of(with_project)
-        found[with_project] = measure(rows, view=rows.view).bits_per_byte
+    for given in ("project", "nothing"):
+        rows = rows_of(given)
+        found[given] = measure(rows, view=rows.view).bits_per_byte
         if not rows.num_files:
             raise BadInput(f"--project: no document in {rows.shards[0].file.parent} has a second file of which more "
                            f"than the path fits into {rows.seq_len // 2} tokens: name another --data_dir or longer "
                            "rows")
     print0(f"{about}: {rows.num_files:,} files, the first {rows.seq_len // 2} tokens of each: given their project "
-           f"{found[True]:.4f} bits per byte, alone {found[False]:.4f} ({found[True] / found[False] - 1:+.1%})")
+           f"{found['project']:.4f} bits per byte, alone {found['nothing']:.4f} "
+           f"({found['project'] / found['nothing'] - 1:+.1%})")
+
+
+def print_contexts(about, rows_of, measure):
+    """Prints the bits per byte of middles with and without context, as print_projects. rows_of(given): the GapRows."""
+    found = {}
+    for given in ("own", "none", "other"):
+        rows = rows_of(given)
+        found[given] = measure(rows, view=rows.view)
+        if not rows.num_files:
+            raise BadInput(f"--context: no file in {rows.shards[0].file.parent} has a context, and another project "
+                           "before it: name another --data_dir")
+    own, none, other = (of.bits_per_byte for of in found.values())
+    print0(f"{about}: {rows.num_files:,} middles of {found['own'].num_bytes:,} bytes: given their project {own:.4f} "
+           f"bits per byte ({own / none - 1:+.1%}), given another {other:.4f} ({other / none - 1:+.1%}), "
+           f"given none {none:.4f}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from pathlib import Path
 import tiktoken
 
 from nanochat.common import flag, read_flags, run_script
-from nanochat.data.shards import TextFlags, open_text, read_columns, require_files
+from nanochat.data.projects import require_files
+from nanochat.data.shards import TextFlags, open_text, read_columns
 from nanochat.data.tokenizer import TokenizerFlags, encode_text, load_tokenizer
 
 OPENAI = ("cl100k_base", "o200k_base")

@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from nanochat.checkpoint.format import SUMS, sums_text
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
-from nanochat.data.shards import TextFlags, open_text, read_columns, require_files
+from nanochat.data.projects import require_files
+from nanochat.data.shards import TextFlags, open_text, read_columns
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 # The split pattern: it cuts text into pieces, and no token crosses the border between two. There is no look-around, so

@@ -1,5 +1,5 @@
-"""What base_eval measures beside plain text: middles of documents by what stands around them, and files by what stands
-before them in their project."""
+"""What base_eval measures beside plain text: middles of documents by what stands around them, and files and middles by
+what stands before them of their project."""
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -7,10 +7,11 @@ import numpy as np
 import torch
 
 from nanochat.common import BadInput
+from nanochat.data.fim import KINDS, SAMPLE, choose_middle, draws, last_files
 from nanochat.data.lanes import PADDING
 from nanochat.data.projects import FILE_SEP, SEPARATOR
-from nanochat.data.shards import whole_texts
-from nanochat.data.tokenizer import FIM_TOKENS, Tokenizer
+from nanochat.data.shards import CONTEXT, read_columns, whole_texts
+from nanochat.data.tokenizer import FIM_TOKENS, Infill, Tokenizer
 from nanochat.infer.loss_eval import is_between, with_suffixes
 
 # Views of rows for bits_per_byte, as loss_eval.with_suffixes
@@ -43,28 +44,26 @@ def _keep(chosen, rows, counts):
 # Projects: shards of prepare_data --pack=project
 
 
-def require_packed(shards):
-    """Raises BadInput if there is a shard without projects."""
+def require_packed(shards, how):
+    """Raises BadInput unless all shards are of prepare_data --pack=`how`, project or context."""
     for shard in shards:
-        if not shard.is_packed:
-            raise BadInput(f"--project: {shard.file} holds single files: name a corpus of prepare_data --pack=project "
+        if not (shard.is_packed if how == "project" else CONTEXT in shard.columns):
+            raise BadInput(f"--{how}: {shard.file} holds other documents: name a corpus of prepare_data --pack={how} "
                            "with --data_dir")
 
 
 @dataclass
-class ProjectRows:
-    """Rows for bits_per_byte, one for each file except the first of a document: BOS, the text before the file, and the
-    file, whose text counts. A file takes at most half of the row, and its surplus is cut; the text before it is cut at
-    its beginning. Without `with_project` the file stands alone.
+class FileRows:
+    """Rows for bits_per_byte, one for each file. `given` says what stands before it.
 
-    num_tokens: the rows end after about so many tokens of files, with or without their projects.
+    num_tokens: the rows end after about so many tokens that count, whatever stands before them.
     """
     shards: list
     tokenizer: Tokenizer
     seq_len: int
     batch_size: int
     num_tokens: int
-    with_project: bool
+    given: str
     num_files = 0  # so far
     unfinished_lanes = ()  # for bits_per_byte
     _counts = None  # of the last batch
@@ -79,8 +78,7 @@ class ProjectRows:
         left = self.num_tokens
         self.num_files = 0
         for before, file, counts in self._files():
-            num_before = self.seq_len - len(file) if self.with_project else 0
-            before = before[max(0, len(before) - num_before):]
+            before = before[max(0, len(before) + len(file) - self.seq_len):]
             rows.append((np.concatenate([[self.tokenizer.bos_id], before, file]), counts))
             self.num_files += 1
             left -= int(counts.sum())
@@ -100,9 +98,15 @@ class ProjectRows:
             self._counts[i, len(ids) - len(counts):len(ids)] = torch.from_numpy(counts)
         return SimpleNamespace(rows=rows)
 
+
+class ProjectRows(FileRows):
+    """Rows of each file except the first of a document: the text before the file if `given` is "project", and the file,
+    whose text counts. A file takes at most half of the row, and its surplus is cut; the text before it is cut at its
+    beginning."""
+
     def _files(self):
-        """Yields for each file: the tokens before it in its document, its own tokens, and which of these belong to its
-        text, not its path."""
+        """Yields for each file: the tokens before it, its own tokens, and which of these belong to its text, not its
+        path."""
         separator = self.tokenizer.special(FILE_SEP)
         sizes = self.tokenizer.token_bytes().numpy()
         for text in whole_texts(self.shards):  # a text in pieces is one very long file
@@ -113,5 +117,41 @@ class ProjectRows:
                 path_bytes = len(part.partition("\n")[0].encode()) + 1
                 counts = sizes[file].cumsum() > path_bytes
                 if number and counts.any():
-                    yield before, file, counts
+                    yield before if self.given == "project" else before[:0], file, counts
                 before = np.concatenate([before, [separator], own])
+
+
+# Contexts: shards of prepare_data --pack=context
+
+
+class GapRows(FileRows):
+    """Rows of one gap for each file that has a context, in at most half of the row: before it, the context that `given`
+    names, and the gap, whose middle counts. given: "own" context, that of an "other" project, or "none"."""
+
+    def _files(self):
+        half = self.seq_len // 2
+        chars = half * len(SAMPLE) // len(self.tokenizer.encode(SAMPLE))
+        latest = {}  # {project: context of its latest file}, in the order of reading
+        for shard in self.shards:
+            for number, (text, project, own) in enumerate(read_columns(shard, "source", CONTEXT)):
+                other = next((latest[name] for name in reversed(latest) if name != project), None)
+                if own:
+                    latest.pop(project, None)
+                    latest[project] = own
+                gap = self._gap(text.decode(errors="replace"), chars * 4 // 5, draws(f"{shard.file.name},{number}"))
+                if own and other and len(gap) <= half:
+                    before = self._tokens(last_files({"own": own, "other": other, "none": ""}[self.given], chars))
+                    is_middle = np.cumsum(gap == self.tokenizer.special("<|fim_middle|>")) > 0
+                    yield before, gap, is_middle
+
+    def _gap(self, text, chars, below):
+        """Returns the tokens of a gap in a random part of `text` with so many characters, without BOS."""
+        begin = text.rfind("\n", 0, below(max(1, len(text) - chars))) + 1
+        part = text[begin:begin + chars]
+        first, last = choose_middle(part, KINDS, below)
+        return np.array(self.tokenizer.encode_documents([Infill(part[:first], part[last:], part[first:last])])[0][1:])
+
+    def _tokens(self, files):
+        """Returns the tokens of the texts of other files."""
+        separator = self.tokenizer.special(FILE_SEP)
+        return np.array([token for text in files for token in (separator, *self.tokenizer.encode(text))], np.int64)

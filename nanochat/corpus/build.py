@@ -24,6 +24,7 @@ from nanochat.corpus.manifest import (
     publish,
     report,
 )
+from nanochat.corpus.packing import VERSION
 from nanochat.corpus.ray_cluster import RayRun
 from nanochat.corpus.scan import HELD_OUT, RECIPE, ScanOptions, scan, telling_sequences
 from nanochat.record.progress import Progress
@@ -45,8 +46,9 @@ class CorpusFlags:
                          of=parse_filters)
     licences: str = flag("any", "keep documents of these licences", choices=("any", "permissive"))
     eval_only: bool = flag(False, f"make an evaluation corpus: only {VAL_DIR}/")
-    pack: str = flag("file", "what a document is: a file, or a project's files in include order",
-                     choices=("file", "project"))
+    pack: str = flag("file", "what a document is: a file; a project's files in include order; or, for --fim_context, "
+                     "a file and its context, the nearest files of its project",
+                     choices=("file", "project", "context"))
     shard_bytes: int = flag(100_000_000, "bytes of text in one shard", at_least=1, at_most=1_000_000_000)
     seed: int = flag(1337, "seed of the split and of the order of documents", at_least=0)
 
@@ -102,8 +104,9 @@ def prepare(sources, flags, excluded, engine, out_dir):
 def identity_of(sources, flags, excluded):
     """Returns a hexadecimal hash of all that decides the bytes of the corpus."""
     own = () if flags.eval_only or flags.val_projects else own_projects(sources)  # they limit only the choice
+    packing = flags.pack if flags.pack == "file" else [flags.pack, VERSION]
     recipe = [flags.seed, flags.max_file_bytes, flags.val_fraction, list(flags.val_projects), flags.eval_only,
-              flags.shard_bytes, excluded.digest, flags.pack, sorted(own), flags.filters, flags.licences]
+              flags.shard_bytes, excluded.digest, packing, sorted(own), flags.filters, flags.licences]
     identity = json.dumps([RECIPE, recipe, [source.identity() for source in sources]])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
@@ -122,7 +125,7 @@ def build(sources, flags, excluded, run, staging):
     is_val = np.array([source.project in val_projects for source in sources])
     documents = unique_documents(directories, stats, is_val, flags, staging, run)
     unpacked = documents
-    if flags.pack == "project":
+    if flags.pack != "file":
         documents = pack_projects(documents, flags, staging, run)
     shards = write_shards(documents, flags, staging, run)
     if isinstance(run, RayRun):
@@ -140,8 +143,9 @@ def check_validation(sources, flags):
     """Raises BadInput if a project of the user's own would have to be held out and is not named, or if a table would
     have to be packed."""
     tables = [source for source in sources if source.table]
-    if tables and flags.pack == "project":
-        raise BadInput(f"--pack=project needs whole projects, and {tables[0].label} is a table of files: leave one out")
+    if tables and flags.pack != "file":
+        raise BadInput(f"--pack={flags.pack} needs whole projects, and {tables[0].label} is a table of files: leave "
+                       "one out")
     if flags.eval_only or flags.val_projects or tables:
         return
     own = own_projects(sources)
@@ -184,7 +188,7 @@ def require_disk(directory, nbytes, what):
 def task_bytes(sources, flags):
     """Returns the memory in bytes that a task of this corpus may take, with a margin above measurements."""
     longest = max(flags.shard_bytes, flags.max_file_bytes)
-    if flags.pack == "project":
+    if flags.pack != "file":
         # pack holds all files of a source. Source code in an archive shrinks to a fifth, so 8 leaves room.
         for source in sources:
             unpacked = 8 * source.nbytes if source.archives else source.nbytes
@@ -287,14 +291,14 @@ def unique_documents(directories, stats, is_val, flags, staging, run):
 
 
 def pack_projects(documents, flags, staging, run):
-    """Returns the Documents of each source's files joined, in the order of the sources."""
+    """Returns the Documents of each source's files, joined or with their context, in the order of the sources."""
     require_disk(staging, documents.nbytes() // 3, "joining the files")
     calls = []
     for name, side in documents.sides.items():
         (staging / "packed" / name).mkdir(parents=True, exist_ok=True)
         for source in np.unique(documents.source[side]):
             parts = corpus.parts_of(documents.index, side & (documents.source == source))
-            calls.append((staging / "packed" / name / f"{source:06d}.parquet", parts, flags.seed))
+            calls.append((staging / "packed" / name / f"{source:06d}.parquet", parts, flags.seed, flags.pack))
     with Progress(f"ordering the files of {len(calls)} sources", len(calls), " sources") as bar:
         run(corpus.pack, calls, lambda *_: bar.update(1))
     paths = [path for path, *_ in calls]
@@ -305,12 +309,11 @@ def pack_projects(documents, flags, staging, run):
 
 def write_shards(documents, flags, staging, run):
     """Writes the shards, and returns {name: size and hash}, as corpus.describe_shard."""
-    is_packed = flags.pack == "project"
     calls = []
     for name, side in documents.sides.items():
         (staging / name).mkdir(parents=True, exist_ok=True)
         for number, parts in enumerate(corpus.plan_shards(documents.index, side, flags.shard_bytes)):
-            calls.append((staging / name / f"shard_{number:05d}.parquet", parts, is_packed))
+            calls.append((staging / name / f"shard_{number:05d}.parquet", parts, flags.pack))
     nbytes = documents.nbytes()
     require_disk(staging, nbytes // 3, "writing the shards")
     shards = {}

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 
 from nanochat.corpus import scan
 from nanochat.corpus.archives import sha256_of
-from nanochat.corpus.packing import join_files
-from nanochat.corpus.scan import RUN_ROW_GROUP_DOCUMENTS, SCHEMA
-from nanochat.data.shards import PACKED
+from nanochat.corpus.packing import contexts, join_files
+from nanochat.corpus.scan import CONTEXT_SCHEMA, RUN_ROW_GROUP_DOCUMENTS, SCHEMA
+from nanochat.data.shards import PACK
 
 MAX_SHARDS = 100_000  # their names have five digits
 SHARD_ROW_GROUP_DOCUMENTS = 256  # about 2 MB of text, so that many row groups can be read concurrently in little memory
@@ -63,8 +63,9 @@ def parts_of(index, documents):
     return [(index.runs[number], in_run) for number, in_run in zip(run, in_runs, strict=True)]
 
 
-def pack(path, parts, seed):
-    """Writes the run `path`, unless it exists: the files `parts` of one source, joined into documents."""
+def pack(path, parts, seed, how):
+    """Writes the run `path`, unless it exists: the files `parts` of one source, joined into documents, or with their
+    context. how: project or context."""
     if path.exists():
         return
     # The key decides between files of one path, so their order does not depend on their runs.
@@ -75,41 +76,45 @@ def pack(path, parts, seed):
         while name in by_path:  # two archives of a package may have it
             name += "'"
         by_path[name] = file
+    texts = {name: file["text"].encode() for name, file in by_path.items()}
+    if how == "context":
+        documents = [by_path[name] | {"context": context, "nbytes": len(texts[name])}
+                     for name, context in contexts(texts)]
+        return scan.write_run(path, scan.CONTEXT_RUN_SCHEMA, documents)
     documents = []
-    for paths, text in join_files({name: file["text"].encode() for name, file in by_path.items()}):
+    for paths, text in join_files(texts):
         licences = sorted({by_path[name]["licence"] for name in paths})
         documents.append({"text": text, "path": paths[0], "source": files[0]["source"],
                           "licence": " AND ".join(licences), "key": scan.key_of(text, seed), "nbytes": len(text)})
-    scan.write_run(path, scan.PACKED_RUN_SCHEMA, documents)
+    return scan.write_run(path, scan.PACKED_RUN_SCHEMA, documents)
 
 
 def _read_parts(parts):
     """Returns the documents `parts` = [(path of a run, numbers)] as a table with their keys."""
     tables = []
-    for run, documents in parts:
+    for run, documents in parts:  # most runs have no context
         # All row groups except a run's last have RUN_ROW_GROUP_DOCUMENTS documents, so a document's number gives its
         # row group. `groups` are read, and row_group counts among these.
         groups, row_group = np.unique(documents // RUN_ROW_GROUP_DOCUMENTS, return_inverse=True)
-        table = pq.ParquetFile(run).read_row_groups(groups, columns=[*SCHEMA.names, "key"])
+        table = pq.ParquetFile(run).read_row_groups(groups, columns=[*CONTEXT_SCHEMA.names, "key"])
         tables.append(table.take(row_group * RUN_ROW_GROUP_DOCUMENTS + documents % RUN_ROW_GROUP_DOCUMENTS))
     return pa.concat_tables(tables).combine_chunks()
 
 
-def write_shard(path, parts, is_packed=False):
+def write_shard(path, parts, how="file"):
     """Writes the shard `path`, unless it exists: the documents `parts` = [(path of a run, numbers)], sorted by key.
 
-    is_packed: they are projects; the shard's metadata records it. Returns what describe_shard does.
+    how: project or context, as they were packed; the shard's metadata records it. Returns what describe_shard does.
     """
     if path.exists():
         return describe_shard(path)
     table = _read_parts(parts)
     order = np.argsort(table["key"].to_numpy())
-    schema = SCHEMA
-    size = SHARD_ROW_GROUP_DOCUMENTS
-    if is_packed:
-        schema = SCHEMA.with_metadata(PACKED)
-        size = PACKED_ROW_GROUP_DOCUMENTS
-    table = table.select(SCHEMA.names).replace_schema_metadata(schema.metadata)
+    schema = CONTEXT_SCHEMA if how == "context" else SCHEMA
+    size = PACKED_ROW_GROUP_DOCUMENTS if how == "project" else SHARD_ROW_GROUP_DOCUMENTS
+    if how != "file":
+        schema = schema.with_metadata({PACK: how})
+    table = table.select(schema.names).replace_schema_metadata(schema.metadata)
     row_groups = (table.take(order[start:start + size]) for start in range(0, len(order), size))
     scan.write_parquet(path, schema, row_groups)
     return describe_shard(path)

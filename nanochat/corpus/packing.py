@@ -1,14 +1,20 @@
-"""Joins the files of a project into documents, headers before the files that include them. data/projects.py has the
-format of the text, and reads it."""
+"""Files of a project that stand together: joined into documents, headers before the files that include them; or as the
+context of one file, what it includes and the files beside it. data/projects.py has the format of the text."""
 import posixpath
 import re
 from collections import defaultdict
+from functools import cache
+from os.path import commonprefix
 
+from nanochat.data.fim import condensed
 from nanochat.data.projects import SEPARATOR
 
+VERSION = 2  # to be increased when a change to this file makes another corpus from the same files
+CONTEXT_BYTES = 1 << 13  # of a document's context at most, of which a file takes half at most
 DOCUMENT_BYTES = 1 << 18  # of a document at most, unless one file alone is longer
 HEADERS = (".h", ".hh", ".hpp", ".hxx", ".h++", ".inl", ".ipp", ".tcc", ".tpp", ".txx", ".cuh")
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+# In angle brackets, a name without a folder is nearly always the system's.
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(?:"|<(?=[^>\n]*/))([^">\n]+)', re.MULTILINE)
 
 
 def join_files(texts):
@@ -18,7 +24,7 @@ def join_files(texts):
     parts = []
     size = 0
     for path in dependency_order(texts):
-        part = SEPARATOR.encode() + path.replace("\n", "\ufffd").encode(errors="replace") + b"\n" + texts[path]
+        part = _headed(path, texts[path])
         if parts and size + len(part) > DOCUMENT_BYTES:
             yield paths, b"".join(parts)
             paths = []
@@ -31,14 +37,66 @@ def join_files(texts):
         yield paths, b"".join(parts)
 
 
-def dependency_order(texts):
-    """Returns the paths of {path: text, bytes}, each file as closely as possible after what it includes by
-    `#include "…"`."""
-    # A depth-first search from the files that are not headers, sorted by path. In a circle of includes, the line that
-    # closes the circle does not count.
+def _headed(path, text):
+    return SEPARATOR.encode() + path.replace("\n", "\ufffd").encode(errors="replace") + b"\n" + text
+
+
+def contexts(texts):
+    """Yields (path, context) of the files of a project, {path: text, bytes}: the nearest files, condensed, the nearest
+    last, up to CONTEXT_BYTES."""
+    by_name = _by_name(texts)
+    folders = defaultdict(list)
+    for path in sorted(texts):
+        folders[posixpath.dirname(path)].append(path)
+
+    @cache
+    def includes(path):
+        return list(included(path, texts, by_name))
+
+    @cache
+    def part(path):
+        text = condensed(texts[path].decode(errors="replace")).encode()
+        if len(text) > CONTEXT_BYTES // 2:
+            text = text[:text.rfind(b"\n", 0, CONTEXT_BYTES // 2) + 1]
+        return _headed(path, text) if text else b""
+
+    for path in texts:
+        parts = []
+        left = CONTEXT_BYTES
+        for other in nearest(path, includes, folders[posixpath.dirname(path)]):
+            left -= len(part(other))
+            if left < 0:
+                break
+            parts.append(part(other))
+        yield path, b"".join(reversed(parts))
+
+
+def nearest(path, includes, beside):
+    """Yields other files, the nearest to `path` first: those that it includes, those that these include, and so on;
+    then those `beside` it, of which the names that begin alike come first. includes(path): the files it includes."""
+    found = [path]
+    for current in found:  # which grows
+        for other in includes(current):
+            if other not in found:
+                found.append(other)
+                yield other
+    for other in sorted(beside, key=lambda other: (-len(commonprefix([path, other])), other)):
+        if other not in found:
+            yield other
+
+
+def _by_name(texts):
     by_name = defaultdict(list)
     for path in sorted(texts):
         by_name[posixpath.basename(path)].append(path)
+    return by_name
+
+
+def dependency_order(texts):
+    """Returns the paths of {path: text, bytes}, each file as closely as possible after what it includes."""
+    # A depth-first search from the files that are not headers, sorted by path. In a circle of includes, the line that
+    # closes the circle does not count.
+    by_name = _by_name(texts)
     order = []
     seen = set()
     for root in sorted(texts, key=lambda path: (path.lower().endswith(HEADERS), path)):

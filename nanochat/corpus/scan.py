@@ -25,6 +25,8 @@ HELD_OUT = "_val.parquet"  # end of the names of runs of held-out documents
 RUN_BYTES = 32_000_000
 RUN_ROW_GROUP_DOCUMENTS = 64
 SCHEMA = pa.schema([("text", pa.string()), ("path", pa.string()), ("source", pa.string()), ("licence", pa.string())])
+CONTEXT_SCHEMA = SCHEMA.append(pa.field("context", pa.string()))
+CONTEXT_RUN_SCHEMA = pa.schema([*CONTEXT_SCHEMA, ("key", pa.uint64()), ("nbytes", pa.int64())])
 PACKED_RUN_SCHEMA = pa.schema([*SCHEMA, ("key", pa.uint64()), ("nbytes", pa.int64())])
 RUN_SCHEMA = pa.schema([*PACKED_RUN_SCHEMA, ("signature", pa.binary(4 * NUM_PERMUTATIONS))])
 

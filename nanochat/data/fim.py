@@ -2,6 +2,10 @@
 
     BOS <|fim_prefix|> prefix <|fim_suffix|> suffix <|fim_middle|> middle <|file_sep|>
 
+In a corpus with context (projects.py), other files of the project may stand before the prefix, the nearest last:
+
+    BOS <|file_sep|> path "\\n" file … <|fim_prefix|> prefix …
+
 The text is divided at characters, not at tokens, because an editor's cursor is usually inside a token of the whole
 text: only a tenth of the line starts are token boundaries. A token marks the end of the middle, because a document at
 the end of a full row would show no end. A document longer than a row is first cut at line starts into parts, each a
@@ -19,10 +23,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanochat.common import BadInput
+from nanochat.data.projects import SEPARATOR
 from nanochat.data.tokenizer import FIM_TOKENS, Infill
 
 KINDS = ("random", "line", "structure")  # kinds of middles, equally frequent
 MIN_SEQ_LEN = 64  # shorter rows have no room for a middle with its context
+SURPLUS = 1.22  # length of the parts of a long document, in rows
 MAX_LINES = 30  # of a middle by lines
 MAX_STRUCTURE_CHARS = 1500  # of a middle by structure; also how far the scanner reads for its end
 
@@ -53,10 +59,12 @@ _EIGHT_INTEGERS = struct.Struct("<8Q")
 
 @dataclass(frozen=True)
 class Infilling:
-    """Which documents to rewrite, and how. rate: the share of the documents; kinds: of their middles."""
+    """Which documents to rewrite, and how. rate: the share of the documents; kinds: of their middles; context: the
+    largest share of a row for other files of the project."""
     rate: float
     seed: int
     kinds: tuple = KINDS
+    context: float = 0.0
 
     def encode(self, lane, texts, tokenizer, row_tokens):
         """Returns for each text a list with the tokens of its parts, as memoryviews of uint32.
@@ -67,7 +75,7 @@ class Infilling:
         """
         # Most parts of a long document are then a little longer than a row, and cut to its length: documents a little
         # shorter than a row leave gaps that are hard to fill.
-        part_chars = int(1.22 * row_tokens * len(SAMPLE) / len(tokenizer.encode_to_numpy(SAMPLE)))
+        part_chars = int(SURPLUS * row_tokens * len(SAMPLE) / len(tokenizer.encode_to_numpy(SAMPLE)))
         waiting = []  # to be encoded
         numbers = []  # the number of the text of each
         for i, (ref, text) in enumerate(texts):
@@ -76,7 +84,7 @@ class Infilling:
             if text.is_last and not ref[2]:
                 below = draws(place)
                 if below(1 << 53) < self.rate * (1 << 53):
-                    parts = self._rewrite(text.text, part_chars, place, below)
+                    parts = self._rewrite(text, part_chars, place, below)
             waiting += parts
             numbers += [i] * len(parts)
         found = [[] for _ in texts]
@@ -87,24 +95,28 @@ class Infilling:
                 found[i].append(tokens[1:] if texts[i][0][2] else tokens)
         return found
 
-    def _rewrite(self, text, part_chars, place, below):
-        """Returns a list of Infills, the parts of a text at `place`. below: draws(place), for the first part."""
+    def _rewrite(self, piece, part_chars, place, below):
+        """Returns a list of Infills, the parts of a TextPiece at `place`. below: draws(place), for the first part."""
         # Malformed bytes become lone surrogates, and then bytes again.
+        text = piece.text
         characters = text if isinstance(text, str) else text.decode("utf-8", "surrogateescape")
         parts = []
         begin = 0
         while begin < len(characters):
-            end = begin + part_chars
+            if begin:
+                below = draws(f"{place},{begin}")
+            context = ()
+            if self.context and piece.context:
+                context = draw_context(piece.context, self.context * part_chars / SURPLUS, below)
+            end = begin + part_chars - int(SURPLUS * sum(map(len, context)))
             if end < len(characters):
                 end = characters.rfind("\n", begin, end) + 1 or end
             part = characters[begin:end]
-            if begin:
-                below = draws(f"{place},{begin}")
             first, last = choose_middle(part, self.kinds, below)
-            pieces = part[:first], part[last:], part[first:last]
+            sides = part[:first], part[last:], part[first:last]
             if not isinstance(text, str):
-                pieces = [piece.encode("utf-8", "surrogateescape") for piece in pieces]
-            parts.append(Infill(*pieces))
+                sides = [side.encode("utf-8", "surrogateescape") for side in sides]
+            parts.append(Infill(*sides, context))
             begin = end
         return parts
 
@@ -124,19 +136,18 @@ def fit_into_row(tokens, row_tokens, tokenizer):
     """Returns a list of documents with the text of one that is longer than a row, without encoding it again."""
     # Surplus tokens at the end of the suffix, or else at the beginning of the prefix, become a document of their own,
     # from left to right. If both are too short for that, the whole text becomes one.
-    ids = np.asarray(tokens)  # BOS <|fim_prefix|> … <|fim_suffix|> … <|fim_middle|> … <|file_sep|>
+    ids = np.asarray(tokens)  # BOS … <|fim_prefix|> … <|fim_suffix|> … <|fim_middle|> … <|file_sep|>
     bos = ids[:1]
-    suffix = (ids == tokenizer.special(FIM_TOKENS[1])).argmax()
-    middle = (ids == tokenizer.special(FIM_TOKENS[2])).argmax()
+    prefix, suffix, middle = ((ids == tokenizer.special(name)).argmax() for name in FIM_TOKENS[:3])
     excess = len(ids) - row_tokens
     cut = middle - excess  # the suffix ends here
-    rest = 2 + excess  # the prefix begins here
+    rest = prefix + 1 + excess  # the prefix begins here
     if cut > suffix:
         parts = [(ids[:cut], ids[middle:]), (bos, ids[cut:middle])]
     elif rest <= suffix:
-        parts = [(bos, ids[2:rest]), (ids[:2], ids[rest:])]
-    else:
-        parts = [(bos, ids[2:suffix], ids[middle + 1:-1], ids[suffix + 1:middle])]
+        parts = [(bos, ids[prefix + 1:rest]), (ids[:prefix + 1], ids[rest:])]
+    else:  # without its context
+        parts = [(bos, ids[prefix + 1:suffix], ids[middle + 1:-1], ids[suffix + 1:middle])]
     return [np.concatenate(part).data for part in parts]
 
 
@@ -147,6 +158,37 @@ def draws(key):
     # uniform from 0 to n - 1, except for n / 2^64.
     words = iter(_EIGHT_INTEGERS.unpack(hashlib.blake2b(key.encode()).digest()))
     return lambda n: next(words) * n >> 64
+
+
+# Context
+
+
+def draw_context(context, most, below):
+    """Returns last_files of a `context`: none in a quarter of all cases, else up to a random number of characters, from
+    most / 4 to `most`."""
+    share = below(1 << 53) / (1 << 53)
+    return last_files(context, int(share * most)) if share >= 1 / 4 else ()
+
+
+def last_files(context, most):
+    """Returns the texts of the last files of a `context`, of `most` characters in all. The end of the first one may be
+    missing."""
+    left = most
+    texts = []
+    for text in reversed(context.split(SEPARATOR)[1:]):
+        if len(text) > left:
+            text = text[:text.rfind("\n", 0, left) + 1]
+        if text.count("\n") < 2:  # no more than its path
+            break
+        texts.insert(0, text)
+        left -= len(text)
+    return tuple(texts)
+
+
+def condensed(text):
+    """Returns C++ without comments and blank lines, as other files stand in a context."""
+    without = CODE_TOKEN.sub(lambda match: "" if match[0].startswith(("//", "/*")) else match[0], text)
+    return "".join(f"{line.rstrip()}\n" for line in without.split("\n") if line.strip())
 
 
 # Middles
@@ -196,7 +238,7 @@ def choose_structure(text, below):
 
 # The scanner skips comments, strings and directives, and stops at brackets and semicolons. Each alternative begins with
 # a literal character: Python then looks for these characters before it tries an alternative.
-_TOKEN = re.compile(r"""
+CODE_TOKEN = re.compile(r"""
     /(?:/[^\n]*|\*.*?(?:\*/|\Z))
     | R"([^()\\\s]{0,16})\(.*?(?:\)\1"|\Z)
     | "(?:[^"\\\n]|\\.)*"?
@@ -214,7 +256,7 @@ def find_brackets(text, begin, pair):
         return None
     opened = []  # where the text inside each open bracket begins
     found = None
-    for match in _TOKEN.finditer(text, first, first + MAX_STRUCTURE_CHARS):
+    for match in CODE_TOKEN.finditer(text, first, first + MAX_STRUCTURE_CHARS):
         token = match[0]
         if token == opening:
             opened.append(match.end())
@@ -233,7 +275,7 @@ def find_statement(text, begin):
     if first is None:
         return None
     depth = 0  # of parentheses: those of `for` have semicolons inside
-    for match in _TOKEN.finditer(text, first, first + MAX_STRUCTURE_CHARS):
+    for match in CODE_TOKEN.finditer(text, first, first + MAX_STRUCTURE_CHARS):
         token = match[0]
         if token == "(":
             depth += 1

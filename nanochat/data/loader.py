@@ -25,8 +25,8 @@ import torch
 
 from nanochat.common import BadInput
 from nanochat.data.lanes import NUM_LANES, PADDING, Lane, LaneState, RandomLane, SharedByLanes
-from nanochat.data.projects import FILE_SEP
-from nanochat.data.shards import fingerprint, require_files
+from nanochat.data.projects import FILE_SEP, require_files
+from nanochat.data.shards import fingerprint
 from nanochat.data.units import Units
 
 READ_AHEAD_BYTES = 256 << 20  # bytes of text that all lanes of a rank hold together, at most
@@ -279,6 +279,8 @@ def settings_of(shards, tokenizer, infilling):
     if infilling:
         require_files(shards, "fill in the middle")
         run |= {"fim_rate": infilling.rate, "fim_kinds": list(infilling.kinds)}
+        if infilling.context:
+            run |= {"fim_context": infilling.context}
     return run
 
 

@@ -1,12 +1,18 @@
-"""Projects as documents: their files one after the other, headers before the files that include them.
+"""Files of a project that stand together: as one document, or as the context of a file with a gap.
 
     text:    "\\0" path "\\n" file "\\0" path "\\n" file …
     tokens:  BOS <|file_sep|> path "\\n" file <|file_sep|> path "\\n" file …
 
-No file of a corpus contains the separator, the character 0. Only shards that say so are read like this
-(Shard.is_packed). corpus/packing.py writes these documents.
+A project as a document has its files one after the other, headers before the files that include them
+(Shard.is_packed). The context of a file has a column of its own: condensed files, the nearest last. It stands before
+the gap in training (fim.py) and in the prompt of an editor (infer/prompt.py).
+
+No file of a corpus contains the separator, the character 0, and only shards that say so are read like this.
+corpus/packing.py writes both.
 """
 import numpy as np
+
+from nanochat.common import BadInput
 
 SEPARATOR = "\0"
 FILE_SEP = "<|file_sep|>"
@@ -35,3 +41,10 @@ def encode_documents(pieces, tokenizer):
             later[0] = separator
         documents.append(np.concatenate(own).data)
     return documents
+
+
+def require_files(shards, what):
+    """Raises BadInput, which names `what`, if a shard holds projects."""
+    if packed := [shard.file for shard in shards if shard.is_packed]:
+        raise BadInput(f"{packed[0]} holds whole projects (prepare_data --pack=project), and {what} needs single "
+                       "files: name a corpus without --pack, or of --pack=context")

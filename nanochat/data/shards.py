@@ -33,10 +33,11 @@ from nanochat.data.bucket import (
 
 DEFAULT_DIRS = {"train": "parquet/base_data_v3", "val": "parquet/val"}  # under the base directory
 TEXT = "text"  # the column
+CONTEXT = "context"  # the column of files that stand with a document, in shards of prepare_data --pack=context
 PIECE_BYTES = 256 * 1024  # longer documents are read and tokenized piece by piece
 READ_BATCH_BYTES = 1 << 20  # bytes of text that Arrow decodes at a time
 LONGEST_BATCH_BYTES = 32 << 20  # … if texts share bytes in the file, as in a dictionary
-PACKED = {"pack": "project"}  # in the metadata of a shard whose documents are projects
+PACK = b"pack"  # in the metadata of a shard of prepare_data --pack: project or context, see projects.py
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,10 @@ class Shard:
     row_group_documents: tuple[int, ...]  # number of documents in each row group
     digest: str  # SHA-256 of name, size and footer
     is_packed: bool = False  # its documents are projects, see projects.py
-    row_group_bytes: int = 0  # of the text of its largest row group, compressed
+    row_group_bytes: int = 0  # of its largest row group, compressed
     text_bytes: int = 0  # of all its text, about
     skip_bad: bool = False  # reading skips what it cannot decode, with a warning
+    columns: tuple = (TEXT,)  # that are read
 
 
 class TextPiece(NamedTuple):
@@ -78,6 +80,7 @@ class TextPiece(NamedTuple):
     is_last: bool
     text: str | bytes  # bytes if the text is not valid UTF-8
     is_packed: bool = False  # it comes from a project, see projects.py
+    context: str = ""  # of the document: other files of its project, see projects.py
 
 
 # Finding and checking
@@ -166,40 +169,34 @@ def _open_shard(file, skip_bad):
         raise BadInput(f"the path {file} is not UTF-8, which pyarrow needs: rename the folder or file") from None
     except (pa.ArrowException, OSError) as error:
         raise BadInput(f"{file} is not a whole parquet file ({_first_line(error)}): copy or prepare it again") from None
-    _check_column(file, schema)
-    documents = []
+    pack = (metadata.metadata or {}).get(PACK)
+    names = (TEXT, CONTEXT) if pack == CONTEXT.encode() else (TEXT,)
+    for name in names:
+        _check_column(file, schema, name)
+    documents = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     compressed = []
     text_bytes = 0
     for row_group in map(metadata.row_group, range(metadata.num_row_groups)):
-        documents.append(row_group.num_rows)
-        column = next(column for column in map(row_group.column, range(row_group.num_columns))
-                      if column.path_in_schema == TEXT)
-        compressed.append(column.total_compressed_size)
-        text_bytes += column.total_uncompressed_size
+        columns = {column.path_in_schema: column for column in map(row_group.column, range(row_group.num_columns))}
+        compressed.append(sum(columns[name].total_compressed_size for name in names))
+        text_bytes += columns[TEXT].total_uncompressed_size
     # The footer says where each column of a row group lies, how large it is, and how many documents it has. The text
     # itself is read only when its turn comes.
     digest = hashlib.sha256(f"{file.name} {size} ".encode() + footer).hexdigest()
-    is_packed = (metadata.metadata or {}).get(b"pack") == PACKED["pack"].encode()
-    return Shard(file, size, tuple(documents), digest, is_packed, max(compressed, default=0), text_bytes, skip_bad)
+    return Shard(file, size, tuple(documents), digest, pack == b"project", max(compressed, default=0), text_bytes,
+                 skip_bad, names)
 
 
-def _check_column(file, schema):
-    """Raises BadInput unless a file has one column of text."""
-    if schema.names.count(TEXT) != 1:
-        found = "several columns" if TEXT in schema.names else "no column"
-        raise BadInput(f"{file} has {found} named {TEXT} (it has {', '.join(schema.names)}): name other data")
-    kind = schema.field(TEXT).type
+def _check_column(file, schema, name):
+    """Raises BadInput unless a file has one column `name` of text."""
+    if schema.names.count(name) != 1:
+        found = "several columns" if name in schema.names else "no column"
+        raise BadInput(f"{file} has {found} named {name} (it has {', '.join(schema.names)}): name other data")
+    kind = schema.field(name).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     if kind not in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()):
-        raise BadInput(f"{file}: its column {TEXT} holds {kind}, not strings: name other data")
-
-
-def require_files(shards, what):
-    """Raises BadInput, which names `what`, if a shard holds projects."""
-    if packed := [shard.file for shard in shards if shard.is_packed]:
-        raise BadInput(f"{packed[0]} holds whole projects (prepare_data --pack=project), and {what} needs single "
-                       "files: name a corpus without --pack")
+        raise BadInput(f"{file}: its column {name} holds {kind}, not strings: name other data")
 
 
 def fingerprint(shards):
@@ -238,12 +235,15 @@ def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 
 def _decode(shard, row_group, document, stop):
     """Yields the TextPieces of these documents."""
     begin = 0  # the first document of the batch
-    for batch in _batches(shard, row_group, [TEXT]):
+    for batch in _batches(shard, row_group, shard.columns):
         end = begin + len(batch)
         if end > document:
-            for number, text in _texts(batch.column(0), begin, max(begin, document), min(end, stop)):
+            contexts = batch[CONTEXT].cast(pa.binary()).to_pylist() if CONTEXT in shard.columns else ()
+            for number, text in _texts(batch[TEXT], begin, max(begin, document), min(end, stop)):
+                context = (contexts and contexts[number - begin] or b"").decode(errors="replace")
                 for piece in _cut(number, text):
-                    yield piece._replace(is_packed=True) if shard.is_packed else piece
+                    is_more = shard.is_packed or context
+                    yield piece._replace(is_packed=shard.is_packed, context=context) if is_more else piece
         if end >= stop:
             return
         begin = end
@@ -278,7 +278,7 @@ def _batch_size(group):
     # the text may be many times as long as the row group, but each document's at most as long as what is shared.
     for column in map(group.column, range(group.num_columns)):
         is_delta = "DELTA_BYTE_ARRAY" in column.encodings
-        if column.path_in_schema == TEXT and (is_delta or column.has_dictionary_page):
+        if column.path_in_schema in (TEXT, CONTEXT) and (is_delta or column.has_dictionary_page):
             longest = column.total_uncompressed_size
             if not is_delta and column.data_page_offset > column.dictionary_page_offset:
                 dictionary = column.data_page_offset - column.dictionary_page_offset

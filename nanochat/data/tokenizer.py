@@ -53,15 +53,16 @@ class TokenizerFlags:
 
 
 class Infill(NamedTuple):
-    """A document for fill in the middle, see fim.py. All three are str, or all are bytes."""
+    """A document for fill in the middle, see fim.py. The first three are str, or all are bytes."""
     prefix: str | bytes
     suffix: str | bytes
     middle: str | bytes
+    context: tuple = ()  # texts before it, str
 
 
 def _is_ascii(text):
     if isinstance(text, Infill):
-        return isinstance(text.prefix, str) and all(map(str.isascii, text))
+        return isinstance(text.prefix, str) and all(map(str.isascii, (*text[:3], *text.context)))
     return isinstance(text, str) and text.isascii()
 
 
@@ -130,7 +131,8 @@ class Tokenizer:
     def encode_documents(self, texts):
         """Returns a list with a memoryview of uint32 for each text (str or bytes): BOS and the ids of the text.
 
-        An Infill instead of a text gets FIM_TOKENS before, between and after its three texts.
+        An Infill instead of a text gets FIM_TOKENS before, between and after its three texts, and the last of them
+        before each text of its context.
         """
         # Documents in ASCII are encoded together, which is 3 to 10% cheaper. A single other one among them would cancel
         # that, because all of them would be converted to UTF-8; of our corpus, 1.2% of the documents are not ASCII.
@@ -146,8 +148,10 @@ class Tokenizer:
         for text in texts:
             strings.append("<|bos|>")
             if isinstance(text, Infill):
+                for other in text.context:
+                    strings += end, other
                 strings += prefix, text.prefix, suffix, text.suffix, middle, text.middle, end
-                expected += len(FIM_TOKENS)
+                expected += len(FIM_TOKENS) + len(text.context)
             else:
                 strings.append(text)
         # Only the names inserted here may become special tokens. A text that has such a name itself shows as one too
@@ -164,7 +168,8 @@ class Tokenizer:
     def _encode_document(self, text):
         parts = [(self.bos_id,)]
         if isinstance(text, Infill):
-            for name, part in zip(FIM_TOKENS, (*text, ""), strict=True):
+            context = [(FIM_TOKENS[3], other) for other in text.context]
+            for name, part in [*context, *zip(FIM_TOKENS, (*text[:3], ""), strict=True)]:
                 parts += (self.special_tokens[name],), self.encode_to_numpy(part)
         else:
             parts.append(self.encode_to_numpy(text))

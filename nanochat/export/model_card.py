@@ -15,7 +15,7 @@ CURVE_ROWS = 20
 CODE_TAGS = "\ntags: [code, cpp]"
 # The flags of the training, without those of the machine, its folders and accounts.
 RECIPE = (*CONFIG_FLAGS, "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size", "batch_ramp",
-          "seq_len_ramp", "fim_rate", "compute_dtype", "products", "seed",
+          "seq_len_ramp", "fim_rate", "fim_context", "compute_dtype", "products", "seed",
           *(field.name for field in fields(OptimConfig)))
 
 

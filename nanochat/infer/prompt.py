@@ -2,14 +2,15 @@
 
 A gap is the missing text between two texts, as at the cursor of an editor. The prompt for it is
 
-    BOS <|fim_prefix|> other files, the lines before <|fim_suffix|> the text after <|fim_middle|> the line at the gap
+    BOS other files <|fim_prefix|> the lines before <|fim_suffix|> the text after <|fim_middle|> the line at the gap
 
-and the completion continues the line at the gap. Editors, the evaluation of code, the search and the benchmarks all use
-gap_prompt.
+and the completion continues the line at the gap. The other files look as in training (data/fim.py). Editors, the
+evaluation of code, the search and the benchmarks all use gap_prompt.
 """
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
+from nanochat.data.fim import condensed
 from nanochat.data.tokenizer import FIM_TOKENS
 
 LONGEST_TOKEN = 16  # characters. Few tokens have more, so a text is cut to this many per token before tokenization.
@@ -24,7 +25,7 @@ class Special:
 
 
 BOS = Special("<|bos|>")
-PREFIX, SUFFIX, MIDDLE = map(Special, FIM_TOKENS[:3])
+PREFIX, SUFFIX, MIDDLE, FILE_SEP = map(Special, FIM_TOKENS)
 
 
 def encode_prompt(tokenizer, parts):
@@ -56,14 +57,14 @@ class GapPrompt:
 
 
 # The line at the gap comes last: while it is typed, the model reads only its end again, and training shows middles that
-# begin with a line. The suffix gets a quarter of the room, as in llama.cpp's server, and either side gets the room that
-# the other leaves; other files get the rest.
+# begin with a line. Other files get at most a quarter of the room, and the suffix a quarter of the rest, as in
+# llama.cpp's server; prefix and suffix each get the room that the other leaves.
 def gap_prompt(tokenizer, prefix, suffix, room, extra=(), extra_tokens=0, windows=None):
     """Returns the GapPrompt for the gap between `prefix` and `suffix`, of at most `room` tokens.
 
     suffix: None if it is unknown, or the model was not trained to fill gaps: it then reads the prefix alone. extra:
-    texts of other files, of which at most `extra_tokens` tokens are read. windows: a dict that remembers cuts between
-    calls, as text is typed.
+    (path, text) of other files, the nearest last, of which at most `extra_tokens` tokens are read. windows: a dict that
+    remembers cuts between calls, as text is typed.
     """
     if windows is None:
         windows = {}
@@ -82,15 +83,29 @@ def gap_prompt(tokenizer, prefix, suffix, room, extra=(), extra_tokens=0, window
     line = last("line", prefix[line_begin:], room // 8)  # an eighth is many more tokens than a line has
     before = prefix[:len(prefix) - len(line)]
     room -= room // 8
+    others, num_others = other_files(tokenizer, extra, min(extra_tokens, room // 4))
+    room -= num_others
     after = first_tokens(tokenizer, suffix, room // 4)
     kept = last("prefix", before, room - count(after))
-    others = ""
     if kept == before:  # the prefix leaves room
         after = first_tokens(tokenizer, suffix, room - count(kept))
-        left = room - count(kept) - count(after)
-        others = last("extra", "".join(f"{text}\n" for text in extra), min(left, extra_tokens))
-    head = [part for part in (BOS, PREFIX, others, kept, SUFFIX, after, MIDDLE) if part]
+    head = [part for part in (BOS, *others, PREFIX, kept, SUFFIX, after, MIDDLE) if part]
     return GapPrompt(head, line, kept + line, len(kept) < len(before) or len(after) < len(suffix))
+
+
+def other_files(tokenizer, extra, most):
+    """Returns a list of texts and Specials for the last (path, text) of `extra`, and the number of their tokens, which
+    is at most `most`. The end of the first text may be cut off."""
+    parts = []
+    left = most
+    for path, text in reversed(extra):
+        if left <= 1:
+            break
+        text = first_tokens(tokenizer, " ".join(path.splitlines()) + "\n" + condensed(text), left - 1)
+        if text.count("\n") > 1:  # more than the path
+            parts = [FILE_SEP, text, *parts]
+            left -= 1 + len(tokenizer.encode(text))
+    return parts, most - left
 
 
 @dataclass

@@ -8,7 +8,8 @@ import random
 import re
 from dataclasses import dataclass
 
-from nanochat.data.shards import require_files, whole_texts
+from nanochat.data.projects import require_files
+from nanochat.data.shards import whole_texts
 
 DOCUMENT_KINDS = ("single line", "several lines", "random span", "block", "arguments", "condition")
 FUNCTION_KINDS = ("single line", "several lines")

@@ -33,7 +33,7 @@ class Completer:
     """Completes with one engine. Only one thread may use it at a time."""
     engine: object
     fim: bool  # whether the model was trained to fill in the middle; if not, it reads nothing after the cursor
-    extra_tokens: int = 0  # most tokens of other files before the prefix, if it leaves room
+    extra_tokens: int = 0  # most tokens of other files
     windows: dict = field(default_factory=dict)  # where the last prompts were cut
 
     @property
@@ -43,9 +43,10 @@ class Completer:
     def complete(self, prefix, suffix, extra, options, on_text=ignore, keep_going=never_stop):
         """Returns a Completion of the text between `prefix` and `suffix`.
 
-        suffix: None to continue the prefix. extra: texts of other files. With options.sampling.max_tokens = 0, it only
-        reads the prompt, so that the next completion begins sooner. on_text(sample, text) gets each new piece of text.
-        keep_going() is asked before every token; once it returns False, the completion ends.
+        suffix: None to continue the prefix. extra: (path, text) of other files, the nearest last. With
+        options.sampling.max_tokens = 0, it only reads the prompt, so that the next completion begins sooner.
+        on_text(sample, text) gets each new piece of text. keep_going() is asked before every token; once it returns
+        False, the completion ends.
         """
         room = self.context - max(options.sampling.max_tokens, 1)
         prompt = gap_prompt(self.engine.tokenizer, prefix, suffix if self.fim else None, room, extra, self.extra_tokens,
@@ -75,6 +76,8 @@ class Completer:
 def load_completer(of_model, path, extra_tokens, dist):
     """Returns a Completer of the checkpoint at `path`, whose programs are compiled. of_model: ModelFlags."""
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, quantize=of_model.quantize)
+    if extra_tokens == -1:
+        extra_tokens = model.config.max_seq_len // 4 if meta.flags.get("fim_context", 0) else 0
     completer = Completer(Engine(model, tokenizer, dist), meta.flags.get("fim_rate", 0) > 0, extra_tokens)
     if not completer.fim:
         print(f"{path} was trained without --fim_rate: completions ignore the text after the cursor", file=sys.stderr)

@@ -83,15 +83,16 @@ def segments_at(workspace, document, params):
     source = document.source
     prefix = source[:document.offset_at_position(span.start)] + typed
     suffix = source[document.offset_at_position(span.end):]
-    others = [{"body": text} for text in other_files(workspace, document)]
+    others = [{"filepath": path, "body": text} for path, text in other_files(workspace, document)]
     return span, typed, {"prefix": prefix[-MAX_SIDE:].replace("\r\n", "\n"),
                          "suffix": suffix[:MAX_SIDE].replace("\r\n", "\n"),
                          "relevant_snippets_from_changed_files": others}
 
 
 def other_files(workspace, document):
-    """Returns the texts that may help to complete `document`, the most helpful one last: what it includes, then each
-    other open file and what that includes. A text that does not fit into the rest of MAX_OTHERS is left out."""
+    """Returns (path in its root, text) of files that may help to complete `document`, the most helpful one last: what
+    it includes, then each other open file and what that includes. A text that does not fit into the rest of MAX_OTHERS
+    is left out."""
     find = cache(real_path)  # because open files include the same headers
     opened = {find(other.path): other.source for other in workspace.text_documents.values()}
     roots = []
@@ -113,6 +114,9 @@ def other_files(workspace, document):
                     yield found
                     break
 
+    def shown(path):
+        return next((str(path.relative_to(root)) for root in roots if path.is_relative_to(root)), path.name)
+
     here = find(document.path)
     candidates = [*included(here)]
     for path in reversed(opened):
@@ -128,7 +132,7 @@ def other_files(workspace, document):
                 text = ""
             texts[path] = text
             room -= len(text)
-    return [text for text in reversed(texts.values()) if text][-MAX_FILES:]
+    return [(shown(path), text) for path, text in reversed(texts.items()) if text][-MAX_FILES:]
 
 
 def real_path(path):

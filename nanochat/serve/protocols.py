@@ -99,6 +99,7 @@ def make_options(max_tokens, num_samples=1, temperature=None, seed=None, top_p=1
 
 
 class ExtraFile(Body):
+    filename: Text = ""
     text: Text = ""
 
 
@@ -184,6 +185,7 @@ def split_gap(prompt):
 
 
 class Snippet(Body):
+    filepath: Text = ""
     body: Text = ""
 
 

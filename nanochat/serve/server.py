@@ -83,7 +83,7 @@ class Server:
             return [protocols.infill_answer(completion, i, self.name) | {"content": ""} for i in samples]
 
         events = self.events(request, body.input_prefix + body.prompt, body.input_suffix,
-                             [file.text for file in body.input_extra], options,
+                             [(file.filename, file.text) for file in body.input_extra], options,
                              client=None if is_warm_up else f"infill {body.id_slot}")
         if body.stream:
             return await stream(events, chunk, last)
@@ -126,7 +126,7 @@ class Server:
 
     async def tabby(self, request, body, answer):
         segments = body.segments
-        extra = [snippet.body for snippet in segments.relevant_snippets_from_changed_files]
+        extra = [(snippet.filepath, snippet.body) for snippet in segments.relevant_snippets_from_changed_files]
         options = body.tabby_options(self.max_tokens)
         completion = await finished(self.events(request, segments.prefix, segments.suffix, extra, options, "tabby"))
         choice = protocols.completion_choice(0, completion.texts[0], completion.reasons[0])

@@ -121,6 +121,8 @@ class DataFlags(TextFlags):
                           "docs/data.md", at_least=1, at_most=4096)
     fim_rate: float = flag(0.0, "fraction of the documents rewritten for fill in the middle; "
                            "docs/data.md#fill-in-the-middle", at_least=0, at_most=1)
+    fim_context: float = flag(0.0, "with --fim_rate, the largest share of a row for other files of the project; "
+                              "docs/data.md#fill-in-the-middle", at_least=0, at_most=0.75)
     synthetic_data: bool = flag(False, "train on random tokens, to test a machine without data")
 
     def folder(self, split):

@@ -30,7 +30,7 @@ from nanochat.train.stages import length_schedule
 INHERITED = (DataFlags, BatchFlags, OptimConfig, DistillationFlags)
 OWN = {"num_iterations", "target_flops"}
 # With another value of one of these, the saved positions in the data would mean other rows.
-ROW_FLAGS = ("seq_len_ramp", "fim_rate", "num_lanes")
+ROW_FLAGS = ("seq_len_ramp", "fim_rate", "fim_context", "num_lanes")
 
 
 class Start(NamedTuple):

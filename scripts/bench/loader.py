@@ -31,6 +31,7 @@ class Flags(TextFlags, TokenizerFlags):
     max_seq_len: int = flag(1024, "T, one less than the tokens in a row", at_least=1)
     threads: int = flag(2, "threads that tokenize, with and without the loader", at_least=1, at_most=1000)
     fim_rate: float = flag(0.5, "of the loader with fill in the middle", above=0, at_most=1)
+    fim_context: float = flag(0.0, "of it, too, on a corpus of --pack=context", at_least=0, at_most=0.75)
     rounds: int = flag(20, f"rounds of {DOCUMENTS_IN_ROUND:,} documents", at_least=1)
 
 
@@ -61,7 +62,7 @@ class Recorder:
         count = 0
         for texts in self.groups:
             for text in texts:
-                count += sum(map(len, text)) if isinstance(text, Infill) else len(text)
+                count += sum(map(len, (*text[:3], *text.context))) if isinstance(text, Infill) else len(text)
         return count / 1e6
 
 
@@ -108,8 +109,8 @@ def compare_all(flags, shards, tokenizer):
     plain = Recorder(tokenizer)
     fim = Recorder(tokenizer)
     rows = replace(rows, num_lanes=4)
-    with (open_loader(plain, rows) as without,
-          open_loader(fim, rows, infilling=Infilling(flags.fim_rate, rows.seed)) as with_fim):
+    infilling = Infilling(flags.fim_rate, rows.seed, context=flags.fim_context)
+    with open_loader(plain, rows) as without, open_loader(fim, rows, infilling=infilling) as with_fim:
         compare(UNIT, {"without": partial(load, without, plain), "--fim_rate": partial(load, with_fim, fim)},
                 flags.rounds, reference="without")
         print(f"with --fim_rate={flags.fim_rate:g} {with_fim.stats['dropped_share']:.4%} of the tokens were dropped")

@@ -1,5 +1,5 @@
 """The files of a project in dependency order, joined into documents."""
-from nanochat.corpus.packing import DOCUMENT_BYTES, dependency_order, join_files
+from nanochat.corpus.packing import CONTEXT_BYTES, DOCUMENT_BYTES, contexts, dependency_order, join_files
 from tests.corpus.projects import cpp
 
 
@@ -36,3 +36,22 @@ def test_a_project_that_is_long_becomes_several_documents_of_whole_files():
     for paths, text in documents:
         assert len(text) <= DOCUMENT_BYTES
         assert text == b"".join(b"\0" + path.encode() + b"\n" + texts[path] for path in paths)
+
+
+def test_a_context_has_what_a_file_includes_then_the_files_beside_it_the_nearest_last():
+    texts = texts_of(src__main_cpp=["main.h", "b.h"], src__main_h=["c.h"], src__b_h=[], include__c_h=["src/main.cpp"],
+                     src__mail_cpp=[], src__z_cpp=[], other__d_h=[])
+    texts["src/main.cpp"] += b"#include <include/c.h>\n#include <main>\n"
+    paths = {path: [part.split("\n")[0] for part in context.decode().split("\0")[1:]]
+             for path, context in contexts(texts | {"src/main": b"int x;\n", "src/empty": b"/* nothing */"})}
+    assert paths["src/main.cpp"] == ["src/main", "include/c.h", "src/main.h"]  # files without code are left out
+    assert paths["src/z.cpp"] == ["src/main.h", "src/main.cpp", "src/main"] and paths["other/d.h"] == []
+
+
+def test_a_context_is_condensed_and_within_its_budget():
+    text = b"/* a\n licence */\n\nint f();  // twice\n\n\nconst char* s = \"//\";\n"
+    found = dict(contexts({"a.h": text, "b.h": b"int g();\r\n"}))
+    assert found == {"a.h": b"\0b.h\nint g();\n", "b.h": b"\0a.h\nint f();\nconst char* s = \"//\";\n"}
+    found = dict(contexts({f"{number}.h": cpp(number, 700).encode() for number in range(9)}))
+    assert all(CONTEXT_BYTES * 3 // 4 < len(context) <= CONTEXT_BYTES for context in found.values())
+    assert all(context.count(b"\0") == 2 and context.endswith(b"}\n") for context in found.values())

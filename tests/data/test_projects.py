@@ -6,11 +6,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.analysis.eval_rows import ProjectRows, require_packed
+from nanochat.analysis.eval_rows import GapRows, ProjectRows, require_packed
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
-from nanochat.data.projects import encode_documents
-from nanochat.data.shards import TextPiece, list_shards, open_shards, require_files
+from nanochat.data.fim import SAMPLE
+from nanochat.data.projects import encode_documents, require_files
+from nanochat.data.shards import TextPiece, list_shards, open_shards
 from nanochat.data.tokenizer import load_tokenizer
 from scripts import base_eval
 from tests.checkpoint.states import make_meta
@@ -76,17 +77,17 @@ def test_rows_of_projects_hold_file_separators_and_resume(corpora):
     with pytest.raises(BadInput, match="--pack=project.* training a tokenizer"):
         require_files(open_shards(paths), "training a tokenizer")
     with pytest.raises(BadInput, match="--project: "):
-        require_packed(open_shards(list_shards(corpora / "files" / "val")))
+        require_packed(open_shards(list_shards(corpora / "files" / "val")), "project")
 
 
 def test_a_file_given_its_project_counts_the_same_tokens_as_alone(corpora):
     tokenizer, shards = load_tokenizer(), open_shards(list_shards(corpora / "one" / "val"))
     found = {}
-    for with_project in (True, False):
-        rows = ProjectRows(shards, tokenizer, 2048, 4, 1 << 20, with_project)
-        found[with_project] = [(batch.rows.clone(), rows.view(batch.rows)[1]) for batch in rows]
+    for given in ("project", "nothing"):
+        rows = ProjectRows(shards, tokenizer, 2048, 4, 1 << 20, given)
+        found[given] = [(batch.rows.clone(), rows.view(batch.rows)[1]) for batch in rows]
         assert rows.num_files == 11  # all but the first
-    for (together, counts), (alone, counts_alone) in zip(found[True], found[False], strict=True):
+    for (together, counts), (alone, counts_alone) in zip(*found.values(), strict=True):
         assert together.shape == alone.shape == (4, 2049)
         for row in range(4):
             own = together[row][counts[row]]
@@ -106,8 +107,94 @@ def test_base_eval_says_what_the_project_of_a_file_is_worth(corpora, byte_tokeni
     said = capsys.readouterr().out
     numbers = re.search(r"11 files, .* given their project ([\d.]+) bits per byte, alone ([\d.]+) ", said)
     assert numbers and 1 < float(numbers[1]) < 20 and numbers[1] != numbers[2]
-    for others, message in (([f"--data_dir={corpora}/files/val"], "holds single files"),
+    for others, message in (([f"--data_dir={corpora}/files/val"], "holds other documents"),
                             ([f"--data_dir={corpora}/one/val", "--max_seq_len=4"], "the path fits into 2 tokens"),
-                            ([f"--data_dir={corpora}/one/val", "--fim"], "--fim and --project are two")):
+                            ([f"--data_dir={corpora}/one/val", "--fim"], "are different evaluations")):
         with pytest.raises(BadInput, match=message):
             base_eval.main([*flags, *others])
+
+
+@pytest.fixture(scope="module")
+def with_context(corpora):
+    flags = [f"--projects_dir={corpora / 'in'}", "--val_projects=v", "--shard_bytes=20000", "--pack=context"]
+    prepare(corpora / "context", *flags)
+    prepare(corpora / "context2", *flags, "--workers=2")
+    return corpora / "context"
+
+
+def test_a_corpus_with_context_has_the_rows_of_one_of_files(corpora, with_context):
+    assert shard_hashes(with_context) == shard_hashes(corpora / "context2")
+    documents = {document["path"]: document for document in read(with_context, "val")}
+    context = documents["file00.cpp"]["context"].split("\0")
+    assert context[-1].partition("\n")[::2] == ("file11.h", documents["file11.h"]["text"]) and len(context) > 2
+    rows = []
+    for name in ("context", "files"):
+        with open_loader(list_shards(corpora / name / "base_data_v3"), load_tokenizer(), seq_len=256, num_lanes=2,
+                         fim_rate=0.5) as loader:
+            rows.append([next(loader).rows for _ in range(20)])
+    assert all(map(np.array_equal, *rows))
+
+
+def test_gaps_stand_after_files_of_their_project_and_such_runs_resume(with_context):
+    tokenizer, paths = load_tokenizer(), list_shards(with_context / "base_data_v3")
+    separator, prefix = map(tokenizer.special, ("<|file_sep|>", "<|fim_prefix|>"))
+
+    def steps(count, **options):
+        with open_loader(paths, tokenizer, seq_len=512, num_lanes=4, fim_rate=1.0, fim_context=0.5,
+                         **options) as loader:
+            return [next(loader) for _ in range(count)], loader.stats
+
+    most_chars = 0.5 * 513 * len(SAMPLE) / len(tokenizer.encode(SAMPLE))
+    batches, stats = steps(40)
+    assert stats["dropped_share"] <= 0.01
+    documents = [(document["path"], document["text"]) for document in read(with_context, "base_data_v3")]
+    with_files = without = 0
+    for row in np.concatenate([batch.rows for batch in batches]).tolist():
+        for begin in (place for place, token in enumerate(row[:-1]) if token == tokenizer.bos_id):
+            without += row[begin + 1] == prefix
+            if row[begin + 1] == separator and prefix in row[begin:]:
+                files = tokenizer.decode(row[begin + 2:row.index(prefix, begin)]).split("<|file_sep|>")
+                assert sum(map(len, files)) <= most_chars
+                for file in files:
+                    path, _, text = file.partition("\n")
+                    assert text and any(name == path and whole.startswith(text) for name, whole in documents)
+                with_files += 1
+    assert with_files > without > 10
+    [again], _ = steps(1, state=batches[30].state)
+    assert np.array_equal(again.rows, batches[31].rows)
+    halves = [steps(5, batch_size=2, world_size=2, rank=rank)[0] for rank in range(2)]
+    for batch, *parts in zip(batches, *halves, strict=False):
+        assert np.array_equal(np.stack([part.rows for part in parts], 1).reshape(batch.rows.shape), batch.rows)
+    with pytest.raises(BadInput, match="is for fim_context 0.5, but this run has 0"):
+        with open_loader(paths, tokenizer, seq_len=512, num_lanes=4, fim_rate=1.0, state=batches[0].state):
+            pass
+
+
+def test_base_eval_says_what_a_context_is_worth(corpora, with_context, byte_tokenizer_dir, tmp_path, capsys):
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
+    shards = open_shards(list_shards(with_context / "base_data_v3"))
+    found = {}
+    for given in ("own", "other", "none"):
+        rows = GapRows(shards, tokenizer, 2048, 4, 1 << 20, given)
+        found[given] = [tokenizer.decode([token for token in row if token >= 0])
+                        for batch in rows for row in batch.rows.tolist() if row[0] >= 0]
+        assert rows.num_files == len(found[given]) > 10
+    separator, prefix = "<|file_sep|>", "<|fim_prefix|>"
+    sources = {document["text"]: document["source"] for document in read(with_context, "base_data_v3")}
+    for own, other, none in zip(*found.values(), strict=True):
+        assert own.partition(prefix)[2] == other.partition(prefix)[2] == none.partition(prefix)[2]
+        assert none.startswith(f"<|bos|>{prefix}")
+        [source], [stranger] = ({project for text, project in sources.items()
+                                 if row.partition(prefix)[0].rpartition("\nint f")[2] in text} for row in (own, other))
+        assert source != stranger and own.startswith(f"<|bos|>{separator}file")
+    model = make_model(vocab_size=tokenizer.n_vocab)
+    meta = make_meta(20, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
+    trained = save_checkpoint(tmp_path / "run", model.state_dict(), {}, meta, num_lanes=0)
+    flags = [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", "--context"]
+    base_eval.main([*flags, f"--data_dir={with_context}/base_data_v3"])
+    assert re.search(r"\d+ middles of .* given their project [\d.]+ .* another [\d.]+ .* none [\d.]+",
+                     capsys.readouterr().out)
+    for data_dir, message in ((f"{with_context}/val", "and another project before it"),
+                              (f"{corpora}/files/val", "--context: .* holds other documents")):
+        with pytest.raises(BadInput, match=message):
+            base_eval.main([*flags, f"--data_dir={data_dir}"])

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from nanochat.data.tokenizer import load_tokenizer
+from nanochat.data.tokenizer import Infill, load_tokenizer
 from nanochat.infer.prompt import Special, Window, encode_prompt, first_tokens, gap_prompt
 
 LINES = "".join(f"    total += values[{i}];\n" for i in range(200))  # a token is a byte here
@@ -97,10 +97,19 @@ def test_the_suffix_ends_with_a_line_where_it_can(tokenizer):
     assert first_tokens(tokenizer, "漢" * 9, 10) == "漢" * 3
 
 
-def test_other_files_stand_in_front_where_there_is_room(texts_of):
-    assert "int x;" not in str(texts_of("int a;\n", "\n", extra=["int x;"]))
-    texts, _ = texts_of("int a;\n", "\n", extra=["int x;", "int y;"], extra_tokens=50)
-    assert texts["<|fim_prefix|>"] == "int x;\nint y;\nint a;\n"
-    texts, _ = texts_of("int a;\n", "\n", extra=[LINES], extra_tokens=50)
-    assert len(texts["<|fim_prefix|>"]) <= 50 + 7
-    assert "int x;" not in str(texts_of(LINES, "\n", extra=["int x;"], extra_tokens=50))
+def test_other_files_stand_in_front_as_in_training(texts_of, tokenizer):
+    extra = [("far.h", LINES), ("b/near.h", "// Adds.\n\nint add(int, <|fim_suffix|>);\n"), ("x", "// nothing\n")]
+    assert "near.h" not in str(texts_of("int a;\n", "\n", extra=extra))
+    prompt = gap_prompt(tokenizer, "int a;\n", "\n", 600, extra=extra, extra_tokens=100)
+    far, near = prompt.head[2], prompt.head[4]
+    assert prompt.head[1] == prompt.head[3] == Special("<|file_sep|>") and prompt.head[5] == Special("<|fim_prefix|>")
+    assert near == "b/near.h\nint add(int, <|fim_suffix|>);\n" and far.startswith("far.h\n") and far.endswith("\n")
+    ids, _ = encode_prompt(tokenizer, prompt.parts)
+    assert ids.count(tokenizer.special("<|fim_suffix|>")) == 1  # the name in the text is text
+    # As a row of training with these files.
+    row = Infill(prompt.head[6], prompt.head[8], prompt.line + "int b;", (far, near))
+    assert list(tokenizer.encode_documents([row])[0])[:len(ids)] == ids
+    for long in (LINES, "int a;\n"):  # a prefix that fills the room leaves a quarter for them
+        prompt = gap_prompt(tokenizer, long * 20, "\n", 400, extra=[("far.h", LINES)] * 9, extra_tokens=1000)
+        assert 40 < sum(len(text) for text in prompt.head[2:prompt.head.index(Special("<|fim_prefix|>")):2]) < 100
+        assert num_tokens(tokenizer, prompt) <= 400

@@ -126,7 +126,7 @@ def test_a_cancelled_request_frees_the_model_and_a_missing_server_is_said_once(s
             with pytest.raises(Exception, match="cancel"):
                 await asyncio.wait_for(asyncio.wrap_future(request), 60)
             await asyncio.to_thread(wait_until, lambda: [job.future.done() for job in server.thread._jobs] == [True])
-            assert completer.asked < 47 and completer.extras == [["int other;"]]
+            assert completer.asked < 47 and completer.extras == [[("other.cpp", "int other;")]]
         async with editor("http://127.0.0.1:1") as (lsp, messages):
             open_file(lsp, BEFORE + AFTER)
             assert [await complete(lsp, 1, 0) for _ in range(3)] == [[], [], []]
@@ -157,8 +157,12 @@ def test_open_files_and_what_they_include_are_read_within_a_budget(tmp_path):
         text += f'#include "{name}"\n'
     opened = {a / "src/part.h": "part in its buffer", a / "src/util.cpp": '#include "util.h"\nint util;',
               a / "src/main.cpp": text}
-    for roots, expected in [((a, b), ["part in its buffer", "api.h"]), ((), ["part in its buffer"])]:
-        assert other_files(*workspace_of(opened, roots)) == ["util.h", '#include "util.h"\nint util;', *expected]
+    util = '#include "util.h"\nint util;'
+    assert other_files(*workspace_of(opened, (a, b))) == [
+        ("src/util.h", "util.h"), ("src/util.cpp", util), ("src/part.h", "part in its buffer"),
+        ("include/lib/api.h", "api.h")]
+    assert other_files(*workspace_of(opened)) == [
+        ("util.h", "util.h"), ("util.cpp", util), ("part.h", "part in its buffer")]
 
 
 def test_names_without_a_file_cost_little(tmp_path, monkeypatch):
@@ -169,7 +173,7 @@ def test_names_without_a_file_cost_little(tmp_path, monkeypatch):
     for i in range(20):
         text = f'#include "no{i}.h"\n#include "part.h"\n{text}'
     opened = {tmp_path / f"{i}.cpp": text for i in range(20)}
-    assert other_files(*workspace_of(opened, [tmp_path]))[-1] == "part"
+    assert other_files(*workspace_of(opened, [tmp_path]))[-1][1] == "part"
     assert len(found) == 20 + 1 + 1  # the open files, the folder, part.h
 
 
