@@ -116,17 +116,16 @@ def _mixture_of(table, folder):
         raise BadInput("its stages are no sections: write [[stage]], with from and weights")
     found = tuple(_source_of(name, source, folder) for name, source in sources.items())
     first = {name: source["weight"] for name, source in sources.items() if "weight" in source}
-    begins = [0, *(each.get("from") for each in stages)]
-    for before, begin in zip(begins, begins[1:], strict=False):
-        if type(begin) is not float or not before < begin < 1:
-            raise BadInput(f"[[stage]] from = {begin}: stages begin one after the other, each at a fraction of the run "
-                           f"above {before} and below 1")
-    weights = [first, *(each.get("weights") for each in stages)]
+    read = [Stage(0, _weights_of(first, sources))]
     for stage in stages:
         if unknown := stage.keys() - {"from", "weights"}:
             raise BadInput(f"[[stage]] has {sorted(unknown)[0]}, which is unknown: it has from and weights")
-    mixture = Mixture(found, tuple(Stage(begin, _weights_of(each, sources)) for begin, each in
-                                   zip(begins, weights, strict=True)))
+        begin = stage.get("from")
+        if type(begin) is not float or not read[-1].begin < begin < 1:
+            raise BadInput(f"[[stage]] from = {begin}: stages begin one after the other, each at a fraction of the run "
+                           f"above {read[-1].begin} and below 1")
+        read.append(Stage(begin, _weights_of(stage.get("weights"), sources)))
+    mixture = Mixture(found, tuple(read))
     for place, name in enumerate(sources):
         if not any(stage.weights[place] for stage in mixture.stages):
             raise BadInput(f"source {name} has no weight at any time: give it one, or leave it out")
