@@ -4,6 +4,15 @@ import threading
 import time
 
 
+def child_processes(run):
+    return [int(pid) for pid in open(f"/proc/{run.pid}/task/{run.pid}/children").read().split()]
+
+
+def rank_process(run):
+    """Returns the id of the process in which the ranks of a run are threads."""
+    return next(pid for pid in child_processes(run) if b"spawn_main" in open(f"/proc/{pid}/cmdline", "rb").read())
+
+
 class Life:
     """A process whose lines are read as they come. command, environment, options: for subprocess.Popen; timeout_s: how
     long it may take to its next sign of life, and to its end."""

@@ -23,6 +23,7 @@ from nanochat.train.flags import Flags
 from nanochat.train.liveness import Liveness
 from tests.buckets import OUTAGE
 from tests.conftest import last_of_each
+from tests.run.life import child_processes, rank_process
 from tests.run.pods import wait_for_gradients
 
 TIMEOUT_S = 240
@@ -287,10 +288,6 @@ def read_until(run, words):
     assert any(words in line for line in run.stdout), f"the run has ended without: {words}"
 
 
-def child_processes(run):
-    return [int(pid) for pid in open(f"/proc/{run.pid}/task/{run.pid}/children").read().split()]
-
-
 def losses_of(base_dir, name):
     records = [json.loads(line) for line in (base_dir / "checkpoints" / name / "metrics.jsonl").open()]
     steps = [record["step"] for record in records if "loss" in record]
@@ -300,18 +297,21 @@ def losses_of(base_dir, name):
 
 @pytest.mark.slow
 def test_a_run_that_is_told_to_stop_saves_and_resumes_bit_for_bit(start, base_dir):
-    """Each time it resumes from the mirror, as on a new VM, whose disk has the data and nothing else."""
-    for number, after in ((signal.SIGTERM, "step 00010"), (signal.SIGINT, "step 00030")):
-        run = start("test")
+    """Each time it resumes from the mirror, as on a new VM, whose disk has the data and nothing else. The evaluation
+    that is interrupted would last for hours."""
+    long_evaluation = "--eval_every=50", "--eval_tokens=268435456"
+    for number, after, flags in ((signal.SIGTERM, "step 00010", ()), (signal.SIGTERM, "step 00030", ()),
+                                 (signal.SIGINT, "evaluating ", long_evaluation)):
+        run = start("test", *flags)
         read_until(run, after)
         run.send_signal(number)
         output = run.communicate(timeout=TIMEOUT_S)[0]
         assert run.returncode == EXIT_STATUS, output
-        assert f"{number.name}: the run stops" in output
+        assert f"{number.name}: the run stops" in output and "| validation" not in output
         done = len(losses_of(base_dir, "test"))
         assert (base_dir / "checkpoints" / "test" / f"step_{done:06d}").is_dir()
         shutil.rmtree(base_dir / "checkpoints" / "test")
-    assert 30 <= done < 120
+    assert done == 50
     for name in ("test", "whole"):
         process = start(name)
         output = process.communicate(timeout=TIMEOUT_S)[0]
@@ -334,11 +334,6 @@ def test_a_run_is_trained_by_one_process_and_no_rank_outlives_a_killed_parent(st
     while any(os.path.exists(f"/proc/{pid}") for pid in children):
         assert time.monotonic() < deadline, "a rank is still there"
         time.sleep(0.1)
-
-
-def rank_process(run):
-    """Returns the id of the process in which the ranks of a run are threads."""
-    return next(pid for pid in child_processes(run) if b"spawn_main" in open(f"/proc/{pid}/cmdline", "rb").read())
 
 
 @pytest.mark.slow

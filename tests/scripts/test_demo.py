@@ -1,6 +1,14 @@
 """What the demo leaves behind is found by its name."""
+import re
+import shlex
+import shutil
+
 from nanochat.checkpoint.format import META, find_checkpoint
+from nanochat.common import read_flags
+from nanochat.infer.load import ModelFlags
+from scripts import demo
 from scripts.demo import checkpoint_name
+from scripts.serve import LimitFlags, ServerFlags
 
 
 def test_the_demo_is_a_checkpoint_under_its_name_unless_the_user_has_a_run_of_this_name(base_dir):
@@ -15,3 +23,22 @@ def test_the_demo_is_a_checkpoint_under_its_name_unless_the_user_has_a_run_of_th
     own.mkdir()
     assert checkpoint_name(run_dir) == run_dir
     assert not own.is_symlink()
+
+
+def test_the_demo_ends_with_the_command_that_opens_its_model(base_dir, corpus_dir, monkeypatch, capsys):
+    run_dir = base_dir / "demo/checkpoints/dummy"
+
+    def leave(step, module, *flags, env):
+        """Leaves behind what the script `module` does."""
+        if module == "scripts.prepare_data":
+            shutil.copytree(corpus_dir, base_dir / "demo/parquet")
+        elif module == "scripts.base_train":
+            (run_dir / "step_000002").mkdir(parents=True)
+            (run_dir / "step_000002" / META).touch()
+            (run_dir / "metrics.jsonl").write_text('{"step": 2, "val_bpb": 1.5}\n')
+
+    monkeypatch.setattr(demo, "run", leave)
+    demo.main([])
+    [command] = re.findall("in your browser.*\n  python3 -m scripts.serve (.*)", capsys.readouterr().out)
+    model, _, _ = read_flags(shlex.split(command), "", {ModelFlags: "", ServerFlags: "", LimitFlags: ""})
+    assert find_checkpoint(model.checkpoint).resolve() == run_dir / "step_000002"

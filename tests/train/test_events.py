@@ -3,12 +3,12 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanochat.checkpoint.meta import Meta
 from nanochat.common import BadInput
-from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.loss_eval import Evaluation
 from nanochat.model.rates import OptimConfig, lr_multiplier
@@ -17,6 +17,7 @@ from nanochat.train.flags import Flags, LanguageRecordFlags, parse_flags
 from nanochat.train.language import LanguageTask
 from nanochat.train.plan import make_plan
 from nanochat.train.trainer import events_due
+from tests.conftest import last_of_each
 
 EVERY = st.one_of(st.just(-1), st.integers(1, 60))
 FRACTION = st.floats(0, 1)
@@ -85,8 +86,37 @@ def test_a_plan_has_whole_steps_and_a_resumed_run_keeps_its_batches_and_its_end(
         plan.tokens(0, plan.num_iterations + step)
 
 
-@pytest.mark.parametrize("eval_tokens, tokens, batches", [(1, 32, [1, 1]), (320, 320, [5, 1])])
-def test_each_evaluation_counts_its_own_batches(monkeypatch, capsys, byte_tokenizer_dir, eval_tokens, tokens, batches):
+@pytest.fixture
+def small_task(tiny, tmp_path):
+    """Makes the LanguageTask of a tiny run with rows of 64 tokens and other flags."""
+    return lambda *flags: language.make_task(parse_flags(last_of_each(
+        "--run=x", *tiny, "--max_seq_len=64", "--total_batch_size=128", *flags)), "cpu", 1, tmp_path)
+
+
+@pytest.mark.parametrize("iterations, tokens", [
+    (50, 2**16), (50_000, 50_000 * 128 // 20), (10_000_000, 10 * 2**20)])
+def test_an_evaluation_has_a_twentieth_of_the_tokens_of_its_run_within_limits(small_task, iterations, tokens):
+    task = small_task(f"--num_iterations={iterations}", "--eval_tokens=-1")
+    assert task.flags.record.eval_tokens == tokens
+
+
+@pytest.mark.parametrize("last", [2, 6])
+def test_an_evaluation_ends_with_the_batch_after_which_the_run_is_told_to_stop(small_task, last):
+    """Of the text, whose batches are 5, or of the middles."""
+    batches = []
+
+    def model(ids, targets):
+        batches.append(ids)
+        return ids.new_ones(ids.shape)
+
+    task = small_task("--fim_rate=0.5", "--eval_tokens=640")
+    found = task.evaluate(SimpleNamespace(compiled_model=model), Dist("cpu", torch.device("cpu")), 0,
+                          is_cut_short=lambda: len(batches) == last)
+    assert found == {} and len(batches) == last
+
+
+@pytest.mark.parametrize("eval_tokens, tokens, batches", [(1, 64, [1, 1]), (640, 640, [5, 1])])
+def test_each_evaluation_counts_its_own_batches(monkeypatch, capsys, small_task, eval_tokens, tokens, batches):
     def read_all(model, loader, token_bytes, dist, is_cut_short, **options):
         assert not any(is_cut_short() for _ in loader)
         return Evaluation(1.0, 1, is_whole_text=False)
@@ -94,10 +124,7 @@ def test_each_evaluation_counts_its_own_batches(monkeypatch, capsys, byte_tokeni
     monkeypatch.setattr(language, "bits_per_byte", read_all)
     monkeypatch.setattr(language, "PROGRESS_S", -1)
     monkeypatch.setattr(language, "FIM_EVAL_TOKENS", 1)
-    flags = parse_flags(["--depth=1", "--model_dim=64", "--num_heads=1", "--max_seq_len=32", "--device_batch_size=2",
-                         "--total_batch_size=64", "--num_iterations=1", "--synthetic_data", "--fim_rate=0.5",
-                         f"--eval_tokens={eval_tokens}"])
-    task = LanguageTask(flags, make_plan(flags, 257, "cpu", 1), load_tokenizer(byte_tokenizer_dir), {}, None, None)
+    task = small_task("--fim_rate=0.5", f"--eval_tokens={eval_tokens}")
     task.evaluate(SimpleNamespace(compiled_model=None), Dist("cpu", None), 0, is_cut_short=lambda: False)
     lines = [f"evaluated {done} of {count} batches" for count in batches for done in range(count)]
     assert capsys.readouterr().out.splitlines() == [f"evaluating {tokens} tokens of the validation text", *lines]
