@@ -26,7 +26,7 @@ def plan_on(monkeypatch):
     return plan
 
 
-# What libtpu 0.0.21 compiled: the peaks of micro-step and update in GiB, dev/log and docs/mesh.md. Without value
+# What libtpu 0.0.21 compiled: the peaks of micro-step and update in GiB, from dev/log. Without value
 # embeddings, unless the flags have them. (With them and --mesh_fsdp=2 at depth 16 the estimate is 39% too high.)
 @pytest.mark.parametrize("accelerator, flags, micro_step, update", [
     ("v5litepod-8", "--depth=16", 6.99, 3.63),
