@@ -11,6 +11,7 @@ POD_CLOCK_S is added to the clock, so that hosts disagree about the time.
 import functools
 import os
 import socket
+import threading
 import time
 
 import nanochat.device.collectives as collectives
@@ -42,7 +43,8 @@ def receive(connection, length):
     parts = bytearray()
     while len(parts) < length:
         part = connection.recv(length - len(parts))
-        assert part, "another rank has ended"
+        if not part:
+            raise ConnectionResetError
         parts += part
     return bytes(parts)
 
@@ -52,13 +54,16 @@ def of_all_ranks(tensor):
     import torch
     own = tensor.detach().cpu().contiguous()
     data = own.reshape(-1).view(torch.uint8).numpy().tobytes()
-    if INDEX:
-        connections()[0].sendall(data)
-        everything = receive(connections()[0], len(data) * len(HOSTS))
-    else:
-        everything = data + b"".join(receive(connection, len(data)) for connection in connections())
-        for connection in connections():
-            connection.sendall(everything)
+    try:
+        if INDEX:
+            connections()[0].sendall(data)
+            everything = receive(connections()[0], len(data) * len(HOSTS))
+        else:
+            everything = data + b"".join(receive(connection, len(data)) for connection in connections())
+            for connection in connections():
+                connection.sendall(everything)
+    except ConnectionError:  # another rank has ended: a chip waits for it for ever
+        threading.Event().wait()
     return [torch.frombuffer(bytearray(everything[at:at + len(data)]), dtype=own.dtype).view(own.shape)
             for at in range(0, len(everything), len(data))]
 
