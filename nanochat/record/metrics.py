@@ -22,7 +22,6 @@ from nanochat.common import is_disk_full, move_aside, say, written_whole
 
 METRICS_FILE = "metrics.jsonl"
 MIRROR_BEHIND_S = 60  # the console line shows a mirror that is further behind
-MIDDLE_BYTES = 65536  # an evaluation of fewer says little
 WANDB_QUEUE_RECORDS = 1000
 WANDB_TIMEOUT_S = 60
 
@@ -227,11 +226,6 @@ def _whole_text(is_whole):
     return "all of the validation text, which is shorter than --eval_tokens" if is_whole else ""
 
 
-def _of_middles(count):
-    few = "" if count >= MIDDLE_BYTES else ", which are few: raise --eval_tokens, or hold out more text"
-    return f"of {format_count(count)} bytes{few}"
-
-
 def _mirror_behind(seconds):
     return f"mirror behind by {format_duration(seconds)}" if seconds >= MIRROR_BEHIND_S else ""
 
@@ -252,11 +246,11 @@ CONSOLE = {
     "val_bytes": "of {} bytes",
     "val_whole_text": "{}",
     "fim_bpb": "middles {:.4f}",  # with --fim_rate: bits per byte of middles, given the text before and after
-    "fim_bytes": "{}",
+    "fim_bytes": "of {} bytes",
     "recompiled": "{}",  # a list of texts, one for each program that was compiled again
     "mirror_behind_s": "{}",  # for how long the mirror has lacked the newest checkpoint
 }
 _WORDS = {"tokens": format_count, "val_bytes": format_count, "time_left_s": format_duration,
-          "val_whole_text": _whole_text, "fim_bytes": _of_middles, "recompiled": _repeated_compilation,
+          "val_whole_text": _whole_text, "fim_bytes": format_count, "recompiled": _repeated_compilation,
           "mirror_behind_s": _mirror_behind}
 _NOT_FINITE = {"mean_loss": "loss not finite", "val_bpb": "validation not finite"}

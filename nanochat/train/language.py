@@ -40,7 +40,7 @@ from nanochat.train.teacher import DistillationLoss, Teacher, find_teacher, load
 from nanochat.train.text import check_data, stage_rows
 
 FIM_EVAL_PART = 4  # one row of middles is evaluated for each four rows of the validation text
-FIM_EVAL_TOKENS = 2**19  # but as many rows as of the text if they have fewer tokens
+FIM_EVAL_TOKENS = 2**17  # but no fewer tokens than these: with the shipped tokenizer, some 100 KiB of middles
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
 SAMPLE_TOKENS = 48
 PROGRESS_S = 20  # between two lines of an evaluation
@@ -269,8 +269,7 @@ class LanguageTask:
             if name:
                 metrics[f"val_bpb_{name}"] = text.bits_per_byte
         if self.flags.data.fim_rate:
-            least = min(num_rows, max(FIM_EVAL_TOKENS // seq_len, 1))
-            middles = measure(max(num_rows // FIM_EVAL_PART, least), fim_rate=1.0,
+            middles = measure(max(num_rows // FIM_EVAL_PART, FIM_EVAL_TOKENS // seq_len, 1), fim_rate=1.0,
                               view=partial(with_suffixes, self.tokenizer))
             if not middles:
                 return {}

@@ -115,7 +115,7 @@ def test_an_evaluation_ends_with_the_batch_after_which_the_run_is_told_to_stop(s
     assert found == {} and len(batches) == last
 
 
-@pytest.mark.parametrize("eval_tokens, tokens, batches", [(1, 64, [1, 1]), (640, 640, [5, 1])])
+@pytest.mark.parametrize("eval_tokens, tokens, batches", [(1, 64, [1, 5]), (6400, 6400, [50, 13])])
 def test_each_evaluation_counts_its_own_batches(monkeypatch, capsys, small_task, eval_tokens, tokens, batches):
     def read_all(model, loader, token_bytes, dist, is_cut_short, **options):
         assert not any(is_cut_short() for _ in loader)
@@ -123,8 +123,8 @@ def test_each_evaluation_counts_its_own_batches(monkeypatch, capsys, small_task,
 
     monkeypatch.setattr(language, "bits_per_byte", read_all)
     monkeypatch.setattr(language, "PROGRESS_S", -1)
-    monkeypatch.setattr(language, "FIM_EVAL_TOKENS", 1)
+    monkeypatch.setattr(language, "FIM_EVAL_TOKENS", 640)
     task = small_task("--fim_rate=0.5", f"--eval_tokens={eval_tokens}")
     task.evaluate(SimpleNamespace(compiled_model=None), Dist("cpu", None), 0, is_cut_short=lambda: False)
     lines = [f"evaluated {done} of {count} batches" for count in batches for done in range(count)]
-    assert capsys.readouterr().out.splitlines() == [f"evaluating {tokens} tokens of the validation text", *lines]
+    assert capsys.readouterr().out.splitlines() == [f"evaluating {tokens:,} tokens of the validation text", *lines]
