@@ -155,15 +155,15 @@ class RayRun:
             for path in (*source.archives, *(os.path.join(source.directory, file) for file in source.files[:1])):
                 files.append((path, *_seen(path)))
         passed = set()
-        for tried in range(TRIES):
-            asked = {number: node for number, node in self.require_room().items() if number not in passed}
-            if not asked:
-                return
-            if tried:
+        tries = 0
+        while asked := {number: node for number, node in self.require_room().items() if number not in passed}:
+            if tries == TRIES:
+                raise BadInput(f"the workers of node {_name(next(iter(asked.values())))} were lost {TRIES} times, "
+                               "perhaps because memory ran out: give it more, and run the same command again")
+            if tries:
                 time.sleep(1)  # a worker that ran out of memory may have more now
             passed |= self._probe(asked, folder, files)
-        raise BadInput(f"the workers of node {_name(next(iter(asked.values())))} were lost {TRIES} times, perhaps "
-                       "because memory ran out: give it more, and run the same command again")
+            tries += 1
 
     def _probe(self, nodes, folder, files):
         """Returns the numbers of the nodes ({number: node}) that pass. The others have lost their worker. Raises

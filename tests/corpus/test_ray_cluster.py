@@ -1,5 +1,6 @@
 """prepare_data on a Ray cluster: several nodes on this machine, of which some are killed, and clusters that cannot be
 used."""
+import functools
 import glob
 import http.server
 import os
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -31,10 +33,9 @@ COMMANDS = []  # that were started
 
 
 @pytest.fixture
-def cluster(request, monkeypatch):
-    """Yields (address, list of nodes with a core each) of a Ray cluster, whose processes are gone after the test.
-    request.param: more of its environment."""
-    for name, value in (ENVIRONMENT | getattr(request, "param", {})).items():
+def cluster(monkeypatch):
+    """Yields (address, list of nodes with a core each) of a Ray cluster, whose processes are gone after the test."""
+    for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     monkeypatch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)  # read when ray was imported
@@ -144,15 +145,45 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
     assert "no node of the cluster has a core and the 6600 MB that a task needs (2 nodes are there)" in output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cluster", [{"RAY_memory_monitor_refresh_ms": "100", "RAY_memory_usage_threshold": "0.01"}],
-                         indirect=True)
-def test_workers_killed_for_memory_are_tried_again_and_then_named(cluster, tmp_path):
-    process = start(cluster[0], f"--out_dir={tmp_path / 'out'}", f"--projects_dir={two_projects(tmp_path)}")
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 2
-    assert "killed due to the node running low on memory" in output
-    assert re.search(r"error: (the workers of node \S+ \(.*\)|a task \(\w+\)) .* lost 5 times, .* memory", output)
+class LossyRay:
+    """A Ray of two nodes whose first tasks lose their worker, as if Ray's memory monitor had killed it."""
+    exceptions = SimpleNamespace(RayError=RuntimeError, RayTaskError=ValueError)
+    util = SimpleNamespace(scheduling_strategies=SimpleNamespace(
+        NodeAffinitySchedulingStrategy=lambda number, soft: number))
+
+    def __init__(self, losses):
+        self.losses = losses  # {number of a node: tasks that it loses}
+
+    def nodes(self):
+        return [{"NodeID": number, "Alive": True, "Resources": {"CPU": 1, "memory": 1}, "NodeManagerHostname": "host",
+                 "NodeManagerAddress": number, "NodeManagerPort": 1} for number in self.losses]
+
+    def remote(self, **options):
+        def of_node(scheduling_strategy, **options):
+            return SimpleNamespace(remote=lambda _, *call: functools.partial(self.run, scheduling_strategy, *call))
+        return lambda function: SimpleNamespace(options=of_node)
+
+    def run(self, number, function, arguments):
+        self.losses[number] -= 1
+        if self.losses[number] >= 0:
+            raise RuntimeError("killed due to the node running low on memory")
+        return function(*arguments), 0, 0
+
+    def wait(self, references, **options):
+        return references, []
+
+    def get(self, reference):
+        return reference()
+
+
+def test_a_node_that_loses_its_worker_is_asked_again_and_then_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ray_cluster.time, "sleep", lambda seconds: None)
+    ray_cluster.RayRun(LossyRay({"one": 0, "two": 4}), 1, 1).check(tmp_path, [])
+    output = capsys.readouterr().out
+    assert output.count("node host (two:1) has lost a worker (killed due to the node running low on memory)") == 4
+    with pytest.raises(BadInput, match=r"node host \(two:1\) were lost 5 times, perhaps because memory ran out"):
+        ray_cluster.RayRun(LossyRay({"one": 0, "two": 5}), 1, 1).check(tmp_path, [])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("address, message", [

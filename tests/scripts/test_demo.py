@@ -35,7 +35,7 @@ def test_the_demo_ends_with_the_command_that_opens_its_model(base_dir, corpus_di
         elif module == "scripts.base_train":
             (run_dir / "step_000002").mkdir(parents=True)
             (run_dir / "step_000002" / META).touch()
-            (run_dir / "metrics.jsonl").write_text('{"step": 2, "val_bpb": 1.5}\n')
+            (run_dir / "metrics.jsonl").write_text('{"step": 2, "time": 1.0, "val_bpb": 1.5}\n')
 
     monkeypatch.setattr(demo, "run", leave)
     demo.main([])
