@@ -138,8 +138,10 @@ class GapRows(FileRows):
                 if own:
                     latest.pop(project, None)
                     latest[project] = own
+                if not (own and other):
+                    continue
                 gap = self._gap(text.decode(errors="replace"), chars * 4 // 5, draws(f"{shard.file.name},{number}"))
-                if own and other and len(gap) <= half:
+                if len(gap) <= half:
                     before = self._tokens(last_files({"own": own, "other": other, "none": ""}[self.given], chars))
                     is_middle = np.cumsum(gap == self.tokenizer.special("<|fim_middle|>")) > 0
                     yield before, gap, is_middle

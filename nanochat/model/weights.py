@@ -31,7 +31,7 @@ class Rate:
     flag: str
     factor: float = 1.0
     by_width: bool = False  # also × rates.width_lr_scale
-    of_rows: bool = False  # Adagrad's instead
+    of_rows: bool = False  # Adagrad updates its rows, instead of AdamW
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def make_model(flags, vocab_size):
 
 def read_texts(flags, least_characters):
     """Returns the texts in the first shards of TextFlags that have so many characters. Raises BadInput if none has."""
-    texts = [text for text in whole_texts(open_text(flags)[:4]) if len(text) > least_characters]
+    texts = [text for text in whole_texts(open_text(flags)[:4]) if len(text.strip()) > least_characters]
     if not texts:
         raise BadInput(f"--data_dir={flags.data_dir} has no document of more than {least_characters} characters: name "
                        "another")

@@ -53,12 +53,12 @@ class Block:
 
 
 def choose_blocks(texts, flags):
-    """Returns Blocks of random files."""
+    """Returns Blocks of random files. Each begins with a line that is not blank."""
     generator = random.Random(0)
     blocks = []
     for number in range(flags.blocks):
         lines = generator.choice(texts).splitlines(keepends=True)
-        begin = generator.randrange(max(len(lines) - flags.lines, 1))
+        begin = generator.choice([i for i, line in enumerate(lines) if line.strip()])
         chosen = "".join(lines[begin:begin + flags.lines])
         text = chosen.rstrip()
         after = chosen[len(text):] + "".join(lines[begin + flags.lines:])
@@ -112,7 +112,7 @@ class Person:
         at = 0
         while at < len(block.text):
             # Pauses and mistakes depend on the place alone, so they are the same whoever completes.
-            generator = random.Random(1000 * block.number + at)
+            generator = random.Random(f"{block.number} {at}")
             typed = block.before + block.text[:at]
             if generator.random() < MISTAKES:
                 wrong = typed + generator.choice(string.ascii_lowercase)
@@ -165,8 +165,7 @@ def show(name, person):
 
 def main(argv=None):
     of_model, flags = read_flags(argv, __doc__, {ModelFlags: "model", Flags: "flags"})
-    texts = read_texts(flags, least_characters=2000)
-    blocks = choose_blocks(texts, flags)
+    blocks = choose_blocks(read_texts(flags, least_characters=2000), flags)
     device_type = resolve_inference_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
@@ -187,6 +186,8 @@ def main(argv=None):
     for kind, number in model.asked.most_common():
         print(f"  {kind}: {model.saved[kind] / model.num_characters:.1%} of all characters saved, "
               f"{model.accepted[kind]} of {number} accepted")
-    tenths = statistics.quantiles(model.seconds, n=10)
-    print(f"a completion takes {tenths[4]:.2f} s, p90 {tenths[8]:.2f} s, at most {max(model.seconds):.2f} s")
+    seconds = sorted(model.seconds)
+    if seconds:
+        slow_s = seconds[9 * (len(seconds) - 1) // 10]
+        print(f"a completion takes {statistics.median(seconds):.2f} s, p90 {slow_s:.2f} s, at most {seconds[-1]:.2f} s")
     compute_cleanup(dist)

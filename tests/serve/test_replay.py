@@ -56,3 +56,10 @@ def test_the_bench_says_what_a_model_saves(gap_run, byte_tokenizer_dir, tmp_path
     output = capsys.readouterr().out
     assert "nothing: 0.0% of" in output and "the model, if it took no time: " in output
     assert "  start of a line: " in output and "a completion takes " in output
+
+
+def test_blocks_begin_with_a_line_that_is_not_blank():
+    flags = replay.Flags(blocks=20, lines=3)
+    for block in replay.choose_blocks(["\n\nint x;\n\n\n\n", SOURCE], flags):
+        assert block.text.strip() and block.text == block.text.rstrip()
+        assert block.before + block.text + block.after in ("\n\nint x;\n\n\n\n", SOURCE)
