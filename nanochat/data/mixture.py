@@ -8,6 +8,7 @@ reads a TOML file:
     dir = "own/base_data_v3"
     weight = 0.3
     epochs = 14                  # at most; then the other sources take its rows, and one has no such limit
+    val = "own/val"              # held-out text; runs without --val_dir are validated on that of each source
 
     [[stage]]                    # from 90% of the steps on
     from = 0.9
@@ -43,6 +44,7 @@ class Source(NamedTuple):
     name: str
     place: str  # folder or gs://…
     epochs: float = math.inf  # at most
+    val: str | None = None  # the place of its held-out text
     shards: tuple = ()  # once it is open
 
 
@@ -144,20 +146,22 @@ def _require_endless(stage, sources):
 
 
 def _source_of(name, source, folder):
-    if unknown := source.keys() - {"dir", "weight", "epochs"}:
-        raise BadInput(f"source {name} has {sorted(unknown)[0]}, which is unknown: it has dir, weight and epochs")
-    place = source.get("dir")
+    if unknown := source.keys() - {"dir", "weight", "epochs", "val"}:
+        raise BadInput(f"source {name} has {sorted(unknown)[0]}, which is unknown: it has dir, weight, epochs and val")
     epochs = source.get("epochs", math.inf)
     if not re.fullmatch(r"[A-Za-z]\w*", name):
         raise BadInput(f"source {name}: name it with letters, digits and _")
-    if not isinstance(place, str) or not place:
+    if "dir" not in source:
         raise BadInput(f"source {name} has no dir: name its folder of shards")
     if type(epochs) not in (int, float) or not 0 < epochs:
         raise BadInput(f"source {name}: epochs = {epochs} is not a number above 0")
-    place = data_place(place)
-    if not in_bucket(place):
-        place = str(folder / place)
-    return Source(name, place, epochs)
+    places = {}
+    for key in source.keys() & {"dir", "val"}:
+        if not isinstance(source[key], str) or not source[key]:
+            raise BadInput(f"source {name}: {key} = {source[key]!r} names no folder of shards: correct it")
+        place = data_place(source[key])
+        places[key] = place if in_bucket(place) else str(folder / place)
+    return Source(name, places["dir"], epochs, places.get("val"))
 
 
 def _weights_of(weights, sources):

@@ -10,6 +10,7 @@ from nanochat.checkpoint.format import step_of
 from nanochat.common import BadInput, expand_path, flag, not_empty, read_flags
 from nanochat.data.bucket import data_place
 from nanochat.data.lanes import NUM_LANES
+from nanochat.data.mixture import read_mixture
 from nanochat.data.shards import TextFlags
 from nanochat.device.ranks import DEVICE_TYPES
 from nanochat.model.config import CONFIG_FLAGS, as_flag, config_as_flags
@@ -111,7 +112,7 @@ class KernelFlags(DeviceFlags):
 @dataclass(frozen=True)
 class DataFlags(TextFlags):
     val_dir: str | None = flag(None, "folder of parquet shards for validation, gs://…, or several, NAME=FOLDER,…; "
-                               "default: $NANOCHAT_BASE_DIR/parquet/val", of=val_places)
+                               "default: those that --data_mix names, or $NANOCHAT_BASE_DIR/parquet/val", of=val_places)
     data_mix: str | None = flag(None, "TOML file of a mixture of folders, instead of --data_dir; docs/data.md#mixtures",
                                 of=path_text)
     tokenizer_dir: str | None = flag(None, "folder of the tokenizer; default: $NANOCHAT_BASE_DIR/tokenizer if it "
@@ -131,6 +132,8 @@ class DataFlags(TextFlags):
     def validation_sets(self):
         """Returns {name: DataFlags with the --val_dir of this set}; the name of the only one is ""."""
         places = named_places(self.val_dir or "")
+        if self.data_mix and not self.val_dir:
+            places = {source.name: source.val for source in read_mixture(self.data_mix).sources if source.val}
         return {name: replace(self, val_dir=place) for name, place in places.items()} or {"": self}
 
 

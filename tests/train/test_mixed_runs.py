@@ -12,9 +12,11 @@ MIXTURE = """
 [sources.big]
 dir = "{folder}/train"
 weight = 2
+val = "{folder}/train"
 [sources.own]
 dir = "{folder}/val"
 weight = 1
+val = "{folder}/val"
 [[stage]]
 from = 0.5
 weights = {{own = 1}}
@@ -31,9 +33,9 @@ def mixture(tmp_path, corpus_dir):
 @pytest.mark.parametrize("kills", [[(3, 2)], pytest.param([(5, 2), (2, 2), (2, 1)], marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_same_bits(train, mixture, tiny, capsys,
                                                                                         corpus_dir, kills):
-    flags = [f"--data_mix={mixture}", "--save_every=1", "--keep_checkpoints=9", "--log_every=1",
-             f"--val_dir=own={corpus_dir}/val,big={corpus_dir}/train"]
-    whole = train(*flags, run="mixed", devices=2, without=("data_dir",))
+    flags = [f"--data_mix={mixture}", "--save_every=1", "--keep_checkpoints=9", "--log_every=1"]
+    without = ("data_dir", "val_dir")  # so it is validated on the text that the file names
+    whole = train(*flags, run="mixed", devices=2, without=without)
     assert "mixture  big 0.667, own 0.333; from step 4 on own 1\n" in whole.stdout
     assert "epochs  big: 0.0 epochs of about" in whole.stdout
     tokens = {record["step"]: (record["tokens_big"], record["tokens_own"]) for record in whole.records
@@ -41,24 +43,24 @@ def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_sam
     assert tokens[3][0] / sum(tokens[3]) == pytest.approx(2 / 3, abs=0.05) and tokens[6][0] == tokens[3][0]
     assert tokens[6][1] > tokens[3][1] + 1000
     last = whole.records[-1]
-    assert last["val_bpb"] == last["val_bpb_own"] != last["val_bpb_big"]
+    assert last["val_bpb"] == last["val_bpb_big"] != last["val_bpb_own"]  # the first set is the run's
     assert f"validation {last['val_bpb']:.4f} bits per byte" in whole.stdout
-    assert f"own {last['val_bpb_own']:.4f} | big {last['val_bpb_big']:.4f}" in whole.stdout
+    assert f"big {last['val_bpb_big']:.4f} | own {last['val_bpb_own']:.4f}" in whole.stdout
     states = load_lane_states(format.latest(whole.run_dir))
     for step, devices in kills:
         format.set_aside_after(whole.run_dir, step)
-        resumed = train(*flags, run="mixed", devices=devices, without=("data_dir",))
+        resumed = train(*flags, run="mixed", devices=devices, without=without)
         assert f"step_{step:06d}" in resumed.stdout and load_lane_states(format.latest(whole.run_dir)) == states
         if devices == 2:
             assert resumed.losses == whole.losses
         assert resumed.losses == pytest.approx(whole.losses, rel=2e-6)
     capsys.readouterr()
     assert not report.main(["mixed"])
-    assert f"own {last['val_bpb_own']:.4f}, big {last['val_bpb_big']:.4f}" in capsys.readouterr().out
+    assert f"big {last['val_bpb_big']:.4f}, own {last['val_bpb_own']:.4f}" in capsys.readouterr().out
     mixture.write_text(mixture.read_text().replace("weight = 2", "weight = 3"))
+    others = [flag for flag in tiny if not flag.startswith(("--data_dir", "--val_dir"))]
     with pytest.raises(BadInput, match="the hash of --data_mix is .* there and .* here"):
-        base_train.main(last_of_each("--run=mixed", *(flag for flag in tiny if "data_dir" not in flag), *flags,
-                                     "--num_iterations=8"))
+        base_train.main(last_of_each("--run=mixed", *others, *flags, "--num_iterations=8"))
 
 
 def test_names_of_validation_sets_are_told_from_folders(tmp_path, monkeypatch):
