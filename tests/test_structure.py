@@ -10,7 +10,7 @@ from pathlib import Path
 from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-# As in docs/design.md: an import goes down this list, never up.
+# As in README.md: an import goes down this list, never up.
 CORE = ["train", "infer", "run", "checkpoint", "kernels", "model", "record", "data", "device", "common"]
 # What a person may ignore until they need it: a room imports the core and no other room, and the core imports no room.
 ROOMS = ["analysis", "corpus", "export", "judge", "preflight", "puzzles", "serve"]
