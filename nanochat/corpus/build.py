@@ -115,7 +115,10 @@ def build(sources, flags, excluded, run, staging):
     """Makes the shards in `staging` and returns the manifest, a dict."""
     if isinstance(run, RayRun):
         run.check(staging.parent, sources)
-    options = scan_options(flags, excluded)
+    # A table is divided by the hash of its projects or paths, unless flags name the projects that are held out.
+    val_fraction = 0 if flags.eval_only or flags.val_projects else flags.val_fraction
+    options = ScanOptions(flags.seed, flags.max_file_bytes, telling_sequences(excluded.texts), val_fraction,
+                          flags.filters, flags.licences)
     directories, stats = scan_all(sources, options, staging.parent / "scans", run)
     if flags.filters:
         found = [json.loads((directory / "examples.json").read_text()) for directory in directories]
@@ -156,13 +159,6 @@ def check_validation(sources, flags):
 
 def own_projects(sources):
     return {source.project for source in sources if source.is_own}
-
-
-def scan_options(flags, excluded):
-    # A table is divided by the hash of its projects or paths, unless flags name the projects that are held out.
-    val_fraction = 0 if flags.eval_only or flags.val_projects else flags.val_fraction
-    return ScanOptions(flags.seed, flags.max_file_bytes, telling_sequences(excluded.texts), val_fraction,
-                       flags.filters, flags.licences)
 
 
 def total_bytes(sources):
@@ -216,8 +212,7 @@ def scan_all(sources, options, scans_dir, run):
 
 
 def split_projects(sources, stats, flags):
-    """Returns the names of the held-out projects, and prints those that nobody named. Raises BadInput if a side would
-    be empty."""
+    """Returns the names of the held-out projects, and prints those that nobody named. Raises BadInput."""
     bytes_by_project = Counter()
     for source, stat in zip(sources, stats, strict=True):
         if stat["documents"]:
@@ -227,13 +222,13 @@ def split_projects(sources, stats, flags):
                        f"{counts(all_dropped(stats))}): check the sources")
     if flags.eval_only:
         return set(bytes_by_project)
+    all_projects = ", ".join(sorted(bytes_by_project))
     tables = {source.project for source in sources if source.table}
     if len(bytes_by_project) == 1 and not (tables and not flags.val_projects):
         raise BadInput(f"all files come from one project ({next(iter(bytes_by_project))}), and validation needs "
                        "another: add a source, or name a directory of several with --projects_dir")
     if unknown := set(flags.val_projects) - set(bytes_by_project):
-        raise BadInput(f"--val_projects: no project is called {', '.join(sorted(unknown))}; "
-                       f"there are {', '.join(sorted(bytes_by_project))}")
+        raise BadInput(f"--val_projects: no project is called {', '.join(sorted(unknown))}; there are {all_projects}")
     if set(flags.val_projects) == set(bytes_by_project):
         raise BadInput("--val_projects names every project: leave one to train on, or use --eval_only")
     if flags.val_projects:
@@ -247,11 +242,10 @@ def split_projects(sources, stats, flags):
         return set()
     if not candidates:
         raise BadInput("no project is left to hold out for validation except those of --source: name some with "
-                       f"--val_projects, of {', '.join(sorted(bytes_by_project))}")
+                       f"--val_projects, of {all_projects}")
     divisible = {project: size for project, size in bytes_by_project.items() if project not in tables}
     chosen = corpus.choose_validation(divisible, candidates, flags.val_fraction, flags.seed)
-    say(f"held out for validation, not trained on: {', '.join(sorted(chosen))} (--val_projects chooses "
-        "others)")
+    say(f"held out for validation, not trained on: {', '.join(sorted(chosen))} (--val_projects chooses others)")
     return chosen
 
 

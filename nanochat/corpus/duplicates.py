@@ -75,19 +75,9 @@ def band_hashes(signatures):
 # The files of the shuffle
 
 _FIRST = pa.field("first", pa.int64())  # number of a document in the whole index, as everywhere below
-_KEYS = pa.schema([pa.field("key", pa.uint64()), _FIRST])
 _FIRSTS = pa.schema([_FIRST])
 _PAIRS = pa.schema([pa.field("document", pa.int64()), pa.field("sent", pa.int32()), _FIRST])
 _SENT = pa.schema([pa.field("signature", pa.binary(4 * NUM_PERMUTATIONS))])
-
-
-@dataclass(frozen=True)
-class ChunkKeys:
-    """The keys of one kind, the text or a band, of the N documents of a chunk, K of which differ."""
-    key: np.ndarray  # (K,) sorted by their part
-    first: np.ndarray  # (K,) number in the chunk of the first document that has each
-    place: np.ndarray  # (N,) where each document's key stands in `key`
-    bounds: np.ndarray  # (cuts + 1,) of the parts in `key`
 
 
 @dataclass(frozen=True)
@@ -95,7 +85,7 @@ class Shuffle:
     """The files of a shuffle. The same chunks and parts have the same files, so a task that ended is not done again."""
     folder: Path
     starts: np.ndarray  # (chunks + 1,) number of the first document of each chunk, and of all documents
-    cuts: int  # parts into which the keys of a kind are cut
+    cuts: int  # parts into which the keys of a kind, of the texts or of a band, are cut
 
     @property
     def num_parts(self):
@@ -106,19 +96,13 @@ class Shuffle:
         count = self.num_parts if kind == "firsts" else len(self.starts) - 1
         return [self.folder / f"{kind}_{number:06d}" for number in range(count)]
 
-    def chunk_keys(self, keys, signatures):
-        """Yields the ChunkKeys of each kind, for documents with these keys of their texts (N,) and signatures."""
-        for keys_of_kind in (keys, *band_hashes(signatures)):
-            unique, first, group = np.unique(keys_of_kind, return_index=True, return_inverse=True)
-            # The part is chosen by the high bits. In a sum of products the low bits depend on the factors' low bits
-            # alone, and the high bits on all of them.
-            part = (unique >> np.uint64(33)) % np.uint64(self.cuts)
-            order = np.argsort(part, kind="stable")
-            place = np.empty_like(order)
-            # The inverse of `order`: where each key stands once the keys are sorted by part.
-            place[order] = np.arange(len(order))
-            bounds = np.searchsorted(part[order], np.arange(self.cuts + 1, dtype=np.uint64))
-            yield ChunkKeys(unique[order], first[order], place[group], bounds)
+    def in_part(self, keys, part):
+        """Returns the numbers of the documents of a chunk whose keys belong to a part. keys: as write_keys writes them.
+        """
+        kind, cut = divmod(part, self.cuts)
+        # The high bits choose the part. In a sum of products the low bits depend on the factors' low bits alone, and
+        # the high bits on all of them.
+        return np.flatnonzero((keys[kind] >> np.uint64(33)) % np.uint64(self.cuts) == cut)
 
 
 def _write_batches(path, schema, batches):
@@ -150,9 +134,8 @@ def _to_numpy(column):
 
 # The rounds of tasks, which read and write files of one shared folder, so that no process holds more than a part
 #
-# 1. write_keys       each chunk of documents writes its keys, one of the text and one of each band of the signature,
-#                     and the first document that has each. They are cut into parts by the key.
-# 2. write_firsts     each part finds the first document of all that has each of its keys.
+# 1. write_keys       each chunk of documents writes its keys, one of the text and one of each band of the signature.
+# 2. write_firsts     each part, the keys of a kind that lie in a range, finds the first document of all that has each.
 # 3. write_pairs      each chunk sends those of its documents that have an earlier one, with their signatures, to the
 #                     chunk that has that one.
 # 4. write_near       each chunk compares the received signatures with its own.
@@ -188,32 +171,31 @@ def find_duplicates(index, folder, run, done, chunk_documents=CHUNK_DOCUMENTS, p
 
 
 def write_keys(shuffle, chunk, runs):
-    """Writes the file keys of a chunk, whose documents are in `runs`: a batch for each part."""
+    """Writes the keys of a chunk, whose documents are in `runs`, (kinds, N) uint64: of the texts, and of the bands."""
     path = shuffle.paths("keys")[chunk]
     if path.exists():
         return
-    batches = []
-    for keys in shuffle.chunk_keys(load_index(runs).key, load_signatures(runs)):
-        for begin, end in zip(keys.bounds, keys.bounds[1:], strict=False):
-            batches.append((keys.key[begin:end], keys.first[begin:end] + shuffle.starts[chunk]))
-    _write_batches(path, _KEYS, batches)
+    keys = [load_index(runs).key, *band_hashes(load_signatures(runs))]
+    with whole_file(path) as file:
+        np.save(file, np.stack(keys))
 
 
 def write_firsts(shuffle, part):
-    """Writes the file firsts of a part: for each chunk a batch, beside its keys, of the first document of all."""
+    """Writes the file firsts of a part: for each chunk a batch of the first document of all with each of its keys."""
     path = shuffle.paths("firsts")[part]
     if path.exists():
         return
     keys = []
     numbers = []
-    for file in shuffle.paths("keys"):
-        keys_of_chunk, firsts_of_chunk = _read_batch(file, part)
-        keys.append(keys_of_chunk)
-        numbers.append(firsts_of_chunk)
+    for file, start in zip(shuffle.paths("keys"), shuffle.starts, strict=False):
+        keys_of_chunk = np.load(file, mmap_mode="r")
+        chosen = shuffle.in_part(keys_of_chunk, part)
+        keys.append(keys_of_chunk[part // shuffle.cuts, chosen])
+        numbers.append(chosen + start)
     # The chunks are in the order of their documents, so the first that has a key has the first document.
     _, first, group = np.unique(np.concatenate(keys), return_index=True, return_inverse=True)
     firsts = np.concatenate(numbers)[first][group]
-    ends = np.cumsum([len(keys_of_chunk) for keys_of_chunk in keys])
+    ends = np.cumsum(list(map(len, keys)))
     _write_batches(path, _FIRSTS, ((firsts_of_chunk,) for firsts_of_chunk in np.split(firsts, ends[:-1])))
 
 
@@ -225,11 +207,11 @@ def write_pairs(shuffle, chunk, runs):
         return
     signatures = load_signatures(runs)
     own = np.arange(len(signatures)) + shuffle.starts[chunk]
-    files = shuffle.paths("firsts")
-    earliest = []  # for each kind: the first document of all with the same key, (N,)
-    for kind, keys in enumerate(shuffle.chunk_keys(load_index(runs).key, signatures)):
-        parts = files[kind * shuffle.cuts:(kind + 1) * shuffle.cuts]
-        earliest.append(np.concatenate([_read_batch(file, chunk)[0] for file in parts])[keys.place])
+    keys = np.load(shuffle.paths("keys")[chunk])
+    earliest = np.empty(keys.shape, np.int64)  # the first document of all with the same key
+    for part, file in enumerate(shuffle.paths("firsts")):
+        [firsts] = _read_batch(file, chunk)
+        earliest[part // shuffle.cuts, shuffle.in_part(keys, part)] = firsts
     # The first kind is the key of the text, which needs no comparison. All others are bands.
     exact = earliest[0] != own
     pairs = []
