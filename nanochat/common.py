@@ -28,8 +28,7 @@ def say(text, file=None, keep=""):
 
 
 class BadInput(Exception):
-    """An error that the user can correct, with exit status 2. Its message is one printable line: what is wrong, the
-    value, and what to do."""
+    """An error that the user can correct, with status 2. Its line says what is wrong, the value, and what to do."""
 
     def __init__(self, message):
         super().__init__(printable(message))
@@ -48,11 +47,9 @@ class Outage(Failure):
 
 
 def run_script(main):
-    """Runs main() and ends the process with the status that it returns (None: 0).
-
-    BadInput, Failure, Outage, Ctrl-C and a full disk end it with one line on stderr and status 2, 1, 75, 130 and 1; a
-    closed pipe, as behind `head`, silently with status 141, like SIGPIPE.
-    """
+    """Runs main() and ends the process with the status that it returns (None: 0). BadInput, Failure, Outage, Ctrl-C and
+    a full disk end it with one line on stderr and status 2, 1, 75, 130 and 1; a closed pipe, as behind `head`, silently
+    with status 141, like SIGPIPE."""
     prepare_output()
     try:
         try:
@@ -221,8 +218,7 @@ def _named(name, kind):
 
 
 class _Once(argparse.Action):
-    """Stores a flag's value. It refuses a second, different value: in a long command line it is easy to miss which one
-    wins. A second equal value is a line on stderr."""
+    """Stores a flag's value. It refuses a second one that differs, because it is easy to miss which one wins."""
     given = None  # [value], once there is one
 
     def __call__(self, parser, namespace, value, option_string=None):
@@ -261,10 +257,8 @@ def _add_flag(group, field_):
 
 def read_flags(argv, description, titles, first=()):
     """Returns an object of each data class in `titles`, {data class: title of its flags in --help}, whose fields are
-    made with flag(). Raises BadInput.
-
-    argv: the arguments; None: those of this process. first: names of flags that --help shows first.
-    """
+    made with flag(). argv: the arguments; None: those of this process. first: names of flags that --help shows first.
+    Raises BadInput."""
     parser = ArgumentParser(prog=f"python3 -m scripts.{Path(sys.argv[0]).stem}", description=description,
                             usage="%(prog)s [--flag=value …]" if first else None, add_help=False)
     by_name = {field_.name: field_ for data_class in titles for field_ in fields(data_class)}
@@ -320,6 +314,14 @@ def require_file(path):
         raise OSError(errno.ENOENT, "it is a link to nothing", str(path))
     if not S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+
+
+def read_named(name, path):
+    """Returns the bytes of the file at `path`, which the flag `name` names. Raises BadInput."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise BadInput(f"--{name}={path} cannot be read: {error.strerror}") from None
 
 
 def require_writable_dir(path):
@@ -390,10 +392,8 @@ _LIBC = ctypes.CDLL(None)
 
 def end_with_parent(parent, how=signal.SIGKILL):
     """Makes Linux send this process the signal `how` when its parent (process id `parent`) ends, even by `kill -9`. The
-    parent's thread that started this process must live as long as the parent.
-
-    For subprocess: preexec_fn=partial(end_with_parent, os.getpid()).
-    """
+    parent's thread that started this process must live as long as the parent. For subprocess:
+    preexec_fn=partial(end_with_parent, os.getpid())."""
     _LIBC.prctl(1, how)  # PR_SET_PDEATHSIG
     # If the parent ended before that call, no signal comes.
     if os.getppid() != parent:

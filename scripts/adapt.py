@@ -43,8 +43,7 @@ RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
 @dataclass(frozen=True)
 class Flags:
     checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; default: the newest of all")
-    source: str | None = flag(None, "your project: a directory, git checkout or tarball; several with commas",
-                              required=True)
+    source: str | None = flag(None, "your project: a folder, checkout or tarball; several with commas", required=True)
     run: str = flag("adapted", "name of the new run")
     data_dir: str | None = flag(None, "shards that the model was trained on; default: those of its run", of=data_place)
     val_dir: str | None = flag(None, "its validation shards; default: those of its run", of=data_place)
@@ -129,6 +128,8 @@ def training_flags(flags, path, meta, steps, folder, old):
 
 def train(module, flags, metrics):
     """Runs base_train until its end, or until the held-out files have gained nothing for some evaluations."""
+    # base_train saves whenever it evaluates, so ending it after PATIENCE evaluations without a gain loses nothing: the
+    # best checkpoint is one of those before.
     process = start_module(module, *flags)
     is_told = False
     while process.poll() is None:

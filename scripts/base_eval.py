@@ -28,9 +28,8 @@ from nanochat.model.config import GPTConfig
 @dataclass(frozen=True)
 class Flags(TextFlags, CheckpointFlags):
     fim: bool = flag(False, "evaluate middles, of a model trained with --fim_rate")
-    project: bool = flag(False, "evaluate files with and without their project, in shards of prepare_data "
-                         "--pack=project")
-    context: bool = flag(False, "evaluate middles with and without context, in shards of prepare_data --pack=context")
+    project: bool = flag(False, "evaluate files with and without their project, in shards of --pack=project")
+    context: bool = flag(False, "evaluate middles with and without context, in shards of --pack=context")
     eval_tokens: int = flag(2**20, "tokens to evaluate, each document at most once", at_least=1, at_most=2**28)
     max_seq_len: int = flag(-1, "positions per row; -1: as in training", at_least=1, unset=-1)
     device_batch_size: int = flag(8, "rows at a time", at_least=1)
@@ -121,8 +120,7 @@ def print_projects(about, rows_of, measure):
         found[given] = measure(rows, view=rows.view).bits_per_byte
         if not rows.num_files:
             raise BadInput(f"--project: no document in {rows.shards[0].file.parent} has a second file of which more "
-                           f"than the path fits into {rows.seq_len // 2} tokens: name another --data_dir or longer "
-                           "rows")
+                           f"than the path fits into {rows.seq_len // 2} tokens: name another --data_dir")
     print0(f"{about}: {rows.num_files:,} files, the first {rows.seq_len // 2} tokens of each: given their project "
            f"{found['project']:.4f} bits per byte, alone {found['nothing']:.4f} "
            f"({found['project'] / found['nothing'] - 1:+.1%})")

@@ -11,17 +11,16 @@ On GPUs: torchrun --nproc_per_node=8 -m scripts.base_train … A run whose name 
 docs/training.md says more.
 """
 # No line at module level touches the XLA runtime: each chip needs a process of its own, which starts it.
-import os
-import subprocess
 import sys
 from functools import partial
 
-from nanochat.common import BadInput, end_with_parent, run_script
+from nanochat.common import BadInput, run_script
 from nanochat.device import tpu
 from nanochat.device.ranks import resolve_device_type
 from nanochat.judge.code_eval import evaluate_code
 from nanochat.judge.judge import Judge
 from nanochat.run.hosts import this_host
+from nanochat.run.processes import start_module
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.launch import launch
@@ -46,13 +45,12 @@ def main(argv=None):
 
 def run_preflight(argv):
     """Runs tpu_preflight with base_train's flags `argv` in another process, which does not touch the TPU. Returns its
-    exit status: 0 if the run's programs fit into the device's memory, 3 if they do not."""
+    exit status, which is 3 if the run's programs do not fit into the device's memory."""
     accelerator = tpu.detect_accelerator()
     if accelerator is None:
         raise BadInput("--preflight: no known TPU here: set TPU_ACCELERATOR_TYPE, to v5litepod-8 for example")
-    return subprocess.run([sys.executable, "-m", "scripts.tpu_preflight", f"--accelerator={accelerator}",
-                           "--programs=micro_step,update", *argv],
-                          preexec_fn=partial(end_with_parent, os.getpid())).returncode
+    return start_module("scripts.tpu_preflight", f"--accelerator={accelerator}", "--programs=micro_step,update",
+                        *argv).wait()
 
 
 if __name__ == "__main__":

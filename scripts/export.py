@@ -29,8 +29,7 @@ FORMATS = ("transformers", "safetensors")
 @dataclass(frozen=True)
 class Flags(TokenizerFlags):
     out: Path | None = flag(None, "folder to make, or *.safetensors with --format=safetensors", of=expand_path)
-    format: str = flag("transformers", "transformers: weights, tokenizer, code and model card; safetensors: one file "
-                       "of weights", choices=FORMATS)
+    format: str = flag("transformers", "a folder for transformers, or one file of weights", choices=FORMATS)
     checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest",
                            of=not_empty)
     manifest: Path | None = flag(None, "manifest.json of the training corpus, for the model card; default: the one "
@@ -71,8 +70,7 @@ def main(argv=None):
     except (OSError, UnicodeError, SafetensorError) as error:
         if is_disk_full(error):
             raise  # run_script says so
-        raise BadInput(f"--out={out} cannot be written ({error}), and nothing was changed there: name another "
-                       "place") from None
+        raise BadInput(f"--out={out} cannot be written ({error}) and is unchanged: name another place") from None
     print(f"{path} (step {meta.step}) is exported to {out}")
     if flags.format == "transformers":
         trust = ", trust_remote_code=True" if export.is_scaled(model) else ""

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from nanochat.checkpoint.format import find_checkpoint
-from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
+from nanochat.common import BadInput, expand_path, flag, read_flags, read_named, run_script
 from nanochat.device.ranks import prepare_xla_environment
 from nanochat.infer.engine import Engine
 from nanochat.infer.load import ModelFlags, load_language_meta, load_model, resolve_inference_device_type
@@ -38,10 +38,7 @@ class PromptFlags:
             return os.fsencode(self.prompt)  # the bytes of the command line, which need not be UTF-8
         if self.prompt_file is None:
             return sys.stdin.buffer.read()
-        try:
-            return self.prompt_file.read_bytes()
-        except OSError as error:
-            raise BadInput(f"--prompt_file={self.prompt_file} cannot be read: {error.strerror}") from None
+        return read_named("prompt_file", self.prompt_file)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from nanochat.analysis.advice import flags_of
 from nanochat.analysis.history import read_run
 from nanochat.analysis.measured import markdown_block, read_preflight
 from nanochat.analysis.summary import format_table, make_page, summarise
-from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir, run_script
+from nanochat.common import BadInput, expand_path, flag, read_flags, read_named, require_writable_dir, run_script
 from nanochat.device import tpu
 
 
@@ -22,17 +22,15 @@ from nanochat.device import tpu
 class Flags:
     runs: list = flag(None, "name of a run, its directory, or its metrics.jsonl", positional=True, nargs="+",
                       metavar="RUN")
-    completion: Path | None = flag(None, "also draw completion.png: the loss with the text of FILE beside it",
-                                   metavar="FILE", of=expand_path)
-    preflight: Path | None = flag(None, "also print a block for an issue: the run's measurements beside FILE's "
-                                  "estimate; FILE: from tpu_preflight --json", metavar="FILE",
-                                  of=expand_path)
+    completion: Path | None = flag(None, "also draw completion.png: the loss beside the text of FILE", metavar="FILE",
+                                   of=expand_path)
+    preflight: Path | None = flag(None, "also print the measurements beside FILE of tpu_preflight --json",
+                                  metavar="FILE", of=expand_path)
     out_dir: Path | None = flag(None, "the report's folder; default: report/ in the first run's", of=expand_path)
     accelerator: str | None = flag(None, "also print what the runs cost on this TPU, such as v5litepod-8")
     zone: str | None = flag(None, "zone whose prices count, such as us-west4-a; default: the dearest")
     on_demand: bool = flag(False, "prices on demand instead of spot")
-    usd_per_chip_hour: float | None = flag(None, "price of a chip, instead of nanochat/device/prices.csv", of=float,
-                                           at_least=0)
+    usd_per_chip_hour: float | None = flag(None, "price of a chip, instead of the table's", of=float, at_least=0)
 
     def usd_per_hour(self):
         """Returns the price of the TPU in USD an hour, None without --accelerator. Raises BadInput if it is unknown."""
@@ -44,14 +42,6 @@ class Flags:
         if usd is None:
             raise BadInput(f"no price of --accelerator={self.accelerator} is known: give --usd_per_chip_hour")
         return usd
-
-
-def read_text(path):
-    """Returns the text of the file at `path`. Raises BadInput if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"--completion={path} cannot be read: {error}") from None
 
 
 def main(argv=None):
@@ -67,7 +57,8 @@ def main(argv=None):
     print(format_table(summary))
     pictures = figures.draw_all(runs, out_dir)
     if flags.completion:
-        panels = [partial(figures.LOSS.draw, runs), partial(figures.draw_text, read_text(flags.completion))]
+        text = read_named("completion", flags.completion).decode(errors="replace")
+        panels = [partial(figures.LOSS.draw, runs), partial(figures.draw_text, text)]
         pictures.append(figures.save_figure(out_dir / "completion.png", "Loss, and a completion", panels))
     title = " and ".join(run.name for run in runs)
     (out_dir / "report.html").write_text(make_page(title, summary, pictures), encoding="utf-8")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.checkpoint.format import find_checkpoint
-from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
+from nanochat.common import BadInput, expand_path, flag, read_flags, read_named, run_script
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.load import ModelFlags, load_language_meta, resolve_inference_device_type
 from nanochat.infer.sample import checked_max_tokens
@@ -32,16 +32,12 @@ class ServerFlags:
             return os.environ.get("NANOCHAT_API_KEY") if self.api_key is None else self.api_key
         if self.api_key is not None:
             raise BadInput("--api_key and --api_key_file are both given: leave one out")
-        try:
-            return self.api_key_file.read_text(errors="replace").strip()
-        except OSError as error:
-            raise BadInput(f"--api_key_file={self.api_key_file} cannot be read: {error.strerror}") from None
+        return read_named("api_key_file", self.api_key_file).decode(errors="replace").strip()
 
 
 @dataclass(frozen=True)
 class LimitFlags:
-    max_tokens: int = flag(-1, "most tokens of a completion; -1: 256, at most half of the context", at_least=1,
-                           unset=-1)
+    max_tokens: int = flag(-1, "of a completion, at most; -1: 256, at most half the context", at_least=1, unset=-1)
     timeout_s: float = flag(30.0, "most seconds for a request: then it gets the text so far", above=0, at_most=3600)
     extra_tokens: int = flag(-1, "most tokens of other files, at most a quarter of the context; -1: a quarter, if the "
                              "model was trained with --fim_context, else none", at_least=0, unset=-1)

@@ -37,13 +37,10 @@ PATTERN = "|".join((
 
 @dataclass(frozen=True)
 class Flags(TextFlags):
-    out_dir: Path | None = flag(None, "directory for the tokenizer; default: $NANOCHAT_BASE_DIR/tokenizer",
-                                of=expand_path)
-    vocab_size: int = flag(65536, "number of tokens, special tokens included", at_least=256 + len(SPECIAL_TOKENS),
-                           at_most=2**24)
+    out_dir: Path | None = flag(None, "of the tokenizer; default: $NANOCHAT_BASE_DIR/tokenizer", of=expand_path)
+    vocab_size: int = flag(65536, "tokens, special ones included", at_least=256 + len(SPECIAL_TOKENS), at_most=2**24)
     max_bytes: int = flag(2_000_000_000, "bytes of text to train on, at most", at_least=1)
-    max_bytes_per_source: int = flag(40_000_000, "bytes of text of one source, at most, so that no project dominates",
-                                     at_least=1)
+    max_bytes_per_source: int = flag(40_000_000, "bytes of text of one source, at most", at_least=1)
     pattern: str = flag(PATTERN, "regular expression that splits text into pieces")
 
 
@@ -52,13 +49,7 @@ class Usage:
 
     def __init__(self):
         self.nbytes = Counter()
-        self.documents = Counter()
-        self.licences = defaultdict(Counter)
-
-    def add(self, source, licence, nbytes):
-        self.nbytes[source] += nbytes
-        self.documents[source] += 1
-        self.licences[source][licence] += 1
+        self.licences = defaultdict(Counter)  # {source: {licence: number of documents}}
 
     def table(self):
         """Returns tab-separated lines: source, documents, bytes, and the licences with their numbers of documents."""
@@ -66,7 +57,7 @@ class Usage:
         for source in sorted(self.nbytes):
             licences = sorted(self.licences[source].items(), key=lambda item: (-item[1], item[0]))
             listed = "; ".join(f"{licence} ({count})" for licence, count in licences)
-            lines.append(f"{source}\t{self.documents[source]}\t{self.nbytes[source]}\t{listed}\n")
+            lines.append(f"{source}\t{self.licences[source].total()}\t{self.nbytes[source]}\t{listed}\n")
         return "".join(lines)
 
 
@@ -83,7 +74,8 @@ def choose_texts(shards, max_bytes, max_bytes_per_source, usage):
             if total + len(text) > max_bytes:
                 return
             total += len(text)
-            usage.add(source, licence, len(text))
+            usage.nbytes[source] += len(text)
+            usage.licences[source][licence] += 1
             yield text.decode("utf-8", "replace")
         if bar.disable:
             print(f"counting pieces: {shard.file.name} read, {total / 1e6:.0f} MB so far", flush=True)
@@ -103,8 +95,8 @@ def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     out_dir = flags.out_dir or get_base_dir() / "tokenizer"
     if there := sorted(path.name for path in out_dir.glob("[!.]*")):
-        raise BadInput(f"{out_dir} is not empty (it holds {there[0]}{' …' if there[1:] else ''}), and checkpoints may "
-                       "need a tokenizer in it: name another --out_dir")
+        raise BadInput(f"{out_dir} is not empty (it holds {there[0]} …), and checkpoints may need a tokenizer in it: "
+                       "name another --out_dir")
     check_pattern(flags.pattern)
     shards = open_text(flags)
     require_files(shards, "training a tokenizer")

@@ -48,16 +48,13 @@ def require_packed(shards, how):
     """Raises BadInput unless all shards are of prepare_data --pack=`how`, project or context."""
     for shard in shards:
         if not (shard.is_packed if how == "project" else CONTEXT in shard.columns):
-            raise BadInput(f"--{how}: {shard.file} holds other documents: name a corpus of prepare_data --pack={how} "
-                           "with --data_dir")
+            raise BadInput(f"--{how}: {shard.file} holds other documents: give a --data_dir of --pack={how}")
 
 
 @dataclass
 class FileRows:
-    """Rows for bits_per_byte, one for each file. `given` says what stands before it.
-
-    num_tokens: the rows end after about so many tokens that count, whatever stands before them.
-    """
+    """Rows for bits_per_byte, one for each file. `given` says what stands before it. num_tokens: the rows end after
+    about so many tokens that count, whatever stands before them."""
     shards: list
     tokenizer: Tokenizer
     seq_len: int
@@ -155,5 +152,7 @@ class GapRows(FileRows):
 
     def _tokens(self, files):
         """Returns the tokens of the texts of other files."""
-        separator = self.tokenizer.special(FILE_SEP)
-        return np.array([token for text in files for token in (separator, *self.tokenizer.encode(text))], np.int64)
+        found = []
+        for text in files:
+            found += [self.tokenizer.special(FILE_SEP), *self.tokenizer.encode(text)]
+        return np.array(found, np.int64)

@@ -59,18 +59,20 @@ class Lines:
 
     def _draw_run(self, run, colour, axes, unit_s):
         steps, values = run.series(self.name)
+        means = running_mean(values)
         x = run.work(steps)
         if self.over == "time":
             # The line has a gap at each interruption: matplotlib draws none to or from a point that is not a number.
             breaks = np.searchsorted(steps, [record["step"] for record in run.interruptions()])
             x = np.insert(run.elapsed_s(steps) / unit_s, breaks, np.nan)
             values = np.insert(values, breaks, np.nan)
+            means = np.insert(means, breaks, np.nan)
         style = {"color": colour}
         if self.name == "val_bpb" or len(steps) == 1:
             style |= {"marker": "o", "markersize": 3}
         if self.smooth:
             axes.plot(x, values * self.scale, linewidth=1.2, alpha=0.3, **style)
-            axes.plot(x, running_mean(values) * self.scale, linewidth=1.6, label=run.name, color=colour)
+            axes.plot(x, means * self.scale, linewidth=1.6, label=run.name, color=colour)
         else:
             axes.plot(x, values * self.scale, linewidth=1.2, label=run.name, **style)
 
@@ -208,9 +210,6 @@ def running_mean(values, decay=0.9):
     mean = 0.0
     weight = 0.0
     for value in values:
-        if np.isnan(value):
-            means.append(value)
-            continue
         # The mean begins at 0, so the first ones are too small. They are divided by `weight`, the mean of ones.
         mean = decay * mean + (1 - decay) * value
         weight = decay * weight + 1 - decay

@@ -66,6 +66,8 @@ class History:
                     return name.removesuffix("_per_s")
         return "tokens"
 
+    # Records are sparse and of several kinds: a loss at every step, the task's count at every console line, validation
+    # at some steps. So a quantity at a step is read off a straight line between the records that have it.
     def work(self, steps):
         """Returns the tokens (or other units) seen until each of these steps, interpolated between records."""
         known_steps, known = self.series(self.unit)
@@ -123,8 +125,7 @@ def read_run(name):
     if path.is_dir():
         path /= METRICS_FILE
     if not path.is_file():
-        raise BadInput(f"no run {name}: {path} is not there; give the name of a run, its directory, or its "
-                       f"{METRICS_FILE}")
+        raise BadInput(f"no run {name}: {path} is not there; give a run's name, its directory, or its {METRICS_FILE}")
     records = list(filter(None, map(parse_record, path.read_text(errors="replace").splitlines())))
     if not records:
         raise BadInput(f"{path} has no records yet: wait for the first line of the log")

@@ -4,7 +4,7 @@ import platform
 from importlib import metadata
 
 from nanochat.analysis.summary import peak_bytes, text
-from nanochat.common import BadInput
+from nanochat.common import BadInput, read_named
 from nanochat.device.tpu import GIB
 from nanochat.model.config import CONFIG_FLAGS
 
@@ -17,9 +17,9 @@ OF_THE_PROGRAMS = (*CONFIG_FLAGS, "device_batch_size", "total_batch_size", "seq_
 def read_preflight(path):
     """Returns the report that tpu_preflight wrote to `path`, a JSON object. Raises BadInput."""
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--preflight={path} cannot be read: {error}") from None
+        report = json.loads(read_named("preflight", path))
+    except ValueError:
+        report = None
     names = {"accelerator", "chips", "plan", "flags", "kernel", "fits"}
     if not isinstance(report, dict) or not names <= report.keys() or not isinstance(report["flags"], dict):
         raise BadInput(f"--preflight={path} is not a report of tpu_preflight --json")

@@ -103,8 +103,7 @@ def replacing(path):
     except OSError as error:
         if is_disk_full(error):
             raise
-        raise BadInput(f"{path} cannot be written ({error.strerror}): move it away, and start the same command "
-                       "again") from None
+        raise BadInput(f"{path} cannot be written ({error.strerror}): move it away, and start again") from None
 
 
 # The comparison

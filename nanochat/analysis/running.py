@@ -72,10 +72,8 @@ def cpu_seconds():
 
 def chip_seconds_per_token(trial, accelerator, tpu_preflight, folder):
     """Returns the chip-seconds that the preflight estimates for a token of this run, or None if it does not fit.
-
     tpu_preflight: the command, a list of words. Variants with the same programs share one preflight, and the reports
-    stay in `folder`. Raises BadInput if it fails.
-    """
+    stay in `folder`. Raises BadInput if it fails."""
     # Seeds, rates and what is logged change no program.
     no_matter = {"device_type"}
     for group in (RunFlags, RecordFlags, OptimConfig):

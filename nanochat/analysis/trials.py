@@ -101,8 +101,7 @@ def read_table(path):
         raise BadInput(f"{path} names no variants: add a section [variants.NAME] for each, with its flags below it")
     for name in variants:
         if not 1 <= len(name) <= LONGEST_NAME:
-            raise BadInput(f"{path}: a variant's name has {len(name)} letters ({name[:20]!r}): give it 1 to "
-                           f"{LONGEST_NAME}")
+            raise BadInput(f"{path}: a variant's name has {len(name)} letters: give it 1 to {LONGEST_NAME}")
     return seeds, common, variants
 
 
@@ -113,8 +112,7 @@ def to_flags(values, where):
         if name in NOT_FOR_TABLES:
             raise BadInput(f"{where}: {name} is not for a table: leave it out")
         if not re.fullmatch(r"[a-z][\w-]*", name) or not isinstance(value, (bool, int, float, str)):
-            raise BadInput(f"{where}: {name} = {value} is not a flag of base_train with a value: write, for example, "
-                           "depth = 4")
+            raise BadInput(f"{where}: {name} = {value} is not a flag of base_train with a value, such as depth = 4")
         if value is False:
             raise BadInput(f"{where}: {name} = false: write \"off\" if the flag takes that, else leave it out")
         argv.append(f"--{name}" if value is True else f"--{name}={value}")
@@ -150,5 +148,4 @@ def require_same_flags(trial):
             changed.append(f"{name} {saved[name]} -> {value}")
     if changed or not saved:
         raise BadInput(f"{trial.directory} belongs to a run with other flags or data "
-                       f"({', '.join(changed) or 'not of a table'}): give it the old values, rename the "
-                       "variant or the table, or delete that folder")
+                       f"({', '.join(changed) or 'not of a table'}): rename the variant, or delete that folder")

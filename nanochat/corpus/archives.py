@@ -25,12 +25,10 @@ MAX_LICENCE_BYTES = 16 << 20  # longer files are no licences
 
 
 def iter_archive(archive):
-    """Yields (path, nbytes, read) for every regular file of the archive whose path is `archive`, a str.
-
-    `read()` returns the bytes of the file, before the next file is requested. Both raise BadInput if the archive is
-    damaged or unpacks to far more than its size. After the last file, the archive has been read to its end, where its
-    format has checksums.
-    """
+    """Yields (path, nbytes, read) for every regular file of the archive whose path is `archive`, a str. `read()`
+    returns the bytes of the file, before the next file is requested. Both raise BadInput if the archive is damaged or
+    unpacks to far more than its size. After the last file, the archive has been read to its end, where its format has
+    checksums."""
     with _archive_errors(archive), open(archive, "rb") as raw:
         nbytes = raw.seek(0, 2)
         raw.seek(0)
@@ -89,8 +87,7 @@ class _Bounded:
         if self.reads_at_end > 2:  # tarfile would go on, 10 kB at a time, to the end of a file of 2^60 bytes
             raise tarfile.ReadError("a file in it claims to be longer than the archive")
         if self.room < 0:
-            raise tarfile.ReadError(f"its {self.packed_bytes} bytes unpack to more than {MAX_RATIO} times as many, "
-                                    "which source code does not")
+            raise tarfile.ReadError(f"its {self.packed_bytes} bytes unpack to more than {MAX_RATIO} times as many")
         return data
 
 

@@ -8,22 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanochat.common import BadInput, flag, say, written_whole
-from nanochat.corpus import corpus
+from nanochat.corpus import corpus, manifest
 from nanochat.corpus.duplicates import Index, find_duplicates, load_index
 from nanochat.corpus.filters import page, parse_filters
-from nanochat.corpus.manifest import (
-    FILTERS_PAGE,
-    MANIFEST,
-    TRAIN_DIR,
-    VAL_DIR,
-    all_dropped,
-    check_out_dir,
-    counts,
-    holds,
-    make_manifest,
-    publish,
-    report,
-)
+from nanochat.corpus.manifest import FILTERS_PAGE, MANIFEST, TRAIN_DIR, VAL_DIR, all_dropped
 from nanochat.corpus.packing import VERSION
 from nanochat.corpus.ray_cluster import RayRun
 from nanochat.corpus.scan import HELD_OUT, RECIPE, ScanOptions, scan, telling_sequences
@@ -37,13 +25,11 @@ def names(text):
 @dataclass(frozen=True)
 class CorpusFlags:
     max_file_bytes: int = flag(1_000_000, "longer files are dropped", at_least=1, at_most=100_000_000)
-    val_fraction: float = flag(0.05, "fraction of the bytes, or of a table's projects, that is held out for validation",
-                               above=0, below=1)
+    val_fraction: float = flag(0.05, "share of the bytes, or of a table's projects, held out", above=0, below=1)
     val_projects: list = flag((), "hold out these projects instead, separated by commas", of=names)
     exclude_problems: list = flag((), "drop documents that contain prompts of these problems: files, or own, "
                                   "separated by commas; own: the project's", of=names)
-    filters: list = flag((), "drop documents by these filters, separated by commas, or all; docs/data.md",
-                         of=parse_filters)
+    filters: list = flag((), "drop documents by these filters, with commas, or all; docs/data.md", of=parse_filters)
     licences: str = flag("any", "keep documents of these licences", choices=("any", "permissive"))
     eval_only: bool = flag(False, f"make an evaluation corpus: only {VAL_DIR}/")
     pack: str = flag("file", "what a document is: a file; a project's files in include order; or, for --fim_context, "
@@ -72,11 +58,9 @@ class Documents:
 
 
 def prepare(sources, flags, excluded, engine, out_dir):
-    """Makes the corpus, or resumes making it; does nothing if `out_dir` already holds it.
-
-    flags: CorpusFlags. engine(task_bytes): returns a context manager of run(function, calls, done), as worker_pool;
-    task_bytes is the memory that a task may take.
-    """
+    """Makes the corpus, or resumes making it; does nothing if `out_dir` already holds it. flags: CorpusFlags.
+    engine(task_bytes): returns a context manager of run(function, calls, done), as worker_pool; task_bytes is the
+    memory that a task may take."""
     identity = identity_of(sources, flags, excluded)
     work_dir = out_dir / ".work"
     staging = work_dir / identity
@@ -84,21 +68,21 @@ def prepare(sources, flags, excluded, engine, out_dir):
     # comes last: a folder that has it is whole, and only has to be published.
     if not (staging / MANIFEST).exists():
         check_validation(sources, flags)
-        if holds(out_dir, identity):
+        if manifest.holds(out_dir, identity):
             shutil.rmtree(work_dir, ignore_errors=True)  # the rest of an interrupted publish
             print(f"{out_dir} already holds this corpus")
             return
-        check_out_dir(out_dir)
+        manifest.check_out_dir(out_dir)
         staging.mkdir(parents=True, exist_ok=True)
         require_disk(staging, total_bytes(sources), "the corpus")
         remove_leftovers(work_dir)
         with engine(task_bytes(sources, flags)) as run:
-            manifest = build(sources, flags, excluded, run, staging)
+            made = build(sources, flags, excluded, run, staging)
         with written_whole(staging / MANIFEST) as path:
-            path.write_text(json.dumps({"identity": identity, **manifest}, indent=1))
-    publish(staging, out_dir)
+            path.write_text(json.dumps({"identity": identity, **made}, indent=1))
+    manifest.publish(staging, out_dir)
     shutil.rmtree(work_dir)
-    report(json.loads((out_dir / MANIFEST).read_text()), out_dir)
+    manifest.report(json.loads((out_dir / MANIFEST).read_text()), out_dir)
 
 
 def identity_of(sources, flags, excluded):
@@ -139,7 +123,8 @@ def build(sources, flags, excluded, run, staging):
                         "shards": sum(shard.startswith(f"{name}/") for shard in shards)}
         if flags.pack == "project":
             totals[name]["files"] = int(unpacked.sides[name].sum())
-    return {**make_manifest(flags, sources, stats, val_projects, totals), "shards": dict(sorted(shards.items()))}
+    made = manifest.make_manifest(flags, sources, stats, val_projects, totals)
+    return {**made, "shards": dict(sorted(shards.items()))}
 
 
 def check_validation(sources, flags):
@@ -147,8 +132,7 @@ def check_validation(sources, flags):
     have to be packed."""
     tables = [source for source in sources if source.table]
     if tables and flags.pack != "file":
-        raise BadInput(f"--pack={flags.pack} needs whole projects, and {tables[0].label} is a table of files: leave "
-                       "one out")
+        raise BadInput(f"--pack={flags.pack} needs whole projects, and {tables[0].label} is a table: leave one out")
     if flags.eval_only or flags.val_projects or tables:
         return
     own = own_projects(sources)
@@ -218,8 +202,9 @@ def split_projects(sources, stats, flags):
         if stat["documents"]:
             bytes_by_project[source.project] += stat["bytes"]
     if not bytes_by_project:
-        raise BadInput(f"no C or C++ file is left of {sum(stat['files'] for stat in stats)} (dropped: "
-                       f"{counts(all_dropped(stats))}): check the sources")
+        files = sum(stat["files"] for stat in stats)
+        dropped = manifest.counts(all_dropped(stats))
+        raise BadInput(f"no C or C++ file is left of {files} (dropped: {dropped}): check the sources")
     if flags.eval_only:
         return set(bytes_by_project)
     all_projects = ", ".join(sorted(bytes_by_project))
@@ -251,9 +236,7 @@ def split_projects(sources, stats, flags):
 
 def unique_documents(directories, stats, is_val, flags, staging, run):
     """Returns the Documents without duplicates, which are counted in `stats`. Raises BadInput if a side is empty.
-
-    is_val: (sources,) bool. Validation comes first: it stays whole, and training loses the copies.
-    """
+    is_val: (sources,) bool. Validation comes first: it stays whole, and training loses the copies."""
     runs = []  # (not held out, number of the source, path)
     for i, directory in enumerate(directories):
         for path in directory.glob("run_*.parquet"):

@@ -37,11 +37,9 @@ def choose_validation(bytes_by_project, candidates, fraction, seed):
 
 
 def plan_shards(index, kept, shard_bytes):
-    """Returns for each shard a list of (path of a run, numbers of documents in it).
-
-    The documents `kept` (a bool mask) are sorted by key and cut into shards of about `shard_bytes` of text. A document
-    is never cut, so shards are larger if documents are.
-    """
+    """Returns for each shard a list of (path of a run, numbers of documents in it). The documents `kept` (a bool mask)
+    are sorted by key and cut into shards of about `shard_bytes` of text. A document is never cut, so shards are larger
+    if documents are."""
     chosen = np.flatnonzero(kept)
     chosen = chosen[np.argsort(index.key[chosen])]
     ends = np.cumsum(index.nbytes[chosen])
@@ -103,9 +101,7 @@ def _read_parts(parts):
 
 def write_shard(path, parts, how="file"):
     """Writes the shard `path`, unless it exists: the documents `parts` = [(path of a run, numbers)], sorted by key.
-
-    how: project or context, as they were packed; the shard's metadata records it. Returns what describe_shard does.
-    """
+    how: project or context, as they were packed; the shard's metadata records it. Returns what describe_shard does."""
     if path.exists():
         return describe_shard(path)
     table = _read_parts(parts)

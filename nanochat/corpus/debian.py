@@ -34,10 +34,8 @@ def check_names(names, *, eval_only):
 
 def debian_sources(names, cache_dir):
     """Returns Sources for the packages `names` (NAME or NAME=VERSION), and downloads those that are not in `cache_dir`.
-
     A cached package is never looked up again, so the same command gives the same versions. Raises BadInput if apt
-    fails, or if another process is downloading into `cache_dir`.
-    """
+    fails, or if another process is downloading into `cache_dir`."""
     names = sorted(set(names))
     cache_dir = Path(cache_dir)
     missing = [name for name in names if not (cache_dir / name).is_dir()]
@@ -50,10 +48,8 @@ def debian_sources(names, cache_dir):
 
 
 def _package_source(directory):
-    """Returns a Source for one downloaded package. Its archive with debian/copyright comes first.
-
-    Raises BadInput if an archive is missing that the package's description (.dsc) lists.
-    """
+    """Returns a Source for one downloaded package. Its archive with debian/copyright comes first. Raises BadInput if an
+    archive is missing that the package's description (.dsc) lists."""
     with readable():
         there = {path.name for path in directory.iterdir()}
         descriptions = list(directory.glob("*.dsc"))
@@ -62,8 +58,8 @@ def _package_source(directory):
     sums = {name: sha256 for sha256, name in re.findall(r"^ ([0-9a-f]{64}) \d+ (\S+)$", text, re.MULTILINE)}
     if len(fields) != 2 or sums.keys() - there:
         lacking = ", ".join(sorted(sums.keys() - there)) or "its .dsc"
-        raise BadInput(f"{directory} is not a whole source package ({lacking} is missing or damaged): delete it and "
-                       "run the same command again, which downloads it")
+        raise BadInput(f"{directory} is not a whole source package ({lacking} is missing or damaged): delete it, and "
+                       "the same command downloads it")
     archives = [directory / name for name in there if TARBALL.search(name) or name.endswith(".diff.gz")]
     # False sorts first, so debian.tar or .diff.gz, which has the licences, comes before the upstream tarballs.
     archives.sort(key=lambda path: (".orig" in path.name, path.name))
@@ -77,8 +73,8 @@ def _download(names, cache_dir):
     nbytes = sum(int(size) for size in re.findall(r"^'\S+' \S+ (\d+)", listing, re.MULTILINE))
     free = shutil.disk_usage(cache_dir).free
     if nbytes > free:
-        raise BadInput(f"{len(names)} source packages are {nbytes / 1e6:.0f} MB to download, but {cache_dir} has "
-                       f"{free / 1e6:.0f} MB free: choose another --cache_dir")
+        raise BadInput(f"downloads of {nbytes / 1e6:.0f} MB do not fit into {cache_dir}, which has {free / 1e6:.0f} MB "
+                       "free: choose another --cache_dir")
 
     def download(name):
         partial = cache_dir / f".{name}.partial"
@@ -100,10 +96,8 @@ def _download(names, cache_dir):
 
 
 def _private_apt(apt_dir):
-    """Returns options for apt-get to use package lists below `apt_dir` instead of the system's.
-
-    They list the system's repositories, with deb-src instead of deb, and are updated when they are a day old.
-    """
+    """Returns options for apt-get to use package lists below `apt_dir` instead of the system's. They list the system's
+    repositories, with deb-src instead of deb, and are updated when they are a day old."""
     derived = _source_repositories()
     sources_dir = apt_dir / "sources.list.d"
     lists_dir = apt_dir / "lists"

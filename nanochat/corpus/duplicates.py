@@ -19,13 +19,12 @@ NUM_PERMUTATIONS, VALUES_PER_BAND = 128, 8  # 16 bands: pairs of similarity 0.8 
 NEAR_DUPLICATE_SIMILARITY = 0.8  # estimated Jaccard similarity of the sets of 5-word sequences
 CHUNK_DOCUMENTS, PART_KEYS = 100_000, 2_000_000  # of one task: 50 MB of signatures, 32 MB of keys
 COMPARED_AT_ONCE = 65536  # pairs of signatures: 64 MB
+KINDS = 1 + NUM_PERMUTATIONS // VALUES_PER_BAND  # of keys: of the text, and of each band
 
 
 def signature(data):
-    """Returns the MinHash signature of the set of all sequences of 5 words, as 4 * NUM_PERMUTATIONS bytes.
-
-    Punctuation and white space are ignored. MinHash: Broder, "On the resemblance and containment of documents", 1997.
-    """
+    """Returns the MinHash signature of the set of all sequences of 5 words, as 4 * NUM_PERMUTATIONS bytes. Punctuation
+    and white space are ignored. MinHash: Broder, "On the resemblance and containment of documents", 1997."""
     words = re.findall(rb"\w+", data)
     minhash = RMinHash(NUM_PERMUTATIONS, 0)
     sequences = [b" ".join(five) for five in zip(*(words[i:] for i in range(5)), strict=False)]
@@ -87,18 +86,17 @@ class Shuffle:
     starts: np.ndarray  # (chunks + 1,) number of the first document of each chunk, and of all documents
     cuts: int  # parts into which the keys of a kind, of the texts or of a band, are cut
 
-    @property
-    def num_parts(self):
-        return (1 + NUM_PERMUTATIONS // VALUES_PER_BAND) * self.cuts
-
     def paths(self, kind):
         """Returns the paths of the files `kind` of all chunks, or of all parts for "firsts"."""
-        count = self.num_parts if kind == "firsts" else len(self.starts) - 1
+        count = KINDS * self.cuts if kind == "firsts" else len(self.starts) - 1
         return [self.folder / f"{kind}_{number:06d}" for number in range(count)]
 
+    def keys(self, chunk):
+        """Returns the keys of the N documents of a chunk, (KINDS, N) uint64."""
+        return np.memmap(self.paths("keys")[chunk], np.uint64, "r").reshape(KINDS, -1)
+
     def in_part(self, keys, part):
-        """Returns the numbers of the documents of a chunk whose keys belong to a part. keys: as write_keys writes them.
-        """
+        """Returns the numbers of the documents of a chunk whose keys belong to a part. keys: (KINDS, N)."""
         kind, cut = divmod(part, self.cuts)
         # The high bits choose the part. In a sum of products the low bits depend on the factors' low bits alone, and
         # the high bits on all of them.
@@ -143,11 +141,9 @@ def _to_numpy(column):
 
 def find_duplicates(index, folder, run, done, chunk_documents=CHUNK_DOCUMENTS, part_keys=PART_KEYS):
     """Returns two (N,) bool arrays: the documents equal to an earlier one in the Index, and those similar to one.
-
     folder: for files, of about 0.3 kB per document and 0.6 kB per pair that is compared. run: as worker_pool yields it,
     here or on other machines that see the folder. done(fraction): is called after each task, with its part of the whole
-    work.
-    """
+    work."""
     folder.mkdir(parents=True, exist_ok=True)
     num_documents = np.bincount(index.run)
     ends = np.cumsum(num_documents)
@@ -158,7 +154,7 @@ def find_duplicates(index, folder, run, done, chunk_documents=CHUNK_DOCUMENTS, p
     chunks = []
     for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         chunks.append((shuffle, number, index.runs[begin:end]))
-    parts = [(shuffle, part) for part in range(shuffle.num_parts)]
+    parts = [(shuffle, part) for part in range(KINDS * shuffle.cuts)]
     rounds = ((write_keys, chunks), (write_firsts, parts), (write_pairs, chunks), (write_near, chunks))
     # Each round reads files of all tasks of the round before, so it begins when these have ended.
     for task, calls in rounds:
@@ -171,13 +167,13 @@ def find_duplicates(index, folder, run, done, chunk_documents=CHUNK_DOCUMENTS, p
 
 
 def write_keys(shuffle, chunk, runs):
-    """Writes the keys of a chunk, whose documents are in `runs`, (kinds, N) uint64: of the texts, and of the bands."""
+    """Writes the keys of a chunk, whose documents are in `runs`."""
     path = shuffle.paths("keys")[chunk]
     if path.exists():
         return
     keys = [load_index(runs).key, *band_hashes(load_signatures(runs))]
     with whole_file(path) as file:
-        np.save(file, np.stack(keys))
+        file.write(np.stack(keys).tobytes())
 
 
 def write_firsts(shuffle, part):
@@ -187,8 +183,8 @@ def write_firsts(shuffle, part):
         return
     keys = []
     numbers = []
-    for file, start in zip(shuffle.paths("keys"), shuffle.starts, strict=False):
-        keys_of_chunk = np.load(file, mmap_mode="r")
+    for chunk, start in enumerate(shuffle.starts[:-1]):
+        keys_of_chunk = shuffle.keys(chunk)
         chosen = shuffle.in_part(keys_of_chunk, part)
         keys.append(keys_of_chunk[part // shuffle.cuts, chosen])
         numbers.append(chosen + start)
@@ -207,7 +203,7 @@ def write_pairs(shuffle, chunk, runs):
         return
     signatures = load_signatures(runs)
     own = np.arange(len(signatures)) + shuffle.starts[chunk]
-    keys = np.load(shuffle.paths("keys")[chunk])
+    keys = shuffle.keys(chunk)
     earliest = np.empty(keys.shape, np.int64)  # the first document of all with the same key
     for part, file in enumerate(shuffle.paths("firsts")):
         [firsts] = _read_batch(file, chunk)

@@ -236,8 +236,10 @@ def page(found, dropped, num_files):
         parts.append(f"<h2>{name}: {count:,} of {num_files:,} documents dropped ({count / max(1, num_files):.3%})</h2>"
                      f"<p>Limit: {limit} ({what}).</p>")
         for side, title in (("dropped", "Dropped, by chance"), ("kept", "Just kept")):
-            examples = sorted((tuple(example) for one in found for example in one[name][side]), reverse=True)
+            examples = []
+            for one in found:
+                examples += one[name][side]
             parts.append(f"<h3>{title}</h3>")
-            for _, path, number, text in examples[:EXAMPLES]:
+            for _, path, number, text in sorted(map(tuple, examples), reverse=True)[:EXAMPLES]:
                 parts.append(f"<p>{number:.3g}: {html.escape(path)}</p><pre>{html.escape(text)}</pre>")
     return "\n".join(parts)

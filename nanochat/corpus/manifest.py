@@ -66,10 +66,8 @@ def holds(out_dir, identity):
         return True
     # If both folders are empty, the shards were moved away on purpose: the corpus is made again.
     if any(map(Path.is_file, [*out_dir.glob(f"{TRAIN_DIR}/*"), *out_dir.glob(f"{VAL_DIR}/*")])):
-        more = " …" if len(missing) > 3 else ""
         raise BadInput(f"{out_dir} holds this corpus, but {len(missing)} of its shards are missing or damaged "
-                       f"({', '.join(missing[:3])}{more}): move {TRAIN_DIR}/ and {VAL_DIR}/ away and run the same "
-                       "command again, which makes them")
+                       f"({', '.join(missing[:3])} …): move {TRAIN_DIR}/ and {VAL_DIR}/ away, and start again")
     return False
 
 
@@ -104,8 +102,7 @@ def check_out_dir(out_dir):
         path = out_dir / name
         if path.is_symlink() or path.exists() and not path.is_dir():
             what = "a symbolic link" if path.is_symlink() else "not a directory"
-            raise BadInput(f"{path} is {what}, where a directory must be made: move it away, or choose another "
-                           "--out_dir")
+            raise BadInput(f"{path} is {what}: move it away, or choose another --out_dir")
         if path.exists() and any(path.iterdir()):
             raise BadInput(f"{path} holds other data: move it away, or choose another --out_dir")
 

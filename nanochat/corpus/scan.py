@@ -143,11 +143,9 @@ _LICENCE_PHRASES = [(name, re.compile(phrase, re.IGNORECASE)) for name, phrase i
 
 
 def licence_finder(source):
-    """Returns a function that maps the path of a file to the short name of its licence, or to "unknown".
-
-    If the licence of the source is not known, the first LICENSE or COPYING at the top level, or debian/copyright, says
-    it. Raises BadInput if that file cannot be read.
-    """
+    """Returns a function that maps the path of a file to the short name of its licence, or to "unknown". If the licence
+    of the source is not known, the first LICENSE or COPYING at the top level, or debian/copyright, says it. Raises
+    BadInput if that file cannot be read."""
     rules = [("*", source.licence or "unknown")]
     if not source.licence:
         for path, nbytes, read in iter_files(source):
@@ -208,12 +206,10 @@ class ScanOptions:
 
 def scan(source, scans_dir, options):
     """Reads `source`, writes its runs, and returns their directory. A source that has been scanned is not read again.
-
     Besides run_*.parquet, and run_*_val.parquet for held-out documents of a table, the directory holds stats.json: the
     numbers of files, of documents and bytes kept, of files dropped for each reason, of documents under each licence,
     and of the held-out ones among them; and examples.json, what filters dropped and just kept. Raises BadInput if the
-    source cannot be read.
-    """
+    source cannot be read."""
     identity = json.dumps([RECIPE, source.identity(), options.identity()])
     finished = Path(scans_dir, hashlib.blake2b(identity.encode(), digest_size=12).hexdigest())
     if finished.exists():
@@ -223,7 +219,7 @@ def scan(source, scans_dir, options):
     check_unchanged(source)
     check_sums(source)
     found = _Scan(source, folder, options)
-    for row in iter_rows(source) if source.table else map(_as_row, iter_files(source)):
+    for row in rows_of(source):
         found.stats["files"] += 1
         if reason := found.add(row):
             found.dropped[reason] += 1
@@ -239,8 +235,13 @@ def scan(source, scans_dir, options):
     return finished
 
 
-def _as_row(file):
-    return Row(*file, "" if file[0].lower().endswith(SUFFIXES) else "not_c_or_cpp")
+def rows_of(source):
+    """Yields the Rows of a source: of its files, or of its table."""
+    if source.table:
+        yield from iter_rows(source)
+        return
+    for path, nbytes, read in iter_files(source):
+        yield Row(path, nbytes, read, "" if path.lower().endswith(SUFFIXES) else "not_c_or_cpp")
 
 
 def select(row, options):

@@ -70,8 +70,8 @@ def readable():
     try:
         yield
     except OSError as error:
-        raise BadInput(f"{error.filename!s} cannot be read ({error.strerror}): give yourself the right to read it, or "
-                       "leave it out") from None
+        reason = f"{error.filename!s} cannot be read ({error.strerror})"
+        raise BadInput(f"{reason}: give yourself the right to read it, or leave it out") from None
 
 
 def _check_readable(path):
@@ -114,10 +114,8 @@ def _as_text(name):
 
 
 def open_source(path):
-    """Returns a Source for one directory, git checkout or tarball, the same for every way to write its path.
-
-    Prints the files of a checkout that are left out. Raises BadInput if `path` is none of these or cannot be read.
-    """
+    """Returns a Source for one directory, git checkout or tarball, the same for every way to write its path. Prints the
+    files of a checkout that are left out. Raises BadInput if `path` is none of these or cannot be read."""
     path = Path(path)
     with readable():
         if path.is_dir():
@@ -134,10 +132,8 @@ def open_source(path):
 
 
 def open_projects(directory):
-    """Returns a list of Sources, one for every subdirectory and every tarball of `directory`.
-
-    Prints the other files. Raises BadInput if `directory` is not a directory or has neither.
-    """
+    """Returns a list of Sources, one for every subdirectory and every tarball of `directory`. Prints the other files.
+    Raises BadInput if `directory` is not a directory or has neither."""
     with readable():
         if not directory.is_dir():
             raise BadInput(f"--projects_dir={directory} is not a directory")
@@ -177,11 +173,9 @@ def _last(parts, count):
 
 
 def installed_headers():
-    """Returns Sources for the C++ headers that pyarrow and torch install, one per top-level include directory.
-
-    The generated headers of torch are left out: 30 of its 36 MB, and nearly identical. Raises BadInput if one of the
-    packages is not installed.
-    """
+    """Returns Sources for the C++ headers that pyarrow and torch install, one per top-level include directory. The
+    generated headers of torch are left out: 30 of its 36 MB, and nearly identical. Raises BadInput if one of the
+    packages is not installed."""
     sources = []
     for package in ("pyarrow", "torch"):
         spec = importlib.util.find_spec(package)
@@ -238,14 +232,14 @@ def _git(directory, *arguments):
 
 
 def _git_files(directory):
-    """Returns (relative paths of the tracked files, short hash of HEAD), or None if git fails, which it prints.
-
-    It leaves out submodules, which are other projects, and untracked files, which are often made by a compiler and not
-    covered by the hash. It prints how many these are.
-    """
+    """Returns (relative paths of the tracked files, short hash of HEAD), or None if git fails, which it prints. It
+    leaves out submodules, which are other projects, and untracked files, which are often made by a compiler and not
+    covered by the hash. It prints how many these are."""
     try:
-        # An entry is "MODE HASH STAGE<tab>PATH". Mode 160000 is a submodule, 120000 a symbolic link.
-        modes = dict(entry.split(b"\t", 1)[::-1] for entry in _git(directory, "ls-files", "-s", "-z").split(b"\0")[:-1])
+        tracked = {}  # {name: mode}; mode 160000 is a submodule, 120000 a symbolic link
+        for entry in _git(directory, "ls-files", "-s", "-z").split(b"\0")[:-1]:  # "MODE HASH STAGE<tab>PATH"
+            about, name = entry.split(b"\t", 1)
+            tracked[os.fsdecode(name)] = about.split()[0]
         others = _git(directory, "ls-files", "-z", "--others", "--exclude-standard").split(b"\0")[:-1]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         reason = (getattr(error, "stderr", None) or str(error).encode()).decode("utf-8", "replace").split("\n")[0]
@@ -255,7 +249,6 @@ def _git_files(directory):
         head = _git(directory, "rev-parse", "--short=12", "HEAD").decode().strip()
     except (OSError, subprocess.SubprocessError):
         head = ""  # no commit yet
-    tracked = {os.fsdecode(name): mode.split()[0] for name, mode in modes.items()}
     # An index from elsewhere may name paths outside of the checkout, and a folder in it may be a symbolic link.
     files = [name for name in sorted(tracked)
              if os.path.realpath(directory / name) == f"{directory}/{name}" and _is_regular(directory / name)]
@@ -281,11 +274,9 @@ def _say_left_out(directory, what, names):
 
 
 def iter_files(source):
-    """Yields (path, nbytes, read) for every regular file of `source`.
-
-    `read()` returns the bytes of the file, at most `nbytes`, before the next file is requested. For a file in a
-    directory it raises OSError. Raises BadInput if a file has vanished or an archive is damaged.
-    """
+    """Yields (path, nbytes, read) for every regular file of `source`. `read()` returns the bytes of the file, at most
+    `nbytes`, before the next file is requested. For a file in a directory it raises OSError. Raises BadInput if a file
+    has vanished or an archive is damaged."""
     for file in source.files:
         path = Path(source.directory, file)
         with readable():
@@ -313,5 +304,4 @@ def check_unchanged(source):
     with readable():
         if source.fingerprint and _fingerprint(paths)[1] != source.fingerprint:
             raise BadInput(f"{source.directory or source.archives[0]} has changed since the command began, or another "
-                           "machine of the cluster sees other files there: run the same command again, or put the "
-                           "sources where all machines share them")
+                           "machine of the cluster sees other files there: put it where all machines share it")

@@ -170,14 +170,12 @@ def _check_where(where, places, directory, schemas, partitions):
 def _check_text(path, schema, name):
     if schema.names.count(name) != 1:
         number = "several columns" if name in schema.names else "no column"
-        raise BadInput(f"{path} has {number} {name} (it has {', '.join(schema.names)}): name other files, or another "
-                       "--text_column")
+        raise BadInput(f"{path} has {number} {name}: name another --text_column, of {', '.join(schema.names)}")
     kind = schema.field(name).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     if kind not in (*_STRINGS, pa.binary(), pa.large_binary(), pa.binary_view(), pa.null()):
-        raise BadInput(f"{path}: its column {name} holds {kind}, not text: name another --text_column, of "
-                       f"{', '.join(schema.names)}")
+        raise BadInput(f"{path}: its column {name} holds {kind}, not text: name another --text_column")
 
 
 def _partitions(files):
@@ -187,7 +185,7 @@ def _partitions(files):
     for file in files:
         pairs = [part.split("=", 1) for part in Path(file).parent.parts if "=" in part]
         found[file] = {name: None if "__HIVE_DEFAULT" in value else unquote(value) for name, value in pairs}
-    for name in {name for values in found.values() for name in values}:
+    for name in set().union(*found.values()):
         values = [values[name] for values in found.values() if values.get(name) is not None]
         if all(re.fullmatch("-?[0-9]{1,18}", value) for value in values):
             for own in found.values():

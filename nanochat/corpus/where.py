@@ -13,6 +13,10 @@ _COMPARE = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, as
 _JOIN = {ast.And: operator.and_, ast.Or: operator.or_}
 
 
+# A condition is parsed as Python, and translated node by node into an expression of Arrow, which computes columns.
+# A comparison with null is null, and a row is chosen only if the condition is true, as in SQL.
+
+
 def find_places(text, known):
     """Returns {name in a condition, such as meta.score: (column, fields in it)}. known: {name: column}. Raises BadInput
     if a name is not known, or the text not in Python's syntax."""
@@ -66,8 +70,7 @@ def _parse(text):
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = getattr(error, "msg", error)
-        raise BadInput(f"--where={text} cannot be read ({reason}): write conditions such as score >= 3 and language == "
-                       '"C++"') from None
+        raise BadInput(f"--where={text} cannot be read ({reason}): write conditions such as score >= 3") from None
 
 
 def _condition(node, schema):

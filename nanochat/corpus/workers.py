@@ -11,10 +11,8 @@ from nanochat.common import end_with_parent
 
 @contextmanager
 def worker_pool(workers):
-    """Yields a function run(function, calls, done), which calls `function` in `workers` processes.
-
-    `calls` is a list of tuples of arguments. run calls done(i, result) when call number i has ended, in any order.
-    """
+    """Yields a function run(function, calls, done), which calls `function` in `workers` processes. `calls` is a list of
+    tuples of arguments. run calls done(i, result) when call number i has ended, in any order."""
     if workers == 1:
         yield _run_here
         return

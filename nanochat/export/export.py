@@ -152,19 +152,15 @@ def write_for_transformers(folder, model, tokenizer, card):
     (folder / CARD).write_text(card, encoding="utf-8")
     if is_scaled(model):
         shutil.copy(Path(__file__).with_name(f"{CODE}.py"), folder)
-    _save(folder, model, {"format": "pt"})
+    save_tensors(weights(model), folder / MODEL, {"format": "pt"})
     (folder / SUMS).write_text(sums_text(sorted(folder.iterdir())))
 
 
 def write_safetensors(folder, model, meta):
     """Writes the weights to `folder`/MODEL. Its header holds the GPTConfig as JSON, the step, the tokenizer's hash."""
-    _save(folder, model, {
+    save_tensors(weights(model), folder / MODEL, {
         "format": "pt", "config": json.dumps(asdict(model.config)), "step": str(meta.step),
         "tokenizer_sha256": meta.tokenizer_sha256})
-
-
-def _save(folder, model, metadata):
-    save_tensors(weights(model), folder / MODEL, metadata)
 
 
 def check_place(out, force):

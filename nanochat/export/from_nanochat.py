@@ -40,8 +40,7 @@ def read_meta(model):
     if not all(type(size) is int and 0 < size < 2**31 for size in sizes.values()):
         raise BadInput(f"--model={model}: {path} has impossible sizes: {sizes}")
     if letters - {"L", "l"}:
-        raise BadInput(f"--model={model} has attention windows ({found['window_pattern']}), which nanochat makes a "
-                       "position longer")
+        raise BadInput(f"--model={model} has attention windows ({found['window_pattern']}), one position too long here")
     return int(name[1]), GPTConfig(**sizes, **NANOCHAT)
 
 
@@ -75,8 +74,7 @@ def convert(state, config, path):
     for name in ("cos", "sin"):  # computed from the config
         state.pop(name, None)
     if state:
-        raise BadInput(f"--model={path} has {min(state)}, which the model here lacks: only models from before value "
-                       "embeddings (January 2026) can be imported")
+        raise BadInput(f"--model={path} has {min(state)}, which the model here lacks: give one of before January 2026")
     for name, expected in GPT.on_meta(config).state_dict().items():
         if name not in found or found[name].shape != expected.shape:
             shape = tuple(found[name].shape) if name in found else "missing"

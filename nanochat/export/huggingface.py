@@ -9,14 +9,11 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
 
 
 def tokenizer_json(tokenizer):
-    """Returns the content of a tokenizer.json that gives text the ids of `tokenizer`.
-
-    The library differs in two ways: it puts <|bos|> before the text unless add_special_tokens is False, and encodes the
-    name of a special token as that token unless split_special_tokens is True.
-    """
+    """Returns the content of a tokenizer.json that gives text the ids of `tokenizer`. The library differs in two ways:
+    it puts <|bos|> before the text unless add_special_tokens is False, and encodes the name of a special token as that
+    token unless split_special_tokens is True."""
     if not ALIKE.fullmatch(tokenizer.pattern):
-        raise BadInput(f"Hugging Face's library may read the split pattern {tokenizer.pattern} differently: give "
-                       "another --tokenizer_dir")
+        raise BadInput(f"Hugging Face may read {tokenizer.pattern} differently: give another --tokenizer_dir")
     return json.dumps({
         "version": "1.0",
         "truncation": None,

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
-from nanochat.common import BadInput, get_base_dir
+from nanochat.common import BadInput, get_base_dir, read_named
 from nanochat.data.shards import DEFAULT_DIRS, fingerprint, open_text, saved_text_flags
 from nanochat.model.config import CONFIG_FLAGS
 from nanochat.model.rates import OptimConfig
@@ -22,11 +22,9 @@ RECIPE = (*CONFIG_FLAGS, "num_iterations", "target_flops", "target_param_data_ra
 def read_manifest(path):
     """Returns the manifest of a corpus. Raises BadInput for any other file."""
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(read_named("manifest", path))
         _data_of(manifest)  # fails for anything else
         return manifest
-    except OSError as error:
-        raise BadInput(f"--manifest={path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise BadInput(f"--manifest={path} is not the {MANIFEST} of a corpus, which prepare_data writes") from None
 
@@ -135,6 +133,7 @@ Unknown: the manifest of the corpus was missing at the export. The fingerprint o
 
 
 def _data_of(manifest):
+    # A source is listed if training read it: not a project that was held out, and of a data set the part that was not.
     val = set(manifest.get("val_projects") or ())
     divided = [source["name"] for source in manifest["sources"] if source.get("held_out_documents")]
     licences = Counter()

@@ -20,11 +20,9 @@ METRICS = {"compiles": "code_compiles", "pass@1": "code_pass", "bits per byte": 
 
 
 def evaluate_code(model, tokenizer, dist, is_cut_short):
-    """Returns {metric: mean over the project's own problems} of greedy samples on rank 0, and {} on other ranks.
-
-    All ranks write all the code, so that none waits; rank 0 judges it. Once is_cut_short(), asked before each problem,
-    returns True on all ranks, the result is {}.
-    """
+    """Returns {metric: mean over the project's own problems} of greedy samples on rank 0, and {} on other ranks. All
+    ranks write all the code, so that none waits; rank 0 judges it. Once is_cut_short(), asked before each problem,
+    returns True on all ranks, the result is {}."""
     sampling = Sampling(num_samples=0, max_tokens=min(MAX_TOKENS, model.config.max_seq_len // 2))
     writer = Writer(model, tokenizer, dist, sampling)
     problems = read_problems()
@@ -58,11 +56,9 @@ def make_items(flags, problems, seed):
 
 
 def evaluate(items, writer, judge, results, workers, show=ignore):
-    """Adds to `results` the records of all items, problems or Gaps.
-
-    `workers` threads judge while the model writes the next items. show(num_done) is called with the number of items
-    that `results` held before, and with 1 after each one.
-    """
+    """Adds to `results` the records of all items, problems or Gaps. `workers` threads judge while the model writes the
+    next items. show(num_done) is called with the number of items that `results` held before, and with 1 after each
+    one."""
     # A kill may lose records of the last item only. The same seed writes the same samples again, and the ones that the
     # file holds are skipped.
     num_written = Counter(record["name"] for record in results.records)
@@ -78,10 +74,7 @@ def evaluate(items, writer, judge, results, workers, show=ignore):
     def finish_first():
         for record, verdict in pending.popleft():
             found = verdict.result()
-            if found:
-                results.add(record | {"status": found.status, "message": found.message})
-            else:
-                results.add(record | {"status": None})
+            results.add(record | (vars(found) if found else {"status": None}))
         show(1)
 
     with ThreadPoolExecutor(workers) as pool:
@@ -131,12 +124,9 @@ def check_solutions(problems, judge, workers, seed):
 
 def judge_all(judge, workers, programs, what):
     """Returns the Verdicts of `programs`, pairs of a problem and a text, and prints how many pass. what: their name."""
-    def judge_one(program):
-        problem, text = program
-        return judge.judge(problem.program(text), problem.tests)
-
     with ThreadPoolExecutor(workers) as pool:
-        verdicts = list(pool.map(judge_one, programs))
+        found = [pool.submit(judge.judge, problem.program(text), problem.tests) for problem, text in programs]
+        verdicts = [each.result() for each in found]
     num_passed = sum(verdict.passed for verdict in verdicts)
     print(f"{num_passed} of {len(programs)} {what} pass", flush=True)
     return verdicts

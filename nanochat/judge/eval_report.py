@@ -7,6 +7,7 @@ import html
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 
@@ -131,7 +132,7 @@ def measures_of(name, samples):
         if not is_gap or "/" in name:  # there are tests
             found["pass@1"] = float(greedy["status"] == PASSED), 1
     if drawn:
-        found["compiles, drawn"] = mean(compiles(sample) for sample in drawn), 1
+        found["compiles, drawn"] = fmean(map(compiles, drawn)), 1
         # pass_at_k estimates from n samples for any k up to n, so with few samples k is their number.
         k = min(PASS_AT_K, len(drawn))
         found[f"pass@{k}, drawn"] = pass_at_k(len(drawn), count_passed(drawn), k), 1
@@ -156,11 +157,6 @@ def compiles(sample):
 
 def count_passed(samples):
     return sum(sample["status"] == PASSED for sample in samples)
-
-
-def mean(values):
-    values = list(values)
-    return sum(values) / len(values)
 
 
 def summarise(records):

@@ -20,8 +20,9 @@ MAX_SPAN_CHARACTERS = 800
 MAX_LINES = 8
 
 # Brackets, and what may contain other brackets: comments, texts, letters. Numbers come first, for the quotes in 1'000.
-CODE_TOKEN = re.compile(r"""//[^\n]* | /\*.*?\*/ | R"(\w*)\(.*?\)\1" | "(?:\\.|[^"\\\n])*" | \d[\w']* |
-                        '(?:\\.|[^'\\\n])*' | [(){}]""", re.VERBOSE | re.DOTALL)
+_CODE_TOKEN = re.compile(r"""//[^\n]* | /\*.*?\*/ | R"(\w*)\(.*?\)\1" | "(?:\\.|[^"\\\n])*" | \d[\w']* |
+                         '(?:\\.|[^'\\\n])*' | [(){}]""", re.VERBOSE | re.DOTALL)
+OPENING = {")": "(", "}": "{"}
 _CALL = re.compile(r"(\w+)\s*$")
 _NO_CALL = {"if", "while", "for", "switch", "return", "catch", "sizeof", "alignof", "decltype", "defined"}
 
@@ -118,7 +119,10 @@ def spans(text, kind):
             found += [(first[0], last[1]) for first, last in zip(lines, lines[count - 1:], strict=False)]
     else:
         opening = "{" if kind == "block" else "("
-        found = [span for span in _brackets(text, opening) if _is(kind, text, *span)]
+        found = []
+        for begin, end in sorted(brackets(text)[0]):
+            if text[begin] == opening and _is(kind, text, begin + 1, end):
+                found.append((begin + 1, end))
     return [(begin, end) for begin, end in found if end - begin <= MAX_SPAN_CHARACTERS]
 
 
@@ -136,17 +140,14 @@ def _is(kind, text, begin, end):
     return before[1] not in _NO_CALL
 
 
-def _brackets(text, opening):
-    """Returns the (begin, end) of the text inside each pair of matching brackets that opens with `opening`."""
-    found = []
-    open_brackets = []
-    for match in CODE_TOKEN.finditer(text):
+def brackets(code):
+    """Returns [(begin, end)] of the pairs of brackets in `code`, and [begin] of the open ones."""
+    pairs = []
+    opened = []
+    for match in _CODE_TOKEN.finditer(code):
+        # A closing bracket that does not match the last open one is skipped: a macro's, or a model's mistake.
         if match[0] in ("(", "{"):
-            open_brackets.append((match[0], match.end()))
-        elif match[0] in (")", "}") and open_brackets:
-            bracket, begin = open_brackets.pop()
-            if (bracket == "(") != (match[0] == ")"):
-                open_brackets.clear()  # a macro's bracket: start over
-            elif bracket == opening:
-                found.append((begin, match.start()))
-    return sorted(found)
+            opened.append(match.start())
+        elif match[0] in (")", "}") and opened and code[opened[-1]] == OPENING[match[0]]:
+            pairs.append((opened.pop(), match.start()))
+    return pairs, opened

@@ -22,9 +22,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from nanochat.common import BadInput, expand_path, flag, require_file, say
+from nanochat.common import BadInput, expand_path, flag, read_named, require_file, say
+from nanochat.judge.gaps import brackets
 from nanochat.judge.judge import FAILED, NO_CODE, Verdict, has_code
-from nanochat.judge.unfinished import brackets, closers
+from nanochat.judge.unfinished import closers
 
 OWN = Path(__file__).with_name("problem_set")
 STOP = "\n}"  # the first line that is not indented ends a function or a class
@@ -138,16 +139,16 @@ class ProblemFlags:
             return problems
         if self.prompt is None:
             name = f"--prompt_file={self.prompt_file}"
-            prompt = _read_text(self.prompt_file, "--prompt_file")
+            prompt = read_named("prompt_file", self.prompt_file)
         else:
             name = "--prompt"
-            prompt = _as_text(os.fsencode(self.prompt))
+            prompt = os.fsencode(self.prompt)
         tests = ""
         if self.tests is not None:
-            tests = _read_text(self.tests, "--tests")
+            tests = _as_text(read_named("tests", self.tests))
             if not re.search(r"\bmain\b", tests):
                 raise BadInput(f"--tests={self.tests} has no main(), which runs the tests")
-        return [problem_of_prompt(name, prompt, tests)]
+        return [problem_of_prompt(name, _as_text(prompt), tests)]
 
 
 def problem_of_prompt(name, prompt, tests):
@@ -164,23 +165,8 @@ def problem_of_prompt(name, prompt, tests):
 
 
 def _as_text(data):
-    """Returns the bytes of a flag or a file as text that can be written again."""
+    """Returns bytes as text that can be written again."""
     return data.decode(errors="replace").replace("\r\n", "\n")
-
-
-def _read_text(path, name):
-    try:
-        return _as_text(path.read_bytes())
-    except OSError as error:
-        raise BadInput(f"{name}={path} cannot be read: {error.strerror}") from None
-
-
-def read_excluded(names):
-    """Returns the Problems of --exclude_problems, a list of paths and of "own". Raises BadInput."""
-    problems = []
-    for name in names:
-        problems += read_problems(name, "--exclude_problems")
-    return problems
 
 
 def _read_own(folder):

@@ -42,8 +42,8 @@ class Results:
             if not is_begun(path, settings):
                 found, self.records, length = read_results(path)
                 if found != settings:
-                    raise BadInput(f"{path} holds the results of another evaluation ({difference(found, settings)}): "
-                                   "choose another --out_dir")
+                    other = difference(found, settings)
+                    raise BadInput(f"{path} holds results of another evaluation ({other}): choose another --out_dir")
             # Each line is flushed, so a kill cuts the last one at most. It is written again.
             os.truncate(path, length)
         self._file = open(path, "a", encoding="utf-8")

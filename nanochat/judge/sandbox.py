@@ -64,14 +64,12 @@ class Sandbox:
             reason = str(error)
         if reason:
             raise BadInput(f"bubblewrap makes no sandbox here: {reason}; install version 0.8 or newer and enable user "
-                           "namespaces, or take --unsafe, which keeps only the limits")
+                           "namespaces, or give --unsafe")
 
     def run(self, command, limits, files=None, read_only=()):
-        """Runs `command` within `limits`, and returns its Result when all its processes have ended.
-
-        files: {name: bytes}, the only ones in its working directory. read_only: folders that it sees at their paths.
-        Its standard input is empty. Raises Failure if bubblewrap itself fails, such as when memory runs out.
-        """
+        """Runs `command` within `limits`, and returns its Result when all its processes have ended. files: {name:
+        bytes}, the only ones in its working directory. read_only: folders that it sees at their paths. Its standard
+        input is empty. Raises Failure if bubblewrap itself fails, such as when memory runs out."""
         files = files or {}
         with ExitStack() as stack:
             cgroup = stack.enter_context(memory_cgroup(limits.memory_bytes + TMP_BYTES))

@@ -119,7 +119,7 @@ class Search:
         text = drawn.text[:end]
         if end is not None or drawn.reason in ("stop", "end"):
             return text, self.offer(text)
-        self.leave_unfinished(text)
+        self.keep(Answer(text, UNFINISHED, ""))
         return text, None
 
     def offer(self, text):
@@ -135,12 +135,9 @@ class Search:
         else:
             verdict = self.judge.check_syntax(program)
         status = COMPILES if verdict.passed and not tests else verdict.status
-        self._keep(Answer(text, status, verdict.message))
+        self.keep(Answer(text, status, verdict.message))
         self.say(f"a whole function: {status}")
         return verdict
-
-    def leave_unfinished(self, text):
-        self._keep(Answer(text, UNFINISHED, ""))
 
     def find_errors(self, texts):
         """Returns for each beginning of a function its first line, from 0, that no later text can fix, or None."""
@@ -173,7 +170,8 @@ class Search:
             self.programs.add(program)
         return program in self.programs
 
-    def _keep(self, answer):
+    def keep(self, answer):
+        """Makes it the answer if it is better than the best so far."""
         if self._is_better(answer, self.answer):
             self.answer = answer
 
@@ -203,18 +201,18 @@ def best_of(search):
 # Line by line
 
 
-@dataclass(order=True)
+@dataclass
 class State:
-    """The first lines of a function. The smallest is continued first: the longest, then the likeliest."""
-    order: tuple = field(init=False)
+    """The first lines of a function."""
     text: str
     num_lines: int = 0
     log_prob: float = 0.0
     num_tokens: int = 0
     num_comments: int = 0  # comments and blank lines at its end
 
-    def __post_init__(self):
-        self.order = -self.num_lines, -self.log_prob / max(1, self.num_tokens)
+    def order(self):
+        """Returns what sorts states: the longest is continued first, of these the likeliest."""
+        return -self.num_lines, -self.log_prob / max(1, self.num_tokens), self.text
 
     def with_line(self, drawn):
         """Returns the State with one more line, a Sample."""
@@ -240,8 +238,8 @@ def tree(search):
                 break
             wrong = find_wrong(search, found)
             states = [state for state in found + states[beam:] if not state.text.startswith(wrong)]
-            states = sorted(states)[:MAX_STATES]
-            search.leave_unfinished(states[0].text if states else "")
+            states = sorted(states, key=State.order)[:MAX_STATES]
+            search.keep(Answer(states[0].text if states else "", UNFINISHED, ""))
 
 
 def grow(search, states):

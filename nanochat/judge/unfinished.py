@@ -1,9 +1,8 @@
 """Reads unfinished C++: the text that would close it, the lines with errors, the block around a line."""
 import re
 
-from nanochat.judge.gaps import CODE_TOKEN
+from nanochat.judge.gaps import brackets
 
-OPENING = {")": "(", "}": "{"}
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(if|endif)", re.MULTILINE)
 _ERROR = re.compile(r"(?:fatal )?error: ")
 # Errors that no later text can fix.
@@ -13,19 +12,6 @@ _CERTAIN = re.compile("not declared|not been declared|not a member|no member nam
 _PLACE = re.compile(r"(source|(?<!from )tests)\.cpp:(\d+)")
 _TYPE = re.compile(r"\b(class|struct|union|enum)\b[^()]*$")
 _EXPRESSION = re.compile(r"(=|\breturn|\]|\]\s*\([^()]*\)[^;{}()]*)$")  # before a brace: a list of values, a lambda
-
-
-def brackets(code):
-    """Returns [(begin, end)] of the pairs of brackets in `code`, and [begin] of the open ones."""
-    pairs = []
-    opened = []
-    for match in CODE_TOKEN.finditer(code):
-        # A closing bracket that does not match the last open one is skipped: a macro's, or a model's mistake.
-        if match[0] in ("(", "{"):
-            opened.append(match.start())
-        elif match[0] in (")", "}") and opened and code[opened[-1]] == OPENING[match[0]]:
-            pairs.append((opened.pop(), match.start()))
-    return pairs, opened
 
 
 def end_of_function(prompt, text):

@@ -26,8 +26,7 @@ def require_packages():
     from importlib.util import find_spec
     missing = [name for name in ("torch_xla", "libtpu", "jax") if not find_spec(name)]
     if missing:
-        raise BadInput(f"compiling for a TPU needs {' and '.join(missing)}: pip install '.[tpu]', with Python 3.11 or "
-                       "newer on Linux (x86-64)")
+        raise BadInput(f"compiling for a TPU needs {' and '.join(missing)}: pip install '.[tpu]', with Python >= 3.11")
 
 
 class CompilerError(Failure):
@@ -119,7 +118,7 @@ def _run_compiler(program, tpu_slice, folder, timeout_s, processes, options):
         process.kill()
         process.wait()  # it writes no more files
         raise CompilerError(f"the TPU compiler took more than --timeout_s={timeout_s} for {program.name}: give it more "
-                            "time, fewer --jobs, or a smaller --depth") from None
+                            "time, or fewer --jobs") from None
     if process.returncode:
         print(errors[-4000:], file=sys.stderr)
         raise CompilerError(f"the TPU compiler failed on {program.name}: see its message above")

@@ -74,90 +74,43 @@ def _load(path, donated):
         return mlir.module_to_bytecode(module)
 
 
+# The parts of a HloModuleProto that are read or changed (xla/service/hlo.proto, xla/xla_data.proto). All others stay as
+# they are: a reader of protocol buffers passes on the fields that it does not know.
+_PROTO = """name: "hlo" syntax: "proto2"
+message_type { name: "Module"
+  field { name: "computations" number: 3 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "Computation" }
+  field { name: "entry" number: 6 label: LABEL_OPTIONAL type: TYPE_INT64 } }
+message_type { name: "Computation"
+  field { name: "instructions" number: 2 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "Instruction" }
+  field { name: "id" number: 5 label: LABEL_OPTIONAL type: TYPE_INT64 } }
+message_type { name: "Instruction"
+  field { name: "metadata" number: 7 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: "Metadata" } }
+message_type { name: "Metadata"
+  field { name: "name" number: 2 label: LABEL_OPTIONAL type: TYPE_STRING }
+  field { name: "file" number: 3 label: LABEL_OPTIONAL type: TYPE_STRING }
+  field { name: "line" number: 4 label: LABEL_OPTIONAL type: TYPE_INT32 }
+  field { name: "call_stack" number: 15 label: LABEL_OPTIONAL type: TYPE_INT32 } }"""
+
+
 def with_lines_in_loops(proto):
     """Returns the HloModuleProto with the line of each operation outside the entry computation added to its name, in
     the spelling hlo.LINE_IN_SCOPE, and its call stack removed."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(text_format.Parse(_PROTO, descriptor_pb2.FileDescriptorProto()))
+    module = message_factory.GetMessageClass(pool.FindMessageTypeByName("Module")).FromString(proto)
     # Loop bodies were lowered as modules of their own, so the numbers of their call stacks denote other stacks here.
-    # Fields, from xla/service/hlo.proto: of a module 3 is a computation and 6 the entry's id; of a computation 2 is an
-    # instruction and 5 its id; of an instruction 7 is its OpMetadata.
-    entry = next(value for number, value, _ in _fields(proto) if number == 6)
-
-    def with_lines(computation):
-        if any(number == 5 and value == entry for number, value, _ in _fields(computation)):
-            return computation
-        return _rewritten(computation, 2, lambda instruction: _rewritten(instruction, 7, _with_line))
-
-    return _rewritten(proto, 3, with_lines)
-
-
-def _with_line(metadata):
-    """Returns an OpMetadata, of which 2, 3, 4 and 15 are name, file, line and stack_frame_id (xla/xla_data.proto)."""
-    fields = {number: value for number, value, _ in _fields(metadata)}
-    scopes, _, name = fields.get(2, b"").decode().rpartition("/")
-    path = fields.get(3, b"").decode()
-    if path.startswith(f"{REPOSITORY}/"):
-        scopes += f"/{path.removeprefix(f'{REPOSITORY}/')}_{fields.get(4, 0)}"
-    name = f"{scopes}/{name}".strip("/").encode()
-    others = b"".join(field for number, _, field in _fields(metadata) if number not in (2, 15))
-    # The new name comes last: a reader takes a message's fields in any order.
-    return others + _field_of_bytes(2, name)
-
-
-# A protocol buffer is a row of fields. Each begins with a varint, number of the field × 8 + kind. Its content is a
-# varint (kind 0), or bytes: 8 of them (kind 1), 4 (kind 5), or as many as a varint before them says (kind 2: texts,
-# messages). A varint has 7 bits of a number in each byte, the lowest first; the highest bit says that more follow.
-_FIXED_SIZES = {1: 8, 5: 4}  # kind -> bytes
-
-
-def _rewritten(message, number, rewrite):
-    """Returns a protocol buffer with `rewrite` applied to the content of every field `number`."""
-    result = []
-    for found, value, field in _fields(message):
-        if found == number:
-            field = _field_of_bytes(number, rewrite(value))
-        result.append(field)
-    return b"".join(result)
-
-
-def _field_of_bytes(number, value):
-    return _varint(number << 3 | 2) + _varint(len(value)) + value
-
-
-def _fields(message):
-    """Yields (number, value, all its bytes) of each field of a protocol buffer. A value is an int or bytes."""
-    end = 0
-    while end < len(message):
-        begin = end
-        key, end = _read_varint(message, begin)
-        number, kind = divmod(key, 8)
-        if kind == 0:
-            value, end = _read_varint(message, end)
-        else:
-            if kind == 2:
-                size, end = _read_varint(message, end)
-            else:
-                size = _FIXED_SIZES[kind]
-            value = message[end:end + size]
-            end += size
-        yield number, value, message[begin:end]
-
-
-def _read_varint(message, at):
-    """Returns the varint at a place of a message, and the place behind it."""
-    value = shift = 0
-    while message[at] >= 0x80:
-        value |= (message[at] & 0x7F) << shift
-        shift += 7
-        at += 1
-    return value | message[at] << shift, at + 1
-
-
-def _varint(value):
-    result = bytearray()
-    while value >= 0x80:
-        result.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*result, value])
+    for computation in module.computations:
+        if computation.id == module.entry:
+            continue
+        for instruction in computation.instructions:
+            metadata = instruction.metadata
+            scopes, _, name = metadata.name.rpartition("/")
+            if metadata.file.startswith(f"{REPOSITORY}/"):
+                scopes += f"/{metadata.file.removeprefix(f'{REPOSITORY}/')}_{metadata.line}"
+            metadata.name = f"{scopes}/{name}".strip("/")
+            metadata.ClearField("call_stack")
+    return module.SerializeToString()
 
 
 # A traced operation has a location `"aten__mm"(call stack)`. A call stack is a line of a file, `"name"(location)`, or

@@ -17,8 +17,7 @@ def deliver(own, report, say):
     elif own.json:
         Path(own.json).write_text(json.dumps(report, indent=1))
     if own.explain and not report["explained"] and report["programs"]:
-        raise BadInput(f"--explain={own.explain}: no scheduled operation has this in its name or its line of Python: "
-                       "see the list of the most expensive operations")
+        raise BadInput(f"--explain={own.explain}: no operation has this in its name or line: see the list above")
     return 0 if report["fits"] else DOES_NOT_FIT
 
 

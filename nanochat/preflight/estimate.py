@@ -9,9 +9,7 @@ NOTHING_DECLARED = {"flops": 0, "transcendentals": 0}
 
 def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, branch_shares=None):
     """Returns a JSON object: memory and time of one run of a TracedProgram on one chip. Its CompiledProgram must fit.
-
-    resident_bytes: {name: bytes} of all tensors that stay on the chip. branch_shares: as in ops_of.
-    """
+    resident_bytes: {name: bytes} of all tensors that stay on the chip. branch_shares: as in ops_of."""
     module = hlo.parse(compiled.hlo_text)
     ops = ops_of(module, branch_shares)
     kernels = [op for op in ops if op.kernel]
@@ -75,11 +73,9 @@ class Costs:
         return schedule is not None and not schedule.uncounted_loops
 
     def cycles(self, op):
-        """Returns the cycles of the operation, if it never waits for memory.
-
-        Without a schedule they are the compiler's heuristic, plus the declared FLOPs of a Pallas kernel, which the
-        heuristic does not know, at the rate of the matrix units.
-        """
+        """Returns the cycles of the operation, if it never waits for memory. Without a schedule they are the compiler's
+        heuristic, plus the declared FLOPs of a Pallas kernel, which the heuristic does not know, at the rate of the
+        matrix units."""
         cost = declared(op)
         matrix_cycles = int(cost["flops"] / self.tpu.flops_per_cycle)
         if not self.is_scheduled(op):
@@ -90,21 +86,18 @@ class Costs:
         # Of a kernel with products in several branches, only as many cycles count as its declared FLOPs need.
         return schedule.cycles_with(matrix_cycles, cost["transcendentals"])
 
-    def traffic_s(self, op):
-        return op.hbm_bytes / self.tpu.hbm_bytes_per_s
-
     def op_seconds(self, op, cycles):
         """Returns the seconds of an operation of so many cycles that waits for its own traffic with HBM. The start of a
         transfer does not wait."""
         if op.begins:
             return self.seconds(cycles)
-        return max(self.seconds(cycles), self.traffic_s(op))
+        return max(self.seconds(cycles), op.hbm_bytes / self.tpu.hbm_bytes_per_s)
 
     def limit(self, op):
         """Returns in words what a scheduled operation waits for: HBM; the unit whose slots are full in its critical
         loop; or, if none is, the results of its own instructions. The fullest units' fractions of used slots follow."""
         schedule = self.schedules[op.instruction.name]
-        if self.traffic_s(op) > self.seconds(schedule.bound_cycles):
+        if op.hbm_bytes / self.tpu.hbm_bytes_per_s > self.seconds(schedule.bound_cycles):
             return "HBM"
         units = schedule.critical.units
         used = sorted(((units[unit] / slots, unit) for unit, slots in schedule.slots.items()), reverse=True)
@@ -135,9 +128,9 @@ def _twins(schedules, ops):
     return {op.instruction.name: known[likeness(op)] for op in ops if likeness(op) in known}
 
 
-def top_operations(ops, costs, count=10):
-    """Returns the `count` operations that take longest as JSON objects, the longest first. Operations of the same
-    source line, opcode and shape are added up; `name` and `limit` belong to the first of them."""
+def top_operations(ops, costs):
+    """Returns the ten operations that take longest as JSON objects, the longest first. Operations of the same source
+    line, opcode and shape are added up; `name` and `limit` belong to the first of them."""
     lines = {}
     for op in ops:
         instruction = op.instruction
@@ -153,7 +146,7 @@ def top_operations(ops, costs, count=10):
         line["cycles"] += op.times * cycles
         line["hbm_bytes"] += op.times * op.hbm_bytes
         line["estimated_s"] += op.times * costs.op_seconds(op, cycles)
-    return sorted(lines.values(), key=lambda line: line["estimated_s"], reverse=True)[:count]
+    return sorted(lines.values(), key=lambda line: line["estimated_s"], reverse=True)[:10]
 
 
 # A step and a run
@@ -161,10 +154,8 @@ def top_operations(ops, costs, count=10):
 
 def report_run(programs, plan, tpu_slice):
     """Returns the estimated speed and duration of a run as a JSON object: of a step in the last stage, of each stage,
-    and the hours of the run, with its own stages and with the last stage throughout.
-
-    programs: {name: what report_program returned}. plan: of a Task. tpu_slice: a tpu.Slice.
-    """
+    and the hours of the run, with its own stages and with the last stage throughout. programs: {name: what
+    report_program returned}. plan: of a Task. tpu_slice: a tpu.Slice."""
     stages = {}
     hours = 0.0
     for first, last, name in plan.stages:

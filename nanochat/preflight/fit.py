@@ -107,19 +107,15 @@ def find_mesh(try_mesh, sizes, say=print):
 def find_batch(try_batch, start, settings, say=print):
     """Searches for the largest --device_batch_size that fits with each of `settings`, values of
     --activation_checkpointing, each of which needs less memory than the one before. try_batch(size, setting) returns
-    the Fit. The search begins with `start`, and then with the largest size of the setting before.
-
-    Returns a JSON object with the largest size of each setting (None if none fits) and the peak memory of all trials.
-    """
+    the Fit. The search begins with `start`, and then with the largest size of the setting before. Returns a JSON object
+    with the largest size of each setting (None if none fits) and the peak memory of all trials."""
     found = {}
     started = time.monotonic()
     for setting in settings:
         largest, peaks = _largest_batch(try_batch, start, setting, say)
         found[setting] = {"largest": largest or None, "peak_bytes": peaks}
         start = largest or start
-    compilations = 0
-    for each in found.values():
-        compilations += len(each["peak_bytes"])
+    compilations = sum(len(each["peak_bytes"]) for each in found.values())
     return {"settings": found, "compilations": compilations, "seconds": time.monotonic() - started}
 
 

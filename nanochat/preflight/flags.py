@@ -21,17 +21,16 @@ def file_or_dash(text):
 @dataclass(frozen=True)
 class PreflightFlags:
     accelerator: str = flag("", "the TPU to compile for: v5litepod-8, v6e-4, v4-32 …", required=True)
-    json: str | None = flag(None, "write the report to FILE too; -: write it, and nothing else, to standard output",
-                            metavar="FILE", of=file_or_dash)
-    programs: str = flag(",".join(PROGRAMS), "the programs to compile; the estimate of a step needs micro_step and "
-                         "update")
+    json: str | None = flag(None, "write the report to FILE; -: only it, to standard output", metavar="FILE",
+                            of=file_or_dash)
+    programs: str = flag(",".join(PROGRAMS), "programs to compile; a step's estimate needs micro_step and update")
     find_batch: bool = flag(False, "search for the largest --device_batch_size that fits, with each value of "
                             "--activation_checkpointing")
     find_mesh: bool = flag(False, "search for the smallest --mesh_fsdp that fits")
-    explain: str | None = flag(None, "explain the dearest operation whose name or line of Python contains OPERATION; "
-                               "doubles the time of compiling", metavar="OPERATION")
-    dump_dir: Path | None = flag(None, "keep the traced programs (HLO protos) and the optimised HLO text in DIR",
-                                 metavar="DIR", of=expand_path)
+    explain: str | None = flag(None, "explain the dearest operation with OPERATION in its name or line of Python",
+                               metavar="OPERATION")
+    dump_dir: Path | None = flag(None, "keep the traced and the optimised programs in DIR", metavar="DIR",
+                                 of=expand_path)
     jobs: int = flag(2, "the number of compilers that run concurrently", at_least=1, at_most=1000)
     timeout_s: int = flag(1800, "the longest time that one program may take to compile", at_least=1)
     usd_per_chip_hour: float | None = flag(None, "price of a chip; default: the prices in "
@@ -39,8 +38,7 @@ class PreflightFlags:
     zone: str | None = flag(None, "zone whose prices count, such as us-west4-a; default: the dearest")
     preemptions_per_day: float | None = flag(None, "also estimate the run with so many preemptions a day, and the "
                                              "best save interval", of=float, above=0, at_most=1000)
-    restart_minutes: float = flag(10.0, "from a preemption until the run trains again: a new VM, setup, compiling",
-                                  at_least=0, at_most=10_000)
+    restart_minutes: float = flag(10.0, "from a preemption until the run trains again", at_least=0, at_most=10_000)
 
     @property
     def tpu_slice(self):
@@ -68,22 +66,14 @@ def read_preflight_flags(argv=None, description="", titles=TITLES, flags_of_trai
     if own.usd_per_chip_hour is None:
         tpu.require_known_zone(own.tpu_slice.accelerator, own.zone)
     if own.json not in (None, "-"):
-        _require_folder("json", own.json, Path(own.json).parent)
+        folder = Path(own.json).parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise BadInput(f"--json={own.json}: {folder} is not a folder that is writable: name another one")
         if Path(own.json).is_dir():
             raise BadInput(f"--json={own.json} is a folder: name a file")
     if own.dump_dir:
-        if not own.dump_dir.exists():
-            require_writable_dir(own.dump_dir)
-        _require_folder("dump_dir", own.dump_dir, own.dump_dir)
+        require_writable_dir(own.dump_dir)
     return replace(own, accelerator=own.tpu_slice.accelerator), flags_of_training(*of_training)
-
-
-def _require_folder(name, value, folder):
-    """Raises BadInput for the flag `name` if nothing can be written to `folder`."""
-    if not folder.is_dir():
-        raise BadInput(f"--{name}={value}: {folder} is not a folder: name another one")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise BadInput(f"--{name}={value}: {folder} is not writable: name another one")
 
 
 def prepare(own):

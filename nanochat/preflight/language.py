@@ -66,10 +66,8 @@ def branch_shares(config, length):
 
 
 def name_buffer_of_gpt(shape, config, batch_size, seq_len):
-    """Guesses from its shape, "bf16[8192,65536]" for example, what an array of a GPT holds.
-
-    Returns "logits", "attention scores" and so on, or "" if the shape fits none of them.
-    """
+    """Guesses from its shape, "bf16[8192,65536]" for example, what an array of a GPT holds. Returns "logits",
+    "attention scores" and so on, or "" if the shape fits none of them."""
     dims = [int(side) for side in shape.partition("[")[2].rstrip("]").split(",") if side]
     if config.vocab_size in dims and config.n_embd in dims:
         return "embedding or head"

@@ -35,11 +35,9 @@ class Op:
 
 def ops_of(module, branch_shares=None):
     """Returns a list of Op of all scheduled instructions of a Module: of the entry computation and of its loops.
-
     branch_shares: the share of a conditional's runs that each of its branches gets, a list of Fractions, for those that
     choose by a number, {"branch_computations": …}, or by a truth value, {"true_computation": …}. All branches of
-    others, and of those with another number of branches, count as if they always ran.
-    """
+    others, and of those with another number of branches, count as if they always ran."""
     return list(_walk(module, module.entry, 1, branch_shares or {}))
 
 
@@ -128,11 +126,8 @@ def _collective_steps(fused, times):
 
 
 def trip_count(module, loop, computation):
-    """Returns the number of times that the body of a `while` runs.
-
-    The loops here count up to a bound, or down from one. The bound is a constant in the condition or among the
-    initial values. Returns 1 without one.
-    """
+    """Returns the number of times that the body of a `while` runs. The loops here count up to a bound, or down from
+    one. The bound is a constant in the condition or among the initial values. Returns 1 without one."""
     condition = module.computations[loop.called("condition")]
     bound = max(_constants(module, condition.values()), default=0)
     if bound > 0:

@@ -21,11 +21,9 @@ def kind_of(name):
 
 
 def make_report(own, flags, programs, traced, trace_s, say=print):
-    """Compiles the traced programs of a run that the PreflightFlags `own` name and returns the report.
-
-    flags: {name: value} of all flags of the run. programs: its Programs. traced: its {name: TracedProgram}; trace_s:
-    the seconds that tracing took. say: is called with each line of progress.
-    """
+    """Compiles the traced programs of a run that the PreflightFlags `own` name and returns the report. flags: {name:
+    value} of all flags of the run. programs: its Programs. traced: its {name: TracedProgram}; trace_s: the seconds that
+    tracing took. say: is called with each line of progress."""
     tpu_slice = own.tpu_slice
     plan = programs.plan
     traced = [program for name, program in traced.items() if kind_of(name) in own.kinds]
@@ -181,9 +179,8 @@ class Preemptions:
 
     def slowdown(self, save_every_s):
         """Returns the expected wall time over the time of training alone, with a checkpoint after every `save_every_s`
-        seconds of training: M e^(R/M) (e^((τ + δ) / M) - 1) / τ (Daly 2006, doi 10.1016/j.future.2004.11.016).
-        It is infinite if nearly every interval is preempted.
-        """
+        seconds of training: M e^(R/M) (e^((τ + δ) / M) - 1) / τ (Daly 2006, doi 10.1016/j.future.2004.11.016). It is
+        infinite if nearly every interval is preempted."""
         mean_s = 86400 / self.per_day
         try:
             return (mean_s * math.exp((self.restart_s + self.safe_s) / mean_s)

@@ -244,11 +244,8 @@ class Programs:
         return sum(weights.values()) + sum(state.values())
 
     def trace(self, batches, evaluate):
-        """Returns {name: TracedProgram} of the micro-steps, update and evaluate.
-
-        batches: {name of the micro-step: {name: CPU tensor}}, a micro-batch for each stage of the run; evaluate(): runs
-        an evaluation of two batches.
-        """
+        """Returns {name: TracedProgram} of the micro-steps, update and evaluate. batches: {name of the micro-step:
+        {name: CPU tensor}}, a micro-batch for each stage of the run; evaluate(): runs an evaluation of two batches."""
         # Every program is traced twice, and trace() keeps the second one: the first may differ, because it fills
         # caches.
         micro_steps = min(self.plan.micro_steps(0), 2)

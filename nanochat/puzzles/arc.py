@@ -55,17 +55,17 @@ def identity(pair):
     # eight turned and mirrored texts, and so the same smallest one.
     def relabelled(grids):
         seen = {0: 0}  # the background
-        cells = (seen.setdefault(colour, len(seen)) for grid in grids for colour in grid.ravel().tolist())
-        return bytes([*grids[0].shape, *grids[1].shape, *cells])
+        found = [*grids[0].shape, *grids[1].shape]
+        for colour in np.concatenate([grid.ravel() for grid in grids]).tolist():
+            found.append(seen.setdefault(colour, len(seen)))
+        return bytes(found)
     return min(map(relabelled, zip(*map(square_forms, pair), strict=True)))
 
 
 def make_splits(training, evaluation, num_forms, seed):
     """Returns {"train": rows, "val": rows} with rows (puzzle, solution, 0), and the number of forms of all tasks.
-
     train: all pairs of the training tasks and the examples of the evaluation tasks, in all forms, except forms of
-    held-out pairs. val: the questions of the evaluation tasks, unchanged.
-    """
+    held-out pairs. val: the questions of the evaluation tasks, unchanged."""
     held_out = {identity(pair) for task in evaluation for pair in task.test}
     forms = draw_forms(num_forms, seed)
     train = []

@@ -64,14 +64,15 @@ def by_qqwing(count):
 def make_splits(maker, sizes, uses_qqwing=False):
     """Returns {"train": puzzles, "val": puzzles} with the numbers in `sizes`. All forms of a puzzle are in one of
     them, because few small puzzles differ: 36 minimal 4 × 4 Sudokus. Raises BadInput if too few are found."""
+    # Small puzzles repeat, so nobody knows how many must be made: each round makes the number that is still missing.
+    # Puzzle n comes from seed and n, and the rounds go on counting, so the same flags give the same puzzles.
     found = {name: {} for name in sizes}
     made = 0
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=begin_worker) as pool, \
             Progress("puzzles", sum(sizes.values()), unit="") as progress:
         # Each of these four draws a thousand mazes: a path that none of them has is refused before the rounds.
         if maker.kind == "maze" and not any(pool.map(maker.make, range(4))):
-            raise BadInput(f"--min_path={maker.min_path}: none of thousands of mazes of --side={maker.shape[0]} has so "
-                           "long a path: give a smaller one")
+            raise BadInput(f"--min_path={maker.min_path}: no maze of --side={maker.shape[0]} has it: give a lower one")
         for _ in range(ROUNDS):
             # The fingerprint puts a quarter of the puzzles into val, so val needs four times its missing number.
             missing = max(round((sizes[name] - len(found[name])) / share) for name, share in SHARES.items())

@@ -107,11 +107,9 @@ def _check(puzzles, name):
 @dataclass
 class PuzzleFeed:
     """Iterates over this rank's micro-batches from a step on, {name: CPU tensor} with a row for each of its slots.
-
     puzzle, solution: int32 (slots, cells), for the slot if it is free; a task's puzzle has one number more. min_steps:
     int32 (slots,), the least steps of that puzzle's episode. They are drawn for all slots of the run, free or not, so
-    they depend on seed and step only, not on the ranks nor on the model.
-    """
+    they depend on seed and step only, not on the ranks nor on the model."""
 
     puzzles: Puzzles
     dist: Dist

@@ -51,19 +51,7 @@ def make_language_server(url, api_key=None):
             return []
         documents[uri] = document  # the last used one comes last
         span, typed, segments = segments_at(ls.workspace, document, params)
-        text = ""
-        message = ""
-        try:
-            answer = await client.post("/v1/completions", content=json.dumps({"segments": segments}).encode())
-            if answer.status_code == STATUS_REPLACED:
-                return []
-            answer = answer.json()
-            if "error" in answer:
-                message = answer["error"]["message"]
-            else:
-                text = answer["choices"][0]["text"]
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            message = f"no answer of {url} ({type(error).__name__}): start python3 -m scripts.serve"
+        text, message = await ask(client, url, segments)
         # Once, because editors ask with each key.
         if message and message != last_said[0]:
             ls.window_show_message(types.ShowMessageParams(types.MessageType.Warning, f"nanochat: {message}"))
@@ -71,6 +59,20 @@ def make_language_server(url, api_key=None):
         return [types.InlineCompletionItem(typed + text, range=span)] if text else []
 
     return server
+
+
+async def ask(client, url, segments):
+    """Returns the server's completion and "", or "" and what the user must know."""
+    try:
+        answer = await client.post("/v1/completions", content=json.dumps({"segments": segments}).encode())
+        if answer.status_code == STATUS_REPLACED:  # by a newer request of this editor
+            return "", ""
+        answer = answer.json()
+        if "error" in answer:
+            return "", answer["error"]["message"]
+        return answer["choices"][0]["text"], ""
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        return "", f"no answer of {url} ({type(error).__name__}): start python3 -m scripts.serve"
 
 
 def segments_at(workspace, document, params):
@@ -101,26 +103,10 @@ def other_files(workspace, document):
             roots.append(find(path))
     if not roots and workspace.root_path:
         roots = [find(workspace.root_path)]
-
-    def included(path):
-        folders = [path.parent, *roots, *(root / "include" for root in roots)]
-        for name in dict.fromkeys(_INCLUDE.findall(opened[path], 0, MAX_OTHERS)):
-            for folder in folders:
-                file = os.path.join(folder, name)
-                if not os.path.isfile(file):  # for most names there is none, and this says so fastest
-                    continue
-                found = find(file)
-                if any(map(found.is_relative_to, (path.parent, *roots))):
-                    yield found
-                    break
-
-    def shown(path):
-        return next((str(path.relative_to(root)) for root in roots if path.is_relative_to(root)), path.name)
-
     here = find(document.path)
-    candidates = [*included(here)]
+    candidates = [*included(here, opened[here], roots, find)]
     for path in reversed(opened):
-        candidates += [path, *included(path)]
+        candidates += [path, *included(path, opened[path], roots, find)]
     texts = {here: ""}
     room = MAX_OTHERS
     for path in candidates:
@@ -132,7 +118,26 @@ def other_files(workspace, document):
                 text = ""
             texts[path] = text
             room -= len(text)
-    return [(shown(path), text) for path, text in reversed(texts.items()) if text][-MAX_FILES:]
+    found = []
+    for path, text in reversed(texts.items()):
+        if text:
+            around = [root for root in roots if path.is_relative_to(root)]
+            found.append((str(path.relative_to(around[0])) if around else path.name, text))
+    return found[-MAX_FILES:]
+
+
+def included(path, text, roots, find):
+    """Yields the files beside the file `path`, and in the folders `roots`, that its text includes. find: real_path."""
+    folders = [path.parent, *roots, *(root / "include" for root in roots)]
+    for name in dict.fromkeys(_INCLUDE.findall(text, 0, MAX_OTHERS)):
+        for folder in folders:
+            file = os.path.join(folder, name)
+            if not os.path.isfile(file):  # for most names there is none, and this says so fastest
+                continue
+            found = find(file)
+            if any(map(found.is_relative_to, (path.parent, *roots))):
+                yield found
+                break
 
 
 def real_path(path):

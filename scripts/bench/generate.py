@@ -48,8 +48,7 @@ def read_texts(flags, least_characters):
     """Returns the texts in the first shards of TextFlags that have so many characters. Raises BadInput if none has."""
     texts = [text for text in whole_texts(open_text(flags)[:4]) if len(text.strip()) > least_characters]
     if not texts:
-        raise BadInput(f"--data_dir={flags.data_dir} has no document of more than {least_characters} characters: name "
-                       "another")
+        raise BadInput(f"--data_dir={flags.data_dir} has no document of {least_characters} characters: name another")
     return texts
 
 

@@ -111,7 +111,8 @@ class Person:
         self.num_characters += len(block.text)
         at = 0
         while at < len(block.text):
-            # Pauses and mistakes depend on the place alone, so they are the same whoever completes.
+            # Pauses and mistakes depend on the place alone, so they are the same whoever completes. So a difference
+            # between two contenders comes from their completions, and not from the luck of the typing.
             generator = random.Random(f"{block.number} {at}")
             typed = block.before + block.text[:at]
             if generator.random() < MISTAKES:

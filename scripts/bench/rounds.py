@@ -34,11 +34,9 @@ def cpu_seconds():
 
 
 def compare(piece, contenders, rounds, reference):
-    """Measures each contender in every round, and prints the rounds and the medians.
-
-    piece: the unit of the work, such as "a token". contenders: {name: function that works, and returns the Spent of a
-    piece}. The first round warms up (compilation, first touch of memory) and does not count.
-    """
+    """Measures each contender in every round, and prints the rounds and the medians. piece: the unit of the work, such
+    as "a token". contenders: {name: function that works, and returns the Spent of a piece}. The first round warms up
+    (compilation, first touch of memory) and does not count."""
     print(f"{piece}, ms (of CPU time):")
     found = {name: [] for name in contenders}
     for number in range(1 + rounds):
