@@ -47,10 +47,6 @@ class Trial:
         with written_whole(self.directory / NOTES_FILE) as unfinished:
             unfinished.write_text(json.dumps({"flags": self.flags.as_dict(), "inputs": self.inputs, "cpu_s": cpu_s}))
 
-    def settled(self):
-        """Returns {name: value} of all flags except --run."""
-        return self.flags.as_dict() | {"run": None}
-
     def is_finished(self):
         return (self.directory / FINISHED_FILE).exists()
 
@@ -60,6 +56,7 @@ def read_trials(path):
     early. Raises BadInput."""
     seeds, common, variants = read_table(path)
     plans = {}  # {variant: what plan_of returned}
+    variant_of = {}  # {all flags of a run except --run, as text: its variant}
     trials = []
     for seed in seeds:
         for name, own in variants.items():
@@ -74,12 +71,13 @@ def read_trials(path):
             except BadInput as error:
                 raise BadInput(f"{path}: variant {name}: {error}") from None
             plan, inputs = plans[name]
-            trial = Trial(name, seed, tuple(argv), flags.settled(plan.config), plan, inputs)
+            settled = flags.settled(plan.config)
             # Compared as settled: a flag given with its default value is the same as one left out.
-            for other in trials:
-                if other.settled() == trial.settled():
-                    raise BadInput(f"{path}: variants {other.variant} and {name} are the same run: leave one out")
-            trials.append(trial)
+            same = json.dumps(settled.as_dict() | {"run": None})
+            if same in variant_of:
+                raise BadInput(f"{path}: variants {variant_of[same]} and {name} are the same run: leave one out")
+            variant_of[same] = name
+            trials.append(Trial(name, seed, tuple(argv), settled, plan, inputs))
     return trials
 
 

@@ -138,16 +138,14 @@ def secrets(code):
 
 
 FILTERS = {  # {name: (function, limit, what its number is)}
-    function.__name__: (function, limit, what) for function, limit, what in (
-        (repeated_lines, 0.5, "fraction of the bytes in lines that came before"),
-        (repeated_text, 0.9, "fraction of the bytes that zlib saves"),
-        (comments, 0.9, "fraction of the bytes in comments"),
-        (data, 0.7, "fraction of the bytes of code in numbers, commas and strings"),
-        (identifiers, 1000, "bytes of code for each different word"),
-        (long_lines, 1, "length of lines by the limits, 100 bytes on average and 1,000 at most"),
-        (unbalanced, 10, "brackets without a partner"),
-        (secrets, 0, "kinds of keys and tokens"),
-    )}
+    "repeated_lines": (repeated_lines, 0.5, "fraction of the bytes in lines that came before"),
+    "repeated_text": (repeated_text, 0.9, "fraction of the bytes that zlib saves"),
+    "comments": (comments, 0.9, "fraction of the bytes in comments"),
+    "data": (data, 0.7, "fraction of the bytes of code in numbers, commas and strings"),
+    "identifiers": (identifiers, 1000, "bytes of code for each different word"),
+    "long_lines": (long_lines, 1, "length of lines by the limits, 100 bytes on average and 1,000 at most"),
+    "unbalanced": (unbalanced, 10, "brackets without a partner"),
+    "secrets": (secrets, 0, "kinds of keys and tokens")}
 EMAILS = "emails"  # a filter that replaces addresses and drops nothing
 _EMAIL = re.compile(rb"(?<![\w.+-])[\w.+-]+@(?:[\w-]+\.)+[A-Za-z]{2,}(?![\w-])")
 

@@ -338,16 +338,12 @@ def key_of(text, seed):
 def write_run(path, schema, documents):
     """Writes a list of documents, dicts with the columns of `schema`, sorted by their key."""
     documents.sort(key=lambda document: document["key"])
-    row_groups = (pa.Table.from_pylist(documents[start:start + RUN_ROW_GROUP_DOCUMENTS], schema)
-                  for start in range(0, len(documents), RUN_ROW_GROUP_DOCUMENTS))
-    write_parquet(path, schema, row_groups, compression_level=1)
+    write_parquet(path, pa.Table.from_pylist(documents, schema), RUN_ROW_GROUP_DOCUMENTS, compression_level=1)
 
 
-def write_parquet(path, schema, row_groups, compression_level=None):
-    """Writes a parquet file with a row group for each of these tables. `path` appears once the file is whole."""
+def write_parquet(path, table, row_group_size, compression_level=None):
+    """Writes a table with so many rows in each row group. `path` appears once the file is whole."""
     # shards.py verifies the checksums of the pages.
-    with whole_file(path) as file, pq.ParquetWriter(
-            file, schema, compression="zstd", compression_level=compression_level,
-            use_dictionary=["source", "licence"], write_statistics=False, write_page_checksum=True) as writer:
-        for table in row_groups:
-            writer.write_table(table)
+    with whole_file(path) as file:
+        pq.write_table(table, file, row_group_size, compression="zstd", compression_level=compression_level,
+                       use_dictionary=["source", "licence"], write_statistics=False, write_page_checksum=True)

@@ -61,7 +61,7 @@ def document_gaps(documents, num_per_kind, seed):
                 gaps[kind].append(_cut(text, *rng.choice(found), kind))
         if all(len(found) == num_per_kind for found in gaps.values()):
             break
-    return [gap for found in gaps.values() for gap in found]
+    return sum(gaps.values(), [])
 
 
 def function_gaps(problems, num_per_kind, seed):
