@@ -74,7 +74,8 @@ def convert(state, config, path):
     for name in ("cos", "sin"):  # computed from the config
         state.pop(name, None)
     if state:
-        raise BadInput(f"--model={path} has {min(state)}, which the model here lacks: give one of before January 2026")
+        raise BadInput(f"--model={path} has {min(state)}, which the model here lacks: give one from before value "
+                       "embeddings (January 2026)")
     for name, expected in GPT.on_meta(config).state_dict().items():
         if name not in found or found[name].shape != expected.shape:
             shape = tuple(found[name].shape) if name in found else "missing"
