@@ -72,6 +72,8 @@ def read_preflight_flags(argv=None, description="", titles=TITLES, flags_of_trai
         if Path(own.json).is_dir():
             raise BadInput(f"--json={own.json} is a folder: name a file")
     if own.dump_dir:
+        if own.dump_dir.is_file():
+            raise BadInput(f"--dump_dir={own.dump_dir} is a file: name another one")
         require_writable_dir(own.dump_dir)
     return replace(own, accelerator=own.tpu_slice.accelerator), flags_of_training(*of_training)
 
