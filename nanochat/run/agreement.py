@@ -2,24 +2,17 @@
 
 Signals and Google Cloud's metadata server ask for a stop; rank 0's clock asks for a save. All ranks must obey before
 the same step, but they are at different steps when the request comes. So they agree through a small memory-mapped file.
-Each rank reads it at fixed points of its program, its ticks: before each step and during evaluations. Rank 0 publishes
-a request, and every rank that sees it answers with the number of its current tick. Once all have answered, the request
-is due at the tick after the highest answer, which no rank has passed yet.
+Each rank reads it at fixed points of its program, its ticks: before each step and during evaluations. A request is
+published, and from then on each rank waits at its next tick. It is due at the tick after the highest that any rank has
+reached, which none has passed yet. Whoever decides that waits for no rank, so there is no deadlock, although a rank may
+need the gradients of one that waits. Without a request, a tick writes one number to memory and reads two.
 
-A rank that has answered waits for ranks at lower ticks. It does not wait for a rank at the same or a higher tick that
-has not seen the request yet, because that rank may be waiting for this one's gradients. Without a request, a tick
-writes one number to memory and reads two.
-
-If the run has several hosts, their parent processes agree instead, through their channel (pod.py). The first host
-numbers the requests, and begins one once the last is done everywhere. It asks the parents of all hosts to hold: each
-publishes the request to its ranks, and answers with the highest tick that any of them has reached. From then on a rank
-waits at its next tick, for the parents alone. The request is due at the tick after the highest answer, which no rank
-has passed. Parents answer without waiting for a rank, so this exchange of messages is all that ranks wait for.
+On one host, rank 0 publishes and decides. If the run has several, their parent processes do, through their channel
+(pod.py). The first host numbers the requests, and begins one once the last is done everywhere. It asks the parents of
+all hosts to hold: each publishes the request to its ranks, and answers with their highest tick.
 """
-import fcntl
 import threading
 import time
-from contextlib import contextmanager
 
 import numpy as np
 
@@ -27,12 +20,12 @@ STOP, SAVE, PREEMPTED = 1, 2, 3  # kinds of request; PREEMPTED: stop, because th
 AGREE_TIMEOUT_S = 900
 MAX_RANKS = 256
 _NEVER = 2**62
-# Offsets of the fields in the file, in numbers of 64 bits. Requests are numbered from 1. Each rank has four fields: the
-# tick it is at, the last request that it answered, the tick it answered with, the last request whose outcome it read.
-# _STOP_ASKED counts how often a stop was asked for. _SAVE_ASKED: with several hosts, whether rank 0 asks for a save.
+# Offsets of the fields in the file, in numbers of 64 bits. Requests are numbered from 1. Each rank has two fields: the
+# tick it is at, and the last request whose outcome it read. _STOP_ASKED counts how often a stop was asked for.
+# _SAVE_ASKED: with several hosts, whether rank 0 asks for a save.
 _STOP_ASKED, _IS_PREEMPTED, _WAITS_FOR_MIRROR, _SAVE_ASKED, _NUMBER, _KIND, _AGREED_NUMBER, _AGREED_TICK = range(8)
-_TICK, _ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER, _END = (8 + i * MAX_RANKS for i in range(5))
-HOLD_S = 0.01  # within which a parent sees what a rank has written
+_TICK, _READ_NUMBER, _END = (8 + i * MAX_RANKS for i in range(3))
+HOLD_S = 0.01  # within which a process sees what another has written
 POLL_S = 0.05
 
 
@@ -55,7 +48,6 @@ class Requests:
 
     @property
     def times_asked(self):
-        """How often a stop was asked for."""
         return int(self.shared[_STOP_ASKED])
 
     @property
@@ -64,7 +56,6 @@ class Requests:
         return bool(self.shared[_IS_PREEMPTED])
 
     def note_preemption(self):
-        """Makes is_preempted true: another host of the run is about to end."""
         self.shared[_IS_PREEMPTED] = 1
 
     @property
@@ -73,19 +64,18 @@ class Requests:
         return bool(self.shared[_WAITS_FOR_MIRROR])
 
     def begin_to_wait_for_mirror(self):
-        """Makes waits_for_mirror true."""
         self.shared[_WAITS_FOR_MIRROR] = 1
-
-    # For the parent of one of several hosts
 
     @property
     def save_is_asked(self):
-        """Whether rank 0 asks for a save."""
+        """Whether rank 0 of several hosts asks for a save."""
         return bool(self.shared[_SAVE_ASKED])
+
+    # For the process that decides
 
     def hold(self, number, kind):
         """Publishes the request `number` to this host's ranks, and returns the highest tick that any of them has
-        reached. None passes another tick until `decide` says when the request is due."""
+        reached. None passes its next tick until `decide` says when the request is due."""
         # The kind before the number: a rank that sees the new number reads the kind next. In the same way `decide`
         # writes the tick before its number.
         self.shared[_KIND] = kind
@@ -101,7 +91,6 @@ class Requests:
         self.shared[_AGREED_NUMBER] = number
 
     def is_done(self, number, num_ranks):
-        """Returns whether all ranks of this host, `num_ranks`, have carried out the request."""
         return int((self.shared[_READ_NUMBER:_READ_NUMBER + MAX_RANKS] >= number).sum()) >= num_ranks
 
 
@@ -109,11 +98,11 @@ class RankAgreement:
     """One rank's part in agreeing on when all ranks stop or save."""
 
     def __init__(self, requests, rank, world_size, spans_hosts=False, timeout_s=AGREE_TIMEOUT_S):
-        """requests: the Requests of this host. spans_hosts: the ranks are on several hosts, whose parents agree.
-        timeout_s: how long to wait for other ranks."""
+        """requests: the Requests of this host. spans_hosts: the ranks are on several hosts, whose parents decide.
+        timeout_s: how long to wait for a decision."""
         self.is_stopping = False  # once agreed_action has returned STOP
         self.is_preempted = False  # whether all ranks stop because the machine is about to end; on one host only
-        self._file = open(requests.path, "r+b")  # a lock is held by an open file, so each rank opens its own
+        self._requests = requests
         self._shared = requests.shared
         self._rank = rank
         self._world_size = world_size
@@ -128,111 +117,58 @@ class RankAgreement:
         """Returns what all ranks do at this tick: STOP, SAVE or 0. All get the same answer at the same tick, provided
         that every rank calls it at the same points of its program.
 
-        wants_save: on rank 0, whether to ask all ranks to save; ignored on other ranks. Raises TimeoutError if another
-        rank does not reach its next tick.
+        wants_save: on rank 0, whether to ask all ranks to save; ignored on other ranks. Raises TimeoutError if nobody
+        decides when a request is due.
         """
         self._tick += 1
         self._shared[_TICK + self._rank] = self._tick
         if self._rank == 0:
-            self._ask(wants_save)
+            if self._spans_hosts:
+                self._shared[_SAVE_ASKED] = wants_save
+            else:
+                self._decide(wants_save)
         number = int(self._shared[_NUMBER])
         if not self._due_tick and number > self._number:
-            if self._spans_hosts:
-                self._wait_for_hosts(number)
-            else:
-                self._agree(number)
+            self._wait_until_decided(number)
         if self._tick != self._due_tick:
             return 0
         self._due_tick = 0
         self.is_preempted = self._kind == PREEMPTED
         self.is_stopping = self.is_preempted or self._kind == STOP
-        if self._spans_hosts:
-            if self._rank == 0:
-                self._shared[_SAVE_ASKED] = 0
-            self._shared[_READ_NUMBER + self._rank] = self._number
+        if self._spans_hosts and self._rank == 0:
+            self._shared[_SAVE_ASKED] = 0
+        self._shared[_READ_NUMBER + self._rank] = self._number
         return STOP if self.is_stopping else SAVE
 
     def finish(self):
         """Marks this rank's last tick: later requests have no effect."""
-        # As if this rank had answered every later request at a tick that no rank reaches. So the others never wait for
-        # it, and their agreement is never due.
-        fields = [_ANSWERED_NUMBER, _ANSWER_TICK, _READ_NUMBER]
-        if self._spans_hosts:
-            fields.append(_TICK)
-        with self._lock():
-            for field in fields:
-                self._shared[field + self._rank] = _NEVER
+        # As if this rank had reached a tick that no other reaches: later requests are never due.
+        self._shared[_TICK + self._rank] = _NEVER
+        self._shared[_READ_NUMBER + self._rank] = _NEVER
 
-    def _ask(self, wants_save):
-        """Publishes a request, on rank 0, if one is needed and the last one is done. With several hosts the parent of
-        the first publishes it."""
-        shared = self._shared
-        if self._spans_hosts:
-            shared[_SAVE_ASKED] = wants_save
+    def _decide(self, wants_save):
+        """Publishes a request and its tick, on rank 0 of one host, if one is needed and the last one is done."""
+        requests = self._requests
+        number = int(self._shared[_NUMBER])
+        is_asked = wants_save or requests.times_asked
+        if self.is_stopping or not is_asked or not requests.is_done(number, self._world_size):
             return
-        if self.is_stopping or self._due_tick or not (wants_save or shared[_STOP_ASKED]):
-            return
-        # One request at a time: its tick has one field, which a rank may not have read yet.
-        if (self._of_ranks(_READ_NUMBER) >= shared[_NUMBER]).all():
-            kind = SAVE
-            if shared[_STOP_ASKED]:
-                kind = PREEMPTED if shared[_IS_PREEMPTED] else STOP
-            shared[_KIND] = kind
-            shared[_NUMBER] += 1
+        kind = SAVE
+        if requests.times_asked:
+            kind = PREEMPTED if requests.is_preempted else STOP
+        tick = requests.hold(number + 1, kind)
+        requests.decide(number + 1, tick + 1)
 
-    # Under the lock exactly one rank finds that its answer is the last. That rank sets the tick for all: one more than
-    # the highest answer. A rank that has answered goes on to higher ticks only if it would otherwise wait for a rank
-    # that waits for it; it then answers again with its new tick, until the request is agreed. So the agreed tick comes
-    # after every tick that any rank has passed.
-    def _agree(self, number):
-        """Answers request `number`. Returns once its tick is known, or if waiting for it could be a deadlock."""
-        shared = self._shared
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            with self._lock():
-                if shared[_AGREED_NUMBER] < number:
-                    shared[_ANSWER_TICK + self._rank] = self._tick
-                    shared[_ANSWERED_NUMBER + self._rank] = number
-                missing = self._of_ranks(_ANSWERED_NUMBER) < number
-                if shared[_AGREED_NUMBER] < number and not missing.any():  # this answer was the last
-                    shared[_AGREED_TICK] = self._of_ranks(_ANSWER_TICK).max() + 1
-                    shared[_AGREED_NUMBER] = number
-                if shared[_AGREED_NUMBER] == number:
-                    self._note(number)
-                    shared[_READ_NUMBER + self._rank] = number
-                    return
-            if (self._of_ranks(_TICK)[missing] >= self._tick).any():  # it may wait for this rank's gradients
-                return
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self._rank} waited {self._timeout_s} s for ranks "
-                                   f"{np.flatnonzero(missing).tolist()} to agree on when to stop or save")
-            time.sleep(0.002)
-
-    def _wait_for_hosts(self, number):
-        """Waits until the parents have agreed on the tick of request `number`."""
+    def _wait_until_decided(self, number):
         deadline = time.monotonic() + self._timeout_s
         while self._shared[_AGREED_NUMBER] < number:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self._rank} waited {self._timeout_s} s for the hosts to agree on when to "
-                                   "stop or save")
+                raise TimeoutError(f"rank {self._rank} waited {self._timeout_s} s for the decision on when to stop or "
+                                   "save")
             time.sleep(0.002)
-        self._note(number)
-
-    def _note(self, number):
         self._number = number
         self._kind = int(self._shared[_KIND])
         self._due_tick = int(self._shared[_AGREED_TICK])
-
-    def _of_ranks(self, field):
-        return self._shared[field:field + self._world_size]
-
-    @contextmanager
-    def _lock(self):
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 class HostAgreement:
