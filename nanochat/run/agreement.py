@@ -8,13 +8,16 @@ reached, which none has passed yet. Whoever decides that waits for no rank, so t
 need the gradients of one that waits. Without a request, a tick writes one number to memory and reads two.
 
 On one host, rank 0 publishes and decides. If the run has several, their parent processes do, through their channel
-(pod.py). The first host numbers the requests, and begins one once the last is done everywhere. It asks the parents of
-all hosts to hold: each publishes the request to its ranks, and answers with their highest tick.
+(pod.py): each publishes the request to its ranks and tells the others their highest tick.
 """
+import itertools
+import math
 import threading
 import time
 
 import numpy as np
+
+from nanochat.run.pod import PodError
 
 STOP, SAVE, PREEMPTED = 1, 2, 3  # kinds of request; PREEMPTED: stop, because the machine is about to end
 AGREE_TIMEOUT_S = 900
@@ -26,7 +29,7 @@ _NEVER = 2**62
 _STOP_ASKED, _IS_PREEMPTED, _WAITS_FOR_MIRROR, _SAVE_ASKED, _NUMBER, _KIND, _AGREED_NUMBER, _AGREED_TICK = range(8)
 _TICK, _READ_NUMBER, _END = (8 + i * MAX_RANKS for i in range(3))
 HOLD_S = 0.01  # within which a process sees what another has written
-POLL_S = 0.05
+POLL_S = 0.1
 
 
 class Requests:
@@ -171,102 +174,32 @@ class RankAgreement:
         self._due_tick = int(self._shared[_AGREED_TICK])
 
 
-class HostAgreement:
-    """One host's part in agreeing on when all ranks of all hosts stop or save: a thread of its parent process, and the
-    handlers of the other hosts' messages."""
+def agree_with_hosts(pod, requests, num_ranks):
+    """Lets this host, in a thread of its parent process, agree with the others of the Pod on when all ranks stop or
+    save. requests: the Requests of this host's ranks; num_ranks: their number."""
+    threading.Thread(target=_agree_with_hosts, args=(pod, requests, num_ranks), name="agreement", daemon=True).start()
 
-    def __init__(self, pod, requests, num_ranks):
-        """requests: the Requests of this host's ranks; num_ranks: their number."""
-        self._pod = pod
-        self._requests = requests
-        self._num_ranks = num_ranks
-        self._lock = threading.RLock()  # guards all below
-        # What this host has told the first, and the request that its ranks have yet to carry out.
-        self._told_stops = 0
-        self._told_preemption = False
-        self._open_number = 0
-        # On the first host: the last request, {host: the tick it holds at}, and the hosts that have carried it out.
-        self._number = 0
-        self._kind = 0
-        self._held = {}
-        self._done = set()
-        self._is_stop_asked = False
-        pod.handlers |= {"stop": self._on_stop, "hold": self._on_hold, "held": self._on_held, "due": self._on_due,
-                         "done": self._on_done, "preempted": self._on_preempted}
-        pod.gather("that they are ready", True)
-        threading.Thread(target=self._work, name="agreement", daemon=True).start()
 
-    def _work(self):
-        while self._pod.failure is None:
-            self._tell_of_stops()
-            self._tell_when_done()
-            if self._pod.is_first:
-                self._begin_if_asked()
+# All hosts make the same rounds. In each they say what their ranks ask for, and decide the same from all answers. A
+# host joins the next round once its ranks have carried out the last request: so there is one request at a time.
+def _agree_with_hosts(pod, requests, num_ranks):
+    number = 0  # of the last request
+    is_stopping = False
+    try:
+        for rounds in itertools.count():
+            wishes = [requests.times_asked > 0, requests.is_preempted, requests.save_is_asked]
+            found = pod.gather(f"what they ask for ({rounds})", wishes, math.inf)
+            stop, is_preempted, save = map(any, zip(*found, strict=True))
+            if is_preempted:
+                requests.note_preemption()
+            if (stop or save) and not is_stopping:
+                number += 1
+                tick = requests.hold(number, STOP if stop else SAVE)
+                ticks = pod.gather(f"the tick of request {number}", tick, math.inf)
+                requests.decide(number, max(ticks) + 1)
+                is_stopping = stop
+                while not requests.is_done(number, num_ranks):
+                    time.sleep(POLL_S)
             time.sleep(POLL_S)
-
-    def _tell_of_stops(self):
-        stops = self._requests.times_asked
-        is_preempted = self._requests.is_preempted
-        if stops == self._told_stops and is_preempted == self._told_preemption:
-            return
-        self._told_stops = stops
-        self._told_preemption = is_preempted
-        if stops:
-            self._pod.tell(0, {"kind": "stop", "is_preempted": is_preempted})
-
-    def _tell_when_done(self):
-        with self._lock:
-            number = self._open_number
-            if not number or not self._requests.is_done(number, self._num_ranks):
-                return
-            self._open_number = 0
-        self._pod.tell(0, {"kind": "done", "number": number})
-
-    # On the first host. A request goes through three messages: "hold" to all hosts, "held" from each with its highest
-    # tick, "due" to all with the tick after the highest. It is done when each has said "done"; the next comes after it.
-
-    def _begin_if_asked(self):
-        with self._lock:
-            is_open = self._number and len(self._done) < self._pod.host.count
-            if is_open or self._kind == STOP or not (self._is_stop_asked or self._requests.save_is_asked):
-                return
-            self._number += 1
-            self._kind = STOP if self._is_stop_asked else SAVE
-            self._held = {}
-            self._done = set()
-            message = {"kind": "hold", "number": self._number, "action": self._kind}
-        # Outside of the lock, here and below: a send may wait for a slow connection, and the threads that read the
-        # other connections need the lock meanwhile.
-        self._pod.tell_all(message)
-
-    def _on_stop(self, index, message):
-        with self._lock:
-            self._is_stop_asked = True
-        if message["is_preempted"]:
-            self._pod.tell_all({"kind": "preempted"})
-
-    def _on_held(self, index, message):
-        with self._lock:
-            self._held[index] = message["tick"]
-            is_whole = len(self._held) == self._pod.host.count
-            tick = max(self._held.values()) + 1
-        if is_whole:
-            self._pod.tell_all({"kind": "due", "number": message["number"], "tick": tick})
-
-    def _on_done(self, index, message):
-        with self._lock:
-            self._done.add(index)
-
-    # On every host
-
-    def _on_hold(self, index, message):
-        tick = self._requests.hold(message["number"], message["action"])
-        self._pod.tell(0, {"kind": "held", "tick": tick, "number": message["number"]})
-
-    def _on_due(self, index, message):
-        self._requests.decide(message["number"], message["tick"])
-        with self._lock:
-            self._open_number = message["number"]
-
-    def _on_preempted(self, index, message):
-        self._requests.note_preemption()
+    except PodError:  # the watchdog ends the run
+        return

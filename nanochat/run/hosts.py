@@ -78,9 +78,9 @@ def _listed(text):
 
 
 def _accelerator():
-    """Returns the accelerator string of the whole TPU, or None. Asks the metadata server, because the PCI bus shows the
-    chips of this host only."""
+    """Returns the accelerator string of the whole TPU, or None."""
     if not os.environ.get("TPU_ACCELERATOR_TYPE"):
+        # The PCI bus shows the chips of this host only.
         told = metadata("attributes/accelerator-type")
         try:
             if told and tpu.parse_accelerator(told).hosts > 1:

@@ -130,7 +130,6 @@ class Pod:
                 connection.close()
 
     def _serve(self, connection):
-        """Serves a new connection at the first host."""
         connection.settimeout(self._limits.lost_s)
         try:
             message = wire.receive(connection)
@@ -203,8 +202,7 @@ class Pod:
     # is lost after 20 seconds of silence.
 
     def tell(self, index, message):
-        """Sends a message, {"kind": …, …}, to the handler for its kind on the host `index`. Ignores errors: the silence
-        of an unreachable host is noticed."""
+        """Sends a message, {"kind": …}, to its handler on the host `index`. Unreachable hosts are noticed otherwise."""
         if index == self.host.index:
             self.handlers[message["kind"]](index, message)
             return
@@ -231,13 +229,15 @@ class Pod:
                     said = self._said.get(name, {})
                     missing = [host for index, host in enumerate(self.names) if index not in said]
                 self._wait(began, timeout_s or self._limits.gather_s, f"{', '.join(missing)} to say {name}")
-            return self._values[name]
+            return self._values.pop(name)
 
     def _on_value(self, index, message):
         with self._changed:
             said = self._said.setdefault(message["name"], {})
             said[index] = message["value"]
             is_whole = len(said) == self.host.count
+            if is_whole:
+                del self._said[message["name"]]
         if is_whole:
             if message["name"] == END:  # here, because a host that has the values may close its connection at once
                 self._is_over.set()
@@ -288,7 +288,6 @@ class Pod:
     # The end
 
     def fail(self, message, status):
-        """Ends the run on all hosts with this status, unless it has failed already. message: what is wrong here."""
         if not self._is_over.is_set():
             name = self.names[self.host.index] if self.names else self.host.name
             self._fail(f"host {name}: {message}", status)

@@ -33,18 +33,15 @@ def agree_on_checkpoint(pod, directory, path, note):
         found = {}
     chosen, *others = pod.gather("which checkpoint they have", found)
     if not chosen:
-        _require_none(pod, directory, others)
+        for name, other in zip(pod.names[1:], others, strict=True):
+            if other:
+                raise BadInput(f"host {name} has {other['name']} of this run, and host {pod.names[0]}, whose disk "
+                               f"counts, has no checkpoint: copy the folder {directory} there, or start over with "
+                               "--resume=never")
         return None, None
     if not pod.is_first:
         path = obtain(pod, directory, chosen["name"], chosen["sums"])
     return path, chosen["note"]
-
-
-def _require_none(pod, directory, others):
-    for name, other in zip(pod.names[1:], others, strict=True):
-        if other:
-            raise BadInput(f"host {name} has {other['name']} of this run, and host {pod.names[0]}, whose disk counts, "
-                           f"has no checkpoint: copy the folder {directory} there, or start over with --resume=never")
 
 
 def _digest(path):
@@ -108,8 +105,7 @@ def _serve_checkpoint(path, connection, message):
 
 
 def serve_lanes(pod, directory):
-    """Makes the first host write the states that other hosts' ranks send by send_lanes to its disk, where rank 0 waits
-    for them."""
+    """Makes the first host write to its disk, where rank 0 waits, what other hosts' ranks send by send_lanes."""
     pod.serves["lanes"] = partial(_serve_lanes, directory)
 
 

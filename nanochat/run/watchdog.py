@@ -42,12 +42,10 @@ class Heartbeats:
         self._shared[rank] = os.getpid(), PHASES.index(phase), step, time.monotonic() + limit_s
 
     def ranks_of(self, pid):
-        """Returns the ranks that run in process `pid`."""
         return np.flatnonzero(self._shared[:, _PID] == pid).tolist()
 
     def late(self, seconds):
-        """Returns one line about a rank that is over its limit, or about a late first step, or None. seconds: since the
-        ranks were spawned."""
+        """Returns a line about a rank that is over its limit `seconds` after the ranks were spawned, or None."""
         ranks = np.flatnonzero(self._shared[:, _PID])
         if not len(ranks) and seconds > SLOW_PHASE_TIMEOUT_S:
             return f"no rank has reached its first step after {seconds:.0f} s"
@@ -60,11 +58,8 @@ class Heartbeats:
 
 
 def limit_s(phase, step_timeout_s, usual_s):
-    """Returns the limit of a phase, in seconds.
-
-    step_timeout_s: the smallest limit of an ordinary step; 0 or less: no limit for any phase.
-    usual_s: the usual time of the slowest ordinary steps, those that wait for the device.
-    """
+    """Returns the limit of a phase, in seconds. step_timeout_s: the smallest limit of an ordinary step; 0 or less: no
+    limit for any phase. usual_s: the usual time of the slowest ordinary steps, those that wait for the device."""
     if step_timeout_s <= 0:
         return math.inf
     if phase == "step":

@@ -33,7 +33,6 @@ def receive(connection):
 
 
 def send_file(connection, path):
-    """Sends the contents of a file."""
     with open(path, "rb") as file:
         send(connection, {"bytes": os.fstat(file.fileno()).st_size})
         connection.sendfile(file)
@@ -93,8 +92,6 @@ class Link:
 
 
 class Member:
-    """The connection to another host."""
-
     def __init__(self, connection):
         self.connection = connection
         self._lock = threading.Lock()  # messages of several threads must not mix

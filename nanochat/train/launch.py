@@ -12,7 +12,7 @@ import torch
 from nanochat.common import BadInput, say
 from nanochat.device import ranks
 from nanochat.run import stopping
-from nanochat.run.agreement import HostAgreement, Requests
+from nanochat.run.agreement import Requests, agree_with_hosts
 from nanochat.run.hosts import describe, require_alike, this_host
 from nanochat.run.pod import membership
 from nanochat.run.processes import RankEnded, begin_as_rank, exclusive_use, run_as_ranks
@@ -37,8 +37,7 @@ def launch(flags, device_type, make_task):
 
 
 def train_on_xla(flags, device_type, make_task, host):
-    """Prepares the run in this process, and trains in processes that it spawns. Returns the exit status. host: this
-    Host, if there are several."""
+    """Prepares the run here, and trains in processes that it spawns. Returns the exit status."""
     ranks.prepare_xla_environment(device_type)
     ranks.prepare_libtpu(device_type)
     # The order matters. All hosts have met and are alike before any touches its disk. The folder is locked before
@@ -67,7 +66,7 @@ def train_on_pod(run, pod, requests):
     """Trains on this host as one of several. Returns the exit status, equal on all."""
     if pod.is_first:
         serve_lanes(pod, run.directory)
-    HostAgreement(pod, requests, num_ranks=run.plan.world_size // pod.host.count)
+    agree_with_hosts(pod, requests, num_ranks=run.plan.world_size // pod.host.count)
     watchdog = Watchdog(Heartbeats(run.heartbeats_file), pod)
     # The ranks of all hosts end at about the same time, but rank 0 still saves and waits for the mirror. The run's
     # status is known only after all parents have met in pod.end.
@@ -130,7 +129,6 @@ def train_without_parent(flags, device_type, make_task):
 
 
 def say_finished(run):
-    """Says that nothing is left to train, and returns the exit status."""
     say(f"run {run.flags.run.run} has reached step {run.finished_step} ({run.checkpoint}): nothing left to do. "
         "Raise --num_iterations, choose another --run, or start over with --resume=never")
     return 0

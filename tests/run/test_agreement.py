@@ -10,7 +10,7 @@ from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.checkpoint.saver import save_checkpoint, save_lane_states
 from nanochat.common import BadInput
 from nanochat.run import transfer
-from nanochat.run.agreement import SAVE, STOP, HostAgreement, RankAgreement, Requests
+from nanochat.run.agreement import SAVE, STOP, RankAgreement, Requests, agree_with_hosts
 from nanochat.run.hosts import code_version, describe, require_alike
 from nanochat.run.pod import PodError
 from nanochat.run.transfer import agree_on_checkpoint, send_lanes, serve_lanes
@@ -51,8 +51,8 @@ def run_ranks_of_hosts(pods, tmp_path, program, ranks=2):
     parents = []
     for pod in pods:
         parents.append(Requests(tmp_path / f"requests_{pod.host.index}", create=True))
-    agreements = on_all(pods, lambda pod: HostAgreement(pod, parents[pod.host.index], ranks))
-    assert all(isinstance(found, HostAgreement) for found in agreements)
+    for pod in pods:
+        agree_with_hosts(pod, parents[pod.host.index], ranks)
     numbers = list(range(ranks * len(pods)))
 
     def run(number):
